@@ -215,7 +215,9 @@ def test_packed_rows_are_sequences_of_their_own_in_every_form():
     uneven = SequenceDescriptor.from_seqlens_and_offsets((lengths, more[0]), (offsets, more[1]))
     np.testing.assert_array_equal(attend(uneven), attend(by_offsets))
     bounds = uneven.bounds(2, 8, 8, 3)
-    assert [x.shape for x in bounds] == [(2, 4)] * 4, "kernels count sequences of queries and keys by one number"
+    assert [x.shape for x in bounds] == [(2, 4)] * 4, (
+        "kernels count sequences of queries and keys by one number"
+    )
     np.testing.assert_array_equal(bounds[0], [[3, 2, 2, 0], [2, 4, 0, 0]])
     said = by_ids.get_seqlens_and_offsets(AttnMaskType.PADDING_MASK, QKVLayout.BSHD_BSHD_BSHD, None, 1)
     np.testing.assert_array_equal(said[0], [7, 6])

@@ -51,8 +51,12 @@ def by_offsets():
 
 def uneven():
     """Two sequences of queries a row, three of keys: nobody looks at the last ones."""
-    lengths = jnp.asarray([[20, 66], [50, 30]], jnp.int32), jnp.asarray([[20, 40, 26], [50, 30, 9]], jnp.int32)
-    starts = jnp.asarray([[0, 20, 86], [0, 50, -1]], jnp.int32), jnp.asarray([[0, 20, 60, 86], [0, 50, 80, -1]], jnp.int32)
+    lengths = (
+        jnp.asarray([[20, 66], [50, 30]], jnp.int32),
+        jnp.asarray([[20, 40, 26], [50, 30, 9]], jnp.int32),
+    )
+    starts = [[0, 20, 86], [0, 50, -1]], [[0, 20, 60, 86], [0, 50, 80, -1]]
+    starts = tuple(jnp.asarray(one, jnp.int32) for one in starts)
     return SequenceDescriptor.from_seqlens_and_offsets(lengths, starts)
 
 

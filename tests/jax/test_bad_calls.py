@@ -156,7 +156,9 @@ def both_directions() -> quantize.ScaledTensor2x:
 
 
 def in_groups(**arguments):
-    quantizer = quantize.QuantizerFactory.create(1, ScalingMode.CURRENT_TENSOR_SCALING, jnp.float8_e4m3fn, n_groups=2)
+    quantizer = quantize.QuantizerFactory.create(
+        1, ScalingMode.CURRENT_TENSOR_SCALING, jnp.float8_e4m3fn, n_groups=2
+    )
     return quantizer.quantize(**({"x": ones(4, 8), "group_sizes": np.asarray([1, 3], np.int32)} | arguments))
 
 
@@ -261,7 +263,12 @@ CASES = [
     (
         lambda d: grouped(contracting_dims=d),
         "grouped_dense contracting_dims",
-        {"outside": ((3,), (1,)), "outside of the kernel": ((1,), (4,)), "below": ((-3,), (1,)), "rows": ((0,), (1,))},
+        {
+            "outside": ((3,), (1,)),
+            "outside of the kernel": ((1,), (4,)),
+            "below": ((-3,), (1,)),
+            "rows": ((0,), (1,)),
+        },
     ),
     (
         lambda a: in_groups(flatten_axis=a),
@@ -287,7 +294,12 @@ CASES = [
     (
         lambda b: Softmax().apply({}, ones(1, 1, 4, 4), bias=b),
         "Softmax bias",
-        {"text": "x", "more rows": ones(3, 2, 4, 4), "three axes": ones(4, 5, 4), "integers": np.zeros((1, 1, 4, 4), int)},
+        {
+            "text": "x",
+            "more rows": ones(3, 2, 4, 4),
+            "three axes": ones(4, 5, 4),
+            "integers": ARRAYS["integers"],
+        },
     ),
     (lambda x: module_call(te_flax.DenseGeneral, x, features=3), "DenseGeneral inputs", ARRAYS),
     (

@@ -229,7 +229,11 @@ def test_no_fused_attention_is_found_where_the_reference_computes(monkeypatch):
     assert asked(half, whole) == asked(tex_enums.DType.kByte, whole) == "NVTE_No_Backend"
     with pytest.raises(ValueError, match="choose one of NVTE_BS3HD"):
         asked(half, tex_enums.NVTE_QKV_Layout.NVTE_SBH3D)
-    for kinds, name in (((7, causal), "bias_type=7"), ((0, 6), "attn_mask_type=6"), ((0, 2, "x"), "softmax_type='x'")):
+    for kinds, name in (
+        ((7, causal), "bias_type=7"),
+        ((0, 6), "attn_mask_type=6"),
+        ((0, 2, "x"), "softmax_type='x'"),
+    ):
         with pytest.raises(ValueError, match=f"{name}; choose one of NVTE_"):
             asked(half, whole, *kinds)
     taken = lambda self: True  # noqa: E731

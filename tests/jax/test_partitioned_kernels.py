@@ -79,7 +79,8 @@ def test_devices_cut_kernels_as_their_rules_say_and_agree_with_one_device():
     assert all(value < 1e-5 for value in found.values()), found
     # Nothing travels but where a block would be cut, an operand lies otherwise, or both rows lie over one axis.
     free = (
-        "rows", "both axes", "one axis twice", "blocks", "columns", "contraction", "heads", "a mask", "a mask of one row",
+        "rows", "both axes", "one axis twice", "blocks", "columns", "contraction", "heads",
+        "a mask", "a mask of one row",
         "rows and features of two axes", "contraction of two axes", "of all that are mapped", "maxima of several axes",
         "blocks of several axes",
     )  # fmt: skip

@@ -256,7 +256,10 @@ class Twice(nn.Module):
 @pytest.mark.parametrize("read", [(False, True, True), (True, False, False), (False, False, False)])
 def test_states_of_devices_that_read_nothing_do_not_count(read):
     """As of copies of `fan_out`: zeros of a branch that a device does not take are no scale."""
-    scales, maxima = np.asarray([[8.0], [2.0], [4.0]], np.float32), np.asarray([[1.0], [4.0], [2.0]], np.float32)
+    scales, maxima = (
+        np.asarray([[8.0], [2.0], [4.0]], np.float32),
+        np.asarray([[1.0], [4.0], [2.0]], np.float32),
+    )
 
     def next_state(scale, amax, reads):
         quantizer = DelayedScaleQuantizer(jnp.dtype(jnp.float8_e4m3fn), scale=scale, amax_history=amax)
@@ -264,7 +267,9 @@ def test_states_of_devices_that_read_nothing_do_not_count(read):
 
         def loss(quantizer):
             over = merged_over(quantizer, ("devices",))
-            return sum((a * b).sum() for a, b in zip(jax.tree.leaves(over), jax.tree.leaves(following), strict=True))
+            return sum(
+                (a * b).sum() for a, b in zip(jax.tree.leaves(over), jax.tree.leaves(following), strict=True)
+            )
 
         return jax.lax.psum(jax.tree.leaves(jax.grad(loss)(quantizer)), "devices")
 

@@ -8,8 +8,8 @@ from jax import Array
 
 from ...common.checks import member
 from ..attention.arguments import sink_of
-from ..primitives.attention.enums import AttnSoftmaxType
 from ..checks import broadcasts, check_values
+from ..primitives.attention.enums import AttnSoftmaxType
 from ..softmax import SoftmaxFusionType, scaled_softmax
 from .base import check_call
 
@@ -29,8 +29,8 @@ class Softmax(nn.Module):
         bias: Array | None = None,
         softmax_offset: Array | None = None,
     ) -> Array:
-        """inputs [b, h, q, k]; bias [1 or b, 1 or h, 1 or q, 1 or k]; mask True hides a key; softmax_offset [1, h, 1, 1]
-        of LEARNABLE_SOFTMAX.
+        """inputs [b, h, q, k], of which a bias may have 1 in place of an extent; a mask's True hides a key;
+        softmax_offset [1, h, 1, 1] of LEARNABLE_SOFTMAX.
         """
         check_call(self, inputs=inputs)
         member("softmax_type", self.softmax_type, AttnSoftmaxType)

@@ -280,6 +280,8 @@ class ScaledTensorFactory:
             ("rowwise", rowwise, q_layout.has_rowwise), ("colwise", colwise, q_layout.has_colwise),
         ):  # fmt: skip
             if there and tensor is None:
-                raise ValueError(f"{name}=None with q_layout={q_layout.name}; give the tensor of that direction")
+                raise ValueError(
+                    f"{name}=None with q_layout={q_layout.name}; give the tensor of that direction"
+                )
             kept += [tensor] * there
         return kept[0] if len(kept) == 1 else ScaledTensor2x(*kept)
