@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ....common.formats import ceil_div
 from ...platform import processors
 from ..kernels import Kernel
 from ..launching import perform
@@ -239,18 +238,18 @@ class Backward(_Attention):
         return tuple(shapes)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import attention_backward, attention_bias, attention_programs
+        from ....common.kernels import attention_backward, attention_bias, attention_delta, attention_programs
 
         q, k, v, *rest = arrays
         given, (out, dout, lse) = self.given(tuple(rest))
         problem, packed = self.problem(q, k, v, given), self.facts.packed
-        parts = self._parts(problem, attention_backward.keys_tile(problem)[1])
+        parts = problem.key_parts(attention_backward.keys_tile(problem)[1], processors().count)
         strides = [self._part_strides(x, parts) for x in (k, v)]
         bias, bias_shape = None, ()
         if given.bias is not None:
             bias, bias_shape = attention_bias.added(problem, given.bias.shape)
         program = attention_programs.gradients(
-            attention_backward.delta(problem, problem.out, given.sink is not None),
+            attention_delta.delta(problem, problem.out, given.sink is not None),
             attention_backward.queries(problem, problem.q, packed),
             attention_backward.keys(problem, strides[0], strides[1], parts, packed),
             bias,
@@ -271,12 +270,6 @@ class Backward(_Attention):
         if given.sink is not None:
             grads.append(made["dsink"].sum(axis=2).reshape(q.shape[0], -1, q.shape[2]).sum(axis=1))
         return tuple(grads)
-
-    @staticmethod
-    def _parts(problem: Problem, keys: int) -> int:
-        """Programs that share a head of keys: one, or each its query head where there are few."""
-        programs = ceil_div(problem.seqlen_kv, keys) * problem.groups * problem.batch
-        return problem.heads // problem.groups if programs < 2 * processors().count else 1
 
     def _part_strides(self, x: Array, parts: int) -> tuple[int, int, int, int]:
         """(part, batch, token, head) of the gradient of keys or values."""
