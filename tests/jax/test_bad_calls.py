@@ -275,6 +275,53 @@ CASES = [
         "flatten_axis of groups",
         {"outside": 5, "all": 0, "half": 0.5, "text": "x"},
     ),
+    (
+        lambda s: Softmax(scale_factor=s).apply({}, ones(1, 1, 4, 4), bias=ones(1, 1, 4, 4)),
+        "Softmax scale",
+        NUMBERS,
+    ),
+    (lambda x: Softmax().apply({}, x), "Softmax inputs", ARRAYS | SHAPES),
+    (lambda x: quantize.apply_rht(x), "apply_rht x", ARRAYS | {"no axes": np.float32(3), "odd": ones(4, 15)}),
+    (lambda i: quantize.apply_rht(ones(2, 16), i), "apply_rht inverse", SWITCHES | {"array": ones(2)}),
+    (
+        lambda a: quantize.compute_scale_from_amax(a, jnp.float8_e4m3fn),
+        "compute_scale_from_amax amax",
+        {
+            "text": "x",
+            "none": None,
+            "empty": (),
+            "three": ones(3),
+            "list": [1.0],
+            "booleans": ARRAYS["booleans"],
+        },
+    ),
+    (
+        lambda s: quantize.compute_scale_from_amax(ones(1), jnp.float8_e4m3fn, scale=s),
+        "compute_scale_from_amax scale",
+        {"text": "x", "empty": (), "three": ones(3)},
+    ),
+    (
+        te_flax.extend_logical_axis_rules,
+        "extend_logical_axis_rules",
+        {
+            "none": None,
+            "number": 3,
+            "text": "embed",
+            "dict": {"embed": None},
+            "numbers": [1],
+            "names": ["ab"],
+        },
+    ),
+    (
+        lambda n: te_flax.wrap_function_in_te_state_module(print, None, n),
+        "wrap_function name",
+        {"number": 3, "array": ones(3)},
+    ),
+    (
+        lambda w: rotary_pos_emb(ones(2, 4, 2, 8), w, False),
+        "rotary windows of numbers",
+        {"texts": ("a", "b"), "none": (None, 3.0), "nan": (1.0, float("nan"))},
+    ),
     (lambda a: in_groups(is_rowwise=a, is_colwise=False), "directions of groups", {"none at all": False}),
     (
         lambda u: both_directions().get_tensor(u),

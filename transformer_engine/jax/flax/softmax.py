@@ -10,7 +10,7 @@ from ...common.checks import member
 from ..attention.arguments import sink_of
 from ..checks import broadcasts, check_values
 from ..primitives.attention.enums import AttnSoftmaxType
-from ..softmax import SoftmaxFusionType, scaled_softmax
+from ..softmax import SoftmaxFusionType, check_scores, scaled_softmax
 from .base import check_call
 
 
@@ -35,6 +35,7 @@ class Softmax(nn.Module):
         check_call(self, inputs=inputs)
         member("softmax_type", self.softmax_type, AttnSoftmaxType)
         member("softmax_fusion_type", self.softmax_fusion_type, SoftmaxFusionType)
+        check_scores(inputs, self.scale_factor)
         if bias is not None:
             check_values("bias", bias)
             if not broadcasts(bias.shape, inputs.shape):
