@@ -10,7 +10,6 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from numbers import Real
 from typing import Any, ClassVar, TypeVar
 
 import jax
@@ -18,13 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ...common.checks import described, exponent, integer, switch
+from ...common.checks import integer, switch
 from ...common.quantize_spec import QuantizeSpec
 from ..checks import check_floating, check_values
 from ..primitives import quantize as primitive
 from ..primitives.operand import turned
 from ..primitives.quantize import Cast
-from ..primitives.scale_update import State, advance_scales, advance_states
+from ..primitives.scale_update import State, advance_states
 from ..undifferentiated import constant, undifferentiated
 from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode
 from .settings import check_settings, element_of
@@ -38,37 +37,10 @@ __all__ = [
     "Quantizer",
     "QuantizerSet",
     "advanced_together",
-    "compute_scale_from_amax",
     "noop_quantizer_set",
 ]
 
 Class = TypeVar("Class", bound=type)
-
-
-def compute_scale_from_amax(
-    amax: Array, q_dtype: Any, margin: float = 0.0, scale: Array | None = None
-) -> Array:
-    """(max of q_dtype / amax) / 2^margin as float32 [1]; where amax is 0, inf or NaN `scale`, by default 1.
-
-    amax, scale   float32 arrays of one number, or numbers; a scale of 0 is read as 1
-    """
-    exponent("margin", margin)
-    amax = _one_number("amax", amax)
-    old = jnp.ones(1, jnp.float32) if scale is None else _one_number("scale", scale)
-    _, computed = advance_scales(
-        jnp.zeros((1, 1), jnp.float32), old, amax, "most_recent", (element_of(q_dtype).maximum,), margin
-    )
-    return computed
-
-
-def _one_number(name: str, value: Any) -> Array:
-    """float32 [1]; TypeError for what is not one real number, or an array of one."""
-    dtype = getattr(value, "dtype", None)
-    kinds = (jnp.floating, jnp.integer)
-    real = isinstance(value, Real) if dtype is None else any(jnp.issubdtype(dtype, kind) for kind in kinds)
-    if not real or np.size(value) != 1:
-        raise TypeError(f"{name}={described(value)}; give one number, or an array [1] of it")
-    return jnp.asarray(value, jnp.float32).reshape(1)
 
 
 def _register(cls: Class) -> Class:
