@@ -13,6 +13,7 @@ from transformer_engine.jax.attention import (
     AttnBiasType,
     AttnMaskType,
     AttnSoftmaxType,
+    QKVFormat,
     QKVLayout,
     ReorderStrategy,
     SequenceDescriptor,
@@ -506,3 +507,16 @@ def module(**fields):
 def test_a_bad_call_is_refused_with_value_limit_and_remedy(bad, sentence):
     with pytest.raises((ValueError, TypeError), match=sentence):
         bad()
+
+
+@pytest.mark.parametrize("layout", QKVLayout)
+def test_a_layout_says_which_arrays_lie_together(layout):
+    arrays = 1 if "3" in layout.value else 2 if "2" in layout.value else 3
+    assert (layout.is_qkvpacked(), layout.is_kvpacked(), layout.is_separate()) == tuple(
+        arrays == count for count in (1, 2, 3)
+    )
+    others = layout.to_qkvpacked(), layout.to_kvpacked(), layout.to_separate()
+    assert layout in others and {other.is_thd() for other in others} == {layout.is_thd()}
+    assert [other.is_qkvpacked() for other in others] == [True, False, False]
+    assert [other.is_separate() for other in others] == [False, False, True]
+    assert layout.get_qkv_format() is (QKVFormat.THD if layout.value.startswith("t") else QKVFormat.BSHD)

@@ -19,12 +19,15 @@ from transformer_engine.common import recipe
 from transformer_engine.jax.dense import dense
 from transformer_engine.jax.primitives.scale_update import advance_scales
 from transformer_engine.jax.quantize import (
+    AmaxComputeAlgo,
     DelayedScaleQuantizer,
     QuantizerFactory,
     QuantizerSet,
     ScalingMode,
+    TensorSource,
     compute_scale_from_amax,
     fan_out,
+    get_quantize_config_with_recipe,
     noop_quantizer_set,
     recipes,
 )
@@ -547,3 +550,33 @@ def test_collections_are_updated_in_the_type_of_the_original():
     assert te.update_collections({"b": 3}, {"a": 1}) == {"b": 3, "a": 1}
     with pytest.raises(TypeError, match="give a dict or a FrozenDict"):
         te.update_collections([1], {})
+
+
+E4M3, E5M2, E2M1 = (jnp.dtype(x) for x in (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn))
+
+
+@pytest.mark.parametrize(
+    ("given", "dtypes", "modes"),
+    [
+        (None, (jnp.bfloat16, jnp.bfloat16), ["NO_SCALING"] * 3),
+        (recipe.DelayedScaling(), (E4M3, E5M2), ["DELAYED_TENSOR_SCALING"] * 3),
+        (recipe.Float8CurrentScaling(fp8_format=recipe.Format.E4M3), (E4M3, E4M3), ["CURRENT_TENSOR_SCALING"] * 3),
+        (recipe.MXFP8BlockScaling(), (E4M3, E4M3), ["MXFP8_1D_SCALING"] * 3),
+        (recipe.Float8BlockScaling(), (E4M3, E4M3), ["BLOCK_1D_SCALING", "BLOCK_2D_SCALING", "BLOCK_1D_SCALING"]),
+        (recipe.NVFP4BlockScaling(), (E2M1, E2M1), ["NVFP4_1D_SCALING", "NVFP4_2D_SCALING", "NVFP4_1D_SCALING"]),
+    ],
+)  # fmt: skip
+def test_a_config_says_what_a_recipe_does_with_each_tensor(given, dtypes, modes):
+    config = get_quantize_config_with_recipe(given)
+    assert (jnp.dtype(config.FWD_DTYPE), jnp.dtype(config.BWD_DTYPE)) == tuple(map(jnp.dtype, dtypes))
+    assert [config.get_scaling_mode(source).name for source in TensorSource] == modes
+    assert config.is_fp8_enabled() is (given is not None)
+    assert (1024 if isinstance(given, recipe.DelayedScaling) else 0) == config.AMAX_HISTORY_LEN
+
+
+def test_a_config_has_the_settings_of_delayed_scaling():
+    given = recipe.DelayedScaling(margin=2, amax_history_len=3, amax_compute_algo="most_recent")
+    config = get_quantize_config_with_recipe(given)
+    assert (config.MARGIN, config.AMAX_HISTORY_LEN) == (2.0, 3)
+    assert config.AMAX_COMPUTE_ALGO is AmaxComputeAlgo.MOST_RECENT
+    assert get_quantize_config_with_recipe(None).AMAX_COMPUTE_ALGO is AmaxComputeAlgo.MAX
