@@ -37,13 +37,20 @@ def get_fused_attn_backend(
 ) -> NVTE_Fused_Attn_Backend:  # fmt: skip
     """The kind of backend other than the reference that takes such a call, NVTE_No_Backend where none does.
 
+    No backend of JAX's side adds ALiBi biases by themselves: NVTE_ALIBI has none.
     deterministic: every backend repeats its bits, or is refused where they must not differ (docs/environment.md).
     """
     if qkv_layout not in _LAYOUTS:
         raise ValueError(
             f"qkv_layout={described(qkv_layout)}; choose one of {', '.join(layout.name for layout in _LAYOUTS)}"
         )
-    if q_dtype not in _NAMES or kv_dtype not in _NAMES:
+    for name, value, kind in (
+        ("bias_type", bias_type, NVTE_Bias_Type), ("attn_mask_type", attn_mask_type, NVTE_Mask_Type),
+        ("softmax_type", softmax_type, NVTE_Softmax_Type),
+    ):  # fmt: skip
+        if value not in [*kind]:
+            raise ValueError(f"{name}={described(value)}; choose one of {', '.join(kind.__members__)}")
+    if q_dtype not in _NAMES or kv_dtype not in _NAMES or bias_type == NVTE_Bias_Type.NVTE_ALIBI:
         return NVTE_Fused_Attn_Backend.NVTE_No_Backend
     helper = FusedAttnHelper(
         is_training, _NAMES[q_dtype], _NAMES[kv_dtype], _LAYOUTS[qkv_layout], AttnBiasType(int(bias_type)),

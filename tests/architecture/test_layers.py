@@ -42,6 +42,7 @@ LAYERS = {
     "transformer_engine.jax.sharding": 1,
     "transformer_engine.jax.checks": 1,
     "transformer_engine.jax.blocks": 1,
+    "transformer_engine.jax.manual_axes": 1,
     "transformer_engine.jax.bias": 1,
     "transformer_engine.jax.undifferentiated": 1,
     "transformer_engine.jax.residual": 1,

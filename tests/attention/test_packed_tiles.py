@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 
 import pytest
@@ -14,7 +15,7 @@ if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
 import triton
 import triton.language as tl
 
-from transformer_engine.common.kernels import attention, attention_backward
+from transformer_engine.common.kernels import attention, attention_backward, attention_delta
 from transformer_engine.common.kernels.attention_problem import Problem
 from transformer_engine.common.kernels.launch import Launch, Output
 from transformer_engine.pytorch.runtime.launching import processors, run_into
@@ -91,7 +92,7 @@ def _results(
     forward = attention.forward(problem, True, True, True)
     made = _made(forward, (*given, sink, rng, None), (dout.shape, (queries, HEADS), None), device)
     out, lse, tops = made
-    first = attention_backward.delta(problem, problem.out, sink is not None)
+    first = attention_delta.delta(problem, problem.out, sink is not None)
     rows = (out, dout, lse, sink, bounds[0], bounds[2], None)
     delta, dsink = _made(first, rows, ((queries, HEADS), None), device)
     context = (*given, rng, dout, lse, delta)
@@ -136,6 +137,20 @@ def test_the_tiles_of_all_sequences_have_programs_and_few_are_left_without_one()
     assert alone.query_tiles(100) == (10, 0)
     many = dataclasses.replace(problem, batch=2000, tokens=(1000, 1000))
     assert many.key_tiles(100) == (10, 0)
+
+
+def test_heads_of_queries_share_the_tiles_of_keys_where_all_sequences_together_have_few():
+    """A group of eight heads, 16 sequences in 8192 tokens: 144 programs, not 2048, for 132 multiprocessors."""
+    problem = _problem((8192, 8192), {}, torch.device("cpu"))
+    problem = dataclasses.replace(problem, batch=16, heads=8, groups=1)
+    packed = dataclasses.replace(problem, tokens=(8192, 8192))
+    assert packed.key_parts(64, 132) == 8 and problem.key_parts(64, 132) == 1
+    rows = attention_backward.keys_tile(problem)[1]
+    for one, programs in ((packed, 8192 // rows + 16), (problem, 8192 // rows * 16)):
+        launch = attention_backward.keys(one, (0, *one.k), (0, *one.v), 1, True)
+        assert math.prod(launch.grid) == programs
+        assert one.key_parts(rows, programs // 2) == 1, "two programs a multiprocessor suffice"
+        assert one.key_parts(rows, programs // 2 + 1) == 8
 
 
 @triton.jit

@@ -115,6 +115,7 @@ def main() -> None:
         "lengths": case([heads] * 3, padding, None, lengths),
         "lengths and tokens": case([tokens, heads, tokens], padding, None, lengths),
         "a bias of all rows": case([heads] * 3, bias=bias),
+        "a bias of one query": case([heads] * 3, bias=bias[:, :, :1]),
         "a bias of every row": case([tokens] * 3, bias=jnp.tile(bias, (BATCH, 1, 1, 1))),
     }
     mapped = jax.vmap(lambda q, k, v: step(AttnMaskType.CAUSAL_MASK, q, k, v, None, None)[1])

@@ -23,6 +23,8 @@ from transformer_engine.jax.primitives.operand import Operand
 from transformer_engine.jax.primitives.partitioning import extent, named
 from transformer_engine.jax.primitives.quantize import QuantizeSpec, quantize
 from transformer_engine.jax.primitives.several_axes import OverVmap, SeveralAxes, call_on_axes
+from transformer_engine.jax.primitives.softmax import reference as literal_softmax
+from transformer_engine.jax.primitives.softmax import triton as softmax
 
 Shape = jax.ShapeDtypeStruct
 
@@ -134,6 +136,18 @@ class Heads(Kernel):
         return q * jnp.repeat(k, self.members, axis=1), k.sum(axis=2)
 
 
+@dataclass(frozen=True)
+class Masked(softmax.Forward):
+    """The masked softmax, literally: a device's part of the mask is to fit its part of the scores."""
+
+    def run(self, x, hidden=None):
+        return (literal_softmax.run(x, hidden == 1, None),)
+
+
+def mask(*shape):
+    return jnp.asarray(np.random.default_rng(9).random(shape) < 0.3, jnp.uint8)
+
+
 GATED = SeveralAxes(Product(), (("m", (4,)), ("n", (2,))))
 
 
@@ -181,6 +195,12 @@ CASES = {
     "blocks of several axes": (
         SeveralAxes(Blocks((16, 64)), (("m", (4,)), ("k", (2,)))), [random(1, 4, 4, 2, 32)], [("dp", None, None, "tp")],
     ),
+    "a mask": (Masked("b m1 q k"), [random(6, 4, 2, 4, 8), mask(4, 1, 4, 8)], [("dp", "tp"), ("dp",)]),
+    "a mask of whole scores": (Masked("b m1 q k"), [random(6, 4, 2, 4, 8), mask(4, 1, 4, 8)], [(), ("dp",)]),
+    "a mask whose keys are cut": (
+        Masked("b h q k"), [random(6, 4, 2, 4, 8), mask(4, 2, 4, 8)], [("dp",), (None, None, None, "tp")],
+    ),
+    "a mask of one row": (Masked("m0 m1 m2 k"), [random(6, 4, 2, 4, 8), mask(1, 1, 1, 8)], [("dp", "tp"), ()]),
     "heads": (Heads(2), [random(4, 8, 8, 3), random(5, 8, 4, 3)], [("dp", "tp"), ("dp", "tp")]),
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ from transformer_engine.jax.attention import (
     AttnBiasType,
     AttnMaskType,
     AttnSoftmaxType,
+    QKVFormat,
     QKVLayout,
     ReorderStrategy,
     SequenceDescriptor,
@@ -211,6 +212,14 @@ def test_packed_rows_are_sequences_of_their_own_in_every_form():
         )
         for found, wanted in zip(said, (lengths, lengths, offsets, offsets), strict=True):
             np.testing.assert_array_equal(found, wanted)
+    more = jnp.pad(lengths, ((0, 0), (0, 1))), jnp.pad(offsets, ((0, 0), (0, 1)), constant_values=-1)
+    uneven = SequenceDescriptor.from_seqlens_and_offsets((lengths, more[0]), (offsets, more[1]))
+    np.testing.assert_array_equal(attend(uneven), attend(by_offsets))
+    bounds = uneven.bounds(2, 8, 8, 3)
+    assert [x.shape for x in bounds] == [(2, 4)] * 4, (
+        "kernels count sequences of queries and keys by one number"
+    )
+    np.testing.assert_array_equal(bounds[0], [[3, 2, 2, 0], [2, 4, 0, 0]])
     said = by_ids.get_seqlens_and_offsets(AttnMaskType.PADDING_MASK, QKVLayout.BSHD_BSHD_BSHD, None, 1)
     np.testing.assert_array_equal(said[0], [7, 6])
 
@@ -498,3 +507,16 @@ def module(**fields):
 def test_a_bad_call_is_refused_with_value_limit_and_remedy(bad, sentence):
     with pytest.raises((ValueError, TypeError), match=sentence):
         bad()
+
+
+@pytest.mark.parametrize("layout", QKVLayout)
+def test_a_layout_says_which_arrays_lie_together(layout):
+    arrays = 1 if "3" in layout.value else 2 if "2" in layout.value else 3
+    assert (layout.is_qkvpacked(), layout.is_kvpacked(), layout.is_separate()) == tuple(
+        arrays == count for count in (1, 2, 3)
+    )
+    others = layout.to_qkvpacked(), layout.to_kvpacked(), layout.to_separate()
+    assert layout in others and {other.is_thd() for other in others} == {layout.is_thd()}
+    assert [other.is_qkvpacked() for other in others] == [True, False, False]
+    assert [other.is_separate() for other in others] == [False, False, True]
+    assert layout.get_qkv_format() is (QKVFormat.THD if layout.value.startswith("t") else QKVFormat.BSHD)

@@ -49,6 +49,17 @@ def by_offsets():
     return SequenceDescriptor.from_seqlens_and_offsets(lengths, offsets)
 
 
+def uneven():
+    """Two sequences of queries a row, three of keys: nobody looks at the last ones."""
+    lengths = (
+        jnp.asarray([[20, 66], [50, 30]], jnp.int32),
+        jnp.asarray([[20, 40, 26], [50, 30, 9]], jnp.int32),
+    )
+    starts = [[0, 20, 86], [0, 50, -1]], [[0, 20, 60, 86], [0, 50, 80, -1]]
+    starts = tuple(jnp.asarray(one, jnp.int32) for one in starts)
+    return SequenceDescriptor.from_seqlens_and_offsets(lengths, starts)
+
+
 M = AttnMaskType
 PACKED = {"layout": QKVLayout.THD_THD_THD, "keys": QUERIES, "segments": 3}
 CASES: dict[str, dict] = {
@@ -72,6 +83,7 @@ CASES: dict[str, dict] = {
     "packed": {"mask": M.PADDING_MASK, "descriptor": by_ids, **PACKED},
     "packed-causal": {"mask": M.PADDING_CAUSAL_MASK, "descriptor": by_ids, **PACKED},
     "packed-offsets": {"mask": M.PADDING_CAUSAL_MASK, "descriptor": by_offsets, **PACKED},
+    "packed-uneven": {"mask": M.PADDING_MASK, "descriptor": uneven, **PACKED},
     "packed-bottom-right": {"mask": M.PADDING_CAUSAL_BOTTOM_RIGHT_MASK, "descriptor": by_offsets, **PACKED},
     "packed-window-sink": {
         "mask": M.PADDING_CAUSAL_MASK, "descriptor": by_ids, "window": (10, 0),

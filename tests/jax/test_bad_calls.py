@@ -150,6 +150,18 @@ def tex_norm(**arguments):
     return cpp_extensions.rmsnorm_fwd(**(given | arguments))
 
 
+def both_directions() -> quantize.ScaledTensor2x:
+    quantizer = quantize.QuantizerFactory.create(1, ScalingMode.CURRENT_TENSOR_SCALING, jnp.float8_e4m3fn)
+    return quantizer.quantize(ones(4, 8))
+
+
+def in_groups(**arguments):
+    quantizer = quantize.QuantizerFactory.create(
+        1, ScalingMode.CURRENT_TENSOR_SCALING, jnp.float8_e4m3fn, n_groups=2
+    )
+    return quantizer.quantize(**({"x": ones(4, 8), "group_sizes": np.asarray([1, 3], np.int32)} | arguments))
+
+
 LAYER = {"hidden_size": 16, "mlp_hidden_size": 16, "num_attention_heads": 2}
 # (what is called with one argument replaced, that argument, its bad values)
 CASES = [
@@ -247,6 +259,94 @@ CASES = [
         ),
         "grouped_dense dtype",
         {"integers": jnp.int32},
+    ),
+    (
+        lambda d: grouped(contracting_dims=d),
+        "grouped_dense contracting_dims",
+        {
+            "outside": ((3,), (1,)),
+            "outside of the kernel": ((1,), (4,)),
+            "below": ((-3,), (1,)),
+            "rows": ((0,), (1,)),
+        },
+    ),
+    (
+        lambda a: in_groups(flatten_axis=a),
+        "flatten_axis of groups",
+        {"outside": 5, "all": 0, "half": 0.5, "text": "x"},
+    ),
+    (
+        lambda s: Softmax(scale_factor=s).apply({}, ones(1, 1, 4, 4), bias=ones(1, 1, 4, 4)),
+        "Softmax scale",
+        NUMBERS,
+    ),
+    (lambda x: Softmax().apply({}, x), "Softmax inputs", ARRAYS | SHAPES),
+    (lambda x: quantize.apply_rht(x), "apply_rht x", ARRAYS | {"no axes": np.float32(3), "odd": ones(4, 15)}),
+    (lambda i: quantize.apply_rht(ones(2, 16), i), "apply_rht inverse", SWITCHES | {"array": ones(2)}),
+    (
+        lambda a: quantize.compute_scale_from_amax(a, jnp.float8_e4m3fn),
+        "compute_scale_from_amax amax",
+        {
+            "text": "x",
+            "none": None,
+            "empty": (),
+            "three": ones(3),
+            "list": [1.0],
+            "booleans": ARRAYS["booleans"],
+        },
+    ),
+    (
+        lambda s: quantize.compute_scale_from_amax(ones(1), jnp.float8_e4m3fn, scale=s),
+        "compute_scale_from_amax scale",
+        {"text": "x", "empty": (), "three": ones(3)},
+    ),
+    (
+        te_flax.extend_logical_axis_rules,
+        "extend_logical_axis_rules",
+        {
+            "none": None,
+            "number": 3,
+            "text": "embed",
+            "dict": {"embed": None},
+            "numbers": [1],
+            "names": ["ab"],
+        },
+    ),
+    (
+        lambda n: te_flax.wrap_function_in_te_state_module(print, None, n),
+        "wrap_function name",
+        {"number": 3, "array": ones(3)},
+    ),
+    (
+        lambda w: rotary_pos_emb(ones(2, 4, 2, 8), w, False),
+        "rotary windows of numbers",
+        {"texts": ("a", "b"), "none": (None, 3.0), "nan": (1.0, float("nan"))},
+    ),
+    (lambda a: in_groups(is_rowwise=a, is_colwise=False), "directions of groups", {"none at all": False}),
+    (
+        lambda u: both_directions().get_tensor(u),
+        "get_tensor usage",
+        {"text": "LHS", "number": 0, "none": None},
+    ),
+    (
+        lambda t: quantize.ScaledTensorFactory.create(t, None, quantize.QuantizeLayout.ROWWISE),
+        "create rowwise",
+        {"none": None},
+    ),
+    (
+        lambda m: quantize.ScaledTensorFactory.create_1x(ones(4, 8), ones(1), scaling_mode=m),
+        "create_1x scaling_mode",
+        NO_MEMBERS | {"text": "MXFP8_1D_SCALING", "nothing": ScalingMode.NO_SCALING},
+    ),
+    (
+        lambda b: Softmax().apply({}, ones(1, 1, 4, 4), bias=b),
+        "Softmax bias",
+        {
+            "text": "x",
+            "more rows": ones(3, 2, 4, 4),
+            "three axes": ones(4, 5, 4),
+            "integers": ARRAYS["integers"],
+        },
     ),
     (lambda x: module_call(te_flax.DenseGeneral, x, features=3), "DenseGeneral inputs", ARRAYS),
     (

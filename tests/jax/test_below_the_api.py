@@ -155,7 +155,7 @@ def test_kernels_are_switched_off_by_their_names(monkeypatch):
     assert switched_off("ActLuPrimitive") is None and switched_off("NormFwdPrimitive") is None
     monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "false")
     assert switched_off("NormFwdPrimitive") == "NVTE_JAX_CUSTOM_CALLS=false"
-    for wrong in ("maybe", "GemmPrimitive=no"):
+    for wrong in ("maybe", "GemmPrimitive=no", "NormFwdPrimitive=no,GemmPrimitive=true"):
         monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", wrong)
         with pytest.raises(ValueError, match="neither true nor false"):
             switched_off("GemmPrimitive")
@@ -215,21 +215,32 @@ def test_a_layout_has_an_order_of_axes(layout, axes):
 
 
 def test_no_fused_attention_is_found_where_the_reference_computes(monkeypatch):
-    def asked(dtype, layout):
+    causal, vanilla = (
+        tex_enums.NVTE_Mask_Type.NVTE_CAUSAL_MASK,
+        tex_enums.NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX,
+    )
+
+    def asked(dtype, layout, bias=tex_enums.NVTE_Bias_Type.NVTE_NO_BIAS, mask=causal, softmax=vanilla):
         return tex_enums.get_fused_attn_backend(
-            True, dtype, dtype, layout, tex_enums.NVTE_Bias_Type.NVTE_NO_BIAS,
-            tex_enums.NVTE_Mask_Type.NVTE_CAUSAL_MASK, tex_enums.NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX, 0.0, 8, 8, 128,
-            128, 64, 64,
-        ).name  # fmt: skip
+            True, dtype, dtype, layout, bias, mask, softmax, 0.0, 8, 8, 128, 128, 64, 64
+        ).name
 
     monkeypatch.setattr(fused, "has_gpu", lambda: False)
     half, whole = tex_enums.DType.kBFloat16, tex_enums.NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD
     assert asked(half, whole) == asked(tex_enums.DType.kByte, whole) == "NVTE_No_Backend"
     with pytest.raises(ValueError, match="choose one of NVTE_BS3HD"):
         asked(half, tex_enums.NVTE_QKV_Layout.NVTE_SBH3D)
+    for kinds, name in (
+        ((7, causal), "bias_type=7"),
+        ((0, 6), "attn_mask_type=6"),
+        ((0, 2, "x"), "softmax_type='x'"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}; choose one of NVTE_"):
+            asked(half, whole, *kinds)
     taken = lambda self: True  # noqa: E731
     monkeypatch.setattr(tex.FusedAttnHelper, "is_fused_attn_kernel_available", taken)
     assert asked(half, whole) == "NVTE_F16_arbitrary_seqlen"
+    assert asked(half, whole, tex_enums.NVTE_Bias_Type.NVTE_ALIBI) == "NVTE_No_Backend"
 
 
 def test_a_score_mod_of_one_record_is_that_of_its_arguments():

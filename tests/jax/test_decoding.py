@@ -63,6 +63,30 @@ def test_steps_give_the_rows_of_the_whole(name):
     np.testing.assert_allclose(jnp.concatenate(rows, axis), whole, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "window"), [("padding_causal", None), ("causal", (3, 0)), ("causal", None), ("causal", (-1, -1))]
+)
+def test_steps_read_a_mask_where_the_whole_does(kind, window):
+    model = te_flax.MultiHeadAttention(4, 4, attn_mask_type=kind, window_size=window, fuse_qkv_params=False)
+    x = jax.random.normal(jax.random.key(0), (2, TOKENS, HIDDEN))
+    mask = jnp.arange(TOKENS) == 1
+    mask = mask[None, None, None] & jnp.asarray([True, False])[:, None, None, None]
+    variables = variables_of(model, jax.random.key(1), x, x, decode=True, deterministic=True)
+    params, cache = {"params": variables["params"]}, variables["cache"]
+    whole, _ = model.apply(params, x, x, mask, deterministic=True)
+    unmasked, _ = model.apply(params, x, x, deterministic=True)
+    reads = kind == "padding_causal" or window == (3, 0)
+    assert bool(jnp.abs(whole - unmasked).max() > 1e-3) is reads
+    rows = []
+    for token in jnp.split(x, TOKENS, 1):
+        (y, _), changed = model.apply(
+            params | {"cache": cache}, token, token, mask, decode=True, deterministic=True, mutable=["cache"]
+        )
+        rows.append(y)
+        cache = changed["cache"]
+    np.testing.assert_allclose(jnp.concatenate(rows, 1), whole, rtol=1e-4, atol=1e-5)
+
+
 def test_a_quantized_layer_decodes_near_the_whole():
     model = layer(enable_relative_embedding=False)
     x = jax.random.normal(jax.random.key(0), (2, TOKENS, HIDDEN))

@@ -124,6 +124,11 @@ def test_codes_of_groups_come_back_within_the_format(mode):
     @jax.jit
     def there_and_back(x, kernel):
         rows, stack = quantizer.quantize(x, group_sizes=jnp.asarray(SIZES)), quantizer.quantize(kernel)
+        wide = kernel[:, :, None].repeat(2, axis=2)  # [G, K, 2, N], whose columns are two axes
+        tensors = (rows, x), (stack, kernel), (quantizer.quantize(wide, flatten_axis=-2), wide)
+        for tensor, values in tensors:
+            for one in (tensor, tensor.rowwise_tensor, tensor.colwise_tensor):
+                assert one.shape == values.shape
         made = [[t.rowwise_tensor.dequantize(), t.colwise_tensor.dequantize()] for t in (rows, stack)]
         return *made, rows.dequantize()
 

@@ -80,6 +80,7 @@ def test_devices_cut_kernels_as_their_rules_say_and_agree_with_one_device():
     # Nothing travels but where a block would be cut, an operand lies otherwise, or both rows lie over one axis.
     free = (
         "rows", "both axes", "one axis twice", "blocks", "columns", "contraction", "heads",
+        "a mask", "a mask of one row",
         "rows and features of two axes", "contraction of two axes", "of all that are mapped", "maxima of several axes",
         "blocks of several axes",
     )  # fmt: skip
@@ -154,7 +155,7 @@ def test_an_axis_of_the_mesh_cuts_what_operands_agree_on_or_else_what_the_result
 def test_attention_of_cudnn_takes_what_lies_otherwise_over_devices():
     """By jax's own rules, which refuse a cut of tokens, and keys or lengths that lie otherwise than queries."""
     found, _ = printed_by("host_cudnn.py")
-    rounded = {name: found.pop(name) for name in ("a bias of all rows", "under vmap")}
+    rounded = {name: found.pop(name) for name in ("a bias of all rows", "a bias of one query", "under vmap")}
     assert all(value < 1e-2 for value, _ in rounded.values()), "sums of bfloat16 in another order"
     assert rounded["under vmap"][1] == 0, "one call for all"
     assert all(value < 1e-5 for value, _ in found.values()), found

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -289,3 +290,15 @@ def test_manual_axes_are_dropped_from_a_constraint(mesh):
     with jax.set_mesh(mesh):
         mapped = jax.shard_map(body, in_specs=PartitionSpec("dp"), out_specs=PartitionSpec("dp"))
         np.testing.assert_array_equal(jax.jit(mapped)(jnp.ones((2, 3))), 2 * np.ones((2, 3)))
+
+
+def test_sizes_are_those_of_the_axes_that_a_resource_names():
+    mesh: Any = jax.sharding.AbstractMesh((2, 4, 3), ("data", "tensors", "experts"))
+    resource = te.MeshResource(dp_resource="data", tpsp_resource="tensors", ep_resource="experts")
+    with jax.sharding.use_abstract_mesh(mesh), sharding.global_shard_guard(resource):
+        sizes = sharding.dp_or_fsdp_axis_size(), sharding.tpsp_axis_size(), sharding.ep_axis_size()
+        assert sizes == (2, 4, 3) and sharding.get_num_devices_in_mesh() == 24
+        assert sharding.get_active_resource_axis("tpsp_resource") == "tensors"
+        with sharding.global_shard_guard(te.MeshResource(fsdp_resource="tensors")):
+            assert (sharding.dp_or_fsdp_axis_size(), sharding.ep_axis_size()) == (4, 1)
+    assert sharding.get_num_devices_in_mesh() == 1 and sharding.num_of_devices() == jax.device_count()

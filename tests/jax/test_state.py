@@ -19,15 +19,19 @@ from transformer_engine.common import recipe
 from transformer_engine.jax.dense import dense
 from transformer_engine.jax.primitives.scale_update import advance_scales
 from transformer_engine.jax.quantize import (
+    AmaxComputeAlgo,
     DelayedScaleQuantizer,
     QuantizerFactory,
     QuantizerSet,
     ScalingMode,
+    TensorSource,
     compute_scale_from_amax,
     fan_out,
+    get_quantize_config_with_recipe,
     noop_quantizer_set,
     recipes,
 )
+from transformer_engine.jax.quantize.sharing import merged_over
 from transformer_engine.pytorch.primitives.scale_update import reference as torch_update
 
 pytestmark = pytest.mark.usefixtures("as_users_compile")
@@ -250,6 +254,32 @@ class Twice(nn.Module):
     def __call__(self, x):
         layer = te_flax.DenseGeneral(8, name="dense")
         return layer(x) + layer(5.0 * x)
+
+
+@pytest.mark.parametrize("read", [(False, True, True), (True, False, False), (False, False, False)])
+def test_states_of_devices_that_read_nothing_do_not_count(read):
+    """As of copies of `fan_out`: zeros of a branch that a device does not take are no scale."""
+    scales, maxima = (
+        np.asarray([[8.0], [2.0], [4.0]], np.float32),
+        np.asarray([[1.0], [4.0], [2.0]], np.float32),
+    )
+
+    def next_state(scale, amax, reads):
+        quantizer = DelayedScaleQuantizer(jnp.dtype(jnp.float8_e4m3fn), scale=scale, amax_history=amax)
+        following = jax.tree.map(lambda leaf: jnp.where(reads, leaf, 0), quantizer)
+
+        def loss(quantizer):
+            over = merged_over(quantizer, ("devices",))
+            return sum(
+                (a * b).sum() for a, b in zip(jax.tree.leaves(over), jax.tree.leaves(following), strict=True)
+            )
+
+        return jax.lax.psum(jax.tree.leaves(jax.grad(loss)(quantizer)), "devices")
+
+    found = jax.vmap(next_state, axis_name="devices")(scales, maxima, np.asarray(read))
+    places = [place for place, reads in enumerate(read) if reads]
+    want = (scales[places].min(initial=np.inf) if places else 0.0, maxima[places].max(initial=0))
+    np.testing.assert_array_equal(found, [[[number]] * 3 for number in want])
 
 
 def test_a_module_called_twice_merges_its_states_by_itself():
@@ -520,3 +550,33 @@ def test_collections_are_updated_in_the_type_of_the_original():
     assert te.update_collections({"b": 3}, {"a": 1}) == {"b": 3, "a": 1}
     with pytest.raises(TypeError, match="give a dict or a FrozenDict"):
         te.update_collections([1], {})
+
+
+E4M3, E5M2, E2M1 = (jnp.dtype(x) for x in (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn))
+
+
+@pytest.mark.parametrize(
+    ("given", "dtypes", "modes"),
+    [
+        (None, (jnp.bfloat16, jnp.bfloat16), ["NO_SCALING"] * 3),
+        (recipe.DelayedScaling(), (E4M3, E5M2), ["DELAYED_TENSOR_SCALING"] * 3),
+        (recipe.Float8CurrentScaling(fp8_format=recipe.Format.E4M3), (E4M3, E4M3), ["CURRENT_TENSOR_SCALING"] * 3),
+        (recipe.MXFP8BlockScaling(), (E4M3, E4M3), ["MXFP8_1D_SCALING"] * 3),
+        (recipe.Float8BlockScaling(), (E4M3, E4M3), ["BLOCK_1D_SCALING", "BLOCK_2D_SCALING", "BLOCK_1D_SCALING"]),
+        (recipe.NVFP4BlockScaling(), (E2M1, E2M1), ["NVFP4_1D_SCALING", "NVFP4_2D_SCALING", "NVFP4_1D_SCALING"]),
+    ],
+)  # fmt: skip
+def test_a_config_says_what_a_recipe_does_with_each_tensor(given, dtypes, modes):
+    config = get_quantize_config_with_recipe(given)
+    assert (jnp.dtype(config.FWD_DTYPE), jnp.dtype(config.BWD_DTYPE)) == tuple(map(jnp.dtype, dtypes))
+    assert [config.get_scaling_mode(source).name for source in TensorSource] == modes
+    assert config.is_fp8_enabled() is (given is not None)
+    assert (1024 if isinstance(given, recipe.DelayedScaling) else 0) == config.AMAX_HISTORY_LEN
+
+
+def test_a_config_has_the_settings_of_delayed_scaling():
+    given = recipe.DelayedScaling(margin=2, amax_history_len=3, amax_compute_algo="most_recent")
+    config = get_quantize_config_with_recipe(given)
+    assert (config.MARGIN, config.AMAX_HISTORY_LEN) == (2.0, 3)
+    assert config.AMAX_COMPUTE_ALGO is AmaxComputeAlgo.MOST_RECENT
+    assert get_quantize_config_with_recipe(None).AMAX_COMPUTE_ALGO is AmaxComputeAlgo.MAX

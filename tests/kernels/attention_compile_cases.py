@@ -14,7 +14,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from transformer_engine.common.kernels import attention, attention_backward, attention_bias, attention_decode
+from transformer_engine.common.kernels import (
+    attention,
+    attention_backward,
+    attention_bias,
+    attention_decode,
+    attention_delta,
+)
 from transformer_engine.common.kernels.attention_problem import Problem
 from transformer_engine.common.kernels.launch import Launch
 
@@ -72,7 +78,7 @@ def launches(capability: int) -> Iterator[tuple[str, Launch, tuple[str, ...]]]:
     if capability != 90:
         return
     yield "queries", attention_backward.queries(plain, plain.q), ("bias", *starts)
-    yield "delta", attention_backward.delta(plain, plain.q), starts
+    yield "delta", attention_delta.delta(plain, plain.q), starts
     yield "bias", attention_bias.added(biased, (1, 32, 4096, 4096))[0], starts
     yield "decode", attention_decode.stretches(problem(shared, queries=1), 132)[0], ("pages", *starts)
     packed = replace(plain, batch=12, tokens=(4096, 4096))
@@ -80,7 +86,7 @@ def launches(capability: int) -> Iterator[tuple[str, Launch, tuple[str, ...]]]:
     yield "packed-queries", attention_backward.queries(packed, plain.q, True), ("bias",)
     keys = attention_backward.keys(packed, (0, *plain.k), (0, *plain.v), 1, True)
     yield "packed-keys", keys, ("bias",)
-    yield "packed-delta", attention_backward.delta(packed, plain.q), ()
+    yield "packed-delta", attention_delta.delta(packed, plain.q), ()
 
 
 def compiled(launch: Launch, absent: tuple[str, ...], capability: int) -> tuple[str, int]:

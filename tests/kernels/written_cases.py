@@ -21,6 +21,7 @@ from transformer_engine.common.kernels import (
     attention_backward,
     attention_bias,
     attention_decode,
+    attention_delta,
     block_cast,
     block_fused,
     block_product,
@@ -292,7 +293,7 @@ def attentions() -> Iterator[Case]:
     for keeps in (False, True):
         launch = attention.forward(plain, keeps, keeps, keeps)
         yield f"attention lse={keeps}", launch, (*sources, FLOAT, None, None)
-        launch = attention_backward.delta(plain, plain.q, keeps)
+        launch = attention_delta.delta(plain, plain.q, keeps)
         yield f"delta sink={keeps}", launch, (HALF, HALF, FLOAT, FLOAT if keeps else None, INDEX, None, None)
     context = (*sources, None, HALF, FLOAT, FLOAT)
     yield "keys", attention_backward.keys(plain, (0, *plain.k), (0, *plain.v), 1), context

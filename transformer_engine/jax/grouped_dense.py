@@ -94,7 +94,10 @@ def _checked_kernel(x: Array, kernel: Array, group_sizes: Array, dims: Any) -> A
     if x.ndim != 2 or kernel.ndim != 3:
         raise ValueError(f"x {x.shape} and kernel {kernel.shape}; give [M, K] and [G, K, N]")
     check_axis_pairs("contracting_dims", dims)
-    axes = tuple(tuple(d % a.ndim for d in side) for side, a in zip(dims, (x, kernel), strict=True))
+    # An axis that an array has not stays as it is, and so fits nothing.
+    axes = tuple(
+        tuple(d + a.ndim if d < 0 else d for d in side) for side, a in zip(dims, (x, kernel), strict=True)
+    )
     if axes not in (((1,), (1,)), ((1,), (2,))):
         raise ValueError(f"contracting_dims={dims}; give ((1,), (1,)), or ((1,), (2,)) for [G, N, K]")
     if axes[1] == (2,):

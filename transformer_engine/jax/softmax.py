@@ -34,8 +34,14 @@ def softmax(
     SCALED_UPPER_TRIANG_MASKED hides keys behind the query, counted from the first of both.
     """
     check_values("logits", logits)
-    number("scale_factor", scale_factor)
     return scaled_softmax(logits, mask, scale_factor, softmax_fusion_type, None).astype(logits.dtype)
+
+
+def check_scores(logits: Array, scale_factor: float) -> None:
+    """TypeError or ValueError unless logits are [b, h, q, k] and are scaled by a number."""
+    number("scale_factor", scale_factor)
+    if logits.ndim != 4:
+        raise ValueError(f"logits have shape {logits.shape}; give [b, h, q, k]")
 
 
 def scaled_softmax(
@@ -47,8 +53,7 @@ def scaled_softmax(
 ) -> Array:
     """`softmax` in float32, with a sink."""
     member("softmax_fusion_type", softmax_fusion_type, SoftmaxFusionType)
-    if logits.ndim != 4:
-        raise ValueError(f"logits have shape {logits.shape}; softmax takes [b, h, q, k]")
+    check_scores(logits, scale_factor)
     masked = softmax_fusion_type is SoftmaxFusionType.SCALED_MASKED
     if masked is not (mask is not None):
         given = "None" if mask is None else described(mask)

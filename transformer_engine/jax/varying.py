@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import jax
 
+from .manual_axes import varies_over, vary_over
 from .quantize.sharing import merged_over
-from .sharding import varies_over, vary_over
 
 Values = TypeVar("Values")
 States = TypeVar("States")

@@ -6,8 +6,6 @@ have lse = inf here, which makes their probabilities 0.
 
 Arguments, extents and tiles are those of the forward. The kernels of keys work on transposed tiles [keys, rows], so
 that probabilities go from the registers into the next product.
-
-Longer than a file should be: two kernels that go through the same tiles in turn, with their launches.
 """
 
 from __future__ import annotations
@@ -15,47 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..formats import ceil_div
 from .attention import LN_2, LOG2_E, at, extent, load_rows, logits, owned, store_rows, survives, visible_keys
 from .attention_problem import Problem, keys_tile, queries_tile
 from .launch import Launch, Output
-
-
-@triton.jit
-def row_products(
-    out, grad_out, lse, sink, lengths_q, starts_q, masked_q, delta, grad_sink,
-    seqlen_q, lse_batch, lse_token, lse_head, out_batch, out_token, out_head, grad_batch, grad_token, grad_head,
-    V: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, SEQUENCES: tl.constexpr,
-):  # fmt: skip
-    """delta [.., i] = sum_d do o; grad_sink [b, h, blocks] = -sum_i p_sink delta."""
-    block, sequence = owned(lengths_q, tl.program_id(0), seqlen_q, ROWS, SEQUENCES)
-    head = tl.program_id(1)
-    limit, start, _ = extent(lengths_q, starts_q, masked_q, seqlen_q, sequence)
-    first = block * ROWS
-    partial = (sequence * tl.num_programs(1) + head) * tl.cdiv(seqlen_q, ROWS) + block
-    stored = seqlen_q
-    if starts_q is not None:
-        stored = limit
-        if first >= limit:
-            if sink is not None and SEQUENCES == 0:
-                tl.store(grad_sink + partial, 0.0)
-            return
-    values = at(out, sequence, start, head, out_batch, out_token, out_head)
-    gradients = at(grad_out, sequence, start, head, grad_batch, grad_token, grad_head)
-    value = load_rows(values, first, out_token, limit, ROWS, 0, BLOCK_V, V, True).to(tl.float32)
-    gradient = load_rows(gradients, first, grad_token, limit, ROWS, 0, BLOCK_V, V, True).to(tl.float32)
-    product = tl.sum(value * gradient, 1)
-    row = first + tl.arange(0, ROWS)
-    place = row * lse_token
-    tl.store(
-        at(delta, sequence, start, head, lse_batch, lse_token, lse_head) + place, product, mask=row < stored
-    )
-    if sink is not None:
-        levels = at(lse, sequence, start, head, lse_batch, lse_token, lse_head)
-        level = tl.load(levels + place, mask=row < limit, other=float("inf"))
-        level = tl.where(level == -float("inf"), float("inf"), level)
-        share = tl.exp2((tl.load(sink + head).to(tl.float32) - level) * LOG2_E)
-        tl.store(grad_sink + partial, -tl.sum(share * product, 0))
 
 
 @triton.jit
@@ -369,20 +329,6 @@ def grad_queries(
     store_rows(target, first_row, dq_token, stored, dq_main * (scale * LN_2), ROWS, 0, QK_MAIN, QK)
     if QK_REST:
         store_rows(target, first_row, dq_token, stored, dq_rest * (scale * LN_2), ROWS, QK_MAIN, QK_REST, QK)
-
-
-def delta(problem: Problem, out: tuple[int, int, int], has_sink: bool = False) -> Launch:
-    """(out, grad_out, lse, sink | None, lengths_q, starts_q, masked_q) -> delta, grad_sink [b, h, tiles of the longest]
-    | None; problem.out has grad_out's strides, out those of the output."""
-    block = max(16, triton.next_power_of_2(problem.size_v))
-    rows = max(16, 4096 // block)
-    scalars = (problem.seqlen_q, *problem.lse, *out, *problem.out)
-    programs, sequences = problem.query_tiles(rows)
-    partial = (problem.batch, problem.heads, ceil_div(problem.seqlen_q, rows))
-    grad_sink = Output(partial, "float32", begins=0.0 if sequences else None) if has_sink else None
-    outputs = (Output(None, "float32"), grad_sink)
-    grid = (programs, problem.heads, 1 if sequences else problem.batch)
-    return Launch(row_products, grid, outputs, scalars, (problem.size_v, block, rows, sequences), warps=4)
 
 
 def keys(

@@ -97,6 +97,16 @@ class Problem:
         shared = self.tokens[side] // rows + self.batch
         return (shared, self.batch) if shared < each * self.batch else (each, 0)
 
+    def key_parts(self, rows: int, processors: int) -> int:
+        """Programs that share a tile of `rows` keys of a head: one, or one a head of queries where there are few tiles.
+
+        Of 16 sequences in 8192 tokens and one head of keys, 64 a tile, that is 144 tiles; sequences as long as the row
+        each would have 2048.
+        """
+        tiles, sequences = self.key_tiles(rows)
+        programs = tiles * self.groups * (1 if sequences else self.batch)
+        return self.heads // self.groups if programs < 2 * processors else 1
+
     @property
     def precision(self) -> str:
         """What products of float32 are computed in; 16-bit types ignore it."""

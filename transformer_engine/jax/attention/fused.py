@@ -19,13 +19,14 @@ from ..context_parallel.parts import attention_in_parts
 from ..context_parallel.plan import ContextParallel, plan_of
 from ..context_parallel.reorder import CPStrategy
 from ..context_parallel.ring import ring_attention
+from ..manual_axes import varies_over
 from ..platform import has_gpu
 from ..primitives.attention import TABLE, AttentionRequest, Call, attention
 from ..primitives.attention.descriptor import SequenceDescriptor, segments_at_most
 from ..primitives.attention.enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, check_kinds
 from ..primitives.attention.masks import Window, check_window, checked_tokens, hidden_keys, reads_mask
 from ..primitives.attention.score_mod import check_score_mod, modifier
-from ..sharding import varies_over, with_sharding_constraint
+from ..sharding import with_sharding_constraint
 from .arguments import check_attention, dropout_of, separated, sink_of
 
 __all__ = ["fused_attn", "fused_attn_thd", "is_fused_attn_kernel_available"]

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
+from ..manual_axes import varies_over, vary_over
 from ..primitives.attention.descriptor import Segments
 from ..primitives.attention.enums import AttnMaskType
 from ..primitives.attention.masks import Window, hidden_keys
-from ..sharding import mesh_in_use, varies_over, vary_over
+from ..sharding import mesh_in_use
 from .plan import ContextParallel
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ...common.checks import described
 from ..sharding import get_sharding_map_logic_axis_to_mesh_axis
@@ -18,9 +18,12 @@ def extend_logical_axis_rules(rules: Rules) -> tuple[tuple[str, str | None], ...
     """
     ours = get_sharding_map_logic_axis_to_mesh_axis()
     extended: list[tuple[str, str | None]] = []
+    if isinstance(rules, (str, Mapping)) or not isinstance(rules, Iterable):
+        raise TypeError(f"rules={described(rules)}; give a sequence of pairs of an axis name and a mesh axis")
     for rule in rules:
         if (
-            len(rule) != 2
+            not isinstance(rule, (tuple, list))
+            or len(rule) != 2
             or not isinstance(rule[0], str)
             or not (rule[1] is None or isinstance(rule[1], str))
         ):

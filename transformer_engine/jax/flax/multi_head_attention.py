@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ...common.checks import switch, whole
 from ..primitives.attention.enums import canonicalize_attn_mask_type
+from ..primitives.attention.masks import check_window, reads_mask
 from ..quantize.config import get_global_quantize_recipe
 from ..sharding import (
     HIDDEN_AXES,
@@ -183,8 +184,9 @@ class MultiHeadAttention(nn.Module):
         self, cache: KeyValueCache, mask: Array | None, bias: Array | None
     ) -> tuple[Array, Array | None]:
         """What a step hides beside its mask, and its row of a bias [1, h, length, length]."""
-        hidden = cache.hidden(self.window_size)
-        if mask is not None and canonicalize_attn_mask_type(self.attn_mask_type).is_padding():
+        window = check_window(self.window_size)
+        hidden = cache.hidden(window)
+        if mask is not None and reads_mask(canonicalize_attn_mask_type(self.attn_mask_type), window):
             hidden = hidden | mask.astype(bool)
         if bias is not None and bias.shape[2] != 1:
             bias = lax.dynamic_slice_in_dim(bias, cache.position, 1, axis=2)

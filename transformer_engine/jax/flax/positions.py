@@ -11,7 +11,7 @@ import numpy as np
 from flax import linen as nn
 from jax import Array, lax
 
-from ...common.checks import described, switch, whole
+from ...common.checks import described, number, switch, whole
 from ..checks import check_extent, check_values
 from ..primitives.rope import rotate
 from .base import check_call, parameter
@@ -50,6 +50,8 @@ def rotated(
     if x.ndim != 4 or x.shape[-1] % 2:
         raise ValueError(f"x has shape {x.shape}; it must be [b, s, h, d] with an even d")
     pair = isinstance(windows, (tuple, list)) and len(windows) == 2
+    for timescale in windows if pair else ():
+        number("windows", timescale)
     if not pair or not 0 < windows[0] <= windows[1]:
         raise ValueError(
             f"windows={described(windows)}; give (least, greatest) timescale, 0 < least <= greatest"

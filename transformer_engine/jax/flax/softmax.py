@@ -8,8 +8,9 @@ from jax import Array
 
 from ...common.checks import member
 from ..attention.arguments import sink_of
+from ..checks import broadcasts, check_values
 from ..primitives.attention.enums import AttnSoftmaxType
-from ..softmax import SoftmaxFusionType, scaled_softmax
+from ..softmax import SoftmaxFusionType, check_scores, scaled_softmax
 from .base import check_call
 
 
@@ -28,10 +29,19 @@ class Softmax(nn.Module):
         bias: Array | None = None,
         softmax_offset: Array | None = None,
     ) -> Array:
-        """inputs [b, h, q, k]; mask True hides a key; softmax_offset [1, h, 1, 1] of LEARNABLE_SOFTMAX."""
+        """inputs [b, h, q, k], of which a bias may have 1 in place of an extent; a mask's True hides a key;
+        softmax_offset [1, h, 1, 1] of LEARNABLE_SOFTMAX.
+        """
         check_call(self, inputs=inputs)
         member("softmax_type", self.softmax_type, AttnSoftmaxType)
         member("softmax_fusion_type", self.softmax_fusion_type, SoftmaxFusionType)
+        check_scores(inputs, self.scale_factor)
+        if bias is not None:
+            check_values("bias", bias)
+            if not broadcasts(bias.shape, inputs.shape):
+                raise ValueError(
+                    f"bias has shape {bias.shape}; it must be {inputs.shape}, or 1 in place of an extent"
+                )
         sink = sink_of(self.softmax_type, softmax_offset, inputs.shape[1])
         scores, scale = inputs, self.scale_factor
         if bias is not None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
 
-from ...common.checks import described
+from ...common.checks import described, text_or_none
 from ...common.recipe import Recipe
 from ..dense import dense
 from ..grouped_dense import grouped_dense
@@ -34,6 +34,8 @@ def wrap_function_in_te_state_module(
     """
     if not callable(f):
         raise TypeError(f"f={described(f)} is no function; give f(generate_quantizer_set, ..)")
+    text_or_none("name", name)
+    text_or_none("quantization_checkpoint_name", quantization_checkpoint_name)
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(
             f"recipe={described(recipe)} is a {type(recipe).__name__}; pass an instance of a recipe's class"

@@ -28,7 +28,8 @@ def switched_off(primitive: str) -> str | None:
             raise ValueError(
                 f"{_VARIABLE}={value!r}: {entry!r} is no Name=true or Name=false; separate them by ','"
             )
-        if name.strip() == primitive and not _truth(said):
+        off = not _truth(said)
+        if off and name.strip() == primitive:
             return f"{_VARIABLE} sets {primitive}=false"
     return None
 

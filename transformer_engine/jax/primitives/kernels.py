@@ -21,7 +21,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from ..sharding import manual_axes, mesh_of_devices, varying_alike
+from ..manual_axes import manual_axes, varying_alike
+from ..sharding import mesh_of_devices
 from .partitioning import Extent, in_order, mesh_of, named, placement, unknown_sizes, warn_of_no_mesh
 
 Shape = jax.ShapeDtypeStruct

@@ -62,6 +62,21 @@ def in_order(text: str, factors: Sequence[str]) -> tuple[str, ...]:
     return tuple(factor for factor in Rule.of(text).factors if factor in factors)
 
 
+def broadcast_factors(name: str, shape: Sequence[int], whole: Sequence[tuple[str, int]]) -> str:
+    """The factors of an array that is broadcast to axes `whole`, (factor, extent) each: theirs, and where it has one
+    element for all of an axis one of its own, called by its name. Devices cut it as they cut what it is broadcast to.
+    """
+    return " ".join(
+        factor if size == extent else f"{name}{place}"
+        for place, ((factor, extent), size) in enumerate(zip(whole, shape, strict=True))
+    )
+
+
+def broadcast_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of an array as it lies in memory, 0 along an axis that has one element for all."""
+    return tuple(0 if n == 1 else prod(shape[place + 1 :]) for place, n in enumerate(shape))
+
+
 @dataclass(frozen=True)
 class Placement:
     """How a kernel's arrays lie on a mesh.

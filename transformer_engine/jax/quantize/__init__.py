@@ -27,9 +27,9 @@ from .quantizers import (
     NVFP4Quantizer,
     Quantizer,
     QuantizerSet,
-    compute_scale_from_amax,
     noop_quantizer_set,
 )
+from .scale_of_amax import compute_scale_from_amax
 from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode, TensorSource, TensorUsage
 from .sharing import fan_out
 from .tensors import NoScaleTensor, ScaledTensor, ScaledTensor1x, ScaledTensor2x, ScaledTensorFactory

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from ...common.checks import switch
+from ...common.checks import integer, switch
 from ..checks import check_floating, check_instance, check_sizes, check_values
 from ..primitives import exact
 from ..primitives.grouped_quantize import group_of_rows, of_rows, quantize_rows, quantize_stack
@@ -27,7 +27,7 @@ from ..undifferentiated import constant, undifferentiated
 from .quantizers import DelayedScaleQuantizer, Quantizer, QuantizerSet, advanced_together
 from .scaling_modes import ScalingMode, TensorUsage
 from .settings import element_of
-from .tensors import ScaledTensor, ScaledTensor1x, ScaledTensor2x, ScaledTensorFactory
+from .tensors import ScaledTensor, ScaledTensor1x, ScaledTensor2x, ScaledTensorFactory, positive_axis
 
 __all__ = [
     "GroupedNoScaleTensor",
@@ -67,6 +67,15 @@ class GroupedScaledTensor1x(ScaledTensor):
     @property
     def ndim(self) -> int:
         return self.data.ndim
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[M, K] of rows in groups, or the stack's, in its own order of axes."""
+        if self.data_layout != "T":
+            return self.data.shape
+        groups = int(self.group_sizes is None)  # a stack has them in front
+        leading, axes = self.data.shape[:groups], self.data.shape[groups:]
+        return (*leading, *axes[self.flatten_axis :], *axes[: self.flatten_axis])
 
     def get_tensor(self, usage: TensorUsage) -> GroupedScaledTensor1x:
         """This tensor, if it is the direction that a product needs it in."""
@@ -177,7 +186,7 @@ class GroupedQuantizer:
         flatten_axis: int = -1,
     ) -> tuple[GroupedScaledTensor1x | ScaledTensor2x, Array | None]:
         """(tensor, the absolute maximum of every group or None) without a change of state."""
-        self._check(x, group_sizes)
+        self._check(x, group_sizes, flatten_axis)
         options = (is_rowwise, is_colwise, dq_dtype, flatten_axis)
         if group_sizes is None and x.ndim == 3 and self.scaling_mode.is_tensor_scaling():
             return self._matrices(x, *options[:3])
@@ -240,10 +249,13 @@ class GroupedQuantizer:
 
     def _directions(self, is_rowwise: bool | None, is_colwise: bool | None) -> tuple[bool, bool]:
         layout = self.quantizer.q_layout
-        return (
-            layout.has_rowwise if is_rowwise is None else is_rowwise,
-            layout.has_colwise if is_colwise is None else is_colwise,
-        )
+        rowwise = layout.has_rowwise if is_rowwise is None else is_rowwise
+        colwise = layout.has_colwise if is_colwise is None else is_colwise
+        if not (rowwise or colwise):
+            raise ValueError(
+                "is_rowwise=False and is_colwise=False ask for nothing; set at least one of them to True"
+            )
+        return rowwise, colwise
 
     def _tensors(
         self,
@@ -276,12 +288,14 @@ class GroupedQuantizer:
         ]
         return made[0] if len(made) == 1 else ScaledTensor2x(*made)  # pyright: ignore[reportArgumentType]
 
-    def _check(self, x: Array, group_sizes: Array | None) -> None:
+    def _check(self, x: Array, group_sizes: Array | None, flatten_axis: int) -> None:
+        integer("flatten_axis", flatten_axis)
         groups = x.shape[0] if group_sizes is None else group_sizes.shape[0]
         if groups != self.n_groups:
             raise ValueError(f"{groups} groups of x {x.shape}; the quantizer was made for {self.n_groups}")
         if group_sizes is not None and x.ndim != 2:
             raise ValueError(f"x has shape {x.shape}; rows in groups are a matrix [M, K], reshape it")
+        positive_axis(flatten_axis, x.ndim - (group_sizes is None))
         state = self.quantizer
         if isinstance(state, DelayedScaleQuantizer) and tuple(state.scale.shape) != (self.n_groups,):
             raise ValueError(

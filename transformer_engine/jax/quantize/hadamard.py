@@ -6,12 +6,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ...common.checks import switch
+from ..checks import check_values
 from ..primitives.quantize import hadamard_transform, inverse_transform
 from ..primitives.quantize.hadamard import GROUP, SIGNS
 
 
 def apply_rht(x: Array, inverse: bool = False) -> Array:
-    """y [..., 16 n] = (x * signs) @ H / 4 on groups of 16, or x of a y."""
+    """y [..., 16 n] = (x * signs) @ H / 4 on groups of 16, or x of a y, in x's dtype.
+
+    Raises TypeError for what is no array of values, and ValueError for a last axis that groups of 16 do not fill.
+    """
+    check_values("x", x)
+    switch("inverse", inverse)
+    if not x.ndim:
+        raise ValueError(f"x has shape {x.shape}; give [..., 16 n], whose last axis is transformed")
     return inverse_transform(x) if inverse else hadamard_transform(x)
 
 

@@ -17,13 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ...common.checks import exponent, integer, switch
+from ...common.checks import integer, switch
 from ...common.quantize_spec import QuantizeSpec
 from ..checks import check_floating, check_values
 from ..primitives import quantize as primitive
 from ..primitives.operand import turned
 from ..primitives.quantize import Cast
-from ..primitives.scale_update import State, advance_scales, advance_states
+from ..primitives.scale_update import State, advance_states
 from ..undifferentiated import constant, undifferentiated
 from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode
 from .settings import check_settings, element_of
@@ -37,27 +37,10 @@ __all__ = [
     "Quantizer",
     "QuantizerSet",
     "advanced_together",
-    "compute_scale_from_amax",
     "noop_quantizer_set",
 ]
 
 Class = TypeVar("Class", bound=type)
-
-
-def compute_scale_from_amax(
-    amax: Array, q_dtype: Any, margin: float = 0.0, scale: Array | None = None
-) -> Array:
-    """(max of q_dtype / amax) / 2^margin as float32 [1]; where amax is 0, inf or NaN `scale`, by default 1.
-
-    A scale of 0 is read as 1.
-    """
-    exponent("margin", margin)
-    amax = jnp.asarray(amax, jnp.float32).reshape(1)
-    old = jnp.ones(1, jnp.float32) if scale is None else scale
-    _, computed = advance_scales(
-        jnp.zeros((1, 1), jnp.float32), old, amax, "most_recent", (element_of(q_dtype).maximum,), margin
-    )
-    return computed
 
 
 def _register(cls: Class) -> Class:

@@ -134,7 +134,11 @@ def _of_devices(state: Any, axes: tuple[str, ...], first: Array) -> Any:
         return GroupedQuantizer(_of_devices(state.quantizer, axes, first), state.n_groups)
     if not isinstance(state, DelayedScaleQuantizer):
         return state
-    merged = {"scale": lax.pmin(state.scale, axes), "amax_history": lax.pmax(state.amax_history, axes)}
+    # A device that left the state unread (by lax.cond, say) answers 0, which does not count; 0 where none read it.
+    scale = lax.pmin(jnp.where(state.scale > 0, state.scale, jnp.inf), axes)
+    merged = {
+        "scale": jnp.where(jnp.isinf(scale), 0, scale), "amax_history": lax.pmax(state.amax_history, axes),
+    }  # fmt: skip
     return dataclasses.replace(state, **{n: jnp.where(first, leaf, 0) for n, leaf in merged.items()})
 
 

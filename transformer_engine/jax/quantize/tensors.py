@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from ...common.checks import member
 from ..primitives.operand import Operand, turned
 from ..primitives.quantize import dequantize
 from ..primitives.quantize.hadamard import inverse_transform
@@ -120,6 +121,7 @@ class ScaledTensor1x(ScaledTensor):
 
     def get_tensor(self, usage: TensorUsage) -> ScaledTensor1x:
         """This tensor, if it is the direction that a product needs it in."""
+        member("usage", usage, TensorUsage)
         wanted = usage not in _ROW_USAGES
         if wanted is not self.is_colwise:
             have, want = (("column-wise" if c else "row-wise") for c in (self.is_colwise, wanted))
@@ -178,6 +180,7 @@ class ScaledTensor2x(ScaledTensor):
 
     def get_tensor(self, usage: TensorUsage) -> ScaledTensor1x:
         """The direction that a product needs."""
+        member("usage", usage, TensorUsage)
         return self.rowwise_tensor if usage in _ROW_USAGES else self.colwise_tensor
 
     def apply_sharding_constraint_by_logical_axes(
@@ -246,6 +249,7 @@ class ScaledTensorFactory:
         has_rht_applied: bool = False,
     ) -> ScaledTensor1x:
         """One direction; see ScaledTensor1x."""
+        member("scaling_mode", scaling_mode, ScalingMode)
         if scaling_mode.format is None:
             raise ValueError(f"scaling_mode={scaling_mode} has no scales; choose another, or NoScaleTensor")
         if data_layout not in ("N", "T"):
@@ -269,10 +273,15 @@ class ScaledTensorFactory:
     def create(
         rowwise: ScaledTensor1x | None, colwise: ScaledTensor1x | None, q_layout: QuantizeLayout
     ) -> ScaledTensor1x | ScaledTensor2x:
-        """What a layout keeps of both directions."""
-        if q_layout.has_rowwise and q_layout.has_colwise:
-            assert rowwise is not None and colwise is not None
-            return ScaledTensor2x(rowwise, colwise)
-        only = rowwise if q_layout.has_rowwise else colwise
-        assert only is not None
-        return only
+        """What a layout keeps of both directions; ValueError where one that it keeps is None."""
+        member("q_layout", q_layout, QuantizeLayout)
+        kept = []
+        for name, tensor, there in (
+            ("rowwise", rowwise, q_layout.has_rowwise), ("colwise", colwise, q_layout.has_colwise),
+        ):  # fmt: skip
+            if there and tensor is None:
+                raise ValueError(
+                    f"{name}=None with q_layout={q_layout.name}; give the tensor of that direction"
+                )
+            kept += [tensor] * there
+        return kept[0] if len(kept) == 1 else ScaledTensor2x(*kept)

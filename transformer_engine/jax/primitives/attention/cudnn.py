@@ -92,7 +92,11 @@ def run(call: Call, packed: bool) -> Array:
     if packed:
         causal = call.mask_type.is_causal()
         return cudnn_packed.attend(call.query, call.key, call.value, call.bounds(), call.scale, causal)
-    query, key, value, bias, lengths = alike(call.query, call.key, call.value, call.bias, call.lengths or ())
+    bias = call.bias
+    if bias is not None:
+        # jax refuses one that is broadcast to queries or keys; to batches and heads it broadcasts itself.
+        bias = jnp.broadcast_to(bias, (*bias.shape[:2], call.query.shape[1], call.key.shape[1]))
+    query, key, value, bias, lengths = alike(call.query, call.key, call.value, bias, call.lengths or ())
     queries, keys = lengths or (None, None)
     window = None if call.window is None or call.window[0] < 0 else (call.window[0], 0)
     out = jax.nn.dot_product_attention(

@@ -186,6 +186,7 @@ class SequenceDescriptor:
         """Lengths of queries and of keys, then their first tokens, int32 [b, n]; 0 where there is no sequence.
 
         most   n where sequences are given by their numbers, whose tokens lie side by side
+        A sequence that queries or keys have alone has the length 0 in the others: kernels count both by one number.
         """
         made: list[Pair] = []
         for ids, lengths, offsets, tokens in zip(
@@ -203,7 +204,14 @@ class SequenceDescriptor:
             else:
                 _fits("seqlens", lengths.shape, (batch,))
                 made.append((_within(lengths, tokens)[:, None], jnp.zeros((batch, 1), jnp.int32)))
-        return made[0][0], made[1][0], made[0][1], made[1][1]
+        count = max(lengths.shape[1] for lengths, _ in made)
+        (lengths_q, starts_q), (lengths_kv, starts_kv) = ([_filled(x, count) for x in pair] for pair in made)
+        return lengths_q, lengths_kv, starts_q, starts_kv
+
+
+def _filled(x: Array, count: int) -> Array:
+    """x [b, n] as [b, count], zeros behind."""
+    return x if x.shape[1] == count else jnp.pad(x, ((0, 0), (0, count - x.shape[1])))
 
 
 def _within(lengths: Array, room: Array | int) -> Array:
@@ -221,7 +229,7 @@ def _absent_as_minus_one(lengths: Array, begins: Array) -> Pair:
 def segments_at_most(descriptor: SequenceDescriptor | Array | None, most: int) -> int:
     """Sequences that a packed row has at most: as many as it has lengths, else as many as its caller says."""
     if isinstance(descriptor, SequenceDescriptor) and descriptor.seq_offsets[0].size:
-        return descriptor.seqlens[0].shape[1]
+        return max(lengths.shape[1] for lengths in descriptor.seqlens)
     return most
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ....common.dispatch import Backend
-from ...sharding import varying_alike
+from ...manual_axes import varying_alike
 from ..kernels import call as call_kernel
 from ..launching import refuses_on
 from .enums import AttnBiasType, AttnMaskType

@@ -7,18 +7,17 @@ that they do not depend on how it is cut; heads are not, where it draws.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ....common.formats import ceil_div
 from ...platform import processors
 from ..kernels import Kernel
 from ..launching import perform
 from ..launching import run as run_launch
+from ..partitioning import broadcast_factors, broadcast_strides
 
 if TYPE_CHECKING:
     from ....common.kernels.attention_problem import Problem
@@ -73,20 +72,13 @@ class Given(NamedTuple):
         groups = key.shape[2]
         batch, heads = query.shape[0], query.shape[2]
         head = head_factors(groups, heads // groups)
-
-        def broadcast(array: Array, name: str) -> str:
-            factors = (("b", batch), (head, heads), ("s", query.shape[1]), ("t", key.shape[1]))
-            return " ".join(
-                factor if size == whole else f"{name}{place}"
-                for place, ((factor, whole), size) in enumerate(zip(factors, array.shape, strict=True))
-            )
-
+        scores = (("b", batch), (head, heads), ("s", query.shape[1]), ("t", key.shape[1]))
         factors = []
         for name, array in zip(self._fields, self, strict=True):
             if array is None:
                 factors.append(None)
             elif name in ("masked", "bias"):
-                factors.append(broadcast(array, name))
+                factors.append(broadcast_factors(name, array.shape, scores))
             else:
                 factors.append(
                     {"sink": head, "words": "w", "row": "b"}.get(name, "b n" if array.ndim == 2 else "b")
@@ -190,11 +182,8 @@ class _Attention(Kernel):
 
 
 def _broadcast(array: Array | None) -> tuple[int, int, int, int]:
-    """Strides over [b, h, q, k], 0 where there is one element for all."""
-    if array is None:
-        return 0, 0, 0, 0
-    shape = array.shape
-    return tuple(0 if n == 1 else prod(shape[i + 1 :]) for i, n in enumerate(shape))  # pyright: ignore
+    """Strides over [b, h, q, k]; 0 where nothing is given."""
+    return (0, 0, 0, 0) if array is None else broadcast_strides(array.shape)  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True)
@@ -249,18 +238,18 @@ class Backward(_Attention):
         return tuple(shapes)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import attention_backward, attention_bias, attention_programs
+        from ....common.kernels import attention_backward, attention_bias, attention_delta, attention_programs
 
         q, k, v, *rest = arrays
         given, (out, dout, lse) = self.given(tuple(rest))
         problem, packed = self.problem(q, k, v, given), self.facts.packed
-        parts = self._parts(problem, attention_backward.keys_tile(problem)[1])
+        parts = problem.key_parts(attention_backward.keys_tile(problem)[1], processors().count)
         strides = [self._part_strides(x, parts) for x in (k, v)]
         bias, bias_shape = None, ()
         if given.bias is not None:
             bias, bias_shape = attention_bias.added(problem, given.bias.shape)
         program = attention_programs.gradients(
-            attention_backward.delta(problem, problem.out, given.sink is not None),
+            attention_delta.delta(problem, problem.out, given.sink is not None),
             attention_backward.queries(problem, problem.q, packed),
             attention_backward.keys(problem, strides[0], strides[1], parts, packed),
             bias,
@@ -281,12 +270,6 @@ class Backward(_Attention):
         if given.sink is not None:
             grads.append(made["dsink"].sum(axis=2).reshape(q.shape[0], -1, q.shape[2]).sum(axis=1))
         return tuple(grads)
-
-    @staticmethod
-    def _parts(problem: Problem, keys: int) -> int:
-        """Programs that share a head of keys: one, or each its query head where there are few."""
-        programs = ceil_div(problem.seqlen_kv, keys) * problem.groups * problem.batch
-        return problem.heads // problem.groups if programs < 2 * processors().count else 1
 
     def _part_strides(self, x: Array, parts: int) -> tuple[int, int, int, int]:
         """(part, batch, token, head) of the gradient of keys or values."""

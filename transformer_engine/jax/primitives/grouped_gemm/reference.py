@@ -14,7 +14,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ....common.dispatch import Backend
-from ...sharding import varying_alike
+from ...manual_axes import varying_alike
 from ..kernels import batched_in_turn, result_like
 from .request import GroupedGemmRequest, Scales
 

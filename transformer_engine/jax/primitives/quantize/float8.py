@@ -40,6 +40,11 @@ def scale_from_amax(
     return exact.float_of(jnp.where(usable, scale, exact.bits_of_constant(1.0)))
 
 
+def value_for_inf(dtype: jnp.dtype) -> float:
+    """What the scale of values in dtype becomes where its quotient overflows: their greatest number, or float32's."""
+    return min(float(jnp.finfo(dtype).max), FLOAT32_MAX)
+
+
 def given_multiplier(multiplier: Array) -> Array:
     """The multipliers that a caller gives, as float32; a 0, JAX's gradient of a state that was not read, is 1."""
     multiplier = multiplier.astype(jnp.float32)

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
 from . import triton
+from .float8 import value_for_inf
 from .spec import QuantizeSpec, Request
-from .triton_tiles import value_for_inf
 
 if TYPE_CHECKING:
     from ....common.kernels.block_cast import Blocks

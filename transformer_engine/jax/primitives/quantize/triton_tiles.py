@@ -10,20 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT32_MAX, MXFP8, ceil_div
+from ....common.formats import BLOCK_1D, BLOCK_2D, MXFP8, ceil_div
 from ....common.kernels.launch import Launch
 from ...platform import processors
 from ..kernels import Kernel
 from ..launching import run
 from ..partitioning import Extent, extent
 from ..several_axes import call_on_axes
+from .float8 import value_for_inf
 from .format_row import PlannedCall
 from .spec import Given, Quantized, QuantizeSpec, Request, jax_dtype
-
-
-def value_for_inf(dtype: jnp.dtype) -> float:
-    """What a scale becomes whose quotient overflows."""
-    return min(float(jnp.finfo(dtype).max), FLOAT32_MAX)
 
 
 def _row_blocks(spec: QuantizeSpec, shape: tuple[int, int], dtype: jnp.dtype) -> Launch:

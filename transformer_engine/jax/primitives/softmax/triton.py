@@ -12,6 +12,7 @@ from jax import Array
 from ....common.dispatch import Backend
 from ..kernels import Kernel, call
 from ..launching import refuses_on, run
+from ..partitioning import broadcast_factors, broadcast_strides
 from .request import SoftmaxRequest
 
 _LIMIT = 1 << 31  # rows are numbered in 32 bits
@@ -31,14 +32,17 @@ def refuses(request: SoftmaxRequest) -> str | None:
 
 @dataclass(frozen=True)
 class Forward(Kernel):
-    """(x [b, h, q, k], hidden uint8 with 1 in place of an extent) -> p"""
+    """(x [b, h, q, k], [hidden uint8, with 1 in place of an extent]) -> p
 
-    masked: bool
+    mask   the factors of hidden's axes; None: nothing is hidden
+    """
+
+    mask: str | None
     whole = ("q", "k")
 
     @property
     def rule(self) -> str:
-        return "b h q k, m n o p -> b h q k" if self.masked else "b h q k -> b h q k"
+        return "b h q k -> b h q k" if self.mask is None else f"b h q k, {self.mask} -> b h q k"
 
     def results(self, x: Any, *_: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         return (jax.ShapeDtypeStruct(x.shape, x.dtype),)
@@ -46,14 +50,7 @@ class Forward(Kernel):
     def run(self, x: Array, hidden: Array | None = None) -> tuple[Array, ...]:
         from ....common.kernels import softmax  # it imports triton
 
-        strides = (0, 0, 0, 0)
-        if hidden is not None:
-            # Shards of the scores meet a mask that is whole along the axes it has.
-            hidden = jnp.broadcast_to(hidden, (*x.shape[:2], *hidden.shape[2:]))
-            _, heads, queries, keys = hidden.shape
-            strides = (
-                heads * queries * keys, queries * keys, keys if queries > 1 else 0, 1 if keys > 1 else 0
-            )  # fmt: skip
+        strides = (0, 0, 0, 0) if hidden is None else broadcast_strides(hidden.shape)
         launch = softmax.forward(x.shape, strides, x.dtype.name, 1.0, None)  # pyright: ignore
         return (run(launch, [x, hidden])[0],)  # pyright: ignore[reportReturnType]
 
@@ -81,8 +78,10 @@ class Backward(Kernel):
 @jax.custom_vjp
 def softmax(scores: Array, hidden: Array | None) -> Array:
     """See `masked_softmax`; hidden uint8 of four axes."""
-    given = (scores,) if hidden is None else (scores, hidden)
-    return call(Forward(hidden is not None), *given)[0]
+    if hidden is None:
+        return call(Forward(None), scores)[0]
+    mask = broadcast_factors("m", hidden.shape, [*zip("bhqk", scores.shape, strict=True)])
+    return call(Forward(mask), scores, hidden)[0]
 
 
 def _forward(scores: Array, hidden: Array | None) -> tuple[Array, Array]:

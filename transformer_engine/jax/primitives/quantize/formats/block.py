@@ -8,10 +8,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from .....common.formats import BLOCK_1D, BLOCK_2D, FLOAT32_MAX
+from .....common.formats import BLOCK_1D, BLOCK_2D
 from ... import exact
 from .. import tiles
-from ..float8 import cast, scale_from_amax
+from ..float8 import cast, scale_from_amax, value_for_inf
 from ..spec import QuantizeSpec
 from ..tile_scaled import tile_scaled
 
@@ -25,7 +25,7 @@ def encode(x: Array, spec: QuantizeSpec, axis: int) -> tuple[Array, Array]:
         spec.element.maximum,
         power_of_two=spec.power_of_two,
         epsilon=spec.epsilon,
-        value_for_inf=min(float(jnp.finfo(x.dtype).max), FLOAT32_MAX),
+        value_for_inf=value_for_inf(x.dtype),
     )
     scale, inverse = tiles.settled((scale, exact.reciprocal(scale)))
     codes = cast(cut.astype(jnp.float32) * tiles.spread(scale, axis), spec.element)

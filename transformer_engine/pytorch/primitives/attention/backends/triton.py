@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from .....common.dispatch import Backend
-from .....common.formats import ceil_div
 from .....common.kernels.launch import LARGEST_GRID, missing
 from ....runtime.launching import DTYPE_NAMES, perform, processors, run_into
 from ..dropout import random_state
@@ -229,7 +228,7 @@ def _backward_plan(
     device: int,
 ) -> _BackwardPlan:
     from .....common.kernels import attention_backward as kernels
-    from .....common.kernels import attention_bias, attention_programs
+    from .....common.kernels import attention_bias, attention_delta, attention_programs
 
     r, (count, shared_memory) = request, processors(device)
     given_out, given_grad = triple(r.shape.q_format, output), triple(r.shape.q_format, grad_output)
@@ -237,9 +236,7 @@ def _backward_plan(
     dq = contiguous_triple(
         r.shape.q_format, r.shape.batch, r.shape.seqlen_q, r.shape.heads, r.shape.head_dim_qk
     )
-    group = r.shape.heads // r.shape.groups
-    programs = ceil_div(r.shape.seqlen_kv, kernels.keys_tile(p)[1]) * r.shape.groups * r.shape.batch
-    parts = group if programs < 2 * count else 1
+    parts = p.key_parts(kernels.keys_tile(p)[1], count)
 
     def grad_strides(size: int) -> tuple[int, int, int, int]:
         batch, token, head = contiguous_triple(
@@ -253,7 +250,7 @@ def _backward_plan(
     if r.options.bias_gradient and r.options.bias in ("pre_scale_bias", "post_scale_bias"):
         assert r.shape.bias_shape is not None
         bias, bias_shape = attention_bias.added(p, r.shape.bias_shape)
-    delta = kernels.delta(p, given_out, has_sink)
+    delta = attention_delta.delta(p, given_out, has_sink)
     queries = kernels.queries(p, dq, r.packed)
     program = attention_programs.gradients(delta, queries, keys, bias)
     return _BackwardPlan(program, parts, delta.grid[0], bias_shape)
