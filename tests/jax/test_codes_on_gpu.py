@@ -17,7 +17,9 @@ from transformer_engine.jax.layernorm_dense import layernorm_dense
 from transformer_engine.jax.layernorm_mlp import layernorm_mlp
 from transformer_engine.jax.primitives.activation import ActivationParams
 from transformer_engine.jax.primitives.activation_codes import activation_backward_codes, activation_codes
-from transformer_engine.jax.primitives.grouped_quantize import quantize_rows, quantize_stack
+from transformer_engine.jax.primitives.grouped_quantize import RowCodes, quantize_rows, quantize_stack
+from transformer_engine.jax.primitives.grouped_quantize import triton as grouped_kernels
+from transformer_engine.jax.primitives.kernels import call
 from transformer_engine.jax.primitives.norm_codes import norm_codes
 from transformer_engine.jax.primitives.quantize import Cast, quantize
 from transformer_engine.jax.primitives.scale_update import State, advance_states
@@ -230,6 +232,23 @@ def test_rows_in_groups_have_the_codes_of_their_groups(dtype, given, sizes):
             call = jax.jit(lambda x, sizes: quantize_rows(x, sizes, multiplier, E5M2, True, 1e-3))
             made.append(call(x, jnp.asarray(sizes, jnp.int32)))
     assert_equal(zip(*map(jax.tree.leaves, made), strict=True), f"{dtype} {sizes}")
+
+
+@pytest.mark.parametrize("sizes", [(40, 0, 72, 16), (0, 0, 3, 0)])
+def test_maxima_of_groups_found_apart_make_the_same_codes(sizes):
+    """As where those of several devices count: `over` of `quantize_rows`."""
+    x = jnp.asarray(matrix("normal", (144, 80), "bfloat16", 1)).at[2, 3].set(jnp.nan)
+    rows, scaling = jnp.asarray(sizes, jnp.int32), (True, 1e-3)
+
+    @jax.jit
+    def apart(x, rows):
+        (amax,) = call(grouped_kernels.Maxima(), x, rows)
+        codes, scale = call(grouped_kernels.Rows(E5M2, scaling, "amax"), x, rows, amax)
+        return RowCodes(codes, scale, amax)
+
+    with use_backend(jax_grouped_quantize_rows="triton"):
+        want = jax.jit(lambda x, rows: quantize_rows(x, rows, None, E5M2, *scaling))(x, rows)
+    assert_equal(zip(apart(x, rows), want, strict=True), f"{sizes}")
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])

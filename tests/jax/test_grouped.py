@@ -68,6 +68,21 @@ def test_a_grouped_product_is_a_product_for_every_group(name):
     assert not np.asarray(found[2][1]).any()
 
 
+def test_gradients_of_biases_in_halves_are_added_up_in_float32():
+    """In bfloat16 a sum of 4096 numbers from 1 to 2 would stand still at 512."""
+    rows, sizes = 8192, jnp.asarray([4096, 0, 4000])
+    dy = (1.0 + jax.random.uniform(jax.random.key(0), (rows, N))).astype(jnp.bfloat16)
+    x, kernel = jnp.ones((rows, 16), jnp.bfloat16), jnp.ones((3, 16, N), jnp.bfloat16)
+    y, dbias = values_and_gradients(
+        lambda bias: grouped_dense(x, kernel, sizes, bias=bias), dy, jnp.ones((3, N), jnp.bfloat16)
+    )
+    wide = np.asarray(dy, np.float32)
+    np.testing.assert_allclose(
+        np.asarray(dbias, np.float32), [wide[:4096].sum(0), np.zeros(N), wide[4096:8096].sum(0)], rtol=2**-8
+    )
+    assert not np.asarray(y[8096:]).any()
+
+
 @pytest.mark.parametrize("name", ["delayed", "current"])
 def test_a_group_has_the_bits_of_a_product_of_its_own(name):
     x, kernel, dy, _ = inputs()

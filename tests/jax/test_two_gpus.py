@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import host_compositions as compositions
+import host_experts as experts
 import jax
 import pytest
 
@@ -54,11 +55,13 @@ def test_a_sharded_layer_keeps_loss_gradients_and_state(name, settings):
     assert found < (PLAIN if settings is None else NARROW)
 
 
-@pytest.mark.parametrize("settings", [None, DELAYED], ids=["plain", "delayed"])
-def test_experts_on_two_devices_receive_every_row_and_compute_what_those_on_one_do(settings):
-    found = compositions.experts_case(compositions.mesh_of(ep=2), (), settings)
+@pytest.mark.parametrize("axes", [{"ep": 2}, {"dp": 1, "ep": 2, "tp": 1}], ids=["ep", "dp, ep and tp"])
+@pytest.mark.parametrize("name", ["none", "delayed", "current"])
+def test_experts_on_two_devices_receive_every_row_and_compute_what_those_on_one_do(name, axes):
+    data_axes = ("dp",) if "dp" in axes else ()
+    found = experts.experts_case(compositions.mesh_of(**axes), data_axes, experts.RECIPES[name])
     assert found["received"] == found["slots"]
-    assert found["difference"] < (PLAIN if settings is None else NARROW)
+    assert found["difference"] < (PLAIN if name == "none" else NARROW)
 
 
 BSHD, THD = QKVLayout.BSHD_BSHD_BSHD, QKVLayout.THD_THD_THD

@@ -108,10 +108,30 @@ def ep_dispatch(
     An index outside of [0, E) is no choice and goes nowhere. The experts of a token are different ones: of a device
     with fewer experts than k, choices that pass one for each of its experts may go nowhere either.
     """
+    check_sizes(tokens.shape[0], recv_capacity_per_rank, tokens.shape[-1])
+    recv, recv_weights, handle, counts, total = dispatched(
+        cfg, topk_idx, tokens, topk_weights, recv_capacity_per_rank
+    )
+    ends = jnp.minimum(jnp.cumsum(counts), recv_capacity_per_rank)
+    counts = jnp.diff(ends, prepend=0).astype(jnp.int32)
+    return recv, recv_weights, handle, counts, total
+
+
+def dispatched(
+    cfg: EpConfig,
+    topk_idx: Array,
+    tokens: Array,
+    topk_weights: Array,
+    recv_capacity_per_rank: int,
+    align_size: int = 1,
+) -> tuple[Array, Array, EpHandle, Array, Array]:
+    """As `ep_dispatch`, but token_counts counts all rows that came.
+
+    align_size   the rows of every expert begin at a multiple of it, with zeros between
+    """
     _check_arrays(topk_idx, tokens, topk_weights)
     _check_axis(cfg)
     count, picks = topk_idx.shape
-    _check_sizes(count, recv_capacity_per_rank, tokens.shape[-1])
     slots = count * min(picks, cfg.local_experts)
     chosen = (topk_idx >= 0) & (topk_idx < cfg.num_experts)
     device = jnp.where(chosen, topk_idx // cfg.local_experts, cfg.devices)
@@ -128,19 +148,17 @@ def ep_dispatch(
     sizes = _sizes_of(device, slots, cfg)
     rows, weights = (_exchanged(x, sizes, 0, cfg) for x in (rows, weights))
     local = _exchanged(local, sizes, cfg.local_experts, cfg)
+    counts = jnp.bincount(local, length=cfg.local_experts + 1).astype(jnp.int32)
+    padded = -(-counts // align_size) * align_size
     order = jnp.argsort(local, stable=True)
-    arrived = jnp.zeros_like(order).at[order].set(jnp.arange(order.size))
-    total = (local < cfg.local_experts).sum(dtype=jnp.int32)
-    kept = order[:recv_capacity_per_rank]
-    inside = jnp.where(jnp.arange(kept.size) < total, kept, order.size)
+    slot = jnp.arange(order.size, dtype=jnp.int32)
+    offsets = (jnp.cumsum(padded) - padded) - (jnp.cumsum(counts) - counts)
+    arrived = jnp.zeros_like(slot).at[order].set(slot) + offsets[local]
+    arrived = jnp.where(local < cfg.local_experts, arrived, recv_capacity_per_rank)
+    inside = jnp.full(recv_capacity_per_rank, order.size, jnp.int32).at[arrived].set(slot, mode="drop")
     recv, recv_weights = (x.at[inside].get(mode="fill", fill_value=0) for x in (rows, weights))
-    missing = recv_capacity_per_rank - kept.size
-    if missing > 0:
-        recv, recv_weights = jnp.pad(recv, ((0, missing), (0, 0))), jnp.pad(recv_weights, (0, missing))
-    counts = jnp.bincount(local, length=cfg.local_experts + 1)[:-1]
-    ends = jnp.minimum(jnp.cumsum(counts), recv_capacity_per_rank)
-    counts = jnp.diff(ends, prepend=0).astype(jnp.int32)
-    return recv, recv_weights, EpHandle(sent, arrived.astype(jnp.int32), sizes), counts, total
+    counts = counts[:-1]
+    return recv, recv_weights, EpHandle(sent, arrived, sizes), counts, counts.sum()
 
 
 def ep_combine(
@@ -157,13 +175,17 @@ def ep_combine(
             f"num_local_tokens={num_local_tokens}; {handle_mem.sent.shape[0]} tokens were dispatched"
         )
     valid = jnp.arange(expert_out.shape[0]) < token_counts.sum()
-    rows = jnp.where(valid[:, None], expert_out, 0)
-    made = rows.at[handle_mem.arrived].get(mode="fill", fill_value=0)
-    back = _exchanged(made, handle_mem.sizes[::-1], 0, cfg)
-    found = back.at[handle_mem.sent].get(mode="fill", fill_value=0)
+    found = returned(cfg, handle_mem, jnp.where(valid[:, None], expert_out, 0))
     return with_sharding_constraint(
         found.astype(jnp.float32).sum(axis=1).astype(expert_out.dtype), out_sharding
     )
+
+
+def returned(cfg: EpConfig, handle: EpHandle, expert_out: Array) -> Array:
+    """[T, k, H]: the row that every choice of a token was made into; zeros of a choice that went nowhere."""
+    made = expert_out.at[handle.arrived].get(mode="fill", fill_value=0)
+    back = _exchanged(made, handle.sizes[::-1], 0, cfg)
+    return back.at[handle.sent].get(mode="fill", fill_value=0)
 
 
 def _sizes_of(device: Array, slots: int, cfg: EpConfig) -> Array:
@@ -233,7 +255,8 @@ def _check_axis(cfg: EpConfig) -> None:
         raise ValueError(f"axis {cfg.axis!r} has {found} devices; ep_bootstrap was called for {cfg.devices}")
 
 
-def _check_sizes(tokens: int, capacity: int, hidden: int) -> None:
+def check_sizes(tokens: int, capacity: int, hidden: int) -> None:
+    """ValueError where tokens [tokens, hidden] of a device, or rows that it may receive, pass those of ep_bootstrap."""
     whole("recv_capacity_per_rank", capacity)
     for name, value, key in (
         ("tokens", tokens, "tokens"), ("recv_capacity_per_rank", capacity, "capacity"), ("hidden", hidden, "hidden"),

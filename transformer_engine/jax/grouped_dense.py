@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,8 +22,10 @@ from .checks import (
 )
 from .primitives.grouped_gemm import Scales, grouped_contraction, grouped_gemm
 from .quantize.grouped import (
+    ALL_HERE,
     GroupedNoScaleTensor,
     GroupedQuantizer,
+    RowAxes,
     group_of_rows,
     groups_advanced_together,
 )
@@ -69,6 +72,21 @@ def grouped_dense(
         check_shaped("bias", bias, (groups, features))
     if preferred_element_type is not None:
         preferred_element_type = check_floating("preferred_element_type", preferred_element_type)
+    y = product(x, kernel, group_sizes, quantizer_set)
+    if bias is not None:
+        y = plus_bias(y, bias, group_of_rows(group_sizes, x.shape[0]))
+    return y if preferred_element_type is None else y.astype(preferred_element_type)
+
+
+def product(
+    x: Array, kernel: Array, group_sizes: Array, quantizer_set: QuantizerSet, over: RowAxes = ALL_HERE
+) -> Array:
+    """y [M, N] of x [M, K] and kernel [G, K, N], as `grouped_dense`.
+
+    over   where other devices hold rows of the same tensor, whose maxima count
+    """
+    kernel = _checked_kernel(x, kernel, group_sizes, ((1,), (1,)))
+    groups = kernel.shape[0]
     check_instance("quantizer_set", quantizer_set, QuantizerSet)
     for name in ("x", "kernel", "dgrad"):
         quantizer = getattr(quantizer_set, name)
@@ -80,11 +98,34 @@ def grouped_dense(
         kernel = kernel.astype(x.dtype)
     values = x, kernel, group_sizes.astype(jnp.int32)
     values, quantizer_set = vary_alike(values, quantizer_set)
-    y: Any = _grouped_dense(*values, quantizer_set)
-    if bias is not None:
-        wide = jnp.concatenate((bias.astype(y.dtype), jnp.zeros((1, features), y.dtype)))
-        y = y + wide[group_of_rows(group_sizes, x.shape[0])]
-    return y if preferred_element_type is None else y.astype(preferred_element_type)
+    y: Any = _grouped_dense(*values, quantizer_set, over)
+    return y
+
+
+def plus_bias(y: Array, bias: Array, groups: Array) -> Array:
+    """y [M, N] + bias [G, N] of every row's group, groups int32 [M]; nothing is added to rows of group G."""
+    (y, bias, groups), _ = vary_alike((y, bias.astype(y.dtype), groups))
+    return _plus_bias(y, bias, groups)
+
+
+@jax.custom_vjp
+def _plus_bias(y: Array, bias: Array, groups: Array) -> Array:
+    return y + jnp.concatenate((bias, jnp.zeros((1, bias.shape[1]), y.dtype)))[groups]
+
+
+def _bias_gradient(residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array, Any]:
+    """dbias [G, N] is a product with ones and zeros: the gradient of a look-up would be added up in dy's dtype, where
+    a sum of 4096 numbers in bfloat16 stands still at a tenth of itself.
+    """
+    empty, groups = residuals
+    belongs = jnp.arange(empty.shape[1])[:, None] == groups
+    dbias = jnp.matmul(
+        belongs.astype(dy.dtype), dy, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+    return dy, dbias.astype(empty.dtype), as_cotangent(groups)
+
+
+_plus_bias.defvjp(lambda y, bias, groups: (_plus_bias(y, bias, groups), (like(bias), groups)), _bias_gradient)
 
 
 def _checked_kernel(x: Array, kernel: Array, group_sizes: Array, dims: Any) -> Array:
@@ -110,10 +151,12 @@ def _checked_kernel(x: Array, kernel: Array, group_sizes: Array, dims: Any) -> A
     return kernel
 
 
-def _encode(quantizer: GroupedQuantizer | None, x: Array, group_sizes: Array | None) -> tuple[Any, Any]:
+def _encode(
+    quantizer: GroupedQuantizer | None, x: Array, group_sizes: Array | None, over: RowAxes = ALL_HERE
+) -> tuple[Any, Any]:
     if quantizer is None:
         return GroupedNoScaleTensor(x, group_sizes=group_sizes), None
-    return quantizer.encode(x, group_sizes)
+    return quantizer.encode(x, group_sizes, over=over)
 
 
 def _scales(a: Any, b: Any) -> Scales:
@@ -145,18 +188,20 @@ def _over_rows(x: Any, dy: Any, group_sizes: Array, dtype: Any) -> Array:
     return grouped_contraction(a, b, group_sizes, dtype, scales)
 
 
-@jax.custom_vjp
-def _grouped_dense(x: Array, kernel: Array, group_sizes: Array, quantizer_set: QuantizerSet) -> Array:
-    return _forward(x, kernel, group_sizes, quantizer_set)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _grouped_dense(
+    x: Array, kernel: Array, group_sizes: Array, quantizer_set: QuantizerSet, over: RowAxes
+) -> Array:
+    return _forward(x, kernel, group_sizes, quantizer_set, over)[0]
 
 
 def _forward(
-    x: Array, kernel: Array, group_sizes: Array, quantizers: QuantizerSet
+    x: Array, kernel: Array, group_sizes: Array, quantizers: QuantizerSet, over: RowAxes
 ) -> tuple[Array, tuple[Any, ...]]:
     of = x, kernel
     if not quantizers.is_noop:
         (x, kernel), quantizers = constant((of, quantizers))
-    x_codes, x_amax = _encode(quantizers.x, x, group_sizes)
+    x_codes, x_amax = _encode(quantizers.x, x, group_sizes, over)
     kernel_codes, kernel_amax = _encode(quantizers.kernel, kernel, None)
     y = _of_rows(x_codes, kernel_codes, group_sizes, x.dtype, backward=False)
     saved = x_codes.get_tensor(COLUMNS), kernel_codes.get_tensor(ROWS)
@@ -165,16 +210,16 @@ def _forward(
     return y, (saved, jax.tree.map(like, of), group_sizes, quantizers, (x_amax, kernel_amax))
 
 
-def _backward(residuals: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
+def _backward(over: RowAxes, residuals: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
     (x_codes, kernel_codes), (x_like, kernel_like), group_sizes, quantizers, amaxes = residuals
     of = dy, x_like, kernel_like
     if not quantizers.is_noop:
         dy = constant(dy)
-    codes, amax = _encode(quantizers.dgrad, dy, group_sizes)
+    codes, amax = _encode(quantizers.dgrad, dy, group_sizes, over)
     dx = _of_rows(codes, kernel_codes, group_sizes, x_like.dtype, backward=True)
     dkernel = _over_rows(x_codes, codes, group_sizes, kernel_like.dtype)
     states = (quantizers.x, quantizers.kernel, quantizers.dgrad)
-    following = groups_advanced_together(states, (*amaxes, amax))
+    following = groups_advanced_together(states, (*amaxes, amax), over.of_group)
     made = (dx, dkernel)
     if not quantizers.is_noop:
         made = undifferentiated(made, of)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,14 +14,20 @@ from jax.sharding import PartitionSpec
 from ..common.checks import described, number, switch, text_or_none, whole
 from .activation import activation, check_activation
 from .checks import check_axis_names, check_floating, check_instance, check_values
-from .ep import EpConfig, ep_combine, ep_dispatch
-from .grouped_dense import grouped_dense
+from .ep import EpConfig, check_sizes, dispatched, returned
+from .grouped_dense import plus_bias, product
 from .permutation import routing_map_to_selected_experts, token_combine, token_dispatch
-from .quantize.grouped import GroupedQuantizer
+from .quantize.grouped import ALL_HERE, GroupedQuantizer, RowAxes, group_of_rows
 from .quantize.quantizers import QuantizerSet, noop_quantizer_set
-from .quantize.sharing import merged_over
+from .quantize.sharing import alike_over
 from .router import fused_moe_aux_loss, fused_topk_with_score_function
-from .sharding import check_axis, get_mesh_axis_size, with_sharding_constraint_by_logical_axes
+from .sharding import (
+    automatic_axes,
+    check_axis,
+    get_mesh_axis_size,
+    mesh_in_use,
+    with_sharding_constraint_by_logical_axes,
+)
 
 __all__ = ["moe"]
 
@@ -64,21 +71,51 @@ class Routing:
 
 @dataclass(frozen=True)
 class Experts:
-    """How the experts compute."""
+    """How the experts compute.
+
+    over   where other devices hold rows that these are one tensor with
+    """
 
     activation_type: str
     weights_early: bool
     quantizer_sets: tuple[QuantizerSet, ...] = field(hash=False, compare=False)
+    over: RowAxes = ALL_HERE
 
-    def __call__(self, params: Any, rows: Array, weights: Array | None, sizes: Array) -> Array:
-        """[rows, h] -> [rows, h], the first sizes[0] of them by expert 0; weights multiply the hidden values."""
+    def __call__(self, params: Any, rows: Array, weights: Array, counts: Array) -> Array:
+        """[rows, h] -> [rows, h]; weights multiply the hidden values.
+
+        counts   tokens of every expert, whose rows begin at multiples of _ALIGN_SIZE, those of expert 0 first. Rows
+                 between them stay zero up to the last product, or their biases would count in maxima
+        """
+        sizes = -(-counts // _ALIGN_SIZE) * _ALIGN_SIZE
+        experts = _expert_of_rows(sizes, counts, rows.shape[0])
+
+        def linear(rows: Array, name: str, quantizers: QuantizerSet) -> Array:
+            y = product(rows, params[name], sizes, quantizers, self.over)
+            bias = params[f"{name}_bias"]
+            return y if bias is None else plus_bias(y, bias, experts)
+
         first, second, last = self.quantizer_sets
-        gate = grouped_dense(rows, params["wi_0"], sizes, bias=params["wi_0_bias"], quantizer_set=first)
-        linear = grouped_dense(rows, params["wi_1"], sizes, bias=params["wi_1_bias"], quantizer_set=second)
-        hidden = activation(jnp.stack((gate, linear), axis=-2), (self.activation_type, "linear"))
-        if self.weights_early and weights is not None:
+        halves = linear(rows, "wi_0", first), linear(rows, "wi_1", second)
+        hidden = activation(jnp.stack(halves, axis=-2), (self.activation_type, "linear"))
+        if self.weights_early:
             hidden = hidden * weights[:, None].astype(hidden.dtype)
-        return grouped_dense(hidden, params["wo"], sizes, bias=params["wo_bias"], quantizer_set=last)
+        return linear(hidden, "wo", last)
+
+
+def _expert_of_rows(sizes: Array, counts: Array, rows: int) -> Array:
+    """int32 [rows]: the expert whose token a row is, the number of experts for a row that is none's.
+
+    sizes   rows of every expert, of which the first counts are tokens
+    """
+    expert = group_of_rows(sizes, rows)
+    ends = jnp.append(jnp.cumsum(sizes) - sizes + counts, 0)
+    return jnp.where(jnp.arange(rows) < ends[expert], expert, sizes.shape[0])
+
+
+def _rows_of(slots: int, experts: int) -> int:
+    """Rows that hold so many tokens of experts, however they are shared out."""
+    return (slots + experts * (_ALIGN_SIZE - 1)) // _ALIGN_SIZE * _ALIGN_SIZE
 
 
 def moe(
@@ -96,7 +133,8 @@ def moe(
     x [b, s, h], gate_kernel [h, E], wi_0 and wi_1 [E, h, f], wo [E, f, h]; biases [E, f] and [E, h]; expert_bias [E].
 
     apply_topk_weights_early   multiply the hidden values by a token's weights, not the output; wo_bias stays whole
-    ep_axis                    mesh axis that experts are laid over; tokens are laid over it and data_parallelism_axes
+    ep_axis                    mesh axis that experts are laid over; tokens are laid over it and data_parallelism_axes,
+                               and maxima are those of the whole tensor. Other axes of the mesh are left to XLA
     .._axes                    logical names of axes, for sharding
     quantizer_sets             of wi_0, wi_1 and wo, made with n_groups
     dtype                      of the computation; None: x's
@@ -124,6 +162,8 @@ def moe(
         check_axis_names(name, axes, ndim)
     text_or_none("ep_axis", ep_axis)
     check_axis("ep_axis", ep_axis)
+    for axis in data_parallelism_axes:
+        check_axis("data_parallelism_axes", axis)
     dtype = None if dtype is None else check_floating("dtype", dtype)
     x = with_sharding_constraint_by_logical_axes(x if dtype is None else x.astype(dtype), input_axes or None)
     routing = Routing(
@@ -174,8 +214,9 @@ def _on_one_device(
     tokens = x.reshape(-1, x.shape[-1])
     logits, weights, chosen = _routed(tokens, gate_kernel, expert_bias, routing)
     slots = tokens.shape[0] * routing.topk
-    rows, row_weights, row_id_map, pads, sizes = token_dispatch(tokens, chosen, slots, weights, _ALIGN_SIZE)
-    made = experts(params, rows, row_weights, sizes)
+    rows, row_weights, row_id_map, pads, _ = token_dispatch(tokens, chosen, slots, weights, _ALIGN_SIZE)
+    assert row_weights is not None
+    made = experts(params, rows, row_weights, chosen.sum(axis=0, dtype=jnp.int32))
     y = token_combine(made, row_id_map, None if experts.weights_early else weights, pads)
     return y.reshape(x.shape), routing.aux_loss(logits, chosen, ()), jnp.asarray(slots, jnp.int32)
 
@@ -190,41 +231,65 @@ def _on_many(
     cfg: EpConfig,
     data_axes: tuple[str, ...],
 ) -> tuple[Array, Array | None, Array]:
-    """Every device chooses for its tokens, sends them to their experts, and sums what comes back."""
-    batch = (*[axis for axis in data_axes if axis != cfg.axis], cfg.axis)
+    """Every device chooses for its tokens, sends them to their experts, and sums what comes back.
+
+    An expert's rows lie over data_axes, those of all experts over cfg.axis too. Other axes of the mesh are XLA's.
+    """
+    data_axes = tuple(axis for axis in data_axes if axis != cfg.axis)
+    batch = (*data_axes, cfg.axis)
 
     def local(
-        x: Array, gate_kernel: Array, bias: Array | None, params: Any, sets: Any
+        place: Array, x: Array, gate_kernel: Array, bias: Array | None, params: Any, sets: Any
     ) -> tuple[Array, Any, Array]:
-        own = replace(experts, quantizer_sets=tuple(_of_own(s, cfg.local_experts, batch[:-1]) for s in sets))
+        sets = jax.tree.map(lambda leaf: leaf if _is_state(leaf) else _own_key(leaf, place[0]), sets)
+        own = replace(
+            experts,
+            quantizer_sets=tuple(_of_own(s, cfg.local_experts, data_axes) for s in sets),
+            over=RowAxes(data_axes, batch),
+        )
         tokens = x.reshape(-1, x.shape[-1])
         logits, weights, chosen = _routed(tokens, gate_kernel, bias, routing)
         picked, of_picked = routing_map_to_selected_experts(weights, chosen, routing.topk)
-        capacity = tokens.shape[0] * cfg.devices * min(routing.topk, cfg.local_experts)
-        rows, row_weights, handle, counts, total = ep_dispatch(cfg, picked, tokens, of_picked, capacity)
-        made = own(params, rows, row_weights, counts)
+        slots = tokens.shape[0] * cfg.devices * min(routing.topk, cfg.local_experts)
+        check_sizes(tokens.shape[0], slots, tokens.shape[-1])
+        capacity = _rows_of(slots, cfg.local_experts)
+        rows, row_weights, handle, counts, total = dispatched(
+            cfg, picked, tokens, of_picked, capacity, _ALIGN_SIZE
+        )
+        made = returned(cfg, handle, own(params, rows, row_weights, counts)).astype(jnp.float32)
         if not experts.weights_early:
-            made = made * row_weights[:, None].astype(made.dtype)
-        y = ep_combine(cfg, handle, counts, made, tokens.shape[0])
+            made = made * of_picked[..., None].astype(jnp.float32)
+        y = made.sum(axis=1).astype(x.dtype)
         return y.reshape(x.shape), routing.aux_loss(logits, chosen, batch), total[None]
 
     whole_axes, by_expert = PartitionSpec(), PartitionSpec(cfg.axis)
     # States lie an expert; a random key is everyone's.
-    of_sets = jax.tree.map(
-        lambda leaf: by_expert if jnp.issubdtype(leaf.dtype, jnp.floating) else whole_axes,
-        experts.quantizer_sets,
-    )
+    of_sets = jax.tree.map(lambda leaf: by_expert if _is_state(leaf) else whole_axes, experts.quantizer_sets)
+    # The device's place is given: lax.axis_index is not lowered where another shard_map holds part of the mesh.
+    places = jnp.arange(math.prod(get_mesh_axis_size(axis) for axis in batch), dtype=jnp.int32)
     mapped = jax.shard_map(
         local,
-        in_specs=(PartitionSpec(batch), whole_axes, whole_axes, by_expert, of_sets),
+        mesh=mesh_in_use(),
+        in_specs=(PartitionSpec(batch), PartitionSpec(batch), whole_axes, whole_axes, by_expert, of_sets),
         out_specs=(PartitionSpec(batch), whole_axes, PartitionSpec(batch)),
+        axis_names={*batch, *(name for name, size in automatic_axes().items() if size == 1)},
         check_vma=False,
     )
-    return mapped(x, gate_kernel, expert_bias, params, experts.quantizer_sets)
+    return jax.jit(mapped)(places, x, gate_kernel, expert_bias, params, experts.quantizer_sets)
+
+
+def _is_state(leaf: Array) -> bool:
+    """Is this leaf of a quantizer a state, and no random key?"""
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _own_key(data: Array, place: Array) -> Array:
+    """Data of a key of this device's own, or all would round their rows by the same numbers."""
+    return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(data), place))
 
 
 def _of_own(quantizers: QuantizerSet, count: int, axes: tuple[str, ...]) -> QuantizerSet:
     """The part of a set that belongs to this device's experts, whose states devices along axes share."""
     parts = (quantizers.x, quantizers.kernel, quantizers.dgrad)
     own = [None if part is None else GroupedQuantizer(part.quantizer, count) for part in parts]
-    return merged_over(QuantizerSet(*own), axes)
+    return alike_over(QuantizerSet(*own), axes)

@@ -141,6 +141,13 @@ def mesh_in_use() -> Mesh | jax.sharding.AbstractMesh:
     return mesh
 
 
+def automatic_axes() -> dict[str, int]:
+    """The axes of the mesh in use that no shard_map around us holds, and their devices."""
+    mesh = mesh_in_use()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name: mesh.shape[name] for name, kind in kinds if kind is not AxisType.Manual}
+
+
 def is_mesh_available() -> bool:
     """Is a mesh in use here?"""
     return _mesh() is not None

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from ..primitives.attention import AttentionRequest, Parts, attention_parts
 from ..primitives.attention.enums import AttnMaskType
 from ..primitives.attention.masks import Window
-from ..sharding import mesh_in_use, mesh_resource_or_default
+from ..sharding import automatic_axes, mesh_in_use, mesh_resource_or_default
 from .plan import ContextParallel
 
 Pair = tuple[Array, Array]
@@ -130,18 +130,11 @@ def attention_in_parts(
         mesh=mesh_in_use(),
         in_specs=(PartitionSpec(plan.axis), tokens, tokens, tokens, PartitionSpec(None, heads)),
         out_specs=tokens,
-        axis_names=set(_automatic_axes()),
+        axis_names=set(automatic_axes()),
         check_vma=False,
     )
     # The device's place is given: lax.axis_index is not lowered where another shard_map holds part of the mesh.
     return jax.jit(mapped)(jnp.arange(plan.devices, dtype=jnp.int32), query, key, value, sink)
-
-
-def _automatic_axes() -> dict[str, int]:
-    """The axes of the mesh that no shard_map around us holds, and their devices."""
-    mesh = mesh_in_use()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return {name: mesh.shape[name] for name, kind in kinds if kind is not AxisType.Manual}
 
 
 def _laid(plan: ContextParallel, batch: int, groups: int) -> PartitionSpec:
@@ -153,7 +146,7 @@ def _laid(plan: ContextParallel, batch: int, groups: int) -> PartitionSpec:
     resource = mesh_resource_or_default()
     left = {"batch": batch, "heads": groups}
     cuts: dict[str, list[str]] = {"batch": [], "heads": []}
-    for axis, devices in _automatic_axes().items():
+    for axis, devices in automatic_axes().items():
         first = "heads" if axis in (resource.tp_resource, resource.tpsp_resource) else "batch"
         for what in sorted(cuts, key=first.__ne__):
             if axis != plan.axis and left[what] % devices == 0:

@@ -41,6 +41,14 @@ def magnitude_bits(x: Array) -> Array:
     return bits_of(x.astype(jnp.float32)) & 0x7FFFFFFF
 
 
+def largest_over(amax: Array, axes: tuple[str, ...]) -> Array:
+    """The greatest of the devices' amaxes, float32, along mesh axes that are manual here; NaN if one is NaN.
+
+    By their bits: not every maximum of floats keeps NaN, or subnormal values.
+    """
+    return float_of(lax.pmax(bits_of(amax), axes)) if axes else amax
+
+
 def divide(numerator: Array | float, denominator: Array) -> Array:
     """numerator / denominator in float32, correctly rounded."""
     a, b = bits_of(jnp.asarray(numerator, jnp.float32)), bits_of(denominator)

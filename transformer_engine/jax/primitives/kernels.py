@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 
 from ..manual_axes import manual_axes, varying_alike
 from ..sharding import mesh_of_devices
+from . import exact
 from .partitioning import Extent, in_order, mesh_of, named, placement, unknown_sizes, warn_of_no_mesh
 
 Shape = jax.ShapeDtypeStruct
@@ -179,7 +180,7 @@ def _on_one_device(*arrays: Array, kernel: Kernel) -> list[Array]:
     return list(kernel.run(*arrays))
 
 
-def _on_many(*arrays: Array, kernel: Kernel) -> list[Array]:
+def _on_many(*arrays: Array, kernel: Kernel, within_shard_map: bool = False) -> list[Array]:
     """The kernel on every device's part of its arrays."""
 
     def run(*arrays: Array) -> tuple[Array, ...]:
@@ -187,7 +188,7 @@ def _on_many(*arrays: Array, kernel: Kernel) -> list[Array]:
 
     def partition(mesh: Any, operands: Any, results: Any) -> tuple[Any, ...]:
         operands, results = named(mesh, operands), named(mesh, results)
-        mesh = mesh_of(operands)
+        mesh = mesh_of(operands, within_shard_map)
         placed = placement(
             kernel.rule,
             kernel.sizes,
@@ -206,7 +207,7 @@ def _on_many(*arrays: Array, kernel: Kernel) -> list[Array]:
     def reduced(place: int, part: Array, axes: tuple[str, ...]) -> Array:
         if axes and place in kernel.summed:
             return lax.psum(part, axes)
-        return lax.pmax(part, axes) if axes and place in kernel.maxed else part
+        return exact.largest_over(part, axes) if place in kernel.maxed else part
 
     cut: Any = custom_partitioning(run)
     cut.def_partition(
@@ -224,8 +225,11 @@ def _lowered(context: Any, *values: Any, kernel: Kernel) -> Any:
     context = _with_devices(context)
     placed = context.module_context.axis_context
     devices = getattr(placed, "device_assignment", None)
-    many = getattr(placed, "manual_axes", None) or (devices is not None and len(devices) > 1)
-    function = _on_many if many else _on_one_device
+    function = _on_one_device
+    if getattr(placed, "manual_axes", None):
+        function = functools.partial(_on_many, within_shard_map=True)
+    elif devices is not None and len(devices) > 1:
+        function = _on_many
     return mlir.lower_fun(function, multiple_results=True)(context, *values, kernel=kernel)
 
 

@@ -188,12 +188,16 @@ def _cuts(mesh: Mesh, places: np.ndarray, tiles: int) -> Axes:
     return found if prod(mesh.shape[name] for name in found) == tiles else ()
 
 
-def mesh_of(operands: Sequence[Any]) -> Mesh:
-    """The mesh that operands lie on; one of all their devices, without names that cut anything, where none is known."""
+def mesh_of(operands: Sequence[Any], within_shard_map: bool) -> Mesh:
+    """The mesh that operands lie on; one of all their devices, without names that cut anything, where none is known.
+
+    within_shard_map   where jax names no axes that it leaves to XLA, and the caller can do nothing about it
+    """
     for operand in operands:
         if isinstance(operand.sharding, NamedSharding) and isinstance(operand.sharding.mesh, Mesh):
             return operand.sharding.mesh
-    warn_of_no_mesh()
+    if not within_shard_map:
+        warn_of_no_mesh()
     devices = sorted(operands[0].sharding.device_set, key=lambda device: device.id)
     return Mesh(np.asarray(devices), ("device",))
 

@@ -10,10 +10,11 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
@@ -142,6 +143,20 @@ class GroupedNoScaleTensor:
         return self
 
 
+class RowAxes(NamedTuple):
+    """Mesh axes, manual here, along which devices hold other rows that one maximum is to be of.
+
+    of_group   rows of the same group
+    of_all     rows of any group
+    """
+
+    of_group: tuple[str, ...] = ()
+    of_all: tuple[str, ...] = ()
+
+
+ALL_HERE = RowAxes()
+
+
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["quantizer"], meta_fields=["n_groups"])
 @dataclass
 class GroupedQuantizer:
@@ -184,8 +199,13 @@ class GroupedQuantizer:
         is_colwise: bool | None = None,
         dq_dtype: Any = None,
         flatten_axis: int = -1,
+        over: RowAxes = ALL_HERE,
     ) -> tuple[GroupedScaledTensor1x | ScaledTensor2x, Array | None]:
-        """(tensor, the absolute maximum of every group or None) without a change of state."""
+        """(tensor, the absolute maximum of every group or None) without a change of state.
+
+        over   where devices hold other rows: scales that are made of maxima are made of those of all; the maxima that
+               a state is to see stay the device's own until `groups_advanced_together`
+        """
         self._check(x, group_sizes, flatten_axis)
         options = (is_rowwise, is_colwise, dq_dtype, flatten_axis)
         if group_sizes is None and x.ndim == 3 and self.scaling_mode.is_tensor_scaling():
@@ -193,8 +213,8 @@ class GroupedQuantizer:
         if group_sizes is None:
             return self._stack(x, options)
         if self.scaling_mode.is_tensor_scaling():
-            return self._rows(x, group_sizes, *options[:3])
-        tensor, amax = self.quantizer.encode(x, *options)
+            return self._rows(x, group_sizes, *options[:3], over.of_group)
+        tensor, amax = self.quantizer.encode(x, *options, over.of_all)
         return _grouped(tensor, group_sizes), amax
 
     def advanced(self, amaxes: Array | None) -> GroupedQuantizer:
@@ -226,14 +246,21 @@ class GroupedQuantizer:
         return self._tensors(codes, made.scale[:, None], made.amax[:, None], None, x, dq_dtype), made.amax
 
     def _rows(
-        self, x: Array, group_sizes: Array, is_rowwise: bool | None, is_colwise: bool | None, dq_dtype: Any
+        self,
+        x: Array,
+        group_sizes: Array,
+        is_rowwise: bool | None,
+        is_colwise: bool | None,
+        dq_dtype: Any,
+        over: tuple[str, ...],
     ) -> tuple[Any, Array]:
         """One scale a group: codes = cast(x * scale of the row's group)."""
         quantizer: Any = self.quantizer
         delayed = isinstance(quantizer, DelayedScaleQuantizer)
         scaling = () if delayed else (quantizer.power_of_two, quantizer.epsilon)
         element = element_of(quantizer.q_dtype)
-        made = quantize_rows(x, group_sizes, quantizer.scale if delayed else None, element, *scaling)
+        given = quantizer.scale if delayed else None
+        made = quantize_rows(x, group_sizes, given, element, *scaling, over=over)
         rowwise, colwise = self._directions(is_rowwise, is_colwise)
         codes = made.codes if rowwise else None, made.codes.T if colwise else None
         return self._tensors(codes, made.scale, made.amax, group_sizes, x, dq_dtype), made.amax
@@ -317,15 +344,37 @@ def check_ungrouped(name: str, quantizers: Any) -> None:
 
 
 def groups_advanced_together(
-    quantizers: Sequence[GroupedQuantizer | None], amaxes: Sequence[Array | None]
+    quantizers: Sequence[GroupedQuantizer | None],
+    amaxes: Sequence[Array | None],
+    over: tuple[str, ...] = (),
 ) -> tuple[GroupedQuantizer | None, ...]:
-    """The quantizers of the next step; states that are alike, of all their groups, advance in one operation."""
+    """The quantizers of the next step; states that are alike, of all their groups, advance in one operation.
+
+    over   mesh axes, manual here, along which devices hold other rows of the same groups, whose maxima count
+    """
     states = [None if quantizer is None else quantizer.quantizer for quantizer in quantizers]
-    following = advanced_together(states, amaxes)
+    following = advanced_together(states, _of_devices(states, amaxes, over) if over else amaxes)
     return tuple(
         None if quantizer is None else GroupedQuantizer(state, quantizer.n_groups)  # pyright: ignore[reportArgumentType]
         for quantizer, state in zip(quantizers, following, strict=True)
     )
+
+
+def _of_devices(
+    states: Sequence[Quantizer | None], amaxes: Sequence[Array | None], over: tuple[str, ...]
+) -> list[Array | None]:
+    """The amaxes that states are to see, of all devices' rows: one exchange for all of them."""
+    seen = {
+        place: amax
+        for place, (state, amax) in enumerate(zip(states, amaxes, strict=True))
+        if isinstance(state, DelayedScaleQuantizer) and amax is not None
+    }
+    if not seen:
+        return list(amaxes)
+    ends = np.cumsum([amax.size for amax in seen.values()])[:-1]
+    together = exact.largest_over(jnp.concatenate([amax.reshape(-1) for amax in seen.values()]), over)
+    largest = dict(zip(seen, jnp.split(together, ends), strict=True))
+    return [largest.get(place, amax) for place, amax in enumerate(amaxes)]
 
 
 def _grouped(tensor: Any, group_sizes: Array | None) -> Any:

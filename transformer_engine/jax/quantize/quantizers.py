@@ -99,9 +99,9 @@ class Quantizer:
 
     def encode(
         self, x: Array, is_rowwise: bool | None = None, is_colwise: bool | None = None, dq_dtype: Any = None,
-        flatten_axis: int = -1,
+        flatten_axis: int = -1, over: tuple[str, ...] = (),
     ) -> tuple[ScaledTensor, Array | None]:  # fmt: skip
-        """(tensor, its absolute maximum or None) without a change of state."""
+        """(tensor, its absolute maximum or None) without a change of state; over is that of `primitives.quantize`."""
         check_values("x", x)
         for name, asked in (("is_rowwise", is_rowwise), ("is_colwise", is_colwise)):
             switch(name, asked)
@@ -110,7 +110,7 @@ class Quantizer:
         colwise = self.q_layout.has_colwise if is_colwise is None else is_colwise
         spec = self.spec(rowwise, colwise)
         axis = positive_axis(flatten_axis, x.ndim)
-        made = self._codes(x, spec, axis)
+        made = primitive.quantize(x, spec, axis=axis, over=over, **self._given(x, axis))
         dtype = jnp.dtype(x.dtype if dq_dtype is None else check_floating("dq_dtype", dq_dtype))
         return self._tensors(made, spec, x.shape, dtype, axis), made.amax
 
@@ -175,8 +175,9 @@ class Quantizer:
     def _options(self) -> dict[str, Any]:
         return {}
 
-    def _codes(self, x: Array, spec: QuantizeSpec, axis: int) -> primitive.Quantized:
-        return primitive.quantize(x, spec, axis=axis)
+    def _given(self, x: Array, axis: int) -> dict[str, Any]:
+        """What the primitive is given beside x."""
+        return {}
 
     def _tensor(
         self,
@@ -248,8 +249,8 @@ class DelayedScaleQuantizer(Quantizer):
     def cast(self) -> Cast | None:
         return Cast(self.spec(self.q_layout.has_rowwise, self.q_layout.has_colwise), self._multiplier())
 
-    def _codes(self, x: Array, spec: QuantizeSpec, axis: int) -> primitive.Quantized:
-        return primitive.quantize(x, spec, multiplier=self._multiplier(), axis=axis)
+    def _given(self, x: Array, axis: int) -> dict[str, Any]:
+        return {"multiplier": self._multiplier()}
 
     def _multiplier(self) -> Array:
         if tuple(self.scale.shape) == (1,):
@@ -299,14 +300,13 @@ class NVFP4Quantizer(Quantizer):
     def _options(self) -> dict[str, Any]:
         return {"hadamard": self.use_rht, "stochastic": self.stochastic_rounding_rng_state is not None}
 
-    def _codes(self, x: Array, spec: QuantizeSpec, axis: int) -> primitive.Quantized:
-        if self.stochastic_rounding_rng_state is None:
-            return primitive.quantize(x, spec, axis=axis)
-        rows, columns = jax.random.split(jax.random.wrap_key_data(self.stochastic_rounding_rng_state))
+    def _given(self, x: Array, axis: int) -> dict[str, Any]:
+        if (state := self.stochastic_rounding_rng_state) is None:
+            return {}
+        rows, columns = jax.random.split(jax.random.wrap_key_data(state))
         # Said, for jax_enable_x64 makes float64 of what is not: other numbers, which no kernel reads.
         uniform = functools.partial(jax.random.uniform, dtype=jnp.float32)
-        random = uniform(rows, x.shape), uniform(columns, (*x.shape[axis:], *x.shape[:axis]))
-        return primitive.quantize(x, spec, random=random, axis=axis)
+        return {"random": (uniform(rows, x.shape), uniform(columns, (*x.shape[axis:], *x.shape[:axis])))}
 
 
 def advanced_together(

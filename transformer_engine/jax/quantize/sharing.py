@@ -111,11 +111,16 @@ def _by_quantizer(function: Callable[..., Any], *states: Any) -> Any:
 
 def merged_over(quantizer_set: Devices, axes: tuple[str, ...]) -> Devices:
     """The set, or quantizer, within shard_map, whose next states merge over devices along axes as in `fan_out`."""
-    return _over(axes)(quantizer_set) if axes else quantizer_set
+    return _over(axes, True)(quantizer_set) if axes else quantizer_set
+
+
+def alike_over(quantizer_set: Devices, axes: tuple[str, ...]) -> Devices:
+    """The set, or quantizer, within shard_map, whose next states are the same on all devices along axes."""
+    return _over(axes, False)(quantizer_set) if axes else quantizer_set
 
 
 @functools.cache
-def _over(axes: tuple[str, ...]) -> Any:
+def _over(axes: tuple[str, ...], merges: bool) -> Any:
     @jax.custom_vjp
     def over(state: Any) -> Any:
         return state
@@ -123,22 +128,24 @@ def _over(axes: tuple[str, ...]) -> Any:
     def backward(_: None, following: Any) -> tuple[Any]:
         # shard_map adds what copies answer, so that one of them answers for all.
         first = lax.axis_index(axes) == 0
-        return (_by_quantizer(lambda one: _of_devices(one, axes, first), following),)
+        return (_by_quantizer(lambda one: _of_devices(one, axes, first, merges), following),)
 
     over.defvjp(lambda state: (state, None), backward)
     return over
 
 
-def _of_devices(state: Any, axes: tuple[str, ...], first: Array) -> Any:
+def _of_devices(state: Any, axes: tuple[str, ...], first: Array, merges: bool) -> Any:
     if isinstance(state, GroupedQuantizer):
-        return GroupedQuantizer(_of_devices(state.quantizer, axes, first), state.n_groups)
+        return GroupedQuantizer(_of_devices(state.quantizer, axes, first, merges), state.n_groups)
     if not isinstance(state, DelayedScaleQuantizer):
         return state
-    # A device that left the state unread (by lax.cond, say) answers 0, which does not count; 0 where none read it.
-    scale = lax.pmin(jnp.where(state.scale > 0, state.scale, jnp.inf), axes)
-    merged = {
-        "scale": jnp.where(jnp.isinf(scale), 0, scale), "amax_history": lax.pmax(state.amax_history, axes),
-    }  # fmt: skip
+    merged = {"scale": state.scale, "amax_history": state.amax_history}
+    if merges:
+        # A device that left the state unread (by lax.cond, say) answers 0, which does not count; 0 where none read it.
+        scale = lax.pmin(jnp.where(state.scale > 0, state.scale, jnp.inf), axes)
+        merged = {
+            "scale": jnp.where(jnp.isinf(scale), 0, scale), "amax_history": lax.pmax(state.amax_history, axes),
+        }  # fmt: skip
     return dataclasses.replace(state, **{n: jnp.where(first, leaf, 0) for n, leaf in merged.items()})
 
 

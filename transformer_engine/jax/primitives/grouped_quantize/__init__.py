@@ -51,15 +51,19 @@ def quantize_rows(
     element: Element,
     power_of_two: bool = False,
     epsilon: float = 0.0,
+    over: tuple[str, ...] = (),
 ) -> RowCodes:
     """codes [M, K] = saturate(x [M, K] * multiplier of the row's group), and every group's maximum.
 
     multiplier           float32 [G]; None: made of the maxima, by power_of_two and epsilon
     group_sizes          int32 [G], rows a group; rows behind their sum have codes by 1 and count in no maximum
+    over                 mesh axes, manual here, along which devices hold other rows of the same groups: multipliers
+                         that are made of maxima are made of those of all rows; next to given ones, maxima stay this
+                         device's
     """
     rows, columns = x.shape
     given = None if multiplier is None else multiplier.astype(jnp.float32)
     return computed(
         ROWS, lambda platform: RowsRequest(group_sizes.shape[0], rows, columns, jnp.dtype(x.dtype), platform),
-        x, group_sizes.astype(jnp.int32), given, element=element, scaling=(power_of_two, float(epsilon)),
+        x, group_sizes.astype(jnp.int32), given, element=element, scaling=(power_of_two, float(epsilon)), over=over,
     )  # fmt: skip

@@ -44,14 +44,16 @@ BACKEND = Backend[StackRequest]("reference", bind=lambda request: run)
 
 
 def run_rows(
-    x: Array, group_sizes: Array, multiplier: Array | None, element: Element, scaling: tuple[bool, float]
-) -> RowCodes:
+    x: Array, group_sizes: Array, multiplier: Array | None, element: Element, scaling: tuple[bool, float],
+    over: tuple[str, ...],
+) -> RowCodes:  # fmt: skip
     """See `quantize_rows`."""
     of_row = exact.magnitude_bits(x).max(axis=1, initial=0)
     belongs = group_of_rows(group_sizes, x.shape[0])[None] == jnp.arange(group_sizes.shape[0])[:, None]
     # Once: fused into what reads it, one thread would look at all rows (H200, 16384 of them: 0.44 ms a reader).
     amax = settled(exact.float_of(jnp.where(belongs, of_row[None], 0).max(axis=1, initial=0)))
     if multiplier is None:
+        amax = exact.largest_over(amax, over)
         power_of_two, epsilon = scaling
         options = {"power_of_two": power_of_two, "epsilon": epsilon}
         multiplier = settled(scale_from_amax(settled(amax), element.maximum, **options))

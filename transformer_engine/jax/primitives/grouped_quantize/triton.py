@@ -12,6 +12,7 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ....common.formats import Element
+from .. import exact
 from ..kernels import Kernel, call
 from ..launching import refuses_on, run
 from ..quantize import jax_dtype
@@ -91,57 +92,101 @@ BACKEND = Backend[StackRequest]("triton", refuses=refuses, bind=lambda request: 
 
 
 @dataclass(frozen=True)
-class Rows(Kernel):
-    """(x [M, K], sizes [G], [multiplier [G]]) -> codes [M, K], scale [G], amax [G]
+class Maxima(Kernel):
+    """(x [M, K], sizes [G]) -> max|x| of every group's rows [G]"""
 
-    scaling   power_of_two and epsilon of multipliers that are made of the maxima
-    """
-
-    element: Element
-    scaling: tuple[bool, float]
-    given: bool
-    maxed = (2,)
-
-    @property
-    def whole(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return ("m", "g") if self.given else ("m", "g", "k")
+    whole = ("m", "g")
+    maxed = (0,)
 
     @property
     def rule(self) -> str:
-        return f"m k, g{', g' * self.given} -> m k, g, g"
+        return "m k, g -> g"
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        x, sizes = operands[:2]
-        codes = jax.ShapeDtypeStruct(x.shape, jax_dtype(self.element))
-        return (codes, *[jax.ShapeDtypeStruct(sizes.shape, jnp.float32)] * 2)
+        return (jax.ShapeDtypeStruct(operands[1].shape, jnp.float32),)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
         from ....common.kernels import grouped_cast  # it imports triton
         from ....common.kernels.grouped_layout import layout_of
 
-        x, sizes, *multiplier = arrays
+        x, sizes = arrays
         (groups,) = sizes.shape
         (layout,) = run(layout_of(x.shape[0], groups), [sizes])
-        if self.given:
-            factor, amax = multiplier[0], jnp.zeros(groups, jnp.float32)
+        (amax,) = run(grouped_cast.maximum(x.shape, groups, True), [x, None, layout])
+        assert amax is not None
+        return (amax,)
+
+
+@dataclass(frozen=True)
+class Rows(Kernel):
+    """(x [M, K], sizes [G], [multiplier or amax [G]]) -> codes [M, K], scale [G], [amax [G]]
+
+    scaling   power_of_two and epsilon of multipliers that are made of the maxima
+    given     "multiplier", "amax", or None: maxima are found here, as they are beside a multiplier
+    """
+
+    element: Element
+    scaling: tuple[bool, float]
+    given: str | None
+
+    @property
+    def finds(self) -> bool:
+        """Are maxima found here?"""
+        return self.given != "amax"
+
+    @property
+    def maxed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return (2,) if self.finds else ()
+
+    @property
+    def whole(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return ("m", "g", "k") if self.given is None else ("m", "g")
+
+    @property
+    def rule(self) -> str:
+        return f"m k, g{', g' * (self.given is not None)} -> m k, g{', g' * self.finds}"
+
+    def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        x, sizes = operands[:2]
+        codes = jax.ShapeDtypeStruct(x.shape, jax_dtype(self.element))
+        return (codes, *[jax.ShapeDtypeStruct(sizes.shape, jnp.float32)] * (1 + self.finds))
+
+    def run(self, *arrays: Array) -> tuple[Array, ...]:
+        from ....common.kernels import grouped_cast  # it imports triton
+        from ....common.kernels.grouped_layout import layout_of
+
+        x, sizes, *numbers = arrays
+        (groups,) = sizes.shape
+        (layout,) = run(layout_of(x.shape[0], groups), [sizes])
+        scaled, factor = self.given == "multiplier", None
+        if scaled:
+            factor, amax = numbers[0], jnp.zeros(groups, jnp.float32)
+        elif numbers:
+            (amax,) = numbers
         else:
-            factor, (amax,) = None, run(grouped_cast.maximum(x.shape, groups, True), [x, None, layout])
+            (amax,) = run(grouped_cast.maximum(x.shape, groups, True), [x, None, layout])
         launch = grouped_cast.cast(
-            x.shape, groups, True, self.element, int(self.given), 0, *self.scaling, True, False,
-            records=self.given, zero_is_one=self.given, rest=True,
+            x.shape, groups, True, self.element, int(scaled), 0, *self.scaling, True, False,
+            records=scaled, zero_is_one=scaled, rest=True,
         )  # fmt: skip
         codes, _, scale, *recorded = run(launch, [x, None, layout, factor, amax])
         amax = recorded[0] if recorded else amax
         assert codes is not None and scale is not None and amax is not None
-        return codes, scale[:, 0], amax
+        return (codes, scale[:, 0], *(amax,) * self.finds)
 
 
 def quantize_rows(
-    x: Array, group_sizes: Array, multiplier: Array | None, element: Element, scaling: tuple[bool, float]
-) -> RowCodes:
+    x: Array, group_sizes: Array, multiplier: Array | None, element: Element, scaling: tuple[bool, float],
+    over: tuple[str, ...],
+) -> RowCodes:  # fmt: skip
     """See `quantize_rows`."""
-    given = () if multiplier is None else (multiplier,)
-    return RowCodes(*call(Rows(element, scaling, bool(given)), x, group_sizes, *given))
+    if multiplier is not None:
+        return RowCodes(*call(Rows(element, scaling, "multiplier"), x, group_sizes, multiplier))
+    if not over:
+        return RowCodes(*call(Rows(element, scaling, None), x, group_sizes))
+    amax = exact.largest_over(call(Maxima(), x, group_sizes)[0], over)
+    codes, scale = call(Rows(element, scaling, "amax"), x, group_sizes, amax)
+    return RowCodes(codes, scale, amax)
 
 
 ROWS = Backend[RowsRequest]("triton", refuses=refuses_rows, bind=lambda request: quantize_rows)

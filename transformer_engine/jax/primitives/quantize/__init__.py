@@ -51,6 +51,7 @@ def quantize(
     amax_t: Array | None = None,
     random: tuple[Array, Array | None] | None = None,
     axis: int | None = None,
+    over: tuple[str, ...] = (),
 ) -> Quantized:
     """x [*M, *K] -> codes and scales of the directions that spec asks for.
 
@@ -61,6 +62,8 @@ def quantize(
               matrices [M, K] and [K, M] (two_dimensional: the first alone, the columnwise codes being its transpose)
     axis      where K begins; None: x is a matrix. Codes keep x's axes, [*M, *K] and [*K, *M], so that devices may hold
               parts of any of them
+    over      FLOAT8, NVFP4: mesh axes, manual here, along which devices hold parts of the matrix that x is one of: the
+              maxima that are measured are those of all parts. A block lies in one part
     """
     axis = _columns_of(x, axis)
     shape = matrix_shape(x.shape, axis)
@@ -70,7 +73,7 @@ def quantize(
         random = random[0].reshape(x.shape), None if random[1] is None else random[1].reshape(turned_shape)
     return computed(
         TABLE, lambda platform: Request(spec, shape, x.dtype, platform, multiplier is not None, axis), x,
-        Given(multiplier, amax, amax_t, random),
+        Given(multiplier, amax, amax_t, random, over),
     )  # fmt: skip
 
 

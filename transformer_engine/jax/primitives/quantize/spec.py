@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -21,13 +23,20 @@ def jax_dtype(element: Element) -> jnp.dtype:
     return jnp.dtype(_DTYPES[element.name])
 
 
-class Given(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["multiplier", "amax", "amax_t", "random"],
+    meta_fields=["over"],
+)
+@dataclass(frozen=True)
+class Given:
     """What a quantization may be given beside the matrix: see `quantize`."""
 
     multiplier: Array | None = None
     amax: Array | None = None
     amax_t: Array | None = None
     random: tuple[Array, Array | None] | None = None
+    over: tuple[str, ...] = ()
 
 
 class Quantized(NamedTuple):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ....common.formats import Element
+from .. import exact
 from ..kernels import Kernel
 from ..launching import perform, run
 from ..several_axes import call_on_axes
@@ -98,12 +99,14 @@ def plan(request: Request) -> PlannedCall:
             kernel, number = Cast(*directions, True, False, 0.0), given.multiplier
         else:
             kernel = Cast(*directions, False, spec.power_of_two, spec.epsilon)
-            number = call_on_axes(Maximum(), counts, x)[0] if given.amax is None else given.amax
+            number = given.amax
+            if number is None:
+                number = exact.largest_over(call_on_axes(Maximum(), counts, x)[0], given.over)
         number = number.astype(jnp.float32).reshape(1)
         made = list(call_on_axes(kernel, counts, x, number))
         codes = made.pop(0) if spec.rowwise else None
         codes_t = made.pop(0) if spec.columnwise else None
-        scale, found = made[0], made[1] if kernel.measures else number
+        scale, found = made[0], exact.largest_over(made[1], given.over) if kernel.measures else number
         return Quantized(
             codes,
             scale if spec.rowwise else None,

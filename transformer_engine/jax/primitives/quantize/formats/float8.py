@@ -16,7 +16,9 @@ from ..triton_float8 import plan
 
 def quantize(x: Array, spec: QuantizeSpec, given: Given, axis: int) -> Quantized:
     """x of any shape -> codes like x, one scale [1], and the maximum; the codes of both directions are the same."""
-    amax = float8.absolute_maximum(x) if given.amax is None else given.amax
+    amax = given.amax
+    if amax is None:
+        amax = exact.largest_over(float8.absolute_maximum(x), given.over)
     if given.multiplier is not None:
         multiplier = float8.given_multiplier(given.multiplier)
     else:

@@ -73,7 +73,7 @@ def quantize(x: Array, spec: QuantizeSpec, given: Given, axis: int) -> Quantized
     )
     codes = scales = codes_t = scales_t = None
     if amax is None and (spec.rowwise or not spec.hadamard):
-        amax = absolute_maximum(x)
+        amax = exact.largest_over(absolute_maximum(x), given.over)
     if amax is not None and (spec.rowwise or spec.transposes):
         codes, scales = encode(x, spec, amax, random_rows, axis)
     if spec.columnwise:
@@ -83,7 +83,7 @@ def quantize(x: Array, spec: QuantizeSpec, given: Given, axis: int) -> Quantized
             x_t = turned(x, axis)
             x_t = hadamard_transform(x_t, spec.random_sign) if spec.hadamard else x_t
             if amax_t is None:
-                amax_t = absolute_maximum(x_t) if spec.hadamard else amax
+                amax_t = exact.largest_over(absolute_maximum(x_t), given.over) if spec.hadamard else amax
             assert amax_t is not None
             codes_t, scales_t = encode(x_t, spec, amax_t, random_columns, x.ndim - axis)
     return Quantized(
@@ -252,11 +252,13 @@ def _maxima(
     amax, amax_t = given.amax, given.amax_t
     if amax is None and (spec.rowwise or not spec.hadamard):
         (amax,) = call_on_axes(Maximum(), {"r": counts["m"], "w": counts["k"]}, x)
+        amax = exact.largest_over(amax, given.over)
     if not spec.columnwise or spec.transposes:
         return amax, amax
     if amax_t is None:
         kernel = TransformedMaximum(spec.random_sign, prod(x.shape[: counts["m"]]))
-        amax_t = call_on_axes(kernel, counts, x)[0] if spec.hadamard else amax
+        measured = call_on_axes(kernel, counts, x)[0] if spec.hadamard else None
+        amax_t = amax if measured is None else exact.largest_over(measured, given.over)
     return amax, amax_t
 
 

@@ -1,0 +1,212 @@
+"""Mixtures of experts over eight host devices against one: printed as JSON, {case: greatest relative differences}."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import cache
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from compiled import compile_quickly
+from flax import linen as nn
+from host_compositions import mesh_of
+from host_devices import difference
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import transformer_engine.jax as te
+import transformer_engine.jax.flax as te_flax
+from transformer_engine.common import recipe
+from transformer_engine.jax.primitives import launching
+from transformer_engine.jax.quantize import GroupedQuantizer, QuantizerFactory
+from transformer_engine.jax.quantize.grouped import ALL_HERE, RowAxes, groups_advanced_together
+
+RECIPES = {
+    "none": None,
+    "delayed": recipe.DelayedScaling(amax_history_len=4),
+    "current": recipe.Float8CurrentScaling(),
+    "block": recipe.Float8BlockScaling(),
+    "mxfp8": recipe.MXFP8BlockScaling(),
+    "nvfp4": recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
+}
+FIELDS = {"num_experts": 8, "intermediate_size": 64, "aux_loss_coeff": 0.1, "score_function": "sigmoid"}
+EXPERTS, WIDTH = 8, 32
+
+
+def tokens_in_whole_blocks() -> jax.Array:
+    """x [8, 16, 32]: of each half of the batch 16 tokens go to every expert (by `gates`), and one row is large."""
+    t = np.arange(128)
+    chosen = np.zeros((128, EXPERTS), np.float32)
+    chosen[t, t % 8] = chosen[t, (t % 8 + 1 + t // 8 % 7) % 8] = 8.0
+    x = np.array(jax.random.normal(jax.random.key(0), (8, 16, WIDTH)))
+    x[0, :, EXPERTS:] *= 6.0
+    x[..., :EXPERTS] += chosen.reshape(8, 16, EXPERTS)
+    return jnp.asarray(x)
+
+
+def gates() -> jax.Array:
+    """gate_kernel [32, 8], by which the first features of a token choose its experts."""
+    return jnp.eye(WIDTH, EXPERTS) + 0.01 * jax.random.normal(jax.random.key(3), (WIDTH, EXPERTS))
+
+
+def step(model, variables, x):
+    """((loss, (y, rows that devices received)), gradients of parameters, next state and gradient of x)."""
+    state, params = flax.core.pop(variables, "params")
+
+    def loss(params, state, x):
+        y, balance, received = model.apply({"params": params, **state}, x, rngs={"sr_rng": jax.random.key(4)})
+        return (y.astype(jnp.float32) ** 2).mean() + balance, (y, received)
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(params, state, x)
+
+
+def start(settings, x, **fields):
+    """(a model on one device, its variables), whose biases are no zeros; no program that quantizes is compiled."""
+    model = te_flax._MoEBlock(**FIELDS | fields)
+    keys = {"params": jax.random.key(1), "sr_rng": jax.random.key(2)}
+    params = nn.meta.unbox(jax.jit(model.init)(keys, x))["params"]
+    params = {n: p + 3.0 if n.endswith("_bias") else p for n, p in params.items()}
+    with te.autocast(settings is not None, settings):
+        shapes = jax.eval_shape(model.init, keys, x).get("fp8_metas", {})
+    state = {n: jnp.full(s.shape, float(n.endswith("_scale"))) for n, s in shapes.items()}
+    return model, {"params": params} | ({"fp8_metas": state} if state else {})
+
+
+def experts_case(
+    mesh: Mesh, data_axes: tuple[str, ...], settings, x=None, routed=False, cut=(), entered=jax.set_mesh, **fields
+) -> dict[str, float]:  # fmt: skip
+    """_MoEBlock with experts over "ep": output, gradients, state; and which rows every device received.
+
+    routed   by `gates`
+    cut      axes that parameters lie over: {name: spec}
+    """
+    x = jax.random.normal(jax.random.key(0), (8, 8, WIDTH)) if x is None else x
+    one, variables = start(settings, x, **fields)
+    many = te_flax._MoEBlock(**FIELDS | fields, ep_axis="ep", data_parallelism_axes=data_axes)
+    if routed:
+        variables["params"]["gate_kernel"] = gates()
+    with te.autocast(settings is not None, settings):
+        (_, (y, _)), (params, state, dx) = step(one, variables, x)
+    laid = dict(variables["params"])
+    for name, spec in dict(cut).items():
+        laid[name] = jax.device_put(laid[name], NamedSharding(mesh, PartitionSpec(*spec)))
+    with entered(mesh), te.autocast(settings is not None, settings):
+        (_, (got_y, received)), got = step(many, variables | {"params": laid}, x)
+    found = {
+        "y": difference(got_y, y), "gradients": difference(got[0], params), "dx": difference(got[2], dx),
+        "state": difference(got[1]["fp8_metas"], state["fp8_metas"]) if state else 0.0,
+    }  # fmt: skip
+    slots = 2 * x.shape[0] * x.shape[1]
+    return found | {"difference": max(found.values()), "received": int(received.sum()), "slots": slots}
+
+
+@cache
+def rows_of_devices() -> tuple[jax.Array, jax.Array]:
+    """Rows [dp, ep, group, 128, 64], whose maxima all differ, and the same as one tensor [512 * 2, 64]."""
+    x = jax.random.normal(jax.random.key(5), (2, 2, 2, 128, 64))
+    x = x * (1.0 + jnp.arange(8.0).reshape(2, 2, 2, 1, 1))
+    return x, jnp.moveaxis(x, 0, 2).reshape(-1, 64)
+
+
+def codes_case(name: str, member: str) -> dict[str, int]:
+    """Elements of codes, decoded values and next states that differ from those of one tensor of four groups."""
+    parts, whole = rows_of_devices()
+    with te.autocast(True, RECIPES[name]):
+        quantizer = getattr(QuantizerFactory.create_set(n_groups=4), member)
+    quantizer = jax.tree.map(
+        lambda leaf: leaf * 3.7 if leaf.ndim == 1 else leaf, quantizer
+    )  # scales, not histories
+    over = RowAxes(("dp",), ("dp", "ep"))
+
+    def encoded(quantizer, x, sizes, over):
+        tensor, amax = quantizer.encode(x, sizes, over=over)
+        directions = tensor.rowwise_tensor, tensor.colwise_tensor
+        values = directions[0].data.astype(jnp.float32), *(one.dequantize() for one in directions)
+        return values, groups_advanced_together((quantizer,), (amax,), over.of_group)[0].quantizer
+
+    def local(quantizer, x):
+        own = GroupedQuantizer(quantizer.quantizer, 2)
+        values, following = encoded(own, x.reshape(-1, 64), jnp.full(2, 128, jnp.int32), over)
+        return [value.reshape(x.shape) for value in values], following
+
+    with te.autocast(True, RECIPES[name]):
+        want = jax.jit(lambda q, x: encoded(q, x, jnp.full(4, 256, jnp.int32), ALL_HERE))(quantizer, whole)
+    of_experts, of_rows = PartitionSpec("ep"), PartitionSpec("dp", "ep")
+    mapped = jax.shard_map(
+        local, mesh=mesh_of(dp=2, ep=2), in_specs=(of_experts, of_rows), out_specs=(of_rows, of_experts),
+        check_vma=False,
+    )  # fmt: skip
+    values, following = jax.jit(mapped)(quantizer, parts)
+    values = [jnp.moveaxis(value, 0, 2).reshape(-1, 64) for value in values]
+    pairs = zip(jax.tree.leaves((values, following)), jax.tree.leaves(want), strict=True)
+    return {"unequal": sum(int((np.asarray(a) != np.asarray(b)).sum()) for a, b in pairs)}
+
+
+def random_case() -> dict[str, float]:
+    """How far gradients of two like halves of a batch, whose devices round stochastically, lie from each other."""
+    settings = recipe.NVFP4BlockScaling(disable_rht=True)
+    half = jax.random.normal(jax.random.key(0), (2, 16, WIDTH))
+    x = jnp.concatenate((half, half))
+    _, variables = start(settings, x)
+    model = te_flax._MoEBlock(**FIELDS, ep_axis="ep", data_parallelism_axes=("dp",))
+    mesh = mesh_of(dp=2, ep=2)
+    with jax.set_mesh(mesh), te.autocast(True, settings):
+        (_, (y, _)), (_, _, dx) = step(model, variables, x)
+    return {"y": difference(y[2:], y[:2]), "dx": difference(dx[2:], dx[:2])}
+
+
+def lowered_case(settings) -> dict[str, int]:
+    """Calls in the program for CUDA of a step in bfloat16 on a mesh that has one axis more."""
+    x = jnp.ones((8, 16, WIDTH), jnp.bfloat16)
+    _, variables = start(settings, x, dtype=jnp.bfloat16)
+    model = te_flax._MoEBlock(**FIELDS, dtype=jnp.bfloat16, ep_axis="ep", data_parallelism_axes=("dp",))
+    with jax.set_mesh(mesh_of(dp=2, ep=2, tp=2)), te.autocast(settings is not None, settings):
+        traced = jax.jit(lambda variables, x: step(model, variables, x)).trace(variables, x)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    return {name: text.count(f"@{name}(") for name in ("CustomSPMDPartitioning", "ragged_all_to_all")}
+
+
+def main() -> None:
+    assert jax.device_count() == 8
+    everything = "--all" in sys.argv
+    compile_quickly(True)
+    x = tokens_in_whole_blocks()
+    mesh = mesh_of(dp=2, ep=4)
+    found = {}
+    for name, settings in RECIPES.items():
+        if everything or name in ("delayed", "current", "mxfp8"):
+            found[f"dp and ep: {name}"] = experts_case(mesh, ("dp",), settings, x, True)
+        if everything or name == "nvfp4":
+            found[f"ep 2: {name}"] = experts_case(mesh_of(ep=2), (), settings)
+        if everything:
+            found[f"ep 4: {name}"] = experts_case(mesh_of(ep=4), (), settings)
+            early = experts_case(mesh, ("dp",), settings, x, True, apply_topk_weights_early=True)
+            found[f"early: {name}"] = early
+    found["few tokens: delayed"] = experts_case(
+        mesh_of(dp=2, ep=2, tp=2), ("dp",), RECIPES["delayed"], jax.random.normal(jax.random.key(0), (4, 2, WIDTH)),
+        entered=lambda mesh: mesh, cut={"wi_0": ("ep", None, "tp"), "wi_1": ("ep", None, "tp"), "wo": ("ep", "tp")},
+    )  # fmt: skip
+    found["halves: current"] = experts_case(
+        mesh, ("dp",), RECIPES["current"], x.astype(jnp.bfloat16), True, dtype=jnp.bfloat16, use_ffn_bias=True
+    )
+    for name, settings in RECIPES.items():
+        for member in ("x", "dgrad"):
+            short = (name, member) in (
+                ("delayed", "dgrad"),
+                ("current", "x"),
+                ("nvfp4", "x"),
+                ("nvfp4", "dgrad"),
+            )
+            if settings is not None and (short or everything):
+                found[f"codes: {name} {member}"] = codes_case(name, member)
+    if everything:
+        found["random"] = random_case()
+    if launching.refuses_kernels() is None:
+        found["lowered"] = lowered_case(RECIPES["current"])
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Mixtures of experts over devices have the codes, the state and the gradients of one device's."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from host_experts import RECIPES
+from test_sharding import PROGRAM, printed_by
+
+import transformer_engine.jax as te
+import transformer_engine.jax.flax as te_flax
+from transformer_engine.common import recipe
+from transformer_engine.jax.primitives import launching
+
+SUMS = 1e-5  # float32 sums in another order; one code that differs is 1e-2 of an element
+QUANTIZED = [name for name, settings in RECIPES.items() if settings is not None]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict:
+    return printed_by(PROGRAM.with_name("host_experts.py"))
+
+
+def assert_one_device(case: dict, gradients: float = SUMS) -> None:
+    assert case["state"] == 0.0
+    assert case["y"] < SUMS and case["dx"] < SUMS and case["gradients"] < gradients, case
+    assert case["received"] == case["slots"]
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "mxfp8"])
+def test_experts_on_eight_devices_compute_what_those_on_one_do(found, name):
+    assert_one_device(found[f"dp and ep: {name}"])
+
+
+def test_rows_of_an_expert_begin_where_blocks_do(found):
+    assert_one_device(found["ep 2: nvfp4"])
+
+
+def test_an_axis_beside_those_of_tokens_and_experts_changes_no_state(found):
+    """Kernels lie over it, the mesh is entered by `with mesh:`, and experts get tokens on some devices alone."""
+    assert_one_device(found["few tokens: delayed"])
+
+
+def test_halves_are_rounded_as_on_one_device_but_for_sums_of_kernels(found):
+    """Two devices round their parts of a kernel's gradient to bfloat16, and add them up."""
+    assert_one_device(found["halves: current"], gradients=2**-7)
+
+
+@pytest.mark.parametrize("case", ["delayed dgrad", "current x", "nvfp4 x"])
+def test_codes_and_states_of_parts_are_bit_for_bit_those_of_the_whole(found, case):
+    assert found[f"codes: {case}"] == {"unequal": 0}
+
+
+def test_a_step_on_a_mesh_with_one_axis_more_is_kernels_on_gpus(found):
+    if (reason := launching.refuses_kernels()) is not None:
+        pytest.skip(f"no kernel can be lowered for CUDA here: {reason}")
+    assert found["lowered"]["ragged_all_to_all"] >= 4, "rows there and back, and their gradients"
+
+
+@pytest.mark.slow
+def test_every_recipe_on_every_mesh():
+    found = printed_by(PROGRAM.with_name("host_experts.py"), "--all")
+    for name in RECIPES:
+        for case in ("dp and ep", "ep 2", "ep 4", "early"):
+            assert_one_device(found[f"{case}: {name}"])
+    codes = {name: case["unequal"] for name, case in found.items() if name.startswith("codes")}
+    assert len(codes) == 2 * len(QUANTIZED) and not any(codes.values()), codes
+    # Two halves of a batch are alike: codes of values are, those of gradients are rounded by numbers of each device.
+    assert found["random"]["y"] == 0.0 and found["random"]["dx"] > 1e-3
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_rows_between_experts_stay_zero_up_to_the_last_product(early):
+    """Tokens, of which biases make zeros, leave a state that has seen no row of biases alone."""
+    model = te_flax._MoEBlock(
+        num_experts=2, num_experts_per_tok=1, intermediate_size=16, use_ffn_bias=True,
+        apply_topk_weights_early=early, activation_type="relu",
+    )  # fmt: skip
+    x = jnp.ones((1, 24, 16))
+    with te.autocast(True, recipe.DelayedScaling(amax_history_len=4)):
+        variables = jax.jit(model.init)(jax.random.key(0), x)
+        params = variables["params"]
+        params = params | {"wi_0": jnp.full((2, 16, 16), -1.0), "wi_0_bias": jnp.full((2, 16), 4.0)}
+        params = params | {"wi_1_bias": jnp.full((2, 16), 4.0)}
+
+        def loss(state):
+            return model.apply({"params": params, **state}, x)[0].sum()
+
+        state = jax.jit(jax.grad(loss))({"fp8_metas": variables["fp8_metas"]})
+    np.testing.assert_array_equal(state["fp8_metas"]["x_2_amax_history"], 0.0)
+
+
+def test_an_axis_of_data_that_the_mesh_has_not_is_refused():
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("ep",))
+    model = te_flax._MoEBlock(
+        num_experts=2,
+        num_experts_per_tok=1,
+        intermediate_size=16,
+        ep_axis="ep",
+        data_parallelism_axes=("zz",),
+    )
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match="data_parallelism_axes='zz' is no axis of the mesh"),
+    ):
+        jax.eval_shape(model.init, jax.random.key(0), jnp.ones((1, 4, 16)))
