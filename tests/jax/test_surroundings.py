@@ -49,7 +49,8 @@ def test_init_of_a_sequence_parallel_layer_closes_over_its_inputs():
     resource = te.MeshResource(dp_resource="dp", tp_resource="tp")
     alone = jax.eval_shape(lambda key: layer.init(key, x, deterministic=True), jax.random.key(0))
     with jax.set_mesh(mesh), te.autocast(enabled=False, mesh_resource=resource):
-        with nn.logical_axis_rules(te_flax.extend_logical_axis_rules(())):
+        rules = te_flax.extend_logical_axis_rules(())
+        with nn.logical_axis_rules(rules):
             made = jax.jit(lambda key: layer.init(key, x, deterministic=True))(jax.random.key(0))
     assert jax.tree.map(jnp.shape, nn.meta.unbox(made)) == jax.tree.map(jnp.shape, nn.meta.unbox(alone))
 
@@ -99,6 +100,9 @@ def test_inputs_without_elements_to_sum_over_are_refused(layer):
 
 def test_rows_that_do_not_fill_a_transforms_group_name_the_recipes_switch():
     layer, x = te_flax.DenseGeneral(features=32), jnp.ones((2, 32))
-    with te.autocast(enabled=True, recipe=recipe.NVFP4BlockScaling()):
-        with pytest.raises(ValueError, match="M=2 is not a multiple of 16.*disable_rht=True"):
-            layer.init({"params": jax.random.key(0), "sr_rng": jax.random.key(1)}, x)
+    rngs = {"params": jax.random.key(0), "sr_rng": jax.random.key(1)}
+    with (
+        te.autocast(enabled=True, recipe=recipe.NVFP4BlockScaling()),
+        pytest.raises(ValueError, match=r"M=2 is not a multiple of 16.*disable_rht=True"),
+    ):
+        layer.init(rngs, x)

@@ -111,7 +111,7 @@ def _compiled(kernel: Kernel) -> Callable[..., list[Any]]:
 @_kernel.def_impl
 def _outside_of_jit(*arrays: Array, kernel: Kernel) -> list[Any]:
     """A program of the one kernel, as any primitive of JAX runs where nothing is jitted."""
-    with jax.disable_jit(False):  # where jit is switched off, what it compiles would come back here for ever
+    with jax.disable_jit(False):  # else the program would come back here for ever
         return _compiled(kernel)(*arrays)
 
 

@@ -83,7 +83,8 @@ def _define(
 
     @primitive.def_impl
     def _run(*arrays: Array) -> Array:
-        with jax.disable_jit(False):  # where jit is switched off, what it compiles would come back here for ever
+        # Where jit is switched off, what it compiles would come back here for ever.
+        with jax.disable_jit(False):
             return compiled(*arrays)
 
     @primitive.def_abstract_eval
