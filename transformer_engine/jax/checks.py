@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, export
 from jax.core import Tracer
+from jax.sharding import AxisType
 
 from ..common.checks import described, integer, whole, whole_numbers
 
@@ -25,6 +28,27 @@ def check_values(name: str, array: Any) -> None:
     dtype = getattr(array, "dtype", None)
     if dtype is None or dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise TypeError(f"{name} is {described(array)}; it must hold float32, bfloat16 or float16, cast it")
+    if isinstance(array, jax.Array):  # a traced one too
+        _warn_of_axes(name, jax.typeof(array).sharding)
+
+
+def _warn_of_axes(name: str, sharding: Any) -> None:
+    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in sharding.spec)
+    cut = [axis for entry in entries for axis in entry if kinds.get(axis) is AxisType.Explicit]
+    if any(sharding.mesh.shape[axis] > 1 for axis in cut):
+        _warn_of_explicit_axes(name, tuple(cut))
+
+
+@functools.cache
+def _warn_of_explicit_axes(name: str, axes: tuple[str, ...]) -> None:
+    """Once a process and argument, of what jax.make_mesh makes unless it is told otherwise."""
+    warnings.warn(
+        f"{name} is cut over the axes {', '.join(axes)} of a mesh, which are of the type Explicit: jax may refuse its "
+        "products and gradients (ShardingTypeError), and every device computes the whole of what it does not refuse; "
+        "make the mesh with axis_types=(jax.sharding.AxisType.Auto,) for each axis",
+        stacklevel=4,
+    )
 
 
 def check_shaped(name: str, array: Any, shape: Sequence[int]) -> None:

@@ -246,8 +246,9 @@ def with_sharding_constraint(x: Array, pspec: PartitionSpec | None) -> Array:
     spec = PartitionSpec(*(usable(entry) for entry in pspec))
     if all(entry is None for entry in spec):
         return x
-    if not isinstance(mesh, Mesh) and not isinstance(x, Tracer):
-        mesh = jax.sharding.get_mesh()  # an array is laid over devices, a traced one over their names
+    if not isinstance(x, Tracer):
+        # An array is laid over devices, a traced one over their names; so is an array that a trace closes over.
+        mesh = mesh_of_devices() or mesh
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 

@@ -35,6 +35,10 @@ def parameter(
     check_axis_names(f"axes of {name}", axes, len(shape))
     if dtype is not None:
         check_floating("dtype", dtype)
+    if any(isinstance(extent, int) and extent == 0 for extent in shape):
+        raise ValueError(
+            f"{name} would have shape {tuple(shape)}; give inputs whose last axis, or those of `axis`, have elements"
+        )
     made: Any = module.param(name, nn.with_logical_partitioning(init, axes), tuple(shape), dtype)
     return made
 

@@ -113,7 +113,8 @@ def _compiled(kernel: Kernel) -> Callable[..., list[Any]]:
 @_kernel.def_impl
 def _outside_of_jit(*arrays: Array, kernel: Kernel) -> list[Any]:
     """A program of the one kernel, as any primitive of JAX runs where nothing is jitted."""
-    return _compiled(kernel)(*arrays)
+    with jax.disable_jit(False):  # else the program would come back here for ever
+        return _compiled(kernel)(*arrays)
 
 
 @_kernel.def_abstract_eval

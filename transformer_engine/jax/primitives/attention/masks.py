@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from numbers import Integral
 from typing import Any
 
@@ -14,6 +16,11 @@ from .descriptor import Segments, SequenceDescriptor
 from .enums import AttnMaskType
 
 Window = tuple[int, int]
+_UNREAD = {
+    AttnMaskType.NO_MASK: ("no_mask", "padding"),
+    AttnMaskType.CAUSAL_MASK: ("causal", "padding_causal"),
+    AttnMaskType.CAUSAL_BOTTOM_RIGHT_MASK: ("causal_bottom_right", "padding_causal_bottom_right"),
+}  # types under which a mask is not read, and those that read it
 
 
 def check_window(window_size: object) -> Window | None:
@@ -50,9 +57,23 @@ def checked_tokens(
         return descriptor.within(most) if packed else descriptor
     if descriptor is not None:
         check_array("sequence_descriptor", descriptor)
-    if descriptor is not None and not packed and reads_mask(mask_type, window):
-        check_mask(descriptor, scores)
+    if descriptor is not None and not packed:
+        if reads_mask(mask_type, window):
+            check_mask(descriptor, scores)
+        else:
+            _warn_of_mask(mask_type)
     return descriptor
+
+
+@functools.cache
+def _warn_of_mask(mask_type: AttnMaskType) -> None:
+    """Once a process and type, of a mask that the type leaves unread."""
+    name, remedy = _UNREAD[mask_type]
+    warnings.warn(
+        f"a mask was given under attn_mask_type={name!r}, which does not read it: no key is hidden by it; "
+        f"give {remedy!r} to hide the keys where it is True, or leave the mask out",
+        stacklevel=3,
+    )
 
 
 def run_length_fill(segment_ids: Array) -> Array:

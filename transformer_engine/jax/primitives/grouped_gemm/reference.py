@@ -80,7 +80,12 @@ def _define(
     b's of (a, dout, sizes).
     """
     compiled = jax.jit(primitive.bind)
-    primitive.def_impl(lambda *arrays: compiled(*arrays))
+
+    @primitive.def_impl
+    def _run(*arrays: Array) -> Array:
+        # Where jit is switched off, what it compiles would come back here for ever.
+        with jax.disable_jit(False):
+            return compiled(*arrays)
 
     @primitive.def_abstract_eval
     def _shape(a: Any, b: Any, group_sizes: Any) -> ShapedArray:

@@ -121,7 +121,7 @@ def check(rows: int, depth: int, spec: QuantizeSpec) -> None:
     if spec.columnwise and spec.hadamard and rows % GROUP:
         raise ValueError(
             f"M={rows} is not a multiple of {GROUP}, the Hadamard transform's group; "
-            "pad M or set hadamard=False"
+            "pad M, or set hadamard=False (of the recipe: disable_rht=True)"
         )
 
 
