@@ -62,6 +62,7 @@ class TransformerLayer(nn.Module):
     apply_residual_connection_post_layernorm      add the norm of a block's input instead of the input
     output_layernorm                              normalise the layer's output instead of the attention's input
     enable_relative_embedding                     add T5's relative biases, those of relative_embedding if given
+    enable_rotary_pos_emb, window_size            of self-attention; a decoder's attention to `encoded` has neither
     enable_sequence_parallel                      norms see tokens laid over the tensor-parallel axis
     drop_path                                     rate at which a row of the batch skips a block
     """
