@@ -48,7 +48,7 @@ def test_halves_are_rounded_as_on_one_device_but_for_sums_of_kernels(found):
     assert_one_device(found["halves: current"], gradients=2**-7)
 
 
-@pytest.mark.parametrize("case", ["delayed dgrad", "current x", "nvfp4 x"])
+@pytest.mark.parametrize("case", ["delayed dgrad", "current x", "nvfp4 x", "nvfp4 dgrad"])
 def test_codes_and_states_of_parts_are_bit_for_bit_those_of_the_whole(found, case):
     assert found[f"codes: {case}"] == {"unequal": 0}
 

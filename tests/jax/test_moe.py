@@ -312,6 +312,8 @@ def test_a_bootstrap_holds_later_calls_to_its_sizes():
     x = jax.random.normal(jax.random.key(0), (T, H))
     probs, chosen = router.fused_topk_with_score_function(logits(), 2)
     picked, weights = permutation.routing_map_to_selected_experts(probs, chosen, 2)
+    with pytest.raises(TypeError, match=r"tokens is \[1.0\]; it must hold float32"):
+        ep.ep_dispatch(cfg, picked, [1.0], weights, 2 * T)  # pyright: ignore[reportArgumentType]
     rows, _, handle, counts, total = ep.ep_dispatch(cfg, picked, x, weights, 2 * T)
     np.testing.assert_array_equal(counts, chosen.sum(axis=0))
     np.testing.assert_allclose(ep.ep_combine(cfg, handle, counts, rows, T), 2 * x, rtol=1e-6)

@@ -15,6 +15,7 @@ from jax import Array, lax
 
 from ..common.checks import described, integer, switch, whole
 from .checks import check_dtype, check_values
+from .permutation import aligned, room_for
 from .sharding import mesh_resource_or_default, with_sharding_constraint
 
 __all__ = ["EpConfig", "EpHandle", "ep_bootstrap", "ep_combine", "ep_dispatch", "ep_finalize"]
@@ -108,7 +109,6 @@ def ep_dispatch(
     An index outside of [0, E) is no choice and goes nowhere. The experts of a token are different ones: of a device
     with fewer experts than k, choices that pass one for each of its experts may go nowhere either.
     """
-    check_sizes(tokens.shape[0], recv_capacity_per_rank, tokens.shape[-1])
     recv, recv_weights, handle, counts, total = dispatched(
         cfg, topk_idx, tokens, topk_weights, recv_capacity_per_rank
     )
@@ -127,11 +127,14 @@ def dispatched(
 ) -> tuple[Array, Array, EpHandle, Array, Array]:
     """As `ep_dispatch`, but token_counts counts all rows that came.
 
-    align_size   the rows of every expert begin at a multiple of it, with zeros between
+    align_size   the rows of every expert begin at a multiple of it, with zeros between; there is room for
+                 recv_capacity_per_rank tokens, however experts share them out
     """
     _check_arrays(topk_idx, tokens, topk_weights)
     _check_axis(cfg)
     count, picks = topk_idx.shape
+    _check_sizes(count, recv_capacity_per_rank, tokens.shape[-1])
+    room = room_for(recv_capacity_per_rank, cfg.local_experts, align_size)
     slots = count * min(picks, cfg.local_experts)
     chosen = (topk_idx >= 0) & (topk_idx < cfg.num_experts)
     device = jnp.where(chosen, topk_idx // cfg.local_experts, cfg.devices)
@@ -149,13 +152,13 @@ def dispatched(
     rows, weights = (_exchanged(x, sizes, 0, cfg) for x in (rows, weights))
     local = _exchanged(local, sizes, cfg.local_experts, cfg)
     counts = jnp.bincount(local, length=cfg.local_experts + 1).astype(jnp.int32)
-    padded = -(-counts // align_size) * align_size
+    padded = aligned(counts, align_size)
     order = jnp.argsort(local, stable=True)
     slot = jnp.arange(order.size, dtype=jnp.int32)
     offsets = (jnp.cumsum(padded) - padded) - (jnp.cumsum(counts) - counts)
     arrived = jnp.zeros_like(slot).at[order].set(slot) + offsets[local]
-    arrived = jnp.where(local < cfg.local_experts, arrived, recv_capacity_per_rank)
-    inside = jnp.full(recv_capacity_per_rank, order.size, jnp.int32).at[arrived].set(slot, mode="drop")
+    arrived = jnp.where(local < cfg.local_experts, arrived, room)
+    inside = jnp.full(room, order.size, jnp.int32).at[arrived].set(slot, mode="drop")
     recv, recv_weights = (x.at[inside].get(mode="fill", fill_value=0) for x in (rows, weights))
     counts = counts[:-1]
     return recv, recv_weights, EpHandle(sent, arrived, sizes), counts, counts.sum()
@@ -255,8 +258,7 @@ def _check_axis(cfg: EpConfig) -> None:
         raise ValueError(f"axis {cfg.axis!r} has {found} devices; ep_bootstrap was called for {cfg.devices}")
 
 
-def check_sizes(tokens: int, capacity: int, hidden: int) -> None:
-    """ValueError where tokens [tokens, hidden] of a device, or rows that it may receive, pass those of ep_bootstrap."""
+def _check_sizes(tokens: int, capacity: int, hidden: int) -> None:
     whole("recv_capacity_per_rank", capacity)
     for name, value, key in (
         ("tokens", tokens, "tokens"), ("recv_capacity_per_rank", capacity, "capacity"), ("hidden", hidden, "hidden"),

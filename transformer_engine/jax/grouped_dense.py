@@ -61,7 +61,7 @@ def grouped_dense(
     quantizer_set            of GroupedQuantizers; differentiable: the cotangent of its state is the next state
     kernel_fsdp_info         (mesh axis, dimension) that the kernel is laid over; XLA gathers it by itself
     """
-    kernel = _checked_kernel(x, kernel, group_sizes, contracting_dims)
+    kernel = checked_kernel(x, kernel, group_sizes, contracting_dims)
     groups, _, features = kernel.shape
     if group_offset is not None:
         raise NotImplementedError(
@@ -81,25 +81,22 @@ def grouped_dense(
 def product(
     x: Array, kernel: Array, group_sizes: Array, quantizer_set: QuantizerSet, over: RowAxes = ALL_HERE
 ) -> Array:
-    """y [M, N] of x [M, K] and kernel [G, K, N], as `grouped_dense`.
+    """y [M, N], as `grouped_dense`, of x [M, K] and what `checked_kernel` answers.
 
     over   where other devices hold rows of the same tensor, whose maxima count
     """
-    kernel = _checked_kernel(x, kernel, group_sizes, ((1,), (1,)))
-    groups = kernel.shape[0]
     check_instance("quantizer_set", quantizer_set, QuantizerSet)
     for name in ("x", "kernel", "dgrad"):
         quantizer = getattr(quantizer_set, name)
         if quantizer is not None and not isinstance(quantizer, GroupedQuantizer):
             raise TypeError(
-                f"quantizer_set.{name} is a {type(quantizer).__name__}; make the set with n_groups={groups}"
+                f"quantizer_set.{name} is a {type(quantizer).__name__}; make the set with n_groups={kernel.shape[0]}"
             )
     if quantizer_set.is_noop:
         kernel = kernel.astype(x.dtype)
     values = x, kernel, group_sizes.astype(jnp.int32)
     values, quantizer_set = vary_alike(values, quantizer_set)
-    y: Any = _grouped_dense(*values, quantizer_set, over)
-    return y
+    return _grouped_dense(*values, quantizer_set, over)  # pyright: ignore[reportReturnType]
 
 
 def plus_bias(y: Array, bias: Array, groups: Array) -> Array:
@@ -128,7 +125,7 @@ def _bias_gradient(residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Ar
 _plus_bias.defvjp(lambda y, bias, groups: (_plus_bias(y, bias, groups), (like(bias), groups)), _bias_gradient)
 
 
-def _checked_kernel(x: Array, kernel: Array, group_sizes: Array, dims: Any) -> Array:
+def checked_kernel(x: Array, kernel: Array, group_sizes: Array, dims: Any = ((1,), (1,))) -> Array:
     """kernel as [G, K, N]; an error where the arguments do not fit together."""
     check_values("x", x)
     check_values("kernel", kernel)

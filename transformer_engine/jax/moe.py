@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec
 from ..common.checks import described, number, switch, text_or_none, whole
 from .activation import activation, check_activation
 from .checks import check_axis_names, check_floating, check_instance, check_values
-from .ep import EpConfig, check_sizes, dispatched, returned
-from .grouped_dense import plus_bias, product
-from .permutation import routing_map_to_selected_experts, token_combine, token_dispatch
+from .ep import EpConfig, dispatched, returned
+from .grouped_dense import checked_kernel, plus_bias, product
+from .permutation import aligned, routing_map_to_selected_experts, token_combine, token_dispatch
 from .quantize.grouped import ALL_HERE, GroupedQuantizer, RowAxes, group_of_rows
 from .quantize.quantizers import QuantizerSet, noop_quantizer_set
 from .quantize.sharing import alike_over
@@ -87,11 +87,12 @@ class Experts:
         counts   tokens of every expert, whose rows begin at multiples of _ALIGN_SIZE, those of expert 0 first. Rows
                  between them stay zero up to the last product, or their biases would count in maxima
         """
-        sizes = -(-counts // _ALIGN_SIZE) * _ALIGN_SIZE
+        sizes = aligned(counts, _ALIGN_SIZE)
         experts = _expert_of_rows(sizes, counts, rows.shape[0])
 
         def linear(rows: Array, name: str, quantizers: QuantizerSet) -> Array:
-            y = product(rows, params[name], sizes, quantizers, self.over)
+            kernel = checked_kernel(rows, params[name], sizes)
+            y = product(rows, kernel, sizes, quantizers, self.over)
             bias = params[f"{name}_bias"]
             return y if bias is None else plus_bias(y, bias, experts)
 
@@ -111,11 +112,6 @@ def _expert_of_rows(sizes: Array, counts: Array, rows: int) -> Array:
     expert = group_of_rows(sizes, rows)
     ends = jnp.append(jnp.cumsum(sizes) - sizes + counts, 0)
     return jnp.where(jnp.arange(rows) < ends[expert], expert, sizes.shape[0])
-
-
-def _rows_of(slots: int, experts: int) -> int:
-    """Rows that hold so many tokens of experts, however they are shared out."""
-    return (slots + experts * (_ALIGN_SIZE - 1)) // _ALIGN_SIZE * _ALIGN_SIZE
 
 
 def moe(
@@ -250,9 +246,7 @@ def _on_many(
         tokens = x.reshape(-1, x.shape[-1])
         logits, weights, chosen = _routed(tokens, gate_kernel, bias, routing)
         picked, of_picked = routing_map_to_selected_experts(weights, chosen, routing.topk)
-        slots = tokens.shape[0] * cfg.devices * min(routing.topk, cfg.local_experts)
-        check_sizes(tokens.shape[0], slots, tokens.shape[-1])
-        capacity = _rows_of(slots, cfg.local_experts)
+        capacity = tokens.shape[0] * cfg.devices * min(routing.topk, cfg.local_experts)
         rows, row_weights, handle, counts, total = dispatched(
             cfg, picked, tokens, of_picked, capacity, _ALIGN_SIZE
         )
@@ -267,6 +261,8 @@ def _on_many(
     of_sets = jax.tree.map(lambda leaf: by_expert if _is_state(leaf) else whole_axes, experts.quantizer_sets)
     # The device's place is given: lax.axis_index is not lowered where another shard_map holds part of the mesh.
     places = jnp.arange(math.prod(get_mesh_axis_size(axis) for axis in batch), dtype=jnp.int32)
+    # One over a part of the mesh's axes runs in a compiled program alone, and hides from kernels how arrays lie along
+    # the others; axes of one device are therefore taken in.
     mapped = jax.shard_map(
         local,
         mesh=mesh_in_use(),

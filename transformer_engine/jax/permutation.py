@@ -78,8 +78,8 @@ def token_dispatch(
     pad_offsets, size = None, num_out_tokens
     if align_size is not None:
         whole("align_size", align_size)
-        size = (num_out_tokens + experts * (align_size - 1)) // align_size * align_size
-        padded = -(-counts // align_size) * align_size
+        size = room_for(num_out_tokens, experts, align_size)
+        padded = aligned(counts, align_size)
         pad_offsets = jnp.cumsum(padded) - padded - starts
         rows, counts = jnp.where(rows < 0, -1, rows + pad_offsets[None]), padded
     # Of every row of the result the pair (t, e) that it holds, T * E for padding.
@@ -89,6 +89,16 @@ def token_dispatch(
     out = jnp.asarray(inp).at[source // experts].get(mode="fill", fill_value=0)
     weights = None if probs is None else jnp.ravel(probs).at[source].get(mode="fill", fill_value=0)
     return out, weights, row_id_map, pad_offsets, counts
+
+
+def aligned(counts: Array, align_size: int) -> Array:
+    """The rows, multiples of align_size, that groups of so many tokens take."""
+    return -(-counts // align_size) * align_size
+
+
+def room_for(tokens: int, groups: int, align_size: int) -> int:
+    """Rows that hold so many tokens however groups share them out, each of which begins at a multiple of align_size."""
+    return (tokens + groups * (align_size - 1)) // align_size * align_size
 
 
 def token_combine(
