@@ -21,12 +21,14 @@ PACKAGES = ("transformer_engine", "transformer_engine_torch", "transformer_engin
 # What the original has and this package lacks, by the beginning of its name: what it is, and what to use.
 ABSENT = {
     "transformer_engine.debug": "the original's inspection of tensors; use te.observe (docs/observe.md)",
-    "transformer_engine.jax.MajorShardingType": "of the original's first versions; name the axes of the mesh in a "
-    "MeshResource",
-    "transformer_engine.jax.ShardingResource": "of the original's first versions; name the axes of the mesh in a "
-    "MeshResource",
-    "transformer_engine.jax.ShardingType": "of the original's first versions; name the axes of the mesh in a "
-    "MeshResource",
+    **dict.fromkeys(
+        (
+            "transformer_engine.jax.MajorShardingType",
+            "transformer_engine.jax.ShardingResource",
+            "transformer_engine.jax.ShardingType",
+        ),
+        "of the original's first versions; name the axes of the mesh in a MeshResource",
+    ),
     "transformer_engine.jax.ep.EpLayerConfig": "ep_bootstrap answers the EpConfig that ep_dispatch and ep_combine take",
     "transformer_engine.jax.moe.get_moe_recv_capacity_per_rank": "te.moe.moe sizes its own buffers; leave the "
     "capacity out",
@@ -42,12 +44,14 @@ ABSENT = {
     "package, transformer_engine.pytorch or transformer_engine.jax",
     "transformer_engine.pytorch.custom_recipes": "examples of the original; give recipe.CustomRecipe a function of "
     "those in custom_recipes.quantizer_factories, and of te.HybridQuantizer where the products of a layer differ",
-    "transformer_engine.pytorch.attention.FlashAttention": "te.DotProductAttention chooses its backend; te.explain "
-    "says which",
-    "transformer_engine.pytorch.attention.FusedAttention": "te.DotProductAttention chooses its backend; te.explain "
-    "says which",
-    "transformer_engine.pytorch.attention.UnfusedDotProductAttention": "te.DotProductAttention chooses its backend; "
-    "te.explain says which",
+    **dict.fromkeys(
+        (
+            "transformer_engine.pytorch.attention.FlashAttention",
+            "transformer_engine.pytorch.attention.FusedAttention",
+            "transformer_engine.pytorch.attention.UnfusedDotProductAttention",
+        ),
+        "te.DotProductAttention chooses its backend; te.explain says which",
+    ),
     "transformer_engine.pytorch.attention.get_alibi": "give te.DotProductAttention "
     'core_attention_bias_type="alibi", with alibi_slopes or without',
     "transformer_engine.pytorch.dot_product_attention": "the package is transformer_engine.pytorch.attention."
@@ -60,10 +64,13 @@ ABSENT = {
     "the model in torch.nn layers",
     "transformer_engine.pytorch.onnx_export": "export to ONNX; convert the weights (docs/checkpoints.md) and "
     "export the model in torch.nn layers",
-    "transformer_engine.pytorch.GatedDeltaNet2Attention": "an experimental attention of cuDNN; use a kernel of another "
-    "library between te.Linear layers",
-    "transformer_engine.pytorch.GatedDeltaNetAttention": "an experimental attention of cuDNN; use a kernel of another "
-    "library between te.Linear layers",
+    **dict.fromkeys(
+        (
+            "transformer_engine.pytorch.GatedDeltaNet2Attention",
+            "transformer_engine.pytorch.GatedDeltaNetAttention",
+        ),
+        "an experimental attention of cuDNN; use a kernel of another library between te.Linear layers",
+    ),
     "transformer_engine.pytorch.ops": "operations that a Sequential fuses; use the layers of "
     "transformer_engine.pytorch, whose norms, products and activations are fused already",
     "transformer_engine.pytorch.triton": "kernels under the original's paths; call the functions of "
@@ -72,20 +79,29 @@ ABSENT = {
 
 
 def sentence(name: str) -> str:
-    """What is missing and what to use, for a dotted name: by its beginning, else by its last part."""
+    """What is missing and what to use, for a dotted name."""
+    words = _words(name)
+    if words is not None:
+        return f"{name} is not in this package, {__version__}: {words}"
+    place, _, last = name.rpartition(".")
+    return (
+        f"{place} has no {last!r} in this package, {__version__}; docs/support.md lists what there is, and "
+        f"dir({place}) its names"
+    )
+
+
+def _words(name: str) -> str | None:
+    """Those of the row that a name begins with, else of one of its framework that ends as it does."""
     for start, words in ABSENT.items():
         if f"{name}.".startswith(f"{start}."):
-            return f"{name} is not in this package, {__version__}: {words}"
+            return words
     place, _, last = name.rpartition(".")
     # The original has a name in more modules than the one that its row gives, and more than one in older versions.
     for start, words in ABSENT.items():
         framework = ".".join(start.split(".")[:2])
         if start.endswith(f".{last}") and place.startswith(framework):
-            return f"{name} is not in this package, {__version__}: {words}"
-    return (
-        f"{place} has no {last!r} in this package, {__version__}; docs/support.md lists what there is, and "
-        f"dir({place}) its names"
-    )
+            return words
+    return None
 
 
 def answer_in(package: str) -> None:

@@ -110,11 +110,16 @@ def _compiled(kernel: Kernel) -> Callable[..., list[Any]]:
     return jax.jit(functools.partial(_kernel.bind, kernel=kernel))
 
 
+def run_compiled(program: Callable[..., Any], *arrays: Array) -> Any:
+    """What a jitted primitive makes, also where jit is switched off: it would come back to its own rule for ever."""
+    with jax.disable_jit(False):
+        return program(*arrays)
+
+
 @_kernel.def_impl
 def _outside_of_jit(*arrays: Array, kernel: Kernel) -> list[Any]:
     """A program of the one kernel, as any primitive of JAX runs where nothing is jitted."""
-    with jax.disable_jit(False):  # else the program would come back here for ever
-        return _compiled(kernel)(*arrays)
+    return run_compiled(_compiled(kernel), *arrays)
 
 
 @_kernel.def_abstract_eval

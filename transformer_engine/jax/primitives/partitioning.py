@@ -72,9 +72,14 @@ def broadcast_factors(name: str, shape: Sequence[int], whole: Sequence[tuple[str
     )
 
 
-def broadcast_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of an array as it lies in memory, 0 along an axis that has one element for all."""
-    return tuple(0 if n == 1 else prod(shape[place + 1 :]) for place, n in enumerate(shape))
+def strides_over_scores(array: Any | None) -> tuple[int, int, int, int]:
+    """Strides over [b, h, q, k] of an array as it lies in memory; 0 along an axis that has one element for all, and
+    where nothing is given.
+    """
+    if array is None:
+        return 0, 0, 0, 0
+    shape = array.shape
+    return tuple(0 if n == 1 else prod(shape[place + 1 :]) for place, n in enumerate(shape))  # pyright: ignore
 
 
 @dataclass(frozen=True)

@@ -275,9 +275,7 @@ class GroupedQuantizer:
         return settled(scale_from_amax(settled(amaxes()), maximum, **options))
 
     def _directions(self, is_rowwise: bool | None, is_colwise: bool | None) -> tuple[bool, bool]:
-        layout = self.quantizer.q_layout
-        rowwise = layout.has_rowwise if is_rowwise is None else is_rowwise
-        colwise = layout.has_colwise if is_colwise is None else is_colwise
+        rowwise, colwise = self.quantizer.directions(is_rowwise, is_colwise)
         if not (rowwise or colwise):
             raise ValueError(
                 "is_rowwise=False and is_colwise=False ask for nothing; set at least one of them to True"

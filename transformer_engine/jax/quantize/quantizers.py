@@ -106,13 +106,17 @@ class Quantizer:
         for name, asked in (("is_rowwise", is_rowwise), ("is_colwise", is_colwise)):
             switch(name, asked)
         integer("flatten_axis", flatten_axis)
-        rowwise = self.q_layout.has_rowwise if is_rowwise is None else is_rowwise
-        colwise = self.q_layout.has_colwise if is_colwise is None else is_colwise
-        spec = self.spec(rowwise, colwise)
+        spec = self.spec(*self.directions(is_rowwise, is_colwise))
         axis = positive_axis(flatten_axis, x.ndim)
         made = primitive.quantize(x, spec, axis=axis, over=over, **self._given(x, axis))
         dtype = jnp.dtype(x.dtype if dq_dtype is None else check_floating("dq_dtype", dq_dtype))
         return self._tensors(made, spec, x.shape, dtype, axis), made.amax
+
+    def directions(self, is_rowwise: bool | None, is_colwise: bool | None) -> tuple[bool, bool]:
+        """(row-wise, column-wise), as asked for; None: as the layout has it."""
+        rowwise = self.q_layout.has_rowwise if is_rowwise is None else is_rowwise
+        colwise = self.q_layout.has_colwise if is_colwise is None else is_colwise
+        return rowwise, colwise
 
     def cast(self) -> Cast | None:
         """How an operation quantizes its own result as `encode` would; None where it cannot."""

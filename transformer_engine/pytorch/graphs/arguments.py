@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ...common.checks import described, function_or_none, switch, whole
@@ -44,18 +43,15 @@ class Renamed(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """The arguments of one callable: leaves in the places of a structure, that of (args, kwargs).
+    """The arguments of one callable, of which only keywords have leaves that are no tensors.
 
-    positions   where among the leaves the tensors are
-    constants   the leaves, None where there is a tensor; only keywords have constants
+    names   of the keywords
+    args    how many arguments there are by place
     """
 
-    structure: pytree.TreeSpec
-    tensors: tuple[Tensor, ...]
+    leaves: Leaves
     names: tuple[str, ...]
     args: int
-    positions: tuple[int, ...]
-    constants: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -171,7 +167,7 @@ def samples_of(
 def check_places(asked: Asked) -> None:
     """ValueError for what lies beside the GPU: nothing that is done with it there would be recorded."""
     for number, sample in enumerate(asked.samples):
-        for tensor in sample.tensors:
+        for tensor in sample.leaves.tensors:
             if not tensor.is_cuda:
                 raise ValueError(
                     f"sample {number} holds a tensor on {tensor.device}; a CUDA graph records what a GPU does, give "
@@ -195,9 +191,7 @@ def _sample(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:
                 f"sample arguments hold {described(leaf)}; a graph takes tensors, and in keywords None, numbers, text, "
                 "dtypes and devices; bind what else there is: functools.partial(module, ..)"
             )
-    return Sample(
-        leaves.structure, leaves.tensors, tuple(kwargs), len(args), leaves.positions, leaves.constants
-    )
+    return Sample(leaves, tuple(kwargs), len(args))
 
 
 def quantizations_of(

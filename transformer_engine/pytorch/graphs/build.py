@@ -95,15 +95,15 @@ def blocks_of(asked: Asked) -> list[Block]:
             Block(
                 given if module is None or _has_call(module) else module.forward,
                 module,
-                sample.structure,
+                sample.leaves.structure,
                 inputs[number],
                 asked.quantizations[which],
                 caches=asked.options.caches,
                 training=module is None or module.training,
                 retain_graph=asked.options.retain_graph,
                 allow_unused_input=asked.options.allow_unused_input,
-                positions=sample.positions,
-                constants=sample.constants,
+                positions=sample.leaves.positions,
+                constants=sample.leaves.constants,
             )
         )
     return blocks
@@ -117,21 +117,23 @@ def _has_call(module: torch.nn.Module) -> bool:
 def _inputs(asked: Asked) -> list[list[Tensor]]:
     """The static inputs of each block: its sample; with reuses_buffers, those of an earlier block that is through."""
     if not asked.options.reuses_buffers:
-        return [[_leaf(tensor) for tensor in sample.tensors] for sample in asked.samples]
+        return [[_leaf(tensor) for tensor in sample.leaves.tensors] for sample in asked.samples]
     free: dict[Any, list[list[Tensor]]] = defaultdict(list)
     held: dict[int, list[Tensor]] = {}
     for step in asked.steps:
         sample = asked.samples[step.callable]
         kind = _kind(sample)
         if step.kind is Kind.FORWARD:
-            held[step.callable] = free[kind].pop() if free[kind] else [_leaf(t) for t in sample.tensors]
+            held[step.callable] = (
+                free[kind].pop() if free[kind] else [_leaf(t) for t in sample.leaves.tensors]
+            )
         elif step.kind is Kind.BACKWARD:
             free[kind].append(held[step.callable])
     return [held[number] for number in range(len(asked.samples))]
 
 
 def _kind(sample: Sample) -> tuple[Any, ...]:
-    return tuple((t.shape, t.dtype, t.layout, t.device, t.requires_grad) for t in sample.tensors)
+    return tuple((t.shape, t.dtype, t.layout, t.device, t.requires_grad) for t in sample.leaves.tensors)
 
 
 def _leaf(tensor: Tensor) -> Tensor:

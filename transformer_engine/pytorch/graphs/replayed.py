@@ -211,14 +211,14 @@ class Arguments:
     """
 
     def __init__(self, sample: Sample, statics: Sequence[Tensor]):
-        self.structure = sample.structure
+        self.structure = sample.leaves.structure
         self.names = sample.names
         self.count = sample.args
         self.facts = [(tensor.shape, tensor.dtype, tensor.device) for tensor in statics]
         self.is_flat = not sample.names and len(statics) == sample.args
-        self.positions = sample.positions
-        constants = enumerate(sample.constants)
-        self.constants = [(i, value) for i, value in constants if i not in sample.positions]
+        self.positions = sample.leaves.positions
+        constants = enumerate(sample.leaves.constants)
+        self.constants = [(i, value) for i, value in constants if i not in self.positions]
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
         """TypeError or ValueError where a call is not as the captured one."""

@@ -17,7 +17,7 @@ from ...platform import processors
 from ..kernels import Kernel
 from ..launching import perform
 from ..launching import run as run_launch
-from ..partitioning import broadcast_factors, broadcast_strides
+from ..partitioning import broadcast_factors, strides_over_scores
 
 if TYPE_CHECKING:
     from ....common.kernels.attention_problem import Problem
@@ -170,7 +170,7 @@ class _Attention(Kernel):
             window=facts.window, bottom_right=facts.bottom_right, dropout=facts.dropout, page_size=0,
             q=self.strides(queries, heads, size), k=self.strides(keys, groups, size),
             v=self.strides(keys, groups, size_v), out=self.strides(queries, heads, size_v), lse=levels,
-            masked=_broadcast(given.masked), bias=_broadcast(given.bias), outer=(0, 0),
+            masked=strides_over_scores(given.masked), bias=strides_over_scores(given.bias), outer=(0, 0),
             varied=given.masked is not None or given.bias is not None or facts.dropout > 0.0,
             shared_memory=processors().shared_memory,
             tokens=(batch * queries, batch * keys) if facts.packed else None,
@@ -179,11 +179,6 @@ class _Attention(Kernel):
     def strides(self, tokens: int, heads: int, size: int) -> Triple:
         """(batch, token, head) of an array [b, tokens, heads, size]."""
         return 0 if self.facts.packed else tokens * heads * size, heads * size, size
-
-
-def _broadcast(array: Array | None) -> tuple[int, int, int, int]:
-    """Strides over [b, h, q, k]; 0 where nothing is given."""
-    return (0, 0, 0, 0) if array is None else broadcast_strides(array.shape)  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True)

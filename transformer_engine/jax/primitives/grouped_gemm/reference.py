@@ -15,7 +15,7 @@ from jax.interpreters import ad, batching, mlir
 
 from ....common.dispatch import Backend
 from ...manual_axes import varying_alike
-from ..kernels import batched_in_turn, result_like
+from ..kernels import batched_in_turn, result_like, run_compiled
 from .request import GroupedGemmRequest, Scales
 
 _CONTRACT_ROWS = lax.RaggedDotDimensionNumbers(
@@ -80,12 +80,7 @@ def _define(
     b's of (a, dout, sizes).
     """
     compiled = jax.jit(primitive.bind)
-
-    @primitive.def_impl
-    def _run(*arrays: Array) -> Array:
-        # Where jit is switched off, what it compiles would come back here for ever.
-        with jax.disable_jit(False):
-            return compiled(*arrays)
+    primitive.def_impl(functools.partial(run_compiled, compiled))
 
     @primitive.def_abstract_eval
     def _shape(a: Any, b: Any, group_sizes: Any) -> ShapedArray:

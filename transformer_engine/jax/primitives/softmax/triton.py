@@ -12,7 +12,7 @@ from jax import Array
 from ....common.dispatch import Backend
 from ..kernels import Kernel, call
 from ..launching import refuses_on, run
-from ..partitioning import broadcast_factors, broadcast_strides
+from ..partitioning import broadcast_factors, strides_over_scores
 from .request import SoftmaxRequest
 
 _LIMIT = 1 << 31  # rows are numbered in 32 bits
@@ -50,8 +50,7 @@ class Forward(Kernel):
     def run(self, x: Array, hidden: Array | None = None) -> tuple[Array, ...]:
         from ....common.kernels import softmax  # it imports triton
 
-        strides = (0, 0, 0, 0) if hidden is None else broadcast_strides(hidden.shape)
-        launch = softmax.forward(x.shape, strides, x.dtype.name, 1.0, None)  # pyright: ignore
+        launch = softmax.forward(x.shape, strides_over_scores(hidden), x.dtype.name, 1.0, None)  # pyright: ignore
         return (run(launch, [x, hidden])[0],)  # pyright: ignore[reportReturnType]
 
 

@@ -8,6 +8,8 @@ keys through their page table. Both passes give the same bits from run to run. A
 from __future__ import annotations
 
 import functools
+from math import prod
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -50,12 +52,12 @@ def refuses(r: AttentionRequest) -> str | None:
         return f"head size {max(r.shape.head_dim_qk, r.shape.head_dim_v)} > {limit} {kind} gradients"
     if r.shape.page_size and r.options.needs_gradient:
         return "a paged cache has no gradient"
-    planes = (
-        r.shape.bias_shape[0] * r.shape.bias_shape[1] if r.shape.bias_shape and r.options.bias_gradient else 0
-    )
-    if max(r.shape.batch, planes) > LARGEST_GRID[2]:
-        what = "sequences" if r.shape.batch >= planes else "planes [s_q, s_kv] of a bias with a gradient"
-        return f"{max(r.shape.batch, planes)} {what} > {LARGEST_GRID[2]}, the most programs that CUDA starts there"
+    programs = {"sequences": r.shape.batch}
+    if r.shape.bias_shape and r.options.bias_gradient:
+        programs["planes [s_q, s_kv] of a bias with a gradient"] = prod(r.shape.bias_shape[:2])
+    what, count = max(programs.items(), key=itemgetter(1))
+    if count > LARGEST_GRID[2]:
+        return f"{count} {what} > {LARGEST_GRID[2]}, the most programs that CUDA starts there"
     return None
 
 
