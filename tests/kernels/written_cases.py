@@ -82,9 +82,9 @@ def casts() -> Iterator[Case]:
     yield "transpose", transpose.transpose(SHAPE), (BYTES,)
     yield "scale update", delayed_scaling.advance(4, 16, 3, True, True, 448.0, 0), (ADDRESS,)
     yield (
-        "scale update, given",
-        delayed_scaling.given(1024, True, (448.0, 57344.0), 0.0),
-        ((FLOAT, FLOAT, *[None] * (delayed_scaling.GIVEN - 2)) * 3),
+        "scale update, new arrays",
+        delayed_scaling.advance_new(1024, True, (448.0, 57344.0), 0.0),
+        ((FLOAT, FLOAT, *[None] * (delayed_scaling.STATES - 2)) * 3),
     )
 
 

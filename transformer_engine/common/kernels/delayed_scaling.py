@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..formats import FLOAT32_MAX, ceil_div
-from .launch import NUMBER, WRITTEN, Launch, Table
+from .launch import NUMBER, WRITTEN, Launch, Output, Table
 from .rounding import given_multiplier
 
 _LARGEST = tl.constexpr(FLOAT32_MAX)
@@ -95,82 +95,113 @@ def _step(
     history,
     scale,
     amax,
+    new_history,
+    new_scale,
     LENGTH: tl.constexpr,
     TAKES_MAXIMUM: tl.constexpr,
     FP8_MAX: tl.constexpr,
     DIVISOR: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One state: history [LENGTH] takes amax [1] at its end, scale [1] is made anew."""
+    """Advance one state: append amax [1] to history [LENGTH] and compute the new scale [1]."""
     row = tl.arange(0, ROWS)
     latest = tl.load(amax)
     moved = tl.load(history + row + 1, mask=row < LENGTH - 1, other=0.0)
     moved = tl.where(row == LENGTH - 1, latest, moved)
-    # As integers: the order of non-negative floats, with NaN on top.
+    # Non-negative floats compare like their bits, and the bits of NaN are the largest.
     bits = latest.to(tl.int32, bitcast=True)
     if TAKES_MAXIMUM:
         bits = tl.max(moved.to(tl.int32, bitcast=True), 0)
     old_scale = given_multiplier(scale, True)
-    made = tl.div_rn(tl.div_rn(FP8_MAX, bits.to(tl.float32, bitcast=True)), DIVISOR)
-    made = tl.where(made == float("inf"), _LARGEST, made)
-    made = tl.where((bits > 0) & (bits < 0x7F800000), made, old_scale)
-    tl.debug_barrier()  # the whole history has been read before it is written
-    tl.store(history + row, tl.where(row == 0, 0.0, moved), mask=row < LENGTH)
-    tl.store(scale, made)
+    computed = tl.div_rn(tl.div_rn(FP8_MAX, bits.to(tl.float32, bitcast=True)), DIVISOR)
+    computed = tl.where(computed == float("inf"), _LARGEST, computed)
+    computed = tl.where((bits > 0) & (bits < 0x7F800000), computed, old_scale)
+    tl.store(new_history + row, tl.where(row == 0, 0.0, moved), mask=row < LENGTH)
+    tl.store(new_scale, computed)
 
 
 @triton.jit
-def advance_given(
+def advance_states(
     history_0, history_1, history_2, history_3, history_4, history_5,
     scale_0, scale_1, scale_2, scale_3, scale_4, scale_5,
     amax_0, amax_1, amax_2, amax_3, amax_4, amax_5,
+    new_history_0, new_history_1, new_history_2, new_history_3, new_history_4, new_history_5,
+    new_scale_0, new_scale_1, new_scale_2, new_scale_3, new_scale_4, new_scale_5,
     LENGTH: tl.constexpr, TAKES_MAXIMUM: tl.constexpr,
     MAX_0: tl.constexpr, MAX_1: tl.constexpr, MAX_2: tl.constexpr,
     MAX_3: tl.constexpr, MAX_4: tl.constexpr, MAX_5: tl.constexpr,
     DIVISOR: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A program a state of a group: histories lie one behind the other, [groups, LENGTH]."""
+    """Advance up to six states: one program per state and group. Histories are contiguous, [groups, LENGTH]."""
     state = tl.program_id(0)
     g = tl.program_id(1)
     row = g * LENGTH
     if state == 0:
-        _step(history_0 + row, scale_0 + g, amax_0 + g, LENGTH, TAKES_MAXIMUM, MAX_0, DIVISOR, ROWS)
+        _step(
+            history_0 + row, scale_0 + g, amax_0 + g, new_history_0 + row, new_scale_0 + g,
+            LENGTH, TAKES_MAXIMUM, MAX_0, DIVISOR, ROWS,
+        )  # fmt: skip
     elif state == 1:
         if history_1 is not None:
-            _step(history_1 + row, scale_1 + g, amax_1 + g, LENGTH, TAKES_MAXIMUM, MAX_1, DIVISOR, ROWS)
+            _step(
+                history_1 + row, scale_1 + g, amax_1 + g, new_history_1 + row, new_scale_1 + g,
+                LENGTH, TAKES_MAXIMUM, MAX_1, DIVISOR, ROWS,
+            )  # fmt: skip
     elif state == 2:
         if history_2 is not None:
-            _step(history_2 + row, scale_2 + g, amax_2 + g, LENGTH, TAKES_MAXIMUM, MAX_2, DIVISOR, ROWS)
+            _step(
+                history_2 + row, scale_2 + g, amax_2 + g, new_history_2 + row, new_scale_2 + g,
+                LENGTH, TAKES_MAXIMUM, MAX_2, DIVISOR, ROWS,
+            )  # fmt: skip
     elif state == 3:
         if history_3 is not None:
-            _step(history_3 + row, scale_3 + g, amax_3 + g, LENGTH, TAKES_MAXIMUM, MAX_3, DIVISOR, ROWS)
+            _step(
+                history_3 + row, scale_3 + g, amax_3 + g, new_history_3 + row, new_scale_3 + g,
+                LENGTH, TAKES_MAXIMUM, MAX_3, DIVISOR, ROWS,
+            )  # fmt: skip
     elif state == 4:
         if history_4 is not None:
-            _step(history_4 + row, scale_4 + g, amax_4 + g, LENGTH, TAKES_MAXIMUM, MAX_4, DIVISOR, ROWS)
+            _step(
+                history_4 + row, scale_4 + g, amax_4 + g, new_history_4 + row, new_scale_4 + g,
+                LENGTH, TAKES_MAXIMUM, MAX_4, DIVISOR, ROWS,
+            )  # fmt: skip
     else:
         if history_5 is not None:
-            _step(history_5 + row, scale_5 + g, amax_5 + g, LENGTH, TAKES_MAXIMUM, MAX_5, DIVISOR, ROWS)
+            _step(
+                history_5 + row, scale_5 + g, amax_5 + g, new_history_5 + row, new_scale_5 + g,
+                LENGTH, TAKES_MAXIMUM, MAX_5, DIVISOR, ROWS,
+            )  # fmt: skip
 
 
-GIVEN = 6  # states that one launch of `given` advances: those of both products of an MLP
+STATES = 6  # states that one launch of `advance_new` advances: those of both products of an MLP
 
 
-def given(
+def advance_new(
     length: int, takes_maximum: bool, maxima: tuple[float, ...], margin: float, groups: int = 1
 ) -> Launch:
-    """Inputs: GIVEN histories float32 [groups, length], GIVEN scales float32 [groups], which are updated where they
-    are, and the maxima float32 [groups] of this step; None behind the last state.
+    """Advance up to `STATES` states into new arrays.
 
-    maxima   the greatest number of each state's element
-    A scale of 0 is read as 1.
+    Inputs: STATES histories float32 [groups, length], STATES scales float32 [groups] and the STATES maxima float32
+    [groups] of this step; None behind the last state. Outputs: STATES new histories and STATES new scales. The inputs
+    are not written, so a framework with immutable arrays needs no copies of them. A scale of 0 is read as 1.
+
+    Args:
+        length: Number of steps in a history.
+        takes_maximum: Compute the scale from the maximum of the history instead of the latest amax.
+        maxima: Largest finite value of each state's FP8 type; its length is the number of states.
+        margin: Exponent of the divisor 2^margin of the scale.
+        groups: Number of scales per state.
     """
-    filled = (*maxima, *[1.0] * (GIVEN - len(maxima)))
+    states = len(maxima)
+    filled = (*maxima, *[1.0] * (STATES - states))
+    absent: list[Output | None] = [None] * (STATES - states)
+    histories = [Output((groups, length) if groups > 1 else (length,), "float32") for _ in maxima]
+    scales = [Output((groups,), "float32") for _ in maxima]
     return Launch(
-        advance_given,
-        grid=(len(maxima), groups, 1),
-        outputs=(),
+        advance_states,
+        grid=(states, groups, 1),
+        outputs=(*histories, *absent, *scales, *absent),
         scalars=(),
         constants=(length, takes_maximum, *filled, float(2.0**margin), triton.next_power_of_2(length)),
         warps=4 if length > 512 else 1,
-        in_place=tuple(range(2 * GIVEN)),
     )

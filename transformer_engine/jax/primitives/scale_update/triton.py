@@ -1,6 +1,8 @@
-"""The step by a kernel of common/kernels/delayed_scaling.py, which updates up to six states where they are.
+"""Scale update by a kernel of common/kernels/delayed_scaling.py: one launch computes up to six new states.
 
-As operations of XLA a step of three states was seven kernels of a microsecond each, in a small layer a third of all.
+As XLA operations the update of three states took seven kernels of one microsecond each, a third of a small layer's
+kernels. The kernel writes new arrays: an update in place made XLA copy every history and scale first, because callers
+rarely donate them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from ..launching import refuses_on, run
 from .request import ScaleUpdateRequest
 
 _LONGEST = 1 << 13  # steps that one program holds in registers
-_STATES = 6  # of one launch: `delayed_scaling.GIVEN`, whose file imports triton
+_STATES = 6  # per launch: `delayed_scaling.STATES`, whose file imports triton
 
 
 def refuses(request: ScaleUpdateRequest) -> str | None:
@@ -28,9 +30,9 @@ def refuses(request: ScaleUpdateRequest) -> str | None:
 
 @dataclass(frozen=True)
 class Advance(Kernel):
-    """(histories [length], scales [1], maxima [1] of this step) -> histories, scales; of up to six states
+    """New histories [length] and scales [1] of up to six states from the old ones and this step's maxima [1].
 
-    grouped   each is of G groups: histories [G, length], scales and maxima [G]
+    grouped   the states have G groups: histories [G, length], scales and maxima [G]
     """
 
     takes_maximum: bool
@@ -46,23 +48,24 @@ class Advance(Kernel):
     def rule(self) -> str:
         history, scale, amax = ("g h", "g", "g") if self.grouped else ("h", "s", "a")
         states = len(self.maxima)
-        kept = [*[history] * states, *[scale] * states]
-        return f"{', '.join([*kept, *[amax] * states])} -> {', '.join(kept)}"
+        new = [*[history] * states, *[scale] * states]
+        return f"{', '.join([*new, *[amax] * states])} -> {', '.join(new)}"
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        kept = operands[: 2 * len(self.maxima)]
-        return tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in kept)
+        old = operands[: 2 * len(self.maxima)]
+        return tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in old)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
         from ....common.kernels import delayed_scaling  # it imports triton
 
         states, length = len(self.maxima), arrays[0].shape[-1]
         groups = arrays[states].shape[0]
-        launch = delayed_scaling.given(length, self.takes_maximum, self.maxima, self.margin, groups)
-        absent = [None] * (delayed_scaling.GIVEN - states)
+        launch = delayed_scaling.advance_new(length, self.takes_maximum, self.maxima, self.margin, groups)
+        absent = [None] * (delayed_scaling.STATES - states)
         kinds = (arrays[start : start + states] for start in (0, states, 2 * states))
         made = run(launch, [array for kind in kinds for array in (*kind, *absent)])
-        return tuple(array for array in made if array is not None)
+        new = (array for array in made if array is not None)
+        return tuple(array.reshape(old.shape) for array, old in zip(new, arrays, strict=False))
 
 
 def advance(
