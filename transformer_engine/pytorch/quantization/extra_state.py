@@ -329,7 +329,7 @@ def _recipe(kind: Any, attributes: Any) -> Recipe:
     if not isinstance(attributes, dict):
         raise ExtraStateError(f"extra state's {kind.__name__} has no attributes")
     known = {f.name: f for f in fields(kind)}
-    unknown = sorted(str(name) for name in attributes if name not in known)
+    unknown = sorted({str(name) for name in attributes} - {*known, "_description"})
     if unknown and not torch.compiler.is_compiling():
         warnings.warn(
             f"extra state's {kind.__name__} has fields unknown here: {', '.join(unknown)}", stacklevel=2
