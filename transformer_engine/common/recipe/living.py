@@ -8,6 +8,7 @@ import weakref
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
+from ..unused_variables import warn_of_unused
 from . import defaults
 
 _living: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -51,6 +52,7 @@ def recipe_class(cls: RecipeClass) -> RecipeClass:
     @functools.wraps(strict)
     def __init__(self, *args: Any, **keywords: Any) -> None:
         defaults.demand_readable()
+        warn_of_unused()
         unknown = [name for name in keywords if name not in known]
         if unknown:
             warnings.warn(

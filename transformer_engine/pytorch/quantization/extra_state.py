@@ -93,9 +93,9 @@ def decode_extra_state(state: Tensor | io.BytesIO | None) -> dict[str, Any] | No
     elif isinstance(state, Tensor):
         if state.numel() == 0:
             return None
-        if state.dtype != torch.uint8:
+        if state.dtype not in (torch.uint8, torch.int8):
             raise ExtraStateError(f"extra state has dtype {state.dtype}; it must be torch.uint8")
-        data = bytes(state.detach().cpu().contiguous().numpy())
+        data = bytes(state.detach().cpu().contiguous().view(torch.uint8).numpy())
         decoded = _load_archive(data) if data[:2] == b"PK" else _load_pickle(data)
     else:
         raise ExtraStateError(
