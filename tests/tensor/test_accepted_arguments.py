@@ -1,5 +1,8 @@
 """Quantizers and quantized tensors accept numbers and flags in every form, with the results of the plain call."""
 
+# The arguments have other types than the signatures declare.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportCallIssue=false
+
 import warnings
 
 import numpy as np
