@@ -5,6 +5,7 @@
 
 import copy
 import pickle
+import statistics
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from transformer_engine.common.recipe import (
     Recipe,
     recipe_class,
 )
+from transformer_engine.pytorch.quantization import ExtraStateError
 
 WIDTH = 32
 SPLIT = MMParams(use_split_accumulator=True)
@@ -304,3 +306,41 @@ def test_high_precision_weights_load_with_the_extra_states_of_another_recipe(mad
                 layer(x)
     if type(made_with) is not DelayedScaling or type(saved_under) is not DelayedScaling:
         assert torch.equal(*outputs)
+
+
+def test_an_extra_state_with_a_users_function_in_its_recipe_is_read_without_the_function():
+    recipe = DelayedScaling(amax_history_len=4, amax_compute_algo=statistics.mean)
+    state = {
+        "recipe": recipe,
+        "scale_fwd": torch.full((3,), 5.0),
+        "amax_history_fwd": torch.full((4, 3), 6.0),
+    }
+    data = torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
+    layer = te.Linear(WIDTH, WIDTH)
+    with pytest.warns(UserWarning, match=r"amax_compute_algo=statistics\.mean, which is not loaded"):
+        layer.set_extra_state(data)
+    assert layer.fp8_meta["recipe"] == DelayedScaling(amax_history_len=4)
+    assert layer.fp8_meta["scaling_fwd"].scale.tolist() == [5.0] * 3
+    assert layer.fp8_meta["scaling_fwd"].amax_history.tolist() == [[6.0] * 3] * 4
+
+
+@pytest.mark.parametrize("place", ["elsewhere", "called"])
+def test_a_function_outside_of_a_recipe_stays_an_error(place):
+    class Called:
+        def __reduce__(self):
+            return statistics.mean, ([1.0],)
+
+    content = statistics.mean if place == "elsewhere" else Called()
+    state = {"recipe": DelayedScaling(), "extra_fp8_variables": {"x": content}}
+    data = torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
+    with pytest.raises(ExtraStateError, match=r"statistics\.mean, which a checkpoint may not load"):
+        te.Linear(WIDTH, WIDTH).set_extra_state(data)
+
+
+@pytest.mark.parametrize("element", list(Format))
+def test_a_custom_recipe_leaves_the_elements_to_its_factory(element):
+    def factory(role):
+        return te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3)
+
+    recipes = (CustomRecipe(qfactory=factory, fp8_format=element), CustomRecipe(qfactory=factory))
+    assert same(*map(step, recipes))
