@@ -4,9 +4,11 @@
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportCallIssue=false
 
 import copy
+import enum
 import pickle
 import statistics
 import warnings
+from collections import UserDict, UserList
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,6 +136,31 @@ def test_parameters_of_a_recipe_are_converted(found, plain):
     ids=repr,
 )
 def test_a_layer_computes_the_same_under_a_recipe_of_configured_values(given, plain):
+    assert same(step(given), step(plain))
+
+
+class Algorithm(str, enum.Enum):
+    RECENT = "most_recent"
+
+
+@pytest.mark.parametrize(
+    ("given", "plain"),
+    [
+        (
+            Float8CurrentScaling(
+                fp8_gemm_fprop=UserDict(use_split_accumulator=True), fp8_format=UserList((448, 448))
+            ),
+            Float8CurrentScaling(fp8_gemm_fprop=SPLIT, fp8_format=Format.E4M3),
+        ),
+        (DelayedScaling(amax_compute_algo=Algorithm.RECENT), DelayedScaling(amax_compute_algo="most_recent")),
+        (
+            DelayedScaling(amax_compute_algo=np.str_("most_recent")),
+            DelayedScaling(amax_compute_algo="most_recent"),
+        ),
+    ],
+)
+def test_containers_and_strings_of_configuration_libraries_are_accepted(given, plain):
+    assert given == plain and repr(given) == repr(plain)
     assert same(step(given), step(plain))
 
 

@@ -112,8 +112,8 @@ def function_or_none(name: str, value: Any) -> None:
 
 
 def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
-    """A value of the allowed ones. True is not 1."""
-    if type(value) is str and value in allowed:
+    """Raise ValueError for a value outside the allowed ones. True is not 1; a member of a str enumeration is a str."""
+    if isinstance(value, str) and value in allowed:
         return
     if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in allowed):
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from enum import Enum
 from typing import Any
@@ -18,7 +18,9 @@ def convert_fields(record: Any, converters: Mapping[str, Converter]) -> None:
     """Convert the fields of a dataclass in place by their declared types; other types are left unchanged."""
     for name, declared in _declared(type(record)):
         value = record.__dict__.get(name)
-        if declared in converters and name in record.__dict__:
+        if isinstance(value, str) and declared.startswith("str"):
+            object.__setattr__(record, name, str.__str__(value))  # a member of a str enumeration, for one
+        elif declared in converters and name in record.__dict__:
             converted = converters[declared](f"{type(record).__name__}: {name}", value)
             if converted is not value:
                 object.__setattr__(record, name, converted)
@@ -35,7 +37,7 @@ def member_of_value(kind: type[Enum]) -> Converter:
     """Return a converter from the value of a member, such as (448, 57344), to the member."""
 
     def convert(name: str, value: Any) -> Any:
-        found = tuple(value) if isinstance(value, (tuple, list)) else value
+        found = tuple(value) if isinstance(value, Sequence) else value
         return next((member for member in kind if member.value == found), value)
 
     return convert
@@ -46,7 +48,7 @@ def instance_of_fields(kind: type) -> Converter:
     known = frozenset(f.name for f in fields(kind))
 
     def convert(name: str, value: Any) -> Any:
-        if not isinstance(value, dict):
+        if not isinstance(value, Mapping):
             return value
         if unknown := [str(key) for key in value if key not in known]:
             warnings.warn(f"{name} ignores unknown fields: {', '.join(unknown)}", UserWarning, stacklevel=8)
@@ -67,7 +69,7 @@ def at_least(recipe: Any, name: str, least: int) -> None:
 def require(recipe: Any, name: str, allowed: tuple[Any, ...], remedy: str = "") -> None:
     """Raise ValueError unless the field has one of the allowed values."""
     value = getattr(recipe, name)
-    if not any(type(value) is type(choice) and value == choice for choice in allowed):
+    if not any(isinstance(value, type(choice)) and value == choice for choice in allowed):
         choices = " or ".join(repr(a) for a in allowed)
         advice = f"; {remedy}" if remedy else ""
         raise ValueError(f"{type(recipe).__name__}: {name}={value!r}; it must be {choices}{advice}")
