@@ -35,7 +35,17 @@ def test_every_variable_is_either_read_somewhere_or_marked_as_accepted():
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1", True), ("0", False), ("true", True), ("Off", False), ("", False), (" yes ", True)],
+    [
+        ("1", True),
+        ("0", False),
+        ("true", True),
+        ("Off", False),
+        ("", False),
+        (" yes ", True),
+        ("2", True),
+        ("-1", True),
+        ("00", False),
+    ],
 )
 def test_flags_read_the_usual_spellings(monkeypatch, text, value):
     monkeypatch.setenv("NVTE_FLASH_ATTN", text)

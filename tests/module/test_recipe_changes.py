@@ -92,13 +92,14 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(misfit, before
     assert_equal(contents(layer), kept)
 
 
-def test_a_state_of_another_kind_than_quantized_parameters_is_refused_unchanged(device):
+def test_a_state_of_another_kind_than_quantized_parameters_is_dropped_with_a_warning(device):
     with te.quantized_model_init(recipe=Float8CurrentScaling()):
         layer = te.Linear(WIDTH, WIDTH, device=device)
-    quantizers = dict(layer.quantizers)
-    with pytest.raises(RuntimeError, match="Recipe mismatch"):
+    quantizers, meta = dict(layer.quantizers), dict(layer.fp8_meta)
+    with pytest.warns(UserWarning, match="saved under DelayedScaling and is not loaded"):
         layer.set_extra_state(extra())
     assert layer.quantizers == quantizers
+    assert dict(layer.fp8_meta) == meta
 
 
 def test_a_state_that_fits_is_taken_over(device):

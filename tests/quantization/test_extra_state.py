@@ -135,10 +135,10 @@ def test_an_archive_with_a_recipe_is_read_and_validated():
     torch.save({"recipe": DelayedScaling(fp8_format=Format.E4M3)}, buffer)
     assert q.decode_extra_state(buffer)["recipe"] == DelayedScaling(fp8_format=Format.E4M3)
     broken = DelayedScaling()
-    vars(broken)["amax_history_len"] = 0  # an assignment would be refused
+    vars(broken)["amax_history_len"] = -1  # an assignment would be refused
     buffer = io.BytesIO()
     torch.save({"recipe": broken}, buffer)
-    with pytest.raises(ExtraStateError, match="amax_history_len=0"):
+    with pytest.raises(ExtraStateError, match="amax_history_len=-1"):
         q.decode_extra_state(buffer)
 
 

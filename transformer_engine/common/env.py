@@ -30,13 +30,20 @@ class Variable:
     choices: tuple[str, ...] | None = None
 
     def parse(self, text: str) -> Value:
-        """The typed value of text; ValueError with the variable, the value and what is allowed."""
+        """Return the typed value of a text; every whole number but 0 switches a flag on, as in the original.
+
+        Raises:
+            ValueError: The variable cannot have this value.
+        """
         if self.kind is bool:
             if text.strip().lower() in _TRUE:
                 return True
             if text.strip().lower() in _FALSE:
                 return False
-            raise self._refusal(text, "0 or 1")
+            try:
+                return int(text) != 0
+            except ValueError:
+                raise self._refusal(text, "0 or 1") from None
         if self.kind is int:
             try:
                 return int(text)

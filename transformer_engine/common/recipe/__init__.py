@@ -1,9 +1,10 @@
-"""Recipes: which tensors are quantized to which format, and where their scales come from, as plain data.
+"""Recipes: dataclasses that say which tensors are quantized to which format, and where their scales come from.
 
-Every class is a dataclass that compares by value, pickles as itself and has a repr that tells apart what
-differs (delayed scaling keys its shared amax buffers by it). `MMParams` and `QParams` are frozen. The recipes
-are not, because code written against the original assigns to `fp8_gemm_*`, `fp8_quant_*` and `fp4_quant_*`. An
-assignment is checked as the constructor's arguments are, and derived fields follow the switch that decides them.
+Recipes compare by value and pickle in the original's format. `MMParams` and `QParams` are frozen. The fields of recipes
+may be assigned; the value is converted and checked as in the constructor, and derived fields follow their switch.
+
+Fields accept the forms that pydantic converts, because configurations often come from YAML files and command lines:
+`margin="1"`, `reduce_amax="true"`, `fp8_format=(448, 57344)`, `fp8_gemm_fprop={"use_split_accumulator": True}`.
 
 Environment variables give defaults and are read once, when this module is imported.
 """
@@ -16,12 +17,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from ..checks import epsilon, exponent, integer, switch, whole
+from ..checks import exponent, number
+from ..numbers import parse_bool, parse_float, parse_int
 from . import defaults
-from .field_checks import require, require_fp8, require_kind, require_switches
+from .field_checks import (
+    at_least,
+    convert_fields,
+    instance_of_fields,
+    member_of_value,
+    require,
+    require_fp8,
+    require_kind,
+)
 from .living import (
     assign,
     description_of,
+    enroll,
     recipe_class,
     recipe_described_as,
     revision_of,
@@ -68,7 +79,7 @@ class MMParams:
     use_split_accumulator: bool = True
 
     def __post_init__(self) -> None:
-        switch("MMParams: use_split_accumulator", self.use_split_accumulator)
+        convert_fields(self, _CONVERTERS)
 
     def __repr__(self) -> str:
         return _describe(self)
@@ -85,12 +96,20 @@ class QParams:
     fp4_2d_quantization: bool = False
 
     def __post_init__(self) -> None:
-        epsilon("QParams: amax_epsilon", self.amax_epsilon)
-        for name in (f.name for f in fields(self) if f.name != "amax_epsilon"):
-            switch(f"QParams: {name}", getattr(self, name))
+        convert_fields(self, _CONVERTERS)
+        number("QParams: amax_epsilon", self.amax_epsilon)
 
     def __repr__(self) -> str:
         return _describe(self)
+
+
+_CONVERTERS = {  # by the type that a field declares
+    "int": parse_int,
+    "float": parse_float,
+    "bool": parse_bool,
+    "Format": member_of_value(Format),
+    "MMParams": instance_of_fields(MMParams),
+}
 
 
 def _describe(record: Any) -> str:
@@ -111,7 +130,22 @@ class Recipe:
             super().__setattr__(name, value)
 
     def __post_init__(self) -> None:
+        self._convert()
         self._check()
+        self._derive()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Load a pickle, also of the original, whose recipes lack the derived fields and may lack later fields."""
+        self.__dict__.update(state)
+        self._convert()
+        self._derive()
+        enroll(self)
+
+    def _convert(self) -> None:
+        convert_fields(self, _CONVERTERS)
+
+    def _derive(self) -> None:
+        """Set the derived fields that are not set yet."""
         for name, value in self._derived().items():
             if not hasattr(self, name):  # else a subclass has fixed it as a class attribute
                 setattr(self, name, value)
@@ -124,7 +158,16 @@ class Recipe:
         return {}
 
     def __repr__(self) -> str:
-        return _describe(self)
+        """`recipe_type=DelayedScaling, margin=0, format=HYBRID, ..`: begins as the original's, with every field."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}  # pyright: ignore[reportArgumentType]
+        first = {name: values.pop(name) for name in ("margin", "fp4_format", "fp8_format") if name in values}
+        if "fp4_format" not in first and "fp8_format" in first:
+            first["format"] = first.pop("fp8_format")
+        shown = [
+            f"{name}={value.name if isinstance(value, Format) else value}" for name, value in first.items()
+        ]
+        shown += [f"{name}={value!r}" for name, value in values.items()]
+        return ", ".join([f"recipe_type={type(self).__name__}", *shown])
 
     def nvfp4(self) -> bool:
         return isinstance(self, NVFP4BlockScaling)
@@ -153,11 +196,6 @@ _FP8_QUANT = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 _FP4_QUANT = ("fp4_quant_fwd_inp", "fp4_quant_fwd_weight", "fp4_quant_bwd_grad")
 
 
-def _require_params(recipe: Recipe, names: tuple[str, ...]) -> None:
-    """TypeError unless the derived fields, where they are there already, are QParams."""
-    require_kind(recipe, QParams, *(name for name in names if hasattr(recipe, name)))
-
-
 @recipe_class
 @dataclass(repr=False)
 class DelayedScaling(Recipe):
@@ -181,10 +219,8 @@ class DelayedScaling(Recipe):
     def _check(self) -> None:
         require_fp8(self, (Format.E4M3, Format.HYBRID))
         require(self, "backward_override", (None,), "use another recipe or unset NVTE_BACKWARD_OVERRIDE")
-        integer("DelayedScaling: margin", self.margin)
         exponent("DelayedScaling: margin", self.margin)
-        whole("DelayedScaling: amax_history_len", self.amax_history_len)
-        require_switches(self, "reduce_amax")
+        at_least(self, "amax_history_len", 0)
         if not callable(self.amax_compute_algo):
             require(self, "amax_compute_algo", ("max", "most_recent"), "or pass a callable(history) -> amax")
         if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
@@ -216,9 +252,8 @@ class Float8CurrentScaling(Recipe):
 
     def _check(self) -> None:
         require_fp8(self, (Format.E4M3, Format.HYBRID))
-        require_switches(self, "use_power_2_scales")
         require_kind(self, MMParams, "fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
-        _require_params(self, _FP8_QUANT)
+        require_kind(self, QParams, *_FP8_QUANT)
 
     def _derived(self) -> dict[str, QParams]:
         return dict.fromkeys(_FP8_QUANT, QParams(power_2_scale=self.use_power_2_scales))
@@ -249,7 +284,6 @@ class Float8BlockScaling(Recipe):
 
     def _check(self) -> None:
         require_fp8(self, (Format.E4M3, Format.HYBRID))
-        require_switches(self, "use_f32_scales")
         dimensions = ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim")
         for name in dimensions:
             require(self, name, (1, 2))
@@ -263,7 +297,7 @@ class Float8BlockScaling(Recipe):
             require(self, name, (MMParams(use_split_accumulator=True),), "block scales need split sums")
         require(self, "fp8_dpa", (False,), "attention takes DelayedScaling or Float8CurrentScaling")
         require(self, "fp8_mha", (False,), "attention takes DelayedScaling or Float8CurrentScaling")
-        _require_params(self, _FP8_QUANT)
+        require_kind(self, QParams, *_FP8_QUANT)
 
     def _derived(self) -> dict[str, QParams]:
         return dict.fromkeys(_FP8_QUANT, QParams(power_2_scale=not self.use_f32_scales))
@@ -287,7 +321,6 @@ class MXFP8BlockScaling(Recipe):
 
     def _check(self) -> None:
         require_fp8(self, (Format.E4M3, Format.HYBRID))
-        integer("MXFP8BlockScaling: margin", self.margin)
         if self.margin:
             warnings.warn(
                 f"MXFP8BlockScaling: margin={self.margin} has no effect, as scales follow from each block's maximum; "
@@ -295,7 +328,6 @@ class MXFP8BlockScaling(Recipe):
                 UserWarning,
                 stacklevel=5,
             )
-        require_switches(self, "enable_2d_quantization")
 
 
 @recipe_class
@@ -330,14 +362,7 @@ class NVFP4BlockScaling(Recipe):
         require(self, "nvfp4_4over6_e4m3_use_256", _SCOPES)
         require(self, "nvfp4_4over6_err_mode", ("MAE", "MSE"))
         require(self, "backward_override", (None, "high_precision", "dequantized"))
-        require_switches(
-            self,
-            "disable_rht",
-            "disable_stochastic_rounding",
-            "disable_2d_quantization",
-            "row_scaled_activation",
-        )
-        _require_params(self, _FP4_QUANT)
+        require_kind(self, QParams, *_FP4_QUANT)
 
     def _derived(self) -> dict[str, QParams]:
         transform, draws = not self.disable_rht, not self.disable_stochastic_rounding
@@ -370,6 +395,5 @@ class CustomRecipe(Recipe):
     def _check(self) -> None:
         if not callable(self.qfactory):
             raise ValueError(f"CustomRecipe: qfactory={self.qfactory!r}; pass a callable(role) -> quantizer")
-        whole("CustomRecipe: quantization_alignment", self.quantization_alignment)
-        require_fp8(self, (Format.E4M3, Format.HYBRID))
-        require_switches(self)
+        at_least(self, "quantization_alignment", 1)
+        require_fp8(self, tuple(Format))  # the factory chooses the elements

@@ -1,32 +1,85 @@
-"""Checks on the fields of recipes, which name the recipe's class."""
+"""Conversion and validation of the fields of recipes; every error names the recipe's class and the field."""
 
 from __future__ import annotations
 
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from enum import Enum
 from typing import Any
 
-from ..checks import described, switch
+from ..described import described
+
+Converter = Callable[[str, Any], Any]
+
+
+def convert_fields(record: Any, converters: Mapping[str, Converter]) -> None:
+    """Convert the fields of a dataclass in place by their declared types; other types are left unchanged."""
+    for name, declared in _declared(type(record)):
+        value = record.__dict__.get(name)
+        if isinstance(value, str) and declared.startswith("str"):
+            object.__setattr__(record, name, str.__str__(value))  # a member of a str enumeration, for one
+        elif declared in converters and name in record.__dict__:
+            converted = converters[declared](f"{type(record).__name__}: {name}", value)
+            if converted is not value:
+                object.__setattr__(record, name, converted)
+
+
+@functools.cache
+def _declared(kind: type) -> tuple[tuple[str, str], ...]:
+    """Return the name and type of the fields of the nearest `recipe_class`; a user's subclass may declare others."""
+    declaring = next((base for base in kind.__mro__ if "_is_recipe_class" in vars(base)), kind)
+    return tuple((f.name, str(f.type)) for f in fields(declaring))
+
+
+def member_of_value(kind: type[Enum]) -> Converter:
+    """Return a converter from the value of a member, such as (448, 57344), to the member."""
+
+    def convert(name: str, value: Any) -> Any:
+        found = tuple(value) if isinstance(value, Sequence) else value
+        return next((member for member in kind if member.value == found), value)
+
+    return convert
+
+
+def instance_of_fields(kind: type) -> Converter:
+    """Return a converter from a dict of fields to an instance of a dataclass; unknown fields warn."""
+    known = frozenset(f.name for f in fields(kind))
+
+    def convert(name: str, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        if unknown := [str(key) for key in value if key not in known]:
+            warnings.warn(f"{name} ignores unknown fields: {', '.join(unknown)}", UserWarning, stacklevel=8)
+        return kind(**{key: given for key, given in value.items() if key in known})
+
+    return convert
+
+
+def at_least(recipe: Any, name: str, least: int) -> None:
+    """Raise ValueError for a whole number below `least`."""
+    value = getattr(recipe, name)
+    if value < least:
+        raise ValueError(
+            f"{type(recipe).__name__}: {name}={value} is below {least}; give a whole number of at least {least}"
+        )
 
 
 def require(recipe: Any, name: str, allowed: tuple[Any, ...], remedy: str = "") -> None:
-    """ValueError unless the field has one of the allowed values."""
+    """Raise ValueError unless the field has one of the allowed values."""
     value = getattr(recipe, name)
-    if not any(type(value) is type(choice) and value == choice for choice in allowed):
+    if not any(isinstance(value, type(choice)) and value == choice for choice in allowed):
         choices = " or ".join(repr(a) for a in allowed)
         advice = f"; {remedy}" if remedy else ""
         raise ValueError(f"{type(recipe).__name__}: {name}={value!r}; it must be {choices}{advice}")
 
 
-def require_switches(recipe: Any, *names: str) -> None:
-    """TypeError unless fp8_dpa, fp8_mha and the fields called names are True or False."""
-    for name in ("fp8_dpa", "fp8_mha", *names):
-        switch(f"{type(recipe).__name__}: {name}", getattr(recipe, name))
-
-
 def require_kind(recipe: Any, kind: type, *names: str) -> None:
-    """TypeError unless the fields called names are of one class."""
+    """Raise TypeError unless the fields, where they are set, are instances of one class."""
     for name in names:
-        value = getattr(recipe, name)
-        if not isinstance(value, kind):
+        value = getattr(recipe, name, None)
+        if hasattr(recipe, name) and not isinstance(value, kind):
             raise TypeError(
                 f"{type(recipe).__name__}: {name}={described(value)} is a {type(value).__name__}; "
                 f"give {kind.__name__}(..)"
@@ -34,6 +87,6 @@ def require_kind(recipe: Any, kind: type, *names: str) -> None:
 
 
 def require_fp8(recipe: Any, formats: tuple[Any, ...]) -> None:
-    """ValueError unless format and override are those of a recipe in FP8."""
+    """Raise ValueError unless format and override are valid in an FP8 recipe."""
     require(recipe, "fp8_format", formats, "gradients alone may use E5M2, by HYBRID")
     require(recipe, "backward_override", (None, "high_precision", "dequantized"))

@@ -8,6 +8,7 @@ import weakref
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
+from ..unused_variables import warn_of_unused
 from . import defaults
 
 _living: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -51,6 +52,7 @@ def recipe_class(cls: RecipeClass) -> RecipeClass:
     @functools.wraps(strict)
     def __init__(self, *args: Any, **keywords: Any) -> None:
         defaults.demand_readable()
+        warn_of_unused()
         unknown = [name for name in keywords if name not in known]
         if unknown:
             warnings.warn(
@@ -60,11 +62,22 @@ def recipe_class(cls: RecipeClass) -> RecipeClass:
                 del keywords[name]
         self.__dict__.pop("_description", None)
         strict(self, *args, **keywords)
-        self.__dict__["_description"] = repr(self)
-        _living[id(self)] = self
+        enroll(self)
 
     cls.__init__ = __init__
+    cls._is_recipe_class = True  # pyright: ignore[reportAttributeAccessIssue]
     return cls
+
+
+def enroll(recipe: Any) -> None:
+    """Record the description of a complete recipe, by which `recipe_described_as` finds it.
+
+    A copy whose description is the same keeps the original's string object, which is its revision.
+    """
+    description = repr(recipe)
+    if recipe.__dict__.get("_description") != description:
+        recipe.__dict__["_description"] = description
+    _living[id(recipe)] = recipe
 
 
 def assign(recipe: Any, name: str, value: Any) -> None:
@@ -77,6 +90,7 @@ def assign(recipe: Any, name: str, value: Any) -> None:
     derived = recipe._derived()
     object.__setattr__(recipe, name, value)
     try:
+        recipe._convert()
         recipe._check()
         for field, params in recipe._derived().items():
             decided = {

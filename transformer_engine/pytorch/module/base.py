@@ -21,7 +21,6 @@ from ..quantization import (
     load_extra_state,
 )
 from ..quantization.autocast import AutocastState
-from ..quantization.family import family_of
 from ..quantization.model_init import current_model_init
 from ..quantization.resizable_state import ResizableState
 from ..runtime.device import autocast_dtype, canonical_device
@@ -290,18 +289,10 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     def _check_parameter_recipe(self, recipe: Recipe | None) -> None:
         """RuntimeError under another kind of recipe than quantized parameters were made with, if there are any."""
-        made_with = self._model_init_recipe
-        if (
-            not self._config.primary_weights_in_fp8
-            or made_with is None
-            or recipe is None
-            or family_of(made_with) is family_of(recipe)
-        ):
-            return
-        if any(isinstance(param, QuantizedTensorStorage) for param in self._parameters.values()):
+        if self._config.primary_weights_in_fp8 and loading.quantized_otherwise(self, recipe):
             raise RuntimeError(
                 f"Recipe mismatch for {type(self).__name__}: its parameters were quantized with "
-                f"{type(made_with).__name__}, the active recipe is {type(recipe).__name__}; "
+                f"{type(self._model_init_recipe).__name__}, the active recipe is {type(recipe).__name__}; "
                 "use the same recipe class in quantized_model_init and autocast"
             )
 
@@ -364,13 +355,18 @@ class TransformerEngineBaseModule(torch.nn.Module):
         return ResizableState.of(encode_extra_state(self.fp8_meta if keep else {}))
 
     def set_extra_state(self, state) -> None:
-        """Restore what `get_extra_state` kept; read through an allow-list, in place where tensors exist."""
+        """Restore the state of `get_extra_state`; read through an allow-list, in place where tensors exist.
+
+        The state of another kind of recipe than quantized parameters were made with is dropped with a warning.
+        """
         content = decode_extra_state(state)
         if content is None:
             return
         products = protocol.products_of(self, content)
         check_extra_state(content, slots(products))
-        self._check_parameter_recipe(content["recipe"])
+        if loading.quantized_otherwise(self, content["recipe"]):
+            loading.drop_state(self, content["recipe"])
+            return
         protocol.grow_to(self, products)
         self.numerics.renew(self, content["recipe"], self.fp8_meta["fp8_group"])
         load_extra_state(content, self.fp8_meta)

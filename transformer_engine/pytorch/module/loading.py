@@ -8,6 +8,9 @@ from typing import Any
 import torch
 
 from ...common import env
+from ...common.recipe import Recipe
+from ..quantization.family import family_of
+from ..tensor.quantized_tensor import QuantizedTensorStorage
 
 EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
@@ -44,9 +47,35 @@ def _forget_scales(module: Any, state_dict: Mapping[str, Any], prefix: str) -> N
     state = state_dict.get(prefix + EXTRA_STATE)
     empty = state is None or (isinstance(state, torch.Tensor) and state.numel() == 0)
     if empty and any(prefix + name in state_dict for name in module._parameters):
-        for direction in ("scaling_fwd", "scaling_bwd"):
-            for delayed in module.numerics.delayed_states(direction):
-                delayed.forget()
+        _reset_scales(module)
+
+
+def _reset_scales(module: Any) -> None:
+    for direction in ("scaling_fwd", "scaling_bwd"):
+        for delayed in module.numerics.delayed_states(direction):
+            delayed.forget()
+
+
+def quantized_otherwise(module: Any, recipe: Recipe | None) -> bool:
+    """Return whether the module has parameters that were quantized with another kind of recipe."""
+    made_with = module._model_init_recipe
+    if made_with is None or recipe is None or family_of(made_with) is family_of(recipe):
+        return False
+    return any(isinstance(param, QuantizedTensorStorage) for param in module._parameters.values())
+
+
+def drop_state(module: Any, recipe: Recipe) -> None:
+    """Drop a checkpoint's scaling state that belongs to another recipe than the module's quantized parameters.
+
+    The scales and histories of delayed scaling are reset, as for a checkpoint without extra states.
+    """
+    made_with = type(module._model_init_recipe).__name__
+    module._warn_once(
+        f"state of {type(recipe).__name__}",
+        f"the checkpoint's extra state of {type(module).__name__} was saved under {type(recipe).__name__} and is not "
+        f"loaded, because the parameters are quantized with {made_with}; the weights are loaded and quantized anew",
+    )
+    _reset_scales(module)
 
 
 def forget_stateless(state_dict: MutableMapping[str, Any], prefix: str) -> None:

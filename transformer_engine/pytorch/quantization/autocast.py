@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...common.checks import refuse_keywords, switch
+from ...common.checks import refuse_keywords
+from ...common.numbers import to_bool
 from ...common.recipe import Recipe
 from ..constants import dist_group_type
 from ..runtime.checks import group_or_none
@@ -180,9 +181,8 @@ class autocast(ContextDecorator):
     ):
         if others:
             refuse_keywords("autocast", others, {"fp8_recipe": "recipe", "fp8_group": "amax_reduction_group"})
-        check_block(enabled, recipe)
-        if calibrating is not False:
-            switch("calibrating", calibrating)
+        enabled = check_block(enabled, recipe)
+        calibrating = to_bool("calibrating", calibrating)
         if amax_reduction_group is not None:
             group_or_none("amax_reduction_group", amax_reduction_group)
         if recipe is None and (enabled or calibrating):

@@ -93,9 +93,9 @@ def decode_extra_state(state: Tensor | io.BytesIO | None) -> dict[str, Any] | No
     elif isinstance(state, Tensor):
         if state.numel() == 0:
             return None
-        if state.dtype != torch.uint8:
+        if state.dtype not in (torch.uint8, torch.int8):
             raise ExtraStateError(f"extra state has dtype {state.dtype}; it must be torch.uint8")
-        data = bytes(state.detach().cpu().contiguous().numpy())
+        data = bytes(state.detach().cpu().contiguous().view(torch.uint8).numpy())
         decoded = _load_archive(data) if data[:2] == b"PK" else _load_pickle(data)
     else:
         raise ExtraStateError(
@@ -217,22 +217,39 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes records; every class it hands out lives for this load only, so that nothing done to it lasts."""
+    """Unpickler that creates inert records; each record class exists for one load only.
+
+    foreign   the record classes of names that a checkpoint may not load
+    """
 
     def __init__(self, file: io.BytesIO):
         super().__init__(file)
         self._classes: dict[tuple[str, str], type[_Record]] = {}
+        self.foreign: set[type[_Record]] = set()
 
     def find_class(self, module: str, name: str) -> type[_Record]:
-        if not _may_load(module, name):
-            raise ExtraStateError(
-                f"extra state names {module}.{name}, which a checkpoint may not load; only recipes, plain "
-                "containers and tensors are read. If you trust the file, load that part yourself"
-            )
         target = (module, name)
         if target not in self._classes:
             self._classes[target] = type("Record", (_Record,), {"target": target})
+            if not _may_load(module, name):
+                self.foreign.add(self._classes[target])
         return self._classes[target]
+
+
+def _drop_functions(content: Any, foreign: set[type[_Record]]) -> None:
+    """Replace the functions of a recipe by the defaults, as encode_extra_state does; they are never loaded."""
+    recipe = content.get("recipe") if isinstance(content, dict) else None
+    fields_of = recipe.__dict__["attributes"] if isinstance(recipe, _Record) else None
+    for name in ("amax_compute_algo", "scaling_factor_compute_algo"):
+        function = fields_of.get(name) if isinstance(fields_of, dict) else None
+        if isinstance(function, type) and function in foreign:
+            foreign.discard(function)
+            del fields_of[name]
+            warnings.warn(
+                f"extra state's recipe has {name}={'.'.join(function.target)}, which is not loaded; the recipe of "
+                "autocast takes its place",
+                stacklevel=2,
+            )
 
 
 def _may_load(module: str, name: str) -> bool:
@@ -256,8 +273,16 @@ def _derived_recipe(module: str, name: str) -> type[Recipe] | None:
 
 
 def _load_pickle(data: bytes) -> Any:
+    unpickler = _Unpickler(io.BytesIO(data))
     try:
-        return _built(_Unpickler(io.BytesIO(data)).load())
+        content = unpickler.load()
+        _drop_functions(content, unpickler.foreign)
+        for record in unpickler.foreign:
+            raise ExtraStateError(
+                f"extra state names {'.'.join(record.target)}, which a checkpoint may not load; only recipes, plain "
+                "containers and tensors are read. If you trust the file, load that part yourself"
+            )
+        return _built(content)
     except ExtraStateError:
         raise
     except _MALFORMED as error:
@@ -329,7 +354,7 @@ def _recipe(kind: Any, attributes: Any) -> Recipe:
     if not isinstance(attributes, dict):
         raise ExtraStateError(f"extra state's {kind.__name__} has no attributes")
     known = {f.name: f for f in fields(kind)}
-    unknown = sorted(str(name) for name in attributes if name not in known)
+    unknown = sorted({str(name) for name in attributes} - {*known, "_description"})
     if unknown and not torch.compiler.is_compiling():
         warnings.warn(
             f"extra state's {kind.__name__} has fields unknown here: {', '.join(unknown)}", stacklevel=2

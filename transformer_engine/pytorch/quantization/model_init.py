@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from ...common.checks import switch
+from ...common.numbers import to_bool
 from ...common.recipe import Recipe
 from ..runtime.tracing import warn_deprecated
 from .support import check_block, check_recipe_support, default_recipe
@@ -50,11 +50,11 @@ class quantized_model_init:
         recipe: Recipe | None = None,
         preserve_high_precision_init_val: bool = False,
     ):
-        check_block(enabled, recipe)
-        switch("preserve_high_precision_init_val", preserve_high_precision_init_val)
+        enabled = check_block(enabled, recipe)
+        preserve = to_bool("preserve_high_precision_init_val", preserve_high_precision_init_val)
         if recipe is None and enabled:
             recipe = default_recipe()
-        self._state = ModelInitState(enabled, recipe, preserve_high_precision_init_val)
+        self._state = ModelInitState(enabled, recipe, preserve)
         self._outer: ModelInitState | None = None
 
     def __enter__(self) -> None:

@@ -125,6 +125,11 @@ class DelayedScalingRecipeState(RecipeState):
 
     def __init__(self, recipe: DelayedScaling, **arguments: Any):
         super().__init__(recipe, **arguments)
+        if recipe.amax_history_len < 1:
+            raise ValueError(
+                f"amax_history_len={recipe.amax_history_len} leaves no row for the running step's maximum; "
+                "set it to at least 1"
+            )
         self.recipe: DelayedScaling = recipe
         self.dtype = get_fp8_te_dtype(recipe, self.mode == "forward")
         self.scale_in_place = torch.ones(self.num_quantizers, dtype=torch.float32, device=self.device)

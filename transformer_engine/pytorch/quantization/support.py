@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...common import env
-from ...common.checks import described, switch
+from ...common.checks import described
+from ...common.numbers import to_bool
 from ...common.recipe import Recipe, defaults
 from ..runtime.device import cuda_version, get_device_compute_capability, has_cuda
 from ..runtime.tracing import constant_while_tracing
@@ -50,7 +51,7 @@ class emulate:
     """Switch emulation on (or off) at once; as a context manager it goes back at the end."""
 
     def __init__(self, enabled: bool = True):
-        switch("enabled", enabled)
+        enabled = to_bool("enabled", enabled)
         self._before = _switch.forced
         _switch.forced = enabled
 
@@ -137,15 +138,18 @@ def check_recipe_support(recipe: Recipe) -> tuple[bool, str]:
     return (True, "") if kind is None else _check(kind)
 
 
-def check_block(enabled: bool, recipe: Recipe | None) -> None:
-    """What the context managers take: a switch, and a recipe's instance or None."""
-    if enabled is not True and enabled is not False:
-        switch("enabled", enabled)
+def check_block(enabled: Any, recipe: Recipe | None) -> bool:
+    """Check the arguments of a context manager, and return `enabled` as a bool.
+
+    Raises:
+        TypeError: `enabled` has no truth value, or `recipe` is neither an instance of a recipe class nor None.
+    """
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(
             f"recipe={described(recipe)} is a {type(recipe).__name__}; pass an instance of a class of "
             "transformer_engine.common.recipe, or None"
         )
+    return to_bool("enabled", enabled)
 
 
 Check = Callable[[], "tuple[bool, str]"]

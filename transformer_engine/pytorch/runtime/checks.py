@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
-from ...common.checks import described, whole_numbers
+from ...common.checks import described
+from ...common.numbers import to_int
 from .device import canonical_device
 
 _NO_GROUP = (bool, int, float, str, bytes, list, tuple, dict, set, Tensor, torch.dtype)
@@ -104,11 +106,19 @@ def values_dtype(name: str, value: Any) -> None:
         )
 
 
-def extents(name: str, value: Any) -> None:
-    """TypeError or ValueError unless value is a shape."""
-    whole_numbers(name, value)
-    if any(size < 0 for size in value):
-        raise ValueError(f"{name}={tuple(value)} holds a size below 0; give sizes of at least 0")
+def extents(name: str, value: Any) -> tuple[int, ...]:
+    """Convert a shape to a tuple of integers of at least 0.
+
+    Raises:
+        TypeError: The value is not a sequence, or one of its sizes is not a whole number.
+        ValueError: A size is below 0.
+    """
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping, Set)):
+        raise TypeError(f"{name}={described(value)} is not a sequence; give a list of whole numbers")
+    sizes = tuple([to_int(f"a size of {name}", size) for size in value])
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"{name}={sizes} holds a size below 0; give sizes of at least 0")
+    return sizes
 
 
 def flag_tensor(name: str, value: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 
 import torch
 
@@ -77,6 +78,8 @@ def canonical_device(device: torch.device | str | int | None = "cuda", name: str
     """
     if device is None:
         device = "cuda"
+    if hasattr(type(device), "__index__") and not isinstance(device, (bool, torch.Tensor)):
+        device = operator.index(device)  # pyright: ignore[reportArgumentType] - a NumPy integer, for one
     if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
         raise TypeError(
             f"{name}={device!r} is a {type(device).__name__}; give 'cuda', 'cpu', 'meta', a GPU's number or a "

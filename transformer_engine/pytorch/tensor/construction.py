@@ -33,10 +33,10 @@ def check_shape(shape: Sequence[int] | None, of_payload: Sequence[int]) -> None:
     """ValueError unless a shape that is given is of as many values as the payload."""
     if shape is None:
         return
-    extents("shape", shape)
+    shape = extents("shape", shape)
     if prod(shape) != prod(of_payload):
         raise ValueError(
-            f"shape={tuple(shape)} is of {prod(shape)} values, the payload of {tuple(of_payload)}; give the shape of "
+            f"shape={shape} is of {prod(shape)} values, the payload of {tuple(of_payload)}; give the shape of "
             "the payload's values, or None"
         )
 

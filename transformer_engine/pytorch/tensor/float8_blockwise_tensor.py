@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...common import recipe as recipes
-from ...common.checks import epsilon, switch
 from ...common.formats import BLOCK_1D, BLOCK_2D
+from ...common.numbers import to_bool, to_int
 from ..constants import DType
 from ..primitives.operand import Operand
 from ..primitives.quantize import Cast, Quantized, QuantizeSpec, quantize
@@ -19,7 +19,7 @@ from .block_scaling import BlockScalingQuantizer
 from .elements import element_of, float8_number
 from .pickling import DIRECTIONS, from_values, values_of
 from .quantized_tensor import QuantizedTensor
-from .quantizer import Operands, Quantizer
+from .quantizer import Operands, Quantizer, amax_floor
 from .storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
 
 __all__ = ["Float8BlockQuantizer", "Float8BlockwiseQTensor", "Float8BlockwiseQTensorStorage"]
@@ -66,18 +66,16 @@ class Float8BlockQuantizer(BlockScalingQuantizer):
         amax_epsilon: float = 0.0, force_pow_2_scales: bool = True, block_scaling_dim: int = 2,
         all_gather_usage: bool = False,
     ):  # fmt: skip
-        if isinstance(block_scaling_dim, bool) or block_scaling_dim not in (1, 2):
+        dimensions = to_int("block_scaling_dim", block_scaling_dim)
+        if dimensions not in (1, 2):
             raise ValueError(f"block_scaling_dim={block_scaling_dim!r}; choose 1 (1 x 128) or 2 (128 x 128)")
-        epsilon("amax_epsilon", amax_epsilon)
-        switch("force_pow_2_scales", force_pow_2_scales)
-        switch("all_gather_usage", all_gather_usage)
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.dtype = float8_number(fp8_dtype)
-        self.amax_epsilon = amax_epsilon
-        self.force_pow_2_scales = force_pow_2_scales
-        self.block_scaling_dim = block_scaling_dim
+        self.amax_epsilon = amax_floor(amax_epsilon)
+        self.force_pow_2_scales = to_bool("force_pow_2_scales", force_pow_2_scales)
+        self.block_scaling_dim = dimensions
         self.block_len = 128
-        self.all_gather_usage = all_gather_usage
+        self.all_gather_usage = to_bool("all_gather_usage", all_gather_usage)
 
     def spec(self, rowwise: bool, columnwise: bool) -> QuantizeSpec:
         return _spec(

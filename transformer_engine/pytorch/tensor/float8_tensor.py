@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...common import recipe as recipes
-from ...common.checks import epsilon, switch
 from ...common.formats import FLOAT8
+from ...common.numbers import to_bool
 from ..constants import DType
 from ..primitives.operand import Operand
 from ..primitives.quantize import Cast, Quantized, QuantizeSpec, absolute_maximum, quantize
@@ -22,7 +22,7 @@ from ..runtime.device import canonical_device
 from .allocation import empty_quantized
 from .elements import element_of, float8_dtype, float8_number
 from .quantized_tensor import QuantizedTensor
-from .quantizer import Operands, Quantizer
+from .quantizer import Operands, Quantizer, amax_floor
 from .reduced_maximum import ReducesMaximum
 from .storage.float8_tensor_storage import Float8TensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, matrix_shape, plain_matrix
@@ -301,9 +301,6 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, _PerTensorQuantizer):
         amax: Tensor | None = None,
     ):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
-        switch("with_amax_reduction", with_amax_reduction)
-        switch("force_pow_2_scales", force_pow_2_scales)
-        epsilon("amax_epsilon", amax_epsilon)
         group_or_none("amax_reduction_group", amax_reduction_group)
         ignored = {"use_existing_amax": use_existing_amax, "scale": scale, "amax": amax}
         for name, value in ignored.items():
@@ -317,10 +314,10 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, _PerTensorQuantizer):
             canonical_device(device)
         self.dtype = float8_number(fp8_dtype)
         self.device = device
-        self.with_amax_reduction = with_amax_reduction
+        self.with_amax_reduction = to_bool("with_amax_reduction", with_amax_reduction)
         self.amax_reduction_group = amax_reduction_group
-        self.force_pow_2_scales = force_pow_2_scales
-        self.amax_epsilon = amax_epsilon
+        self.force_pow_2_scales = to_bool("force_pow_2_scales", force_pow_2_scales)
+        self.amax_epsilon = amax_floor(amax_epsilon)
 
     def encode(
         self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None

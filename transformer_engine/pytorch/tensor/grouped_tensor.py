@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.checks import whole
+from ...common.numbers import to_int
 from ..runtime.checks import extents, tensor, values_dtype
 from ..runtime.device import canonical_device
 from .quantized_tensor import QuantizedTensor
@@ -171,14 +171,12 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
         dtype: torch.dtype | None = None,
     ) -> GroupedTensor:
         """Uninitialised matrices of these shapes, each quantized as the quantizer has it."""
-        whole("num_tensors", num_tensors)
+        num_tensors = to_int("num_tensors", num_tensors, 1)
         if len(shapes) != num_tensors or not shapes:
             raise ValueError(f"{len(shapes)} shapes for num_tensors={num_tensors}; give one a tensor")
-        for shape in shapes:
-            extents("shapes", shape)
+        given = [extents("shapes", shape) for shape in shapes]
         dtype = torch.get_default_dtype() if dtype is None else dtype
         values_dtype("dtype", dtype)
-        given = [tuple(shape) for shape in shapes]
         quantizers = None if quantizer is None else [quantizer.copy() for _ in given]
         stack = StackQuantizer(quantizers, None if len(set(given)) == 1 else given)
         place = canonical_device(device)
@@ -191,7 +189,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> GroupedTensor:  # fmt: skip
         """Uninitialised matrices whose extents are numbers of the device, which the host reads; None: all are equal."""
-        whole("num_tensors", num_tensors)
+        num_tensors = to_int("num_tensors", num_tensors, 1)
         firsts = _extents_of("first_dims", first_dims, num_tensors, logical_first_dim, last_dims is None)
         lasts = _extents_of("last_dims", last_dims, num_tensors, logical_last_dim, False)
         return cls.make_grouped_tensor_with_shapes(
@@ -209,13 +207,13 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
         internal: bool = False,
     ) -> GroupedTensor | GroupedTensorStorage:
         """num_tensors matrices of one shape around a buffer; internal: without a tensor around them."""
-        whole("num_tensors", num_tensors)
+        num_tensors = to_int("num_tensors", num_tensors, 1)
         tensor("rowwise_data", rowwise_data)
         if dtype is not None and dtype != rowwise_data.dtype:
             raise ValueError(
                 f"dtype={dtype} is not that of rowwise_data, {rowwise_data.dtype}; convert the buffer"
             )
-        shapes = [tuple(tensor_shape)] * num_tensors
+        shapes = [extents("tensor_shape", tensor_shape)] * num_tensors
         storage = GroupedTensorStorage.around(shapes, rowwise_data.detach(), StackQuantizer(None))
         return storage if internal else cls.from_storage(storage, requires_grad=rowwise_data.requires_grad)
 

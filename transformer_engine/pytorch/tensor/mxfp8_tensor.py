@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...common import recipe as recipes
-from ...common.checks import switch
 from ...common.formats import MXFP8
+from ...common.numbers import to_bool
 from ..constants import DType
 from ..primitives.quantize import QuantizeSpec
 from .block_scaling import BlockScalingQuantizer
@@ -59,9 +59,8 @@ class MXFP8Quantizer(BlockScalingQuantizer):
         with_2d_quantization: bool = False,
     ):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
-        switch("with_2d_quantization", with_2d_quantization)
         self.dtype = float8_number(fp8_dtype)
-        self.with_2d_quantization = with_2d_quantization
+        self.with_2d_quantization = to_bool("with_2d_quantization", with_2d_quantization)
 
     def spec(self, rowwise: bool, columnwise: bool) -> QuantizeSpec:
         return _spec(self.dtype, rowwise, columnwise, self.with_2d_quantization)

@@ -229,16 +229,14 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         return self.detach()
 
     def _set_data(self, value: Tensor) -> None:
-        """Take over value's payload (shape and nominal dtype included), or quantize a plain tensor into one's own.
+        """Take over value's payload (shape and nominal dtype included), or quantize a tensor into this one's payload.
 
-        A plain tensor of another shape gets a payload of its own.
+        A tensor of another format is dequantized first. A tensor of another shape gets a new payload.
         """
+        if isinstance(value, QuantizedTensor) and not isinstance(value, type(self)):
+            value = value.dequantize()
         if isinstance(value, type(self)):
             aten.take_over(self, value)
-        elif isinstance(value, QuantizedTensor):
-            raise TypeError(
-                f"cannot set the data of a {type(self).__name__} to a {type(value).__name__}; dequantize it first"
-            )
         elif value.shape == self.shape:
             self.quantize_(value.detach())
         else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import warnings
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ...common import recipe as recipes
-from ...common.checks import described, switch
+from ...common.checks import described, number
+from ...common.numbers import to_bool, to_float
 from ..constants import dist_group_type
 from ..primitives.operand import Operand, plain
 from ..primitives.quantize import Cast, Quantized
@@ -58,10 +61,8 @@ class Quantizer:
     is_identity = False  # does `encode` leave values as they are?
 
     def __init__(self, *, rowwise: bool, columnwise: bool):
-        switch("rowwise", rowwise)
-        switch("columnwise", columnwise)
-        self.rowwise_usage = rowwise
-        self.columnwise_usage = columnwise
+        self.rowwise_usage = to_bool("rowwise", rowwise)
+        self.columnwise_usage = to_bool("columnwise", columnwise)
         self.internal = False
         self.optimize_for_gemm = False
 
@@ -213,23 +214,20 @@ class Quantizer:
         pin_memory: bool = False,
     ) -> Any:
         """An uninitialised quantized tensor, to be filled by `update_quantized`, made where modules are."""
-        extents("shape", shape)
+        shape = extents("shape", shape)
         values_dtype("dtype", dtype)
-        switch("requires_grad", requires_grad)
-        switch("pin_memory", pin_memory)
+        requires_grad = to_bool("requires_grad", requires_grad)
+        pin_memory = to_bool("pin_memory", pin_memory)
         # Only host memory is pinned.
         place = canonical_device("cpu" if device is None and pin_memory else device)
-        storage = self.empty(tuple(shape), dtype, place, pin_memory)
+        storage = self.empty(shape, dtype, place, pin_memory)
         return storage if self.internal else self.wrap(storage, requires_grad=requires_grad)
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Choose the directions of later quantizations; None leaves one as it is."""
-        switch("rowwise", rowwise)
-        switch("columnwise", columnwise)
-        if rowwise is not None:
-            self.rowwise_usage = rowwise
-        if columnwise is not None:
-            self.columnwise_usage = columnwise
+        rows = self.rowwise_usage if rowwise is None else to_bool("rowwise", rowwise)
+        columns = self.columnwise_usage if columnwise is None else to_bool("columnwise", columnwise)
+        self.rowwise_usage, self.columnwise_usage = rows, columns
 
     def get_usages(self) -> dict[str, bool]:
         """The directions of later quantizations: {"rowwise": bool, "columnwise": bool}."""
@@ -310,6 +308,24 @@ def _check_source(name: str, values: Any) -> None:
     tensor(name, values)
     if not values.is_floating_point():
         raise TypeError(f"{name}: cannot quantize {values.dtype}; convert to a floating-point dtype first")
+
+
+def amax_floor(amax_epsilon: Any) -> float:
+    """Convert the lower bound of a quantizer's absolute maximum; a negative bound has no effect."""
+    floor = to_float("amax_epsilon", amax_epsilon)
+    number("amax_epsilon", floor)
+    if floor < 0:
+        _warn_of_negative_floor(floor)
+    return max(floor, 0.0)
+
+
+@functools.cache
+def _warn_of_negative_floor(floor: float) -> None:
+    warnings.warn(
+        f"amax_epsilon={floor} has no effect, because an absolute maximum is at least 0; use 0.0",
+        UserWarning,
+        stacklevel=4,
+    )
 
 
 class _Quantize(torch.autograd.Function):

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ....common.checks import described
+from ....common.numbers import to_bool
 from ..decoder_config import DecoderConfig, RotaryConfig
 
 
@@ -23,10 +24,8 @@ class Settings:
         return float(self._value(name, default, (int, float), "a number"))
 
     def switch(self, name: str, default: bool) -> bool:
-        value = self.content.get(name, default)
-        if not isinstance(value, bool):
-            raise ValueError(f"{self.source}: {name}={described(value)} is neither true nor false; repair it")
-        return value
+        """The truth value of a setting, as transformers reads it: null is false, a missing setting the default."""
+        return to_bool(f"{self.source}: {name}", self.content.get(name, default))
 
     def choice(self, name: str, default: str, choices: Mapping[str, str]) -> str:
         """What the choice called name stands for here."""
