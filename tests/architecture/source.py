@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("transformer_engine", "transformer_engine_torch")
+PACKAGES = ("transformer_engine", "transformer_engine_jax", "transformer_engine_torch")
 
 
 @functools.cache
@@ -57,6 +57,40 @@ def imports(name: str) -> list[tuple[str, int]]:
                 full = f"{base}.{alias.name}"
                 found.append((full if full in modules() else base, node.lineno))
     return [(target, line) for target, line in found if target.split(".")[0] in PACKAGES]
+
+
+def loaded_by(name: str) -> set[str]:
+    """The modules of ours that Python begins to load while it loads a module, before its own body ends.
+
+    Importing `a.b.c` loads the packages `a` and `a.b` first. A module's own packages are already loading. Imports in
+    functions and under TYPE_CHECKING load nothing.
+    """
+    found: set[str] = set()
+    for node in _run_on_load(tree(modules()[name]).body):
+        targets = []
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(name, node)
+            full = [f"{base}.{alias.name}" for alias in node.names]
+            targets = [target if target in modules() else base for target in full]
+        for target in targets:
+            parts = target.split(".")
+            found |= {".".join(parts[: n + 1]) for n in range(len(parts))}
+    return {target for target in found & set(modules()) if not f"{name}.".startswith(f"{target}.")}
+
+
+def _run_on_load(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Every statement that runs when a module is loaded, those in blocks included."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            yield from _run_on_load(node.orelse)
+            continue
+        yield node
+        for field in ("body", "orelse", "finalbody", "handlers"):
+            yield from _run_on_load(getattr(node, field, ()))
 
 
 def _absolute(name: str, node: ast.ImportFrom) -> str:

@@ -1,4 +1,4 @@
-"""Imports go down only: a module may import its own layer and those below."""
+"""Imports go down only: a module may import its own layer and those below, and no modules import in a circle."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 
 import pytest
 import source
-from source import circles, imports, modules, nodes, tree
+from source import circles, imports, loaded_by, modules, nodes, tree
 
 # The longest prefix decides. Layers as in docs/architecture.md.
 LAYERS = {
@@ -143,6 +143,26 @@ def files_imported() -> dict[str, set[str]]:
 def test_no_files_import_each_other_in_a_circle():
     standing = [sorted(circle) for circle in circles(files_imported())]
     assert not standing, f"these import each other: {standing}"
+
+
+def test_no_module_is_loaded_while_it_waits_for_another_to_load():
+    """Such a module works or fails depending on which module of the circle a program imports first."""
+    standing = [sorted(circle) for circle in circles({name: loaded_by(name) for name in modules()})]
+    assert not standing, f"these load each other: {standing}"
+
+
+def test_loading_a_module_loads_the_packages_of_its_imports(tmp_path, monkeypatch):
+    (tmp_path / "a.py").write_text(
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from transformer_engine.types import T\n"
+        "try:\n    from transformer_engine.outer.inner import b, name\nexcept ImportError:\n    pass\n"
+        "def f():\n    import transformer_engine.late\n"
+    )
+    others = ("transformer_engine.outer", "transformer_engine.outer.inner", "transformer_engine.outer.inner.b")
+    names = ("transformer_engine", "transformer_engine.types", "transformer_engine.late", *others)
+    found = dict.fromkeys(names, tmp_path / "__init__.py") | {"transformer_engine.a": tmp_path / "a.py"}
+    monkeypatch.setattr(source, "modules", lambda: found)
+    assert loaded_by("transformer_engine.a") == set(others)
 
 
 @pytest.mark.parametrize(

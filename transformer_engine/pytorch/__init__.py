@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+from typing import TYPE_CHECKING, Any
 
 from . import requirements  # isort: skip
 from .. import common as common
@@ -11,7 +13,6 @@ from ..common import recipe as recipe
 from ..common.dispatch import use_backend
 from . import float8_tensor as float8_tensor
 from . import fp8 as fp8
-from . import ops as ops
 from . import optimizers, quantization, tensor
 from . import router as router
 from .attention import (
@@ -30,7 +31,6 @@ from .inspect.deterministic import deterministic
 from .inspect.explain import explain
 from .inspect.memory_plan import memory_plan
 from .inspect.observation import Observation, observe
-from .integrations.huggingface import convert_hf, revert_hf
 from .module import (
     Fp8Padding,
     Fp8Unpadding,
@@ -72,9 +72,34 @@ from .utils import deinterleave_glu_tensor, interleave_glu_tensor
 # The quantizers and containers of every format, and is_<kind>_available of every kind of format.
 globals().update(tensor.EXPORTS | quantization.availability())
 
+if TYPE_CHECKING:
+    from . import conversion as conversion
+    from . import integrations as integrations
+    from . import ops as ops
+    from .integrations.huggingface import convert_hf, revert_hf
 
-# cpp_extensions at its first use: it is made of transformer_engine_torch, which is made of what this package imports.
+# Imported on first use. cpp_extensions and ops are built on transformer_engine_torch, which imports this package.
+# Checkpoint conversion and integrations take a tenth of the import time, and most programs do not use them.
+_LAZY_SUBMODULES = ("conversion", "cpp_extensions", "integrations", "ops")
+_LAZY_NAMES = {"convert_hf": "integrations.huggingface", "revert_hf": "integrations.huggingface"}
+
+
+def _load(name: str) -> Any:
+    """Import a lazy public name and store it in this module."""
+    if name in _LAZY_SUBMODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    value = getattr(importlib.import_module(f"{__name__}.{_LAZY_NAMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY_SUBMODULES, *_LAZY_NAMES})
+
+
 __getattr__ = absent.getter(
-    __name__, {"cpp_extensions": lambda: importlib.import_module(f"{__name__}.cpp_extensions")}
+    __name__, {name: functools.partial(_load, name) for name in (*_LAZY_SUBMODULES, *_LAZY_NAMES)}
 )
+# Without __all__, `from transformer_engine.pytorch import *` would omit the lazy names.
+__all__ = [name for name in __dir__() if not name.startswith("_")]  # pyright: ignore[reportUnsupportedDunderAll]
 absent.answer_in("transformer_engine")

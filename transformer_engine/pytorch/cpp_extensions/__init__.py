@@ -3,8 +3,11 @@
 import transformer_engine_torch as _extension
 from transformer_engine_torch import *  # noqa: F403
 
+from ...common import absent
 from .fused_attn import fused_attn_bwd, fused_attn_fwd
 from .gemm import general_gemm, general_grouped_gemm
 
 __all__ = ["general_gemm", "general_grouped_gemm"]
 __all__ += _extension.__all__
+
+absent.answer_in(__name__)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from ...common.checks import function_or_none, one_of, switch
@@ -202,6 +201,8 @@ def _gather(
         return (gathered.view(inp.dtype) if output is None else output), handle
     inp = inp.contiguous()
     if torch.compiler.is_compiling():
+        from torch.distributed import _functional_collectives as functional
+
         made = functional.wait_tensor(functional.all_gather_tensor(inp, 0, _group(group)))
         return (made if output is None else output.copy_(made)), None
     gathered = inp.new_empty((size * inp.shape[0], *inp.shape[1:])) if output is None else output
@@ -225,6 +226,8 @@ def reduce_scatter_along_first_dim(
         )
     inp = inp.contiguous()
     if torch.compiler.is_compiling():
+        from torch.distributed import _functional_collectives as functional
+
         made = functional.wait_tensor(functional.reduce_scatter_tensor(inp, "sum", 0, _group(tp_group)))
         return (made if output is None else output.copy_(made)), None
     scattered = inp.new_empty((inp.shape[0] // size, *inp.shape[1:])) if output is None else output
@@ -250,6 +253,8 @@ def allreduce(
     if world_size(tp_group) == 1:
         return inp, None
     if torch.compiler.is_compiling():
+        from torch.distributed import _functional_collectives as functional
+
         return functional.wait_tensor(functional.all_reduce(inp, "sum", _group(tp_group))), None
     return inp, dist.all_reduce(inp, group=tp_group, async_op=async_op)
 

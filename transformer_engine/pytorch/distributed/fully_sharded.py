@@ -1,18 +1,26 @@
-"""prepare_te_modules_for_fsdp: what a model under torch's first FullyShardedDataParallel has to be told."""
+"""prepare_te_modules_for_fsdp: record the FSDP process group on each wrapped layer."""
 
 from __future__ import annotations
 
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 
 def prepare_te_modules_for_fsdp(fsdp_root: torch.nn.Module) -> None:
-    """Check a model that FSDP has wrapped, and note each wrapped layer's group as its `fsdp_group`.
+    """Validate a model wrapped in FullyShardedDataParallel and set `fsdp_group` on each wrapped layer.
 
-    Activations that a layer keeps for its backward stay whole on every rank here, so that nothing has to be gathered;
-    the note is for callers that read it. TypeError for a root that FSDP has not wrapped, RuntimeError for quantized
-    parameters, whose bytes it cannot shard: `torch.distributed.fsdp.fully_shard` can.
+    Each rank keeps the full activations that its layers save for the backward pass, so they need no gather. The
+    attribute exists for callers that read it.
+
+    Args:
+        fsdp_root: The outermost `torch.distributed.fsdp.FullyShardedDataParallel` wrapper.
+
+    Raises:
+        TypeError: The root is not wrapped in FullyShardedDataParallel.
+        RuntimeError: A wrapped layer holds quantized parameters, which FullyShardedDataParallel cannot shard.
     """
+    # Importing FSDP takes as long as importing the rest of the package, and only callers that use FSDP need it.
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
     if not isinstance(fsdp_root, FullyShardedDataParallel):
         raise TypeError(
             f"the root is a {type(fsdp_root).__name__}; wrap it in torch.distributed.fsdp.FullyShardedDataParallel "

@@ -7,6 +7,7 @@
 `transformers` is imported by the first and the last alone.
 """
 
+from ....common import absent
 from .convert import convert_hf, revert_hf
 from .injection import inject_te_attention, inject_te_attention_into_module
 from .interface import register_te_attention
@@ -21,3 +22,5 @@ __all__ = [
     "reset_te_attention_stats",
     "revert_hf",
 ]
+
+absent.answer_in(__name__)
