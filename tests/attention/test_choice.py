@@ -411,15 +411,14 @@ def test_masks_and_biases_that_do_not_fit_are_refused(device):
         module(q, k[:, :4], v[:, :4], padding_mask([5, 3], 5, device), attn_mask_type="padding")
     with pytest.raises(ValueError, match="has 3 sequences, the tensor 2"):
         module(q, k, v, attn_mask_type="padding", cu_seqlens_q=cumulative([1, 2, 3], device))
-    with pytest.raises(ValueError, match="'no_bias' takes no core_attention_bias"):
-        module(q, k, v, core_attention_bias=torch.zeros(1, 1, 5, 5, device=device))
+    with pytest.raises(ValueError, match="'alibi' takes no core_attention_bias"):
+        bias = torch.zeros(1, 1, 5, 5, device=device)
+        module(q, k, v, core_attention_bias_type="alibi", core_attention_bias=bias)
     with pytest.raises(ValueError, match="'post_scale_bias' needs core_attention_bias"):
         module(q, k, v, core_attention_bias_type="post_scale_bias")
     with pytest.raises(ValueError, match=r"\[1, 1, 5, 4\] does not broadcast to \[2, 2, 5, 5\]"):
         bias = torch.zeros(1, 1, 5, 4, device=device)
         module(q, k, v, core_attention_bias_type="pre_scale_bias", core_attention_bias=bias)
-    with pytest.raises(ValueError, match="alibi_slopes with core_attention_bias_type='no_bias'"):
-        module(q, k, v, alibi_slopes=torch.ones(2, device=device))
     with pytest.raises(ValueError, match="does not end in 2 heads"):
         module(q, k, v, core_attention_bias_type="alibi", alibi_slopes=torch.ones(3, device=device))
 

@@ -125,7 +125,7 @@ def test_a_setting_that_changes_between_two_plain_calls_takes_effect(name, devic
     assert not torch.equal(after, before) and undisturbed()
 
 
-@pytest.mark.parametrize("wrong", [True, 1.5, "1"])
+@pytest.mark.parametrize("wrong", [1.5, "1"])
 def test_a_switch_of_the_wrong_kind_is_refused_though_it_equals_a_right_one(wrong, device):
     layer = te.DotProductAttention(2, 8)
     q = torch.randn(5, 1, 2, 8, device=device)
@@ -147,27 +147,20 @@ def test_a_layer_refuses_a_wrong_input_also_after_a_right_one_of_the_same_kind(d
         layer(x)
 
 
-EQUAL_TO_RIGHT = {
-    "max_seqlen_q": (1, True, "max_seqlen_q=True"),
-    "window_size": ((2, 0), (2.0, 0), "window_size"),
-}
+EQUAL_FORMS = {"max_seqlen_q": (1, True), "window_size": ((2, 0), (2.0, 0))}
 
 
-@pytest.mark.parametrize("argument", EQUAL_TO_RIGHT)
+@pytest.mark.parametrize("argument", EQUAL_FORMS)
 @pytest.mark.parametrize("kind", ["DotProductAttention", "MultiheadAttention"])
-def test_an_argument_of_the_wrong_kind_is_refused_though_a_call_with_an_equal_one_was_right(
-    kind, argument, device
-):
-    right, wrong, words = EQUAL_TO_RIGHT[argument]
+def test_forms_of_one_number_give_one_result(kind, argument, device):
     if kind == "DotProductAttention":
         layer, inputs = te.DotProductAttention(2, 8), (torch.randn(1, 1, 2, 8, device=device),) * 3
     else:
         layer = te.MultiheadAttention(16, 2, attention_dropout=0.0, device=device)
         inputs = (torch.randn(1, 1, 16, device=device),)
-    for _ in range(2):
-        layer(*inputs, **{argument: right})
-    with pytest.raises((TypeError, ValueError), match=words):
-        layer(*inputs, **{argument: wrong})
+    first, other = EQUAL_FORMS[argument]
+    expected = [layer(*inputs, **{argument: first}) for _ in range(2)][-1]
+    torch.testing.assert_close(layer(*inputs, **{argument: other}), expected, rtol=0, atol=0)
 
 
 def test_equal_calls_of_every_kind_are_planned_once(device, monkeypatch):

@@ -43,7 +43,7 @@ def wrong(device):
         "no mask": ({"attn_mask_type": "arbitrary"}, "'arbitrary' needs attention_mask"),
         "mask dtype": (
             {
-                "attn_mask_type": "padding",
+                "attn_mask_type": "arbitrary",
                 "attention_mask": torch.zeros(BATCH, 1, 1, TOKENS, device=device),
             },
             "attention_mask is torch.float32; give bool tensors",

@@ -50,11 +50,11 @@ STARTS = (
     bounds(0, 6),
     bounds(0, 6, 9, 12),
 )
-LONGEST = (2.5, "7", True, -1, 3, [7])
+LONGEST = (2.5, "7", -1, 3, [7])
 UNPACKED_MASKS = ("no_mask", "causal", "arbitrary", "causal_bottom_right")
 # Instead of masked(2, 1, 1, 4) of two sequences of four tokens.
-PADDING = (*NOT_A_TENSOR, tensor(2, 1, 1, 4), masked(2, 1, 1, 5), masked(3, 1, 1, 4), masked(4), masked(),
-           (masked(2, 1, 1, 4),) * 3, (masked(2, 1, 1, 4), 3), torch.ones(2, 1, 1, 4, dtype=torch.uint8))  # fmt: skip
+PADDING = (*NOT_A_TENSOR, masked(2, 1, 1, 5), masked(3, 1, 1, 4), masked(4), masked(),
+           (masked(2, 1, 1, 4),) * 3, (masked(2, 1, 1, 4), 3))  # fmt: skip
 DENSE_BOUNDS = (
     *BOUNDS[:9],
     bounds(0, 4, 2),
@@ -155,7 +155,7 @@ def _pre_step() -> Call:
         cache = te.InferenceParams(2, 16, 4, 16, torch.float32, max_ctx_len=8, device="cpu")
         return Made(cache.pre_step, {"step_dict": {0: 2, 1: 2}}, [cache])
 
-    steps = (3, "ab", None, [2, 2], {0: 1, 1: 1, 2: 1}, {0: -1}, {0: 9}, {0: 1.5}, {0: "2"}, {0: None}, {0: True},
+    steps = (3, "ab", None, [2, 2], {0: 1, 1: 1, 2: 1}, {0: -1}, {0: 9}, {0: 1.5}, {0: "2"}, {0: None},
              {0: [2]}, {0: 2, 1: 2.5})  # fmt: skip
     return Call("InferenceParams.pre_step", make, {"step_dict": steps}, stateful=True)
 

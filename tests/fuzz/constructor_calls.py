@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from bad_values import (
+    COUNT,
     DEVICE,
     DTYPE,
     EPS,
@@ -45,7 +46,6 @@ LAYER = {
     "return_bias": FLAG,
     "params_dtype": DTYPE,
     "device": DEVICE,
-    "name": TEXT,
 }
 PRODUCT = {
     **LAYER,
@@ -70,7 +70,7 @@ ATTENTION = {
     "attn_mask_type": (*NAME, None),
     "window_size": WINDOW,
     "bottom_right_diagonal": FLAG,
-    "layer_number": SIZE,
+    "layer_number": (2.5, "16", [16], NAN),
     "softmax_type": (*NAME, None),
 }
 HEADS = {"num_attention_heads": REQUIRED_SIZE}
@@ -99,9 +99,9 @@ def constructor_calls() -> list[Call]:
 def _layers() -> list[Call]:
     features = {"in_features": 32, "out_features": 32}
     mlp = {"hidden_size": REQUIRED_SIZE, "ffn_hidden_size": REQUIRED_SIZE}
-    optional = {"seq_length": SIZE, "micro_batch_size": SIZE, "set_parallel_mode": FLAG}
+    optional = {"seq_length": COUNT, "micro_batch_size": COUNT, "set_parallel_mode": FLAG}
     norm = {
-        "normalized_shape": (0, -1, 2.5, "16", True, NAN, None, [], [16, 0], [16, 2.5], "ab"),
+        "normalized_shape": (0, -1, 2.5, "16", NAN, None, [], [16, 0], [16, 2.5], "ab"),
         "eps": EPS,
         "sequence_parallel": FLAG,
         "dtype": DTYPE,
@@ -111,21 +111,21 @@ def _layers() -> list[Call]:
     }
     return [
         _of("Linear", te.Linear, features, PRODUCT, SPLIT, {
-            "rng_tracker_name": TEXT, "save_original_input": FLAG, "ub_name": TEXT, "symmetric_ar_type": NAME,
+            "rng_tracker_name": TEXT, "save_original_input": FLAG, "symmetric_ar_type": NAME,
         }),
         _of("LayerNormLinear", te.LayerNormLinear, features, PRODUCT, SPLIT, NORMED),
         _of("LayerNormMLP", te.LayerNormMLP, {"hidden_size": 32, "ffn_hidden_size": 32},
             LAYER, NORMED, ACTIVATION, mlp, optional,
             {"output_layer_init_method": FUNCTION, "checkpoint": FLAG}),
         _of("GroupedLinear", te.GroupedLinear, {"num_gemms": 2, **features}, PRODUCT,
-            {"num_gemms": REQUIRED_SIZE, "save_original_input": FLAG, "rng_tracker_name": TEXT}),
+            {"num_gemms": (*REQUIRED_SIZE, 10**30), "save_original_input": FLAG, "rng_tracker_name": TEXT}),
         _of("LayerNorm", te.LayerNorm, {"normalized_shape": 32}, norm),
         _of("RMSNorm", te.RMSNorm, {"normalized_shape": 32}, norm),
     ]  # fmt: skip
 
 
 def _attention() -> list[Call]:
-    hidden = {"hidden_size": (*REQUIRED_SIZE, 34), "kv_channels": SIZE}
+    hidden = {"hidden_size": (*REQUIRED_SIZE, 3), "kv_channels": SIZE}
     variants = {"qk_norm_type": NAME, "qk_norm_eps": EPS, "qk_norm_before_rope": FLAG, "fuse_qkv_params": FLAG,
                 "rotary_pos_interleaved": FLAG, "qkv_weight_interleaved": FLAG, "set_parallel_mode": FLAG}  # fmt: skip
     norms = {
@@ -139,7 +139,7 @@ def _attention() -> list[Call]:
                 "qkv_format": (*NAME, None), "tp_size": (*REQUIRED_SIZE, 3), "tp_group": GROUP,
                 "sequence_parallel": FLAG, "get_rng_state_tracker": FUNCTION, "attention_type": (*NAME, None),
                 "cp_group": GROUP, "cp_comm_type": (*NAME, None), "softmax_scale": (*NUMBER, "big"),
-                "return_max_logit": FLAG, "score_mod": (3, "alibi"), "name": TEXT,
+                "return_max_logit": FLAG, "score_mod": (3, "alibi"),
             }),
         _of("MultiheadAttention", te.MultiheadAttention, layer, LAYER, ATTENTION, HEADS, hidden, variants, norms, {
             "layernorm_epsilon": EPS, "input_layernorm": FLAG, "attention_type": (*NAME, None),
@@ -154,11 +154,11 @@ def _attention() -> list[Call]:
                 "enc_dec_window_size": WINDOW[:-1], "enc_dec_bottom_right_diagonal": FLAG, "layer_type": (*NAME, None),
                 "attn_input_format": (*NAME, None), "apply_residual_connection_post_layernorm": FLAG,
                 "output_layernorm": FLAG, "parallel_attention_mlp": FLAG, "output_layer_init_method": FUNCTION,
-                "seq_length": SIZE, "micro_batch_size": SIZE,
+                "seq_length": COUNT, "micro_batch_size": COUNT,
             }),
         _of("RotaryPositionEmbedding", te.RotaryPositionEmbedding, {"dim": 16}, {
-            "dim": (*REQUIRED_SIZE, 15), "rotary_percent": (0, -0.5, 1.5, "1", NAN, None, True),
-            "seq_len_interpolation_factor": (0, -1, "2", NAN, True), "rotary_base": (0, -1.0, NAN, "1", None),
+            "dim": (*REQUIRED_SIZE, 15), "rotary_percent": (0, -0.5, "1", NAN, None),
+            "seq_len_interpolation_factor": (0, -1, "2", NAN), "rotary_base": (0, -1.0, NAN, "1", None),
             "pretrained_max_position_embeddings": SIZE, "interleaved": FLAG,
         }),
         _of("InferenceParams", te.InferenceParams, {"max_batch_size": 2, "max_sequence_length": 8}, {
@@ -239,7 +239,7 @@ def _others() -> list[Call]:
             {"enabled": FLAG, "recipe": RECIPE, "preserve_high_precision_init_val": FLAG}),
         _of("FusedScaleMaskSoftmax", FusedScaleMaskSoftmax, {"mask_func": torch.add},
             {"mask_func": (*FUNCTION, None), "softmax_in_fp32": FLAG}),
-        _of("DropPath", DropPath, {}, {"drop_prob": RATE, "batch_dim": (1.5, "0", None, True, -1)}),
+        _of("DropPath", DropPath, {}, {"drop_prob": RATE, "batch_dim": (1.5, "0", None, -1)}),
         _of("L2Normalization", L2Normalization, {}, {"eps": EPS}),
         _of("CudaRNGStatesTracker.add", lambda name, seed: CudaRNGStatesTracker().add(name, seed),
             {"name": "dropout", "seed": 1}, {"name": (3, None, b"a"), "seed": (1.5, "1", None, -1, True)}),

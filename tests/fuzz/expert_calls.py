@@ -107,7 +107,7 @@ def _padding() -> list[Call]:
         for kind in (te.Fp8Padding, te.Fp8Unpadding)
     ] + [
         Call("Fp8Padding.forward", lambda: Made(te.Fp8Padding(2, 4), {"inp": x, "m_splits": splits}),
-             {"inp": WRONG_KIND, "m_splits": wrong}),
+             {"inp": (*WRONG_KIND, x.to_sparse()), "m_splits": wrong}),
     ]  # fmt: skip
 
 

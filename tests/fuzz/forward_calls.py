@@ -70,21 +70,18 @@ def forward_calls() -> list[Call]:
 
 def _products(name: str, under: recipe.Recipe | None) -> list[Call]:
     x = {"inp": tensor(32, 32)}
-    results = (
-        {**RESULTS, "fp8_output": (*FLAG, True), "fp8_grad": (*FLAG, True)} if under is None else RESULTS
-    )
-    splits = (None, 3, [32], [16, 15], [-1, 33], [16.0, 16.0], "22", torch.tensor([16.0, 16.0]), [16, 16, 0],
-              torch.tensor([[16, 16]]), [True, 31], {"a": 32})  # fmt: skip
+    splits = (None, 3, [32], [16, 15], [-1, 33], [16.5, 15.5], "22", torch.tensor([16.5, 15.5]), [16, 16, 0],
+              torch.tensor([[16, 16]]), {"a": 32})  # fmt: skip
     return [
         of_forward(f"Linear, {name}", lambda: te.Linear(32, 32, device="cpu"), x,
-                 {"inp": ROWS}, SWITCHES, results, under=under),
+                 {"inp": ROWS}, SWITCHES, RESULTS, under=under),
         of_forward(f"LayerNormLinear, {name}", lambda: te.LayerNormLinear(32, 32, device="cpu"), x,
-                 {"inp": ROWS}, SWITCHES, {"fp8_grad": (*FLAG, True), "fp8_output": results["fp8_output"]},
-                 under=under),
+                 {"inp": ROWS}, SWITCHES, RESULTS, under=under),
         of_forward(f"LayerNormMLP, {name}", lambda: te.LayerNormMLP(32, 32, device="cpu"), x,
                  {"inp": ROWS}, SWITCHES, under=under),
         of_forward(f"GroupedLinear, {name}", lambda: te.GroupedLinear(2, 32, 32, device="cpu"),
-                 {**x, "m_splits": [16, 16]}, {"inp": ROWS, "m_splits": splits}, SWITCHES, under=under),
+                 {**x, "m_splits": [16, 16]},
+                 {"inp": (*ROWS, tensor(32, 32).to_sparse()), "m_splits": splits}, SWITCHES, under=under),
     ]  # fmt: skip
 
 
@@ -106,7 +103,7 @@ def _norms() -> list[Call]:
                  {"inp": scores, "mask": masks, "attn_mask_type": (*NAME, None),
                   "softmax_scale": ("1", NAN, [1.0])}),
         of_forward("RotaryPositionEmbedding.forward", lambda: te.RotaryPositionEmbedding(16), {"max_seq_len": 8},
-                 {"max_seq_len": (-1, 2.5, "8", None, True), "offset": (-1, 2.5, "8", None)}),
+                 {"max_seq_len": (-1, 2.5, "8", None), "offset": (NAN, "8", None)}),
     ]  # fmt: skip
 
 
@@ -121,11 +118,9 @@ CALL = {
     "bottom_right_diagonal": FLAG,
     "checkpoint_core_attention": FLAG,
     "core_attention_bias_type": (*NAME, None, "post_scale_bias", "pre_scale_bias"),
-    "core_attention_bias": (*NOT_A_TENSOR, BIAS),
-    "alibi_slopes": (tensor(4), *NOT_A_TENSOR),
     "inference_params": (3, "cache", {}),
-    "max_seqlen_q": (2.5, "8", True),
-    "max_seqlen_kv": (2.5, "8", True),
+    "max_seqlen_q": (2.5, "8"),
+    "max_seqlen_kv": (2.5, "8"),
     "pad_between_seqs": FLAG,
 }
 
@@ -142,7 +137,7 @@ def _dot_product_attention() -> list[Call]:
         **dict.fromkeys(qkv, QUERIES),
         "qkv_format": NAME,
         "fp8_output": (*FLAG, True),
-        "num_splits": (-1, 2.5, "2", True),
+        "num_splits": (-1, 2.5, "2"),
         "bf16_backward": FLAG,
         "score_mod": (3, "alibi"),
         "score_mod_bprop": (print,),
@@ -189,8 +184,8 @@ def _inference() -> list[Call]:
     tensors = (*NOT_A_TENSOR, None, tensor(2, 2, 3, 16), tensor(2, 2, 4, 15), tensor(3, 2, 4, 16), tensor())
     return [
         Call("InferenceParams.step", make, {"new_k": tensors, "new_v": tensors, "qkv_format": (*NAME, None),
-                                            "layer_number": (2.5, "1", None, 0)}),
-        Call("InferenceParams.allocate_memory", allocation, {"layer_number": (2.5, "1", None, 0, True)}),
+                                            "layer_number": (2.5, "1", None)}),
+        Call("InferenceParams.allocate_memory", allocation, {"layer_number": (2.5, "1", None)}),
     ]  # fmt: skip
 
 
@@ -214,7 +209,7 @@ def _composites() -> list[Call]:
     for name, under in (("high precision", None), ("delayed", RECIPES["delayed"])):
         calls += [
             of_forward(f"MultiheadAttention.forward, {name}", lambda: te.MultiheadAttention(32, 4, **off),
-                     {"hidden_states": x}, shared, {"hidden_states": inputs, "encoder_output": (x, *NOT_A_TENSOR)},
+                     {"hidden_states": x}, shared, {"hidden_states": inputs},
                      under=under),
             of_forward(f"MultiheadAttention.forward, cross, {name}",
                      lambda: te.MultiheadAttention(32, 4, attention_type="cross", **off),
@@ -222,7 +217,7 @@ def _composites() -> list[Call]:
                      {"encoder_output": inputs, "hidden_states": inputs}, under=under),
             of_forward(f"TransformerLayer.forward, {name}",
                      lambda: te.TransformerLayer(32, 32, 4, hidden_dropout=0.0, **off),
-                     {"hidden_states": x}, layer, {"hidden_states": inputs, "encoder_output": (x, *NOT_A_TENSOR)},
+                     {"hidden_states": x}, layer, {"hidden_states": inputs},
                      under=under),
             of_forward(f"TransformerLayer.forward, decoder, {name}",
                      lambda: te.TransformerLayer(32, 32, 4, layer_type="decoder", hidden_dropout=0.0, **off),

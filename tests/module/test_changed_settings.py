@@ -274,22 +274,6 @@ def test_what_a_layer_consists_of_is_not_changed_later(device):
 
 # kind, attribute, a value that it cannot have, what is raised
 REFUSED = [
-    (
-        "MultiheadAttention",
-        "return_layernorm_output",
-        True,
-        ValueError,
-        "input_layernorm=False .* make another",
-    ),
-    (
-        "Linear",
-        "return_layernorm_output",
-        True,
-        ValueError,
-        "a Linear has no norm to return; make a LayerNorm",
-    ),
-    ("GroupedLinear", "return_layernorm_output", True, ValueError, "a GroupedLinear has no norm to return"),
-    ("Linear", "return_layernorm_output_gathered", True, ValueError, "a Linear has no norm to return"),
     ("Linear", "return_bias", len, TypeError, "return_bias=.* is neither True nor False; give a bool"),
     ("LayerNorm", "eps", "small", TypeError, "eps='small' must be a number"),
     ("LayerNormLinear", "eps", None, TypeError, "eps=None must be a number"),

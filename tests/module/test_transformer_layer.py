@@ -301,7 +301,6 @@ def test_groups_reach_every_child(device, monkeypatch):
         ({"attn_input_format": "hsbd"}, "attn_input_format='hsbd' does not exist; choose one of"),
         ({"parallel_attention_mlp": True, "layer_type": "decoder"}, "is for layer_type='encoder' without"),
         ({"parallel_attention_mlp": True, "output_layernorm": True}, "is for layer_type='encoder' without"),
-        ({"drop_path_rate": 0.1, "attn_input_format": "thd"}, "has no axis of samples"),
     ],
 )
 def test_impossible_variants_are_refused(options, message, device):

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..common.checks import described
 from .attention.dot_product_attention.arguments import RULES
 from .attention.dot_product_attention.settings import CallArguments
 from .attention.inference import InferenceParams
 from .attention.multi_head_attention import MultiheadAttention
 from .functions.dropout import bias_dropout_add, dropout
-from .module.arguments import check_arguments
+from .module.arguments import accepts
 from .module.config import configured
 from .module.drop_path import DropPath, batch_dimension
 from .module.layernorm import LayerNorm
@@ -23,7 +22,7 @@ from .module.layernorm_mlp import LayerNormMLP
 from .module.rmsnorm import RMSNorm
 from .runtime.checks import tensor
 from .runtime.device import autocast_dtype
-from .transformer_checks import check_unused, check_variant
+from .transformer_checks import LAYER_RULES, check_encoder_output, check_unused, check_variant
 from .transformer_config import FIXED, WORKED_BY, LayerConfig
 
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
@@ -98,6 +97,7 @@ class TransformerLayer(nn.Module):
     sequence_parallel: bool
     tp_group: Any
 
+    @accepts(**RULES, **LAYER_RULES)
     def __init__(
         self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int,
         num_gqa_groups: int | None = None, layernorm_epsilon: float = 1e-5, hidden_dropout: float = 0.1,
@@ -123,7 +123,6 @@ class TransformerLayer(nn.Module):
         qk_norm_eps: float = 1e-6, qk_norm_before_rope: bool = False, softmax_type: str = "vanilla",
     ) -> None:  # fmt: skip
         given = dict(locals())
-        check_arguments(given, **RULES)
         super().__init__()
         check_variant(
             layer_type,
@@ -296,9 +295,7 @@ class TransformerLayer(nn.Module):
         """
         encoder_output, mask_type = of_encoder["encoder_output"], of_encoder["attn_mask_type"]
         if (self.layer_type == "decoder") != (encoder_output is not None):
-            want = "needs" if self.layer_type == "decoder" else "takes no"
-            given = f"encoder_output, which is {described(encoder_output)}"
-            raise ValueError(f"layer_type={self.layer_type!r} {want} {given}; match the two")
+            check_encoder_output(self.layer_type, encoder_output)
         if not isinstance(hidden_states, Tensor):
             tensor("hidden_states", hidden_states)
         if self.inter_attention is None:

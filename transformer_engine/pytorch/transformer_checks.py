@@ -1,21 +1,53 @@
-"""Checks on transformer layers: which variants there are, and arguments that a variant does not read."""
+"""Rules and checks for the arguments of TransformerLayer."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from ..common.checks import one_of, whole_or_none
+from ..common.checks import one_of
 from .attention.dot_product_attention.arguments import RULES
 from .constants import LayerTypes
-from .module.arguments import window
+from .module.arguments import Rule, checked, size_or_none, switch, window
+from .runtime.warn_once import warn_once
+
+# The overlap flags default to True here and take part only with ub_tp_comm_overlap=True, whose rule warns.
+LAYER_RULES: dict[str, Rule] = {
+    **dict.fromkeys(
+        ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad"), switch
+    ),
+    "layer_type": checked(partial(one_of, allowed=LayerTypes)),
+}
 
 
 def check_unused(mask_type: Any, window_size: Any, max_seqlen_kv: Any) -> None:
-    """TypeError or ValueError for arguments of a cross attention that this layer lacks, where they are none at all."""
+    """Check arguments of the cross attention in a layer that has none.
+
+    Raises:
+        TypeError: An argument has a type that no cross attention accepts.
+        ValueError: An argument is outside its limits.
+    """
     if mask_type is not None:
         RULES["enc_dec_attn_mask_type"]("enc_dec_attn_mask_type", mask_type)
     window("enc_dec_window_size", window_size)
-    whole_or_none("max_seqlen_kv", max_seqlen_kv, 0)
+    size_or_none("max_seqlen_kv", max_seqlen_kv, 0)
+
+
+def check_encoder_output(layer_type: str, encoder_output: Any) -> None:
+    """Warn once if an encoder layer gets `encoder_output`, which only a decoder layer reads.
+
+    Raises:
+        ValueError: A decoder layer gets no encoder_output.
+    """
+    if layer_type == "decoder":
+        if encoder_output is None:
+            raise ValueError("layer_type='decoder' needs encoder_output, which is None; match the two")
+    elif encoder_output is not None:
+        warn_once(
+            "encoder_output",
+            "encoder_output has no effect on a TransformerLayer with layer_type='encoder', which has no cross "
+            "attention; make the layer with layer_type='decoder', or leave it None",
+        )
 
 
 def check_variant(
@@ -26,15 +58,19 @@ def check_variant(
     attn_input_format: str,
     drop_path_rate: float,
 ) -> None:
-    """ValueError for options of a constructor that exclude each other."""
-    one_of("layer_type", layer_type, LayerTypes)
+    """Check options of the constructor that exclude each other.
+
+    Raises:
+        ValueError: parallel_attention_mlp is combined with an option that it cannot be combined with.
+    """
     if parallel and (layer_type != "encoder" or post_norm_residual or output_layernorm):
         raise ValueError(
             "parallel_attention_mlp=True is for layer_type='encoder' without "
             "apply_residual_connection_post_layernorm and output_layernorm; leave those out"
         )
     if drop_path_rate > 0.0 and attn_input_format == "thd":
-        raise ValueError(
-            f"drop_path_rate={drop_path_rate} with attn_input_format='thd', which has no axis of samples; "
-            "use sbhd or bshd"
+        warn_once(
+            "drop_path_rate with thd",
+            f"drop_path_rate={drop_path_rate} with attn_input_format='thd' drops single tokens: packed sequences have "
+            "no axis of samples. Use sbhd or bshd to drop whole samples",
         )

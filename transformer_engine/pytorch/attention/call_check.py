@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ...common import env
-from ...common.checks import described
 from ...common.dispatch import undisturbed
 from ...common.memory import Memory
 from ..primitives.attention.choose import check
@@ -22,8 +21,9 @@ from ..primitives.rope import Positions, RopeSpec, check_rotation
 from ..quantization.autocast import AutocastState
 from ..runtime.checks import floating
 from ..runtime.device import autocast_dtype
+from ..runtime.warn_once import warn_once
 from .dot_product_attention import DotProductAttention
-from .dot_product_attention.arguments import check_angles, check_cache_kind
+from .dot_product_attention.arguments import accepted_angles, check_cache_kind
 from .dot_product_attention.facts import described_arguments, facts_of
 from .dot_product_attention.fp8_recipe import attention_recipe, scaling_of
 from .dot_product_attention.in_order import Judged, in_order
@@ -36,7 +36,7 @@ from .dot_product_attention.settings import (
     Described,
     described_of,
 )
-from .layer_settings import LayerConfig
+from .layer_settings import LayerConfig, warn_without_norm
 from .rotation import Rotation, rotation_of
 
 # Calls of a layer that were found right, before they are all forgotten.
@@ -107,15 +107,16 @@ def _projections_of(call: LayerCall) -> tuple[Described, Described, Described]:
 def check_variant(
     fuse_wgrad_accumulation: bool, fuse_qkv_params: bool, return_layernorm_output: bool, input_layernorm: bool
 ) -> None:
-    """ValueError for options of a constructor that need one another."""
+    """Check options of the constructor that depend on each other, and warn once about one without effect.
+
+    Raises:
+        ValueError: The weight gradient is to be accumulated into a weight that is made of several parameters.
+    """
     if fuse_wgrad_accumulation and not fuse_qkv_params:
         raise ValueError(
             "fuse_wgrad_accumulation=True needs one weight a projection; set fuse_qkv_params=True"
         )
-    if return_layernorm_output and not input_layernorm:
-        raise ValueError(
-            "return_layernorm_output=True without input_layernorm=True; there is no norm to return"
-        )
+    warn_without_norm(return_layernorm_output, input_layernorm)
 
 
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
@@ -176,14 +177,23 @@ def check_layer_call(
     return found
 
 
-def check_encoder(config: LayerConfig, encoder_output: Any) -> None:
-    """ValueError unless cross attention, and no other, is given what its keys are made of."""
-    if (config.attention_type == "cross") != (encoder_output is not None):
-        want = "needs" if config.attention_type == "cross" else "takes no"
-        given = "None" if encoder_output is None else described(encoder_output)
-        raise ValueError(
-            f"attention_type={config.attention_type!r} {want} encoder_output, which is {given}; match the two"
+def check_encoder(config: LayerConfig, encoder_output: Any) -> Any:
+    """Return the encoder output that a layer reads: None for self attention, with a warning once if it gets one.
+
+    Raises:
+        ValueError: Cross attention gets no encoder_output.
+    """
+    if config.attention_type == "cross":
+        if encoder_output is None:
+            raise ValueError("attention_type='cross' needs encoder_output, which is None; match the two")
+        return encoder_output
+    if encoder_output is not None:
+        warn_once(
+            "encoder_output of self attention",
+            "encoder_output has no effect on a MultiheadAttention with attention_type='self'; make the layer with "
+            "attention_type='cross', or leave it None",
         )
+    return None
 
 
 def _judged_with(
@@ -212,7 +222,7 @@ def rotation_of_call(
     config: LayerConfig, rotary_pos_emb: Tensor | tuple[Tensor, Tensor], arguments: CallArguments
 ) -> Rotation:
     """How queries and keys turn; TypeError or ValueError where the angles are none, or do not reach."""
-    check_angles(rotary_pos_emb)
+    rotary_pos_emb = accepted_angles(rotary_pos_emb)
     if arguments.inference_params is not None:
         check_cache_kind(arguments.inference_params)
     return rotation_of(

@@ -50,11 +50,15 @@ class Heads:
 
 
 def head_size(hidden_size: int, heads: int, kv_channels: int | None) -> int:
-    """Features of a head; ValueError unless they are given, or the heads share hidden_size evenly."""
+    """Return the features per head: `kv_channels`, or by default hidden_size // heads.
+
+    Heads need not divide hidden_size: the projections are then narrower than hidden_size.
+    """
     if kv_channels is not None:
         return kv_channels
-    if hidden_size % heads:
+    if hidden_size < heads:
         raise ValueError(
-            f"num_attention_heads={heads} does not divide hidden_size={hidden_size}; set kv_channels"
+            f"num_attention_heads={heads} is above hidden_size={hidden_size}, which leaves no feature per head; "
+            "set kv_channels"
         )
     return hidden_size // heads

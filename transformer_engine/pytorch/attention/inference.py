@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...common.checks import described, one_of, switch, whole, whole_or_none
+from ...common.checks import described, one_of
 from ...common.formats import ceil_div, round_up
+from ...common.numbers import to_bool, to_int
+from ..module.arguments import size_or_none
 from ..primitives.kv_cache import gather_pages
 from ..runtime.checks import tensor, tensor_dtype
 from ..runtime.device import canonical_device
@@ -141,22 +143,16 @@ class InferenceParams:
         device: torch.device | str | int | None = "cuda",
     ) -> None:
         one_of("qkv_format", qkv_format, FORMATS)
-        for name, size in (
-            ("max_batch_size", max_batch_size),
-            ("max_sequence_length", max_sequence_length),
-            ("num_heads_kv", num_heads_kv),
-            ("head_dim_k", head_dim_k),
-        ):
-            whole(name, size)
-        for name, size in (
-            ("head_dim_v", head_dim_v),
-            ("max_ctx_len", max_ctx_len),
-            ("page_size", page_size),
-            ("total_num_pages", total_num_pages),
-        ):
-            whole_or_none(name, size)
+        max_batch_size = to_int("max_batch_size", max_batch_size, 1)
+        max_sequence_length = to_int("max_sequence_length", max_sequence_length, 1)
+        num_heads_kv = to_int("num_heads_kv", num_heads_kv, 1)
+        head_dim_k = to_int("head_dim_k", head_dim_k, 1)
+        head_dim_v = size_or_none("head_dim_v", head_dim_v)
+        max_ctx_len = size_or_none("max_ctx_len", max_ctx_len)
+        page_size = size_or_none("page_size", page_size)
+        total_num_pages = size_or_none("total_num_pages", total_num_pages)
+        is_paged = to_bool("is_paged", is_paged)
         tensor_dtype("dtype", dtype)
-        switch("is_paged", is_paged)
         if custom_cache_manager is not None and not isinstance(custom_cache_manager, KVCacheManager):
             raise TypeError(
                 f"custom_cache_manager={described(custom_cache_manager)} is no KVCacheManager; give an instance of a "
@@ -203,7 +199,7 @@ class InferenceParams:
     def allocate_memory(self, layer_number: int) -> None:
         """Make the cache of a layer; `step` does it where it was not done."""
         if type(layer_number) is not int or layer_number < 1:
-            whole("layer_number", layer_number)
+            layer_number = to_int("layer_number", layer_number)
         self.cache_manager.allocate_memory(layer_number)
 
     def pre_step(self, step_dict: Mapping[Any, int]) -> None:

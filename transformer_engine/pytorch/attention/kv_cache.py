@@ -7,7 +7,6 @@ a CUDA graph can hold it.
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...common.numbers import to_int
 from ..primitives.kv_cache import append, check_append
 from ..runtime.device import canonical_device
 
@@ -106,9 +106,7 @@ def whole_step(
     step: dict[Any, int] = {}
     for sequence, given in step_dict.items():
         try:
-            if isinstance(given, bool):
-                raise TypeError
-            new = operator.index(given)
+            new = to_int("tokens", given)
         except TypeError:
             raise ValueError(
                 f"sequence {sequence!r} brings {given!r} tokens, which is no whole number; give an int"

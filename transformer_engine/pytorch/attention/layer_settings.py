@@ -7,6 +7,7 @@ from typing import Any
 
 from ..module.config import Config
 from ..primitives.attention.mask import canonical_name
+from ..runtime.warn_once import warn_once
 from .heads import Heads
 
 # Attributes that children work by, those that decided which children there are, and those kept as they are given.
@@ -49,9 +50,23 @@ FIXED = frozenset(
 )
 
 
+def warn_without_norm(return_layernorm_output: bool, input_layernorm: bool) -> None:
+    """Warn once if a layer without a norm is asked to return the norm's output."""
+    if return_layernorm_output and not input_layernorm:
+        warn_once(
+            "return_layernorm_output without a norm",
+            "return_layernorm_output=True has no effect without input_layernorm=True: the MultiheadAttention has no "
+            "norm to return; make another one with input_layernorm=True",
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class LayerConfig(Config):
-    """The settings of a layer, as their names in its constructor say; heads: of a tensor-parallel rank."""
+    """The settings of a layer under the names of its constructor.
+
+    heads          of one tensor-parallel rank
+    returns_norm   the layer has a norm and returns its output
+    """
 
     attention_type: str = "self"
     attn_mask_type: str = "causal"
@@ -75,15 +90,14 @@ class LayerConfig(Config):
     sequence_parallel: bool = False
     heads: Heads = field(default_factory=lambda: Heads(1, 1, 1, True))
 
+    returns_norm: bool = field(init=False, default=False)
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "attn_mask_type", canonical_name(self.attn_mask_type))
+        object.__setattr__(self, "returns_norm", self.return_layernorm_output and self.input_layernorm)
 
     def check(self) -> None:
-        if self.return_layernorm_output and not self.input_layernorm:
-            raise ValueError(
-                "return_layernorm_output=True: this MultiheadAttention was made with input_layernorm=False and has no "
-                "norm to return; make another one with input_layernorm=True"
-            )
+        warn_without_norm(self.return_layernorm_output, self.input_layernorm)
 
     @property
     def ranks(self) -> int:

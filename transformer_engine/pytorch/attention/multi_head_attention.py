@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...common.checks import switch
 from ...common.memory import Memory
+from ...common.numbers import to_bool
 from ..functions.attention.projected import Projection
-from ..module.arguments import check_arguments
+from ..module.arguments import accepts
 from ..module.config import configured
 from ..module.layernorm_linear import LayerNormLinear
 from ..module.linear import Linear
@@ -75,8 +75,7 @@ class MultiheadAttention(nn.Module):
     qk_norm_type       "L2Normalization", "RMSNorm" or "LayerNorm" on heads; after rotary embedding unless
                        qk_norm_before_rope
     set_parallel_mode  shard heads over the tensor-parallel group: qkv by columns, proj by rows
-    The arguments of the attention itself are DotProductAttention's, those of the projections Linear's.
-    seq_length, micro_batch_size and ub_* are accepted; nothing needs them.
+    Other arguments are DotProductAttention's and Linear's; seq_length, micro_batch_size and ub_* have no effect.
     """
 
     _config: LayerConfig
@@ -102,6 +101,7 @@ class MultiheadAttention(nn.Module):
     sequence_parallel: bool
     heads: Heads
 
+    @accepts(**RULES)
     def __init__(
         self, hidden_size: int, num_attention_heads: int, kv_channels: int | None = None,
         attention_dropout: float = 0.1, layernorm_epsilon: float = 1e-5,
@@ -122,7 +122,6 @@ class MultiheadAttention(nn.Module):
         micro_batch_size: int | None = None, softmax_type: str = "vanilla",
     ) -> None:  # fmt: skip
         given = dict(locals())
-        check_arguments(given, **RULES)
         super().__init__()
         check_variant(fuse_wgrad_accumulation, fuse_qkv_params, return_layernorm_output, input_layernorm)
         if tp_group is not None:
@@ -257,8 +256,11 @@ class MultiheadAttention(nn.Module):
         encoder_output   what cross attention takes its keys and values from
         The other arguments are DotProductAttention.forward's.
         """
+        config = self._config
         if checkpoint_core_attention is not False:
-            switch("checkpoint_core_attention", checkpoint_core_attention)
+            checkpoint_core_attention = to_bool("checkpoint_core_attention", checkpoint_core_attention)
+        if encoder_output is not None and config.attention_type == "self":
+            encoder_output = check_encoder(config, encoder_output)
         arguments = NOTHING_GIVEN
         # fmt: off
         if not (
@@ -279,7 +281,6 @@ class MultiheadAttention(nn.Module):
             hidden_states, encoder_output, rotary_pos_emb, arguments, state, tracing
         )
         codes = state.enabled and inference_params is None and outputs_codes(state)
-        config = self._config
         modules: dict[str, Any] = self._modules
         core = modules["core_attention"]
         judges = not tracing and is_bare(core, DotProductAttention, _attention) and core.score_mod is None
@@ -301,12 +302,12 @@ class MultiheadAttention(nn.Module):
             given = {"checkpoint_core_attention": checkpoint_core_attention, "fp8_output": codes}
             context = core(q, k, v, fast_zero_fill=fast_zero_fill, **given, **arguments.as_keywords())
         projected = modules["proj"](context, is_first_microbatch=is_first_microbatch)
-        if not (config.return_bias or config.return_layernorm_output):
+        if not (config.return_bias or config.returns_norm):
             return projected
         outputs: list[Any] = [projected]
         if config.return_bias:  # a module in proj's place may have added its own
             outputs = list(projected) if isinstance(projected, tuple) else [projected, None]
-        if config.return_layernorm_output:
+        if config.returns_norm:
             outputs.append(norm_output)
         return tuple(outputs)
 
@@ -356,7 +357,6 @@ class MultiheadAttention(nn.Module):
 
         joint   the attention can be differentiated together with the split of a projection: then the three may be
                 views of the projection that comes last, unknown to autograd
-
         codes   the autocast state where an FP8 attention follows that takes codes; they are made by the projection
                 of a self attention unless norms or a rotation, which work on values, come between
         """
@@ -370,7 +370,7 @@ class MultiheadAttention(nn.Module):
             first["fp8_output"] = projects_codes(projection, codes, hidden_states)
         heads = config.heads
         mixed = projection(hidden_states, **first)
-        mixed, norm_output = mixed if config.return_layernorm_output else (mixed, None)
+        mixed, norm_output = mixed if config.returns_norm else (mixed, None)
         norms_first = q_norm is not None and config.qk_norm_before_rope
         if key_value is not None:
             keys_values = key_value(encoder_output, **first)

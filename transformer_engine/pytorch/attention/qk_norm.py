@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ...common.checks import epsilon, one_of
+from ...common.checks import one_of
+from ..module.arguments import epsilon
 from ..module.layernorm import LayerNorm
 from ..module.rmsnorm import RMSNorm
 from ..runtime.checks import floating
@@ -18,9 +19,8 @@ class L2Normalization(nn.Module):
     """y [.., d] = x / sqrt(sum(x²) + eps), in float32, returned in x's dtype; it has no parameters."""
 
     def __init__(self, eps: float = 1e-6) -> None:
-        epsilon("eps", eps)
         super().__init__()
-        self.eps = eps
+        self.eps = epsilon("eps", eps)
 
     def forward(self, x: Tensor) -> Tensor:
         """y of x [.., d]."""

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...common.checks import positive, switch, whole, whole_or_none
+from ...common.checks import number, positive
+from ...common.numbers import to_bool, to_float, to_int
 from ..primitives.rope import (
     Positions,
     RopeSpec,
@@ -21,6 +22,7 @@ from ..primitives.rope import (
 from ..runtime.applying import applier
 from ..runtime.device import canonical_device
 from ..runtime.double_backward import is_recorded, transposed
+from ..runtime.warn_once import warn_once
 
 
 class RotaryPositionEmbedding(nn.Module):
@@ -32,22 +34,31 @@ class RotaryPositionEmbedding(nn.Module):
         self,
         dim: int,
         rotary_percent: float = 1.0,
-        seq_len_interpolation_factor: int | None = None,
+        seq_len_interpolation_factor: float | None = None,
         pretrained_max_position_embeddings: int | None = None,
         rotary_base: float = 10000.0,
         interleaved: bool = False,
     ) -> None:
-        whole("dim", dim)
+        dim = to_int("dim", dim, 1)
+        rotary_percent = to_float("rotary_percent", rotary_percent)
         positive("rotary_percent", rotary_percent)
         if rotary_percent > 1.0:
-            raise ValueError(
-                f"rotary_percent={rotary_percent} is above 1; give the share of dim that rotates"
+            warn_once(
+                "rotary_percent",
+                f"rotary_percent={rotary_percent} is above 1 and rotates all {dim} features, as 1.0 does",
             )
         if seq_len_interpolation_factor is not None:
+            seq_len_interpolation_factor = to_float(
+                "seq_len_interpolation_factor", seq_len_interpolation_factor
+            )
             positive("seq_len_interpolation_factor", seq_len_interpolation_factor)
-        whole_or_none("pretrained_max_position_embeddings", pretrained_max_position_embeddings)
+        if pretrained_max_position_embeddings is not None:
+            pretrained_max_position_embeddings = to_int(
+                "pretrained_max_position_embeddings", pretrained_max_position_embeddings, 1
+            )
+        rotary_base = to_float("rotary_base", rotary_base)
         positive("rotary_base", rotary_base)
-        switch("interleaved", interleaved)
+        interleaved = to_bool("interleaved", interleaved)
         super().__init__()
         if rotary_percent < 1.0:
             dim = int(dim * rotary_percent)
@@ -62,11 +73,18 @@ class RotaryPositionEmbedding(nn.Module):
         exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=canonical_device("cuda")) / dim
         self.register_buffer("inv_freq", 1.0 / (rotary_base**exponent))
 
-    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """angles [max_seq_len, 1, 1, d] of the positions offset, offset + 1, ..."""
+    def forward(self, max_seq_len: int, offset: float = 0) -> Tensor:
+        """Return the angles [max_seq_len, 1, 1, d] of the positions offset, offset + 1, ...
+
+        Args:
+            max_seq_len: Number of positions.
+            offset: First position; it may be fractional or negative.
+        """
         if not torch.compiler.is_compiling():
-            whole("max_seq_len", max_seq_len, 0)
-            whole("offset", offset, 0)
+            max_seq_len = to_int("max_seq_len", max_seq_len, 0)
+            if type(offset) is not int:
+                offset = to_float("offset", offset)
+                number("offset", offset)
         frequency = self.inv_freq.float()
         position = torch.arange(max_seq_len, dtype=torch.float32, device=frequency.device) + offset
         angles = (position * self._interpolation(max_seq_len))[:, None] * frequency
@@ -175,7 +193,7 @@ def apply_rotary_pos_emb(
     Raises ValueError when freqs is too short. Of start_positions and cu_seqlens on a GPU this is known with TE_CHECK=1
     alone; without it they are trusted, and a token whose position has no angle becomes NaN.
     """
-    spec = RopeSpec(tensor_format, interleaved, cp_size, cp_rank)
+    spec = _spec(tensor_format, interleaved, cp_size, cp_rank)
     positions = Positions(start_positions, cu_seqlens)
     check_rotation(t, freqs, positions, spec, t.shape[-1])
     return rotated(t, freqs, spec, positions)
@@ -204,7 +222,7 @@ def apply_fused_qkv_rotary_pos_emb(
     The three are contiguous, q [.., groups * q_size / k_size, k_size]; the other arguments are those of
     apply_rotary_pos_emb.
     """
-    q_size, k_size, v_size = qkv_split_arg_list
+    q_size, k_size, v_size = (to_int("qkv_split_arg_list", size) for size in qkv_split_arg_list)
     if q_size + k_size + v_size != qkv.shape[-1]:
         raise ValueError(
             f"qkv_split_arg_list={list(qkv_split_arg_list)} does not add up to {qkv.shape[-1]}, the last axis; "
@@ -214,7 +232,7 @@ def apply_fused_qkv_rotary_pos_emb(
         raise ValueError(
             f"the query part {q_size} is not a multiple of the key part {k_size}; split by whole heads"
         )
-    spec = RopeSpec(tensor_format, interleaved, cp_size, cp_rank)
+    spec = _spec(tensor_format, interleaved, cp_size, cp_rank)
     positions = Positions(start_positions, cu_seqlens)
     for freqs in (q_freqs, k_freqs):
         check_rotation(qkv, freqs, positions, spec, k_size)
@@ -232,6 +250,16 @@ def rotated_qkv(
     q_angles, k_angles = _angles(freqs[0]), _angles(freqs[1])
     start, bounds = positions
     return _apply_packed(qkv, q_angles, k_angles, start, bounds, sizes, spec)
+
+
+def _spec(tensor_format: str, interleaved: Any, cp_size: Any, cp_rank: Any) -> RopeSpec:
+    """Return the layout of a rotation, with flags and numbers converted from any form."""
+    return RopeSpec(
+        tensor_format,
+        to_bool("interleaved", interleaved),
+        to_int("cp_size", cp_size),
+        to_int("cp_rank", cp_rank),
+    )
 
 
 def _angles(freqs: Tensor) -> Tensor:

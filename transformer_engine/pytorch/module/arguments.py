@@ -1,63 +1,165 @@
-"""check_arguments(arguments of a constructor): the public keywords by name, and what each of them can be.
+"""Rules for the arguments of layers, and the decorator that applies them to a constructor.
 
-The layers share one vocabulary, so one table says it once. What several arguments must fulfil together (a size that
-tp_size divides) is checked where they meet.
+The layers share one vocabulary of keywords, so one table has a rule per keyword. A rule checks one argument and returns
+it as the type that the annotation promises: a size given as 16.0, `np.int64(16)` or `torch.tensor(16)` becomes the int
+16. Conditions on several arguments (a size that must be divisible by tp_size) are checked by the constructors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from ...common import checks
 from ...common.checks import described
+from ...common.numbers import to_bool, to_float, to_int
 from ..distributed.collectives import SYMMETRIC_ALL_REDUCES
 from ..functions.normalization import NORMALIZATIONS
 from ..primitives.activation import ACTIVATIONS, ActivationParams
 from ..runtime import checks as torch_checks
+from ..runtime.warn_once import warn_once
 
-Rule = Callable[[str, Any], object]
+Rule = Callable[[str, Any], Any]
+Constructor = TypeVar("Constructor", bound=Callable[..., None])
+
+# More groups than this cannot be trained, and naming their parameters takes longer than a user waits.
+MAX_GROUPS = 1 << 20
 
 
-def window(name: str, value: Any) -> None:
-    """None, or two whole numbers; which ones, the mask says."""
+def switch(name: str, value: Any) -> bool | None:
+    """Return a flag as a bool; None, which several flags read as "not given", stays None."""
+    return None if value is None else to_bool(name, value)
+
+
+def size(name: str, value: Any) -> int:
+    """Return a whole number of at least 1."""
+    return to_int(name, value, 1)
+
+
+def size_or_none(name: str, value: Any, least: int = 1) -> int | None:
+    """Return None, or a whole number of at least `least`."""
+    return None if value is None else to_int(name, value, least)
+
+
+def whole_or_none(name: str, value: Any) -> int | None:
+    """Return None, or any whole number."""
+    return None if value is None else to_int(name, value)
+
+
+def finite_or_none(name: str, value: Any) -> float | None:
+    """Return None, or a finite number."""
     if value is None:
-        return
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        return None
+    found = to_float(name, value)
+    checks.number(name, found)
+    return found
+
+
+def epsilon(name: str, value: Any) -> float:
+    """Return a finite number of at least 0."""
+    found = to_float(name, value)
+    checks.epsilon(name, found)
+    return found
+
+
+def drop_rate(name: str, value: Any) -> float:
+    """Return a probability in [0, 1]; at 1 everything is dropped and the result is zero."""
+    found = to_float(name, value)
+    if not 0.0 <= found <= 1.0:
+        raise ValueError(f"{name}={found} is outside [0, 1]; give the share of elements to drop")
+    return found
+
+
+def group_count(name: str, value: Any) -> int:
+    """Return a number of groups in 1..MAX_GROUPS."""
+    count = to_int(name, value, 1)
+    if count > MAX_GROUPS:
+        raise ValueError(
+            f"{name}={described(count)} is above {MAX_GROUPS}; give the number of groups (experts)"
+        )
+    return count
+
+
+def window(name: str, value: Any) -> tuple[int, int] | None:
+    """Return None, or two whole numbers (left, right); the mask decides which numbers are valid."""
+    if value is None:
+        return None
+    sides = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(sides, (tuple, list)) or len(sides) != 2:
         raise TypeError(f"{name}={described(value)} must be two numbers; give (left, right), -1 for no limit")
-    for side in value:
-        if isinstance(side, bool) or not isinstance(side, int):
-            raise TypeError(
-                f"{name}={described(value)} holds {described(side)}; give two whole numbers, -1 for no limit"
-            )
+    left, right = (to_int(f"{name}[{i}]", side) for i, side in enumerate(sides))
+    return left, right
 
 
-def head_sizes(name: str, value: Any) -> None:
-    """A head's features, or (of queries and keys, of values)."""
+def head_sizes(name: str, value: Any) -> int | tuple[int, int]:
+    """Return the features of a head, or a pair (of queries and keys, of values)."""
     if not isinstance(value, (tuple, list)):
-        checks.whole(name, value)
-        return
+        return size(name, value)
     if len(value) != 2:
         raise ValueError(
             f"{name}={described(value)} must be one or two sizes; give (of queries and keys, of values)"
         )
-    for size in value:
-        checks.whole(name, size)
+    return size(name, value[0]), size(name, value[1])
 
 
-def shape_or_none(name: str, value: Any) -> None:
-    """None, one size, or several."""
+def shape_or_none(name: str, value: Any) -> tuple[int, ...] | None:
+    """Return None, or a shape of at least one size; one size may be given by itself."""
     if value is None:
-        return
+        return None
+    if hasattr(value, "tolist"):  # arrays and tensors of any number of axes
+        value = value.tolist()
     if isinstance(value, str) or not isinstance(value, Iterable):
-        checks.whole(name, value)
-        return
+        return (size(name, value),)
     sizes = tuple(value)
     if not sizes:
-        raise ValueError(f"{name}={described(value)} holds no size; give one or more positive sizes")
-    for size in sizes:
-        checks.whole(name, size)
+        raise ValueError(f"{name}={described(sizes)} holds no size; give one or more positive sizes")
+    return tuple(size(name, item) for item in sizes)
+
+
+def text_or_none(name: str, value: Any) -> str | None:
+    """Return None, or the name as text; any object may name a layer."""
+    return None if value is None else str(value)
+
+
+def overlap_flag(name: str, value: Any) -> bool | None:
+    """Return a flag for overlapped communication, with a warning that it has no effect when it is set."""
+    wanted = switch(name, value)
+    if wanted:
+        warn_once(
+            "overlapped communication",
+            f"{name}={value!r} has no effect: collectives are not overlapped with matrix products here, and results "
+            "are the same without overlap. The ub_* arguments can be left out",
+        )
+    return wanted
+
+
+def symmetric_all_reduce(name: str, value: Any) -> str | None:
+    """Return the kind of a symmetric-memory all-reduce, with a warning that it has no effect when it is set."""
+    checks.one_of(name, value, SYMMETRIC_ALL_REDUCES)
+    if value is not None:
+        warn_once(
+            name,
+            f"{name}={value!r} has no effect: the output is reduced by the process group's own all-reduce, with the "
+            "same result. Leave it None",
+        )
+    return value
+
+
+def checked(check: Callable[[str, Any], object]) -> Rule:
+    """Return the rule that only checks: the argument stays as given."""
+
+    def rule(name: str, value: Any) -> Any:
+        check(name, value)
+        return value
+
+    return rule
+
+
+def _activation_params(name: str, value: Any) -> Any:
+    ActivationParams.from_mapping(value)
+    return value
 
 
 _SWITCHES = (
@@ -82,55 +184,68 @@ _SWITCHES = (
     "save_original_input",
     "sequence_parallel",
     "set_parallel_mode",
-    "ub_bulk_dgrad",
-    "ub_bulk_wgrad",
-    "ub_overlap_ag",
-    "ub_overlap_rs",
-    "ub_overlap_rs_dgrad",
-    "ub_tp_comm_overlap",
+    "single_grouped_bias",
+    "single_grouped_weight",
     "zero_centered_gamma",
 )
-_SIZES = (
-    "in_features",
-    "out_features",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_gemms",
-    "num_attention_heads",
-    "tp_size",
-)
-_OPTIONAL_SIZES = ("kv_channels", "layer_number", "micro_batch_size", "num_gqa_groups", "seq_length")
+_OVERLAP_FLAGS = ("ub_bulk_dgrad", "ub_bulk_wgrad", "ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad")
+_SIZES = ("in_features", "out_features", "hidden_size", "ffn_hidden_size", "num_attention_heads", "tp_size")
 _FUNCTIONS = ("get_rng_state_tracker", "init_method", "output_layer_init_method", "score_mod")
-_NAMES = ("name", "rng_tracker_name", "ub_name")
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(_SWITCHES, checks.switch),
-    **dict.fromkeys(_SIZES, checks.whole),
-    **dict.fromkeys(_OPTIONAL_SIZES, checks.whole_or_none),
-    **dict.fromkeys(_FUNCTIONS, checks.function_or_none),
-    **dict.fromkeys(_NAMES, checks.text_or_none),
-    **dict.fromkeys(("eps", "layernorm_epsilon", "qk_norm_eps"), checks.epsilon),
-    **dict.fromkeys(("attention_dropout", "hidden_dropout", "drop_path_rate"), checks.drop_rate),
+    **dict.fromkeys(_SWITCHES, switch),
+    **dict.fromkeys((*_OVERLAP_FLAGS, "ub_tp_comm_overlap"), overlap_flag),
+    **dict.fromkeys(_SIZES, size),
+    **dict.fromkeys(("kv_channels", "num_gqa_groups"), size_or_none),
+    **dict.fromkeys(("micro_batch_size", "seq_length"), partial(size_or_none, least=0)),
+    **dict.fromkeys(_FUNCTIONS, checked(checks.function_or_none)),
+    **dict.fromkeys(("name", "ub_name"), text_or_none),
+    **dict.fromkeys(("eps", "layernorm_epsilon", "qk_norm_eps"), epsilon),
+    **dict.fromkeys(("attention_dropout", "hidden_dropout", "drop_path_rate", "drop_prob"), drop_rate),
     **dict.fromkeys(("window_size", "enc_dec_window_size"), window),
-    **dict.fromkeys(("params_dtype", "dtype"), torch_checks.parameter_dtype),
-    "activation": partial(checks.one_of, allowed=ACTIVATIONS),
-    "activation_params": lambda name, value: ActivationParams.from_mapping(value),
-    "cp_group": torch_checks.groups_or_none,
-    "device": torch_checks.device,
-    "normalization": partial(checks.one_of, allowed=NORMALIZATIONS),
-    "softmax_scale": checks.number_or_none,
-    "symmetric_ar_type": partial(checks.one_of, allowed=SYMMETRIC_ALL_REDUCES),
-    "tp_group": torch_checks.group_or_none,
+    **dict.fromkeys(("params_dtype", "dtype"), checked(torch_checks.parameter_dtype)),
+    "activation": checked(partial(checks.one_of, allowed=ACTIVATIONS)),
+    "activation_params": _activation_params,
+    "cp_group": checked(torch_checks.groups_or_none),
+    "device": checked(torch_checks.device),
+    "layer_number": whole_or_none,
+    "normalization": checked(partial(checks.one_of, allowed=NORMALIZATIONS)),
+    "num_gemms": group_count,
+    "rng_tracker_name": checked(checks.text_or_none),
+    "softmax_scale": finite_or_none,
+    "symmetric_ar_type": symmetric_all_reduce,
+    "tp_group": checked(torch_checks.group_or_none),
 }
 
 
-def check_arguments(arguments: Mapping[str, Any], **rules: Rule) -> None:
-    """TypeError or ValueError for the first of a constructor's arguments that it cannot be made with.
+def accepts(**rules: Rule) -> Callable[[Constructor], Constructor]:
+    """Decorate a constructor: check its arguments before its body runs, and convert them to their annotated types.
 
-    arguments   by name: locals(), as the first thing that the constructor does
-    rules       of arguments that mean something else here than in the table
+    Args:
+        rules: Rules of arguments that mean something else here than in `RULES`, or that only this constructor has.
+            Arguments without a rule are passed on unchanged, and so are defaults.
+
+    Raises:
+        TypeError: The decorated constructor got an argument of a type that cannot be used.
+        ValueError: The decorated constructor got an argument outside its limits.
     """
-    for name, value in arguments.items():
-        rule = rules.get(name) or RULES.get(name)
-        if rule is not None:
-            rule(name, value)
+    known = {**RULES, **rules}
+
+    def decorate(constructor: Constructor) -> Constructor:
+        code = constructor.__code__
+        names = code.co_varnames[1 : code.co_argcount]
+
+        @functools.wraps(constructor)
+        def converted(self: Any, *args: Any, **kwargs: Any) -> None:
+            positional = [
+                known[name](name, value) if name in known else value
+                for name, value in zip(names, args, strict=False)
+            ]
+            named = {
+                name: known[name](name, value) if name in known else value for name, value in kwargs.items()
+            }
+            constructor(self, *positional, *args[len(names) :], **named)
+
+        return converted  # pyright: ignore[reportReturnType]
+
+    return decorate

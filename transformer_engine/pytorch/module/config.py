@@ -97,10 +97,10 @@ def _setting(
         if known is None:
             known = config()
         before = getattr(known, name)
+        if rule is not None:
+            value = rule(name, value)
         if name in fixed:
             refuse_if_made(self, name, before, value)
-        if rule is not None:
-            rule(name, value)
         if before is not value:
             known = replace(known, **{name: value})
             if is_made(self):

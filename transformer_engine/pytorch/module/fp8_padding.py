@@ -1,4 +1,4 @@
-"""Fp8Padding: rows of zeros behind each group of rows, so that a recipe can quantize every group."""
+"""Fp8Padding: appends rows of zeros to each group of rows, so that a recipe can quantize every group."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..functions.row_padding import pad_rows
-from .row_groups import RowGroups, as_rows
+from .row_groups import RowGroups, as_rows, rows_of_groups
 
 
 class Fp8Padding(RowGroups):
@@ -18,8 +18,9 @@ class Fp8Padding(RowGroups):
     """
 
     def forward(self, inp: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
-        """(y, padded m_splits); x and m_splits themselves where every group is a multiple already."""
-        padded = self.padded_rows(inp, m_splits)
-        if padded == list(m_splits):
+        """Return (y, padded m_splits); x and m_splits themselves if every group is a multiple already."""
+        rows = rows_of_groups(m_splits)
+        padded = self.padded_rows(inp, rows)
+        if padded == list(rows):
             return inp, m_splits
-        return pad_rows(as_rows(inp, m_splits, "m_splits"), m_splits, padded), padded
+        return pad_rows(as_rows(inp, rows, "m_splits"), rows, padded), padded

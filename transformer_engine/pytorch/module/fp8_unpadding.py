@@ -1,4 +1,4 @@
-"""Fp8Unpadding: takes away the rows that Fp8Padding put behind each group."""
+"""Fp8Unpadding: removes the rows that Fp8Padding appended to each group."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..functions.row_padding import unpad_rows
-from .row_groups import RowGroups, as_rows
+from .row_groups import RowGroups, as_rows, rows_of_groups
 
 
 class Fp8Unpadding(RowGroups):
@@ -18,8 +18,14 @@ class Fp8Unpadding(RowGroups):
     """
 
     def forward(self, inp: Tensor, m_splits: Sequence[int]) -> Tensor:
-        """m_splits: rows of each group without its padding. x itself where there is none."""
-        padded = self.padded_rows(inp, m_splits)
-        if padded == list(m_splits):
+        """Return the groups without their padding; x itself if no group is padded.
+
+        Args:
+            inp: Padded groups [sum of padded m_splits, K].
+            m_splits: Rows of each group without its padding.
+        """
+        rows = rows_of_groups(m_splits)
+        padded = self.padded_rows(inp, rows)
+        if padded == list(rows):
             return inp
-        return unpad_rows(as_rows(inp, padded, "the padded m_splits"), m_splits, padded)
+        return unpad_rows(as_rows(inp, padded, "the padded m_splits"), rows, padded)

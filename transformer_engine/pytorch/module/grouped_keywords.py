@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...common import env
-from ...common.checks import described
+from ...common.numbers import to_bool
 
 _SINGLE = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
 _FUSED = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"
@@ -37,11 +37,7 @@ def uses_grouped_tensor(value: Any) -> bool:
                 f"{_FUSED} is deprecated; give use_grouped_tensor=True", FutureWarning, stacklevel=3
             )
         return bool(env.get(_FUSED))
-    if type(value) is not bool:
-        raise TypeError(
-            f"use_grouped_tensor={described(value)} is a {type(value).__name__}; give a bool or None"
-        )
-    return value
+    return to_bool("use_grouped_tensor", value)
 
 
 def check_device_splits(m_splits: Sequence[int] | Tensor, device: torch.device) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.checks import whole_numbers
+from ...common.numbers import to_bool
 from ..distributed.tensor_parallel import TensorParallel
 from ..functions.by_name import _GroupedLinear, called_by_name, general_gemm, refuse_quantized
 from ..functions.caller_buffers import CallerBuffers, checked
@@ -22,10 +22,9 @@ from ..functions.scale_update import of_the_pass
 from ..functions.stacks import StackMember, members_of
 from ..functions.weight_gradient import WeightGradientStore
 from ..quantization.autocast import current, here_in_eager_mode
-from ..runtime.checks import tensor
 from ..runtime.device import canonical_device, is_meta
 from ..runtime.replaceable import watched
-from .arguments import check_arguments
+from .arguments import accepts, switch
 from .config import configured
 from .grouped_keywords import check_device_splits, honoured, uses_grouped_tensor
 from .grouped_parameters import create_parameters, load_other_form, mark_parameters, names_of
@@ -34,6 +33,7 @@ from .linear_base import SIZES, LinearConfig, ProductsModule, check_parallel_mod
 from .numerics import traced_update
 from .parameters import InitMethod, ParameterInit, default_init_method
 from .products import UNQUANTIZED, ModuleRecipe, ProductQuantizers
+from .row_groups import check_dense, rows_of_groups
 from .specs import Call, product_refusal, product_spec, scale_update
 
 
@@ -105,6 +105,7 @@ class GroupedLinear(ProductsModule):
     out_features: int
     parallel_mode: str | None
 
+    @accepts(ub_overlap_rs=switch, ub_overlap_ag=switch)
     def __init__(
         self, num_gemms: int, in_features: int, out_features: int, sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False, tp_group: Any = None, tp_size: int = 1,
@@ -117,11 +118,8 @@ class GroupedLinear(ProductsModule):
         single_grouped_bias: bool = False, name: str | None = None,
         use_grouped_tensor: bool | None = None,
     ) -> None:  # fmt: skip
-        check_arguments(locals())
         super().__init__(name)
         check_parallel_mode(parallel_mode, tp_size, in_features, out_features)
-        if num_gemms < 1:
-            raise ValueError(f"num_gemms={num_gemms} < 1; give the number of groups")
         if ub_overlap_rs or ub_overlap_ag:
             raise ValueError(
                 "GroupedLinear has no communication to overlap; leave ub_overlap_rs and ub_overlap_ag False"
@@ -194,7 +192,9 @@ class GroupedLinear(ProductsModule):
         out        buffer of the output's shape and dtype: the output is written there, and what is returned shares it
         dgrad_out  the same for the input's gradient, which the backward pass writes there
         """
-        self._check_splits(inp, m_splits, is_first_microbatch)
+        m_splits = self._accepted_splits(inp, m_splits)
+        if is_first_microbatch is not None:
+            is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
         buffers = None if out is None and dgrad_out is None else self._caller_buffers(inp, out, dgrad_out)
         config, shape = self._config, inp.shape
         flat = inp
@@ -308,21 +308,18 @@ class GroupedLinear(ProductsModule):
             return (*weights, *[None] * len(self._config.bias_names))
         return (*weights, *[getattr(self, name) for name in self._config.bias_names])
 
-    def _check_splits(
-        self, inp: Tensor, m_splits: Sequence[int] | Tensor, is_first_microbatch: bool | None
-    ) -> None:
-        """TypeError unless the input is a tensor and the splits are whole numbers, by their types alone."""
-        if not isinstance(inp, Tensor):
-            tensor("the input", inp)
+    def _accepted_splits(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> Sequence[int] | Tensor:
+        """Return the rows of each group as ints, or as the tensor of whole numbers that was given.
+
+        Raises:
+            TypeError: The input is not a dense tensor, or the splits are not whole numbers.
+        """
+        check_dense("the input", inp)
         if self._config.use_grouped_tensor:
             check_device_splits(m_splits, inp.device)
-        if isinstance(m_splits, Tensor):
-            if m_splits.is_floating_point() or m_splits.dim() != 1:
-                raise TypeError(
-                    f"m_splits is {m_splits.dtype} {list(m_splits.shape)}; give whole numbers, one for each group"
-                )
-        elif not isinstance(m_splits, (list, tuple)) or set(map(type, m_splits)) != {int}:
-            whole_numbers("m_splits", m_splits)
+        if isinstance(m_splits, Tensor) and m_splits.dim() == 1 and not m_splits.is_floating_point():
+            return m_splits
+        return rows_of_groups(m_splits)
 
     def extra_repr(self) -> str:
         return (

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...common.numbers import to_bool
 from ..functions.by_name import (
     NormByName,
     _LayerNormLinear,
@@ -24,9 +25,10 @@ from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradientStore
 from ..runtime.device import canonical_device, is_meta
 from ..runtime.replaceable import watched
+from ..runtime.warn_once import warn_once
 from . import _common
 from ._common import apply_normalization
-from .arguments import check_arguments
+from .arguments import accepts
 from .config import configured, early
 from .linear_base import SIZES, LinearConfig, OverlapOptions, ProductsModule, check_parallel_mode
 from .linear_parameters import create_parameters, mark_parameters, weight_and_bias
@@ -89,6 +91,7 @@ class LayerNormLinear(ProductsModule):
     layer_norm_weight: Tensor
     layer_norm_bias: Tensor | None
 
+    @accepts()
     def __init__(
         self, in_features: int, out_features: int, eps: float = 1e-5, sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False, tp_group: Any = None, tp_size: int = 1,
@@ -103,7 +106,6 @@ class LayerNormLinear(ProductsModule):
         delay_wgrad_compute: bool = False, symmetric_ar_type: str | None = None,
         name: str | None = None,
     ) -> None:  # fmt: skip
-        check_arguments(locals())
         # Subclasses of other libraries choose the tracker's name by setting it before they call this.
         rng_tracker_name = early(self, "rng_tracker_name")
         super().__init__(name)
@@ -163,9 +165,15 @@ class LayerNormLinear(ProductsModule):
 
         Arguments and errors as in Linear.forward.
         """
+        if is_first_microbatch is not None:
+            is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
+        if fp8_output is not False or fp8_grad is not False:
+            fp8_output, fp8_grad = to_bool("fp8_output", fp8_output), to_bool("fp8_grad", fp8_grad)
         if fp8_grad:
-            raise ValueError(
-                f"fp8_grad={fp8_grad!r}: a norm's gradient is not quantized; use Linear, or leave it False"
+            warn_once(
+                "fp8_grad of a norm",
+                f"fp8_grad={fp8_grad!r} has no effect on LayerNormLinear: the norm's gradient is returned in high "
+                "precision. Leave it False",
             )
         config = self._config
         weight, bias = weight_and_bias(self)

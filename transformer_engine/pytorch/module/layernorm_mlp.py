@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...common.checks import switch
+from ...common.numbers import to_bool
 from ..distributed.tensor_parallel import TensorParallel, set_tensor_model_parallel_attributes
 from ..functions.by_name import NormByName
 from ..functions.fusions import APART
@@ -23,7 +24,7 @@ from ..runtime.device import canonical_device, is_meta
 from ..runtime.replaceable import watched
 from . import _common
 from ._common import apply_normalization
-from .arguments import check_arguments
+from .arguments import accepts
 from .config import configured
 from .linear_base import OverlapOptions, ProductsConfig, ProductsModule
 from .norm_parameters import mark_norm_parameters, register_norm_parameters
@@ -129,6 +130,7 @@ class LayerNormMLP(ProductsModule):
     fc2_weight: Tensor
     fc2_bias: Tensor
 
+    @accepts()
     def __init__(
         self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5,
         sequence_parallel: bool = False, return_bias: bool = False,
@@ -145,7 +147,6 @@ class LayerNormMLP(ProductsModule):
         delay_wgrad_compute: bool = False, symmetric_ar_type: str | None = None,
         checkpoint: bool = False,
     ) -> None:  # fmt: skip
-        check_arguments(locals())
         super().__init__(name)
         shards = tp_size if set_parallel_mode else 1
         if ffn_hidden_size % shards:
@@ -224,6 +225,8 @@ class LayerNormMLP(ProductsModule):
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, ...]:
         """y, or `(y[, fc2_bias][, norm(x)])` as return_bias and return_layernorm_output say."""
+        if is_first_microbatch is not None:
+            is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
         config = self._config
         gamma, beta = parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias")
         fc1_weight, fc2_weight = parameter_of(self, "fc1_weight"), parameter_of(self, "fc2_weight")

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...common.numbers import to_bool
 from ..functions.by_name import _Linear, called_by_name, general_gemm, refuse_quantized
 from ..functions.linear import linear, repeating
 from ..functions.linear_spec import LinearSpec
 from ..functions.weight_gradient import WeightGradientStore
 from ..runtime.device import is_meta
 from ..runtime.replaceable import watched
-from .arguments import check_arguments
+from .arguments import accepts
 from .config import configured
 from .linear_base import SIZES, LinearConfig, OverlapOptions, ProductsModule, check_parallel_mode
 from .linear_parameters import create_parameters, mark_parameters, weight_and_bias
@@ -71,6 +72,7 @@ class Linear(ProductsModule):
     weight: Tensor
     bias: Tensor
 
+    @accepts()
     def __init__(
         self, in_features: int, out_features: int, sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False, tp_group: Any = None, tp_size: int = 1,
@@ -84,7 +86,6 @@ class Linear(ProductsModule):
         symmetric_ar_type: str | None = None, save_original_input: bool = False,
         name: str | None = None,
     ) -> None:  # fmt: skip
-        check_arguments(locals())
         super().__init__(name)
         check_parallel_mode(parallel_mode, tp_size, in_features, out_features)
         self._configure(
@@ -131,6 +132,10 @@ class Linear(ProductsModule):
         fp8_output, fp8_grad  return y, or the input's gradient, as a quantized tensor
         Raises ValueError or TypeError for an input whose last dimension, dtype or device does not fit.
         """
+        if is_first_microbatch is not None:
+            is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
+        if fp8_output is not False or fp8_grad is not False:
+            fp8_output, fp8_grad = to_bool("fp8_output", fp8_output), to_bool("fp8_grad", fp8_grad)
         config = self._config
         weight, bias = weight_and_bias(self)
         spec = self.spec(inp, (weight, bias), (is_first_microbatch, fp8_output, fp8_grad))

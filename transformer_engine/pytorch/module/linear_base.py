@@ -22,6 +22,7 @@ from ..quantization.autocast import AutocastState, current, here_in_eager_mode
 from ..quantization.roles import BACKWARD_TENSORS, FORWARD_TENSORS
 from ..runtime.checks import floating
 from ..runtime.device import autocast_dtype
+from ..runtime.warn_once import warn_once
 from .base import ModuleConfig, TransformerEngineBaseModule
 from .config import configured
 from .numerics import of_traced_call, traced_update
@@ -71,8 +72,10 @@ class ProductsConfig(ModuleConfig):
     def check(self) -> None:
         for name in ("return_layernorm_output", "return_layernorm_output_gathered"):
             if getattr(self, name) and not hasattr(self, "normalization"):
-                raise ValueError(
-                    f"{name}=True: a {self._kind} has no norm to return; make a LayerNormLinear or a LayerNormMLP"
+                warn_once(
+                    f"{self._kind}.{name}",
+                    f"{name}=True has no effect on a {self._kind}, which has no norm to return; make a LayerNormLinear "
+                    "or a LayerNormMLP",
                 )
 
 

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from ...common import env
-from ...common.checks import whole
+from ...common.numbers import to_int
 from ..functions.norm import normalize
 from ..functions.normalization import Norm
 from ..runtime.checks import same_device, tensor
 from ..runtime.device import autocast_dtype, canonical_device
+from ..runtime.warn_once import warn_once
 from . import loading
-from .arguments import check_arguments, shape_or_none
+from .arguments import accepts, shape_or_none
 from .config import Config, configured
 from .parameters import parameter_of
 
@@ -47,14 +48,33 @@ def _written(module: Normalization, name: str, value: Any) -> None:
         module._mark_parameters()
 
 
+def _accepted_margin(name: str, value: Any) -> int | dict[str, int]:
+    """Return a number of multiprocessors, or one per stage, with a warning that any but 0 has no effect."""
+    if isinstance(value, Mapping):
+        if set(value) != set(_STAGES):
+            raise ValueError(f"{name}={dict(value)}; give an int or all of {', '.join(_STAGES)}")
+        found: int | dict[str, int] = {
+            stage: to_int(f"{name}[{stage!r}]", margin, 0) for stage, margin in value.items()
+        }
+    else:
+        found = to_int(name, value, 0)
+    if any(found.values()) if isinstance(found, dict) else found:
+        warn_once(
+            name,
+            f"{name}={value!r} has no effect: the kernels of LayerNorm and RMSNorm use all multiprocessors, with the "
+            "same results. Leave it 0",
+        )
+    return found
+
+
 def _margin_of(stage: str) -> property:
-    """One entry of sm_margin, under the name that older callers set."""
+    """Return a property for one entry of sm_margin, under the attribute name that older callers use."""
 
     def read(self: Normalization) -> int:
         return self._sm_margins[stage]
 
     def write(self: Normalization, margin: int) -> None:
-        self._sm_margins[stage] = margin
+        self._sm_margins[stage] = _accepted_margin("sm_margin", {**self._sm_margins, stage: margin})[stage]  # pyright: ignore[reportIndexIssue]
 
     return property(read, write)
 
@@ -63,8 +83,7 @@ def _margin_of(stage: str) -> property:
 class Normalization(torch.nn.Module):
     """y = normalize(x) * gamma (+ beta) over the last dimensions of x, gamma = weight or 1 + weight.
 
-    Subclasses say which kind and whether there is a bias. `sm_margin` is kept for kernels that can leave
-    streaming multiprocessors to others; it never changes a value.
+    Subclasses define the kind of norm and whether there is a bias. `sm_margin` is stored and has no effect.
     """
 
     kind: str
@@ -75,6 +94,7 @@ class Normalization(torch.nn.Module):
     zero_centered_gamma: bool
     sequence_parallel: bool | None
 
+    @accepts(hidden_size=shape_or_none, normalized_shape=shape_or_none, sm_margin=_accepted_margin)
     def __init__(
         self,
         normalized_shape: int | Iterable[int] | None = None,
@@ -88,16 +108,13 @@ class Normalization(torch.nn.Module):
         dtype: torch.dtype | None = None,
         sm_margin: int | Mapping[str, int] = 0,
     ) -> None:
-        check_arguments(
-            locals(), hidden_size=shape_or_none, normalized_shape=shape_or_none, sm_margin=_check_margin
-        )
         super().__init__()
         shape = _renamed("hidden_size", hidden_size, "normalized_shape", normalized_shape)
         dtype = _renamed("params_dtype", params_dtype, "dtype", dtype)
         if shape is None:
             raise ValueError(f"{type(self).__name__} has normalized_shape=None; give an int, or several")
         self._config = NormalizationConfig(
-            normalized_shape=tuple(shape) if isinstance(shape, Iterable) else (shape,),
+            normalized_shape=shape,
             eps=eps,
             zero_centered_gamma=zero_centered_gamma,
             sequence_parallel=sequence_parallel,
@@ -179,24 +196,13 @@ class Normalization(torch.nn.Module):
 
 
 def _renamed(old_name: str, old, new_name: str, new):
-    """The value given under a keyword's old or new name."""
+    """Return the value given under a keyword's old or new name; raise ValueError if both are given."""
     if old is None:
         return new
     if new is not None:
         raise ValueError(f"{old_name} is the old name of {new_name}; give {new_name} only")
-    warnings.warn(f"{old_name} is deprecated; use {new_name}", DeprecationWarning, stacklevel=4)
+    warnings.warn(f"{old_name} is deprecated; use {new_name}", DeprecationWarning, stacklevel=5)
     return old
-
-
-def _check_margin(name: str, sm_margin: int | Mapping[str, int]) -> None:
-    """A number of multiprocessors, or one for each stage."""
-    if not isinstance(sm_margin, Mapping):
-        whole(name, sm_margin, 0)
-        return
-    if set(sm_margin) != set(_STAGES):
-        raise ValueError(f"{name}={dict(sm_margin)}; give an int or all of {', '.join(_STAGES)}")
-    for stage, margin in sm_margin.items():
-        whole(f"{name}[{stage!r}]", margin, 0)
 
 
 def _margins(sm_margin: int | Mapping[str, int]) -> dict[str, int]:

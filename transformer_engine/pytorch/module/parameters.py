@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.checks import described, whole
+from ...common.checks import described
+from ...common.numbers import to_int
 from ..tensor.grouped_tensor import StackQuantizer
 from ..tensor.quantizer import Quantizer
 from .products import FORWARD_SLOTS
@@ -79,9 +80,9 @@ def split_names(
                 f"parameters_split holds {described(name)}, which is no name; give every piece a str"
             )
     if isinstance(parameters_split, Mapping):
-        sizes = dict(parameters_split)
-        for name, size in sizes.items():
-            whole(f"parameters_split[{name!r}]", size)
+        sizes = {
+            name: to_int(f"parameters_split[{name!r}]", size, 1) for name, size in parameters_split.items()
+        }
         uneven = [f"{name}={size}" for name, size in sizes.items() if size % tp_size]
         if uneven:
             raise ValueError(

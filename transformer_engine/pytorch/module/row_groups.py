@@ -1,53 +1,108 @@
-"""RowGroups: what Fp8Padding and Fp8Unpadding share, the number of groups and the multiple that they are padded to."""
+"""Groups of rows: what GroupedLinear, Fp8Padding and Fp8Unpadding accept as rows per group."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ...common.checks import whole, whole_numbers, whole_or_none
+from ...common.checks import described
+from ...common.numbers import to_int
 from ..functions.row_padding import up_to
 from ..quantization import FP8GlobalStateManager, get_align_size_for_quantization
-from ..runtime.checks import floating
+from ..runtime.checks import floating, tensor
+from .arguments import group_count, size_or_none
+
+
+def rows_of_groups(m_splits: Any) -> Sequence[int]:
+    """Return the rows of each group as a sequence of ints.
+
+    Args:
+        m_splits: List, tuple or other iterable of whole numbers in any form, or an array or tensor [groups]. A tensor
+            on a GPU is read by the host.
+
+    Raises:
+        TypeError: The value is not a sequence of whole numbers.
+    """
+    if isinstance(m_splits, (list, tuple)) and set(map(type, m_splits)) <= {int}:
+        return m_splits
+    if isinstance(m_splits, Tensor) or hasattr(m_splits, "tolist"):
+        if len(m_splits.shape) != 1:
+            raise TypeError(f"m_splits is {described(m_splits)}; give whole numbers, one for each group")
+        numbers: Any = m_splits.tolist()
+    elif isinstance(m_splits, (str, bytes, Mapping, set)) or not hasattr(m_splits, "__iter__"):
+        raise TypeError(f"m_splits={described(m_splits)} is no sequence; give a list of whole numbers")
+    else:
+        numbers = list(m_splits)
+    try:
+        return [to_int("m_splits", rows) for rows in numbers]
+    except TypeError:
+        raise TypeError(
+            f"m_splits={described(m_splits)} holds {_first_fraction(numbers)}; give a list of whole numbers"
+        ) from None
+
+
+def _first_fraction(numbers: Sequence[Any]) -> str:
+    """Return a description of the first item that is not a whole number."""
+    for rows in numbers:
+        try:
+            to_int("m_splits", rows)
+        except TypeError:
+            return described(rows)
+    return "no fraction"
+
+
+def check_dense(name: str, value: Any) -> None:
+    """Raise TypeError unless the value is a dense tensor."""
+    if not isinstance(value, Tensor):
+        tensor(name, value)
+    if value.layout is not torch.strided:
+        raise TypeError(
+            f"{name} is {described(value)} with the layout {value.layout}; give a dense tensor, as x.to_dense() is"
+        )
 
 
 class RowGroups(nn.Module):
-    """num_gemms groups of rows, each padded to a multiple of align_size.
+    """Base class of Fp8Padding and Fp8Unpadding: num_gemms groups of rows, each padded to a multiple of align_size.
 
-    align_size   None: that of the recipe in force at the first call, which is kept from then on
+    align_size   None: the multiple of the recipe in force at the first call, which is kept from then on
     """
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
-        whole("num_gemms", num_gemms)
-        whole_or_none("align_size", align_size)
-        self.num_gemms = num_gemms
-        self.align_size = align_size
+        self.num_gemms = group_count("num_gemms", num_gemms)
+        self.align_size = size_or_none("align_size", align_size)
 
-    def padded_rows(self, inp: Tensor, m_splits: Sequence[int]) -> list[int]:
-        """The rows of each group with its padding; TypeError or ValueError unless there is one number >= 0 a group."""
+    def padded_rows(self, inp: Tensor, rows: Sequence[int]) -> list[int]:
+        """Return the padded rows of each group.
+
+        Raises:
+            TypeError: The input is not a dense floating-point tensor.
+            ValueError: There is not one number of at least 0 per group.
+        """
+        check_dense("inp", inp)
         floating("inp", inp)
         if inp.dim() < 1:
             raise ValueError("inp is []; give rows [.., K]")
-        whole_numbers("m_splits", m_splits)
-        if len(m_splits) != self.num_gemms or min(m_splits, default=0) < 0:
-            raise ValueError(f"m_splits={list(m_splits)} must be {self.num_gemms} numbers >= 0, one a group")
+        if len(rows) != self.num_gemms or min(rows, default=0) < 0:
+            raise ValueError(f"m_splits={list(rows)} must be {self.num_gemms} numbers >= 0, one a group")
         if self.align_size is None:
             self.align_size = alignment()
-        return [up_to(rows, self.align_size) for rows in m_splits]
+        return [up_to(count, self.align_size) for count in rows]
 
     def extra_repr(self) -> str:
         return f"num_gemms={self.num_gemms}, align_size={self.align_size}"
 
 
 def alignment() -> int:
-    """The multiple that the recipe in force, or else the default one, asks of a group's rows."""
+    """Return the multiple that the recipe in force, or else the default recipe, requires of a group's rows."""
     return get_align_size_for_quantization(FP8GlobalStateManager.get_fp8_recipe())
 
 
 def as_rows(inp: Tensor, rows: Sequence[int], name: str) -> Tensor:
-    """inp [.., K] as a matrix; ValueError unless numbers add up to its rows."""
+    """Return inp [.., K] as a matrix; raise ValueError unless the rows of the groups add up to its rows."""
     x = inp.reshape(-1, inp.shape[-1])
     if sum(rows) != x.shape[0]:
         raise ValueError(

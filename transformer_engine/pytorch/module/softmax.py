@@ -7,10 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ...common.checks import function, number_or_none, one_of, switch
+from ...common.checks import function, one_of
+from ...common.numbers import to_bool
 from ..constants import AttnMaskTypes
 from ..functions.softmax import scaled_softmax
 from ..runtime.checks import floating, tensor_or_none
+from .arguments import finite_or_none
 
 
 class FusedScaleMaskSoftmax(nn.Module):
@@ -22,10 +24,9 @@ class FusedScaleMaskSoftmax(nn.Module):
 
     def __init__(self, mask_func: Callable[[Tensor, Tensor], Tensor], softmax_in_fp32: bool = True):
         function("mask_func", mask_func)
-        switch("softmax_in_fp32", softmax_in_fp32)
         super().__init__()
         self.mask_func = mask_func
-        self.softmax_in_fp32 = softmax_in_fp32
+        self.softmax_in_fp32 = to_bool("softmax_in_fp32", softmax_in_fp32)
 
     def forward(
         self, inp: Tensor, mask: Tensor | None, attn_mask_type: str, softmax_scale: float | None = None
@@ -34,11 +35,11 @@ class FusedScaleMaskSoftmax(nn.Module):
         floating("inp", inp)
         tensor_or_none("mask", mask)
         one_of("attn_mask_type", attn_mask_type, AttnMaskTypes)
-        number_or_none("softmax_scale", softmax_scale)
         causal = None
         if "causal" in attn_mask_type:
             causal = "bottom_right" if "bottom_right" in attn_mask_type else "top_left"
-        scale = 1.0 if softmax_scale is None else softmax_scale
+        scale = finite_or_none("softmax_scale", softmax_scale)
+        scale = 1.0 if scale is None else scale
         if mask is None or mask.dtype in (torch.bool, torch.uint8):
             return scaled_softmax(inp, scale, mask, causal)
         return scaled_softmax(self.mask_func(inp * scale, mask), 1.0, None, causal)

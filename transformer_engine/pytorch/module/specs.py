@@ -21,6 +21,8 @@ from ..functions.linear_spec import LinearProducts, LinearSpec
 from ..functions.scale_update import OF_THE_PASS, ScaleUpdate
 from ..functions.weight_gradient import WeightGradient, WeightGradientStore
 from ..runtime.backward_thread import keep_backward_here
+from ..runtime.warn_once import warn_once
+from ..tensor.quantizer import Quantizer
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
 from .precision import quantizes
 from .products import UNQUANTIZED, ModuleRecipe, ProductQuantizers, unquantized
@@ -217,15 +219,26 @@ def _pays(call: Call, rows: int, shapes: Sequence[tuple[int, int]]) -> bool:
     return all(quantizes(call.active.recipe, rows, n, k) for k, n in shapes)
 
 
-def check_results(product: ProductQuantizers, quantized_output: Any, quantized_grad: Any) -> None:
-    """ValueError when a quantized result is asked for where nothing is quantized."""
-    if (quantized_output and product.output.is_identity) or (
-        quantized_grad and product.grad_input.is_identity
+def quantized_results(
+    product: ProductQuantizers, quantized_output: Any, quantized_grad: Any
+) -> tuple[Quantizer | None, Quantizer | None]:
+    """Return the quantizers of a product's output and of its input's gradient; None for results in high precision.
+
+    A result that cannot be quantized in this call is returned in high precision, with a warning once.
+    """
+    found: list[Quantizer | None] = []
+    for name, wanted, quantizer in (
+        ("fp8_output", quantized_output, product.output),
+        ("fp8_grad", quantized_grad, product.grad_input),
     ):
-        raise ValueError(
-            f"fp8_output={quantized_output}, fp8_grad={quantized_grad}, but this call does not quantize; "
-            "enter te.autocast with a delayed or current scaling recipe, or leave them False"
-        )
+        if wanted and quantizer.is_identity:
+            warn_once(
+                name,
+                f"{name}={wanted!r} has no effect: this call does not quantize that result, which is returned in high "
+                "precision; enter te.autocast with a delayed or current scaling recipe, or leave it False",
+            )
+        found.append(quantizer if wanted and not quantizer.is_identity else None)
+    return found[0], found[1]
 
 
 def keeps_input(call: Call) -> bool:
@@ -282,7 +295,7 @@ def product_spec(
     needs     gradients of its input, its weight and the bias that it adds
     results   are its output, and its input's gradient, to be quantized?
     """
-    check_results(quantizers, *results)
+    output, grad_input = quantized_results(quantizers, *results)
     needs_grad_input, needs_grad_weight, needs_grad_bias = needs
     if not call.traced and call.x[3].type == "cuda":
         keep_backward_here()
@@ -299,8 +312,8 @@ def product_spec(
         accumulation=call.active.accumulation,
         parallel=parallel,
         weight_gradient=gradient,
-        output=quantizers.output if results[0] else None,
-        grad_input=quantizers.grad_input if results[1] else None,
+        output=output,
+        grad_input=grad_input,
         backward=call.active.backward,
         keep_input=keeps_input(call),
         needs_grad_input=needs_grad_input,

@@ -1,6 +1,6 @@
-"""initialize_ub: the switch for communication that overlaps with products, accepted; collectives run unfused here.
+"""initialize_ub and destroy_ub: accepted for communication that overlaps with matrix products; nothing overlaps here.
 
-Results are the same. A layer keeps its `ub_*` switches for inspection.
+Results are the same without overlap. Layers keep their `ub_*` flags as attributes.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from ...common.checks import whole
+from ...common.numbers import to_int
+from ..runtime.warn_once import warn_once
 
 
 class UserBufferQuantizationMode(Enum):
-    """How activations would travel."""
+    """Data type in which activations would be communicated."""
 
     NONE = "none"
     FP8 = "fp8"
@@ -31,14 +32,24 @@ def initialize_ub(
     bootstrap_backend: str | None = None,
     with_cublasmp: bool = False,
 ) -> None:
-    """Checks its arguments and allocates nothing: no buffers are needed where nothing overlaps."""
+    """Check the arguments and warn once that nothing is allocated: collectives are not overlapped with products.
+
+    Raises:
+        TypeError: A quantization mode is not a UserBufferQuantizationMode, or tp_size is not a whole number.
+        ValueError: The shape is not [tokens, hidden], or tp_size is below 1.
+    """
     if len(shape) != 2:
         raise ValueError(f"shape={list(shape)}; give [tokens, hidden]")
-    whole("tp_size", tp_size)
+    to_int("tp_size", tp_size, 1)
     for mode in quantization_modes or ():
         if not isinstance(mode, UserBufferQuantizationMode):
             raise TypeError(f"quantization_modes holds {mode!r}; give values of UserBufferQuantizationMode")
+    warn_once(
+        "initialize_ub",
+        "initialize_ub has no effect: collectives are not overlapped with matrix products here, and results are the "
+        "same without overlap. The call can be left out",
+    )
 
 
 def destroy_ub() -> None:
-    """Gives back what `initialize_ub` allocated: nothing."""
+    """Do nothing: `initialize_ub` allocates nothing."""

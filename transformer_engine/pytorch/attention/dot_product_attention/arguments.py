@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import operator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....common.checks import described, function, one_of, switch, whole_or_none
+from ....common.checks import described, function, one_of
+from ....common.numbers import to_bool, to_int
 from ...constants import AttnTypes
-from ...module.arguments import Rule
+from ...module.arguments import Rule, checked
 from ...primitives.attention.mask import canonical_name, window_pair
 from ...primitives.attention.request import BIAS_TYPES, QKV_FORMATS, SOFTMAX_TYPES, AttentionRequest
 from ...runtime import checks
+from ...runtime.warn_once import warn_once
 from ..inference import InferenceParams
 from .settings import AttentionConfig, CallArguments, Described
 
 # What the constructors of attention layers have beside the arguments of all layers.
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(("attn_input_format", "qkv_format"), partial(one_of, allowed=QKV_FORMATS)),
-    "attention_type": partial(one_of, allowed=AttnTypes),
-    "softmax_type": partial(one_of, allowed=SOFTMAX_TYPES),
+    **dict.fromkeys(("attn_input_format", "qkv_format"), checked(partial(one_of, allowed=QKV_FORMATS))),
+    "attention_type": checked(partial(one_of, allowed=AttnTypes)),
+    "softmax_type": checked(partial(one_of, allowed=SOFTMAX_TYPES)),
     **dict.fromkeys(
         ("attn_mask_type", "self_attn_mask_type", "enc_dec_attn_mask_type"),
-        lambda name, value: canonical_name(value, name),
+        checked(lambda name, value: canonical_name(value, name)),
     ),
 }
 
@@ -89,30 +90,36 @@ def _parts(name: str, packed: Tensor, count: int, axis: int) -> tuple[Tensor, ..
     return packed.unbind(axis)
 
 
-def settled(a: CallArguments) -> CallArguments:
-    """The arguments with integers as ints; TypeError or ValueError for settings of the wrong kind.
+def settled(config: AttentionConfig, a: CallArguments) -> CallArguments:
+    """Return the arguments of a call in the types of their annotations, without those that the call does not read.
 
-    Two that compare equal are then the same to an attention, so that they can be parts of a key. Tensors are checked
-    where they are read.
+    Two calls whose arguments compare equal afterwards are computed alike, so the arguments can be parts of a key.
+    Tensors of lengths are checked where they are read.
+
+    Raises:
+        TypeError: A setting has a type that cannot be used.
+        ValueError: A setting is outside its limits.
     """
     if a.bias_type != "no_bias":
         one_of("core_attention_bias_type", a.bias_type, BIAS_TYPES)
-    if a.bottom_right_diagonal is not None:
-        switch("bottom_right_diagonal", a.bottom_right_diagonal)
-    if a.pad_between_seqs is not None:
-        switch("pad_between_seqs", a.pad_between_seqs)
+    if a.bottom_right_diagonal is not None and type(a.bottom_right_diagonal) is not bool:
+        a = a._replace(bottom_right_diagonal=to_bool("bottom_right_diagonal", a.bottom_right_diagonal))
+    if a.pad_between_seqs is not None and type(a.pad_between_seqs) is not bool:
+        a = a._replace(pad_between_seqs=to_bool("pad_between_seqs", a.pad_between_seqs))
     if a.num_splits is not None and (type(a.num_splits) is not int or a.num_splits < 0):
-        whole_or_none("num_splits", a.num_splits, 0)
+        a = a._replace(num_splits=to_int("num_splits", a.num_splits, 0))
     if a.score_mod is not None:
         function("score_mod", a.score_mod)
-    if a.bias is not None and not isinstance(a.bias, Tensor):
-        checks.tensor("core_attention_bias", a.bias)
+    if a.bias is not None or a.alibi_slopes is not None:
+        a = _with_used_bias(a)
     if a.inference_params is not None and type(a.inference_params) is not InferenceParams:
         check_cache_kind(a.inference_params)
     if a.qkv_format is not None:
         one_of("qkv_format", a.qkv_format, QKV_FORMATS)
     if a.attn_mask_type is not None and not isinstance(a.attn_mask_type, str):
         canonical_name(a.attn_mask_type)
+    if a.attention_mask is not None:
+        a = a._replace(attention_mask=used_mask(config, a))
     if a.window_size is not None:
         a = a._replace(window_size=window_pair(a.window_size))
     longest_q, longest_kv = a.max_seqlens
@@ -121,17 +128,69 @@ def settled(a: CallArguments) -> CallArguments:
     return a._replace(max_seqlens=(whole_length("q", longest_q), whole_length("kv", longest_kv)))
 
 
+def _with_used_bias(a: CallArguments) -> CallArguments:
+    """Return the arguments without a bias or slopes that their bias type does not read, with a warning once."""
+    if a.bias is not None and a.bias_type == "no_bias":
+        warn_once(
+            "core_attention_bias",
+            "core_attention_bias has no effect with core_attention_bias_type='no_bias'; give "
+            "core_attention_bias_type='post_scale_bias' to add it to the scaled scores, or leave it None",
+        )
+        a = a._replace(bias=None)
+    if a.bias is not None and not isinstance(a.bias, Tensor):
+        checks.tensor("core_attention_bias", a.bias)
+    if a.alibi_slopes is not None and a.bias_type != "alibi":
+        warn_once(
+            "alibi_slopes",
+            f"alibi_slopes has no effect with core_attention_bias_type={a.bias_type!r}; give "
+            "core_attention_bias_type='alibi', or leave it None",
+        )
+        a = a._replace(alibi_slopes=None)
+    return a
+
+
+def used_mask(config: AttentionConfig, a: CallArguments) -> Any:
+    """Return the attention mask of a call as bool tensors, or None where the mask type does not read one.
+
+    Only padding and arbitrary mask types read a mask. A mask of integers masks where it is not 0, and so does a
+    floating-point padding mask. A floating-point mask of the arbitrary type is not converted: it might be meant to be
+    added to the scores.
+    """
+    name = config.attn_mask_type if a.attn_mask_type is None else canonical_name(a.attn_mask_type)
+    mask: Any = a.attention_mask
+    padding = name.startswith("padding")
+    if a.inference_params is not None or not (padding or name == "arbitrary"):
+        if isinstance(mask, Tensor) and mask.is_floating_point():
+            warn_once(
+                "attention_mask",
+                f"attention_mask has no effect with attn_mask_type={name!r}, which reads no mask; give a padding mask "
+                "type, attn_mask_type='arbitrary' with a bool mask, or core_attention_bias with 'post_scale_bias' for "
+                "values that are added to the scores",
+            )
+        return None
+    if isinstance(mask, (list, tuple)):
+        return tuple(_as_bool(part, padding) for part in mask)
+    return _as_bool(mask, padding)
+
+
+def _as_bool(mask: Any, padding: bool) -> Any:
+    """Return one mask as a bool tensor; objects of other kinds and additive masks are left to `_check_masks`."""
+    if not isinstance(mask, Tensor) or mask.dtype == torch.bool:
+        return mask
+    if mask.is_complex() or (mask.is_floating_point() and not padding):
+        return mask
+    return mask.ne(0)
+
+
 def whole_length(name: str, size: Any) -> int | None:
-    """max_seqlen_* as an int >= 0; integers of other libraries are taken, too."""
+    """Return max_seqlen_* as an int of at least 0, from a number in any form."""
     if size is None or torch.compiler.is_compiling():
         return size
     try:
-        if isinstance(size, bool):
-            raise TypeError
-        whole = operator.index(size)
+        whole = to_int(f"max_seqlen_{name}", size)
     except TypeError:
         raise ValueError(
-            f"max_seqlen_{name}={size!r} is no whole number; give the tokens of the longest sequence"
+            f"max_seqlen_{name}={described(size)} is no whole number; give the tokens of the longest sequence"
         ) from None
     if whole < 0:
         raise ValueError(f"max_seqlen_{name}={whole} is below 0; give the tokens of the longest sequence")
@@ -147,32 +206,32 @@ def check_cache_kind(inference_params: Any) -> None:
         )
 
 
-def check_switches(checkpoint_core_attention: Any, fp8_output: Any, bf16_backward: Any) -> None:
-    """TypeError for what is neither True nor False of the switches that say how an attention is computed."""
-    switch("checkpoint_core_attention", checkpoint_core_attention)
-    switch("fp8_output", fp8_output)
-    switch("bf16_backward", bf16_backward)
+def accepted_angles(rotary_pos_emb: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """Return the angles of a rotary embedding: one table, or a pair for queries and keys.
 
-
-def check_angles(rotary_pos_emb: Any) -> None:
-    """TypeError unless these are the angles of a rotary embedding, one table or a pair."""
-    if not isinstance(rotary_pos_emb, tuple):
+    Raises:
+        TypeError: A table is not a tensor of floating-point values.
+        ValueError: There are neither one nor two tables.
+    """
+    if not isinstance(rotary_pos_emb, (tuple, list)):
         checks.floating("rotary_pos_emb", rotary_pos_emb)
-        return
+        return rotary_pos_emb
     if len(rotary_pos_emb) != 2:
         raise ValueError(
             f"rotary_pos_emb holds {len(rotary_pos_emb)} tables; give one, or a pair for queries and keys"
         )
     for table in rotary_pos_emb:
         checks.floating("rotary_pos_emb", table)
+    return tuple(rotary_pos_emb)
 
 
-def check_slopes(slopes: Tensor, bias_type: str, q: Tensor | Described, heads: int) -> Tensor:
-    """The slopes; TypeError or ValueError unless they are [h] or [b, h] for "alibi", floating point on q's device."""
-    if bias_type != "alibi":
-        raise ValueError(
-            f"alibi_slopes with core_attention_bias_type={bias_type!r}, which ignores {described(slopes)}; use 'alibi'"
-        )
+def check_slopes(slopes: Tensor, q: Tensor | Described, heads: int) -> Tensor:
+    """Return the slopes of ALiBi if they are floating point, [h] or [b, h], and on the queries' device.
+
+    Raises:
+        TypeError: The slopes are not a tensor of floating-point values.
+        ValueError: The slopes have another shape or device.
+    """
     checks.floating("alibi_slopes", slopes)
     checks.same_device("alibi_slopes", slopes, "query_layer", q.device)
     if slopes.ndim not in (1, 2) or slopes.shape[-1] != heads:

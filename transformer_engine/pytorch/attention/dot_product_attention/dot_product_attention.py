@@ -11,13 +11,14 @@ from torch import Tensor
 
 from ....common import env
 from ....common.memory import Memory
+from ....common.numbers import to_bool
 from ....common.recipe import Recipe
 from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ...functions.attention import fp8
 from ...functions.attention.autograd import apart
 from ...functions.attention.fp8_call import Call, Slots
 from ...functions.attention.projected import Projection
-from ...module.arguments import check_arguments, head_sizes
+from ...module.arguments import accepts, head_sizes
 from ...module.base import TransformerEngineBaseModule
 from ...module.config import configured
 from ...module.parameters import ParameterInit
@@ -27,7 +28,7 @@ from ...quantization import QuantizerRole
 from ...quantization.autocast import AutocastState, current, here_in_eager_mode
 from ...runtime.device import canonical_device, is_meta
 from ..inference import InferenceParams
-from .arguments import RULES, accept_older_state, check_heads, check_switches, unpacked
+from .arguments import RULES, accept_older_state, check_heads, unpacked
 from .call import MAX_PLANS, Plan, any_call, judged_call, plain_call, plan_of
 from .context_parallel_group import check_context_parallel_group
 from .forked import Forks, computed
@@ -101,6 +102,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     hidden_size_per_attention_head_k = _same_as("head_dim_qk")
     hidden_size_per_attention_head_v = _same_as("head_dim_v")
 
+    @accepts(kv_channels=head_sizes, **RULES)
     def __init__(
         self,
         num_attention_heads: int,
@@ -127,13 +129,12 @@ class DotProductAttention(TransformerEngineBaseModule):
         name: str | None = None,
         score_mod: Callable[..., Tensor] | None = None,
     ) -> None:
-        check_arguments(locals(), kv_channels=head_sizes, **RULES)
         super().__init__(name)
         if not AttentionLogging._is_logging_setup:
             AttentionLogging.setup_logging()
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         check_heads(num_attention_heads, groups, tp_size)
-        size_qk, size_v = (kv_channels,) * 2 if isinstance(kv_channels, int) else kv_channels
+        size_qk, size_v = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
         if tp_group is not None:
             tp_size = torch.distributed.get_world_size(tp_group)
         self._configure(
@@ -196,7 +197,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         cp_comm_type: str = "p2p",
     ) -> None:
         """Set the ranks that share the sequence; None or one rank means that this one has all of it."""
-        check_context_parallel_group(cp_group, cp_comm_type)
+        check_context_parallel_group(cp_group, cp_stream, cp_comm_type)
         self.cp_group = cp_group
         self.cp_global_ranks = cp_global_ranks
         self.cp_stream = cp_stream
@@ -260,8 +261,10 @@ class DotProductAttention(TransformerEngineBaseModule):
         Raises ValueError before anything is written or drawn. Lengths and offsets on a GPU are trusted; TE_CHECK=1 has
         them checked too, see `device_checks`. What they point to outside of the tensors would be read.
         """
-        if checkpoint_core_attention or fp8_output or bf16_backward:
-            check_switches(checkpoint_core_attention, fp8_output, bf16_backward)
+        if not (checkpoint_core_attention is fp8_output is False and bf16_backward is None):
+            checkpoint_core_attention = to_bool("checkpoint_core_attention", checkpoint_core_attention)
+            fp8_output = to_bool("fp8_output", fp8_output)
+            bf16_backward = None if bf16_backward is None else to_bool("bf16_backward", bf16_backward)
         score_mod = self.score_mod if score_mod is None else score_mod
         if not (score_mod_tensors is score_mod_bprop is score_mod_bprop_tensors is None):
             score_mod = resolved(score_mod, score_mod_tensors, score_mod_bprop, score_mod_bprop_tensors)

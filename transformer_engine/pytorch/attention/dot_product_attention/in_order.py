@@ -34,11 +34,11 @@ def in_order(
     config: AttentionConfig, arguments: CallArguments, qkv: Shapes, tracing: bool = False
 ) -> InOrder:
     """The arguments checked as far as a key cannot have them; qkv(): shapes will do, and are rarely asked for."""
-    a = settled(arguments)
+    a = settled(config, arguments)
     same = are_same(a)
     tensor_format = config.qkv_format if a.qkv_format is None else a.qkv_format
     if a.alibi_slopes is not None:
-        check_slopes(a.alibi_slopes, a.bias_type, qkv()[0], config.heads)
+        check_slopes(a.alibi_slopes, qkv()[0], config.heads)
     if a.inference_params is not None:
         return _over_cache(config, a, same, tensor_format, qkv, tracing)
     if tensor_format == "thd" and (a.max_seqlens[0] is None or a.max_seqlens[1] is None):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ....common.checks import described, number
+from ....common.numbers import to_float
 from ..quantize import CastRequest, QuantizeSpec
 from ..quantize.fused_codes import cast_request
 
@@ -73,9 +74,10 @@ class ActivationParams:
         unknown = sorted(set(given) - set(known))
         if unknown:
             raise ValueError(f"activation_params has no {unknown[0]!r}; choose from {', '.join(known)}")
-        for key, value in given.items():
+        values = {key: to_float(f"activation_params[{key!r}]", value) for key, value in given.items()}
+        for key, value in values.items():
             number(f"activation_params[{key!r}]", value)
-        return cls(**{known[key]: float(value) for key, value in given.items()})
+        return cls(**{known[key]: value for key, value in values.items()})
 
 
 DEFAULT_PARAMS = ActivationParams()

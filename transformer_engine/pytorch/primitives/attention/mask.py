@@ -6,11 +6,11 @@ Every mask is the intersection of at most three parts: a band -left <= j - i - s
 
 from __future__ import annotations
 
-import operator
 import warnings
 from dataclasses import dataclass
 from typing import Any
 
+from ....common.numbers import to_int
 from ...runtime.tracing import constant_while_tracing
 
 NAMES = (
@@ -112,12 +112,14 @@ def check_set_window_size(attn_mask_type: str, window_size: tuple[int, int] | No
 
 
 def window_pair(window_size: Any) -> tuple[int, int]:
-    """(left, right) of a sequence of two integers; ValueError for anything else."""
+    """Return (left, right) as ints.
+
+    Raises:
+        ValueError: The value is not a pair of whole numbers.
+    """
     try:
         left, right = window_size
-        if isinstance(left, bool) or isinstance(right, bool):
-            raise TypeError
-        return operator.index(left), operator.index(right)
+        return to_int("left", left), to_int("right", right)
     except (TypeError, ValueError):
         raise ValueError(
             f"window_size={window_size!r} is no pair of integers; give (left, right), -1 for unlimited"

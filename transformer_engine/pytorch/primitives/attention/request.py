@@ -222,6 +222,7 @@ class Feature(str, Enum):
     LEARNABLE = "softmax_type='learnable'"
     MAX_LOGIT = "return_max_logit"
     DROPOUT = "attention_dropout"
+    FULL_DROPOUT = "attention_dropout=1.0"
     ARBITRARY = "attn_mask_type='arbitrary'"
     PADDING_TENSORS = "padding given as mask tensors (give cu_seqlens_q and cu_seqlens_kv)"
     PADDING = "lengths of padded sequences"
@@ -254,6 +255,7 @@ _NEEDED: dict[Feature, Callable[[AttentionRequest], bool]] = {
     Feature.LEARNABLE: lambda r: r.options.softmax == "learnable",
     Feature.MAX_LOGIT: lambda r: r.options.max_logit,
     Feature.DROPOUT: lambda r: r.options.dropout > 0.0,
+    Feature.FULL_DROPOUT: lambda r: r.options.dropout >= 1.0,
     Feature.ARBITRARY: lambda r: r.options.mask.arbitrary,
     Feature.PADDING_TENSORS: lambda r: r.options.padding_tensors,
     Feature.PADDING: lambda r: r.options.mask.padding and not r.packed,

@@ -35,6 +35,7 @@ DETERMINISTIC_WORKSPACE = 8 << 30
 TAKES = frozenset(Feature) - {
     Feature.EMPTY,
     Feature.FP8,
+    Feature.FULL_DROPOUT,
     Feature.SCORE_MOD,
     Feature.ARBITRARY,
     Feature.PADDING_TENSORS,

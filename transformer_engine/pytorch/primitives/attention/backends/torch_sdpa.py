@@ -19,6 +19,7 @@ from .torch_passes import torch_passes
 TAKES = frozenset(Feature) - {
     Feature.EMPTY,
     Feature.FP8,
+    Feature.FULL_DROPOUT,
     Feature.SCORE_MOD,
     Feature.PRE_SCALE_BIAS,
     Feature.POST_SCALE_BIAS,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .....common.kernels.program import Program
 
 # score_mod is a function of Python; the kernels are fixed.
-TAKES = frozenset(Feature) - {Feature.EMPTY, Feature.FP8, Feature.SCORE_MOD}
+TAKES = frozenset(Feature) - {Feature.EMPTY, Feature.FP8, Feature.SCORE_MOD, Feature.FULL_DROPOUT}
 LARGEST_HEAD = 256
 LARGEST_HEAD_WITHOUT_GRADIENT = 576
 
