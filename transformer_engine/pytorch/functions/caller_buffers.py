@@ -60,7 +60,7 @@ def check_separate(name: str, buffer: Tensor | None, others: Iterable[tuple[str,
         if other is not None and share_memory(buffer, other):
             raise ValueError(
                 f"{name} shares memory with {other_name}, which the forward or backward pass still reads when it "
-                f"writes {name}; give a buffer with memory of its own, for example torch.empty_like({name})"
+                f"writes {name}; give a buffer with separate memory, for example torch.empty_like({name})"
             )
 
 
