@@ -70,7 +70,7 @@ def share_memory(buffer: Tensor, other: Tensor) -> bool:
     Views, storage offsets and different storages over one allocation are compared by address. Tensors without an
     address (meta, fake) share nothing.
     """
-    if type(other) is not Tensor and type(other) is not torch.nn.Parameter or other.is_meta:
+    if type(other) not in (Tensor, torch.nn.Parameter) or other.is_meta:
         return False
     begin = buffer.data_ptr() - other.data_ptr()
     end = begin + buffer.nbytes
@@ -80,7 +80,9 @@ def share_memory(buffer: Tensor, other: Tensor) -> bool:
         return begin < other.nbytes
     element = other.element_size()
     sizes = zip(other.stride(), other.shape, strict=True)
-    strides = sorted(((stride * element, size) for stride, size in sizes if size > 1 and stride), reverse=True)
+    strides = sorted(
+        ((stride * element, size) for stride, size in sizes if size > 1 and stride), reverse=True
+    )
     return _meets(begin, end, strides, element)
 
 

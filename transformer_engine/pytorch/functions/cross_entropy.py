@@ -23,7 +23,6 @@ from ..primitives.cross_entropy import (
 )
 from ..runtime.double_backward import once_differentiable
 
-
 _ALIASES = 8  # nodes searched for a leaf: a view, a custom function and a few more
 
 
