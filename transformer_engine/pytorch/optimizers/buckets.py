@@ -46,9 +46,8 @@ class Bucket(NamedTuple):
 class Facts(NamedTuple):
     """Everything that the buckets of a group depend on: equal facts, equal buckets.
 
-    A caller can replace `parameter.data` by a tensor of another size, dtype, layout or device, and the local tensor of a
-    distributed parameter by another one. Neither changes the identity of the parameter, so that these are compared in
-    every step.
+    A caller can replace `parameter.data` by a tensor of another size, dtype, layout or device, and the local tensor of
+    a distributed parameter by another one. Neither changes the identity of the parameter, so every step compares them.
 
     params      as the group holds them, compared by identity
     local       what this rank holds of each, compared by identity
