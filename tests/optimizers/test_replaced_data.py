@@ -28,7 +28,7 @@ every_adam = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != 
 
 
 def trained(kind, device, dtype=torch.float32, steps=2):
-    """(optimizer, two parameters [6, 4], each in a group of its own) after some steps."""
+    """(optimizer, two parameters [6, 4], one per group) after some steps."""
     params = [torch.nn.Parameter(torch.randn(6, 4, device=device).to(dtype)) for _ in range(2)]
     optimizer = KINDS[kind]([{"params": [p]} for p in params])
     for _ in range(steps):

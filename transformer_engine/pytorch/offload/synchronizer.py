@@ -57,10 +57,10 @@ class _Begun(NamedTuple):
 class OffloadSynchronizer:
     """The saved tensors of num_layers layers, each called once per step, in the same order every time.
 
-    A backward pass that raises ends without a notice: autograd drops its callbacks. So every begin of a layer's backward
-    carries the generation of the forward it belongs to, and the pass that it is part of. Only tensors of the same
-    generation are released, and only by the pass that read them. The tensors of a newer forward, and those of a layer
-    in which a pass failed, stay until the next step begins.
+    A backward pass that raises ends without a notice: autograd drops its callbacks. So every begin of a layer's
+    backward carries the generation of the forward it belongs to, and the pass that it is part of. Only tensors of the
+    same generation are released, and only by the pass that read them. The tensors of a newer forward, and those of a
+    layer in which a pass failed, stay until the next step begins.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class OffloadSynchronizer:
         return None if self._begun is None else self._begun.layer
 
     def fwd_step(self) -> int:
-        """Begin the forward of the next layer and return its number. The first layer follows the last, in a new step."""
+        """Begin the forward of the next layer and return its number; after the last layer, a new step begins."""
         if self.num_of_fwds is None or self.num_of_fwds == self.num_layers - 1:
             self._forget_all()
             self.num_of_fwds = 0
@@ -159,7 +159,7 @@ class OffloadSynchronizer:
             self.layer_states[self._begun.layer].release_all_memory()
 
     def _forget_all(self) -> None:
-        """Release everything, also what a step without a backward pass has left."""
+        """Release the tensors of all layers, including a step that had no backward pass."""
         self._begun = None
         for state in self.layer_states.values():
             state.release_all_memory()
