@@ -90,12 +90,61 @@ def test_a_gradient_in_bfloat16_is_that_in_float32_rounded_once(device):
 
 
 def test_the_gradient_takes_the_place_of_the_logits(device):
-    logits, target = drawn(torch.float32, device)
-    before = logits.detach().clone()
+    leaf, target = drawn(torch.float32, device)
+    logits = leaf * 1.0
     loss = parallel_cross_entropy(logits, target)
-    assert torch.equal(logits, before)
+    assert torch.equal(logits, leaf)
+    (grad,) = torch.autograd.grad(loss.sum(), logits)
+    assert grad.data_ptr() == logits.data_ptr() and not torch.equal(logits, leaf)
+
+
+class Alias(torch.autograd.Function):
+    """An alias of the input that autograd does not record as a view."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+ALIASES = {
+    "itself": lambda p: p,
+    "view": lambda p: p.view(p.shape),
+    "part": lambda p: p[1:],
+    "detached": lambda p: p.detach().requires_grad_(),
+    "custom function": Alias.apply,
+    "view of a custom function": lambda p: Alias.apply(p.view(-1)).view(p.shape),
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("alias", ALIASES)
+def test_a_leaf_keeps_its_values_and_gets_a_gradient_in_other_memory(alias, dtype, device):
+    logits, target = drawn(dtype, device)
+    parameter = torch.nn.Parameter(logits.detach())
+    before = parameter.detach().clone()
+    given = ALIASES[alias](parameter)
+    loss = parallel_cross_entropy(given, target[-len(given) :])
     loss.sum().backward()
-    assert logits.grad.data_ptr() == logits.data_ptr()
+    assert torch.equal(parameter, before)
+    leaf = given if alias == "detached" else parameter
+    assert leaf.grad.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr()
+    twin = before.clone().requires_grad_()
+    torch_loss(twin[-len(given) :], target[-len(given) :], 0.0, False).sum().backward()
+    torch.testing.assert_close(leaf.grad.float(), twin.grad.float(), rtol=ROUNDED[dtype], atol=1e-6)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_chunks_of_logits_have_the_gradients_of_the_whole(parts, device):
+    leaf, target = drawn(torch.float32, device)
+    whole = parallel_cross_entropy(leaf * 1.0, target, keep_logits=True).sum()
+    (expected,) = torch.autograd.grad(whole, leaf)
+    chunks = zip((leaf * 1.0).chunk(parts), target.chunk(parts), strict=True)
+    sum(parallel_cross_entropy(*chunk).sum() for chunk in chunks).backward()
+    assert torch.equal(leaf.grad, expected)
 
 
 @pytest.mark.parametrize("kept_by", ["keep_logits", "retain_graph", "create_graph"])
@@ -111,8 +160,9 @@ def test_logits_that_are_wanted_later_are_kept(kept_by, device):
         torch.testing.assert_close(second, first.detach())
 
 
-def test_somebody_else_who_saved_the_logits_is_told_that_they_are_gone(device):
-    logits, target = drawn(torch.float32, device)
+def test_another_operation_that_saved_the_logits_raises_in_its_backward(device):
+    leaf, target = drawn(torch.float32, device)
+    logits = leaf * 1.0
     penalty = logits.square().sum()
     loss = parallel_cross_entropy(logits, target).sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -396,8 +446,8 @@ def test_a_step_holds_one_tensor_of_logits():
     target = torch.randint(0, 32000, (4, 512), device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    leaf = logits.clone().requires_grad_()
-    parallel_cross_entropy(leaf, target, 0.0, True).backward()
+    logits.requires_grad_()
+    parallel_cross_entropy(logits.clone(), target, 0.0, True).backward()
     peak = torch.cuda.max_memory_allocated() - before
     assert peak < 1.01 * logits.nbytes
 

@@ -171,3 +171,24 @@ def test_the_names_are_public():
         assert getattr(optimizers, name) is not None
         if name.startswith("multi_tensor_") and name != "multi_tensor_applier":
             assert getattr(tex, name) is getattr(optimizers, name)
+
+
+@pytest.mark.parametrize("scales", [[], [1], [1, 1, 1], [1, 2]])
+def test_codes_without_one_scale_each_raise_before_anything_is_stepped(scales, device, flag):
+    lists = [tensors(device, 6, 4) for _ in range(5)]
+    lists[1] = [torch.zeros(size, dtype=torch.uint8, device=device) for size in (6, 4)]
+    lists += [[torch.ones(size, device=device) for size in scales] for _ in range(3)]
+    before = [[x.clone() for x in part] for part in lists]
+    with pytest.raises(ValueError, match=r"the scales have \[.*\] elements for 2 tensors of codes;"):
+        tex.multi_tensor_adam_fp8(CHUNK, flag, lists, 1e-3, 0.9, 0.99, 1e-8, 1, 1, 1, 0.0, DType.kFloat8E4M3)
+    for part, was in zip(lists, before, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(part, was, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_factor_on_another_device_raises():
+    flag, given = torch.zeros(1, dtype=torch.int32, device="cuda"), tensors("cuda", 5)
+    with pytest.raises(ValueError, match="scale is on cpu, the tensors on cuda:0"):
+        tex.multi_tensor_scale_tensor(CHUNK, flag, [given, given], torch.ones(1))
+    with pytest.raises(ValueError, match="inv_scale is on cpu, the tensors on cuda:0"):
+        tex.multi_tensor_unscale_l2norm(CHUNK, flag, [given], torch.ones(1))

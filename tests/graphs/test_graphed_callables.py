@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 
 import pytest
 import torch
@@ -301,6 +302,53 @@ class _Choosing(torch.nn.Module):
     def forward(self, x, *, kind, scale=None, at=None, added=None):
         y = self.layer(x) * (2 if kind == "double" else 1)
         return (y if added is None else y + added["to"][at]) * (1 if scale is None else scale)
+
+
+class _Scaled(torch.nn.Module):
+    def __init__(self, **defaults):
+        super().__init__()
+        self.layer = _layer("Linear")
+
+    def forward(self, x, scale=None, power=1, *, mode="plain", **more):
+        y = self.layer(x) ** power * (1 if scale is None else scale)
+        return y + sum(value for value in more.values() if value is not None) * (1 if mode == "plain" else 2)
+
+
+_UNCAPTURED = {
+    "tensor": {"scale": torch.tensor(3.0)},
+    "number": {"power": 2},
+    "text": {"mode": "other"},
+    "None instead of a default": {"mode": None},
+    "number of another type": {"power": 1.0},
+    "in **kwargs": {"offset": torch.tensor(1.0)},
+}
+
+
+@pytest.mark.parametrize("given", _UNCAPTURED)
+@pytest.mark.parametrize("records", [True, False], ids=["graph", "without a GPU"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_a_keyword_that_was_not_captured_raises_before_anything_runs(given, records, training, request):
+    log = request.getfixturevalue("rerun").log if records else []
+    module = _Scaled().train(training)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # without a GPU
+        graphed = te.make_graphed_callables(module, (_x(),))
+    replays = len(log)
+    (name,) = _UNCAPTURED[given]
+    with pytest.raises(TypeError, match=f"keyword {name}=.* was not captured, .*sample_kwargs"):
+        graphed(_x(3), **_UNCAPTURED[given])
+    assert len(log) == replays
+    graphed.train(not training)  # the module's own forward runs in the other mode
+    twin = _Scaled()
+    twin.load_state_dict(module.state_dict())
+    assert torch.equal(graphed(_x(3), **_UNCAPTURED[given]), twin(_x(3), **_UNCAPTURED[given]))
+
+
+def test_a_keyword_without_effect_is_accepted_without_being_captured(rerun):
+    module = _Scaled()
+    expected = module(_x(3))
+    graphed = te.make_graphed_callables(module, (_x(),))
+    assert torch.equal(graphed(_x(3), scale=None, power=1, mode="plain", inference_context=None), expected)
 
 
 def test_keywords_that_are_no_tensors_are_kept_by_the_graph(rerun):

@@ -1,4 +1,4 @@
-"""GroupedLinear writes its output and its input's gradient where the caller says."""
+"""Caller buffers of GroupedLinear: the output and the input gradient are written where the caller wants them."""
 
 from __future__ import annotations
 
@@ -76,3 +76,115 @@ def test_a_buffer_that_does_not_fit_is_refused_and_nothing_is_written(buffer, wo
         layer(x, SPLITS, dgrad_out=torch.empty(48, 32, device=device))
     with pytest.raises(TypeError, match="out is a list"):
         layer(x, SPLITS, out=[given])
+
+
+def overlapping(case, device, dtype=torch.float32):
+    """(input, out, dgrad_out) [48, 64] each, two of which share memory."""
+    memory = torch.randn(3, 48 * 64, device=device, dtype=dtype)
+    x, out, dgrad_out = memory.clone().view(3, 48, 64)
+    flat = memory.view(-1)
+    if case == "out is the input":
+        x = out
+    elif case == "dgrad_out is the input":
+        x = dgrad_out
+    elif case == "out begins in the middle of the input":
+        x, out = flat[: 48 * 64].view(48, 64), flat[24 * 64 :][: 48 * 64].view(48, 64)
+    elif case == "out lies over rows of a strided input":
+        x, out = memory.view(48, 192)[:, 64:128], flat[: 48 * 64].view(48, 64)
+    elif case == "out has another storage over the input's memory":
+        x = flat[: 48 * 64].view(48, 64)
+        out = torch.from_dlpack(x.detach())
+    return x.detach().requires_grad_(), out, dgrad_out
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "out is the input",
+        "dgrad_out is the input",
+        "out begins in the middle of the input",
+        "out lies over rows of a strided input",
+        "out has another storage over the input's memory",
+    ],
+)
+def test_a_buffer_over_the_input_raises_before_anything_is_written(case, device):
+    layer = te.GroupedLinear(3, 64, 64, device=device, params_dtype=torch.float32)
+    x, out, dgrad_out = overlapping(case, device)
+    before = x.detach().clone(), out.clone(), dgrad_out.clone()
+    name = "dgrad_out" if case.startswith("dgrad_out") else "out"
+    with pytest.raises(ValueError, match=f"^{name} shares memory with the input, .* separate memory"):
+        layer(x, SPLITS, out=out, dgrad_out=dgrad_out)
+    for value, was in zip((x, out, dgrad_out), before, strict=True):
+        assert torch.equal(value, was)
+
+
+def test_a_buffer_over_a_parameter_raises(device):
+    layer = te.GroupedLinear(2, 48, 48, device=device, params_dtype=torch.float32)
+    x = torch.randn(48, 48, device=device, requires_grad=True)
+    with pytest.raises(ValueError, match="out shares memory with weight1"):
+        layer(x, [16, 32], out=layer.weight1.data)
+    with pytest.raises(ValueError, match="dgrad_out shares memory with weight0"):
+        layer(x, [16, 32], dgrad_out=layer.weight0.data)
+
+
+def test_buffers_between_the_rows_of_a_strided_input_are_accepted(device):
+    layer = te.GroupedLinear(3, 64, 64, device=device, params_dtype=torch.float32)
+    memory = torch.randn(2 * 48 * 64 + 48 * 64, device=device)
+    x = memory.as_strided((48, 64), (3 * 64, 1))[:1].detach()  # rows 0 and then a gap of 128 elements
+    y = layer(x, [1, 0, 0], out=memory[64:128].view(1, 64))
+    assert torch.equal(y, layer(x, [1, 0, 0]))
+
+
+def test_dgrad_out_over_an_input_without_gradient_has_no_effect(device):
+    layer = te.GroupedLinear(3, 64, 64, device=device, params_dtype=torch.float32)
+    x = torch.randn(48, 64, device=device)
+    want, was = layer(x, SPLITS), x.clone()
+    layer(x, SPLITS, dgrad_out=x).sum().backward()
+    assert torch.equal(x, was) and torch.equal(layer(x, SPLITS), want)
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("shared", ["one dgrad_out for two layers", "out and dgrad_out"])
+def test_a_gradient_in_the_memory_of_dgrad_out_is_read_before_it_is_overwritten(
+    shared, together, device, monkeypatch
+):
+    monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "1" if together else "0")
+    first, second = (te.GroupedLinear(3, 64, 64, device=device, params_dtype=torch.bfloat16) for _ in "ab")
+    x = torch.randn(48, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    target = torch.arange(48, device=device).view(1, 48)
+
+    def gradients(out, dgrad_out):
+        if shared == "one dgrad_out for two layers":
+            y = second(first(x, SPLITS, dgrad_out=dgrad_out), SPLITS, dgrad_out=dgrad_out)
+        else:  # the loss computes its gradient in the memory of the logits
+            y = first(x, SPLITS, out=out, dgrad_out=dgrad_out)
+        te.parallel_cross_entropy(y.view(1, 48, 64), target).sum().backward()
+        found = [p.grad for p in (x, *first.parameters(), *second.parameters())]
+        x.grad = None
+        first.zero_grad()
+        second.zero_grad()
+        return found
+
+    want, buffer = gradients(None, None), torch.empty_like(x)
+    for grad, wanted in zip(gradients(buffer, buffer), want, strict=True):
+        assert (grad is None and wanted is None) or torch.equal(grad, wanted)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_an_output_that_a_later_pass_overwrote_raises_in_the_backward(together, device, monkeypatch):
+    monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "1" if together else "0")
+    layer = te.GroupedLinear(3, 64, 64, device=device, params_dtype=torch.bfloat16)
+    x = torch.randn(48, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    out = torch.empty_like(x)
+    first = (layer(x, SPLITS, out=out) ** 2).sum()
+    (layer(x + 1.0, SPLITS, out=out) ** 2).sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        first.backward()
+
+
+def test_buffers_work_in_inference_mode(device):
+    layer = te.GroupedLinear(3, 64, 64, device=device, params_dtype=torch.float32)
+    with torch.inference_mode():
+        x = torch.randn(48, 64, device=device)
+        out = torch.empty_like(x)
+        assert torch.equal(layer(x, SPLITS, out=out), layer(x, SPLITS)) and torch.equal(out, layer(x, SPLITS))

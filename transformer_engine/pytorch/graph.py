@@ -66,7 +66,9 @@ def make_graphed_callables(
 
     sample_args, sample_kwargs   tensors of the shapes that calls will have, for each module of a tuple. The graphs read
                                  these very tensors. Among keywords None, a number, text, a dtype or a device may stand:
-                                 the graphs keep it, and a call with another raises ValueError
+                                 the graphs keep it, and a call with another raises ValueError. A call passes every
+                                 captured keyword. Others raise TypeError if the callable takes them and the value is
+                                 not the default, since a replay would ignore them
     num_warmup_iters             runs before the capture, at least one. Nothing that they record or draw counts
     allow_unused_input           may an input want a gradient that there is none of?
     enabled, calibrating, recipe, amax_reduction_group   the autocast to capture under; enabled for each module where it

@@ -1,7 +1,7 @@
-"""loss [M] = ln(sum(exp(x [M, V]))) - x[target], or its mean, differentiable in x, which may be cut over ranks.
+"""loss [M] = ln(sum(exp(x [M, V]))) - x[target], or its mean, differentiable in x, which may be sharded over ranks.
 
-The forward pass reads the logits once and leaves two numbers a row; the backward pass makes the gradient from the
-logits, by default in their place: a training step holds one tensor of [M, V] and never two.
+The forward pass reads the logits once and saves two numbers per row. The backward pass computes the gradient from the
+logits, by default in place: a training step holds one tensor of [M, V], not two.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ from ..primitives.cross_entropy import (
 )
 from ..runtime.double_backward import once_differentiable
 
+_ALIASES = 8  # nodes searched for a leaf: a view, a custom function and a few more
+
 
 class CrossEntropy(NamedTuple):
-    """How a loss is made of logits.
+    """Settings of a loss of logits.
 
-    group        ranks that hold the other columns; None: there are none
-    mean         one number, the mean over the rows whose target counts; else a loss a row
-    keeps_logits   the gradient gets memory of its own
+    Args:
+        labels: Vocabulary, smoothing and the ignored target.
+        group: Ranks that hold the other columns; None for logits of the whole vocabulary.
+        mean: Return the mean over the rows that count, instead of one loss per row.
+        keeps_logits: Allocate memory for the gradient, instead of overwriting the logits.
     """
 
     labels: Labels
@@ -39,8 +43,38 @@ class CrossEntropy(NamedTuple):
 
 
 def cross_entropy(x: Tensor, targets: Tensor, how: CrossEntropy) -> Tensor:
-    """float32 [M], or [] for the mean, of x [M, V] contiguous and targets int64 [M] contiguous."""
+    """Return the losses float32 [M], or their mean [], of x [M, V] and targets int64 [M], both contiguous."""
+    if not how.keeps_logits and not torch.compiler.is_compiling() and has_other_readers(x):
+        how = how._replace(keeps_logits=True)
     return _CrossEntropy.apply(x, targets, how)  # pyright: ignore[reportReturnType]
+
+
+def has_other_readers(x: Tensor) -> bool:
+    """Return whether a gradient in the memory of x would overwrite a leaf, or other parts of a larger tensor.
+
+    A leaf is a parameter or an input of the user: its values must survive the backward pass, and its `.grad` must not
+    be its own memory. x is a view of a larger tensor where logits are split into chunks: autograd counts the versions
+    of the whole tensor, so that writing one chunk would invalidate the others.
+    """
+    base = x if x._base is None else x._base
+    return base.is_leaf or base.numel() > x.numel() or _is_alias_of_leaf(x)
+
+
+def _is_alias_of_leaf(x: Tensor) -> bool:
+    """Return whether a short chain of nodes with one input each leads to a leaf in the same storage.
+
+    Custom functions can return an alias that autograd does not record as a view.
+    """
+    node = x.grad_fn
+    for _ in range(_ALIASES):
+        inputs = [] if node is None else [source for source, _ in node.next_functions if source is not None]
+        if len(inputs) != 1:
+            return False
+        (node,) = inputs
+        leaf = getattr(node, "variable", None)  # of AccumulateGrad, the last node of every chain
+        if isinstance(leaf, Tensor):
+            return leaf.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    return False
 
 
 class _CrossEntropy(Function):
@@ -63,14 +97,13 @@ class _CrossEntropy(Function):
             plain = x.detach()
             grad_x = cross_entropy_gradient(plain, targets, statistics, factor, ctx.how.labels, in_place)
         if in_place:
-            increment_version(
-                x
-            )  # whoever else saved the logits for a backward of theirs is told so by autograd
+            # Autograd then raises an error in the backward pass of another operation that saved the logits.
+            increment_version(x)
         return grad_x, None, None
 
 
 def row_losses(x: Tensor, targets: Tensor, how: CrossEntropy) -> tuple[Tensor, Tensor]:
-    """(loss [M], statistics [M, 2]) of rows whose columns may be cut over the group, which all its ranks get."""
+    """Return losses [M] and statistics [M, 2], equal on all ranks of the group that the columns are sharded over."""
     partials = cross_entropy_statistics(x, targets, how.labels)
     if how.group is not None:
         partials, _ = gather_along_first_dim(partials, how.group)
@@ -78,12 +111,12 @@ def row_losses(x: Tensor, targets: Tensor, how: CrossEntropy) -> tuple[Tensor, T
 
 
 def counted(targets: Tensor, labels: Labels) -> Tensor:
-    """float32 [1]: how many rows count, at least one."""
+    """Return float32 [1], the number of rows whose target is not ignored, at least 1."""
     return (targets != labels.ignored).sum(dtype=torch.float32).clamp_(min=1.0).view(1)
 
 
 def is_needed_again() -> bool:
-    """May a later pass read what this backward was given: a kept graph, one that is compiled, a call by hand?"""
+    """Return whether a later pass may read the saved tensors: a retained graph, a compiled one, a call by hand."""
     engine: Any = torch._C
     if torch.compiler.is_compiling() or engine._current_graph_task_id() == -1:
         return True

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .caller_buffers import CallerBuffers, handed_out
+from .caller_buffers import NO_BUFFERS, CallerBuffers, handed_out, readable
 from .linear import linear_backward, linear_forward
 from .linear_spec import LinearSaved, LinearSpec
 from .saving import backward_of, restore, save
@@ -29,7 +29,7 @@ class GroupedLinearSpec:
     rows: tuple[int, ...]
     groups: tuple[LinearSpec, ...]
     needs_grad: bool = True
-    buffers: CallerBuffers | None = None
+    buffers: CallerBuffers = NO_BUFFERS
     stacked_weight: bool = False
     stacked_bias: bool = False
 
@@ -56,7 +56,7 @@ def _forward(
         y, operands = linear_forward(part, weight, bias, group)
         outputs.append(y)
         saved.append(operands)
-    return _joined(outputs, None if spec.buffers is None else spec.buffers.output), saved
+    return _joined(outputs, spec.buffers.output), saved
 
 
 def _joined(parts: list[Tensor], buffer: Tensor | None) -> Tensor:
@@ -79,6 +79,7 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
         _, operands = restore(ctx)
+        grad_output = readable(grad_output, spec.buffers.grad_input)
         grads = [
             linear_backward(part, operands[2 * i : 2 * i + 2], group, ctx.weight_dtype, ctx.bias_dtype)
             for i, (part, group) in enumerate(zip(grad_output.split(spec.rows), spec.groups, strict=True))
@@ -86,7 +87,7 @@ class _GroupedLinear(torch.autograd.Function):
         inputs = [grad.input for grad in grads if grad.input is not None]
         grad_input = None
         if inputs:
-            grad_input = _joined(inputs, None if spec.buffers is None else spec.buffers.grad_input)
+            grad_input = _joined(inputs, spec.buffers.grad_input)
         weights, biases = [grad.weight for grad in grads], [grad.bias for grad in grads]
         if spec.stacked_weight:
             weights = [stacked_gradient(weights, spec.groups[0].weight_gradient)]

@@ -26,7 +26,7 @@ from ..primitives.grouped_gemm import (
 )
 from ..primitives.grouped_quantize import GroupedQuantized, row_sums
 from ..runtime.applying import applier
-from .caller_buffers import NO_BUFFERS, CallerBuffers, handed_out
+from .caller_buffers import NO_BUFFERS, CallerBuffers, handed_out, readable
 from .grouped_quantizer import GroupedQuantizer
 from .linear_spec import Accumulation
 from .saving import backward_of
@@ -125,7 +125,7 @@ class TogetherGradients(NamedTuple):
 def _backward(
     grad_output: Tensor, saved: tuple[Tensor | None, ...], groups: Groups, spec: TogetherSpec
 ) -> TogetherGradients:
-    dy = grad_output.contiguous()
+    dy = readable(grad_output, spec.buffers.grad_input).contiguous()
     grad_biases: tuple[Tensor | None, ...] = ()
     if spec.needs_grad_bias:
         sums = row_sums(dy, groups).to(spec.weight_dtype)

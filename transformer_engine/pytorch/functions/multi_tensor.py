@@ -44,7 +44,7 @@ def multi_tensor_scale_tensor(
     chunk_size: int, is_infinite: Tensor, tensor_lists: Lists, scale: Tensor
 ) -> None:
     """`multi_tensor_scale` by a number that lies on the device: float32, one element."""
-    factor = _factor("scale", scale)
+    factor = _factor("scale", scale, is_infinite)
     if checked(is_infinite, tensor_lists, _VALUES, _VALUES):
         scale_all(tensor_lists, factor, is_infinite)
 
@@ -68,7 +68,7 @@ def multi_tensor_unscale_l2norm(
     per_tensor: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`multi_tensor_l2norm` of the tensors times inv_scale, float32 of one element; the tensors stay as they are."""
-    return _norms(noop_flag, tensor_lists, _factor("inv_scale", inv_scale), per_tensor)
+    return _norms(noop_flag, tensor_lists, _factor("inv_scale", inv_scale, noop_flag), per_tensor)
 
 
 def multi_tensor_adam(
@@ -122,9 +122,15 @@ def multi_tensor_adam_fp8(
     whole("fp8_dtype", int(fp8_dtype), 0)
     kinds = (_VALUES, (torch.uint8,), _FLOAT32, _FLOAT32, _FLOAT32)
     scales = [list(part) for part in tensor_lists[5:]] if _is_lists(tensor_lists, (8,)) else []
-    if not checked(noop_flag, tensor_lists[:5], *kinds) or not checked(noop_flag, scales, *[_FLOAT32] * 3):
+    if not checked(noop_flag, tensor_lists[:5], *kinds):
         return
+    checked(noop_flag, scales, *[_FLOAT32] * 3)
     grads, codes, first, second, masters = tensor_lists[:5]
+    if len(scales[0]) != len(codes) or any(scale.numel() != 1 for scale in scales[0]):
+        raise ValueError(
+            f"the scales have {[scale.numel() for scale in scales[0]]} elements for {len(codes)} tensors of codes; "
+            "give one scale, one amax and one scale_inv of one element for each"
+        )
     spec = QuantizeSpec(FLOAT8, element_of(DType(int(fp8_dtype))))
     adam_step([grads, masters, first, second], on_device(rates, noop_flag.device), how)
     for target, master, scale, amax, inverse in zip(codes, masters, *scales, strict=True):
@@ -333,10 +339,13 @@ def _is_lists(value: Any, counts: tuple[int, ...]) -> bool:
     return isinstance(value, is_list) and len(value) in counts and all(isinstance(x, is_list) for x in value)
 
 
-def _factor(name: str, value: Any) -> Tensor:
+def _factor(name: str, value: Any, flag: Tensor | None = None) -> Tensor:
+    """Return a float32 tensor of one element, on the device of the flag, as [1]; raise TypeError or ValueError."""
     tensor(name, value)
     if value.dtype != torch.float32 or value.numel() != 1:
         raise ValueError(f"{name} is {value.dtype} {list(value.shape)}; give a float32 tensor of one element")
+    if flag is not None and value.device != flag.device:
+        raise ValueError(f"{name} is on {value.device}, the tensors on {flag.device}; move one of them")
     return value.reshape(1)
 
 

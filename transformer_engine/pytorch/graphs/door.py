@@ -1,8 +1,10 @@
-"""The callable that stands in a graphed one's place: checks a call, and runs the recordings, or the callable itself."""
+"""The replacement of a graphed callable: it checks a call, and runs the recordings or the callable itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +15,9 @@ from .arguments import Sample
 from .block import Block
 from .caching import called_as, microbatch, say_first
 from .replayed import Arguments, Replayed
+from .signature import CONSTANTS
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class Eagerly:
@@ -41,10 +46,44 @@ def _under(state: AutocastState) -> autocast:
     return autocast(state.enabled, state.calibrating, state.recipe, state.group, _graph=True)
 
 
-class Door:
-    """(args, kwargs as captured, is_first_microbatch=, cuda_graph_stream=, cuda_graph_event=) -> outputs
+@dataclass(frozen=True)
+class Keywords:
+    """The keywords that a callable takes: their defaults, and whether it takes any other in **kwargs."""
 
-    Where the module is not in the mode it was captured in, its own forward runs.
+    defaults: Mapping[str, Any]
+    takes_any: bool
+
+    @staticmethod
+    def of(function: Callable[..., Any]) -> Keywords:
+        """Read the signature of a function. One without a signature (a builtin) may take any keyword."""
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError):
+            return Keywords({}, True)
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        named = {parameter.name: parameter.default for parameter in parameters if parameter.kind in _NAMED}
+        return Keywords(named, takes_any)
+
+    def check_without_effect(self, kwargs: Mapping[str, Any], captured: Collection[str]) -> None:
+        """Raise TypeError for a keyword that was not captured and would change the result of the callable."""
+        for name, value in kwargs.items():
+            if name in captured or not (name in self.defaults or self.takes_any):
+                continue
+            default = self.defaults.get(name)  # in **kwargs: None, as callers pass options that are not set
+            constant = isinstance(value, CONSTANTS) and type(value) is type(default)
+            if value is not default and not (constant and value == default):
+                raise TypeError(
+                    f"keyword {name}={described(value)} was not captured, and a replay of the graph would ignore it; "
+                    f"capture the callable with it (sample_kwargs), or leave {name} at its default"
+                )
+
+
+class Door:
+    """The call (args, kwargs, is_first_microbatch=, cuda_graph_stream=, cuda_graph_event=) -> outputs of a graph.
+
+    If the module is not in the mode it was captured in (training or evaluation), its own forward runs. A keyword that
+    was not captured has no effect on a replay. It is accepted where it has none on the callable either: one that the
+    callable does not take, or with the value of its default. With any other value it raises TypeError.
     """
 
     def __init__(self, runs: Eagerly | Replayed, sample: Sample):
@@ -55,6 +94,7 @@ class Door:
         self.training = block.training
         self.original: Callable[..., Any] = block.call
         self.arguments = Arguments(sample, block.inputs)
+        self.keywords = Keywords.of(block.call if block.module is None else block.module.forward)
 
     def __call__(
         self,
@@ -68,6 +108,8 @@ class Door:
             first = {} if is_first_microbatch is None else {"is_first_microbatch": is_first_microbatch}
             return self.original(*args, **kwargs, **first)
         tensors = self.arguments.tensors(args, kwargs)
+        if len(kwargs) > len(self.arguments.names):
+            self.keywords.check_without_effect(kwargs, self.arguments.names)
         first = None
         if self.caches:
             if not isinstance(is_first_microbatch, bool):

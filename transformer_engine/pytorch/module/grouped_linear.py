@@ -14,7 +14,7 @@ from torch import Tensor
 from ...common.numbers import to_bool
 from ..distributed.tensor_parallel import TensorParallel
 from ..functions.by_name import _GroupedLinear, called_by_name, general_gemm, refuse_quantized
-from ..functions.caller_buffers import CallerBuffers, checked
+from ..functions.caller_buffers import NO_BUFFERS, CallerBuffers, check_separate, checked
 from ..functions.grouped_linear import GroupedLinearSpec, grouped_linear
 from ..functions.grouped_together import grouped_linear_together
 from ..functions.linear_spec import LinearSpec, changed
@@ -189,13 +189,26 @@ class GroupedLinear(ProductsModule):
         m_splits   rows of each group, in order; zeros are allowed, the sum is the number of rows. A tensor on a
                    GPU stays there where the groups go together: nobody checks its sum, and rows past it get
                    undefined results. Where the groups go one by one the host reads it, and waits
-        out        buffer of the output's shape and dtype: the output is written there, and what is returned shares it
-        dgrad_out  the same for the input's gradient, which the backward pass writes there
+        out        contiguous buffer of the output's shape and dtype. The output is written there, and the returned
+                   tensor shares its memory
+        dgrad_out  contiguous buffer of the input's shape and dtype. The backward pass writes the input gradient there,
+                   and the gradient that autograd passes on shares its memory
+
+        Neither buffer may share memory with the input or a parameter. Both may be used again in the next step, and
+        may share memory with each other. A buffer belongs to one pass at a time:
+
+        * `out` may be written again after the backward pass of the operations that read the output. Autograd raises
+          RuntimeError where a tensor that it saved has been overwritten.
+        * `dgrad_out` may be written again when the input gradient has been used. Until then it is the memory of
+          `inp.grad`, if `inp` is a leaf, or a term of a sum, if other operations read `inp` too. This is not checked:
+          after two backward passes with one `dgrad_out`, the first gradient of which is still in use, both gradients
+          have the values of the second. Give each pass its own buffer, or clear `inp.grad` in between.
         """
         m_splits = self._accepted_splits(inp, m_splits)
         if is_first_microbatch is not None:
             is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
-        buffers = None if out is None and dgrad_out is None else self._caller_buffers(inp, out, dgrad_out)
+        no_buffers = out is None and dgrad_out is None
+        buffers = NO_BUFFERS if no_buffers else self._caller_buffers(inp, out, dgrad_out)
         config, shape = self._config, inp.shape
         flat = inp
         if len(shape) != 2 and shape[-1:] == (config.in_features,):
@@ -206,7 +219,7 @@ class GroupedLinear(ProductsModule):
             planned = self._together.plan(flat, m_splits, is_first_microbatch, state)
             if planned is not None:
                 weights, biases, groups, spec = planned
-                spec = spec if buffers is None else spec._replace(buffers=buffers)
+                spec = spec if no_buffers else spec._replace(buffers=buffers)
                 added = None if config.return_bias else biases
                 y = grouped_linear_together(flat, weights, added, groups, spec)
                 y = y if flat is inp else y.view(*shape[:-1], config.out_features)
@@ -214,22 +227,33 @@ class GroupedLinear(ProductsModule):
         return self._one_by_one(inp, m_splits, is_first_microbatch, buffers)
 
     def _caller_buffers(self, inp: Tensor, out: Tensor | None, dgrad_out: Tensor | None) -> CallerBuffers:
-        """The caller's buffers as matrices; ValueError where one does not fit its result."""
+        """Return the caller's buffers as matrices.
+
+        Raises:
+            ValueError: A buffer does not fit its result, or shares memory with the input or a parameter.
+        """
         if torch.compiler.is_compiling():
             raise NotImplementedError("out and dgrad_out need eager mode; leave them None in compiled code")
-        self._refuse(inp, self._tensors(), (None,))
+        tensors = self._tensors()
+        self._refuse(inp, tensors, (None,))
         made = torch.empty(0, dtype=self.computing_dtype(inp), device=inp.device)
         shape = torch.Size((*inp.shape[:-1], self.out_features))
-        return CallerBuffers(
+        buffers = CallerBuffers(
             checked("out", out, shape, made), checked("dgrad_out", dgrad_out, inp.shape, inp)
         )
+        names = self._config.weight_names + self._config.bias_names
+        operands = [("the input", inp), *zip(names, tensors, strict=True)]
+        check_separate("out", buffers.output, operands)
+        if inp.requires_grad:
+            check_separate("dgrad_out", buffers.grad_input, operands)
+        return buffers
 
     def _one_by_one(
         self,
         inp: Tensor,
         m_splits: Sequence[int] | Tensor,
         is_first_microbatch: bool | None,
-        buffers: CallerBuffers | None,
+        buffers: CallerBuffers,
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
         tensors = self._tensors()
         self._refuse(inp, tensors, (is_first_microbatch,))
@@ -244,7 +268,7 @@ class GroupedLinear(ProductsModule):
         spec = self._spec(inp, tensors, rows, is_first_microbatch)
         if is_first_microbatch is not None:
             spec = replace(spec, groups=self._with_cached_weights(spec, weights, is_first_microbatch))
-        if buffers is not None:
+        if buffers is not NO_BUFFERS:
             spec = replace(spec, buffers=buffers)
         dtype = spec.groups[0].dtype
         biases = [bias.to(dtype) for bias in tensors[count:] if bias is not None]
@@ -334,7 +358,7 @@ def _by_name(
     """`grouped_linear` by what stands in this file's names."""
     for group in spec.groups:
         refuse_quantized(group, _replaced.names, "GroupedLinear")
-    if spec.buffers is not None:
+    if spec.buffers is not NO_BUFFERS:
         raise NotImplementedError(
             "out and dgrad_out while a name of GroupedLinear's file is replaced; leave them None"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ContextDecorator
 from functools import partial
 from typing import Any
@@ -33,7 +34,8 @@ class OffloadContext(ContextDecorator):
             self.offload_synchronizer.push_tensor, self.offload_synchronizer.pop_tensor
         )
         self._hooks.__enter__()
-        active.synchronizer, active.used = self.offload_synchronizer, True
+        active.synchronizer = self.offload_synchronizer
+        type(active).used = True
         self.inside_context = True
         return self
 
@@ -60,11 +62,15 @@ class OffloadContext(ContextDecorator):
             return tensor
         if not isinstance(tensor, Tensor) or tensor.grad_fn is None:
             raise ValueError(f"{described(tensor)} has no backward; give the output of the layer")
-        begins = partial(begin_backward, self.offload_synchronizer, self.current_layer)
-        tensor.grad_fn.register_prehook(begins)
+        tensor.grad_fn.register_prehook(begins_backward(self.offload_synchronizer, self.current_layer))
         return tensor
 
 
-def begin_backward(synchronizer: OffloadSynchronizer, layer: int, gradients: Any) -> None:
-    synchronizer.bwd_step(layer)
-    torch.autograd.Variable._execution_engine.queue_callback(synchronizer.finish_part_of_bwd)
+def begins_backward(synchronizer: OffloadSynchronizer, layer: int) -> Callable[[Any], None]:
+    """Return a hook of a node that begins the backward of a layer, whose forward has just run."""
+    return partial(_begin_backward, synchronizer, layer, synchronizer.layer_states[layer].generation)
+
+
+def _begin_backward(synchronizer: OffloadSynchronizer, layer: int, generation: int, gradients: Any) -> None:
+    if synchronizer.bwd_step(layer, generation):
+        torch.autograd.Variable._execution_engine.queue_callback(synchronizer.finish_part_of_bwd)

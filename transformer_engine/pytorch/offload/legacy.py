@@ -7,14 +7,13 @@ on the layer's last node, so that the layer's output may come from anywhere.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..runtime.double_backward import once_differentiable
-from .hooks import OffloadContext, begin_backward
+from .hooks import OffloadContext, begins_backward
 from .synchronizer import DefaultOffloadSynchronizer
 
 
@@ -47,13 +46,13 @@ class GroupCommitFunction(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, context: OffloadContext) -> Tensor:
         if context.current_layer is None:
             raise RuntimeError("a group was committed before any layer; enter the context first")
-        ctx.begin = partial(begin_backward, context.offload_synchronizer, context.current_layer, None)
+        ctx.begin = begins_backward(context.offload_synchronizer, context.current_layer)
         return tensor.view_as(tensor)
 
     @staticmethod
     @once_differentiable("a group of offloaded tensors")
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.begin()
+        ctx.begin((grad,))
         return grad, None
 
 

@@ -16,7 +16,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,11 +32,14 @@ STAYS, READY, BY_BASE = "_TE_do_not_offload", "start_reload_event", "offload_bas
 WHOLE, READ_LATE = "_TE_whole", "_TE_read_late"
 
 
-class _Active:
-    """The synchronizer of the context that is open, None outside of all; has any context been opened so far?"""
+class _Active(threading.local):
+    """The synchronizer of the context that is open in this thread, None outside of all contexts.
+
+    used   a context has been opened in any thread: autograd runs backward passes in other threads
+    """
 
     synchronizer: Any = None
-    used: bool = False
+    used: ClassVar[bool] = False
 
 
 class _Expected(threading.local):

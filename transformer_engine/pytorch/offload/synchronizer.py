@@ -40,8 +40,28 @@ class Pushed(NamedTuple):
     value: Any
 
 
+class _Begun(NamedTuple):
+    """The last layer whose backward has begun.
+
+    Args:
+        layer: Number of the layer.
+        generation: Generation of its saved tensors, which a later forward replaces.
+        graph_pass: Autograd's number of the backward pass, -1 outside of one.
+    """
+
+    layer: int
+    generation: int
+    graph_pass: int
+
+
 class OffloadSynchronizer:
-    """The saved tensors of num_layers layers, each called once a step, in the same order every time."""
+    """The saved tensors of num_layers layers, each called once per step, in the same order every time.
+
+    A backward pass that raises ends without a notice: autograd drops its callbacks. So every begin of a layer's
+    backward carries the generation of the forward it belongs to, and the pass that it is part of. Only tensors of the
+    same generation are released, and only by the pass that read them. The tensors of a newer forward, and those of a
+    layer in which a pass failed, stay until the next step begins.
+    """
 
     def __init__(
         self,
@@ -64,33 +84,54 @@ class OffloadSynchronizer:
         }
         self.num_of_fwds: int | None = None
         self.current_layer_id = 0
-        self.previous_bwd_layer_id: int | None = None
+        self._pushing = 0
+        self._begun: _Begun | None = None
+
+    @property
+    def previous_bwd_layer_id(self) -> int | None:
+        """The layer whose backward has begun last in the present backward pass, if any."""
+        return None if self._begun is None else self._begun.layer
 
     def fwd_step(self) -> int:
-        """The next layer's forward begins; returns its number. After the last comes the first, of a new step."""
+        """Begin the forward of the next layer and return its number; after the last layer, a new step begins."""
         if self.num_of_fwds is None or self.num_of_fwds == self.num_layers - 1:
             self._forget_all()
             self.num_of_fwds = 0
         else:
             self.num_of_fwds += 1
-        self.current_layer_id = self.num_of_fwds
+        self.current_layer_id = self._pushing = self.num_of_fwds
         return self.current_layer_id
 
-    def bwd_step(self, layer_num: int) -> None:
-        """The backward of a layer begins: that of the one after it, if it has run, is over."""
-        self._forget_previous()
-        self.previous_bwd_layer_id = self.current_layer_id = layer_num
+    def bwd_step(self, layer_num: int, generation: int | None = None) -> bool:
+        """Begin the backward of a layer, and release the tensors of the layer whose backward ran before it.
+
+        Args:
+            layer_num: Number of the layer.
+            generation: Generation of the layer's forward; None for the last one.
+
+        Returns:
+            False for the backward of an earlier forward, which changes nothing.
+        """
+        present = self.layer_states[layer_num].generation
+        if generation is not None and generation != present:
+            return False
+        graph_pass = _graph_pass()
+        if self._begun is not None and self._begun.graph_pass == graph_pass:
+            self._forget_previous()
+        self._begun = _Begun(layer_num, self.layer_states[layer_num].generation, graph_pass)
+        self.current_layer_id = layer_num
+        return True
 
     def finish_part_of_bwd(self) -> None:
-        """The backward pass is over, and so is that of its last layer."""
+        """End a backward pass: release the tensors of its last layer."""
         self._forget_previous()
-        self.previous_bwd_layer_id = None
+        self._begun = None
 
     def push_tensor(self, tensor: Tensor) -> Any:
-        """What autograd keeps for a tensor that the present layer saves."""
-        state = self.layer_states[self.current_layer_id]
+        """Return what autograd keeps in place of a tensor that the layer in its forward saves."""
+        state = self.layer_states[self._pushing]
         pushed = state.push_tensor(tensor)
-        return tensor if pushed is tensor else Pushed(self.current_layer_id, state.generation, pushed)
+        return tensor if pushed is tensor else Pushed(self._pushing, state.generation, pushed)
 
     def pop_tensor(self, pushed: Any) -> Tensor:
         """The tensor again. RuntimeError where a later forward of the layer has taken its place."""
@@ -111,12 +152,15 @@ class OffloadSynchronizer:
         return sum(state.get_offloaded_total_size_mb() for state in self.layer_states.values())
 
     def _forget_previous(self) -> None:
-        if self.previous_bwd_layer_id is not None:
-            self.layer_states[self.previous_bwd_layer_id].release_all_memory()
+        if (
+            self._begun is not None
+            and self.layer_states[self._begun.layer].generation == self._begun.generation
+        ):
+            self.layer_states[self._begun.layer].release_all_memory()
 
     def _forget_all(self) -> None:
-        """What a step without a backward has left, too."""
-        self.previous_bwd_layer_id = None
+        """Release the tensors of all layers, including a step that had no backward pass."""
+        self._begun = None
         for state in self.layer_states.values():
             state.release_all_memory()
 
@@ -152,21 +196,28 @@ class DefaultOffloadSynchronizer(OffloadSynchronizer):
             self.layer_states[left].release_activation_forward_gpu_memory()
         return layer
 
-    def bwd_step(self, layer_num: int) -> None:
-        super().bwd_step(layer_num)
+    def bwd_step(self, layer_num: int, generation: int | None = None) -> bool:
+        if not super().bwd_step(layer_num, generation):
+            return False
         back = self.start_reload_map.get(layer_num)
         if back is None:
-            return
+            return True
         state = self.layer_states[back]
         if state.state == OFFLOAD_STARTED:  # a forward that ended before its last layer
             state.release_activation_forward_gpu_memory()
         if state.state == OFFLOAD_FINISHED:
             state.start_reload()
+        return True
 
     def push_tensor(self, tensor: Tensor) -> Any:
-        if self.current_layer_id >= self.num_offloaded_layers:
+        if self._pushing >= self.num_offloaded_layers:
             return tensor
         return super().push_tensor(tensor)
+
+
+def _graph_pass() -> int:
+    """Return autograd's number of the backward pass that this thread runs, -1 outside of one."""
+    return torch._C._current_graph_task_id()
 
 
 class ManualOffloadSynchronizer(OffloadSynchronizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -113,4 +114,25 @@ def check_parameter(parameter: Tensor, grad: Tensor, master_weights: bool, captu
         if not held.is_contiguous():
             raise ValueError(
                 f"a {name} of {list(held.shape)} has strides {held.stride()}; give contiguous tensors"
+            )
+
+
+def check_states(parameter: Tensor, states: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raise ValueError if a state belongs to a parameter of another size or device than the present one."""
+    local = local_of(parameter)
+    for name in names:
+        state = states.get(name)
+        if not isinstance(state, Tensor):
+            continue
+        held = local_of(state)
+        if held.numel() != local.numel():
+            raise ValueError(
+                f"{name} of a parameter is {list(held.shape)}, the parameter {list(local.shape)}: its data was "
+                "replaced after the state was made; delete the parameter's entry of optimizer.state, which then starts "
+                "from zero, or load a state of this shape with load_state_dict()"
+            )
+        if held.device != local.device:
+            raise ValueError(
+                f"{name} of a parameter is on {held.device}, the parameter on {local.device}; move the states with "
+                "optimizer.load_state_dict(optimizer.state_dict()), which copies them to their parameters' devices"
             )

@@ -44,6 +44,7 @@ class AdamStates(CopiedWhole):
 
         skip_unscale   as it is kept
         """
+        self._renew_master(param)
         state = self.state[param][state_name]
         if skip_unscale:
             return state
@@ -58,6 +59,7 @@ class AdamStates(CopiedWhole):
         values = local_of(unscaled_state).detach()
         if values.dtype != dtype:
             raise RuntimeError(f"{state_name} is {values.dtype}; give {dtype}")
+        self._renew_master(param)
         if state_name not in self.state[param]:
             self._initialize_state(param, state_name, False, remainder)
         state = local_of(self.state[param][state_name])
@@ -70,7 +72,8 @@ class AdamStates(CopiedWhole):
         self._complete(param, store_param_remainders)
 
     def _complete(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
-        """Make the states that a parameter has not got."""
+        """Create the missing states of a parameter."""
+        self._renew_master(param)
         kept = self.state[param]
         for name in ("exp_avg", "exp_avg_sq"):
             if name not in kept:
@@ -82,6 +85,26 @@ class AdamStates(CopiedWhole):
         local = local_of(param).detach()
         if not keeps and (isinstance(local, QuantizedTensor) or local.dtype != torch.float32):
             self.set_scaled_state(param, "master_param", numbers_of(local))
+
+    def _renew_master(self, param: Tensor) -> None:
+        """Replace a master that does not belong to the parameter's present data.
+
+        A float32 parameter is its own master, so that the master is an alias of its data. A bfloat16 parameter has
+        remainders (int16) or a full master. Assigning `param.data` changes the memory, and possibly the dtype, without
+        a notice to the optimizer.
+        """
+        master = self.state[param].get("master_param") if param in self.state else None
+        if not isinstance(master, Tensor):
+            return
+        held, local = local_of(master), local_of(param).detach()
+        if _is_own(local):
+            if held.data_ptr() != local.data_ptr() or held.shape != local.shape:
+                self.state[param]["master_param"] = like(param, local)
+        elif not isinstance(held, QuantizedTensor) and held.numel() == local.numel():
+            keeps = self._keeps_remainder(param)
+            if held.dtype != (torch.int16 if keeps else self.name_to_dtype_map["master_param"]):
+                del self.state[param]["master_param"]
+                self._complete(param)
 
     def _initialize_state(
         self, param: Tensor, state_name: str, zero_buffer: bool, store_param_remainders: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,15 @@ from torch import Tensor
 
 from ..tensor.quantized_tensor import QuantizedTensor
 from .local import local_of
+from .multi_tensor_apply import local_tensors
 from .repeated import RepeatedAdam
+
+_DESCRIPTIONS: tuple[Callable[[Tensor], Any], ...] = (
+    Tensor.numel,
+    attrgetter("dtype"),
+    attrgetter("device"),
+    Tensor.is_contiguous,
+)
 
 
 class Bucket(NamedTuple):
@@ -36,12 +44,21 @@ class Bucket(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What the buckets of a group follow from: equal facts, equal buckets.
+    """Everything that the buckets of a group depend on: equal facts, equal buckets.
 
-    grads   the dtype of each parameter's gradient, None where it has none
+    A caller can replace `parameter.data` by a tensor of another size, dtype, layout or device, and the local tensor of
+    a distributed parameter by another one. Neither changes the identity of the parameter, so every step compares them.
+
+    params      as the group holds them, compared by identity
+    local       what this rank holds of each, compared by identity
+    described   sizes, dtypes, devices and contiguity of the local tensors, and with master weights their addresses:
+                a float32 parameter is its own master, so that the master is an alias of its memory
+    grads       the dtype of each parameter's gradient, None without one
     """
 
     params: list[Tensor]
+    local: list[Tensor]
+    described: tuple[list[Any], ...]
     grads: list[torch.dtype | None]
     master_weights: bool
     decoupled: bool
@@ -50,16 +67,20 @@ class Facts(NamedTuple):
     def of(
         cls, params: Sequence[Tensor], grads: Sequence[Tensor | None], master_weights: bool, decoupled: bool
     ) -> Facts:
-        """The facts of a group's parameters and their gradients."""
+        """Return the facts of a group's parameters and their gradients."""
+        local = local_tensors(params)
+        attributes = (*_DESCRIPTIONS, Tensor.data_ptr) if master_weights else _DESCRIPTIONS
+        described = tuple([list(map(attribute, local)) for attribute in attributes])
         dtypes = [None if grad is None else grad.dtype for grad in grads]
-        return cls(list(params), dtypes, master_weights, decoupled)
+        return cls(list(params), list(local), described, dtypes, master_weights, decoupled)
 
     def equal(self, other: Facts) -> bool:
-        """The same parameters, not equal ones."""
+        """Return whether both are of the same tensors, in the same state."""
         return (
-            self[1:] == other[1:]
+            self[2:] == other[2:]
             and len(self.params) == len(other.params)
             and all(map(is_, self.params, other.params))
+            and all(map(is_, self.local, other.local))
         )
 
 

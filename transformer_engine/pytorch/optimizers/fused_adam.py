@@ -19,6 +19,7 @@ from .adam_checks import (
     check_dtypes,
     check_numbers,
     check_parameter,
+    check_states,
     check_switches,
 )
 from .adam_numbers import next_step, rates_of
@@ -47,6 +48,11 @@ class FusedAdam(AdamStates):
 
     A quantized parameter (`quantized_model_init`) needs master_weights=True; a FP8 one with delayed scaling may do
     without, and loses whatever is smaller than the step between two codes.
+
+    Between steps, `parameter.data` may be replaced by a tensor of another dtype or memory: the moments stay, and a
+    master of another kind is made anew from the parameter. A replacement of another size, or on another device than the
+    states, raises ValueError before anything changes. A step that a CUDA graph captured keeps the addresses of its
+    parameters, gradients and states, which a replay cannot check: capture again after replacing one of them.
 
     Steps are counted by group, in its "step", as the original counts them: a parameter whose first gradient comes late
     is corrected for all steps of its group, where torch.optim.AdamW counts the parameter's own. For the same reason
@@ -273,9 +279,9 @@ class FusedAdam(AdamStates):
                 group.pop("step", None)
 
     def _layouts_for(self, grads: list[list[Tensor | None]]) -> list[Layout]:
-        """The buckets of each group, remembered while the facts are the same; every parameter there has its states.
+        """Return the buckets of each group, cached while the facts are equal, and create missing states.
 
-        All parameters are checked before the first state is made.
+        All parameters and states are checked before the first state is created.
         """
         groups = [group["params"] for group in self.param_groups]
         ways = (self.master_weights, self.use_decoupled_grad)
@@ -286,6 +292,7 @@ class FusedAdam(AdamStates):
             for parameter, grad in zip(groups[place], grads[place], strict=True):
                 if grad is not None:
                     check_parameter(parameter, grad, self.master_weights, self.capturable)
+                    check_states(parameter, self.state.get(parameter, {}), NAMES[: 2 + self.master_weights])
         for place in new:
             for parameter in groups[place]:
                 self._complete(parameter)

@@ -1,4 +1,4 @@
-"""A step of Adam on lists that come again and again: what was checked stays so while they are the same tensors."""
+"""A repeated step of Adam: the checks of a list of tensors hold while the tensors and their memory are the same."""
 
 from __future__ import annotations
 
@@ -15,26 +15,30 @@ from .multi_tensor_apply import Checked, local_tensors, worked_on
 
 
 class RepeatedAdam:
-    """An `op` for `multi_tensor_applier`: (chunk_size, flag, lists, rates, how, skips); skips: heed the flag.
+    """An operation for `multi_tensor_applier`: (chunk_size, flag, lists, rates, how, skips).
 
-    The lists of every call have passed `check`, all of a step before the first of them is stepped.
+    Every list has passed `check`, all lists of a step before the first of them is stepped.
 
-    Of a thousand tensors the host has a microsecond each. Parameters and states that are the very tensors of the last
-    call have their dtypes and extents still, and what a rank holds of them is the same. Gradients may have been made
-    anew; those that autograd holds (`.grad`) are on the parameter's device, of its shape, which torch sees to.
+    A step of a thousand tensors takes the host about a millisecond. So parameters and states are not checked again
+    while they are the same tensors as in the last call. The caller compares size, dtype, device and layout of the
+    parameters (`buckets.Facts`); of the states, the addresses are compared here, which change where a caller assigns
+    `state.data`. Gradients can be new tensors in every step. Autograd guarantees that `.grad` has the shape and the
+    device of its parameter.
 
-    held   the gradients are autograd's, of one dtype, which the caller sees to
+    Args:
+        held: The gradients are `.grad` attributes, of one dtype.
     """
 
     def __init__(self, held: bool) -> None:
         self.held = held
         self.known: list[Sequence[Tensor]] = []
+        self.addresses: list[list[int]] = []
         self.places: list[int] | None = None
         self.work: list[Sequence[Tensor]] = []
         self.extents = Extents(())
 
     def check(self, noop_flag: Tensor, tensor_lists: Sequence[Sequence[Tensor]]) -> Checked:
-        """The lists, states as they are kept; ValueError or TypeError where they cannot be stepped."""
+        """Return the lists of stored tensors; raise ValueError or TypeError if they cannot be stepped."""
         grads, *others = tensor_lists
         local = local_tensors(grads)
         if not (self._are_known(others) and self.held and all(map(Tensor.is_contiguous, local))):
@@ -44,6 +48,7 @@ class RepeatedAdam:
             places = [place for place, size in enumerate(sizes) if size]
             self.places = None if len(places) == len(local) else places
             self.known = [list(tensors) for tensors in others]
+            self.addresses = _addresses(others)
             self.work = lists[1:]
             self.extents = Extents(map(Tensor.numel, lists[1]))
         worked = local if self.places is None else [local[place] for place in self.places]
@@ -62,7 +67,13 @@ class RepeatedAdam:
         increment_version(list(tensor_lists[1]))
 
     def _are_known(self, others: Sequence[Sequence[Tensor]]) -> bool:
-        return len(others) == len(self.known) and all(
+        same = len(others) == len(self.known) and all(
             len(ours) == len(theirs) and all(map(is_, ours, theirs))
             for ours, theirs in zip(others, self.known, strict=True)
         )
+        return same and _addresses(others) == self.addresses
+
+
+def _addresses(others: Sequence[Sequence[Tensor]]) -> list[list[int]]:
+    """Return where the states begin in memory; the first list is the parameters."""
+    return [list(map(Tensor.data_ptr, local_tensors(states))) for states in others[1:]]
