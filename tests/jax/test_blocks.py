@@ -51,10 +51,10 @@ def test_an_error_leaves_every_entry_of_it(block_and_setting):
 
 
 def test_an_object_that_is_refused_is_refused_again_and_changes_nothing():
-    refused = te.autocast(enabled="x")  # pyright: ignore[reportArgumentType]
+    refused = te.autocast(enabled=object())  # pyright: ignore[reportArgumentType]
     with te.autocast(True, DELAYED):
         for _ in range(2):
-            with pytest.raises(TypeError, match="enabled='x' is neither True nor False"), refused:
+            with pytest.raises(TypeError, match="enabled=.* is neither True nor False"), refused:
                 pytest.fail("the block was entered")
             assert get_global_quantize_recipe() is DELAYED
     assert get_global_quantize_recipe() is None

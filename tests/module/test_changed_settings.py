@@ -290,7 +290,7 @@ REFUSED = [
     ),
     ("GroupedLinear", "return_layernorm_output", True, ValueError, "a GroupedLinear has no norm to return"),
     ("Linear", "return_layernorm_output_gathered", True, ValueError, "a Linear has no norm to return"),
-    ("Linear", "return_bias", "no", TypeError, "return_bias='no' is neither True nor False; give a bool"),
+    ("Linear", "return_bias", len, TypeError, "return_bias=.* is neither True nor False; give a bool"),
     ("LayerNorm", "eps", "small", TypeError, "eps='small' must be a number"),
     ("LayerNormLinear", "eps", None, TypeError, "eps=None must be a number"),
     ("LayerNormMLP", "activation", "selu", ValueError, "activation='selu' does not exist; choose"),

@@ -1,7 +1,8 @@
-"""Checks on single values: each raises one sentence with the argument's name, the value, the limit and the remedy.
+"""Checks of single values: each raises an error with the argument's name, the value, the limit and the remedy.
 
-A value of the wrong type is a TypeError, one of the right type outside of its limits a ValueError. Numbers of other
-libraries (numpy's) count as what they are; a bool is no number, and a number other than 0 and 1 no switch.
+A value of the wrong type raises TypeError, a value outside its limits ValueError. The functions of this module leave
+the value unchanged and do not accept a bool, a float or an array as a whole number; `numbers` converts values from
+every form that callers use.
 """
 
 from __future__ import annotations
@@ -12,16 +13,8 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Any
 
-LONGEST = 80  # characters of a value that a message repeats
-
-
-def described(value: Any) -> str:
-    """The value as a message shows it: arrays by shape and dtype, everything else by its repr, cut where it is long."""
-    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    if shape is not None and dtype is not None:
-        return f"a {type(value).__name__} of shape {list(shape)} and {dtype}"
-    text = repr(value)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({type(value).__name__})"
+from .described import described as described
+from .numbers import to_bool
 
 
 def refuse_keywords(function: str, given: Collection[str], renamed: Mapping[str, str]) -> None:
@@ -95,14 +88,9 @@ def drop_rate(name: str, value: Any) -> None:
 
 
 def switch(name: str, value: Any) -> None:
-    """True or False, or what callers write for them: None, 0 and 1."""
-    if value is True or value is False or value is None:
-        return
-    if isinstance(value, Integral) and value in (0, 1):
-        return
-    if type(value).__name__ in ("bool_", "bool"):  # numpy's
-        return
-    raise TypeError(f"{name}={described(value)} is neither True nor False; give a bool")
+    """Raise TypeError for a value without a truth value; `numbers.to_bool` converts all others."""
+    if value is not True and value is not False and value is not None:
+        to_bool(name, value)
 
 
 def text_or_none(name: str, value: Any) -> None:

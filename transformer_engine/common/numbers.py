@@ -1,0 +1,174 @@
+"""Numbers and flags in every form that callers pass them: Python, NumPy and array scalars, and text.
+
+`to_int`, `to_float` and `to_bool` convert the arguments of functions. A number may be an `int`, a `float` with an
+integral value, a `bool`, a NumPy scalar, or a tensor or array with one element. A flag may be any object
+whose class defines a truth value.
+
+`parse_int`, `parse_float` and `parse_bool` convert the fields of recipes, whose values often come from YAML files or
+command lines. They also read text, with the spellings that pydantic reads: `"1024"`, `"1e-4"`, `"true"`, `"off"`.
+
+Symbolic numbers of `torch.compile` and `torch.export` are returned unchanged.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from functools import cache
+from numbers import Integral, Real
+from typing import Any
+
+from .described import described
+
+_SYMBOLS = ("SymInt", "SymFloat", "SymBool")
+_TRUE = ("1", "true", "t", "yes", "y", "on")
+_FALSE = ("0", "false", "f", "no", "n", "off")
+
+
+def to_int(name: str, value: Any, least: int | None = None) -> int:
+    """Convert an argument to an `int`.
+
+    Args:
+        name: Name of the argument, for error messages.
+        value: Whole number in any of the forms of this module's description.
+        least: Smallest valid value; None accepts every whole number.
+
+    Raises:
+        TypeError: The value is not a whole number.
+        ValueError: The value is below `least`.
+    """
+    if type(value) is int:
+        found = value
+    else:
+        found = _whole(value)
+        if found is None:
+            limit = "" if least is None else f" of at least {least}"
+            raise TypeError(f"{name}={described(value)} must be a whole number; give an int{limit}")
+    if least is not None and found < least:
+        raise ValueError(f"{name}={found} is below {least}; give a whole number of at least {least}")
+    return found
+
+
+def to_float(name: str, value: Any) -> float:
+    """Convert an argument to a `float`; infinities and NaN are left to the caller.
+
+    Raises:
+        TypeError: The value is not a real number.
+    """
+    if type(value) is float:
+        return value
+    number = _python_number(value)
+    if type(number).__name__ in _SYMBOLS:
+        return number
+    if not isinstance(number, Real):
+        raise TypeError(f"{name}={described(value)} must be a number; give a float")
+    return float(number)
+
+
+def to_bool(name: str, value: Any) -> bool:
+    """Convert a flag to a `bool` by its truth value, as `if value:` does.
+
+    A non-empty string is True, also "false" and "0", about which a warning is issued once.
+
+    Raises:
+        TypeError: The value's class defines no truth value (a function, a class, a dtype), or it is an array with more
+            than one element.
+    """
+    if value is True or value is False:
+        return value
+    if value is None:
+        return False
+    number = _python_number(value)
+    if type(number).__name__ in _SYMBOLS:
+        return number
+    if isinstance(number, str) and number.strip().lower() in _FALSE:
+        _warn_of_true_text(name, number)
+    if not isinstance(number, (int, float, str)) and not _defines_truth(number):
+        raise TypeError(f"{name}={described(value)} is neither True nor False; give a bool")
+    return bool(number)
+
+
+def _defines_truth(value: Any) -> bool:
+    """Return whether `bool(value)` depends on the value; that of arrays with several elements raises an error."""
+    if isinstance(value, type) or (hasattr(value, "shape") and hasattr(value, "dtype")):
+        return False
+    return hasattr(type(value), "__bool__") or hasattr(type(value), "__len__")
+
+
+def parse_int(name: str, value: Any, least: int | None = None) -> int:
+    """`to_int` for a field of a recipe: also reads text such as "1024" and "1.0"."""
+    return to_int(name, _number_in_text(value), least)
+
+
+def parse_float(name: str, value: Any) -> float:
+    """`to_float` for a field of a recipe: also reads text such as "1e-4"."""
+    return to_float(name, _number_in_text(value))
+
+
+def parse_bool(name: str, value: Any) -> bool:
+    """Convert a flag of a recipe to a `bool`.
+
+    Accepts True, False, None (False), the numbers 0 and 1, and the text "true", "t", "yes", "y", "on", "1" and their
+    opposites in any case.
+
+    Raises:
+        TypeError: The value is anything else.
+    """
+    if value is True or value is False:
+        return value
+    if value is None:
+        return False
+    found = _python_number(value)
+    if isinstance(found, bytes):
+        found = found.decode(errors="replace")
+    if isinstance(found, str):
+        if found.lower() in _TRUE:
+            return True
+        if found.lower() in _FALSE:
+            return False
+    elif isinstance(found, Real) and found in (0, 1):
+        return bool(found)
+    raise TypeError(f"{name}={described(value)} is neither True nor False; give a bool")
+
+
+def _python_number(value: Any) -> Any:
+    """Return the Python number of a NumPy scalar or of a tensor or array with one element; else the value itself."""
+    if isinstance(value, (int, float, str)):
+        return value
+    shape, item = getattr(value, "shape", None), getattr(value, "item", None)
+    if item is None or not isinstance(shape, tuple) or math.prod(shape) != 1:
+        return value
+    return item()
+
+
+def _whole(value: Any) -> Any:
+    """Return the value as an `int` or symbol, or None if it is not a whole number."""
+    number = _python_number(value)
+    if type(number).__name__ in _SYMBOLS:
+        return number
+    if isinstance(number, float):
+        return int(number) if number.is_integer() else None
+    if isinstance(number, Integral) or hasattr(type(number), "__index__"):
+        return None if hasattr(number, "dtype") else number.__index__()
+    return None
+
+
+def _number_in_text(value: Any) -> Any:
+    """Return the number that a string or bytes object spells; everything else unchanged."""
+    if not isinstance(value, (str, bytes)):
+        return value
+    for read in (int, float):
+        try:
+            return read(value)
+        except ValueError:
+            continue
+    return value
+
+
+@cache
+def _warn_of_true_text(name: str, text: str) -> None:
+    warnings.warn(
+        f"{name}={text!r} is a non-empty string and counts as True; pass False to switch it off",
+        UserWarning,
+        stacklevel=4,
+    )
