@@ -21,13 +21,6 @@ def values(**operands: Any) -> None:
         floating(name, operand)
 
 
-def matrix(name: str, value: Any) -> None:
-    """Raise an error unless the value is a floating-point matrix [M, H]."""
-    floating(name, value)
-    if value.dim() != 2:
-        raise ValueError(f"{name} is {list(value.shape)}; give a matrix [M, H]")
-
-
 def vector(name: str, value: Any, size: int) -> None:
     """Raise an error unless the value is a floating-point tensor [size]."""
     floating(name, value)

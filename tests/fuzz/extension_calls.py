@@ -55,7 +55,7 @@ def _activations() -> list[Call]:
 
 def _norms() -> list[Call]:
     x, gamma, statistic = tensor(8, 32), tensor(32), tensor(8)
-    matrix = (*WRONG_KIND, *INTEGERS, tensor(8, 31), tensor(32), tensor())
+    matrix = (*WRONG_KIND, *INTEGERS, tensor(8, 31), tensor())
     vector = (*WRONG_KIND, tensor(31), tensor(32, dtype=torch.int64), tensor(8, 32))
     rows = (*WRONG_KIND, tensor(7), tensor(8, dtype=torch.int64))
     shared = {"sm_margin": 0, "zero_centered_gamma": False}
@@ -200,7 +200,7 @@ def _others() -> list[Call]:
     x = tensor(8, 32)
     state = {"amax_reduction_buffer": tensor(2), "amax_histories": [tensor(4, 2)], "scales": [tensor(2)],
              "amax_compute_algo": "max", "fp8_dtype": te.DType.kFloat8E4M3, "margin": 0}  # fmt: skip
-    rates = (-0.1, 1.5, float("nan"), "0.1", None, True)
+    rates = (-0.1, 1.5, float("nan"), "0.1", None)
     return [
         _of("dropout_fwd", tex.dropout_fwd, {"input": x, "dropout_probability": 0.5},
             {"input": (*WRONG_KIND, *INTEGERS), "dropout_probability": rates, "out": (3, tensor(3))}),
@@ -212,5 +212,5 @@ def _others() -> list[Call]:
             {"amax_reduction_buffer": (*WRONG_KIND, tensor(3)),
              "amax_histories": (3, None, [3], [tensor(4, 3)], [tensor(2)]),
              "scales": (3, None, [3], [tensor(3)], [tensor(2, dtype=torch.int64)]), "amax_compute_algo": (*NAME, None),
-             "fp8_dtype": (99, "e4m3", None, te.DType.kFloat32), "margin": (1.5, "1", None, float("nan"))}),
+             "fp8_dtype": (99, "e4m3", None, te.DType.kFloat32), "margin": ("1", None, float("nan"))}),
     ]  # fmt: skip
