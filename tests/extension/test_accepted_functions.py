@@ -48,7 +48,8 @@ def test_a_gradient_may_have_its_leading_axes_flattened(name):
 
 
 @pytest.mark.parametrize(
-    "sizes", [(4, 8), [4.0, 8.0], numpy.array([4, 8]), torch.tensor([4, 8]), [numpy.int32(4), torch.tensor(8)]]
+    "sizes",
+    [(4, 8), [4.0, 8.0], numpy.array([4, 8]), torch.tensor([4, 8]), [numpy.int32(4), torch.tensor(8)]],
 )
 def test_parts_may_leave_rows_out(sizes):
     x = sample(16, 32)

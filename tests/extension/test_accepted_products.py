@@ -48,7 +48,24 @@ def operands(kind):
 def generic(A, B, *, transA=True, transB=False, D=None, quantizer=None, dtype=None, bias=None, gelu=False,
             gelu_in=None, grad=False, accumulate=False, **rest):  # fmt: skip
     """`tex.generic_gemm` by keywords, with the split accumulator."""
-    places = (A, transA, B, transB, D, quantizer, dtype, bias, None, gelu, gelu_in, grad, None, 0, accumulate, True)
+    places = (
+        A,
+        transA,
+        B,
+        transB,
+        D,
+        quantizer,
+        dtype,
+        bias,
+        None,
+        gelu,
+        gelu_in,
+        grad,
+        None,
+        0,
+        accumulate,
+        True,
+    )
     return tex.generic_gemm(*places, **rest)
 
 
@@ -65,7 +82,9 @@ def test_gelu_comes_after_accumulation_and_bias(kind, alpha, beta, with_bias):
     bias = sample(N, seed=3) if with_bias else None
     before = alpha * x_values @ w_values.t() + (1.0 if beta is None else beta) * held.double()
     before = before if bias is None else before + bias.double()
-    out, _, gelu_input, _ = generic(w, x, D=held, accumulate=True, gelu=True, alpha=alpha, beta=beta, bias=bias)
+    out, _, gelu_input, _ = generic(
+        w, x, D=held, accumulate=True, gelu=True, alpha=alpha, beta=beta, bias=bias
+    )
     assert out is held
     close(gelu_input, before)
     close(out, gelu(before, approximate="tanh"))
@@ -120,7 +139,9 @@ def test_flags_may_be_anything_with_a_truth_value(flag):
 
 def test_a_tensor_with_several_elements_is_no_flag():
     x, _, w, _ = operands("plain")
-    with pytest.raises(TypeError, match=r"gelu=a Tensor of shape \[2\].* is neither True nor False; give a bool"):
+    with pytest.raises(
+        TypeError, match=r"gelu=a Tensor of shape \[2\].* is neither True nor False; give a bool"
+    ):
         cpp.general_gemm(w, x, gelu=torch.ones(2))
 
 

@@ -13,8 +13,8 @@ from transformer_engine.pytorch import optimizers, router
 
 ROUTES = torch.tensor([[1, 0], [1, 1], [0, 1], [1, 0]])
 TOKENS = (*WRONG_KIND, tensor(3, 8), tensor(4))
-MAPS = (*WRONG_KIND, ROUTES[:3], ROUTES[0], ROUTES.float())
-PROBS = (*WRONG_KIND, tensor(4, 3), ROUTES)
+MAPS = (*WRONG_KIND, ROUTES[:3], ROUTES[0])
+PROBS = (*WRONG_KIND, tensor(4, 3))
 
 
 def expert_calls() -> list[Call]:
@@ -26,8 +26,8 @@ def _permutation() -> list[Call]:
     x, probs = tensor(4, 8), tensor(4, 2)
     permuted, rows = te.moe_permute(x, ROUTES, num_out_tokens=5)
     splits, order = torch.tensor([1, 3]), torch.tensor([1, 0])
-    chunks = {"split_sizes": (*WRONG_KIND, splits.float(), torch.tensor([1, 9])),
-              "sorted_index": (*WRONG_KIND, order.float(), torch.tensor([0, 0]))}  # fmt: skip
+    chunks = {"split_sizes": (*WRONG_KIND, torch.tensor([1, 9])),
+              "sorted_index": (*WRONG_KIND, torch.tensor([0, 0]))}  # fmt: skip
     return [
         Call("moe_permute", lambda: Made(te.moe_permute, {"inp": x, "routing_map": ROUTES, "num_out_tokens": 5}),
              {"inp": TOKENS, "routing_map": MAPS, "map_type": (WORD, 3, None), "num_out_tokens": (2.5, "5", 3)}),
