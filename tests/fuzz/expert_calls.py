@@ -57,7 +57,7 @@ def _permutation() -> list[Call]:
 def _router() -> list[Call]:
     logits = torch.linspace(-1, 1, 24).view(3, 8)
     histogram = torch.zeros(8, 4, dtype=torch.int32)
-    logits_of = (*WRONG_KIND, tensor(8), logits.double(), logits.long(), logits[:0])
+    logits_of = (*WRONG_KIND, tensor(), logits.double(), logits.long(), logits[:0])
     choice = {"logits": logits_of, "topk": (*REQUIRED_SIZE, 9), "score_function": (WORD, 3, None),
               "routing_map_format": (WORD, 7, 0.5, None)}  # fmt: skip
     given = {"logits": logits, "topk": 2, "use_pre_softmax": False, "num_groups": None, "group_topk": None,
@@ -81,8 +81,8 @@ def _router() -> list[Call]:
     }
     return [
         Call("fused_topk_with_score_function", lambda: Made(router.fused_topk_with_score_function, given),
-             {**choice, "use_pre_softmax": FLAG, "scaling_factor": NUMBER, "num_groups": (2.5, "2", True),
-              "expert_bias": (3, "bias", tensor(7), tensor(8).double()),
+             {**choice, "use_pre_softmax": FLAG, "scaling_factor": NUMBER, "num_groups": (2.5, "2"),
+              "expert_bias": (3, "bias", tensor(7)),
               "topk_indices": (3, tensor(3, 2), torch.zeros(3, 3, dtype=torch.int64))}),
         Call("fused_topk_with_score_function, counted",
              lambda: Made(router.fused_topk_with_score_function, {**given, **counts}), bad_counts),
