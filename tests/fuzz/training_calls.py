@@ -56,7 +56,7 @@ def _lists() -> list[Call]:
         [two[0], [tensor(5)]],
         [two[0], [target()]],
     )
-    number = {"scale": (*NUMBER, None)}
+    number = {"scale": ("1.0", [1.0], None)}
     calls = [
         _of("multi_tensor_scale", {"tensor_lists": two, "scale": 2.0}, {"tensor_lists": lists, **number}, flag, flags),
         _of("multi_tensor_l2norm", {"tensor_lists": two[:1]}, {"tensor_lists": (*lists[:4], two, [[3]])}, flag, flags),
