@@ -1,13 +1,15 @@
-"""Activations and their gradients under the names of the extension: y = f(x), quantized if a quantizer is given.
+"""Activations y = f(x) and their gradients under the extension's names; a quantizer quantizes the result.
 
-Gated ones (their names have "glu") take [.., 2 F] and return [.., F]: the first half is activated.
+Gated activations (with "glu" in their names) take [..., 2 F] and return [..., F]; the first half is activated.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.primitives.activation import (
@@ -27,7 +29,7 @@ Backward = Callable[[Tensor, Tensor, Any], Any]
 
 def _forward(name: str) -> Forward:
     def forward(input: Tensor, quantizer: Any) -> Any:
-        _check(name, input, None, quantizer)
+        _check(name, "input", input, quantizer)
         return given_or_quantized(activation_forward(name, input), quantizer)
 
     return _named(forward, name, f"{name}(input), as quantizer makes it.")
@@ -35,8 +37,7 @@ def _forward(name: str) -> Forward:
 
 def _backward(name: str) -> Backward:
     def backward(grad: Tensor, fwd_input: Tensor, quantizer: Any) -> Any:
-        floating("grad", grad)
-        _check(name, fwd_input, grad, quantizer)
+        grad = _gradient(name, grad, fwd_input, quantizer)
         return given_or_quantized(activation_backward(name, grad, fwd_input), quantizer)
 
     return _named(backward, f"d{name}", f"The gradient of {name}'s input, as quantizer makes it.")
@@ -44,28 +45,30 @@ def _backward(name: str) -> Backward:
 
 def _backward_with_bias(name: str) -> Backward:
     def backward(grad: Tensor, fwd_input: Tensor, quantizer: Any) -> list[Any]:
-        floating("grad", grad)
-        _check(name, fwd_input, grad, quantizer)
+        grad = _gradient(name, grad, fwd_input, quantizer)
         return bgrad_quantize(activation_backward(name, grad, fwd_input), quantizer)
 
     return _named(backward, f"dbias_d{name}", f"[sum over rows, the gradient of {name}'s input].")
 
 
-def _check(name: str, x: Any, grad: Any, quantizer: Any) -> None:
-    """TypeError or ValueError unless x [.., F or 2 F], the gradient [.., F] and the quantizer are what they must be."""
+def _check(name: str, argument: str, x: Any, quantizer: Any) -> None:
+    """Raise TypeError or ValueError unless the activation takes x [..., F or 2 F] and the quantizer."""
     quantizer_or_none(quantizer)
-    argument = "input" if grad is None else "fwd_input"
     floating(argument, x)
-    gated = ACTIVATIONS[name].gated
-    if gated and (x.dim() == 0 or x.shape[-1] % 2):
+    if ACTIVATIONS[name].gated and (x.dim() == 0 or x.shape[-1] % 2):
         raise ValueError(f"{argument} is {list(x.shape)}; {name} halves the last axis, give it an even size")
-    if grad is None:
-        return
-    expected = (*x.shape[:-1], x.shape[-1] // 2) if gated else tuple(x.shape)
-    if tuple(grad.shape) != expected:
+
+
+def _gradient(name: str, grad: Any, x: Any, quantizer: Any) -> Tensor:
+    """Return the gradient in the shape of the activation's result; its leading axes may be flattened otherwise."""
+    floating("grad", grad)
+    _check(name, "fwd_input", x, quantizer)
+    expected = (*x.shape[:-1], x.shape[-1] // 2) if ACTIVATIONS[name].gated else tuple(x.shape)
+    if grad.numel() != math.prod(expected) or grad.shape[-1:] != torch.Size(expected[-1:]):
         raise ValueError(
             f"grad is {list(grad.shape)}, fwd_input {list(x.shape)}; give a gradient {list(expected)}"
         )
+    return grad.reshape(expected)
 
 
 def _params(limit: float, alpha: float, offset: float) -> ActivationParams:
@@ -99,8 +102,8 @@ dbias_dsilu = _backward_with_bias("silu")
 def clamped_swiglu(
     input: Tensor, quantizer: Any, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0
 ) -> Any:
-    """clamped_swiglu(input [.., 2 F]): both halves limited, the gate shifted by glu_linear_offset."""
-    _check("clamped_swiglu", input, None, quantizer)
+    """Compute clamped_swiglu(input [..., 2 F]): both halves are clamped, `glu_linear_offset` is added to the second."""
+    _check("clamped_swiglu", "input", input, quantizer)
     params = _params(limit, alpha, glu_linear_offset)
     return given_or_quantized(activation_forward("clamped_swiglu", input, params), quantizer)
 
@@ -113,8 +116,7 @@ def clamped_dswiglu(
     alpha: float = 1.702,
     glu_linear_offset: float = 1.0,
 ) -> Any:
-    """The gradient of clamped_swiglu's input."""
-    floating("grad", grad)
-    _check("clamped_swiglu", fwd_input, grad, quantizer)
+    """Compute the gradient of the input of clamped_swiglu."""
+    grad = _gradient("clamped_swiglu", grad, fwd_input, quantizer)
     params = _params(limit, alpha, glu_linear_offset)
     return given_or_quantized(activation_backward("clamped_swiglu", grad, fwd_input, params), quantizer)

@@ -1,4 +1,4 @@
-"""Quantized tensors under the names of the extension: what a quantizer makes of tensors, and bytes turned over."""
+"""Quantization, dequantization and transposes of codes, under the extension's names."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.common.checks import described, whole_numbers
+from transformer_engine.common.checks import described
 from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
 from transformer_engine.pytorch.primitives.quantize import absolute_maximum
 from transformer_engine.pytorch.runtime.checks import floating
 
-from .checks import member, output_or_none, quantizer_or_none, sequence, values, with_axes
+from .checks import member, output_or_none, quantizer_or_none, sequence, values, whole_numbers, with_axes
 
 
 def torch_dtype(dtype: DType | int | torch.dtype) -> torch.dtype:
@@ -83,14 +83,22 @@ def split_quantize(
     quantizer_list: Sequence[Any],
     disable_bulk_allocation: bool = False,
 ) -> list[Any]:
-    """The parts of tensor [M, K], split along its rows, quantized; disable_bulk_allocation changes nothing."""
+    """Quantize the parts of a tensor [M, K] that is split along its rows.
+
+    Args:
+        split_sections: Rows of each part. Rows beyond their sum are left out.
+        disable_bulk_allocation: Accepted and ignored.
+
+    Raises:
+        ValueError: A size is negative, or the sizes add up to more than M rows.
+    """
     with_axes("tensor", tensor, 1)
-    whole_numbers("split_sections", split_sections)
-    if sum(split_sections) != tensor.shape[0] or min(split_sections) < 0:
+    sizes = whole_numbers("split_sections", split_sections)
+    if sum(sizes) > tensor.shape[0] or min(sizes, default=0) < 0:
         raise ValueError(
-            f"split_sections={list(split_sections)} must be sizes of at least 0 that add up to {tensor.shape[0]} rows"
+            f"split_sections={sizes} must be sizes of at least 0 that add up to at most {tensor.shape[0]} rows"
         )
-    return multi_tensor_quantize(tensor.split(list(split_sections), dim=0), quantizer_list)
+    return multi_tensor_quantize(tensor[: sum(sizes)].split(sizes, dim=0), quantizer_list)
 
 
 def create_empty_quantized_tensor(

@@ -1,4 +1,4 @@
-"""Checks that several of the flat names share: floating-point operands, quantizers, numbers of enumerations."""
+"""Checks of arguments that several functions of the extension share."""
 
 from __future__ import annotations
 
@@ -9,46 +9,40 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from transformer_engine.common.checks import described
+from transformer_engine.common.numbers import to_int
 from transformer_engine.pytorch.runtime.checks import floating, same_shape, tensor
 
 E = TypeVar("E", bound=enum.IntEnum)
 
 
 def values(**operands: Any) -> None:
-    """TypeError unless every operand is a tensor of floating-point values."""
+    """Raise TypeError unless every operand is a tensor of floating-point values."""
     for name, operand in operands.items():
         floating(name, operand)
 
 
-def matrix(name: str, value: Any) -> None:
-    """A floating-point matrix [M, H]."""
-    floating(name, value)
-    if value.dim() != 2:
-        raise ValueError(f"{name} is {list(value.shape)}; give a matrix [M, H]")
-
-
 def vector(name: str, value: Any, size: int) -> None:
-    """Floating-point values [size]."""
+    """Raise an error unless the value is a floating-point tensor [size]."""
     floating(name, value)
     if tuple(value.shape) != (size,):
         raise ValueError(f"{name} is {list(value.shape)}; give [{size}], one value each")
 
 
 def with_axes(name: str, value: Any, least: int) -> None:
-    """A tensor of at least so many axes."""
+    """Raise an error unless the value is a tensor with at least `least` axes."""
     tensor(name, value)
     if value.dim() < least:
         raise ValueError(f"{name} is {list(value.shape)}; give a tensor of at least {least} axes")
 
 
 def quantizer_or_none(quantizer: Any, name: str = "quantizer") -> None:
-    """None, or something that quantizes."""
+    """Raise TypeError unless the value is None or has a method `quantize`."""
     if quantizer is not None and (isinstance(quantizer, type) or not hasattr(quantizer, "quantize")):
-        raise TypeError(f"{name}={described(quantizer)} is no Quantizer; give an instance of one, or None")
+        raise TypeError(f"{name}={described(quantizer)} is not a Quantizer; give an instance of one, or None")
 
 
 def output_or_none(name: str, value: Any, like: Tensor | None) -> None:
-    """None, or a tensor (of the shape of `like`) to write to."""
+    """Raise an error unless the value is None or a tensor, with the shape of `like` if it is given."""
     if value is None:
         return
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
@@ -60,15 +54,27 @@ def output_or_none(name: str, value: Any, like: Tensor | None) -> None:
 
 
 def sequence(name: str, value: Any) -> None:
-    """A list or tuple."""
+    """Raise TypeError unless the value is a sequence such as a list or a tuple."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise TypeError(f"{name}={described(value)} is a {type(value).__name__}; give a list of tensors")
 
 
+def whole_numbers(name: str, value: Any) -> list[int]:
+    """Convert a sequence, an array or a tensor [n] of whole numbers to a list of ints.
+
+    Raises:
+        TypeError: The value is not such a sequence.
+    """
+    listed = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(listed, (str, bytes)) or not isinstance(listed, Sequence):
+        raise TypeError(f"{name}={described(value)} is not a sequence; give a list of whole numbers")
+    return [to_int(f"an entry of {name}", item) for item in listed]
+
+
 def member(name: str, kind: type[E], value: Any) -> E:
-    """The member of an enumeration that a member of another, or a number, stands for."""
+    """Convert a member of another enumeration, or a number, to a member of `kind`."""
     if isinstance(value, (str, float)) or not hasattr(value, "__int__") or int(value) not in list(kind):
         raise ValueError(
-            f"{name}={described(value)} is no {kind.__name__}; give one of {', '.join(kind.__members__)}"
+            f"{name}={described(value)} is not a {kind.__name__}; give one of {', '.join(kind.__members__)}"
         )
     return kind(int(value))

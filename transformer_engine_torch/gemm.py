@@ -1,28 +1,37 @@
-"""Products under the names of the extension: plain or quantized matrices in, the original's column-major letters read.
+"""`generic_gemm` and `te_general_grouped_gemm`: matrix products under the extension's names.
 
-A product is named by what is transposed of A and B where rows are contiguous: D = op(B) op(A).
-transA, not transB  ("TN")  D [M, N] = B [M, K] A[N, K].T   the forward pass: A the weight, B the input
-neither             ("NN")  D [M, K] = B [M, N] A[N, K]     the input's gradient: B the gradient of the output
-transB              ("NT")  D [N, K] = B[M, N].T A[M, K]    the weight's gradient: A the input, B the gradient
-both                ("TT")  D [N, J] = B[M, N].T A[J, M].T  of no layer: each operand along its other axis
+The operands are plain or quantized matrices. `transA` and `transB` use the original's column-major convention; with
+contiguous rows the product is D = op(B) op(A):
+
+======  ======  ======  ==============================  =========================================================
+transA  transB  layout  product                         use in a linear layer
+======  ======  ======  ==============================  =========================================================
+True    False   "TN"    D [M, N] = B [M, K] A[N, K].T    forward: A is the weight, B the input
+False   False   "NN"    D [M, K] = B [M, N] A[N, K]      gradient of the input: B is the gradient of the output
+False   True    "NT"    D [N, K] = B[M, N].T A[M, K]     gradient of the weight: A is the input, B the gradient
+True    True    "TT"    D [N, J] = B[M, N].T A[J, M].T   none
+======  ======  ======  ==============================  =========================================================
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from transformer_engine.common.checks import described, number, number_or_none, switch, whole_numbers
+from transformer_engine.common.checks import described
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D
+from transformer_engine.common.numbers import to_bool, to_float
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.primitives.activation import activation_backward, activation_forward
 from transformer_engine.pytorch.primitives.column_sums import column_sums
 from transformer_engine.pytorch.primitives.gemm import Epilogue, gemm
 from transformer_engine.pytorch.primitives.operand import Operand, plain
 from transformer_engine.pytorch.runtime.checks import floating, tensor_or_none
+from transformer_engine.pytorch.runtime.warn_once import warn_once
 from transformer_engine.pytorch.tensor.axis import COLS, ROWS
 from transformer_engine.pytorch.tensor.storage.quantized_tensor_storage import (
     QuantizedTensorStorage,
@@ -30,7 +39,23 @@ from transformer_engine.pytorch.tensor.storage.quantized_tensor_storage import (
 )
 
 from .cast import torch_dtype
-from .checks import output_or_none, quantizer_or_none, sequence, with_axes
+from .checks import output_or_none, quantizer_or_none, sequence, whole_numbers, with_axes
+
+
+class _Steps(NamedTuple):
+    """Steps after a product: D = activation(alpha * product + beta * D + bias).
+
+    Attributes:
+        beta: Multiplier of the values that D holds; 0 ignores them.
+        gelu: Whether the activation is GELU, or with `grad` the multiplication by its derivative at `gelu_in`.
+    """
+
+    alpha: float
+    beta: float
+    bias: Tensor | None
+    gelu: bool
+    gelu_in: Tensor | None
+    grad: bool
 
 
 def generic_gemm(
@@ -38,7 +63,7 @@ def generic_gemm(
     transA: bool,
     B: Any,
     transB: bool,
-    D: Tensor | None,
+    D: Any,
     quantizer: Any,
     output_dtype: DType | int | torch.dtype | None,
     bias: Tensor | None,
@@ -57,66 +82,122 @@ def generic_gemm(
     alpha: float = 1.0,
     beta: float | None = None,
 ) -> list[Any]:
-    """[D, bias gradient | None, GELU's input | None, None]: D = alpha op(B) op(A) (+ beta D), see above.
+    """Compute D = activation(alpha * op(B) op(A) + beta * D + bias).
 
-    output_dtype   of a fresh D; None: that of D, else of A
-    bias           forward (grad=False): [N] or [1, N], added. Else it has the dtype of its gradient, B's sum over rows
-    gelu           forward: D = gelu(product), tanh approximation, and the third result is the product. Backward: the
-                   product times gelu's derivative at gelu_in
-    beta           what D is multiplied by before the product is added, with accumulate; None: 1
-    quantizer      makes D a quantized tensor
-    bias_type, workspace and workspace_size are accepted, nothing needs them; userbuffers are refused.
-    Operands in blocks of 128 raise RuntimeError where the library has no product of them: without
-    use_split_accumulator, two of 128 x 128, extents that are no multiples of 16, and some epilogues.
+    Accumulation comes before the activation, as in cuBLASLt: with `gelu` and `accumulate` the result is
+    gelu(product + D).
+
+    Args:
+        D: Receives the result. A quantized tensor is written by `quantizer`, or by its own quantizer.
+        quantizer: Quantizes the result. With a plain D it must be None.
+        output_dtype: Type of a new result; by default that of A.
+        bias: Forward (`grad=False`): [N] or [1, N], added to the product; a tensor without elements is no bias.
+            With `grad=True` only its dtype is read: the second result is the sum of B over its rows.
+        bias_type, workspace, workspace_size: Accepted and ignored.
+        gelu: Forward: apply GELU (tanh approximation) and return its input as the third result. With `grad=True`
+            multiply by the derivative of GELU at `gelu_in`.
+        accumulate: Add to the values of D; requires D.
+        use_split_accumulator: Promote the partial sums of FP8 products to float32.
+        comm_overlap: Must be None. Without it `comm_type`, `extra_output` and `bulk_overlap` have no effect.
+        beta: Multiplier of D with `accumulate`; 1 by default.
+
+    Returns:
+        `[D, bias gradient or None, GELU's input or None, None]`.
+
+    Raises:
+        ValueError: The operands, D and the bias do not fit each other.
+        NotImplementedError: `comm_overlap` is given, or a quantizer with a plain D.
+        RuntimeError: Two block-scaled operands (1 x 128 and 128 x 128) that the original does not multiply: without
+            `use_split_accumulator`, both in 128 x 128 blocks, with a bias gradient, or with extents that are not
+            multiples of 16.
     """
-    _refuse_userbuffers(comm_overlap, comm_type, extra_output, bulk_overlap)
+    _check_overlap(comm_overlap, comm_type, extra_output, bulk_overlap)
     _check_kinds(A, B, D, bias, quantizer, output_dtype)
-    _check_settings(gelu=gelu, grad=grad, accumulate=accumulate, use_split_accumulator=use_split_accumulator)
-    number("alpha", alpha)
-    number_or_none("beta", beta)
-    if beta not in (None, 0.0) and not accumulate:
-        raise ValueError(f"beta={beta} without accumulate; set accumulate=True, or leave beta None")
-    if quantizer is not None and (D is not None or accumulate):
-        raise NotImplementedError(
-            "a quantizer with D or accumulate; give D to quantizer.quantize(out=) yourself"
-        )
-    if gelu and grad and gelu_in is None:
-        raise ValueError("gelu=True with grad=True needs gelu_in, the product of the forward pass")
-    if accumulate and D is None:
-        raise ValueError(f"accumulate={accumulate} without D; give the tensor that is added to")
-    accumulate = accumulate and beta != 0.0  # what D holds does not matter then, be it NaN
+    gelu, grad = to_bool("gelu", gelu), to_bool("grad", grad)
+    accumulate = to_bool("accumulate", accumulate)
+    split = to_bool("use_split_accumulator", use_split_accumulator)
+    alpha, beta = _finite("alpha", alpha), None if beta is None else _finite("beta", beta)
+    _check_combination(D, quantizer, gelu, gelu_in, grad, accumulate, beta)
+    # A beta of 0 ignores the values of D, even NaN.
+    beta = (1.0 if beta is None else beta) if accumulate else 0.0
     dtype = _output_dtype(A, D, output_dtype)
     b, a = _operands(A, transA, B, transB)
-    added = bias if bias is not None and not grad else None
-    if added is not None and added.shape == (1, a.rows):
-        added = added[0]
-    _check_extents(a, b, D, added)
-    _check_blocks(a, b, gelu and accumulate, grad and bias is not None, use_split_accumulator)
-    if accumulate and D is not None and beta not in (None, 1.0):
-        D.mul_(beta)
-    fused = not gelu and alpha == 1.0
-    epilogue = Epilogue(
-        dtype if fused else torch.promote_types(dtype, torch.float32),
-        added if alpha == 1.0 else None,
-        None if D is None or not fused else D.view(b.rows, a.rows),
-        accumulate and fused,
-        use_split_accumulator,
-    )
-    made = gemm(b, a, epilogue)
-    before = None
-    if not fused:
-        made, before = _finished(made, alpha, added, gelu, grad, gelu_in, dtype)
-        if D is not None:
-            made = D.add_(made.view(D.shape)) if accumulate else D.copy_(made.view(D.shape))
-    result: Any = made.view(_shape(B, transB, made)) if D is None else D
-    if quantizer is not None:
-        result = quantizer.quantize(result)
+    added = None if grad or bias is None or not bias.numel() else bias.view(-1)
+    _check_extents(a, b, D, None if added is None else bias)
+    _check_blocks(a, b, grad and bias is not None, split)
+    steps = _Steps(alpha, beta, added, gelu, gelu_in, grad)
+    plain_result = not gelu and alpha == 1.0 and not isinstance(D, QuantizedTensorStorage)
+    compute = _product if plain_result else _product_in_steps
+    result, before = compute(a, b, D, dtype, split, steps)
+    if isinstance(D, QuantizedTensorStorage):
+        writer: Any = quantizer if quantizer is not None else D.writer()
+        result = writer.update_quantized(result.view(D.shape), D)
+    elif D is None:
+        result = result.view(_shape(B, transB, result))
+        result = result if quantizer is None else quantizer.quantize(result)
+    else:
+        result = D
     grad_bias = column_sums(plain_matrix(B), bias.dtype) if grad and bias is not None else None
     return [result, grad_bias, gelu_in if grad else before, None]
 
 
+def _product(
+    a: Operand, b: Operand, D: Tensor | None, dtype: torch.dtype, split: bool, steps: _Steps
+) -> tuple[Tensor, None]:
+    """Compute b @ a.T + beta * D + bias in one product, into D if it is given."""
+    if D is not None and steps.beta not in (0.0, 1.0):
+        D.mul_(steps.beta)
+    out = None if D is None else D.view(b.rows, a.rows)
+    return gemm(b, a, Epilogue(dtype, steps.bias, out, steps.beta != 0.0, split)), None
+
+
+def _product_in_steps(
+    a: Operand, b: Operand, D: Any, dtype: torch.dtype, split: bool, steps: _Steps
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the result in float32 (float64 for a float64 result), rounded once; write a plain D.
+
+    Returns:
+        The result, and GELU's input in the forward pass.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    fused_bias = steps.bias if steps.alpha == 1.0 else None
+    y = gemm(b, a, Epilogue(wide, fused_bias, None, False, split))
+    if steps.alpha != 1.0:
+        y = y * steps.alpha
+        y = y if steps.bias is None else y + steps.bias
+    if steps.beta != 0.0:
+        held = D.dequantize() if isinstance(D, QuantizedTensorStorage) else D
+        y = y + steps.beta * held.view(y.shape).to(wide)
+    before = None
+    if steps.gelu and steps.grad:
+        assert steps.gelu_in is not None
+        y = activation_backward("gelu", y, steps.gelu_in.view(y.shape).to(y.dtype))
+    elif steps.gelu:
+        before, y = y.to(dtype), activation_forward("gelu", y)
+    y = y.to(dtype)
+    if isinstance(D, Tensor) and not isinstance(D, QuantizedTensorStorage):
+        D.copy_(y.view(D.shape))
+    return y, before
+
+
+def _check_overlap(
+    comm_overlap: Any, comm_type: Any, extra_output: Tensor | None, bulk_overlap: bool
+) -> None:
+    """Reject a communicator; warn about arguments that are only read beside one."""
+    if comm_overlap is not None:
+        raise NotImplementedError(
+            f"comm_overlap: products do not overlap communication here; leave out {described(comm_overlap)}, and "
+            "communicate before or after the product"
+        )
+    if comm_type is not None or extra_output is not None or bulk_overlap:
+        warn_once(
+            "generic_gemm without comm_overlap",
+            "comm_type, extra_output and bulk_overlap have no effect without comm_overlap; leave them out",
+        )
+
+
 def _check_kinds(A: Any, B: Any, D: Any, bias: Any, quantizer: Any, output_dtype: Any) -> None:
-    """TypeError unless the operands are matrices of floating-point values, quantized or not."""
+    """Raise TypeError unless the operands are matrices of floating-point values, quantized or not."""
     for name, operand in (("A", A), ("B", B)):
         if not isinstance(operand, QuantizedTensorStorage):
             floating(name, operand)
@@ -129,25 +210,42 @@ def _check_kinds(A: Any, B: Any, D: Any, bias: Any, quantizer: Any, output_dtype
         torch_dtype(output_dtype)
 
 
-def _check_settings(**switches: Any) -> None:
-    for name, value in switches.items():
-        switch(name, value)
+def _check_combination(
+    D: Any, quantizer: Any, gelu: bool, gelu_in: Any, grad: bool, accumulate: bool, beta: float | None
+) -> None:
+    if beta not in (None, 0.0) and not accumulate:
+        raise ValueError(f"beta={beta} without accumulate; set accumulate=True, or leave beta None")
+    if quantizer is not None and D is not None and not isinstance(D, QuantizedTensorStorage):
+        raise NotImplementedError(
+            f"a quantizer with D={described(D)}, which is not quantized; give a quantized D, or quantize D afterwards"
+        )
+    if gelu and grad and gelu_in is None:
+        raise ValueError("gelu=True with grad=True needs gelu_in, the product of the forward pass")
+    if accumulate and D is None:
+        raise ValueError(f"accumulate={accumulate} without D; give the tensor that is added to")
 
 
-def _check_extents(a: Operand, b: Operand, D: Tensor | None, bias: Tensor | None) -> None:
-    """Before D is scaled: ValueError where the product, D and the bias do not fit."""
+def _finite(name: str, value: Any) -> float:
+    found = to_float(name, value)
+    if not math.isfinite(found):
+        raise ValueError(f"{name}={found} is not finite; give a finite number")
+    return found
+
+
+def _check_extents(a: Operand, b: Operand, D: Any, bias: Tensor | None) -> None:
+    """Raise ValueError unless the product, D and the bias fit; called before D is written."""
     if a.depth != b.depth:
         raise ValueError(
             f"the operands contract {b.depth} and {a.depth} elements; give operands that agree, or another layout"
         )
-    if D is not None and D.numel() != b.rows * a.rows:
+    if D is not None and math.prod(D.shape) != b.rows * a.rows:
         raise ValueError(f"D is {list(D.shape)}; the product is {[b.rows, a.rows]}, give its shape")
-    if bias is not None and bias.shape != (a.rows,):
+    if bias is not None and tuple(bias.shape) not in ((a.rows,), (1, a.rows)):
         raise ValueError(f"the bias has shape {tuple(bias.shape)}; it must be ({a.rows},)")
 
 
-def _check_blocks(a: Operand, b: Operand, adds_gelu: bool, sums_bias: bool, split: bool) -> None:
-    """RuntimeError for a product of block-scaled operands that the original's kernel refuses, before D is scaled."""
+def _check_blocks(a: Operand, b: Operand, sums_bias: bool, split: bool) -> None:
+    """Raise RuntimeError for a product of block-scaled operands that the original rejects."""
     blocks = (BLOCK_1D, BLOCK_2D)
     if a.format not in blocks or b.format not in blocks:
         return
@@ -155,8 +253,6 @@ def _check_blocks(a: Operand, b: Operand, adds_gelu: bool, sums_bias: bool, spli
         reason = "use_split_accumulator=False: their partial sums are always promoted; set it True"
     elif a.format == b.format == BLOCK_2D:
         reason = "both have 128 x 128 blocks; quantize one with block_scaling_dim=1"
-    elif adds_gelu:
-        reason = "gelu=True with accumulate=True; add the result to D afterwards"
     elif sums_bias:
         reason = "grad=True with a bias; sum the gradient over its rows before it is quantized"
     elif a.rows % 16 or b.rows % 16 or a.depth % 16:
@@ -185,26 +281,33 @@ def te_general_grouped_gemm(
     use_split_accumulator: bool,
     math_sm_count: int,
 ) -> list[Tensor | None]:
-    """The bias gradients (grad=True) of products D[i] of A[i] and B[i], each as generic_gemm makes it.
+    """Compute the products D[i] of A[i] and B[i], one after the other, each as `generic_gemm` computes it.
 
-    D              results to be written, or with single_output one tensor [sum of m_splits, ..] of all of them
-    pre_gelu_out   D[i] = gelu(product), and the product is written here
-    bias           an entry without elements is none
-    Plain loops: every product has the bits of a product alone. workspaces and math_sm_count are accepted.
+    Args:
+        D: Results that are written; with `single_output` one tensor [sum of m_splits, ...] that holds all of them.
+        m_splits: Rows of each group, in any form of a sequence of whole numbers.
+        bias: A bias of each product; an entry without elements, or None, is no bias.
+        pre_gelu_out: D[i] = gelu(product), and the input of GELU is written here.
+        D_type, workspaces, workspace_size, math_sm_count: Accepted and ignored.
+
+    Returns:
+        The gradients of the biases with `grad=True`, None for products without one.
+
+    Raises:
+        ValueError: D is None, or the operands and results do not fit.
     """
     if D is None:
         raise ValueError("D=None: the results are written; give a list of tensors, or one with single_output")
     for name, given in (("A", A), ("B", B), ("D", D)):
         sequence(name, given)
-    if m_splits is not None:
-        whole_numbers("m_splits", m_splits)
+    splits = [] if m_splits is None else whole_numbers("m_splits", m_splits)
     if bias is not None:
         sequence("bias", bias)
     for out in D:
         output_or_none("D holds a result that", out, None)
     for added in bias or ():
         tensor_or_none("bias holds a value that", added)
-    outputs = list(D[0].split(list(m_splits or ()))) if single_output else list(D)
+    outputs = list(D[0].split(splits)) if single_output else list(D)
     if not len(A) == len(B) == len(outputs):
         raise ValueError(f"{len(A)} A, {len(B)} B and {len(outputs)} results; give as many of each")
     for i, (left, right, out) in enumerate(zip(A, B, outputs, strict=True)):
@@ -224,29 +327,14 @@ def te_general_grouped_gemm(
     return gradients
 
 
-def _refuse_userbuffers(
-    comm_overlap: Any, comm_type: Any, extra_output: Tensor | None, bulk_overlap: bool
-) -> None:
-    given = {"comm_overlap": comm_overlap, "comm_type": comm_type, "extra_output": extra_output}
-    named = {name: value for name, value in given.items() if value is not None}
-    if bulk_overlap:
-        named["bulk_overlap"] = bulk_overlap
-    if named:
-        values = ", ".join(described(value) for value in named.values())
-        raise NotImplementedError(
-            f"{', '.join(named)}: products do not overlap communication here; leave out {values}, and communicate "
-            "before or after the product"
-        )
-
-
-def _output_dtype(A: Any, D: Tensor | None, asked: DType | int | torch.dtype | None) -> torch.dtype:
+def _output_dtype(A: Any, D: Any, asked: DType | int | torch.dtype | None) -> torch.dtype:
     if D is not None:
         return D.dtype
     return A.dtype if asked is None else torch_dtype(asked)
 
 
 def _operands(A: Any, transA: bool, B: Any, transB: bool) -> tuple[Operand, Operand]:
-    """(b, a) with D = b @ a.T; plain matrices of two dtypes meet in the wider one."""
+    """Return (b, a) with D = b @ a.T; plain matrices of two dtypes are converted to the wider one."""
     b, a = _operand(B, ROWS if transB else COLS), _operand(A, COLS if transA else ROWS)
     if a.format is None and b.format is None and a.codes.dtype != b.codes.dtype:
         wide = torch.promote_types(a.codes.dtype, b.codes.dtype)
@@ -261,27 +349,6 @@ def _operand(x: Any, axis: str) -> Operand:
     return plain(matrix if axis == COLS else matrix.t())
 
 
-def _finished(
-    product: Tensor,
-    alpha: float,
-    bias: Tensor | None,
-    gelu: bool,
-    grad: bool,
-    gelu_in: Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor | None]:
-    """What a product that is scaled, or goes through GELU, becomes, and GELU's input in the forward pass."""
-    if alpha != 1.0:
-        product = product * alpha
-        product = product if bias is None else product + bias
-    if not gelu:
-        return product.to(dtype), None
-    if not grad:
-        return activation_forward("gelu", product).to(dtype), product.to(dtype)
-    assert gelu_in is not None
-    return activation_backward("gelu", product, gelu_in.view(product.shape).to(product.dtype)).to(dtype), None
-
-
 def _shape(B: Any, transB: bool, made: Tensor) -> tuple[int, ...]:
-    """The leading axes of B come back in D, unless they were summed over."""
+    """Return the shape of a new D: with the leading axes of B, unless the product contracts them."""
     return tuple(made.shape) if transB else (*B.size()[:-1], made.shape[-1])

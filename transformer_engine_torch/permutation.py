@@ -1,4 +1,4 @@
-"""Tokens to experts by index and back, and groups of rows padded and unpadded, by the extension's names."""
+"""Permutation of tokens by expert indices, and padding of groups of rows, under the extension's names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from transformer_engine.common.checks import whole, whole_numbers
+from transformer_engine.common.numbers import to_int
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.functions.row_padding import pad_rows, unpad_rows
 from transformer_engine.pytorch.primitives.permutation import (
@@ -20,7 +20,7 @@ from transformer_engine.pytorch.primitives.permutation import (
 )
 from transformer_engine.pytorch.runtime.checks import floating, tensor
 
-from .checks import sequence
+from .checks import sequence, whole_numbers
 
 
 def moe_permute_fwd(
@@ -31,11 +31,15 @@ def moe_permute_fwd(
     workspace: Sequence[Tensor],
     max_expanded_token_num: int,
 ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-    """(y [num_out_tokens, H], row_id_map int32 [T k], workspace): tokens by the experts [T, k] that take them.
+    """Permute tokens [T, H] by the experts [T, k] that they are routed to.
 
-    num_out_tokens   rows beyond are dropped, -1 in the map; 0 or less: none is
-    dtype, max_expanded_token_num   kept for their callers: the input says its dtype, and nothing is allocated ahead
-    workspace        comes back as it is given
+    Args:
+        num_out_tokens: Rows of the result; later routes are dropped, with -1 in the map. With 0 or less none is.
+        dtype, max_expanded_token_num: Accepted and ignored.
+        workspace: Returned unchanged.
+
+    Returns:
+        `(y [num_out_tokens, H], row_id_map int32 [T k], workspace)`.
     """
     _matrix("input", input)
     tensor("indices", indices)
@@ -44,10 +48,10 @@ def moe_permute_fwd(
             f"indices is {indices.dtype} {list(indices.shape)}; give the experts of each token, int32 "
             f"[{input.shape[0]}, k]"
         )
-    whole("num_out_tokens", num_out_tokens, -1)
+    wanted = to_int("num_out_tokens", num_out_tokens)
     sequence("workspace", workspace)
     every = indices.numel()
-    rows = min(num_out_tokens, every) if num_out_tokens > 0 else every
+    rows = min(wanted, every) if wanted > 0 else every
     row_id_map = rows_of_indices(indices, rows)
     y, _ = send(input, Routes(row_id_map, INDEX, indices.shape[0], indices.shape[1]), rows, every_row=True)
     return y, row_id_map, workspace
@@ -56,14 +60,14 @@ def moe_permute_fwd(
 def moe_permute_bwd(
     input: Tensor, dtype: DType | int, row_id_map: Tensor, prob: Tensor | None, num_tokens: int, topK: int
 ) -> Tensor:
-    """dx [num_tokens, H] = sum over a token's routes of its rows' gradients, of moe_permute_fwd; moe_unpermute_fwd."""
+    """Compute dx [num_tokens, H] of `moe_permute_fwd`: the sum of the gradients of a token's rows."""
     return moe_unpermute_fwd(input, dtype, row_id_map, prob, num_tokens, topK)
 
 
 def moe_unpermute_fwd(
     input: Tensor, dtype: DType | int, row_id_map: Tensor, prob: Tensor | None, num_tokens: int, topK: int
 ) -> Tensor:
-    """x [num_tokens, H] = sum over a token's routes of prob [num_tokens, topK] * input[row], in float32."""
+    """Compute x [num_tokens, H], the sum over a token's routes of prob [num_tokens, topK] * input[row], in float32."""
     _matrix("input", input)
     routes = _routes(row_id_map, num_tokens, topK)
     return collect(input, routes, _probs(prob, routes))[0]
@@ -72,9 +76,13 @@ def moe_unpermute_fwd(
 def moe_unpermute_bwd(
     input_bwd: Tensor, input_fwd: Tensor, dtype: DType | int, row_id_map: Tensor, prob: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of input_fwd [rows, H], gradient of prob [T, k]) of the gradient input_bwd [T, H] of its result.
+    """Compute the gradients of `moe_unpermute_fwd` from that of its result, input_bwd [T, H].
 
-    prob   None: one route a token, with the weight 1; the second result is empty
+    Args:
+        prob: None means one route per token with weight 1; the second result is then empty.
+
+    Returns:
+        `(gradient of input_fwd [rows, H], gradient of prob [T, k])`.
     """
     _matrix("input_bwd", input_bwd)
     _matrix("input_fwd", input_fwd)
@@ -90,17 +98,17 @@ def moe_unpermute_bwd(
 def fused_multi_row_padding(
     input: Tensor, output: Tensor, input_row_list: Sequence[int], padded_input_row_list: Sequence[int]
 ) -> None:
-    """output [sum of padded rows, K] = the groups of input [sum of rows, K], zeros behind each; in place."""
-    _check_rows(input, output, input_row_list, padded_input_row_list)
-    output.copy_(pad_rows(input, input_row_list, padded_input_row_list))
+    """Write the groups of input [sum of rows, K], each followed by zeros, to output [sum of padded rows, K]."""
+    rows, padded = _checked_rows(input, output, input_row_list, padded_input_row_list)
+    output.copy_(pad_rows(input, rows, padded))
 
 
 def fused_multi_row_unpadding(
     input: Tensor, output: Tensor, input_row_list: Sequence[int], unpadded_input_row_list: Sequence[int]
 ) -> None:
-    """output [sum of unpadded rows, K] = the first rows of each group of input [sum of rows, K]; in place."""
-    _check_rows(output, input, unpadded_input_row_list, input_row_list)
-    output.copy_(unpad_rows(input, unpadded_input_row_list, input_row_list))
+    """Write the first rows of each group of input [sum of rows, K] to output [sum of unpadded rows, K]."""
+    rows, padded = _checked_rows(output, input, unpadded_input_row_list, input_row_list)
+    output.copy_(unpad_rows(input, rows, padded))
 
 
 def _matrix(name: str, value: Tensor) -> None:
@@ -111,8 +119,7 @@ def _matrix(name: str, value: Tensor) -> None:
 
 def _routes(row_id_map: Tensor, tokens: int, places: int) -> Routes:
     tensor("row_id_map", row_id_map)
-    whole("num_tokens", tokens, 0)
-    whole("topK", places)
+    tokens, places = to_int("num_tokens", tokens, 0), to_int("topK", places, 1)
     if row_id_map.dtype != torch.int32 or row_id_map.numel() != tokens * places:
         raise ValueError(
             f"row_id_map is {row_id_map.dtype} {list(row_id_map.shape)} for {tokens} tokens of {places} experts; "
@@ -130,12 +137,13 @@ def _probs(prob: Tensor | None, routes: Routes) -> Tensor | None:
     return prob
 
 
-def _check_rows(short: Tensor, long: Tensor, rows: Sequence[int], padded: Sequence[int]) -> None:
-    """ValueError unless the groups fit the matrices, before anything is written."""
+def _checked_rows(
+    short: Tensor, long: Tensor, given_rows: Sequence[int], given_padded: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Return the rows of the groups as ints; raise ValueError, before a write, unless they fit the matrices."""
     _matrix("the unpadded matrix", short)
     _matrix("the padded matrix", long)
-    for numbers in (rows, padded):
-        whole_numbers("the rows of the groups", numbers)
+    rows, padded = (whole_numbers("the rows of the groups", given) for given in (given_rows, given_padded))
     fits = (sum(rows), sum(padded)) == (short.shape[0], long.shape[0]) and short.shape[1] == long.shape[1]
     if (
         len(rows) != len(padded)
@@ -143,6 +151,7 @@ def _check_rows(short: Tensor, long: Tensor, rows: Sequence[int], padded: Sequen
         or not all(0 <= r <= p for r, p in zip(rows, padded, strict=False))
     ):
         raise ValueError(
-            f"groups of {list(rows)} rows, padded to {list(padded)}, are not those of matrices {list(short.shape)} "
+            f"groups of {rows} rows, padded to {padded}, are not those of matrices {list(short.shape)} "
             f"and {list(long.shape)}; give as many of both, that add up to the rows"
         )
+    return rows, padded

@@ -1,11 +1,11 @@
-"""The router's passes by the extension's names: the experts of each token, scores of all, and the balancing loss."""
+"""Forward and backward passes of the router and of its auxiliary loss, under the extension's names."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from transformer_engine.common.checks import number, switch, whole
+from transformer_engine.common.numbers import to_bool, to_int
 from transformer_engine.pytorch.functions.router import balancing_gradient
 from transformer_engine.pytorch.primitives.router import (
     INDICES,
@@ -21,8 +21,10 @@ from transformer_engine.pytorch.router import (
     check_bias,
     check_choice,
     check_indices,
+    finite,
     map_format,
     routing_map,
+    total_of,
 )
 from transformer_engine.pytorch.runtime.checks import floating, tensor
 
@@ -35,15 +37,15 @@ def fused_topk_with_score_function_fwd(
     routing_map_format: RoutingMapFormat | int | str = RoutingMapFormat.BYTEMAP,
     topk_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(probs [.., E], routing map or topk_indices, intermediate float32 [T, E] for the gradient)."""
-    groups = check_choice(logits, topk, num_groups, group_topk, scaling_factor, score_function)
-    check_bias(expert_bias, logits, score_function)
+    """Return `(probs [..., E], routing map or topk_indices, intermediate float32 [T, E] for the gradient)`."""
+    topk, groups, scale = check_choice(logits, topk, num_groups, group_topk, scaling_factor, score_function)
+    expert_bias = check_bias(expert_bias, logits, score_function)
     map, indices = map_format(routing_map_format), None
     if topk_indices is not None:
         check_indices(topk_indices, logits, topk, map)
         map, indices = INDICES, topk_indices.view(-1, topk)
     kind = _kind(score_function, use_pre_softmax)
-    choice = Choice(topk, kind, False, groups, 1.0 if scaling_factor is None else float(scaling_factor), map)
+    choice = Choice(topk, kind, False, groups, scale, map)
     flat = logits.reshape(-1, logits.shape[-1])
     probs, chosen, intermediate = choose(flat, choice, logits.dtype, expert_bias, indices)
     assert intermediate is not None
@@ -65,11 +67,12 @@ def fused_topk_with_score_function_bwd(
     use_dense_indices: bool = False,
     routing_map_format: RoutingMapFormat | int | str = RoutingMapFormat.BYTEMAP,
 ) -> None:
-    """grad_logits [.., E] = the gradient of the logits of fused_topk_with_score_function_fwd; in place."""
-    switch("use_dense_indices", use_dense_indices)
-    map = INDICES if use_dense_indices else map_format(routing_map_format)
-    scale = 1.0 if scaling_factor is None else float(scaling_factor)
-    choice = Choice(topk, _kind(score_function, use_pre_softmax), False, None, scale, map)
+    """Write the gradient of the logits of `fused_topk_with_score_function_fwd` to grad_logits [..., E]."""
+    dense = to_bool("use_dense_indices", use_dense_indices)
+    map = INDICES if dense else map_format(routing_map_format)
+    scale = 1.0 if scaling_factor is None else finite("scaling_factor", scaling_factor)
+    kind = _kind(score_function, use_pre_softmax)
+    choice = Choice(to_int("topk", topk, 1), kind, False, None, scale, map)
     _gradient(routing_map, intermediate, grad_probs, grad_logits, choice)
 
 
@@ -79,8 +82,8 @@ def fused_score_for_moe_aux_loss_fwd(
     score_function: str,
     routing_map_format: RoutingMapFormat | int | str = RoutingMapFormat.BYTEMAP,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(scores float32 [.., E], routing map, intermediate float32 [T, E] for the gradient)."""
-    check_choice(logits, topk, None, None, None, score_function)
+    """Return `(scores float32 [..., E], routing map, intermediate float32 [T, E] for the gradient)`."""
+    topk = check_choice(logits, topk, None, None, None, score_function).topk
     map = map_format(routing_map_format)
     flat = logits.reshape(-1, logits.shape[-1])
     choice = Choice(topk, score_function, True, map=map)
@@ -92,25 +95,27 @@ def fused_score_for_moe_aux_loss_fwd(
 def fused_score_for_moe_aux_loss_bwd(
     intermediate: Tensor, grad_scores: Tensor, grad_logits: Tensor, topk: int, score_function: str
 ) -> None:
-    """grad_logits [.., E] = the gradient of the logits of fused_score_for_moe_aux_loss_fwd; in place."""
-    _gradient(None, intermediate, grad_scores, grad_logits, Choice(topk, score_function, True))
+    """Write the gradient of the logits of `fused_score_for_moe_aux_loss_fwd` to grad_logits [..., E]."""
+    choice = Choice(to_int("topk", topk, 1), score_function, True)
+    _gradient(None, intermediate, grad_scores, grad_logits, choice)
 
 
 def fused_moe_aux_loss_fwd(
     probs: Tensor, tokens_per_expert: Tensor, total_num_tokens: int | Tensor, num_experts: int, num_rows: int,
     num_cols: int, topk: int, coeff: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(loss, its constant C = num_experts coeff / (topk total_num_tokens^2) as float32 [1]).
+    """Return `(loss, C)`, with C = num_experts * coeff / (topk * total_num_tokens^2) as float32 [1].
 
-    total_num_tokens   an int, or one whole number on the device, which the host does not read
+    Args:
+        total_num_tokens: A number, or a tensor of one element on the device, which the host does not read.
     """
     constant = _constant(probs, tokens_per_expert, (num_rows, num_cols), num_experts, topk, coeff)
-    if isinstance(total_num_tokens, Tensor):
-        loss = balance_loss(probs, tokens_per_expert, constant, total_num_tokens)[0]
-        return loss, constant / total_num_tokens.view(1).float().square()
-    whole("total_num_tokens", total_num_tokens)
-    constant /= total_num_tokens**2
-    loss = balance_loss(probs, tokens_per_expert, constant)[0]
+    tokens, total = tokens_per_expert.reshape(-1), total_of(total_num_tokens, probs.device)
+    if isinstance(total, Tensor):
+        loss = balance_loss(probs, tokens, constant, total)[0]
+        return loss, constant / total.view(1).float().square()
+    constant /= total**2
+    loss = balance_loss(probs, tokens, constant)[0]
     return loss, torch.full((1,), constant, dtype=torch.float32, device=probs.device)
 
 
@@ -120,14 +125,14 @@ fused_moe_aux_loss_fwd_graph_safe = fused_moe_aux_loss_fwd
 def fused_moe_aux_loss_bwd(
     Const_buf: Tensor, tokens_per_expert: Tensor, num_rows: int, num_cols: int, grad_aux_loss: Tensor
 ) -> Tensor:
-    """grad_probs [num_rows, num_cols] = C tokens_per_expert grad_aux_loss in every row; C comes first in Const_buf."""
+    """Compute C * tokens_per_expert * grad_aux_loss in every row of [num_rows, num_cols]; C is Const_buf[0]."""
     floating("Const_buf", Const_buf)
     floating("grad_aux_loss", grad_aux_loss)
     tensor("tokens_per_expert", tokens_per_expert)
-    shape = torch.Size((num_rows, num_cols))
+    shape = torch.Size((to_int("num_rows", num_rows, 0), to_int("num_cols", num_cols, 0)))
     if tokens_per_expert.numel() != num_cols:
         raise ValueError(f"tokens_per_expert is {list(tokens_per_expert.shape)}; give [{num_cols}]")
-    row = tokens_per_expert.float() * Const_buf.view(-1)[0]
+    row = tokens_per_expert.reshape(-1).float() * Const_buf.view(-1)[0]
     return balancing_gradient(grad_aux_loss, row, 1.0, None, shape).contiguous()
 
 
@@ -160,9 +165,8 @@ def _constant(
 ) -> float:
     floating("probs", probs)
     tensor("tokens_per_expert", tokens)
-    whole("num_experts", num_experts)
-    whole("topk", topk)
-    number("coeff", coeff)
+    num_experts, topk = to_int("num_experts", num_experts, 1), to_int("topk", topk, 1)
+    coeff = finite("coeff", coeff)
     if tuple(probs.shape) != shape or tokens.numel() != shape[1] or shape[1] % num_experts:
         raise ValueError(
             f"probs is {list(probs.shape)} and tokens_per_expert {list(tokens.shape)}; give {list(shape)} and "

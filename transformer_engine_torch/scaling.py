@@ -1,15 +1,16 @@
-"""Delayed scaling under the names of the extension: the state of many tensors, and one step of it."""
+"""Delayed scaling under the extension's names: the state of several tensors, and its update."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from numbers import Real
 
 import torch
 from torch import Tensor
 
-from transformer_engine.common.checks import described, one_of
+from transformer_engine.common.checks import one_of
 from transformer_engine.common.formats import E4M3, E5M2
+from transformer_engine.common.numbers import to_float
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.primitives.scale_update import advance_scales
 from transformer_engine.pytorch.runtime.checks import floating
@@ -21,7 +22,7 @@ _ALGORITHMS = ("max", "most_recent")
 
 
 class FP8TensorMeta:
-    """scale [n], scale_inv [n] and amax_history [length, n] of n tensors, float32; whoever makes it fills them in."""
+    """Scales [n], inverse scales [n] and amax history [length, n] of n tensors, float32, which the caller fills in."""
 
     def __init__(self) -> None:
         self.scale = torch.empty(0, device="cpu")
@@ -37,21 +38,22 @@ def fused_amax_and_scale_update_after_reduction(
     fp8_dtype: DType | int,
     margin: float,
 ) -> None:
-    """scale = (largest code / amax) / 2^margin for every column, and the histories moved on by one step, in place.
+    """Set scale = (largest code / amax) / 2^margin for every column and advance the histories by one step, in place.
 
-    amax_reduction_buffer   float32, the latest amaxes of all histories one behind the other, reduced over a group; one
-                            that is 0 leaves row 0 of its history as the latest
-    amax_histories, scales  float32 [length, n] and [n]; a column whose latest amax is 0 stays as it is
-    amax_compute_algo       "max" over the history, or "most_recent"
+    Args:
+        amax_reduction_buffer: Latest amaxes of all histories, concatenated, float32, reduced over a group. Where it
+            is 0, row 0 of the history is the latest amax.
+        amax_histories, scales: float32 [length, n] and [n]. A column whose latest amax is 0 does not change.
+        amax_compute_algo: "max" over the history, or "most_recent".
+        margin: Powers of two that the scales stay below the largest code; may be a fraction.
     """
     one_of("amax_compute_algo", amax_compute_algo, _ALGORITHMS)
     dtype = member("fp8_dtype", DType, fp8_dtype)
     if dtype not in _MAXIMUM:
         raise ValueError(f"fp8_dtype={dtype!r} is not FP8; give kFloat8E4M3 or kFloat8E5M2")
-    if isinstance(margin, bool) or not isinstance(margin, Real):
-        raise TypeError(f"margin={described(margin)} is no number; give a whole number of powers of two")
-    if not float(margin).is_integer():
-        raise ValueError(f"margin={margin} is not a whole number of powers of two; give one")
+    powers = to_float("margin", margin)
+    if not math.isfinite(powers):
+        raise ValueError(f"margin={powers} is not finite; give a number of powers of two")
     values(amax_reduction_buffer=amax_reduction_buffer)
     for name, given, axes in (("amax_histories", amax_histories, 2), ("scales", scales, 1)):
         sequence(name, given)
@@ -72,5 +74,5 @@ def fused_amax_and_scale_update_after_reduction(
     for history, reduced in zip(amax_histories, parts, strict=True):
         history[0].copy_(torch.where(reduced != 0, reduced, history[0]))
     advance_scales(
-        list(amax_histories), list(scales), amax_compute_algo, _MAXIMUM[dtype], int(margin), keep_idle=True
+        list(amax_histories), list(scales), amax_compute_algo, _MAXIMUM[dtype], powers, keep_idle=True
     )

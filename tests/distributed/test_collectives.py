@@ -77,12 +77,32 @@ def _collect(device):
     results["reduce_in_place"] = torch.tensor(summed is in_place)
     with pytest.raises(ValueError, match="not a multiple of the 2 ranks"):
         reduce_scatter_along_first_dim(x[:3], group)
-    ragged = Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=True)(_rows(device)[:3])
-    with pytest.raises(ValueError, match="inside a block of 128 rows"):
-        gather_along_first_dim(ragged, group)
+    _gather_ragged(device, group)
     results["world"] = torch.tensor([rank(group), world_size(group)])
     results["compiled"] = torch.compile(_all_three, fullgraph=True, backend="eager")(x)
     return results
+
+
+def _gather_ragged(device, group):
+    """Rows that end inside a block of one scale are gathered as values and quantized again."""
+    quantizer = Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=True)
+    ragged = quantizer(_rows(device)[:3])
+    wanted = quantizer(gather_along_first_dim(ragged.dequantize(), group)[0])
+    with pytest.warns(
+        UserWarning, match="3 rows ends inside a block of 128 rows of one scale: it is gathered in"
+    ):
+        found, _ = gather_along_first_dim(ragged, group)
+    assert type(found) is type(wanted) and torch.equal(found._rowwise_data, wanted._rowwise_data)
+    assert torch.equal(found._columnwise_data, wanted._columnwise_data)
+    later, handle = gather_along_first_dim(ragged, group, async_op=True, quantizer=quantizer)
+    handle.wait()
+    assert torch.equal(later._rowwise_data, wanted._rowwise_data)
+    target = quantizer.make_empty(wanted.shape, device=device)
+    assert gather_along_first_dim(ragged, group, output_tensor=target)[0] is target
+    assert torch.equal(target.dequantize(), wanted.dequantize())
+    ragged._quantizer = None
+    with pytest.raises(ValueError, match="inside a block of 128 rows of one scale, "):
+        gather_along_first_dim(ragged, group)
 
 
 def _into_given(x, group):

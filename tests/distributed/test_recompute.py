@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.quantization import autocast as quantized
 from transformer_engine.pytorch.quantization.autocast import current
+from transformer_engine.pytorch.runtime import warn_once
 
 BOTH = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
 FLAGS = (is_fp8_activation_recompute_enabled, in_fp8_activation_recompute_phase)
@@ -297,26 +299,51 @@ def test_a_function_without_modules_of_this_package_goes_to_torch(reentrant, dev
     torch.testing.assert_close(x.grad, linear.weight.detach().sum(0).expand(2, 4))
 
 
-def test_contexts_of_the_caller_surround_both_runs(device):
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_contexts_of_the_caller_surround_both_runs(use_reentrant, device):
     entered = []
 
     @contextlib.contextmanager
     def note(name):
         entered.append(name)
         yield
+        entered.append(f"end of {name}")
+
+    def contexts():
+        return note("first"), note("second")
 
     x = torch.randn(2, 4, device=device, requires_grad=True)
-    y = checkpoint(_Probe(device), x, use_reentrant=False, context_fn=lambda: (note("first"), note("second")))
+    y = checkpoint(_Probe(device), x, use_reentrant=use_reentrant, context_fn=contexts)
+    assert entered == ["first", "end of first"]
     y.sum().backward()
-    assert entered == ["first", "second"]
+    assert [name for name in entered if not name.startswith("end")] == ["first", "second"]
+    plain = x.detach().requires_grad_()
+    _Probe(device)(plain).sum().backward()
+    assert torch.equal(x.grad, plain.grad)
 
 
-def test_options_of_the_other_mode_are_refused(device):
+@pytest.mark.parametrize(
+    ("options", "reentrant"),
+    [({"distribute_saved_activations": True}, False), ({"debug": True}, True), ({"debug": 1}, 2)],
+)
+def test_options_of_the_other_mode_warn_once(options, reentrant, monkeypatch, device):
+    monkeypatch.setattr(warn_once, "_issued", set())
     x = torch.ones(2, device=device, requires_grad=True)
-    with pytest.raises(ValueError, match="use_reentrant=True"):
-        checkpoint(torch.sin, x, distribute_saved_activations=True, use_reentrant=False)
-    with pytest.raises(ValueError, match="use_reentrant=False"):
-        checkpoint(torch.sin, x, debug=True)
+    with pytest.warns(UserWarning, match=f"{next(iter(options))} has no effect with use_reentrant"):
+        y = checkpoint(torch.sin, x, use_reentrant=reentrant, **options)
+    y.sum().backward()
+    assert torch.equal(x.grad, x.detach().cos())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint(torch.sin, x, use_reentrant=reentrant, **options)
+
+
+def test_a_reentrant_checkpoint_ignores_the_check_of_determinism(device):
+    x = torch.ones(2, device=device, requires_grad=True)
+    checkpoint(torch.sin, x, determinism_check="strict").sum().backward()
+    assert torch.equal(x.grad, x.detach().cos())
+    with pytest.raises(ValueError, match="determinism_check='strict' does not exist"):
+        checkpoint(torch.sin, x, determinism_check="strict", use_reentrant=False)
 
 
 def test_a_reentrant_checkpoint_refuses_autograd_grad(device):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import types
+
+import numpy
 import pytest
 import torch
 
@@ -65,6 +68,26 @@ def test_a_fork_restores_the_default_generator_when_the_block_raises(tracker, de
     with pytest.raises(ZeroDivisionError), tracker.fork():
         _draw(device).add_(1 // 0)
     assert torch.equal(_draw(device), expected)
+
+
+@pytest.mark.parametrize("seed", [-7, 7.0, torch.tensor(7), numpy.int64(7)])
+@pytest.mark.parametrize("name", [3, ("tensor", 0), "text"])
+def test_names_are_anything_hashable_and_seeds_any_whole_number(name, seed, device):
+    tracker = CudaRNGStatesTracker()
+    tracker.add(name, seed)
+    with tracker.fork(name):
+        found = _draw(device)
+    torch.manual_seed(int(seed))
+    assert torch.equal(found, _draw(device))
+    other = CudaRNGStatesTracker()
+    other.set_states(types.MappingProxyType(tracker.get_states()))
+    with pytest.raises(ValueError, match=f"seed {int(seed)} is in use"):
+        tracker.add("other", seed)
+    with tracker.fork(name):
+        second = _draw(device)
+    if device.type == "cpu":
+        with other.fork(name):
+            assert torch.equal(second, _draw(device))
 
 
 def test_names_and_seeds_are_used_once_and_unknown_names_list_the_known(tracker):

@@ -122,11 +122,6 @@ REFUSED = {
     "k of none": (lambda: topk(X, 0), ValueError, "topk=0 is below 1"),
     "score": (lambda: topk(X, score="relu"), ValueError, "choose one of softmax, sigmoid, sqrtsoftplus"),
     "bias": (lambda: topk(X, bias=X[0]), ValueError, "expert_bias goes with 'sigmoid' and 'sqrtsoftplus'"),
-    "bias dtype": (
-        lambda: topk(X, score="sigmoid", bias=X[0].half()),
-        TypeError,
-        r"expert_bias is torch\.float16",
-    ),
     "groups": (lambda: topk(X, groups=(3, 2)), ValueError, "num_groups=3 does not divide 20 experts"),
     "many groups": (lambda: topk(X, groups=(4, 5)), ValueError, "group_topk=5 > num_groups=4"),
     "uneven": (lambda: topk(X, groups=(5, 3)), ValueError, "a topk that group_topk divides"),

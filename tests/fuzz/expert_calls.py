@@ -13,8 +13,8 @@ from transformer_engine.pytorch import optimizers, router
 
 ROUTES = torch.tensor([[1, 0], [1, 1], [0, 1], [1, 0]])
 TOKENS = (*WRONG_KIND, tensor(3, 8), tensor(4))
-MAPS = (*WRONG_KIND, ROUTES[:3], ROUTES[0], ROUTES.float())
-PROBS = (*WRONG_KIND, tensor(4, 3), ROUTES)
+MAPS = (*WRONG_KIND, ROUTES[:3], ROUTES[0])
+PROBS = (*WRONG_KIND, tensor(4, 3))
 
 
 def expert_calls() -> list[Call]:
@@ -26,8 +26,8 @@ def _permutation() -> list[Call]:
     x, probs = tensor(4, 8), tensor(4, 2)
     permuted, rows = te.moe_permute(x, ROUTES, num_out_tokens=5)
     splits, order = torch.tensor([1, 3]), torch.tensor([1, 0])
-    chunks = {"split_sizes": (*WRONG_KIND, splits.float(), torch.tensor([1, 9])),
-              "sorted_index": (*WRONG_KIND, order.float(), torch.tensor([0, 0]))}  # fmt: skip
+    chunks = {"split_sizes": (*WRONG_KIND, torch.tensor([1, 9])),
+              "sorted_index": (*WRONG_KIND, torch.tensor([0, 0]))}  # fmt: skip
     return [
         Call("moe_permute", lambda: Made(te.moe_permute, {"inp": x, "routing_map": ROUTES, "num_out_tokens": 5}),
              {"inp": TOKENS, "routing_map": MAPS, "map_type": (WORD, 3, None), "num_out_tokens": (2.5, "5", 3)}),
@@ -57,7 +57,7 @@ def _permutation() -> list[Call]:
 def _router() -> list[Call]:
     logits = torch.linspace(-1, 1, 24).view(3, 8)
     histogram = torch.zeros(8, 4, dtype=torch.int32)
-    logits_of = (*WRONG_KIND, tensor(8), logits.double(), logits.long(), logits[:0])
+    logits_of = (*WRONG_KIND, tensor(), logits.double(), logits.long(), logits[:0])
     choice = {"logits": logits_of, "topk": (*REQUIRED_SIZE, 9), "score_function": (WORD, 3, None),
               "routing_map_format": (WORD, 7, 0.5, None)}  # fmt: skip
     given = {"logits": logits, "topk": 2, "use_pre_softmax": False, "num_groups": None, "group_topk": None,
@@ -81,8 +81,8 @@ def _router() -> list[Call]:
     }
     return [
         Call("fused_topk_with_score_function", lambda: Made(router.fused_topk_with_score_function, given),
-             {**choice, "use_pre_softmax": FLAG, "scaling_factor": NUMBER, "num_groups": (2.5, "2", True),
-              "expert_bias": (3, "bias", tensor(7), tensor(8).double()),
+             {**choice, "use_pre_softmax": FLAG, "scaling_factor": NUMBER, "num_groups": (2.5, "2"),
+              "expert_bias": (3, "bias", tensor(7)),
               "topk_indices": (3, tensor(3, 2), torch.zeros(3, 3, dtype=torch.int64))}),
         Call("fused_topk_with_score_function, counted",
              lambda: Made(router.fused_topk_with_score_function, {**given, **counts}), bad_counts),

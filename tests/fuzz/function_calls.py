@@ -85,7 +85,7 @@ def _distributed() -> list[Call]:
     x = tensor(4, 8)
     inputs = {"inp": WRONG_KIND}
     weight = torch.nn.Parameter(tensor(4, 8))
-    attributes = {"partition_dim": (1.5, "0", None, 2), "stride": (0, 1.5, "1", None)}
+    attributes = {"partition_dim": (1.5, "0", None), "stride": (0, 1.5, "1", None)}
 
     def filled(weight: Any = weight, init_method: Any = torch.nn.init.zeros_, **options: Any) -> None:
         tensor_parallel.initialize_affine_weight_gpu(weight, init_method, set_tp_attributes=False, **options)
@@ -96,8 +96,7 @@ def _distributed() -> list[Call]:
     return [
         Call("checkpoint", lambda: Made(checkpointed, {}), {
             "function": FUNCTION, "distribute_saved_activations": FLAG, "use_reentrant": FLAG, "tp_group": GROUP,
-            "get_rng_state_tracker": FUNCTION, "context_fn": FUNCTION, "debug": (*FLAG, True),
-            "determinism_check": (WORD, 3),
+            "get_rng_state_tracker": FUNCTION, "context_fn": FUNCTION, "debug": FLAG,
         }),
         Call("gather_along_first_dim", lambda: Made(
             distributed.gather_along_first_dim, {"inp": x, "process_group": None}),

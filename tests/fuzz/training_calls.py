@@ -11,7 +11,7 @@ from forward_calls import WRONG_KIND, tensor
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 
-SMOOTHING = (-0.1, 1.5, "0.1", None, True)
+SMOOTHING = (-0.1, float("nan"), "0.1", None)
 IGNORED = (2.5, "16", None, [16])
 ADAM = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "epsilon": 1e-8, "step": 1, "mode": 1, "bias_correction": 1}
 
@@ -25,7 +25,7 @@ def _losses() -> list[Call]:
     logits, target = tensor(2, 3, 11), torch.tensor([[0, 10, -100], [1, 2, 3]])
     targets = (*WRONG_KIND, tensor(2, 3), target[:1], torch.full((2, 3), 11), torch.full((2, 3), -1))
     shared = {"target": targets, "label_smoothing": SMOOTHING, "reduce_loss": FLAG, "ignore_idx": IGNORED}
-    values = (*WRONG_KIND, tensor(2, 3, 11, dtype=torch.int64), tensor(2, 3, 11, dtype=torch.float64))
+    values = (*WRONG_KIND, tensor(2, 3, 11, dtype=torch.int64))
     weights = (*WRONG_KIND, tensor(11, 7), tensor(11), tensor(11, 8).half())
     hidden = (*WRONG_KIND, tensor(2, 3, 7), tensor(2, 3, 8, dtype=torch.float64), tensor())
     return [
@@ -56,7 +56,7 @@ def _lists() -> list[Call]:
         [two[0], [tensor(5)]],
         [two[0], [target()]],
     )
-    number = {"scale": (*NUMBER, None)}
+    number = {"scale": ("1.0", [1.0], None)}
     calls = [
         _of("multi_tensor_scale", {"tensor_lists": two, "scale": 2.0}, {"tensor_lists": lists, **number}, flag, flags),
         _of("multi_tensor_l2norm", {"tensor_lists": two[:1]}, {"tensor_lists": (*lists[:4], two, [[3]])}, flag, flags),

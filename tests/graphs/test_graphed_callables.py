@@ -386,7 +386,7 @@ def test_an_input_of_another_shape_is_refused_and_changes_nothing(rerun):
     before = sample.detach().clone()
     for wrong, message in (
         (torch.ones(8, BATCH, HIDDEN), "Capture one for each shape"),
-        (_x().double(), "torch.float64"),
+        (_x().to(torch.complex64), "torch.complex64"),
     ):
         with pytest.raises(ValueError, match=message):
             module(wrong)
@@ -567,7 +567,7 @@ def _with_trained_buffer():
             ValueError,
             "has 2 entries",
         ),
-        (lambda: _layer("Linear"), {"sample_args": (_x(),), "enabled": 1.5}, TypeError, "enabled"),
+        (lambda: _layer("Linear"), {"sample_args": (_x(),), "enabled": torch.ones(2)}, TypeError, "enabled"),
         (
             lambda: _layer("Linear"),
             {"sample_args": (_x(),), "num_warmup_iters": -1},

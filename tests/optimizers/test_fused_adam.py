@@ -352,9 +352,9 @@ def test_combinations_that_do_not_exist_are_refused(options, words, device):
 
 
 def test_bad_numbers_and_gradients_are_refused_with_nothing_changed(device):
-    for name, value in (("lr", -1.0), ("eps", -1e-8), ("weight_decay", -0.1)):
-        with pytest.raises(ValueError, match=f"{name}={value} is below 0"):
-            FusedAdam(parameters(device), **{name: value})
+    for name in ("lr", "eps", "weight_decay"):
+        with pytest.raises(ValueError, match=f"{name}=inf is not finite"):
+            FusedAdam(parameters(device), **{name: float("inf")})
     with pytest.raises(ValueError, match=r"betas=.* are not two numbers"):
         FusedAdam(parameters(device), betas=(0.9, 1.0))
     params = [*parameters(device), torch.nn.Parameter(torch.ones(3, device=device, dtype=torch.float64))]

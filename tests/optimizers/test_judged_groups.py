@@ -55,9 +55,7 @@ BAD = {
     "lr None": ("lr", None, TypeError, "lr=None must be a number"),
     "lr NaN": ("lr", float("nan"), ValueError, "lr=nan is not finite"),
     "lr of two": ("lr", torch.tensor([0.1, 0.2]), (TypeError, ValueError), "lr=a Tensor of shape [2]"),
-    "lr below 0": ("lr", -0.1, ValueError, "lr=-0.1 is below 0"),
     "decay None": ("weight_decay", None, TypeError, "weight_decay=None must be a number"),
-    "decay below 0": ("weight_decay", -1.0, ValueError, "weight_decay=-1.0 is below 0"),
     "maximize": ("maximize", True, RuntimeError, "maximize=True stands in a parameter group"),
     "differentiable": ("differentiable", True, RuntimeError, "differentiable=True stands in"),
 }
@@ -70,6 +68,8 @@ OF_ADAM = {
     "amsgrad": ("amsgrad", True, RuntimeError, "use torch.optim.AdamW"),
 }
 OF_SGD = {
+    "lr below 0": ("lr", -0.1, ValueError, "lr=-0.1 is below 0"),
+    "decay below 0": ("weight_decay", -1.0, ValueError, "weight_decay=-1.0 is below 0"),
     "momentum": ("momentum", -0.5, ValueError, "momentum=-0.5 is below 0"),
     "dampening": ("dampening", None, TypeError, "dampening=None must be a number"),
     "nesterov": ("dampening", 0.5, ValueError, "nesterov=True with momentum=0.9 and dampening=0.5"),

@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.checks import described, integer, number, switch
+from ..common.checks import described
 from ..common.labels import Labels
+from ..common.numbers import to_bool, to_float, to_int
 from .constants import dist_group_type
 from .distributed.collectives import rank, world_size
 from .functions.cross_entropy import CrossEntropy, cross_entropy
 from .functions.linear_cross_entropy import linear_cross_entropy
 from .runtime.checks import floating, group_or_none, same_device, tensor
 from .runtime.device_checks import demand
+from .runtime.warn_once import warn_once
 
 __all__ = ["fused_linear_cross_entropy", "parallel_cross_entropy"]
 
@@ -59,15 +61,19 @@ def parallel_cross_entropy(
     if _input is not None:
         warnings.warn("the keyword _input is deprecated; give the logits as inp", FutureWarning, stacklevel=2)
         inp = _input
+    floating("inp", inp)
+    if inp.dtype == torch.float64:
+        inp = inp.float()  # the loss is computed in float32, as the original's
     _check_logits(inp)
-    for name, value in (("reduce_loss", reduce_loss), ("is_cg_capturable", is_cg_capturable)):
-        switch(name, value)
-    switch("keep_logits", keep_logits)
+    reduce_loss = to_bool("reduce_loss", reduce_loss)
+    to_bool("is_cg_capturable", is_cg_capturable)
+    keep_logits = to_bool("keep_logits", keep_logits)
     group_or_none("dist_process_group", dist_process_group)
     if inp.dim() != 3:
         raise ValueError(f"inp is {list(inp.shape)}; give logits [batch, sequence, vocabulary]")
     size = 1 if dist_process_group is None else world_size(dist_process_group)
     first = 0 if size == 1 else rank(dist_process_group) * inp.shape[-1]
+    target = _by_row(target, inp.shape[:-1])
     labels = _labels(target, inp.shape, label_smoothing, ignore_idx, first, size * inp.shape[-1])
     same_device("target", target, "inp", inp.device)
     rows = inp.contiguous().view(-1, inp.shape[-1])
@@ -105,8 +111,7 @@ def fused_linear_cross_entropy(
     The other arguments are those of `parallel_cross_entropy`.
     """
     _check_head(hidden, weight, bias)
-    switch("reduce_loss", reduce_loss)
-    switch("precise", precise)
+    reduce_loss, precise = to_bool("reduce_loss", reduce_loss), to_bool("precise", precise)
     shape = (*hidden.shape[:-1], weight.shape[0])
     labels = _labels(target, shape, label_smoothing, ignore_idx, 0, weight.shape[0])
     same_device("target", target, "hidden", hidden.device)
@@ -148,11 +153,15 @@ def _check_logits(value: Any, name: str = "inp") -> None:
 def _labels(
     target: Any, shape: tuple[int, ...], smoothing: float, ignored: int, first: int, total: int
 ) -> Labels:
-    """The labels of logits of a shape, checked."""
-    number("label_smoothing", smoothing)
-    if not 0.0 <= smoothing <= 1.0:
-        raise ValueError(f"label_smoothing={smoothing} is outside 0 .. 1; give a share of the probability")
-    integer("ignore_idx", ignored)
+    """Return the labels of logits of a shape; raise an error unless the targets fit them."""
+    smoothing, ignored = to_float("label_smoothing", smoothing), to_int("ignore_idx", ignored)
+    if not 0.0 <= smoothing < math.inf:
+        raise ValueError(f"label_smoothing={smoothing} is not a share of the probability; give 0 .. 1")
+    if smoothing > 1.0:
+        warn_once(
+            "label_smoothing above 1",
+            f"label_smoothing={smoothing} is above 1: the wanted probability of the target is negative; give 0 .. 1",
+        )
     if total == 0:
         raise ValueError(f"the logits are {list(shape)}, of a vocabulary of 0 ids; give at least one id")
     tensor("target", target)
@@ -162,7 +171,20 @@ def _labels(
     if tuple(target.shape) not in (rows, (*rows, 1), (math.prod(rows),)):
         raise ValueError(f"target is {list(target.shape)}; give one id a row, {list(rows)}, or all in a line")
     demand(_inside, (target,), total, ignored)
-    return Labels(ignored, float(smoothing), first, total)
+    return Labels(ignored, smoothing, first, total)
+
+
+def _by_row(target: Any, rows: torch.Size) -> Any:
+    """Return targets with one id per row, in any shape, as those of the rows in row-major order."""
+    if not isinstance(target, Tensor) or target.numel() != math.prod(rows):
+        return target  # _labels raises
+    if [size for size in target.shape if size != 1] not in ([n for n in rows if n != 1], [math.prod(rows)]):
+        warn_once(
+            "targets of parallel_cross_entropy in another shape",
+            f"target is {list(target.shape)}, its ids are read in row-major order for the rows {list(rows)} of the "
+            "logits; give it in their shape, for example target.t() if its axes are exchanged",
+        )
+    return target.reshape(rows)
 
 
 def _inside(ids: Any, total: int, ignored: int) -> None:

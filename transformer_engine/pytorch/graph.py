@@ -125,7 +125,7 @@ def make_graphed_callables(
         )
         runs: list[Any] = [Eagerly(block) for block in blocks]
     else:
-        graphs = [Replayed(block, clone_param_grads_on_return) for block in blocks]
+        graphs = [Replayed(block, asked.options.clones_gradients) for block in blocks]
         runs = build.recorded(graphs, build.Plan.of(asked), recorder)
     doors = [Door(run, sample) for run, sample in zip(runs, asked.samples, strict=True)]
     if asked.chunks is not None:
@@ -146,7 +146,7 @@ def _asked(
     """The call, checked."""
     callables, single = arguments.callables_of(modules)
     training = all(c.training for c in callables if isinstance(c, torch.nn.Module))
-    arguments.check_options(options, schedule[0], training)
+    options = arguments.check_options(options, schedule[0], training)
     steps, chunks, which = arguments.schedule_of(*schedule, len(callables))
     samples = arguments.samples_of(
         sample_args, sample_kwargs, single and chunks is None, len(which), sample_kwargs is not None

@@ -1,18 +1,32 @@
-"""Tokens of a mixture of experts: to the experts that take them, back again, and chunk by chunk in another order."""
+"""Permutation of tokens in a mixture of experts: to the rows of their experts, back, and chunk by chunk."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..common.checks import one_of, whole
-from .functions.permutation import permute, quantized_refusal, unpermute
+from ..common.checks import described, one_of
+from ..common.numbers import to_int
+from .functions.permutation import permute, unpermute
+from .functions.permutation_checks import (
+    are_chunks,
+    are_counts,
+    are_experts,
+    are_there,
+    check_permuted,
+    check_probs,
+    check_rows,
+    checked_chunks,
+    have_rows,
+)
 from .primitives.permutation import INDEX, MASK, Routes, rows_of_chunks, rows_of_indices, rows_of_mask
-from .runtime.checks import floating, same_device, tensor, tensor_or_none
+from .runtime.checks import tensor, tensor_or_none
 from .runtime.device_checks import demand
-from .tensor import QuantizedTensor
+from .runtime.warn_once import warn_once
 
 __all__ = [
     "moe_permute",
@@ -34,30 +48,37 @@ def moe_permute(
     max_token_num: int = -1,
     map_type: str = MASK,
 ) -> tuple[Tensor, Tensor]:
-    """(y [num_out_tokens, H], row_id_map): tokens [T, H] in the order of the experts that take them.
+    """Permute tokens [T, H] into the order of the experts that they are routed to.
 
-    routing_map      "mask": [T, E], integers or bool, not 0 where an expert takes a token; rows go by expert, then by
-                     token. "index": [T, k], the experts of each token; rows go by expert, then by token and place
-    num_out_tokens   rows of y. By mask as many as ones, more are zero; -1 counts them, for which the host waits.
-                     By index up to T k, rows beyond are dropped; -1 or 0: none is
-    max_token_num    kept for its callers: no memory is held between calls
-    No tokens go to no rows, whatever num_out_tokens is.
-    Of quantized tokens (FP8, MXFP8, NVFP4, blocks of one row) the row-wise codes and scales are moved.
+    Args:
+        inp: Tokens of any dtype. Of quantized tokens (FP8, MXFP8, NVFP4, blocks of one row) the row-wise codes and
+            scales are moved.
+        routing_map: With "mask": [T, E], nonzero where a token is routed to an expert; rows are ordered by expert,
+            then by token. With "index": [T, k], the experts of each token; rows are ordered by expert, then by token
+            and column.
+        num_out_tokens: Rows of the result. With "mask" at least the number of routes, further rows are zero; -1
+            counts the routes, which synchronizes with the device. With "index" at most T k, later rows are dropped;
+            -1 or 0 drops none. Without tokens the result has no rows, whatever the value.
+        max_token_num: Accepted and ignored: no memory is kept between calls.
+        map_type: "mask" or "index".
+
+    Returns:
+        `(y [num_out_tokens, H], row_id_map)`.
     """
     one_of("map_type", map_type, _MAPS)
-    whole("max_token_num", max_token_num, -1)
-    _check(inp, routing_map, num_out_tokens, map_type)
+    rows = to_int("num_out_tokens", num_out_tokens, -1)
+    check_permuted(inp, routing_map, map_type)
     if inp.numel() == 0:
         return inp.clone(), _no_map(inp)
     if map_type == MASK:
-        routes, rows = _by_mask(routing_map, num_out_tokens)
+        routes, rows = _by_mask(routing_map, rows)
         return permute(inp, routes, rows)[0], routes.map
     tokens, places = routing_map.shape
     if routing_map.dtype != torch.int32:
         warnings.warn(f"routing_map is {routing_map.dtype}; by index it is int32, converted", stacklevel=2)
         routing_map = routing_map.int()
-    rows = min(num_out_tokens, tokens * places) if num_out_tokens > 0 else tokens * places
-    demand(_are_experts, (_least(routing_map),))
+    rows = min(rows, tokens * places) if rows > 0 else tokens * places
+    demand(are_experts, (_least(routing_map),))
     row_id_map = rows_of_indices(routing_map, rows)
     return permute(inp, Routes(row_id_map, INDEX, tokens, places), rows, every_row=True)[0], row_id_map
 
@@ -65,17 +86,20 @@ def moe_permute(
 def moe_permute_with_probs(
     inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int = -1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, permuted_probs [num_out_tokens], row_id_map) by mask: probs [T, E] go with the tokens.
+    """Permute tokens and their probabilities [T, E] by a mask; the arguments are those of `moe_permute`.
 
-    A row whose probability is exactly 0 is a row of zeros, for experts that get rows to fill them up. Its gradient
-    goes to its token as that of any row does: a token is not asked what its rows weigh. Other parameters as in
-    moe_permute.
+    A row whose probability is exactly 0 is a row of zeros, so that routes can fill up an expert's rows. Its gradient
+    reaches its token like that of any other row.
+
+    Returns:
+        `(y [num_out_tokens, H], permuted_probs [num_out_tokens], row_id_map)`.
     """
-    _check(inp, routing_map, num_out_tokens, MASK)
-    _check_probs("probs", probs, inp, routing_map.shape)
+    rows = to_int("num_out_tokens", num_out_tokens, -1)
+    check_permuted(inp, routing_map, MASK)
+    check_probs("probs", probs, inp, routing_map.shape)
     if inp.numel() == 0:
         return inp.clone(), probs.reshape(-1)[:0], _no_map(inp)
-    routes, rows = _by_mask(routing_map, num_out_tokens)
+    routes, rows = _by_mask(routing_map, rows)
     y, permuted_probs = permute(inp, routes, rows, probs)
     assert permuted_probs is not None
     return y, permuted_probs, routes.map
@@ -84,21 +108,25 @@ def moe_permute_with_probs(
 def moe_permute_and_pad_with_probs(
     inp: Tensor, probs: Tensor, routing_map: Tensor, tokens_per_expert: Tensor, align_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """(y, permuted_probs, row_id_map, pad_offsets, target_tokens_per_expert): each expert's rows are aligned.
+    """Permute tokens and probabilities by a mask, and pad the rows of each expert with zeros.
 
-    tokens_per_expert   [E], the ones of each column of routing_map; the host waits for those on a GPU
-    align_size          an expert's rows are padded by zeros to a multiple of it
-    pad_offsets         int64 [E], what moe_unpermute adds to an expert's rows; None where nothing is padded
-    target_tokens_per_expert   int64 [E], rows of each expert with their padding
+    Args:
+        tokens_per_expert: [E], the sum of `routing_map` over the tokens. On a GPU it is read by the host.
+        align_size: The rows of each expert are padded to a multiple of this.
+
+    Returns:
+        `(y, permuted_probs, row_id_map, pad_offsets, target_tokens_per_expert)`: `pad_offsets`, int64 [E], is added
+        to the rows of an expert by `moe_unpermute`, and None without padding; `target_tokens_per_expert`, int64 [E],
+        are the rows of each expert with their padding.
     """
     if tokens_per_expert is None:
         raise ValueError("tokens_per_expert is None; give the number of tokens of each expert, [E]")
     tensor("tokens_per_expert", tokens_per_expert)
-    whole("align_size", align_size)
-    _check(inp, routing_map, -1, MASK)
-    _check_probs("probs", probs, inp, routing_map.shape)
+    align_size = to_int("align_size", align_size, 1)
+    check_permuted(inp, routing_map, MASK)
+    check_probs("probs", probs, inp, routing_map.shape)
     tokens, experts = routing_map.shape
-    if tuple(tokens_per_expert.shape) != (experts,) or tokens_per_expert.is_floating_point():
+    if tuple(tokens_per_expert.shape) != (experts,):
         raise ValueError(
             f"tokens_per_expert is {tokens_per_expert.dtype} {list(tokens_per_expert.shape)}; give whole numbers "
             f"[{experts}], one an expert"
@@ -110,8 +138,9 @@ def moe_permute_and_pad_with_probs(
     pads = target - counts
     routed, rows = torch.stack((counts.sum(), target.sum())).tolist()
     pad_offsets = None if routed == rows else pads.cumsum(0) - pads
-    row_id_map = rows_of_mask(routing_map)
-    demand(_are_counts, (tokens_per_expert, (routing_map != 0).sum(0) if inp.is_cpu else None))
+    mask = _counted(routing_map)
+    row_id_map = rows_of_mask(mask)
+    demand(are_counts, (tokens_per_expert, (mask != 0).sum(0) if inp.is_cpu else None))
     routes = Routes(row_id_map, MASK, tokens, experts, pad_offsets)
     y, permuted_probs = permute(inp, routes, rows, probs)
     assert permuted_probs is not None
@@ -122,19 +151,21 @@ def moe_unpermute(
     inp: Tensor,
     row_id_map: Tensor,
     merging_probs: Tensor | None = None,
-    restore_shape: torch.Size | tuple[int, ...] | None = None,
+    restore_shape: torch.Size | Sequence[int] | None = None,
     map_type: str = MASK,
     probs: Tensor | None = None,
     pad_offsets: Tensor | None = None,
 ) -> Tensor:
-    """x [T, H] = sum over a token's rows of merging_probs * inp[row], in float32, in inp's dtype.
+    """Compute x [T, H], the sum over a token's rows of merging_probs * inp[row], in float32, in the dtype of `inp`.
 
-    row_id_map      as moe_permute made it, by the same map_type
-    merging_probs   by mask [T, E], by index float32 [T, k]; None: the rows are added up
-    restore_shape   (T, H), which row_id_map says too but by index without merging_probs: there it tells k, and None
-                    means k = 1
-    probs           merging_probs by its former name
-    pad_offsets     as moe_permute_and_pad_with_probs made them
+    Args:
+        inp: Permuted tokens [rows, H].
+        row_id_map: Returned by `moe_permute` with the same `map_type`.
+        merging_probs: With "mask" [T, E], with "index" float32 [T, k]; by default the rows are added up.
+        restore_shape: (T, H). Only needed with "index" without `merging_probs`, where it determines k (1 by default).
+        map_type: "mask" or "index".
+        probs: Former name of `merging_probs`.
+        pad_offsets: Returned by `moe_permute_and_pad_with_probs`; has no effect with "index".
     """
     if probs is not None:
         if merging_probs is not None:
@@ -142,34 +173,31 @@ def moe_unpermute(
         warnings.warn("probs is called merging_probs now; use that name", UserWarning, stacklevel=2)
         merging_probs = probs
     one_of("map_type", map_type, _MAPS)
-    _check_rows(inp, row_id_map, pad_offsets)
-    if row_id_map.numel() == 0:
-        return inp.clone()
+    check_rows(inp, row_id_map, pad_offsets)
     tensor_or_none("merging_probs", merging_probs)
-    if map_type == INDEX and merging_probs is not None and merging_probs.dtype != torch.float32:
-        warnings.warn(
-            f"merging_probs is {merging_probs.dtype}; by index it is float32, converted", stacklevel=2
-        )
-        merging_probs = merging_probs.float()
-    places = _places(row_id_map, merging_probs, restore_shape) if map_type == INDEX else 0
+    shape = None if restore_shape is None else _matrix_shape(restore_shape)
+    if row_id_map.numel() == 0:
+        return _unpermuted_nothing(inp, merging_probs)
+    merging_probs = _merging_probs(merging_probs, map_type)
+    places = _places(row_id_map, merging_probs, shape) if map_type == INDEX else 0
     routes = _routes_of(row_id_map, map_type, places, pad_offsets)
     if merging_probs is not None:
-        _check_probs("merging_probs", merging_probs, inp, torch.Size((routes.tokens, routes.columns)))
-    if restore_shape is not None and tuple(restore_shape) != (routes.tokens, inp.shape[1]):
-        raise ValueError(
-            f"restore_shape={tuple(restore_shape)} is not that of the tokens, {(routes.tokens, inp.shape[1])}, "
-            "by row_id_map; give that, or None"
-        )
-    demand(_are_there, (_last_row(routes),), inp.shape[0])
+        check_probs("merging_probs", merging_probs, inp, torch.Size((routes.tokens, routes.columns)))
+    if shape is not None and shape != (routes.tokens, inp.shape[1]):
+        _reject_restored(shape, (routes.tokens, inp.shape[1]), map_type)
+    demand(are_there, (_last_row(routes),), inp.shape[0])
     return unpermute(inp, routes, merging_probs)
 
 
 def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
-    """y [T, H]: chunk i of y is chunk sorted_index[i] of inp, whose chunks have split_sizes rows.
+    """Reorder the chunks of tokens [T, H]: chunk i of the result is chunk sorted_index[i] of `inp`.
 
-    Both are integers [chunks] on inp's device, and stay there. Rows in no chunk keep their places.
+    Args:
+        split_sizes: Rows of each chunk, integers [chunks]. Rows beyond their sum stay in place.
+        sorted_index: Order of the chunks, integers [chunks]; like `split_sizes` on the device of `inp` and not read
+            by the host.
     """
-    _check_chunks(inp, split_sizes, sorted_index)
+    split_sizes, sorted_index = checked_chunks(inp, split_sizes, sorted_index)
     if inp.numel() == 0:
         return inp.clone()
     return permute(inp, _by_chunks(inp, split_sizes, sorted_index), inp.shape[0], every_row=True)[0]
@@ -178,9 +206,16 @@ def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Ten
 def moe_sort_chunks_by_index_with_probs(
     inp: Tensor, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(y, permuted_probs [T]): probs [T] go with the rows, as moe_sort_chunks_by_index orders them."""
-    _check_chunks(inp, split_sizes, sorted_index)
-    _check_probs("probs", probs, inp, inp.shape[:1])
+    """Reorder the chunks of tokens and of their probabilities [T] or [T, 1]; see `moe_sort_chunks_by_index`.
+
+    Returns:
+        `(y [T, H], permuted_probs [T])`.
+    """
+    split_sizes, sorted_index = checked_chunks(inp, split_sizes, sorted_index)
+    tensor("probs", probs)
+    if probs.shape == (inp.shape[0], 1):
+        probs = probs[:, 0]
+    check_probs("probs", probs, inp, inp.shape[:1])
     if inp.numel() == 0:
         return inp.clone(), probs.clone()
     routes = _by_chunks(inp, split_sizes, sorted_index)
@@ -190,34 +225,84 @@ def moe_sort_chunks_by_index_with_probs(
 
 
 def _by_mask(routing_map: Tensor, num_out_tokens: int) -> tuple[Routes, int]:
-    """The routes of a mask, and the rows that they lead to."""
+    """Return the routes of a mask and the number of rows, counted for -1."""
     tokens, experts = routing_map.shape
-    routes = Routes(rows_of_mask(routing_map), MASK, tokens, experts)
+    routes = Routes(rows_of_mask(_counted(routing_map)), MASK, tokens, experts)
     numbers = routes.map[:, 2 * experts]
     if num_out_tokens >= 0:
-        demand(_have_rows, (numbers,), num_out_tokens)
+        demand(have_rows, (numbers,), num_out_tokens)
         return routes, num_out_tokens
     if torch.compiler.is_compiling() or (routing_map.is_cuda and torch.cuda.is_current_stream_capturing()):
         raise ValueError("num_out_tokens=-1 would have to be counted on the host; give the number of ones")
     return routes, int(numbers.sum())
 
 
+def _counted(routing_map: Tensor) -> Tensor:
+    """Return the mask in a dtype that can be counted."""
+    return routing_map if routing_map.dtype in _COUNTED else routing_map.int()
+
+
 def _by_chunks(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Routes:
-    demand(_are_chunks, (split_sizes, sorted_index), inp.shape[0])
+    demand(are_chunks, (split_sizes, sorted_index), inp.shape[0])
     return Routes(rows_of_chunks(split_sizes, sorted_index, inp.shape[0]), INDEX, inp.shape[0], 1)
 
 
-def _places(row_id_map: Tensor, probs: Tensor | None, restore_shape: tuple[int, ...] | None) -> int:
-    """k of a map by index [T k]: of what tells it, 1 where nothing does."""
+def _unpermuted_nothing(inp: Tensor, probs: Tensor | None) -> Tensor:
+    """Return the result of an empty map: no rows, in the graph of `inp` and of the probabilities."""
+    if probs is None or not probs.requires_grad:
+        return inp.clone()
+    return inp + probs.reshape(-1)[:0].sum().to(inp.dtype)
+
+
+def _merging_probs(probs: Tensor | None, map_type: str) -> Tensor | None:
+    """Return the probabilities in a dtype that rows are multiplied by."""
+    if probs is None or (probs.is_floating_point() and (map_type == MASK or probs.dtype == torch.float32)):
+        return probs
+    if map_type == INDEX:
+        message = f"merging_probs is {probs.dtype}; by index it is float32, converted"
+        warnings.warn(message, stacklevel=3)
+    return probs.float()
+
+
+def _matrix_shape(given: Any) -> tuple[int, int]:
+    """Convert `restore_shape` to (T, H)."""
+    listed = given.tolist() if hasattr(given, "tolist") else given
+    if isinstance(listed, (str, bytes)) or not isinstance(listed, Sequence) or len(listed) != 2:
+        raise ValueError(
+            f"restore_shape={described(given)} is not a pair of sizes; give (tokens, H), or None"
+        )
+    return to_int("restore_shape[0]", listed[0], 0), to_int("restore_shape[1]", listed[1], 0)
+
+
+def _reject_restored(given: tuple[int, int], wanted: tuple[int, int], map_type: str) -> None:
+    """Raise ValueError for another shape than that of the tokens; by index, where it has no effect, warn."""
+    if map_type == INDEX:
+        warn_once(
+            "moe_unpermute(restore_shape=) by index",
+            f"restore_shape={given} has no effect with map_type='index': the tokens are {wanted} by row_id_map and "
+            "merging_probs; leave it out",
+        )
+        return
+    raise ValueError(
+        f"restore_shape={given} is not that of the tokens, {wanted}, by row_id_map; give that, or None"
+    )
+
+
+def _places(row_id_map: Tensor, probs: Tensor | None, shape: tuple[int, int] | None) -> int:
+    """Return k of a map by index [T k], from the probabilities or the shape, else 1."""
     if probs is not None:
-        return probs.shape[-1]
-    if restore_shape is None or not restore_shape[0]:
+        if probs.dim() != 2 or probs.shape[1] == 0:
+            raise ValueError(
+                f"merging_probs is {list(probs.shape)}; by index give [T, k], with k of at least 1"
+            )
+        return probs.shape[1]
+    if shape is None or not shape[0] or row_id_map.shape[0] % shape[0]:
         return 1
-    return max(1, row_id_map.shape[0] // restore_shape[0])
+    return max(1, row_id_map.shape[0] // shape[0])
 
 
 def _routes_of(row_id_map: Tensor, map_type: str, places: int, pad_offsets: Tensor | None) -> Routes:
-    """places: k of a map by index."""
+    """Return the routes of a map; `places` is k of a map by index."""
     if map_type == MASK:
         tokens, cells = row_id_map.shape if row_id_map.dim() == 2 else (0, 0)
         if cells % 2 == 0:
@@ -229,8 +314,11 @@ def _routes_of(row_id_map: Tensor, map_type: str, places: int, pad_offsets: Tens
             raise ValueError(f"pad_offsets is {list(pad_offsets.shape)}; give [{experts}], one an expert")
         return Routes(row_id_map.contiguous(), MASK, tokens, experts, pad_offsets)
     if pad_offsets is not None:
-        raise ValueError("pad_offsets belong to map_type='mask'; leave them None by index")
-    if row_id_map.dim() != 1 or row_id_map.shape[0] % max(places, 1):
+        warn_once(
+            "moe_unpermute(pad_offsets=) by index",
+            "pad_offsets have no effect with map_type='index'; leave them out",
+        )
+    if row_id_map.dim() != 1 or row_id_map.shape[0] % places:
         raise ValueError(
             f"row_id_map is {list(row_id_map.shape)} for {places} experts a token; by index it is [T k], as "
             "moe_permute made it"
@@ -242,20 +330,13 @@ def _no_map(inp: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.float32, device=inp.device)
 
 
-def _have_rows(numbers: list[int], rows: int) -> None:
-    if sum(numbers) > rows:
-        raise ValueError(
-            f"num_out_tokens={rows} < {sum(numbers)}, the ones of routing_map; give at least as many, or -1"
-        )
-
-
 def _least(indices: Tensor) -> Tensor | None:
-    """The lowest index, where asking for it makes no device wait."""
+    """Return the lowest index if reading it does not wait for a device."""
     return indices.min() if indices.is_cpu and indices.numel() else None
 
 
 def _last_row(routes: Routes) -> Tensor | None:
-    """The last row that the routes read, where asking for it makes no device wait."""
+    """Return the last row that the routes read if reading it does not wait for a device."""
     if not routes.map.is_cpu or not routes.columns:
         return None
     if routes.layout == INDEX:
@@ -264,92 +345,3 @@ def _last_row(routes: Routes) -> Tensor | None:
     if routes.pad_offsets is not None:
         rows = rows + routes.pad_offsets[experts.clamp(min=0).long()]
     return torch.where(torch.arange(routes.columns, device=number.device) < number, rows, -1).max()
-
-
-def _are_experts(least: int | None) -> None:
-    if least is not None and least < 0:
-        raise ValueError(f"routing_map holds expert {least}; by index give experts 0, 1, ... of each token")
-
-
-def _are_there(last: int | None, rows: int) -> None:
-    if last is not None and last >= rows:
-        raise ValueError(
-            f"row_id_map leads to row {last} of inp, which has {rows}; give all rows that moe_permute made, in "
-            "their order"
-        )
-
-
-def _are_counts(given: list[int], counted: list[int] | None) -> None:
-    if counted is not None and given != counted:
-        raise ValueError(
-            f"tokens_per_expert={given} are not the ones of routing_map, {counted}; give its sum over tokens"
-        )
-
-
-def _are_chunks(splits: list[int], order: list[int], rows: int) -> None:
-    if min(splits, default=0) < 0 or sum(splits) > rows:
-        raise ValueError(f"split_sizes={splits} must be numbers >= 0 that add up to at most the {rows} rows")
-    if sorted(order) != list(range(len(splits))):
-        raise ValueError(
-            f"sorted_index={order} is no order of {len(splits)} chunks; give each of 0..{len(splits) - 1} once"
-        )
-
-
-def _check(inp: Tensor, routing_map: Tensor, num_out_tokens: int, map_type: str) -> None:
-    _check_tokens(inp)
-    tensor("routing_map", routing_map)
-    if routing_map.dtype not in _COUNTED:
-        raise TypeError(
-            f"routing_map is {routing_map.dtype}; give int32 or bool, for example routing_map.int()"
-        )
-    if routing_map.dim() != 2 or routing_map.shape[0] != inp.shape[0]:
-        second = "experts" if map_type == MASK else "experts a token"
-        raise ValueError(
-            f"routing_map is {list(routing_map.shape)} for {inp.shape[0]} tokens; give [{inp.shape[0]}, {second}]"
-        )
-    same_device("routing_map", routing_map, "inp", inp.device)
-    whole("num_out_tokens", num_out_tokens, -1)
-
-
-def _check_tokens(inp: Tensor) -> None:
-    floating("inp", inp)
-    if inp.dim() != 2:
-        raise ValueError(f"inp is {list(inp.shape)}; give tokens [T, H], for example inp.flatten(0, -2)")
-    reason = quantized_refusal(inp)
-    if reason is not None:
-        raise ValueError(f"inp is a {type(inp).__name__}: {reason}")
-
-
-def _check_probs(name: str, probs: Tensor, inp: Tensor, shape: torch.Size) -> None:
-    floating(name, probs)
-    if probs.shape != shape:
-        raise ValueError(f"{name} is {list(probs.shape)}; give {list(shape)}")
-    same_device(name, probs, "inp", inp.device)
-
-
-def _check_rows(inp: Tensor, row_id_map: Tensor, pad_offsets: Tensor | None) -> None:
-    floating("inp", inp)
-    if isinstance(inp, QuantizedTensor):
-        raise TypeError(f"inp is a {type(inp).__name__}, whose rows cannot be added up; dequantize() it")
-    if inp.dim() != 2:
-        raise ValueError(f"inp is {list(inp.shape)}; give permuted tokens [rows, H]")
-    tensor("row_id_map", row_id_map)
-    if row_id_map.numel() and row_id_map.dtype != torch.int32:
-        raise TypeError(f"row_id_map is {row_id_map.dtype}; give the int32 map that moe_permute made")
-    same_device("row_id_map", row_id_map, "inp", inp.device)
-    tensor_or_none("pad_offsets", pad_offsets)
-    if pad_offsets is not None:
-        same_device("pad_offsets", pad_offsets, "inp", inp.device)
-
-
-def _check_chunks(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> None:
-    _check_tokens(inp)
-    for name, value in (("split_sizes", split_sizes), ("sorted_index", sorted_index)):
-        tensor(name, value)
-        if value.dtype not in (torch.int32, torch.int64) or value.dim() != 1:
-            raise TypeError(f"{name} is {value.dtype} {list(value.shape)}; give int32 or int64 [chunks]")
-        same_device(name, value, "inp", inp.device)
-    if split_sizes.shape != sorted_index.shape:
-        raise ValueError(
-            f"split_sizes is {list(split_sizes.shape)}, sorted_index {list(sorted_index.shape)}; give one each a chunk"
-        )

@@ -1,18 +1,19 @@
-"""The router of a mixture of experts: which take a token and with which weight, and the loss that balances them.
+"""Router of a mixture of experts: the choice of experts, their weights, and the auxiliary loss that balances them.
 
-Everything is computed in float32. Leading dimensions of the logits [.., E] count as one, the tokens.
+Everything is computed in float32. The leading axes of the logits [..., E] are flattened to one, the tokens.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..common.checks import described, number, number_or_none, one_of, switch, whole, whole_or_none
+from ..common.checks import described, one_of
+from ..common.numbers import to_bool, to_float, to_int
 from .functions.router import balancing_loss, chosen_experts, counted_margins
 from .primitives.router import BITS, BYTES, INDICES, SOFTMAX, SOFTMAX_AFTER, Choice
 from .runtime.checks import floating, same_device, tensor
@@ -33,17 +34,30 @@ _MOST = 2**31 - 1  # logits, as the original counts them
 
 
 class RoutingMapFormat(enum.IntEnum):
-    """How a routing map says which experts take a token."""
+    """Encoding of a routing map."""
 
     BYTEMAP = 0  # bool [.., E]
     BITMAP_U8 = 1  # uint8 [.., ceil(E / 8)], expert e in bit e % 8 of byte e // 8; bits beyond E are 0
 
 
 class QBHistogramMode(enum.Enum):
-    """How the histogram of quantile balancing is counted."""
+    """Algorithm that counts the histogram of quantile balancing."""
 
     TWO_KERNEL = "two_kernel"
     FUSED_ATOMIC = "fused_atomic"
+
+
+class ChoiceNumbers(NamedTuple):
+    """Checked numbers of a choice of experts.
+
+    Attributes:
+        groups: `(num_groups, group_topk)` if groups limit the choice.
+        scale: Multiplier of the weights.
+    """
+
+    topk: int
+    groups: tuple[int, int] | None
+    scale: float
 
 
 _MAPS = {RoutingMapFormat.BYTEMAP: BYTES, RoutingMapFormat.BITMAP_U8: BITS}
@@ -64,28 +78,36 @@ def fused_topk_with_score_function(
     qb_bin_bounds: Tensor | None = None,
     qb_histogram_mode: QBHistogramMode | str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(probs [.., E], routing_map): the weights of the topk experts of each token, 0 for the others, in logits' dtype.
+    """Choose the top-k experts of each token and compute their weights.
 
-    use_pre_softmax      with "softmax": weights are those of a softmax over all experts; else over those chosen
-    num_groups           experts form so many groups, one after another, of which a token's experts come from the
-    group_topk           best group_topk, by the sum of a group's topk / group_topk largest scores
-    scaling_factor       the weights are multiplied by it at the end
-    score_function       "softmax", "sigmoid" or "sqrtsoftplus"; the weights of the last two add up to 1 where topk > 1
-    expert_bias          float32 [E], added to the scores to choose by, not to the weights; not with "softmax"
-    routing_map_format   what the routing map is; "bytemap" and "bitmap_u8" stand for the formats
-    topk_indices         int16, int32 or int64 [.., topk], contiguous: the experts are written there, the best first,
-                         and it is returned in place of a map
-    qb_histogram         int32 [E, bins], contiguous, of quantile balancing: 1 is added for every token and expert, in
-                         the bin of c - sigmoid(logit), c the (topk + 1)st largest biased score, the cut-off
-    qb_bin_bounds        float32 [2], where the first bin begins and the last ends; what lies outside counts in these
-    qb_histogram_mode    "two_kernel" or "fused_atomic", the original's ways to count; here the counts, and the way, are
-                         the same. All three go together, with "sigmoid", a bias, no groups and fewer than all experts
+    Args:
+        logits: [..., E], float32, bfloat16 or float16.
+        topk: Number of experts per token.
+        use_pre_softmax: With "softmax", take the weights of a softmax over all experts instead of the chosen ones.
+        num_groups, group_topk: The experts form `num_groups` consecutive groups, and a token's experts come from the
+            best `group_topk` groups, by the sum of the topk / group_topk largest scores of a group. None or numbers
+            below 1 for either disable the limit.
+        scaling_factor: Multiplier of the weights.
+        score_function: "softmax", "sigmoid" or "sqrtsoftplus". The weights of the last two are normalized to a sum of
+            1 if topk > 1.
+        expert_bias: [E], added in float32 to the scores that are compared, not to the weights; not with "softmax".
+        routing_map_format: Encoding of the routing map; "bytemap" and "bitmap_u8" name the formats.
+        topk_indices: int16, int32 or int64 [..., topk], contiguous. Receives the experts, the best first, and is
+            returned instead of a map.
+        qb_histogram: int32 [E, bins], contiguous, of quantile balancing. For every token and expert 1 is added to the
+            bin of c - sigmoid(logit), with the cut-off c, the (topk + 1)st largest biased score.
+        qb_bin_bounds: float32 [2], the limits of the bins; values outside count in the first and the last bin.
+        qb_histogram_mode: "two_kernel" or "fused_atomic"; both count the same here. The three arguments go together,
+            with "sigmoid", a bias, no groups and topk < E.
 
-    Of equal scores the expert with the lower number is chosen. The gradient goes to the logits alone.
+    Of equal scores the expert with the lower number is chosen. Only the logits have a gradient.
+
+    Returns:
+        `(probs [..., E], routing_map)`: the weights in the dtype of the logits, 0 for other experts.
     """
-    groups = check_choice(logits, topk, num_groups, group_topk, scaling_factor, score_function)
-    switch("use_pre_softmax", use_pre_softmax)
-    check_bias(expert_bias, logits, score_function)
+    topk, groups, scale = check_choice(logits, topk, num_groups, group_topk, scaling_factor, score_function)
+    use_pre_softmax = to_bool("use_pre_softmax", use_pre_softmax)
+    expert_bias = check_bias(expert_bias, logits, score_function)
     counted = check_histogram(qb_histogram, qb_bin_bounds, qb_histogram_mode, logits)
     if counted is not None:
         check_margins(topk, groups, score_function, expert_bias, logits)
@@ -94,7 +116,6 @@ def fused_topk_with_score_function(
         check_indices(topk_indices, logits, topk, map)
         map = INDICES
     kind = SOFTMAX_AFTER if score_function == SOFTMAX and not use_pre_softmax else score_function
-    scale = 1.0 if scaling_factor is None else float(scaling_factor)
     choice = Choice(topk, kind, False, groups, scale, map)
     indices = None if topk_indices is None else topk_indices.view(-1, topk)
     probs, chosen = chosen_experts(_matrix(logits), choice, logits.dtype, expert_bias, indices)
@@ -110,11 +131,14 @@ def fused_compute_score_for_moe_aux_loss(
     score_function: str,
     routing_map_format: RoutingMapFormat | int | str = RoutingMapFormat.BYTEMAP,
 ) -> tuple[Tensor, Tensor]:
-    """(routing_map, scores float32 [.., E]): the scores of all experts, which add up to 1, and the topk of each token.
+    """Compute normalized scores of all experts and the top-k experts of each token.
 
-    Parameters as in fused_topk_with_score_function; neither groups nor a bias limit the choice.
+    The arguments are those of `fused_topk_with_score_function`, without groups and bias.
+
+    Returns:
+        `(routing_map, scores float32 [..., E])`; the scores of a token have the sum 1.
     """
-    check_choice(logits, topk, None, None, None, score_function)
+    topk = check_choice(logits, topk, None, None, None, score_function).topk
     map = map_format(routing_map_format)
     choice = Choice(topk, score_function, True, map=map)
     scores, chosen = chosen_experts(_matrix(logits), choice, torch.float32)
@@ -129,38 +153,54 @@ def fused_moe_aux_loss(
     topk: int,
     coeff: float,
 ) -> Tensor:
-    """A scalar in probs' dtype: C sum over c of tokens_per_expert[c] sum over r of probs[r, c], accumulated in float32.
+    """Compute the auxiliary loss C * sum over c of tokens_per_expert[c] * sum over r of probs[r, c].
 
-    C = num_experts coeff / (topk total_num_tokens^2)
+    C = num_experts * coeff / (topk * total_num_tokens^2). Sums are accumulated in float32.
 
-    probs               [rows, columns], columns a multiple of num_experts (a loss for each sequence: [s, b E])
-    tokens_per_expert   [columns], integers or floating point
-    total_num_tokens    an int, or one integer on probs' device, which the host does not read
+    Args:
+        probs: [rows, columns], columns a multiple of `num_experts` (one loss per sequence: [s, b E]).
+        tokens_per_expert: `columns` numbers of any dtype, in any shape.
+        total_num_tokens: A number, or a tensor of one element on the device of `probs`, which the host does not read.
+
+    Returns:
+        A scalar in the dtype of `probs`.
     """
     floating("probs", probs)
     tensor("tokens_per_expert", tokens_per_expert)
-    for name, value in (("num_experts", num_experts), ("topk", topk)):
-        whole(name, value)
-    number("coeff", coeff)
+    num_experts, topk = to_int("num_experts", num_experts, 1), to_int("topk", topk, 1)
+    coeff = finite("coeff", coeff)
     if probs.dim() != 2 or probs.shape[1] % num_experts:
         raise ValueError(
             f"probs is {list(probs.shape)}; give [tokens, columns], columns a multiple of num_experts={num_experts}"
         )
-    if tuple(tokens_per_expert.shape) != probs.shape[1:]:
+    if tokens_per_expert.numel() != probs.shape[1]:
         raise ValueError(
             f"tokens_per_expert is {list(tokens_per_expert.shape)}; give [{probs.shape[1]}], one a column of probs"
         )
     same_device("tokens_per_expert", tokens_per_expert, "probs", probs.device)
-    factor = num_experts * coeff / topk
-    if isinstance(total_num_tokens, Tensor):
-        if total_num_tokens.numel() != 1 or total_num_tokens.is_floating_point():
-            raise ValueError(
-                f"total_num_tokens is {total_num_tokens.dtype} {list(total_num_tokens.shape)}; give one whole number"
-            )
-        same_device("total_num_tokens", total_num_tokens, "probs", probs.device)
-        return balancing_loss(probs, tokens_per_expert, factor, total_num_tokens)
-    whole("total_num_tokens", total_num_tokens)
-    return balancing_loss(probs, tokens_per_expert, factor / total_num_tokens**2)
+    tokens, factor = tokens_per_expert.reshape(-1), num_experts * coeff / topk
+    total = total_of(total_num_tokens, probs.device)
+    if isinstance(total, Tensor):
+        return balancing_loss(probs, tokens, factor, total)
+    return balancing_loss(probs, tokens, factor / total**2)
+
+
+def total_of(given: int | Tensor, device: torch.device) -> int | Tensor:
+    """Return `total_num_tokens` as an int, or as a tensor of one element on the device."""
+    if isinstance(given, Tensor):
+        if given.numel() != 1:
+            raise ValueError(f"total_num_tokens is {given.dtype} {list(given.shape)}; give one whole number")
+        if given.device == device:
+            return given
+    return to_int("total_num_tokens", given, 1)
+
+
+def finite(name: str, value: Any) -> float:
+    """Convert the value to a float; raise ValueError for infinities and NaN."""
+    found = to_float(name, value)
+    if not math.isfinite(found):
+        raise ValueError(f"{name}={found} is not finite; give a finite number")
+    return found
 
 
 def _matrix(logits: Tensor) -> Tensor:
@@ -168,13 +208,13 @@ def _matrix(logits: Tensor) -> Tensor:
 
 
 def routing_map(chosen: Tensor, map: str, logits: Tensor) -> Tensor:
-    """The map as callers get it, with the logits' leading dimensions."""
+    """Return the map in the public dtype, with the leading axes of the logits."""
     chosen = chosen.view(torch.bool) if map == BYTES else chosen
     return chosen.view(*logits.shape[:-1], chosen.shape[1])
 
 
 def map_format(value: Any) -> str:
-    """BYTES or BITS, of a RoutingMapFormat, its number or its name."""
+    """Convert a RoutingMapFormat, its number or its name to BYTES or BITS."""
     if isinstance(value, str):
         names = {member.name.lower(): member for member in RoutingMapFormat}
         one_of("routing_map_format", value, tuple(names))
@@ -200,25 +240,25 @@ def check_choice(
     group_topk: int | None,
     scaling_factor: float | None,
     score_function: str,
-) -> tuple[int, int] | None:
-    """(num_groups, group_topk) where they limit the choice."""
+) -> ChoiceNumbers:
+    """Convert the numbers of a choice; raise an error unless they fit the logits."""
     floating("logits", logits)
     if logits.dtype not in _LOGITS:
         raise ValueError(f"logits is {logits.dtype}; give float32, bfloat16 or float16")
-    if logits.dim() < 2 or logits.numel() == 0:
+    if logits.dim() < 1 or logits.numel() == 0:
         raise ValueError(f"logits is {list(logits.shape)}; give [tokens, experts], at least one of each")
     if logits.numel() > _MOST:
         raise ValueError(f"logits has {logits.numel()} elements > {_MOST}; give fewer tokens at a time")
     one_of("score_function", score_function, SCORE_FUNCTIONS)
-    number_or_none("scaling_factor", scaling_factor)
-    whole("topk", topk)
+    scale = 1.0 if scaling_factor is None else finite("scaling_factor", scaling_factor)
+    topk = to_int("topk", topk, 1)
     experts = logits.shape[-1]
     if topk > experts:
         raise ValueError(f"topk={topk} > {experts} experts; choose fewer")
-    whole_or_none("num_groups", num_groups, -1)
-    whole_or_none("group_topk", group_topk, -1)
-    if group_topk is None or group_topk <= 0 or num_groups is None or num_groups <= 0:
-        return None
+    num_groups = 0 if num_groups is None else to_int("num_groups", num_groups)
+    group_topk = 0 if group_topk is None else to_int("group_topk", group_topk)
+    if group_topk <= 0 or num_groups <= 0:
+        return ChoiceNumbers(topk, None, scale)
     if experts % num_groups:
         raise ValueError(
             f"num_groups={num_groups} does not divide {experts} experts; give groups of equal size"
@@ -230,27 +270,26 @@ def check_choice(
             f"topk={topk} with group_topk={group_topk} takes {topk / group_topk:g} of the {experts // num_groups} "
             "experts of a group; give a topk that group_topk divides, and no more than there are"
         )
-    return num_groups, group_topk
+    return ChoiceNumbers(topk, (num_groups, group_topk), scale)
 
 
-def check_bias(bias: Tensor | None, logits: Tensor, score_function: str) -> None:
-    """A bias of the experts, or None."""
+def check_bias(bias: Tensor | None, logits: Tensor, score_function: str) -> Tensor | None:
+    """Return the bias of the experts in float32; raise an error unless it fits the logits."""
     if bias is None:
-        return
+        return None
     tensor("expert_bias", bias)
     if score_function == SOFTMAX:
         raise ValueError("expert_bias goes with 'sigmoid' and 'sqrtsoftplus'; leave it None with 'softmax'")
-    if bias.dtype != torch.float32:
-        raise TypeError(f"expert_bias is {bias.dtype}; give float32, for example expert_bias.float()")
     if tuple(bias.shape) != logits.shape[-1:]:
         raise ValueError(f"expert_bias is {list(bias.shape)}; give [{logits.shape[-1]}], one an expert")
     same_device("expert_bias", bias, "logits", logits.device)
+    return bias.float()
 
 
 def check_histogram(
     histogram: Tensor | None, bounds: Tensor | None, mode: QBHistogramMode | str | None, logits: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """(histogram, bounds) of quantile balancing; None where none is counted."""
+    """Return `(histogram, bounds)` of quantile balancing, None without it."""
     if histogram is None and bounds is None and mode is None:
         return None
     if histogram is None or bounds is None or mode is None:
@@ -286,7 +325,7 @@ def _check_bounds(bounds: list[float]) -> None:
 def check_margins(
     topk: int, groups: tuple[int, int] | None, score_function: str, bias: Tensor | None, logits: Tensor
 ) -> None:
-    """ValueError for a choice whose margins are not counted."""
+    """Raise ValueError for a choice whose margins cannot be counted."""
     if score_function != "sigmoid" or bias is None or groups is not None or topk >= logits.shape[-1]:
         given = f"score_function={score_function!r}, expert_bias {'None' if bias is None else 'given'}"
         raise ValueError(
@@ -297,7 +336,7 @@ def check_margins(
 
 
 def check_indices(indices: Tensor, logits: Tensor, topk: int, map: str) -> None:
-    """Room for the topk experts of each token, in place of a map of bytes."""
+    """Raise an error unless the tensor can receive the top-k experts of each token."""
     tensor("topk_indices", indices)
     if map != BYTES:
         raise ValueError(

@@ -63,7 +63,7 @@ def _advance(
 
 
 def advance(
-    states: int, length: int, columns: int, takes_maximum: bool, keeps_idle: bool, fp8_max: float, margin: int
+    states: int, length: int, columns: int, takes_maximum: bool, keeps_idle: bool, fp8_max: float, margin: float
 ) -> Launch:
     """table int64 [states, 3] -> nothing: histories and scales are updated where they are.
 
@@ -81,7 +81,7 @@ def advance(
             takes_maximum,
             keeps_idle,
             float(fp8_max),
-            float(2**margin),
+            float(2.0**margin),
             rows,
             block,
         ),

@@ -1,4 +1,4 @@
-"""general_gemm and general_grouped_gemm: products of a layer by the name of their layout, and default arguments."""
+"""`general_gemm` and `general_grouped_gemm`: the products of linear layers, by the name of their layout."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 import transformer_engine_torch as tex
-from transformer_engine_torch.checks import sequence
+from transformer_engine_torch.checks import sequence, whole_numbers
 
-from ...common.checks import one_of, switch
+from ...common.checks import described, one_of
+from ...common.numbers import to_bool
 from ..primitives.gemm.cublaslt_library import WORKSPACE_BYTES
 from ..runtime.checks import tensor_or_none
+from ..runtime.warn_once import warn_once
 from ..tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
 
 # (transpose of A, transpose of B); see transformer_engine_torch.generic_gemm.
@@ -21,7 +23,7 @@ LAYOUTS = {"TN": (True, False), "NN": (False, False), "NT": (False, True)}
 
 
 def get_cublas_workspace_size_bytes() -> int:
-    """Bytes of scratch memory that a product of cuBLASLt may use."""
+    """Return the size of the scratch memory that a product of cuBLASLt may use."""
     return WORKSPACE_BYTES
 
 
@@ -32,14 +34,24 @@ def general_gemm(
     use_split_accumulator: bool = False, grad: bool = False, ub: Any = None, ub_type: Any = None,
     extra_output: Tensor | None = None, bulk_overlap: bool = False, workspace: Tensor | None = None,
 ) -> tuple[Any, Tensor | None, Tensor | None, None]:  # fmt: skip
-    """(out, bias gradient, GELU's input, None) of plain or quantized matrices.
+    """Compute a product of plain or quantized matrices.
 
-    layout   "TN": out [M, N] = B [M, K] A[N, K].T;  "NN": out [M, K] = B [M, N] A [N, K];
-             "NT": out [N, K] = B[M, N].T A [M, K]
-    quantization_params   a quantizer of the result
-    use_split_accumulator is always set for operands in blocks of 128, which have no other way.
-    The others are those of transformer_engine_torch.generic_gemm; ub and what belongs to it are refused.
+    Args:
+        layout: "TN": out [M, N] = B [M, K] A[N, K].T; "NN": out [M, K] = B [M, N] A [N, K];
+            "NT": out [N, K] = B[M, N].T A [M, K].
+        quantization_params: Quantizer of the result.
+        use_split_accumulator: Has no effect on operands in blocks of 128, whose partial sums are always promoted.
+        ub, ub_type: Must be None: communication does not overlap with products.
+
+    The other arguments are those of `transformer_engine_torch.generic_gemm`.
+
+    Returns:
+        `(out, bias gradient, GELU's input, None)`.
     """
+    if ub is None and ub_type is not None:
+        raise NotImplementedError(
+            f"ub_type={described(ub_type)} without ub: products do not overlap communication; leave both out"
+        )
     trans_a, trans_b = _transposes(layout)
     done = tex.generic_gemm(
         A,
@@ -76,16 +88,22 @@ def general_grouped_gemm(
     use_split_accumulator: bool = False, D_dtype: torch.dtype | None = None,
     single_output: bool = False,
 ) -> tuple[Sequence[Tensor], Sequence[Tensor | None] | None, list[Tensor] | None]:  # fmt: skip
-    """(out, bias gradients or the biases, GELU's inputs): the products of A[i] and B[i] in the layout of general_gemm.
+    """Compute the products of A[i] and B[i] in the layout of `general_gemm`.
 
-    out             written: a tensor for each product, or with single_output one [sum of m_splits, ..]
-    bias, use_bias  forward: [N] of each product. With grad=True the gradients of the biases are computed, in their
-                    dtype or that of out
-    out_dtype and D_dtype are accepted: results have the dtype of out. quantization_params must be None.
+    Args:
+        out: Written: a tensor for each product, or with `single_output` one [sum of m_splits, ...].
+        quantization_params: Has no effect, as in the original: the results are written unquantized.
+        out_dtype, D_dtype: Ignored: the results have the dtype of `out`.
+        m_splits: Rows of each group, in any form of a sequence of whole numbers.
+        bias, use_bias: Forward: [N] of each product. With `grad=True` the gradients of the biases are computed, in
+            their dtype or that of `out`.
+
+    Returns:
+        `(out, bias gradients or the biases, GELU's inputs)`.
     """
     trans_a, trans_b = _transposes(layout)
-    for name, value in (("gelu", gelu), ("grad", grad), ("use_bias", use_bias), ("accumulate", accumulate)):
-        switch(name, value)
+    gelu, grad, use_bias = to_bool("gelu", gelu), to_bool("grad", grad), to_bool("use_bias", use_bias)
+    accumulate = to_bool("accumulate", accumulate)
     for name, value in (("A", A), ("B", B), ("out", out)):
         sequence(name, value)
     if bias is not None:
@@ -93,8 +111,10 @@ def general_grouped_gemm(
         for value in bias:
             tensor_or_none("bias holds a value that", value)
     if quantization_params is not None and any(q is not None for q in quantization_params):
-        raise NotImplementedError(
-            f"quantization_params={quantization_params}: results are written plain; quantize them afterwards"
+        warn_once(
+            "general_grouped_gemm(quantization_params=)",
+            "general_grouped_gemm ignores quantization_params: the results are written unquantized; quantize them "
+            "afterwards",
         )
     if gelu and grad:
         raise NotImplementedError("gelu=True with grad=True; multiply by GELU's derivative afterwards")
@@ -104,7 +124,8 @@ def general_grouped_gemm(
         bias = [out[0].new_empty(B[0].shape[-1]) for _ in B]
     before = None
     if gelu:
-        parts = out[0].split(list(m_splits or ())) if single_output else out
+        splits = [] if m_splits is None else whole_numbers("m_splits", m_splits)
+        parts = out[0].split(splits) if single_output else out
         before = [torch.empty_like(part) for part in parts]
     gradients = tex.te_general_grouped_gemm(
         A,

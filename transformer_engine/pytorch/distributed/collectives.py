@@ -16,6 +16,7 @@ from torch import Tensor
 from ...common.checks import function_or_none, one_of, switch
 from ..constants import dist_group_type
 from ..runtime.checks import group_or_none, tensor
+from ..runtime.warn_once import warn_once
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantizer import Quantizer
 from ..tensor.storage.fsdp import gather_payload, join_payload
@@ -79,15 +80,23 @@ def gather_along_first_dim(
     output_tensor: Tensor | QuantizedTensorStorage | None = None,
     external_coalescing: bool = False,
 ) -> tuple[Any, dist.Work | DeferredGather | None]:
-    """[n * M, ...] from [M, ...] of each of n ranks, in rank order; then quantized, if a quantizer is given.
+    """Gather [n * M, ...] from [M, ...] of each of n ranks, in rank order, and quantize it if a quantizer is given.
 
-    Quantizing after the gather needs no agreement on scales between the ranks. An input that is quantized
-    already travels as codes and scales; a scale of the whole tensor must then be the same on all ranks.
+    Quantization after the gather needs no common scales. A quantized input is sent as codes and scales; a scale of the
+    whole tensor must then be the same on all ranks. If the rows of a rank end inside a block of one scale, the input is
+    dequantized, gathered and quantized again.
 
-    output_tensor         written and returned: plain [n * M, ...], or quantized where the result is
-    external_coalescing   the caller coalesces collectives: the result is valid when its block ends, and where it is
-                          quantized, when then the handle has waited
+    Args:
+        output_tensor: Receives the result [n * M, ...], plain or quantized like the result.
+        external_coalescing: The caller coalesces collectives. The result is valid at the end of that block, a
+            quantized result when the handle has waited after it.
     """
+    if (
+        isinstance(inp, QuantizedTensorStorage)
+        and world_size(process_group) > 1
+        and not _ends_with_block(inp)
+    ):
+        inp, quantizer = _dequantized(inp, quantizer)
     quantized = isinstance(inp, QuantizedTensorStorage)
     if not quantized:
         _check(inp, process_group, async_op, "process_group")
@@ -140,7 +149,6 @@ def _gather_later(
         whole = inp if isinstance(inp, QuantizedTensorStorage) else quantizer(inp)  # pyright: ignore
         return (whole, None) if output is None else (_filled(output, whole), None)
     if isinstance(inp, QuantizedTensorStorage):
-        _check_blocks(inp)
         if output is None:
             maker: Any = quantizer or getattr(inp, "_quantizer", None) or inp._default_quantizer()  # pyright: ignore
             shape = (world_size(group) * inp.shape[0], *inp.shape[1:])
@@ -168,14 +176,26 @@ def _filled(output: Any, whole: Any) -> Any:
     return output
 
 
-def _check_blocks(inp: QuantizedTensorStorage) -> None:
-    """ValueError where a rank's rows end inside a block of one scale."""
+def _ends_with_block(inp: QuantizedTensorStorage) -> bool:
+    """Whether the rows of a rank end where a block of one scale ends."""
+    return matrix_shape(inp.shape)[0] % inp.row_granularity() == 0
+
+
+def _dequantized(inp: QuantizedTensorStorage, quantizer: Any) -> tuple[Tensor, Any]:
+    """Return the values of a tensor whose blocks cannot be joined, and the quantizer of the gathered values."""
+    quantizer = quantizer or getattr(inp, "_quantizer", None)
     rows, granularity = matrix_shape(inp.shape)[0], inp.row_granularity()
-    if rows % granularity:
+    if quantizer is None:
         raise ValueError(
             f"a {type(inp).__name__} of {rows} rows ends inside a block of {granularity} rows of one scale, "
-            "where another rank's rows cannot follow; gather before quantizing"
+            "where another rank's rows cannot follow; give a quantizer, or gather before quantizing"
         )
+    warn_once(
+        "gather of quantized rows that end inside a block",
+        f"a {type(inp).__name__} of {rows} rows ends inside a block of {granularity} rows of one scale: it is gathered "
+        "in high precision and quantized again; gather before quantizing",
+    )
+    return inp.dequantize(), quantizer
 
 
 def _gather_quantized(
@@ -183,7 +203,6 @@ def _gather_quantized(
 ) -> QuantizedTensorStorage | QuantizedTensor:
     if world_size(group) == 1:
         return inp
-    _check_blocks(inp)
     parts, payload = gather_payload(inp)
     joined = join_payload([_gather(part, group, False)[0] for part in parts], payload, inp.dtype)
     return type(inp).from_storage(joined) if isinstance(inp, QuantizedTensor) else joined

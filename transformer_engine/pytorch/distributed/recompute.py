@@ -22,13 +22,15 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from ...common.checks import function as checked_function
-from ...common.checks import function_or_none, one_of, switch
+from ...common.checks import function_or_none, one_of
+from ...common.numbers import to_bool
 from ..constants import dist_group_type
 from ..quantization.autocast import here, reinstate, snapshot
 from ..quantization.replay import ReplayStates, marked_by_hand, running
 from ..runtime.checks import group_or_none
 from ..runtime.device import has_cuda
 from ..runtime.double_backward import once_differentiable
+from ..runtime.warn_once import warn_once
 from .collectives import gather_along_first_dim, rank, world_size
 from .rng import CudaRNGStatesTracker, RngSnapshot
 
@@ -54,9 +56,9 @@ class activation_recompute_forward(running):
     """
 
     def __init__(self, activation_recompute: bool = False, recompute_phase: bool = False):
-        switch("activation_recompute", activation_recompute)
-        switch("recompute_phase", recompute_phase)
-        super().__init__(marked_by_hand, recompute_phase, activation_recompute)
+        recompute_phase = to_bool("recompute_phase", recompute_phase)
+        marked = to_bool("activation_recompute", activation_recompute)
+        super().__init__(marked_by_hand, recompute_phase, marked)
 
 
 def get_activation_recompute_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
@@ -84,34 +86,36 @@ def checkpoint(
     debug: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """function(*args, **kwargs), keeping its tensor arguments only and running it again in the backward.
+    """Compute function(*args, **kwargs), saving only its tensor arguments, and run it again in the backward pass.
 
-    Random states (CPU, CUDA and the tracker's), torch.autocast and autocast are in the second run as in the
+    In the second run the random states (CPU, CUDA and the tracker's), torch.autocast and autocast are those of the
     first. Tensors anywhere inside args and kwargs get their gradients.
 
-    distribute_saved_activations   reentrant only: a rank of tp_group keeps 1/n of the first tensor argument
-    context_fn, determinism_check, debug   not reentrant only: as torch.utils.checkpoint has them
+    Args:
+        distribute_saved_activations: Each rank of `tp_group` saves 1/n of the first tensor argument. Has no effect
+            with `use_reentrant=False`.
+        context_fn: Returns the contexts of the first and of the second run.
+        determinism_check, debug: As in torch.utils.checkpoint; without effect with `use_reentrant=True`.
     """
     _check_checkpoint(function, get_rng_state_tracker, tp_group, context_fn)
-    for name, value in (
-        ("distribute_saved_activations", distribute_saved_activations),
-        ("use_reentrant", use_reentrant),
-        ("debug", debug),
-    ):
-        switch(name, value)
-    one_of("determinism_check", determinism_check, ("default", "none"))
-    if distribute_saved_activations and not use_reentrant:
-        raise ValueError(
-            "distribute_saved_activations needs use_reentrant=True; set it or turn the former off"
+    distribute = to_bool("distribute_saved_activations", distribute_saved_activations)
+    use_reentrant, debug = to_bool("use_reentrant", use_reentrant), to_bool("debug", debug)
+    if distribute and not use_reentrant:
+        warn_once(
+            "checkpoint(distribute_saved_activations=) without use_reentrant",
+            "distribute_saved_activations has no effect with use_reentrant=False: autograd saves the tensors; set "
+            "use_reentrant=True",
         )
-    if use_reentrant and (context_fn is not noop_context_fn or debug):
-        raise ValueError(
-            f"context_fn={context_fn}, debug={debug} need use_reentrant=False; set it, or leave them out"
+    if use_reentrant and debug:
+        warn_once(
+            "checkpoint(debug=) with use_reentrant",
+            "debug has no effect with use_reentrant=True; set use_reentrant=False",
         )
     if not torch.is_grad_enabled() or is_fp8_activation_recompute_enabled():
         # No backward will come, or an enclosing checkpoint will run all of this a second time anyway.
         return function(*args, **kwargs)
     if not use_reentrant:
+        one_of("determinism_check", determinism_check, ("default", "none"))
         return torch_checkpoint(
             function,
             *args,
@@ -121,15 +125,18 @@ def checkpoint(
             debug=debug,
             **kwargs,
         )
-    needs_ours = distribute_saved_activations or get_rng_state_tracker is not None or kwargs
+    needs_ours = (
+        distribute or get_rng_state_tracker is not None or kwargs or context_fn is not noop_context_fn
+    )
     if not needs_ours and not has_te_modules(function):
         return torch_checkpoint(function, *map(_of_torchs, args), use_reentrant=True)
     return _reentrant(
         function,
         args,
         kwargs,
-        _Shard(tp_group) if distribute_saved_activations else None,
+        _Shard(tp_group) if distribute else None,
         get_rng_state_tracker,
+        context_fn(),
     )
 
 
@@ -146,7 +153,7 @@ def _both_runs(
     context_fn: Callable[[], tuple[AbstractContextManager, AbstractContextManager]],
     get_tracker: Callable[[], CudaRNGStatesTracker] | None,
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """The contexts of the first and the second run of a checkpoint that is not reentrant."""
+    """Return the contexts of the first and the second run of a checkpoint that is not reentrant."""
     first, second = context_fn()
     if get_tracker is None and not has_te_modules(function):
         return first, second
@@ -241,8 +248,10 @@ class _Region:
         structure: pytree.TreeSpec,
         shard: _Shard | None,
         get_tracker: Callable[[], CudaRNGStatesTracker] | None,
+        contexts: tuple[AbstractContextManager, AbstractContextManager],
     ):
         self.function = function
+        self.contexts = contexts
         self.structure = structure
         self.shard = shard
         self.positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -261,11 +270,11 @@ class _Region:
         return outputs
 
     def run_first(self, tensors: tuple[Tensor, ...]) -> list[Any]:
-        with torch.no_grad(), running(self.replay.states, False):
+        with torch.no_grad(), running(self.replay.states, False), self.contexts[0]:
             return self.run(tensors)
 
     def run_again(self, tensors: tuple[Tensor, ...]) -> list[Any]:
-        with torch.enable_grad(), self.replay, self.torch_autocast.again():
+        with torch.enable_grad(), self.replay, self.torch_autocast.again(), self.contexts[1]:
             return self.run(tensors)
 
 
@@ -275,9 +284,10 @@ def _reentrant(
     kwargs: dict[str, Any],
     shard: _Shard | None,
     get_tracker: Callable[[], CudaRNGStatesTracker] | None,
+    contexts: tuple[AbstractContextManager, AbstractContextManager],
 ) -> Any:
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    region = _Region(function, leaves, structure, shard, get_tracker)
+    region = _Region(function, leaves, structure, shard, get_tracker, contexts)
     tensors = [leaves[i] for i in region.positions]
     if shard is not None and tensors:
         shard.check(tensors[0])

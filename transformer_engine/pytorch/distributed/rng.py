@@ -1,23 +1,24 @@
-"""Named random states: dropout and initialization that differ, or agree, between tensor-parallel ranks.
+"""Named random states, for dropout and initialization that differ or agree between tensor-parallel ranks.
 
-With CUDA a state is a `torch.Generator` of the current device, so that CUDA graphs can register it; without,
-it is the state of the CPU generator, a uint8 tensor.
+With CUDA a state is a `torch.Generator` of the current device, which CUDA graphs can register. Without CUDA it is the
+state of the CPU generator, a uint8 tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from ...common.checks import described, whole
+from ...common.checks import described
+from ...common.numbers import to_int
 from ..runtime.device import has_cuda
 
 RngState = torch.Generator | Tensor
 
-_tracked: dict[str, RngState] = {}
+_tracked: dict[Hashable, RngState] = {}
 
 
 def graph_safe_rng_available() -> bool:
@@ -25,52 +26,56 @@ def graph_safe_rng_available() -> bool:
     return has_cuda() and hasattr(torch.Generator, "graphsafe_set_state")
 
 
-def get_all_rng_states() -> dict[str, RngState]:
-    """The states that the trackers hold by name; a graph is to register each of them before its capture."""
+def get_all_rng_states() -> dict[Hashable, RngState]:
+    """Return the states of the trackers by name, which a graph registers before its capture."""
     return _tracked
 
 
-def set_all_rng_states(states: dict[str, RngState]) -> None:
+def set_all_rng_states(states: dict[Hashable, RngState]) -> None:
     """Replace what `get_all_rng_states` returns."""
     global _tracked
     _tracked = states
 
 
 class CudaRNGStatesTracker:
-    """Random states by name; `fork(name)` runs a block under one of them and keeps where it got to."""
+    """Random states by name; `fork(name)` runs a block with one of them and saves its progress."""
 
     def __init__(self) -> None:
-        self.states_: dict[str, RngState] = {}
+        self.states_: dict[Hashable, RngState] = {}
         self.seeds_: set[int] = set()
 
     def reset(self) -> None:
-        """Forget all states and seeds."""
+        """Remove all states and seeds."""
         self.states_ = {}
         self.seeds_ = set()
 
-    def get_states(self) -> dict[str, RngState]:
-        """A new dict of the states, which themselves are not copied."""
+    def get_states(self) -> dict[Hashable, RngState]:
+        """Return a new dict of the states, which are not copied."""
         return dict(self.states_)
 
-    def set_states(self, states: dict[str, RngState]) -> None:
-        """Continue with these states, as `get_states` gave them."""
-        if not isinstance(states, dict):
-            raise TypeError(f"states={described(states)} is no dict; give what get_states() returned")
+    def set_states(self, states: Mapping[Hashable, RngState]) -> None:
+        """Continue with states that `get_states` returned."""
+        if not isinstance(states, Mapping):
+            raise TypeError(f"states={described(states)} is not a dict; give the result of get_states()")
         for name, state in states.items():
             if not isinstance(state, (torch.Generator, Tensor)):
                 raise TypeError(
-                    f"states[{name!r}]={described(state)} is no random state; give what get_states() returned"
+                    f"states[{name!r}]={described(state)} is not a random state; give the result of get_states()"
                 )
         self.states_ = dict(states)
         set_all_rng_states(self.states_)
 
-    def add(self, name: str, seed: int) -> None:
-        """Make a state from the seed; ValueError if the name or the seed is taken."""
-        if not isinstance(name, str):
+    def add(self, name: Hashable, seed: int) -> None:
+        """Create a state from a seed.
+
+        Raises:
+            ValueError: The name or the seed is in use.
+        """
+        if not isinstance(name, Hashable):
             raise TypeError(
                 f"name={described(name)} is a {type(name).__name__}; give the state's name, a str"
             )
-        whole("seed", seed, 0)
+        seed = to_int("seed", seed)
         if seed in self.seeds_:
             raise ValueError(f"seed {seed} is in use already; give each state its own seed")
         if name in self.states_:
@@ -80,10 +85,10 @@ class CudaRNGStatesTracker:
         set_all_rng_states(self.states_)
 
     @contextmanager
-    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Draw from the named state inside the block, and from the default generator again after it."""
-        if not isinstance(name, str) or name not in self.states_:
-            known = ", ".join(self.states_) or "none"
+    def fork(self, name: Hashable = "model-parallel-rng") -> Iterator[None]:
+        """Draw from the named state inside the block, and from the default generator after it."""
+        if not isinstance(name, Hashable) or name not in self.states_:
+            known = ", ".join(map(str, self.states_)) or "none"
             raise ValueError(
                 f"there is no random state {name!r} (known: {known}); call add({name!r}, seed) first"
             )

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...common.checks import function, function_or_none, integer, one_of, switch, whole
+from ...common.checks import function, function_or_none, one_of, whole
+from ...common.numbers import to_bool, to_int
 from ..constants import GemmParallelModes, dist_group_type
 from ..runtime import checks
 from .collectives import allreduce, gather_along_first_dim, reduce_scatter_along_first_dim
@@ -90,15 +91,17 @@ class TensorParallel:
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Mark a parameter with the axis it is split along, under the attribute names that Megatron-LM reads.
+    """Mark a parameter with the axis that it is split along, under the attribute names that Megatron-LM reads.
 
-    The same mark again, of parameters that are reset or of a copy of them, changes nothing; ValueError for another.
+    Raises:
+        ValueError: The parameter has another mark already; the same mark again changes nothing.
     """
     checks.tensor("tensor", tensor)
-    switch("is_parallel", is_parallel)
-    integer("dim", dim)
-    whole("stride", stride)
-    marks = {"tensor_model_parallel": is_parallel, "partition_dim": dim, "partition_stride": stride}
+    marks = {
+        "tensor_model_parallel": to_bool("is_parallel", is_parallel),
+        "partition_dim": to_int("dim", dim),
+        "partition_stride": to_int("stride", stride, 1),
+    }
     for name, value in marks.items():
         known = getattr(tensor, name, value)
         if known != value:
@@ -118,17 +121,16 @@ def initialize_affine_weight_gpu(
     stride: int = 1,
     set_tp_attributes: bool = True,
 ) -> None:
-    """weight = init_method(), drawn from the tracker's tensor-parallel random state when there is one."""
+    """Call init_method(weight) with the tracker's tensor-parallel random state, if there is a tracker.
+
+    Args:
+        partition_dim, stride: Recorded on the weight with `set_tp_attributes`.
+    """
     checks.tensor("weight", weight)
     function("init_method", init_method)
     function_or_none("get_rng_state_tracker", get_rng_state_tracker)
-    integer("partition_dim", partition_dim)
-    if not -weight.dim() <= partition_dim < weight.dim():
-        raise ValueError(
-            f"partition_dim={partition_dim} is no axis of a weight {list(weight.shape)}; choose one of it"
-        )
-    whole("stride", stride)
-    if set_tp_attributes:
+    partition_dim, stride = to_int("partition_dim", partition_dim), to_int("stride", stride, 1)
+    if to_bool("set_tp_attributes", set_tp_attributes):
         set_tensor_model_parallel_attributes(weight, True, partition_dim, stride)
     with torch.no_grad(), nullcontext() if get_rng_state_tracker is None else get_rng_state_tracker().fork():
         init_method(weight)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.checks import described, number, one_of, whole
+from ...common.checks import described, number, one_of
 from ...common.formats import FLOAT8
+from ...common.numbers import to_float, to_int
 from ...common.steps import Adam, Sgd
 from ..constants import DType
 from ..primitives.multi_tensor import adam_rates, adam_step, on_device, scale_all, sgd_step, squares_of_all
@@ -35,9 +36,9 @@ def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, 
 
     tensor_lists   [inputs, outputs], which may be the same tensors
     """
-    number("scale", scale)
+    factor = to_float("scale", scale)
     if checked(noop_flag, tensor_lists, _VALUES, _VALUES):
-        scale_all(tensor_lists, on_device([scale], noop_flag.device), noop_flag)
+        scale_all(tensor_lists, on_device([factor], noop_flag.device), noop_flag)
 
 
 def multi_tensor_scale_tensor(
@@ -119,7 +120,6 @@ def multi_tensor_adam_fp8(
     """
     how = _adam_mode(mode)
     rates = _host_rates(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
-    whole("fp8_dtype", int(fp8_dtype), 0)
     kinds = (_VALUES, (torch.uint8,), _FLOAT32, _FLOAT32, _FLOAT32)
     scales = [list(part) for part in tensor_lists[5:]] if _is_lists(tensor_lists, (8,)) else []
     if not checked(noop_flag, tensor_lists[:5], *kinds):
@@ -188,7 +188,7 @@ def multi_tensor_sgd(
     scale       what gradients are multiplied by
     noop_flag   where it is not 0 nothing is changed
     """
-    check_sgd_rates(wd, momentum, dampening, lr, scale)
+    wd, momentum, dampening, lr, scale = check_sgd_rates(wd, momentum, dampening, lr, scale)
     how = Sgd(momentum != 0.0, bool(nesterov), bool(first_run), bool(wd_after_momentum))
     if checked(noop_flag, tensor_lists, _VALUES, _VALUES, _VALUES, optional=_VALUES):
         numbers = (wd, momentum, 1.0 - dampening, lr, scale)
@@ -205,6 +205,7 @@ def multi_tensor_compute_scale_and_scale_inv(
 ) -> None:
     """[amaxes, scales, scale_invs], float32: scale = max_fp8 / max(amax, amax_epsilon) and its inverse, as current
     scaling makes them; noop_flag is not looked at."""
+    max_fp8, amax_epsilon = to_float("max_fp8", max_fp8), to_float("amax_epsilon", amax_epsilon)
     number("max_fp8", max_fp8)
     number("amax_epsilon", amax_epsilon)
     if not checked(noop_flag, tensor_lists, _FLOAT32, _FLOAT32, _FLOAT32):
@@ -254,11 +255,15 @@ def device_rates(
     return rates
 
 
-def check_sgd_rates(wd: float, momentum: float, dampening: float, lr: float, scale: float) -> None:
-    """TypeError or ValueError for a number that no step of gradient descent can be made with."""
+def check_sgd_rates(
+    wd: float, momentum: float, dampening: float, lr: float, scale: float
+) -> tuple[float, ...]:
+    """Return the rates as floats; raise TypeError or ValueError unless all are finite numbers."""
     rates = {"wd": wd, "momentum": momentum, "dampening": dampening, "lr": lr, "scale": scale}
-    for name, value in rates.items():
+    found = {name: to_float(name, value) for name, value in rates.items()}
+    for name, value in found.items():
         number(name, value)
+    return tuple(found.values())
 
 
 def sgd_checked(noop_flag: Any, tensor_lists: Any) -> bool:
@@ -364,10 +369,12 @@ def _host_rates(
     weight_decay: float,
 ) -> tuple[float, ...]:
     rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "epsilon": epsilon, "weight_decay": weight_decay}
-    for name, value in rates.items():
+    found = {name: to_float(name, value) for name, value in rates.items()}
+    for name, value in found.items():
         number(name, value)
-    whole("step", step)
-    return adam_rates(lr, (beta1, beta2), epsilon, step, bool(bias_correction), weight_decay)
+    betas = (found["beta1"], found["beta2"])
+    count, corrects = to_int("step", step, 1), bool(bias_correction)
+    return adam_rates(found["lr"], betas, found["epsilon"], count, corrects, found["weight_decay"])
 
 
 def _norms(

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
-from ...common.checks import described, function_or_none, switch, whole
+from ...common.checks import described, function_or_none
+from ...common.numbers import to_bool, to_int
 from ..quantization import check_recipe_support, get_default_recipe
 from ..quantization.autocast import AutocastState
 from ..runtime.checks import group_or_none
-from .order import Chunks, Step, chunks_of, ordered_steps, plain_steps
+from ..runtime.warn_once import warn_once
+from .order import Chunks, Step, chunks_of, entries_of, ordered_steps, plain_steps
 from .signature import CONSTANTS, Leaves
 
 # The events at which a caller may look on while callables are warmed up and recorded.
@@ -197,19 +199,15 @@ def _sample(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:
 def quantizations_of(
     enabled: Any, calibrating: Any, recipe: Any, group: Any, count: int
 ) -> tuple[AutocastState, ...]:
-    """The autocast of each callable."""
-    if enabled is None:
-        enabled = False
-    each = enabled if isinstance(enabled, tuple) else (enabled,) * count
-    for one in each:
-        switch("enabled", one)
+    """Return the autocast of each callable."""
+    each = tuple(enabled) if isinstance(enabled, (tuple, list)) else (enabled,) * count
+    each = tuple(to_bool("enabled", one) for one in each)
     if len(each) != count:
         raise ValueError(
             f"enabled has {len(each)} entries for {count} modules; give one a module, or a single one"
         )
-    switch("calibrating", calibrating)
+    calibrates = to_bool("calibrating", calibrating)
     group_or_none("amax_reduction_group", group)
-    calibrates = bool(calibrating)
     if any(each) or calibrates:
         recipe = get_default_recipe() if recipe is None else recipe
     else:
@@ -218,17 +216,21 @@ def quantizations_of(
         supported, reason = check_recipe_support(recipe)
         if not supported:
             raise RuntimeError(f"{type(recipe).__name__} cannot run here: {reason}")
-    return tuple(AutocastState(bool(one), calibrates, recipe, group, True) for one in each)
+    return tuple(AutocastState(one, calibrates, recipe, group, True) for one in each)
 
 
 def schedule_of(
     order: Any, layers_per_chunk: Any, callables: int
 ) -> tuple[tuple[Step, ...], Chunks | None, tuple[int, ...]]:
-    """(steps, chunks, for each sample its callable)"""
+    """Return `(steps, chunks, for each sample its callable)`."""
     if order is None:
         if layers_per_chunk is not None:
-            raise ValueError("_num_layers_per_chunk is for an _order; give one, or leave it out")
+            warn_once(
+                "make_graphed_callables(_num_layers_per_chunk=) without _order",
+                "_num_layers_per_chunk has no effect without _order; give an order, or leave it out",
+            )
         return tuple(plain_steps(callables)), None, tuple(range(callables))
+    order = entries_of(order)
     chunks = chunks_of(order, callables, layers_per_chunk)
     number = callables * chunks.microbatches
     return tuple(ordered_steps(order, chunks)), chunks, tuple(chunks.layer(i) for i in range(number))
@@ -249,17 +251,22 @@ def hooks_of(given: Any, count: int) -> tuple[dict[str, dict[int, Any]], ...]:
     return tuple(entry or {} for entry in given)
 
 
-def check_options(options: Options, order: Any, training: bool) -> None:
-    """TypeError or ValueError for options that cannot be, RuntimeError where torch's modes forbid a capture."""
-    whole("num_warmup_iters", options.warm_ups, 0)
-    for name, value in (
-        ("allow_unused_input", options.allow_unused_input),
-        ("retain_graph_in_backward", options.retain_graph),
-        ("_reuse_graph_input_output_buffers", options.reuses_buffers),
-        ("clone_param_grads_on_return", options.clones_gradients),
-        ("cache_quantized_params", options.caches),
-    ):
-        switch(name, value)
+def check_options(options: Options, order: Any, training: bool) -> Options:
+    """Return the options with numbers and flags converted.
+
+    Raises:
+        TypeError, ValueError: An option is invalid.
+        RuntimeError: The mode of the modules or of torch.autocast rules out a capture.
+    """
+    options = replace(
+        options,
+        warm_ups=to_int("num_warmup_iters", options.warm_ups, 0),
+        allow_unused_input=to_bool("allow_unused_input", options.allow_unused_input),
+        retain_graph=to_bool("retain_graph_in_backward", options.retain_graph),
+        reuses_buffers=to_bool("_reuse_graph_input_output_buffers", options.reuses_buffers),
+        clones_gradients=to_bool("clone_param_grads_on_return", options.clones_gradients),
+        caches=to_bool("cache_quantized_params", options.caches),
+    )
     function_or_none("pre_warmup_hook", options.pre_warmup_hook)
     function_or_none("post_warmup_hook", options.post_warmup_hook)
     if options.reuses_buffers and order is None:
@@ -274,3 +281,4 @@ def check_options(options: Options, order: Any, training: bool) -> None:
         raise RuntimeError(
             "torch.autocast keeps casts of weights that a graph would not renew; enter it with cache_enabled=False"
         )
+    return options

@@ -1,8 +1,9 @@
-"""Steps of a schedule, in the order in which they are recorded and will be replayed.
+"""Steps of a schedule, in the order in which they are recorded and replayed.
 
-Without an order: all forwards, then all backwards from the last to the first. With one, of a pipeline of model chunks
-and microbatches: +c is the forward of chunk c (from 1), -c its backward, each for the next microbatch; -c - 0.5 the
-weight gradients that its backward has put off. Callables are numbered by chunk, then microbatch, then layer.
+Without an order, these are all forward passes and then all backward passes in reverse. An order describes a pipeline of
+model chunks and microbatches: +c is the forward pass of chunk c (from 1), -c its backward pass, each for the next
+microbatch, and -c - 0.5 the delayed weight gradients of that backward pass. Callables are numbered by chunk, then by
+microbatch, then by layer.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
+
+from ...common.checks import described
+from ...common.numbers import to_float, to_int
 
 
 class Kind(Enum):
@@ -52,6 +57,25 @@ class Chunks:
         raise IndexError(callable)
 
 
+def entries_of(order: Any) -> list[float]:
+    """Convert an order to a list of ints, and floats for weight gradients.
+
+    Raises:
+        TypeError: The order is not a sequence of numbers.
+        ValueError: An entry is not finite.
+    """
+    listed = order.tolist() if hasattr(order, "tolist") else order
+    if isinstance(listed, (str, bytes)) or not isinstance(listed, Sequence):
+        raise TypeError(
+            f"_order={described(order)} is not a sequence; give a list of numbers, see graphs/order.py"
+        )
+    found = [to_float(f"_order[{place}]", entry) for place, entry in enumerate(listed)]
+    for place, entry in enumerate(found):
+        if not math.isfinite(entry):
+            raise ValueError(f"_order[{place}]={entry} is not finite; give the number of a model chunk")
+    return [int(entry) if entry.is_integer() else entry for entry in found]
+
+
 def plain_steps(callables: int) -> list[Step]:
     """Forwards, then backwards in reverse."""
     forwards = [Step(Kind.FORWARD, i) for i in range(callables)]
@@ -59,7 +83,7 @@ def plain_steps(callables: int) -> list[Step]:
 
 
 def chunks_of(order: Sequence[float], layers: int, layers_per_chunk: Sequence[int] | int | None) -> Chunks:
-    """The chunks that an order is of; ValueError where its counts do not fit."""
+    """Return the chunks of an order; raise ValueError unless its counts fit the layers."""
     if not order:
         raise ValueError("_order is empty; name the forward and the backward of each chunk and microbatch")
     whole = [step for step in order if step == int(step)]
@@ -83,10 +107,8 @@ def chunks_of(order: Sequence[float], layers: int, layers_per_chunk: Sequence[in
                 f"{layers} modules are no whole number a chunk of {count}; give _num_layers_per_chunk"
             )
         sizes = (layers // count,) * count
-    elif isinstance(layers_per_chunk, int):
-        sizes = (layers_per_chunk,) * count
     else:
-        sizes = tuple(layers_per_chunk)
+        sizes = _sizes_of(layers_per_chunk, count)
     if len(sizes) != count or sum(sizes) != layers:
         raise ValueError(
             f"_num_layers_per_chunk={list(sizes)} is not for {count} chunks of {layers} modules altogether"
@@ -98,8 +120,16 @@ def chunks_of(order: Sequence[float], layers: int, layers_per_chunk: Sequence[in
     return Chunks(sizes, forwards[0])
 
 
+def _sizes_of(given: Any, count: int) -> tuple[int, ...]:
+    """Convert `_num_layers_per_chunk`, one number or one per chunk, to the layers of each chunk."""
+    listed = given.tolist() if hasattr(given, "tolist") else given
+    if isinstance(listed, Sequence) and not isinstance(listed, (str, bytes)):
+        return tuple(to_int("an entry of _num_layers_per_chunk", size) for size in listed)
+    return (to_int("_num_layers_per_chunk", listed),) * count
+
+
 def ordered_steps(order: Sequence[float], chunks: Chunks) -> list[Step]:
-    """The steps of an order; ValueError where a backward comes before its forward."""
+    """Return the steps of an order; raise ValueError for a backward pass before its forward pass."""
     done = {kind: [0] * len(chunks.layers) for kind in Kind}
     steps: list[Step] = []
     for entry in order:

@@ -16,6 +16,7 @@ from ..module.base import TransformerEngineBaseModule
 from ..quantization import FP8GlobalStateManager, delayed_scaling
 from ..runtime.capture import Recording
 from ..runtime.double_backward import once_differentiable
+from ..runtime.warn_once import warn_once
 from .arguments import Sample
 from .block import Block
 
@@ -204,10 +205,11 @@ class _Replay(torch.autograd.Function):
 
 
 class Arguments:
-    """How the tensors of a call are taken out of its arguments, and what is refused.
+    """Takes the tensors of a call out of its arguments and checks them against the captured ones.
 
-    sample      the arguments as they were captured
-    statics     the tensors in the places of its tensors
+    Args:
+        sample: The captured arguments.
+        statics: The captured tensors.
     """
 
     def __init__(self, sample: Sample, statics: Sequence[Tensor]):
@@ -221,7 +223,11 @@ class Arguments:
         self.constants = [(i, value) for i, value in constants if i not in self.positions]
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
-        """TypeError or ValueError where a call is not as the captured one."""
+        """Return the tensors of a call, in the dtype and on the device of the captured ones.
+
+        Raises:
+            TypeError, ValueError: The arguments are structured or shaped otherwise than the captured ones.
+        """
         for name in self.names:
             if name not in kwargs:
                 raise TypeError(f"keyword {name} was captured and is missing; pass it in every call")
@@ -239,11 +245,8 @@ class Arguments:
             if not isinstance(leaf, Tensor):
                 raise TypeError(f"argument {i} is a {type(leaf).__name__}; a tensor was captured")
             if (leaf.shape, leaf.dtype, leaf.device) != facts:
-                shape, dtype, device = facts
-                raise ValueError(
-                    f"argument {i} is {list(leaf.shape)} {leaf.dtype} on {leaf.device}; the graph was captured for "
-                    f"{list(shape)} {dtype} on {device}. Capture one for each shape"
-                )
+                leaves = list(leaves)
+                leaves[i] = _as_captured(i, leaf, *facts)
         return leaves
 
     def _without_constants(self, leaves: Sequence[Any]) -> list[Any]:
@@ -255,3 +258,20 @@ class Arguments:
                     "capture one for each value"
                 )
         return [leaves[i] for i in self.positions]
+
+
+def _as_captured(
+    place: int, tensor: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Copy an argument to the captured dtype and device, differentiably; raise ValueError for another shape."""
+    if tensor.shape != shape or not torch.can_cast(tensor.dtype, dtype):
+        raise ValueError(
+            f"argument {place} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}; the graph was captured for "
+            f"{list(shape)} {dtype} on {device}. Capture one for each shape"
+        )
+    if tensor.dtype != dtype:
+        warn_once(
+            "argument of a graphed callable in another dtype",
+            f"argument {place} is {tensor.dtype}, the graph was captured for {dtype}: it is converted; pass {dtype}",
+        )
+    return tensor.to(device, dtype)

@@ -1,4 +1,4 @@
-"""What FusedAdam refuses, each by its value and the remedy; RuntimeError where the original raises it."""
+"""Checks of FusedAdam's settings, parameters and gradients; RuntimeError where the original raises it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.checks import described, number, switch
+from ...common.checks import described, number
+from ...common.numbers import to_bool, to_float
 from ..tensor.float8_tensor import Float8Quantizer
 from ..tensor.quantized_tensor import QuantizedTensor
 from .judged import refuse_absent
@@ -49,38 +50,51 @@ NUMBERS = ("lr", "betas", "eps", "weight_decay", "bias_correction")
 
 
 def check_numbers(group: dict[str, Any]) -> None:
-    """TypeError, ValueError or RuntimeError for what no step can be made with."""
+    """Raise TypeError, ValueError or RuntimeError for numbers that no step can be computed with.
+
+    As in the original, the learning rate, epsilon and the weight decay may be negative.
+    """
     for name in ("lr", "eps", "weight_decay"):
-        not_below_zero(name, group.get(name))
-    betas = group.get("betas")
-    pair = isinstance(betas, (tuple, list)) and len(betas) == 2 and all(map(_is_share, betas))
-    if not pair:
-        raise ValueError(f"betas={described(betas)} are not two numbers in 0 .. 1; give such")
-    switch("bias_correction", group.get("bias_correction"))
+        one_number(name, group.get(name))
+    pair_of(group.get("betas"))
+    to_bool("bias_correction", group.get("bias_correction"))
     refuse_absent(group, "FusedAdam", "torch.optim.AdamW")
 
 
-def _is_share(value: Any) -> bool:
-    return isinstance(value, (int, float)) and 0.0 <= value < 1.0
+def pair_of(betas: Any) -> tuple[float, float]:
+    """Convert two numbers in [0, 1), in any sequence, array or tensor, to floats; raise ValueError for others."""
+    listed = betas.tolist() if hasattr(betas, "tolist") else betas
+    is_pair = isinstance(listed, Sequence) and not isinstance(listed, (str, bytes)) and len(listed) == 2
+    if not is_pair or any(value is None or isinstance(value, str) for value in listed):
+        raise ValueError(f"betas={described(betas)} are not two numbers in 0 .. 1; give such")
+    first, second = (to_float("betas", value) for value in listed)
+    if not (0.0 <= first < 1.0 and 0.0 <= second < 1.0):
+        raise ValueError(f"betas={described(betas)} are not two numbers in 0 .. 1; give such")
+    return first, second
 
 
-def not_below_zero(name: str, value: Any) -> None:
-    """TypeError or ValueError unless the value is one number of at least 0; one on a device is not read."""
+def one_number(name: str, value: Any) -> float | None:
+    """Return the value as a finite float, None for a tensor on a device, which is not read.
+
+    Raises:
+        TypeError: The value is not a number.
+        ValueError: The value is not finite, or a tensor with several elements.
+    """
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{name}={described(value)} has {value.numel()} numbers; give one")
         if not value.is_cpu:
-            return
-        value = value.item()
-    number(name, value)
-    if not value >= 0.0:
-        raise ValueError(f"{name}={value} is below 0; give a number of at least 0")
+            return None
+    found = to_float(name, value)
+    number(name, found)
+    return found
 
 
-def check_switches(**switches: Any) -> None:
-    """TypeError unless all are True or False."""
-    for name, value in switches.items():
-        switch(name, value)
+def not_below_zero(name: str, value: Any) -> None:
+    """Raise TypeError or ValueError unless the value is one number of at least 0; see `one_number`."""
+    found = one_number(name, value)
+    if found is not None and found < 0.0:
+        raise ValueError(f"{name}={found} is below 0; give a number of at least 0")
 
 
 def check_parameter(parameter: Tensor, grad: Tensor, master_weights: bool, capturable: bool) -> None:

@@ -1,4 +1,4 @@
-"""A saved state of Adam, judged whole before any of it replaces something."""
+"""Checks of a saved state of Adam, made before any part of it is loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.checks import described, whole
+from ...common.checks import described
+from ...common.numbers import to_int
 from .adam_checks import check_numbers
 from .local import local_of
 
@@ -51,11 +52,9 @@ def step_of_torchs(group: dict[str, Any], of_parameters: dict[Any, dict[str, Any
 
 
 def _check_count(step: Any) -> None:
-    if isinstance(step, Tensor):
-        if step.numel() != 1:
-            raise ValueError(f"step={described(step)} has {step.numel()} numbers; give one a group")
-        step = int(step)
-    whole("step", step, 0)
+    if isinstance(step, Tensor) and step.numel() != 1:
+        raise ValueError(f"step={described(step)} has {step.numel()} numbers; give one a group")
+    to_int("step", step, 0)
 
 
 def _check_parts(place: Any, state: dict[str, Any], parts: tuple[str, ...], local: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The numbers of a step of Adam: how many there have been, and what each costs, on the host or on the device."""
+"""The number of steps of Adam and the rates of a step, on the host or on the device."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...common.numbers import to_bool
 from ..functions.multi_tensor import device_rates
 from ..primitives.multi_tensor import adam_rates, on_device
+from .adam_checks import pair_of
 
 
 def next_step(step: int | Tensor, flag: Tensor, capturable: bool) -> int | Tensor:
-    """step + 1: an int, or, capturable, int32 [1] on the flag's device, which stays where the flag skips the step."""
+    """Return step + 1: an int, or with `capturable` int32 [1] on the flag's device, unchanged if the flag is set."""
     if not capturable:
         return int(step) + 1
     steps = torch.as_tensor(step, dtype=torch.int32, device=flag.device).reshape(-1)[:1]
@@ -27,9 +29,13 @@ def rates_of(
     flag: Tensor,
     capturable: bool,
 ) -> dict[torch.device, Tensor]:
-    """The ten numbers of `adam_step` for a group's step on each device; inverse: what gradients are multiplied by."""
-    betas, eps, step = group["betas"], group["eps"], group["step"]
-    rest = (group["bias_correction"], group["weight_decay"])
+    """Return the ten numbers of `adam_step` for a step of the group, on each device.
+
+    Args:
+        inverse: Multiplier of the gradients.
+    """
+    betas, eps, step = pair_of(group["betas"]), float(group["eps"]), group["step"]
+    rest = (to_bool("bias_correction", group["bias_correction"]), float(group["weight_decay"]))
     if not capturable:
         numbers = adam_rates(float(group["lr"]), betas, eps, step, *rest)
         return {device: on_device(numbers, device) for device in devices}

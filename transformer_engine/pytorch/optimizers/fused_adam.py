@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...common.numbers import to_bool
 from ...common.steps import Adam
 from ..tensor.quantized_tensor import QuantizedTensor
 from . import states
@@ -20,7 +21,6 @@ from .adam_checks import (
     check_numbers,
     check_parameter,
     check_states,
-    check_switches,
 )
 from .adam_numbers import next_step, rates_of
 from .adam_states import NAMES, AdamStates, numbers_of
@@ -102,14 +102,11 @@ class FusedAdam(AdamStates):
     ):
         if amsgrad:
             raise RuntimeError("FusedAdam has no AMSGrad; use torch.optim.AdamW(amsgrad=True)")
-        check_switches(
-            bias_correction=bias_correction,
-            adam_w_mode=adam_w_mode,
-            capturable=capturable,
-            master_weights=master_weights,
-            use_decoupled_grad=use_decoupled_grad,
-            store_param_remainders=store_param_remainders,
-        )
+        bias_correction = to_bool("bias_correction", bias_correction)
+        capturable = to_bool("capturable", capturable)
+        master_weights = to_bool("master_weights", master_weights)
+        use_decoupled_grad = to_bool("use_decoupled_grad", use_decoupled_grad)
+        store_param_remainders = to_bool("store_param_remainders", store_param_remainders)
         master_weight_dtype = master_weight_dtype or torch.float32
         check_dtypes(master_weights, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype)
         halves_masters = bool(
@@ -119,7 +116,7 @@ class FusedAdam(AdamStates):
             check_capturable(
                 master_weights, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype, halves_masters
             )
-        self.adam_w_mode = int(bool(adam_w_mode))
+        self.adam_w_mode = int(to_bool("adam_w_mode", adam_w_mode))
         self.capturable = capturable
         self.master_weights = master_weights
         self.master_weight_dtype = master_weight_dtype

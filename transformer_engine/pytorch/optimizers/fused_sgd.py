@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.checks import described, number, switch
+from ...common.checks import described
+from ...common.numbers import to_bool, to_float
 from ..functions.multi_tensor import check_sgd_rates, multi_tensor_sgd, sgd_checked
-from .adam_checks import check_switches, not_below_zero
+from .adam_checks import not_below_zero, one_number
 from .copied import CopiedWhole
 from .judged import JudgedGroups, refuse_absent
 from .local import like, local_of
@@ -64,10 +65,8 @@ class FusedSGD(CopiedWhole):
         materialize_master_grads: bool = True,
         set_grad_none: bool | None = None,
     ):
-        check_switches(
-            wd_after_momentum=wd_after_momentum,
-            materialize_master_grads=materialize_master_grads,
-        )
+        wd_after_momentum = to_bool("wd_after_momentum", wd_after_momentum)
+        materialize_master_grads = to_bool("materialize_master_grads", materialize_master_grads)
         if set_grad_none is not None:
             warnings.warn(
                 "set_grad_none is deprecated; say zero_grad(set_to_none=..)", DeprecationWarning, stacklevel=2
@@ -167,7 +166,7 @@ class FusedSGD(CopiedWhole):
                 zeros = torch.zeros_like(local_of(parameter).detach())
                 self.state[parameter]["momentum_buffer"] = like(parameter, zeros)
         wd, momentum, dampening, lr, scale = self._rates(batch.group)
-        ways = (batch.group["nesterov"], batch.first, self.wd_after_momentum)
+        ways = (to_bool("nesterov", batch.group["nesterov"]), batch.first, self.wd_after_momentum)
         lists = self._lists(batch)
         multi_tensor_applier(
             multi_tensor_sgd, self._flag(batch), lists, wd, momentum, dampening, lr, *ways, scale
@@ -182,21 +181,20 @@ class FusedSGD(CopiedWhole):
 
     def _rates(self, group: dict[str, Any]) -> tuple[float, float, float, float, float]:
         names = ("weight_decay", "momentum", "dampening", "lr")
-        decay, momentum, dampening, lr = (group[name] for name in names)
-        return decay, momentum, dampening, lr, 1.0 / self.most_recent_scale
+        decay, momentum, dampening, lr = (to_float(name, group[name]) for name in names)
+        return decay, momentum, dampening, lr, 1.0 / to_float("most_recent_scale", self.most_recent_scale)
 
     def _flag(self, batch: _Batch) -> Tensor:
         return self._dummy_overflow_buf.to(batch.device)
 
 
 def check_numbers(group: dict[str, Any]) -> None:
-    """TypeError, ValueError or RuntimeError for what no step can be made with."""
-    for name in ("lr", "momentum", "dampening", "weight_decay"):
-        number(name, group.get(name))
+    """Raise TypeError, ValueError or RuntimeError for numbers that no step can be computed with."""
     for name in ("lr", "momentum", "weight_decay"):
-        not_below_zero(name, group[name])
-    momentum, dampening, nesterov = (group.get(name) for name in ("momentum", "dampening", "nesterov"))
-    switch("nesterov", nesterov)
+        not_below_zero(name, group.get(name))
+    one_number("dampening", group.get("dampening"))
+    nesterov = to_bool("nesterov", group.get("nesterov"))
+    momentum, dampening = group["momentum"], group["dampening"]
     if nesterov and (momentum == 0.0 or dampening != 0.0):
         raise ValueError(
             f"nesterov=True with momentum={momentum} and dampening={dampening}; give a momentum and no dampening"

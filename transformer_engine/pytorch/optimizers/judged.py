@@ -1,4 +1,4 @@
-"""The numbers of parameter groups, judged once: those of a warm step are the very objects of the step before."""
+"""Checks of the numbers of parameter groups, made again only if a group holds other objects than before."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class JudgedGroups:
 
 
 def refuse_absent(group: Group, ours: str, theirs: str) -> None:
-    """RuntimeError for a setting of torch's optimizers that would change what a step does."""
+    """Raise RuntimeError for a setting of torch's optimizers that changes a step."""
     for name in ABSENT:
         if group.get(name):
             raise RuntimeError(
@@ -51,4 +51,9 @@ def refuse_absent(group: Group, ours: str, theirs: str) -> None:
 
 
 def _can_change(value: Any) -> bool:
-    return isinstance(value, list) or (isinstance(value, Tensor) and value.is_cpu)
+    """Whether the number may change while it stays the same object: in a list, an array or a tensor on the host."""
+    if isinstance(value, Tensor):
+        return value.is_cpu
+    if isinstance(value, tuple):
+        return any(map(_can_change, value))
+    return not (value is None or isinstance(value, (int, float)))

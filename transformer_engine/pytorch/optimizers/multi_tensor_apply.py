@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.checks import whole
+from ...common.numbers import to_int
 from .local import local_of
 
 __all__ = ["MultiTensorApply", "multi_tensor_applier"]
@@ -23,8 +23,7 @@ class MultiTensorApply:
     warned = False
 
     def __init__(self, chunk_size: int):
-        whole("chunk_size", chunk_size)
-        self.chunk_size = chunk_size
+        self.chunk_size = to_int("chunk_size", chunk_size, 1)
 
     def __call__(
         self,
@@ -33,7 +32,7 @@ class MultiTensorApply:
         tensor_lists: Sequence[Sequence[Tensor]],
         *args: Any,
     ) -> Any:
-        """What op answers; None where no tensor has an element. RuntimeError for lists of different lengths."""
+        """Return the result of `op`, None if all tensors are empty; raise RuntimeError for lists of several lengths."""
         lists = worked_on(tensor_lists)
         if not lists or not lists[0]:
             return None

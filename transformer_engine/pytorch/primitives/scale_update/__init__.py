@@ -23,7 +23,7 @@ def advance_scales(
     scales: Sequence[Tensor],
     algorithm: str,
     fp8_max: float,
-    margin: int,
+    margin: float,
     keep_idle: bool,
 ) -> None:
     """histories float32 [length, n] and scales float32 [n], in place: one step of delayed scaling for each pair.

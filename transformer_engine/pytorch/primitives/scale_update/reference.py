@@ -12,7 +12,7 @@ from ....common.formats import FLOAT32_MAX
 from .request import ScaleUpdateRequest
 
 
-def scale_of(amax: Tensor, scale: Tensor, fp8_max: float, margin: int) -> Tensor:
+def scale_of(amax: Tensor, scale: Tensor, fp8_max: float, margin: float) -> Tensor:
     """(fp8_max / amax) / 2^margin; the old scale where amax is 0, inf or NaN; at most FLOAT32_MAX."""
     computed = (torch.full_like(amax, fp8_max) / amax) / 2**margin
     computed = torch.where(torch.isinf(computed), torch.full_like(computed, FLOAT32_MAX), computed)
@@ -43,7 +43,7 @@ def step(
     scales: Sequence[Tensor],
     algorithm: str,
     fp8_max: float,
-    margin: int,
+    margin: float,
     keep_idle: bool,
 ) -> None:
     """One step for every state, in place."""
@@ -60,7 +60,7 @@ def step(
 
 
 def _next(
-    history: Tensor, scale: Tensor, algorithm: str, fp8_max: float, margin: int, keep_idle: bool
+    history: Tensor, scale: Tensor, algorithm: str, fp8_max: float, margin: float, keep_idle: bool
 ) -> tuple[Tensor, Tensor]:
     """History and scale after one step; keep_idle leaves columns whose latest amax is 0 as they are."""
     new_scale = scale_of(amax_of(history, algorithm), scale, fp8_max, margin)

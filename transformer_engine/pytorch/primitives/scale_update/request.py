@@ -15,5 +15,5 @@ class ScaleUpdateRequest(NamedTuple):
     states: int = 1
     algorithm: str = "max"
     fp8_max: float = 448.0
-    margin: int = 0
+    margin: float = 0
     keep_idle: bool = True
