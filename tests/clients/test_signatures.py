@@ -117,6 +117,13 @@ def test_a_function_of_the_extension_is_called_as_in_the_original(name):
     assert sum(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in ours) == want
 
 
+@pytest.mark.parametrize(
+    ("owner", "name"), [(owner, name) for owner, names in signatures.MEMBERS.items() for name in names.split()]
+)
+def test_a_member_of_the_original_exists(owner, name):
+    assert hasattr(at(owner), name)
+
+
 @pytest.mark.parametrize("name", signatures.TOP.split())
 def test_the_top_package_has_names_that_live_deeper(name):
     assert getattr(te, name) is not None

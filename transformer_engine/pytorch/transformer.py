@@ -105,8 +105,8 @@ class TransformerLayer(nn.Module):
         output_layer_init_method: Callable | None = None, layer_number: int | None = None,
         kv_channels: int | None = None, self_attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
-        enc_dec_attn_mask_type: str = "no_mask", enc_dec_window_size: tuple[int, int] | None = None,
-        enc_dec_bottom_right_diagonal: bool | None = None, tp_group: Any = None, tp_size: int = 1,
+        enc_dec_attn_mask_type: str = "no_mask", enc_dec_bottom_right_diagonal: bool | None = None,
+        enc_dec_window_size: tuple[int, int] | None = None, tp_group: Any = None, tp_size: int = 1,
         params_dtype: torch.dtype | None = None, get_rng_state_tracker: Callable | None = None,
         fuse_wgrad_accumulation: bool = False, seq_length: int | None = None,
         micro_batch_size: int | None = None, sequence_parallel: bool = False,
@@ -202,6 +202,10 @@ class TransformerLayer(nn.Module):
         for child in (self.self_attention, self.inter_attention):
             if child is not None:
                 child.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
+    def fast_setattr(self, name: str, value: Any) -> None:
+        """Set a plain attribute without nn.Module's search for parameters and modules."""
+        object.__setattr__(self, name, value)
 
     def forward(
         self,

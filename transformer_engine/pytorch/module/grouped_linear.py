@@ -20,7 +20,7 @@ from ..functions.grouped_together import grouped_linear_together
 from ..functions.linear_spec import LinearSpec, changed
 from ..functions.scale_update import of_the_pass
 from ..functions.stacks import StackMember, members_of
-from ..functions.weight_gradient import WeightGradientStore
+from ..functions.weight_gradient import WeightGradStore
 from ..quantization.autocast import current, here_in_eager_mode
 from ..runtime.checks import tensor
 from ..runtime.device import canonical_device, is_meta
@@ -160,7 +160,7 @@ class GroupedLinear(ProductsModule):
         if tp_group is not None:
             self.set_tensor_parallel_group(tp_group)
         if delay_wgrad_compute:
-            self.wgrad_store = WeightGradientStore()
+            self.wgrad_store = WeightGradStore(delay_wgrad_compute=True)
         options = {"dtype": params_dtype or torch.get_default_dtype(), "device": canonical_device(device)}
         fill = ParameterInit(init_method or default_init_method, get_rng_state_tracker, rng_tracker_name)
         create_parameters(self, fill, options)

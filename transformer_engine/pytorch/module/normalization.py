@@ -47,8 +47,8 @@ def _written(module: Normalization, name: str, value: Any) -> None:
         module._mark_parameters()
 
 
-def _margin_of(stage: str) -> property:
-    """One entry of sm_margin, under the name that older callers set."""
+def margin_of(stage: str) -> property:
+    """Property that reads and sets one stage of sm_margin, under the attribute name of earlier releases."""
 
     def read(self: Normalization) -> int:
         return self._sm_margins[stage]
@@ -114,6 +114,10 @@ class Normalization(torch.nn.Module):
         if not self.weight.is_meta:
             self.reset_parameters()
 
+    def fast_setattr(self, name: str, value: Any) -> None:
+        """Set a plain attribute without nn.Module's search for parameters and modules."""
+        object.__setattr__(self, name, value)
+
     def _mark_parameters(self) -> None:
         """Say whether their gradients are to be summed over ranks; again on reset, for a copy has no attributes."""
         if self.sequence_parallel is not None:
@@ -173,9 +177,9 @@ class Normalization(torch.nn.Module):
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
 
-    fwd_ln_sm_margin = _margin_of("forward")
-    bwd_ln_sm_margin = _margin_of("backward")
-    inf_ln_sm_margin = _margin_of("inference")
+    fwd_ln_sm_margin = margin_of("forward")
+    bwd_ln_sm_margin = margin_of("backward")
+    inf_ln_sm_margin = margin_of("inference")
 
 
 def _renamed(old_name: str, old, new_name: str, new):

@@ -250,6 +250,10 @@ class Float8Quantizer(_PerTensorQuantizer):
     def _agree_on_amax(self) -> None:
         torch.distributed.all_reduce(self.amax, torch.distributed.ReduceOp.MAX, self.amax_reduction_group)
 
+    def is_requantization_safe(self) -> bool:
+        """False: the scale changes from step to step, and each quantization records a maximum."""
+        return False
+
     def calibrate(self, tensor: Tensor) -> None:
         self.record(absolute_maximum(tensor))
 

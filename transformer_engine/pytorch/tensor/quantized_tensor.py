@@ -16,7 +16,7 @@ from ..runtime.checks import values_dtype
 from ..runtime.device import canonical_device
 from . import aten, initial_values
 from .columns import OUT_OF_DATE, remake_columns
-from .construction import check_keywords, check_objects, check_shape, dense_strides
+from .construction import check_keywords, check_objects, check_shape, checked_strides, dense_strides
 from .storage.fsdp import (
     DerivedTensors,
     GatheredPayload,
@@ -25,6 +25,7 @@ from .storage.fsdp import (
     join_payload,
     write_gathered,
 )
+from .storage.nominal_dtype import nominal_dtype
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
 
 __all__ = [
@@ -77,15 +78,25 @@ def restore_from_saved(
     return (restored, saved) if return_saved_tensors else restored
 
 
-def restore_from_func_ctx(ctx: Any) -> list[Any]:
-    """What `prepare_for_saving` took apart, from ctx.saved_tensors and ctx.tensor_objects."""
+def restore_from_func_ctx(
+    ctx: Any, return_saved_tensors: bool = False
+) -> list[Any] | tuple[list[Any], list[Tensor | None]]:
+    """Restore the tensors that `prepare_for_saving` took apart in the forward of an autograd function.
+
+    Args:
+        ctx: The function's context, with `saved_tensors` and `tensor_objects`. `tensor_objects` is set to None.
+        return_saved_tensors: Also return the saved tensors that no object took.
+
+    Raises:
+        AttributeError: The forward did not assign `ctx.tensor_objects`.
+    """
     if getattr(ctx, "tensor_objects", None) is None:
         raise AttributeError(
             "ctx.tensor_objects is not set; assign the objects of prepare_for_saving in forward"
         )
-    restored = restore_from_saved(ctx.tensor_objects, ctx.saved_tensors)
+    restored = restore_from_saved(ctx.tensor_objects, ctx.saved_tensors, return_saved_tensors)
     ctx.tensor_objects = None  # the objects hold the tensors from here on, and would outlive the backward
-    return restored  # pyright: ignore[reportReturnType]
+    return restored
 
 
 def _rebuild_trained(
@@ -122,13 +133,29 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
     def __new__(
         cls,
         shape: Sequence[int] | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         *parts: Any,
         requires_grad: bool = False,
         device: torch.device | str | None = None,
+        fake_dtype: torch.dtype | None = None,
+        stride: Sequence[int] | None = None,
+        storage_offset: int = 0,
         **payload: Any,
     ) -> QuantizedTensor:
+        """Wrap a payload that was made elsewhere.
+
+        Args:
+            shape: Shape of the values; None means the payload's.
+            dtype: Nominal dtype; float32 by default.
+            requires_grad: As of `torch.Tensor`.
+            device: Checked only; the tensor is on the device of its payload.
+            fake_dtype: The nominal dtype under the original's keyword.
+            stride: Nominal strides; by default those of a contiguous tensor. The payload has its own layout.
+            storage_offset: Nominal storage offset.
+            payload: Keywords of the storage class, such as `data` and `fp8_scale_inv`.
+        """
         check_keywords(cls, (shape, dtype, *parts))
+        dtype = nominal_dtype(fake_dtype, dtype) or torch.float32
         if device is not None:
             canonical_device(
                 device
@@ -136,7 +163,9 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         values_dtype("dtype", dtype)
         storage = cls.STORAGE(**payload, dtype=dtype)  # pyright: ignore[reportCallIssue]
         check_shape(shape, storage.shape)
-        return cls.from_storage(storage, shape=shape, requires_grad=requires_grad)
+        return cls.from_storage(
+            storage, shape=shape, requires_grad=requires_grad, stride=stride, storage_offset=storage_offset
+        )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # the storage's constructor must not run again
         pass
@@ -148,13 +177,17 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         *,
         shape: Sequence[int] | None = None,
         requires_grad: bool = False,
+        stride: Sequence[int] | None = None,
+        storage_offset: int = 0,
     ) -> Any:
-        """A tensor around a storage's payload, shared."""
+        """Wrap a storage's payload without copying it; see the constructor for the arguments."""
         shape = storage.shape if shape is None else torch.Size(shape)
+        strides = dense_strides(shape) if stride is None else checked_strides(stride, shape)
         self = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
             cls,
             shape,
-            strides=dense_strides(shape),
+            strides=strides,
+            storage_offset=storage_offset,
             dtype=storage.dtype,
             device=storage.device,
             requires_grad=requires_grad,
@@ -216,10 +249,10 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         return self.to("cpu", memory_format=memory_format)
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
-        """This tensor: its nominal layout is always contiguous."""
+        """Return this tensor if its nominal strides are contiguous, else a copy with contiguous strides."""
         if memory_format not in (torch.contiguous_format, torch.preserve_format):
             raise ValueError(f"a {type(self).__name__} has no layout {memory_format}; dequantize it first")
-        return self
+        return self if self.is_contiguous() else self.clone()
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Empty: the bytes belong to the payload's tensors."""

@@ -354,6 +354,10 @@ class QuantizedTensorStorage:
         """The quantizer that writes into this payload: the one that made it, or the format's default."""
         return self._default_quantizer() if self._quantizer is None else self._quantizer
 
+    def _get_quantizer(self) -> Writer:
+        """Return `writer()`, under the original's name."""
+        return self.writer()
+
     def _default_quantizer(self) -> Writer:
         raise RuntimeError(
             f"this {type(self).__name__} has no quantizer; give it one, or write through quantizer.update_quantized"
