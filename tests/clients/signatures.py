@@ -371,7 +371,9 @@ EXTENSION = {
 MEMBERS = {
     "Quantizer": "multi_quantize is_requantization_safe supports_only_rowwise_all_gather is_quantizable copy calibrate",
     "Float8CurrentScalingQuantizer": "scale amax",
-    "QuantizedTensorStorage": "fsdp_buffer_fields fsdp_extract_buffers fsdp_assign_gathered _get_quantizer",
+    "QuantizedTensorStorage": "_get_quantizer",
+    "QuantizedTensor": "fsdp_buffer_fields fsdp_extract_buffers fsdp_assign_gathered update_quantizer",
+    "quantization.RecipeState": "_slot_role make_quantizers create",
     "Float8Tensor": "_get_quantizer get_metadata update_usage",
     "HybridQuantizedTensor": "_rowwise_storage _columnwise_storage rowwise_sub_storage columnwise_sub_storage",
     "IdentityTensor": "_hp_data",

@@ -28,7 +28,7 @@ from ..runtime.replaceable import watched
 from .arguments import check_arguments
 from .config import configured
 from .grouped_keywords import check_device_splits, honoured, uses_grouped_tensor
-from .grouped_parameters import create_parameters, load_other_form, mark_parameters, names_of
+from .grouped_parameters import create_parameters, group_weights, load_other_form, mark_parameters, names_of
 from .grouped_path import TogetherPath
 from .linear_base import SIZES, LinearConfig, ProductsModule, check_parallel_mode
 from .numerics import traced_update
@@ -172,6 +172,21 @@ class GroupedLinear(ProductsModule):
     def num_products(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """One product a group."""
         return self.num_gemms
+
+    def make_grouped_weights(self, defer_init: bool = False) -> None:
+        """Turn `weight0`, `weight1`, ... into one parameter `weight` [num_gemms, out_features, in_features].
+
+        The layer then is as if it had been made with single_grouped_weight=True. Call it before an optimizer holds the
+        parameters. A layer whose weights are grouped already stays as it is.
+
+        Args:
+            defer_init: Do nothing, because the parameters are still to be allocated.
+        """
+        if defer_init or self.single_grouped_weight:
+            return
+        group_weights(self)
+        self.numerics.workspaces.clear()
+        self._together = TogetherPath(self)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         super().reset_parameters(defer_init=defer_init)

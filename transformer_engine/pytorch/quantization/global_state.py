@@ -118,7 +118,7 @@ class FP8GlobalStateManager(metaclass=StateAttributes):
     def autocast_exit(cls, enabled: bool, _graph: bool) -> None:
         """Close the block that the thread's last `autocast_enter` opened.
 
-        Leaving the outermost enabled block updates the forward scales of delayed scaling, as leaving `te.autocast` does.
+        Leaving the outermost enabled block updates the forward scales of delayed scaling, as with `te.autocast`.
 
         Args:
             enabled: As given to `autocast_enter`.

@@ -23,6 +23,7 @@ from .allocation import empty_quantized
 from .elements import element_of, float8_dtype, float8_number
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Operands, Quantizer
+from .recorded_scale import RecordsScale
 from .reduced_maximum import ReducesMaximum
 from .storage.float8_tensor_storage import Float8TensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, matrix_shape, plain_matrix
@@ -143,6 +144,7 @@ class Float8Quantizer(_PerTensorQuantizer):
     amax_reduction_group every recorded maximum is that of all ranks, so that all shards get the same next scale.
     """
 
+    stateful = True
     amax_reduction_group: torch.distributed.ProcessGroup | None = None
 
     def __init__(
@@ -250,10 +252,6 @@ class Float8Quantizer(_PerTensorQuantizer):
     def _agree_on_amax(self) -> None:
         torch.distributed.all_reduce(self.amax, torch.distributed.ReduceOp.MAX, self.amax_reduction_group)
 
-    def is_requantization_safe(self) -> bool:
-        """False: the scale changes from step to step, and each quantization records a maximum."""
-        return False
-
     def calibrate(self, tensor: Tensor) -> None:
         self.record(absolute_maximum(tensor))
 
@@ -286,7 +284,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         return id(self)
 
 
-class Float8CurrentScalingQuantizer(ReducesMaximum, _PerTensorQuantizer):
+class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuantizer):
     """Current scaling: scale = maximum / max|x| of the tensor itself, or of its parts in a whole group."""
 
     def __init__(
@@ -330,6 +328,7 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, _PerTensorQuantizer):
         self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
     ) -> Float8TensorStorage:
         quantized = self._quantized(plain_matrix(tensor), rowwise, columnwise)
+        self.record(quantized)
         return self._packed(quantized, tensor.shape, tensor.dtype)
 
     def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:

@@ -1,4 +1,4 @@
-"""QuantizedTensor: a torch.Tensor of values [..., K] whose bytes are codes and scales; and tensors through autograd.
+"""QuantizedTensor: a torch.Tensor of values [..., K] whose bytes are codes and scales.
 
 The wrapper presents the nominal shape and dtype. What an operation does with it is written in `aten`.
 """
@@ -6,6 +6,7 @@ The wrapper presents the nominal shape and dtype. What an operation does with it
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -16,7 +17,9 @@ from ..runtime.checks import values_dtype
 from ..runtime.device import canonical_device
 from . import aten, initial_values
 from .columns import OUT_OF_DATE, remake_columns
-from .construction import check_keywords, check_objects, check_shape, checked_strides, dense_strides
+from .construction import check_keywords, check_shape, checked_strides, dense_strides
+from .saving import prepare_for_saving, restore_from_func_ctx, restore_from_saved
+from .sharded_buffers import ShardedBuffers
 from .storage.fsdp import (
     DerivedTensors,
     GatheredPayload,
@@ -26,7 +29,7 @@ from .storage.fsdp import (
     write_gathered,
 )
 from .storage.nominal_dtype import nominal_dtype
-from .storage.quantized_tensor_storage import QuantizedTensorStorage
+from .storage.quantized_tensor_storage import QuantizedTensorStorage, Writer
 
 __all__ = [
     "QuantizedTensor",
@@ -36,67 +39,6 @@ __all__ = [
     "restore_from_saved",
     "storage_of",
 ]
-
-
-def prepare_for_saving(
-    *tensors: Tensor | QuantizedTensorStorage | None,
-) -> tuple[list[Tensor | None], list[QuantizedTensorStorage | None]]:
-    """(flat tensors, objects): what save_for_backward takes, and what `restore_from_saved` needs beside it.
-
-    A storage is emptied into the list. A QuantizedTensor keeps its payload and travels as a copy that shares it.
-    """
-    flat: list[Tensor | None] = []
-    objects: list[QuantizedTensorStorage | None] = []
-    for tensor in tensors:
-        if isinstance(tensor, QuantizedTensor):
-            tensor = tensor.as_storage()
-        if isinstance(tensor, QuantizedTensorStorage):
-            parts, storage = tensor.prepare_for_saving()
-            flat.extend(parts)
-            objects.append(storage)
-        else:
-            flat.append(tensor)
-            objects.append(None)
-    return flat, objects
-
-
-def restore_from_saved(
-    tensors: Sequence[QuantizedTensorStorage | None],
-    saved_tensors: Sequence[Tensor | None],
-    return_saved_tensors: bool = False,
-) -> list[Any] | tuple[list[Any], list[Tensor | None]]:
-    """Put the flat tensors back into the objects, in order; the unused rest is returned on request."""
-    check_objects(tensors)
-    saved = list(saved_tensors)
-    restored: list[Any] = []
-    for storage in tensors:
-        if storage is None:
-            restored.append(saved.pop(0))
-        else:
-            saved = storage.restore_from_saved(saved)
-            restored.append(storage)
-    return (restored, saved) if return_saved_tensors else restored
-
-
-def restore_from_func_ctx(
-    ctx: Any, return_saved_tensors: bool = False
-) -> list[Any] | tuple[list[Any], list[Tensor | None]]:
-    """Restore the tensors that `prepare_for_saving` took apart in the forward of an autograd function.
-
-    Args:
-        ctx: The function's context, with `saved_tensors` and `tensor_objects`. `tensor_objects` is set to None.
-        return_saved_tensors: Also return the saved tensors that no object took.
-
-    Raises:
-        AttributeError: The forward did not assign `ctx.tensor_objects`.
-    """
-    if getattr(ctx, "tensor_objects", None) is None:
-        raise AttributeError(
-            "ctx.tensor_objects is not set; assign the objects of prepare_for_saving in forward"
-        )
-    restored = restore_from_saved(ctx.tensor_objects, ctx.saved_tensors, return_saved_tensors)
-    ctx.tensor_objects = None  # the objects hold the tensors from here on, and would outlive the backward
-    return restored
 
 
 def _rebuild_trained(
@@ -122,7 +64,7 @@ def storage_of(tensor: QuantizedTensor) -> QuantizedTensorStorage:
     return cls.STORAGE(**tensors, **constants)
 
 
-class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
+class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):
     """A tensor of nominal shape and dtype with a quantized payload.
 
     Subclasses name the storage class that defines the payload; its constructor keywords are theirs.
@@ -234,6 +176,24 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         """Quantize a tensor into this one's payload."""
         QuantizedTensorStorage.quantize_(self, tensor, noop_flag=noop_flag)
         return self
+
+    def update_quantizer(self, quantizer: Writer) -> None:
+        """Write later values of this tensor with another quantizer; the present codes and scales stay.
+
+        A UserWarning announces the change, as the scales of later values follow from other state.
+
+        Raises:
+            RuntimeError: The tensor has no quantizer to be replaced.
+        """
+        if self._quantizer is None:
+            raise RuntimeError(
+                f"this {type(self).__name__} has no quantizer to be updated; give one to its constructor"
+            )
+        if self._quantizer is not quantizer:
+            warnings.warn(
+                "Quantizer is being updated, this may affect model behavior", UserWarning, stacklevel=2
+            )
+            self._quantizer = quantizer
 
     def float(self) -> Tensor:
         return self.dequantize(dtype=torch.float32)

@@ -57,6 +57,7 @@ class Quantizer:
 
     is_identity = False  # does `encode` leave values as they are?
     stochastic_rounding: bool = False  # does `encode` draw random numbers?
+    stateful: bool = False  # does `encode` depend on scales that change between calls?
 
     def __init__(self, *, rowwise: bool, columnwise: bool):
         switch("rowwise", rowwise)
@@ -195,7 +196,7 @@ class Quantizer:
         numbers, as with stochastic rounding. A quantizer of another library is assumed to be safe unless it overrides
         this method.
         """
-        return not self.stochastic_rounding
+        return not (self.stateful or self.stochastic_rounding)
 
     def update_quantized(
         self, src: Tensor, dst: QuantizedTensorStorage, *, noop_flag: Tensor | None = None

@@ -354,10 +354,7 @@ class QuantizedTensorStorage:
         """The quantizer that writes into this payload: the one that made it, or the format's default."""
         return self._default_quantizer() if self._quantizer is None else self._quantizer
 
-    def _get_quantizer(self) -> Writer:
-        """Return `writer()`, under the original's name."""
-        return self.writer()
-
+    _get_quantizer = writer  # the original's name
     def _default_quantizer(self) -> Writer:
         raise RuntimeError(
             f"this {type(self).__name__} has no quantizer; give it one, or write through quantizer.update_quantized"
