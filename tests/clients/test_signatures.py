@@ -157,7 +157,10 @@ def test_slots_have_the_numbers_of_the_extensions_enumerations():
 def test_versions_are_compared_with_a_minimum():
     supported = FlashAttentionUtils.is_version_supported
     assert supported("2.8.0", "2.7.3") and not supported("2.7.2", "2.7.3") and not supported(None, "2.0")
-    assert supported("2.8.3") and not supported("2.3.0") and not supported("3.0.0")
+    for version in ("2.1.1", "2.3.0", "2.8.3", "2.8.3+cu128torch2.9", "2.8.3.post1"):
+        assert supported(version), version
+    for version in ("2.1.0", "2.8.4", "2.8.4+cu128", "3.0.0", "1.0.9"):
+        assert not supported(version), version
 
 
 def test_attention_parameters_compare_the_recipe_of_their_meta_alone():

@@ -60,6 +60,14 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
     def _unpadded(self, scale: Tensor, rows: int, columns: int) -> Tensor:
         return scale[:, :columns] if self._is_2D_scaled else scale.t()[:rows]
 
+    def trim_rowwise_scales(self) -> None:
+        if not self._is_2D_scaled:
+            super().trim_rowwise_scales()
+
+    @classmethod
+    def _exact_rows(cls, scale: Tensor, rows: int) -> Tensor:
+        return scale[:, :rows].contiguous()
+
     @classmethod
     def _padded(cls, scale: Tensor, constants: dict[str, Any]) -> Tensor:
         return padded(scale, 1, 4) if constants["is_2D_scaled"] else padded(scale, 4, 1).t()
