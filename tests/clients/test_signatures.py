@@ -118,7 +118,8 @@ def test_a_function_of_the_extension_is_called_as_in_the_original(name):
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(owner, name) for owner, names in signatures.MEMBERS.items() for name in names.split()]
+    ("owner", "name"),
+    [(owner, name) for owner, names in signatures.MEMBERS.items() for name in names.split()],
 )
 def test_a_member_of_the_original_exists(owner, name):
     assert hasattr(at(owner), name)

@@ -143,7 +143,9 @@ def test_both_directions_of_a_hybrid_weight_are_written(kind, device):
     assert torch.equal(weight.dequantize(), want.dequantize())
     assert torch.equal(weight.columnwise_sub_storage.dequantize(), want.columnwise_sub_storage.dequantize())
     if kind == "delayed":
-        assert weight._quantizer.columnwise_quantizer.amax.item() == whole.columnwise_quantizer.amax.item() > 0
+        assert (
+            weight._quantizer.columnwise_quantizer.amax.item() == whole.columnwise_quantizer.amax.item() > 0
+        )
     before = weight.columnwise_sub_storage.dequantize().clone()
     quantize_master_weights([weight], [flat[:cut] / 2], [0], None)
     after = weight.columnwise_sub_storage.dequantize()

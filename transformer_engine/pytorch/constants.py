@@ -37,7 +37,9 @@ class DType(enum.IntEnum):
                 raise ValueError(f"dtype={dtype} has no DType; give one of {', '.join(map(str, TE_DType))}")
             return TE_DType[dtype]
         if isinstance(dtype, bool) or not hasattr(dtype, "__int__"):
-            raise TypeError(f"dtype={dtype!r} is a {type(dtype).__name__}; give a torch.dtype, a DType or its number")
+            raise TypeError(
+                f"dtype={dtype!r} is a {type(dtype).__name__}; give a torch.dtype, a DType or its number"
+            )
         return cls(int(dtype))
 
     def __reduce_ex__(self, protocol):

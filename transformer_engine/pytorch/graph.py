@@ -63,7 +63,9 @@ def make_weak_ref(x: Any) -> Any:
         return {key: make_weak_ref(item) for key, item in x.items()}
     if x is None or isinstance(x, int | float | bool):
         return x
-    raise TypeError(f"make_weak_ref takes tensors, numbers, None and containers of them, not {type(x).__name__}")
+    raise TypeError(
+        f"make_weak_ref takes tensors, numbers, None and containers of them, not {type(x).__name__}"
+    )
 
 
 def graph_pool_handle() -> Any:

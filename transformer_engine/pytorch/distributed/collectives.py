@@ -37,7 +37,10 @@ def rank(group: dist_group_type | None = None) -> int:
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
 
 
-get_distributed_world_size, get_distributed_rank = world_size, rank  # names that callers of the original import
+get_distributed_world_size, get_distributed_rank = (
+    world_size,
+    rank,
+)  # names that callers of the original import
 
 
 class AllOf:

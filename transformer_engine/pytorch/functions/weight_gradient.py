@@ -42,9 +42,7 @@ class WeightGradStore:
             RuntimeError: The store was made with delay_wgrad_compute=False.
         """
         if not self.enabled:
-            raise RuntimeError(
-                "this WeightGradStore delays nothing; make it with delay_wgrad_compute=True"
-            )
+            raise RuntimeError("this WeightGradStore delays nothing; make it with delay_wgrad_compute=True")
         self.context.append((tensor_list, func))
 
     def pop(self) -> tuple[Any, Sequence[Any]]:

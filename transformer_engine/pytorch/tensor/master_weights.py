@@ -92,7 +92,9 @@ class _Hybrid:
         rowwise, columnwise = shard.targets
         parts = ((weight.rowwise_storage, (rowwise, None)), (weight.columnwise_storage, (None, columnwise)))
         self.writers: list[Any] = [
-            _writer(replace(shard, weight=part, targets=targets)) for part, targets in parts if part is not None
+            _writer(replace(shard, weight=part, targets=targets))
+            for part, targets in parts
+            if part is not None
         ]
 
     @property
@@ -170,7 +172,9 @@ class _BlockScaled:
         self.shard = shard
         usages = weight.get_usages()
         self.axes = (False,) if weight.transposable and usages["rowwise"] else (False, True)
-        if not (usages["rowwise"] and usages["columnwise"]):  # one direction of a hybrid weight, or a dropped one
+        if not (
+            usages["rowwise"] and usages["columnwise"]
+        ):  # one direction of a hybrid weight, or a dropped one
             self.axes = (False,) if usages["rowwise"] else (True,)
         self.spec = quantizer.spec(True, False)
         if True in self.axes and weight.COLUMNS_TRANSPOSED:

@@ -183,9 +183,7 @@ class Quantizer:
     ) -> Tensor | QuantizedTensorStorage:
         return self.quantize(tensor, out=out, dtype=dtype)
 
-    def multi_quantize(
-        self, list_of_tensors: Sequence[Tensor]
-    ) -> list[Tensor | QuantizedTensorStorage]:
+    def multi_quantize(self, list_of_tensors: Sequence[Tensor]) -> list[Tensor | QuantizedTensorStorage]:
         """Quantize each tensor of a list with this quantizer, in order."""
         return [self.quantize(tensor) for tensor in list_of_tensors]
 

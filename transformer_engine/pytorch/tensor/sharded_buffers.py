@@ -34,13 +34,21 @@ class ShardedBuffers:
         return gather_payload(storage)
 
     def fsdp_assign_gathered(self, gathered: Sequence[Tensor], meta: GatheredPayload) -> None:
-        """Replace this tensor's payload by that of the whole tensor.
+        """Replace this tensor's payload by the joined payload of all shards; this tensor has the shape of the whole.
 
         Args:
             gathered: The buffers of all shards, concatenated along dimension 0, in the order of `fsdp_extract_buffers`.
             meta: The metadata that `fsdp_extract_buffers` returned.
+
+        Raises:
+            ValueError: The joined payload has another shape than this tensor.
         """
         storage: Any = self
         whole = join_payload(gathered, meta, storage.dtype)
+        if whole.shape != storage.shape:
+            raise ValueError(
+                f"the gathered buffers are those of a tensor of shape {tuple(whole.shape)}, this one is "
+                f"{tuple(storage.shape)}; call fsdp_assign_gathered on a tensor of the whole shape"
+            )
         for name, tensor in whole._named_tensors().items():
             setattr(storage, name, tensor)

@@ -50,7 +50,6 @@ class Member:
     rebuild: Rebuild | None
 
 
-
 def parts_of(member: Tensor | QuantizedTensorStorage) -> dict[str, Tensor]:
     """{buffer: tensor} of a member."""
     if not isinstance(member, QuantizedTensorStorage):
@@ -152,7 +151,9 @@ def check_variant(quantizer: Any, swizzled: bool, given: tuple[bool, bool, int])
     for name, value, default in zip(names, given, (False, False, 448), strict=True):
         own = vars(quantizer).get(name, default) if quantizer is not None else default
         if value not in (own, default):
-            raise ValueError(f"{name}={value} differs from the quantizer's {name}={own}; set it on the quantizer")
+            raise ValueError(
+                f"{name}={value} differs from the quantizer's {name}={own}; set it on the quantizer"
+            )
 
 
 def host_numbers(numbers: Tensor | Sequence[int] | None) -> list[int] | None:
@@ -193,9 +194,13 @@ def member_shapes(
     firsts, lasts = host_numbers(first_dims), host_numbers(last_dims)
     for name, extents in (("first_dims", firsts), ("last_dims", lasts)):
         if extents is not None and len(extents) != num_tensors:
-            raise ValueError(f"{name} has {len(extents)} numbers for num_tensors={num_tensors}; give one a tensor")
+            raise ValueError(
+                f"{name} has {len(extents)} numbers for num_tensors={num_tensors}; give one a tensor"
+            )
     if shape is None and (firsts is None or lasts is None):
-        raise ValueError("the shapes of the tensors are unknown; give shape, shapes, or first_dims and last_dims")
+        raise ValueError(
+            "the shapes of the tensors are unknown; give shape, shapes, or first_dims and last_dims"
+        )
     if firsts is None and lasts is None:
         assert shape is not None
         if len(shape) == 3 and shape[0] == num_tensors:
@@ -233,7 +238,10 @@ def placed_members(
     Raises:
         ValueError: A buffer is missing or too short.
     """
-    usages = {"rowwise": buffers["rowwise_data"] is not None, "columnwise": buffers["columnwise_data"] is not None}
+    usages = {
+        "rowwise": buffers["rowwise_data"] is not None,
+        "columnwise": buffers["columnwise_data"] is not None,
+    }
     if quantizer is not None:
         quantizer = quantizer.copy()
         quantizer.set_usage(**usages)

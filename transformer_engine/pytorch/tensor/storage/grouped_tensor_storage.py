@@ -95,18 +95,27 @@ class GroupedTensorStorage(QuantizedTensorStorage):
     ):  # fmt: skip
         self.rowwise_data = data if rowwise_data is None else rowwise_data
         self.columnwise_data, self.columnwise_scale_inv = columnwise_data, columnwise_scale_inv
-        self.scale_inv, self.scale, self._amax, self._columnwise_amax = scale_inv, scale, amax, columnwise_amax
+        self.scale_inv, self.scale, self._amax, self._columnwise_amax = (
+            scale_inv,
+            scale,
+            amax,
+            columnwise_amax,
+        )
         self.first_dims, self.last_dims, self.tensor_offsets = first_dims, last_dims, tensor_offsets
         if members is not None:  # a group that this package made
             self._members, self._quantizer, self._dtype = members, quantizer, dtype or torch.float32
             return
-        check_variant(quantizer, with_gemm_swizzled_scales, (row_scaled_nvfp4, nvfp4_use_4over6, nvfp4_e4m3_max))
+        check_variant(
+            quantizer, with_gemm_swizzled_scales, (row_scaled_nvfp4, nvfp4_use_4over6, nvfp4_e4m3_max)
+        )
         if dtype is None:
             dtype = torch.float32 if data is None or quantizer is not None else data.dtype
         self._dtype = dtype
         chosen = member_shapes(shape, num_tensors, shapes, first_dims, last_dims)
         begins = tensor_offsets if offsets is None else offsets
-        self._hold(chosen, quantizer, Offsets.on_the_host(begins, scale_inv_offsets, columnwise_scale_inv_offsets))
+        self._hold(
+            chosen, quantizer, Offsets.on_the_host(begins, scale_inv_offsets, columnwise_scale_inv_offsets)
+        )
 
     def _hold(self, shapes: list[tuple[int, ...]], quantizer: Any, offsets: Offsets) -> None:
         """Find the members in buffers that the caller made; the buffers are shared."""

@@ -355,6 +355,7 @@ class QuantizedTensorStorage:
         return self._default_quantizer() if self._quantizer is None else self._quantizer
 
     _get_quantizer = writer  # the original's name
+
     def _default_quantizer(self) -> Writer:
         raise RuntimeError(
             f"this {type(self).__name__} has no quantizer; give it one, or write through quantizer.update_quantized"

@@ -26,12 +26,16 @@ def _installed() -> str | None:
 VERSION: str | None = _installed()
 _LARGEST_HEAD = 256
 FIRST, END = (2, 1, 1), (2, 8, 4)  # supported releases: FIRST <= release < END
-WINDOWS, ALIBI, DETERMINISTIC = (2, 3, 0), (2, 4, 0), (2, 4, 1)  # releases from which the package has an option
+WINDOWS, ALIBI, DETERMINISTIC = (
+    (2, 3, 0),
+    (2, 4, 0),
+    (2, 4, 1),
+)  # releases from which the package has an option
 TAKES = FLASH | {Feature.ALIBI, Feature.DROPOUT}
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return (major, minor, patch) of a version; local parts ("2.8.3+cu128") and suffixes ("2.8.3.post1") are left out."""
+    """Return (major, minor, patch) of a version, without local parts (+cu128) and suffixes (.post1)."""
     numbers = []
     for part in version.split("+")[0].split(".")[:3]:
         digits = "".join(takewhile(str.isdigit, part))
