@@ -1,4 +1,4 @@
-"""Precision control and recipes under the module name of earlier releases; see `quantization` and `common.recipe`."""
+"""Alias of transformer_engine.pytorch.quantization, and of the recipes in transformer_engine.common.recipe."""
 
 from ..common.recipe import (
     CustomRecipe,

@@ -203,10 +203,6 @@ class TransformerLayer(nn.Module):
             if child is not None:
                 child.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
-    def fast_setattr(self, name: str, value: Any) -> None:
-        """Set a plain attribute without nn.Module's search for parameters and modules."""
-        object.__setattr__(self, name, value)
-
     def forward(
         self,
         hidden_states: Tensor,

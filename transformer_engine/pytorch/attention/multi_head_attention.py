@@ -225,10 +225,6 @@ class MultiheadAttention(nn.Module):
         """Set the ranks that share the sequence, see DotProductAttention."""
         self.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
-    def fast_setattr(self, name: str, value: Any) -> None:
-        """Set a plain attribute without nn.Module's search for parameters and modules."""
-        object.__setattr__(self, name, value)
-
     def forward(
         self,
         hidden_states: Tensor,

@@ -114,10 +114,6 @@ class Normalization(torch.nn.Module):
         if not self.weight.is_meta:
             self.reset_parameters()
 
-    def fast_setattr(self, name: str, value: Any) -> None:
-        """Set a plain attribute without nn.Module's search for parameters and modules."""
-        object.__setattr__(self, name, value)
-
     def _mark_parameters(self) -> None:
         """Say whether their gradients are to be summed over ranks; again on reset, for a copy has no attributes."""
         if self.sequence_parallel is not None:

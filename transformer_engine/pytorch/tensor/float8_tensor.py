@@ -137,11 +137,10 @@ def _check_scalar(name: str, value: Tensor | None) -> None:
 
 
 class Float8Quantizer(_PerTensorQuantizer):
-    """Delayed scaling: multiplies by a scale made from earlier steps, and records max|x| for later ones.
+    """Delayed scaling: multiplies by a scale from earlier steps, and records max|x| for later ones.
 
-    The scale and the recorded maximum are two tensors of its own, or one slot of a recipe's state (`from_state`).
-    Either way the recorded maximum only grows until its owner resets it. That of a shard is the whole tensor's: with
-    amax_reduction_group every recorded maximum is that of all ranks, so that all shards get the same next scale.
+    The scale and the maximum are two tensors, or one slot of a recipe's state (`from_state`). The maximum grows until
+    its owner resets it. With amax_reduction_group it is that of all ranks, so that all shards get the same scale.
     """
 
     stateful = True
@@ -307,8 +306,7 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuan
         switch("force_pow_2_scales", force_pow_2_scales)
         epsilon("amax_epsilon", amax_epsilon)
         group_or_none("amax_reduction_group", amax_reduction_group)
-        ignored = {"use_existing_amax": use_existing_amax, "scale": scale, "amax": amax}
-        for name, value in ignored.items():
+        for name, value in {"use_existing_amax": use_existing_amax, "scale": scale, "amax": amax}.items():
             if value is not None:
                 warnings.warn(
                     f"Float8CurrentScalingQuantizer ignores {name}: it scales each tensor by its own maximum",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -131,13 +132,13 @@ class Offsets:
         return known.get(buffer)
 
 
-def check_variant(quantizer: Any, swizzled: bool, given: tuple[bool, bool, int]) -> None:
+def check_variant(quantizer: Any, swizzled: bool, settings: Mapping[str, tuple[Any, Any]]) -> None:
     """Check keywords that repeat settings of the quantizer.
 
     Args:
         quantizer: Quantizer of the group; None: plain values.
         swizzled: Are scales in the order of a matrix product's hardware?
-        given: row_scaled_nvfp4, nvfp4_use_4over6, nvfp4_e4m3_max.
+        settings: By attribute of the quantizer, the given value and the value of a quantizer without the attribute.
 
     Raises:
         ValueError: Scales are swizzled, or a setting differs from the quantizer's.
@@ -147,9 +148,8 @@ def check_variant(quantizer: Any, swizzled: bool, given: tuple[bool, bool, int])
             "with_gemm_swizzled_scales=True is unsupported, because products read scales row by row here; give "
             "scales as the quantizer makes them"
         )
-    names = ("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max")
-    for name, value, default in zip(names, given, (False, False, 448), strict=True):
-        own = vars(quantizer).get(name, default) if quantizer is not None else default
+    for name, (value, default) in settings.items():
+        own = default if quantizer is None else vars(quantizer).get(name, default)
         if value not in (own, default):
             raise ValueError(
                 f"{name}={value} differs from the quantizer's {name}={own}; set it on the quantizer"
@@ -268,3 +268,17 @@ def placed_members(
                 f"shapes {[tuple(shape) for shape in shapes]} need {end}"
             )
     return tuple(members)
+
+
+def grouped_tensor_module() -> Any:
+    """Return the module of `GroupedTensor`, which builds on the storage and therefore is imported at its first use."""
+    return importlib.import_module("...grouped_tensor", __name__)
+
+
+def of_tensor_class(name: str) -> Any:
+    """Return a class method that calls the class method of the same name of `GroupedTensor`."""
+
+    def call(cls: type, *arguments: Any, **keywords: Any) -> Any:
+        return getattr(grouped_tensor_module().GroupedTensor, name)(*arguments, **keywords)
+
+    return classmethod(call)

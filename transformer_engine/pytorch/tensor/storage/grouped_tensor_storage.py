@@ -6,7 +6,6 @@ group. `grouped_layout` describes the positions in the buffers.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -28,8 +27,10 @@ from .grouped_layout import (
     check_variant,
     dense_stride,
     extents_of,
+    grouped_tensor_module,
     make_tensor_offsets,
     member_shapes,
+    of_tensor_class,
     parts_of,
     placed_members,
     rebuild_of,
@@ -105,9 +106,12 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         if members is not None:  # a group that this package made
             self._members, self._quantizer, self._dtype = members, quantizer, dtype or torch.float32
             return
-        check_variant(
-            quantizer, with_gemm_swizzled_scales, (row_scaled_nvfp4, nvfp4_use_4over6, nvfp4_e4m3_max)
-        )
+        variant = {
+            "row_scaled_nvfp4": (row_scaled_nvfp4, False),
+            "nvfp4_use_4over6": (nvfp4_use_4over6, False),
+            "nvfp4_e4m3_max": (nvfp4_e4m3_max, 448),
+        }
+        check_variant(quantizer, with_gemm_swizzled_scales, variant)
         if dtype is None:
             dtype = torch.float32 if data is None or quantizer is not None else data.dtype
         self._dtype = dtype
@@ -125,7 +129,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
                 setattr(self, name, held.reshape(-1))
         buffers = {name: getattr(self, name) for name in (*ROWWISE, *COLUMNWISE)}
         self._members = placed_members(shapes, quantizer, buffers, self._dtype, offsets)
-        self._quantizer = _grouped_tensor_module().stack_quantizer(quantizer, shapes)
+        self._quantizer = grouped_tensor_module().stack_quantizer(quantizer, shapes)
         for name, numbers in extents_of(self._members, self.device).items():
             if getattr(self, name) is None:
                 setattr(self, name, numbers)
@@ -382,27 +386,11 @@ class GroupedTensorStorage(QuantizedTensorStorage):
                     into.copy_(kept)
         return held
 
-    @classmethod
-    def make_grouped_tensor(cls, *arguments: Any, **keywords: Any) -> Any:
-        """Allocate matrices whose extents are on the device; see `GroupedTensor.make_grouped_tensor`."""
-        return _grouped_tensor_module().GroupedTensor.make_grouped_tensor(*arguments, **keywords)
-
-    @classmethod
-    def make_grouped_tensor_with_shapes(cls, *arguments: Any, **keywords: Any) -> Any:
-        """Allocate matrices of given shapes; see `GroupedTensor.make_grouped_tensor_with_shapes`."""
-        return _grouped_tensor_module().GroupedTensor.make_grouped_tensor_with_shapes(*arguments, **keywords)
-
-    @classmethod
-    def make_grouped_tensor_from_rowwise_data(cls, **keywords: Any) -> Any:
-        """Wrap a buffer of equal matrices; see `GroupedTensor.make_grouped_tensor_from_rowwise_data`."""
-        return _grouped_tensor_module().GroupedTensor.make_grouped_tensor_from_rowwise_data(**keywords)
+    make_grouped_tensor = of_tensor_class("make_grouped_tensor")
+    make_grouped_tensor_with_shapes = of_tensor_class("make_grouped_tensor_with_shapes")
+    make_grouped_tensor_from_rowwise_data = of_tensor_class("make_grouped_tensor_from_rowwise_data")
 
     @staticmethod
     def make_tensor_offsets(split_dims: Sequence[int], common_dim: int) -> list[int]:
         """[0, cumulative split * common]: where each matrix begins, and the end."""
         return make_tensor_offsets(split_dims, common_dim)
-
-
-def _grouped_tensor_module() -> Any:
-    """The module of `GroupedTensor`, which builds on this one: imported at the first use."""
-    return importlib.import_module("...tensor.grouped_tensor", __package__)
