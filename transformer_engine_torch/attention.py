@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common.checks import described
+from transformer_engine.common.warning import warn_once
 from transformer_engine.pytorch.attention.dot_product_attention.arguments import check_bias
 from transformer_engine.pytorch.attention.dot_product_attention.prepare import device_of
 from transformer_engine.pytorch.attention.dot_product_attention.utils import (
@@ -37,8 +38,8 @@ from .attention_checks import check_call, check_question
 from .attention_sequences import Sequences, sequences_of
 from .cast import torch_dtype
 from .checks import member, quantizer_or_none
-from .enums import NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Layout, NVTE_Softmax_Type
-from .layout import Layout
+from .enums import NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Format, NVTE_QKV_Layout, NVTE_Softmax_Type
+from .layout import Layout, order_of, reordered
 
 _BIASES = dict(zip(NVTE_Bias_Type, ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi"), strict=True))
 _MASKS = dict(zip(NVTE_Mask_Type, MASKS[:-1], strict=True))  # "arbitrary" has no number
@@ -56,11 +57,13 @@ def fused_attn_fwd(
     Bias: Tensor | None = None, SoftmaxOffset: Tensor | None = None,
     rng_gen: torch.Generator | None = None, rng_elts_per_thread: int = 0,
     return_max_logit: bool = False, cuda_graph: bool = False, *,
-    bottom_right_diagonal: bool | None = None,
+    bottom_right_diagonal: bool | None = None, o_format: NVTE_QKV_Format | int | str | None = None,
+    qkv_scale_inv_format: NVTE_QKV_Format | int | str | None = None,
 ) -> list[Any]:  # fmt: skip
     """[O, lse, (max_logit,) rng_state, (Bias,) (SoftmaxOffset)]; all behind O are what fused_attn_bwd needs.
 
-    O           [.., h, d_v] in Q's format and fake_dtype, quantized if o_quantizer is given
+    O           [.., h, d_v] in o_format (None: Q's format) and fake_dtype, quantized if o_quantizer is given
+    qkv_scale_inv_format   has no effect: scales are read with their tensors
     lse         float32 [b, h, s_q, 1], of packed tokens [t, h, 1]: log of the softmax's denominator
     max_logit   float32 [h] with return_max_logit;  rng_state int64 [2], (seed, offset) of dropout
     window_size (left, right), -1 = unlimited;  cu_seqlens_* int32 [b + 1]
@@ -72,6 +75,8 @@ def fused_attn_fwd(
     cuda_graph are accepted and change nothing.
     """
     layout = Layout.of(member("qkv_layout", NVTE_QKV_Layout, qkv_layout))
+    own, wanted = order_of(None, layout, "o_format"), order_of(o_format, layout, "o_format")
+    _warn_of_scale_formats("fused_attn_fwd", qkv_scale_inv_format=qkv_scale_inv_format)
     quantizer_or_none(o_quantizer, "o_quantizer")
     request, inputs = _call(
         layout,
@@ -95,9 +100,10 @@ def fused_attn_fwd(
     if fp8_attention.takes_codes(layout, Q, K, V):
         codes = inputs._replace(q=Q, k=K, v=V)
         output, attended = fp8_attention.forward(request, codes, s_quantizer, o_quantizer)
+        output = fp8_attention.reordered_codes(output, own, wanted)
     else:
         attended = passes_of(request).forward(request, inputs)
-        output = layout.as_queries(attended.output)
+        output = reordered(layout.as_queries(attended.output), own, wanted, "o_format")
         if o_quantizer is not None:
             output = o_quantizer(output.contiguous())
     device = inputs.q.device
@@ -140,14 +146,27 @@ def fused_attn_bwd(
     cuda_graph: bool = False,
     *,
     bottom_right_diagonal: bool | None = None,
+    o_format: NVTE_QKV_Format | int | str | None = None,
+    do_format: NVTE_QKV_Format | int | str | None = None,
+    dqkv_layout: NVTE_QKV_Layout | int | None = None,
+    qkv_scale_inv_format: NVTE_QKV_Format | int | str | None = None,
+    do_scale_inv_format: NVTE_QKV_Format | int | str | None = None,
 ) -> list[Any]:
     """[dQ, dK, dV, dBias | None, dSoftmaxOffset | None] of fused_attn_fwd's O for the gradient dO.
 
     Aux_CTX_Tensors   what fused_attn_fwd returned behind O, without max_logit
     dqkv_type         dtype of the gradients; an FP8 type or None: fake_dtype. dqkv_quantizer quantizes them
-    Of a packed layout, the gradients are views of one buffer of that layout.
+    o_format, do_format   orders of the axes of O and dO; None: that of Q
+    dqkv_layout   layout of the gradients; None: qkv_layout. Of a packed layout, they are views of one buffer
+    qkv_scale_inv_format, do_scale_inv_format   have no effect: scales are read with their tensors
     """
     layout = Layout.of(member("qkv_layout", NVTE_QKV_Layout, qkv_layout))
+    own = order_of(None, layout, "o_format")
+    orders = order_of(o_format, layout, "o_format"), order_of(do_format, layout, "do_format")
+    into = layout if dqkv_layout is None else Layout.of(member("dqkv_layout", NVTE_QKV_Layout, dqkv_layout))
+    _warn_of_scale_formats(
+        "fused_attn_bwd", qkv_scale_inv_format=qkv_scale_inv_format, do_scale_inv_format=do_scale_inv_format
+    )
     lse, state, *extras = Aux_CTX_Tensors
     has_bias = NVTE_Bias_Type(bias_type) in (
         NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS,
@@ -177,15 +196,22 @@ def fused_attn_bwd(
         deterministic=request.device.deterministic or deterministic, bias_gradient=bias is not None
     )
     attended = Attended(
-        layout.queries(_wide(O, fake_dtype)).contiguous(),
+        layout.queries(reordered(_wide(O, fake_dtype), orders[0], own, "o_format")).contiguous(),
         lse.squeeze(-1).t() if request.packed and lse.dim() == 3 else lse.squeeze(-1),
         state if p_dropout > 0.0 else None,
     )
-    grad_output = layout.queries(_wide(dO, fake_dtype)).contiguous()
+    grad_output = layout.queries(reordered(_wide(dO, fake_dtype), orders[1], own, "do_format")).contiguous()
     found = passes_of(request).backward(request, inputs, attended, grad_output)
     dtype = fake_dtype if dqkv_type is None else TE_DType_To_Torch.get(DType(dqkv_type), fake_dtype)
     wanted = dtype if dtype in (torch.float32, torch.float16, torch.bfloat16) else fake_dtype
-    gradients: list[Any] = list(layout.packed(*(x.to(wanted) for x in found[:3])))
+    formats = (into.q_format, into.kv_format, into.kv_format)
+    made = [
+        reordered(x.to(wanted), source, target, "dqkv_layout")
+        for x, source, target in zip(
+            found[:3], (layout.q_format, layout.kv_format, layout.kv_format), formats, strict=True
+        )
+    ]
+    gradients: list[Any] = list(into.packed(*made))
     if dqkv_quantizer is not None:
         gradients = [dqkv_quantizer(x.contiguous()) for x in gradients]
     offset_gradient = None
@@ -193,6 +219,18 @@ def fused_attn_bwd(
         assert found.sink is not None
         offset_gradient = found.sink.reshape(offset.shape)
     return [*gradients, found.bias, offset_gradient]
+
+
+def _warn_of_scale_formats(function: str, **formats: NVTE_QKV_Format | int | str | None) -> None:
+    """Warn once of a scale format that is given."""
+    for name, value in formats.items():
+        if value is not None:
+            warn_once(
+                f"{function}: {name}",
+                f"{name}={value!r} has no effect: {function} reads the scales of a tensor with the tensor, whatever "
+                "order they are stored in",
+                stacklevel=4,
+            )
 
 
 def get_fused_attn_backend(

@@ -15,7 +15,7 @@ from transformer_engine.pytorch.primitives.attention.request import (
 from transformer_engine.pytorch.tensor import Float8Quantizer, Float8Tensor
 from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
 
-from .layout import Layout
+from .layout import Layout, reordered
 
 
 def takes_codes(layout: Layout, *qkv: Any) -> bool:
@@ -23,6 +23,17 @@ def takes_codes(layout: Layout, *qkv: Any) -> bool:
     return not (layout.transposed or layout.turned or layout.paged) and all(
         isinstance(x, Float8Tensor) for x in qkv
     )
+
+
+def reordered_codes(output: Any, source: str, target: str) -> Any:
+    """Return the output of an FP8 attention, plain or a Float8Tensor, with its axes in another order."""
+    if source == target:
+        return output
+    if not isinstance(output, Float8Tensor):
+        return reordered(output, source, target, "o_format")
+    assert output._data is not None
+    codes = reordered(output._data, source, target, "o_format").contiguous()
+    return Float8Tensor.make_like(output, shape=codes.shape, data=codes, data_transpose=None)
 
 
 def forward(

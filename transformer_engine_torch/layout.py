@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .enums import NVTE_QKV_Layout
+from .enums import NVTE_QKV_Format, NVTE_QKV_Layout
 
 
 @dataclass(frozen=True)
@@ -77,3 +77,43 @@ class Layout:
         if not self.transposed:
             return q, k, v
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def reordered(x: Tensor, source: str, target: str, name: str) -> Tensor:
+    """Return x with its axes in another order.
+
+    Args:
+        x: Tensor whose axes are named by `source`.
+        source: Order of the axes, such as "sbhd".
+        target: Wanted order, of the same axes.
+        name: Argument that asked for the order, for the message.
+
+    Raises:
+        ValueError: The two orders have different axes, as packed sequences ("thd") and padded ones do.
+    """
+    if source == target:
+        return x
+    if sorted(source) != sorted(target):
+        raise ValueError(
+            f"{name}={target!r} has other axes than {source!r}; give an order of the same axes, or None"
+        )
+    return x.permute([source.index(axis) for axis in target])
+
+
+def order_of(given: NVTE_QKV_Format | int | str | None, layout: Layout, name: str) -> str:
+    """Return the order of axes that a format argument asks for; None stands for the queries' order.
+
+    Raises:
+        ValueError: `given` names no order of axes.
+    """
+    own = "bhsd" if layout.transposed else layout.q_format
+    if given is None:
+        return own
+    if not isinstance(given, str):
+        given = NVTE_QKV_Format(given).name.removeprefix("NVTE_")
+    order = given.lower()
+    if order == "qkv_format_not_set":
+        return own
+    if order not in ("sbhd", "bshd", "thd", "bhsd"):
+        raise ValueError(f"{name}={given!r} is no order of axes; give 'sbhd', 'bshd', 'bhsd' or 'thd'")
+    return order

@@ -12,6 +12,8 @@ TWICE = {
     "functions.attention.projected._ProjectedAttention",
     "attention.rope.ApplyPackedRope",
     "attention.rope.ApplyRope",
+    "attention.rope.FusedQKVRoPEFunc",  # by the backward of ApplyPackedRope
+    "attention.rope.FusedRoPEFunc",  # by that of ApplyRope
     "runtime.double_backward._LinearMap",
     "runtime.double_backward._Refusal",  # it is the refusal
     "functions.activation._Activation",

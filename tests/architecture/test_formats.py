@@ -12,8 +12,8 @@ from source import modules, nodes, text
 
 # common/formats.py, common/recipe, common/env.py (variables named after it), its files under quantize/formats, tensor
 # and tensor/storage, quantization/families.py, its factory for custom recipes, and the alias that lists what callers of
-# the original import.
-MOST = 9
+# the original import, and the storage of groups, whose public keywords name it.
+MOST = 10
 # Its file under quantize/formats, the enum of modes, the quantizers, the row of its recipe, and the public names.
 MOST_OF_JAX = 5
 PREDICATES = {

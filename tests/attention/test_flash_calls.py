@@ -215,4 +215,44 @@ def test_missing_packages_are_named(monkeypatch):
     for backend in (flash4, flash3, flash2):
         assert "is not installed" in (backend.BACKEND.refusal(on_hopper()) or "")
     monkeypatch.setattr(flash2, "VERSION", "1.0.9")
-    assert flash2.refuses(on_hopper()) == "flash-attn 1.0.9 is not a version from 2.4 on"
+    wanted = "is not a version from 2.1.1 up to, not including, 2.8.4"
+    for version in ("1.0.9", "2.1.0", "2.8.4", "2.8.4+cu128"):
+        monkeypatch.setattr(flash2, "VERSION", version)
+        assert flash2.refuses(on_hopper()) == f"flash-attn {version} {wanted}"
+
+
+@pytest.mark.parametrize("version", ["2.1.1", "2.3.6", "2.4.0", "2.4.1", "2.8.3", "2.8.3+cu128torch2.9"])
+def test_flash2_is_given_the_options_that_its_release_has(version, monkeypatch):
+    monkeypatch.setattr(flash2, "VERSION", version)
+    given = []
+    package = sys.modules["flash_attn"]
+    function = package.flash_attn_func
+
+    def call(*tensors, **options):
+        given.append(options)
+        present = {"window_size": (-1, -1), "alibi_slopes": None, "deterministic": False}
+        return function(*tensors, **present | options)
+
+    monkeypatch.setattr(package, "flash_attn_func", call)
+    request, inputs = problem(mask="causal_bottom_right")
+    torch.testing.assert_close(
+        flash2.run(request, inputs).output, reference.forward(request, inputs).output.flatten(-2)
+    )
+    found = flash2.release(version)
+    later = {"window_size": (2, 3, 0), "alibi_slopes": (2, 4, 0), "deterministic": (2, 4, 1)}
+    assert set(given[0]) == {"dropout_p", "softmax_scale", "causal"} | {
+        name for name, first in later.items() if found >= first
+    }
+
+
+@pytest.mark.parametrize(
+    ("version", "changes", "reason"),
+    [
+        ("2.2.5", {"mask": resolve("no_mask", (4, 4), None)}, "no sliding window, which came with 2.3"),
+        ("2.3.6", {"bias": "alibi"}, "no ALiBi, which came with 2.4"),
+        ("2.4.0", {"deterministic": True}, "no deterministic backward pass, which came with 2.4.1"),
+    ],
+)
+def test_an_older_flash2_names_the_option_that_it_lacks(version, changes, reason, monkeypatch):
+    monkeypatch.setattr(flash2, "VERSION", version)
+    assert reason in (flash2.refuses(on_hopper(**changes)) or "")

@@ -135,7 +135,8 @@ def test_three_tensors_are_quantized_with_one_scale_and_keep_their_layout(layout
     q, k, v = laid_out(layout, device)
     k.mul_(3.0)
     quantizer = te.Float8CurrentScalingQuantizer(E4M3, device)
-    codes = combine_and_quantize(layout, q, k, v, quantizer)
+    *codes, same_layout, scale_format = combine_and_quantize(layout, q, k, v, quantizer)
+    assert (same_layout, scale_format) == (layout, None)
     scale = 448.0 / max(float(x.abs().max()) for x in (q, k, v))
     for x, coded in zip((q, k, v), codes, strict=True):
         assert isinstance(coded, te.Float8Tensor) and coded.shape == x.shape and coded.dtype == x.dtype
@@ -154,7 +155,7 @@ def test_delayed_scaling_uses_its_scale_and_records_the_largest(device):
     q, k, v = laid_out("bs3hd", device)
     amax = torch.zeros(1, device=device)
     quantizer = te.Float8Quantizer(torch.tensor([8.0], device=device), amax, E4M3)
-    codes = combine_and_quantize("bs3hd", q, k, v, quantizer)
+    *codes, _, _ = combine_and_quantize("bs3hd", q, k, v, quantizer)
     assert float(amax) == max(float(x.abs().max()) for x in (q, k, v))
     for x, coded in zip((q, k, v), codes, strict=True):
         want = (x * 8.0).clamp(-448, 448).to(torch.float8_e4m3fn)

@@ -117,6 +117,14 @@ def test_a_function_of_the_extension_is_called_as_in_the_original(name):
     assert sum(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in ours) == want
 
 
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(owner, name) for owner, names in signatures.MEMBERS.items() for name in names.split()],
+)
+def test_a_member_of_the_original_exists(owner, name):
+    assert hasattr(at(owner), name)
+
+
 @pytest.mark.parametrize("name", signatures.TOP.split())
 def test_the_top_package_has_names_that_live_deeper(name):
     assert getattr(te, name) is not None
@@ -150,7 +158,10 @@ def test_slots_have_the_numbers_of_the_extensions_enumerations():
 def test_versions_are_compared_with_a_minimum():
     supported = FlashAttentionUtils.is_version_supported
     assert supported("2.8.0", "2.7.3") and not supported("2.7.2", "2.7.3") and not supported(None, "2.0")
-    assert supported("2.8.3") and not supported("2.3.0") and not supported("3.0.0")
+    for version in ("2.1.1", "2.3.0", "2.8.3", "2.8.3+cu128torch2.9", "2.8.3.post1"):
+        assert supported(version), version
+    for version in ("2.1.0", "2.8.4", "2.8.4+cu128", "3.0.0", "1.0.9"):
+        assert not supported(version), version
 
 
 def test_attention_parameters_compare_the_recipe_of_their_meta_alone():

@@ -176,5 +176,5 @@ def test_sparse_tensors_are_named():
     }.items():
         with pytest.raises(TypeError, match=rf"{name} is a torch.sparse_coo tensor; give a dense one"):
             call()
-    with pytest.raises(TypeError, match="inp is a torch.sparse_coo tensor; give a dense one"):
+    with pytest.raises(TypeError, match=r"inp is a torch.sparse_coo tensor; give a dense one"):
         te.moe_unpermute(y.to_sparse(), rows)

@@ -231,6 +231,23 @@ class TestQuantizedTokens:
         assert values[32 * K :].abs().sum() == 0
         assert torch.equal(row_id_map, moe_permute(codes.dequantize(), mask, 32 * K + 16)[1])
 
+    @pytest.mark.parametrize("name", sorted(QUANTIZERS))
+    def test_scales_of_blocks_have_exactly_the_rows(self, name):
+        mask = torch.zeros(32, E, dtype=torch.int32).scatter_(1, torch.rand(32, E).topk(K, 1).indices, 1)
+        codes = QUANTIZERS[name]()(torch.randn(32, 256))
+        rows = 32 * K + 1
+        y, _ = moe_permute(codes, mask, rows)
+        scale = getattr(y, "_rowwise_scale_inv", None)
+        if scale is None:
+            assert y._scale_inv.numel() == 1
+            return
+        along = 1 if isinstance(y, te.Float8BlockwiseQTensor) else 0
+        assert scale.shape[along] == rows and scale.is_contiguous()
+        if not isinstance(y, te.NVFP4Tensor):
+            plain = y.dequantize()
+            got = te.cpp_extensions.general_gemm(torch.eye(256), plain)[0]
+            assert torch.equal(got, plain)
+
     def test_chunks_of_codes_too(self):
         codes = QUANTIZERS["float8"]()(torch.randn(32, 64))
         splits, order = torch.tensor([8, 24]), torch.tensor([1, 0])

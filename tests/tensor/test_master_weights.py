@@ -112,8 +112,52 @@ def test_what_cannot_be_written_is_refused(device):
         quantize_master_weights([weight_of("block_1d", device)], [flat], [0], None)
     with pytest.raises(ValueError, match="align shards to bytes"):
         quantize_master_weights([weight_of("nvfp4_2d", device)], [flat[:31]], [0], None)
-    with pytest.raises(TypeError, match="HybridQuantizedTensor has no master weights"):
-        quantize_master_weights([weight_of("hybrid", device)], [flat], [0], None)
+
+
+E4M3 = te.DType.kFloat8E4M3
+
+
+def hybrid_quantizer(device, kind, **settings):
+    current = te.Float8CurrentScalingQuantizer
+    pairs = {
+        "current": lambda: (current(E4M3, device), current(te.DType.kFloat8E5M2, device)),
+        "delayed": lambda: tuple(
+            te.Float8Quantizer(torch.full((1,), scale, device=device), torch.zeros(1, device=device), E4M3)
+            for scale in (8.0, 16.0)
+        ),
+        "identity": lambda: (current(E4M3, device), te.IdentityQuantizer()),
+        "mxfp8": lambda: (current(E4M3, device), te.MXFP8Quantizer(E4M3)),
+    }
+    rows, columns = pairs[kind]()
+    return te.HybridQuantizer(rowwise_quantizer=rows, columnwise_quantizer=columns, **settings)
+
+
+@pytest.mark.parametrize("kind", ["current", "delayed", "identity", "mxfp8"])
+def test_both_directions_of_a_hybrid_weight_are_written(kind, device):
+    weight = hybrid_quantizer(device, kind)(torch.ones(SHAPE, dtype=torch.bfloat16, device=device))
+    flat = master(device).view(-1)
+    cut = 50 * SHAPE[1]
+    quantize_master_weights([weight], [flat], [0], None)
+    whole = hybrid_quantizer(device, kind)
+    want = whole(master(device).bfloat16())
+    assert torch.equal(weight.dequantize(), want.dequantize())
+    assert torch.equal(weight.columnwise_sub_storage.dequantize(), want.columnwise_sub_storage.dequantize())
+    if kind == "delayed":
+        assert (
+            weight._quantizer.columnwise_quantizer.amax.item() == whole.columnwise_quantizer.amax.item() > 0
+        )
+    before = weight.columnwise_sub_storage.dequantize().clone()
+    quantize_master_weights([weight], [flat[:cut] / 2], [0], None)
+    after = weight.columnwise_sub_storage.dequantize()
+    if kind == "delayed":  # the scale stays, so the values of other ranks do too
+        assert torch.equal(after[50:], before[50:]) and not torch.equal(after[:50], before[:50])
+
+
+def test_hybrid_columns_that_follow_from_rows_have_no_master_weights(device):
+    quantizer = hybrid_quantizer(device, "current", columnwise_source="rowwise_dequantized")
+    weight = quantizer(torch.ones(SHAPE, device=device))
+    with pytest.raises(NotImplementedError, match='columnwise_source="original"'):
+        quantize_master_weights([weight], [master(device).view(-1)], [0], None)
 
 
 def test_weights_without_codes_are_written_as_they_are(device):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..common.attention_enums import NVTE_QKV_Layout
 from ..common.formats import TENSOR_FORMATS
 
 
@@ -22,6 +23,24 @@ class DType(enum.IntEnum):
     kFloat8E4M3 = 7
     kFloat8E5M2 = 8
     kFloat4E2M1 = 10
+
+    @classmethod
+    def cast(cls, dtype: DType | int | torch.dtype) -> DType:
+        """Convert a `torch.dtype`, a number, or a member of another such enumeration to a DType.
+
+        Raises:
+            TypeError: dtype is of another type.
+            ValueError: No element type corresponds to dtype.
+        """
+        if isinstance(dtype, torch.dtype):
+            if dtype not in TE_DType:
+                raise ValueError(f"dtype={dtype} has no DType; give one of {', '.join(map(str, TE_DType))}")
+            return TE_DType[dtype]
+        if isinstance(dtype, bool) or not hasattr(dtype, "__int__"):
+            raise TypeError(
+                f"dtype={dtype!r} is a {type(dtype).__name__}; give a torch.dtype, a DType or its number"
+            )
+        return cls(int(dtype))
 
     def __reduce_ex__(self, protocol):
         return (DType, (int(self),))
@@ -77,6 +96,8 @@ AttnMaskTypes = (
     "arbitrary",
 )
 AttnTypes = ("self", "cross")
+AttnBiasTypes = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
+QKVLayouts = tuple(layout.name.removeprefix("NVTE_").lower() for layout in NVTE_QKV_Layout)
 LayerTypes = ("encoder", "decoder")
 GemmParallelModes = ("row", "column", None)
 

@@ -1,5 +1,15 @@
-"""Alias of transformer_engine.pytorch.quantization."""
+"""Alias of transformer_engine.pytorch.quantization, and of the recipes in transformer_engine.common.recipe."""
 
+from ..common.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
 from .quantization import (
     FP8GlobalStateManager,
     RecipeState,
@@ -23,7 +33,15 @@ from .quantization import (
 )
 
 __all__ = [
+    "CustomRecipe",
+    "DelayedScaling",
     "FP8GlobalStateManager",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "Recipe",
     "RecipeState",
     "_amax_and_scale_update",
     "_default_sf_compute",

@@ -42,7 +42,30 @@ __all__ = [
     "set_capture_start",
 ]
 
-make_weak_ref = unowned  # the original's name
+
+def make_weak_ref(x: Any) -> Any:
+    """Return tensors that share the memory of the given ones without keeping it alive.
+
+    Args:
+        x: A tensor, or a tuple, list or dict of tensors, numbers and None, nested to any depth.
+
+    Returns:
+        The same structure. CUDA tensors are replaced by non-owning views; CPU tensors, numbers and None are unchanged.
+
+    Raises:
+        TypeError: x holds an object of another type.
+    """
+    if isinstance(x, torch.Tensor):
+        return unowned(x) if x.is_cuda else x
+    if isinstance(x, tuple | list):
+        return type(x)(make_weak_ref(item) for item in x)
+    if isinstance(x, dict):
+        return {key: make_weak_ref(item) for key, item in x.items()}
+    if x is None or isinstance(x, int | float | bool):
+        return x
+    raise TypeError(
+        f"make_weak_ref takes tensors, numbers, None and containers of them, not {type(x).__name__}"
+    )
 
 
 def graph_pool_handle() -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +14,12 @@ from .functions.split_along import SplitAlongDim
 from .graph import make_weak_ref
 from .module.parameters import default_init_method
 from .runtime.checks import tensor as tensor_of
-from .runtime.device import get_cudnn_version, get_device_compute_capability
+from .runtime.device import canonical_device, get_cudnn_version, get_device_compute_capability
 
 __all__ = [
     "SplitAlongDim",
     "assert_dim_for_fp8_exec",
+    "attention_mask_func",
     "cast_if_needed",
     "check_dim_for_fp8_exec",
     "deinterleave_glu_tensor",
@@ -25,6 +27,7 @@ __all__ = [
     "get_cudnn_version",
     "get_default_init_method",
     "get_device_compute_capability",
+    "gpu_autocast_ctx",
     "init_method_normal",
     "interleave_glu_tensor",
     "is_non_tn_fp8_gemm_supported",
@@ -34,6 +37,7 @@ __all__ = [
     "round_up_to_nearest_multiple",
     "scaled_init_method_normal",
     "split_tensor_along_dim",
+    "torch_get_autocast_gpu_dtype",
 ]
 
 _ROWS, _DEPTH = 8, 16  # what FP8 products of tensors with one scale take: multiples of these
@@ -128,13 +132,32 @@ def scaled_init_method_normal(sigma: float, num_layers: int) -> Callable[[Tensor
     return init_method_normal(sigma / math.sqrt(2.0 * num_layers))
 
 
-def nvtx_range_push(name: str) -> None:
-    """Begin a range of the profiler, where there is CUDA."""
+def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Tensor:
+    """Set the scores of hidden keys (mask True) to -10000 in place, and return the scores."""
+    return attention_scores.masked_fill_(attention_mask, -10000.0)
+
+
+def gpu_autocast_ctx(**settings: Any) -> torch.amp.autocast:
+    """Return `torch.amp.autocast` for the device that "cuda" stands for here: the CPU on a machine without a GPU.
+
+    Args:
+        settings: Keywords of `torch.amp.autocast`, such as `dtype` and `enabled`.
+    """
+    return torch.amp.autocast(**{"device_type": canonical_device("cuda").type} | settings)
+
+
+def torch_get_autocast_gpu_dtype() -> torch.dtype:
+    """Return the dtype that `gpu_autocast_ctx` computes in unless it is given another."""
+    return torch.get_autocast_dtype(canonical_device("cuda").type)
+
+
+def nvtx_range_push(msg: str) -> None:
+    """Begin a profiler range; does nothing without CUDA."""
     if torch.cuda.is_available():
-        torch.cuda.nvtx.range_push(name)
+        torch.cuda.nvtx.range_push(msg)
 
 
-def nvtx_range_pop(name: str | None = None) -> None:
-    """End the innermost range; its name is for the reader."""
+def nvtx_range_pop(msg: str | None = None) -> None:
+    """End the innermost profiler range; `msg` only documents the call site."""
     if torch.cuda.is_available():
         torch.cuda.nvtx.range_pop()

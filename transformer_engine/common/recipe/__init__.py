@@ -342,14 +342,14 @@ class NVFP4BlockScaling(Recipe):
     disable_rht: bool = bool(defaults.of("NVTE_NVFP4_DISABLE_RHT"))
     disable_stochastic_rounding: bool = bool(defaults.of("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING"))
     disable_2d_quantization: bool = bool(defaults.of("NVTE_NVFP4_DISABLE_2D_QUANTIZATION"))
-    fp4_format: Format = Format.E2M1
-    fp8_format: Format = Format.E4M3
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
     row_scaled_activation: bool = bool(defaults.of("NVTE_NVFP4_ROW_SCALED_ACTIVATION"))
     nvfp4_4over6: str = str(defaults.of("NVTE_NVFP4_4OVER6"))
     nvfp4_4over6_e4m3_use_256: str = str(defaults.of("NVTE_NVFP4_4OVER6_E4M3_USE_256"))
     nvfp4_4over6_err_mode: str = str(defaults.of("NVTE_NVFP4_4OVER6_ERR_MODE"))
+    fp4_format: Format = Format.E2M1
+    fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
     backward_override: str | None = defaults.of("NVTE_BACKWARD_OVERRIDE")
     fp4_quant_fwd_inp: QParams = field(init=False)
     fp4_quant_fwd_weight: QParams = field(init=False)
@@ -386,9 +386,9 @@ class CustomRecipe(Recipe):
     """
 
     qfactory: Callable[..., Any] | None = None
+    fp8_format: Format = Format.HYBRID
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    fp8_format: Format = Format.HYBRID
     quantization_alignment: int = 128
     backward_override: str | None = defaults.of("NVTE_BACKWARD_OVERRIDE")
 

@@ -171,6 +171,59 @@ class ApplyPackedRope(torch.autograd.Function):
         return grad_qkv, None, None, None, None, None, None
 
 
+class FusedRoPEFunc(torch.autograd.Function):
+    """`apply_rotary_pos_emb` as an autograd function, with positional arguments; the angles get no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        t: Tensor,
+        freqs: Tensor,
+        start_positions: Tensor | None = None,
+        tensor_format: str = "sbhd",
+        interleaved: bool = False,
+        cu_seqlens: Tensor | None = None,
+        cp_size: int = 1,
+        cp_rank: int = 0,
+    ) -> Tensor:
+        spec = RopeSpec(tensor_format, interleaved, cp_size, cp_rank)
+        check_rotation(t, freqs, Positions(start_positions, cu_seqlens), spec, t.shape[-1])
+        return ApplyRope.forward(ctx, t, _angles(freqs), start_positions, cu_seqlens, spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return ApplyRope.backward(ctx, grad_output)[0], *[None] * 7
+
+
+class FusedQKVRoPEFunc(torch.autograd.Function):
+    """`apply_fused_qkv_rotary_pos_emb` as an autograd function, with positional arguments."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        q_freqs: Tensor,
+        k_freqs: Tensor,
+        qkv_split_arg_list: Sequence[int],
+        start_positions: Tensor | None = None,
+        tensor_format: str = "sbhd",
+        interleaved: bool = False,
+        cu_seqlens: Tensor | None = None,
+        cp_size: int = 1,
+        cp_rank: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        spec = RopeSpec(tensor_format, interleaved, cp_size, cp_rank)
+        sizes = _split_sizes(qkv, qkv_split_arg_list)
+        for freqs in (q_freqs, k_freqs):
+            check_rotation(qkv, freqs, Positions(start_positions, cu_seqlens), spec, sizes[1])
+        angles = _angles(q_freqs), _angles(k_freqs)
+        return ApplyPackedRope.forward(ctx, qkv, *angles, start_positions, cu_seqlens, sizes, spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
+        return ApplyPackedRope.backward(ctx, grad_q, grad_k, grad_v)[0], *[None] * 9
+
+
 _apply, _apply_packed = applier(ApplyRope), applier(ApplyPackedRope)
 
 
@@ -212,31 +265,46 @@ def apply_fused_qkv_rotary_pos_emb(
     tensor_format: str = "sbhd",
     start_positions: Tensor | None = None,
     interleaved: bool = False,
-    fused: bool = False,
     cu_seqlens: Tensor | None = None,
     cp_size: int = 1,
     cp_rank: int = 0,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(q, k, v) of qkv [.., groups, q_size + k_size + v_size], q, k rotated; a head has k_size features.
+    """Split packed projections into queries, keys and values, and rotate the queries and keys.
 
-    The three are contiguous, q [.., groups * q_size / k_size, k_size]; the other arguments are those of
-    apply_rotary_pos_emb.
+    Args:
+        qkv: Packed projections [..., groups, q_size + k_size + v_size]; one head has k_size features.
+        q_freqs: Rotation angles of the queries [s, 1, 1, d].
+        k_freqs: Rotation angles of the keys [s, 1, 1, d].
+        qkv_split_arg_list: (q_size, k_size, v_size).
+        fused: Has no effect; the rotation is always one fused operation.
+
+    The remaining arguments are those of `apply_rotary_pos_emb`.
+
+    Returns:
+        Contiguous q [..., groups * q_size / k_size, k_size], k and v.
     """
-    q_size, k_size, v_size = (to_int("qkv_split_arg_list", size) for size in qkv_split_arg_list)
+    sizes = _split_sizes(qkv, qkv_split_arg_list)
+    spec = _spec(tensor_format, interleaved, cp_size, cp_rank)
+    positions = Positions(start_positions, cu_seqlens)
+    for freqs in (q_freqs, k_freqs):
+        check_rotation(qkv, freqs, positions, spec, sizes[1])
+    return rotated_qkv(qkv, (q_freqs, k_freqs), sizes, spec, positions)
+
+
+def _split_sizes(qkv: Tensor, sizes: Sequence[int]) -> tuple[int, int, int]:
+    """Return (q_size, k_size, v_size) of one group; ValueError unless they fit the packed projections."""
+    q_size, k_size, v_size = (to_int("qkv_split_arg_list", size) for size in sizes)
     if q_size + k_size + v_size != qkv.shape[-1]:
         raise ValueError(
-            f"qkv_split_arg_list={list(qkv_split_arg_list)} does not add up to {qkv.shape[-1]}, the last axis; "
+            f"qkv_split_arg_list={list(sizes)} does not add up to {qkv.shape[-1]}, the last axis; "
             "give the sizes of one group's queries, key and value"
         )
     if k_size < 1 or q_size % k_size:
         raise ValueError(
             f"the query part {q_size} is not a multiple of the key part {k_size}; split by whole heads"
         )
-    spec = _spec(tensor_format, interleaved, cp_size, cp_rank)
-    positions = Positions(start_positions, cu_seqlens)
-    for freqs in (q_freqs, k_freqs):
-        check_rotation(qkv, freqs, positions, spec, k_size)
-    return rotated_qkv(qkv, (q_freqs, k_freqs), (q_size, k_size, v_size), spec, positions)
+    return q_size, k_size, v_size
 
 
 def rotated_qkv(

@@ -79,11 +79,19 @@ def fused_attn_fwd(
     attn_mask_type: str = "padding", softmax_type: str = "vanilla",
     window_size: tuple[int, int] = (-1, -1), rng_gen: torch.Generator | None = None,
     softmax_offset: Tensor | None = None, return_max_logit: bool = False, cuda_graph: bool = False,
-    bottom_right_diagonal: bool | None = None,
+    bottom_right_diagonal: bool | None = None, o_format: str | None = None,
+    qkv_scale_inv_format: str | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """(out, aux tensors for fused_attn_bwd[, max_logit [h]]); see transformer_engine_torch.fused_attn_fwd.
+    """Compute attention without autograd; see `transformer_engine_torch.fused_attn_fwd`.
 
-    attn_scale   default 1 / sqrt(head size);  dropout is 0 unless is_training
+    Args:
+        attn_scale: Factor of the scores; 1 / sqrt(head size) by default.
+        dropout: Dropout probability; 0 unless is_training.
+        o_format: Order of the output's axes, "sbhd", "bshd", "bhsd" or "thd"; by default that of the queries.
+        qkv_scale_inv_format: Has no effect; scales are read with their tensors.
+
+    Returns:
+        The output, the tensors for `fused_attn_bwd`, and with return_max_logit the largest logit of each head [h].
     """
     _check(fused_attention_backend)
     switch("is_training", is_training)
@@ -118,6 +126,8 @@ def fused_attn_fwd(
         return_max_logit,
         cuda_graph,
         bottom_right_diagonal=bottom_right_diagonal,
+        o_format=o_format,
+        qkv_scale_inv_format=qkv_scale_inv_format,
     )
     if not return_max_logit:
         return output, rest
@@ -134,9 +144,22 @@ def fused_attn_bwd(
     attn_scale: float | None = None, dropout: float = 0.0, fast_zero_fill: bool = True,
     qkv_layout: str = "sbh3d", attn_bias_type: str = "no_bias", attn_mask_type: str = "padding",
     softmax_type: str = "vanilla", window_size: tuple[int, int] = (-1, -1), deterministic: bool = False,
-    cuda_graph: bool = False, bottom_right_diagonal: bool | None = None,
+    cuda_graph: bool = False, bottom_right_diagonal: bool | None = None, o_format: str | None = None,
+    do_format: str | None = None, dqkv_layout: str | None = None,
+    qkv_scale_inv_format: str | None = None, do_scale_inv_format: str | None = None,
 ) -> list[Any]:  # fmt: skip
-    """[dq, dk, dv, dbias | None, dsoftmax_offset | None]; dqkv_dtype is a torch dtype or a DType."""
+    """Compute the gradients of `fused_attn_fwd`; see `transformer_engine_torch.fused_attn_bwd`.
+
+    Args:
+        dqkv_dtype: dtype of the gradients, a torch dtype or a DType.
+        o_format: Order of the axes of `o`; by default that of the queries.
+        do_format: Order of the axes of `d_o`; by default that of the queries.
+        dqkv_layout: Layout of the gradients; by default qkv_layout.
+        qkv_scale_inv_format, do_scale_inv_format: Have no effect; scales are read with their tensors.
+
+    Returns:
+        [dq, dk, dv, dbias or None, dsoftmax_offset or None].
+    """
     _check(fused_attention_backend)
     drop_rate("dropout", dropout)
     _check_heads(q, k, v)
@@ -167,6 +190,11 @@ def fused_attn_bwd(
         dqkv_quantizer,
         cuda_graph,
         bottom_right_diagonal=bottom_right_diagonal,
+        o_format=o_format,
+        do_format=do_format,
+        dqkv_layout=None if dqkv_layout is None else _one(QKVLayout, "dqkv_layout", dqkv_layout.lower()),
+        qkv_scale_inv_format=qkv_scale_inv_format,
+        do_scale_inv_format=do_scale_inv_format,
     )
 
 

@@ -27,14 +27,20 @@ SYMMETRIC_ALL_REDUCES = (None, "multimem_all_reduce", "two_shot", "one_shot")
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def world_size(group: dist_group_type | None) -> int:
+def world_size(group: dist_group_type | None = None) -> int:
     """Ranks in the group (None: the default group); 1 where torch.distributed is not initialised."""
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
-def rank(group: dist_group_type | None) -> int:
+def rank(group: dist_group_type | None = None) -> int:
     """This process's rank in the group; 0 where torch.distributed is not initialised."""
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+
+
+get_distributed_world_size, get_distributed_rank = (
+    world_size,
+    rank,
+)  # names that callers of the original import
 
 
 class AllOf:

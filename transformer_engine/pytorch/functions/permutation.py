@@ -17,6 +17,7 @@ from ..primitives.quantize import Quantized
 from ..runtime.double_backward import once_differentiable
 from ..tensor import QuantizedTensor
 from ..tensor.axis import COLS
+from ..tensor.storage.block_scaled import BlockScaledStorage
 
 
 def permute(
@@ -69,6 +70,8 @@ def _sent(
     if "square_tiles" in constants:  # rows of a tile have parted
         constants["square_tiles"] = False
     storage = x.storage_class().pack(moved, (rows, x.shape[-1]), **constants)
+    if isinstance(storage, BlockScaledStorage):
+        storage.trim_rowwise_scales()
     return type(x).from_storage(storage), row_probs
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,23 +15,60 @@ from ..primitives.gemm import Epilogue, gemm
 from ..primitives.operand import Operand
 
 
-class WeightGradientStore:
-    """Weight gradients put off until `backward_dw()`: a queue of (product, where its result goes)."""
+class WeightGradStore:
+    """Queue of weight gradients that a backward pass leaves to `backward_dw()`.
 
-    def __init__(self) -> None:
-        self._queue: deque[Callable[[], None]] = deque()
+    Args:
+        delay_wgrad_compute: Queue gradients; otherwise `put` and `pop` raise RuntimeError.
+        ub_bulk_wgrad: Must be False when gradients are delayed: communication cannot overlap a product that runs later.
+    """
 
-    def put(self, compute: Callable[[], None]) -> None:
-        self._queue.append(compute)
+    def __init__(self, delay_wgrad_compute: bool = False, ub_bulk_wgrad: bool = False) -> None:
+        if delay_wgrad_compute and ub_bulk_wgrad:
+            raise ValueError(
+                "delay_wgrad_compute=True and ub_bulk_wgrad=True exclude each other; set one of them to False"
+            )
+        self.enabled = delay_wgrad_compute
+        self.context: deque[tuple[Sequence[Any], Callable[..., Any]]] = deque()
 
-    def run_next(self) -> None:
-        """Compute the oldest gradient; RuntimeError when none waits."""
-        if not self._queue:
+    def delay_wgrad_compute(self) -> bool:
+        """Are weight gradients delayed?"""
+        return self.enabled
+
+    def put(self, tensor_list: Sequence[Any], func: Callable[..., Any]) -> None:
+        """Queue func(*tensor_list).
+
+        Raises:
+            RuntimeError: The store was made with delay_wgrad_compute=False.
+        """
+        if not self.enabled:
+            raise RuntimeError("this WeightGradStore delays nothing; make it with delay_wgrad_compute=True")
+        self.context.append((tensor_list, func))
+
+    def pop(self) -> tuple[Any, Sequence[Any]]:
+        """Compute the oldest queued gradient.
+
+        Returns:
+            The result of the function, and the tensors that it was queued with.
+
+        Raises:
+            RuntimeError: The queue is empty.
+        """
+        if not self.context:
             raise RuntimeError("no weight gradient waits; call backward_dw() once after each backward pass")
-        self._queue.popleft()()
+        tensor_list, func = self.context.popleft()
+        return func(*tensor_list), tensor_list
+
+    def assert_empty(self) -> None:
+        """Raise AssertionError unless every queued gradient has been computed."""
+        if self.context:
+            raise AssertionError(
+                f"{len(self.context)} delayed weight gradients were not computed; call backward_dw() after each "
+                "backward pass"
+            )
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self.context)
 
 
 @dataclass(frozen=True)
@@ -43,13 +79,13 @@ class WeightGradient:
                  it is delayed
     fused        accumulate into main_grad instead of returning a gradient
     overwrite    the first microbatch: main_grad is written, not added to
-    store        put the product off until `store.run_next()`
+    store        queue the product until `store.pop()`
     """
 
     parameters: tuple[Any, ...] = ()
     fused: bool = False
     overwrite: bool = False
-    store: WeightGradientStore | None = None
+    store: WeightGradStore | None = None
 
     @property
     def parameter(self) -> Any:
@@ -62,7 +98,7 @@ class WeightGradient:
         A placeholder or None when it goes to main_grad, None when it is put off.
         """
         if self.store is not None:
-            self.store.put(functools.partial(self._late, dy, x, exact, dtype))
+            self.store.put((dy, x, exact, dtype), self._late)
             return self._placeholder(dtype) if self.fused else None
         if self.fused:
             self._accumulate(dy, x, exact)
@@ -72,7 +108,7 @@ class WeightGradient:
     def place(self, gradient: Tensor) -> Tensor | None:
         """Put dw [N, K], which somebody else computed, where `compute` puts its own."""
         if self.store is not None:
-            self.store.put(functools.partial(self._place_late, gradient))
+            self.store.put((gradient,), self._place_late)
             return self._placeholder(gradient.dtype) if self.fused else None
         if not self.fused:
             return gradient

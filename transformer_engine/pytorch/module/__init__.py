@@ -9,6 +9,7 @@ from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .linear import Linear
 from .rmsnorm import RMSNorm
+from .userbuffers import UserBufferQuantizationMode, destroy_ub, initialize_ub
 
 __all__ = [
     "Fp8Padding",
@@ -20,4 +21,7 @@ __all__ = [
     "Linear",
     "RMSNorm",
     "TransformerEngineBaseModule",
+    "UserBufferQuantizationMode",
+    "destroy_ub",
+    "initialize_ub",
 ]

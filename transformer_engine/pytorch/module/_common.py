@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...common.checks import one_of
 from ..functions.normalization import NORMALIZATIONS, Norm
+from ..functions.weight_gradient import WeightGradStore as WeightGradStore
 from ..runtime.replaceable import watched
 
 

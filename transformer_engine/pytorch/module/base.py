@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...common.recipe import Recipe
 from ..functions.scale_update import ScaleUpdate, in_a_backward, of_the_pass
-from ..functions.weight_gradient import WeightGradientStore, _dummy_wgrads, dummy_gradient  # noqa: F401
+from ..functions.weight_gradient import WeightGradStore, _dummy_wgrads, dummy_gradient  # noqa: F401
 from ..quantization import (
     QuantizerRole,
     check_extra_state,
@@ -124,7 +124,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         )
         self.numerics = Numerics(model_init.recipe)
         self.param_init_meta: dict[str, ParameterInit] = {}
-        self.wgrad_store: WeightGradientStore | None = None
+        self.wgrad_store: WeightGradStore | None = None
         self._model_init_recipe = model_init.recipe
         self._wgrad_hooks: list[Any] = []
         self._warned: set[str] = set()
@@ -179,10 +179,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> Sequence[QuantizerRole | None] | None:
         """What each slot of one direction is for, as a custom recipe's factory is told; None: unknown."""
         return None
-
-    def fast_setattr(self, name: str, value: Any) -> None:
-        """Set a plain attribute without nn.Module's search for parameters and modules."""
-        object.__setattr__(self, name, value)
 
     def module_setattr(self, name: str, value: Any) -> None:
         """Set an attribute as nn.Module does, registering parameters and modules."""
@@ -325,9 +321,9 @@ class TransformerEngineBaseModule(torch.nn.Module):
         trained = self._trained_products()
         if not trained:
             return
-        self.wgrad_store.run_next()
+        self.wgrad_store.pop()
         for _ in range(min(trained - 1, len(self.wgrad_store))):
-            self.wgrad_store.run_next()
+            self.wgrad_store.pop()
         self._trigger_wgrad_accumulation_and_reduce_hooks()
 
     def _trained_products(self) -> int:

@@ -54,7 +54,9 @@ def configured(
     written: Callable[[Any, str, Any], object] | None = None,
     rules: Mapping[str, Rule] | None = None,
 ) -> Callable[[type[M]], type[M]]:
-    """A class decorator that makes a property of every field of config whose name does not begin with an underscore.
+    """Class decorator that makes a property of every field of config whose name does not begin with an underscore.
+
+    The class gets the method `fast_setattr` too.
 
     fixed         fields by which children and parameters of the module were made: another value is an AttributeError
     handed_down   {field: ("child.attribute", ..)} that are set to the same value, once the children are there
@@ -69,6 +71,7 @@ def configured(
 
     def decorate(cls: type[M]) -> type[M]:
         cls._config_class = config  # pyright: ignore[reportAttributeAccessIssue]
+        cls.fast_setattr = fast_setattr  # pyright: ignore[reportAttributeAccessIssue]
         known = {**RULES, **(rules or {})}
         for field in fields(config):
             if not field.name.startswith("_") and field.name not in vars(cls):
@@ -79,6 +82,11 @@ def configured(
         return cls
 
     return decorate
+
+
+def fast_setattr(self: torch.nn.Module, name: str, value: Any) -> None:
+    """Set a plain attribute of a module without nn.Module's search for parameters and modules."""
+    object.__setattr__(self, name, value)
 
 
 def _setting(

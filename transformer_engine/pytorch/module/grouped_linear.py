@@ -20,14 +20,14 @@ from ..functions.grouped_together import grouped_linear_together
 from ..functions.linear_spec import LinearSpec, changed
 from ..functions.scale_update import of_the_pass
 from ..functions.stacks import StackMember, members_of
-from ..functions.weight_gradient import WeightGradientStore
+from ..functions.weight_gradient import WeightGradStore
 from ..quantization.autocast import current, here_in_eager_mode
 from ..runtime.device import canonical_device, is_meta
 from ..runtime.replaceable import watched
 from .arguments import accepts, switch
 from .config import configured
 from .grouped_keywords import check_device_splits, honoured, uses_grouped_tensor
-from .grouped_parameters import create_parameters, load_other_form, mark_parameters, names_of
+from .grouped_parameters import create_parameters, group_weights, load_other_form, mark_parameters, names_of
 from .grouped_path import TogetherPath
 from .linear_base import SIZES, LinearConfig, ProductsModule, check_parallel_mode
 from .numerics import traced_update
@@ -158,7 +158,7 @@ class GroupedLinear(ProductsModule):
         if tp_group is not None:
             self.set_tensor_parallel_group(tp_group)
         if delay_wgrad_compute:
-            self.wgrad_store = WeightGradientStore()
+            self.wgrad_store = WeightGradStore(delay_wgrad_compute=True)
         options = {"dtype": params_dtype or torch.get_default_dtype(), "device": canonical_device(device)}
         fill = ParameterInit(init_method or default_init_method, get_rng_state_tracker, rng_tracker_name)
         create_parameters(self, fill, options)
@@ -170,6 +170,21 @@ class GroupedLinear(ProductsModule):
     def num_products(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """One product a group."""
         return self.num_gemms
+
+    def make_grouped_weights(self, defer_init: bool = False) -> None:
+        """Turn `weight0`, `weight1`, ... into one parameter `weight` [num_gemms, out_features, in_features].
+
+        The layer then is as if it had been made with single_grouped_weight=True. Call it before an optimizer holds the
+        parameters. A layer whose weights are grouped already stays as it is.
+
+        Args:
+            defer_init: Do nothing, because the parameters are still to be allocated.
+        """
+        if defer_init or self.single_grouped_weight:
+            return
+        group_weights(self)
+        self.numerics.workspaces.clear()
+        self._together = TogetherPath(self)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         super().reset_parameters(defer_init=defer_init)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ..tensor.grouped_tensor import GroupedTensor
+from ..tensor.initial_values import initial_values_of, keep_initial_values
 from ..tensor.quantized_tensor import QuantizedTensor
 from .linear_base import LinearConfig, ProductsModule
 from .parameters import InitMethod, ParameterInit
@@ -75,6 +76,33 @@ def mark_parameters(module: ProductsModule) -> None:
         for name in config.bias_names:
             axis = int(config.single_grouped_bias)
             set_tensor_model_parallel_attributes(getattr(module, name), sharded, axis, 1)
+
+
+def group_weights(module: ProductsModule) -> None:
+    """Replace the weights of the groups by one parameter [n, N, K] with the same values, or the same codes.
+
+    The new parameter takes the place of the first weight. Attributes that users have set on a weight are not carried
+    over, and an optimizer that holds the old parameters does not see the new one.
+    """
+    config: Any = module._config
+    members = [module.get_parameter(name) for name in config.weight_names]
+    fills = [module.param_init_meta.pop(name) for name in config.weight_names]
+    with torch.no_grad():
+        stack = torch.nn.Parameter(_together([m.detach() for m in members]), members[0].requires_grad)
+    initial = [kept for kept in map(initial_values_of, members) if kept is not None]
+    if len(initial) == len(members):
+        keep_initial_values(stack, torch.stack(initial))
+    others = {name: held for name, held in module._parameters.items() if name not in config.weight_names}
+    module._parameters.clear()
+    module.register_parameter("weight", stack, _of_members(fills[0], config.num_gemms))
+    module._parameters.update(others)
+    module._configure(
+        single_grouped_weight=True,
+        weight_names=("weight",),
+        _tensors=("weight", *config.bias_names),
+        _weights=tuple([("weight",)] * config.num_gemms),
+    )
+    mark_parameters(module)
 
 
 def load_other_form(module: Any, state_dict: MutableMapping[str, Any], prefix: str, *_: Any) -> None:

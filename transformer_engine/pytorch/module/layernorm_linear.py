@@ -22,7 +22,7 @@ from ..functions.fusions import APART
 from ..functions.linear_spec import changed
 from ..functions.norm_linear import NormLinearSpec, norm_linear
 from ..functions.normalization import Norm
-from ..functions.weight_gradient import WeightGradientStore
+from ..functions.weight_gradient import WeightGradStore
 from ..runtime.device import canonical_device, is_meta
 from ..runtime.replaceable import watched
 from ..runtime.warn_once import warn_once
@@ -140,7 +140,7 @@ class LayerNormLinear(ProductsModule):
         if tp_group is not None:
             self.set_tensor_parallel_group(tp_group)
         if delay_wgrad_compute:
-            self.wgrad_store = WeightGradientStore()
+            self.wgrad_store = WeightGradStore(delay_wgrad_compute=True)
         dtype = params_dtype or torch.get_default_dtype()
         register_norm_parameters(
             self, in_features, normalization, zero_centered_gamma, dtype, canonical_device(device)

@@ -18,7 +18,7 @@ from ..functions.fusions import APART
 from ..functions.linear_spec import LinearSpec, changed
 from ..functions.norm_mlp import NormMLPSpec, NormMLPTensors, norm_mlp
 from ..functions.normalization import Norm
-from ..functions.weight_gradient import WeightGradientStore
+from ..functions.weight_gradient import WeightGradStore
 from ..primitives.activation import ACTIVATIONS, ActivationParams
 from ..runtime.device import canonical_device, is_meta
 from ..runtime.replaceable import watched
@@ -142,7 +142,7 @@ class LayerNormMLP(ProductsModule):
         return_layernorm_output_gathered: bool = False, seq_length: int | None = None,
         micro_batch_size: int | None = None, set_parallel_mode: bool = False,
         zero_centered_gamma: bool = False, device: torch.device | str | int = "cuda",
-        name: str | None = None, ub_overlap_ag: bool = False, ub_overlap_rs: bool = False,
+        ub_overlap_ag: bool = False, name: str | None = None, ub_overlap_rs: bool = False,
         ub_overlap_rs_dgrad: bool = False, ub_bulk_dgrad: bool = False, ub_bulk_wgrad: bool = False,
         delay_wgrad_compute: bool = False, symmetric_ar_type: str | None = None,
         checkpoint: bool = False,
@@ -180,7 +180,7 @@ class LayerNormMLP(ProductsModule):
         if tp_group is not None:
             self.set_tensor_parallel_group(tp_group)
         if delay_wgrad_compute:
-            self.wgrad_store = WeightGradientStore()
+            self.wgrad_store = WeightGradStore(delay_wgrad_compute=True)
         dtype, on = params_dtype or torch.get_default_dtype(), canonical_device(device)
         register_norm_parameters(self, hidden_size, normalization, zero_centered_gamma, dtype, on)
         self._create_weights(

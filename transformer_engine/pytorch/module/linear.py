@@ -13,7 +13,7 @@ from ...common.numbers import to_bool
 from ..functions.by_name import _Linear, called_by_name, general_gemm, refuse_quantized
 from ..functions.linear import linear, repeating
 from ..functions.linear_spec import LinearSpec
-from ..functions.weight_gradient import WeightGradientStore
+from ..functions.weight_gradient import WeightGradStore
 from ..runtime.device import is_meta
 from ..runtime.replaceable import watched
 from .arguments import accepts
@@ -110,7 +110,7 @@ class Linear(ProductsModule):
         if tp_group is not None:
             self.set_tensor_parallel_group(tp_group)
         if delay_wgrad_compute:
-            self.wgrad_store = WeightGradientStore()
+            self.wgrad_store = WeightGradStore(delay_wgrad_compute=True)
         create_parameters(self, parameters_split, params_dtype, device, init_method)
         self.reset_parameters(defer_init=is_meta(device))
 

@@ -118,14 +118,16 @@ def check_parallel_mode(mode: str | None, tp_size: int, in_features: int, out_fe
 
 
 def _role(kept: str) -> property:
-    """A role that quantizers are asked for anew after a write of."""
+    """Property of a role at the module's border; another role has the recipe's factory asked again."""
 
     def read(self: ProductsModule) -> QuantizerRole | None:
         return getattr(self, kept)
 
     def write(self: ProductsModule, role: QuantizerRole | None) -> None:
+        changed = getattr(self, kept) != role
         setattr(self, kept, role)
-        self.numerics.forget()
+        if changed:
+            self.numerics.forget()
 
     return property(read, write)
 
@@ -164,6 +166,16 @@ class ProductsModule(TransformerEngineBaseModule):
             if border is not None and self._is_at_border(product, fwd):
                 roles[-1] = border
         return roles
+
+    def get_backward_dw_params(self) -> list[torch.nn.Parameter]:
+        """Return the parameters whose gradients `backward_dw` computes; none unless delay_wgrad_compute=True."""
+        if self.wgrad_store is None:
+            return []
+        return [
+            parameter
+            for name, init in self.param_init_meta.items()
+            if init.fp8_meta_index is not None and (parameter := self.get_parameter(name)).requires_grad
+        ]
 
     def _product_name(self, product: int) -> str:
         return self.name or ""

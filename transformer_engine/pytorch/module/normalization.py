@@ -67,8 +67,8 @@ def _accepted_margin(name: str, value: Any) -> int | dict[str, int]:
     return found
 
 
-def _margin_of(stage: str) -> property:
-    """Return a property for one entry of sm_margin, under the attribute name that older callers use."""
+def margin_of(stage: str) -> property:
+    """Property that reads and sets one stage of sm_margin, under the attribute name of earlier releases."""
 
     def read(self: Normalization) -> int:
         return self._sm_margins[stage]
@@ -190,9 +190,9 @@ class Normalization(torch.nn.Module):
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
 
-    fwd_ln_sm_margin = _margin_of("forward")
-    bwd_ln_sm_margin = _margin_of("backward")
-    inf_ln_sm_margin = _margin_of("inference")
+    fwd_ln_sm_margin = margin_of("forward")
+    bwd_ln_sm_margin = margin_of("backward")
+    inf_ln_sm_margin = margin_of("inference")
 
 
 def _renamed(old_name: str, old, new_name: str, new):

@@ -23,8 +23,9 @@ from ..quantization.autocast import OUTSIDE, AutocastState
 from ..quantization.family import family_of
 from ..quantization.global_state import is_captured
 from ..runtime.tracing import constant_while_tracing
-from ..tensor.quantized_tensor import QuantizedTensorStorage
+from ..tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
+from .parameters import ParameterInit
 from .products import BACKWARD_SLOTS, FORWARD_SLOTS, ModuleRecipe, unquantized
 from .watched import Active, Slots, WatchedDict
 
@@ -33,6 +34,8 @@ class Owner(Protocol):
     """What numerics asks of its module."""
 
     numerics: Numerics
+    param_init_meta: dict[str, ParameterInit]
+    _parameters: dict[str, torch.nn.Parameter | None]
 
     @property
     def num_products(self) -> int: ...
@@ -191,6 +194,7 @@ class Numerics:
         )
         count = slots * owner.num_products
         previous = self.meta.get(key)
+        before = () if previous is None else previous.delayed_states
         with torch.inference_mode(False):  # later steps write to it, which a tensor of inference mode forbids
             state = RecipeState.renew(
                 previous,
@@ -200,10 +204,14 @@ class Numerics:
                 device=owner._state_device(),
                 roles=owner.get_quantizer_roles(fwd=forward, num_quantizers=count),
             )
-        for replaced in () if previous is None or previous is state else previous.delayed_states:
+        for replaced in () if previous is state else before:
             delayed_scaling.unregister(replaced)
         self.meta[key] = state
-        self.quantizers[key] = Slots(self._active, state.make_quantizers())
+        made = state.make_quantizers()
+        self.quantizers[key] = Slots(self._active, made)
+        held = state.delayed_states
+        if forward and any(all(old is not new for new in held) for old in before):
+            _update_parameters(owner, made)
 
     def delayed_states(self, key: str) -> tuple[Any, ...]:
         """The delayed-scaling states of a direction: "scaling_fwd" or "scaling_bwd"."""
@@ -255,14 +263,29 @@ def made_to_keep(make: Callable[[], Any]) -> Any:
 
 
 def _announce_change(owner: Owner, before: Recipe | None, recipe: Recipe) -> None:
-    """A warning where the kind of quantizer changes: scales, histories and cached weights start anew."""
+    """Warn where the recipe's class changes, so that scales, histories and cached weights start anew."""
     if before is None or family_of(before) is family_of(recipe):
         return
     names = type(before).__name__, type(recipe).__name__
     owner._warn_once(
         f"recipe {names}",
-        f"{type(owner).__name__} goes from {names[0]} to {names[1]}: its quantizers and cached weights are made anew",
+        f"Recipe type changed from {names[0]} to {names[1]}. This may affect model behavior: {type(owner).__name__} "
+        "creates new quantizers and quantizes its weights again.",
     )
+
+
+def _update_parameters(owner: Owner, quantizers: Sequence[Quantizer]) -> None:
+    """Give quantized parameters the new quantizers of their slots, whose scales later updates move."""
+    for name, init in owner.param_init_meta.items():
+        param = owner._parameters.get(name)
+        if init.fp8_meta_index is None or not isinstance(param, QuantizedTensor) or param._quantizer is None:
+            continue
+        own: Any = param._quantizer
+        quantizer = init.quantizer_among(quantizers)
+        if not own.stateful and not quantizer.stateful:
+            continue
+        quantizer.set_usage(**own.get_usages())
+        param.update_quantizer(quantizer)
 
 
 # While a compiler traces: functions that it calls for real, which take strings only, so that modules have names.

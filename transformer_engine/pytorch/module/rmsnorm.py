@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from .normalization import Normalization
+from .normalization import Normalization, margin_of
 
 
 class RMSNorm(Normalization):
-    """y = x / sqrt(E[x²] + eps) * gamma over the last dimensions (arXiv:1910.07467).
+    """Compute y = x / sqrt(E[x²] + eps) * gamma over the last dimensions (arXiv:1910.07467).
 
-    normalized_shape      the last dimensions of the input, an int for one
-    zero_centered_gamma   gamma = 1 + weight, with the weight initialised to 0
-    sequence_parallel     set as an attribute of the parameter, which Megatron-LM reads
-    sm_margin             streaming multiprocessors to leave free: an int, or a dict by stage
-                          ("forward", "backward", "inference")
+    Args:
+        normalized_shape: The last dimensions of the input; an int stands for one dimension.
+        zero_centered_gamma: Use gamma = 1 + weight, with the weight initialized to 0.
+        sequence_parallel: Set as an attribute of the parameter, which Megatron-LM reads.
+        sm_margin: Streaming multiprocessors to leave free: an int, or a dict by stage
+            ("forward", "backward", "inference"). The attributes `fwd_rmsnorm_sm_margin`, `bwd_rmsnorm_sm_margin` and
+            `inf_rmsnorm_sm_margin` read and set one stage.
     """
 
     kind = "RMSNorm"
     has_bias = False
+
+    fwd_rmsnorm_sm_margin = margin_of("forward")
+    bwd_rmsnorm_sm_margin = margin_of("backward")
+    inf_rmsnorm_sm_margin = margin_of("inference")

@@ -19,7 +19,7 @@ from ...common.checks import switch
 from ..distributed.tensor_parallel import TensorParallel
 from ..functions.linear_spec import LinearProducts, LinearSpec
 from ..functions.scale_update import OF_THE_PASS, ScaleUpdate
-from ..functions.weight_gradient import WeightGradient, WeightGradientStore
+from ..functions.weight_gradient import WeightGradient, WeightGradStore
 from ..runtime.backward_thread import keep_backward_here
 from ..runtime.warn_once import warn_once
 from ..tensor.quantizer import Quantizer
@@ -80,7 +80,7 @@ class Call(NamedTuple):
     gradients: bool
     autocast: torch.dtype | None
     environment: int
-    store: WeightGradientStore | None
+    store: WeightGradStore | None
     holders: tuple[tuple[Held, ...], ...] | None
     x: tuple[Any, ...]
     tensors: tuple[tuple[Any, ...] | None, ...]

@@ -17,7 +17,7 @@ from .extra_state import (
 from .factory import get_align_size_for_quantization, make_quantizers
 from .families import *  # noqa: F403 - the states, by the list in __all__
 from .family import Family, all_families, family_named, family_of
-from .global_state import FP8GlobalStateManager
+from .global_state import FP8GlobalState, FP8GlobalStateManager
 from .model_init import ModelInitState, current_model_init, fp8_model_init, quantized_model_init
 from .recipe_state import CustomRecipeState, DelayedScalingRecipeState, RecipeState
 from .roles import DelayedScalingRequest, QuantizerRequest, QuantizerRole

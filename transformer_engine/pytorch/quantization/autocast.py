@@ -190,6 +190,15 @@ class autocast(ContextDecorator):
         self._state = AutocastState(enabled, calibrating, recipe, amax_reduction_group, _graph)
         self._outer: AutocastState | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """Has the block been entered and not been left?"""
+        return self._outer is not None
+
+    def opened_with(self, enabled: bool, graph: bool) -> bool:
+        """Are these the settings that the block was made with?"""
+        return bool(self._state.enabled) == bool(enabled) and bool(self._state.graph) == bool(graph)
+
     def _recreate_cm(self) -> autocast:
         """As a decorator every call gets a block of its own, so that recursion works."""
         state = self._state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from typing import Any
 
@@ -27,7 +28,17 @@ def is_captured(state: AutocastState) -> bool:
     return state.graph or (has_cuda() and torch.cuda.is_current_stream_capturing())
 
 
-class QuantizationState:
+class _OpenedBlocks(threading.local):
+    """The blocks that `autocast_enter` opened in this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.blocks: list[autocast] = []
+
+
+_opened = _OpenedBlocks()
+
+
+class FP8GlobalState:
     """The part of the global state that callers write: a device flag to skip weight quantization."""
 
     def __init__(self) -> None:
@@ -39,12 +50,13 @@ class QuantizationState:
 class FP8GlobalStateManager(metaclass=StateAttributes):
     """Class methods only; see `autocast`, `delayed_scaling` and `model_init` for what stands behind them."""
 
-    quantization_state = QuantizationState()
+    quantization_state = FP8GlobalState()
 
     @classmethod
     def reset(cls) -> None:
-        """Back to the state after import."""
+        """Restore the state after import."""
         close_all_blocks()
+        _opened.blocks.clear()
         model_init.reset()
         delayed_scaling.reset()
         replay.marked_by_hand.clear()
@@ -85,18 +97,47 @@ class FP8GlobalStateManager(metaclass=StateAttributes):
         return snapshot()
 
     @classmethod
-    def set_autocast_state(cls, state: tuple[AutocastState, bool]) -> None:
-        reinstate(state)
+    def set_autocast_state(cls, fp8_state: tuple[AutocastState, bool]) -> None:
+        reinstate(fp8_state)
 
     @classmethod
     def autocast_enter(
         cls, enabled: bool = False, calibrating: bool = False, fp8_recipe: Recipe | None = None,
         fp8_group: dist_group_type | None = None, _graph: bool = False,
     ) -> autocast:  # fmt: skip
-        """Open a block; close it with the returned object's __exit__."""
+        """Open an autocast block, and return it.
+
+        Close it with `autocast_exit`, or with the returned object's `__exit__`.
+        """
         block = autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
         block.__enter__()
+        _opened.blocks.append(block)
         return block
+
+    @classmethod
+    def autocast_exit(cls, enabled: bool, _graph: bool) -> None:
+        """Close the block that the thread's last `autocast_enter` opened.
+
+        Leaving the outermost enabled block updates the forward scales of delayed scaling, as with `te.autocast`.
+
+        Args:
+            enabled: As given to `autocast_enter`.
+            _graph: As given to `autocast_enter`.
+
+        Raises:
+            RuntimeError: No block is open, or the open one was entered with other arguments.
+        """
+        blocks = _opened.blocks
+        while blocks and not blocks[-1].is_open:
+            blocks.pop()
+        if not blocks:
+            raise RuntimeError("autocast_exit found no open block; call autocast_enter first")
+        if not blocks[-1].opened_with(enabled, _graph):
+            raise RuntimeError(
+                f"autocast_exit(enabled={enabled}, _graph={_graph}) does not match the last autocast_enter; "
+                "give both the same arguments"
+            )
+        blocks.pop().__exit__(None, None, None)
 
     @classmethod
     def with_fp8_parameters(cls) -> bool:
@@ -125,8 +166,10 @@ class FP8GlobalStateManager(metaclass=StateAttributes):
         return delayed_scaling.autocast_key(recipe, group)
 
     @classmethod
-    def get_key_in_buffer(cls, forward: bool, recipe: DelayedScaling, group: dist_group_type | None) -> str:
-        return delayed_scaling.buffer_key(forward, recipe, group)
+    def get_key_in_buffer(
+        cls, forward: bool, fp8_recipe: DelayedScaling, fp8_group: dist_group_type | None
+    ) -> str:
+        return delayed_scaling.buffer_key(forward, fp8_recipe, fp8_group)
 
     @classmethod
     def split_key_in_buffer(cls, key: str) -> tuple[bool, str]:

@@ -14,7 +14,7 @@ from ..runtime.device import canonical_device
 from ..tensor.float8_tensor import Float8Quantizer
 from ..tensor.identity_tensor import IdentityQuantizer
 from ..tensor.quantizer import Quantizer
-from .delayed_scaling import scale_snapshot
+from .delayed_scaling import scale_snapshot, unregister
 from .element_types import get_fp8_te_dtype
 from .family import family_of
 from .roles import MODES, DelayedScalingRequest, QuantizerRequest, QuantizerRole, asked_roles, tensor_types
@@ -93,6 +93,11 @@ class RecipeState:
             raise TypeError(f"{type(self).__name__} has to make its quantizers itself; its family does not")
         tensors = tensor_types(self.mode, self.num_quantizers, self._roles_of_slots())
         return [make(self.recipe, self.mode, tensor, self.device) for tensor in tensors]
+
+    def _slot_role(self, slot: int) -> QuantizerRole | None:
+        """Return the role that the module gave for a slot; None if it gave none."""
+        roles = self._roles_of_slots()
+        return None if roles is None else roles[slot]
 
     def _roles_of_slots(self) -> Sequence[QuantizerRole | None] | None:
         if self.roles is not None and len(self.roles) != self.num_quantizers:
@@ -184,16 +189,16 @@ class DelayedScalingRecipeState(RecipeState):
 
 
 class CustomRecipeState(RecipeState):
-    """Whatever the factory asked to be kept: one delayed-scaling state for every distinct request."""
+    """The state that a custom recipe's factory requested: one delayed-scaling state for each distinct request."""
 
     def __init__(self, recipe: CustomRecipe, **arguments: Any):
         super().__init__(recipe, **arguments)
         self.recipe: CustomRecipe = recipe
-        self._delayed: dict[DelayedScalingRequest, DelayedScalingRecipeState] = {}
+        self._delayed: dict[DelayedScalingRequest, tuple[tuple[int, ...], DelayedScalingRecipeState]] = {}
 
     @property
     def delayed_states(self) -> tuple[DelayedScalingRecipeState, ...]:
-        return tuple(self._delayed.values())
+        return tuple(state for _, state in self._delayed.values())
 
     @property
     def scale(self) -> Tensor:
@@ -210,7 +215,7 @@ class CustomRecipeState(RecipeState):
             raise AttributeError(
                 f"{wanted} of {len(self._delayed)} delayed-scaling states; read delayed_states instead"
             )
-        return next(iter(self._delayed.values()))
+        return next(iter(self.delayed_states))
 
     def inherit(self, previous: RecipeState) -> None:
         """Nothing: another factory may mean something else by the same slot."""
@@ -222,23 +227,40 @@ class CustomRecipeState(RecipeState):
         factory_of_role = self.recipe.qfactory
         assert factory_of_role is not None, "CustomRecipe validates it"
         answers = [factory_of_role(role) for role in roles]
-        slots: dict[DelayedScalingRequest, list[int]] = {}
+        slots: dict[DelayedScalingRequest, tuple[int, ...]] = {}
         for slot, answer in enumerate(answers):
             if isinstance(answer, DelayedScalingRequest):
-                slots.setdefault(answer, []).append(slot)
+                slots[answer] = (*slots.get(answer, ()), slot)
             elif isinstance(answer, QuantizerRequest):
                 raise TypeError(
                     f"no state for {type(answer).__name__}; return a DelayedScalingRequest or a quantizer"
                 )
             elif answer is None:
                 answers[slot] = IdentityQuantizer()  # leave the tensor in high precision
-        for request, members in slots.items():
-            state = self._delayed.get(request)
-            if state is None:
-                state = DelayedScalingRecipeState(
-                    request.recipe(), mode=self.mode, num_quantizers=len(members), device=self.device
-                )
-                self._delayed[request] = state
+        before = self._delayed
+        self._delayed = {request: self._state_of(request, members) for request, members in slots.items()}
+        for request, (_, state) in before.items():
+            if request not in self._delayed or self._delayed[request][1] is not state:
+                unregister(state)
+        for members, state in self._delayed.values():
             for column, slot in enumerate(members):
                 answers[slot] = Float8Quantizer.from_state(state, column, state.dtype)
         return answers
+
+    def _state_of(
+        self, request: DelayedScalingRequest, slots: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], DelayedScalingRecipeState]:
+        """Return the slots of a request with their state; slots that had the request before keep their columns."""
+        known = self._delayed.get(request)
+        if known is not None and known[0] == slots:
+            return known
+        state = DelayedScalingRecipeState(
+            request.recipe(), mode=self.mode, num_quantizers=len(slots), device=self.device
+        )
+        if known is not None:
+            for column, slot in enumerate(slots):
+                if slot in known[0]:
+                    source = known[0].index(slot)
+                    state.scale_in_place[column].copy_(known[1].scale_in_place[source])
+                    state.amax_history[:, column].copy_(known[1].amax_history[:, source])
+        return slots, state

@@ -51,6 +51,15 @@ def check_objects(objects: Sequence[Any]) -> None:
             )
 
 
+def checked_strides(stride: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    """Return nominal strides as a tuple; ValueError unless there is one for each dimension."""
+    if len(stride) != len(shape):
+        raise ValueError(
+            f"stride={tuple(stride)} has {len(stride)} numbers for shape {tuple(shape)}; give one for each dimension"
+        )
+    return tuple(stride)
+
+
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Of values that lie row after row."""
     if len(shape) == 2:

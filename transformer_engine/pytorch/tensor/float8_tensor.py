@@ -23,6 +23,7 @@ from .allocation import empty_quantized
 from .elements import element_of, float8_dtype, float8_number
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Operands, Quantizer, amax_floor
+from .recorded_scale import RecordsScale
 from .reduced_maximum import ReducesMaximum
 from .storage.float8_tensor_storage import Float8TensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, matrix_shape, plain_matrix
@@ -136,13 +137,13 @@ def _check_scalar(name: str, value: Tensor | None) -> None:
 
 
 class Float8Quantizer(_PerTensorQuantizer):
-    """Delayed scaling: multiplies by a scale made from earlier steps, and records max|x| for later ones.
+    """Delayed scaling: multiplies by a scale from earlier steps, and records max|x| for later ones.
 
-    The scale and the recorded maximum are two tensors of its own, or one slot of a recipe's state (`from_state`).
-    Either way the recorded maximum only grows until its owner resets it. That of a shard is the whole tensor's: with
-    amax_reduction_group every recorded maximum is that of all ranks, so that all shards get the same next scale.
+    The scale and the maximum are two tensors, or one slot of a recipe's state (`from_state`). The maximum grows until
+    its owner resets it. With amax_reduction_group it is that of all ranks, so that all shards get the same scale.
     """
 
+    stateful = True
     amax_reduction_group: torch.distributed.ProcessGroup | None = None
 
     def __init__(
@@ -282,7 +283,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         return id(self)
 
 
-class Float8CurrentScalingQuantizer(ReducesMaximum, _PerTensorQuantizer):
+class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuantizer):
     """Current scaling: scale = maximum / max|x| of the tensor itself, or of its parts in a whole group."""
 
     def __init__(
@@ -302,8 +303,7 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, _PerTensorQuantizer):
     ):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         group_or_none("amax_reduction_group", amax_reduction_group)
-        ignored = {"use_existing_amax": use_existing_amax, "scale": scale, "amax": amax}
-        for name, value in ignored.items():
+        for name, value in {"use_existing_amax": use_existing_amax, "scale": scale, "amax": amax}.items():
             if value is not None:
                 warnings.warn(
                     f"Float8CurrentScalingQuantizer ignores {name}: it scales each tensor by its own maximum",
@@ -323,6 +323,7 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, _PerTensorQuantizer):
         self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
     ) -> Float8TensorStorage:
         quantized = self._quantized(plain_matrix(tensor), rowwise, columnwise)
+        self.record(quantized)
         return self._packed(quantized, tensor.shape, tensor.dtype)
 
     def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:

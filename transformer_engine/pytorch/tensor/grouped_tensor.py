@@ -38,6 +38,7 @@ class StackQuantizer(Quantizer):
         super().__init__(**usages)
         self.quantizers = None if quantizers is None else tuple(quantizers)
         self.shapes = None if shapes is None else tuple(tuple(shape) for shape in shapes)
+        self.stateful = any(quantizer.stateful for quantizer in quantizers or ())
 
     def _shapes(self, shape: Sequence[int]) -> Shapes:
         return [tuple(shape[1:])] * shape[0] if self.shapes is None else self.shapes
@@ -96,17 +97,39 @@ class StackQuantizer(Quantizer):
         return self.quantizers, self.shapes
 
 
+def stack_quantizer(quantizer: Quantizer | None, shapes: Shapes) -> StackQuantizer:
+    """Return the quantizer of a group whose matrices all use (a copy of) one quantizer; None: plain values."""
+    quantizers = None if quantizer is None else [quantizer.copy() for _ in shapes]
+    given = [tuple(shape) for shape in shapes]
+    return StackQuantizer(quantizers, None if len(set(given)) == 1 else given)
+
+
 class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
     """The matrices as a tensor: [n, M, N] of equal shapes, else their logical shape. Operations give plain tensors."""
 
     STORAGE = GroupedTensorStorage
     amax = torch.Tensor.amax  # pyright: ignore[reportAssignmentType]
 
-    def __new__(cls, *_: Any, **__: Any) -> GroupedTensor:
-        raise TypeError(
-            "a GroupedTensor is made by make_grouped_tensor_with_shapes, make_grouped_tensor_from_rowwise_data or "
-            "of_members"
-        )
+    def __new__(
+        cls,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        num_tensors: int,
+        requires_grad: bool = False,
+        stride: Sequence[int] | None = None,
+        **buffers: Any,
+    ) -> GroupedTensor:
+        """Wrap buffers that were made elsewhere.
+
+        Args:
+            requires_grad: As of `torch.Tensor`.
+            stride: Nominal strides; by default those of a contiguous tensor.
+
+        The other arguments are those of `GroupedTensorStorage`.
+        """
+        storage = GroupedTensorStorage(shape, dtype, num_tensors=num_tensors, **buffers)
+        return cls.from_storage(storage, requires_grad=requires_grad, stride=stride)
 
     @classmethod
     def of_members(cls, members: Sequence[Tensor]) -> GroupedTensor:
@@ -127,40 +150,6 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
             )
         return cls.from_storage(storage)
 
-    @property
-    def quantizer(self) -> Quantizer | None:
-        """That of the first matrix; None: the values are plain."""
-        own: Any = self._quantizer
-        return None if own is None or own.quantizers is None else own.quantizers[0]
-
-    @property
-    def quantized_tensors(self) -> list[Tensor]:
-        return self.split_into_quantized_tensors()
-
-    def split_into_quantized_tensors(self) -> list[Tensor]:
-        """The matrices, as tensors of their format around views of the buffers."""
-        members = GroupedTensorStorage.members(self)
-        writers: Any = self._quantizer
-        if writers is None or writers.quantizers is None:
-            return [member.detach() for member in members]
-        return [q.wrap(member) for q, member in zip(writers.quantizers, members, strict=True)]
-
-    def quantize(self, tensors: Sequence[Tensor], noop_flag: Tensor | None = None) -> list[Tensor]:
-        """Write values into the matrices, unless the flag on the device is set; nothing is changed if one misfits."""
-        if [value.shape for value in tensors] != self.tensor_shapes:
-            raise ValueError(
-                f"tensors are {[list(value.shape) for value in tensors]}; give {[list(s) for s in self.tensor_shapes]}"
-            )
-        held = self.split_into_quantized_tensors()
-        with torch.no_grad():
-            for into, value in zip(held, tensors, strict=True):
-                if isinstance(into, QuantizedTensor):
-                    into.quantize_(value, noop_flag=noop_flag)
-                else:
-                    kept = value if noop_flag is None else torch.where(noop_flag != 0, into, value.to(into))
-                    into.copy_(kept)
-        return held
-
     @classmethod
     def make_grouped_tensor_with_shapes(
         cls,
@@ -177,8 +166,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
         given = [extents("shapes", shape) for shape in shapes]
         dtype = torch.get_default_dtype() if dtype is None else dtype
         values_dtype("dtype", dtype)
-        quantizers = None if quantizer is None else [quantizer.copy() for _ in given]
-        stack = StackQuantizer(quantizers, None if len(set(given)) == 1 else given)
+        stack = stack_quantizer(quantizer, given)
         place = canonical_device(device)
         return cls.from_storage(stack.empty((num_tensors, *given[0]), dtype, place, False))
 

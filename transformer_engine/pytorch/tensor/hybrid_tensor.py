@@ -86,6 +86,15 @@ class HybridQuantizer(Quantizer):
             rowwise_storage=rows, columnwise_storage=columns, quantizer=self, dtype=dtype
         )
 
+    def is_requantization_safe(self) -> bool:
+        """Are all quantizers safe that the enabled directions use?"""
+        used = []
+        if self.rowwise_usage or (self.columnwise_usage and self.columnwise_source == "rowwise_dequantized"):
+            used.append(self.rowwise_quantizer)
+        if self.columnwise_usage:
+            used.append(self.columnwise_quantizer)
+        return all(quantizer.is_requantization_safe() for quantizer in used)
+
     def calibrate(self, tensor: Tensor) -> None:
         self.rowwise_quantizer.calibrate(tensor)
         self.columnwise_quantizer.calibrate(tensor)

@@ -18,7 +18,7 @@ def keep_initial_values(param: Any, values: Tensor | None) -> None:
     """Attach accessors of the values, which are kept on the CPU for an optimizer's master weights; None: cleared."""
     if values is not None:
         setattr(param, VALUES, values.detach().cpu().clone())
-    param.get_high_precision_init_val = MethodType(_initial_values, param)
+    param.get_high_precision_init_val = MethodType(initial_values_of, param)
     param.clear_high_precision_init_val = MethodType(forget_initial_values, param)
 
 
@@ -44,7 +44,8 @@ def restore(tensor: Any, attributes: dict[str, Any]) -> None:
             setattr(tensor, name, value)
 
 
-def _initial_values(param: Tensor) -> Tensor | None:
+def initial_values_of(param: Tensor) -> Tensor | None:
+    """Return the high-precision initial values of a parameter; None if it has none, or none any more."""
     return getattr(param, VALUES, None)
 
 

@@ -7,7 +7,7 @@ every rank holds all scales, and the codes of its own run; gathering the codes i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,17 +17,25 @@ from ...common.formats import FLOAT8
 from ..primitives.quantize import Quantized, QuantizeSpec, absolute_maximum, quantize, tiles
 from .block_scaling import BlockScalingQuantizer
 from .elements import element_of
-from .float8_tensor import Float8Quantizer, Float8Tensor
-from .identity_tensor import IdentityTensor
-from .quantized_tensor import QuantizedTensor
-from .storage.quantized_tensor_storage import matrix_shape
+from .float8_tensor import Float8Quantizer
+from .storage.float8_tensor_storage import Float8TensorStorage
+from .storage.hybrid_tensor_storage import HybridQuantizedTensorStorage
+from .storage.identity_tensor_storage import IdentityTensorStorage
+from .storage.quantized_tensor_storage import QuantizedTensorStorage, matrix_shape
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Elements start .. start + len(values) of a flattened weight; targets, if any, receive their codes."""
+    """Elements start .. start + len(values) of a flattened weight.
 
-    weight: QuantizedTensor
+    Attributes:
+        weight: The quantized weight, or one direction of a hybrid weight.
+        values: The high-precision values of the run.
+        start: First element of the run.
+        targets: Buffers that receive the row-wise and the column-wise codes instead of the weight; None: the weight.
+    """
+
+    weight: QuantizedTensorStorage
     values: Tensor
     start: int
     targets: tuple[Tensor | None, Tensor | None]
@@ -56,15 +64,50 @@ def _reduced(maxima: list[Tensor], group: Any) -> list[Tensor]:
     return [part.view(amax.shape) for part, amax in zip(parts, maxima, strict=True)]
 
 
-def _writer(shard: Shard) -> _Copied | _TensorScaled | _BlockScaled:
-    if isinstance(shard.weight, IdentityTensor):
+def _writer(shard: Shard) -> _Copied | _TensorScaled | _BlockScaled | _Hybrid:
+    weight = shard.weight
+    if isinstance(weight, HybridQuantizedTensorStorage):
+        return _Hybrid(shard)
+    if isinstance(weight, IdentityTensorStorage):
         return _Copied(shard)
-    if isinstance(shard.weight, Float8Tensor):
+    if isinstance(weight, Float8TensorStorage):
         return _TensorScaled(shard)
-    quantizer = shard.weight.writer()
+    quantizer = weight.writer()
     if isinstance(quantizer, BlockScalingQuantizer):
         return _BlockScaled(shard, quantizer)
-    raise TypeError(f"{type(shard.weight).__name__} has no master weights; give FP8 or block-scaled weights")
+    raise TypeError(f"{type(weight).__name__} has no master weights; give FP8 or block-scaled weights")
+
+
+class _Hybrid:
+    """Two directions in two formats, each written as a weight of its own."""
+
+    def __init__(self, shard: Shard):
+        weight: Any = shard.weight
+        quantizer: Any = weight.writer()
+        if quantizer.columnwise_source != "original":
+            raise NotImplementedError(
+                f"master weights of columnwise_source={quantizer.columnwise_source!r} are unsupported, because the "
+                'column-wise scales follow from row-wise codes of all ranks; use columnwise_source="original"'
+            )
+        rowwise, columnwise = shard.targets
+        parts = ((weight.rowwise_storage, (rowwise, None)), (weight.columnwise_storage, (None, columnwise)))
+        self.writers: list[Any] = [
+            _writer(replace(shard, weight=part, targets=targets))
+            for part, targets in parts
+            if part is not None
+        ]
+
+    @property
+    def directions(self) -> int:
+        return sum(writer.directions for writer in self.writers)
+
+    def maxima(self) -> list[Tensor]:
+        return [amax for writer in self.writers for amax in writer.maxima()]
+
+    def write(self, maxima: list[Tensor]) -> None:
+        remaining = iter(maxima)
+        for writer in self.writers:
+            writer.write([next(remaining) for _ in range(writer.directions)])
 
 
 class _Copied:
@@ -79,7 +122,8 @@ class _Copied:
         return []
 
     def write(self, maxima: list[Tensor]) -> None:
-        shard, (target, _) = self.shard, self.shard.targets
+        shard = self.shard
+        target = next((target for target in shard.targets if target is not None), None)
         weight: Any = shard.weight
         run = weight._data.view(-1)[shard.start : shard.stop] if target is None else target.view(-1)
         run.copy_(shard.values)
@@ -111,7 +155,11 @@ class _TensorScaled:
         assert quantized.codes is not None
         if delayed:
             self.quantizer.record(maxima[0])
-        _write_run(quantized.codes, self.shard, 0, weight._data)
+        if weight._data is not None:
+            _write_run(quantized.codes, self.shard, 0, weight._data)
+        else:  # the column direction of a hybrid weight: the transpose [K, M] alone
+            rows, depth = matrix_shape(weight.shape)
+            _write_run(quantized.codes, self.shard, 1, weight._transpose.view(depth, rows).t())
         weight._scale_inv.copy_(quantized.scale)
 
 
@@ -122,9 +170,14 @@ class _BlockScaled:
     def __init__(self, shard: Shard, quantizer: BlockScalingQuantizer):
         weight: Any = shard.weight
         self.shard = shard
-        self.axes = (False,) if weight.transposable else (False, True)
+        usages = weight.get_usages()
+        self.axes = (False,) if weight.transposable and usages["rowwise"] else (False, True)
+        if not (
+            usages["rowwise"] and usages["columnwise"]
+        ):  # one direction of a hybrid weight, or a dropped one
+            self.axes = (False,) if usages["rowwise"] else (True,)
         self.spec = quantizer.spec(True, False)
-        if len(self.axes) == 2 and weight.COLUMNS_TRANSPOSED:
+        if True in self.axes and weight.COLUMNS_TRANSPOSED:
             raise ValueError(
                 f"{type(weight).__name__} with one-dimensional blocks cannot be written from shards, because its "
                 "column-wise codes are transposed; quantize weights in two-dimensional blocks"

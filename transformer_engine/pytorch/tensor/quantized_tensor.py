@@ -1,4 +1,4 @@
-"""QuantizedTensor: a torch.Tensor of values [..., K] whose bytes are codes and scales; and tensors through autograd.
+"""QuantizedTensor: a torch.Tensor of values [..., K] whose bytes are codes and scales.
 
 The wrapper presents the nominal shape and dtype. What an operation does with it is written in `aten`.
 """
@@ -6,6 +6,7 @@ The wrapper presents the nominal shape and dtype. What an operation does with it
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -16,7 +17,9 @@ from ..runtime.checks import values_dtype
 from ..runtime.device import canonical_device
 from . import aten, initial_values
 from .columns import OUT_OF_DATE, remake_columns
-from .construction import check_keywords, check_objects, check_shape, dense_strides
+from .construction import check_keywords, check_shape, checked_strides, dense_strides
+from .saving import prepare_for_saving, restore_from_func_ctx, restore_from_saved
+from .sharded_buffers import ShardedBuffers
 from .storage.fsdp import (
     DerivedTensors,
     GatheredPayload,
@@ -25,7 +28,8 @@ from .storage.fsdp import (
     join_payload,
     write_gathered,
 )
-from .storage.quantized_tensor_storage import QuantizedTensorStorage
+from .storage.nominal_dtype import nominal_dtype
+from .storage.quantized_tensor_storage import QuantizedTensorStorage, Writer
 
 __all__ = [
     "QuantizedTensor",
@@ -35,57 +39,6 @@ __all__ = [
     "restore_from_saved",
     "storage_of",
 ]
-
-
-def prepare_for_saving(
-    *tensors: Tensor | QuantizedTensorStorage | None,
-) -> tuple[list[Tensor | None], list[QuantizedTensorStorage | None]]:
-    """(flat tensors, objects): what save_for_backward takes, and what `restore_from_saved` needs beside it.
-
-    A storage is emptied into the list. A QuantizedTensor keeps its payload and travels as a copy that shares it.
-    """
-    flat: list[Tensor | None] = []
-    objects: list[QuantizedTensorStorage | None] = []
-    for tensor in tensors:
-        if isinstance(tensor, QuantizedTensor):
-            tensor = tensor.as_storage()
-        if isinstance(tensor, QuantizedTensorStorage):
-            parts, storage = tensor.prepare_for_saving()
-            flat.extend(parts)
-            objects.append(storage)
-        else:
-            flat.append(tensor)
-            objects.append(None)
-    return flat, objects
-
-
-def restore_from_saved(
-    tensors: Sequence[QuantizedTensorStorage | None],
-    saved_tensors: Sequence[Tensor | None],
-    return_saved_tensors: bool = False,
-) -> list[Any] | tuple[list[Any], list[Tensor | None]]:
-    """Put the flat tensors back into the objects, in order; the unused rest is returned on request."""
-    check_objects(tensors)
-    saved = list(saved_tensors)
-    restored: list[Any] = []
-    for storage in tensors:
-        if storage is None:
-            restored.append(saved.pop(0))
-        else:
-            saved = storage.restore_from_saved(saved)
-            restored.append(storage)
-    return (restored, saved) if return_saved_tensors else restored
-
-
-def restore_from_func_ctx(ctx: Any) -> list[Any]:
-    """What `prepare_for_saving` took apart, from ctx.saved_tensors and ctx.tensor_objects."""
-    if getattr(ctx, "tensor_objects", None) is None:
-        raise AttributeError(
-            "ctx.tensor_objects is not set; assign the objects of prepare_for_saving in forward"
-        )
-    restored = restore_from_saved(ctx.tensor_objects, ctx.saved_tensors)
-    ctx.tensor_objects = None  # the objects hold the tensors from here on, and would outlive the backward
-    return restored  # pyright: ignore[reportReturnType]
 
 
 def _rebuild_trained(
@@ -111,7 +64,7 @@ def storage_of(tensor: QuantizedTensor) -> QuantizedTensorStorage:
     return cls.STORAGE(**tensors, **constants)
 
 
-class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
+class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):
     """A tensor of nominal shape and dtype with a quantized payload.
 
     Subclasses name the storage class that defines the payload; its constructor keywords are theirs.
@@ -122,13 +75,29 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
     def __new__(
         cls,
         shape: Sequence[int] | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         *parts: Any,
         requires_grad: bool = False,
         device: torch.device | str | None = None,
+        fake_dtype: torch.dtype | None = None,
+        stride: Sequence[int] | None = None,
+        storage_offset: int = 0,
         **payload: Any,
     ) -> QuantizedTensor:
+        """Wrap a payload that was made elsewhere.
+
+        Args:
+            shape: Shape of the values; None means the payload's.
+            dtype: Nominal dtype; float32 by default.
+            requires_grad: As of `torch.Tensor`.
+            device: Checked only; the tensor is on the device of its payload.
+            fake_dtype: The nominal dtype under the original's keyword.
+            stride: Nominal strides; by default those of a contiguous tensor. The payload has its own layout.
+            storage_offset: Nominal storage offset.
+            payload: Keywords of the storage class, such as `data` and `fp8_scale_inv`.
+        """
         check_keywords(cls, (shape, dtype, *parts))
+        dtype = nominal_dtype(fake_dtype, dtype) or torch.float32
         if device is not None:
             canonical_device(
                 device
@@ -136,7 +105,9 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         values_dtype("dtype", dtype)
         storage = cls.STORAGE(**payload, dtype=dtype)  # pyright: ignore[reportCallIssue]
         check_shape(shape, storage.shape)
-        return cls.from_storage(storage, shape=shape, requires_grad=requires_grad)
+        return cls.from_storage(
+            storage, shape=shape, requires_grad=requires_grad, stride=stride, storage_offset=storage_offset
+        )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # the storage's constructor must not run again
         pass
@@ -148,13 +119,17 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         *,
         shape: Sequence[int] | None = None,
         requires_grad: bool = False,
+        stride: Sequence[int] | None = None,
+        storage_offset: int = 0,
     ) -> Any:
-        """A tensor around a storage's payload, shared."""
+        """Wrap a storage's payload without copying it; see the constructor for the arguments."""
         shape = storage.shape if shape is None else torch.Size(shape)
+        strides = dense_strides(shape) if stride is None else checked_strides(stride, shape)
         self = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
             cls,
             shape,
-            strides=dense_strides(shape),
+            strides=strides,
+            storage_offset=storage_offset,
             dtype=storage.dtype,
             device=storage.device,
             requires_grad=requires_grad,
@@ -202,6 +177,24 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         QuantizedTensorStorage.quantize_(self, tensor, noop_flag=noop_flag)
         return self
 
+    def update_quantizer(self, quantizer: Writer) -> None:
+        """Write later values of this tensor with another quantizer; the present codes and scales stay.
+
+        A UserWarning announces the change, as the scales of later values follow from other state.
+
+        Raises:
+            RuntimeError: The tensor has no quantizer to be replaced.
+        """
+        if self._quantizer is None:
+            raise RuntimeError(
+                f"this {type(self).__name__} has no quantizer to be updated; give one to its constructor"
+            )
+        if self._quantizer is not quantizer:
+            warnings.warn(
+                "Quantizer is being updated, this may affect model behavior", UserWarning, stacklevel=2
+            )
+            self._quantizer = quantizer
+
     def float(self) -> Tensor:
         return self.dequantize(dtype=torch.float32)
 
@@ -216,10 +209,10 @@ class QuantizedTensor(torch.Tensor, QuantizedTensorStorage):
         return self.to("cpu", memory_format=memory_format)
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
-        """This tensor: its nominal layout is always contiguous."""
+        """Return this tensor if its nominal strides are contiguous, else a copy with contiguous strides."""
         if memory_format not in (torch.contiguous_format, torch.preserve_format):
             raise ValueError(f"a {type(self).__name__} has no layout {memory_format}; dequantize it first")
-        return self
+        return self if self.is_contiguous() else self.clone()
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Empty: the bytes belong to the payload's tensors."""

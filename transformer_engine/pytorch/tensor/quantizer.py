@@ -59,6 +59,8 @@ class Quantizer:
     """
 
     is_identity = False  # does `encode` leave values as they are?
+    stochastic_rounding: bool = False  # does `encode` draw random numbers?
+    stateful: bool = False  # does `encode` depend on scales that change between calls?
 
     def __init__(self, *, rowwise: bool, columnwise: bool):
         self.rowwise_usage = to_bool("rowwise", rowwise)
@@ -181,6 +183,19 @@ class Quantizer:
         self, tensor: Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None
     ) -> Tensor | QuantizedTensorStorage:
         return self.quantize(tensor, out=out, dtype=dtype)
+
+    def multi_quantize(self, list_of_tensors: Sequence[Tensor]) -> list[Tensor | QuantizedTensorStorage]:
+        """Quantize each tensor of a list with this quantizer, in order."""
+        return [self.quantize(tensor) for tensor in list_of_tensors]
+
+    def is_requantization_safe(self) -> bool:
+        """Does quantizing the same values again later give the same codes and scales?
+
+        False where the result depends on state that changes between calls, as with delayed scaling, or on random
+        numbers, as with stochastic rounding. A quantizer of another library is assumed to be safe unless it overrides
+        this method.
+        """
+        return not (self.stateful or self.stochastic_rounding)
 
     def update_quantized(
         self, src: Tensor, dst: QuantizedTensorStorage, *, noop_flag: Tensor | None = None

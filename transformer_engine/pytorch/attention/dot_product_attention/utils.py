@@ -256,7 +256,7 @@ def _version(text: str | None) -> Version | None:
 
 
 def _get_supported_versions(version_min: Any, version_max: Any) -> str:
-    """ ">= 2.4.0, <= 2.8.3": a range of versions in words."""
+    """Return a range of versions in words, such as ">= 2.1.1, <= 2.8.3"."""
     return f">= {version_min}, <= {version_max}"
 
 
@@ -290,15 +290,15 @@ class AttentionLogging:
 class FlashAttentionUtils:
     """What callers ask about installed flash-attn packages of versions 2, 3 and 4."""
 
-    version_required = Version("2.4.0")
+    version_required = Version("2.1.1")
     version_required_blackwell = Version("2.7.3")
     max_version = Version("2.8.3")
     version = _version(flash2.VERSION)
-    is_installed = version is not None and version >= version_required
-    v2_plus = is_installed
-    v2_1_plus = is_installed
-    v2_3_plus = is_installed
-    v2_4_plus = is_installed
+    is_installed = version is not None and flash2.is_supported(str(version))
+    v2_plus = version is not None and version >= Version("2")
+    v2_1_plus = version is not None and version >= Version("2.1")
+    v2_3_plus = version is not None and version >= Version("2.3")
+    v2_4_plus = version is not None and version >= Version("2.4")
     v2_4_1_plus = version is not None and version >= Version("2.4.1")
     v2_5_7_plus = version is not None and version >= Version("2.5.7")
     v2_6_0_plus = version is not None and version >= Version("2.6.0")
@@ -311,10 +311,16 @@ class FlashAttentionUtils:
 
     @staticmethod
     def is_version_supported(version: Version | str | None, minimum: Version | str | None = None) -> bool:
-        """Is version at least minimum? Without one: would a flash-attn 2 of it be used? None is no version."""
+        """Is a version at least the minimum?
+
+        Args:
+            version: Version of flash-attn; None is never supported.
+            minimum: None asks for the range of flash-attn 2: from 2.1.1 up to, not including, 2.8.4; local versions
+                such as 2.8.3+cu128 count as their release.
+        """
         if version is None:
             return False
         found = Version(str(version))
         if minimum is not None:
             return found >= Version(str(minimum))
-        return FlashAttentionUtils.version_required <= found <= FlashAttentionUtils.max_version
+        return flash2.is_supported(str(found))

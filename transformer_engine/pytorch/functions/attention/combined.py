@@ -1,4 +1,4 @@
-"""q, k, v as FP8 codes of one scale, whatever the layout in which they share memory."""
+"""Quantization of queries, keys and values to FP8 with one scale, in any layout in which they share memory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,31 @@ _FORMATS = ("sbhd", "bshd", "thd")
 
 
 def combine_and_quantize(
-    qkv_layout: str, q: Tensor, k: Tensor, v: Tensor, qkv_quantizer: Any
-) -> tuple[Float8Tensor, Float8Tensor, Float8Tensor]:
-    """(q, k, v) as Float8Tensors with the scale that their values have together.
+    qkv_layout: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qkv_quantizer: Any,
+    used_in_forward: bool = True,
+    used_in_backward: bool = False,
+    keep_same_data_and_scale_inv_format: bool = False,
+) -> tuple[Float8Tensor, Float8Tensor, Float8Tensor, str, str | None]:
+    """Quantize queries, keys and values with one scale.
 
-    qkv_layout      "sbhd_sbhd_sbhd", "bs3hd", "thd_t2hd", ..: tensors that share a buffer share one of codes too
-    qkv_quantizer   delayed scaling: its scale, and it records the largest of the three; current scaling: one amax
-    Raises TypeError for a quantizer of another format, whose scales belong to blocks: quantize the three one by one.
+    Args:
+        qkv_layout: Layout of the three, such as "sbhd_sbhd_sbhd", "bs3hd" or "thd_t2hd". Tensors that share a buffer
+            share a buffer of codes too.
+        qkv_quantizer: With delayed scaling, its scale is used and it records the largest value of the three; with
+            current scaling, the three have one maximum.
+        used_in_forward, used_in_backward: Have no effect; the row-wise codes serve both passes.
+        keep_same_data_and_scale_inv_format: Has no effect; one scale has no layout.
+
+    Returns:
+        q, k and v as Float8Tensors, the layout of their codes (always qkv_layout), and the format of block scales
+        (always None, as there is one scale).
+
+    Raises:
+        TypeError: The quantizer scales blocks; quantize the three tensors one by one.
     """
     if not isinstance(qkv_quantizer, Float8Quantizer | Float8CurrentScalingQuantizer):
         raise TypeError(
@@ -44,7 +62,7 @@ def combine_and_quantize(
     if shared:
         codes[-1:] = codes[-1].unbind(axis)
     made = [_tensor(part, storage, x.dtype) for part, x in zip(codes, tensors, strict=True)]
-    return made[0], made[1], made[2]
+    return made[0], made[1], made[2], qkv_layout, None
 
 
 def _tensor(codes: Tensor, storage: Float8TensorStorage, dtype: torch.dtype) -> Float8Tensor:

@@ -154,6 +154,17 @@ class BlockScaledStorage(QuantizedTensorStorage):
         """Scales as they are stored."""
         return padded(scale, *cls.SCALE_PADDING)
 
+    def trim_rowwise_scales(self) -> None:
+        """Drop the padding behind the last row of the row-wise scales, as rows that experts read have it."""
+        scale = self._rowwise_scale_inv
+        if scale is not None:
+            self._rowwise_scale_inv = self._exact_rows(scale, matrix_shape(self.shape)[0])
+
+    @classmethod
+    def _exact_rows(cls, scale: Tensor, rows: int) -> Tensor:
+        """Return stored scales without the padding of rows."""
+        return scale[:rows].contiguous()
+
     def _amax_of(self, axis: str) -> Tensor | None:
         """The maximum that a second level of scales follows from."""
         return None

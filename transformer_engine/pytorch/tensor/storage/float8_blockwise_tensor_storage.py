@@ -15,6 +15,7 @@ from torch import Tensor
 from ....common.formats import BLOCK_1D, BLOCK_2D, TensorFormat
 from ...constants import DType
 from .block_scaled import BlockScaledStorage, padded
+from .nominal_dtype import nominal_dtype
 from .quantized_tensor_storage import Writer
 
 __all__ = ["Float8BlockwiseQTensorStorage"]
@@ -35,13 +36,17 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
     def __init__(
         self, rowwise_data: Tensor | None, rowwise_scale_inv: Tensor | None,
         columnwise_data: Tensor | None, columnwise_scale_inv: Tensor | None, fp8_dtype: DType,
-        quantizer: Writer | None = None, is_2D_scaled: bool = True, data_format: int = GEMM_READY, *,
-        dtype: torch.dtype = torch.float32,
+        quantizer: Writer | None = None, is_2D_scaled: bool = True,
+        data_format: int | None = GEMM_READY, *, fake_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
     ):  # fmt: skip
-        if int(data_format) != GEMM_READY:
-            raise ValueError(f"data_format={data_format!r} is not held here; only GEMM_READY (0) is")
+        if data_format is not None and int(data_format) != GEMM_READY:
+            raise ValueError(
+                f"data_format={data_format!r} is not held here; give scales in the layout GEMM_READY (0)"
+            )
         rowwise, columnwise = (rowwise_data, rowwise_scale_inv), (columnwise_data, columnwise_scale_inv)
-        self._hold(rowwise, columnwise, fp8_dtype, quantizer, dtype)
+        nominal = nominal_dtype(fake_dtype, dtype) or torch.float32
+        self._hold(rowwise, columnwise, fp8_dtype, quantizer, nominal)
         self._is_2D_scaled = is_2D_scaled
 
     @property
@@ -54,6 +59,14 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
 
     def _unpadded(self, scale: Tensor, rows: int, columns: int) -> Tensor:
         return scale[:, :columns] if self._is_2D_scaled else scale.t()[:rows]
+
+    def trim_rowwise_scales(self) -> None:
+        if not self._is_2D_scaled:
+            super().trim_rowwise_scales()
+
+    @classmethod
+    def _exact_rows(cls, scale: Tensor, rows: int) -> Tensor:
+        return scale[:, :rows].contiguous()
 
     @classmethod
     def _padded(cls, scale: Tensor, constants: dict[str, Any]) -> Tensor:

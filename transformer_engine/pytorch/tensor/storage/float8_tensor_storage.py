@@ -14,6 +14,7 @@ from ...primitives.operand import Operand
 from ...primitives.quantize import Quantized, dequantize
 from ..axis import COLS, ROWS
 from ..elements import float8_dtype, float8_number
+from .nominal_dtype import nominal_dtype
 from .quantized_tensor_storage import QuantizedTensorStorage, Writer, matrix_shape
 
 __all__ = ["Float8TensorStorage"]
@@ -38,14 +39,15 @@ class Float8TensorStorage(QuantizedTensorStorage):
         data_transpose: Tensor | None = None,
         quantizer: Writer | None = None,
         *,
-        dtype: torch.dtype = torch.float32,
+        fake_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
     ):
         self._data = data
         self._transpose = data_transpose
         self._scale_inv = fp8_scale_inv
         self._fp8_dtype = fp8_dtype if type(fp8_dtype) is DType else float8_number(fp8_dtype)
         self._quantizer = quantizer
-        self._dtype = dtype
+        self._dtype = nominal_dtype(fake_dtype, dtype) or torch.float32
 
     @property
     def shape(self) -> torch.Size:

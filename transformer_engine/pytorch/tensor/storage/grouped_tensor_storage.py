@@ -1,13 +1,12 @@
-"""GroupedTensorStorage: n matrices [M_i, N_i] of one format, their codes and scales member behind member in buffers.
+"""GroupedTensorStorage: n matrices [M_i, N_i] of one format, in flat buffers of codes and scales.
 
-Every buffer is flat. A member is a storage (or, of plain values, a tensor) of views of the buffers: what is written
-into it is written into the group.
+A member is a storage of views of the buffers (a tensor, if values are plain), so writing into a member writes into the
+group. `grouped_layout` describes the positions in the buffers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -17,53 +16,50 @@ from torch import Tensor
 from ....common.formats import TensorFormat
 from ...primitives.operand import Operand
 from ...primitives.quantize import Quantized
-from .quantized_tensor_storage import QuantizedTensorStorage, Rebuild, Writer
+from .grouped_layout import (
+    BUFFERS,
+    COLUMNWISE,
+    ONE_SCALE,
+    ROWWISE,
+    Member,
+    Offsets,
+    Place,
+    check_variant,
+    dense_stride,
+    extents_of,
+    grouped_tensor_module,
+    make_tensor_offsets,
+    member_shapes,
+    of_tensor_class,
+    parts_of,
+    placed_members,
+    rebuild_of,
+)
+from .quantized_tensor_storage import QuantizedTensorStorage, Writer
 
 __all__ = ["GroupedTensorStorage"]
 
-# The buffer of a member's tensor, by the keyword that the member's storage has for it. The one scale of an FP8 tensor
-# serves both directions, so it lies in the buffer of each that there is.
-_BUFFERS = {
-    "data": "rowwise_data",
-    "hp_data": "rowwise_data",
-    "rowwise_data": "rowwise_data",
-    "data_transpose": "columnwise_data",
-    "columnwise_data": "columnwise_data",
-    "rowwise_scale_inv": "scale_inv",
-    "columnwise_scale_inv": "columnwise_scale_inv",
-    "amax_rowwise": "_amax",
-    "amax_columnwise": "_columnwise_amax",
-}
-_ONE_SCALE = "fp8_scale_inv"
-_ROWWISE = ("rowwise_data", "scale_inv", "_amax")
-_COLUMNWISE = ("columnwise_data", "columnwise_scale_inv", "_columnwise_amax")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a tensor of a member lies: in this buffer, from this element on."""
-
-    buffer: str
-    begin: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Member:
-    """One matrix: its shape, its tensors, and how a storage is made of them (None: it is the plain tensor)."""
-
-    shape: tuple[int, ...]
-    places: tuple[Place, ...]
-    rebuild: Rebuild | None
-
 
 class GroupedTensorStorage(QuantizedTensorStorage):
-    """The buffers of a group, under the original's names.
+    """Flat buffers that hold the codes, scales and maxima of n matrices.
 
-    rowwise_data, columnwise_data, scale_inv, columnwise_scale_inv, amax, columnwise_amax   None where a format has none
-    first_dims, last_dims, tensor_offsets   of members of unequal shapes: int64 on the device; None where all are equal
-    scale                                   always None: quantizers have their scales
+    Args:
+        shape: [n, M, N] of equal matrices, or their logical shape [n M, N], [sum M_i, N] or [M, sum N_i].
+        dtype: Nominal dtype; the dtype of `data` for plain values, float32 otherwise, unless given.
+        num_tensors: n.
+        shapes: Shape of each matrix; by default they follow from shape, first_dims and last_dims.
+        quantizer: Quantizer of every matrix; None for plain values.
+        data, columnwise_data: Codes (or plain values) of the two directions, one matrix behind the other.
+        scale_inv, columnwise_scale_inv: Scales of the two directions.
+        amax, columnwise_amax: Maxima that a second level of scales follows from.
+        scale: Kept for the caller; the scales of delayed scaling belong to the quantizer.
+        first_dims, last_dims: Extents M_i and N_i, int64 [n]; None where all are equal.
+        tensor_offsets, offsets: First element of each matrix in `data`, as a tensor [n + 1] or a host list.
+        scale_inv_offsets, columnwise_scale_inv_offsets: First element of each matrix's scales.
+        requires_grad, stride: Of a `GroupedTensor`; a storage has neither.
+
+    Raises:
+        ValueError: The shapes contradict each other, or a buffer is missing or too short.
     """
 
     TENSORS = {
@@ -85,16 +81,58 @@ class GroupedTensorStorage(QuantizedTensorStorage):
     _members: tuple[Member, ...]
 
     def __init__(
-        self,
-        *,
-        members: tuple[Member, ...],
-        quantizer: Writer | None = None,
-        dtype: torch.dtype = torch.float32,
-        **buffers: Tensor | None,
-    ):
-        self._members, self._quantizer, self._dtype = members, quantizer, dtype
-        for name, keyword in self.TENSORS.items():
-            setattr(self, name, buffers.get(keyword))
+        self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, *,
+        num_tensors: int | None = None, shapes: Sequence[Sequence[int]] | None = None,
+        quantizer: Any = None, data: Tensor | None = None, columnwise_data: Tensor | None = None,
+        scale_inv: Tensor | None = None, columnwise_scale_inv: Tensor | None = None,
+        amax: Tensor | None = None, columnwise_amax: Tensor | None = None, scale: Tensor | None = None,
+        first_dims: Tensor | None = None, last_dims: Tensor | None = None,
+        tensor_offsets: Tensor | None = None, offsets: Sequence[int] | None = None,
+        scale_inv_offsets: Sequence[int] | Tensor | None = None,
+        columnwise_scale_inv_offsets: Sequence[int] | Tensor | None = None, requires_grad: bool = False,
+        stride: Sequence[int] | None = None, with_gemm_swizzled_scales: bool = False,
+        row_scaled_nvfp4: bool = False, nvfp4_use_4over6: bool = False, nvfp4_e4m3_max: int = 448,
+        members: tuple[Member, ...] | None = None, rowwise_data: Tensor | None = None,
+    ):  # fmt: skip
+        self.rowwise_data = data if rowwise_data is None else rowwise_data
+        self.columnwise_data, self.columnwise_scale_inv = columnwise_data, columnwise_scale_inv
+        self.scale_inv, self.scale, self._amax, self._columnwise_amax = (
+            scale_inv,
+            scale,
+            amax,
+            columnwise_amax,
+        )
+        self.first_dims, self.last_dims, self.tensor_offsets = first_dims, last_dims, tensor_offsets
+        if members is not None:  # a group that this package made
+            self._members, self._quantizer, self._dtype = members, quantizer, dtype or torch.float32
+            return
+        variant = {
+            "row_scaled_nvfp4": (row_scaled_nvfp4, False),
+            "nvfp4_use_4over6": (nvfp4_use_4over6, False),
+            "nvfp4_e4m3_max": (nvfp4_e4m3_max, 448),
+        }
+        check_variant(quantizer, with_gemm_swizzled_scales, variant)
+        if dtype is None:
+            dtype = torch.float32 if data is None or quantizer is not None else data.dtype
+        self._dtype = dtype
+        chosen = member_shapes(shape, num_tensors, shapes, first_dims, last_dims)
+        begins = tensor_offsets if offsets is None else offsets
+        self._hold(
+            chosen, quantizer, Offsets.on_the_host(begins, scale_inv_offsets, columnwise_scale_inv_offsets)
+        )
+
+    def _hold(self, shapes: list[tuple[int, ...]], quantizer: Any, offsets: Offsets) -> None:
+        """Find the members in buffers that the caller made; the buffers are shared."""
+        for name in (*ROWWISE, *COLUMNWISE):
+            held = getattr(self, name)
+            if held is not None:
+                setattr(self, name, held.reshape(-1))
+        buffers = {name: getattr(self, name) for name in (*ROWWISE, *COLUMNWISE)}
+        self._members = placed_members(shapes, quantizer, buffers, self._dtype, offsets)
+        self._quantizer = grouped_tensor_module().stack_quantizer(quantizer, shapes)
+        for name, numbers in extents_of(self._members, self.device).items():
+            if getattr(self, name) is None:
+                setattr(self, name, numbers)
 
     @classmethod
     def of(
@@ -104,17 +142,17 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         dtype: torch.dtype,
     ) -> GroupedTensorStorage:
         """A group that holds a copy of the members; NotImplementedError where their format has other tensors."""
-        parts = [_parts(member) for member in members]
-        ends: dict[str, int] = dict.fromkeys((*_ROWWISE, *_COLUMNWISE), 0)
+        parts = [parts_of(member) for member in members]
+        ends: dict[str, int] = dict.fromkeys((*ROWWISE, *COLUMNWISE), 0)
         made = []
         for member, held in zip(members, parts, strict=True):
             places = []
             for buffer, tensor in held.items():
-                places.append(Place(buffer, ends[buffer], tuple(tensor.shape), _dense_stride(tensor)))
+                places.append(Place(buffer, ends[buffer], tuple(tensor.shape), dense_stride(tensor)))
                 ends[buffer] += tensor.numel()
-            made.append(Member(tuple(member.shape), tuple(places), _rebuild_of(member)))
+            made.append(Member(tuple(member.shape), tuple(places), rebuild_of(member)))
         device = next(iter(parts[0].values())).device
-        group = cls(members=tuple(made), quantizer=quantizer, dtype=dtype, **_extents(made, device))
+        group = cls(members=tuple(made), quantizer=quantizer, dtype=dtype, **extents_of(made, device))
         for buffer, end in ends.items():
             kinds = {held[buffer].dtype for held in parts if buffer in held}
             if kinds:
@@ -145,7 +183,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
             quantizer=quantizer,
             dtype=data.dtype,
             rowwise_data=data.reshape(-1),
-            **_extents(members, data.device),
+            **extents_of(members, data.device),
         )
 
     def members(self) -> list[Any]:
@@ -162,7 +200,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
             scale = (
                 scale.clone()
             )  # products take no scale at 4 bytes from another, and see no address while traced
-        return member.rebuild([scale if k == _ONE_SCALE else parts.get(_BUFFERS[k]) for k in keywords])
+        return member.rebuild([scale if k == ONE_SCALE else parts.get(BUFFERS[k]) for k in keywords])
 
     def _at(self, place: Place) -> Tensor:
         buffer: Tensor = getattr(self, place.buffer)
@@ -296,7 +334,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
 
     @classmethod
     def _dropped(cls, rowwise: bool, columnwise: bool) -> tuple[str, ...]:
-        return _ROWWISE * rowwise + _COLUMNWISE * columnwise
+        return ROWWISE * rowwise + COLUMNWISE * columnwise
 
     def byte_layout(self) -> tuple[Any, ...]:
         return self._members
@@ -305,58 +343,54 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         """A cut between members is none of codes that products read, so only the whole is a slice."""
         return max(prod(self.shape[:-1]), 1)
 
+    @property
+    def quantizer(self) -> Any:
+        """Quantizer of the first matrix; None for plain values."""
+        own: Any = self._quantizer
+        return None if own is None or own.quantizers is None else own.quantizers[0]
+
+    @property
+    def quantized_tensors(self) -> list[Tensor]:
+        """The matrices, as `split_into_quantized_tensors` returns them."""
+        return self.split_into_quantized_tensors()
+
+    def split_into_quantized_tensors(self) -> list[Tensor]:
+        """Return the matrices as tensors of their format that share the group's buffers."""
+        members = GroupedTensorStorage.members(self)
+        writers: Any = self._quantizer
+        if writers is None or writers.quantizers is None:
+            return [member.detach() for member in members]
+        return [q.wrap(member) for q, member in zip(writers.quantizers, members, strict=True)]
+
+    def quantize(self, tensors: Sequence[Tensor], noop_flag: Tensor | None = None) -> list[Tensor]:
+        """Write values into the matrices; nothing is written if one tensor has another shape.
+
+        Args:
+            tensors: One tensor for each matrix.
+            noop_flag: Device flag; if it is set, the matrices keep their values.
+
+        Returns:
+            The matrices, as `split_into_quantized_tensors` returns them.
+        """
+        if [value.shape for value in tensors] != self.tensor_shapes:
+            raise ValueError(
+                f"tensors are {[list(value.shape) for value in tensors]}; give {[list(s) for s in self.tensor_shapes]}"
+            )
+        held: list[Any] = self.split_into_quantized_tensors()
+        with torch.no_grad():
+            for into, value in zip(held, tensors, strict=True):
+                if isinstance(into, QuantizedTensorStorage):
+                    into.quantize_(value, noop_flag=noop_flag)
+                else:
+                    kept = value if noop_flag is None else torch.where(noop_flag != 0, into, value.to(into))
+                    into.copy_(kept)
+        return held
+
+    make_grouped_tensor = of_tensor_class("make_grouped_tensor")
+    make_grouped_tensor_with_shapes = of_tensor_class("make_grouped_tensor_with_shapes")
+    make_grouped_tensor_from_rowwise_data = of_tensor_class("make_grouped_tensor_from_rowwise_data")
+
     @staticmethod
     def make_tensor_offsets(split_dims: Sequence[int], common_dim: int) -> list[int]:
         """[0, cumulative split * common]: where each matrix begins, and the end."""
         return make_tensor_offsets(split_dims, common_dim)
-
-
-def _parts(member: Tensor | QuantizedTensorStorage) -> dict[str, Tensor]:
-    """{buffer: tensor} of a member."""
-    if not isinstance(member, QuantizedTensorStorage):
-        return {"rowwise_data": member}
-    tensors = {keyword: getattr(member, name) for name, keyword in member.TENSORS.items()}
-    if not tensors.keys() <= {*_BUFFERS, _ONE_SCALE}:
-        raise NotImplementedError(
-            f"matrices of {type(member).__name__} do not go into one buffer: it holds other tensors than codes and "
-            "scales; keep one tensor a group (single_grouped_weight=False)"
-        )
-    scale = tensors.pop(_ONE_SCALE, None)
-    parts = {_BUFFERS[keyword]: tensor for keyword, tensor in tensors.items() if tensor is not None}
-    if scale is not None:
-        for codes, scales in (_ROWWISE[:2], _COLUMNWISE[:2]):
-            if codes in parts:
-                parts[scales] = scale
-    return parts
-
-
-def _rebuild_of(member: Tensor | QuantizedTensorStorage) -> Rebuild | None:
-    return QuantizedTensorStorage.flatten(member)[1] if isinstance(member, QuantizedTensorStorage) else None
-
-
-def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """Column-wise codes may lie K-last under a transposed view, as products read them; all else is row after row."""
-    if tensor.dim() == 2 and tensor.t().is_contiguous():
-        return tensor.stride()
-    return torch.empty(tensor.shape, device="meta").stride()
-
-
-def _extents(members: Sequence[Member], device: torch.device) -> dict[str, Any]:
-    """first_dims, last_dims [n] and tensor_offsets [n + 1] of members whose shapes differ."""
-    if len({member.shape for member in members}) == 1:
-        return {}
-    offsets = make_tensor_offsets([prod(member.shape) for member in members], 1)
-    numbers = {
-        "first_dims": [member.shape[0] for member in members],
-        "last_dims": [member.shape[-1] for member in members],
-        "tensor_offsets": offsets,
-    }
-    return {name: torch.tensor(values, dtype=torch.int64, device=device) for name, values in numbers.items()}
-
-
-def make_tensor_offsets(split_dims: Sequence[int], common_dim: int) -> list[int]:
-    """[0, cumulative split * common]"""
-    offsets = [0]
-    for split in split_dims:
-        offsets.append(offsets[-1] + split * common_dim)
-    return offsets

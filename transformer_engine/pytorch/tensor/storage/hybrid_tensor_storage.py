@@ -89,6 +89,24 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         """The part that products along ROWS read."""
         return self._part(_COLUMNWISE, self._columnwise_rebuild)
 
+    @property
+    def rowwise_sub_storage(self) -> QuantizedTensorStorage | None:
+        """The row-wise part, under the original's name."""
+        return self.rowwise_storage
+
+    @property
+    def columnwise_sub_storage(self) -> QuantizedTensorStorage | None:
+        """The column-wise part, under the original's name."""
+        return self.columnwise_storage
+
+    @property
+    def _rowwise_storage(self) -> QuantizedTensorStorage | None:
+        return self.rowwise_storage
+
+    @property
+    def _columnwise_storage(self) -> QuantizedTensorStorage | None:
+        return self.columnwise_storage
+
     def _part(self, names: tuple[str, ...], rebuild: Rebuild | None) -> QuantizedTensorStorage | None:
         tensors = [getattr(self, name) for name in names]
         if rebuild is None or all(tensor is None for tensor in tensors):

@@ -49,6 +49,15 @@ class IdentityTensorStorage(QuantizedTensorStorage):
         self._dtype = nominal if nominal is not None else torch.float32 if hp_data is None else hp_data.dtype
 
     @property
+    def _hp_data(self) -> Tensor | None:
+        """The values, under the original's attribute name."""
+        return self._data
+
+    @_hp_data.setter
+    def _hp_data(self, values: Tensor | None) -> None:
+        self._data = values
+
+    @property
     def shape(self) -> torch.Size:
         return self._first_tensor().shape
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from ....common.formats import MXFP8
 from ...constants import DType
 from .block_scaled import BlockScaledStorage
+from .nominal_dtype import nominal_dtype
 from .quantized_tensor_storage import Writer
 
 __all__ = ["MXFP8TensorStorage"]
@@ -35,7 +36,8 @@ class MXFP8TensorStorage(BlockScaledStorage):
         self, rowwise_data: Tensor | None, rowwise_scale_inv: Tensor | None,
         columnwise_data: Tensor | None, columnwise_scale_inv: Tensor | None, fp8_dtype: DType,
         quantizer: Writer | None = None, with_gemm_swizzled_scales: bool = False, *,
-        square_tiles: bool = False, dtype: torch.dtype = torch.float32,
+        square_tiles: bool = False, fake_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
     ):  # fmt: skip
         if with_gemm_swizzled_scales:
             raise ValueError(
@@ -43,7 +45,8 @@ class MXFP8TensorStorage(BlockScaledStorage):
                 "when it is planned; give them as the quantizer makes them, and leave it False"
             )
         rowwise, columnwise = (rowwise_data, rowwise_scale_inv), (columnwise_data, columnwise_scale_inv)
-        self._hold(rowwise, columnwise, fp8_dtype, quantizer, dtype)
+        nominal = nominal_dtype(fake_dtype, dtype) or torch.float32
+        self._hold(rowwise, columnwise, fp8_dtype, quantizer, nominal)
         self._square_tiles = square_tiles
 
     @property

@@ -1,4 +1,4 @@
-"""The dtype that a storage presents, under either of its names."""
+"""The nominal dtype of a storage, which constructors take as `dtype` or as `fake_dtype`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from ...runtime.checks import values_dtype
 
 
 def nominal_dtype(fake_dtype: torch.dtype | None, dtype: torch.dtype | None) -> torch.dtype | None:
-    """The dtype that a storage presents, which the original's pages call fake_dtype; None where neither is given."""
+    """Return the dtype that a storage presents; None if neither name is given.
+
+    Args:
+        fake_dtype: The dtype under the original's keyword.
+        dtype: The dtype under this package's keyword.
+
+    Raises:
+        ValueError: Both are given and differ.
+    """
     if fake_dtype is None:
         return dtype
     values_dtype("fake_dtype", fake_dtype)

@@ -1,7 +1,7 @@
 """QuantizedTensorStorage: the payload of a quantized tensor, value [..., K] = codes x scales, in one or two directions.
 
-Row-wise data serves products that contract the last dimension, column-wise data those that contract the leading
-ones (all leading dimensions count as one, the rows). A storage is not a torch.Tensor: autograd never sees it.
+Products that contract the last dimension read row-wise data, those that contract the rows column-wise data.
+A storage is not a torch.Tensor: autograd never sees it. All leading dimensions together count as rows.
 """
 
 from __future__ import annotations
@@ -354,6 +354,8 @@ class QuantizedTensorStorage:
         """The quantizer that writes into this payload: the one that made it, or the format's default."""
         return self._default_quantizer() if self._quantizer is None else self._quantizer
 
+    _get_quantizer = writer  # the original's name
+
     def _default_quantizer(self) -> Writer:
         raise RuntimeError(
             f"this {type(self).__name__} has no quantizer; give it one, or write through quantizer.update_quantized"
@@ -378,9 +380,7 @@ class QuantizedTensorStorage:
     def device(self) -> torch.device:
         return self._first_tensor().device
 
-    @property
-    def is_cuda(self) -> bool:
-        return self.device.type == "cuda"
+    is_cuda = property(lambda self: self.device.type == "cuda")
 
     def _first_tensor(self) -> Tensor:
         for name in self.TENSORS:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
+from typing import Any
 
 from .....common import optional
 from .....common.dispatch import Backend
@@ -23,7 +25,27 @@ def _installed() -> str | None:
 # A constant, so that a compiler tracing through `refuses` reads it as one.
 VERSION: str | None = _installed()
 _LARGEST_HEAD = 256
+FIRST, END = (2, 1, 1), (2, 8, 4)  # supported releases: FIRST <= release < END
+WINDOWS, ALIBI, DETERMINISTIC = (
+    (2, 3, 0),
+    (2, 4, 0),
+    (2, 4, 1),
+)  # releases from which the package has an option
 TAKES = FLASH | {Feature.ALIBI, Feature.DROPOUT}
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return (major, minor, patch) of a version, without local parts (+cu128) and suffixes (.post1)."""
+    numbers = []
+    for part in version.split("+")[0].split(".")[:3]:
+        digits = "".join(takewhile(str.isdigit, part))
+        numbers.append(int(digits) if digits else 0)
+    return (*numbers, 0, 0)[:3]
+
+
+def is_supported(version: str) -> bool:
+    """Is this a release of flash-attn 2 that this backend calls?"""
+    return FIRST <= release(version) < END
 
 
 def refuses(r: AttentionRequest) -> str | None:
@@ -32,8 +54,15 @@ def refuses(r: AttentionRequest) -> str | None:
         return "NVTE_FLASH_ATTN=0" if not r.device.switches.flash else "NVTE_FLASH_ATTN_V2=0"
     if VERSION is None:
         return "flash-attn is not installed (pip install flash-attn)"
-    if not VERSION.startswith("2.") or tuple(map(int, VERSION.split(".")[:2])) < (2, 4):
-        return f"flash-attn {VERSION} is not a version from 2.4 on"
+    if not is_supported(VERSION):
+        return f"flash-attn {VERSION} is not a version from 2.1.1 up to, not including, 2.8.4"
+    found = release(VERSION)
+    if found < WINDOWS and r.options.mask.window not in ((-1, -1), (-1, 0)):
+        return f"flash-attn {VERSION} has no sliding window, which came with 2.3"
+    if found < ALIBI and r.options.bias == "alibi":
+        return f"flash-attn {VERSION} has no ALiBi, which came with 2.4"
+    if found < DETERMINISTIC and r.device.deterministic:
+        return f"flash-attn {VERSION} has no deterministic backward pass, which came with 2.4.1"
     refusal = refuses_beyond_flash(r, _LARGEST_HEAD)
     return refusal or optional.failure("flash_attn", "flash_attn_func", "flash_attn_varlen_func")
 
@@ -45,14 +74,19 @@ def run(request: AttentionRequest, inputs: AttentionInputs) -> AttentionResult:
         flash_attn_varlen_func,
     )
 
-    options = {
+    options: dict[str, Any] = {
         "dropout_p": request.options.dropout,
         "softmax_scale": request.options.scale,
         "causal": request.options.mask.window == (-1, 0),
-        "window_size": request.options.mask.window if request.options.mask.window != (-1, 0) else (-1, -1),
-        "alibi_slopes": inputs.slopes,
-        "deterministic": request.device.deterministic,
     }
+    found = FIRST if VERSION is None else release(VERSION)
+    if found >= WINDOWS:
+        window = request.options.mask.window
+        options["window_size"] = (-1, -1) if window == (-1, 0) else window
+    if found >= ALIBI:
+        options["alibi_slopes"] = inputs.slopes
+    if found >= DETERMINISTIC:
+        options["deterministic"] = request.device.deterministic
     if not request.packed:
         q, k, v = (batch_first(request.shape.q_format, x) for x in inputs[:3])
         out = flash_attn_func(q, k, v, **options)

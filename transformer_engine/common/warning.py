@@ -1,0 +1,25 @@
+"""Warnings about arguments without effect: once per process and reason."""
+
+from __future__ import annotations
+
+import warnings
+
+_issued: set[str] = set()
+
+
+def warn_once(reason: str, message: str, stacklevel: int = 3) -> None:
+    """Issue a UserWarning, unless the process has issued one for the same reason already.
+
+    Args:
+        reason: Identifies the warning, for example "fused_attn_fwd: o_format".
+        message: What has no effect, and why.
+        stacklevel: As in `warnings.warn`, counted from this function; 3 is the caller of the calling function.
+    """
+    if reason not in _issued:
+        _issued.add(reason)
+        warnings.warn(message, UserWarning, stacklevel=stacklevel)
+
+
+def forget_issued() -> None:
+    """Let every warning be issued again; for tests."""
+    _issued.clear()

@@ -1,0 +1,50 @@
+"""The maximum and the scale of the last tensor that a quantizer of current scaling quantized."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..primitives.quantize import Quantized
+from ..runtime.device import canonical_device
+
+
+class RecordsScale:
+    """Two buffers that record what `quantize` and `update_quantized` computed last.
+
+    Both are allocated when either is first read, and record from then on, so that a quantizer whose buffers nobody
+    reads does no extra work. Products inside layers do not write them.
+    """
+
+    device: torch.device | str | None
+    _recorded: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def amax(self) -> Tensor:
+        """max|x| of the last tensor, float32 [1]; 0 before."""
+        return self._buffers()[0]
+
+    @property
+    def scale(self) -> Tensor:
+        """The factor that the values of the last tensor were multiplied by, float32 [1]; 1 before."""
+        return self._buffers()[1]
+
+    def _buffers(self) -> tuple[Tensor, Tensor]:
+        if self._recorded is None:
+            device = canonical_device(self.device)
+            self._recorded = (
+                torch.zeros(1, dtype=torch.float32, device=device),
+                torch.ones(1, dtype=torch.float32, device=device),
+            )
+        return self._recorded
+
+    def record(self, quantized: Quantized) -> None:
+        """Write the maximum and the scale of a quantized matrix, if the buffers have been read."""
+        if self._recorded is None:
+            return
+        amax, scale = self._recorded
+        inverse = quantized.scale_t if quantized.scale is None else quantized.scale
+        largest = quantized.amax_t if quantized.amax is None else quantized.amax
+        if inverse is not None and largest is not None:
+            scale.copy_(inverse.reshape(1).reciprocal())
+            amax.copy_(largest.reshape(1))

@@ -1,0 +1,284 @@
+"""Layout of the members of a grouped tensor: which part of which flat buffer holds which tensor of a member."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....common.checks import whole
+from .quantized_tensor_storage import QuantizedTensorStorage, Rebuild, Writer
+
+# The buffer of a member's tensor, by the keyword of the member's storage. The single scale of an FP8 tensor serves
+# both directions, so each direction's buffer holds it.
+BUFFERS = {
+    "data": "rowwise_data",
+    "hp_data": "rowwise_data",
+    "rowwise_data": "rowwise_data",
+    "data_transpose": "columnwise_data",
+    "columnwise_data": "columnwise_data",
+    "rowwise_scale_inv": "scale_inv",
+    "columnwise_scale_inv": "columnwise_scale_inv",
+    "amax_rowwise": "_amax",
+    "amax_columnwise": "_columnwise_amax",
+}
+ONE_SCALE = "fp8_scale_inv"
+ROWWISE = ("rowwise_data", "scale_inv", "_amax")
+COLUMNWISE = ("columnwise_data", "columnwise_scale_inv", "_columnwise_amax")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Position of one tensor of a member: the buffer's name, its first element, shape and strides."""
+
+    buffer: str
+    begin: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One matrix: its shape, the places of its tensors, and how to rebuild its storage (None: a plain tensor)."""
+
+    shape: tuple[int, ...]
+    places: tuple[Place, ...]
+    rebuild: Rebuild | None
+
+
+def parts_of(member: Tensor | QuantizedTensorStorage) -> dict[str, Tensor]:
+    """{buffer: tensor} of a member."""
+    if not isinstance(member, QuantizedTensorStorage):
+        return {"rowwise_data": member}
+    tensors = {keyword: getattr(member, name) for name, keyword in member.TENSORS.items()}
+    if not tensors.keys() <= {*BUFFERS, ONE_SCALE}:
+        raise NotImplementedError(
+            f"matrices of {type(member).__name__} do not go into one buffer: it holds other tensors than codes and "
+            "scales; keep one tensor a group (single_grouped_weight=False)"
+        )
+    scale = tensors.pop(ONE_SCALE, None)
+    parts = {BUFFERS[keyword]: tensor for keyword, tensor in tensors.items() if tensor is not None}
+    if scale is not None:
+        for codes, scales in (ROWWISE[:2], COLUMNWISE[:2]):
+            if codes in parts:
+                parts[scales] = scale
+    return parts
+
+
+def rebuild_of(member: Tensor | QuantizedTensorStorage) -> Rebuild | None:
+    return QuantizedTensorStorage.flatten(member)[1] if isinstance(member, QuantizedTensorStorage) else None
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """Column-wise codes may lie K-last under a transposed view, as products read them; all else is row after row."""
+    if tensor.dim() == 2 and tensor.t().is_contiguous():
+        return tensor.stride()
+    return torch.empty(tensor.shape, device="meta").stride()
+
+
+def extents_of(members: Sequence[Member], device: torch.device) -> dict[str, Any]:
+    """first_dims, last_dims [n] and tensor_offsets [n + 1] of members whose shapes differ."""
+    if len({member.shape for member in members}) == 1:
+        return {}
+    offsets = make_tensor_offsets([prod(member.shape) for member in members], 1)
+    numbers = {
+        "first_dims": [member.shape[0] for member in members],
+        "last_dims": [member.shape[-1] for member in members],
+        "tensor_offsets": offsets,
+    }
+    return {name: torch.tensor(values, dtype=torch.int64, device=device) for name, values in numbers.items()}
+
+
+def make_tensor_offsets(split_dims: Sequence[int], common_dim: int) -> list[int]:
+    """[0, cumulative split * common]"""
+    offsets = [0]
+    for split in split_dims:
+        offsets.append(offsets[-1] + split * common_dim)
+    return offsets
+
+
+@dataclass(frozen=True)
+class Offsets:
+    """First elements of the members' tensors in caller-owned buffers; None means one member behind the other.
+
+    Attributes:
+        values: Of the codes, counted in values.
+        scales: Of the row-wise scales.
+        columnwise_scales: Of the column-wise scales.
+    """
+
+    values: Sequence[int] | None = None
+    scales: Sequence[int] | None = None
+    columnwise_scales: Sequence[int] | None = None
+
+    @classmethod
+    def on_the_host(cls, *offsets: Tensor | Sequence[int] | None) -> Offsets:
+        """Return offsets whose device tensors are read; this waits for the device."""
+        return cls(*map(host_numbers, offsets))
+
+    def of(self, buffer: str) -> Sequence[int] | None:
+        """The offsets of one buffer."""
+        known = {
+            "rowwise_data": self.values,
+            "columnwise_data": self.values,
+            "scale_inv": self.scales,
+            "columnwise_scale_inv": self.columnwise_scales,
+        }
+        return known.get(buffer)
+
+
+def check_variant(quantizer: Any, swizzled: bool, settings: Mapping[str, tuple[Any, Any]]) -> None:
+    """Check keywords that repeat settings of the quantizer.
+
+    Args:
+        quantizer: Quantizer of the group; None: plain values.
+        swizzled: Are scales in the order of a matrix product's hardware?
+        settings: By attribute of the quantizer, the given value and the value of a quantizer without the attribute.
+
+    Raises:
+        ValueError: Scales are swizzled, or a setting differs from the quantizer's.
+    """
+    if swizzled:
+        raise ValueError(
+            "with_gemm_swizzled_scales=True is unsupported, because products read scales row by row here; give "
+            "scales as the quantizer makes them"
+        )
+    for name, (value, default) in settings.items():
+        own = default if quantizer is None else vars(quantizer).get(name, default)
+        if value not in (own, default):
+            raise ValueError(
+                f"{name}={value} differs from the quantizer's {name}={own}; set it on the quantizer"
+            )
+
+
+def host_numbers(numbers: Tensor | Sequence[int] | None) -> list[int] | None:
+    """Return numbers of the device or the host as a list; reading a device tensor waits for it."""
+    if numbers is None:
+        return None
+    return numbers.tolist() if isinstance(numbers, Tensor) else [int(number) for number in numbers]
+
+
+def member_shapes(
+    shape: Sequence[int] | None,
+    num_tensors: int | None,
+    shapes: Sequence[Sequence[int]] | None,
+    first_dims: Tensor | Sequence[int] | None,
+    last_dims: Tensor | Sequence[int] | None,
+) -> list[tuple[int, ...]]:
+    """Return the shape of each member.
+
+    Args:
+        shape: [n, M, N] of equal members, or the logical shape: [n M, N] of equal members, [sum M_i, N] or [M, sum N_i]
+            where one extent varies.
+        num_tensors: n.
+        shapes: The shape of each member, if the caller knows them.
+        first_dims: M_i; None if all are equal.
+        last_dims: N_i; None if all are equal.
+
+    Raises:
+        TypeError: num_tensors is missing.
+        ValueError: The numbers contradict each other.
+    """
+    if num_tensors is None:
+        raise TypeError("a grouped tensor needs num_tensors, the number of matrices")
+    whole("num_tensors", num_tensors)
+    if shapes is not None:
+        if len(shapes) != num_tensors:
+            raise ValueError(f"{len(shapes)} shapes for num_tensors={num_tensors}; give one a tensor")
+        return [tuple(int(extent) for extent in one) for one in shapes]
+    firsts, lasts = host_numbers(first_dims), host_numbers(last_dims)
+    for name, extents in (("first_dims", firsts), ("last_dims", lasts)):
+        if extents is not None and len(extents) != num_tensors:
+            raise ValueError(
+                f"{name} has {len(extents)} numbers for num_tensors={num_tensors}; give one a tensor"
+            )
+    if shape is None and (firsts is None or lasts is None):
+        raise ValueError(
+            "the shapes of the tensors are unknown; give shape, shapes, or first_dims and last_dims"
+        )
+    if firsts is None and lasts is None:
+        assert shape is not None
+        if len(shape) == 3 and shape[0] == num_tensors:
+            return [tuple(shape[1:])] * num_tensors
+        if shape[0] % num_tensors:
+            raise ValueError(
+                f"num_tensors={num_tensors} does not divide the first extent of shape={tuple(shape)}; give shapes"
+            )
+        return [(shape[0] // num_tensors, *shape[1:])] * num_tensors
+    if firsts is None:
+        assert shape is not None
+        firsts = [int(shape[0])] * num_tensors
+    if lasts is None:
+        assert shape is not None
+        lasts = [int(shape[-1])] * num_tensors
+    return list(zip(firsts, lasts, strict=True))
+
+
+def placed_members(
+    shapes: Sequence[tuple[int, ...]],
+    quantizer: Writer | None,
+    buffers: Mapping[str, Tensor | None],
+    dtype: torch.dtype,
+    offsets: Offsets,
+) -> tuple[Member, ...]:
+    """Return the members of buffers that the caller filled, or will fill.
+
+    Args:
+        shapes: Shape of each member.
+        quantizer: Decides the tensors of each member; None: plain values.
+        buffers: The flat buffers by attribute name.
+        dtype: Nominal dtype.
+        offsets: First elements in the buffers.
+
+    Raises:
+        ValueError: A buffer is missing or too short.
+    """
+    usages = {
+        "rowwise": buffers["rowwise_data"] is not None,
+        "columnwise": buffers["columnwise_data"] is not None,
+    }
+    if quantizer is not None:
+        quantizer = quantizer.copy()
+        quantizer.set_usage(**usages)
+    ends: dict[str, int] = {}
+    members = []
+    for number, shape in enumerate(shapes):
+        example: Any = torch.empty(shape, dtype=dtype, device="meta")
+        if quantizer is not None:
+            example = quantizer.empty(shape, dtype, "meta", False)
+        places = []
+        for buffer, tensor in parts_of(example).items():
+            given = offsets.of(buffer)
+            begin = ends.get(buffer, 0) if given is None else int(given[number])
+            if given is not None and buffer.endswith("_data"):
+                begin = begin * tensor.numel() // max(prod(shape), 1)  # codes may be packed
+            places.append(Place(buffer, begin, tuple(tensor.shape), dense_stride(tensor)))
+            ends[buffer] = max(ends.get(buffer, 0), begin + tensor.numel())
+        members.append(Member(tuple(shape), tuple(places), rebuild_of(example)))
+    for buffer, end in ends.items():
+        held = buffers[buffer]
+        if held is None or held.numel() < end:
+            raise ValueError(
+                f"{buffer.lstrip('_')} has {0 if held is None else held.numel()} elements; {len(shapes)} tensors of "
+                f"shapes {[tuple(shape) for shape in shapes]} need {end}"
+            )
+    return tuple(members)
+
+
+def grouped_tensor_module() -> Any:
+    """Return the module of `GroupedTensor`, which builds on the storage and therefore is imported at its first use."""
+    return importlib.import_module("...grouped_tensor", __name__)
+
+
+def of_tensor_class(name: str) -> Any:
+    """Return a class method that calls the class method of the same name of `GroupedTensor`."""
+
+    def call(cls: type, *arguments: Any, **keywords: Any) -> Any:
+        return getattr(grouped_tensor_module().GroupedTensor, name)(*arguments, **keywords)
+
+    return classmethod(call)
