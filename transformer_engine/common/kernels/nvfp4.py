@@ -1,16 +1,19 @@
-"""codes [M, K] = e2m1(x / (s * g)), s an E4M3 scale for 16 (or 16 x 16) elements, g one scale for the matrix.
+"""NVFP4 casts: codes [M, K] = e2m1(x / (s * g)), an E4M3 scale s per 16 (or 16 x 16) elements, g per matrix or row.
 
-The columnwise direction may pass through the Hadamard transform of `primitives.quantize.hadamard` first.
+The columnwise direction may pass through the Hadamard transform of `primitives.quantize.hadamard` first. "4over6" codes
+every block twice, with its maximum mapped to 6 and to 4, and keeps the coding with the smaller error.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 
 from ..formats import FLOAT32_MAX, ceil_div
+from ..quantize_spec import FAST_MAE, FAST_MSE, MAE, MSE, QuantizeSpec
 from . import tile
 from .cast import absolute_maximum
 from .launch import Launch, Output
@@ -21,6 +24,14 @@ _GROUP = 16
 GROUP = tl.constexpr(_GROUP)
 LARGEST = tl.constexpr(FLOAT32_MAX)
 _TILE = 64
+_MAXIMUM_ROWS, _MAXIMUM_COLUMNS = 8, 256
+_ERRORS = {
+    "": 0,
+    MAE: 1,
+    MSE: 2,
+    FAST_MAE: 3,
+    FAST_MSE: 4,
+}  # even: squared; above 2: without the second-level scale
 
 
 @triton.jit
@@ -69,17 +80,130 @@ def _codes(scaled, random, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
-def _encode_scale(amax):
-    """6 * 448 / amax, at most the largest float32; 1 where amax or the quotient is 0."""
-    scale = tl.div_rn(2688.0, amax)
+def _values(code):
+    """float32 values of E2M1 codes."""
+    index = (code & 7).to(tl.float32)
+    magnitude = tl.where(index < 4.0, index * 0.5, tl.where(index < 6.0, index - 2.0, index * 2.0 - 8.0))
+    return tl.where(code > 7, -magnitude, magnitude)
+
+
+@triton.jit
+def _encode_scale(amax, RANGE: tl.constexpr):
+    """RANGE / amax, at most the largest float32; 1 where amax or the quotient is 0."""
+    scale = tl.div_rn(RANGE, amax)
     scale = tl.where(scale > LARGEST, LARGEST, scale)
     return tl.where((amax == 0.0) | (scale == 0.0), 1.0, scale)
+
+
+@triton.jit
+def _maxima(amax, first_r, R, ROWS: tl.constexpr, PER_ROW: tl.constexpr):
+    """The maxima that the second-level scales of a tile's rows follow from: [ROWS, 1], or a number for all rows."""
+    if PER_ROW:
+        r = tl.arange(0, ROWS)
+        maxima = tl.load(amax + first_r + r, mask=first_r + r < R, other=0.0)[:, None]
+    else:
+        maxima = tl.load(amax)
+    return maxima
+
+
+@triton.jit
+def _as_block_scale(wanted, LIMIT: tl.constexpr):
+    return tl.where(wanted > LIMIT, LIMIT, wanted).to(tl.float8e4nv)
+
+
+@triton.jit
+def _scaled(x, block_scale, encode_scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """x [ROWS, COLUMNS] times the multipliers of its blocks, as [ROWS, COLUMNS / 16, 16]."""
+    multiplier = tl.div_rn(1.0, block_scale.to(tl.float32) * tl.div_rn(1.0, encode_scale))
+    multiplier = tl.where(multiplier > LARGEST, LARGEST, multiplier)
+    return x.to(tl.float32).reshape(ROWS, COLUMNS // GROUP, GROUP) * multiplier[:, :, None]
+
+
+@triton.jit
+def _halves(x, ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
+    """The even and the odd elements of the last axis of x [ROWS, GROUPS, WIDTH]."""
+    return tl.split(x.reshape(ROWS, GROUPS, WIDTH // 2, 2))
+
+
+@triton.jit
+def _sum_in_order(x, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """Sums [ROWS, GROUPS] over the last axis of x [ROWS, GROUPS, 16], from the first element to the last."""
+    even, odd = _halves(x, ROWS, GROUPS, 16)
+    a, c = _halves(even, ROWS, GROUPS, 8)  # elements 0 4 8 12 and 2 6 10 14
+    b, d = _halves(odd, ROWS, GROUPS, 8)
+    a, e = _halves(a, ROWS, GROUPS, 4)  # 0 8 and 4 12
+    c, g = _halves(c, ROWS, GROUPS, 4)
+    b, f = _halves(b, ROWS, GROUPS, 4)
+    d, h = _halves(d, ROWS, GROUPS, 4)
+    x0, x8 = _halves(a, ROWS, GROUPS, 2)
+    x1, x9 = _halves(b, ROWS, GROUPS, 2)
+    x2, x10 = _halves(c, ROWS, GROUPS, 2)
+    x3, x11 = _halves(d, ROWS, GROUPS, 2)
+    x4, x12 = _halves(e, ROWS, GROUPS, 2)
+    x5, x13 = _halves(f, ROWS, GROUPS, 2)
+    x6, x14 = _halves(g, ROWS, GROUPS, 2)
+    x7, x15 = _halves(h, ROWS, GROUPS, 2)
+    total = x0 + x1 + x2 + x3 + x4 + x5 + x6 + x7 + x8 + x9 + x10 + x11 + x12 + x13 + x14 + x15
+    return total.reshape(ROWS, GROUPS)
+
+
+@triton.jit
+def _sum_of_rows(x, TILES: tl.constexpr, GROUPS: tl.constexpr):
+    """Sums [TILES, GROUPS] over 16 rows each of x [16 TILES, GROUPS]: 0 with 8, 1 with 9, .., then 0 with 4, .."""
+    first, second = tl.split(x.reshape(TILES, 2, 8, GROUPS).permute(0, 2, 3, 1))
+    first, second = tl.split((first + second).reshape(TILES, 2, 4, GROUPS).permute(0, 2, 3, 1))
+    first, second = tl.split((first + second).reshape(TILES, 2, 2, GROUPS).permute(0, 2, 3, 1))
+    first, second = tl.split((first + second).reshape(TILES, 2, 1, GROUPS).permute(0, 2, 3, 1))
+    return (first + second).reshape(TILES, GROUPS)
+
+
+@triton.jit
+def _block_error(
+    x, block_scale, amax, encode_scale, RANGE: tl.constexpr, ERROR: tl.constexpr, PER_ROW: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The error [ROWS, COLUMNS / 16] of coding x's blocks with these scales, see `_ERRORS`."""
+    scaled = _scaled(x, block_scale, encode_scale, ROWS, COLUMNS)
+    values = _values(_codes(scaled, scaled, False)) * block_scale.to(tl.float32)[:, :, None]
+    exact = x.to(tl.float32).reshape(ROWS, COLUMNS // GROUP, GROUP)
+    if PER_ROW:
+        amax, encode_scale = amax[:, :, None], encode_scale[:, :, None]
+    if ERROR > 2:
+        difference = values - exact * encode_scale
+    else:
+        difference = tl.div_rn(values * amax, RANGE) - exact
+    terms = difference * difference if ERROR % 2 == 0 else tl.abs(difference)
+    return _sum_in_order(terms, ROWS, COLUMNS // GROUP)
+
+
+@triton.jit
+def _candidates(bits, encode_scale):
+    """The scales of blocks whose maximum maps to 6, and to 4; bits: of the blocks' maxima."""
+    base = tl.div_rn(as_float(bits), 6.0) * encode_scale
+    return _as_block_scale(base, 448.0), _as_block_scale(base * 1.5, 448.0)
+
+
+@triton.jit
+def _takes_four(
+    x, bits, amax, RANGE: tl.constexpr, ERROR: tl.constexpr, PER_ROW: tl.constexpr, SQUARE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """int32 [ROWS, COLUMNS / 16], or [ROWS / 16, ..] of square tiles: 1 where mapping the maximum to 4 errs less."""
+    encode_scale = _encode_scale(amax, RANGE)
+    six, four = _candidates(bits, encode_scale)
+    error_six = _block_error(x, six, amax, encode_scale, RANGE, ERROR, PER_ROW, ROWS, COLUMNS)
+    error_four = _block_error(x, four, amax, encode_scale, RANGE, ERROR, PER_ROW, ROWS, COLUMNS)
+    if SQUARE:
+        error_six = _sum_of_rows(error_six, ROWS // GROUP, COLUMNS // GROUP)
+        error_four = _sum_of_rows(error_four, ROWS // GROUP, COLUMNS // GROUP)
+    return (error_four < error_six).to(tl.int32)
 
 
 @triton.jit
 def _store_direction(
     x,
     bits,
+    four,
     amax,
     random,
     codes,
@@ -90,17 +214,24 @@ def _store_direction(
     first_c,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    RANGE: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Codes and scales of a tile x [ROWS, COLUMNS] of a matrix [R, C]; bits [ROWS, COLUMNS / 16]: its blocks' amax."""
+    """Codes and scales of a tile x [ROWS, COLUMNS] of a matrix [R, C].
+
+    bits [ROWS, COLUMNS / 16]: its blocks' maxima; four: which blocks map theirs to 4, None: all map it to 6; amax: as
+    `_maxima` returns them.
+    """
     GROUPS: tl.constexpr = COLUMNS // GROUP
-    global_scale = _encode_scale(tl.load(amax))
-    wanted = as_float(bits) * (global_scale * (1.0 / 6.0))
-    block_scale = tl.where(wanted > LARGEST, LARGEST, wanted).to(tl.float8e4nv)
-    multiplier = tl.div_rn(1.0, block_scale.to(tl.float32) * tl.div_rn(1.0, global_scale))
-    multiplier = tl.where(multiplier > LARGEST, LARGEST, multiplier)
-    scaled = x.to(tl.float32).reshape(ROWS, GROUPS, GROUP) * multiplier[:, :, None]
-    scaled = scaled.reshape(ROWS, COLUMNS)
+    encode_scale = _encode_scale(amax, RANGE)
+    if four is not None:
+        to_six, to_four = _candidates(bits, encode_scale)
+        # Chosen as float32, which holds every block scale.
+        chosen = tl.where(four == 1, to_four.to(tl.float32), to_six.to(tl.float32))
+        block_scale = chosen.to(tl.float8e4nv)
+    else:
+        block_scale = _as_block_scale(as_float(bits) * (encode_scale * (1.0 / 6.0)), LARGEST)
+    scaled = _scaled(x, block_scale, encode_scale, ROWS, COLUMNS).reshape(ROWS, COLUMNS)
     r = tl.arange(0, ROWS)
     c = tl.arange(0, COLUMNS)
     inside_r = first_r + r < R
@@ -139,6 +270,13 @@ def _square_tile(x, M, K, TILE: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
+def _on_every_row(square, TILE: tl.constexpr):
+    """[TILE / 16, TILE / 16], one number per square tile, as [TILE, TILE / 16]."""
+    GROUPS: tl.constexpr = TILE // GROUP
+    return square[:, None, :].broadcast_to(GROUPS, GROUP, GROUPS).reshape(TILE, GROUPS)
+
+
+@triton.jit
 def block_kernel(
     x,
     amax,
@@ -154,29 +292,72 @@ def block_kernel(
     SQUARE: tl.constexpr,
     HADAMARD: tl.constexpr,
     RANDOM_SIGN: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    RANGE: tl.constexpr,
+    ERROR: tl.constexpr,
     TILE: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Both directions of a TILE x TILE tile; SQUARE: the columnwise one repeats the rowwise random numbers."""
+    """Both directions of a TILE x TILE tile.
+
+    SQUARE     16 x 16 elements share a scale; the columnwise direction repeats the rowwise random numbers
+    PER_ROW    the rowwise direction has a maximum per row, amax [M]; the columnwise one has one, amax_t [1]
+    RANGE      6 times the largest block scale
+    ERROR      how 4over6 chooses, a number of `_ERRORS`; 0: every block's maximum maps to 6
+    """
     GROUPS: tl.constexpr = TILE // GROUP
     values, first_m, first_k = _square_tile(x, M, K, TILE, EVEN)
     bits = tl.max(magnitude_bits(values).reshape(TILE, GROUPS, GROUP), 2)
+    four, square_four = None, None
     if SQUARE:
         square = tl.max(bits.reshape(GROUPS, GROUP, GROUPS), 1)
-        bits = square[:, None, :].broadcast_to(GROUPS, GROUP, GROUPS).reshape(TILE, GROUPS)
+        bits = _on_every_row(square, TILE)
+        if ERROR > 0:
+            # Both directions code the same choice: the rowwise one, since the order of a sum matters.
+            maximum = _maxima(amax if codes is not None else amax_t, first_m, M, TILE, False)
+            square_four = _takes_four(values, bits, maximum, RANGE, ERROR, False, True, TILE, TILE)
     if codes is not None:
-        _store_direction(values, bits, amax, random, codes, scale, M, K, first_m, first_k, TILE, TILE, EVEN)
+        maximum = _maxima(amax, first_m, M, TILE, PER_ROW)
+        if ERROR > 0:
+            if SQUARE:
+                four = _on_every_row(square_four, TILE)
+            else:
+                four = _takes_four(values, bits, maximum, RANGE, ERROR, PER_ROW, False, TILE, TILE)
+        _store_direction(
+            values, bits, four, maximum, random, codes, scale, M, K, first_m, first_k, TILE, TILE, RANGE, EVEN
+        )
     if codes_t is not None:
         turned = tl.trans(values)
+        maximum_t = _maxima(amax_t, first_k, K, TILE, False)
         if HADAMARD:
             turned = _transform(turned, RANDOM_SIGN, TILE, TILE)
         if SQUARE:
-            bits = tl.trans(square)[:, None, :].broadcast_to(GROUPS, GROUP, GROUPS).reshape(TILE, GROUPS)
+            bits_t = _on_every_row(tl.trans(square), TILE)
         else:
-            bits = tl.max(magnitude_bits(turned).reshape(TILE, GROUPS, GROUP), 2)
+            bits_t = tl.max(magnitude_bits(turned).reshape(TILE, GROUPS, GROUP), 2)
+        four_t = None
+        if ERROR > 0:
+            if SQUARE:
+                four_t = _on_every_row(tl.trans(square_four), TILE)
+            else:
+                four_t = _takes_four(turned, bits_t, maximum_t, RANGE, ERROR, False, False, TILE, TILE)
         _store_direction(
-            turned, bits, amax_t, random_t, codes_t, scale_t, K, M, first_k, first_m, TILE, TILE, EVEN
-        )
+            turned, bits_t, four_t, maximum_t, random_t, codes_t, scale_t, K, M, first_k, first_m, TILE, TILE,
+            RANGE, EVEN,
+        )  # fmt: skip
+
+
+@triton.jit
+def row_maximum_kernel(x, amax, M, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """amax [M] = max|x| of every row of x [M, K], NaN where a row has one."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    bits = tl.zeros((ROWS, COLUMNS), tl.int32)
+    for start in range(0, K, COLUMNS):
+        inside = (row < M)[:, None] & (start + column < K)[None, :]
+        values = tl.load(x + (row[:, None] * K + (start + column)[None, :]), mask=inside, other=0.0)
+        bits = tl.maximum(bits, magnitude_bits(values))
+    tl.store(amax + row, as_float(tl.max(bits, 1)), mask=row < M)
 
 
 @triton.jit
@@ -206,17 +387,55 @@ def transformed_maximum(shape: tuple[int, int], random_sign: bool) -> Launch:
 
 
 @functools.lru_cache(maxsize=4096)
-def blocks(
-    shape: tuple[int, int],
-    rowwise: bool,
-    columnwise: bool,
-    *,
-    square: bool,
-    hadamard: bool,
-    random_sign: bool,
-) -> Launch:
-    """Inputs: x [M, K] contiguous, amax, amax_t float32 [1], random [M, K], random_t [K, M] float32 or None;
-    outputs: codes [M, K / 2], scale [M, ceil(K/16)], codes_t [K, M / 2], scale_t [K, ceil(M/16)]."""
+def row_maxima(shape: tuple[int, int]) -> Launch:
+    """Inputs: x [M, K] contiguous; outputs: amax float32 [M]."""
+    rows, _ = shape
+    grid = (ceil_div(rows, _MAXIMUM_ROWS), 1, 1)
+    outputs = (Output((rows,), "float32"),)
+    return Launch(row_maximum_kernel, grid, outputs, shape, (_MAXIMUM_ROWS, _MAXIMUM_COLUMNS), warps=4)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a spec asks of the kernels beside its directions.
+
+    square           16 x 16 elements share a scale
+    hadamard         the columnwise direction is transformed first, with signs where random_sign
+    per_row          the rowwise direction has a second-level scale per row
+    largest_scale    of a block: 448 or 256
+    four_over_six    the error by which a block's maximum maps to 4 or to 6; empty: always to 6
+    """
+
+    square: bool = False
+    hadamard: bool = False
+    random_sign: bool = True
+    per_row: bool = False
+    largest_scale: float = 448.0
+    four_over_six: str = ""
+
+    @classmethod
+    def of(cls, spec: QuantizeSpec) -> Options:
+        """The options of a spec in one of the formats of NVFP4."""
+        assert spec.format.levels is not None
+        return cls(
+            spec.two_dimensional,
+            spec.hadamard,
+            spec.random_sign,
+            spec.format.row_scaled,
+            spec.format.levels[1].maximum,
+            spec.four_over_six,
+        )
+
+    @property
+    def constants(self) -> tuple[bool | int | float, ...]:
+        error = _ERRORS[self.four_over_six]
+        return self.square, self.hadamard, self.random_sign, self.per_row, 6.0 * self.largest_scale, error
+
+
+@functools.lru_cache(maxsize=4096)
+def blocks(shape: tuple[int, int], rowwise: bool, columnwise: bool, options: Options) -> Launch:
+    """Inputs: x [M, K] contiguous, amax float32 [1] (per row [M]), amax_t float32 [1], random [M, K], random_t [K, M]
+    float32 or None; outputs: codes [M, K / 2], scale [M, ceil(K/16)], codes_t [K, M / 2], scale_t [K, ceil(M/16)]."""
     rows, depth = shape
     outputs = (
         Output((rows, depth // 2), "uint8") if rowwise else None,
@@ -224,43 +443,47 @@ def blocks(
         Output((depth, rows // 2), "uint8") if columnwise else None,
         Output((depth, ceil_div(rows, _GROUP)), "float8_e4m3fn") if columnwise else None,
     )
-    constants = (square, hadamard, random_sign, _TILE, _even(shape))
-    return Launch(block_kernel, _grid(shape), outputs, shape, constants, warps=4)
+    constants = (*options.constants, _TILE, _even(shape))
+    return Launch(
+        block_kernel, _grid(shape), outputs, shape, constants, warps=4, fuses=not options.four_over_six
+    )
 
 
 def program(
     shape: tuple[int, int],
     rowwise: bool,
     columnwise: bool,
-    *,
-    square: bool,
-    hadamard: bool,
-    random_sign: bool,
+    options: Options,
     amax_given: bool,
     amax_t_given: bool,
 ) -> Program:
     """(x [M, K] contiguous, random | None, random_t | None, amax if given, amax_t if given) -> codes, scale, codes_t,
     scale_t, amax, amax_t.
 
-    Maxima that are not given are found by passes before: of x, and of its transpose where that is transformed.
+    Maxima that are not given are found by launches before: of x, of its rows, and of its transpose where that is
+    transformed.
     """
     given = ("x", "random", "random_t")
+    given += ("amax",) if amax_given else ()
+    given += ("amax_t",) if amax_t_given else ()
+    tensor_maximum = absolute_maximum(shape[0] * shape[1])
     steps: list[Step] = []
     amax: str | None = "amax"
-    if amax_given:
-        given += ("amax",)
-    elif rowwise or not hadamard:
-        steps.append(Step(absolute_maximum(shape[0] * shape[1]), ("x",), ("amax",)))
-    else:
+    if options.per_row:
+        if rowwise and not amax_given:
+            steps.append(Step(row_maxima(shape), ("x",), ("amax",)))
+        amax = "amax" if rowwise else None
+    elif not amax_given and (rowwise or not options.hadamard):
+        steps.append(Step(tensor_maximum, ("x",), ("amax",)))
+    elif not amax_given:
         amax = None
     amax_t = amax
-    if columnwise and not square and (amax_t_given or hadamard):
+    if columnwise and not options.square and (amax_t_given or options.hadamard or options.per_row):
         amax_t = "amax_t"
         if not amax_t_given:
-            steps.append(Step(transformed_maximum(shape, random_sign), ("x",), ("amax_t",)))
-    given += ("amax_t",) if amax_t_given else ()
-    launch = blocks(shape, rowwise, columnwise, square=square, hadamard=hadamard, random_sign=random_sign)
+            measure = transformed_maximum(shape, options.random_sign) if options.hadamard else tensor_maximum
+            steps.append(Step(measure, ("x",), ("amax_t",)))
     names = ("codes", "scale", "codes_t", "scale_t")
-    last = step(launch, ("x", amax, amax_t, "random", "random_t"), names)
+    last = step(blocks(shape, rowwise, columnwise, options), ("x", amax, amax_t, "random", "random_t"), names)
     maxima = (amax if rowwise else None, amax_t if columnwise else None)
     return Program(given, (*steps, last), (*last.outputs, *maxima))

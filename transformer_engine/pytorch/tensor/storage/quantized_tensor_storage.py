@@ -172,12 +172,15 @@ class QuantizedTensorStorage:
         return seen
 
     def unpack(self) -> Quantized:
-        """The inverse of `pack`, as views."""
+        """The inverse of `pack`, as views; maxima per row are a column [M, 1], like every part that rows cut."""
         usages = self.get_usages()
         rowwise = self.contract(COLS) if usages["rowwise"] else Operand(None)  # pyright: ignore[reportArgumentType]
         columnwise = self.contract(ROWS) if usages["columnwise"] else Operand(None)  # pyright: ignore[reportArgumentType]
+        amax = rowwise.amax
+        if amax is not None and rowwise.format is not None and rowwise.format.row_scaled:
+            amax = amax.view(-1, 1)
         return Quantized(
-            rowwise.codes, rowwise.scale, columnwise.codes, columnwise.scale, rowwise.amax, columnwise.amax
+            rowwise.codes, rowwise.scale, columnwise.codes, columnwise.scale, amax, columnwise.amax
         )
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
