@@ -12,26 +12,28 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from ..formats import FLOAT32_MAX, ceil_div
-from ..quantize_spec import FAST_MAE, FAST_MSE, MAE, MSE, QuantizeSpec
+from ..formats import ceil_div
+from ..quantize_spec import QuantizeSpec
 from . import tile
 from .cast import absolute_maximum
+from .fp4_blocks import (
+    BLOCK,
+    ERRORS,
+    GROUP,
+    LARGEST,
+    as_block_scale,
+    candidates,
+    codes_of,
+    encode_scale_of,
+    scaled_blocks,
+    takes_four,
+)
 from .launch import Launch, Output
 from .program import Program, Step, step
 from .rounding import as_float, magnitude_bits
 
-_GROUP = 16
-GROUP = tl.constexpr(_GROUP)
-LARGEST = tl.constexpr(FLOAT32_MAX)
 _TILE = 64
 _MAXIMUM_ROWS, _MAXIMUM_COLUMNS = 8, 256
-_ERRORS = {
-    "": 0,
-    MAE: 1,
-    MSE: 2,
-    FAST_MAE: 3,
-    FAST_MSE: 4,
-}  # even: squared; above 2: without the second-level scale
 
 
 @triton.jit
@@ -58,44 +60,6 @@ def _transform(x, RANDOM_SIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 @triton.jit
-def _codes(scaled, random, STOCHASTIC: tl.constexpr):
-    """E2M1 codes of float32 values: nearest, ties to even, or floor(|x| + random * gap); NaN as +6."""
-    number = scaled == scaled
-    magnitude = tl.where(number, tl.abs(scaled), 6.0)
-    if STOCHASTIC:
-        first = tl.where(magnitude > 2.0, 2.0, magnitude) * 2.0
-        second = tl.where(magnitude > 4.0, 4.0, tl.where(magnitude < 2.0, 2.0, magnitude)) - 2.0
-        third = (tl.where(magnitude > 6.0, 6.0, tl.where(magnitude < 4.0, 4.0, magnitude)) - 4.0) * 0.5
-        whole = tl.floor(first) + tl.floor(second) + tl.floor(third)
-        fraction = (first - tl.floor(first)) + (second - tl.floor(second)) + (third - tl.floor(third))
-        code = (whole + tl.floor(fraction + random)).to(tl.int32)
-    else:
-        # The midpoints of neighbouring magnitudes; a tie goes to the even code.
-        code = (magnitude > 0.25).to(tl.int32) + (magnitude >= 0.75).to(tl.int32)
-        code += (magnitude > 1.25).to(tl.int32) + (magnitude >= 1.75).to(tl.int32)
-        code += (magnitude > 2.5).to(tl.int32) + (magnitude >= 3.5).to(tl.int32)
-        code += (magnitude > 5.0).to(tl.int32)
-    sign = (scaled.to(tl.int32, bitcast=True) >> 28) & 8
-    return code | tl.where(number, sign, 0)
-
-
-@triton.jit
-def _values(code):
-    """float32 values of E2M1 codes."""
-    index = (code & 7).to(tl.float32)
-    magnitude = tl.where(index < 4.0, index * 0.5, tl.where(index < 6.0, index - 2.0, index * 2.0 - 8.0))
-    return tl.where(code > 7, -magnitude, magnitude)
-
-
-@triton.jit
-def _encode_scale(amax, RANGE: tl.constexpr):
-    """RANGE / amax, at most the largest float32; 1 where amax or the quotient is 0."""
-    scale = tl.div_rn(RANGE, amax)
-    scale = tl.where(scale > LARGEST, LARGEST, scale)
-    return tl.where((amax == 0.0) | (scale == 0.0), 1.0, scale)
-
-
-@triton.jit
 def _maxima(amax, first_r, R, ROWS: tl.constexpr, PER_ROW: tl.constexpr):
     """The maxima that the second-level scales of a tile's rows follow from: [ROWS, 1], or a number for all rows."""
     if PER_ROW:
@@ -104,99 +68,6 @@ def _maxima(amax, first_r, R, ROWS: tl.constexpr, PER_ROW: tl.constexpr):
     else:
         maxima = tl.load(amax)
     return maxima
-
-
-@triton.jit
-def _as_block_scale(wanted, LIMIT: tl.constexpr):
-    return tl.where(wanted > LIMIT, LIMIT, wanted).to(tl.float8e4nv)
-
-
-@triton.jit
-def _scaled(x, block_scale, encode_scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """x [ROWS, COLUMNS] times the multipliers of its blocks, as [ROWS, COLUMNS / 16, 16]."""
-    multiplier = tl.div_rn(1.0, block_scale.to(tl.float32) * tl.div_rn(1.0, encode_scale))
-    multiplier = tl.where(multiplier > LARGEST, LARGEST, multiplier)
-    return x.to(tl.float32).reshape(ROWS, COLUMNS // GROUP, GROUP) * multiplier[:, :, None]
-
-
-@triton.jit
-def _halves(x, ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
-    """The even and the odd elements of the last axis of x [ROWS, GROUPS, WIDTH]."""
-    return tl.split(x.reshape(ROWS, GROUPS, WIDTH // 2, 2))
-
-
-@triton.jit
-def _sum_in_order(x, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """Sums [ROWS, GROUPS] over the last axis of x [ROWS, GROUPS, 16], from the first element to the last."""
-    even, odd = _halves(x, ROWS, GROUPS, 16)
-    a, c = _halves(even, ROWS, GROUPS, 8)  # elements 0 4 8 12 and 2 6 10 14
-    b, d = _halves(odd, ROWS, GROUPS, 8)
-    a, e = _halves(a, ROWS, GROUPS, 4)  # 0 8 and 4 12
-    c, g = _halves(c, ROWS, GROUPS, 4)
-    b, f = _halves(b, ROWS, GROUPS, 4)
-    d, h = _halves(d, ROWS, GROUPS, 4)
-    x0, x8 = _halves(a, ROWS, GROUPS, 2)
-    x1, x9 = _halves(b, ROWS, GROUPS, 2)
-    x2, x10 = _halves(c, ROWS, GROUPS, 2)
-    x3, x11 = _halves(d, ROWS, GROUPS, 2)
-    x4, x12 = _halves(e, ROWS, GROUPS, 2)
-    x5, x13 = _halves(f, ROWS, GROUPS, 2)
-    x6, x14 = _halves(g, ROWS, GROUPS, 2)
-    x7, x15 = _halves(h, ROWS, GROUPS, 2)
-    total = x0 + x1 + x2 + x3 + x4 + x5 + x6 + x7 + x8 + x9 + x10 + x11 + x12 + x13 + x14 + x15
-    return total.reshape(ROWS, GROUPS)
-
-
-@triton.jit
-def _sum_of_rows(x, TILES: tl.constexpr, GROUPS: tl.constexpr):
-    """Sums [TILES, GROUPS] over 16 rows each of x [16 TILES, GROUPS]: 0 with 8, 1 with 9, .., then 0 with 4, .."""
-    first, second = tl.split(x.reshape(TILES, 2, 8, GROUPS).permute(0, 2, 3, 1))
-    first, second = tl.split((first + second).reshape(TILES, 2, 4, GROUPS).permute(0, 2, 3, 1))
-    first, second = tl.split((first + second).reshape(TILES, 2, 2, GROUPS).permute(0, 2, 3, 1))
-    first, second = tl.split((first + second).reshape(TILES, 2, 1, GROUPS).permute(0, 2, 3, 1))
-    return (first + second).reshape(TILES, GROUPS)
-
-
-@triton.jit
-def _block_error(
-    x, block_scale, amax, encode_scale, RANGE: tl.constexpr, ERROR: tl.constexpr, PER_ROW: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """The error [ROWS, COLUMNS / 16] of coding x's blocks with these scales, see `_ERRORS`."""
-    scaled = _scaled(x, block_scale, encode_scale, ROWS, COLUMNS)
-    values = _values(_codes(scaled, scaled, False)) * block_scale.to(tl.float32)[:, :, None]
-    exact = x.to(tl.float32).reshape(ROWS, COLUMNS // GROUP, GROUP)
-    if PER_ROW:
-        amax, encode_scale = amax[:, :, None], encode_scale[:, :, None]
-    if ERROR > 2:
-        difference = values - exact * encode_scale
-    else:
-        difference = tl.div_rn(values * amax, RANGE) - exact
-    terms = difference * difference if ERROR % 2 == 0 else tl.abs(difference)
-    return _sum_in_order(terms, ROWS, COLUMNS // GROUP)
-
-
-@triton.jit
-def _candidates(bits, encode_scale):
-    """The scales of blocks whose maximum maps to 6, and to 4; bits: of the blocks' maxima."""
-    base = tl.div_rn(as_float(bits), 6.0) * encode_scale
-    return _as_block_scale(base, 448.0), _as_block_scale(base * 1.5, 448.0)
-
-
-@triton.jit
-def _takes_four(
-    x, bits, amax, RANGE: tl.constexpr, ERROR: tl.constexpr, PER_ROW: tl.constexpr, SQUARE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """int32 [ROWS, COLUMNS / 16], or [ROWS / 16, ..] of square tiles: 1 where mapping the maximum to 4 errs less."""
-    encode_scale = _encode_scale(amax, RANGE)
-    six, four = _candidates(bits, encode_scale)
-    error_six = _block_error(x, six, amax, encode_scale, RANGE, ERROR, PER_ROW, ROWS, COLUMNS)
-    error_four = _block_error(x, four, amax, encode_scale, RANGE, ERROR, PER_ROW, ROWS, COLUMNS)
-    if SQUARE:
-        error_six = _sum_of_rows(error_six, ROWS // GROUP, COLUMNS // GROUP)
-        error_four = _sum_of_rows(error_four, ROWS // GROUP, COLUMNS // GROUP)
-    return (error_four < error_six).to(tl.int32)
 
 
 @triton.jit
@@ -223,15 +94,15 @@ def _store_direction(
     `_maxima` returns them.
     """
     GROUPS: tl.constexpr = COLUMNS // GROUP
-    encode_scale = _encode_scale(amax, RANGE)
+    encode_scale = encode_scale_of(amax, RANGE)
     if four is not None:
-        to_six, to_four = _candidates(bits, encode_scale)
+        to_six, to_four = candidates(bits, encode_scale)
         # Chosen as float32, which holds every block scale.
         chosen = tl.where(four == 1, to_four.to(tl.float32), to_six.to(tl.float32))
         block_scale = chosen.to(tl.float8e4nv)
     else:
-        block_scale = _as_block_scale(as_float(bits) * (encode_scale * (1.0 / 6.0)), LARGEST)
-    scaled = _scaled(x, block_scale, encode_scale, ROWS, COLUMNS).reshape(ROWS, COLUMNS)
+        block_scale = as_block_scale(as_float(bits) * (encode_scale * (1.0 / 6.0)), LARGEST)
+    scaled = scaled_blocks(x, block_scale, encode_scale, ROWS, COLUMNS).reshape(ROWS, COLUMNS)
     r = tl.arange(0, ROWS)
     c = tl.arange(0, COLUMNS)
     inside_r = first_r + r < R
@@ -240,7 +111,7 @@ def _store_direction(
         inside = inside_r[:, None] & (first_c + c < C)[None, :]
         corner = random + (first_r * C + first_c)
         uniform = tile.load(corner + (r[:, None] * C + c[None, :]), inside, EVEN)
-    code = _codes(scaled, uniform, random is not None)
+    code = codes_of(scaled, uniform, random is not None)
     low, high = tl.split(code.reshape(ROWS, COLUMNS // 2, 2))
     byte = tl.arange(0, COLUMNS // 2)
     inside = inside_r[:, None] & (first_c + byte * 2 < C)[None, :]
@@ -303,7 +174,7 @@ def block_kernel(
     SQUARE     16 x 16 elements share a scale; the columnwise direction repeats the rowwise random numbers
     PER_ROW    the rowwise direction has a maximum per row, amax [M]; the columnwise one has one, amax_t [1]
     RANGE      6 times the largest block scale
-    ERROR      how 4over6 chooses, a number of `_ERRORS`; 0: every block's maximum maps to 6
+    ERROR      how 4over6 chooses, a number of `ERRORS`; 0: every block's maximum maps to 6
     """
     GROUPS: tl.constexpr = TILE // GROUP
     values, first_m, first_k = _square_tile(x, M, K, TILE, EVEN)
@@ -315,14 +186,14 @@ def block_kernel(
         if ERROR > 0:
             # Both directions code the same choice: the rowwise one, since the order of a sum matters.
             maximum = _maxima(amax if codes is not None else amax_t, first_m, M, TILE, False)
-            square_four = _takes_four(values, bits, maximum, RANGE, ERROR, False, True, TILE, TILE)
+            square_four = takes_four(values, bits, maximum, RANGE, ERROR, False, True, TILE, TILE)
     if codes is not None:
         maximum = _maxima(amax, first_m, M, TILE, PER_ROW)
         if ERROR > 0:
             if SQUARE:
                 four = _on_every_row(square_four, TILE)
             else:
-                four = _takes_four(values, bits, maximum, RANGE, ERROR, PER_ROW, False, TILE, TILE)
+                four = takes_four(values, bits, maximum, RANGE, ERROR, PER_ROW, False, TILE, TILE)
         _store_direction(
             values, bits, four, maximum, random, codes, scale, M, K, first_m, first_k, TILE, TILE, RANGE, EVEN
         )
@@ -340,7 +211,7 @@ def block_kernel(
             if SQUARE:
                 four_t = _on_every_row(tl.trans(square_four), TILE)
             else:
-                four_t = _takes_four(turned, bits_t, maximum_t, RANGE, ERROR, False, False, TILE, TILE)
+                four_t = takes_four(turned, bits_t, maximum_t, RANGE, ERROR, False, False, TILE, TILE)
         _store_direction(
             turned, bits_t, four_t, maximum_t, random_t, codes_t, scale_t, K, M, first_k, first_m, TILE, TILE,
             RANGE, EVEN,
@@ -428,7 +299,7 @@ class Options:
 
     @property
     def constants(self) -> tuple[bool | int | float, ...]:
-        error = _ERRORS[self.four_over_six]
+        error = ERRORS[self.four_over_six]
         return self.square, self.hadamard, self.random_sign, self.per_row, 6.0 * self.largest_scale, error
 
 
@@ -439,9 +310,9 @@ def blocks(shape: tuple[int, int], rowwise: bool, columnwise: bool, options: Opt
     rows, depth = shape
     outputs = (
         Output((rows, depth // 2), "uint8") if rowwise else None,
-        Output((rows, ceil_div(depth, _GROUP)), "float8_e4m3fn") if rowwise else None,
+        Output((rows, ceil_div(depth, BLOCK)), "float8_e4m3fn") if rowwise else None,
         Output((depth, rows // 2), "uint8") if columnwise else None,
-        Output((depth, ceil_div(rows, _GROUP)), "float8_e4m3fn") if columnwise else None,
+        Output((depth, ceil_div(rows, BLOCK)), "float8_e4m3fn") if columnwise else None,
     )
     constants = (*options.constants, _TILE, _even(shape))
     return Launch(

@@ -176,12 +176,9 @@ class QuantizedTensorStorage:
         usages = self.get_usages()
         rowwise = self.contract(COLS) if usages["rowwise"] else Operand(None)  # pyright: ignore[reportArgumentType]
         columnwise = self.contract(ROWS) if usages["columnwise"] else Operand(None)  # pyright: ignore[reportArgumentType]
-        amax = rowwise.amax
-        if amax is not None and rowwise.format is not None and rowwise.format.row_scaled:
-            amax = amax.view(-1, 1)
-        return Quantized(
-            rowwise.codes, rowwise.scale, columnwise.codes, columnwise.scale, amax, columnwise.amax
-        )
+        per_row = rowwise.format is not None and rowwise.format.row_scaled
+        maxima = rowwise.amax.view(-1, 1) if per_row and rowwise.amax is not None else rowwise.amax
+        return Quantized(*rowwise[:2], *columnwise[:2], maxima, columnwise.amax)
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         """Create or drop directions in place; None leaves one as it is."""
