@@ -23,7 +23,7 @@ def lines_of(script: str, *arguments: str) -> dict:
         [sys.executable, "-W", "ignore", str(HERE / script), *arguments],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
