@@ -227,6 +227,8 @@ def _quantizers() -> list[Call]:
         _of("NVFP4Quantizer", te.NVFP4Quantizer, {}, usage, {
             "fp4_dtype": (torch.float16, "e2m1", 99, te.DType.kFloat8E4M3),
             "with_rht": FLAG, "stochastic_rounding": FLAG, "with_2d_quantization": FLAG,
+            "row_scaled_nvfp4": FLAG, "nvfp4_use_4over6": FLAG, "nvfp4_e4m3_max": (*SIZE, 384),
+            "nvfp4_4over6_err_mode": (WORD, "mae", 3, None),
         }),
     ]  # fmt: skip
 

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 
 from transformer_engine.common.formats import E4M3
 from transformer_engine.common.kernels import block_cast, cast, mxfp8, nvfp4
-from transformer_engine.common.kernels.launch import Launch
+from transformer_engine.common.kernels.launch import Launch, compile_options
 
 SHAPE = (512, 1024)
 SCALES = {"power_of_two": False, "epsilon": 0.0, "value_for_inf": 3.3895313892515355e38}
@@ -46,7 +46,14 @@ def launches() -> Iterator[tuple[str, Launch, dict[str, str | None]]]:
     yield "mxfp8", mxfp8.blocks(SHAPE, E4M3, True, True, square=False), exponents
     fourbit = {"x": VALUES, "amax": SCALAR, "amax_t": SCALAR, "random": SCALAR, "random_t": None}
     fourbit |= {"codes": BYTES, "scale": CODES, "codes_t": BYTES, "scale_t": CODES}
-    yield "nvfp4", nvfp4.blocks(SHAPE, True, True, square=False, hadamard=True, random_sign=True), fourbit
+    yield "nvfp4", nvfp4.blocks(SHAPE, True, True, nvfp4.Options(hadamard=True)), fourbit
+    fourbit |= {"random": None}
+    for name, options in {
+        "squares": nvfp4.Options(square=True, four_over_six="MSE", largest_scale=256.0),
+        "rows": nvfp4.Options(per_row=True, four_over_six="fast MSE"),
+    }.items():
+        yield f"nvfp4_4over6_{name}", nvfp4.blocks(SHAPE, True, True, options), fourbit
+    yield "nvfp4_row_maxima", nvfp4.row_maxima(SHAPE), {"x": VALUES, "amax": SCALAR}
 
 
 def ptx_of(launch: Launch, pointers: dict[str, str | None], capability: int) -> tuple[str, int]:
@@ -60,7 +67,7 @@ def ptx_of(launch: Launch, pointers: dict[str, str | None], capability: int) -> 
     compiled = triton.compile(
         ASTSource(launch.kernel, signature, constants, aligned),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": launch.warps, "num_stages": 1, "launch_pdl": launch.dependent},
+        options=compile_options(launch.warps, None, launch.fuses) | {"launch_pdl": launch.dependent},
     )
     return compiled.asm["ptx"], compiled.metadata.shared
 
@@ -78,6 +85,7 @@ def main() -> None:
                 "shared": shared,
                 "casts": count(r"\bcvt\.\S*e4m3x2\.f", ptx),
                 "saturating": count(r"\bcvt\.rn\.satfinite\.e4m3x2\.f32", ptx),
+                "fused": None if launch.fuses else count(r"\bfma\.|\b(?:mul|add|sub)\.f32", ptx),
                 "double": count(r"\.f64", ptx),
                 "approximate": count(r"\bdiv\.(full|approx)|\brcp\.approx", ptx),
             }

@@ -110,9 +110,61 @@ def test_nvfp4_transforms_activations_and_gradients_and_tiles_weights(device):
 
 
 @pytest.mark.parametrize("variant", [{"row_scaled_activation": True}, {"nvfp4_4over6": "all"}])
-def test_nvfp4_variants_reach_the_quantizer(device, variant):
-    with pytest.raises(ValueError, match="neither variant"):
+def test_nvfp4_variants_of_activations_need_the_transform_switched_off(device, variant):
+    with pytest.raises(ValueError, match=r"excludes with_rht=True; .*disable_rht=True"):
         both_directions(NVFP4BlockScaling(**variant), device)
+
+
+def test_row_scaled_activations_concern_forward_slots_but_weights(device):
+    recipe = NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True)
+    forward, backward = both_directions(recipe, device)
+    assert [quantizer.row_scaled_nvfp4 for quantizer in forward + backward] == [
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("scope", "chosen"),
+    [
+        ("none", (False, False)),
+        ("weights", (False, True)),
+        ("activations", (True, False)),
+        ("all", (True, True)),
+    ],
+)
+@pytest.mark.parametrize(
+    ("to_256", "narrow"),
+    [
+        ("none", (False, False)),
+        ("weights", (False, True)),
+        ("activations", (True, False)),
+        ("all", (True, True)),
+    ],
+)
+def test_scopes_of_4over6_choose_forward_slots_and_never_gradients(device, scope, chosen, to_256, narrow):
+    recipe = NVFP4BlockScaling(
+        disable_rht=True,
+        nvfp4_4over6=scope,
+        nvfp4_4over6_e4m3_use_256=to_256,
+        nvfp4_4over6_err_mode="MSE",
+    )
+    forward, backward = both_directions(recipe, device)
+    for quantizer, uses, limited in zip(forward, (*chosen, chosen[0]), (*narrow, narrow[0]), strict=True):
+        assert quantizer.nvfp4_use_4over6 is uses
+        assert quantizer.nvfp4_e4m3_max == (256 if uses and limited else 448)
+        assert quantizer.nvfp4_4over6_err_mode == ("MSE" if uses else "MAE")
+    assert not any(quantizer.nvfp4_use_4over6 or quantizer.row_scaled_nvfp4 for quantizer in backward)
+    assert {quantizer.nvfp4_e4m3_max for quantizer in backward} == {448}
+
+
+def test_weights_take_4over6_beside_transformed_activations(device):
+    forward, _ = both_directions(NVFP4BlockScaling(nvfp4_4over6="weights"), device)
+    assert [quantizer.nvfp4_use_4over6 for quantizer in forward] == [False, True, False]
+    assert forward[1].with_2d_quantization
 
 
 def test_delayed_scaling_quantizers_read_and_record_in_their_column(device):

@@ -155,8 +155,10 @@ def test_settings_of_four_over_six_are_taken_as_they_are_by_default():
     given = te.NVFP4Quantizer(fp4_dtype=E2M1, nvfp4_e4m3_max=448, nvfp4_4over6_err_mode="MAE")
     assert given == te.NVFP4Quantizer(E2M1)
     for changed in ({"nvfp4_e4m3_max": 256}, {"nvfp4_4over6_err_mode": "MSE"}):
-        with pytest.raises(ValueError, match="settings of nvfp4_use_4over6, which is not implemented"):
-            te.NVFP4Quantizer(E2M1, **changed)
+        assert te.NVFP4Quantizer(E2M1, **changed) != given
+    for name, wrong in (("nvfp4_e4m3_max", 384), ("nvfp4_4over6_err_mode", "MAX")):
+        with pytest.raises(ValueError, match=f"{name}={wrong!r}; choose"):
+            te.NVFP4Quantizer(E2M1, **{name: wrong})
 
 
 # The parts of every class, in the order of the page.

@@ -400,8 +400,8 @@ def test_arguments_that_mean_nothing_are_refused():
         NVFP4Quantizer(with_rht=True)
     with pytest.raises(ValueError, match="choose one"):
         NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, with_2d_quantization=True)
-    with pytest.raises(ValueError, match="leave both False"):
-        NVFP4Quantizer(row_scaled_nvfp4=True)
+    with pytest.raises(ValueError, match="excludes with_2d_quantization=True"):
+        NVFP4Quantizer(row_scaled_nvfp4=True, with_2d_quantization=True)
 
 
 def test_old_arguments_of_current_scaling_are_ignored_with_a_warning():

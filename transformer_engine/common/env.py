@@ -104,7 +104,11 @@ _RECIPE = (
         "Default of NVFP4BlockScaling.nvfp4_4over6_err_mode: the error that decides between 4 and 6.",
         ("MAE", "MSE"),
     ),
-    _flag("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", False, "Accepted; the error is always computed exactly."),
+    _flag(
+        "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH",
+        False,
+        "1: 4over6 measures errors in units of the second-level scale, without multiplying every code by it.",
+    ),
     _text(
         "NVTE_BACKWARD_OVERRIDE",
         None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class Element:
 E4M3 = Element("e4m3", bits=8, mantissa_bits=3, bias=7, greatest="0x1.cp+8")  # 448
 E5M2 = Element("e5m2", bits=8, mantissa_bits=2, bias=15, greatest="0x1.cp+15")  # 57344
 E2M1 = Element("e2m1", bits=4, mantissa_bits=1, bias=1, greatest="0x1.8p+2")  # 6
+# Block scales of NVFP4 that leave room for 1.5 times themselves: 1.5 x 256 = 384 is below the maximum of E4M3.
+E4M3_UP_TO_256 = replace(E4M3, greatest="0x1p+8")
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,9 @@ class TensorFormat:
     hadamard          may the column direction be Hadamard transformed?
     stochastic        is stochastic rounding defined?
     fits_bfloat16     is every code times its block's scale exact in bfloat16 (the tensor's scale apart)?
+    four_over_six     may a block's maximum be mapped to 4 instead of 6, where that makes the smaller error?
+    row_scaled        the second level of scales is one per row instead of one per tensor
+    columns           the format of the columnwise direction, where it differs from this one
     """
 
     name: str
@@ -58,10 +63,18 @@ class TensorFormat:
     hadamard: bool = field(default=False, compare=False)
     stochastic: bool = field(default=False, compare=False)
     fits_bfloat16: bool = field(default=False, compare=False)
+    four_over_six: bool = field(default=False, compare=False)
+    row_scaled: bool = field(default=False, compare=False)
+    columns: TensorFormat | None = field(default=None, compare=False)
+
+    @property
+    def columnwise(self) -> TensorFormat:
+        """The format of the columnwise direction of a matrix whose rowwise direction has this format."""
+        return self if self.columns is None else self.columns
 
     @property
     def unit_amax(self) -> float | None:
-        """The amax of a tensor at which the second of two levels of scales is one; None: there is one level."""
+        """The amax at which the second of two levels of scales is one; None: the format has one level."""
         return None if self.levels is None else self.levels[0].maximum * self.levels[1].maximum
 
 
@@ -69,7 +82,8 @@ FLOAT8 = TensorFormat("float8", None, "float32", fits_bfloat16=True)
 BLOCK_1D = TensorFormat("block1d", (1, 128), "float32")
 BLOCK_2D = TensorFormat("block2d", (128, 128), "float32")
 MXFP8 = TensorFormat("mxfp8", (1, 32), "e8m0", two_dimensional=True, fits_bfloat16=True)
-# Two levels: an E4M3 scale for 16 elements, and one float32 scale for the tensor, derived from its amax.
+# Two levels: an E4M3 scale for 16 elements, and one float32 scale for the tensor, derived from its amax. The variants
+# differ in the largest block scale and in what shares the second level: `NVFP4_FORMATS[row_scaled, largest scale]`.
 NVFP4 = TensorFormat(
     "nvfp4",
     (1, 16),
@@ -81,8 +95,20 @@ NVFP4 = TensorFormat(
     hadamard=True,
     stochastic=True,
     fits_bfloat16=True,
+    four_over_six=True,
 )
+NVFP4_256 = replace(NVFP4, name="nvfp4_256", levels=(E2M1, E4M3_UP_TO_256))
+# One scale per row leaves nothing to the transform, to square tiles and to stochastic rounding.
+_PER_ROW = {"row_scaled": True, "two_dimensional": False, "hadamard": False, "stochastic": False}
+NVFP4_ROWS = replace(NVFP4, name="nvfp4_rows", columns=NVFP4, **_PER_ROW)
+NVFP4_ROWS_256 = replace(NVFP4_256, name="nvfp4_rows_256", columns=NVFP4_256, **_PER_ROW)
+NVFP4_FORMATS = {
+    (form.row_scaled, int(form.levels[1].maximum)): form
+    for form in (NVFP4, NVFP4_256, NVFP4_ROWS, NVFP4_ROWS_256)
+    if form.levels is not None
+}
 
+# One format per family; variants of NVFP4 are reached through `NVFP4_FORMATS`.
 TENSOR_FORMATS = (FLOAT8, BLOCK_1D, BLOCK_2D, MXFP8, NVFP4)
 
 FLOAT32_MAX = 3.4028234663852886e38

@@ -1,4 +1,4 @@
-"""What a quantization is asked for, whatever library holds the matrix."""
+"""QuantizeSpec: how a matrix is quantized, independent of the array library."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from .formats import TENSOR_FORMATS, Element, TensorFormat
+
+# Errors by which 4over6 chooses between two codings of a block: the sum of absolute or of squared differences. The
+# fast ones leave the second-level scale out of both sides instead of multiplying every code by it.
+MAE, MSE, FAST_MAE, FAST_MSE = "MAE", "MSE", "fast MAE", "fast MSE"
+BLOCK_ERRORS = (MAE, MSE, FAST_MAE, FAST_MSE)
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,8 @@ class QuantizeSpec:
     hadamard          NVFP4: transform the columnwise direction along the rows before quantizing
     random_sign       the fixed sign vector of that transform, else all +1
     stochastic        NVFP4: round stochastically; the caller gives the random numbers
+    four_over_six     NVFP4: each block's maximum maps to 4 or to 6, whichever makes the smaller of these errors
+                      (`BLOCK_ERRORS`); empty: always to 6
     """
 
     format: TensorFormat
@@ -31,6 +38,7 @@ class QuantizeSpec:
     hadamard: bool = False
     random_sign: bool = True
     stochastic: bool = False
+    four_over_six: str = ""
 
     def __post_init__(self) -> None:
         if not (self.rowwise or self.columnwise):
@@ -54,19 +62,37 @@ class QuantizeSpec:
                 "two_dimensional needs both directions to hold the same values, hadamard transforms one "
                 "of them; choose one"
             )
+        if self.four_over_six:
+            self._check_four_over_six()
+
+    def _check_four_over_six(self) -> None:
+        if self.four_over_six not in BLOCK_ERRORS:
+            raise ValueError(
+                f"four_over_six={self.four_over_six!r} is not an error measure; choose one of {', '.join(BLOCK_ERRORS)}"
+            )
+        if not self.format.four_over_six:
+            raise ValueError(
+                f"four_over_six belongs to {_formats_with('four_over_six')}, not to {self.format.name}; leave it empty"
+            )
+        if self.hadamard or self.stochastic:
+            raise ValueError(
+                f"four_over_six={self.four_over_six!r} compares nearest roundings of the values themselves; "
+                "set hadamard=False and stochastic=False"
+            )
 
     def __hash__(self) -> int:
-        """Of names instead of whole formats, and once: a spec is part of a key at every quantization."""
+        """Hash of names instead of whole formats, computed once: a spec is part of the key of every quantization."""
         known = self.__dict__.get("_hash")
         if known is not None:
             return known
         directions = (self.rowwise, self.columnwise, self.two_dimensional, self.hadamard, self.stochastic)
-        made = hash((self.format.name, self.element.name, self.power_of_two, self.epsilon, directions))
+        options = (self.power_of_two, self.epsilon, self.four_over_six)
+        made = hash((self.format.name, self.element.name, options, directions))
         object.__setattr__(self, "_hash", made)
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """By its fields: texts have other hashes in another process."""
+        """Pickle the fields alone: the hash of a string differs between processes."""
         return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
     @property

@@ -62,6 +62,7 @@ class Wanted(NamedTuple):
     constants: tuple[Any, ...]
     warps: int
     registers: int | None
+    fuses: bool
     capability: int
 
 
@@ -83,6 +84,7 @@ def compiled(launch: Launch, dtypes: Sequence[str | None], capability: int) -> C
             launch.constants,
             launch.warps,
             launch.registers,
+            launch.fuses,
             capability,
         )
     ]
@@ -115,7 +117,7 @@ def _compile(wanted: Wanted) -> Compiled:
     made = triton.compile(
         _source(wanted.kernel)(wanted.kernel, signature, constants, aligned),
         target=GPUTarget("cuda", wanted.capability, 32),
-        options=compile_options(wanted.warps, wanted.registers),
+        options=compile_options(wanted.warps, wanted.registers, wanted.fuses),
     )
     return Compiled(
         made.metadata.name,

@@ -96,6 +96,7 @@ class Launch:
     registers   a thread starts with, which warps with parts of their own then share out; None: what the compiler takes
     dependent   may start before the launch in front of it has ended (programmatic dependent launch); the kernel
                 waits before it reads what that one wrote
+    fuses       a product and a sum behind it may become one fused multiply-add, which rounds once
     in_place    which of the inputs are written too, where they are given; a kernel gets them once
     tables      the inputs through which it reaches further tensors
     handles     the compiled kernel's starters, by what the record leaves open
@@ -112,6 +113,7 @@ class Launch:
     warps: int
     registers: int | None = None
     dependent: bool = False
+    fuses: bool = True
     in_place: tuple[int, ...] = ()
     tables: tuple[Table, ...] = ()
     handles: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
@@ -175,7 +177,7 @@ def _compile(launch: Launch, tensors: Tensors) -> Any:
     """A callable (device, pointers, tensors, made) that starts the kernel compiled for tensors of this alignment."""
     _check(launch, tensors)
     arguments = (*launch.scalars, *launch.constants)
-    options = compile_options(launch.warps, launch.registers)
+    options = compile_options(launch.warps, launch.registers, launch.fuses)
     if launch.dependent:
         options["launch_pdl"] = True
     import triton
@@ -198,9 +200,11 @@ def _compile(launch: Launch, tensors: Tensors) -> Any:
     return Handle(run, launch.grid, _stream_of(), (*before, *after), arguments)
 
 
-def compile_options(warps: int, registers: int | None) -> dict[str, Any]:
-    """What Triton is told beside a kernel's arguments; see `Launch`."""
-    options = {"num_warps": warps, "num_stages": 1}
+def compile_options(warps: int, registers: int | None, fuses: bool = True) -> dict[str, Any]:
+    """Triton's compile options of a launch; see `Launch`."""
+    options: dict[str, Any] = {"num_warps": warps, "num_stages": 1}
+    if not fuses:
+        options["enable_fp_fusion"] = False
     return options if registers is None else options | {"maxnreg": registers}
 
 

@@ -1,26 +1,39 @@
-"""codes [M, K] = e2m1(x / (s * g)), s an E4M3 scale for 16 (or 16 x 16) elements, g one scale for the matrix.
+"""NVFP4 casts: codes [M, K] = e2m1(x / (s * g)), an E4M3 scale s per 16 (or 16 x 16) elements, g per matrix or row.
 
-The columnwise direction may pass through the Hadamard transform of `primitives.quantize.hadamard` first.
+The columnwise direction may pass through the Hadamard transform of `primitives.quantize.hadamard` first. "4over6" codes
+every block twice, with its maximum mapped to 6 and to 4, and keeps the coding with the smaller error.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 
-from ..formats import FLOAT32_MAX, ceil_div
+from ..formats import ceil_div
+from ..quantize_spec import QuantizeSpec
 from . import tile
 from .cast import absolute_maximum
+from .fp4_blocks import (
+    BLOCK,
+    ERRORS,
+    GROUP,
+    LARGEST,
+    as_block_scale,
+    candidates,
+    codes_of,
+    encode_scale_of,
+    scaled_blocks,
+    takes_four,
+)
 from .launch import Launch, Output
 from .program import Program, Step, step
 from .rounding import as_float, magnitude_bits
 
-_GROUP = 16
-GROUP = tl.constexpr(_GROUP)
-LARGEST = tl.constexpr(FLOAT32_MAX)
 _TILE = 64
+_MAXIMUM_ROWS, _MAXIMUM_COLUMNS = 8, 256
 
 
 @triton.jit
@@ -47,39 +60,21 @@ def _transform(x, RANDOM_SIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 @triton.jit
-def _codes(scaled, random, STOCHASTIC: tl.constexpr):
-    """E2M1 codes of float32 values: nearest, ties to even, or floor(|x| + random * gap); NaN as +6."""
-    number = scaled == scaled
-    magnitude = tl.where(number, tl.abs(scaled), 6.0)
-    if STOCHASTIC:
-        first = tl.where(magnitude > 2.0, 2.0, magnitude) * 2.0
-        second = tl.where(magnitude > 4.0, 4.0, tl.where(magnitude < 2.0, 2.0, magnitude)) - 2.0
-        third = (tl.where(magnitude > 6.0, 6.0, tl.where(magnitude < 4.0, 4.0, magnitude)) - 4.0) * 0.5
-        whole = tl.floor(first) + tl.floor(second) + tl.floor(third)
-        fraction = (first - tl.floor(first)) + (second - tl.floor(second)) + (third - tl.floor(third))
-        code = (whole + tl.floor(fraction + random)).to(tl.int32)
+def _maxima(amax, first_r, R, ROWS: tl.constexpr, PER_ROW: tl.constexpr):
+    """The maxima that the second-level scales of a tile's rows follow from: [ROWS, 1], or a number for all rows."""
+    if PER_ROW:
+        r = tl.arange(0, ROWS)
+        maxima = tl.load(amax + first_r + r, mask=first_r + r < R, other=0.0)[:, None]
     else:
-        # The midpoints of neighbouring magnitudes; a tie goes to the even code.
-        code = (magnitude > 0.25).to(tl.int32) + (magnitude >= 0.75).to(tl.int32)
-        code += (magnitude > 1.25).to(tl.int32) + (magnitude >= 1.75).to(tl.int32)
-        code += (magnitude > 2.5).to(tl.int32) + (magnitude >= 3.5).to(tl.int32)
-        code += (magnitude > 5.0).to(tl.int32)
-    sign = (scaled.to(tl.int32, bitcast=True) >> 28) & 8
-    return code | tl.where(number, sign, 0)
-
-
-@triton.jit
-def _encode_scale(amax):
-    """6 * 448 / amax, at most the largest float32; 1 where amax or the quotient is 0."""
-    scale = tl.div_rn(2688.0, amax)
-    scale = tl.where(scale > LARGEST, LARGEST, scale)
-    return tl.where((amax == 0.0) | (scale == 0.0), 1.0, scale)
+        maxima = tl.load(amax)
+    return maxima
 
 
 @triton.jit
 def _store_direction(
     x,
     bits,
+    four,
     amax,
     random,
     codes,
@@ -90,17 +85,24 @@ def _store_direction(
     first_c,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    RANGE: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Codes and scales of a tile x [ROWS, COLUMNS] of a matrix [R, C]; bits [ROWS, COLUMNS / 16]: its blocks' amax."""
+    """Codes and scales of a tile x [ROWS, COLUMNS] of a matrix [R, C].
+
+    bits [ROWS, COLUMNS / 16]: its blocks' maxima; four: which blocks map theirs to 4, None: all map it to 6; amax: as
+    `_maxima` returns them.
+    """
     GROUPS: tl.constexpr = COLUMNS // GROUP
-    global_scale = _encode_scale(tl.load(amax))
-    wanted = as_float(bits) * (global_scale * (1.0 / 6.0))
-    block_scale = tl.where(wanted > LARGEST, LARGEST, wanted).to(tl.float8e4nv)
-    multiplier = tl.div_rn(1.0, block_scale.to(tl.float32) * tl.div_rn(1.0, global_scale))
-    multiplier = tl.where(multiplier > LARGEST, LARGEST, multiplier)
-    scaled = x.to(tl.float32).reshape(ROWS, GROUPS, GROUP) * multiplier[:, :, None]
-    scaled = scaled.reshape(ROWS, COLUMNS)
+    encode_scale = encode_scale_of(amax, RANGE)
+    if four is not None:
+        to_six, to_four = candidates(bits, encode_scale)
+        # Chosen as float32, which holds every block scale.
+        chosen = tl.where(four == 1, to_four.to(tl.float32), to_six.to(tl.float32))
+        block_scale = chosen.to(tl.float8e4nv)
+    else:
+        block_scale = as_block_scale(as_float(bits) * (encode_scale * (1.0 / 6.0)), LARGEST)
+    scaled = scaled_blocks(x, block_scale, encode_scale, ROWS, COLUMNS).reshape(ROWS, COLUMNS)
     r = tl.arange(0, ROWS)
     c = tl.arange(0, COLUMNS)
     inside_r = first_r + r < R
@@ -109,7 +111,7 @@ def _store_direction(
         inside = inside_r[:, None] & (first_c + c < C)[None, :]
         corner = random + (first_r * C + first_c)
         uniform = tile.load(corner + (r[:, None] * C + c[None, :]), inside, EVEN)
-    code = _codes(scaled, uniform, random is not None)
+    code = codes_of(scaled, uniform, random is not None)
     low, high = tl.split(code.reshape(ROWS, COLUMNS // 2, 2))
     byte = tl.arange(0, COLUMNS // 2)
     inside = inside_r[:, None] & (first_c + byte * 2 < C)[None, :]
@@ -139,6 +141,13 @@ def _square_tile(x, M, K, TILE: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
+def _on_every_row(square, TILE: tl.constexpr):
+    """[TILE / 16, TILE / 16], one number per square tile, as [TILE, TILE / 16]."""
+    GROUPS: tl.constexpr = TILE // GROUP
+    return square[:, None, :].broadcast_to(GROUPS, GROUP, GROUPS).reshape(TILE, GROUPS)
+
+
+@triton.jit
 def block_kernel(
     x,
     amax,
@@ -154,29 +163,72 @@ def block_kernel(
     SQUARE: tl.constexpr,
     HADAMARD: tl.constexpr,
     RANDOM_SIGN: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    RANGE: tl.constexpr,
+    ERROR: tl.constexpr,
     TILE: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Both directions of a TILE x TILE tile; SQUARE: the columnwise one repeats the rowwise random numbers."""
+    """Both directions of a TILE x TILE tile.
+
+    SQUARE     16 x 16 elements share a scale; the columnwise direction repeats the rowwise random numbers
+    PER_ROW    the rowwise direction has a maximum per row, amax [M]; the columnwise one has one, amax_t [1]
+    RANGE      6 times the largest block scale
+    ERROR      how 4over6 chooses, a number of `ERRORS`; 0: every block's maximum maps to 6
+    """
     GROUPS: tl.constexpr = TILE // GROUP
     values, first_m, first_k = _square_tile(x, M, K, TILE, EVEN)
     bits = tl.max(magnitude_bits(values).reshape(TILE, GROUPS, GROUP), 2)
+    four, square_four = None, None
     if SQUARE:
         square = tl.max(bits.reshape(GROUPS, GROUP, GROUPS), 1)
-        bits = square[:, None, :].broadcast_to(GROUPS, GROUP, GROUPS).reshape(TILE, GROUPS)
+        bits = _on_every_row(square, TILE)
+        if ERROR > 0:
+            # Both directions code the same choice: the rowwise one, since the order of a sum matters.
+            maximum = _maxima(amax if codes is not None else amax_t, first_m, M, TILE, False)
+            square_four = takes_four(values, bits, maximum, RANGE, ERROR, False, True, TILE, TILE)
     if codes is not None:
-        _store_direction(values, bits, amax, random, codes, scale, M, K, first_m, first_k, TILE, TILE, EVEN)
+        maximum = _maxima(amax, first_m, M, TILE, PER_ROW)
+        if ERROR > 0:
+            if SQUARE:
+                four = _on_every_row(square_four, TILE)
+            else:
+                four = takes_four(values, bits, maximum, RANGE, ERROR, PER_ROW, False, TILE, TILE)
+        _store_direction(
+            values, bits, four, maximum, random, codes, scale, M, K, first_m, first_k, TILE, TILE, RANGE, EVEN
+        )
     if codes_t is not None:
         turned = tl.trans(values)
+        maximum_t = _maxima(amax_t, first_k, K, TILE, False)
         if HADAMARD:
             turned = _transform(turned, RANDOM_SIGN, TILE, TILE)
         if SQUARE:
-            bits = tl.trans(square)[:, None, :].broadcast_to(GROUPS, GROUP, GROUPS).reshape(TILE, GROUPS)
+            bits_t = _on_every_row(tl.trans(square), TILE)
         else:
-            bits = tl.max(magnitude_bits(turned).reshape(TILE, GROUPS, GROUP), 2)
+            bits_t = tl.max(magnitude_bits(turned).reshape(TILE, GROUPS, GROUP), 2)
+        four_t = None
+        if ERROR > 0:
+            if SQUARE:
+                four_t = _on_every_row(tl.trans(square_four), TILE)
+            else:
+                four_t = takes_four(turned, bits_t, maximum_t, RANGE, ERROR, False, False, TILE, TILE)
         _store_direction(
-            turned, bits, amax_t, random_t, codes_t, scale_t, K, M, first_k, first_m, TILE, TILE, EVEN
-        )
+            turned, bits_t, four_t, maximum_t, random_t, codes_t, scale_t, K, M, first_k, first_m, TILE, TILE,
+            RANGE, EVEN,
+        )  # fmt: skip
+
+
+@triton.jit
+def row_maximum_kernel(x, amax, M, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """amax [M] = max|x| of every row of x [M, K], NaN where a row has one."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    bits = tl.zeros((ROWS, COLUMNS), tl.int32)
+    for start in range(0, K, COLUMNS):
+        inside = (row < M)[:, None] & (start + column < K)[None, :]
+        values = tl.load(x + (row[:, None] * K + (start + column)[None, :]), mask=inside, other=0.0)
+        bits = tl.maximum(bits, magnitude_bits(values))
+    tl.store(amax + row, as_float(tl.max(bits, 1)), mask=row < M)
 
 
 @triton.jit
@@ -206,61 +258,103 @@ def transformed_maximum(shape: tuple[int, int], random_sign: bool) -> Launch:
 
 
 @functools.lru_cache(maxsize=4096)
-def blocks(
-    shape: tuple[int, int],
-    rowwise: bool,
-    columnwise: bool,
-    *,
-    square: bool,
-    hadamard: bool,
-    random_sign: bool,
-) -> Launch:
-    """Inputs: x [M, K] contiguous, amax, amax_t float32 [1], random [M, K], random_t [K, M] float32 or None;
-    outputs: codes [M, K / 2], scale [M, ceil(K/16)], codes_t [K, M / 2], scale_t [K, ceil(M/16)]."""
+def row_maxima(shape: tuple[int, int]) -> Launch:
+    """Inputs: x [M, K] contiguous; outputs: amax float32 [M]."""
+    rows, _ = shape
+    grid = (ceil_div(rows, _MAXIMUM_ROWS), 1, 1)
+    outputs = (Output((rows,), "float32"),)
+    return Launch(row_maximum_kernel, grid, outputs, shape, (_MAXIMUM_ROWS, _MAXIMUM_COLUMNS), warps=4)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a spec asks of the kernels beside its directions.
+
+    square           16 x 16 elements share a scale
+    hadamard         the columnwise direction is transformed first, with signs where random_sign
+    per_row          the rowwise direction has a second-level scale per row
+    largest_scale    of a block: 448 or 256
+    four_over_six    the error by which a block's maximum maps to 4 or to 6; empty: always to 6
+    """
+
+    square: bool = False
+    hadamard: bool = False
+    random_sign: bool = True
+    per_row: bool = False
+    largest_scale: float = 448.0
+    four_over_six: str = ""
+
+    @classmethod
+    def of(cls, spec: QuantizeSpec) -> Options:
+        """The options of a spec in one of the formats of NVFP4."""
+        assert spec.format.levels is not None
+        return cls(
+            spec.two_dimensional,
+            spec.hadamard,
+            spec.random_sign,
+            spec.format.row_scaled,
+            spec.format.levels[1].maximum,
+            spec.four_over_six,
+        )
+
+    @property
+    def constants(self) -> tuple[bool | int | float, ...]:
+        error = ERRORS[self.four_over_six]
+        return self.square, self.hadamard, self.random_sign, self.per_row, 6.0 * self.largest_scale, error
+
+
+@functools.lru_cache(maxsize=4096)
+def blocks(shape: tuple[int, int], rowwise: bool, columnwise: bool, options: Options) -> Launch:
+    """Inputs: x [M, K] contiguous, amax float32 [1] (per row [M]), amax_t float32 [1], random [M, K], random_t [K, M]
+    float32 or None; outputs: codes [M, K / 2], scale [M, ceil(K/16)], codes_t [K, M / 2], scale_t [K, ceil(M/16)]."""
     rows, depth = shape
     outputs = (
         Output((rows, depth // 2), "uint8") if rowwise else None,
-        Output((rows, ceil_div(depth, _GROUP)), "float8_e4m3fn") if rowwise else None,
+        Output((rows, ceil_div(depth, BLOCK)), "float8_e4m3fn") if rowwise else None,
         Output((depth, rows // 2), "uint8") if columnwise else None,
-        Output((depth, ceil_div(rows, _GROUP)), "float8_e4m3fn") if columnwise else None,
+        Output((depth, ceil_div(rows, BLOCK)), "float8_e4m3fn") if columnwise else None,
     )
-    constants = (square, hadamard, random_sign, _TILE, _even(shape))
-    return Launch(block_kernel, _grid(shape), outputs, shape, constants, warps=4)
+    constants = (*options.constants, _TILE, _even(shape))
+    return Launch(
+        block_kernel, _grid(shape), outputs, shape, constants, warps=4, fuses=not options.four_over_six
+    )
 
 
 def program(
     shape: tuple[int, int],
     rowwise: bool,
     columnwise: bool,
-    *,
-    square: bool,
-    hadamard: bool,
-    random_sign: bool,
+    options: Options,
     amax_given: bool,
     amax_t_given: bool,
 ) -> Program:
     """(x [M, K] contiguous, random | None, random_t | None, amax if given, amax_t if given) -> codes, scale, codes_t,
     scale_t, amax, amax_t.
 
-    Maxima that are not given are found by passes before: of x, and of its transpose where that is transformed.
+    Maxima that are not given are found by launches before: of x, of its rows, and of its transpose where that is
+    transformed.
     """
     given = ("x", "random", "random_t")
+    given += ("amax",) if amax_given else ()
+    given += ("amax_t",) if amax_t_given else ()
+    tensor_maximum = absolute_maximum(shape[0] * shape[1])
     steps: list[Step] = []
     amax: str | None = "amax"
-    if amax_given:
-        given += ("amax",)
-    elif rowwise or not hadamard:
-        steps.append(Step(absolute_maximum(shape[0] * shape[1]), ("x",), ("amax",)))
-    else:
+    if options.per_row:
+        if rowwise and not amax_given:
+            steps.append(Step(row_maxima(shape), ("x",), ("amax",)))
+        amax = "amax" if rowwise else None
+    elif not amax_given and (rowwise or not options.hadamard):
+        steps.append(Step(tensor_maximum, ("x",), ("amax",)))
+    elif not amax_given:
         amax = None
     amax_t = amax
-    if columnwise and not square and (amax_t_given or hadamard):
+    if columnwise and not options.square and (amax_t_given or options.hadamard or options.per_row):
         amax_t = "amax_t"
         if not amax_t_given:
-            steps.append(Step(transformed_maximum(shape, random_sign), ("x",), ("amax_t",)))
-    given += ("amax_t",) if amax_t_given else ()
-    launch = blocks(shape, rowwise, columnwise, square=square, hadamard=hadamard, random_sign=random_sign)
+            measure = transformed_maximum(shape, options.random_sign) if options.hadamard else tensor_maximum
+            steps.append(Step(measure, ("x",), ("amax_t",)))
     names = ("codes", "scale", "codes_t", "scale_t")
-    last = step(launch, ("x", amax, amax_t, "random", "random_t"), names)
+    last = step(blocks(shape, rowwise, columnwise, options), ("x", amax, amax_t, "random", "random_t"), names)
     maxima = (amax if rowwise else None, amax_t if columnwise else None)
     return Program(given, (*steps, last), (*last.outputs, *maxima))

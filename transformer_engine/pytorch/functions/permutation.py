@@ -65,7 +65,10 @@ def _sent(
     scale = operand.scale
     if scale is not None and _one_a_row(operand):
         scale = send(_bytes(scale), routes, rows, None, every_row=every_row)[0].view(scale.dtype)
-    moved = Quantized(codes.view(operand.codes.dtype), scale, None, None, operand.amax, None)
+    amax = operand.amax
+    if amax is not None and operand.format is not None and operand.format.row_scaled:
+        amax = send(amax.view(-1, 1), routes, rows, None, every_row=every_row)[0]
+    moved = Quantized(codes.view(operand.codes.dtype), scale, None, None, amax, None)
     constants = {**x.constants(), "quantizer": None}
     if "square_tiles" in constants:  # rows of a tile have parted
         constants["square_tiles"] = False

@@ -147,9 +147,11 @@ def keep_weight(weight: Operand | Matrix | Tensor | None) -> None:
 
 
 def tensors_of(saved: Operand | Matrix | Tensor | None) -> list[Tensor]:
-    """Those of what a layer saves that may be worth moving."""
+    """The tensors of a saved operand or matrix that may be worth moving: maxima per row may be, a single one is not."""
     if isinstance(saved, Operand):
-        return [part for part in (saved.codes, saved.scale) if part is not None]
+        per_row = saved.format is not None and saved.format.row_scaled
+        parts = (saved.codes, saved.scale, saved.amax if per_row else None)
+        return [part for part in parts if part is not None]
     values = saved.values if isinstance(saved, Matrix) else saved
     return [values] if isinstance(values, Tensor) else []
 

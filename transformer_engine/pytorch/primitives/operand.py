@@ -16,7 +16,8 @@ class Operand(NamedTuple):
     codes   fp8 in a torch float8 dtype, NVFP4 packed in uint8, or high precision when format is None
     scale   what a code is multiplied by: float32 [1], [rows, ceil(K/128)] or [ceil(rows/128), ceil(K/128)];
             MXFP8: uint8 exponents [rows, ceil(K/32)]; NVFP4: float8_e4m3fn [rows, ceil(K/16)]
-    amax    NVFP4 only: float32 [1], the tensor's absolute maximum, whence the second-level scale
+    amax    NVFP4 only: float32 [1], the absolute maximum from which the second-level scale follows, or [rows] where the
+            format has one scale per row
     dtype   the nominal high-precision dtype of the values
     """
 

@@ -116,20 +116,22 @@ def _nvfp4(recipe: NVFP4BlockScaling, mode: str, tensor: str, device: torch.devi
         with_post_rht_amax=params.random_hadamard_transform,
         with_2d_quantization=params.fp4_2d_quantization,
         stochastic_rounding=params.stochastic_rounding,
-        **_nvfp4_variants(recipe, mode, tensor),  # pyright: ignore[reportArgumentType]
+        **_nvfp4_variants(recipe, mode, tensor),
     )
 
 
-def _nvfp4_variants(recipe: NVFP4BlockScaling, mode: str, tensor: str) -> dict[str, bool]:
-    """Arguments of the optional NVFP4 scalings, only where the recipe switches one on for this tensor."""
+def _nvfp4_variants(recipe: NVFP4BlockScaling, mode: str, tensor: str) -> dict[str, Any]:
+    """Arguments of 4over6 and of scales per row, where the recipe switches one on for this tensor; never gradients."""
     if mode == "backward":
         return {}
     scope = "weights" if tensor == "weight" else "activations"
-    variants: dict[str, bool] = {}
+    variants: dict[str, Any] = {}
     if recipe.row_scaled_activation and scope == "activations":
         variants["row_scaled_nvfp4"] = True
     if recipe.nvfp4_4over6 in (scope, "all"):
         variants["nvfp4_use_4over6"] = True
+        variants["nvfp4_e4m3_max"] = 256 if recipe.nvfp4_4over6_e4m3_use_256 in (scope, "all") else 448
+        variants["nvfp4_4over6_err_mode"] = recipe.nvfp4_4over6_err_mode
     return variants
 
 

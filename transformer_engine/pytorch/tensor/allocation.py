@@ -15,15 +15,16 @@ def empty_quantized(
     spec: QuantizeSpec, rows: int, depth: int, device: torch.device | str | None
 ) -> Quantized:
     """Buffers for the directions that spec asks for."""
-    packed = spec.format.packing > 1
+    two_levels = spec.format.levels is not None
+    maxima = rows if spec.format.row_scaled else 1
     scale = _empty_scale(spec, rows, depth, device)
     return Quantized(
         codes=_empty_codes(spec, rows, depth, device) if spec.rowwise else None,
         scale=scale if spec.rowwise else None,
         codes_t=_empty_codes(spec, depth, rows, device) if spec.columnwise else None,
         scale_t=_empty_scale(spec, depth, rows, device) if spec.columnwise else None,
-        amax=torch.empty(1, dtype=torch.float32, device=device) if packed and spec.rowwise else None,
-        amax_t=torch.empty(1, dtype=torch.float32, device=device) if packed and spec.columnwise else None,
+        amax=torch.empty(maxima, dtype=torch.float32, device=device) if two_levels and spec.rowwise else None,
+        amax_t=torch.empty(1, dtype=torch.float32, device=device) if two_levels and spec.columnwise else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""NVFP4: codes [..., K] = e2m1(x / (s x g)), s an E4M3 scale for 16 elements and g one float32 scale for the tensor."""
+"""NVFP4: codes [..., K] = e2m1(x / (s x g)), an E4M3 scale s per 16 elements, a float32 scale g per tensor or row."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...common import env
 from ...common import recipe as recipes
 from ...common.checks import switch
-from ...common.formats import E2M1, NVFP4
+from ...common.formats import E2M1, NVFP4_FORMATS
+from ...common.quantize_spec import FAST_MAE, FAST_MSE, MAE, MSE
 from ..constants import DType
 from ..primitives.quantize import Quantized, QuantizeSpec, absolute_maximum, hadamard_transform, quantize
 from ..runtime.checks import group_or_none
@@ -30,7 +32,19 @@ _PICKLED = (
     *DIRECTIONS,
     *("amax_rowwise", "amax_columnwise", "fp4_dtype"),
     *("dtype", "shape", "quantizer", "square_tiles", "transform_signs"),
+    *("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max"),
 )
+_LARGEST_SCALES = (448, 256)
+_REMEDIES = {
+    "with_rht": "set with_rht=False (of the recipe: disable_rht=True, or NVTE_NVFP4_DISABLE_RHT=1)",
+    "with_2d_quantization": "set with_2d_quantization=False, which is for weights",
+    "stochastic_rounding": "set stochastic_rounding=False, which is for gradients",
+    "with_amax_reduction": "set with_amax_reduction=False, as every row has its own maximum",
+}
+_ERRORS = {
+    MAE: FAST_MAE,
+    MSE: FAST_MSE,
+}  # the error modes, and what NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH makes of them
 
 
 class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):
@@ -46,6 +60,9 @@ class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):
             with_post_rht_amax=transforms,
             with_2d_quantization=self._square_tiles,
             with_random_sign_mask=self._transform_signs is not False,
+            row_scaled_nvfp4=self._row_scaled_nvfp4,
+            nvfp4_use_4over6=self._nvfp4_use_4over6,
+            nvfp4_e4m3_max=self._nvfp4_e4m3_max,
             rowwise=self._rowwise_data is not None,
             columnwise=self._columnwise_data is not None,
         )
@@ -56,10 +73,18 @@ class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):
 
 @functools.cache
 def _spec(
-    rowwise: bool, columnwise: bool, square: bool, hadamard: bool, random_sign: bool, stochastic: bool
+    rowwise: bool,
+    columnwise: bool,
+    row_scaled: bool,
+    largest_scale: int,
+    square: bool,
+    hadamard: bool,
+    random_sign: bool,
+    stochastic: bool,
+    four_over_six: str,
 ) -> QuantizeSpec:
     return QuantizeSpec(
-        NVFP4,
+        NVFP4_FORMATS[row_scaled, largest_scale],
         E2M1,
         rowwise,
         columnwise,
@@ -67,15 +92,34 @@ def _spec(
         hadamard=hadamard,
         random_sign=random_sign,
         stochastic=stochastic,
+        four_over_six=four_over_six,
     )
 
 
 class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
-    """Training in NVFP4 after arXiv:2509.25149.
+    """Quantizer for training in NVFP4 after arXiv:2509.25149.
 
-    with_rht                the column direction is Hadamard transformed before it is quantized
-    with_2d_quantization    16 x 16 elements share a scale, for weights: both directions hold the same values
-    stochastic_rounding     for gradients; random numbers come from torch's generator of the tensor's device
+    Args:
+        fp4_dtype: Element of the codes; E2M1 is the only one.
+        rowwise: Make the row-wise direction.
+        columnwise: Make the column-wise direction.
+        with_amax_reduction: Take maxima over `amax_reduction_group`. With `row_scaled_nvfp4` no reduction is possible.
+        amax_reduction_group: Process group of that reduction.
+        with_rht: Hadamard transform the column direction before it is quantized.
+        with_post_rht_amax: Scale the transformed direction by its own maximum; `with_rht` requires it.
+        with_2d_quantization: Share a scale among 16 x 16 elements, so that both directions hold the same values.
+        stochastic_rounding: Round stochastically, for gradients; random numbers come from torch's generator.
+        row_scaled_nvfp4: Scale every row by its own maximum in the row-wise direction. The column-wise direction has
+            one maximum per tensor.
+        nvfp4_use_4over6: Map each block's maximum to 4 instead of 6 where that makes the smaller error.
+        nvfp4_e4m3_max: Largest block scale, 448 or 256. With 448, the scale that maps a block's maximum to 4 saturates
+            in the blocks with the largest values.
+        nvfp4_4over6_err_mode: "MAE" (sum of absolute errors) or "MSE" (sum of squared errors), by which 4over6 chooses.
+            With NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH=1 errors are measured in units of the second-level scale.
+        with_random_sign_mask: Apply the fixed sign vector of the Hadamard transform.
+
+    Raises:
+        ValueError: The settings exclude each other; the message names them.
     """
 
     TENSOR = NVFP4Tensor
@@ -110,16 +154,12 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
         ):
             switch(name, value)
         group_or_none("amax_reduction_group", amax_reduction_group)
-        if row_scaled_nvfp4 or nvfp4_use_4over6:
-            raise ValueError(
-                f"row_scaled_nvfp4={row_scaled_nvfp4}, nvfp4_use_4over6={nvfp4_use_4over6}: neither variant is "
-                "implemented; leave both False"
-            )
-        if nvfp4_e4m3_max != 448 or nvfp4_4over6_err_mode != "MAE":
-            raise ValueError(
-                f"nvfp4_e4m3_max={nvfp4_e4m3_max!r}, nvfp4_4over6_err_mode={nvfp4_4over6_err_mode!r} are settings of "
-                'nvfp4_use_4over6, which is not implemented; leave them 448 and "MAE"'
-            )
+        for name, value, allowed in (
+            ("nvfp4_e4m3_max", nvfp4_e4m3_max, _LARGEST_SCALES),
+            ("nvfp4_4over6_err_mode", nvfp4_4over6_err_mode, tuple(_ERRORS)),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r}; choose {allowed[0]!r} or {allowed[1]!r}")
         if with_rht and not with_post_rht_amax:
             raise ValueError(
                 "with_rht=True scales by the maximum after the transform; also set with_post_rht_amax=True"
@@ -128,6 +168,18 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
             raise ValueError(
                 "with_rht transforms one direction, with_2d_quantization needs both to be equal; choose one"
             )
+        excluded = {
+            "with_rht": with_rht,
+            "with_2d_quantization": with_2d_quantization and row_scaled_nvfp4,
+            "stochastic_rounding": stochastic_rounding,
+            "with_amax_reduction": with_amax_reduction and row_scaled_nvfp4,
+        }
+        for variant, asked in (
+            ("row_scaled_nvfp4", row_scaled_nvfp4),
+            ("nvfp4_use_4over6", nvfp4_use_4over6),
+        ):
+            for setting in (name for name, given in excluded.items() if asked and given):
+                raise ValueError(f"{variant}=True excludes {setting}=True; {_REMEDIES[setting]}")
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.dtype = element_number(fp4_dtype)
         if self.dtype is not DType.kFloat4E2M1:
@@ -137,18 +189,35 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
         self.with_2d_quantization = with_2d_quantization
         self.stochastic_rounding = stochastic_rounding
         self.with_random_sign_mask = with_random_sign_mask
+        self.row_scaled_nvfp4 = row_scaled_nvfp4
+        self.nvfp4_use_4over6 = nvfp4_use_4over6
+        self.nvfp4_e4m3_max = int(nvfp4_e4m3_max)
+        self.nvfp4_4over6_err_mode = nvfp4_4over6_err_mode
 
     def spec(self, rowwise: bool, columnwise: bool) -> QuantizeSpec:
-        options = (
+        return _spec(
+            rowwise,
+            columnwise,
+            self.row_scaled_nvfp4,
+            self.nvfp4_e4m3_max,
             self.with_2d_quantization,
             self.with_rht,
             self.with_random_sign_mask,
             self.stochastic_rounding,
+            self._block_error() if self.nvfp4_use_4over6 else "",
         )
-        return _spec(rowwise, columnwise, *options)
+
+    def _block_error(self) -> str:
+        """The error by which 4over6 chooses."""
+        mode = self.nvfp4_4over6_err_mode
+        return _ERRORS[mode] if env.flag("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH") else mode
+
+    def is_quantizable(self, inp: Tensor) -> bool:
+        # As in the original: a caller that can also wait, such as a gather, quantizes the whole tensor instead.
+        return not self.row_scaled_nvfp4 and super().is_quantizable(inp)
 
     def convert_shape_for_fp4(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the bytes of values [..., K], two a byte: [..., K / 2]."""
+        """The shape of the bytes of values [..., K], two per byte: [..., K / 2]."""
         return (*shape[:-1], shape[-1] // 2)
 
     def constants(self) -> dict[str, Any]:
@@ -156,6 +225,9 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
             "fp4_dtype": self.dtype,
             "square_tiles": self.with_2d_quantization,
             "transform_signs": self.column_signs,
+            "row_scaled_nvfp4": self.row_scaled_nvfp4,
+            "nvfp4_use_4over6": self.nvfp4_use_4over6,
+            "nvfp4_e4m3_max": self.nvfp4_e4m3_max,
         }
 
     @property
@@ -169,8 +241,13 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
         random = _uniform(matrix, spec) if spec.stochastic else None
         return quantize(matrix, spec, amax=amax, amax_t=amax_t, random=random)
 
-    def _reduced_maxima(self, matrix: Tensor, spec: QuantizeSpec) -> tuple[Tensor, Tensor]:
-        """The group's maxima of the row and of the column direction, each float32 [1], in one reduction."""
+    def _reduced_maxima(self, matrix: Tensor, spec: QuantizeSpec) -> tuple[Tensor | None, Tensor | None]:
+        """The group's maxima of the row and of the column direction, each float32 [1], in one reduction.
+
+        Rows that have maxima of their own share none with other ranks: None, so that they are measured.
+        """
+        if spec.format.row_scaled:
+            return None, self.over_the_group(absolute_maximum(matrix)) if spec.columnwise else None
         columns = matrix
         if spec.hadamard and spec.columnwise:
             columns = hadamard_transform(matrix.t().contiguous(), spec.random_sign)
@@ -184,11 +261,12 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
         return (
             (self.with_amax_reduction, self.amax_reduction_group),
             (self.with_rht, self.with_random_sign_mask, self.with_2d_quantization, self.stochastic_rounding),
+            (self.row_scaled_nvfp4, self.nvfp4_use_4over6, self.nvfp4_e4m3_max, self.nvfp4_4over6_err_mode),
         )
 
 
 def _uniform(matrix: Tensor, spec: QuantizeSpec) -> tuple[Tensor, Tensor]:
-    """Uniform float32 in [0, 1) for the directions that are rounded: [M, K] and [K, M], else empty."""
+    """Uniform float32 in [0, 1) for the directions that are rounded, [M, K] and [K, M]; empty for the others."""
     rows, depth = matrix.shape
     rounds_rows = spec.rowwise or spec.transposes
     rounds_columns = spec.columnwise and not spec.transposes

@@ -72,8 +72,9 @@ def write_quantized(source: QuantizedTensorStorage, target: Any) -> None:
 
 def _shares_scale(whole: QuantizedTensorStorage) -> bool:
     parts = whole.unpack()
-    shared = (parts.amax, parts.amax_t, *(s for s in (parts.scale, parts.scale_t) if _is_single(s)))
-    return any(part is not None for part in shared)
+    return parts.amax_t is not None or any(
+        _is_single(part) for part in (parts.amax, parts.scale, parts.scale_t)
+    )
 
 
 def _is_single(scale: Tensor | None) -> bool:

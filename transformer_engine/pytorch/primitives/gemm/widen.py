@@ -1,8 +1,8 @@
 """Products of narrow codes at bf16 speed: codes times power-of-two or E4M3 block scales are exact in bfloat16.
 
 A bfloat16 holds 8 significant bits. An FP8 code has at most 4, so FP8 codes and MXFP8 values (a code times a power
-of two) are exact; an NVFP4 value is a 2-bit code times a 4-bit E4M3 scale, 6 bits. One scale for a whole tensor is
-applied to the float32 sum. Scales beyond bfloat16's range (2^-126 to 2^127) are the exception.
+of two) are exact; an NVFP4 value is a 2-bit code times a 4-bit E4M3 scale, 6 bits. A scale of a whole tensor or of a
+row is applied to the float32 sum. Scales beyond bfloat16's range (2^-126 to 2^127) are the exception.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from ....common.dispatch import Backend
 from ..operand import Operand
 from ..quantize import dequantize
+from .reference import at_unit_amax, has_row_scales, with_second_level
 from .request import EPILOGUES, Epilogue, GemmRequest
 
 
@@ -37,6 +38,11 @@ def refuses(request: GemmRequest) -> str | None:
 
 def run(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     product = torch.mm(_codes_in_bfloat16(a), _codes_in_bfloat16(b).t(), out_dtype=torch.float32)
+    if has_row_scales(a, b):
+        for operand in (a, b):
+            if operand.format is not None and operand.format.unit_amax is None:
+                product = product * _tensor_scale(operand)
+        return epilogue.finish(with_second_level(product, a, b))
     return epilogue.finish(product * _tensor_scale(a) * _tensor_scale(b))
 
 
@@ -44,11 +50,7 @@ def _codes_in_bfloat16(operand: Operand) -> Tensor:
     assert operand.format is not None
     if operand.format.block is None:
         return operand.codes.to(torch.bfloat16)
-    unit = operand.format.unit_amax
-    if unit is not None:  # the second-level scale is one with this amax, so that `dequantize` leaves it out
-        assert operand.amax is not None
-        operand = operand._replace(amax=torch.full_like(operand.amax, unit))
-    return dequantize(operand._replace(dtype=torch.bfloat16))
+    return dequantize(at_unit_amax(operand)._replace(dtype=torch.bfloat16))
 
 
 def _tensor_scale(operand: Operand) -> Tensor | float:

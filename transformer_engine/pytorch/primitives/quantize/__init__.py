@@ -59,7 +59,8 @@ def quantize(
     """x [M, K] -> codes and scales of the directions that spec asks for.
 
     multiplier  FLOAT8: values are multiplied with it, not with what their maximum gives; the scale is its inverse
-    amax        FLOAT8, NVFP4: the absolute maximum to use, for example one reduced over a group
+    amax        FLOAT8, NVFP4: the absolute maximum to use, for example one reduced over a group; [M] where the
+                format has one scale per row
     amax_t      NVFP4: the same for the columnwise direction
     record      FLOAT8 with a given multiplier: float32 [1] that keeps the larger of itself and max|x|; the result's
                 amax is then this tensor. Not while compiling, where a write has to go through its base tensor

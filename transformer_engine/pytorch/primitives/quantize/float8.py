@@ -28,6 +28,14 @@ def absolute_maximum(x: Tensor) -> Tensor:
     return torch.maximum(least.abs(), greatest.abs()).to(torch.float32).reshape(1)
 
 
+def row_maxima(x: Tensor) -> Tensor:
+    """max|x| of every row of x [M, K] as float32 [M]; 0 of empty rows, NaN where a row has a NaN."""
+    if x.shape[1] == 0:
+        return torch.zeros(x.shape[0], dtype=torch.float32, device=x.device)
+    least, greatest = torch.aminmax(x, dim=1)
+    return torch.maximum(least.abs(), greatest.abs()).to(torch.float32)
+
+
 def scale_from_amax(
     amax: Tensor,
     maximum: float,

@@ -25,6 +25,7 @@ _OPTIONS = {
     "hadamard": "bool",
     "random_sign": "bool",
     "stochastic": "bool",
+    "four_over_six": "str",
 }
 _SCHEMA = (
     "quantize(Tensor x, str format, str element, "
@@ -114,6 +115,7 @@ def _as_operator(
             spec.hadamard,
             spec.random_sign,
             spec.stochastic,
+            spec.four_over_six,
             multiplier,
             amax,
             amax_t,

@@ -49,7 +49,8 @@ class Quantized(NamedTuple):
 
     codes    [M, K] float8, NVFP4 uint8 [M, K / 2];   scale    how `Operand` describes it for [M, K]
     codes_t  [K, M] float8, NVFP4 uint8 [K, M / 2];   scale_t  the same for the transposed matrix [K, M]
-    amax     float32 [1]: FLOAT8 and NVFP4, the absolute maximum that the row direction was scaled by
+    amax     float32 [1]: FLOAT8 and NVFP4, the absolute maximum that the row direction was scaled by; [M] of a format
+             with one scale per row
     amax_t   float32 [1]: NVFP4, the same for the column direction, after the Hadamard transform if any
     """
 
@@ -62,7 +63,7 @@ class Quantized(NamedTuple):
 
 
 # What a spec may ask for beside codes: a backend takes each of them by name.
-OPTIONS = ("power_of_two", "two_dimensional", "hadamard", "stochastic")
+OPTIONS = ("power_of_two", "two_dimensional", "hadamard", "stochastic", "four_over_six")
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ def refuses(request: StatisticsRequest) -> str | None:
     form = request.format
     if form is not None and form.scale not in _SCALINGS:
         return f"{form.name} has {form.scale} scales; it reads {', '.join(_SCALINGS)}"
+    if form is not None and form.row_scaled:
+        return f"{form.name} has a second-level scale per row; it reads one per matrix"
     return None
 
 

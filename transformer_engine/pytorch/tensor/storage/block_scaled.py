@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ....common.formats import ceil_div, round_up
+from ....common.formats import TensorFormat, ceil_div, round_up
 from ...constants import DType
 from ...primitives.operand import Operand
 from ...primitives.quantize import Quantized, dequantize, torch_dtype
@@ -128,7 +128,7 @@ class BlockScaledStorage(QuantizedTensorStorage):
 
     def contract(self, axis: str) -> Operand:
         codes, scale = self._of(axis)
-        form = self.format
+        form = self._format_of(axis)
         rows, depth = matrix_shape(self.shape)
         if axis == COLS:
             codes = codes.reshape(rows, depth // self.PACKING)
@@ -144,6 +144,10 @@ class BlockScaledStorage(QuantizedTensorStorage):
         if codes.dtype is not element:
             codes = codes.view(element)
         return Operand(codes, scale, form, self._amax_of(axis), self._dtype)
+
+    def _format_of(self, axis: str) -> TensorFormat:
+        """The format of one direction's operand."""
+        return self.format
 
     def _unpadded(self, scale: Tensor, rows: int, columns: int) -> Tensor:
         """The scales [rows, columns] of what `_padded` made."""

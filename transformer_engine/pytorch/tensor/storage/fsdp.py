@@ -54,7 +54,7 @@ def _cut(storage: QuantizedTensorStorage, rows: int, first: int, last: int) -> Q
         scale=_rows(whole.scale, rows, first, last),
         codes_t=_columns(whole.codes_t, rows, first, last),
         scale_t=_columns(whole.scale_t, rows, first, last),
-        amax=whole.amax,
+        amax=_rows(whole.amax, rows, first, last),
         amax_t=whole.amax_t,
     )
 

@@ -1,8 +1,8 @@
-"""NVFP4TensorStorage: value = code x s x amax / (6 x 448), an E4M3 scale s for 16 elements and one amax a direction.
+"""NVFP4TensorStorage: value = code x s x amax / (6 x largest scale), with an E4M3 scale s per 16 elements.
 
-Two codes a byte, low nibble first: row-wise [..., K/2], column-wise the transpose's [K, .../2]. Scales are E4M3 bytes
-padded with zeros, [pad128(M), pad4(ceil(K/16))], and the transpose's. The column-wise codes may be those of Hadamard
-transformed values: two such operands contract to the product of the values themselves.
+Two codes per byte, low nibble first: row-wise [..., K/2], column-wise those of the transpose [K, .../2]. Scales are
+E4M3 bytes padded with zeros, [pad128(M), pad4(ceil(K/16))], and those of the transpose. The column-wise codes may be
+those of Hadamard-transformed values: two such operands contract to the product of the values themselves.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....common.formats import NVFP4
+from ....common.formats import NVFP4, NVFP4_FORMATS, TensorFormat
 from ...constants import DType
 from ...primitives.quantize import Quantized, hadamard_transform
 from ..axis import COLS
 from .block_scaled import BlockScaledStorage, padded
-from .quantized_tensor_storage import Writer
+from .quantized_tensor_storage import QuantizedTensorStorage, Writer
 
 __all__ = ["NVFP4TensorStorage"]
 
@@ -25,8 +25,12 @@ __all__ = ["NVFP4TensorStorage"]
 class NVFP4TensorStorage(BlockScaledStorage):
     """Two-level scaled FP4.
 
-    square_tiles        16 x 16 elements share a scale, so either direction is the other's transpose
-    transform_signs     column-wise codes are Hadamard transformed, with (True) or without random signs; None: not
+    square_tiles                16 x 16 elements share a scale, so either direction is the other's transpose
+    transform_signs             column-wise codes are Hadamard transformed, with (True) or without random signs
+    row_scaled_nvfp4            amax_rowwise holds a maximum per row, float32 [M]; otherwise one, [1]
+    nvfp4_use_4over6            the codes were chosen by 4over6; they are read like any other
+    nvfp4_e4m3_max              the largest block scale, 448 or 256
+    with_gemm_swizzled_scales   the scales given are in the order of cuBLAS's products; they are put in row order here
     """
 
     TENSORS = BlockScaledStorage.TENSORS | {
@@ -38,28 +42,43 @@ class NVFP4TensorStorage(BlockScaledStorage):
         "_quantizer": "quantizer",
         "_square_tiles": "square_tiles",
         "_transform_signs": "transform_signs",
+        "_row_scaled_nvfp4": "row_scaled_nvfp4",
+        "_nvfp4_use_4over6": "nvfp4_use_4over6",
+        "_nvfp4_e4m3_max": "nvfp4_e4m3_max",
         "_dtype": "dtype",
     }
     format = NVFP4
     ELEMENT = "_fp4_dtype"
     PACKING = NVFP4.packing
 
+    _with_gemm_swizzled_scales = False
     _fp4_dtype: DType
 
     def __init__(
         self, rowwise_data: Tensor | None, rowwise_scale_inv: Tensor | None,
         columnwise_data: Tensor | None, columnwise_scale_inv: Tensor | None,
         amax_rowwise: Tensor | None, amax_columnwise: Tensor | None,
-        fp4_dtype: DType = DType.kFloat4E2M1, quantizer: Writer | None = None, *,
-        square_tiles: bool = False, transform_signs: bool | None = None,
+        fp4_dtype: DType = DType.kFloat4E2M1, quantizer: Writer | None = None,
+        with_gemm_swizzled_scales: bool = False, row_scaled_nvfp4: bool = False, nvfp4_use_4over6: bool = False,
+        nvfp4_e4m3_max: int = 448, *, square_tiles: bool = False, transform_signs: bool | None = None,
         dtype: torch.dtype = torch.float32,
     ):  # fmt: skip
+        if with_gemm_swizzled_scales:
+            rowwise_scale_inv, columnwise_scale_inv = map(
+                _in_row_order, (rowwise_scale_inv, columnwise_scale_inv)
+            )
         rowwise, columnwise = (rowwise_data, rowwise_scale_inv), (columnwise_data, columnwise_scale_inv)
         self._hold(rowwise, columnwise, fp4_dtype, quantizer, dtype)
         self._amax_rowwise = amax_rowwise
         self._amax_columnwise = amax_columnwise
         self._square_tiles = square_tiles
         self._transform_signs = transform_signs
+        self._row_scaled_nvfp4 = row_scaled_nvfp4
+        self._nvfp4_use_4over6 = nvfp4_use_4over6
+        self._nvfp4_e4m3_max = nvfp4_e4m3_max
+
+    def _format_of(self, axis: str) -> TensorFormat:
+        return NVFP4_FORMATS[self._row_scaled_nvfp4 and axis == COLS, self._nvfp4_e4m3_max]
 
     @property
     def transposable(self) -> bool:
@@ -81,8 +100,10 @@ class NVFP4TensorStorage(BlockScaledStorage):
 
     @classmethod
     def _maxima(cls, quantized: Quantized) -> dict[str, Tensor | None]:
+        amax = quantized.amax if quantized.codes is not None else None
         return {
-            "amax_rowwise": None if quantized.codes is None else quantized.amax,
+            # Maxima per row come as a column [M, 1] where rows were cut or joined, see `unpack`.
+            "amax_rowwise": amax if amax is None or amax.dim() == 1 else amax.reshape(-1),
             "amax_columnwise": None if quantized.codes_t is None else quantized.amax_t,
         }
 
@@ -90,6 +111,18 @@ class NVFP4TensorStorage(BlockScaledStorage):
     def _dropped(cls, rowwise: bool, columnwise: bool) -> tuple[str, ...]:
         amaxes = ("_amax_rowwise",) * rowwise + ("_amax_columnwise",) * columnwise
         return (*BlockScaledStorage._dropped(rowwise, columnwise), *amaxes)
+
+    def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: Tensor | None = None) -> None:
+        if isinstance(src, NVFP4TensorStorage) and self._modes() != src._modes():
+            raise RuntimeError(
+                f"cannot copy NVFP4 data with {src._modes()} into a tensor with {self._modes()}; quantize_() the "
+                "values instead"
+            )
+        super().copy_from_storage(src, noop_flag=noop_flag)
+
+    def _modes(self) -> dict[str, Any]:
+        names = ("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max")
+        return {name: getattr(self, f"_{name}") for name in names}
 
     def _undo_transform(self, values_t: Tensor) -> Tensor:
         if self._transform_signs is None:
@@ -101,3 +134,16 @@ class NVFP4TensorStorage(BlockScaledStorage):
         units = torch.eye(16, dtype=signed.dtype, device=signed.device)
         signs = 4 * hadamard_transform(units, random_sign=True)[:, 0]
         return (signed.view(-1, 16) * signs).view(signed.shape)
+
+
+def _in_row_order(scale: Tensor | None) -> Tensor | None:
+    """Scales [128 r, 4 c] out of tiles of 128 x 4, whose element (i, j) is at 16 (i % 32) + 4 (i // 32) + j."""
+    if scale is None:
+        return None
+    rows, columns = scale.shape
+    if rows % 128 or columns % 4:
+        raise ValueError(
+            f"swizzled scales have the shape {(rows, columns)}, which is not a multiple of (128, 4); pad them"
+        )
+    tiles = scale.view(rows // 128, columns // 4, 32, 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(rows, columns)

@@ -172,13 +172,13 @@ class QuantizedTensorStorage:
         return seen
 
     def unpack(self) -> Quantized:
-        """The inverse of `pack`, as views."""
+        """The inverse of `pack`, as views; maxima per row are a column [M, 1], like every part that rows cut."""
         usages = self.get_usages()
         rowwise = self.contract(COLS) if usages["rowwise"] else Operand(None)  # pyright: ignore[reportArgumentType]
         columnwise = self.contract(ROWS) if usages["columnwise"] else Operand(None)  # pyright: ignore[reportArgumentType]
-        return Quantized(
-            rowwise.codes, rowwise.scale, columnwise.codes, columnwise.scale, rowwise.amax, columnwise.amax
-        )
+        per_row = rowwise.format is not None and rowwise.format.row_scaled
+        maxima = rowwise.amax.view(-1, 1) if per_row and rowwise.amax is not None else rowwise.amax
+        return Quantized(*rowwise[:2], *columnwise[:2], maxima, columnwise.amax)
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         """Create or drop directions in place; None leaves one as it is."""

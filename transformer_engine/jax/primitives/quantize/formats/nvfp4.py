@@ -200,10 +200,7 @@ class Blocks(Kernel):
         rows, depth = x.shape
         remaining = iter(rest)
         inputs = [next(remaining) if there else None for there in self.given]
-        launch = nvfp4.blocks(
-            (rows, depth), spec.rowwise, spec.columnwise, square=spec.two_dimensional, hadamard=spec.hadamard,
-            random_sign=spec.random_sign,
-        )  # fmt: skip
+        launch = nvfp4.blocks((rows, depth), spec.rowwise, spec.columnwise, nvfp4.Options.of(spec))
         return tuple(array for array in run(launch, [x, *inputs]) if array is not None)
 
 

@@ -1,6 +1,7 @@
-"""codes [R, K] = e2m1(x / (s * g)): s an E4M3 scale for 16 elements, g one float32 scale for the matrix.
+"""NVFP4: codes [R, K] = e2m1(x / (s * g)), an E4M3 scale s per 16 elements and a float32 scale g per matrix or row.
 
-Two-level scaling of "Pretraining Large Language Models with NVFP4" (arXiv:2509.25149).
+Two-level scaling of "Pretraining Large Language Models with NVFP4" (arXiv:2509.25149). The variants, "4over6" and a
+second level per row, are described in `common/formats.py` and in docs/numerics.md.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import functools
 import torch
 from torch import Tensor
 
-from .....common.formats import E2M1, E4M3, NVFP4, float32_max
+from .....common.formats import E2M1, E4M3, NVFP4_FORMATS, TensorFormat, float32_max
+from .....common.quantize_spec import FAST_MAE, FAST_MSE, MSE
 from ....runtime.launching import Performed
 from ...operand import Operand
 from .. import tiles
 from ..e2m1 import decode_e2m1, encode_e2m1, pack_fp4, unpack_fp4
-from ..float8 import absolute_maximum, cast, divide, widen
+from ..float8 import absolute_maximum, cast, divide, row_maxima, widen
 from ..format_row import FormatRow, Given, PlannedCall
 from ..hadamard import GROUP, hadamard_transform
 from ..spec import Quantized, QuantizeSpec, Request
@@ -23,55 +25,116 @@ from ..tile_scaled import scale_a_row, transposed
 from ..triton_float8 import as_float32
 
 
-def _range() -> float:
-    return E2M1.maximum * E4M3.maximum
+def _range(form: TensorFormat) -> float:
+    """6 times the largest block scale: the quotient of a matrix's maximum and its second-level scale."""
+    assert form.unit_amax is not None
+    return form.unit_amax
 
 
-def global_encode_scale(amax: Tensor) -> Tensor:
-    """S = 6 * 448 / amax, at most FLOAT32_MAX; 1 where amax or S is 0."""
-    scale = divide(_range(), amax).clamp(max=float32_max())
+def global_encode_scale(amax: Tensor, form: TensorFormat) -> Tensor:
+    """S = 6 * (largest block scale) / amax, at most FLOAT32_MAX; 1 where amax or S is 0."""
+    scale = divide(_range(form), amax).clamp(max=float32_max())
     return torch.where((amax == 0.0) | (scale == 0.0), 1.0, scale)
 
 
-def global_decode_scale(amax: Tensor) -> Tensor:
-    """g = amax / (6 * 448): a value is code * block scale * g."""
-    return torch.div(amax, torch.full_like(amax, _range()))
+def global_decode_scale(amax: Tensor, form: TensorFormat) -> Tensor:
+    """g = amax / (6 * largest block scale): a value is code * block scale * g."""
+    return torch.div(amax, torch.full_like(amax, _range(form)))
 
 
-def encode(x: Tensor, spec: QuantizeSpec, amax: Tensor, random: Tensor | None) -> tuple[Tensor, Tensor]:
-    """x [R, K], amax [1] -> unpacked codes uint8 [R, K], block scales e4m3 [ceil(R/r), ceil(K/16)]."""
+def encode(
+    x: Tensor, spec: QuantizeSpec, form: TensorFormat, amax: Tensor, random: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """x [R, K], amax [1] or [R] -> unpacked codes uint8 [R, K], block scales e4m3 [ceil(R/r), ceil(K/16)]."""
     assert spec.tile is not None
     cut = tiles.cut(x, spec.tile)
-    encode_scale = global_encode_scale(amax)
-    wanted = tiles.tile_amax(cut) * (encode_scale * (1.0 / E2M1.maximum))
-    block_scale = cast(wanted.clamp(max=float32_max()), E4M3)
-    multiplier = (block_scale.to(torch.float32) * encode_scale.reciprocal()).reciprocal()
-    multiplier = multiplier.clamp(max=float32_max())
-    random_tiles = None if random is None else tiles.cut(random, spec.tile)
-    codes = encode_e2m1(cut * tiles.spread(multiplier), random_tiles)
+    amax = amax.view(-1, 1)
+    encode_scale = global_encode_scale(amax, form)
+    if spec.four_over_six:
+        codes, block_scale = _four_or_six(cut, spec.four_over_six, form, amax, encode_scale)
+    else:
+        wanted = tiles.tile_amax(cut) * (encode_scale * (1.0 / E2M1.maximum))
+        block_scale = cast(wanted.clamp(max=float32_max()), E4M3)
+        random_tiles = None if random is None else tiles.cut(random, spec.tile)
+        codes = encode_e2m1(cut * tiles.spread(_multiplier(block_scale, encode_scale)), random_tiles)
     return tiles.join(codes, (x.shape[0], x.shape[1])), block_scale
+
+
+def _multiplier(block_scale: Tensor, encode_scale: Tensor) -> Tensor:
+    """Multiplier of a block's values, 1 / (block scale / S), at most FLOAT32_MAX."""
+    multiplier = (block_scale.to(torch.float32) * encode_scale.reciprocal()).reciprocal()
+    return multiplier.clamp(max=float32_max())
+
+
+def _four_or_six(
+    cut: Tensor, measure: str, form: TensorFormat, amax: Tensor, encode_scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Codes and block scales where each tile's maximum maps to 6, or to 4 where that makes a smaller error.
+
+    A NaN error, of a tile or matrix that is not finite, is never smaller: such tiles map their maximum to 6.
+    """
+    tile_amax = tiles.tile_amax(cut)
+    base = torch.div(tile_amax, torch.full_like(tile_amax, E2M1.maximum)) * encode_scale
+    six, four = (_candidate(cut, wanted, encode_scale) for wanted in (base, base * 1.5))
+    error_six, error_four = (
+        _tile_error(cut, codes, scale, measure, form, amax, encode_scale) for codes, scale in (six, four)
+    )
+    takes_four = error_four < error_six
+    codes = torch.where(tiles.spread(takes_four), four[0], six[0])
+    scales = torch.where(takes_four, four[1].view(torch.uint8), six[1].view(torch.uint8))
+    return codes, scales.view(torch.float8_e4m3fn)
+
+
+def _candidate(cut: Tensor, wanted: Tensor, encode_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes, block scales) of tiles for the block scales wanted."""
+    block_scale = cast(wanted, E4M3)
+    return encode_e2m1(cut * tiles.spread(_multiplier(block_scale, encode_scale))), block_scale
+
+
+def _tile_error(
+    cut: Tensor,
+    codes: Tensor,
+    block_scale: Tensor,
+    measure: str,
+    form: TensorFormat,
+    amax: Tensor,
+    encode_scale: Tensor,
+) -> Tensor:
+    """The error of a tile's codes, float32 [ceil(R/r), ceil(K/16)], added up in the order that kernels use."""
+    product = decode_e2m1(codes) * tiles.spread(widen(block_scale))  # at most 6 significant bits: exact
+    if measure in (FAST_MAE, FAST_MSE):
+        difference = product - cut * tiles.spread(encode_scale)
+    else:
+        values = product * tiles.spread(amax)
+        difference = torch.div(values, torch.full_like(values, _range(form))) - cut
+    terms = difference * difference if measure in (MSE, FAST_MSE) else difference.abs()
+    error = terms[..., 0]
+    for place in range(1, terms.shape[-1]):
+        error = error + terms[..., place]
+    while error.shape[1] > 1:  # rows of a square tile: 0 with 8, 1 with 9, .., then 0 with 4, ..
+        first, second = error.chunk(2, dim=1)
+        error = first + second
+    return error.squeeze(1)
 
 
 def quantize(x: Tensor, spec: QuantizeSpec, given: Given) -> Quantized:
     """x [M, K] -> packed codes, block scales and maxima of the directions that spec asks for."""
     _, amax, amax_t, random, _ = given
     random_rows, random_columns = random if spec.stochastic and random is not None else (None, None)
+    amax, amax_t = maxima(x, spec, amax, amax_t)
+    form = spec.format
     codes = scales = codes_t = scales_t = None
-    if amax is None and (spec.rowwise or not spec.hadamard):
-        amax = absolute_maximum(x)
     if amax is not None and (spec.rowwise or spec.transposes):
-        codes, scales = encode(x, spec, amax, random_rows)
+        codes, scales = encode(x, spec, form, amax, random_rows)
     if spec.columnwise:
         if codes is not None and scales is not None and spec.transposes:
-            codes_t, scales_t, amax_t = transposed(codes), transposed(scales), amax
+            codes_t, scales_t = transposed(codes), transposed(scales)
         else:
+            assert amax_t is not None
             x_t = transposed(x)
             if spec.hadamard:
                 x_t = hadamard_transform(x_t, spec.random_sign)
-            if amax_t is None:
-                amax_t = absolute_maximum(x_t) if spec.hadamard else amax
-            assert amax_t is not None
-            codes_t, scales_t = encode(x_t, spec, amax_t, random_columns)
+            codes_t, scales_t = encode(x_t, spec, form.columnwise, amax_t, random_columns)
     return Quantized(
         codes=pack_fp4(codes) if spec.rowwise and codes is not None else None,
         scale=scale_a_row(scales, spec, x.shape[0]) if spec.rowwise else None,
@@ -84,20 +147,22 @@ def quantize(x: Tensor, spec: QuantizeSpec, given: Given) -> Quantized:
 
 def dequantize(operand: Operand, scale: Tensor) -> Tensor:
     """code * block scale * global scale."""
+    form = operand.format
+    assert form is not None and form.block is not None
     if operand.amax is None:
         raise ValueError(
-            "an nvfp4 operand needs the tensor's amax for its second scale, which is None; "
+            f"an {form.name} operand needs the tensor's amax for its second scale, which is None; "
             "pass the one that `quantize` returned"
         )
-    assert NVFP4.block is not None
-    codes = tiles.cut(decode_e2m1(unpack_fp4(operand.codes)), NVFP4.block)
+    codes = tiles.cut(decode_e2m1(unpack_fp4(operand.codes)), form.block)
     # The first product has at most 6 significant bits and is exact, so only the second rounds.
-    values = codes * tiles.spread(widen(scale)) * global_decode_scale(operand.amax)
+    second = global_decode_scale(operand.amax.view(-1, 1, 1, 1), form)
+    values = codes * tiles.spread(widen(scale)) * second
     return tiles.join(values.to(operand.dtype), (operand.rows, operand.depth))
 
 
 def check(rows: int, depth: int, spec: QuantizeSpec) -> None:
-    """ValueError where codes do not fill bytes, or rows the transform's groups."""
+    """Raise ValueError where codes do not fill bytes, or rows do not fill the transform's groups."""
     if spec.rowwise and depth % 2:
         raise ValueError(f"K={depth} FP4 codes do not fill whole bytes; pad K to a multiple of 2")
     if spec.columnwise and rows % 2:
@@ -112,13 +177,21 @@ def check(rows: int, depth: int, spec: QuantizeSpec) -> None:
 def maxima(
     x: Tensor, spec: QuantizeSpec, amax: Tensor | None, amax_t: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The absolute maxima of the two directions, those given and those measured here."""
-    if amax is None and (spec.rowwise or not spec.hadamard):
+    """The absolute maxima of the two directions, measured where they are not given.
+
+    Row-wise float32 [1], or [M] of a format with one scale per row; column-wise float32 [1].
+    """
+    per_row = spec.format.row_scaled
+    if amax is None and spec.rowwise and per_row:
+        amax = row_maxima(x)
+    elif amax is None and not per_row and (spec.rowwise or not spec.hadamard):
         amax = absolute_maximum(x)
     if not spec.columnwise or spec.transposes:
         return amax, amax
-    if amax_t is None:
-        amax_t = absolute_maximum(hadamard_transform(x.t(), spec.random_sign)) if spec.hadamard else amax
+    if amax_t is None and spec.hadamard:
+        amax_t = absolute_maximum(hadamard_transform(transposed(x), spec.random_sign))
+    elif amax_t is None:
+        amax_t = absolute_maximum(x) if per_row else amax
     return amax, amax_t
 
 
@@ -145,16 +218,9 @@ def _performed(request: Request, amax_given: bool, amax_t_given: bool) -> Perfor
 
     spec = request.spec
     program = nvfp4.program(
-        request.shape,
-        spec.rowwise,
-        spec.columnwise,
-        square=spec.two_dimensional,
-        hadamard=spec.hadamard,
-        random_sign=spec.random_sign,
-        amax_given=amax_given,
-        amax_t_given=amax_t_given,
+        request.shape, spec.rowwise, spec.columnwise, nvfp4.Options.of(spec), amax_given, amax_t_given
     )
     return Performed(program, request.device)
 
 
-ROWS = (FormatRow(NVFP4, quantize, dequantize, check, _plan, maxima),)
+ROWS = tuple(FormatRow(form, quantize, dequantize, check, _plan, maxima) for form in NVFP4_FORMATS.values())

@@ -1,0 +1,34 @@
+"""Kernels of 4over6 and of scales per row against the reference, bit for bit, in the interpreter and on a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from support.nvfp4_random import CONTENTS, cases, differing, specs
+from test_interpreter import lines_of
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton==3.6.0)"
+)
+
+
+def test_a_hundred_cases_cover_every_variant_and_content():
+    named = list(cases(150))
+    assert {spec for _, spec, _ in named} == set(specs())
+    assert len({(name.split(",")[1], spec.format.name) for name, spec, _ in named}) == 4 * len(CONTENTS)
+
+
+@needs_triton
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_interpreted_kernels_of_variants_give_the_reference_bits(count):
+    result = lines_of("nvfp4_cases.py", str(count))
+    assert result["compared"] == count
+    assert result["differing"] == {}
+
+
+@pytest.mark.gpu
+def test_kernels_of_variants_give_the_reference_bits_on_a_gpu(monkeypatch):
+    monkeypatch.setenv("TE_EMULATE", "1")
+    found = {name: fields for name, spec, x in cases(1000, "cuda") if (fields := differing(spec, x))}
+    assert found == {}

@@ -1,0 +1,150 @@
+"""Blocks of 16 elements in FP4: their codes, their scales, and the choice of "4over6" between two codings.
+
+4over6 codes every block twice, with its maximum mapped to 6 and to 4, and keeps the coding with the smaller error.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..formats import FLOAT32_MAX
+from ..quantize_spec import FAST_MAE, FAST_MSE, MAE, MSE
+from .rounding import as_float
+
+BLOCK = 16
+GROUP = tl.constexpr(BLOCK)
+LARGEST = tl.constexpr(FLOAT32_MAX)
+# Even: squared differences; above 2: in units of the second-level scale.
+ERRORS = {"": 0, MAE: 1, MSE: 2, FAST_MAE: 3, FAST_MSE: 4}
+
+
+@triton.jit
+def codes_of(scaled, random, STOCHASTIC: tl.constexpr):
+    """E2M1 codes of float32 values: nearest, ties to even, or floor(|x| + random * gap); NaN as +6."""
+    number = scaled == scaled
+    magnitude = tl.where(number, tl.abs(scaled), 6.0)
+    if STOCHASTIC:
+        first = tl.where(magnitude > 2.0, 2.0, magnitude) * 2.0
+        second = tl.where(magnitude > 4.0, 4.0, tl.where(magnitude < 2.0, 2.0, magnitude)) - 2.0
+        third = (tl.where(magnitude > 6.0, 6.0, tl.where(magnitude < 4.0, 4.0, magnitude)) - 4.0) * 0.5
+        whole = tl.floor(first) + tl.floor(second) + tl.floor(third)
+        fraction = (first - tl.floor(first)) + (second - tl.floor(second)) + (third - tl.floor(third))
+        code = (whole + tl.floor(fraction + random)).to(tl.int32)
+    else:
+        # The midpoints of neighbouring magnitudes; a tie goes to the even code.
+        code = (magnitude > 0.25).to(tl.int32) + (magnitude >= 0.75).to(tl.int32)
+        code += (magnitude > 1.25).to(tl.int32) + (magnitude >= 1.75).to(tl.int32)
+        code += (magnitude > 2.5).to(tl.int32) + (magnitude >= 3.5).to(tl.int32)
+        code += (magnitude > 5.0).to(tl.int32)
+    sign = (scaled.to(tl.int32, bitcast=True) >> 28) & 8
+    return code | tl.where(number, sign, 0)
+
+
+@triton.jit
+def values_of(code):
+    """float32 values of E2M1 codes."""
+    index = (code & 7).to(tl.float32)
+    magnitude = tl.where(index < 4.0, index * 0.5, tl.where(index < 6.0, index - 2.0, index * 2.0 - 8.0))
+    return tl.where(code > 7, -magnitude, magnitude)
+
+
+@triton.jit
+def encode_scale_of(amax, RANGE: tl.constexpr):
+    """RANGE / amax, at most the largest float32; 1 where amax or the quotient is 0."""
+    scale = tl.div_rn(RANGE, amax)
+    scale = tl.where(scale > LARGEST, LARGEST, scale)
+    return tl.where((amax == 0.0) | (scale == 0.0), 1.0, scale)
+
+
+@triton.jit
+def as_block_scale(wanted, LIMIT: tl.constexpr):
+    return tl.where(wanted > LIMIT, LIMIT, wanted).to(tl.float8e4nv)
+
+
+@triton.jit
+def scaled_blocks(x, block_scale, encode_scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """x [ROWS, COLUMNS] times the multipliers of its blocks, as [ROWS, COLUMNS / 16, 16]."""
+    multiplier = tl.div_rn(1.0, block_scale.to(tl.float32) * tl.div_rn(1.0, encode_scale))
+    multiplier = tl.where(multiplier > LARGEST, LARGEST, multiplier)
+    return x.to(tl.float32).reshape(ROWS, COLUMNS // GROUP, GROUP) * multiplier[:, :, None]
+
+
+@triton.jit
+def halves(x, ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
+    """The even and the odd elements of the last axis of x [ROWS, GROUPS, WIDTH]."""
+    return tl.split(x.reshape(ROWS, GROUPS, WIDTH // 2, 2))
+
+
+@triton.jit
+def sum_in_order(x, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """Sums [ROWS, GROUPS] over the last axis of x [ROWS, GROUPS, 16], from the first element to the last."""
+    even, odd = halves(x, ROWS, GROUPS, 16)
+    a, c = halves(even, ROWS, GROUPS, 8)  # elements 0 4 8 12 and 2 6 10 14
+    b, d = halves(odd, ROWS, GROUPS, 8)
+    a, e = halves(a, ROWS, GROUPS, 4)  # 0 8 and 4 12
+    c, g = halves(c, ROWS, GROUPS, 4)
+    b, f = halves(b, ROWS, GROUPS, 4)
+    d, h = halves(d, ROWS, GROUPS, 4)
+    x0, x8 = halves(a, ROWS, GROUPS, 2)
+    x1, x9 = halves(b, ROWS, GROUPS, 2)
+    x2, x10 = halves(c, ROWS, GROUPS, 2)
+    x3, x11 = halves(d, ROWS, GROUPS, 2)
+    x4, x12 = halves(e, ROWS, GROUPS, 2)
+    x5, x13 = halves(f, ROWS, GROUPS, 2)
+    x6, x14 = halves(g, ROWS, GROUPS, 2)
+    x7, x15 = halves(h, ROWS, GROUPS, 2)
+    total = x0 + x1 + x2 + x3 + x4 + x5 + x6 + x7 + x8 + x9 + x10 + x11 + x12 + x13 + x14 + x15
+    return total.reshape(ROWS, GROUPS)
+
+
+@triton.jit
+def sum_of_rows(x, TILES: tl.constexpr, GROUPS: tl.constexpr):
+    """Sums [TILES, GROUPS] over 16 rows each of x [16 TILES, GROUPS]: 0 with 8, 1 with 9, .., then 0 with 4, .."""
+    first, second = tl.split(x.reshape(TILES, 2, 8, GROUPS).permute(0, 2, 3, 1))
+    first, second = tl.split((first + second).reshape(TILES, 2, 4, GROUPS).permute(0, 2, 3, 1))
+    first, second = tl.split((first + second).reshape(TILES, 2, 2, GROUPS).permute(0, 2, 3, 1))
+    first, second = tl.split((first + second).reshape(TILES, 2, 1, GROUPS).permute(0, 2, 3, 1))
+    return (first + second).reshape(TILES, GROUPS)
+
+
+@triton.jit
+def block_error(
+    x, block_scale, amax, encode_scale, RANGE: tl.constexpr, ERROR: tl.constexpr, PER_ROW: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The error [ROWS, COLUMNS / 16] of coding x's blocks with these scales, a number of `ERRORS`."""
+    scaled = scaled_blocks(x, block_scale, encode_scale, ROWS, COLUMNS)
+    values = values_of(codes_of(scaled, scaled, False)) * block_scale.to(tl.float32)[:, :, None]
+    exact = x.to(tl.float32).reshape(ROWS, COLUMNS // GROUP, GROUP)
+    if PER_ROW:
+        amax, encode_scale = amax[:, :, None], encode_scale[:, :, None]
+    if ERROR > 2:
+        difference = values - exact * encode_scale
+    else:
+        difference = tl.div_rn(values * amax, RANGE) - exact
+    terms = difference * difference if ERROR % 2 == 0 else tl.abs(difference)
+    return sum_in_order(terms, ROWS, COLUMNS // GROUP)
+
+
+@triton.jit
+def candidates(bits, encode_scale):
+    """The scales of blocks whose maximum maps to 6, and to 4; bits: of the blocks' maxima."""
+    base = tl.div_rn(as_float(bits), 6.0) * encode_scale
+    return as_block_scale(base, 448.0), as_block_scale(base * 1.5, 448.0)
+
+
+@triton.jit
+def takes_four(
+    x, bits, amax, RANGE: tl.constexpr, ERROR: tl.constexpr, PER_ROW: tl.constexpr, SQUARE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """int32 [ROWS, COLUMNS / 16], or [ROWS / 16, ..] of square tiles: 1 where mapping the maximum to 4 errs less."""
+    encode_scale = encode_scale_of(amax, RANGE)
+    six, four = candidates(bits, encode_scale)
+    error_six = block_error(x, six, amax, encode_scale, RANGE, ERROR, PER_ROW, ROWS, COLUMNS)
+    error_four = block_error(x, four, amax, encode_scale, RANGE, ERROR, PER_ROW, ROWS, COLUMNS)
+    if SQUARE:
+        error_six = sum_of_rows(error_six, ROWS // GROUP, COLUMNS // GROUP)
+        error_four = sum_of_rows(error_four, ROWS // GROUP, COLUMNS // GROUP)
+    return (error_four < error_six).to(tl.int32)
