@@ -66,8 +66,9 @@ def fused_attn(
     seed                 a key of jax.random, for dropout
     max_segments_per_seq sequences that a packed row has at most; segment numbers above it are refused, and where they
                          are traced their tokens count as padding
-    context_parallel_*   tokens are laid over a mesh axis: ALL_GATHER (the default) gathers keys and values, RING passes
-                         them round; load-balanced: tokens lie as `reorder_causal_load_balancing` puts them
+    context_parallel_*   shard the tokens over a mesh axis, by default the MeshResource's cp_resource: ALL_GATHER (the
+                         default) gathers keys and values, RING passes them from device to device; load-balanced: the
+                         tokens are in the order of `reorder_causal_load_balancing`
     softmax_offset       [1, h, 1, 1], differentiable, of LEARNABLE_SOFTMAX
     stripe_size          tokens of a stripe, of packed rows that are load-balanced
     score_mod            (scores [b, h, q, k], score_mod_tensors) -> scores, in jnp operations, before the softmax;
@@ -85,8 +86,11 @@ def fused_attn(
         (query.shape[0], query.shape[2], *extents[1:]),
     )  # fmt: skip
     plan = plan_of(
-        context_parallel_axis, context_parallel_strategy, context_parallel_causal_load_balanced, qkv_layout, stripe_size
+        context_parallel_axis, context_parallel_strategy, context_parallel_causal_load_balanced, qkv_layout,
+        stripe_size, extents[1:],
     )  # fmt: skip
+    if score_mod is not None and not context_parallel_axis and not context_parallel_causal_load_balanced:
+        plan = None  # the MeshResource's axis is a default, and a score_mod is computed from whole arrays
     others = {
         "sequence_descriptor": sequence_descriptor is not None, "window_size": window,
         "dropout_probability": dropout_probability, "context_parallel_axis": "" if plan is None else plan.axis,

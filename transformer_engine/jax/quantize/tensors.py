@@ -107,7 +107,8 @@ class ScaledTensor1x(ScaledTensor):
             codes, axis = turned(codes, axis), self.ndim - axis
             scale = scale if scale.ndim == 1 else scale.T
         amax = self.amax if self.amax.size else None
-        return Operand(codes, scale, amax, self.scaling_mode.format, jnp.dtype(self.dq_dtype), axis)
+        dtype = jnp.dtype(self.dq_dtype)
+        return Operand(codes, scale, amax, self.scaling_mode.format, dtype, axis, self.has_rht_applied)
 
     def dequantize(self) -> Array:
         """The values in dq_dtype, in the tensor's own order of axes."""
