@@ -22,6 +22,7 @@ from ..blocks import reusable
 from ..platform import compute_capability
 from ..sharding import MeshResource
 from . import recipes
+from .lifted import merged_over_lifted_calls
 from .scaling_modes import AmaxComputeAlgo, ScalingMode, TensorSource
 
 NVTE_FP8_COLLECTION_NAME = "fp8_metas"
@@ -69,9 +70,11 @@ def autocast(
             raise ValueError(reason)
     # An empty MeshResource in its place would let layers under a mesh leave every tensor where it lies, in silence.
     guard = nullcontext() if mesh_resource is None else sharding.global_shard_guard(mesh_resource)
+    stateful = chosen is not None and recipes.family_of(chosen).stateful
+    states = merged_over_lifted_calls() if stateful else nullcontext()
     token = _recipe.set(chosen)
     try:
-        with guard:
+        with guard, states:
             yield
     finally:
         _recipe.reset(token)
