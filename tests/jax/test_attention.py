@@ -308,13 +308,8 @@ def test_dropout_draws_what_a_flax_module_of_the_same_path_would(cpu_alone):
         def __call__(self):
             return self.make_rng("dropout")
 
-    class Outer(nn.Module):
-        @nn.compact
-        def __call__(self):
-            return Keys(name="_UnfusedDotProductAttention_0")()
-
     rngs = {"dropout": jax.random.key(3)}
-    keep = jax.random.bernoulli(Outer().apply({}, rngs=rngs), 0.6, (2, 4, 8, 8))
+    keep = jax.random.bernoulli(Keys().apply({}, rngs=rngs), 0.6, (2, 4, 8, 8))
     weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", query, key) * 8**-0.5) * keep / 0.6
     want = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
     np.testing.assert_allclose(module.apply({}, query, key, value, rngs=rngs), want, rtol=1e-4, atol=1e-5)

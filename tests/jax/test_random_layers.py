@@ -5,6 +5,7 @@ Both layers draw their random numbers from the same modules and streams, so that
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -29,7 +30,7 @@ RATES = {
 
 
 def drawn(seed: int) -> dict[str, Any]:
-    """Fields of a layer: a random half of those that differ from their defaults, and random rates of dropout."""
+    """Random fields of a layer that differ from their defaults, and random rates of dropout."""
     draw = random.Random(seed)
     names = [name for name in OF_A_LAYER if name not in (*RATES, "layer_type") and draw.random() < 0.4]
     for excluded in EXCLUDED:
@@ -73,7 +74,7 @@ def test_a_random_layer_equals_the_plain_layer_with_the_same_keys(seed):
     def both(params, x, encoded):
         places = (0, 1) if encoded is None else (0, 1, 2)
         return [
-            jax.value_and_grad(lambda *given: loss(layer, *given), places, has_aux=True)(params, x, encoded)
+            jax.value_and_grad(functools.partial(loss, layer), places, has_aux=True)(params, x, encoded)
             for layer in (model, plain)
         ]
 

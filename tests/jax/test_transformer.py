@@ -575,14 +575,12 @@ def test_a_layer_takes_the_width_of_its_inputs():
     [
         ({"num_attention_heads": 5}, False, "does not divide hidden_size"),
         ({"num_gqa_groups": 3}, False, "does not divide num_attention_heads"),
-        (DECODER, False, "a decoder takes one"),
-        ({}, True, "a decoder takes one"),
+        (DECODER, False, "give the encoder's output"),
         ({"layer_type": "encoder"}, False, r"give one of TransformerLayerType\.ENCODER"),
-        ({"hidden_dropout": 1.0}, False, "outside"),
-        ({"low_rank_adaptation_scope": "some"}, False, "choose one of"),
+        ({"hidden_dropout": 1.5}, False, "outside"),
         ({"self_attn_mask_type": "some"}, False, "choose one of"),
         ({"enable_rotary_pos_emb": True, "rotary_pos_emb_group_method": "x"}, False, "'consecutive' or"),
-        ({"enable_rotary_pos_emb": True, "rotary_pos_emb_windows": (0, 1)}, False, "0 < least"),
+        ({"enable_rotary_pos_emb": True, "rotary_pos_emb_windows": (0, 1)}, False, "both above 0"),
         ({"mlp_hidden_size": 0}, False, "mlp_hidden_size=0"),
     ],
 )

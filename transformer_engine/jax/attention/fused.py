@@ -128,10 +128,14 @@ def fused_attn(
 def fused_attn_thd(
     qkv: tuple[Array, ...], bias: Array | None, q_seq_lens: Array, kv_seq_lens: Array, q_seq_offsets: Array,
     kv_seq_offsets: Array, seed: Array | None, attn_bias_type: AttnBiasType, attn_mask_type: AttnMaskType,
-    qkv_layout: QKVLayout, softmax_type: AttnSoftmaxType, scaling_factor: float, dropout_probability: float,
-    is_training: bool, max_segments_per_seq: int = 1, window_size: Window | None = None, **options: Any,
+    qkv_layout: QKVLayout, *arguments: Any, **options: Any,
 ) -> Array:  # fmt: skip
-    """`fused_attn` of packed rows, under its former arguments: lengths [b, n] and offsets [b, n + 1]."""
+    """`fused_attn` of packed rows, under its former arguments: lengths [b, n] and offsets [b, n + 1].
+
+    The arguments after qkv_layout are those of `fused_attn`, but softmax_type may be left out: a vanilla softmax.
+    """
+    if not arguments or not isinstance(arguments[0], AttnSoftmaxType):
+        arguments = (options.pop("softmax_type", AttnSoftmaxType.VANILLA_SOFTMAX), *arguments)
     member("qkv_layout", qkv_layout, QKVLayout)
     if not qkv_layout.is_thd():
         raise ValueError(f"qkv_layout={qkv_layout.name} has one sequence a row; call fused_attn")
@@ -139,8 +143,7 @@ def fused_attn_thd(
         (q_seq_lens, kv_seq_lens), (q_seq_offsets, kv_seq_offsets)
     )
     return fused_attn(
-        qkv, bias, descriptor, seed, attn_bias_type, attn_mask_type, qkv_layout, softmax_type, scaling_factor,
-        dropout_probability, is_training, max_segments_per_seq, window_size, **options,
+        qkv, bias, descriptor, seed, attn_bias_type, attn_mask_type, qkv_layout, *arguments, **options
     )  # fmt: skip
 
 

@@ -95,7 +95,8 @@ class _FusedDotProductAttention(nn.Module):
     ) -> Array:  # fmt: skip
         rate = 0.0 if seed is None else self.attention_dropout
         return fused_attn(
-            (query, key, value), bias, descriptor, seed, self.bias_type, self.mask_type, self.layout, self.softmax_type, self.scale, rate, not deterministic,
+            (query, key, value), bias, descriptor, seed, self.bias_type, self.mask_type, self.layout,
+            self.softmax_type, self.scale, rate, not deterministic,
             self.max_segments_per_seq, self.window, self.strategy, self.balanced, self.axis,
             self.context_checkpoint_name, softmax_offset(self, self.softmax_type, query.shape[2]),
             score_mod=self.score_mod, score_mod_bprop=self.score_mod_bprop, score_mod_tensors=score_mod_tensors,
@@ -261,9 +262,9 @@ class DotProductAttention(nn.Module):
         if isinstance(kind, AttnBiasType):
             return kind
         names = {member.name.lower(): member for member in AttnBiasType}
-        if not isinstance(kind, str) or kind not in names:
+        if not isinstance(kind, str) or kind.lower() not in names:
             raise ValueError(f"attn_bias_type={described(kind)}; choose one of {', '.join(names)}, or None")
-        return names[kind]
+        return names[kind.lower()]
 
     def _transposed(self) -> bool:
         switch("transpose_batch_sequence", self.transpose_batch_sequence)
@@ -274,10 +275,9 @@ class DotProductAttention(nn.Module):
         for name, extent in (("head_dim", self.head_dim), ("num_attention_heads", self.num_attention_heads)):
             whole(name, extent)
         whole("num_gqa_groups", groups)
-        found = (query.shape[2], query.shape[3], key.shape[2])
-        wanted = (self.num_attention_heads, self.head_dim, groups)
+        found, wanted = (query.shape[2], key.shape[2]), (self.num_attention_heads, groups)
         if found != wanted:
             raise ValueError(
-                f"query {query.shape} and key {key.shape} have heads, extents and groups {found}; the module was made "
-                f"for {wanted}"
+                f"query {query.shape} and key {key.shape} have {found[0]} and {found[1]} heads; the module was made "
+                f"for num_attention_heads={wanted[0]} and num_gqa_groups={wanted[1]}"
             )

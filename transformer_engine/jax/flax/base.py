@@ -164,6 +164,7 @@ class TransformerEngineBase(nn.Module):
         Calls under another transformation of JAX than the first (jit or grad within the model) do not belong together.
         """
         # Of the scope of the apply: modules of a compact method are made anew whenever it is called.
+        assert self.scope is not None, "a module is called with a scope"
         of_apply: list[_Unread] = vars(self.scope.root).setdefault("_unread_states", [])
         of_step = _of_step.get()
         unread = of_apply if of_step is None else of_step

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
 
-from ...common.checks import described, drop_rate, function_or_none, member, switch, whole
+from ...common.checks import drop_rate, function_or_none, member, switch, whole
 from ..activation import ActivationParams
+from ..checks import check_rate, warn_without_effect
 from ..residual import around
 from ..sharding import (
     HIDDEN_AXES,
@@ -156,7 +157,7 @@ class TransformerLayer(nn.Module):
                 score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors,
             )  # fmt: skip
         x = self._joined(x, residual.value, normalized, deterministic, self.drop_path)
-        if encoded is not None:
+        if decoder and encoded is not None:
             with around(x, not self.apply_residual_connection_post_layernorm) as residual:
                 y, normalized = self._attention("encoder_decoder_attention", "padding", "no_bias")(
                     x, encoded, encoder_decoder_mask, deterministic=deterministic
@@ -180,8 +181,9 @@ class TransformerLayer(nn.Module):
     def _check(self, inputs: Array, encoded: Array | None) -> None:
         for name in ("hidden_size", "mlp_hidden_size", "num_attention_heads"):
             whole(name, getattr(self, name))
-        for name in ("hidden_dropout", "attention_dropout", "intermediate_dropout", "drop_path"):
-            drop_rate(name, getattr(self, name))
+        for name in ("hidden_dropout", "intermediate_dropout", "drop_path"):
+            check_rate(name, getattr(self, name))
+        drop_rate("attention_dropout", self.attention_dropout)
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} does not divide hidden_size={self.hidden_size}; "
@@ -196,9 +198,11 @@ class TransformerLayer(nn.Module):
         function_or_none("relative_embedding", self.relative_embedding)
         member("layer_type", self.layer_type, TransformerLayerType)
         decoder = self.layer_type is TransformerLayerType.DECODER
-        if decoder is not (encoded is not None):
-            raise ValueError(
-                f"layer_type={self.layer_type.name} and encoded={described(encoded)}; a decoder takes one"
+        if decoder and encoded is None:
+            raise ValueError("layer_type=DECODER and encoded=None; give the encoder's output")
+        if encoded is not None and not decoder:
+            warn_without_effect(
+                "encoded was given to a TransformerLayer of layer_type=ENCODER, which does not read it; use DECODER"
             )
 
     def _relative_bias(self, inputs: Array, length: int | None, decode: bool) -> Array | None:

@@ -1,7 +1,7 @@
 """State of modules that Flax's lifted transformations (`nn.remat`, `nn.jit`, ..) call several times in one apply.
 
 The gradient of a state is its next state, and JAX adds the gradients of an array that is read several times. A lifted
-call reads the state of its modules in a trace of its own, so a module inside cannot see the other calls. The state is
+call reads the state of its modules in a separate trace, so a module inside cannot see the other calls. The state is
 therefore boxed, as Flax boxes parameters with axis names: reading a boxed leaf returns the leaf, and passing it into a
 transformation, which flattens the box, passes a copy. The gradients of the copies merge as in `fan_out`.
 """
@@ -24,7 +24,7 @@ _COLLECTIONS = ("fp8_metas", "_overwrite_with_gradient")
 
 
 class _Copies:
-    """Copies of one state, made when they are needed; those that nothing reads cost nothing."""
+    """Copies of one state, made when they are needed; copies that are not read cost nothing."""
 
     def __init__(self, scale: Array, history: Array):
         # The element type of the codes does not matter: nothing is quantized here.
@@ -35,7 +35,7 @@ class _Copies:
     def __getitem__(self, place: int) -> DelayedScaleQuantizer:
         while len(self._made) <= place:
             one, self._rest = one_and_rest(self._rest)
-            self._made.append(one)
+            self._made.append(one)  # pyright: ignore[reportArgumentType]
         return self._made[place]
 
 
@@ -63,9 +63,11 @@ class _Box(nn.meta.AxisMetadata[Array]):
         return getattr(self._copies[self._flattened - 1], self._name)
 
 
-jax.tree_util.register_pytree_node(
-    _Box, lambda box: ((box.next_copy(),), None), lambda _, leaves: leaves[0]
-)
+def _leaf(_: None, leaves: tuple[Any]) -> Any:
+    return leaves[0]
+
+
+jax.tree_util.register_pytree_node(_Box, lambda box: ((box.next_copy(),), None), _leaf)
 
 
 @contextmanager

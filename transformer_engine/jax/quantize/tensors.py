@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -119,6 +119,10 @@ class ScaledTensor1x(ScaledTensor):
         if self.has_rht_applied:
             values = inverse_transform(values.reshape(operand.rows, operand.depth)).reshape(values.shape)
         return turned(values, operand.axis) if self.is_colwise or self.transposed else values
+
+    def values(self) -> Array:
+        """The values in float32, in the tensor's own order of axes."""
+        return replace(self, dq_dtype=jnp.dtype(jnp.float32)).dequantize()
 
     def get_tensor(self, usage: TensorUsage) -> ScaledTensor1x:
         """This tensor, if it is the direction that a product needs it in."""
