@@ -41,4 +41,12 @@ __all__ = [
     "is_collective_gemm_with_cublasmp", "nvte_built_with_cublasmp", "nvte_get_qkv_format", "registrations",
 ]  # fmt: skip
 
+# Members of the enumerations are names of the module too, as an extension module exports them.
+for _enumeration in (
+    DType, JAXX_Collective_Op, JAXX_Quantize_Layout, JAXX_Routing_Map_Format, JAXX_Scaling_Mode, JAXX_Score_Function,
+    NVTE_Activation_Type, NVTE_Bias_Type, NVTE_Fused_Attn_Backend, NVTE_Mask_Type, NVTE_Norm_Type, NVTE_QKV_Format,
+    NVTE_QKV_Layout, NVTE_Softmax_Type,
+):  # fmt: skip
+    globals().update(_enumeration.__members__)
+
 absent.answer_in(__name__)

@@ -21,19 +21,20 @@ __all__ = [
 
 
 class NVTE_Activation_Type(enum.IntEnum):
-    """Activations; of pairs with a GLU in their name the second half multiplies."""
+    """Activations; those with GLU in their name multiply by a second, linear half. GLU's own gate is the sigmoid."""
 
     GELU = 0
     GEGLU = 1
-    SILU = 2
-    SWIGLU = 3
-    RELU = 4
-    REGLU = 5
-    QGELU = 6
-    QGEGLU = 7
-    SRELU = 8
-    SREGLU = 9
-    CLAMPED_SWIGLU = 10
+    GLU = 2
+    SILU = 3
+    SWIGLU = 4
+    RELU = 5
+    REGLU = 6
+    QGELU = 7
+    QGEGLU = 8
+    SRELU = 9
+    SREGLU = 10
+    CLAMPED_SWIGLU = 11
 
 
 class NVTE_Norm_Type(enum.IntEnum):

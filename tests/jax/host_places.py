@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 
 import flax
@@ -68,6 +69,37 @@ def dealt(mesh: Mesh, strategy: attention.CPStrategy, stripe: int, arrays) -> fl
     with jax.set_mesh(mesh), te.autocast(enabled=False, mesh_resource=te.MeshResource(cp_resource="cp")):
         got = jax.jit(partial(with_gradients, over_devices))(*arrays)
     return float(np.max([*map(difference, jax.tree.leaves(got), jax.tree.leaves(want))]))
+
+
+def by_resource(mesh: Mesh) -> dict[str, object]:
+    """Errors against float64, and collectives, of a layer that gets its axis from MeshResource.cp_resource alone."""
+    arrays = jax.random.normal(jax.random.key(5), (3, 2, 16, 2, 4))
+    scores = np.einsum("bqhd,bkhd->bhqk", *np.asarray(arrays[:2], np.float64)) / 2.0
+    weights = np.exp(np.where(np.tri(16, dtype=bool), scores, -np.inf))
+    want = np.einsum(
+        "bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), np.asarray(arrays[2], np.float64)
+    )
+    order = {"strategy": attention.ReorderStrategy.DualChunkSwap, "cp_size": 4, "seq_dim": 1}
+    resource = te.MeshResource(cp_resource="cp")
+    facts: dict[str, object] = {}
+    for balanced in (False, True):
+        module = te_flax.DotProductAttention(4, 2, context_parallel_causal_load_balanced=balanced)
+        given = arrays
+        if balanced:
+            given = [attention.reorder_causal_load_balancing(x, **order) for x in arrays]
+        with jax.set_mesh(mesh), te.autocast(enabled=False, mesh_resource=resource):
+            call = jax.jit(lambda *qkv, module=module: module.apply({}, *qkv, deterministic=True))
+            compiled = call.lower(*given).compile().as_text()
+            out = call(*given)
+            if not balanced:  # a length that four devices do not divide, as in decoding
+                single = module.apply({}, *(x[:, :1] for x in given), deterministic=True)
+                facts["resource, one token"] = difference(single, given[2][:, :1])
+        out = attention.inverse_reorder_causal_load_balancing(out, **order) if balanced else out
+        facts[f"resource, balanced={balanced}"] = difference(out, want)
+        facts[f"resource, balanced={balanced}, collectives"] = len(
+            re.findall(r"(?:all-gather|collective-permute)(?:-start)?\(", compiled)
+        )
+    return facts
 
 
 def dispatched(mesh: Mesh, choices) -> dict[str, object]:
@@ -156,6 +188,7 @@ def main() -> None:
             ).apply({}, *arrays, deterministic=True)
         )
         facts["manual"] = refusal(lambda: jax.jit(manual)(*arrays))
+    facts |= by_resource(mesh)
     facts |= counted(Mesh(devices[:2], ("dp",)))
     experts = Mesh(devices[:2], ("ep",))
     for name, choices in (("below", [0, -1]), ("all below", [-1, -1]), ("above", [3, EXPERTS])):

@@ -153,12 +153,12 @@ def activated(x, names, params):
 
 
 class Weighted(nn.Module):
-    """softmax(scores) @ v with a sink and dropout: what draws stands under this name."""
+    """softmax(scores) @ v with a sink, which is a parameter under this name, and dropout by a key."""
 
     fields: Any
 
     @nn.compact
-    def __call__(self, q, k, v, bias, hidden, deterministic):
+    def __call__(self, q, k, v, bias, hidden, key):
         of = self.fields.get
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
         scores, scale = jnp.einsum("bqhd,bkhd->bhqk", q, k), of("scale_factor") or q.shape[-1] ** -0.5
@@ -172,14 +172,16 @@ class Weighted(nn.Module):
         total = weights.sum(-1, keepdims=True) + jnp.exp(sink)
         weights = weights / jnp.where(total == 0, 1, total)  # rows that see no key are zero
         rate = of("attention_dropout", 0.0)
-        if rate and not deterministic:
-            key = self.make_rng(of("dropout_rng_name", "dropout"))
+        if key is not None:
             weights = weights * jax.random.bernoulli(key, 1 - rate, weights.shape) / (1 - rate)
         return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
 class Core(nn.Module):
-    """DotProductAttention of [b, s, h, d]; with transpose_batch_sequence [s, b, h, d]."""
+    """DotProductAttention of [b, s, h, d]; with transpose_batch_sequence [s, b, h, d].
+
+    The key of dropout is drawn from this module's own stream.
+    """
 
     fields: Any
 
@@ -195,8 +197,11 @@ class Core(nn.Module):
         # A mask is read by padding, and by a causal mask with a window.
         if mask is not None and ("padding" in kind or ("causal" in kind and of("window_size"))):
             hidden = hidden | mask
+        key = None
+        if of("attention_dropout", 0.0) and not deterministic:
+            key = self.make_rng(of("dropout_rng_name", "dropout"))
         scores = Weighted(self.fields, name="_UnfusedDotProductAttention_0")
-        return swap(scores(q, k, v, bias, hidden, deterministic))
+        return swap(scores(q, k, v, bias, hidden, key))
 
 
 class Attention(nn.Module):
@@ -285,11 +290,10 @@ class Layer(nn.Module):
         y, inner = Attention(given, name=name)(x, x, mask, bias, deterministic)
         x = self._joined(y, x, inner, deterministic)
         if decoder:
-            given |= {"attn_mask_type": "padding", "input_layernorm": True, "enable_rotary_pos_emb": False}
-            given |= {"window_size": None}
+            given |= {"attn_mask_type": "padding", "input_layernorm": True}
             cross = Attention(given, name="encoder_decoder_attention")
             y, inner = cross(x, encoded, cross_mask, None, deterministic)
-            x = self._joined(y, x, inner, deterministic)
+            x = self._joined(y, x, inner, deterministic, skipped=False)
         y, inner = MLP(self._mlp_fields(), name="mlp")(x, deterministic)
         x = self._joined(y, x, inner, deterministic)
         norm = {"epsilon": of("layernorm_epsilon", 1e-6)}
@@ -315,12 +319,12 @@ class Layer(nn.Module):
             "enable_low_rank_adaptation": adapted(of("low_rank_adaptation_scope", "none"), "mlp"),
         }  # fmt: skip
 
-    def _joined(self, y, residual, inner, deterministic):
+    def _joined(self, y, residual, inner, deterministic, skipped=True):
         of = self.fields.get
         stream = {"rng_collection": of("dropout_rng_name", "dropout")}
         drop = nn.Dropout(of("hidden_dropout", 0.1), of("hidden_dropout_dims", ()), **stream)
         y = drop(y, deterministic=deterministic)
-        if of("drop_path", 0.0):
+        if skipped and of("drop_path", 0.0):
             rows = (0, 2) if of("transpose_batch_sequence") else (1, 2)
             y = nn.Dropout(of("drop_path"), rows, **stream)(y, deterministic=deterministic)
         return y + (inner if of("apply_residual_connection_post_layernorm") else residual)

@@ -255,6 +255,19 @@ def test_softmax_hides_keys_exactly(kind):
     np.testing.assert_array_equal(module.apply({}, logits, jnp.asarray(hidden) if masked else None), got)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_bias_of_the_softmax_module_is_scaled_with_the_scores(masked):
+    """softmax(scale * (x + bias)) in float64."""
+    x, bias = (np.asarray(jax.random.normal(jax.random.key(n), (2, 3, 4, 6))) for n in (0, 1))
+    hidden = np.asarray(jax.random.bernoulli(jax.random.key(2), 0.3, (2, 1, 4, 6))) & masked
+    kind = SoftmaxFusionType.SCALED_MASKED if masked else SoftmaxFusionType.SCALED
+    module = Softmax(scale_factor=0.25, softmax_fusion_type=kind)
+    got = module.apply({}, x, hidden if masked else None, bias[:1, :, :1])
+    wide = np.where(hidden, -np.inf, 0.25 * (x.astype(np.float64) + bias[:1, :, :1]))
+    want = np.exp(wide) / np.exp(wide).sum(-1, keepdims=True)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
 @pytest.mark.parametrize("layout", ["bshd_bshd_bshd", "bshd_bs2hd", "bs3hd"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_the_module_takes_every_layout(layout, transposed):
@@ -295,13 +308,8 @@ def test_dropout_draws_what_a_flax_module_of_the_same_path_would(cpu_alone):
         def __call__(self):
             return self.make_rng("dropout")
 
-    class Outer(nn.Module):
-        @nn.compact
-        def __call__(self):
-            return Keys(name="_UnfusedDotProductAttention_0")()
-
     rngs = {"dropout": jax.random.key(3)}
-    keep = jax.random.bernoulli(Outer().apply({}, rngs=rngs), 0.6, (2, 4, 8, 8))
+    keep = jax.random.bernoulli(Keys().apply({}, rngs=rngs), 0.6, (2, 4, 8, 8))
     weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", query, key) * 8**-0.5) * keep / 0.6
     want = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
     np.testing.assert_allclose(module.apply({}, query, key, value, rngs=rngs), want, rtol=1e-4, atol=1e-5)

@@ -264,7 +264,7 @@ def test_a_missing_flag_of_xla_is_said_once(monkeypatch):
     assert len([w for w in seen if w.category is UserWarning]) == 1
     flag._warn.cache_clear()
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
-    assert get_xla_flag("--xla_gpu_enable_triton_gemm") == "false"
+    assert get_xla_flag("--xla_gpu_enable_triton_gemm") is False
 
 
 def test_versions_of_jax_are_compared_as_numbers():

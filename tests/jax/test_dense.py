@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import flax
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,7 @@ from transformer_engine.common import recipe
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.jax.dense import dense
 from transformer_engine.jax.flax.module import _apply_low_rank_adaptation, _normalize_axes
-from transformer_engine.jax.quantize import QuantizerFactory, ScalingMode, TensorUsage
+from transformer_engine.jax.quantize import QuantizerFactory, QuantizerSet, ScalingMode, TensorUsage
 
 RECIPES = {
     "delayed": recipe.DelayedScaling(),
@@ -267,3 +269,31 @@ def test_a_forced_backend_that_refuses_raises_its_reason():
 def test_a_bad_call_is_refused_with_value_limit_and_remedy(call, error, sentence):
     with pytest.raises(error, match=sentence):
         call()
+
+
+@pytest.mark.parametrize("transformed", list(itertools.product((False, True), repeat=3)), ids=str)
+def test_a_product_undoes_a_hadamard_transform_that_only_one_operand_carries(transformed):
+    """Each of the three products equals the float64 product of the dequantized tensors, by quantizer with use_rht."""
+    x, kernel, dy = (
+        jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate([(32, 64), (64, 48), (32, 48)])
+    )
+    quantizers = QuantizerSet(
+        *(
+            QuantizerFactory.create(
+                scaling_mode=ScalingMode.NVFP4_1D_SCALING, q_dtype=jnp.float4_e2m1fn, use_rht=use_rht
+            )
+            for use_rht in transformed
+        )
+    )  # fmt: skip
+    y, dx, dkernel, _ = values_and_gradients(
+        lambda x, kernel, quantizers: dense(x, kernel, quantizer_set=quantizers), dy, x, kernel, quantizers
+    )
+    tensors = (quantizers.x.quantize(x), quantizers.kernel.quantize(kernel), quantizers.dgrad.quantize(dy))
+    (x_rows, x_columns), (k_rows, k_columns), (dy_rows, dy_columns) = (
+        [np.asarray(t.dequantize(), np.float64) for t in (tensor.rowwise_tensor, tensor.colwise_tensor)]
+        for tensor in tensors
+    )
+    for name, got, want in (
+        ("y", y, x_rows @ k_columns), ("dx", dx, dy_rows @ k_rows.T), ("dkernel", dkernel, x_columns.T @ dy_columns),
+    ):  # fmt: skip
+        np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max(), err_msg=name)

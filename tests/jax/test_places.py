@@ -18,6 +18,13 @@ def test_offsets_are_those_of_the_sequence_in_order_however_tokens_are_dealt(fac
     assert facts[dealt] < 1e-5
 
 
+@pytest.mark.parametrize("balanced", [False, True])
+def test_context_parallelism_takes_its_axis_from_the_mesh_resource(facts, balanced):
+    assert facts[f"resource, balanced={balanced}"] < 1e-5
+    assert facts[f"resource, balanced={balanced}, collectives"] > 0
+    assert facts["resource, one token"] < 1e-5
+
+
 def test_an_axis_that_the_mesh_has_not_is_refused(facts):
     for name in ("no axis", "no axis, a layer"):
         assert "context_parallel_axis='tp' is no axis of the mesh in use, which has ('cp',)" in facts[name]

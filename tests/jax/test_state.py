@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import flax
 import jax
@@ -299,6 +301,58 @@ def test_a_module_called_twice_merges_its_states_by_itself():
     kernel = np.float32(jnp.abs(params["dense"]["kernel"]).max())
     assert following["kernel_scale"][0] == np.float32(448) / kernel
     jax.tree.map(np.testing.assert_array_equal, following, again)
+
+
+class Shared(nn.Module):
+    """One layer, or one block of a layer, called twice, where a lifted transformation surrounds each call."""
+
+    lift: Callable[..., Any]
+    within_block: bool
+
+    @nn.compact
+    def __call__(self, x):
+        if not self.within_block:
+            dense = self.lift(te_flax.DenseGeneral)(features=32, use_bias=False, name="dense")
+            return dense(x) + dense(jnp.sin(5 * x))
+        block = self.lift(Block)(name="block")
+        return block(x) + block(jnp.sin(5 * x))
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return te_flax.DenseGeneral(features=32, use_bias=False, name="dense")(x)
+
+
+@pytest.mark.parametrize("within_block", [False, True])
+@pytest.mark.parametrize("lift", [lambda cls: cls, nn.remat, nn.jit], ids=["plain", "remat", "jit"])
+def test_a_module_called_twice_by_a_lifted_transformation_merges_its_states(lift, within_block):
+    """The scales are those of the larger amax of both calls, in the forward and in the backward pass."""
+    x = jax.random.normal(jax.random.key(0), (16, 32))
+    weights = np.asarray(jax.random.normal(jax.random.key(2), (16, 32)))
+    with te.autocast(True, RECIPE):
+        model = Shared(lift, within_block)
+        state, params = flax.core.pop(nn.meta.unbox(model.init(jax.random.key(1), x)), "params")
+
+        def loss(state, x):
+            return (weights * model.apply({"params": params, **state}, x)).sum()
+
+        following = jax.jit(jax.grad(loss))(state, x)["fp8_metas"]
+        again = jax.jit(jax.grad(loss))(following_of(state, following), x)["fp8_metas"]
+    (kernel,) = jax.tree.leaves(params)
+    maxima = {"x": x, "kernel": kernel, "grad": weights}
+    maxima["x"] = np.maximum(np.abs(x), np.abs(np.sin(5 * np.asarray(x)))).max(keepdims=True)
+    for made in (following, again):
+        found = made["block"]["dense"] if within_block else made["dense"]
+        for name, values in maxima.items():
+            amax = np.float32(np.abs(values).max())
+            largest = np.float32(57344 if name == "grad" else 448)
+            np.testing.assert_allclose(found[f"{name}_scale"], largest / amax, rtol=1e-6, err_msg=name)
+            assert found[f"{name}_amax_history"].max() == amax, name
+
+
+def following_of(state, metas):
+    return {**state, "fp8_metas": metas}
 
 
 class Branch(nn.Module):

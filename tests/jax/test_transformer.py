@@ -66,7 +66,7 @@ def plain_attention(p, x, source, fields, hidden, bias=None, self_attention=True
         q, k, v = product(inner, p["query"]), product(source, p["key"]), product(source, p["value"])
     d = HIDDEN // HEADS
     q, k, v = (y.reshape(*y.shape[:2], n, d) for y, n in ((q, HEADS), (k, groups), (v, groups)))
-    if fields.get("enable_rotary_pos_emb") and self_attention:
+    if fields.get("enable_rotary_pos_emb"):
         rotary = (
             fields.get("rotary_pos_emb_windows", (1, 10000)),
             fields.get("rotary_pos_emb_group_method", "consecutive"),
@@ -115,6 +115,10 @@ def plain_layer(params, x, encoded, mask, cross_mask, fields):
     y, inner = plain_attention(params[name], x, None, fields, hidden, bias, normed=normed)
     x = y + (inner if after_norm else x)
     if decoder:
+        if "window_size" in fields:
+            i, j = np.arange(TOKENS)[:, None], np.arange(encoded.shape[1])[None, :]
+            left, right = fields["window_size"]
+            cross_mask = cross_mask | (j < i - left) | ((j > i + right) & (right >= 0))
         y, inner = plain_attention(
             params["encoder_decoder_attention"], x, encoded, fields, cross_mask, self_attention=False
         )
@@ -547,20 +551,36 @@ def test_axis_rules_are_extended_by_the_mesh_resource():
             te_flax.extend_logical_axis_rules([("embed", 3)])
 
 
+def test_a_layer_takes_the_width_of_its_inputs():
+    """hidden_size gives the width of heads alone: 16 / 4 heads here, whatever the inputs' width is."""
+    x = jax.random.normal(jax.random.key(0), (BATCH, TOKENS, HIDDEN))
+    model = te_flax.TransformerLayer(
+        hidden_size=16, num_attention_heads=HEADS, mlp_hidden_size=48, **NO_DROPOUT
+    )
+    y, variables = model.init_with_output(jax.random.key(1), x, deterministic=True)
+    p = nn.meta.unbox(variables["params"])
+    assert p["attention"]["qkv"]["kernel"].shape == (HIDDEN, 3, 16)
+    q, k, v = jnp.moveaxis(product(norm(x, p["attention"]["qkv"], "layernorm"), p["attention"]["qkv"]), -2, 0)
+    q, k, v = (z.reshape(BATCH, TOKENS, HEADS, 4) for z in (q, k, v))
+    bias = relative(p["relpos_bias"]["rel_embedding"], True)
+    scores = jnp.where(np.tri(TOKENS, dtype=bool), jnp.einsum("bqhd,bkhd->bhqk", q, k) + bias, -jnp.inf)
+    attended = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(BATCH, TOKENS, 16)
+    x = x + product(attended, p["attention"]["out"])
+    want = x + plain_mlp(p["mlp"], x, {})[0]
+    np.testing.assert_allclose(y, want, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("fields", "encoded", "sentence"),
     [
         ({"num_attention_heads": 5}, False, "does not divide hidden_size"),
         ({"num_gqa_groups": 3}, False, "does not divide num_attention_heads"),
-        ({"hidden_size": 16}, False, "the layer takes"),
-        (DECODER, False, "a decoder takes one"),
-        ({}, True, "a decoder takes one"),
+        (DECODER, False, "give the encoder's output"),
         ({"layer_type": "encoder"}, False, r"give one of TransformerLayerType\.ENCODER"),
-        ({"hidden_dropout": 1.0}, False, "outside"),
-        ({"low_rank_adaptation_scope": "some"}, False, "choose one of"),
+        ({"hidden_dropout": 1.5}, False, "outside"),
         ({"self_attn_mask_type": "some"}, False, "choose one of"),
         ({"enable_rotary_pos_emb": True, "rotary_pos_emb_group_method": "x"}, False, "'consecutive' or"),
-        ({"enable_rotary_pos_emb": True, "rotary_pos_emb_windows": (0, 1)}, False, "0 < least"),
+        ({"enable_rotary_pos_emb": True, "rotary_pos_emb_windows": (0, 1)}, False, "both above 0"),
         ({"mlp_hidden_size": 0}, False, "mlp_hidden_size=0"),
     ],
 )

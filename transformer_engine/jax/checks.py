@@ -14,7 +14,7 @@ from jax import Array, export
 from jax.core import Tracer
 from jax.sharding import AxisType
 
-from ..common.checks import described, integer, whole, whole_numbers
+from ..common.checks import described, integer, number, whole, whole_numbers
 
 
 def check_array(name: str, array: Any) -> None:
@@ -174,6 +174,19 @@ def check_bias(bias: Array | None, features: Sequence[int]) -> None:
 def broadcasts(shape: Sequence[int], extents: Sequence[int]) -> bool:
     """Has a shape these extents, or 1 in place of one?"""
     return len(shape) == len(extents) and all(n in (1, m) for n, m in zip(shape, extents, strict=True))
+
+
+@functools.cache
+def warn_without_effect(message: str) -> None:
+    """Warn of an argument without effect, once per process and message."""
+    warnings.warn(message, stacklevel=4)
+
+
+def check_rate(name: str, value: Any) -> None:
+    """TypeError or ValueError unless this is a rate of dropout in [0, 1]; Flax's dropout of rate 1 returns zeros."""
+    number(name, value)
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{name}={value} is outside [0, 1]; give the share of elements to drop")
 
 
 def check_mask(mask: Any, scores: Sequence[int]) -> None:

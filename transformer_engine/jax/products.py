@@ -34,6 +34,8 @@ def row_operand(tensor: Tensor, flatten_axis: int) -> Operand:
     """[*rows, *columns], to be contracted over its columns."""
     if isinstance(tensor, NoScaleTensor):
         return plain(tensor.data, positive_axis(flatten_axis, tensor.ndim))
+    if isinstance(tensor, ScaledTensor1x) and tensor.is_colwise:
+        return plain(tensor.values(), positive_axis(flatten_axis, tensor.ndim))
     return tensor.get_tensor(TensorUsage.LHS).operand()  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -50,6 +52,10 @@ def column_operand(tensor: Tensor, flatten_axis: int) -> Operand:
         # One scale a tensor: the codes of both directions are the same.
         rows = tensor.operand()
         return replace(rows, codes=turned(rows.codes, rows.axis), axis=rows.codes.ndim - rows.axis)
+    if isinstance(tensor, ScaledTensor1x) and not tensor.is_colwise:
+        # Block scales of the other direction do not factor out of this product: the values of the codes are multiplied.
+        axis = positive_axis(flatten_axis, tensor.ndim)
+        return plain(turned(tensor.values(), axis), tensor.ndim - axis)
     return tensor.get_tensor(TensorUsage.LHS_TRANS).operand()  # pyright: ignore[reportAttributeAccessIssue]
 
 

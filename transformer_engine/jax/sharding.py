@@ -57,17 +57,18 @@ _resource: ContextVar[MeshResource | None] = ContextVar("transformer_engine_mesh
 
 
 @reusable
-def global_shard_guard(resource: MeshResource) -> Iterator[None]:
-    """Let layers traced in this block lay their tensors over the axes that resource names.
+def global_shard_guard(resource: MeshResource | None) -> Iterator[None]:
+    """Let layers traced in this block shard their tensors over the axes that resource names; None: over none.
 
     Raises ValueError where a mesh is in use that has not all of them; a mesh that is entered later is asked where an
     axis is looked up.
     """
-    if not isinstance(resource, MeshResource):
-        raise TypeError(f"resource={resource!r} is a {type(resource).__name__}; pass a MeshResource(..)")
-    for name, axis in vars(resource).items():
-        text_or_none(name, axis)
-    _check_axes(resource)
+    if resource is not None:
+        if not isinstance(resource, MeshResource):
+            raise TypeError(f"resource={resource!r} is a {type(resource).__name__}; pass a MeshResource(..)")
+        for name, axis in vars(resource).items():
+            text_or_none(name, axis)
+        _check_axes(resource)
     token = _resource.set(resource)
     try:
         yield

@@ -7,8 +7,8 @@ import enum
 import jax.numpy as jnp
 from jax import Array
 
-from ..common.checks import described, member, number
-from .checks import check_mask, check_values
+from ..common.checks import member, number
+from .checks import check_mask, check_values, warn_without_effect
 from .primitives.softmax import masked_softmax
 
 __all__ = ["SoftmaxFusionType", "softmax"]
@@ -30,7 +30,7 @@ def softmax(
 ) -> Array:
     """Probabilities in logits' dtype, of logits [b, h, q, k]; those of hidden keys are exactly zero.
 
-    mask   of SCALED_MASKED alone: True (1) hides a key; [b or 1, 1 or h, q, k]
+    mask   read by SCALED_MASKED: True (1) hides a key; [b or 1, 1 or h, q, k]. Others ignore it with a warning
     SCALED_UPPER_TRIANG_MASKED hides keys behind the query, counted from the first of both.
     """
     check_values("logits", logits)
@@ -54,14 +54,16 @@ def scaled_softmax(
     """`softmax` in float32, with a sink."""
     member("softmax_fusion_type", softmax_fusion_type, SoftmaxFusionType)
     check_scores(logits, scale_factor)
-    masked = softmax_fusion_type is SoftmaxFusionType.SCALED_MASKED
-    if masked is not (mask is not None):
-        given = "None" if mask is None else described(mask)
-        raise ValueError(
-            f"softmax_fusion_type={softmax_fusion_type.name} and mask={given}; SCALED_MASKED takes a mask"
-        )
-    if mask is not None:
+    if softmax_fusion_type is SoftmaxFusionType.SCALED_MASKED:
+        if mask is None:
+            raise ValueError("softmax_fusion_type=SCALED_MASKED and mask=None; give a mask, or use SCALED")
         check_mask(mask, logits.shape)
+    elif mask is not None:
+        warn_without_effect(
+            f"a mask was given with softmax_fusion_type={softmax_fusion_type.name}, which does not read it; give "
+            "SCALED_MASKED to hide the keys where the mask is True"
+        )
+        mask = None
     hidden = None if mask is None else mask.astype(bool)
     if softmax_fusion_type is SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED:
         queries, keys = logits.shape[-2:]

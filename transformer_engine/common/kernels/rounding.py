@@ -1,7 +1,7 @@
 """Float32 steps that every quantization kernel shares, each bit-equal to its counterpart in plain torch.
 
 Saturation is left to the conversion: from compute capability 9.0 on Triton converts float32 to FP8 by
-`cvt.rn.satfinite`, which saturates infinities too and keeps NaN.
+`cvt.rn.satfinite`, which saturates infinities too and converts every NaN to the canonical code 0x7F.
 """
 
 from __future__ import annotations

@@ -66,8 +66,9 @@ def fused_attn(
     seed                 a key of jax.random, for dropout
     max_segments_per_seq sequences that a packed row has at most; segment numbers above it are refused, and where they
                          are traced their tokens count as padding
-    context_parallel_*   tokens are laid over a mesh axis: ALL_GATHER (the default) gathers keys and values, RING passes
-                         them round; load-balanced: tokens lie as `reorder_causal_load_balancing` puts them
+    context_parallel_*   shard the tokens over a mesh axis, by default the MeshResource's cp_resource: ALL_GATHER (the
+                         default) gathers keys and values, RING passes them from device to device; load-balanced: the
+                         tokens are in the order of `reorder_causal_load_balancing`
     softmax_offset       [1, h, 1, 1], differentiable, of LEARNABLE_SOFTMAX
     stripe_size          tokens of a stripe, of packed rows that are load-balanced
     score_mod            (scores [b, h, q, k], score_mod_tensors) -> scores, in jnp operations, before the softmax;
@@ -85,8 +86,11 @@ def fused_attn(
         (query.shape[0], query.shape[2], *extents[1:]),
     )  # fmt: skip
     plan = plan_of(
-        context_parallel_axis, context_parallel_strategy, context_parallel_causal_load_balanced, qkv_layout, stripe_size
+        context_parallel_axis, context_parallel_strategy, context_parallel_causal_load_balanced, qkv_layout,
+        stripe_size, extents[1:],
     )  # fmt: skip
+    if score_mod is not None and not context_parallel_axis and not context_parallel_causal_load_balanced:
+        plan = None  # the MeshResource's axis is a default, and a score_mod is computed from whole arrays
     others = {
         "sequence_descriptor": sequence_descriptor is not None, "window_size": window,
         "dropout_probability": dropout_probability, "context_parallel_axis": "" if plan is None else plan.axis,
@@ -124,10 +128,14 @@ def fused_attn(
 def fused_attn_thd(
     qkv: tuple[Array, ...], bias: Array | None, q_seq_lens: Array, kv_seq_lens: Array, q_seq_offsets: Array,
     kv_seq_offsets: Array, seed: Array | None, attn_bias_type: AttnBiasType, attn_mask_type: AttnMaskType,
-    qkv_layout: QKVLayout, softmax_type: AttnSoftmaxType, scaling_factor: float, dropout_probability: float,
-    is_training: bool, max_segments_per_seq: int = 1, window_size: Window | None = None, **options: Any,
+    qkv_layout: QKVLayout, *arguments: Any, **options: Any,
 ) -> Array:  # fmt: skip
-    """`fused_attn` of packed rows, under its former arguments: lengths [b, n] and offsets [b, n + 1]."""
+    """`fused_attn` of packed rows, under its former arguments: lengths [b, n] and offsets [b, n + 1].
+
+    The arguments after qkv_layout are those of `fused_attn`, but softmax_type may be left out: a vanilla softmax.
+    """
+    if not arguments or not isinstance(arguments[0], AttnSoftmaxType):
+        arguments = (options.pop("softmax_type", AttnSoftmaxType.VANILLA_SOFTMAX), *arguments)
     member("qkv_layout", qkv_layout, QKVLayout)
     if not qkv_layout.is_thd():
         raise ValueError(f"qkv_layout={qkv_layout.name} has one sequence a row; call fused_attn")
@@ -135,8 +143,7 @@ def fused_attn_thd(
         (q_seq_lens, kv_seq_lens), (q_seq_offsets, kv_seq_offsets)
     )
     return fused_attn(
-        qkv, bias, descriptor, seed, attn_bias_type, attn_mask_type, qkv_layout, softmax_type, scaling_factor,
-        dropout_probability, is_training, max_segments_per_seq, window_size, **options,
+        qkv, bias, descriptor, seed, attn_bias_type, attn_mask_type, qkv_layout, *arguments, **options
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""How an attention is laid over devices: the axis, the strategy, and the order in which tokens lie."""
+"""Context parallelism of one attention: the mesh axis, the strategy and the order of the tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from ...common.checks import member, switch, text_or_none, whole_or_none
 from ..primitives.attention.descriptor import Segments, SequenceDescriptor
 from ..primitives.attention.enums import AttnMaskType, QKVLayout
 from ..primitives.attention.masks import run_length_fill
-from ..sharding import check_automatic_axis, get_mesh_axis_size
+from ..sharding import (
+    automatic_axes,
+    check_automatic_axis,
+    get_mesh_axis_size,
+    is_mesh_available,
+    mesh_resource_or_default,
+)
 from .reorder import CPStrategy, ReorderStrategy, order_of_tokens
 
 
@@ -93,17 +99,33 @@ def plan_of(
     balanced: bool,
     layout: QKVLayout,
     stripe_size: int | None,
+    tokens: tuple[int, int],
 ) -> ContextParallel | None:
-    """The plan of a call; None without an axis, without a mesh, or where its axis has one device."""
+    """Return the plan of a call on `tokens` (queries, keys), or None if one device computes all of it.
+
+    An empty axis means the `cp_resource` of the MeshResource in force. That default applies only where the tokens can
+    be sharded over it: without load balancing, lengths that the devices do not divide are computed from whole arrays.
+    """
     switch("context_parallel_causal_load_balanced", balanced)
     member("context_parallel_strategy", strategy, CPStrategy)
     text_or_none("context_parallel_axis", axis)
     whole_or_none("stripe_size", stripe_size)
     check_automatic_axis("context_parallel_axis", axis or None)
-    devices = get_mesh_axis_size(axis or None)
+    used = axis or _axis_of_resource()
+    devices = get_mesh_axis_size(used)
     ring = strategy is CPStrategy.RING
     if stripe_size is not None and stripe_size > 1 and (ring or not layout.is_thd() or not balanced):
         raise ValueError(
             f"stripe_size={stripe_size}; stripes of several tokens are for packed rows, load-balanced, with ALL_GATHER"
         )
-    return None if devices == 1 else ContextParallel(axis, devices, ring, balanced, stripe_size or 1)
+    if devices == 1 or used is None:
+        return None
+    if not axis and not balanced and any(length % devices for length in tokens):
+        return None
+    return ContextParallel(used, devices, ring, balanced, stripe_size or 1)
+
+
+def _axis_of_resource() -> str | None:
+    """The context-parallel axis of the MeshResource in force; None if absent, or manual inside a shard_map."""
+    axis = mesh_resource_or_default().cp_resource
+    return axis if axis is not None and is_mesh_available() and axis in automatic_axes() else None

@@ -63,5 +63,13 @@ def _gradient(
     return activation_backward(dz, x, names, ActivationParams.of(act_params))
 
 
+def quantize_dact_dbias(
+    dz: Array, x: Array, activation_type: Sequence[str] = ("gelu",), is_dbias: bool = True,
+    quantizer: Quantizer | None = None, act_params: ActivationParams | Mapping[str, float] | None = None,
+) -> tuple[Any, Array | None]:  # fmt: skip
+    """Return `dact_lu_dbias`: the quantized gradient of an activation and its sums, None unless is_dbias."""
+    return dact_lu_dbias(dz, x, activation_type, is_dbias, quantizer, act_params)
+
+
 _jax_act_lu = by_reference(act_lu)
-_jax_quantize_dact_dbias = by_reference(dact_lu_dbias)
+_jax_quantize_dact_dbias = by_reference(quantize_dact_dbias)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ...common.checks import member, whole
@@ -20,10 +21,27 @@ __all__ = [
 _THREADS, _WARP = 128, 32
 
 
-def get_xla_flag(name: str, default: str | None = None) -> str | None:
-    """The value of a flag in XLA_FLAGS, with or without its leading dashes."""
-    found = xla_flag(name.lstrip("-"))
-    return default if found is None else found
+def get_xla_flag(flag: str, default: Any = None, cast: Callable[[str], Any] | None = None) -> Any:
+    """Return the value of a flag in XLA_FLAGS as a Python value: a bool, an int or a float where it is one.
+
+    Args:
+        flag: Name of the flag, with or without its leading dashes.
+        default: Returned if the flag is not set.
+        cast: Converts the text of the value instead.
+    """
+    found = xla_flag(flag.lstrip("-"))
+    if found is None:
+        return default
+    if cast is not None:
+        return cast(found)
+    if found.lower() in ("true", "false"):
+        return found.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(found)
+        except ValueError:
+            continue
+    return found
 
 
 def get_cudnn_version() -> tuple[int, int, int]:

@@ -42,10 +42,9 @@ def softmax_offset(module: nn.Module, softmax_type: AttnSoftmaxType, heads: int)
 
 
 class _UnfusedDotProductAttention(nn.Module):
-    """The attention in jnp operations; of learnable sinks it holds `softmax_offset` [1, h, 1, 1]."""
+    """Attention in jnp operations; holds `softmax_offset` [1, h, 1, 1] if sinks are learnable."""
 
     attention_dropout: float
-    dropout_rng_name: str
     float32_logits: bool
     scale: float
     bias_type: AttnBiasType
@@ -59,13 +58,12 @@ class _UnfusedDotProductAttention(nn.Module):
         value: Array,
         bias: Array | None,
         hidden: Array | None,
-        deterministic: bool,
+        seed: Array | None,
     ) -> Array:
+        """Attend; `seed` is the key of the dropout mask, None for no dropout."""
         heads = query.shape[2]
         offset = softmax_offset(self, self.softmax_type, heads)
-        dropped = None
-        if self.attention_dropout > 0 and not deterministic:
-            dropped = dropout_of(self.make_rng(self.dropout_rng_name), self.attention_dropout)
+        dropped = None if seed is None else dropout_of(seed, self.attention_dropout)
         sink = sink_of(self.softmax_type, offset, heads)
         return reference.attend(
             query, key, value, bias, self.bias_type, hidden, self.scale, sink, dropped, self.float32_logits
@@ -73,10 +71,9 @@ class _UnfusedDotProductAttention(nn.Module):
 
 
 class _FusedDotProductAttention(nn.Module):
-    """`fused_attn`; of learnable sinks it holds `softmax_offset` [1, h, 1, 1]."""
+    """`fused_attn`; holds `softmax_offset` [1, h, 1, 1] if sinks are learnable."""
 
     attention_dropout: float
-    dropout_rng_name: str
     scale: float
     layout: QKVLayout
     bias_type: AttnBiasType
@@ -94,12 +91,12 @@ class _FusedDotProductAttention(nn.Module):
     @nn.compact
     def __call__(
         self, query: Array, key: Array, value: Array, descriptor: SequenceDescriptor | Array | None, bias: Array | None,
-        deterministic: bool, score_mod_tensors: Any, score_mod_bprop_tensors: Any,
+        seed: Array | None, deterministic: bool, score_mod_tensors: Any, score_mod_bprop_tensors: Any,
     ) -> Array:  # fmt: skip
-        rate = 0.0 if deterministic else self.attention_dropout
+        rate = 0.0 if seed is None else self.attention_dropout
         return fused_attn(
-            (query, key, value), bias, descriptor, self.make_rng(self.dropout_rng_name) if rate > 0 else None,
-            self.bias_type, self.mask_type, self.layout, self.softmax_type, self.scale, rate, not deterministic,
+            (query, key, value), bias, descriptor, seed, self.bias_type, self.mask_type, self.layout,
+            self.softmax_type, self.scale, rate, not deterministic,
             self.max_segments_per_seq, self.window, self.strategy, self.balanced, self.axis,
             self.context_checkpoint_name, softmax_offset(self, self.softmax_type, query.shape[2]),
             score_mod=self.score_mod, score_mod_bprop=self.score_mod_bprop, score_mod_tensors=score_mod_tensors,
@@ -188,27 +185,32 @@ class DotProductAttention(nn.Module):
             sequence_descriptor, mask_type, window, layout.is_thd(), self.max_segments_per_seq,
             (query.shape[0], query.shape[2], *extents[1:]),
         )  # fmt: skip
+        seed = None
+        if self.attention_dropout > 0 and not deterministic:
+            # Drawn from the stream of this module, so that both implementations and a plain Flax layer of the same
+            # structure use the same key.
+            seed = self.make_rng(self.dropout_rng_name)
         if self._goes_fused(
             query, key, value, layout, bias_type, mask_type, softmax_type, window, deterministic
         ):
             out = _FusedDotProductAttention(
-                self.attention_dropout, self.dropout_rng_name, scale, layout.to_separate(), bias_type, mask_type,
+                self.attention_dropout, scale, layout.to_separate(), bias_type, mask_type,
                 softmax_type, window, self.max_segments_per_seq, self.context_parallel_causal_load_balanced,
                 self.context_parallel_axis, strategy, self.context_checkpoint_name, self.score_mod,
                 self.score_mod_bprop,
             )(
-                query, key, value, sequence_descriptor, bias, deterministic, score_mod_tensors, score_mod_bprop_tensors
+                query, key, value, sequence_descriptor, bias, seed, deterministic, score_mod_tensors,
+                score_mod_bprop_tensors,
             )  # fmt: skip
             return jnp.swapaxes(out, 0, 1) if self._transposed() else out
         hidden = hidden_of(sequence_descriptor, mask_type, layout, window, extents)
         out = _UnfusedDotProductAttention(
             self.attention_dropout,
-            self.dropout_rng_name,
             self.float32_logits,
             scale,
             bias_type,
             softmax_type,
-        )(query, key, value, bias, hidden, deterministic)
+        )(query, key, value, bias, hidden, seed)
         out = checkpoint_name(out, self.context_checkpoint_name)
         return jnp.swapaxes(out, 0, 1) if self._transposed() else out
 
@@ -226,7 +228,8 @@ class DotProductAttention(nn.Module):
     ) -> bool:
         """Several devices and a score_mod need fused_attn; else a kernel does, unless NVTE_FUSED_ATTN=0."""
         balanced = self.context_parallel_causal_load_balanced
-        plan = plan_of(self.context_parallel_axis, self._strategy(), balanced, layout, None)
+        tokens = (query.shape[1], key.shape[1])
+        plan = plan_of(self.context_parallel_axis, self._strategy(), balanced, layout, None, tokens)
         if self.score_mod is not None or plan is not None:
             return True
         return env.flag("NVTE_FUSED_ATTN") and is_fused_attn_kernel_available(
@@ -259,9 +262,9 @@ class DotProductAttention(nn.Module):
         if isinstance(kind, AttnBiasType):
             return kind
         names = {member.name.lower(): member for member in AttnBiasType}
-        if not isinstance(kind, str) or kind not in names:
+        if not isinstance(kind, str) or kind.lower() not in names:
             raise ValueError(f"attn_bias_type={described(kind)}; choose one of {', '.join(names)}, or None")
-        return names[kind]
+        return names[kind.lower()]
 
     def _transposed(self) -> bool:
         switch("transpose_batch_sequence", self.transpose_batch_sequence)
@@ -272,10 +275,9 @@ class DotProductAttention(nn.Module):
         for name, extent in (("head_dim", self.head_dim), ("num_attention_heads", self.num_attention_heads)):
             whole(name, extent)
         whole("num_gqa_groups", groups)
-        found = (query.shape[2], query.shape[3], key.shape[2])
-        wanted = (self.num_attention_heads, self.head_dim, groups)
+        found, wanted = (query.shape[2], key.shape[2]), (self.num_attention_heads, groups)
         if found != wanted:
             raise ValueError(
-                f"query {query.shape} and key {key.shape} have heads, extents and groups {found}; the module was made "
-                f"for {wanted}"
+                f"query {query.shape} and key {key.shape} have {found[0]} and {found[1]} heads; the module was made "
+                f"for num_attention_heads={wanted[0]} and num_gqa_groups={wanted[1]}"
             )

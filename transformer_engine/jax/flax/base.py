@@ -163,9 +163,11 @@ class TransformerEngineBase(nn.Module):
 
         Calls under another transformation of JAX than the first (jit or grad within the model) do not belong together.
         """
-        of_module: list[_Unread] = self.__dict__.setdefault("_unread_states", [])
+        # Of the scope of the apply: modules of a compact method are made anew whenever it is called.
+        assert self.scope is not None, "a module is called with a scope"
+        of_apply: list[_Unread] = vars(self.scope.root).setdefault("_unread_states", [])
         of_step = _of_step.get()
-        unread = of_module if of_step is None else of_step
+        unread = of_apply if of_step is None else of_step
         trace, leaves = tracers.current_trace(), jax.tree.leaves(quantizers)
         earlier = next((state for state in unread if state.is_of(trace, leaves)), None)
         one, rest = one_and_rest(quantizers if earlier is None else earlier.rest)

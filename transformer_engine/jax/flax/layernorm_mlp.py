@@ -11,9 +11,10 @@ from flax import linen as nn
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from ...common.checks import described, drop_rate, switch, whole
+from ...common.checks import described, switch, whole
 from ..activation import ActivationParams, activation, is_known
 from ..bias import biased
+from ..checks import check_rate
 from ..dense import dense
 from ..layernorm_mlp import layernorm_mlp
 from ..quantize.config import get_global_quantize_recipe
@@ -81,7 +82,7 @@ class LayerNormMLP(TransformerEngineBase):
         switch("deterministic", deterministic)
         whole("intermediate_dim", self.intermediate_dim)
         check_activations("activations", self.activations)
-        drop_rate("intermediate_dropout_rate", self.intermediate_dropout_rate)
+        check_rate("intermediate_dropout_rate", self.intermediate_dropout_rate)
         check_shared_axes(
             "intermediate_hidden_dropout_dims", self.intermediate_hidden_dropout_dims, inputs.ndim
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...common.checks import described
+from ..checks import warn_without_effect
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,12 @@ _SCOPES = {
 
 
 def _canonicalize_lora_scope(scope: str | None) -> LoRAScope:
-    """The switches of a name; None is "none"."""
-    name = "none" if scope is None else scope
-    if not isinstance(name, str) or name.lower() not in _SCOPES:
-        raise ValueError(f"low_rank_adaptation_scope={described(scope)}; choose one of {', '.join(_SCOPES)}")
-    return _SCOPES[name.lower()]
+    """Return the switches of a scope's name; None is "none", and so is an unknown scope, with a warning."""
+    name = "none" if scope is None else str(scope).lower()
+    if name not in _SCOPES:
+        warn_without_effect(
+            f"low_rank_adaptation_scope={described(scope)} is unknown and adapts nothing; known scopes are "
+            f"{', '.join(_SCOPES)}"
+        )
+        return LoRAScope()
+    return _SCOPES[name]

@@ -52,9 +52,9 @@ def rotated(
     pair = isinstance(windows, (tuple, list)) and len(windows) == 2
     for timescale in windows if pair else ():
         number("windows", timescale)
-    if not pair or not 0 < windows[0] <= windows[1]:
+    if not pair or not (windows[0] > 0 and windows[1] > 0):
         raise ValueError(
-            f"windows={described(windows)}; give (least, greatest) timescale, 0 < least <= greatest"
+            f"windows={described(windows)}; give the timescales of the first and the last pair, both above 0"
         )
     least, greatest = windows
     half = x.shape[-1] // 2

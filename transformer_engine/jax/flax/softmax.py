@@ -15,7 +15,7 @@ from .base import check_call
 
 
 class Softmax(nn.Module):
-    """p [b, h, q, k] in the scores' dtype: softmax(scale_factor * scores + bias); hidden keys are exactly zero."""
+    """p [b, h, q, k] in the scores' dtype: softmax(scale_factor * (scores + bias)); hidden keys are exactly zero."""
 
     scale_factor: float = 1.0
     softmax_fusion_type: SoftmaxFusionType = SoftmaxFusionType.SCALED
@@ -43,10 +43,8 @@ class Softmax(nn.Module):
                     f"bias has shape {bias.shape}; it must be {inputs.shape}, or 1 in place of an extent"
                 )
         sink = sink_of(self.softmax_type, softmax_offset, inputs.shape[1])
-        scores, scale = inputs, self.scale_factor
-        if bias is not None:
-            scores, scale = scores.astype(jnp.float32) * scale + bias.astype(jnp.float32), 1.0
+        scores = inputs if bias is None else inputs.astype(jnp.float32) + bias.astype(jnp.float32)
         masked = self.softmax_fusion_type is SoftmaxFusionType.SCALED_MASKED
         # A masked softmax without a mask is a plain one, as layers whose mask is optional rely on.
         kind = SoftmaxFusionType.SCALED if masked and mask is None else self.softmax_fusion_type
-        return scaled_softmax(scores, mask, scale, kind, sink).astype(inputs.dtype)
+        return scaled_softmax(scores, mask, self.scale_factor, kind, sink).astype(inputs.dtype)

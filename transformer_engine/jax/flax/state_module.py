@@ -58,7 +58,7 @@ def wrap_function_in_te_state_module(
     return TEWrapper
 
 
-def make_dot_general_cls(recipe: Recipe | None) -> type[TransformerEngineBase]:
+def make_dot_general_cls(quantization_recipe: Recipe | None) -> type[TransformerEngineBase]:
     """A class for nn.Dense(dot_general=cls()): products of the recipe, without batch dimensions."""
 
     def te_dot_general(
@@ -77,11 +77,11 @@ def make_dot_general_cls(recipe: Recipe | None) -> type[TransformerEngineBase]:
         y = dense(x, kernel, contracting_dims=contracting, quantizer_set=generate_quantizer_set())
         return y if preferred_element_type is None else y.astype(jnp.dtype(preferred_element_type))
 
-    return wrap_function_in_te_state_module(te_dot_general, recipe, "dot_general")
+    return wrap_function_in_te_state_module(te_dot_general, quantization_recipe, "dot_general")
 
 
 def make_grouped_dense_cls(
-    recipe: Recipe | None, quantization_checkpoint_name: str | None = None
+    quantization_recipe: Recipe | None, quantization_checkpoint_name: str | None = None
 ) -> TransformerEngineBase:
     """An instance, called as module(x [M, K], kernel [G, K, N], group_sizes [G]): products in groups, of the recipe."""
 
@@ -96,6 +96,6 @@ def make_grouped_dense_cls(
         return grouped_dense(x, kernel, group_sizes, quantizer_set=quantizers, **options)
 
     made = wrap_function_in_te_state_module(
-        te_grouped_dense, recipe, "grouped_dense", quantization_checkpoint_name
+        te_grouped_dense, quantization_recipe, "grouped_dense", quantization_checkpoint_name
     )
     return made()

@@ -1,4 +1,4 @@
-"""TransformerLayer: an encoder's or a decoder's layer, and what it is made of."""
+"""TransformerLayer, an encoder or decoder layer, and the modules it contains."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
 
-from ...common.checks import described, drop_rate, function_or_none, member, switch, whole
+from ...common.checks import drop_rate, function_or_none, member, switch, whole
 from ..activation import ActivationParams
+from ..checks import check_rate, warn_without_effect
 from ..residual import around
 from ..sharding import (
     HIDDEN_AXES,
@@ -53,7 +54,7 @@ class TransformerLayerType(enum.Enum):
 
 
 class TransformerLayer(nn.Module):
-    """y [b, s, hidden_size] in the inputs' dtype; with transpose_batch_sequence [s, b, hidden_size].
+    """Transformer layer: y [b, s, h] in the inputs' dtype; with transpose_batch_sequence [s, b, h].
 
     Parameters: `attention` (of a decoder `self_attention` and `encoder_decoder_attention`), `mlp`, `relpos_bias`,
     `output_layernorm`.
@@ -62,9 +63,10 @@ class TransformerLayer(nn.Module):
     apply_residual_connection_post_layernorm      add the norm of a block's input instead of the input
     output_layernorm                              normalise the layer's output instead of the attention's input
     enable_relative_embedding                     add T5's relative biases, those of relative_embedding if given
-    enable_rotary_pos_emb, window_size            of self-attention; a decoder's attention to `encoded` has neither
+    enable_rotary_pos_emb, window_size            apply to self-attention and to a decoder's attention to `encoded`
     enable_sequence_parallel                      norms see tokens laid over the tensor-parallel axis
-    drop_path                                     rate at which a row of the batch skips a block
+    drop_path                                     rate at which a row of the batch skips self-attention or the MLP;
+                                                  the attention to `encoded` is never skipped
     """
 
     hidden_size: int = 512
@@ -130,7 +132,9 @@ class TransformerLayer(nn.Module):
         score_mod_tensors: Any = None,
         score_mod_bprop_tensors: Any = None,
     ) -> Array:
-        """inputs [b, s, hidden_size]; encoded [b, k, hidden_size] of a decoder; a mask's True hides a key.
+        """Run the layer on inputs [b, s, h] and, in a decoder, encoded [b, k, h]; a mask's True hides a key.
+
+        The output has the width of the inputs; hidden_size // num_attention_heads is the width of a head.
 
         decode              self-attention keeps keys and values in the collection "cache", see MultiHeadAttention
         max_decode_length   the tokens that the cache is made for, which relative biases depend on
@@ -146,26 +150,22 @@ class TransformerLayer(nn.Module):
                 self.self_attn_mask_type,
                 self.self_attn_bias_type,
                 input_layernorm=not self.output_layernorm,
-                enable_rotary_pos_emb=self.enable_rotary_pos_emb,
-                rotary_pos_emb_windows=self.rotary_pos_emb_windows,
-                rotary_pos_emb_group_method=self.rotary_pos_emb_group_method,
-                window_size=self.window_size,
                 score_mod=self.score_mod,
                 score_mod_bprop=self.score_mod_bprop,
             )(
                 inputs, inputs, attention_mask, bias, decode=decode, deterministic=deterministic,
                 score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors,
             )  # fmt: skip
-        x = self._joined(x, residual.value, normalized, deterministic)
-        if encoded is not None:
+        x = self._joined(x, residual.value, normalized, deterministic, self.drop_path)
+        if decoder and encoded is not None:
             with around(x, not self.apply_residual_connection_post_layernorm) as residual:
                 y, normalized = self._attention("encoder_decoder_attention", "padding", "no_bias")(
                     x, encoded, encoder_decoder_mask, deterministic=deterministic
                 )
-            x = self._joined(y, residual.value, normalized, deterministic)
+            x = self._joined(y, residual.value, normalized, deterministic, drop_path=0.0)
         with around(x, not self.apply_residual_connection_post_layernorm) as residual:
             y, normalized = self._mlp()(x, deterministic=deterministic)
-        x = self._joined(y, residual.value, normalized, deterministic)
+        x = self._joined(y, residual.value, normalized, deterministic, self.drop_path)
         if not self.output_layernorm:
             return x
         return LayerNorm(
@@ -181,25 +181,28 @@ class TransformerLayer(nn.Module):
     def _check(self, inputs: Array, encoded: Array | None) -> None:
         for name in ("hidden_size", "mlp_hidden_size", "num_attention_heads"):
             whole(name, getattr(self, name))
-        for name in ("hidden_dropout", "attention_dropout", "intermediate_dropout", "drop_path"):
-            drop_rate(name, getattr(self, name))
+        for name in ("hidden_dropout", "intermediate_dropout", "drop_path"):
+            check_rate(name, getattr(self, name))
+        drop_rate("attention_dropout", self.attention_dropout)
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} does not divide hidden_size={self.hidden_size}; "
                 "give a divisor of it"
             )
         check_call(self, inputs=inputs)
-        if inputs.ndim != 3 or inputs.shape[-1] != self.hidden_size:
-            raise ValueError(f"inputs have shape {inputs.shape}; the layer takes [b, s, {self.hidden_size}]")
+        if inputs.ndim != 3:
+            raise ValueError(f"inputs have shape {inputs.shape}; the layer takes [b, s, h]")
         for name in ("hidden_dropout_dims", "intermediate_dropout_dims"):
             check_shared_axes(name, getattr(self, name), inputs.ndim)
         check_activations("mlp_activations", self.mlp_activations)
         function_or_none("relative_embedding", self.relative_embedding)
         member("layer_type", self.layer_type, TransformerLayerType)
         decoder = self.layer_type is TransformerLayerType.DECODER
-        if decoder is not (encoded is not None):
-            raise ValueError(
-                f"layer_type={self.layer_type.name} and encoded={described(encoded)}; a decoder takes one"
+        if decoder and encoded is None:
+            raise ValueError("layer_type=DECODER and encoded=None; give the encoder's output")
+        if encoded is not None and not decoder:
+            warn_without_effect(
+                "encoded was given to a TransformerLayer of layer_type=ENCODER, which does not read it; use DECODER"
             )
 
     def _relative_bias(self, inputs: Array, length: int | None, decode: bool) -> Array | None:
@@ -239,6 +242,8 @@ class TransformerLayer(nn.Module):
             fuse_qkv_params=self.fuse_qkv_params, transpose_batch_sequence=self.transpose_batch_sequence,
             enable_sequence_parallel=self.enable_sequence_parallel, scale_attn_logits=self.scale_attn_logits,
             scaled_query_init=self.scaled_query_init, float32_logits=self.float32_attention_logits,
+            enable_rotary_pos_emb=self.enable_rotary_pos_emb, rotary_pos_emb_windows=self.rotary_pos_emb_windows,
+            rotary_pos_emb_group_method=self.rotary_pos_emb_group_method, window_size=self.window_size,
             softmax_type=self.softmax_type, name=name, **options,
         )  # fmt: skip
 
@@ -268,8 +273,10 @@ class TransformerLayer(nn.Module):
             return None
         return token_axes(self.transpose_batch_sequence, sequence, hidden)
 
-    def _joined(self, x: Array, residual: Array, normalized: Array | None, deterministic: bool) -> Array:
-        """A block's output, thinned out, and what goes round the block."""
+    def _joined(
+        self, x: Array, residual: Array, normalized: Array | None, deterministic: bool, drop_path: float
+    ) -> Array:
+        """Apply dropout and drop path to a block's output and add its residual connection."""
         if self.apply_residual_connection_post_layernorm:
             assert normalized is not None
             residual = normalized
@@ -278,10 +285,10 @@ class TransformerLayer(nn.Module):
             broadcast_dims=self.hidden_dropout_dims,
             rng_collection=self.dropout_rng_name,
         )(x, deterministic=deterministic)
-        if self.drop_path > 0.0:
+        if drop_path > 0.0:
             batch = 1 if self.transpose_batch_sequence else 0
             others = tuple(axis for axis in range(x.ndim) if axis != batch)
-            x = nn.Dropout(rate=self.drop_path, broadcast_dims=others, rng_collection=self.dropout_rng_name)(
+            x = nn.Dropout(rate=drop_path, broadcast_dims=others, rng_collection=self.dropout_rng_name)(
                 x, deterministic=deterministic
             )
         return x + residual

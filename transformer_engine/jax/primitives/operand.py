@@ -17,7 +17,7 @@ from ...common.formats import TensorFormat
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["codes", "scale", "amax"],
-    meta_fields=["format", "dtype", "axis"],
+    meta_fields=["format", "dtype", "axis", "hadamard"],
 )
 @dataclass(frozen=True)
 class Operand:
@@ -31,6 +31,8 @@ class Operand:
     amax    NVFP4 only: float32 [1], the tensor's absolute maximum, whence the second-level scale
     dtype   the nominal high-precision dtype of the values
     axis    where the contracted axes begin
+    hadamard  whether the values were Hadamard transformed along the contracted axes; a product of two transformed
+              operands equals the product of the original values
     """
 
     codes: Array
@@ -39,6 +41,7 @@ class Operand:
     format: TensorFormat | None = None
     dtype: jnp.dtype = jnp.dtype(jnp.float32)  # noqa: RUF009 (a dtype is immutable)
     axis: int = 1
+    hadamard: bool = False
 
     @property
     def rows(self) -> int:

@@ -22,6 +22,7 @@ from ..blocks import reusable
 from ..platform import compute_capability
 from ..sharding import MeshResource
 from . import recipes
+from .lifted import merged_over_lifted_calls
 from .scaling_modes import AmaxComputeAlgo, ScalingMode, TensorSource
 
 NVTE_FP8_COLLECTION_NAME = "fp8_metas"
@@ -69,9 +70,11 @@ def autocast(
             raise ValueError(reason)
     # An empty MeshResource in its place would let layers under a mesh leave every tensor where it lies, in silence.
     guard = nullcontext() if mesh_resource is None else sharding.global_shard_guard(mesh_resource)
+    stateful = chosen is not None and recipes.family_of(chosen).stateful
+    states = merged_over_lifted_calls() if stateful else nullcontext()
     token = _recipe.set(chosen)
     try:
-        with guard:
+        with guard, states:
             yield
     finally:
         _recipe.reset(token)
@@ -141,28 +144,48 @@ class QuantizeConfig:
         return int(getattr(self.recipe, "amax_history_len", 0))
 
     @property
+    def INITIALIZED(self) -> bool:
+        """Was a recipe given?"""
+        return self.recipe is not None
+
+    @property
+    def DISABLE_STOCHASTIC_ROUNDING(self) -> bool:
+        """Does an NVFP4 recipe round gradients to nearest?"""
+        return bool(getattr(self.recipe, "disable_stochastic_rounding", False))
+
+    @property
+    def DISABLE_RHT(self) -> bool:
+        """Does an NVFP4 recipe leave out the random Hadamard transform?"""
+        return bool(getattr(self.recipe, "disable_rht", False))
+
+    @property
+    def DISABLE_2D_QUANTIZATION(self) -> bool:
+        """Does an NVFP4 recipe scale kernels in one dimension?"""
+        return bool(getattr(self.recipe, "disable_2d_quantization", False))
+
+    @property
     def AMAX_COMPUTE_ALGO(self) -> AmaxComputeAlgo:
         return AmaxComputeAlgo(getattr(self.recipe, "amax_compute_algo", "max"))
 
 
-def get_quantize_config_with_recipe(recipe: Recipe | None) -> QuantizeConfig:
-    """The answers of a recipe."""
-    return QuantizeConfig(recipe)
+def get_quantize_config_with_recipe(fp8_recipe: Recipe | None) -> QuantizeConfig:
+    """Return the settings that modules read of a recipe."""
+    return QuantizeConfig(fp8_recipe)
 
 
-def get_quantization_recipe(name: str) -> Recipe:
-    """A fresh recipe of a class of transformer_engine.common.recipe, by name."""
+def get_quantization_recipe(recipe_name: str) -> Recipe:
+    """Return a new recipe of a class of transformer_engine.common.recipe, by the name of the class."""
     for cls in recipes.FAMILIES:
-        if cls.__name__ == name:
+        if cls.__name__ == recipe_name:
             return cls()
     raise ValueError(
-        f"{name!r} is no recipe; choose one of {', '.join(c.__name__ for c in recipes.FAMILIES)}"
+        f"recipe_name={recipe_name!r} is not a recipe; choose one of {', '.join(c.__name__ for c in recipes.FAMILIES)}"
     )
 
 
-def is_quantize_recipe_supported(name: str) -> tuple[bool, str]:
-    """(can this machine compute the recipe called name, why not)."""
-    reason = recipes.refusal_of(recipes.family_of(get_quantization_recipe(name)))
+def is_quantize_recipe_supported(recipe_name: str) -> tuple[bool, str]:
+    """Return whether this machine computes the recipe of that name, and otherwise why not."""
+    reason = recipes.refusal_of(recipes.family_of(get_quantization_recipe(recipe_name)))
     return reason is None, reason or ""
 
 

@@ -51,7 +51,8 @@ class GroupedScaledTensor1x(ScaledTensor):
 
     data          as a ScaledTensor1x has them, of a stack with the groups in front
     scale_inv     one scale a tensor: float32 [G]; else as a ScaledTensor1x has them
-    group_sizes   rows of every group, int32 [G]; None of a stack
+    group_sizes   rows of every group, int32 [G]; None of a stack. They may be given as first_dims, or as last_dims of
+                  data that is transposed
     """
 
     data: Array
@@ -63,7 +64,30 @@ class GroupedScaledTensor1x(ScaledTensor):
     is_colwise: bool
     data_layout: str
     flatten_axis: int
-    has_rht_applied: bool = False
+    has_rht_applied: bool
+
+    def __init__(
+        self, data: Array, scale_inv: Array, amax: Array, group_sizes: Array | None = None,
+        scaling_mode: ScalingMode = ScalingMode.NO_SCALING, dq_dtype: Any = jnp.bfloat16, is_colwise: bool = False,
+        data_layout: str = "N", flatten_axis: int = 1, has_rht_applied: bool = False, *,
+        first_dims: Array | None = None, last_dims: Array | None = None,
+    ):  # fmt: skip
+        # Not checked: leaves of a pytree may be tracers, shapes or anything else.
+        ragged = first_dims if first_dims is not None else last_dims
+        self.data, self.scale_inv, self.amax = data, scale_inv, amax
+        self.group_sizes = group_sizes if ragged is None else ragged
+        self.scaling_mode, self.dq_dtype, self.is_colwise = scaling_mode, dq_dtype, is_colwise
+        self.data_layout, self.flatten_axis, self.has_rht_applied = data_layout, flatten_axis, has_rht_applied
+
+    @property
+    def first_dims(self) -> Array | None:
+        """Extents of the groups along the first axis of data; None where they are equal."""
+        return None if self.data_layout == "T" else self.group_sizes
+
+    @property
+    def last_dims(self) -> Array | None:
+        """Extents of the groups along the last axis of data; None where they are equal."""
+        return self.group_sizes if self.data_layout == "T" else None
 
     @property
     def ndim(self) -> int:
@@ -171,6 +195,18 @@ class GroupedQuantizer:
     @property
     def scaling_mode(self) -> ScalingMode:
         return self.quantizer.scaling_mode
+
+    @property
+    def quantizers(self) -> tuple[Quantizer, ...]:
+        """One quantizer for each group, with the group's part of the state."""
+        state = self.quantizer
+        if not isinstance(state, DelayedScaleQuantizer):
+            return tuple(dataclasses.replace(state) for _ in range(self.n_groups))
+        scale, history = state.scale.reshape(self.n_groups, 1), state.amax_history
+        return tuple(
+            dataclasses.replace(state, scale=scale[group], amax_history=history[group])
+            for group in range(self.n_groups)
+        )
 
     def quantize(
         self,

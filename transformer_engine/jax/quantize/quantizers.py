@@ -87,13 +87,14 @@ class Quantizer:
 
     def quantize(
         self, x: Array, is_rowwise: bool | None = None, is_colwise: bool | None = None, dq_dtype: Any = None,
-        flatten_axis: int = -1,
+        flatten_axis: int = -1, *, over: tuple[str, ...] = (),
     ) -> ScaledTensor:  # fmt: skip
-        """codes and scales of x [*rows, *columns] in the layout's directions, or in those asked for.
+        """Quantize x [*rows, *columns] in the layout's directions, or in the given ones.
 
-        A quantizer with a state is brought one step forward. Codes have no derivative: NotImplementedError.
+        A quantizer with a state advances by one step. `over` names manual mesh axes whose devices share the maximum.
+        Codes have no derivative: NotImplementedError.
         """
-        tensor, amax = self.encode(constant(x), is_rowwise, is_colwise, dq_dtype, flatten_axis)
+        tensor, amax = self.encode(constant(x), is_rowwise, is_colwise, dq_dtype, flatten_axis, over)
         self.update(amax)
         return undifferentiated(tensor, x)
 
@@ -287,7 +288,8 @@ class NVFP4Quantizer(Quantizer):
     """E2M1 codes, an E4M3 scale for 16 of them, one float32 scale for the tensor.
 
     use_rht                        Hadamard transform the column direction
-    stochastic_rounding_rng_state  uint32 data of a jax.random key: round stochastically; None: to nearest
+    stochastic_rounding_rng_state  uint32 words, such as the data of a jax.random key: round stochastically; None: to
+                                   nearest
     """
 
     STATE: ClassVar[tuple[str, ...]] = ("stochastic_rounding_rng_state",)
@@ -307,10 +309,22 @@ class NVFP4Quantizer(Quantizer):
     def _given(self, x: Array, axis: int) -> dict[str, Any]:
         if (state := self.stochastic_rounding_rng_state) is None:
             return {}
-        rows, columns = jax.random.split(jax.random.wrap_key_data(state))
-        # Said, for jax_enable_x64 makes float64 of what is not: other numbers, which no kernel reads.
+        rows, columns = jax.random.split(_key_of(state))
+        # Explicit, since under jax_enable_x64 the default is float64: other numbers, which no kernel reads.
         uniform = functools.partial(jax.random.uniform, dtype=jnp.float32)
         return {"random": (uniform(rows, x.shape), uniform(columns, (*x.shape[axis:], *x.shape[:axis])))}
+
+
+def _key_of(words: Array) -> Array:
+    """The key of raw data: the data of a jax.random key, or any number of words, all of which count."""
+    words = words.reshape(-1).astype(jnp.uint32)
+    size = jax.random.key_data(jax.random.key(0)).size
+    if words.size == size:
+        return jax.random.wrap_key_data(words)
+    key = jax.random.key(0)
+    for place in range(words.size):
+        key = jax.random.fold_in(key, words[place])
+    return key
 
 
 def advanced_together(

@@ -35,6 +35,25 @@ class ScalingMode(enum.Enum):
         """ "NT": the column copy is transposed; "NN": it lies as the row copy does."""
         return "NN" if self.format == MXFP8 else "NT"
 
+    @property
+    def is_mxfp8_scaling(self) -> bool:
+        """Is the format MXFP8?"""
+        return self.format == MXFP8
+
+    @property
+    def is_nvfp4_scaling(self) -> bool:
+        """Is the format NVFP4?"""
+        return self.format == NVFP4
+
+    @property
+    def is_colwise_transposed(self) -> bool:
+        """Is the column-wise copy stored transposed?"""
+        return self.data_layout[1] == "T"
+
+    def is_1d_block_scaling(self) -> bool:
+        """Has each run of elements of one row, or of one column, a scale?"""
+        return self.is_block_scaling() and not self.is_2d
+
     def is_tensor_scaling(self) -> bool:
         """Has the whole tensor one scale?"""
         return self in (self.DELAYED_TENSOR_SCALING, self.CURRENT_TENSOR_SCALING)
@@ -71,6 +90,18 @@ class QuantizeLayout(enum.Enum):
     @property
     def has_colwise(self) -> bool:
         return self is not QuantizeLayout.ROWWISE
+
+    @property
+    def is_rowwise_only(self) -> bool:
+        return self is QuantizeLayout.ROWWISE
+
+    @property
+    def is_colwise_only(self) -> bool:
+        return self is QuantizeLayout.COLWISE
+
+    @property
+    def is_rowwise_colwise(self) -> bool:
+        return self is QuantizeLayout.ROWWISE_COLWISE
 
 
 class TensorUsage(enum.Enum):

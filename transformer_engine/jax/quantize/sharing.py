@@ -41,22 +41,16 @@ def fan_out(quantizer_set: State, n: int) -> tuple[State, ...]:
 
 
 def _of_collections(collections: Any, n: int) -> tuple[Any, ...]:
-    """n copies of nested dicts, in which every `*_scale` lies beside its `*_amax_history`."""
-    found, tree = jax.tree_util.tree_flatten_with_path(collections)
-    places = {jax.tree_util.keystr(path, simple=True, separator="/"): i for i, (path, _) in enumerate(found)}
-    pairs: list[tuple[int, int]] = []
-    for name, place in places.items():
-        stem = name.removesuffix(_SCALE).removesuffix(_HISTORY)
-        scale, history = places.get(stem + _SCALE), places.get(stem + _HISTORY)
-        if scale is None or history is None:
-            raise TypeError(
-                f"quantizer_set holds {name}, which is not the state of a quantizer; give the collections of states "
-                'alone, {"fp8_metas": variables["fp8_metas"]}'
-            )
-        if place == scale:
-            pairs.append((scale, history))
-    leaves = [leaf for _, leaf in found]
-    # Which element their codes have does not matter: nothing is quantized here.
+    """n copies of nested dicts, in which every `*_scale` has its `*_amax_history` next to it."""
+    pairs = pairs_of_leaves(collections)
+    leaves, tree = jax.tree.flatten(collections)
+    if pairs is None:
+        names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in _flat(collections)]
+        raise TypeError(
+            f"quantizer_set holds {', '.join(names)}, not all of which are states of quantizers; give the collections "
+            'of states alone, {"fp8_metas": variables["fp8_metas"]}'
+        )
+    # The element type of the codes does not matter: nothing is quantized here.
     states = tuple(
         DelayedScaleQuantizer(jnp.dtype(jnp.float8_e4m3fn), scale=leaves[scale], amax_history=leaves[history])
         for scale, history in pairs
@@ -67,6 +61,25 @@ def _of_collections(collections: Any, n: int) -> tuple[Any, ...]:
             leaves[scale], leaves[history] = state.scale, state.amax_history
         copies.append(jax.tree.unflatten(tree, leaves))
     return tuple(copies)
+
+
+def _flat(collections: Any) -> Sequence[tuple[Any, Any]]:
+    return jax.tree_util.tree_flatten_with_path(collections)[0]
+
+
+def pairs_of_leaves(collections: Any) -> list[tuple[int, int]] | None:
+    """Return the places of every scale and its history among the leaves, or None if there are leaves without a pair."""
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in _flat(collections)]
+    places = {name: place for place, name in enumerate(names)}
+    pairs: list[tuple[int, int]] = []
+    for name in names:
+        stem = name.removesuffix(_SCALE).removesuffix(_HISTORY)
+        scale, history = places.get(stem + _SCALE), places.get(stem + _HISTORY)
+        if scale is None or history is None:
+            return None
+        if places[name] == scale:
+            pairs.append((scale, history))
+    return pairs
 
 
 def one_and_rest(quantizer_set: State) -> tuple[State, State]:

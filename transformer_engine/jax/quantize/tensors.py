@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +107,8 @@ class ScaledTensor1x(ScaledTensor):
             codes, axis = turned(codes, axis), self.ndim - axis
             scale = scale if scale.ndim == 1 else scale.T
         amax = self.amax if self.amax.size else None
-        return Operand(codes, scale, amax, self.scaling_mode.format, jnp.dtype(self.dq_dtype), axis)
+        dtype = jnp.dtype(self.dq_dtype)
+        return Operand(codes, scale, amax, self.scaling_mode.format, dtype, axis, self.has_rht_applied)
 
     def dequantize(self) -> Array:
         """The values in dq_dtype, in the tensor's own order of axes."""
@@ -118,6 +119,10 @@ class ScaledTensor1x(ScaledTensor):
         if self.has_rht_applied:
             values = inverse_transform(values.reshape(operand.rows, operand.depth)).reshape(values.shape)
         return turned(values, operand.axis) if self.is_colwise or self.transposed else values
+
+    def values(self) -> Array:
+        """The values in float32, in the tensor's own order of axes."""
+        return replace(self, dq_dtype=jnp.dtype(jnp.float32)).dequantize()
 
     def get_tensor(self, usage: TensorUsage) -> ScaledTensor1x:
         """This tensor, if it is the direction that a product needs it in."""

@@ -13,6 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from ....common.dispatch import Table
 from ..operand import Operand
 from ..platforms import chosen
+from ..quantize import decoded as decoded_values
+from ..quantize import inverse_transform
 from . import decoded, float8, gluon, plain, reference, triton
 from .request import GemmRequest
 
@@ -40,6 +42,8 @@ def gemm(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool = True) -> Array:
     """out [*M, *N] = a [*M, *K] @ b [*N, *K].T in dtype; both operands end in the contracted axes.
 
     exact    partial sums are promoted to float32; False allows the tensor cores' faster accumulation
+
+    If only one operand carries the Hadamard transform, its values are transformed back before the product.
     Raises ValueError when the contracted extents do not fit, axis by axis.
     Not differentiable: its callers are forward and backward rules.
     """
@@ -47,9 +51,20 @@ def gemm(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool = True) -> Array:
     if contracted[0] != contracted[1]:
         extents = " and ".join(" x ".join(map(str, shape)) for shape in contracted)
         raise ValueError(f"the operands contract {extents} elements; both must end in the same K")
+    if a.hadamard is not b.hadamard:
+        a, b = _transformed_back(a), _transformed_back(b)
     dtype = jnp.dtype(dtype)
     calls = chosen(TABLE, lambda platform: GemmRequest.of(a, b, dtype, exact, platform))
     return checkpoint_name(_product(a, b, dtype, exact, calls["cuda"], calls["cpu"]), NAME)
+
+
+def _transformed_back(operand: Operand) -> Operand:
+    """The operand without the Hadamard transform, as float32 values; unchanged if it carries none."""
+    if not operand.hadamard:
+        return operand
+    values = decoded_values(operand)
+    restored = inverse_transform(values.reshape(operand.rows, operand.depth)).reshape(values.shape)
+    return Operand(restored, dtype=operand.dtype, axis=operand.axis)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "exact", "cuda", "cpu"))

@@ -9,6 +9,7 @@ from ....common.formats import FLOAT32_MAX, Element
 from .. import exact
 from .spec import jax_dtype
 
+_NAN = 0x7F  # code of NaN, E4M3 and E5M2
 _SIGN_AND_EXPONENT = -(1 << 23)  # int32 of 0xFF800000: every bit of a float32 but its mantissa
 
 
@@ -53,15 +54,22 @@ def given_multiplier(multiplier: Array) -> Array:
 
 
 def cast(x: Array, element: Element) -> Array:
-    """The nearest codes of float32 x, ties to even; infinity as the maximum, NaN as a NaN of any sign."""
-    # A conversion alone makes NaN (E4M3) or infinity (E5M2) of what exceeds the maximum.
-    codes = jnp.clip(x, -element.maximum, element.maximum).astype(jax_dtype(element))
-    # XLA for a GPU takes float32 -> float8 -> float32 for nothing: who reads codes in the program that makes them
-    # would read values that were never rounded.
-    return lax.platform_dependent(codes, cpu=_as_they_are, default=lax.optimization_barrier)
+    """The nearest codes of float32 x, ties to even; infinity as the maximum, NaN as 0x7F whatever its sign.
+
+    0x7F is NVIDIA's canonical NaN of both formats, which the conversion instruction of the kernels produces.
+    """
+    dtype = jax_dtype(element)
+    # The conversion alone makes NaN (E4M3) or infinity (E5M2) of values beyond the maximum, and NaNs of either sign.
+    codes = jnp.clip(x, -element.maximum, element.maximum).astype(dtype)
+    # As bytes: XLA selects between float8 values by way of another format, which changes NaNs.
+    codes = jnp.where(jnp.isnan(x), jnp.uint8(_NAN), lax.bitcast_convert_type(codes, jnp.uint8))
+    codes = lax.bitcast_convert_type(codes, dtype)
+    # XLA for a GPU removes float32 -> float8 -> float32: without a barrier, readers in the same program would get
+    # values that were never rounded.
+    return lax.platform_dependent(codes, cpu=_unchanged, default=lax.optimization_barrier)
 
 
-def _as_they_are(codes: Array) -> Array:
+def _unchanged(codes: Array) -> Array:
     return codes
 
 

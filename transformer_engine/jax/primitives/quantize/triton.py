@@ -1,4 +1,4 @@
-"""Quantization on NVIDIA GPUs by Triton kernels, bit-equal to the reference (NaN codes may differ in their sign)."""
+"""Quantization on NVIDIA GPUs by Triton kernels, bit-equal to the reference."""
 
 from __future__ import annotations
 

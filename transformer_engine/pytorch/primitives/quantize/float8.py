@@ -61,8 +61,13 @@ def scale_from_amax(
 
 
 def cast(x: Tensor, element: Element) -> Tensor:
-    """The nearest codes of float32 x, ties to even; infinity as the maximum, NaN as a NaN of any sign."""
-    # The GPU's cast turns what exceeds the maximum into NaN or infinity.
+    """The nearest codes of float32 x, ties to even; infinity as the maximum, NaN as 0x7F whatever its sign.
+
+    0x7F is NVIDIA's canonical NaN of both formats, which the conversion instruction of the kernels produces.
+    """
+    # torch keeps the sign of a NaN, so every NaN is made positive. Values beyond the maximum are clamped first, since
+    # the GPU's cast turns them into NaN or infinity.
+    x = x.nan_to_num(nan=torch.nan, posinf=element.maximum, neginf=-element.maximum)
     return x.clamp(-element.maximum, element.maximum).to(torch_dtype(element))
 
 

@@ -5,15 +5,20 @@ OCP Microscaling Formats (MX) 1.0, with the exponent rounded up so that no eleme
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 from jax import Array
 
 from .....common.formats import MXFP8
+from ....checks import is_symbolic, warn_without_effect
 from ... import exact
 from .. import e8m0, tiles
 from ..float8 import cast
 from ..spec import QuantizeSpec
 from ..tile_scaled import tile_scaled
+
+BLOCK = 32
 
 
 def encode(x: Array, spec: QuantizeSpec, axis: int) -> tuple[Array, Array]:
@@ -29,8 +34,17 @@ def encode(x: Array, spec: QuantizeSpec, axis: int) -> tuple[Array, Array]:
     return tiles.join(codes, x.shape, axis), e8m0.to_bytes(exponents)
 
 
+def check(rows: int, depth: int, spec: QuantizeSpec) -> None:
+    """Warn once of a matrix whose blocks are not full; its codes are right, but NVIDIA's MXFP8 products reject it."""
+    if any(not is_symbolic(extent) and extent % BLOCK for extent in (rows, depth)):
+        warn_without_effect(
+            f"a matrix [{rows}, {depth}] is quantized to MXFP8, whose scales cover {BLOCK} elements: blocks at the "
+            f"edge are padded with zeros; pad both extents to multiples of {BLOCK}"
+        )
+
+
 def apply(values: Array, scale: Array) -> Array:
     return e8m0.times_power(values, e8m0.from_bytes(scale))
 
 
-ROWS = (tile_scaled(MXFP8, encode, apply),)
+ROWS = (replace(tile_scaled(MXFP8, encode, apply), check=check),)

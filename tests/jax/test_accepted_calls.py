@@ -1,0 +1,261 @@
+"""Calls that the original computes are computed here, with a warning where an argument has no effect."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiled import variables_of
+from flax import linen as nn
+
+import transformer_engine.jax as te
+import transformer_engine.jax.flax as te_flax
+from transformer_engine.common import recipe
+from transformer_engine.jax import checks, cpp_extensions, quantize, sharding
+from transformer_engine.jax.dense import dense
+from transformer_engine.jax.flax.transformer import LoRAScope, _canonicalize_lora_scope, rotary_pos_emb
+from transformer_engine.jax.quantize import QuantizeLayout, QuantizerFactory, QuantizerSet, ScalingMode
+from transformer_engine.jax.softmax import SoftmaxFusionType, softmax
+
+LAYER = {"hidden_size": 16, "mlp_hidden_size": 24, "num_attention_heads": 2, "attention_dropout": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def _warnings_are_new():
+    checks.warn_without_effect.cache_clear()
+
+
+def drawn(*shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+@pytest.mark.parametrize("kind", [SoftmaxFusionType.SCALED, SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED])
+def test_a_softmax_that_reads_no_mask_ignores_it_with_one_warning(kind):
+    scores, mask = drawn(1, 2, 4, 4), np.ones((1, 1, 4, 4), bool)
+    with pytest.warns(UserWarning, match="does not read it") as seen:
+        got = [softmax(scores, mask, 0.5, kind) for _ in range(2)]
+    assert len(seen) == 1
+    for one in got:
+        np.testing.assert_array_equal(one, softmax(scores, None, 0.5, kind))
+
+
+def test_an_unknown_scope_adapts_nothing_with_a_warning():
+    with pytest.warns(UserWarning, match="low_rank_adaptation_scope='some' is unknown"):
+        assert _canonicalize_lora_scope("some") == LoRAScope()
+
+
+def test_an_encoder_ignores_the_encoders_output_with_a_warning():
+    x = drawn(1, 4, 16)
+    model = te_flax.TransformerLayer(**LAYER, hidden_dropout=0.0)
+    variables = variables_of(model, jax.random.key(0), x, deterministic=True)
+    with pytest.warns(UserWarning, match="encoded was given"):
+        got = model.apply(variables, x, x, deterministic=True)
+    np.testing.assert_array_equal(got, model.apply(variables, x, deterministic=True))
+
+
+@pytest.mark.parametrize("name", ["hidden_dropout", "drop_path"])
+def test_a_rate_of_1_leaves_the_residual_alone(name):
+    x = drawn(2, 4, 16)
+    model = te_flax.TransformerLayer(**LAYER, **({"hidden_dropout": 0.0} | {name: 1.0}))
+    variables = variables_of(model, {"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
+    np.testing.assert_array_equal(model.apply(variables, x, rngs={"dropout": jax.random.key(2)}), x)
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype"),
+    [
+        (ScalingMode.MXFP8_1D_SCALING, jnp.float8_e4m3fn), (ScalingMode.BLOCK_1D_SCALING, jnp.float8_e4m3fn),
+        (ScalingMode.NVFP4_1D_SCALING, jnp.float4_e2m1fn),
+    ],
+)  # fmt: skip
+def test_row_wise_tensors_of_block_formats_are_multiplied_in_any_order_of_axes(mode, dtype):
+    x, kernel = drawn(128, 256), drawn(256, 128, seed=1)
+    one = QuantizerFactory.create(scaling_mode=mode, q_dtype=dtype, q_layout=QuantizeLayout.ROWWISE)
+    y, pullback = jax.vjp(lambda x, k: dense(x, k, quantizer_set=QuantizerSet(one, one, one)), x, kernel)
+    wide = [np.asarray(one.quantize(array).dequantize(), np.float64) for array in (x, kernel)]
+    np.testing.assert_allclose(y, wide[0] @ wide[1], atol=1e-3)
+    dy = drawn(128, 128, seed=2)
+    wide_dy = np.asarray(one.quantize(dy).dequantize(), np.float64)
+    dx, dkernel = pullback(dy)
+    np.testing.assert_allclose(dx, wide_dy @ wide[1].T, atol=2e-3)
+    np.testing.assert_allclose(dkernel, wide[0].T @ wide_dy, atol=2e-3)
+
+
+def test_mxfp8_warns_once_of_blocks_that_are_not_full():
+    one = QuantizerFactory.create(scaling_mode=ScalingMode.MXFP8_1D_SCALING, q_dtype=jnp.float8_e4m3fn)
+    with pytest.warns(UserWarning, match=r"\[17, 48\] is quantized to MXFP8") as seen:
+        for _ in range(2):
+            one.quantize(drawn(17, 48))
+    assert len(seen) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one.quantize(drawn(32, 64))
+
+
+def test_timescales_may_fall():
+    x = drawn(1, 3, 1, 4)
+    phase = np.arange(3)[:, None] / (100.0 * (2.0 / 100.0) ** (np.arange(2) / 2))
+    z = (np.asarray(x[0, :, 0, :2]) + 1j * np.asarray(x[0, :, 0, 2:])) * np.exp(1j * phase)
+    got = rotary_pos_emb(x, (100.0, 2.0), False, "alternate")[0, :, 0]
+    np.testing.assert_allclose(got, np.concatenate((z.real, z.imag), -1), atol=1e-6)
+
+
+def test_a_head_may_be_of_another_width_than_the_module_says():
+    """head_dim gives the scale alone."""
+    q, k, v = drawn(3, 1, 4, 2, 8)
+    got = te_flax.DotProductAttention(16, 2, attn_mask_type="no_mask").apply({}, q, k, v, deterministic=True)
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4.0)
+    np.testing.assert_allclose(got, jnp.einsum("bhqk,bkhd->bqhd", weights, v), atol=1e-5)
+
+
+def test_names_of_bias_types_are_taken_in_any_case():
+    q, k, v = drawn(3, 1, 4, 2, 8)
+    bias = drawn(1, 2, 4, 4, seed=3)
+    lower, upper = (
+        te_flax.DotProductAttention(8, 2, attn_bias_type=name).apply(
+            {}, q, k, v, None, bias, deterministic=True
+        )
+        for name in ("post_scale_bias", "POST_SCALE_BIAS")
+    )
+    np.testing.assert_array_equal(lower, upper)
+
+
+def test_no_mesh_resource_may_be_guarded():
+    with (
+        sharding.global_shard_guard(te.MeshResource()),
+        sharding.global_shard_guard(None),
+        pytest.raises(ValueError, match="MeshResource"),
+    ):
+        sharding.global_mesh_resource()
+
+
+def test_quantized_operands_are_multiplied_below_the_api():
+    x, kernel, bias = drawn(16, 32), drawn(32, 8, seed=1), drawn(8, seed=2)
+    one = QuantizerFactory.create(scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn)
+    tensor = one.quantize(x)
+    got = cpp_extensions.gemm(tensor, kernel, bias, fuse_bias=True)
+    want = np.asarray(tensor.dequantize(), np.float64) @ np.asarray(kernel, np.float64) + np.asarray(bias)
+    np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+def test_an_amax_scope_is_a_manual_axis_of_the_mesh_resource():
+    x = drawn(8, 16)
+    one = QuantizerFactory.create(scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn)
+    scope, spec = cpp_extensions.quantization.AmaxScope.TPSP, jax.sharding.PartitionSpec("tpsp")
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("tpsp",))
+
+    def values(x):
+        return cpp_extensions.quantize(x, one, amax_scope=scope).rowwise_tensor.dequantize()
+
+    with jax.set_mesh(mesh), sharding.global_shard_guard(te.MeshResource(tpsp_resource="tpsp")):
+        assert scope.axes() == ()
+        within = jax.shard_map(values, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        text = str(jax.make_jaxpr(within)(x))
+        got = within(x)
+    assert "pmax" in text
+    np.testing.assert_array_equal(got, one.quantize(x).rowwise_tensor.dequantize())
+
+
+def test_grouped_products_below_the_api_take_a_bias_and_transposed_matrices():
+    x, kernel, bias = drawn(8, 16), drawn(2, 4, 16, seed=1), drawn(2, 4, seed=2)
+    sizes = np.asarray([3, 5], np.int32)
+    got = cpp_extensions.grouped_gemm(x, kernel, sizes, contracting_dims=((1,), (2,)), bias=bias)
+    group = np.repeat([0, 1], sizes)
+    want = (
+        np.einsum("mk,mnk->mn", np.asarray(x, np.float64), np.asarray(kernel)[group])
+        + np.asarray(bias)[group]
+    )
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("words", [2, 4, 8])
+def test_stochastic_rounding_takes_raw_words_of_any_number(words):
+    x = drawn(32, 64)
+    state = np.arange(1, words + 1, dtype=np.uint32)
+
+    def codes(state):
+        one = QuantizerFactory.create(
+            scaling_mode=ScalingMode.NVFP4_1D_SCALING, q_dtype=jnp.float4_e2m1fn,
+            q_layout=QuantizeLayout.ROWWISE, stochastic_rounding_rng_state=jnp.asarray(state),
+        )  # fmt: skip
+        return np.asarray(one.quantize(x).dequantize())
+
+    np.testing.assert_array_equal(codes(state), codes(state))
+    for place in range(words):
+        assert not np.array_equal(codes(state), codes(state + (np.arange(words) == place).astype(np.uint32)))
+
+
+def test_a_grouped_quantizer_has_one_quantizer_for_each_group():
+    grouped = QuantizerFactory.create(
+        scaling_mode=ScalingMode.DELAYED_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn, n_groups=3
+    )
+    stack = drawn(3, 8, 16) * jnp.asarray([1.0, 2.0, 3.0])[:, None, None]
+    singles = grouped.quantizers
+    tensors = [one.quantize(matrix) for one, matrix in zip(singles, stack, strict=True)]
+    values = grouped.quantize(stack).rowwise_tensor.dequantize()
+    for place, (one, tensor, after) in enumerate(zip(singles, tensors, grouped.quantizers, strict=True)):
+        np.testing.assert_array_equal(values[place], tensor.rowwise_tensor.dequantize())
+        np.testing.assert_array_equal(one.scale, after.scale)
+        np.testing.assert_array_equal(one.amax_history, after.amax_history)
+
+
+def test_extents_of_groups_may_be_given_as_first_or_last_dims():
+    data, sizes = jnp.ones((4, 8), jnp.float8_e4m3fn), jnp.asarray([1, 3], jnp.int32)
+    given = {"scaling_mode": ScalingMode.CURRENT_TENSOR_SCALING, "dq_dtype": jnp.float32}
+    scales = jnp.asarray([2.0, 3.0])
+    rows = quantize.GroupedScaledTensor1x(data, scales, jnp.zeros(0), first_dims=sizes, **given)
+    columns = quantize.GroupedScaledTensor1x(
+        data.T, scales, jnp.zeros(0), last_dims=sizes, is_colwise=True, data_layout="T", **given
+    )
+    assert rows.first_dims is sizes and rows.last_dims is None
+    assert columns.last_dims is sizes and columns.first_dims is None
+    for tensor in (rows, columns, jax.tree.map(lambda leaf: leaf, rows)):
+        np.testing.assert_array_equal(tensor.dequantize()[:, 0], [2.0, 3.0, 3.0, 3.0])
+
+
+def test_a_config_has_the_switches_of_nvfp4():
+    config = quantize.get_quantize_config_with_recipe(
+        fp8_recipe=recipe.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)
+    )
+    assert config.INITIALIZED and config.DISABLE_RHT and config.DISABLE_STOCHASTIC_ROUNDING
+    assert not config.DISABLE_2D_QUANTIZATION
+    assert not quantize.get_quantize_config_with_recipe(None).INITIALIZED
+
+
+def test_keywords_of_recipes():
+    assert quantize.is_quantize_recipe_supported(recipe_name="DelayedScaling") == (True, "")
+    x = drawn(16, 16)
+    dot_general = te_flax.make_dot_general_cls(quantization_recipe=recipe.Float8CurrentScaling())
+    model = nn.Dense(8, dot_general=dot_general())
+    assert model.apply(model.init(jax.random.key(0), x), x).shape == (16, 8)
+
+
+def test_the_softmax_of_packed_attention_is_optional():
+    q, k, v = drawn(3, 1, 8, 2, 8)
+    lengths, offsets = jnp.asarray([[3, 5]], jnp.int32), jnp.asarray([[0, 3, 8]], jnp.int32)
+    attention = te.attention
+    first = (
+        (q, k, v), None, lengths, lengths, offsets, offsets, None, attention.AttnBiasType.NO_BIAS,
+        attention.AttnMaskType.PADDING_CAUSAL_MASK, attention.QKVLayout.THD_THD_THD,
+    )  # fmt: skip
+    rest = (0.3, 0.0, True, 2)
+    want = attention.fused_attn_thd(*first, attention.AttnSoftmaxType.VANILLA_SOFTMAX, *rest)
+    np.testing.assert_array_equal(attention.fused_attn_thd(*first, *rest), want)
+    for options in ({}, {"softmax_type": attention.AttnSoftmaxType.VANILLA_SOFTMAX}):
+        names = ("scaling_factor", "dropout_probability", "is_training", "max_segments_per_seq")
+        got = attention.fused_attn_thd(*first, **dict(zip(names, rest, strict=True)), **options)
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("text", ["false", "3", "0.5", "name"])
+def test_flags_of_xla_are_python_values(monkeypatch, text):
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_of_a_test={text} --xla_alone")
+    wanted = {"false": False, "3": 3, "0.5": 0.5, "name": "name"}[text]
+    found = cpp_extensions.misc.get_xla_flag("--xla_of_a_test")
+    assert found == wanted and type(found) is type(wanted)
+    assert cpp_extensions.misc.get_xla_flag("--xla_of_a_test", cast=str) == text
+    assert cpp_extensions.misc.get_xla_flag("--xla_alone") is True
+    assert cpp_extensions.misc.get_xla_flag("--xla_absent", 7) == 7

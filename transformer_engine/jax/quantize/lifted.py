@@ -1,0 +1,101 @@
+"""State of modules that Flax's lifted transformations (`nn.remat`, `nn.jit`, ..) call several times in one apply.
+
+The gradient of a state is its next state, and JAX adds the gradients of an array that is read several times. A lifted
+call reads the state of its modules in a separate trace, so a module inside cannot see the other calls. The state is
+therefore boxed, as Flax boxes parameters with axis names: reading a boxed leaf returns the leaf, and passing it into a
+transformation, which flattens the box, passes a copy. The gradients of the copies merge as in `fan_out`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import Array
+
+from .quantizers import DelayedScaleQuantizer
+from .sharing import one_and_rest, pairs_of_leaves
+
+_COLLECTIONS = ("fp8_metas", "_overwrite_with_gradient")
+
+
+class _Copies:
+    """Copies of one state, made when they are needed; copies that are not read cost nothing."""
+
+    def __init__(self, scale: Array, history: Array):
+        # The element type of the codes does not matter: nothing is quantized here.
+        dtype = jnp.dtype(jnp.float8_e4m3fn)
+        self._rest = DelayedScaleQuantizer(dtype, scale=scale, amax_history=history)
+        self._made: list[DelayedScaleQuantizer] = []
+
+    def __getitem__(self, place: int) -> DelayedScaleQuantizer:
+        while len(self._made) <= place:
+            one, self._rest = one_and_rest(self._rest)
+            self._made.append(one)  # pyright: ignore[reportArgumentType]
+        return self._made[place]
+
+
+class _Box(nn.meta.AxisMetadata[Array]):
+    """A leaf of a state. Each flattening yields another copy, and unflattening yields the leaf without a box."""
+
+    def __init__(self, leaf: Array, copies: _Copies, name: str):
+        self._leaf, self._copies, self._name, self._flattened = leaf, copies, name, 0
+
+    def unbox(self) -> Array:
+        return self._leaf
+
+    def replace_boxed(self, val: Any) -> Any:
+        return val
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> _Box:
+        return self
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> _Box:
+        return self
+
+    def next_copy(self) -> Array:
+        """The leaf of the next copy; a scale and its history are flattened together, and so belong to one copy."""
+        self._flattened += 1
+        return getattr(self._copies[self._flattened - 1], self._name)
+
+
+def _leaf(_: None, leaves: tuple[Any]) -> Any:
+    return leaves[0]
+
+
+jax.tree_util.register_pytree_node(_Box, lambda box: ((box.next_copy(),), None), _leaf)
+
+
+@contextmanager
+def merged_over_lifted_calls() -> Iterator[None]:
+    """Within this block, every lifted call of a model reads its own copy of the state."""
+    with nn.intercept_methods(_box_states):
+        yield
+
+
+def _box_states(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+    """Box the state of a model at its first method call in a trace; the scopes of its modules share the boxes."""
+    scope: Any = context.module.scope
+    if scope is not None:
+        for name in _COLLECTIONS:
+            state = scope.root._variables.get(name)
+            if state and not scope.is_mutable_collection(name):
+                scope.root._variables[name] = _boxed(state)
+    return next_fun(*args, **kwargs)
+
+
+def _boxed(state: Any) -> Any:
+    """The collection with boxed leaves; unchanged if it is boxed already or holds anything but pairs of float32."""
+    leaves, tree = jax.tree.flatten(state, is_leaf=lambda node: isinstance(node, _Box))
+    if any(isinstance(leaf, _Box) or getattr(leaf, "dtype", None) != jnp.float32 for leaf in leaves):
+        return state
+    pairs = pairs_of_leaves(state)
+    for scale, history in pairs or ():
+        copies = _Copies(leaves[scale], leaves[history])
+        leaves[scale] = _Box(leaves[scale], copies, "scale")
+        leaves[history] = _Box(leaves[history], copies, "amax_history")
+    return jax.tree.unflatten(tree, leaves)
