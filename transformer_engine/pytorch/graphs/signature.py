@@ -26,7 +26,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 # The bookkeeping of torch.nn.Module. Of these only parameters, buffers, children and the mode belong to a signature.
 _BOOKKEEPING = frozenset(vars(torch.nn.Module()))
 _VALUES = frozenset((*CONSTANTS, complex, bytes, torch.memory_format, torch.layout))
-_HOLDING_TENSORS = (Tensor, list, tuple, set, dict)
+# Attributes of this package's layers that are not in their `_config` and that a capture freezes.
+_BESIDE_CONFIG = ("cp_group", "forward", "score_mod")
 
 
 class Leaves(NamedTuple):
@@ -52,8 +53,8 @@ class Leaves(NamedTuple):
 class Identity:
     """A part of a signature that equals only the same object.
 
-    A weak reference stands for the object where its type allows one, so that a signature keeps no layer alive. CPython
-    has one plain weak reference per object, and a signature keeps it. A later object at the same address has another.
+    Signatures keep weak references where possible, so that they do not keep objects alive. CPython has one plain weak
+    reference per object, and a later object at the same address has another.
     """
 
     __slots__ = ("key",)
@@ -118,16 +119,22 @@ def _layer(layer: torch.nn.Module, seen: set[int], depth: int) -> tuple[Any, ...
     """A layer without its parameters, buffers and children as a part of a signature."""
     own = layer.__dict__
     config = own.get("_config")
-    names = [name for name in own if name not in _BOOKKEEPING]
-    if config is not None:
-        # A layer of this package. Its settings are in the record; its private attributes are caches and states.
-        names = [name for name in names if not name.startswith("_")]
-        if _is_ours(type(layer).forward):
-            # Attributes that callers attach have no effect here. They often hold tensors of the last step.
-            names = [name for name in names if not isinstance(own[name], _HOLDING_TENSORS)]
-            depth = 0
-    settings = tuple([(name, _fact(own[name], seen, depth)) for name in names])
-    return Identity(layer), type(layer), own["training"], config, settings
+    if config is None:
+        names = own.keys() - _BOOKKEEPING
+    elif _is_ours(type(layer).forward):
+        # The forward reads the record and these; attributes that callers add have no effect.
+        names = [name for name in _BESIDE_CONFIG if own.get(name) is not None]
+    else:
+        # The private attributes are caches and states of this package.
+        names = [name for name in own.keys() - _BOOKKEEPING if not name.startswith("_")]
+    settings = [
+        (name, type(own[name]), own[name])
+        if type(own[name]) in _VALUES
+        else (name, _fact(own[name], seen, depth))
+        for name in names
+    ]
+    # A weak reference equals that of the same layer only, and is hashed and compared faster than an Identity.
+    return weakref.ref(layer), type(layer), own["training"], config, frozenset(settings)
 
 
 def _is_ours(value: object) -> bool:
