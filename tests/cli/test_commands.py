@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from transformer_engine import cli
+from transformer_engine import __version__, cli
 from transformer_engine.cli.demo.records import read_metrics
 from transformer_engine.cli.demo.trainer import Trainer
 
@@ -103,3 +107,41 @@ def test_without_the_extra_te_says_how_to_install_it(monkeypatch: pytest.MonkeyP
         stopped.value.code
         == 'te needs typer; install with pip install ".[cli]" in a checkout of this package'
     )
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_and_version_import_no_framework(option: str):
+    program = (
+        "import sys\n"
+        "from transformer_engine.cli import main\n"
+        "try:\n"
+        "    main()\n"
+        "except SystemExit as end:\n"
+        "    assert not end.code, end.code\n"
+        "print(sorted({'torch', 'jax', 'numpy', 'matplotlib'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, option], capture_output=True, text=True, check=True)
+    shown = done.stdout.splitlines()
+    assert shown[-1] == "[]"
+    assert (
+        shown[0] == __version__
+        if option == "--version"
+        else all(name in done.stdout for name in cli.COMMANDS)
+    )
+
+
+def test_version_is_printed_where_the_libraries_of_the_command_are_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    monkeypatch.setattr("sys.argv", ["te", "--version"])
+    cli.main()
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_summary_of_a_command_is_the_first_paragraph_of_its_documentation(name: str):
+    command = cli.COMMANDS[name]
+    function = getattr(importlib.import_module(command.module, cli.__name__), name)
+    assert " ".join(inspect.getdoc(function).split("\n\n")[0].split()) == command.summary
+    assert command.summary.split(",")[0] in " ".join(te(name, "--help").output.split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import transformer_engine.pytorch as te
@@ -48,3 +49,13 @@ def test_a_forced_backend_shows_as_the_reason(device):
         explanation = te.explain(layer, x, backward=False)
     assert explanation.decisions[0].chosen == "reference"
     assert "use_backend(gemm='reference') is in force" in str(explanation)
+
+
+@pytest.mark.parametrize("kind", [te.Linear, te.LayerNorm, te.TransformerLayer])
+def test_class_in_place_of_a_module_raises_what_to_construct(kind):
+    with pytest.raises(TypeError, match=f"function is the class {kind.__name__}.*construct the module first"):
+        te.explain(kind, torch.zeros(2, 16))
+
+
+def test_construction_of_a_module_can_be_explained():
+    assert te.explain(te.Linear, 16, 16, device="cpu") is not None

@@ -78,6 +78,30 @@ def test_a_name_that_is_imported_says_so_too(module: str, name: str):
     assert name in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "near"),
+    [
+        ("transformer_engine.pytorch", "Lineer", "Linear"),
+        ("transformer_engine.pytorch", "linear", "Linear"),
+        ("transformer_engine.pytorch", "revert_hff", "revert_hf"),
+        ("transformer_engine.common.recipe", "DelayedScalling", "DelayedScaling"),
+        ("transformer_engine_torch", "gelu_", "gelu"),
+    ],
+)
+def test_misspelled_name_suggests_the_nearest_one(module: str, name: str, near: str):
+    found = imported(module)
+    with pytest.raises(AttributeError, match=f"did you mean '{near}'"):
+        getattr(found, name)
+    with pytest.raises(ImportError, match=f"did you mean '{near}'"):
+        exec(f"from {module} import {name}")
+
+
+def test_name_that_is_not_near_any_other_suggests_none():
+    with pytest.raises(AttributeError) as raised:
+        imported("transformer_engine.pytorch").nothing  # noqa: B018
+    assert "did you mean" not in str(raised.value)
+
+
 def test_a_name_of_one_framework_says_nothing_of_the_other():
     imported("transformer_engine.jax")
     with pytest.raises(ImportError, match=r"docs/support\.md"):

@@ -11,6 +11,7 @@ from support.layers import RECIPES, layer_of
 
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.graphs import automatic
+from transformer_engine.pytorch.graphs.signature import Identity, standing_of
 
 HIDDEN, TOKENS, BATCH = 64, 16, 4
 
@@ -133,6 +134,123 @@ def test_a_written_setting_takes_effect(rerun):
     _captured(module, _x().requires_grad_())
     eager.activation = module.activation = "relu"
     assert torch.equal(module(_x(4)), eager(_x(4)))
+
+
+class _Settings:
+    """A model's configuration, as other libraries' layers hold one."""
+
+    def __init__(self):
+        self.slope = 0.5
+        self.heads = {"kept": [1, 2]}
+
+
+class _Foreign(torch.nn.Module):
+    """Layers of torch and a layer of a caller, none of which report writes to their attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.LayerNorm(HIDDEN), torch.nn.LeakyReLU(), torch.nn.Dropout(0.0), _layer()
+        )
+        self.config = _Settings()
+        self.multiplier = 2.0
+        self.shifts = [1.0, 2.0]
+        self.mask = torch.ones(HIDDEN)
+        self.activation = torch.nn.functional.gelu
+        object.__setattr__(self, "hidden", torch.nn.LeakyReLU())  # not a child of the module
+
+    def forward(self, x):
+        return self.hidden(self.activation(self.layers(x) * self.multiplier * self.mask)) + self.shifts[0]
+
+
+def _replace_norm(module):
+    old = module.layers[0]
+    module.layers[0] = torch.nn.LayerNorm(HIDDEN)
+    module.layers[0].weight, module.layers[0].bias = old.weight, old.bias
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda module: setattr(module.layers[0], "eps", 0.1),
+        lambda module: setattr(module.layers[1], "negative_slope", 0.7),
+        lambda module: setattr(module.layers[1], "inplace", True),
+        lambda module: setattr(module.layers[2], "p", 0.5),
+        lambda module: setattr(module.layers[3], "forward", lambda x: x),
+        lambda module: setattr(module, "multiplier", 3.0),
+        lambda module: setattr(module, "multiplier", 2),
+        lambda module: setattr(module, "added", True),
+        lambda module: module.shifts.__setitem__(0, 4.0),
+        lambda module: setattr(module, "mask", torch.zeros(HIDDEN)),
+        lambda module: setattr(module, "activation", torch.nn.functional.relu),
+        lambda module: setattr(module.config, "slope", 0.1),
+        lambda module: module.config.heads["kept"].append(3),
+        lambda module: setattr(module, "config", _Settings()),
+        lambda module: setattr(module.hidden, "negative_slope", 0.7),
+        lambda module: object.__setattr__(module, "hidden", torch.nn.LeakyReLU()),
+        _replace_norm,
+    ],
+)
+def test_graph_is_not_replayed_after_a_write_to_a_foreign_layer(write, rerun):
+    module = te.graphed(_Foreign())
+    x = _x().requires_grad_()
+    _captured(module, x)
+    assert _reason(module, x) == ("captured", None)
+    write(module)
+    assert _reason(module, x) == ("eager", "0 calls of this signature so far; it is captured after 3")
+
+
+def test_graph_is_replayed_again_when_a_setting_of_a_foreign_layer_returns(rerun):
+    module = te.graphed(_Foreign())
+    x = _x().requires_grad_()
+    _captured(module, x)
+    for eps, chosen in ((0.1, "eager"), (1e-5, "captured")):
+        module.layers[0].eps = eps
+        assert _reason(module, x)[0] == chosen
+
+
+def test_results_that_a_layer_keeps_do_not_prevent_a_capture(rerun):
+    class Router(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = _layer()
+
+        def forward(self, x):
+            y = self.inner(x)
+            self.auxiliary_loss = y.square().mean()
+            return y
+
+    module = te.graphed(Router())
+    x = _x().requires_grad_()
+    for _ in range(8):
+        module(x).sum().backward()
+    assert _kept(module) == 1
+
+
+@pytest.mark.parametrize(("kind", "part"), [(torch.nn.ReLU, standing_of), (_Settings, Identity), (object, Identity)])
+def test_signature_does_not_accept_a_new_object_at_the_address_of_an_old_one(kind, part):
+    value = kind()
+    first, again, address = part(value), part(value), id(value)
+    assert first == again and hash(first) == hash(again)
+    del value
+    others = []
+    for _ in range(1000):
+        others.append(kind())
+        assert part(others[-1]) != first
+        if id(others[-1]) == address:
+            break
+
+
+def test_calls_that_never_repeat_a_signature_do_not_accumulate(rerun):
+    module = te.graphed(_Foreign())
+    x = _x().requires_grad_()
+    _captured(module, x)
+    for step in range(3 * automatic.EAGER_SIGNATURES):
+        module.multiplier = 3.0 + step
+        module(x)
+    assert len(module.forward._entries) <= automatic.EAGER_SIGNATURES + 1
+    module.multiplier = 2.0
+    assert _reason(module, x) == ("captured", None)
 
 
 def test_a_second_forward_before_the_backward_runs_eagerly(rerun):

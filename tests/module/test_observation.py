@@ -310,3 +310,14 @@ def test_bad_calls_are_refused(device: torch.device):
     observation.close()
     with pytest.raises(ValueError, match="the observation is closed"):
         observation.step()
+
+
+def test_log_that_is_a_directory_raises_its_path_and_the_remedy(tmp_path: Path):
+    module = te.Linear(16, 16, device="cpu")
+    with pytest.raises(
+        IsADirectoryError, match=r"is a directory; give the path of a file, such as .*observation\.jsonl"
+    ):
+        te.observe(module, log=tmp_path)
+    with pytest.raises(FileNotFoundError, match="does not exist; create it first"):
+        te.observe(module, log=tmp_path / "missing" / "log.jsonl")
+    te.observe(module, log=tmp_path / "log.jsonl").close()

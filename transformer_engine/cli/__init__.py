@@ -1,8 +1,6 @@
-"""The `te` command: train the demonstration (`te train`), sample from it (`te generate`), convert checkpoints
-(`te convert`), describe this machine (`te info`), check the installation (`te doctor`), time it (`te bench`).
+"""The `te` command, which imports the module of a command, and its framework, only when that command runs.
 
-`te train` works with either framework and `te doctor` without one; the other commands read torch's side, and say so
-where torch is missing.
+`te train` works with either framework and `te doctor` without one. The other commands need PyTorch.
 """
 
 from __future__ import annotations
@@ -11,43 +9,106 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from .._version import __version__
 from ..common import env, extras
 
 if TYPE_CHECKING:
-    from typer import Typer
+    import typer
 
 REQUIRED = ("typer", "rich", "matplotlib")
 FRAMEWORKS = ("torch", "jax")
-# The module of each command, and whether it works without torch.
+
+
+class Command(NamedTuple):
+    """A command: its module, the first sentence of its help, and whether it works without torch."""
+
+    module: str
+    summary: str
+    without_torch: bool = False
+
+
 COMMANDS = {
-    "train": (".train", True),
-    "generate": (".generate", False),
-    "convert": (".convert", False),
-    "info": (".info", False),
-    "doctor": (".doctor.options", True),
-    "bench": (".bench.command", False),
+    "train": Command(
+        ".train",
+        "Train a byte-level GPT under a recipe and in high precision, side by side, and compare the losses.",
+        without_torch=True,
+    ),
+    "generate": Command(
+        ".generate",
+        "Draw text from a model that te train has trained, and say how many tokens (bytes) a second came.",
+    ),
+    "convert": Command(
+        ".convert",
+        "Write a Hugging Face checkpoint as one of TransformerLayer stacks, or such a one as Hugging Face's again.",
+    ),
+    "info": Command(
+        ".info",
+        "Describe this machine: device, libraries, recipes and the backend that each operation uses.",
+    ),
+    "doctor": Command(
+        ".doctor.options",
+        "Check this installation: versions, GPU, libraries and clients; exit code 1 where something stands in the way.",
+        without_torch=True,
+    ),
+    "bench": Command(
+        ".bench.command",
+        "Time the engine, plain PyTorch and other libraries on this machine; or compare two files of figures.",
+    ),
 }
 
 
-def application() -> Typer:
+def application() -> typer.Typer:
     """The command-line application with its commands."""
-    from typer import Typer
+    import typer
+    from typer.core import TyperGroup
 
-    app = Typer(
+    class LazyGroup(TyperGroup):
+        """Imports a command's module when the command is invoked; the list of commands needs summaries only."""
+
+        def resolve_command(self, ctx, args):  # pyright: ignore[reportMissingParameterType]
+            if args and args[0] in COMMANDS:
+                self.commands[args[0]] = _load(args[0])
+            return super().resolve_command(ctx, args)
+
+    app = typer.Typer(
         help="Train and run Transformers in 8 and 4 bits.",
+        cls=LazyGroup,
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    for name, (module, without_torch) in COMMANDS.items():
-        if without_torch or find_spec("torch") is not None:
-            app.command(name)(getattr(import_module(module, __package__), name))
-        else:
-            options = {"allow_extra_args": True, "ignore_unknown_options": True}
-            app.command(name, context_settings=options)(_refusing(name))
+
+    @app.callback()
+    def options(
+        version: bool = typer.Option(False, "--version", is_eager=True, help="Print the version and exit."),
+    ) -> None:
+        if version:
+            print(__version__)
+            raise typer.Exit
+
+    for name, command in COMMANDS.items():
+        app.command(name, help=command.summary)(_placeholder)
     return app
+
+
+def _placeholder() -> None:
+    """Stands for a command in the list of commands."""
+
+
+def _load(name: str) -> typer.core.TyperCommand:
+    """The command with its options, from its module."""
+    import typer
+
+    command = COMMANDS[name]
+    single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    if command.without_torch or find_spec("torch") is not None:
+        single.command(name)(getattr(import_module(command.module, __package__), name))
+    else:
+        options = {"allow_extra_args": True, "ignore_unknown_options": True}
+        single.command(name, context_settings=options)(_refusing(name))
+    return typer.main.get_command(single)  # pyright: ignore[reportReturnType]
 
 
 def _refusing(name: str) -> Callable[[], None]:
@@ -60,6 +121,9 @@ def _refusing(name: str) -> Callable[[], None]:
 
 def main() -> None:
     """Entry point of the `te` console script."""
+    if sys.argv[1:] == ["--version"]:
+        print(__version__)  # also where the libraries of the command are not installed
+        return
     missing = [name for name in REQUIRED if find_spec(name) is None]
     if all(find_spec(name) is None for name in FRAMEWORKS):
         missing.insert(0, "torch")
@@ -68,7 +132,7 @@ def main() -> None:
 
         sys.exit(diagnose(sys.argv[2:]))
     if missing:
-        # Who has JAX alone is not told to install torch's gigabytes.
+        # An installation with JAX alone is not told to install torch.
         alone = find_spec("torch") is None and find_spec("jax") is not None
         remedy = extras.command("cli-jax" if alone else "cli")
         sys.exit(f"te needs {', '.join(missing)}; install with {remedy}")

@@ -8,6 +8,7 @@ None, and what an `except ImportError` or `except ModuleNotFoundError` of a call
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
@@ -84,10 +85,21 @@ def sentence(name: str) -> str:
     if words is not None:
         return f"{name} is not in this package, {__version__}: {words}"
     place, _, last = name.rpartition(".")
+    near = _near(place, last)
+    suggestion = f"did you mean {near!r}? " if near else ""
     return (
-        f"{place} has no {last!r} in this package, {__version__}; docs/support.md lists what there is, and "
+        f"{place} has no {last!r} in this package, {__version__}; {suggestion}docs/support.md lists what there is, and "
         f"dir({place}) its names"
     )
+
+
+def _near(place: str, name: str) -> str | None:
+    """The public name of a loaded module that is spelled most like a missing one, or None."""
+    module = sys.modules.get(place)
+    public = [] if module is None else [known for known in dir(module) if not known.startswith("_")]
+    same = [known for known in public if known.lower() == name.lower()]
+    close = same or difflib.get_close_matches(name, public, n=1, cutoff=0.75)
+    return close[0] if close else None
 
 
 def _words(name: str) -> str | None:

@@ -31,6 +31,8 @@ from .signature import Leaves, obstacle_of, signature_of, standing_of
 CAPTURED, EAGER = "captured", "eager"
 _FIRST = "is_first_microbatch"
 _WARM_UPS = 2
+# Signatures without a graph whose calls are counted. A module with a counter among its attributes repeats none.
+EAGER_SIGNATURES = 64
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -105,7 +107,7 @@ class AutomaticGraph:
         entry = _Entry()
         if obstacle is None:
             signature = signature_of(leaves, standing, thread.state, first is not None)
-            entry = self._entries.setdefault(signature, entry)
+            entry = self._entry(signature)
             obstacle = entry.failure
             if obstacle is None and entry.graph is not None and entry.graph.waits:
                 obstacle = (
@@ -131,6 +133,16 @@ class AutomaticGraph:
         if first is not None:
             say_first(first)
         return graph.run(leaves.tensors, first)
+
+    def _entry(self, signature: tuple[Any, ...]) -> _Entry:
+        """The entry of a signature. The oldest one without a graph makes room where there are too many."""
+        entry = self._entries.get(signature)
+        if entry is None:
+            eager = [key for key, known in self._entries.items() if known.graph is None]
+            if len(eager) >= EAGER_SIGNATURES:
+                del self._entries[eager[0]]
+            entry = self._entries[signature] = _Entry()
+        return entry
 
     def _without_first(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

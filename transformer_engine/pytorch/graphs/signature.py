@@ -1,8 +1,12 @@
-"""Which calls one graph can serve: those with an equal signature, all that a capture would freeze but the values."""
+"""Signatures of calls: a graph serves every call whose signature equals that of the captured call.
+
+A signature holds everything that a capture freezes, except the values of tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,15 +19,19 @@ from ..quantization.autocast import AutocastState
 from ..runtime.device import autocast_dtype
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 
-# What a leaf of the arguments may be beside a tensor: values that say all by being equal.
+# Types of non-tensor arguments. Equal values of one type are interchangeable.
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
-
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# The bookkeeping of torch.nn.Module. Of these only parameters, buffers, children and the mode belong to a signature.
+_BOOKKEEPING = frozenset(vars(torch.nn.Module()))
+_VALUES = frozenset((*CONSTANTS, complex, bytes, torch.memory_format, torch.layout))
+# Attributes of this package's layers that are not in their `_config` and that a capture freezes.
+_BESIDE_CONFIG = ("cp_group", "forward", "score_mod")
 
 
 class Leaves(NamedTuple):
-    """The arguments of a call, (args, kwargs), in a row: `constants` has None where there is a tensor."""
+    """The flattened arguments (args, kwargs) of a call; `constants` is None at the position of a tensor."""
 
     structure: pytree.TreeSpec
     tensors: tuple[Tensor, ...]
@@ -42,11 +50,33 @@ class Leaves(NamedTuple):
         )
 
 
-class Standing(NamedTuple):
-    """What a module is at the moment of a call, or why it cannot be captured.
+class Identity:
+    """A part of a signature that equals only the same object.
 
-    facts      its layers' settings and the places of its parameters and buffers, as parts of a key
-    obstacle   a sentence; None: there is none
+    Signatures keep weak references where possible, so that they do not keep objects alive. CPython has one plain weak
+    reference per object, and a later object at the same address has another.
+    """
+
+    __slots__ = ("key",)
+
+    def __init__(self, value: object) -> None:
+        try:
+            self.key: object = weakref.ref(value)
+        except TypeError:
+            self.key = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and self.key is other.key
+
+    def __hash__(self) -> int:
+        return id(self.key)
+
+
+class Standing(NamedTuple):
+    """The state of a module at the moment of a call, or the reason that the call cannot be captured.
+
+    facts      settings of the layers, addresses of their parameters and buffers; parts of a signature
+    obstacle   the reason as a sentence, or None
     """
 
     facts: tuple[Any, ...]
@@ -65,10 +95,11 @@ def obstacle_of(leaves: Leaves) -> str | None:
 
 
 def standing_of(module: torch.nn.Module | None) -> Standing:
-    """A module's standing, found by walking through it: nothing tells of a layer or a parameter that was replaced."""
+    """The standing of a module, read from all of its layers because nothing reports a write to a layer."""
     if module is None:
         return Standing((), None)
     facts: list[Any] = []
+    seen: set[int] = set()
     waiting = [module]
     while waiting:
         layer = waiting.pop()
@@ -77,14 +108,83 @@ def standing_of(module: torch.nn.Module | None) -> Standing:
             return Standing((), f"a {type(layer).__name__} inside has hooks, which a replay would not call")
         if own.get("wgrad_store") is not None:
             return Standing((), f"a {type(layer).__name__} puts weight gradients off until its backward_dw()")
-        facts.append((id(layer), own["training"], own.get("_config")))
+        facts.append(_layer(layer, seen, 1))
         for tensor in (*own["_parameters"].values(), *own["_buffers"].values()):
             facts.append(None if tensor is None else (_place(tensor), tensor.requires_grad))
         waiting += [child for child in own["_modules"].values() if child is not None]
     return Standing(tuple(facts), None)
 
 
+def _layer(layer: torch.nn.Module, seen: set[int], depth: int) -> tuple[Any, ...]:
+    """A layer without its parameters, buffers and children as a part of a signature."""
+    own = layer.__dict__
+    config = own.get("_config")
+    if config is None:
+        names = own.keys() - _BOOKKEEPING
+    elif _is_ours(type(layer).forward):
+        # The forward reads the record and these; attributes that callers add have no effect.
+        names = [name for name in _BESIDE_CONFIG if own.get(name) is not None]
+    else:
+        # The private attributes are caches and states of this package.
+        names = [name for name in own.keys() - _BOOKKEEPING if not name.startswith("_")]
+    settings = [
+        (name, type(own[name]), own[name])
+        if type(own[name]) in _VALUES
+        else (name, _fact(own[name], seen, depth))
+        for name in names
+    ]
+    # A weak reference equals that of the same layer only, and is hashed and compared faster than an Identity.
+    return weakref.ref(layer), type(layer), own["training"], config, frozenset(settings)
+
+
+def _is_ours(value: object) -> bool:
+    return (getattr(value, "__module__", None) or "").startswith("transformer_engine.")
+
+
+def _fact(value: Any, seen: set[int], depth: int) -> Any:
+    """A value as a part of a signature.
+
+    Numbers, text and containers of them count by value, tensors by address and layout, other objects by identity.
+    For depth > 0, the attributes of an object count too, such as those of a model's configuration. Callables and
+    objects of this package count by identity only.
+
+    Args:
+        value: An attribute of a layer, or an element of one.
+        seen: Ids of the containers and objects that the signature includes already; they count by identity.
+        depth: How many levels of objects are read.
+    """
+    kind = type(value)
+    if kind in _VALUES:
+        return kind, value
+    if isinstance(value, Tensor):
+        # A result of the forward pass, such as an auxiliary loss, is overwritten by each replay.
+        if value.grad_fn is not None:
+            return kind
+        return kind, _place(value), value.shape, value.dtype, value.requires_grad
+    if id(value) in seen:
+        return Identity(value)
+    if isinstance(value, (set, frozenset)):
+        return kind, frozenset([_fact(element, seen, depth) for element in value])
+    if isinstance(value, (list, tuple, dict, torch.nn.Module)):
+        seen.add(id(value))
+    if isinstance(value, (list, tuple)):
+        return kind, tuple([_fact(element, seen, depth) for element in value])
+    if isinstance(value, dict):
+        pairs = value.items()
+        return kind, tuple([(_fact(key, seen, depth), _fact(element, seen, depth)) for key, element in pairs])
+    if depth == 0:
+        return Identity(value)
+    if isinstance(value, torch.nn.Module):
+        return _layer(value, seen, depth - 1)
+    if callable(value) or _is_ours(kind):
+        return Identity(value)
+    seen.add(id(value))
+    attributes = getattr(value, "__dict__", {})
+    return Identity(value), tuple([(name, _fact(attributes[name], seen, depth - 1)) for name in attributes])
+
+
 def _place(tensor: Tensor) -> Any:
+    """The address of a tensor, or those of the parts of a quantized tensor."""
     if isinstance(tensor, QuantizedTensorStorage):
         parts: Sequence[Tensor | None] = tensor.as_storage().flatten()[0]
         return tuple([None if part is None else part.data_ptr() for part in parts])
@@ -92,7 +192,7 @@ def _place(tensor: Tensor) -> Any:
 
 
 def signature_of(leaves: Leaves, standing: Standing, state: AutocastState, caches: bool) -> tuple[Any, ...]:
-    """The key of a call."""
+    """The signature of a call."""
     kinds = {tensor.device.type for tensor in leaves.tensors}
     return (
         leaves.structure,

@@ -233,8 +233,21 @@ def observe(
         if isinstance(module, ProductsModule) and module.numerics.observer is not None:
             raise ValueError(f"{name or 'the model'} is observed already; close that observation first")
     if log is not None:
-        Path(log).open("a", encoding="utf-8").close()  # fails here rather than at the end of a step
+        _check_log(Path(log))
     return Observation(model, every, None if log is None else Path(log), views.board(tensorboard))
+
+
+def _check_log(log: Path) -> None:
+    """Raise OSError now rather than at the end of a step if lines cannot be appended to the file."""
+    if log.is_dir():
+        raise IsADirectoryError(
+            f"log={str(log)!r} is a directory; give the path of a file, such as {str(log / 'observation.jsonl')!r}"
+        )
+    if not log.parent.is_dir():
+        raise FileNotFoundError(
+            f"log={str(log)!r}: the directory {str(log.parent)!r} does not exist; create it first"
+        )
+    log.open("a", encoding="utf-8").close()
 
 
 def _quantizers(product: ProductQuantizers) -> tuple[Any, ...]:
