@@ -28,7 +28,8 @@ class Operand:
     codes   in a float8 dtype or float4_e2m1fn, or high precision when format is None
     scale   what a code is multiplied by: float32 [1], [rows, ceil(K/128)] or [ceil(rows/128), ceil(K/128)];
             MXFP8: float8_e8m0fnu [rows, ceil(K/32)]; NVFP4: float8_e4m3fn [rows, ceil(K/16)]
-    amax    NVFP4 only: float32 [1], the tensor's absolute maximum, whence the second-level scale
+    amax    NVFP4 only: float32 [1], the absolute maximum from which the second-level scale follows, or [rows] where the
+            format has one scale per row
     dtype   the nominal high-precision dtype of the values
     axis    where the contracted axes begin
     hadamard  whether the values were Hadamard transformed along the contracted axes; a product of two transformed

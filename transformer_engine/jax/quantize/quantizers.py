@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ...common import env
 from ...common.checks import integer, switch
-from ...common.quantize_spec import QuantizeSpec
+from ...common.quantize_spec import FAST_ERRORS, QuantizeSpec
 from ..checks import check_floating, check_values
 from ..primitives import quantize as primitive
 from ..primitives.operand import turned
@@ -290,6 +291,8 @@ class NVFP4Quantizer(Quantizer):
     use_rht                        Hadamard transform the column direction
     stochastic_rounding_rng_state  uint32 words, such as the data of a jax.random key: round stochastically; None: to
                                    nearest
+    four_over_six                  "MAE" or "MSE": map a block's maximum to 4 instead of 6 where that makes the smaller
+                                   error; empty: never
     """
 
     STATE: ClassVar[tuple[str, ...]] = ("stochastic_rounding_rng_state",)
@@ -299,12 +302,17 @@ class NVFP4Quantizer(Quantizer):
     data_layout: str = "NT"
     use_rht: bool = False
     stochastic_rounding_rng_state: Array | None = None
+    four_over_six: str = ""
 
     def cast(self) -> Cast | None:
         return None  # its kernels read a matrix that lies in memory
 
     def _options(self) -> dict[str, Any]:
-        return {"hadamard": self.use_rht, "stochastic": self.stochastic_rounding_rng_state is not None}
+        error = self.four_over_six
+        if error and env.flag("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH"):
+            error = FAST_ERRORS[error]
+        stochastic = self.stochastic_rounding_rng_state is not None
+        return {"hadamard": self.use_rht, "stochastic": stochastic, "four_over_six": error}
 
     def _given(self, x: Array, axis: int) -> dict[str, Any]:
         if (state := self.stochastic_rounding_rng_state) is None:

@@ -115,15 +115,42 @@ def _nvfp4_params(recipe: NVFP4BlockScaling, source: TensorSource) -> QParams:
 
 def _nvfp4_mode(recipe: NVFP4BlockScaling, source: TensorSource) -> ScalingMode:
     square = _nvfp4_params(recipe, source).fp4_2d_quantization
-    return ScalingMode.NVFP4_2D_SCALING if square else ScalingMode.NVFP4_1D_SCALING
+    to_256 = bool(_four_over_six(recipe, source)) and _concerns(recipe.nvfp4_4over6_e4m3_use_256, source)
+    if recipe.row_scaled_activation and source is X:
+        return ScalingMode.NVFP4_ROWS_256_SCALING if to_256 else ScalingMode.NVFP4_ROWS_SCALING
+    if square:
+        return ScalingMode.NVFP4_2D_256_SCALING if to_256 else ScalingMode.NVFP4_2D_SCALING
+    return ScalingMode.NVFP4_1D_256_SCALING if to_256 else ScalingMode.NVFP4_1D_SCALING
+
+
+def _concerns(scope: str, source: TensorSource) -> bool:
+    """Return whether a scope of the recipe's 4over6 holds for a tensor; no scope holds for gradients."""
+    return source is not DGRAD and scope in ("all", "weights" if source is KERNEL else "activations")
+
+
+def _four_over_six(recipe: NVFP4BlockScaling, source: TensorSource) -> str:
+    """The error by which 4over6 chooses for a tensor; empty: it is not used."""
+    return recipe.nvfp4_4over6_err_mode if _concerns(recipe.nvfp4_4over6, source) else ""
+
+
+def _nvfp4_options(recipe: NVFP4BlockScaling, source: TensorSource) -> dict[str, Any]:
+    params = _nvfp4_params(recipe, source)
+    transforms = params.random_hadamard_transform and not params.fp4_2d_quantization
+    return {"use_rht": transforms, "four_over_six": _four_over_six(recipe, source)}
 
 
 def _check_nvfp4(recipe: NVFP4BlockScaling) -> None:
-    if recipe.row_scaled_activation or recipe.nvfp4_4over6 != "none":
-        raise ValueError(
-            f"NVFP4BlockScaling: row_scaled_activation={recipe.row_scaled_activation}, nvfp4_4over6="
-            f"{recipe.nvfp4_4over6!r}; transformer_engine.jax has neither, set them to False and 'none'"
-        )
+    variants = {
+        "row_scaled_activation": recipe.row_scaled_activation,
+        "nvfp4_4over6": _concerns(recipe.nvfp4_4over6, X),
+    }
+    params = recipe.fp4_quant_fwd_inp
+    for name in (name for name, asked in variants.items() if asked):
+        if params.random_hadamard_transform and not params.fp4_2d_quantization:
+            raise ValueError(
+                f"NVFP4BlockScaling: {name}={getattr(recipe, name)!r} of activations excludes the Hadamard transform; "
+                "set disable_rht=True, or NVTE_NVFP4_DISABLE_RHT=1"
+            )
 
 
 FAMILIES: dict[type[Recipe], Family] = {
@@ -151,10 +178,7 @@ FAMILIES: dict[type[Recipe], Family] = {
             "nvfp4",
             NVFP4BlockScaling,
             _nvfp4_mode,
-            lambda recipe, source: {
-                "use_rht": _nvfp4_params(recipe, source).random_hadamard_transform
-                and not _nvfp4_params(recipe, source).fp4_2d_quantization
-            },
+            _nvfp4_options,
             100,
             check=_check_nvfp4,
             random=lambda recipe: recipe.fp4_quant_bwd_grad.stochastic_rounding,
@@ -171,6 +195,10 @@ QUANTIZERS: dict[ScalingMode, type[Quantizer]] = {
     ScalingMode.BLOCK_2D_SCALING: BlockScaleQuantizer,
     ScalingMode.NVFP4_1D_SCALING: NVFP4Quantizer,
     ScalingMode.NVFP4_2D_SCALING: NVFP4Quantizer,
+    ScalingMode.NVFP4_1D_256_SCALING: NVFP4Quantizer,
+    ScalingMode.NVFP4_2D_256_SCALING: NVFP4Quantizer,
+    ScalingMode.NVFP4_ROWS_SCALING: NVFP4Quantizer,
+    ScalingMode.NVFP4_ROWS_256_SCALING: NVFP4Quantizer,
 }
 
 

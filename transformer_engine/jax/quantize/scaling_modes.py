@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import enum
 
-from ...common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, MXFP8, NVFP4, TensorFormat
+from ...common.formats import (
+    BLOCK_1D,
+    BLOCK_2D,
+    FLOAT8,
+    MXFP8,
+    NVFP4,
+    NVFP4_256,
+    NVFP4_ROWS,
+    NVFP4_ROWS_256,
+    TensorFormat,
+)
 
 
 class ScalingMode(enum.Enum):
@@ -19,6 +29,11 @@ class ScalingMode(enum.Enum):
     BLOCK_1D_SCALING = 100
     BLOCK_2D_SCALING = 101
     MXFP8_2D_SCALING = 102
+    # Block scales of NVFP4 up to 256, which leaves 4over6 room, and a second-level scale per row.
+    NVFP4_1D_256_SCALING = 103
+    NVFP4_2D_256_SCALING = 104
+    NVFP4_ROWS_SCALING = 105
+    NVFP4_ROWS_256_SCALING = 106
 
     @property
     def format(self) -> TensorFormat | None:
@@ -28,7 +43,13 @@ class ScalingMode(enum.Enum):
     @property
     def is_2d(self) -> bool:
         """Do square tiles share a scale, so that both directions hold the same values?"""
-        return self in (self.NVFP4_2D_SCALING, self.BLOCK_2D_SCALING, self.MXFP8_2D_SCALING)
+        square = (
+            self.NVFP4_2D_SCALING,
+            self.NVFP4_2D_256_SCALING,
+            self.BLOCK_2D_SCALING,
+            self.MXFP8_2D_SCALING,
+        )
+        return self in square
 
     @property
     def data_layout(self) -> str:
@@ -71,6 +92,10 @@ _FORMATS: dict[ScalingMode, TensorFormat | None] = {
     ScalingMode.MXFP8_2D_SCALING: MXFP8,
     ScalingMode.NVFP4_1D_SCALING: NVFP4,
     ScalingMode.NVFP4_2D_SCALING: NVFP4,
+    ScalingMode.NVFP4_1D_256_SCALING: NVFP4_256,
+    ScalingMode.NVFP4_2D_256_SCALING: NVFP4_256,
+    ScalingMode.NVFP4_ROWS_SCALING: NVFP4_ROWS,
+    ScalingMode.NVFP4_ROWS_256_SCALING: NVFP4_ROWS_256,
     ScalingMode.BLOCK_1D_SCALING: BLOCK_1D,
     ScalingMode.BLOCK_2D_SCALING: BLOCK_2D,
 }

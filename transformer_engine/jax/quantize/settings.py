@@ -41,6 +41,7 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "margin": exponent,
     "amax_compute_algo": lambda name, value: member(name, value, AmaxComputeAlgo),
     "use_rht": switch,
+    "four_over_six": lambda name, value: one_of(name, value, ("", "MAE", "MSE")),
     "scale": lambda name, value: _check_state(name, value, jnp.floating),
     "amax_history": lambda name, value: _check_state(name, value, jnp.floating),
     "stochastic_rounding_rng_state": lambda name, value: (

@@ -65,7 +65,7 @@ class ScaledTensor1x(ScaledTensor):
 
     data             row-wise [*rows, *columns]; column-wise [*columns, *rows] with data_layout "T", else as row-wise
     scale_inv        what a code is multiplied by: float32 [1], or one a block of the matrix as data lies
-    amax             float32 [1] of the values; [0] where no scale depends on it
+    amax             float32 [1] of the values, [rows] where rows have scales of their own; [0] without such a scale
     flatten_axis     where the columns of data begin (with data_layout "T": where its rows begin)
     has_rht_applied  are the values Hadamard transformed along the contracted axis?
     """
@@ -107,8 +107,10 @@ class ScaledTensor1x(ScaledTensor):
             codes, axis = turned(codes, axis), self.ndim - axis
             scale = scale if scale.ndim == 1 else scale.T
         amax = self.amax if self.amax.size else None
+        form = self.scaling_mode.format
+        form = form.columnwise if form is not None and self.is_colwise else form
         dtype = jnp.dtype(self.dq_dtype)
-        return Operand(codes, scale, amax, self.scaling_mode.format, dtype, axis, self.has_rht_applied)
+        return Operand(codes, scale, amax, form, dtype, axis, self.has_rht_applied)
 
     def dequantize(self) -> Array:
         """The values in dq_dtype, in the tensor's own order of axes."""

@@ -13,7 +13,7 @@ from ...common import env
 from ...common import recipe as recipes
 from ...common.checks import switch
 from ...common.formats import E2M1, NVFP4_FORMATS
-from ...common.quantize_spec import FAST_MAE, FAST_MSE, MAE, MSE
+from ...common.quantize_spec import FAST_ERRORS
 from ..constants import DType
 from ..primitives.quantize import Quantized, QuantizeSpec, absolute_maximum, hadamard_transform, quantize
 from ..runtime.checks import group_or_none
@@ -41,10 +41,6 @@ _REMEDIES = {
     "stochastic_rounding": "set stochastic_rounding=False, which is for gradients",
     "with_amax_reduction": "set with_amax_reduction=False, as every row has its own maximum",
 }
-_ERRORS = {
-    MAE: FAST_MAE,
-    MSE: FAST_MSE,
-}  # the error modes, and what NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH makes of them
 
 
 class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):
@@ -156,7 +152,7 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
         group_or_none("amax_reduction_group", amax_reduction_group)
         for name, value, allowed in (
             ("nvfp4_e4m3_max", nvfp4_e4m3_max, _LARGEST_SCALES),
-            ("nvfp4_4over6_err_mode", nvfp4_4over6_err_mode, tuple(_ERRORS)),
+            ("nvfp4_4over6_err_mode", nvfp4_4over6_err_mode, tuple(FAST_ERRORS)),
         ):
             if value not in allowed:
                 raise ValueError(f"{name}={value!r}; choose {allowed[0]!r} or {allowed[1]!r}")
@@ -210,7 +206,7 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
     def _block_error(self) -> str:
         """The error by which 4over6 chooses."""
         mode = self.nvfp4_4over6_err_mode
-        return _ERRORS[mode] if env.flag("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH") else mode
+        return FAST_ERRORS[mode] if env.flag("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH") else mode
 
     def is_quantizable(self, inp: Tensor) -> bool:
         # As in the original: a caller that can also wait, such as a gather, quantizes the whole tensor instead.

@@ -67,7 +67,11 @@ class Product(Kernel):
     @property
     def rule(self) -> str:
         m, n, k = self.extents
-        maxima = [name for name, form in zip("pq", self.forms, strict=True) if form.levels]
+        maxima = [
+            rows.whole if form.row_scaled else name
+            for rows, name, form in zip((m, n), "pq", self.forms, strict=True)
+            if form.levels
+        ]
         takes = [
             f"{m.whole} {k.whole}",
             f"{n.whole} {k.whole}",

@@ -18,6 +18,12 @@ def absolute_maximum(x: Array) -> Array:
     return exact.float_of(jnp.max(exact.magnitude_bits(x), initial=0).reshape(1))
 
 
+def row_maxima(x: Array, axis: int) -> Array:
+    """max|x| of every row of x [*rows, *columns] as float32 [prod(rows)]; NaN where a row has a NaN."""
+    bits = jnp.max(exact.magnitude_bits(x), axis=tuple(range(axis, x.ndim)), initial=0)
+    return exact.float_of(bits.reshape(-1))
+
+
 def scale_from_amax(
     amax: Array,
     maximum: float,

@@ -1,4 +1,4 @@
-"""codes [R, K] = e2m1(x / (s * g)): s an E4M3 scale for 16 elements, g one float32 scale for the matrix.
+"""NVFP4: codes [R, K] = e2m1(x / (s * g)), an E4M3 scale s per 16 elements and a float32 scale g per matrix or row.
 
 Two-level scaling of "Pretraining Large Language Models with NVFP4" (arXiv:2509.25149).
 """
@@ -13,23 +13,27 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .....common.formats import E2M1, E4M3, FLOAT32_MAX, NVFP4, ceil_div
+from .....common.formats import E2M1, E4M3, FLOAT32_MAX, NVFP4_FORMATS, TensorFormat, ceil_div
 from ... import exact
 from ...kernels import Kernel
 from ...launching import run
 from ...operand import Operand, turned
 from ...partitioning import Extent, extent
 from ...several_axes import call_on_axes
-from .. import tiles
+from .. import four_over_six, tiles
 from ..e2m1 import encode_e2m1
-from ..float8 import absolute_maximum, cast
+from ..float8 import absolute_maximum, cast, row_maxima
 from ..format_row import FormatRow, PlannedCall
 from ..hadamard import GROUP, hadamard_transform
 from ..spec import Given, Quantized, QuantizeSpec, Request
 from ..tile_scaled import matrix_of_scales, turned_shape
 from ..triton_float8 import Maximum
 
-_RANGE = E2M1.maximum * E4M3.maximum
+
+def _range(form: TensorFormat) -> float:
+    """6 times the largest block scale."""
+    assert form.unit_amax is not None
+    return form.unit_amax
 
 
 def _at_most_largest(scale: Array) -> Array:
@@ -37,32 +41,51 @@ def _at_most_largest(scale: Array) -> Array:
     return exact.float_of(jnp.where(bits == exact.INFINITY, exact.bits_of_constant(FLOAT32_MAX), bits))
 
 
-def global_encode_scale(amax: Array) -> Array:
-    """S = 6 * 448 / amax, at most FLOAT32_MAX; 1 where amax or S is 0."""
-    scale = exact.bits_of(_at_most_largest(exact.divide(_RANGE, amax)))
+def global_encode_scale(amax: Array, form: TensorFormat) -> Array:
+    """S = 6 * (largest block scale) / amax, at most FLOAT32_MAX; 1 where amax or S is 0."""
+    scale = exact.bits_of(_at_most_largest(exact.divide(_range(form), amax)))
     idle = (exact.bits_of(amax) == 0) | (scale == 0)
     return exact.float_of(jnp.where(idle, exact.bits_of_constant(1.0), scale))
 
 
-def global_decode_scale(amax: Array) -> Array:
-    """g = amax / (6 * 448): a value is code * block scale * g."""
-    return exact.divide(amax, jnp.full(amax.shape, _RANGE, jnp.float32))
+def global_decode_scale(amax: Array, form: TensorFormat) -> Array:
+    """g = amax / (6 * largest block scale): a value is code * block scale * g."""
+    return exact.divide(amax, jnp.full(amax.shape, _range(form), jnp.float32))
 
 
-def encode(x: Array, spec: QuantizeSpec, amax: Array, random: Array | None, axis: int) -> tuple[Array, Array]:
-    """x [*R, *K], amax [1] -> codes float4_e2m1fn [*R, *K], block scales e4m3 [.., ceil(R/r), .., ceil(K/16)]."""
+def encode(
+    x: Array, spec: QuantizeSpec, form: TensorFormat, amax: Array, random: Array | None, axis: int
+) -> tuple[Array, Array]:
+    """x [*R, *K], amax [1] or per row [prod(R)] -> codes float4_e2m1fn [*R, *K], block scales e4m3
+    [.., ceil(R/r), .., ceil(K/16)]."""
     assert spec.tile is not None
     cut = tiles.cut(x, spec.tile, axis)
-    encode_scale = tiles.settled(global_encode_scale(amax))
+    amax = over_tiles(amax, form, x.shape, axis)
+    encode_scale = tiles.settled(global_encode_scale(amax, form))
+
+    def multiplier_of(scale: Array) -> Array:
+        decode = exact.multiply(scale.astype(jnp.float32), exact.reciprocal(encode_scale))
+        return _at_most_largest(exact.reciprocal(decode))
+
+    if spec.four_over_six:
+        codes, block_scale = four_over_six.encode(
+            cut, axis, spec.four_over_six, _range(form), amax, encode_scale, multiplier_of
+        )
+        return tiles.join(codes, x.shape, axis), block_scale
     amax_tiles = tiles.tile_amax(cut, axis)
-    encode_scale = encode_scale.reshape((1,) * amax_tiles.ndim)
     wanted = amax_tiles * (encode_scale * jnp.float32(1.0 / E2M1.maximum))
     block_scale = cast(jnp.minimum(wanted, FLOAT32_MAX), E4M3)
-    decode = exact.multiply(block_scale.astype(jnp.float32), exact.reciprocal(encode_scale))
-    block_scale, multiplier = tiles.settled((block_scale, _at_most_largest(exact.reciprocal(decode))))
+    block_scale, multiplier = tiles.settled((block_scale, multiplier_of(block_scale)))
     random_tiles = None if random is None else tiles.cut(random.reshape(x.shape), spec.tile, axis)
     codes = encode_e2m1(cut.astype(jnp.float32) * tiles.spread(multiplier, axis), random_tiles)
     return tiles.join(codes, x.shape, axis), block_scale
+
+
+def over_tiles(amax: Array, form: TensorFormat, shape: tuple[int, ...], axis: int) -> Array:
+    """The maxima of an array [*R, *K], [1] or per row [prod(R)], with as many dimensions as the array."""
+    if form.row_scaled:
+        return amax.reshape(*shape[:axis], *(1,) * (len(shape) - axis))
+    return amax.reshape((1,) * len(shape))
 
 
 def quantize(x: Array, spec: QuantizeSpec, given: Given, axis: int) -> Quantized:
@@ -72,10 +95,13 @@ def quantize(x: Array, spec: QuantizeSpec, given: Given, axis: int) -> Quantized
         given.random if spec.stochastic and given.random is not None else (None, None)
     )
     codes = scales = codes_t = scales_t = None
-    if amax is None and (spec.rowwise or not spec.hadamard):
+    form = spec.format
+    if amax is None and form.row_scaled:
+        amax = row_maxima(x, axis) if spec.rowwise else None
+    elif amax is None and (spec.rowwise or not spec.hadamard):
         amax = exact.largest_over(absolute_maximum(x), given.over)
     if amax is not None and (spec.rowwise or spec.transposes):
-        codes, scales = encode(x, spec, amax, random_rows, axis)
+        codes, scales = encode(x, spec, form, amax, random_rows, axis)
     if spec.columnwise:
         if codes is not None and scales is not None and spec.transposes:
             codes_t, scales_t, amax_t = turned(codes, axis), turned(scales, axis), amax
@@ -83,9 +109,10 @@ def quantize(x: Array, spec: QuantizeSpec, given: Given, axis: int) -> Quantized
             x_t = turned(x, axis)
             x_t = hadamard_transform(x_t, spec.random_sign) if spec.hadamard else x_t
             if amax_t is None:
-                amax_t = exact.largest_over(absolute_maximum(x_t), given.over) if spec.hadamard else amax
+                apart = spec.hadamard or form.row_scaled
+                amax_t = exact.largest_over(absolute_maximum(x_t), given.over) if apart else amax
             assert amax_t is not None
-            codes_t, scales_t = encode(x_t, spec, amax_t, random_columns, x.ndim - axis)
+            codes_t, scales_t = encode(x_t, spec, form.columnwise, amax_t, random_columns, x.ndim - axis)
     return Quantized(
         codes=codes if spec.rowwise else None,
         scale=matrix_of_scales(scales, spec, x.shape, axis) if spec.rowwise else None,
@@ -98,17 +125,19 @@ def quantize(x: Array, spec: QuantizeSpec, given: Given, axis: int) -> Quantized
 
 def dequantize(operand: Operand, scale: Array) -> Array:
     """code * block scale * global scale."""
+    form = operand.format
+    assert form is not None and form.block is not None
     if operand.amax is None:
         raise ValueError(
-            "an nvfp4 operand needs the tensor's amax for its second scale, which is None; "
+            f"an {form.name} operand needs the tensor's amax for its second scale, which is None; "
             "pass the one that `quantize` returned"
         )
-    assert NVFP4.block is not None
     axis = operand.axis
-    codes = tiles.cut(operand.codes.astype(jnp.float32), NVFP4.block, axis)
+    codes = tiles.cut(operand.codes.astype(jnp.float32), form.block, axis)
     # The first product has at most 6 significant bits and is exact, so only the second rounds.
     spread = tiles.spread(scale.astype(jnp.float32), axis)
-    values = exact.scaled(codes * spread, global_decode_scale(operand.amax).reshape((1,) * codes.ndim))
+    amax = over_tiles(operand.amax, form, operand.codes.shape, axis)
+    values = exact.scaled(codes * spread, tiles.spread(global_decode_scale(amax, form), axis))
     return tiles.join(values, operand.codes.shape, axis)
 
 
@@ -154,6 +183,28 @@ class TransformedMaximum(Kernel):
 
 
 @dataclass(frozen=True)
+class RowMaxima(Kernel):
+    """x [M, K] -> max|x| of every row [M]"""
+
+    maxed = (0,)
+
+    @property
+    def rule(self) -> str:
+        return "m k -> m"
+
+    def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return (jax.ShapeDtypeStruct((operands[0].shape[0],), jnp.float32),)
+
+    def run(self, *arrays: Array) -> tuple[Array, ...]:
+        from .....common.kernels import nvfp4  # it imports triton
+
+        rows, depth = arrays[0].shape
+        (amax,) = run(nvfp4.row_maxima((rows, depth)), arrays)
+        assert amax is not None
+        return (amax,)
+
+
+@dataclass(frozen=True)
 class Blocks(Kernel):
     """(x [M, K], [amax], [amax_t], [random [M, K]], [random_t [K, M]]) -> [codes, scale], [codes_t, scale_t]
 
@@ -174,9 +225,10 @@ class Blocks(Kernel):
     def rule(self) -> str:
         m, k = self.extents
         matrix, turned = f"{m.whole} {k.whole}", f"{k.whole} {m.whole}"
+        maxima = m.whole if self.spec.format.row_scaled else "p"
         takes = [
             matrix,
-            *(one for one, there in zip(("p", "q", matrix, turned), self.given, strict=True) if there),
+            *(one for one, there in zip((maxima, "q", matrix, turned), self.given, strict=True) if there),
         ]
         made = []
         if self.spec.rowwise:
@@ -245,8 +297,16 @@ def plan(request: Request) -> PlannedCall:
 def _maxima(
     x: Array, spec: QuantizeSpec, given: Given, counts: dict[str, int]
 ) -> tuple[Array | None, Array | None]:
-    """float32 [1] of both directions, those given and those measured here."""
+    """float32 [1] of both directions, or [M] of rows with scales of their own; measured where they are not given."""
     amax, amax_t = given.amax, given.amax_t
+    if spec.format.row_scaled:
+        if amax is None and spec.rowwise:
+            (amax,) = call_on_axes(RowMaxima(), counts, x)
+            amax = amax.reshape(-1)
+        if amax_t is None and spec.columnwise:
+            (amax_t,) = call_on_axes(Maximum(), {"r": counts["m"], "w": counts["k"]}, x)
+            amax_t = exact.largest_over(amax_t, given.over)
+        return amax, amax_t
     if amax is None and (spec.rowwise or not spec.hadamard):
         (amax,) = call_on_axes(Maximum(), {"r": counts["m"], "w": counts["k"]}, x)
         amax = exact.largest_over(amax, given.over)
@@ -259,4 +319,4 @@ def _maxima(
     return amax, amax_t
 
 
-ROWS = (FormatRow(NVFP4, quantize, dequantize, plan, check),)
+ROWS = tuple(FormatRow(form, quantize, dequantize, plan, check) for form in NVFP4_FORMATS.values())

@@ -1,0 +1,110 @@
+"""4over6: each tile's maximum maps to 6, or to 4 where that codes the tile with a smaller error.
+
+Errors decide by their last bit, so they are computed as IEEE float32 arithmetic would: XLA for a CPU flushes subnormal
+numbers to zero, divides by constants through their inverses and fuses products with sums. Products and quotients are
+those of `exact`; differences and sums are of values multiplied by a power of two that keeps them normal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import Array
+
+from ....common.formats import E2M1, E4M3
+from ....common.quantize_spec import FAST_MAE, FAST_MSE, MSE
+from .. import exact
+from . import tiles
+from .e2m1 import encode_e2m1
+from .float8 import cast
+
+Coding = tuple[Array, Array, Array]  # codes of tiles, their scales, the error of each tile
+
+
+def encode(
+    cut: Array,
+    axis: int,
+    measure: str,
+    largest: float,
+    amax: Array,
+    encode_scale: Array,
+    multiplier_of: Callable[[Array], Array],
+) -> tuple[Array, Array]:
+    """(codes of the tiles `cut`, their scales e4m3).
+
+    Args:
+        cut: Tiles [.., R, r, .., K, c] as `tiles.cut` makes them; `axis` is that of the matrix.
+        axis: Where the columns of the matrix begin.
+        measure: One of `BLOCK_ERRORS`.
+        largest: 6 times the largest block scale.
+        amax: The maxima that second-level scales follow from, of as many dimensions as there are tiles' scales.
+        encode_scale: The second-level scales, of the same shape.
+        multiplier_of: Block scales e4m3 -> what values are multiplied by.
+    """
+    base = exact.multiply(exact.divide(tiles.tile_amax(cut, axis), jnp.float32(E2M1.maximum)), encode_scale)
+    six, four = (
+        _coded(cut, axis, wanted, measure, largest, amax, encode_scale, multiplier_of)
+        for wanted in (base, exact.multiply(base, 1.5))
+    )
+    takes_four = four[2] < six[2]
+    return (
+        jnp.where(tiles.spread(takes_four, axis), four[0], six[0]),
+        jnp.where(takes_four, four[1], six[1]),
+    )
+
+
+def _coded(
+    cut: Array,
+    axis: int,
+    wanted: Array,
+    measure: str,
+    largest: float,
+    amax: Array,
+    encode_scale: Array,
+    multiplier_of: Callable[[Array], Array],
+) -> Coding:
+    scale = cast(wanted, E4M3)
+    scale, multiplier = tiles.settled((scale, multiplier_of(scale)))
+    codes = encode_e2m1(cut.astype(jnp.float32) * tiles.spread(multiplier, axis), None)
+    # At most 6 significant bits, from 2^-10 on: exact.
+    product = jnp.abs(codes.astype(jnp.float32)) * tiles.spread(scale.astype(jnp.float32), axis)
+    # A code has the sign of its value, so differences of magnitudes are those of values.
+    values = exact.float_of(exact.magnitude_bits(cut))
+    of_tiles = tiles.spread(amax, axis), tiles.spread(encode_scale, axis)
+    if measure in (FAST_MAE, FAST_MSE):
+        difference = jnp.abs(product - exact.multiply(values, of_tiles[1]))
+        terms = exact.multiply(difference, difference) if measure == FAST_MSE else difference
+    else:
+        terms = _terms(product, values, of_tiles[0], largest, measure == MSE)
+    return codes, scale, _sum(terms, axis)
+
+
+def _terms(product: Array, values: Array, amax: Array, largest: float, squared: bool) -> Array:
+    """|product * amax / largest - values|, or its square, times a power of two that depends on amax alone."""
+    exponent = ((exact.bits_of(amax) >> 23) & 0xFF) - 127
+    lift = jnp.clip(-exponent, 0, 100)
+    decoded = exact.divide(exact.multiply(product, amax), jnp.float32(largest))
+    difference = jnp.abs(exact.multiply(decoded, _power(lift)) - exact.multiply(values, _power(lift)))
+    if not squared:
+        return difference
+    difference = exact.multiply(difference, _power(-lift))
+    return exact.multiply(exact.multiply(difference, difference), _power(jnp.minimum(2 * lift, 100)))
+
+
+def _power(exponent: Array) -> Array:
+    """2^exponent, -126 to 127."""
+    return exact.float_of((exponent + 127) << 23)
+
+
+def _sum(terms: Array, axis: int) -> Array:
+    """Sums of tiles: along a row from the first element to the last, then rows 0 with 8, 1 with 9, .., 0 with 4, .."""
+    columns = jnp.moveaxis(terms, -1, 0)
+    total = columns[0]
+    for place in range(1, columns.shape[0]):
+        total = total + columns[place]
+    rows = jnp.moveaxis(total, axis, 0)
+    while rows.shape[0] > 1:
+        half = rows.shape[0] // 2
+        rows = rows[:half] + rows[half:]
+    return rows[0]
