@@ -346,6 +346,7 @@ def test_leaving_the_managers_outermost_block_updates_scales(device, monkeypatch
 def test_delayed_weight_gradients_name_their_parameters(device):
     late = te.Linear(32, 16, delay_wgrad_compute=True, device=device)
     assert late.get_backward_dw_params() == [late.weight]
+    assert late.weight.skip_backward_post_hook and not hasattr(late.bias, "skip_backward_post_hook")
     assert te.Linear(32, 16, device=device).get_backward_dw_params() == []
     group = te.GroupedLinear(2, 32, 16, delay_wgrad_compute=True, device=device)
     group.weight1.requires_grad_(False)

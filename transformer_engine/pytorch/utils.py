@@ -143,7 +143,8 @@ def gpu_autocast_ctx(**settings: Any) -> torch.amp.autocast:
     Args:
         settings: Keywords of `torch.amp.autocast`, such as `dtype` and `enabled`.
     """
-    return torch.amp.autocast(**{"device_type": canonical_device("cuda").type} | settings)
+    settings.setdefault("device_type", canonical_device("cuda").type)
+    return torch.amp.autocast(**settings)
 
 
 def torch_get_autocast_gpu_dtype() -> torch.dtype:

@@ -180,6 +180,10 @@ class TransformerEngineBaseModule(torch.nn.Module):
         """What each slot of one direction is for, as a custom recipe's factory is told; None: unknown."""
         return None
 
+    def fast_setattr(self, name: str, value: Any) -> None:
+        """Set a plain attribute without nn.Module's search for parameters and modules."""
+        object.__setattr__(self, name, value)
+
     def module_setattr(self, name: str, value: Any) -> None:
         """Set an attribute as nn.Module does, registering parameters and modules."""
         setattr(self, name, value)

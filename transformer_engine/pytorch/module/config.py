@@ -71,7 +71,8 @@ def configured(
 
     def decorate(cls: type[M]) -> type[M]:
         cls._config_class = config  # pyright: ignore[reportAttributeAccessIssue]
-        cls.fast_setattr = fast_setattr  # pyright: ignore[reportAttributeAccessIssue]
+        if not hasattr(cls, "fast_setattr"):
+            cls.fast_setattr = fast_setattr  # pyright: ignore[reportAttributeAccessIssue]
         known = {**RULES, **(rules or {})}
         for field in fields(config):
             if not field.name.startswith("_") and field.name not in vars(cls):

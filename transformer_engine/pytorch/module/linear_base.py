@@ -167,6 +167,16 @@ class ProductsModule(TransformerEngineBaseModule):
                 roles[-1] = border
         return roles
 
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Fill and mark the parameters; see `TransformerEngineBaseModule.reset_parameters`.
+
+        Weights whose gradients are delayed get `skip_backward_post_hook`: a data-parallel wrapper then leaves them to
+        `register_wgrad_accumulation_and_reduce_hooks`.
+        """
+        super().reset_parameters(defer_init=defer_init)
+        for parameter in self.get_backward_dw_params():
+            parameter.skip_backward_post_hook = True  # pyright: ignore[reportAttributeAccessIssue]
+
     def get_backward_dw_params(self) -> list[torch.nn.Parameter]:
         """Return the parameters whose gradients `backward_dw` computes; none unless delay_wgrad_compute=True."""
         if self.wgrad_store is None:
