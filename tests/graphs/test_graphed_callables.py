@@ -519,7 +519,7 @@ def _with_trained_buffer():
             ValueError,
             "has 2 entries",
         ),
-        (lambda: _layer("Linear"), {"sample_args": (_x(),), "enabled": 1.5}, TypeError, "enabled"),
+        (lambda: _layer("Linear"), {"sample_args": (_x(),), "enabled": torch.ones(2)}, TypeError, "enabled"),
         (
             lambda: _layer("Linear"),
             {"sample_args": (_x(),), "num_warmup_iters": -1},
