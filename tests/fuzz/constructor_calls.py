@@ -79,7 +79,8 @@ ACTIVATION = {
     "activation_params": (3, {"slope": 1.0}, {"limit": "7"}, {"alpha": NAN}, [7.0]),
 }
 FORMATS = {"fp8_format": ("E4M3", 3, recipe.Format.E2M1, None)}
-FP8_ATTENTION = {"fp8_dpa": FLAG, "fp8_mha": FLAG}
+SWITCH = (*FLAG, "maybe", 2, 0.5)  # of a recipe, which takes the spellings of true and false only
+FP8_ATTENTION = {"fp8_dpa": SWITCH, "fp8_mha": SWITCH}
 OVERRIDE = {"backward_override": (WORD, 3, True)}
 PRODUCTS = dict.fromkeys(("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"), (True, None, "split"))
 
@@ -174,7 +175,7 @@ def _attention() -> list[Call]:
 
 
 def _recipes() -> list[Call]:
-    quantizes = {"qfactory": (None, 3, "factory"), "quantization_alignment": REQUIRED_SIZE}
+    quantizes = {"qfactory": (None, 3, "factory"), "quantization_alignment": (0, -1, 2.5, "wide", None)}
     scopes = ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256", "nvfp4_4over6_err_mode")
     switches = (
         "disable_rht",
@@ -185,26 +186,27 @@ def _recipes() -> list[Call]:
     dimensions = ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim")
     return [
         _of("DelayedScaling", recipe.DelayedScaling, {}, FORMATS, FP8_ATTENTION, {
-            "margin": (2.5, "1", None, NAN, [0], True), "amax_history_len": (*REQUIRED_SIZE,),
+            "margin": (2.5, "one", None, NAN, [0]), "amax_history_len": (-1, 2.5, "long", None, NAN, [16]),
             "amax_compute_algo": (*NAME, None), "scaling_factor_compute_algo": (3, "max", [1]),
-            "reduce_amax": FLAG, "backward_override": (WORD, "dequantized", 3),
+            "reduce_amax": SWITCH, "backward_override": (WORD, "dequantized", 3),
         }),
         _of("Float8CurrentScaling", recipe.Float8CurrentScaling, {}, FORMATS, FP8_ATTENTION, OVERRIDE, PRODUCTS,
-            {"use_power_2_scales": FLAG}),
+            {"use_power_2_scales": SWITCH}),
         _of("Float8BlockScaling", recipe.Float8BlockScaling, {}, FORMATS, OVERRIDE, PRODUCTS,
-            {"fp8_dpa": (*FLAG, True), "fp8_mha": (*FLAG, True), "use_f32_scales": FLAG},
-            dict.fromkeys(dimensions, (0, 3, 1.5, "1", None, True))),
+            {"fp8_dpa": (*SWITCH, True), "fp8_mha": (*SWITCH, True), "use_f32_scales": SWITCH},
+            dict.fromkeys(dimensions, (0, 3, 1.5, "two", None))),
         _of("MXFP8BlockScaling", recipe.MXFP8BlockScaling, {}, FORMATS, FP8_ATTENTION, OVERRIDE,
-            {"margin": (2.5, "1", None, NAN), "enable_2d_quantization": FLAG}),
+            {"margin": (2.5, "one", None, NAN), "enable_2d_quantization": SWITCH}),
         _of("NVFP4BlockScaling", recipe.NVFP4BlockScaling, {}, FP8_ATTENTION, OVERRIDE, {
             "fp4_format": ("E2M1", recipe.Format.E4M3, None), "fp8_format": ("E4M3", recipe.Format.HYBRID, None),
-            **dict.fromkeys(scopes, (WORD, 3, True)), **dict.fromkeys(switches, FLAG),
+            **dict.fromkeys(scopes, (WORD, 3, True)), **dict.fromkeys(switches, SWITCH),
         }),
-        _of("CustomRecipe", recipe.CustomRecipe, {"qfactory": print}, FORMATS, FP8_ATTENTION, OVERRIDE, quantizes),
-        _of("MMParams", recipe.MMParams, {}, {"use_split_accumulator": FLAG}),
+        _of("CustomRecipe", recipe.CustomRecipe, {"qfactory": print}, FP8_ATTENTION, OVERRIDE, quantizes,
+            {"fp8_format": ("E4M3", 3, None)}),
+        _of("MMParams", recipe.MMParams, {}, {"use_split_accumulator": SWITCH}),
         _of("QParams", recipe.QParams, {}, {
-            "amax_epsilon": (-1.0, NAN, "0", None, True), "power_2_scale": FLAG, "random_hadamard_transform": FLAG,
-            "stochastic_rounding": FLAG, "fp4_2d_quantization": FLAG,
+            "amax_epsilon": (NAN, "small", None), "power_2_scale": SWITCH, "random_hadamard_transform": SWITCH,
+            "stochastic_rounding": SWITCH, "fp4_2d_quantization": SWITCH,
         }),
     ]  # fmt: skip
 
@@ -212,7 +214,7 @@ def _recipes() -> list[Call]:
 def _quantizers() -> list[Call]:
     element = {"fp8_dtype": (torch.float16, "e4m3", 99, None, 2.5, te.DType.kFloat4E2M1, te.DType.kFloat32)}
     usage = {"rowwise": FLAG, "columnwise": FLAG}
-    epsilon = {"amax_epsilon": (-1.0, NAN, "0", None)}
+    epsilon = {"amax_epsilon": (NAN, "0", None)}
     one = torch.ones(1)
     scalar = (3.0, "1", torch.ones(2), torch.ones(1, dtype=torch.int32), [1.0])
     e4m3 = {"fp8_dtype": te.DType.kFloat8E4M3}

@@ -35,7 +35,7 @@ COUNTS = {"zero": 0, "negative": -2, "half": 1.5, "text": "x", "none": None, "tr
 NAMES = {"unknown": "nosuch", "number": 3, "empty": "", "list": ["layernorm"]}
 RATES = {"one": 1.0, "above": 1.5, "negative": -0.1, "text": "x", "nan": float("nan")}
 RATES_OF_FLAX = {kind: rate for kind, rate in RATES.items() if kind != "one"}  # nn.Dropout(1.0) returns zeros
-SWITCHES = {"text": "x", "two": 2, "number": 0.5}
+SWITCHES = {"function": len, "type": float}
 NO_FUNCTIONS = {"text": "x", "number": 0.5}
 NO_MEMBERS = {"none": None, "number": 1}  # of an enumeration
 DEALT = {"strategy": attention.ReorderStrategy.Striped, "cp_size": 4, "seq_dim": 1}

@@ -234,7 +234,7 @@ def pickled_by_the_original(kind, **fields):
 def test_a_pickle_without_derived_or_later_fields_loads_and_computes(kind, fields, plain):
     found = pickle.loads(pickled_by_the_original(kind, **fields))
     assert found == plain and repr(found) == repr(plain)
-    found.fp8_dpa = False  # an assignment needs what the constructor leaves
+    found.fp8_dpa = False  # an assignment updates the derived fields
     if kind is not NVFP4BlockScaling:
         assert same(step(found), step(plain))
 

@@ -239,7 +239,7 @@ class _Unpickler(pickle.Unpickler):
 def _drop_functions(content: Any, foreign: set[type[_Record]]) -> None:
     """Replace the functions of a recipe by the defaults, as encode_extra_state does; they are never loaded."""
     recipe = content.get("recipe") if isinstance(content, dict) else None
-    fields_of = recipe.__dict__["attributes"] if isinstance(recipe, _Record) else None
+    fields_of: Any = recipe.__dict__["attributes"] if isinstance(recipe, _Record) else None
     for name in ("amax_compute_algo", "scaling_factor_compute_algo"):
         function = fields_of.get(name) if isinstance(fields_of, dict) else None
         if isinstance(function, type) and function in foreign:

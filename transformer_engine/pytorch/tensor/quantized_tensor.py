@@ -222,7 +222,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):
         return self.detach()
 
     def _set_data(self, value: Tensor) -> None:
-        """Take over value's payload (shape and nominal dtype included), or quantize a tensor into this one's payload.
+        """Adopt value's payload (shape and nominal dtype included), or quantize a tensor into this one's payload.
 
         A tensor of another format is dequantized first. A tensor of another shape gets a new payload.
         """
