@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common.checks import described
+from transformer_engine.common.numbers import to_float
 from transformer_engine.common.warning import warn_once
 from transformer_engine.pytorch.attention.dot_product_attention.arguments import check_bias
 from transformer_engine.pytorch.attention.dot_product_attention.prepare import device_of
@@ -32,9 +33,10 @@ from transformer_engine.pytorch.primitives.attention.request import (
     AttentionInputs,
     AttentionRequest,
 )
+from transformer_engine.pytorch.runtime.warn_once import warn_once
 
 from . import fp8_attention
-from .attention_checks import check_call, check_question
+from .attention_checks import check_call, check_question, whole_window
 from .attention_sequences import Sequences, sequences_of
 from .cast import torch_dtype
 from .checks import member, quantizer_or_none
@@ -291,19 +293,21 @@ def _call(
     bias: Tensor | None, offset: Tensor | None, max_logit: bool, bottom_right: bool | None,
 ) -> tuple[AttentionRequest, AttentionInputs]:  # fmt: skip
     """The call as the backends are asked for it."""
-    check_call(layout, qkv, cu_seqlens, scale, dropout, dtype, window, bias, offset)
+    scale, dropout = to_float("attn_scale", scale), to_float("p_dropout", dropout)
+    left, right = whole_window(window)
+    check_call(layout, qkv, cu_seqlens, scale, dropout, dtype, bias, offset)
     if layout.paged != (page_table is not None):
         raise ValueError(f"qkv_layout={layout.name!r} {'needs' if layout.paged else 'takes no'} page_table_k")
     q = layout.queries(_wide(qkv[0], dtype))
     k, v = (layout.keys(_wide(x, dtype)) for x in qkv[1:])
     bias_name = _BIASES[member("bias_type", NVTE_Bias_Type, kinds[0])]
     if bias is not None and bias.numel() and bias_name not in ("pre_scale_bias", "post_scale_bias"):
-        raise ValueError(
-            f"attn_bias={described(bias)} with bias type {bias_name!r}; leave it out, or set the type"
+        warn_once(
+            "attn_bias",
+            f"attn_bias has no effect with bias type {bias_name!r}; set the type to 'post_scale_bias', or leave it out",
         )
     softmax = _SOFTMAXES[member("softmax_type", NVTE_Softmax_Type, kinds[2])]
     mask_name = _MASKS[member("attn_mask_type", NVTE_Mask_Type, kinds[1])]
-    left, right = window
     # Callers leave the right side of a causal window open; the mask closes it.
     mask = resolve_mask(mask_name, (left, 0 if "causal" in mask_name else right), bottom_right)
     sequences = sequences_of(layout, mask.padding, q, k, cu_seqlens, starts, max_seqlens, page_table)

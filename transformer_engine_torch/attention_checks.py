@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.common.checks import described, drop_rate, integer, number, whole
+from transformer_engine.common.checks import described, number
+from transformer_engine.common.numbers import to_int
+from transformer_engine.pytorch.module.arguments import drop_rate
 from transformer_engine.pytorch.runtime.checks import floating, integers, tensor, values_dtype
 
 from .layout import Layout
@@ -21,7 +23,6 @@ def check_call(
     scale: float,
     dropout: float,
     dtype: torch.dtype,
-    window: Sequence[int],
     bias: Tensor | None,
     offset: Tensor | None,
 ) -> None:
@@ -48,16 +49,24 @@ def check_call(
     number("attn_scale", scale)
     number("p_dropout", dropout)
     values_dtype("fake_dtype", dtype)
-    if isinstance(window, str) or not isinstance(window, Sequence) or len(window) != 2:
-        raise TypeError(
-            f"window_size={described(window)} must be two numbers; give (left, right), -1 for no limit"
-        )
-    for side in window:
-        integer(f"a side of window_size={tuple(window)}, which", side)
     if bias is not None:
         floating("Bias", bias)
     if offset is not None:
         tensor("SoftmaxOffset", offset)
+
+
+def whole_window(window: Any) -> tuple[int, int]:
+    """Return a window (left, right) as ints.
+
+    Raises:
+        TypeError: The value is not a pair of whole numbers.
+    """
+    if isinstance(window, str) or not isinstance(window, Sequence) or len(window) != 2:
+        raise TypeError(
+            f"window_size={described(window)} must be two numbers; give (left, right), -1 for no limit"
+        )
+    left, right = (to_int(f"a side of window_size={tuple(window)}, which", side) for side in window)
+    return left, right
 
 
 def check_question(
@@ -65,12 +74,12 @@ def check_question(
 ) -> None:
     """TypeError or ValueError unless a question about backends has sizes, lengths, a rate and a window."""
     for name, size in sizes.items():
-        whole(name, size)
+        to_int(name, size, 1)
     for name, length in lengths.items():
-        whole(name, length, 0)
+        to_int(name, length, 0)
     heads, groups = sizes["num_attn_heads"], sizes["num_gqa_groups"]
     if heads % groups:
         raise ValueError(f"num_gqa_groups={groups} does not divide num_attn_heads={heads}; give a divisor")
     drop_rate("p_dropout", dropout)
     for name, side in zip(("window_size_left", "window_size_right"), window, strict=True):
-        integer(name, side)
+        to_int(name, side)

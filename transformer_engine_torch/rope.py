@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from transformer_engine.common.numbers import to_bool, to_int
 from transformer_engine.pytorch.primitives import rope
 from transformer_engine.pytorch.primitives.rope import Positions, RopeSpec, check_rotation
 
@@ -20,7 +21,7 @@ def fused_rope_forward(
     cu_seqlens: Tensor | None, cp_size: int, cp_rank: int,
 ) -> Tensor:  # fmt: skip
     """input [.., h, d] turned by the angles freqs float32 [s, 1, 1, d] of its tokens' positions."""
-    spec = RopeSpec(format_name(qkv_format), interleaved, cp_size, cp_rank)
+    spec = _spec(qkv_format, interleaved, cp_size, cp_rank)
     return rope.rope_forward(*_checked(input, freqs, Positions(start_positions, cu_seqlens), spec))
 
 
@@ -29,7 +30,7 @@ def fused_rope_backward(
     interleaved: bool, cu_seqlens: Tensor | None, cp_size: int, cp_rank: int,
 ) -> Tensor:  # fmt: skip
     """The gradient of fused_rope_forward's input."""
-    spec = RopeSpec(format_name(qkv_format), interleaved, cp_size, cp_rank)
+    spec = _spec(qkv_format, interleaved, cp_size, cp_rank)
     return rope.rope_backward(*_checked(output_grads, freqs, Positions(start_positions, cu_seqlens), spec))
 
 
@@ -39,8 +40,8 @@ def fused_qkv_rope_forward(
     cp_rank: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(q, k, v) of qkv [.., groups, q_size + k_size + v_size], q and k turned; a head has k_size features."""
-    spec = RopeSpec(format_name(qkv_format), interleaved, cp_size, cp_rank)
-    q_size, k_size, v_size = qkv_split_arg_list
+    spec = _spec(qkv_format, interleaved, cp_size, cp_rank)
+    q_size, k_size, v_size = (to_int("qkv_split_arg_list", size) for size in qkv_split_arg_list)
     positions = Positions(start_positions)
     for freqs in (q_freqs, k_freqs):
         check_rotation(qkv_input, freqs, positions, spec, k_size)
@@ -60,8 +61,8 @@ def fused_qkv_rope_backward(
     cp_rank: int, *, start_positions: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The gradient of fused_qkv_rope_forward's input; start_positions where the forward pass had them."""
-    spec = RopeSpec(format_name(qkv_format), interleaved, cp_size, cp_rank)
-    q_size, k_size, v_size = qkv_split_arg_list
+    spec = _spec(qkv_format, interleaved, cp_size, cp_rank)
+    q_size, k_size, v_size = (to_int("qkv_split_arg_list", size) for size in qkv_split_arg_list)
     positions = Positions(start_positions)
     for freqs in (q_freqs, k_freqs):
         check_rotation(k_grad_out, freqs, positions, spec, k_size)
@@ -74,6 +75,16 @@ def fused_qkv_rope_backward(
         positions,
         (q_size, k_size, v_size),
         spec,
+    )
+
+
+def _spec(qkv_format: Format, interleaved: bool, cp_size: int, cp_rank: int) -> RopeSpec:
+    """Return the layout of a rotation, with flags and numbers converted from any form."""
+    return RopeSpec(
+        format_name(qkv_format),
+        to_bool("interleaved", interleaved),
+        to_int("cp_size", cp_size),
+        to_int("cp_rank", cp_rank),
     )
 
 

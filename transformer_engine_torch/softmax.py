@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from transformer_engine.common.checks import number
+from transformer_engine.common.numbers import to_float
 from transformer_engine.pytorch.primitives.softmax import scaled_softmax_backward as softmax_backward
 from transformer_engine.pytorch.primitives.softmax import scaled_softmax_forward as softmax_forward
 from transformer_engine.pytorch.runtime.checks import floating, same_shape, tensor
@@ -12,62 +13,68 @@ from transformer_engine.pytorch.runtime.checks import floating, same_shape, tens
 
 def scaled_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
     """y [b, h, q, k] = softmax(scale * x) over keys."""
-    _check(scale_factor, input=input)
-    return softmax_forward(input, scale_factor)
+    scale = _scale(scale_factor, input=input)
+    return softmax_forward(input, scale)
 
 
 def scaled_softmax_backward(output_grad: Tensor, softmax_results: Tensor, scale_factor: float) -> Tensor:
     """dx = scale * y * (dy - sum(dy * y))."""
-    _check(scale_factor, output_grad=output_grad, softmax_results=softmax_results)
-    return softmax_backward(output_grad, softmax_results, scale_factor)
+    scale = _scale(scale_factor, output_grad=output_grad, softmax_results=softmax_results)
+    return softmax_backward(output_grad, softmax_results, scale)
 
 
 def scaled_masked_softmax_forward(input: Tensor, mask: Tensor, scale_factor: float) -> Tensor:
     """y [b, h, q, k] = softmax(scale * x) over the keys that mask [1 | b, 1, q, k] (nonzero: hidden) leaves."""
-    _check(scale_factor, input=input)
+    scale = _scale(scale_factor, input=input)
     tensor("mask", mask)
-    return softmax_forward(input, scale_factor, mask=mask)
+    return softmax_forward(input, scale, mask=mask)
 
 
 def scaled_masked_softmax_backward(
     output_grad: Tensor, softmax_results: Tensor, scale_factor: float
 ) -> Tensor:
     """dx = scale * y * (dy - sum(dy * y)), 0 where the mask hid a key."""
-    _check(scale_factor, output_grad=output_grad, softmax_results=softmax_results)
-    return softmax_backward(output_grad, softmax_results, scale_factor)
+    scale = _scale(scale_factor, output_grad=output_grad, softmax_results=softmax_results)
+    return softmax_backward(output_grad, softmax_results, scale)
 
 
 def scaled_upper_triang_masked_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
     """y [b * h, s, s] = softmax(scale * x) over the keys up to the query's own place."""
-    _check(scale_factor, input=input)
-    return softmax_forward(input, scale_factor, causal="top_left")
+    scale = _scale(scale_factor, input=input)
+    return softmax_forward(input, scale, causal="top_left")
 
 
 def scaled_upper_triang_masked_softmax_backward(
     output_grads: Tensor, softmax_results: Tensor, scale_factor: float
 ) -> Tensor:
     """dx = scale * y * (dy - sum(dy * y)), 0 above the diagonal."""
-    _check(scale_factor, output_grads=output_grads, softmax_results=softmax_results)
-    return softmax_backward(output_grads, softmax_results, scale_factor, causal="top_left")
+    scale = _scale(scale_factor, output_grads=output_grads, softmax_results=softmax_results)
+    return softmax_backward(output_grads, softmax_results, scale, causal="top_left")
 
 
 def scaled_aligned_causal_masked_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
     """y [b, h, q, k] = softmax(scale * x), the diagonal ending in the last query and the last key."""
-    _check(scale_factor, input=input)
-    return softmax_forward(input, scale_factor, causal="bottom_right")
+    scale = _scale(scale_factor, input=input)
+    return softmax_forward(input, scale, causal="bottom_right")
 
 
 def scaled_aligned_causal_masked_softmax_backward(
     output_grad: Tensor, softmax_results: Tensor, scale_factor: float
 ) -> Tensor:
     """dx = scale * y * (dy - sum(dy * y)), 0 above the diagonal."""
-    _check(scale_factor, output_grad=output_grad, softmax_results=softmax_results)
-    return softmax_backward(output_grad, softmax_results, scale_factor, causal="bottom_right")
+    scale = _scale(scale_factor, output_grad=output_grad, softmax_results=softmax_results)
+    return softmax_backward(output_grad, softmax_results, scale, causal="bottom_right")
 
 
-def _check(scale_factor: float, **scores: Tensor) -> None:
-    """TypeError or ValueError unless all scores are floating point and alike, and the factor is a number."""
-    number("scale_factor", scale_factor)
+def _scale(scale_factor: float, **scores: Tensor) -> float:
+    """Return the factor as a float.
+
+    Raises:
+        TypeError: The factor is not a number, or scores are not floating-point tensors.
+        ValueError: The factor is not finite, or scores have too few axes or different shapes.
+    """
+    scale = to_float("scale_factor", scale_factor)
+    number("scale_factor", scale)
     first = next(iter(scores.values()))
     for name, value in scores.items():
         floating(name, value)
@@ -75,3 +82,4 @@ def _check(scale_factor: float, **scores: Tensor) -> None:
             raise ValueError(f"{name} is {list(value.shape)}; give scores [.., queries, keys]")
         if value is not first:
             same_shape(name, value, "its gradient", first)
+    return scale

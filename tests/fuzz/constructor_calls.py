@@ -62,7 +62,15 @@ NORMED = {
     "return_layernorm_output_gathered": FLAG,
 }
 SPLIT = {
-    "parameters_split": (3, ["a", "b", "c"], [], {"a": 1}, {"a": 16.0, "b": 16}, [1, 2], {"a": -16, "b": 48})
+    "parameters_split": (
+        3,
+        ["a", "b", "c"],
+        [],
+        {"a": 1},
+        {"a": 16.5, "b": 15.5},
+        [1, 2],
+        {"a": -16, "b": 48},
+    )
 }
 ATTENTION = {
     "num_gqa_groups": (*SIZE, 3),

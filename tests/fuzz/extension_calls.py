@@ -181,7 +181,7 @@ def _attention() -> list[Call]:
              "fake_dtype": ("float32", None, torch.int32, 3),
              "fused_attention_backend": (kinds.NVTE_No_Backend, "F16", None), "qkv_layout": (WORD, 3, None),
              "attn_bias_type": NAME, "attn_mask_type": (*NAME, None), "softmax_type": (*NAME, None),
-             "attn_scale": NUMBER, "dropout": RATE, "attn_bias": (3, "bias", tensor(1, 2, 4, 4)),
+             "attn_scale": NUMBER, "dropout": RATE, "attn_bias": (3, "bias"),
              "cu_seqlens_q": (3, None, [0, 4, 8], tensor(3)), "cu_seqlens_kv": (3, None, [0, 4, 8], tensor(3)),
              "window_size": (5, (1,), (1.5, 2), "ab", None), "o_quantizer": QUANTIZER, "is_training": FLAG}),
         _of("get_fused_attn_backend", tex.get_fused_attn_backend, query,

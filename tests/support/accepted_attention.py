@@ -9,6 +9,7 @@ import numpy
 import torch
 
 import transformer_engine.pytorch as te
+import transformer_engine_torch as tex
 
 from .accepted_forms import BATCH, HEADS, HIDDEN, OFF, TOKENS, Pair, heads_of, hidden, outcome, sample
 
@@ -188,5 +189,52 @@ def cache_pairs() -> Iterator[Pair]:
         )
 
 
+def extension_pairs() -> Iterator[Pair]:
+    """Yield functions of the extension with numbers and flags of other forms."""
+    scores, triangle, masked = sample(2, 4, 8, 8), sample(8, 8, 8), torch.zeros(2, 1, 8, 8, dtype=torch.bool)
+    for name, inputs in (
+        ("scaled_softmax_forward", (scores,)),
+        ("scaled_masked_softmax_forward", (scores, masked)),
+        ("scaled_upper_triang_masked_softmax_forward", (triangle,)),
+    ):
+        yield Pair(
+            f"tex.{name}",
+            lambda name=name, inputs=inputs: getattr(tex, name)(*inputs, torch.tensor(0.5)),
+            lambda name=name, inputs=inputs: getattr(tex, name)(*inputs, 0.5),
+        )
+    yield Pair(
+        "tex.fused_qkv_rope_forward",
+        lambda: tex.fused_qkv_rope_forward(
+            sample(8, 2, 4, 48),
+            angles(),
+            angles(),
+            None,
+            [16.0, 16.0, 16.0],
+            tex.NVTE_QKV_Format.NVTE_SBHD,
+            0,
+            1.0,
+            False,
+        ),
+        lambda: tex.fused_qkv_rope_forward(
+            sample(8, 2, 4, 48),
+            angles(),
+            angles(),
+            None,
+            [16, 16, 16],
+            tex.NVTE_QKV_Format.NVTE_SBHD,
+            False,
+            1,
+            0,
+        ),
+    )
+
+
 def all_attention_pairs() -> list[Pair]:
-    return [*mask_pairs(), *option_pairs(), *layer_pairs(), *rotary_pairs(), *cache_pairs()]
+    return [
+        *mask_pairs(),
+        *option_pairs(),
+        *layer_pairs(),
+        *rotary_pairs(),
+        *cache_pairs(),
+        *extension_pairs(),
+    ]

@@ -49,9 +49,11 @@ def whole_or_none(name: str, value: Any) -> int | None:
 
 
 def finite_or_none(name: str, value: Any) -> float | None:
-    """Return None, or a finite number."""
+    """Return None, or a finite number; a bool is not a scale."""
     if value is None:
         return None
+    if isinstance(value, bool):
+        checks.number(name, value)
     found = to_float(name, value)
     checks.number(name, found)
     return found
@@ -94,7 +96,9 @@ def window(name: str, value: Any) -> tuple[int, int] | None:
 
 
 def head_sizes(name: str, value: Any) -> int | tuple[int, int]:
-    """Return the features of a head, or a pair (of queries and keys, of values)."""
+    """Return the features of a head, or a pair (of queries and keys, of values); a bool is not a size."""
+    if isinstance(value, bool):
+        checks.whole(name, value)
     if not isinstance(value, (tuple, list)):
         return size(name, value)
     if len(value) != 2:

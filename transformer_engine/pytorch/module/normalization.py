@@ -114,7 +114,7 @@ class Normalization(torch.nn.Module):
         if shape is None:
             raise ValueError(f"{type(self).__name__} has normalized_shape=None; give an int, or several")
         self._config = NormalizationConfig(
-            normalized_shape=shape,
+            normalized_shape=shape,  # pyright: ignore[reportArgumentType]  # a tuple, by `shape_or_none`
             eps=eps,
             zero_centered_gamma=zero_centered_gamma,
             sequence_parallel=sequence_parallel,

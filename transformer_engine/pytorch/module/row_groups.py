@@ -28,10 +28,11 @@ def rows_of_groups(m_splits: Any) -> Sequence[int]:
     """
     if isinstance(m_splits, (list, tuple)) and set(map(type, m_splits)) <= {int}:
         return m_splits
-    if isinstance(m_splits, Tensor) or hasattr(m_splits, "tolist"):
-        if len(m_splits.shape) != 1:
+    to_list = getattr(m_splits, "tolist", None)
+    if to_list is not None:
+        numbers: Any = to_list()
+        if len(m_splits.shape) != 1:  # pyright: ignore[reportAttributeAccessIssue]
             raise TypeError(f"m_splits is {described(m_splits)}; give whole numbers, one for each group")
-        numbers: Any = m_splits.tolist()
     elif isinstance(m_splits, (str, bytes, Mapping, set)) or not hasattr(m_splits, "__iter__"):
         raise TypeError(f"m_splits={described(m_splits)} is no sequence; give a list of whole numbers")
     else:
