@@ -15,21 +15,21 @@ import torch
 NAN = math.nan
 WORD = "nonsense"
 
-SIZE = (0, -1, 2.5, "16", True, [16], NAN)
+SIZE = (0, -1, 2.5, "16", [16], NAN)
 OPTIONAL_SIZE = SIZE
 REQUIRED_SIZE = (*SIZE, None)
-COUNT = (-1, 2.5, "16", True, NAN)  # zero is allowed
-EPS = (-1e-5, NAN, math.inf, "1e-5", None, True, [1e-5])
-RATE = (-0.1, 1.0, 1.5, NAN, "0.1", None, True)
-FLAG = ("False", 2, 0.5, [True])
+COUNT = (-1, 2.5, "16", NAN)  # zero is allowed
+EPS = (-1e-5, NAN, math.inf, "1e-5", None, [1e-5])
+RATE = (-0.1, 1.5, NAN, "0.1", None)
+FLAG = (len, float, torch.ones(2))  # everything else has a truth value
 NAME = (WORD, "", 3, b"self", ["self"])
 TEXT = (3, b"name", ["name"])
 FUNCTION = (3, "normal", [print])
 DTYPE = ("float32", torch.int32, 32, float, torch.bool)
 DEVICE = ("gpu", 2.5, ["cpu"], "cuda:x", True)
 GROUP = (3, "group", [1], 0.5)
-WINDOW = ((1.5, 2), 5, (1,), (1, 2, 3), "ab", (True, 0), (None, 0), (-3, 0))
-NUMBER = ("1.0", NAN, [1.0], True, math.inf)
+WINDOW = ((1.5, 2), 5, (1,), (1, 2, 3), "ab", (None, 0), (-3, 0))
+NUMBER = ("1.0", NAN, [1.0], math.inf)
 RECIPE = ("delayed", 3, dict, [None])
 NOT_A_TENSOR = ([1.0, 2.0], "tensor", 3.0, numpy.zeros((4, 16), dtype=numpy.float32), (1,))
 
