@@ -91,7 +91,7 @@ def generic_gemm(
         D: Receives the result. A quantized tensor is written by `quantizer`, or by its own quantizer.
         quantizer: Quantizes the result. With a plain D it must be None.
         output_dtype: Type of a new result; by default that of A.
-        bias: Forward (`grad=False`): [N] or [1, N], added to the product; a tensor without elements is no bias.
+        bias: Forward (`grad=False`): [N] or [1, N], added to the product; a tensor without elements is ignored.
             With `grad=True` only its dtype is read: the second result is the sum of B over its rows.
         bias_type, workspace, workspace_size: Accepted and ignored.
         gelu: Forward: apply GELU (tanh approximation) and return its input as the third result. With `grad=True`
@@ -127,7 +127,7 @@ def generic_gemm(
     _check_blocks(a, b, grad and bias is not None, split)
     steps = _Steps(alpha, beta, added, gelu, gelu_in, grad)
     plain_result = not gelu and alpha == 1.0 and not isinstance(D, QuantizedTensorStorage)
-    compute = _product if plain_result else _product_in_steps
+    compute: Any = _product if plain_result else _product_in_steps
     result, before = compute(a, b, D, dtype, split, steps)
     if isinstance(D, QuantizedTensorStorage):
         writer: Any = quantizer if quantizer is not None else D.writer()
@@ -183,7 +183,7 @@ def _product_in_steps(
 def _check_overlap(
     comm_overlap: Any, comm_type: Any, extra_output: Tensor | None, bulk_overlap: bool
 ) -> None:
-    """Reject a communicator; warn about arguments that are only read beside one."""
+    """Reject a communicator; warn about arguments that have no effect without one."""
     if comm_overlap is not None:
         raise NotImplementedError(
             f"comm_overlap: products do not overlap communication here; leave out {described(comm_overlap)}, and "
@@ -286,7 +286,7 @@ def te_general_grouped_gemm(
     Args:
         D: Results that are written; with `single_output` one tensor [sum of m_splits, ...] that holds all of them.
         m_splits: Rows of each group, in any form of a sequence of whole numbers.
-        bias: A bias of each product; an entry without elements, or None, is no bias.
+        bias: A bias of each product; entries without elements, and None, are ignored.
         pre_gelu_out: D[i] = gelu(product), and the input of GELU is written here.
         D_type, workspaces, workspace_size, math_sm_count: Accepted and ignored.
 

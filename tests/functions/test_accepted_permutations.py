@@ -48,7 +48,9 @@ def test_gradients_of_zero_size_inputs_with_probabilities_have_their_shape():
         ):
             y, row_probs, *_ = function(x, probs, *rest)
             found = torch.autograd.grad(y.sum() + row_probs.sum(), (x, probs))
-            assert torch.equal(found[0], torch.zeros_like(x)) and torch.equal(found[1], torch.zeros_like(probs))
+            assert torch.equal(found[0], torch.zeros_like(x)) and torch.equal(
+                found[1], torch.zeros_like(probs)
+            )
 
 
 def test_tokens_without_routes_come_back_as_zeros_with_zero_gradients():
@@ -97,9 +99,7 @@ def test_integers_are_moved_like_tokens(dtype):
     y, row_ids, _ = te.moe_permute_with_probs(ids, ROUTED.long(), ROUTED, T * K)
     assert torch.equal(y, ids[TOKEN_OF]) and torch.equal(row_ids, torch.ones(T * K, dtype=torch.int64))
     wanted = torch.cat((ids[2:], ids[:2]))
-    assert torch.equal(
-        te.moe_sort_chunks_by_index(ids, torch.tensor([2, 4]), torch.tensor([1, 0])), wanted
-    )
+    assert torch.equal(te.moe_sort_chunks_by_index(ids, torch.tensor([2, 4]), torch.tensor([1, 0])), wanted)
 
 
 def test_merging_weights_may_be_integers():
@@ -176,5 +176,5 @@ def test_sparse_tensors_are_named():
     }.items():
         with pytest.raises(TypeError, match=rf"{name} is a torch.sparse_coo tensor; give a dense one"):
             call()
-    with pytest.raises(TypeError, match=r"inp is a torch.sparse_coo tensor; give a dense one"):
+    with pytest.raises(TypeError, match=r"inp is a torch\.sparse_coo tensor; give a dense one"):
         te.moe_unpermute(y.to_sparse(), rows)

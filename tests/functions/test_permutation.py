@@ -339,7 +339,7 @@ REFUSED = {
     "order": (
         lambda: te.moe_sort_chunks_by_index(X, torch.tensor([2, 2]), torch.tensor([0, 0])),
         ValueError,
-        "is no order of 2 chunks",
+        "is not an order of 2 chunks",
     ),
     "chunks": (
         lambda: te.moe_sort_chunks_by_index(X, torch.tensor([2, 3]), torch.tensor([0, 1])),

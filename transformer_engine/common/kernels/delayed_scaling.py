@@ -63,7 +63,13 @@ def _advance(
 
 
 def advance(
-    states: int, length: int, columns: int, takes_maximum: bool, keeps_idle: bool, fp8_max: float, margin: float
+    states: int,
+    length: int,
+    columns: int,
+    takes_maximum: bool,
+    keeps_idle: bool,
+    fp8_max: float,
+    margin: float,
 ) -> Launch:
     """table int64 [states, 3] -> nothing: histories and scales are updated where they are.
 

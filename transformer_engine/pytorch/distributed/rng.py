@@ -17,8 +17,9 @@ from ...common.numbers import to_int
 from ..runtime.device import has_cuda
 
 RngState = torch.Generator | Tensor
+RngStates = dict[Hashable, RngState]
 
-_tracked: dict[Hashable, RngState] = {}
+_tracked: RngStates = {}
 
 
 def graph_safe_rng_available() -> bool:
@@ -26,19 +27,19 @@ def graph_safe_rng_available() -> bool:
     return has_cuda() and hasattr(torch.Generator, "graphsafe_set_state")
 
 
-def get_all_rng_states() -> dict[Hashable, RngState]:
-    """Return the states of the trackers by name, which a graph registers before its capture."""
+def get_all_rng_states() -> RngStates:
+    """Return the named states of the trackers, which a graph registers before its capture."""
     return _tracked
 
 
-def set_all_rng_states(states: dict[Hashable, RngState]) -> None:
+def set_all_rng_states(states: RngStates) -> None:
     """Replace what `get_all_rng_states` returns."""
     global _tracked
     _tracked = states
 
 
 class CudaRNGStatesTracker:
-    """Random states by name; `fork(name)` runs a block with one of them and saves its progress."""
+    """Named random states; `fork(name)` runs a block with one of them and saves its progress."""
 
     def __init__(self) -> None:
         self.states_: dict[Hashable, RngState] = {}
@@ -49,7 +50,7 @@ class CudaRNGStatesTracker:
         self.states_ = {}
         self.seeds_ = set()
 
-    def get_states(self) -> dict[Hashable, RngState]:
+    def get_states(self) -> RngStates:
         """Return a new dict of the states, which are not copied."""
         return dict(self.states_)
 
@@ -162,7 +163,7 @@ class RngSnapshot:
             torch.cuda.set_rng_state(self.cuda)
 
 
-def _copied(states: dict[str, RngState]) -> dict[str, RngState]:
+def _copied(states: RngStates) -> RngStates:
     return {
         name: state.clone_state() if isinstance(state, torch.Generator) else state.clone()
         for name, state in states.items()

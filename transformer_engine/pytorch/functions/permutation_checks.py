@@ -50,7 +50,7 @@ def are_chunks(splits: list[int], order: list[int], rows: int) -> None:
         raise ValueError(f"split_sizes={splits} must be numbers >= 0 that add up to at most the {rows} rows")
     if sorted(order) != list(range(len(splits))):
         raise ValueError(
-            f"sorted_index={order} is no order of {len(splits)} chunks; give each of 0..{len(splits) - 1} once"
+            f"sorted_index={order} is not an order of {len(splits)} chunks; give each of 0..{len(splits) - 1} once"
         )
 
 

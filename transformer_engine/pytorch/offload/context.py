@@ -1,4 +1,4 @@
-"""Offloading as a caller meets it: a context round each layer's forward, and a function for each layer's output.
+"""Offload of saved tensors: a context for the forward pass of each layer and a function for its output.
 
 context, synchronize = get_cpu_offload_context(enabled=True, num_layers=6, model_layers=8)
 for layer in layers:
@@ -17,8 +17,9 @@ from typing import Any
 from torch import Tensor
 
 from ...common import env
-from ...common.checks import switch, whole, whole_or_none
+from ...common.numbers import to_bool, to_int
 from ..runtime.device import has_cuda
+from ..runtime.warn_once import warn_once
 from .hooks import OffloadContext
 from .legacy import context_of_groups
 from .synchronizer import DefaultOffloadSynchronizer, ManualOffloadSynchronizer
@@ -33,27 +34,26 @@ def get_cpu_offload_context(
     offload_activations: bool = True, offload_weights: bool = False, double_buffering: bool = False,
     manual_synchronization: bool = False, retain_pinned_cpu_buffers: bool = False, offload_stream: Any = None,
 ) -> tuple[Any, Callable[[Tensor], Tensor]] | tuple[Any, Callable[[Tensor], Tensor], Any]:  # fmt: skip
-    """(context, synchronize), and with manual_synchronization a ManualOffloadSynchronizer: see the top of this file.
+    """Return a context for the forward pass of each layer and a function for its output; see the module's example.
 
-    num_layers                 how many layers, from the first on, wait on the host
-    model_layers               how many layers a step calls
-    manual_synchronization     nothing moves but by the calls of the third result
-    retain_pinned_cpu_buffers  keep the host's buffers from step to step, as a CUDA graph needs them
-    offload_stream             the stream to copy on, with manual_synchronization; default a new one
-    offload_activations, offload_weights, double_buffering   of earlier releases; weights are never offloaded
+    Args:
+        num_layers: Number of layers, from the first on, whose saved tensors are offloaded; None means all but the
+            last.
+        model_layers: Number of layers of a step.
+        manual_synchronization: Also return a ManualOffloadSynchronizer, whose methods start all copies.
+        retain_pinned_cpu_buffers: Keep the host buffers from step to step, which CUDA graphs need.
+        offload_stream: Stream of the copies with `manual_synchronization`, by default a new one.
+        offload_activations, offload_weights, double_buffering: Options of earlier releases; weights are never
+            offloaded.
 
-    Without a GPU there is nothing to move, and layers are called as ever. Under NVTE_CPU_OFFLOAD_V1=1 the results are
-    those of the original's first form.
+    Without a GPU nothing is offloaded. With NVTE_CPU_OFFLOAD_V1=1 the results are those of the original's first
+    version.
     """
-    for name, value in (
-        ("enabled", enabled),
-        ("offload_activations", offload_activations),
-        ("offload_weights", offload_weights),
-        ("double_buffering", double_buffering),
-        ("manual_synchronization", manual_synchronization),
-        ("retain_pinned_cpu_buffers", retain_pinned_cpu_buffers),
-    ):
-        switch(name, value)
+    enabled, offload_weights = to_bool("enabled", enabled), to_bool("offload_weights", offload_weights)
+    offload_activations = to_bool("offload_activations", offload_activations)
+    to_bool("double_buffering", double_buffering)
+    manual_synchronization = to_bool("manual_synchronization", manual_synchronization)
+    retain_pinned_cpu_buffers = to_bool("retain_pinned_cpu_buffers", retain_pinned_cpu_buffers)
     nothing = (nullcontext(), _unchanged, None) if manual_synchronization else (nullcontext(), _unchanged)
     if not enabled:
         return nothing
@@ -65,36 +65,47 @@ def get_cpu_offload_context(
         )
         if not offload_activations:
             return nothing
-    _check_layers(num_layers, model_layers, manual_synchronization, offload_stream)
-    if not has_cuda():
-        warnings.warn("CPU offload: there is no GPU here, so no activation moves", stacklevel=2)
+    model_layers = to_int("model_layers", model_layers, 1)
+    offloaded = model_layers - 1 if num_layers is None else to_int("num_layers", num_layers, 0)
     if env.flag("NVTE_CPU_OFFLOAD_V1"):
         if manual_synchronization:
             raise ValueError(
                 "NVTE_CPU_OFFLOAD_V1=1 has no manual_synchronization; unset the variable, or leave the keyword out"
             )
-        assert num_layers is not None
-        return context_of_groups(num_layers, model_layers)
+        offloaded = _at_most(offloaded, model_layers - 1)
+    if not manual_synchronization:
+        _check_layers(offloaded, model_layers, offload_stream)
+    if not has_cuda():
+        warnings.warn("CPU offload: there is no GPU here, so no activation moves", stacklevel=2)
+    if env.flag("NVTE_CPU_OFFLOAD_V1"):
+        return context_of_groups(offloaded, model_layers)
     if manual_synchronization:
         manual = ManualOffloadSynchronizer(model_layers, retain_pinned_cpu_buffers, offload_stream)
         context = OffloadContext(manual)
         return context, context.synchronize, manual
-    context = OffloadContext(
-        DefaultOffloadSynchronizer(model_layers, num_layers, retain_pinned_cpu_buffers, offload_stream)
+    synchronizer = DefaultOffloadSynchronizer(
+        model_layers, offloaded, retain_pinned_cpu_buffers, offload_stream
     )
+    context = OffloadContext(synchronizer)
     return context, context.synchronize
 
 
-def _check_layers(num_layers: int | None, model_layers: int, manual: bool, stream: Any) -> None:
-    whole("model_layers", model_layers)
-    if manual:
-        return
-    whole_or_none("num_layers", num_layers, 0)
+def _at_most(offloaded: int, limit: int) -> int:
+    """Return the number of layers that can be offloaded; the first version accepts all layers of a model."""
+    if offloaded > limit:
+        warn_once(
+            "NVTE_CPU_OFFLOAD_V1 with all layers offloaded",
+            f"num_layers={offloaded}: the backward pass begins with the last layer, which stays on the GPU; "
+            f"{limit} layers are offloaded",
+        )
+    return min(offloaded, limit)
+
+
+def _check_layers(offloaded: int, model_layers: int, stream: Any) -> None:
     if stream is not None:
         raise ValueError(
             "offload_stream is for manual_synchronization=True; set that, or leave the stream out"
         )
-    offloaded = model_layers - 1 if num_layers is None else num_layers
     if offloaded > model_layers - 1:
         raise ValueError(
             f"num_layers={offloaded} > model_layers - 1 = {model_layers - 1}: the backward begins with the last layer, "
