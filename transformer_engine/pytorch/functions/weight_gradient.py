@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,21 +16,67 @@ from ...common.memory import Memory
 from ..primitives.gemm import Epilogue, gemm
 from ..primitives.operand import Operand
 
+_OUTSIDE = -1  # autograd's number of no backward pass
+
+
+class _Pass:
+    """A backward pass, and whether it ran to its end."""
+
+    __slots__ = ("is_complete", "number")
+
+    def __init__(self, number: int, is_complete: bool) -> None:
+        self.number = number
+        self.is_complete = is_complete
+
+    @staticmethod
+    def running() -> _Pass:
+        """Return the pass that this thread runs; a backward function that is called by hand is complete at once."""
+        number = torch._C._current_graph_task_id()
+        if number == _OUTSIDE or torch.compiler.is_compiling():
+            return _Pass(_OUTSIDE, True)
+        started = _Pass(number, False)
+        torch.autograd.Variable._execution_engine.queue_callback(started.end)
+        return started
+
+    def end(self) -> None:
+        self.is_complete = True
+
 
 class WeightGradientStore:
-    """Weight gradients put off until `backward_dw()`: a queue of (product, where its result goes)."""
+    """Weight gradients that wait for `backward_dw()`: a queue of products and the backward passes that delayed them.
+
+    Autograd gives no notice of a pass that raises, but does not call its callbacks. The gradients of such a pass are
+    dropped, with a warning: `backward_dw()` would otherwise return them in place of those of the next pass.
+    """
 
     def __init__(self) -> None:
-        self._queue: deque[Callable[[], None]] = deque()
+        self._queue: deque[tuple[_Pass, Callable[[], None]]] = deque()
+        self._last = _Pass(_OUTSIDE, True)
 
     def put(self, compute: Callable[[], None]) -> None:
-        self._queue.append(compute)
+        """Append a product of the running backward pass."""
+        if self._last.number == _OUTSIDE or self._last.number != torch._C._current_graph_task_id():
+            self._last = _Pass.running()
+        self._queue.append((self._last, compute))
 
     def run_next(self) -> None:
-        """Compute the oldest gradient; RuntimeError when none waits."""
+        """Compute the oldest gradient; raise RuntimeError if none waits."""
+        self._drop_failed()
         if not self._queue:
             raise RuntimeError("no weight gradient waits; call backward_dw() once after each backward pass")
-        self._queue.popleft()()
+        _, compute = self._queue.popleft()
+        compute()
+
+    def _drop_failed(self) -> None:
+        if torch._C._current_graph_task_id() != _OUTSIDE or all(of.is_complete for of, _ in self._queue):
+            return  # the entries of a pass that still runs are not complete either
+        kept = deque(entry for entry in self._queue if entry[0].is_complete)
+        warnings.warn(
+            f"{len(self._queue) - len(kept)} delayed weight gradients of a backward pass that raised are dropped; call "
+            "backward_dw() after backward passes that succeed",
+            stacklevel=4,
+        )
+        self._queue = kept
 
     def __len__(self) -> int:
         return len(self._queue)
