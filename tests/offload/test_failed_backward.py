@@ -178,7 +178,7 @@ def test_an_old_graph_says_that_its_tensors_are_gone_and_the_newer_one_goes_on(k
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_failed_backward_is_repeated_where_its_tensors_are_still_there(failure):
-    """It fails in the last layer, none of whose tensors have been released."""
+    """It fails in the last layer, before any tensor is released."""
     context = SYNCHRONIZERS["manual"](RecordedLink())
     layers, x = model(failure, LAYERS - 1), inputs(4)
     loss = forward(layers, x, context)

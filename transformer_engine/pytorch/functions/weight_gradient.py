@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,37 @@ from ...common.memory import Memory
 from ..primitives.gemm import Epilogue, gemm
 from ..primitives.operand import Operand
 
+_OUTSIDE = -1  # autograd's number of no backward pass
+
+
+class _Pass:
+    """A backward pass, and whether it ran to its end."""
+
+    __slots__ = ("is_complete", "number")
+
+    def __init__(self, number: int, is_complete: bool) -> None:
+        self.number = number
+        self.is_complete = is_complete
+
+    @staticmethod
+    def running() -> _Pass:
+        """Return the pass that this thread runs; a backward function that is called by hand is complete at once."""
+        number = torch._C._current_graph_task_id()
+        if number == _OUTSIDE or torch.compiler.is_compiling():
+            return _Pass(_OUTSIDE, True)
+        started = _Pass(number, False)
+        torch.autograd.Variable._execution_engine.queue_callback(started.end)
+        return started
+
+    def end(self) -> None:
+        self.is_complete = True
+
 
 class WeightGradStore:
     """Queue of weight gradients that a backward pass leaves to `backward_dw()`.
+
+    Autograd gives no notice of a pass that raises, but does not call its callbacks. The gradients of such a pass are
+    dropped, with a warning: `backward_dw()` would otherwise return them in place of those of the next pass.
 
     Args:
         delay_wgrad_compute: Queue gradients; otherwise `put` and `pop` raise RuntimeError.
@@ -30,20 +59,25 @@ class WeightGradStore:
             )
         self.enabled = delay_wgrad_compute
         self.context: deque[tuple[Sequence[Any], Callable[..., Any]]] = deque()
+        self._passes: deque[_Pass] = deque()  # of each entry of context, the pass that queued it
+        self._last = _Pass(_OUTSIDE, True)
 
     def delay_wgrad_compute(self) -> bool:
         """Are weight gradients delayed?"""
         return self.enabled
 
     def put(self, tensor_list: Sequence[Any], func: Callable[..., Any]) -> None:
-        """Queue func(*tensor_list).
+        """Queue func(*tensor_list) as a product of the running backward pass.
 
         Raises:
             RuntimeError: The store was made with delay_wgrad_compute=False.
         """
         if not self.enabled:
             raise RuntimeError("this WeightGradStore delays nothing; make it with delay_wgrad_compute=True")
+        if self._last.number == _OUTSIDE or self._last.number != torch._C._current_graph_task_id():
+            self._last = _Pass.running()
         self.context.append((tensor_list, func))
+        self._passes.append(self._last)
 
     def pop(self) -> tuple[Any, Sequence[Any]]:
         """Compute the oldest queued gradient.
@@ -54,10 +88,25 @@ class WeightGradStore:
         Raises:
             RuntimeError: The queue is empty.
         """
+        self._drop_failed()
         if not self.context:
             raise RuntimeError("no weight gradient waits; call backward_dw() once after each backward pass")
         tensor_list, func = self.context.popleft()
+        self._passes.popleft()
         return func(*tensor_list), tensor_list
+
+    def _drop_failed(self) -> None:
+        if torch._C._current_graph_task_id() != _OUTSIDE or all(of.is_complete for of in self._passes):
+            return  # the entries of a pass that still runs are not complete either
+        entries = zip(self.context, self._passes, strict=True)
+        kept = [(entry, of) for entry, of in entries if of.is_complete]
+        warnings.warn(
+            f"{len(self.context) - len(kept)} delayed weight gradients of a backward pass that raised are dropped; "
+            "call backward_dw() after backward passes that succeed",
+            stacklevel=4,
+        )
+        self.context = deque(entry for entry, _ in kept)
+        self._passes = deque(of for _, of in kept)
 
     def assert_empty(self) -> None:
         """Raise AssertionError unless every queued gradient has been computed."""
