@@ -27,7 +27,7 @@ class GroupedScaledTensor1x(ScaledTensor):
 
     data          as a ScaledTensor1x has them, of a stack with the groups in front
     scale_inv     one scale a tensor: float32 [G]; else as a ScaledTensor1x has them
-    group_sizes   rows of every group, int32 [G]; None of a stack. They may be given as first_dims, or as last_dims of
+    group_sizes   rows of every group, int32 [G]; None for a stack. They may be given as first_dims, or as last_dims of
                   data that is transposed
     """
 
@@ -116,7 +116,7 @@ class GroupedScaledTensor1x(ScaledTensor):
 )
 @dataclass
 class GroupedNoScaleTensor:
-    """Groups that are not quantized, in the place of those that are."""
+    """Groups of unquantized values, with the interface of quantized groups."""
 
     data: Array
     amax: Array | None = None
