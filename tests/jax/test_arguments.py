@@ -186,7 +186,7 @@ REFUSED = {
         ),
     ),
     "one timescale": (
-        r"windows=\(10,\); give \(least, greatest\)",
+        r"windows=\(10,\); give the timescales",
         lambda: rotary_pos_emb(ones(1, 2, 1, 4), (10,), False),  # pyright: ignore[reportArgumentType]
     ),
     "distances without a logarithm": (

@@ -249,7 +249,6 @@ def test_a_forced_backend_that_refuses_raises_its_reason():
             ValueError,
             "as many axes",
         ),
-        (lambda: dense(jnp.ones((2, 3)), jnp.ones(3), contracting_dims=((1,), (0,))), ValueError, "keep one"),
         (lambda: dense(jnp.ones((2, 3), jnp.float8_e4m3fn), jnp.ones((3, 5))), TypeError, "cast it"),
         (lambda: dense(jnp.ones((2, 3), jnp.int32), jnp.ones((3, 5))), TypeError, "cast it"),
         (lambda: dense(jnp.ones((2, 3)), jnp.ones((3, 5)), kernel_axes=("a",)), ValueError, "1 axes of 2"),
@@ -269,6 +268,30 @@ def test_a_forced_backend_that_refuses_raises_its_reason():
 def test_a_bad_call_is_refused_with_value_limit_and_remedy(call, error, sentence):
     with pytest.raises(error, match=sentence):
         call()
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(
+    ("x_shape", "kernel_shape"), [((16,), (16, 8)), ((4, 16), (16,)), ((16,), (16,))], ids=str
+)
+def test_vectors_are_multiplied_as_matrices_of_one_row_or_column(x_shape, kernel_shape, quantized):
+    x, kernel = (
+        jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate((x_shape, kernel_shape))
+    )
+    quantizers = QuantizerSet(None, None, None)
+    if quantized:
+        options = {"scaling_mode": ScalingMode.CURRENT_TENSOR_SCALING, "q_dtype": jnp.float8_e4m3fn}
+        quantizers = QuantizerSet(*(QuantizerFactory.create(**options) for _ in range(3)))
+    dims = ((x.ndim - 1,), (0,))
+    want = jnp.tensordot(x, kernel, 1)
+    dy = jnp.ones(want.shape)
+    got = values_and_gradients(
+        lambda x, kernel: dense(x, kernel, contracting_dims=dims, quantizer_set=quantizers), dy, x, kernel
+    )
+    expected = values_and_gradients(lambda x, kernel: jnp.tensordot(x, kernel, 1), dy, x, kernel)
+    for one, other in zip(got, expected, strict=True):
+        assert one.shape == other.shape
+        np.testing.assert_allclose(one, other, atol=0.3 if quantized else 1e-5)
 
 
 @pytest.mark.parametrize("transformed", list(itertools.product((False, True), repeat=3)), ids=str)

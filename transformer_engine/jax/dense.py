@@ -66,9 +66,13 @@ def dense(
     contracted = len(x_dims)
     x = jnp.moveaxis(x, x_dims, range(x.ndim - contracted, x.ndim))
     kernel = jnp.moveaxis(kernel, kernel_dims, range(contracted))
+    shape = (*x.shape[: x.ndim - contracted], *kernel.shape[contracted:])
+    # A vector, all of whose axes are contracted, is multiplied as a matrix of one row or one column.
+    x = x if x.ndim > contracted else x[None]
+    kernel = kernel if kernel.ndim > contracted else kernel[..., None]
     if quantizer_set.is_noop:
         kernel = kernel.astype(x.dtype)
-    y = product_of(Values(), (x,), kernel, quantizer_set, contracted)
+    y = product_of(Values(), (x,), kernel, quantizer_set, contracted).reshape(shape)
     return with_sharding_constraint_by_logical_axes(biased(y, bias), output_axes)
 
 
@@ -97,10 +101,6 @@ def check_contraction(x: Array, kernel: Array, dims: Dims) -> tuple[tuple[int, .
         raise ValueError(
             f"contracting_dims={dims} contract {extents[0]} of x {x.shape} with {extents[1]} of kernel "
             f"{kernel.shape}; both extents must be equal"
-        )
-    if len(found[0]) == x.ndim or len(found[1]) == kernel.ndim:
-        raise ValueError(
-            f"contracting_dims={dims} leave no axis of x {x.shape} or kernel {kernel.shape}; keep one"
         )
     return found[0], found[1]
 

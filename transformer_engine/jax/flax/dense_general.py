@@ -99,10 +99,8 @@ def checked_axes(axis: Iterable[int] | int, ndim: int) -> tuple[int, ...]:
     axes = _canonicalize_tuple(axis)
     whole_numbers("axis", axes)
     outside = [d for d in axes if not -ndim <= d < ndim]
-    if outside or len(axes) >= ndim:
-        raise ValueError(
-            f"axis={axis} of an input of {ndim} axes; give axes between {-ndim} and {ndim - 1} and keep at least one"
-        )
+    if outside or len(axes) > ndim:
+        raise ValueError(f"axis={axis} of an input of {ndim} axes; give axes between {-ndim} and {ndim - 1}")
     normalized = _normalize_axes(axes, ndim)
     if not axes or len(set(normalized)) < len(axes):
         raise ValueError(f"axis={axis} of an input of {ndim} axes; name at least one axis, and each once")

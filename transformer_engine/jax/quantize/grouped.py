@@ -21,14 +21,15 @@ from jax.ad_checkpoint import checkpoint_name
 from ...common.checks import integer, switch
 from ..checks import check_floating, check_instance, check_sizes, check_values
 from ..primitives import exact
-from ..primitives.grouped_quantize import group_of_rows, of_rows, quantize_rows, quantize_stack
+from ..primitives.grouped_quantize import group_of_rows, quantize_rows, quantize_stack
 from ..primitives.quantize import scale_from_amax
 from ..primitives.quantize.tiles import settled
 from ..undifferentiated import constant, undifferentiated
+from .grouped_tensors import GroupedNoScaleTensor, GroupedScaledTensor1x
 from .quantizers import DelayedScaleQuantizer, Quantizer, QuantizerSet, advanced_together
-from .scaling_modes import ScalingMode, TensorUsage
+from .scaling_modes import ScalingMode
 from .settings import element_of
-from .tensors import ScaledTensor, ScaledTensor1x, ScaledTensor2x, ScaledTensorFactory, positive_axis
+from .tensors import ScaledTensor2x, positive_axis
 
 __all__ = [
     "GroupedNoScaleTensor",
@@ -38,133 +39,6 @@ __all__ = [
     "group_of_rows",
     "groups_advanced_together",
 ]
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["data", "scale_inv", "amax", "group_sizes"],
-    meta_fields=["scaling_mode", "dq_dtype", "is_colwise", "data_layout", "flatten_axis", "has_rht_applied"],
-)
-@dataclass
-class GroupedScaledTensor1x(ScaledTensor):
-    """codes and scales of one direction of all groups.
-
-    data          as a ScaledTensor1x has them, of a stack with the groups in front
-    scale_inv     one scale a tensor: float32 [G]; else as a ScaledTensor1x has them
-    group_sizes   rows of every group, int32 [G]; None of a stack. They may be given as first_dims, or as last_dims of
-                  data that is transposed
-    """
-
-    data: Array
-    scale_inv: Array
-    amax: Array
-    group_sizes: Array | None
-    scaling_mode: ScalingMode
-    dq_dtype: Any
-    is_colwise: bool
-    data_layout: str
-    flatten_axis: int
-    has_rht_applied: bool
-
-    def __init__(
-        self, data: Array, scale_inv: Array, amax: Array, group_sizes: Array | None = None,
-        scaling_mode: ScalingMode = ScalingMode.NO_SCALING, dq_dtype: Any = jnp.bfloat16, is_colwise: bool = False,
-        data_layout: str = "N", flatten_axis: int = 1, has_rht_applied: bool = False, *,
-        first_dims: Array | None = None, last_dims: Array | None = None,
-    ):  # fmt: skip
-        # Not checked: leaves of a pytree may be tracers, shapes or anything else.
-        ragged = first_dims if first_dims is not None else last_dims
-        self.data, self.scale_inv, self.amax = data, scale_inv, amax
-        self.group_sizes = group_sizes if ragged is None else ragged
-        self.scaling_mode, self.dq_dtype, self.is_colwise = scaling_mode, dq_dtype, is_colwise
-        self.data_layout, self.flatten_axis, self.has_rht_applied = data_layout, flatten_axis, has_rht_applied
-
-    @property
-    def first_dims(self) -> Array | None:
-        """Extents of the groups along the first axis of data; None where they are equal."""
-        return None if self.data_layout == "T" else self.group_sizes
-
-    @property
-    def last_dims(self) -> Array | None:
-        """Extents of the groups along the last axis of data; None where they are equal."""
-        return self.group_sizes if self.data_layout == "T" else None
-
-    @property
-    def ndim(self) -> int:
-        return self.data.ndim
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """[M, K] of rows in groups, or the stack's, in its own order of axes."""
-        if self.data_layout != "T":
-            return self.data.shape
-        groups = int(self.group_sizes is None)  # a stack has them in front
-        leading, axes = self.data.shape[:groups], self.data.shape[groups:]
-        return (*leading, *axes[self.flatten_axis :], *axes[: self.flatten_axis])
-
-    def get_tensor(self, usage: TensorUsage) -> GroupedScaledTensor1x:
-        """This tensor, if it is the direction that a product needs it in."""
-        self._one(self.data, self.scale_inv, self.amax).get_tensor(usage)
-        return self
-
-    @property
-    def scales(self) -> Array | None:
-        """What codes are multiplied by, float32 [G], where a group has one scale."""
-        return self.scale_inv.reshape(-1) if self.scaling_mode.is_tensor_scaling() else None
-
-    @property
-    def codes(self) -> Array:
-        """[M, K] of rows in groups; of a stack as they lie, [G, columns, rows] with data_layout "T"."""
-        return self.data.T if self.group_sizes is not None and self.data_layout == "T" else self.data
-
-    def dequantize(self) -> Array:
-        """The values in dq_dtype: [M, K], or the stack."""
-        if self.group_sizes is None:
-            values: Any = jax.vmap(lambda *leaves: self._one(*leaves).dequantize())
-            return values(self.data, self.scale_inv, self.amax)
-        if not self.scaling_mode.is_tensor_scaling():
-            return self._one(self.data, self.scale_inv, self.amax).dequantize()
-        codes = self.data.T if self.data_layout == "T" else self.data
-        scales = of_rows(self.scale_inv, self.group_sizes, codes.shape[0])
-        return exact.scaled(codes.astype(jnp.float32), scales[:, None]).astype(self.dq_dtype)
-
-    def _one(self, data: Array, scale_inv: Array, amax: Array) -> ScaledTensor1x:
-        return ScaledTensorFactory.create_1x(
-            data, scale_inv, amax, self.scaling_mode, self.dq_dtype, self.is_colwise, self.data_layout,
-            self.flatten_axis, self.has_rht_applied,
-        )  # fmt: skip
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["data", "amax", "group_sizes"], meta_fields=[]
-)
-@dataclass
-class GroupedNoScaleTensor:
-    """Groups that are not quantized, in the place of those that are."""
-
-    data: Array
-    amax: Array | None = None
-    group_sizes: Array | None = None
-
-    @property
-    def ndim(self) -> int:
-        return self.data.ndim
-
-    @property
-    def scales(self) -> Array | None:
-        """None: values need no scale."""
-        return None
-
-    @property
-    def codes(self) -> Array:
-        return self.data
-
-    def dequantize(self) -> Array:
-        return self.data
-
-    def get_tensor(self, usage: TensorUsage) -> GroupedNoScaleTensor:
-        """Itself: a product takes its values in any order of axes."""
-        return self
 
 
 class RowAxes(NamedTuple):
