@@ -15,7 +15,6 @@ from torch import Tensor
 
 from transformer_engine.common.checks import described
 from transformer_engine.common.numbers import to_float
-from transformer_engine.common.warning import warn_once
 from transformer_engine.pytorch.attention.dot_product_attention.arguments import check_bias
 from transformer_engine.pytorch.attention.dot_product_attention.prepare import device_of
 from transformer_engine.pytorch.attention.dot_product_attention.utils import (

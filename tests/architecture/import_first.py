@@ -4,7 +4,7 @@
 
 The frameworks are imported once, and modules are imported in forked processes. Python imports a package before its
 submodules, so a process that has just imported a package has the state in which each of its submodules would be
-imported first. It forks again for every submodule that the package has not loaded.
+imported first. It forks again for every submodule not yet loaded.
 """
 
 from __future__ import annotations

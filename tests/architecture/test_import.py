@@ -42,7 +42,7 @@ OTHERS = 20
 
 
 def loaded_beyond_torch(program: str) -> set[str]:
-    """The modules that a program loads in a fresh interpreter beyond those that `import torch` loads."""
+    """Return the modules that a program loads in a fresh interpreter in addition to those of `import torch`."""
     whole = f"import sys, torch; before = set(sys.modules); {program}; print(*(set(sys.modules) - before))"
     return set(
         subprocess.run(
@@ -56,7 +56,9 @@ def is_within(name: str, packages: tuple[str, ...]) -> bool:
 
 
 def test_import_loads_nothing_heavy_beyond_torch():
-    found = loaded_beyond_torch("import transformer_engine, transformer_engine.pytorch, transformer_engine_torch")
+    found = loaded_beyond_torch(
+        "import transformer_engine, transformer_engine.pytorch, transformer_engine_torch"
+    )
     assert "transformer_engine_torch" in found
     assert not sorted(name for name in found if is_within(name, HEAVY))
     others = sorted(name for name in found if not name.startswith("transformer_engine"))

@@ -158,7 +158,11 @@ def test_loading_a_module_loads_the_packages_of_its_imports(tmp_path, monkeypatc
         "try:\n    from transformer_engine.outer.inner import b, name\nexcept ImportError:\n    pass\n"
         "def f():\n    import transformer_engine.late\n"
     )
-    others = ("transformer_engine.outer", "transformer_engine.outer.inner", "transformer_engine.outer.inner.b")
+    others = (
+        "transformer_engine.outer",
+        "transformer_engine.outer.inner",
+        "transformer_engine.outer.inner.b",
+    )
     names = ("transformer_engine", "transformer_engine.types", "transformer_engine.late", *others)
     found = dict.fromkeys(names, tmp_path / "__init__.py") | {"transformer_engine.a": tmp_path / "a.py"}
     monkeypatch.setattr(source, "modules", lambda: found)

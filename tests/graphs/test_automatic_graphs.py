@@ -145,7 +145,7 @@ class _Settings:
 
 
 class _Foreign(torch.nn.Module):
-    """Layers of torch and a layer of a caller, none of which report writes to their attributes."""
+    """A caller's module with layers of torch. Writes to their attributes are not reported."""
 
     def __init__(self):
         super().__init__()
@@ -227,7 +227,9 @@ def test_results_that_a_layer_keeps_do_not_prevent_a_capture(rerun):
     assert _kept(module) == 1
 
 
-@pytest.mark.parametrize(("kind", "part"), [(torch.nn.ReLU, standing_of), (_Settings, Identity), (object, Identity)])
+@pytest.mark.parametrize(
+    ("kind", "part"), [(torch.nn.ReLU, standing_of), (_Settings, Identity), (object, Identity)]
+)
 def test_signature_does_not_accept_a_new_object_at_the_address_of_an_old_one(kind, part):
     value = kind()
     first, again, address = part(value), part(value), id(value)

@@ -16,6 +16,7 @@ from ..common import env, extras
 
 if TYPE_CHECKING:
     import typer
+    from typer.core import TyperCommand
 
 REQUIRED = ("typer", "rich", "matplotlib")
 FRAMEWORKS = ("torch", "jax")
@@ -49,7 +50,7 @@ COMMANDS = {
     ),
     "doctor": Command(
         ".doctor.options",
-        "Check this installation: versions, GPU, libraries and clients; exit code 1 where something stands in the way.",
+        "Check this installation: versions, GPU, libraries and clients; exit code 1 if there is a problem.",
         without_torch=True,
     ),
     "bench": Command(
@@ -94,10 +95,10 @@ def application() -> typer.Typer:
 
 
 def _placeholder() -> None:
-    """Stands for a command in the list of commands."""
+    """A command before its module is imported; the list of commands shows its summary."""
 
 
-def _load(name: str) -> typer.core.TyperCommand:
+def _load(name: str) -> TyperCommand:
     """The command with its options, from its module."""
     import typer
 

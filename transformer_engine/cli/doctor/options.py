@@ -10,5 +10,5 @@ from .command import run
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs")] = False) -> None:
-    """Check this installation: versions, GPU, libraries and clients; exit code 1 where something stands in the way."""
+    """Check this installation: versions, GPU, libraries and clients; exit code 1 if there is a problem."""
     raise typer.Exit(run(as_json))

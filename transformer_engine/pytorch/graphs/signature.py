@@ -6,7 +6,7 @@ A signature holds everything that a capture freezes, except the values of tensor
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch

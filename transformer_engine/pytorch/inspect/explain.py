@@ -42,14 +42,15 @@ def explain(function: Callable[..., Any], *args: Any, backward: bool = True, **k
 
 
 def _called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of the call; an error that explains itself where a module's class stands for a module."""
+    """Call the function. If a module class was passed by mistake, the error says so."""
     if not (isinstance(function, type) and issubclass(function, torch.nn.Module)):
         return function(*args, **kwargs)
     try:
         return function(*args, **kwargs)
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"function is the class {function.__name__}, which cannot be constructed from the given arguments: {error}. "
+            f"function is the class {function.__name__}, which cannot be constructed from the given arguments: "
+            f"{error}. "
             f"To explain a forward pass, construct the module first: explain({function.__name__}(...), x)"
         ) from error
 
