@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine.common.checks import described
 from transformer_engine.common.numbers import to_float
 from transformer_engine.pytorch.attention.dot_product_attention.arguments import check_bias
 from transformer_engine.pytorch.attention.dot_product_attention.prepare import device_of

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import run_on_ranks
 
+from transformer_engine.common import warning
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch.distributed import (
     CudaRNGStatesTracker,
@@ -26,7 +27,6 @@ from transformer_engine.pytorch.module.layernorm import LayerNorm
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.quantization import autocast as quantized
 from transformer_engine.pytorch.quantization.autocast import current
-from transformer_engine.pytorch.runtime import warn_once
 
 BOTH = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
 FLAGS = (is_fp8_activation_recompute_enabled, in_fp8_activation_recompute_phase)
@@ -327,7 +327,7 @@ def test_contexts_of_the_caller_surround_both_runs(use_reentrant, device):
     [({"distribute_saved_activations": True}, False), ({"debug": True}, True), ({"debug": 1}, 2)],
 )
 def test_options_of_the_other_mode_warn_once(options, reentrant, monkeypatch, device):
-    monkeypatch.setattr(warn_once, "_issued", set())
+    monkeypatch.setattr(warning, "_issued", set())
     x = torch.ones(2, device=device, requires_grad=True)
     with pytest.warns(UserWarning, match=f"{next(iter(options))} has no effect with use_reentrant"):
         y = checkpoint(torch.sin, x, use_reentrant=reentrant, **options)

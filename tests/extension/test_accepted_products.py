@@ -12,7 +12,7 @@ from torch.nn.functional import gelu
 import transformer_engine.pytorch as te
 import transformer_engine.pytorch.cpp_extensions as cpp
 import transformer_engine_torch as tex
-from transformer_engine.pytorch.runtime import warn_once
+from transformer_engine.common import warning
 
 M, N, K = 32, 64, 128
 E4M3 = te.DType.kFloat8E4M3
@@ -28,7 +28,7 @@ QUANTIZERS = {
 
 @pytest.fixture(autouse=True)
 def _warnings_start_anew(monkeypatch):
-    monkeypatch.setattr(warn_once, "_issued", set())
+    monkeypatch.setattr(warning, "_issued", set())
 
 
 def sample(*shape, seed=0):

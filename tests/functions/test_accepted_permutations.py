@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.runtime import warn_once
+from transformer_engine.common import warning
 
 T, E, K, H = 6, 3, 2, 8
 EXPERTS = torch.tensor([[1, 0], [0, 2], [2, 1], [1, 2], [0, 1], [2, 0]], dtype=torch.int32)
@@ -19,7 +19,7 @@ EXPERT_OF, TOKEN_OF = ROUTED.t().nonzero(as_tuple=True)
 
 @pytest.fixture(autouse=True)
 def _warnings_start_anew(monkeypatch):
-    monkeypatch.setattr(warn_once, "_issued", set())
+    monkeypatch.setattr(warning, "_issued", set())
 
 
 def sample(*shape, seed=0):

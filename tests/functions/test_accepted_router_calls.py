@@ -10,12 +10,12 @@ import torch
 
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
+from transformer_engine.common import warning
 from transformer_engine.pytorch.router import (
     fused_compute_score_for_moe_aux_loss,
     fused_moe_aux_loss,
     fused_topk_with_score_function,
 )
-from transformer_engine.pytorch.runtime import warn_once
 
 T, E, K = 6, 8, 2
 SCALARS = {"float": float, "numpy": numpy.float32, "tensor": torch.tensor}
@@ -23,7 +23,7 @@ SCALARS = {"float": float, "numpy": numpy.float32, "tensor": torch.tensor}
 
 @pytest.fixture(autouse=True)
 def _warnings_start_anew(monkeypatch):
-    monkeypatch.setattr(warn_once, "_issued", set())
+    monkeypatch.setattr(warning, "_issued", set())
 
 
 def sample(*shape, seed=0):

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
+from transformer_engine.common import warning
 from transformer_engine.common.recipe import Float8CurrentScaling
-from transformer_engine.pytorch.runtime import warn_once
 
 
 @pytest.fixture(autouse=True)
 def _warnings_start_anew(monkeypatch):
-    monkeypatch.setattr(warn_once, "_issued", set())
+    monkeypatch.setattr(warning, "_issued", set())
 
 
 def sample(seed=0):

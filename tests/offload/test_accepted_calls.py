@@ -11,8 +11,8 @@ import torch
 from support.link import RecordedLink
 
 import transformer_engine.pytorch as te
+from transformer_engine.common import warning
 from transformer_engine.pytorch.offload import legacy, marks
-from transformer_engine.pytorch.runtime import warn_once
 
 LAYERS = 3
 NO_GPU = "ignore:CPU offload. there is no GPU here"
@@ -21,7 +21,7 @@ NO_GPU = "ignore:CPU offload. there is no GPU here"
 @pytest.fixture(autouse=True)
 def _small_tensors_move(monkeypatch):
     monkeypatch.setattr(marks, "SMALLEST", 512)
-    monkeypatch.setattr(warn_once, "_issued", set())
+    monkeypatch.setattr(warning, "_issued", set())
 
 
 def trained(layers, context, synchronize):

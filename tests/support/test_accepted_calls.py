@@ -12,8 +12,8 @@ import transformer_engine.pytorch as te
 from support.accepted_attention import all_attention_pairs
 from support.accepted_forms import HEADS, HIDDEN, OFF, Pair, all_pairs, heads_of, hidden, sample
 from support.documented_calls import DOCUMENTED, Documented
+from transformer_engine.common import warning
 from transformer_engine.pytorch.module.drop_path import DropPath
-from transformer_engine.pytorch.runtime import warn_once
 
 PAIRS = [*all_pairs(), *all_attention_pairs()]
 
@@ -21,7 +21,7 @@ PAIRS = [*all_pairs(), *all_attention_pairs()]
 @pytest.fixture
 def unwarned(monkeypatch):
     """A process that has issued no warning yet."""
-    monkeypatch.setattr(warn_once, "_issued", set())
+    monkeypatch.setattr(warning, "_issued", set())
 
 
 def assert_same(given: Any, plain: Any) -> None:

@@ -11,7 +11,7 @@ def warn_once(reason: str, message: str, stacklevel: int = 3) -> None:
     """Issue a UserWarning, unless the process has issued one for the same reason already.
 
     Args:
-        reason: Short fixed name of the reason, such as "fused_attn_fwd: o_format". It holds no sizes or other values of a
+        reason: Short fixed name of the reason, such as "fused_attn_fwd: o_format", without sizes or other values of a
             call, so that the number of reasons is bounded.
         message: What has no effect, and why.
         stacklevel: As in `warnings.warn`, counted from this function; 3 is the caller of the calling function.

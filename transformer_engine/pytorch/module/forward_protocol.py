@@ -29,13 +29,12 @@ from ..quantization.autocast import current
 from ..runtime.device import autocast_dtype
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
-from .numerics import Numerics
+from .numerics import Numerics, Owner
 
 
-class Module(Protocol):
-    """What these methods need of their module."""
+class Module(Owner, Protocol):
+    """Attributes and methods that these functions need of their module."""
 
-    num_products: int
     products_grow: bool
     numerics: Numerics
     training: bool
