@@ -29,14 +29,18 @@ from ..quantization.autocast import current
 from ..runtime.device import autocast_dtype
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
-from .numerics import Numerics, Owner
+from .numerics import Numerics
+from .parameters import ParameterInit
 
 
-class Module(Owner, Protocol):
+class Module(Protocol):
     """Attributes and methods that these functions need of their module."""
 
+    num_products: int
     products_grow: bool
     numerics: Numerics
+    param_init_meta: dict[str, ParameterInit]
+    _parameters: dict[str, torch.nn.Parameter | None]
     training: bool
     tp_size: int
     tp_group_initialized: bool
