@@ -12,7 +12,7 @@ def warn_once(reason: str, message: str, stacklevel: int = 3) -> None:
 
     Args:
         reason: Identifies the warning, for example "fused_attn_fwd: o_format".
-        message: What has no effect, and why.
+        message: The argument without effect, and the reason.
         stacklevel: As in `warnings.warn`, counted from this function; 3 is the caller of the calling function.
     """
     if reason not in _issued:
