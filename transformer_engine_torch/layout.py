@@ -101,10 +101,10 @@ def reordered(x: Tensor, source: str, target: str, name: str) -> Tensor:
 
 
 def order_of(given: NVTE_QKV_Format | int | str | None, layout: Layout, name: str) -> str:
-    """Return the order of axes that a format argument asks for; None stands for the queries' order.
+    """Return the order of axes that a format argument asks for; None means the queries' order.
 
     Raises:
-        ValueError: `given` names no order of axes.
+        ValueError: `given` does not name an order of axes.
     """
     own = "bhsd" if layout.transposed else layout.q_format
     if given is None:
@@ -115,5 +115,5 @@ def order_of(given: NVTE_QKV_Format | int | str | None, layout: Layout, name: st
     if order == "qkv_format_not_set":
         return own
     if order not in ("sbhd", "bshd", "thd", "bhsd"):
-        raise ValueError(f"{name}={given!r} is no order of axes; give 'sbhd', 'bshd', 'bhsd' or 'thd'")
+        raise ValueError(f"{name}={given!r} is not an order of axes; give 'sbhd', 'bshd', 'bhsd' or 'thd'")
     return order

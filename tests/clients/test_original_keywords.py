@@ -471,7 +471,7 @@ def test_formats_without_effect_warn_once_and_wrong_ones_are_named(device):
         cpp_extensions.fused_attn_fwd(*call, **options, qkv_scale_inv_format="bhsd")
     with pytest.raises(ValueError, match="o_format='thd' has other axes"):
         cpp_extensions.fused_attn_fwd(*call, **options, o_format="thd")
-    with pytest.raises(ValueError, match="no order of axes"):
+    with pytest.raises(ValueError, match="not an order of axes"):
         cpp_extensions.fused_attn_fwd(*call, **options, o_format="dhsb")
 
 

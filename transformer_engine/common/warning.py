@@ -13,7 +13,7 @@ def warn_once(reason: str, message: str, stacklevel: int = 3) -> None:
     Args:
         reason: Short fixed name of the reason, such as "fused_attn_fwd: o_format", without sizes or other values of a
             call, so that the number of reasons is bounded.
-        message: What has no effect, and why.
+        message: The argument without effect, and the reason.
         stacklevel: As in `warnings.warn`, counted from this function; 3 is the caller of the calling function.
     """
     if reason not in _issued:

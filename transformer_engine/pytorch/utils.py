@@ -138,7 +138,7 @@ def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Ten
 
 
 def gpu_autocast_ctx(**settings: Any) -> torch.amp.autocast:
-    """Return `torch.amp.autocast` for the device that "cuda" stands for here: the CPU on a machine without a GPU.
+    """Return `torch.amp.autocast` for the default device: CUDA, or the CPU on a machine without a GPU.
 
     Args:
         settings: Keywords of `torch.amp.autocast`, such as `dtype` and `enabled`.

@@ -175,7 +175,7 @@ class GroupedLinear(ProductsModule):
         """Turn `weight0`, `weight1`, ... into one parameter `weight` [num_gemms, out_features, in_features].
 
         The layer then is as if it had been made with single_grouped_weight=True. Call it before an optimizer holds the
-        parameters. A layer whose weights are grouped already stays as it is.
+        parameters. A layer whose weights are grouped already is unchanged.
 
         Args:
             defer_init: Do nothing, because the parameters are still to be allocated.

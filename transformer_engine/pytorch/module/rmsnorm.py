@@ -9,7 +9,7 @@ class RMSNorm(Normalization):
     """Compute y = x / sqrt(E[x²] + eps) * gamma over the last dimensions (arXiv:1910.07467).
 
     Args:
-        normalized_shape: The last dimensions of the input; an int stands for one dimension.
+        normalized_shape: The last dimensions of the input; an int means one dimension.
         zero_centered_gamma: Use gamma = 1 + weight, with the weight initialized to 0.
         sequence_parallel: Set as an attribute of the parameter, which Megatron-LM reads.
         sm_margin: Streaming multiprocessors to leave free: an int, or a dict by stage

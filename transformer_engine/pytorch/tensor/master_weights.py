@@ -79,7 +79,7 @@ def _writer(shard: Shard) -> _Copied | _TensorScaled | _BlockScaled | _Hybrid:
 
 
 class _Hybrid:
-    """Two directions in two formats, each written as a weight of its own."""
+    """Two directions in two formats, each written like a separate weight."""
 
     def __init__(self, shard: Shard):
         weight: Any = shard.weight

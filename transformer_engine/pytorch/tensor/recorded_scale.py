@@ -12,8 +12,8 @@ from ..runtime.device import canonical_device
 class RecordsScale:
     """Two buffers that record what `quantize` and `update_quantized` computed last.
 
-    Both are allocated when either is first read, and record from then on, so that a quantizer whose buffers nobody
-    reads does no extra work. Products inside layers do not write them.
+    Both are allocated when either is first read, and record from then on, so that a quantizer does no extra
+    work before its buffers are read. Products inside layers do not write them.
     """
 
     device: torch.device | str | None

@@ -1,6 +1,6 @@
 """QuantizedTensorStorage: the payload of a quantized tensor, value [..., K] = codes x scales, in one or two directions.
 
-Products that contract the last dimension read row-wise data, those that contract the rows column-wise data.
+Contracting the last dimension reads row-wise data; contracting the rows reads column-wise data.
 A storage is not a torch.Tensor: autograd never sees it. All leading dimensions together count as rows.
 """
 
