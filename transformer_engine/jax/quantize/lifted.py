@@ -27,15 +27,19 @@ class _Copies:
     """Copies of one state, made when they are needed; copies that are not read cost nothing."""
 
     def __init__(self, scale: Array, history: Array):
-        # The element type of the codes does not matter: nothing is quantized here.
-        dtype = jnp.dtype(jnp.float8_e4m3fn)
-        self._rest = DelayedScaleQuantizer(dtype, scale=scale, amax_history=history)
-        self._made: list[DelayedScaleQuantizer] = []
+        self._state, self._made = (scale, history), list[DelayedScaleQuantizer]()
 
     def __getitem__(self, place: int) -> DelayedScaleQuantizer:
+        if not self._made:
+            # Not before: the module that reads a state reports one of a wrong shape. The element type of the codes does
+            # not matter, since nothing is quantized here.
+            scale, history = self._state
+            self._rest: Any = DelayedScaleQuantizer(
+                jnp.dtype(jnp.float8_e4m3fn), scale=scale, amax_history=history
+            )
         while len(self._made) <= place:
             one, self._rest = one_and_rest(self._rest)
-            self._made.append(one)  # pyright: ignore[reportArgumentType]
+            self._made.append(one)
         return self._made[place]
 
 
