@@ -16,7 +16,7 @@ def warn_once(reason: str, message: str) -> None:
     Args:
         reason: Short fixed name of the reason, such as `"ub_overlap_ag"`. It holds no sizes or other values of a
             call, so that the number of reasons is bounded.
-        message: What the caller asked for, why it has no effect, and what to do instead.
+        message: The argument, why it has no effect, and the alternative.
     """
     if reason in _issued:
         return
