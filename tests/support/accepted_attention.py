@@ -1,4 +1,4 @@
-"""Calls of attention whose arguments have another form, or that hold arguments without effect, beside plain calls."""
+"""Calls of attention with arguments in another form or without effect, each paired with the plain call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PADDING = LAST_TWO.view(BATCH, 1, 1, TOKENS)
 DIAGONAL = torch.ones(1, 1, TOKENS, TOKENS).triu(1)  # 1 = masked
 ADDITIVE = DIAGONAL.masked_fill(DIAGONAL.bool(), float("-inf"))
 
-# Masks of other forms, with the type that reads them and the bool mask that they stand for; None: the type reads none.
+# Masks of other forms, with the type that reads them and the equivalent bool mask; None: the type reads none.
 MASKS: dict[str, tuple[str, Any, Any]] = {
     "causal, additive float": ("causal", ADDITIVE, None),
     "causal, float padding": ("causal", PADDING.float(), None),

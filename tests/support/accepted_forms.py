@@ -1,4 +1,4 @@
-"""Calls whose arguments have another form, each beside the same call in plain spelling."""
+"""Calls with arguments in another form, each paired with the same call in plain spelling."""
 
 from __future__ import annotations
 

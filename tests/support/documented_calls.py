@@ -1,4 +1,4 @@
-"""Calls as pages of the original and sources of its clients write them, each beside plain PyTorch."""
+"""Calls as documentation of the original and sources of its clients write them, each paired with plain PyTorch."""
 
 from __future__ import annotations
 

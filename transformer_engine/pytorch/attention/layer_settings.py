@@ -51,7 +51,7 @@ FIXED = frozenset(
 
 
 def warn_without_norm(return_layernorm_output: bool, input_layernorm: bool) -> None:
-    """Warn once if a layer without a norm is asked to return the norm's output."""
+    """Warn once about return_layernorm_output=True on a layer without a norm."""
     if return_layernorm_output and not input_layernorm:
         warn_once(
             "return_layernorm_output without a norm",

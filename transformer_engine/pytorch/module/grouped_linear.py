@@ -220,7 +220,7 @@ class GroupedLinear(ProductsModule):
           have the values of the second. Give each pass its own buffer, or clear `inp.grad` in between.
         """
         m_splits = self._accepted_splits(inp, m_splits)
-        if is_first_microbatch is not None:
+        if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
             is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
         no_buffers = out is None and dgrad_out is None
         buffers = NO_BUFFERS if no_buffers else self._caller_buffers(inp, out, dgrad_out)
@@ -353,10 +353,13 @@ class GroupedLinear(ProductsModule):
         Raises:
             TypeError: The input is not a dense tensor, or the splits are not whole numbers.
         """
-        check_dense("the input", inp)
+        if not isinstance(inp, Tensor) or inp.layout is not torch.strided:
+            check_dense("the input", inp)
         if self._config.use_grouped_tensor:
             check_device_splits(m_splits, inp.device)
         if isinstance(m_splits, Tensor) and m_splits.dim() == 1 and not m_splits.is_floating_point():
+            return m_splits
+        if isinstance(m_splits, (list, tuple)) and set(map(type, m_splits)) == {int}:
             return m_splits
         return rows_of_groups(m_splits)
 

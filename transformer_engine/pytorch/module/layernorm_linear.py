@@ -165,7 +165,7 @@ class LayerNormLinear(ProductsModule):
 
         Arguments and errors as in Linear.forward.
         """
-        if is_first_microbatch is not None:
+        if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
             is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
         if fp8_output is not False or fp8_grad is not False:
             fp8_output, fp8_grad = to_bool("fp8_output", fp8_output), to_bool("fp8_grad", fp8_grad)

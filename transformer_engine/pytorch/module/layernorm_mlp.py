@@ -225,7 +225,7 @@ class LayerNormMLP(ProductsModule):
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, ...]:
         """y, or `(y[, fc2_bias][, norm(x)])` as return_bias and return_layernorm_output say."""
-        if is_first_microbatch is not None:
+        if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
             is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
         config = self._config
         gamma, beta = parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias")

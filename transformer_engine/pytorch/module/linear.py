@@ -132,7 +132,7 @@ class Linear(ProductsModule):
         fp8_output, fp8_grad  return y, or the input's gradient, as a quantized tensor
         Raises ValueError or TypeError for an input whose last dimension, dtype or device does not fit.
         """
-        if is_first_microbatch is not None:
+        if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
             is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
         if fp8_output is not False or fp8_grad is not False:
             fp8_output, fp8_grad = to_bool("fp8_output", fp8_output), to_bool("fp8_grad", fp8_grad)
