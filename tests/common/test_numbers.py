@@ -65,7 +65,7 @@ def test_flags_are_false_where_their_truth_value_is(value):
     switch("enabled", value)
 
 
-@pytest.mark.parametrize("value", NEITHER, ids=repr)
+@pytest.mark.parametrize("value", NEITHER, ids=lambda value: type(value).__name__)
 def test_objects_without_a_truth_value_are_not_flags(value):
     for check in (to_bool, switch):
         with pytest.raises(TypeError, match=r"enabled=.* is neither True nor False; give a bool"):
