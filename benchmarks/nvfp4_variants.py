@@ -124,7 +124,9 @@ def main() -> int:
     }
     (arguments.out / "nvfp4_variants.json").write_text(json.dumps(result, indent=1) + "\n")
     for row in rows:
-        print(f"{row['variant']:30} {row['mean']:.4f} {row['difference']:+.4f} of {row['limit']:.4f} {row['passes']}")
+        print(
+            f"{row['variant']:30} {row['mean']:.4f} {row['difference']:+.4f} of {row['limit']:.4f} {row['passes']}"
+        )
     return 0 if all(row["passes"] for row in rows) else 1
 
 
