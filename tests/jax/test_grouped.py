@@ -26,6 +26,12 @@ RECIPES = {
     "block": (recipe.Float8BlockScaling(), 0.06),
     "mxfp8": (recipe.MXFP8BlockScaling(), 0.06),
     "nvfp4": (recipe.NVFP4BlockScaling(disable_stochastic_rounding=True), 0.25),
+    "nvfp4 of rows": (
+        recipe.NVFP4BlockScaling(
+            disable_rht=True, disable_stochastic_rounding=True, row_scaled_activation=True, nvfp4_4over6="all"
+        ),
+        0.25,
+    ),
 }
 
 

@@ -18,7 +18,17 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from support.tolerances import LAYERS_OVER_DEVICES
 
-from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, FLOAT8, MXFP8, NVFP4
+from transformer_engine.common.formats import (
+    BLOCK_1D,
+    BLOCK_2D,
+    E2M1,
+    E4M3,
+    FLOAT8,
+    MXFP8,
+    NVFP4,
+    NVFP4_256,
+    NVFP4_ROWS,
+)
 from transformer_engine.common.quantize_spec import QuantizeSpec
 from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.jax.attention import (
@@ -208,6 +218,12 @@ SPECS = {
     "squares": (QuantizeSpec(BLOCK_2D, E4M3, columnwise=True), False, 1),
     "mxfp8": (QuantizeSpec(MXFP8, E4M3, columnwise=True), False, 1),
     "nvfp4": (QuantizeSpec(NVFP4, E2M1, columnwise=True, hadamard=True, stochastic=True), False, 3),
+    "4over6": (
+        QuantizeSpec(NVFP4_256, E2M1, columnwise=True, two_dimensional=True, four_over_six="MSE"),
+        False,
+        2,
+    ),
+    "rows": (QuantizeSpec(NVFP4_ROWS, E2M1, columnwise=True), False, 3),
 }
 
 
@@ -231,7 +247,7 @@ def test_quantization_is_kernels_on_cuda_also_inside_shard_map(name, monkeypatch
 
 @needs_bridge
 @pytest.mark.parametrize(("shape", "axis"), [((4, 128, 2, 256), 2), ((128, 3, 24), 1)])
-@pytest.mark.parametrize("name", ["blocks", "squares", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("name", ["blocks", "squares", "mxfp8", "nvfp4", "rows"])
 def test_codes_in_blocks_of_several_axes_are_those_of_the_matrix(name, shape, axis, monkeypatch):
     """In as many kernels; the second has blocks across two axes."""
     monkeypatch.setenv("TE_JAX_KERNELS", "1")

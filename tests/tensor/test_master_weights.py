@@ -38,6 +38,17 @@ def weight_of(name, device):
         return quantizer_of(name, device)(torch.ones(SHAPE, dtype=torch.bfloat16, device=device))
 
 
+def test_weights_of_4over6_are_written_whole_or_not_at_all(device):
+    quantizer = te.NVFP4Quantizer(with_2d_quantization=True, nvfp4_use_4over6=True, nvfp4_e4m3_max=256)
+    whole = master(device)
+    weight = quantizer(torch.ones(SHAPE, dtype=torch.bfloat16, device=device))
+    cast_master_weights_to_fp8([weight], [whole.view(-1)], [0], None)
+    post_all_gather_processing([weight])
+    assert same_payload(weight, quantizer(whole.bfloat16()))
+    with pytest.raises(ValueError, match=r"a shard of elements 0:64 .* nvfp4_use_4over6=True"):
+        cast_master_weights_to_fp8([weight], [whole.view(-1)[:64]], [0], None)
+
+
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_one_process_writes_what_quantize_would(name, device):
     weight = weight_of(name, device)

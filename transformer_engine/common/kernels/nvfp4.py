@@ -268,7 +268,7 @@ def row_maxima(shape: tuple[int, int]) -> Launch:
 
 @dataclass(frozen=True)
 class Options:
-    """What a spec asks of the kernels beside its directions.
+    """The options of a spec that decide which kernel is compiled, without its directions.
 
     square           16 x 16 elements share a scale
     hadamard         the columnwise direction is transformed first, with signs where random_sign

@@ -102,7 +102,7 @@ class NVFP4TensorStorage(BlockScaledStorage):
     def _maxima(cls, quantized: Quantized) -> dict[str, Tensor | None]:
         amax = quantized.amax if quantized.codes is not None else None
         return {
-            # Maxima per row come as a column [M, 1] where rows were cut or joined, see `unpack`.
+            # Maxima per row arrive as a column [M, 1] from row slices and gathers, see `unpack`.
             "amax_rowwise": amax if amax is None or amax.dim() == 1 else amax.reshape(-1),
             "amax_columnwise": None if quantized.codes_t is None else quantized.amax_t,
         }
