@@ -141,6 +141,23 @@ def test_quantized_operands_are_multiplied_below_the_api():
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 
+def test_quantizer_of_a_plain_operand_is_used_beside_a_quantized_one():
+    x, kernel = drawn(16, 32), drawn(32, 8, seed=1)
+    one, other = (
+        QuantizerFactory.create(scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn)
+        for _ in range(2)
+    )
+    tensor = one.quantize(x)
+    got = cpp_extensions.gemm(tensor, kernel, rhs_quantizer=other)
+    quantized = np.asarray(other.quantize(kernel).dequantize(), np.float64)
+    np.testing.assert_allclose(got, np.asarray(tensor.dequantize(), np.float64) @ quantized, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in ScalingMode if mode.name.startswith("NVFP4")])
+def test_every_variant_of_nvfp4_is_nvfp4_scaling(mode):
+    assert mode.is_nvfp4_scaling
+
+
 def test_an_amax_scope_is_a_manual_axis_of_the_mesh_resource():
     x = drawn(8, 16)
     one = QuantizerFactory.create(scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn)

@@ -52,14 +52,23 @@ def gemm(
     if isinstance(lhs, ScaledTensor) or isinstance(rhs, ScaledTensor):
         dtype = _nominal_dtype(lhs)
         given = None if bias is None else bias.astype(jnp.float32)
-        values = dense(_values(lhs), _values(rhs), given, contracting_dims, transpose_batch_sequence)
+        contracted = len(contracting_dims[0])
+        values = dense(
+            _values(lhs, lhs_quantizer, -contracted), _values(rhs, rhs_quantizer, contracted), given,
+            contracting_dims, transpose_batch_sequence,
+        )  # fmt: skip
         return values.astype(dtype)
     quantizers = QuantizerSet(lhs_quantizer, rhs_quantizer, None)
     return dense(lhs, rhs, bias, contracting_dims, transpose_batch_sequence, quantizer_set=quantizers)
 
 
-def _values(operand: Array | ScaledTensor) -> Array:
-    """The values of an operand in float32."""
+def _values(operand: Array | ScaledTensor, quantizer: Quantizer | None, flatten_axis: int) -> Array:
+    """Return the values of an operand in float32; its quantizer quantizes an operand in high precision first."""
+    if quantizer is not None and not isinstance(operand, ScaledTensor):
+        rowwise = (
+            flatten_axis < 0
+        )  # the left operand is contracted over its last axes, the right one over its first
+        operand = quantizer.quantize(operand, rowwise, not rowwise, flatten_axis=flatten_axis)
     if isinstance(operand, ScaledTensor2x):
         operand = operand.rowwise_tensor
     return operand.values() if isinstance(operand, ScaledTensor1x) else jnp.asarray(operand, jnp.float32)

@@ -11,6 +11,7 @@ from ...common.formats import (
     MXFP8,
     NVFP4,
     NVFP4_256,
+    NVFP4_FORMATS,
     NVFP4_ROWS,
     NVFP4_ROWS_256,
     TensorFormat,
@@ -63,8 +64,8 @@ class ScalingMode(enum.Enum):
 
     @property
     def is_nvfp4_scaling(self) -> bool:
-        """Is the format NVFP4?"""
-        return self.format == NVFP4
+        """Is the format NVFP4, in one of its variants?"""
+        return self.format in NVFP4_FORMATS.values()
 
     @property
     def is_colwise_transposed(self) -> bool:
