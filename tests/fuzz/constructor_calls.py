@@ -254,7 +254,7 @@ def _others() -> list[Call]:
         _of("DropPath", DropPath, {}, {"drop_prob": RATE, "batch_dim": (1.5, "0", None, -1)}),
         _of("L2Normalization", L2Normalization, {}, {"eps": EPS}),
         _of("CudaRNGStatesTracker.add", lambda name, seed: CudaRNGStatesTracker().add(name, seed),
-            {"name": "dropout", "seed": 1}, {"name": (3, None, b"a"), "seed": (1.5, "1", None, -1, True)}),
+            {"name": "dropout", "seed": 1}, {"name": ([3], {}), "seed": (1.5, "1", None)}),
         _of("activation_recompute_forward", activation_recompute_forward, {},
             {"activation_recompute": FLAG, "recompute_phase": FLAG}),
         _of("emulate", _emulated, {"enabled": True}, {"enabled": (*FLAG,)}),

@@ -648,7 +648,7 @@ CASES = [
         "DotProductAttention",
         {
             "strategy": {"context_parallel_strategy": "nosuch"},
-            "transposed": {"transpose_batch_sequence": "x"},
+            "transposed": {"transpose_batch_sequence": len},
             "layout": {"qkv_layout": "nosuch"},
         },
     ),

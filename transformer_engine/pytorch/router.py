@@ -198,7 +198,7 @@ def total_of(given: int | Tensor, device: torch.device) -> int | Tensor:
 def finite(name: str, value: Any) -> float:
     """Convert the value to a float; raise ValueError for infinities and NaN."""
     found = to_float(name, value)
-    if not math.isfinite(found):
+    if not -math.inf < found < math.inf:  # `math.isfinite` does not take the symbols of torch.compile
         raise ValueError(f"{name}={found} is not finite; give a finite number")
     return found
 

@@ -27,7 +27,7 @@ from ..primitives.quantize import Cast
 from ..primitives.scale_update import State, advance_states
 from ..undifferentiated import constant, undifferentiated
 from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode
-from .settings import check_settings, element_of
+from .settings import check_settings, element_of, key_of
 from .tensors import ScaledTensor, ScaledTensor1x, ScaledTensor2x, ScaledTensorFactory, positive_axis
 
 __all__ = [
@@ -317,22 +317,10 @@ class NVFP4Quantizer(Quantizer):
     def _given(self, x: Array, axis: int) -> dict[str, Any]:
         if (state := self.stochastic_rounding_rng_state) is None:
             return {}
-        rows, columns = jax.random.split(_key_of(state))
+        rows, columns = jax.random.split(key_of(state))
         # Explicit, since under jax_enable_x64 the default is float64: other numbers, which no kernel reads.
         uniform = functools.partial(jax.random.uniform, dtype=jnp.float32)
         return {"random": (uniform(rows, x.shape), uniform(columns, (*x.shape[axis:], *x.shape[:axis])))}
-
-
-def _key_of(words: Array) -> Array:
-    """The key of raw data: the data of a jax.random key, or any number of words, all of which count."""
-    words = words.reshape(-1).astype(jnp.uint32)
-    size = jax.random.key_data(jax.random.key(0)).size
-    if words.size == size:
-        return jax.random.wrap_key_data(words)
-    key = jax.random.key(0)
-    for place in range(words.size):
-        key = jax.random.fold_in(key, words[place])
-    return key
 
 
 def advanced_together(

@@ -1,11 +1,13 @@
-"""What the settings of quantizers may be."""
+"""Checks and conversions of the settings of quantizers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax import Array
 
 from ...common.checks import described, epsilon, exponent, member, one_of, switch, text_or_none
 from ...common.formats import E2M1, E4M3, E5M2, Element
@@ -75,3 +77,15 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             _CHECKS[name](name, value)
     if "amax_history" in settings:
         _check_pair(settings["scale"], settings["amax_history"])
+
+
+def key_of(words: Array) -> Array:
+    """Return the random key of raw data: the data of a `jax.random` key, or any number of words, which are all used."""
+    words = words.reshape(-1).astype(jnp.uint32)
+    size = jax.random.key_data(jax.random.key(0)).size
+    if words.size == size:
+        return jax.random.wrap_key_data(words)
+    key = jax.random.key(0)
+    for place in range(words.size):
+        key = jax.random.fold_in(key, words[place])
+    return key

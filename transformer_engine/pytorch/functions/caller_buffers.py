@@ -104,13 +104,13 @@ def _meets(begin: int, end: int, strides: list[tuple[int, int]], element: int) -
     return False
 
 
-def readable(gradient: Tensor, buffer: Tensor | None) -> Tensor:
+def readable(gradient: Tensor, buffer: Tensor) -> Tensor:
     """Return the output gradient, or a copy where writing the buffer would overwrite it.
 
     They share memory where one buffer serves two consecutive layers, or where the gradient was computed in place of an
     output that shares memory with the buffer.
     """
-    return gradient.clone() if buffer is not None and share_memory(buffer, gradient) else gradient
+    return gradient.clone() if share_memory(buffer, gradient) else gradient
 
 
 def handed_out(buffer: Tensor) -> Tensor:

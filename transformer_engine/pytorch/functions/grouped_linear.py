@@ -79,7 +79,8 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
         spec = ctx.spec
         _, operands = restore(ctx)
-        grad_output = readable(grad_output, spec.buffers.grad_input)
+        if spec.buffers.grad_input is not None:
+            grad_output = readable(grad_output, spec.buffers.grad_input)
         grads = [
             linear_backward(part, operands[2 * i : 2 * i + 2], group, ctx.weight_dtype, ctx.bias_dtype)
             for i, (part, group) in enumerate(zip(grad_output.split(spec.rows), spec.groups, strict=True))

@@ -125,7 +125,8 @@ class TogetherGradients(NamedTuple):
 def _backward(
     grad_output: Tensor, saved: tuple[Tensor | None, ...], groups: Groups, spec: TogetherSpec
 ) -> TogetherGradients:
-    dy = readable(grad_output, spec.buffers.grad_input).contiguous()
+    buffer = spec.buffers.grad_input
+    dy = (grad_output if buffer is None else readable(grad_output, buffer)).contiguous()
     grad_biases: tuple[Tensor | None, ...] = ()
     if spec.needs_grad_bias:
         sums = row_sums(dy, groups).to(spec.weight_dtype)

@@ -45,6 +45,7 @@ def multi_tensor_scale_tensor(
     chunk_size: int, is_infinite: Tensor, tensor_lists: Lists, scale: Tensor
 ) -> None:
     """`multi_tensor_scale` by a number that lies on the device: float32, one element."""
+    tensor("is_infinite", is_infinite)
     factor = _factor("scale", scale, is_infinite)
     if checked(is_infinite, tensor_lists, _VALUES, _VALUES):
         scale_all(tensor_lists, factor, is_infinite)
@@ -69,6 +70,7 @@ def multi_tensor_unscale_l2norm(
     per_tensor: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`multi_tensor_l2norm` of the tensors times inv_scale, float32 of one element; the tensors stay as they are."""
+    tensor("noop_flag", noop_flag)
     return _norms(noop_flag, tensor_lists, _factor("inv_scale", inv_scale, noop_flag), per_tensor)
 
 
@@ -350,7 +352,7 @@ def _factor(name: str, value: Any, flag: Tensor | None = None) -> Tensor:
     if value.dtype != torch.float32 or value.numel() != 1:
         raise ValueError(f"{name} is {value.dtype} {list(value.shape)}; give a float32 tensor of one element")
     if flag is not None and value.device != flag.device:
-        raise ValueError(f"{name} is on {value.device}, the tensors on {flag.device}; move one of them")
+        raise ValueError(f"{name} is on {value.device}, the flag on {flag.device}; move one of them")
     return value.reshape(1)
 
 

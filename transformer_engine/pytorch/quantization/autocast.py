@@ -182,7 +182,8 @@ class autocast(ContextDecorator):
         if others:
             refuse_keywords("autocast", others, {"fp8_recipe": "recipe", "fp8_group": "amax_reduction_group"})
         enabled = check_block(enabled, recipe)
-        calibrating = to_bool("calibrating", calibrating)
+        if type(calibrating) is not bool:
+            calibrating = to_bool("calibrating", calibrating)
         if amax_reduction_group is not None:
             group_or_none("amax_reduction_group", amax_reduction_group)
         if recipe is None and (enabled or calibrating):

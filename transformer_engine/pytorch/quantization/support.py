@@ -149,7 +149,7 @@ def check_block(enabled: Any, recipe: Recipe | None) -> bool:
             f"recipe={described(recipe)} is a {type(recipe).__name__}; pass an instance of a class of "
             "transformer_engine.common.recipe, or None"
         )
-    return to_bool("enabled", enabled)
+    return enabled if type(enabled) is bool else to_bool("enabled", enabled)
 
 
 Check = Callable[[], "tuple[bool, str]"]
