@@ -30,7 +30,8 @@ SPECS = {
 }
 # Codes: a conversion, and what selects NaNs among their bytes.
 CODES = re.compile(
-    r"(%\w+) = stablehlo\.(?:convert %\w+ : |bitcast_convert %\w+ : \(tensor<(?:\d+x)*ui8>\)).*-> tensor<(?:\d+x)*f[48]E(?!8M0)\w+>"
+    r"(%\w+) = stablehlo\.(?:convert %\w+ : |bitcast_convert %\w+ : \(tensor<(?:\d+x)*ui8>\)).*"
+    r"-> tensor<(?:\d+x)*f[48]E(?!8M0)\w+>"
 )
 BYTES = re.compile(r"stablehlo\.bitcast_convert %\w+ : .*-> tensor<(?:\d+x)*ui8>")
 
