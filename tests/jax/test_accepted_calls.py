@@ -14,7 +14,8 @@ from flax import linen as nn
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 from transformer_engine.common import recipe
-from transformer_engine.jax import checks, cpp_extensions, quantize, sharding
+from transformer_engine.common.warning import forget_issued
+from transformer_engine.jax import cpp_extensions, quantize, sharding
 from transformer_engine.jax.dense import dense
 from transformer_engine.jax.flax.transformer import LoRAScope, _canonicalize_lora_scope, rotary_pos_emb
 from transformer_engine.jax.quantize import QuantizeLayout, QuantizerFactory, QuantizerSet, ScalingMode
@@ -25,7 +26,7 @@ LAYER = {"hidden_size": 16, "mlp_hidden_size": 24, "num_attention_heads": 2, "at
 
 @pytest.fixture(autouse=True)
 def _warnings_are_new():
-    checks.warn_without_effect.cache_clear()
+    forget_issued()
 
 
 def drawn(*shape, seed=0):
