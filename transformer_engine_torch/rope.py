@@ -8,7 +8,7 @@ from torch import Tensor
 
 from transformer_engine.common.numbers import to_bool, to_int
 from transformer_engine.pytorch.primitives import rope
-from transformer_engine.pytorch.primitives.rope import Positions, RopeSpec, check_rotation
+from transformer_engine.pytorch.primitives.rope import Positions, RopeSpec, check_rotation, three_sizes
 
 from .enums import NVTE_QKV_Format
 from .kv_cache import format_name
@@ -41,16 +41,16 @@ def fused_qkv_rope_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(q, k, v) of qkv [.., groups, q_size + k_size + v_size], q and k turned; a head has k_size features."""
     spec = _spec(qkv_format, interleaved, cp_size, cp_rank)
-    q_size, k_size, v_size = (to_int("qkv_split_arg_list", size) for size in qkv_split_arg_list)
+    sizes = three_sizes(qkv_split_arg_list)
     positions = Positions(start_positions)
     for freqs in (q_freqs, k_freqs):
-        check_rotation(qkv_input, freqs, positions, spec, k_size)
+        check_rotation(qkv_input, freqs, positions, spec, sizes[1])
     return rope.rope_qkv_forward(
         qkv_input,
         _angles(q_freqs),
         _angles(k_freqs),
         positions,
-        (q_size, k_size, v_size),
+        sizes,
         spec,
     )
 
@@ -62,10 +62,10 @@ def fused_qkv_rope_backward(
 ) -> Tensor:  # fmt: skip
     """The gradient of fused_qkv_rope_forward's input; start_positions where the forward pass had them."""
     spec = _spec(qkv_format, interleaved, cp_size, cp_rank)
-    q_size, k_size, v_size = (to_int("qkv_split_arg_list", size) for size in qkv_split_arg_list)
+    sizes = three_sizes(qkv_split_arg_list)
     positions = Positions(start_positions)
     for freqs in (q_freqs, k_freqs):
-        check_rotation(k_grad_out, freqs, positions, spec, k_size)
+        check_rotation(k_grad_out, freqs, positions, spec, sizes[1])
     return rope.rope_qkv_backward(
         q_grad_out,
         k_grad_out,
@@ -73,7 +73,7 @@ def fused_qkv_rope_backward(
         _angles(q_freqs),
         _angles(k_freqs),
         positions,
-        (q_size, k_size, v_size),
+        sizes,
         spec,
     )
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from transformer_engine.common import numbers
 from transformer_engine.common.checks import switch
 from transformer_engine.common.numbers import parse_bool, parse_float, parse_int, to_bool, to_float, to_int
+from transformer_engine.common.warning import forget_issued
 
 TWO = [
     2,
@@ -73,7 +73,7 @@ def test_objects_without_a_truth_value_are_not_flags(value):
 
 
 def test_text_that_spells_false_counts_as_true_and_warns_once():
-    numbers._warn_of_true_text.cache_clear()
+    forget_issued()
     with pytest.warns(UserWarning, match="enabled='false' is a non-empty string and counts as True"):
         assert to_bool("enabled", "false") is True
     with warnings.catch_warnings():

@@ -14,9 +14,11 @@ from flax import linen as nn
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 from transformer_engine.common import recipe
-from transformer_engine.jax import checks, cpp_extensions, quantize, sharding
+from transformer_engine.common.warning import forget_issued
+from transformer_engine.jax import cpp_extensions, quantize, sharding
 from transformer_engine.jax.dense import dense
 from transformer_engine.jax.flax.transformer import LoRAScope, _canonicalize_lora_scope, rotary_pos_emb
+from transformer_engine.jax.primitives.quantize.formats import mxfp8
 from transformer_engine.jax.quantize import QuantizeLayout, QuantizerFactory, QuantizerSet, ScalingMode
 from transformer_engine.jax.softmax import SoftmaxFusionType, softmax
 
@@ -25,7 +27,7 @@ LAYER = {"hidden_size": 16, "mlp_hidden_size": 24, "num_attention_heads": 2, "at
 
 @pytest.fixture(autouse=True)
 def _warnings_are_new():
-    checks.warn_without_effect.cache_clear()
+    forget_issued()
 
 
 def drawn(*shape, seed=0):
@@ -276,3 +278,10 @@ def test_flags_of_xla_are_python_values(monkeypatch, text):
     assert cpp_extensions.misc.get_xla_flag("--xla_of_a_test", cast=str) == text
     assert cpp_extensions.misc.get_xla_flag("--xla_alone") is True
     assert cpp_extensions.misc.get_xla_flag("--xla_absent", 7) == 7
+
+
+def test_partial_blocks_of_mxfp8_warn_once_for_all_shapes():
+    with pytest.warns(UserWarning, match="quantized to MXFP8") as seen:
+        for rows in (33, 34, 35):
+            mxfp8.check(rows, 64, None)
+    assert len(seen) == 1

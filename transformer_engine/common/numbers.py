@@ -13,12 +13,11 @@ Symbolic numbers of `torch.compile` and `torch.export` are returned unchanged.
 from __future__ import annotations
 
 import math
-import warnings
-from functools import cache
 from numbers import Integral, Real
 from typing import Any
 
 from .described import described
+from .warning import warn_once
 
 _SYMBOLS = ("SymInt", "SymFloat", "SymBool")
 _TRUE = ("1", "true", "t", "yes", "y", "on")
@@ -82,7 +81,10 @@ def to_bool(name: str, value: Any) -> bool:
     if type(number).__name__ in _SYMBOLS:
         return number
     if isinstance(number, str) and number.strip().lower() in _FALSE:
-        _warn_of_true_text(name, number)
+        warn_once(
+            f"text as a flag: {name}",
+            f"{name}={number!r} is a non-empty string and counts as True; pass False to switch it off",
+        )
     if not isinstance(number, (int, float, str)) and not _defines_truth(number):
         raise TypeError(f"{name}={described(value)} is neither True nor False; give a bool")
     return bool(number)
@@ -163,12 +165,3 @@ def _number_in_text(value: Any) -> Any:
         except ValueError:
             continue
     return value
-
-
-@cache
-def _warn_of_true_text(name: str, text: str) -> None:
-    warnings.warn(
-        f"{name}={text!r} is a non-empty string and counts as True; pass False to switch it off",
-        UserWarning,
-        stacklevel=4,
-    )

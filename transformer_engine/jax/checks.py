@@ -176,12 +176,6 @@ def broadcasts(shape: Sequence[int], extents: Sequence[int]) -> bool:
     return len(shape) == len(extents) and all(n in (1, m) for n, m in zip(shape, extents, strict=True))
 
 
-@functools.cache
-def warn_without_effect(message: str) -> None:
-    """Warn of an argument without effect, once per process and message."""
-    warnings.warn(message, stacklevel=4)
-
-
 def check_rate(name: str, value: Any) -> None:
     """TypeError or ValueError unless this is a rate of dropout in [0, 1]; Flax's dropout of rate 1 returns zeros."""
     number(name, value)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..common.checks import member, number
-from .checks import check_mask, check_values, warn_without_effect
+from ..common.warning import warn_once
+from .checks import check_mask, check_values
 from .primitives.softmax import masked_softmax
 
 __all__ = ["SoftmaxFusionType", "softmax"]
@@ -59,9 +60,11 @@ def scaled_softmax(
             raise ValueError("softmax_fusion_type=SCALED_MASKED and mask=None; give a mask, or use SCALED")
         check_mask(mask, logits.shape)
     elif mask is not None:
-        warn_without_effect(
+        warn_once(
+            "softmax: mask",
             f"a mask was given with softmax_fusion_type={softmax_fusion_type.name}, which does not read it; give "
-            "SCALED_MASKED to hide the keys where the mask is True"
+            "SCALED_MASKED to hide the keys where the mask is True",
+            stacklevel=4,
         )
         mask = None
     hidden = None if mask is None else mask.astype(bool)

@@ -111,7 +111,8 @@ def moe_permute_and_pad_with_probs(
     """Permute tokens and probabilities by a mask, and pad the rows of each expert with zeros.
 
     Args:
-        tokens_per_expert: [E], the sum of `routing_map` over the tokens. On a GPU it is read by the host.
+        tokens_per_expert: [E], the sum of `routing_map` over the tokens, whole numbers of any dtype. On a GPU it is
+            read by the host.
         align_size: The rows of each expert are padded to a multiple of this.
 
     Returns:
@@ -132,6 +133,10 @@ def moe_permute_and_pad_with_probs(
             f"[{experts}], one an expert"
         )
     counts = tokens_per_expert.to(inp.device, torch.int64)
+    if tokens_per_expert.is_floating_point() and bool((tokens_per_expert.to(inp.device) != counts).any()):
+        raise ValueError(
+            f"tokens_per_expert={tokens_per_expert.tolist()} holds fractions; give whole numbers"
+        )
     target = (counts + (align_size - 1)).div(align_size, rounding_mode="floor") * align_size
     if inp.numel() == 0:
         return inp.clone(), probs.reshape(-1)[:0], _no_map(inp), None, target

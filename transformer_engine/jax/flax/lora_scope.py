@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...common.checks import described
-from ..checks import warn_without_effect
+from ...common.warning import warn_once
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,11 @@ def _canonicalize_lora_scope(scope: str | None) -> LoRAScope:
     """Return the switches of a scope's name; None is "none", and so is an unknown scope, with a warning."""
     name = "none" if scope is None else str(scope).lower()
     if name not in _SCOPES:
-        warn_without_effect(
+        warn_once(
+            "low_rank_adaptation_scope",
             f"low_rank_adaptation_scope={described(scope)} is unknown and adapts nothing; known scopes are "
-            f"{', '.join(_SCOPES)}"
+            f"{', '.join(_SCOPES)}",
+            stacklevel=4,
         )
         return LoRAScope()
     return _SCOPES[name]

@@ -11,8 +11,9 @@ from flax import linen as nn
 from jax import Array
 
 from ...common.checks import drop_rate, function_or_none, member, switch, whole
+from ...common.warning import warn_once
 from ..activation import ActivationParams
-from ..checks import check_rate, warn_without_effect
+from ..checks import check_rate
 from ..residual import around
 from ..sharding import (
     HIDDEN_AXES,
@@ -201,8 +202,10 @@ class TransformerLayer(nn.Module):
         if decoder and encoded is None:
             raise ValueError("layer_type=DECODER and encoded=None; give the encoder's output")
         if encoded is not None and not decoder:
-            warn_without_effect(
-                "encoded was given to a TransformerLayer of layer_type=ENCODER, which does not read it; use DECODER"
+            warn_once(
+                "TransformerLayer: encoded",
+                "encoded was given to a TransformerLayer of layer_type=ENCODER, which does not read it; use DECODER",
+                stacklevel=4,
             )
 
     def _relative_bias(self, inputs: Array, length: int | None, decode: bool) -> Array | None:

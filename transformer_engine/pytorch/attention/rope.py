@@ -18,6 +18,7 @@ from ..primitives.rope import (
     rope_forward,
     rope_qkv_backward,
     rope_qkv_forward,
+    three_sizes,
 )
 from ..runtime.applying import applier
 from ..runtime.device import canonical_device
@@ -186,7 +187,7 @@ class FusedRoPEFunc(torch.autograd.Function):
         cp_size: int = 1,
         cp_rank: int = 0,
     ) -> Tensor:
-        spec = RopeSpec(tensor_format, interleaved, cp_size, cp_rank)
+        spec = _spec(tensor_format, interleaved, cp_size, cp_rank)
         check_rotation(t, freqs, Positions(start_positions, cu_seqlens), spec, t.shape[-1])
         return ApplyRope.forward(ctx, t, _angles(freqs), start_positions, cu_seqlens, spec)
 
@@ -212,7 +213,7 @@ class FusedQKVRoPEFunc(torch.autograd.Function):
         cp_size: int = 1,
         cp_rank: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        spec = RopeSpec(tensor_format, interleaved, cp_size, cp_rank)
+        spec = _spec(tensor_format, interleaved, cp_size, cp_rank)
         sizes = _split_sizes(qkv, qkv_split_arg_list)
         for freqs in (q_freqs, k_freqs):
             check_rotation(qkv, freqs, Positions(start_positions, cu_seqlens), spec, sizes[1])
@@ -294,7 +295,7 @@ def apply_fused_qkv_rotary_pos_emb(
 
 def _split_sizes(qkv: Tensor, sizes: Sequence[int]) -> tuple[int, int, int]:
     """Return (q_size, k_size, v_size) of one group; ValueError unless they fit the packed projections."""
-    q_size, k_size, v_size = (to_int("qkv_split_arg_list", size) for size in sizes)
+    q_size, k_size, v_size = three_sizes(sizes)
     if q_size + k_size + v_size != qkv.shape[-1]:
         raise ValueError(
             f"qkv_split_arg_list={list(sizes)} does not add up to {qkv.shape[-1]}, the last axis; "

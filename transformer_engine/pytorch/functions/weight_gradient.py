@@ -93,20 +93,24 @@ class WeightGradStore:
             raise RuntimeError("no weight gradient waits; call backward_dw() once after each backward pass")
         tensor_list, func = self.context.popleft()
         self._passes.popleft()
+        self._drop_failed()
         return func(*tensor_list), tensor_list
 
     def _drop_failed(self) -> None:
-        if torch._C._current_graph_task_id() != _OUTSIDE or all(of.is_complete for of in self._passes):
+        """Drop entries of failed passes from the head of the queue, so that each entry is looked at once."""
+        if torch._C._current_graph_task_id() != _OUTSIDE:
             return  # the entries of a pass that still runs are not complete either
-        entries = zip(self.context, self._passes, strict=True)
-        kept = [(entry, of) for entry, of in entries if of.is_complete]
-        warnings.warn(
-            f"{len(self.context) - len(kept)} delayed weight gradients of a backward pass that raised are dropped; "
-            "call backward_dw() after backward passes that succeed",
-            stacklevel=4,
-        )
-        self.context = deque(entry for entry, _ in kept)
-        self._passes = deque(of for _, of in kept)
+        dropped = 0
+        while self._passes and not self._passes[0].is_complete:
+            self._passes.popleft()
+            self.context.popleft()
+            dropped += 1
+        if dropped:
+            warnings.warn(
+                f"{dropped} delayed weight gradients of a backward pass that raised are dropped; "
+                "call backward_dw() after backward passes that succeed",
+                stacklevel=4,
+            )
 
     def assert_empty(self) -> None:
         """Raise AssertionError unless every queued gradient has been computed."""

@@ -78,6 +78,11 @@ class _Entry:
         self.graph: Replayed | None = None
         self.failure: str | None = None
 
+    @property
+    def only_counts(self) -> bool:
+        """Return whether nothing but a number of calls is lost with this entry."""
+        return self.graph is None and self.failure is None
+
 
 class AutomaticGraph:
     """The forward of a graphed module, or a graphed function.
@@ -135,13 +140,20 @@ class AutomaticGraph:
         return graph.run(leaves.tensors, first)
 
     def _entry(self, signature: tuple[Any, ...]) -> _Entry:
-        """The entry of a signature. The oldest one without a graph makes room where there are too many."""
+        """Return the entry of a signature.
+
+        A new entry replaces the least recently used one that only counts calls, where there are EAGER_SIGNATURES of
+        them. Graphs and failed captures are kept: either would otherwise be captured again.
+        """
         entry = self._entries.get(signature)
         if entry is None:
-            eager = [key for key, known in self._entries.items() if known.graph is None]
-            if len(eager) >= EAGER_SIGNATURES:
-                del self._entries[eager[0]]
+            counting = [key for key, known in self._entries.items() if known.only_counts]
+            if len(counting) >= EAGER_SIGNATURES:
+                del self._entries[counting[0]]
             entry = self._entries[signature] = _Entry()
+        elif entry.only_counts:
+            self._entries.pop(signature, None)
+            self._entries[signature] = entry  # at the end: used last
         return entry
 
     def _without_first(

@@ -35,7 +35,8 @@ class DropPath(nn.Module):
         if self.drop_prob == 0.0 or not self.training:
             return hidden_state
         if self.drop_prob == 1.0:
-            return hidden_state * 0.0
+            everywhere = torch.ones((), dtype=torch.bool, device=hidden_state.device)
+            return hidden_state.masked_fill(everywhere, 0.0)  # x * 0.0 would be NaN for infinities
         shape = [1] * hidden_state.ndim
         shape[self.batch_dim] = hidden_state.shape[self.batch_dim]
         uniform = torch.rand(shape, dtype=torch.float32, device=hidden_state.device)

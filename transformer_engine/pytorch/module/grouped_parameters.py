@@ -86,12 +86,12 @@ def group_weights(module: ProductsModule) -> None:
     """
     config: Any = module._config
     members = [module.get_parameter(name) for name in config.weight_names]
-    fills = [module.param_init_meta.pop(name) for name in config.weight_names]
     with torch.no_grad():
         stack = torch.nn.Parameter(_together([m.detach() for m in members]), members[0].requires_grad)
     initial = [kept for kept in map(initial_values_of, members) if kept is not None]
     if len(initial) == len(members):
         keep_initial_values(stack, torch.stack(initial))
+    fills = [module.param_init_meta.pop(name) for name in config.weight_names]
     others = {name: held for name, held in module._parameters.items() if name not in config.weight_names}
     module._parameters.clear()
     module.register_parameter("weight", stack, _of_members(fills[0], config.num_gemms))
@@ -103,6 +103,7 @@ def group_weights(module: ProductsModule) -> None:
         _weights=tuple([("weight",)] * config.num_gemms),
     )
     mark_parameters(module)
+    module._mark_delayed_gradients()
 
 
 def load_other_form(module: Any, state_dict: MutableMapping[str, Any], prefix: str, *_: Any) -> None:

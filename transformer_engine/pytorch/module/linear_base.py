@@ -174,6 +174,9 @@ class ProductsModule(TransformerEngineBaseModule):
         `register_wgrad_accumulation_and_reduce_hooks`.
         """
         super().reset_parameters(defer_init=defer_init)
+        self._mark_delayed_gradients()
+
+    def _mark_delayed_gradients(self) -> None:
         for parameter in self.get_backward_dw_params():
             parameter.skip_backward_post_hook = True  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -34,6 +34,11 @@ class _OpenedBlocks(threading.local):
     def __init__(self) -> None:
         self.blocks: list[autocast] = []
 
+    def forget_closed(self) -> None:
+        """Remove the innermost blocks that were closed with their own `__exit__`."""
+        while self.blocks and not self.blocks[-1].is_open:
+            self.blocks.pop()
+
 
 _opened = _OpenedBlocks()
 
@@ -111,6 +116,7 @@ class FP8GlobalStateManager(metaclass=StateAttributes):
         """
         block = autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
         block.__enter__()
+        _opened.forget_closed()
         _opened.blocks.append(block)
         return block
 
@@ -127,9 +133,8 @@ class FP8GlobalStateManager(metaclass=StateAttributes):
         Raises:
             RuntimeError: No block is open, or the open one was entered with other arguments.
         """
+        _opened.forget_closed()
         blocks = _opened.blocks
-        while blocks and not blocks[-1].is_open:
-            blocks.pop()
         if not blocks:
             raise RuntimeError("autocast_exit found no open block; call autocast_enter first")
         if not blocks[-1].opened_with(enabled, _graph):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...common import env
 from ...common import recipe as recipes
-from ...common.checks import switch
 from ...common.formats import E2M1, NVFP4_FORMATS
+from ...common.numbers import to_bool
 from ...common.quantize_spec import FAST_ERRORS
 from ..constants import DType
 from ..primitives.quantize import Quantized, QuantizeSpec, absolute_maximum, hadamard_transform, quantize
@@ -138,17 +138,14 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
         nvfp4_4over6_err_mode: str = "MAE",
         with_random_sign_mask: bool = True,
     ):
-        for name, value in (
-            ("with_amax_reduction", with_amax_reduction),
-            ("with_rht", with_rht),
-            ("with_post_rht_amax", with_post_rht_amax),
-            ("with_2d_quantization", with_2d_quantization),
-            ("stochastic_rounding", stochastic_rounding),
-            ("row_scaled_nvfp4", row_scaled_nvfp4),
-            ("nvfp4_use_4over6", nvfp4_use_4over6),
-            ("with_random_sign_mask", with_random_sign_mask),
-        ):
-            switch(name, value)
+        with_amax_reduction = to_bool("with_amax_reduction", with_amax_reduction)
+        with_rht = to_bool("with_rht", with_rht)
+        with_post_rht_amax = to_bool("with_post_rht_amax", with_post_rht_amax)
+        with_2d_quantization = to_bool("with_2d_quantization", with_2d_quantization)
+        stochastic_rounding = to_bool("stochastic_rounding", stochastic_rounding)
+        row_scaled_nvfp4 = to_bool("row_scaled_nvfp4", row_scaled_nvfp4)
+        nvfp4_use_4over6 = to_bool("nvfp4_use_4over6", nvfp4_use_4over6)
+        with_random_sign_mask = to_bool("with_random_sign_mask", with_random_sign_mask)
         group_or_none("amax_reduction_group", amax_reduction_group)
         for name, value, allowed in (
             ("nvfp4_e4m3_max", nvfp4_e4m3_max, _LARGEST_SCALES),

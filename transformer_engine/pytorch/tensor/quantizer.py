@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
-import warnings
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +17,7 @@ from ..primitives.operand import Operand, plain
 from ..primitives.quantize import Cast, Quantized
 from ..runtime.checks import extents, flag_tensor, tensor, values_dtype
 from ..runtime.device import canonical_device
+from ..runtime.warn_once import warn_once
 from .axis import COLS, ROWS
 from .custom_operand import contracted
 from .storage.identity_tensor_storage import IdentityTensorStorage
@@ -330,17 +329,12 @@ def amax_floor(amax_epsilon: Any) -> float:
     floor = to_float("amax_epsilon", amax_epsilon)
     number("amax_epsilon", floor)
     if floor < 0:
-        _warn_of_negative_floor(floor)
+        warn_once(
+            "amax_epsilon",
+            f"amax_epsilon={floor} has no effect, because an absolute maximum is at least 0; use 0.0",
+            stacklevel=4,
+        )
     return max(floor, 0.0)
-
-
-@functools.cache
-def _warn_of_negative_floor(floor: float) -> None:
-    warnings.warn(
-        f"amax_epsilon={floor} has no effect, because an absolute maximum is at least 0; use 0.0",
-        UserWarning,
-        stacklevel=4,
-    )
 
 
 class _Quantize(torch.autograd.Function):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,14 @@ class RecordsScale:
     def scale(self) -> Tensor:
         """The factor that the values of the last tensor were multiplied by, float32 [1]; 1 before."""
         return self._buffers()[1]
+
+    def copy(self) -> Any:
+        """Return a quantizer whose usages can change alone, with buffers of its own that hold the same values."""
+        twin: Any = super().copy()  # pyright: ignore[reportAttributeAccessIssue]
+        if self._recorded is not None:
+            amax, scale = self._recorded
+            twin._recorded = (amax.clone(), scale.clone())
+        return twin
 
     def _buffers(self) -> tuple[Tensor, Tensor]:
         if self._recorded is None:

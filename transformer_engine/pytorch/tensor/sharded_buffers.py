@@ -17,15 +17,18 @@ class ShardedBuffers:
         """Return the attributes of the buffers that `fsdp_extract_buffers` returns, in the same order.
 
         A direction that follows from the other one is not among them, nor is a scale of the whole tensor.
+
+        Raises:
+            RuntimeError: A buffer is not one of the attributes, but a copy of it.
         """
         storage: Any = self
         sent, payload = gather_payload(storage)
         views = storage.unpack()._asdict()
         tensors = {name: tensor for name, tensor in storage._named_tensors().items() if tensor is not None}
-        fields = []
+        fields: list[str] = []
         for part in payload.fields[: len(sent)]:
-            memory = views[part].untyped_storage().data_ptr()
-            fields.append(next(n for n, t in tensors.items() if t.untyped_storage().data_ptr() == memory))
+            left = {name: tensor for name, tensor in tensors.items() if name not in fields}
+            fields.append(_name_of(part, views[part], left, type(self).__name__))
         return tuple(fields)
 
     def fsdp_extract_buffers(self) -> tuple[tuple[Tensor, ...], GatheredPayload]:
@@ -52,3 +55,15 @@ class ShardedBuffers:
             )
         for name, tensor in whole._named_tensors().items():
             setattr(storage, name, tensor)
+
+
+def _name_of(part: str, view: Tensor, tensors: dict[str, Tensor], kind: str) -> str:
+    """Return the name of the tensor that begins where a view of it does; several tensors may share one storage."""
+    address = view.data_ptr()
+    for name, tensor in tensors.items():
+        if tensor.data_ptr() == address:
+            return name
+    raise RuntimeError(
+        f"no attribute of this {kind} holds its {part} as they are sent; "
+        f"make its tensors ({', '.join(tensors)}) contiguous"
+    )

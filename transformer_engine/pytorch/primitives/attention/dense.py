@@ -170,7 +170,7 @@ def _probabilities(logits: Tensor, lse: Tensor) -> Tensor:
 def _dropped(x: Tensor, probability: float, rng_state: Tensor | None) -> Tensor:
     if probability == 0.0:
         return x
-    if probability == 1.0:  # 1 / (1 - probability) is infinite
-        return x * 0.0
+    if probability == 1.0:  # 1 / (1 - probability) is infinite, and x * 0.0 is NaN for infinities
+        return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0.0)
     assert rng_state is not None
     return x * kept(rng_state, x.shape, probability) / (1.0 - probability)

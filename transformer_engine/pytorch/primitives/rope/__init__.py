@@ -14,6 +14,7 @@ from ...runtime.launching import operator
 from . import reference, triton
 from .checks import check_rotation as check_rotation
 from .checks import reaches_lengths as reaches_lengths
+from .checks import three_sizes as three_sizes
 from .request import Positions, RopeRequest, RopeSpec
 
 

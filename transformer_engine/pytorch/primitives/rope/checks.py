@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from torch import Tensor
 
+from ....common.numbers import to_int
 from ...runtime.device_checks import demand
 from .request import Positions, RopeSpec
 
@@ -122,3 +124,13 @@ def reaches_lengths(bounds: list[int] | None, table: int) -> None:
         raise ValueError(
             f"sequence {lengths.index(longest)} has {longest} tokens > {table} positions of freqs; make it longer"
         )
+
+
+def three_sizes(sizes: Sequence[int]) -> tuple[int, int, int]:
+    """Return (q_size, k_size, v_size) of one group of packed projections as integers; ValueError for another count."""
+    given = [to_int("qkv_split_arg_list", size) for size in sizes]
+    if len(given) != 3:
+        raise ValueError(
+            f"qkv_split_arg_list={given} holds {len(given)} sizes; give three of them: q_size, k_size and v_size"
+        )
+    return given[0], given[1], given[2]

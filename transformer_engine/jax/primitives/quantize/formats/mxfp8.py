@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from .....common.formats import MXFP8
-from ....checks import is_symbolic, warn_without_effect
+from .....common.warning import warn_once
+from ....checks import is_symbolic
 from ... import exact
 from .. import e8m0, tiles
 from ..float8 import cast
@@ -37,9 +38,11 @@ def encode(x: Array, spec: QuantizeSpec, axis: int) -> tuple[Array, Array]:
 def check(rows: int, depth: int, spec: QuantizeSpec) -> None:
     """Warn once of a matrix whose blocks are not full; its codes are right, but NVIDIA's MXFP8 products reject it."""
     if any(not is_symbolic(extent) and extent % BLOCK for extent in (rows, depth)):
-        warn_without_effect(
+        warn_once(
+            "MXFP8: partial blocks",
             f"a matrix [{rows}, {depth}] is quantized to MXFP8, whose scales cover {BLOCK} elements: blocks at the "
-            f"edge are padded with zeros; pad both extents to multiples of {BLOCK}"
+            f"edge are padded with zeros; pad both extents to multiples of {BLOCK}",
+            stacklevel=4,
         )
 
 
