@@ -84,9 +84,9 @@ def fused_topk_with_score_function(
         logits: [..., E], float32, bfloat16 or float16.
         topk: Number of experts per token.
         use_pre_softmax: With "softmax", take the weights of a softmax over all experts instead of the chosen ones.
-        num_groups, group_topk: The experts form `num_groups` consecutive groups, and a token's experts come from the
-            best `group_topk` groups, by the sum of the topk / group_topk largest scores of a group. None or numbers
-            below 1 for either disable the limit.
+        num_groups: Number of consecutive groups that the experts form. None or a number below 1 disables the limit.
+        group_topk: Number of groups that a token's experts come from: those with the largest sums of their
+            topk / group_topk largest scores. None or a number below 1 disables the limit.
         scaling_factor: Multiplier of the weights.
         score_function: "softmax", "sigmoid" or "sqrtsoftplus". The weights of the last two are normalized to a sum of
             1 if topk > 1.

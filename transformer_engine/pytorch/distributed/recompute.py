@@ -95,7 +95,8 @@ def checkpoint(
         distribute_saved_activations: Each rank of `tp_group` saves 1/n of the first tensor argument. Has no effect
             with `use_reentrant=False`.
         context_fn: Returns the contexts of the first and of the second run.
-        determinism_check, debug: As in torch.utils.checkpoint; without effect with `use_reentrant=True`.
+        determinism_check: As in torch.utils.checkpoint; without effect with `use_reentrant=True`.
+        debug: As in torch.utils.checkpoint; without effect with `use_reentrant=True`.
     """
     _check_checkpoint(function, get_rng_state_tracker, tp_group, context_fn)
     distribute = to_bool("distribute_saved_activations", distribute_saved_activations)

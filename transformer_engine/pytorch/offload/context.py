@@ -43,8 +43,9 @@ def get_cpu_offload_context(
         manual_synchronization: Also return a ManualOffloadSynchronizer, whose methods start all copies.
         retain_pinned_cpu_buffers: Keep the host buffers from step to step, which CUDA graphs need.
         offload_stream: Stream of the copies with `manual_synchronization`, by default a new one.
-        offload_activations, offload_weights, double_buffering: Options of earlier releases; weights are never
-            offloaded.
+        offload_activations: Offload the saved activations.
+        offload_weights: Option of earlier releases; weights are never offloaded.
+        double_buffering: Option of earlier releases, without effect.
 
     Without a GPU nothing is offloaded. With NVTE_CPU_OFFLOAD_V1=1 the results are those of the original's first
     version.
