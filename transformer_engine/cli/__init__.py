@@ -38,11 +38,11 @@ COMMANDS = {
     ),
     "generate": Command(
         ".generate",
-        "Draw text from a model that te train has trained, and say how many tokens (bytes) a second came.",
+        "Draw text from a model that te train has trained, and report the number of tokens (bytes) per second.",
     ),
     "convert": Command(
         ".convert",
-        "Write a Hugging Face checkpoint as one of TransformerLayer stacks, or such a one as Hugging Face's again.",
+        "Convert a Hugging Face checkpoint to TransformerLayer stacks, or back.",
     ),
     "info": Command(
         ".info",

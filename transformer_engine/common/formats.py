@@ -98,7 +98,7 @@ NVFP4 = TensorFormat(
     four_over_six=True,
 )
 NVFP4_256 = replace(NVFP4, name="nvfp4_256", levels=(E2M1, E4M3_UP_TO_256))
-# One scale per row leaves nothing to the transform, to square tiles and to stochastic rounding.
+# Formats with one scale per row support neither the transform, nor square tiles, nor stochastic rounding.
 _PER_ROW = {"row_scaled": True, "two_dimensional": False, "hadamard": False, "stochastic": False}
 NVFP4_ROWS = replace(NVFP4, name="nvfp4_rows", columns=NVFP4, **_PER_ROW)
 NVFP4_ROWS_256 = replace(NVFP4_256, name="nvfp4_rows_256", columns=NVFP4_256, **_PER_ROW)

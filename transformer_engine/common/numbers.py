@@ -68,7 +68,7 @@ def to_float(name: str, value: Any) -> float:
 def to_bool(name: str, value: Any) -> bool:
     """Convert a flag to a `bool` by its truth value, as `if value:` does.
 
-    A non-empty string is True, also "false" and "0", about which a warning is issued once.
+    A non-empty string is True; "false" and "0" issue one warning.
 
     Raises:
         TypeError: The value's class defines no truth value (a function, a class, a dtype), or it is an array with more

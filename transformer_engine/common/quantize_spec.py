@@ -11,7 +11,7 @@ from .formats import TENSOR_FORMATS, Element, TensorFormat
 # fast ones leave the second-level scale out of both sides instead of multiplying every code by it.
 MAE, MSE, FAST_MAE, FAST_MSE = "MAE", "MSE", "fast MAE", "fast MSE"
 BLOCK_ERRORS = (MAE, MSE, FAST_MAE, FAST_MSE)
-# What NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH makes of the modes that recipes and quantizers name.
+# Error measures with NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH=1.
 FAST_ERRORS = {MAE: FAST_MAE, MSE: FAST_MSE}
 
 

@@ -41,12 +41,11 @@ def parallel_cross_entropy(
 ) -> Tensor:
     """loss float32 [B, S] = -ln(softmax(inp [B, S, V])[target [B, S]]), differentiable in inp.
 
-    By default the backward pass writes the gradient into the memory of the logits, which saves a tensor of their size
-    and leaves them without meaning. If another operation saved the logits for its own backward pass, autograd raises
-    RuntimeError ("modified by an inplace operation"). keep_logits=True allocates memory for the gradient instead. So
-    does the function by itself where the logits are needed afterwards: where they are a leaf or a view of one (a
-    parameter), where they are a part of a larger tensor, in a graph that is retained for another backward pass
-    (retain_graph=True, create_graph=True), and under torch.compile.
+    By default the backward pass writes the gradient into the memory of the logits, which saves a tensor of their
+    size. The logits are then overwritten. If another operation saved them for its own backward pass, autograd raises
+    RuntimeError ("modified by an inplace operation"). keep_logits=True allocates memory for the gradient instead. The
+    gradient is also allocated if the logits are a leaf (a parameter), a view of one, part of a larger tensor, or the
+    graph is retained (retain_graph=True, create_graph=True), and under torch.compile.
 
     label_smoothing      s: the wanted distribution is (1 - s) at the target, and s / vocabulary everywhere
     reduce_loss          one number: the mean over the rows whose target counts (0 where none does)

@@ -268,7 +268,7 @@ def row_maxima(shape: tuple[int, int]) -> Launch:
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a spec that decide which kernel is compiled, without its directions.
+    """Kernel options of a QuantizeSpec, except its directions.
 
     square           16 x 16 elements share a scale
     hadamard         the columnwise direction is transformed first, with signs where random_sign
@@ -331,7 +331,7 @@ def program(
     """(x [M, K] contiguous, random | None, random_t | None, amax if given, amax_t if given) -> codes, scale, codes_t,
     scale_t, amax, amax_t.
 
-    Maxima that are not given are found by launches before: of x, of its rows, and of its transpose where that is
+    Launches that precede the cast compute the missing maxima: of x, of its rows, and of its transpose where that is
     transformed.
     """
     given = ("x", "random", "random_t")

@@ -40,8 +40,8 @@ def gemm(
 ) -> Array:
     """Return lhs @ rhs (+ bias) over the contracted axes, each operand quantized by its quantizer.
 
-    An operand may be quantized already; its values are multiplied, and the result has lhs's nominal dtype. A bias is
-    always added where the backend adds it fastest, so that fuse_bias decides nothing; with it a bias has to be given.
+    An operand may be quantized already; its values are multiplied, and the result has lhs's nominal dtype.
+    fuse_bias has no effect except that it requires a bias.
     """
     switch("fuse_bias", fuse_bias)
     if fuse_bias and bias is None:

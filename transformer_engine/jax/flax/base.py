@@ -163,7 +163,7 @@ class TransformerEngineBase(nn.Module):
 
         Calls under another transformation of JAX than the first (jit or grad within the model) do not belong together.
         """
-        # Of the scope of the apply: modules of a compact method are made anew whenever it is called.
+        # Stored on the root scope: Flax recreates submodules of a compact method in each call.
         assert self.scope is not None, "a module is called with a scope"
         of_apply: list[_Unread] = vars(self.scope.root).setdefault("_unread_states", [])
         of_step = _of_step.get()

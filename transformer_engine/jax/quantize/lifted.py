@@ -31,8 +31,8 @@ class _Copies:
 
     def __getitem__(self, place: int) -> DelayedScaleQuantizer:
         if not self._made:
-            # Not before: the module that reads a state reports one of a wrong shape. The element type of the codes does
-            # not matter, since nothing is quantized here.
+            # Created lazily, so that the reading module reports a wrong shape. The element type of the codes does not
+            # matter, since nothing is quantized here.
             scale, history = self._state
             self._rest: Any = DelayedScaleQuantizer(
                 jnp.dtype(jnp.float8_e4m3fn), scale=scale, amax_history=history

@@ -72,7 +72,7 @@ class ScalingMode(enum.Enum):
         return self.data_layout[1] == "T"
 
     def is_1d_block_scaling(self) -> bool:
-        """Has each run of elements of one row, or of one column, a scale?"""
+        """Return whether each block lies in one row or column."""
         return self.is_block_scaling() and not self.is_2d
 
     def is_tensor_scaling(self) -> bool:

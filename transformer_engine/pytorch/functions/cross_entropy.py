@@ -23,7 +23,7 @@ from ..primitives.cross_entropy import (
 )
 from ..runtime.double_backward import once_differentiable
 
-_ALIASES = 8  # nodes searched for a leaf: a view, a custom function and a few more
+_MAX_NODES = 8  # autograd nodes to follow
 
 
 class CrossEntropy(NamedTuple):
@@ -66,7 +66,7 @@ def _is_alias_of_leaf(x: Tensor) -> bool:
     Custom functions can return an alias that autograd does not record as a view.
     """
     node = x.grad_fn
-    for _ in range(_ALIASES):
+    for _ in range(_MAX_NODES):
         inputs = [] if node is None else [source for source, _ in node.next_functions if source is not None]
         if len(inputs) != 1:
             return False

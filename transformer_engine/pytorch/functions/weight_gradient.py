@@ -44,7 +44,7 @@ class _Pass:
 class WeightGradStore:
     """Queue of weight gradients that a backward pass leaves to `backward_dw()`.
 
-    Autograd gives no notice of a pass that raises, but does not call its callbacks. The gradients of such a pass are
+    Autograd does not report a pass that raises; it only omits the pass's callbacks. The gradients of such a pass are
     dropped, with a warning: `backward_dw()` would otherwise return them in place of those of the next pass.
 
     Args:

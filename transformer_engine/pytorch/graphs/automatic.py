@@ -31,7 +31,7 @@ from .signature import Leaves, obstacle_of, signature_of, standing_of
 CAPTURED, EAGER = "captured", "eager"
 _FIRST = "is_first_microbatch"
 _WARM_UPS = 2
-# Signatures without a graph whose calls are counted. A module with a counter among its attributes repeats none.
+# Maximum number of signatures without a graph.
 EAGER_SIGNATURES = 64
 Function = TypeVar("Function", bound=Callable[..., Any])
 

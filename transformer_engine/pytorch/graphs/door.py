@@ -82,8 +82,8 @@ class Door:
     """The call (args, kwargs, is_first_microbatch=, cuda_graph_stream=, cuda_graph_event=) -> outputs of a graph.
 
     If the module is not in the mode it was captured in (training or evaluation), its own forward runs. A keyword that
-    was not captured has no effect on a replay. It is accepted where it has none on the callable either: one that the
-    callable does not take, or with the value of its default. With any other value it raises TypeError.
+    was not captured is accepted only if the callable does not take it or its value is the default. Any other value
+    raises TypeError.
     """
 
     def __init__(self, runs: Eagerly | Replayed, sample: Sample):

@@ -226,7 +226,7 @@ class Arguments:
         """Return the tensors of a call, in the dtype and on the device of the captured ones.
 
         Raises:
-            TypeError, ValueError: The arguments are structured or shaped otherwise than the captured ones.
+            TypeError, ValueError: An argument's structure, shape or dtype differs from the capture.
         """
         for name in self.names:
             if name not in kwargs:

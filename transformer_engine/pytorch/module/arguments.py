@@ -24,7 +24,7 @@ from ..runtime.warn_once import warn_once
 Rule = Callable[[str, Any], Any]
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
-# More groups than this cannot be trained, and naming their parameters takes longer than a user waits.
+# Limit that rejects unusable counts before their parameters are named.
 MAX_GROUPS = 1 << 20
 
 

@@ -174,8 +174,8 @@ class GroupedLinear(ProductsModule):
     def make_grouped_weights(self, defer_init: bool = False) -> None:
         """Turn `weight0`, `weight1`, ... into one parameter `weight` [num_gemms, out_features, in_features].
 
-        The layer then is as if it had been made with single_grouped_weight=True. Call it before an optimizer holds the
-        parameters. A layer whose weights are grouped already is unchanged.
+        The layer then behaves like one constructed with single_grouped_weight=True. Call it before an optimizer holds
+        the parameters. A layer whose weights are grouped already is unchanged.
 
         Args:
             defer_init: Do nothing, because the parameters are still to be allocated.
@@ -215,9 +215,9 @@ class GroupedLinear(ProductsModule):
         * `out` may be written again after the backward pass of the operations that read the output. Autograd raises
           RuntimeError where a tensor that it saved has been overwritten.
         * `dgrad_out` may be written again when the input gradient has been used. Until then it is the memory of
-          `inp.grad`, if `inp` is a leaf, or a term of a sum, if other operations read `inp` too. This is not checked:
-          after two backward passes with one `dgrad_out`, the first gradient of which is still in use, both gradients
-          have the values of the second. Give each pass its own buffer, or clear `inp.grad` in between.
+          `inp.grad`, if `inp` is a leaf, or a term of a sum, if other operations read `inp` too. This is not checked.
+          If two backward passes share one `dgrad_out` while the first gradient is in use, both gradients hold the
+          second's values. Give each pass its own buffer, or clear `inp.grad` in between.
         """
         m_splits = self._accepted_splits(inp, m_splits)
         if is_first_microbatch is not None and type(is_first_microbatch) is not bool:

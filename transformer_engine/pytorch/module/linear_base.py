@@ -118,7 +118,7 @@ def check_parallel_mode(mode: str | None, tp_size: int, in_features: int, out_fe
 
 
 def _role(kept: str) -> property:
-    """Property of a role at the module's border; another role has the recipe's factory asked again."""
+    """Return a property for a boundary role; assigning a different role resets the quantizers."""
 
     def read(self: ProductsModule) -> QuantizerRole | None:
         return getattr(self, kept)

@@ -275,7 +275,7 @@ def _announce_change(owner: Owner, before: Recipe | None, recipe: Recipe) -> Non
 
 
 def _update_parameters(owner: Owner, quantizers: Sequence[Quantizer]) -> None:
-    """Give quantized parameters the new quantizers of their slots, whose scales later updates move."""
+    """Give quantized parameters the new quantizers of their slots, so that later scale updates reach the parameters."""
     for name, init in owner.param_init_meta.items():
         param = owner._parameters.get(name)
         if init.fp8_meta_index is None or not isinstance(param, QuantizedTensor) or param._quantizer is None:

@@ -57,10 +57,10 @@ class _Begun(NamedTuple):
 class OffloadSynchronizer:
     """The saved tensors of num_layers layers, each called once per step, in the same order every time.
 
-    A backward pass that raises ends without a notice: autograd drops its callbacks. So every begin of a layer's
-    backward carries the generation of the forward it belongs to, and the pass that it is part of. Only tensors of the
-    same generation are released, and only by the pass that read them. The tensors of a newer forward, and those of a
-    layer in which a pass failed, stay until the next step begins.
+    Autograd does not report a backward pass that raises. So every begin of a layer's backward carries the generation
+    of the forward it belongs to, and the pass that it is part of. Only tensors of the same generation are released,
+    and only by the pass that read them. The tensors of a newer forward, and those of a layer in which a pass failed,
+    stay until the next step begins.
     """
 
     def __init__(

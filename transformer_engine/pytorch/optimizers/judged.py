@@ -1,4 +1,4 @@
-"""Checks of the numbers of parameter groups, made again only if a group holds other objects than before."""
+"""Checks of the numbers of parameter groups, repeated only if a group holds other objects than before."""
 
 from __future__ import annotations
 

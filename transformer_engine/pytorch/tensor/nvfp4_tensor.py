@@ -209,7 +209,7 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
         return FAST_ERRORS[mode] if env.flag("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH") else mode
 
     def is_quantizable(self, inp: Tensor) -> bool:
-        # As in the original: a caller that can also wait, such as a gather, quantizes the whole tensor instead.
+        # As in the original: callers such as a gather then quantize the whole tensor.
         return not self.row_scaled_nvfp4 and super().is_quantizable(inp)
 
     def convert_shape_for_fp4(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -240,7 +240,7 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
     def _reduced_maxima(self, matrix: Tensor, spec: QuantizeSpec) -> tuple[Tensor | None, Tensor | None]:
         """The group's maxima of the row and of the column direction, each float32 [1], in one reduction.
 
-        Rows that have maxima of their own share none with other ranks: None, so that they are measured.
+        Row maxima are not reduced over ranks: returns None.
         """
         if spec.format.row_scaled:
             return None, self.over_the_group(absolute_maximum(matrix)) if spec.columnwise else None

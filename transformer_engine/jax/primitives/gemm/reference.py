@@ -42,7 +42,7 @@ def _at_unit_amax(operand: Operand) -> Operand:
 
 
 def _with_second_level(product: Array, a: Operand, b: Operand) -> Array:
-    """product [*M, *N] of operands `_at_unit_amax`, times the maxima of a's rows and of b's, over their ranges.
+    """product [*M, *N] of operands `_at_unit_amax`, times the maxima of a and b divided by each format's unit_amax.
 
     Where one of the operands has a single maximum, the two are multiplied first and the product by that vector.
     """

@@ -40,7 +40,7 @@ def encode(
         largest: 6 times the largest block scale.
         amax: The maxima that second-level scales follow from, of as many dimensions as there are tiles' scales.
         encode_scale: The second-level scales, of the same shape.
-        multiplier_of: Block scales e4m3 -> what values are multiplied by.
+        multiplier_of: Maps E4M3 block scales to multipliers of the values.
     """
     base = exact.multiply(exact.divide(tiles.tile_amax(cut, axis), jnp.float32(E2M1.maximum)), encode_scale)
     six, four = (

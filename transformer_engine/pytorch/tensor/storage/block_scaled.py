@@ -159,7 +159,7 @@ class BlockScaledStorage(QuantizedTensorStorage):
         return padded(scale, *cls.SCALE_PADDING)
 
     def trim_rowwise_scales(self) -> None:
-        """Drop the padding behind the last row of the row-wise scales, as rows that experts read have it."""
+        """Remove padding rows from the row-wise scales, the layout that permuted tokens use."""
         scale = self._rowwise_scale_inv
         if scale is not None:
             self._rowwise_scale_inv = self._exact_rows(scale, matrix_shape(self.shape)[0])

@@ -172,7 +172,7 @@ class QuantizedTensorStorage:
         return seen
 
     def unpack(self) -> Quantized:
-        """The inverse of `pack`, as views; maxima per row are a column [M, 1], like every part that rows cut."""
+        """The inverse of `pack`, as views; maxima per row are a column [M, 1], so that it can be sliced by rows."""
         usages = self.get_usages()
         rowwise = self.contract(COLS) if usages["rowwise"] else Operand(None)  # pyright: ignore[reportArgumentType]
         columnwise = self.contract(ROWS) if usages["columnwise"] else Operand(None)  # pyright: ignore[reportArgumentType]
