@@ -233,7 +233,10 @@ def _by_mask(routing_map: Tensor, num_out_tokens: int) -> tuple[Routes, int]:
         demand(have_rows, (numbers,), num_out_tokens)
         return routes, num_out_tokens
     if torch.compiler.is_compiling() or (routing_map.is_cuda and torch.cuda.is_current_stream_capturing()):
-        raise ValueError("num_out_tokens=-1 would have to be counted on the host; give the number of ones")
+        raise ValueError(
+            "num_out_tokens=-1 synchronizes with the device, which graph capture and torch.compile rule out; give the "
+            "number of routes"
+        )
     return routes, int(numbers.sum())
 
 

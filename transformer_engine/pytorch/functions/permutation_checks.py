@@ -119,6 +119,7 @@ def checked_chunks(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> tu
         found.append(value if value.dtype in (torch.int32, torch.int64) else value.to(torch.int64))
     if split_sizes.shape != sorted_index.shape:
         raise ValueError(
-            f"split_sizes is {list(split_sizes.shape)}, sorted_index {list(sorted_index.shape)}; give one each a chunk"
+            f"split_sizes is {list(split_sizes.shape)}, sorted_index {list(sorted_index.shape)}; give one entry per "
+            "chunk"
         )
     return found[0], found[1]
