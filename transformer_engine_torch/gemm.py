@@ -241,7 +241,7 @@ def _check_extents(a: Operand, b: Operand, D: Any, bias: Tensor | None) -> None:
     if D is not None and math.prod(D.shape) != b.rows * a.rows:
         raise ValueError(f"D is {list(D.shape)}; the product is {[b.rows, a.rows]}, give its shape")
     if bias is not None and tuple(bias.shape) not in ((a.rows,), (1, a.rows)):
-        raise ValueError(f"the bias has shape {tuple(bias.shape)}; it must be ({a.rows},)")
+        raise ValueError(f"the bias has shape {tuple(bias.shape)}; give [{a.rows}] or [1, {a.rows}]")
 
 
 def _check_blocks(a: Operand, b: Operand, sums_bias: bool, split: bool) -> None:

@@ -121,7 +121,7 @@ def test_padded_sequences_longer_than_the_tensor_are_refused(tensor_format, devi
 @pytest.mark.parametrize(
     "options, match",
     [
-        ({"max_seqlen_q": 7.5}, "max_seqlen_q=7.5 is no whole number"),
+        ({"max_seqlen_q": 7.5}, "max_seqlen_q=7.5 is not a whole number"),
         ({"max_seqlen_q": -1}, "max_seqlen_q=-1 is below 0"),
         ({"cu_seqlens_q": [0, 5, 12]}, "cu_seqlens_q is a list; give an int32 tensor"),
         (

@@ -170,7 +170,7 @@ PROBLEMS = {
         ("clients", "accelerate 1.15.0 will not find this package", "pip uninstall -y transformer-engine"),
     ),
     "a variable": (
-        replace(CPU, variables="NVTE_DEBUG='x' is not 0 or 1"),
+        replace(CPU, variables="NVTE_DEBUG='x' is not a flag"),
         ("variables", "NVTE_DEBUG='x'", "docs/environment.md"),
     ),
     "a cache that cannot be written": (

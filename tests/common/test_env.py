@@ -79,7 +79,7 @@ def test_a_key_of_variables_changes_with_each_of_them(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "text", "allowed"),
     [
-        ("NVTE_FUSED_ATTN", "maybe", "0 or 1"),
+        ("NVTE_FUSED_ATTN", "maybe", "a flag: 0, 1, true, false, yes, no, on or off"),
         ("NVTE_DEBUG_LEVEL", "loud", "an integer"),
         ("NVTE_BACKWARD_OVERRIDE", "low", "'high_precision', 'dequantized'"),
     ],

@@ -43,7 +43,9 @@ class Variable:
             try:
                 return int(text) != 0
             except ValueError:
-                raise self._refusal(text, "0 or 1") from None
+                raise ValueError(
+                    f"{self.name}={text!r} is not a flag: 0, 1, true, false, yes, no, on or off; set one or unset it"
+                ) from None
         if self.kind is int:
             try:
                 return int(text)

@@ -13,15 +13,15 @@ from ..common.checks import described, one_of
 from ..common.numbers import to_int
 from .functions.permutation import permute, unpermute
 from .functions.permutation_checks import (
-    are_chunks,
-    are_counts,
-    are_experts,
-    are_there,
+    check_chunks,
+    check_counts,
+    check_experts,
+    check_last_row,
     check_permuted,
     check_probs,
+    check_row_count,
     check_rows,
     checked_chunks,
-    have_rows,
 )
 from .primitives.permutation import INDEX, MASK, Routes, rows_of_chunks, rows_of_indices, rows_of_mask
 from .runtime.checks import tensor, tensor_or_none
@@ -78,7 +78,7 @@ def moe_permute(
         warnings.warn(f"routing_map is {routing_map.dtype}; by index it is int32, converted", stacklevel=2)
         routing_map = routing_map.int()
     rows = min(rows, tokens * places) if rows > 0 else tokens * places
-    demand(are_experts, (_least(routing_map),))
+    demand(check_experts, (_least(routing_map),))
     row_id_map = rows_of_indices(routing_map, rows)
     return permute(inp, Routes(row_id_map, INDEX, tokens, places), rows, every_row=True)[0], row_id_map
 
@@ -145,7 +145,7 @@ def moe_permute_and_pad_with_probs(
     pad_offsets = None if routed == rows else pads.cumsum(0) - pads
     mask = _counted(routing_map)
     row_id_map = rows_of_mask(mask)
-    demand(are_counts, (tokens_per_expert, (mask != 0).sum(0) if inp.is_cpu else None))
+    demand(check_counts, (tokens_per_expert, (mask != 0).sum(0) if inp.is_cpu else None))
     routes = Routes(row_id_map, MASK, tokens, experts, pad_offsets)
     y, permuted_probs = permute(inp, routes, rows, probs)
     assert permuted_probs is not None
@@ -190,7 +190,7 @@ def moe_unpermute(
         check_probs("merging_probs", merging_probs, inp, torch.Size((routes.tokens, routes.columns)))
     if shape is not None and shape != (routes.tokens, inp.shape[1]):
         _reject_restored(shape, (routes.tokens, inp.shape[1]), map_type)
-    demand(are_there, (_last_row(routes),), inp.shape[0])
+    demand(check_last_row, (_last_row(routes),), inp.shape[0])
     return unpermute(inp, routes, merging_probs)
 
 
@@ -235,10 +235,13 @@ def _by_mask(routing_map: Tensor, num_out_tokens: int) -> tuple[Routes, int]:
     routes = Routes(rows_of_mask(_counted(routing_map)), MASK, tokens, experts)
     numbers = routes.map[:, 2 * experts]
     if num_out_tokens >= 0:
-        demand(have_rows, (numbers,), num_out_tokens)
+        demand(check_row_count, (numbers,), num_out_tokens)
         return routes, num_out_tokens
     if torch.compiler.is_compiling() or (routing_map.is_cuda and torch.cuda.is_current_stream_capturing()):
-        raise ValueError("num_out_tokens=-1 would have to be counted on the host; give the number of ones")
+        raise ValueError(
+            "num_out_tokens=-1 synchronizes with the device, which graph capture and torch.compile rule out; give the "
+            "number of routes"
+        )
     return routes, int(numbers.sum())
 
 
@@ -248,7 +251,7 @@ def _counted(routing_map: Tensor) -> Tensor:
 
 
 def _by_chunks(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Routes:
-    demand(are_chunks, (split_sizes, sorted_index), inp.shape[0])
+    demand(check_chunks, (split_sizes, sorted_index), inp.shape[0])
     return Routes(rows_of_chunks(split_sizes, sorted_index, inp.shape[0]), INDEX, inp.shape[0], 1)
 
 

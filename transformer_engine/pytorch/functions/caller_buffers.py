@@ -20,7 +20,7 @@ class CallerBuffers(NamedTuple):
 NO_BUFFERS = CallerBuffers()
 
 
-def checked(name: str, buffer: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor | None:
+def check_buffers(name: str, buffer: Tensor | None, shape: torch.Size, like: Tensor) -> Tensor | None:
     """Return the buffer as a matrix [total, last dimension].
 
     Args:

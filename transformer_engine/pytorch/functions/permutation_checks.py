@@ -13,7 +13,7 @@ from ..tensor import QuantizedTensor
 from .permutation import quantized_refusal
 
 
-def have_rows(numbers: list[int], rows: int) -> None:
+def check_row_count(numbers: list[int], rows: int) -> None:
     """Raise ValueError unless the rows suffice for the routes of each token."""
     if sum(numbers) > rows:
         raise ValueError(
@@ -21,13 +21,13 @@ def have_rows(numbers: list[int], rows: int) -> None:
         )
 
 
-def are_experts(least: int | None) -> None:
+def check_experts(least: int | None) -> None:
     """Raise ValueError if the lowest expert index is negative."""
     if least is not None and least < 0:
         raise ValueError(f"routing_map holds expert {least}; by index give experts 0, 1, ... of each token")
 
 
-def are_there(last: int | None, rows: int) -> None:
+def check_last_row(last: int | None, rows: int) -> None:
     """Raise ValueError if the last row of a map does not exist."""
     if last is not None and last >= rows:
         raise ValueError(
@@ -36,7 +36,7 @@ def are_there(last: int | None, rows: int) -> None:
         )
 
 
-def are_counts(given: list[int], counted: list[int] | None) -> None:
+def check_counts(given: list[int], counted: list[int] | None) -> None:
     """Raise ValueError unless the tokens per expert are those of the routing map."""
     if counted is not None and given != counted:
         raise ValueError(
@@ -44,7 +44,7 @@ def are_counts(given: list[int], counted: list[int] | None) -> None:
         )
 
 
-def are_chunks(splits: list[int], order: list[int], rows: int) -> None:
+def check_chunks(splits: list[int], order: list[int], rows: int) -> None:
     """Raise ValueError unless the sizes fit the rows and the order holds each chunk once."""
     if min(splits, default=0) < 0 or sum(splits) > rows:
         raise ValueError(f"split_sizes={splits} must be numbers >= 0 that add up to at most the {rows} rows")
@@ -119,6 +119,7 @@ def checked_chunks(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> tu
         found.append(value if value.dtype in (torch.int32, torch.int64) else value.to(torch.int64))
     if split_sizes.shape != sorted_index.shape:
         raise ValueError(
-            f"split_sizes is {list(split_sizes.shape)}, sorted_index {list(sorted_index.shape)}; give one each a chunk"
+            f"split_sizes is {list(split_sizes.shape)}, sorted_index {list(sorted_index.shape)}; give one entry per "
+            "chunk"
         )
     return found[0], found[1]

@@ -263,11 +263,19 @@ class Arguments:
 def _as_captured(
     place: int, tensor: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Copy an argument to the captured dtype and device, differentiably; raise ValueError for another shape."""
-    if tensor.shape != shape or not torch.can_cast(tensor.dtype, dtype):
+    """Copy an argument to the captured dtype and device, differentiably.
+
+    Raises:
+        ValueError: The argument has another shape, or a dtype that cannot be converted.
+    """
+    if tensor.shape != shape:
         raise ValueError(
             f"argument {place} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}; the graph was captured for "
             f"{list(shape)} {dtype} on {device}. Capture one for each shape"
+        )
+    if not torch.can_cast(tensor.dtype, dtype):
+        raise ValueError(
+            f"argument {place} is {tensor.dtype}; the graph was captured for {dtype}: convert it to {dtype}"
         )
     if tensor.dtype != dtype:
         warn_once(

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...common.numbers import to_bool
 from ..distributed.tensor_parallel import TensorParallel
 from ..functions.by_name import _GroupedLinear, called_by_name, general_gemm, refuse_quantized
-from ..functions.caller_buffers import NO_BUFFERS, CallerBuffers, check_separate, checked
+from ..functions.caller_buffers import NO_BUFFERS, CallerBuffers, check_buffers, check_separate
 from ..functions.grouped_linear import GroupedLinearSpec, grouped_linear
 from ..functions.grouped_together import grouped_linear_together
 from ..functions.linear_spec import LinearSpec, changed
@@ -254,7 +254,7 @@ class GroupedLinear(ProductsModule):
         made = torch.empty(0, dtype=self.computing_dtype(inp), device=inp.device)
         shape = torch.Size((*inp.shape[:-1], self.out_features))
         buffers = CallerBuffers(
-            checked("out", out, shape, made), checked("dgrad_out", dgrad_out, inp.shape, inp)
+            check_buffers("out", out, shape, made), check_buffers("dgrad_out", dgrad_out, inp.shape, inp)
         )
         names = self._config.weight_names + self._config.bias_names
         operands = [("the input", inp), *zip(names, tensors, strict=True)]

@@ -34,7 +34,7 @@ def rows_of_groups(m_splits: Any) -> Sequence[int]:
         if len(m_splits.shape) != 1:  # pyright: ignore[reportAttributeAccessIssue]
             raise TypeError(f"m_splits is {described(m_splits)}; give whole numbers, one for each group")
     elif isinstance(m_splits, (str, bytes, Mapping, set)) or not hasattr(m_splits, "__iter__"):
-        raise TypeError(f"m_splits={described(m_splits)} is no sequence; give a list of whole numbers")
+        raise TypeError(f"m_splits={described(m_splits)} is not a sequence; give a list of whole numbers")
     else:
         numbers = list(m_splits)
     try:
@@ -61,7 +61,8 @@ def check_dense(name: str, value: Any) -> None:
         tensor(name, value)
     if value.layout is not torch.strided:
         raise TypeError(
-            f"{name} is {described(value)} with the layout {value.layout}; give a dense tensor, as x.to_dense() is"
+            f"{name} is {described(value)} with the layout {value.layout}; give a dense tensor, for example "
+            "x.to_dense()"
         )
 
 

@@ -66,10 +66,14 @@ def pair_of(betas: Any) -> tuple[float, float]:
     listed = betas.tolist() if hasattr(betas, "tolist") else betas
     is_pair = isinstance(listed, Sequence) and not isinstance(listed, (str, bytes)) and len(listed) == 2
     if not is_pair or any(value is None or isinstance(value, str) for value in listed):
-        raise ValueError(f"betas={described(betas)} are not two numbers in 0 .. 1; give such")
+        raise ValueError(
+            f"betas={described(betas)} are not two numbers in [0, 1); give for example (0.9, 0.999)"
+        )
     first, second = (to_float("betas", value) for value in listed)
     if not (0.0 <= first < 1.0 and 0.0 <= second < 1.0):
-        raise ValueError(f"betas={described(betas)} are not two numbers in 0 .. 1; give such")
+        raise ValueError(
+            f"betas={described(betas)} are not two numbers in [0, 1); give for example (0.9, 0.999)"
+        )
     return first, second
 
 

@@ -196,6 +196,11 @@ class autocast(ContextDecorator):
         """Has the block been entered and not been left?"""
         return self._outer is not None
 
+    @property
+    def state(self) -> AutocastState:
+        """The settings that the block was made with."""
+        return self._state
+
     def opened_with(self, enabled: bool, graph: bool) -> bool:
         """Are these the settings that the block was made with?"""
         return bool(self._state.enabled) == bool(enabled) and bool(self._state.graph) == bool(graph)

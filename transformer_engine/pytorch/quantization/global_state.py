@@ -138,9 +138,10 @@ class FP8GlobalStateManager(metaclass=StateAttributes):
         if not blocks:
             raise RuntimeError("autocast_exit found no open block; call autocast_enter first")
         if not blocks[-1].opened_with(enabled, _graph):
+            entered = blocks[-1].state
             raise RuntimeError(
-                f"autocast_exit(enabled={enabled}, _graph={_graph}) does not match the last autocast_enter; "
-                "give both the same arguments"
+                f"autocast_exit(enabled={enabled}, _graph={_graph}) does not match the last "
+                f"autocast_enter(enabled={entered.enabled}, _graph={entered.graph}); give both the same arguments"
             )
         blocks.pop().__exit__(None, None, None)
 

@@ -190,7 +190,7 @@ def whole_length(name: str, size: Any) -> int | None:
         whole = to_int(f"max_seqlen_{name}", size)
     except TypeError:
         raise ValueError(
-            f"max_seqlen_{name}={described(size)} is no whole number; give the tokens of the longest sequence"
+            f"max_seqlen_{name}={described(size)} is not a whole number; give the tokens of the longest sequence"
         ) from None
     if whole < 0:
         raise ValueError(f"max_seqlen_{name}={whole} is below 0; give the tokens of the longest sequence")

@@ -42,7 +42,7 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
     ):  # fmt: skip
         if data_format is not None and int(data_format) != GEMM_READY:
             raise ValueError(
-                f"data_format={data_format!r} is not held here; give scales in the layout GEMM_READY (0)"
+                f"data_format={data_format!r} is unsupported; give scales in the layout GEMM_READY (0)"
             )
         rowwise, columnwise = (rowwise_data, rowwise_scale_inv), (columnwise_data, columnwise_scale_inv)
         nominal = nominal_dtype(fake_dtype, dtype) or torch.float32
