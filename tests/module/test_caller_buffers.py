@@ -188,3 +188,21 @@ def test_buffers_work_in_inference_mode(device):
         x = torch.randn(48, 64, device=device)
         out = torch.empty_like(x)
         assert torch.equal(layer(x, SPLITS, out=out), layer(x, SPLITS)) and torch.equal(out, layer(x, SPLITS))
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_input_and_output_may_be_parts_of_one_workspace(detached, device):
+    layer = te.GroupedLinear(3, 32, 32, device=device)
+    rows = [8, 0, 24]
+    workspace = torch.randn(96, 32, device=device)
+    x = workspace[:32].detach().requires_grad_()
+    twin = x.detach().clone().requires_grad_()
+    out = workspace[32:64].detach() if detached else workspace[32:64]
+    grad = torch.randn(32, 32, device=device)
+    layer(x, rows, out=out, dgrad_out=workspace[64:]).backward(grad)
+    gradients = [parameter.grad.clone() for parameter in layer.parameters()]
+    layer.zero_grad()
+    expected = layer(twin, rows)
+    expected.backward(grad)
+    assert torch.equal(out, expected) and torch.equal(x.grad, twin.grad)
+    assert all(map(torch.equal, gradients, (parameter.grad for parameter in layer.parameters())))

@@ -158,10 +158,7 @@ class Recipe:
         return {}
 
     def __repr__(self) -> str:
-        """Return `recipe_type=DelayedScaling, margin=0, format=HYBRID, ..`, with every field.
-
-        The first fields match the repr of the original.
-        """
+        """Return `recipe_type=DelayedScaling, margin=0, ..`: the original's repr first, then every other field."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}  # pyright: ignore[reportArgumentType]
         first = {name: values.pop(name) for name in ("margin", "fp4_format", "fp8_format") if name in values}
         if "fp4_format" not in first and "fp8_format" in first:

@@ -16,6 +16,20 @@ class CallerBuffers(NamedTuple):
     output: Tensor | None = None
     grad_input: Tensor | None = None
 
+    def counted_apart_from(self, inp: Tensor) -> CallerBuffers:
+        """Return the buffers, with version counters of their own where they are other parts of the input's storage.
+
+        Views of one tensor share a version counter: autograd would take a write to such a buffer for one to the input.
+        """
+        storage = None if inp.is_meta else inp.untyped_storage().data_ptr()
+
+        def counted(buffer: Tensor | None) -> Tensor | None:
+            if buffer is None or storage != buffer.untyped_storage().data_ptr():
+                return buffer
+            return buffer.data
+
+        return CallerBuffers(counted(self.output), counted(self.grad_input))
+
 
 NO_BUFFERS = CallerBuffers()
 

@@ -261,7 +261,7 @@ class GroupedLinear(ProductsModule):
         check_separate("out", buffers.output, operands)
         if inp.requires_grad:
             check_separate("dgrad_out", buffers.grad_input, operands)
-        return buffers
+        return buffers.counted_apart_from(inp)
 
     def _one_by_one(
         self,

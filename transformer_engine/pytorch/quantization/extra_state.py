@@ -94,9 +94,7 @@ def decode_extra_state(state: Tensor | io.BytesIO | None) -> dict[str, Any] | No
         if state.numel() == 0:
             return None
         if state.dtype not in (torch.uint8, torch.int8):
-            raise ExtraStateError(
-                f"extra state has dtype {state.dtype}; give the uint8 tensor of get_extra_state()"
-            )
+            raise ExtraStateError(f"extra state is {state.dtype}; give the uint8 tensor of get_extra_state()")
         data = bytes(state.detach().cpu().contiguous().view(torch.uint8).numpy())
         decoded = _load_archive(data) if data[:2] == b"PK" else _load_pickle(data)
     else:
