@@ -285,3 +285,14 @@ def test_partial_blocks_of_mxfp8_warn_once_for_all_shapes():
         for rows in (33, 34, 35):
             mxfp8.check(rows, 64, None)
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("margin", [0.0, "0", np.int64(0)])
+def test_margin_of_delayed_scaling_may_be_given_in_any_form(margin):
+    x, outputs = drawn(32, 64), []
+    for given in (0, margin):
+        with te.autocast(enabled=True, recipe=recipe.DelayedScaling(margin=given)):
+            module = te_flax.DenseGeneral(features=32)
+            variables = module.init(jax.random.key(1), x)
+            outputs.append(module.apply(variables, x))
+    np.testing.assert_array_equal(*outputs)
