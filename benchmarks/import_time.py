@@ -84,8 +84,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the record to this file")
     options = parser.parse_args()
     checkouts = {name: Path(folder) for name, folder in (each.split("=", 1) for each in options.checkout)}
+    others = "".join(f" --checkout {name}=FOLDER" for name in checkouts)
     record = {
-        "command": f"python benchmarks/import_time.py --runs {options.runs}",
+        "command": f"python benchmarks/import_time.py --runs {options.runs}{others}",
         "machine": "two CPU cores",
         "python": platform.python_version(),
         "versions": {name: metadata.version(name) for name in ("torch", "jax", "flax")},
