@@ -190,9 +190,9 @@ class _BlockScaled:
         self.rows, self.depth = matrix_shape(weight.shape)
         if self.spec.four_over_six and (shard.start > 0 or shard.stop < self.rows * self.depth):
             raise ValueError(
-                f"a shard of elements {shard.start}:{shard.stop} of a 4over6 weight cannot be "
-                "quantized alone, because 4over6 compares the errors of whole blocks; quantize whole weights, or leave "
-                'weights out of the scope of 4over6 in the recipe ("activations" or "none")'
+                f"a shard of elements {shard.start}:{shard.stop} of a weight with 4over6 cannot be quantized alone, "
+                "because 4over6 compares the errors of whole blocks; quantize whole weights, or set the recipe's "
+                '4over6 to "activations" or "none"'
             )
         positions = torch.arange(self.rows * self.depth, device=shard.values.device)
         self.owned = ((positions >= shard.start) & (positions < shard.stop)).view(self.rows, self.depth)
