@@ -11,6 +11,7 @@ import torch
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.common.warning import forget_issued
 from transformer_engine.pytorch.runtime.device import canonical_device
 from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor
 
@@ -74,6 +75,7 @@ def test_usages_are_set_by_every_form_of_a_flag():
 
 @pytest.mark.parametrize("make", [current, block])
 def test_a_negative_floor_has_no_effect_and_warns(make):
+    forget_issued()
     value = -1.0 if make is current else -2.0
     with pytest.warns(UserWarning, match=f"amax_epsilon={value} has no effect"):
         quantizer = make(amax_epsilon=value)

@@ -28,7 +28,7 @@ def convert(
     ] = None,
     shard_size: Annotated[float, typer.Option(help="The most gigabytes of a file of weights")] = 5.0,
 ) -> None:
-    """Write a Hugging Face checkpoint as one of TransformerLayer stacks, or such a one as Hugging Face's again."""
+    """Convert a Hugging Face checkpoint to TransformerLayer stacks, or back."""
     console = Console(highlight=False)
     with reporting(console), writing(folder, "free some space there, or choose another folder"):
         if not 0 < shard_size < float("inf"):

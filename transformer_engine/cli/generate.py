@@ -44,7 +44,7 @@ def generate(
     page_size: Annotated[int, typer.Option(help="Bytes a page of the cache; 0: one contiguous stretch")] = 16,
     device: Annotated[DeviceName, typer.Option(help="auto takes CUDA when there is a GPU")] = DeviceName.auto,
 ) -> None:
-    """Draw text from a model that te train has trained, and say how many tokens (bytes) a second came."""
+    """Draw text from a model that te train has trained, and report the number of tokens (bytes) per second."""
     console = Console(highlight=False)
     with reporting(console), fitting("use --device cpu, or free the GPU"):
         if page_size < 0:
