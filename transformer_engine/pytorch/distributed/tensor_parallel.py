@@ -72,16 +72,16 @@ class TensorParallel:
     def _gathered(self, tensor: Tensor) -> Tensor:
         if self.size == 1:
             return tensor
-        return gather_along_first_dim(tensor, self._checked_group())[0]
+        return gather_along_first_dim(tensor, self.checked_group())[0]
 
     def _summed(self, tensor: Tensor) -> Tensor:
         if self.size == 1:
             return tensor
         if self.sequence:
-            return reduce_scatter_along_first_dim(tensor, self._checked_group())[0]
-        return allreduce(tensor, self._checked_group())[0]
+            return reduce_scatter_along_first_dim(tensor, self.checked_group())[0]
+        return allreduce(tensor, self.checked_group())[0]
 
-    def _checked_group(self) -> dist_group_type:
+    def checked_group(self) -> dist_group_type:
         if self.group is None:
             raise RuntimeError(
                 f"tp_size={self.size} and no tensor-parallel group; "

@@ -1,0 +1,227 @@
+"""The passes of a linear layer y [M, N] = x [M, K] @ w [N, K].T + b [N], as steps.
+
+`forward_steps` and `backward_steps` are also the linear part of larger layers; they share names of buffers through a
+prefix. A builder emits the plain sequence of operations; rules (`rules.py`) merge them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .rules import without_identity_casts
+from .step import Pass, Step
+from .vocabulary import Cast, Collective, ColumnSum, Layer, Product
+
+QUANTIZED, HIGH_PRECISION, DEQUANTIZED = "quantized", "high_precision", "dequantized"
+
+
+@dataclass(frozen=True, slots=True)
+class LinearFacts:
+    """The facts of a linear layer that decide its steps.
+
+    Attributes:
+        layer: Name of the layer in the executor's environment, and the prefix of its buffers.
+        bias: The product adds a bias.
+        grad_input: The gradient of x is needed.
+        grad_weight: The gradient of the weight is needed.
+        grad_bias: The gradient of the bias is needed.
+        plain: Input, weight and gradients are multiplied unquantized.
+        converts_weight: A plain weight has another dtype than the layer computes in.
+        backward: "quantized", "high_precision" or "dequantized": the operands of the backward products.
+        keep_input: Save the unquantized input and quantize it again in the backward pass.
+        mode: None without communication, "column" or "row" for a shard of a tensor-parallel layer.
+        sequence: Activations outside of the layer are sharded along their first dimension.
+        quantized_output: y is returned quantized.
+        quantized_grad_input: The gradient of x is returned quantized.
+    """
+
+    layer: str = "linear"
+    bias: bool = False
+    grad_input: bool = True
+    grad_weight: bool = True
+    grad_bias: bool = False
+    plain: bool = False
+    converts_weight: bool = False
+    backward: str = QUANTIZED
+    keep_input: bool = False
+    mode: str | None = None
+    sequence: bool = False
+    quantized_output: bool = False
+    quantized_grad_input: bool = False
+
+
+class ForwardPart(NamedTuple):
+    """Steps of a forward pass: the buffer of the output, and the saved buffers of input and weight."""
+
+    steps: tuple[Step, ...]
+    output: str
+    saved_input: str | None
+    saved_weight: str | None
+
+
+class BackwardPart(NamedTuple):
+    """Steps of a backward pass and the buffers of its gradients; None for a gradient that is not needed."""
+
+    steps: tuple[Step, ...]
+    grad_input: str | None
+    grad_weight: str | None
+    grad_bias: str | None
+
+
+def linear_passes(facts: LinearFacts) -> tuple[Pass, Pass]:
+    """Return the forward and the backward pass of a linear layer, before rules are applied.
+
+    The forward pass takes x, weight and, with a bias, bias; it returns y. The backward pass takes grad_output and the
+    saved buffers that are not None; it returns the gradients of x, weight and bias.
+    """
+    inputs = ("x", "weight", "bias") if facts.bias else ("x", "weight")
+    part = forward_steps(facts, "x", "weight", "bias" if facts.bias else None)
+    saved = (part.saved_input, part.saved_weight)
+    forward = Pass(inputs, (part.output,), saved, part.steps)
+    back = backward_steps(facts, "grad_output", *saved)
+    given = tuple(dict.fromkeys(name for name in saved if name is not None))
+    results = (back.grad_input, back.grad_weight, back.grad_bias)
+    backward = Pass(("grad_output", *given), results, (), back.steps)
+    if facts.plain:
+        return _plain(forward, backward)
+    return forward, backward
+
+
+def _plain(forward: Pass, backward: Pass) -> tuple[Pass, Pass]:
+    """Remove the casts of a plain layer; its backward reads the saved matrices, whose names lose their direction."""
+    read = without_identity_casts(forward, lambda cast: True)
+    steps = [
+        Step("cast", (kept,), (None, name), Cast("", "", False, True))
+        for name, kept in zip(forward.saved, read.saved, strict=True)
+        if name is not None and name != kept
+    ]
+    given = ("grad_output", *[name for name in read.saved if name is not None])
+    turned = Pass(given, backward.results, (), (*steps, *backward.steps))
+    return read, without_identity_casts(turned, lambda cast: True)
+
+
+def forward_steps(facts: LinearFacts, x: str, weight: str, bias: str | None) -> ForwardPart:
+    """Return the steps from the buffers x, weight and bias to y, and what they save."""
+    steps: list[Step] = []
+    name = facts.layer
+    if facts.mode == "column" and facts.sequence:
+        x = _communicated(steps, "all_gather", name, x, f"{name}.x_gathered")
+    if facts.converts_weight:
+        steps.append(Step("convert", (weight,), (f"{name}.weight_converted",), Layer(name)))
+        weight = f"{name}.weight_converted"
+    quantized = facts.backward == QUANTIZED
+    x_columns = facts.grad_weight and quantized and not facts.keep_input
+    x_row, x_column = _cast(steps, name, "input", x, f"{name}.x", x_columns)
+    w_row, w_column = _cast(steps, name, "weight", weight, f"{name}.w", facts.grad_input and quantized)
+    product = Step("product", (x_row, w_row), (f"{name}.y",), Product(name, "forward"))
+    steps.append(product)
+    y = f"{name}.y"
+    if bias is not None:
+        steps.append(Step("add_bias", (y, bias), (f"{name}.y_biased",)))
+        y = f"{name}.y_biased"
+    if facts.mode == "row":
+        y = _communicated(steps, _reduction(facts), name, y, f"{name}.y_reduced")
+    if facts.quantized_output:
+        steps.append(Step("quantize", (y,), (f"{name}.y_quantized",), Cast(name, "output", True, False)))
+        y = f"{name}.y_quantized"
+    saved_x, saved_w = x_column, w_column
+    if facts.backward == DEQUANTIZED:
+        saved_x, saved_w = x_row, w_row
+    if facts.grad_weight and (facts.keep_input or facts.backward == HIGH_PRECISION):
+        steps.append(Step("dequantize", (x,), (f"{name}.x_values",), Layer(name)))
+        saved_x = f"{name}.x_values"
+    if facts.grad_input and facts.backward == HIGH_PRECISION:
+        steps.append(Step("convert", (weight,), (f"{name}.w_values",), Layer(name)))
+        saved_w = f"{name}.w_values"
+    return ForwardPart(
+        tuple(steps), y, saved_x if facts.grad_weight else None, saved_w if facts.grad_input else None
+    )
+
+
+def backward_steps(
+    facts: LinearFacts, grad_output: str, saved_input: str | None, saved_weight: str | None
+) -> BackwardPart:
+    """Return the steps from the output gradient and the saved buffers to the three gradients."""
+    steps: list[Step] = []
+    name, dy = facts.layer, grad_output
+    if facts.mode == "row" and facts.sequence:
+        dy = _communicated(steps, "all_gather", name, dy, f"{name}.dy_gathered")
+    steps.append(Step("dense", (dy,), (f"{name}.dy",)))
+    dy = f"{name}.dy"
+    grad_bias = None
+    if facts.grad_bias:
+        grad_bias = f"{name}.db"
+        steps.append(Step("column_sum", (dy,), (grad_bias,), ColumnSum(name)))
+    turned = facts.backward != QUANTIZED
+    row, column = dy, dy
+    if not turned and (facts.grad_input or facts.grad_weight):
+        names = (
+            f"{name}.dy_row" if facts.grad_input else None,
+            f"{name}.dy_column" if facts.grad_weight else None,
+        )
+        steps.append(
+            Step("cast", (dy,), names, Cast(name, "grad_output", facts.grad_input, facts.grad_weight))
+        )
+        row, column = names[0] or "", names[1] or ""
+    grad_input = grad_weight = None
+    if facts.grad_input:
+        assert saved_weight is not None
+        w = (
+            _values(steps, facts, saved_weight, f"{name}.w_read")
+            if facts.backward == DEQUANTIZED
+            else saved_weight
+        )
+        settings = Product(name, "grad_input", (False, turned))
+        steps.append(Step("product", (row, w), (f"{name}.dx",), settings))
+        grad_input = f"{name}.dx"
+        if facts.mode == "column":
+            grad_input = _communicated(steps, _reduction(facts), name, grad_input, f"{name}.dx_reduced")
+        if facts.quantized_grad_input:
+            cast = Cast(name, "grad_input", True, False)
+            steps.append(Step("quantize", (grad_input,), (f"{name}.dx_quantized",), cast))
+            grad_input = f"{name}.dx_quantized"
+    if facts.grad_weight:
+        assert saved_input is not None
+        x = _saved_input(steps, facts, saved_input)
+        settings = Product(name, "grad_weight", (turned, turned))
+        steps.append(Step("weight_gradient", (column, x), (f"{name}.dw",), settings))
+        grad_weight = f"{name}.dw"
+    return BackwardPart(tuple(steps), grad_input, grad_weight, grad_bias)
+
+
+def _saved_input(steps: list[Step], facts: LinearFacts, saved: str) -> str:
+    """Return the buffer of x that the weight gradient reads."""
+    name = facts.layer
+    if facts.keep_input and facts.backward == QUANTIZED:
+        steps.append(Step("cast", (saved,), (None, f"{name}.x_again"), Cast(name, "input", False, True)))
+        return f"{name}.x_again"
+    if facts.backward == DEQUANTIZED and not facts.keep_input:
+        return _values(steps, facts, saved, f"{name}.x_read")
+    return saved
+
+
+def _values(steps: list[Step], facts: LinearFacts, saved: str, made: str) -> str:
+    steps.append(Step("dequantize", (saved,), (made,), Layer(facts.layer)))
+    return made
+
+
+def _cast(
+    steps: list[Step], layer: str, tensor: str, read: str, made: str, columnwise: bool
+) -> tuple[str, str | None]:
+    """Append the cast of a forward operand, whose rowwise direction the product reads."""
+    row, column = f"{made}_row", f"{made}_column" if columnwise else None
+    steps.append(Step("cast", (read,), (row, column), Cast(layer, tensor, True, columnwise)))
+    return row, column
+
+
+def _reduction(facts: LinearFacts) -> str:
+    return "reduce_scatter" if facts.sequence else "all_reduce"
+
+
+def _communicated(steps: list[Step], collective: str, layer: str, read: str, made: str) -> str:
+    """Append both halves of a collective and return the buffer of its result."""
+    pending, settings = f"{made}.pending", Collective(layer)
+    steps.append(Step(f"{collective}.begin", (read,), (pending,), settings))
+    steps.append(Step(f"{collective}.wait", (pending,), (made,), settings))
+    return made

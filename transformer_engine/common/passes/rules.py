@@ -1,0 +1,277 @@
+"""Rewrites of passes: each rule merges two steps into one operation that computes both.
+
+A rule is a pure function of two steps, the producer of a buffer and a step that reads it (or two readers of the same
+buffer, see `beside`). It returns the merged step, or None where it does not apply. `fuse` applies rules until none
+applies any more; the caller's `allowed` decides per rule and pair whether a merge pays, because this depends on
+quantizers and kernels. Layers and user-defined sequences of operations share these rules.
+
+A merge never changes what a pass returns and saves: a buffer disappears only if the merged steps alone read it and the
+pass neither returns nor saves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .step import Pass, Step, replaced
+from .vocabulary import Activation, Cast, ColumnSum, Norm, Product
+
+Merge = Callable[[Step, Step], "Step | None"]
+Allowed = Callable[[str, Step, Step], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rewrite of two steps into one.
+
+    Attributes:
+        name: Name, by which callers allow a rule and `explain` reports it.
+        merge: Returns the merged step of a producer and a reader of its first result (of two readers of one buffer in
+            their order, for `beside`), or None.
+        keeps: The merged step still makes the producer's first result, which others may read.
+        beside: The two steps read the same first input, instead of one reading the other's result.
+    """
+
+    name: str
+    merge: Merge
+    keeps: bool = False
+    beside: bool = False
+
+
+def _codes_from_producer(producer: Step, reader: Step) -> Step | None:
+    """A norm, an activation or its gradient whose only reader is a cast makes the codes itself."""
+    settings: Any = producer.settings
+    if reader.op != "cast" or producer.op not in ("norm", "activation", "activation_backward"):
+        return None
+    if settings.cast is not None:
+        return None
+    return Step(
+        producer.op,
+        producer.inputs,
+        (*reader.results, *producer.results[1:]),
+        replace(settings, cast=reader.settings),
+    )
+
+
+def _codes_and_sums_from_producer(producer: Step, reader: Step) -> Step | None:
+    """The gradient of an activation whose only reader makes its codes and column sums makes both itself."""
+    settings, read = producer.settings, reader.settings
+    if producer.op != "activation_backward" or reader.op != "column_sum":
+        return None
+    if not isinstance(settings, Activation) or not isinstance(read, ColumnSum) or read.cast is None:
+        return None
+    if settings.cast is not None:
+        return None
+    made = replace(settings, cast=read.cast, sums=read.layer)
+    return Step(producer.op, producer.inputs, reader.results, made)
+
+
+def _codes_beside_sums(first: Step, second: Step) -> Step | None:
+    """Column sums of a matrix and its codes are made in one step."""
+    sums, cast = (first, second) if first.op == "column_sum" else (second, first)
+    if sums.op != "column_sum" or cast.op != "cast" or not isinstance(sums.settings, ColumnSum):
+        return None
+    if sums.settings.cast is not None:
+        return None
+    settings = replace(sums.settings, cast=cast.settings)
+    return Step("column_sum", sums.inputs, (*cast.results, *sums.results), settings)
+
+
+def _bias_in_product(producer: Step, reader: Step) -> Step | None:
+    """A product whose only reader adds a bias adds it in its epilogue."""
+    if producer.op != "product" or reader.op != "add_bias" or len(producer.inputs) > 2:
+        return None
+    if reader.inputs[0] != producer.results[0] or producer.settings.cast or producer.settings.activation:  # pyright: ignore
+        return None
+    return Step("product", (*producer.inputs, reader.inputs[1]), reader.results, producer.settings)
+
+
+def _activation_in_product(producer: Step, reader: Step) -> Step | None:
+    """A product that GELU reads computes GELU in its epilogue, and keeps its own result for other readers."""
+    settings, read = producer.settings, reader.settings
+    if producer.op != "product" or reader.op != "activation" or not isinstance(settings, Product):
+        return None
+    if not isinstance(read, Activation) or read.kind != "gelu" or read.cast is not None:
+        return None
+    if settings.activation is not None or settings.cast is not None:
+        return None
+    results = (*reader.results, *producer.results)
+    return Step("product", producer.inputs, results, replace(settings, activation="gelu"))
+
+
+def _activation_gradient_in_product(producer: Step, reader: Step) -> Step | None:
+    """The input gradient that only GELU's gradient reads is multiplied with GELU's derivative in the epilogue."""
+    settings, read = producer.settings, reader.settings
+    if producer.op != "product" or reader.op != "activation_backward" or not isinstance(settings, Product):
+        return None
+    if not isinstance(read, Activation) or read.kind != "gelu" or read.cast is not None:
+        return None
+    if settings.activation is not None or len(producer.inputs) > 2 or producer.results[0] != reader.inputs[0]:
+        return None
+    made = replace(settings, activation="gelu_gradient")
+    return Step("product", (*producer.inputs, None, reader.inputs[1]), reader.results[:1], made)
+
+
+def _quantized_product(producer: Step, reader: Step) -> Step | None:
+    """A product whose only reader quantizes it makes the codes itself."""
+    settings = producer.settings
+    if producer.op != "product" or reader.op != "quantize" or not isinstance(settings, Product):
+        return None
+    if settings.cast is not None or settings.activation is not None or not isinstance(reader.settings, Cast):
+        return None
+    return Step("product", producer.inputs, reader.results, replace(settings, cast=reader.settings))
+
+
+def _accumulated_product(producer: Step, reader: Step) -> Step | None:
+    """A product that is added to a total in place accumulates into it."""
+    if producer.op != "product" or reader.op != "accumulate" or reader.inputs[1] != producer.results[0]:
+        return None
+    if len(producer.inputs) > 2 or producer.settings.cast or producer.settings.activation:  # pyright: ignore
+        return None
+    return Step(
+        "product", (*producer.inputs, None, None, reader.inputs[0]), reader.results, producer.settings
+    )
+
+
+def _sum_in_norm_backward(producer: Step, reader: Step) -> Step | None:
+    """An add after the input gradient of a norm (a residual connection) becomes the addend of the gradient."""
+    if producer.op != "norm_backward" or reader.op != "add" or len(producer.inputs) > 5:
+        return None
+    other = reader.inputs[1] if reader.inputs[0] == producer.results[0] else reader.inputs[0]
+    if not isinstance(producer.settings, Norm) or other == producer.results[0]:
+        return None
+    results = (*reader.results, *producer.results[1:])
+    return Step("norm_backward", (*producer.inputs, other), results, producer.settings)
+
+
+CODES_FROM_PRODUCER = Rule("codes from producer", _codes_from_producer)
+CODES_AND_SUMS_FROM_PRODUCER = Rule("codes and sums from producer", _codes_and_sums_from_producer)
+CODES_BESIDE_SUMS = Rule("codes beside sums", _codes_beside_sums, beside=True)
+BIAS_IN_PRODUCT = Rule("bias in product", _bias_in_product)
+ACTIVATION_IN_PRODUCT = Rule("activation in product", _activation_in_product, keeps=True)
+ACTIVATION_GRADIENT_IN_PRODUCT = Rule("activation gradient in product", _activation_gradient_in_product)
+QUANTIZED_PRODUCT = Rule("quantized product", _quantized_product)
+ACCUMULATED_PRODUCT = Rule("accumulated product", _accumulated_product)
+SUM_IN_NORM_BACKWARD = Rule("sum in norm backward", _sum_in_norm_backward)
+RULES = (
+    BIAS_IN_PRODUCT,
+    CODES_BESIDE_SUMS,
+    CODES_AND_SUMS_FROM_PRODUCER,
+    CODES_FROM_PRODUCER,
+    ACTIVATION_IN_PRODUCT,
+    ACTIVATION_GRADIENT_IN_PRODUCT,
+    QUANTIZED_PRODUCT,
+    ACCUMULATED_PRODUCT,
+    SUM_IN_NORM_BACKWARD,
+)
+
+
+def fuse(pass_: Pass, allowed: Allowed, rules: Sequence[Rule] = RULES) -> Pass:
+    """Apply rules to a pass until none applies.
+
+    Args:
+        pass_: The pass.
+        allowed: allowed(rule name, producer, reader) is True where the merge is wanted.
+        rules: The rules, in order of preference.
+
+    Returns:
+        A pass with the same inputs, results and saved buffers.
+    """
+    while (rewritten := _once(pass_, allowed, rules)) is not None:
+        pass_ = rewritten
+    return pass_
+
+
+def _once(pass_: Pass, allowed: Allowed, rules: Sequence[Rule]) -> Pass | None:
+    for rule in rules:
+        for second, reader in enumerate(pass_.steps):
+            for first in _partners(pass_, rule, second):
+                producer = pass_.steps[first]
+                merged = rule.merge(producer, reader)
+                if merged is None or set(merged.reads()) & {*producer.makes(), *reader.makes()}:
+                    continue
+                if not allowed(rule.name, producer, reader):
+                    continue
+                rewritten = _merged(pass_, first, second, merged)
+                if rewritten is not None:
+                    return rewritten
+    return None
+
+
+def _partners(pass_: Pass, rule: Rule, second: int) -> list[int]:
+    """Return the earlier steps that a rule may merge with a step."""
+    reader = pass_.steps[second]
+    if rule.beside:
+        shared = reader.inputs[0]
+        return [i for i in range(second) if shared is not None and pass_.steps[i].inputs[:1] == (shared,)]
+    makers = []
+    for name in reader.reads():
+        maker = pass_.maker(name)
+        if maker is None or pass_.steps[maker].results[0] != name:
+            continue
+        alone = (
+            pass_.readers(name) == (second,) and reader.inputs.count(name) == 1 and name not in pass_.kept()
+        )
+        if alone or rule.keeps:
+            makers.append(maker)
+    return makers
+
+
+def _merged(pass_: Pass, first: int, second: int, step: Step) -> Pass | None:
+    """Return the pass with a merged step where the first or the second one was; None where neither place is valid."""
+    before = set(pass_.inputs)
+    for earlier in pass_.steps[:first]:
+        before.update(earlier.makes())
+    if before.issuperset(step.reads()):
+        return replaced(pass_, first, second, step, at=first)
+    made = set(pass_.steps[first].makes())
+    between = pass_.steps[first + 1 : second]
+    if any(made.intersection(other.reads()) for other in between):
+        return None
+    return replaced(pass_, first, second, step, at=second)
+
+
+def without_identity_casts(pass_: Pass, is_identity: Callable[[Cast], bool]) -> Pass:
+    """Remove casts that leave values as they are: products read the matrix itself, transposed for a column direction.
+
+    Args:
+        pass_: The pass.
+        is_identity: Does the quantizer of a cast leave values unchanged?
+
+    Returns:
+        The pass without such casts. Where a removed result is returned or saved, the matrix itself is.
+    """
+    aliases: dict[str, tuple[str, bool]] = {}
+    steps: list[Step] = []
+    for step in pass_.steps:
+        if step.op == "cast" and isinstance(step.settings, Cast) and is_identity(step.settings):
+            source = step.inputs[0]
+            assert source is not None
+            for name, turned in zip(step.results, (False, True), strict=True):
+                if name is not None:
+                    aliases[name] = (source, turned)
+        else:
+            steps.append(_reading(step, aliases))
+    renamed = [tuple([_alias(name, aliases) for name in names]) for names in (pass_.results, pass_.saved)]
+    return Pass(pass_.inputs, renamed[0], renamed[1], tuple(steps))
+
+
+def _alias(name: str | None, aliases: dict[str, tuple[str, bool]]) -> str | None:
+    return aliases[name][0] if name in aliases else name
+
+
+def _reading(step: Step, aliases: dict[str, tuple[str, bool]]) -> Step:
+    """Return the step with aliased inputs replaced; a product then reads the transpose of a column direction."""
+    inputs = tuple([_alias(name, aliases) for name in step.inputs])
+    if inputs == step.inputs:
+        return step
+    settings = step.settings
+    if isinstance(settings, Product):
+        turned = [
+            turn or (name in aliases and aliases[name][1])
+            for name, turn in zip(step.inputs[:2], settings.turned, strict=True)
+        ]
+        settings = replace(settings, turned=(turned[0], turned[1]))
+    return Step(step.op, inputs, step.results, settings)

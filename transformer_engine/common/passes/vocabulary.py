@@ -1,0 +1,182 @@
+"""The operations of passes: the settings of each, and what it reads and makes.
+
+An operation contributes steps with these names to a pass. An executor has one function per name; a pass of an unknown
+operation is rejected by the executor. Optional inputs and results are None where they are absent. "Direction" means the
+rowwise operand [M, K] or the columnwise operand [K, M] of a matrix [M, K]; a product contracts the last axis of both.
+
+| op | inputs | results | settings |
+| --- | --- | --- | --- |
+| `cast` | x | rowwise, columnwise | `Cast` |
+| `quantize` | x | quantized tensor | `Cast` |
+| `dequantize` | operand or quantized tensor | values | None |
+| `dense` | x | values with a contiguous axis, dequantized if quantized | None |
+| `convert` | x | x in the dtype of a layer | `Layer` |
+| `product` | a, b, bias, activation input, out | y, activation input | `Product` |
+| `weight_gradient` | dy, x | dw, or what stands for it | `Product` |
+| `add_bias` | y, bias | y + bias | None |
+| `add` | a, b | a + b | None |
+| `accumulate` | total, x | total, written in place | None |
+| `scale` | x, factor | x * factor | None |
+| `norm` | x, gamma, beta | y (or its codes), mean, rstdev | `Norm` |
+| `norm_backward` | dy, x, mean, rstdev, gamma, addend | dx, dgamma, dbeta | `Norm` |
+| `activation` | x | y (or its codes) | `Activation` |
+| `activation_backward` | dy, x | dx (or its codes), column sums | `Activation` |
+| `column_sum` | x | sums (after the codes of x with a cast) | `ColumnSum` |
+| `dropout` | x | y, mask | `Dropout` |
+| `dropout_backward` | dy, mask | dx | `Dropout` |
+| `all_gather.begin`, `all_reduce.begin`, `reduce_scatter.begin` | x | pending | `Collective` |
+| `all_gather.wait`, `all_reduce.wait`, `reduce_scatter.wait` | pending | y | `Collective` |
+
+Where `settings.cast` is not None, the operation quantizes what it makes: two results, the rowwise and the columnwise
+codes, take the place of the first result (of `column_sum`: they precede the sums).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A linear layer of the environment, by name."""
+
+    layer: str
+
+    def __str__(self) -> str:
+        return self.layer
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Quantization of a matrix by one of a layer's quantizers.
+
+    Attributes:
+        layer: Name of the linear layer in the environment.
+        tensor: Its quantizer: "input", "weight", "output", "grad_output" or "grad_input".
+        rowwise: Make the rowwise operand.
+        columnwise: Make the columnwise operand.
+    """
+
+    layer: str
+    tensor: str
+    rowwise: bool
+    columnwise: bool
+
+    def __str__(self) -> str:
+        directions = [name for name in ("rowwise", "columnwise") if getattr(self, name)]
+        return f"{self.layer}.{self.tensor}, {' and '.join(directions) or 'no direction'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """y = a @ b.T of a linear layer, which says the dtype of the result and the accuracy of its sums.
+
+    Attributes:
+        layer: Name of the linear layer in the environment.
+        kind: "forward", "grad_input" or "grad_weight".
+        turned: Which of a and b is an unquantized matrix that is read as its transpose.
+        activation: None, "gelu" (y is the activation of the product, the second result the product itself), or
+            "gelu_gradient" (the product is multiplied by the derivative at the fourth input).
+        cast: Quantizes the result, or None.
+    """
+
+    layer: str
+    kind: str
+    turned: tuple[bool, bool] = (False, False)
+    activation: str | None = None
+    cast: Cast | None = None
+
+    def __str__(self) -> str:
+        parts = [f"{self.layer}.{self.kind}"]
+        parts += [f"{name} transposed" for name, turned in zip("ab", self.turned, strict=True) if turned]
+        parts += [self.activation] if self.activation else []
+        return ", ".join(parts + ([f"codes of {self.cast}"] if self.cast else []))
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A normalization of rows, by its name in the environment; `cast` quantizes its output."""
+
+    norm: str
+    cast: Cast | None = None
+
+    def __str__(self) -> str:
+        return self.norm + (f", codes of {self.cast}" if self.cast else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """An activation, by its name in the environment.
+
+    Attributes:
+        activation: Name in the environment.
+        kind: The function, for example "gelu"; decides which products compute it in their epilogue.
+        cast: Quantizes y, or dx in a backward pass.
+        sums: The linear layer that gets the column sums of dx as the gradient of its bias, or None.
+    """
+
+    activation: str
+    kind: str
+    cast: Cast | None = None
+    sums: str | None = None
+
+    def __str__(self) -> str:
+        return self.kind + (f", codes of {self.cast}" if self.cast else "")
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnSum:
+    """Column sums of a matrix in the dtype of a layer's bias; `cast` quantizes the matrix in the same step."""
+
+    layer: str
+    cast: Cast | None = None
+
+    def __str__(self) -> str:
+        return f"{self.layer}.grad_bias" + (f", codes of {self.cast}" if self.cast else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Dropout:
+    """Dropout, by its name in the environment."""
+
+    dropout: str
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective over the tensor-parallel group of a layer, or over another group of the environment."""
+
+    group: str
+
+    def __str__(self) -> str:
+        return self.group
+
+
+# (number of inputs, number of results without a cast) by operation.
+OPERATIONS: dict[str, tuple[int, int]] = {
+    "cast": (1, 2),
+    "quantize": (1, 1),
+    "dequantize": (1, 1),
+    "dense": (1, 1),
+    "convert": (1, 1),
+    "product": (5, 2),
+    "weight_gradient": (2, 1),
+    "add_bias": (2, 1),
+    "add": (2, 1),
+    "accumulate": (2, 1),
+    "scale": (2, 1),
+    "norm": (3, 3),
+    "norm_backward": (6, 3),
+    "activation": (1, 1),
+    "activation_backward": (2, 2),
+    "column_sum": (1, 1),
+    "dropout": (1, 2),
+    "dropout_backward": (2, 1),
+    **{
+        f"{name}.{half}": (1, 1)
+        for name in ("all_gather", "all_reduce", "reduce_scatter")
+        for half in ("begin", "wait")
+    },
+}
+Settings = Layer | Cast | Product | Norm | Activation | ColumnSum | Dropout | Collective | Hashable

@@ -1,0 +1,268 @@
+"""One function per operation of a pass: (environment, settings, *inputs) -> results, on torch tensors.
+
+`run.py` looks operations up in `OPERATIONS`; `common/passes/vocabulary.py` says what each one reads and makes. A buffer
+holds a tensor, an operand of a product (`Operand`, or `Matrix` for the column direction of values), a quantized tensor,
+or the pending result of a collective. Values may have several dimensions in place of the rows of a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...common.passes.vocabulary import Activation, Cast, Collective, ColumnSum, Layer, Norm, Product
+from ..distributed.collectives import allreduce, gather_along_first_dim, reduce_scatter_along_first_dim
+from ..primitives.activation import ActivationParams, activation_backward, activation_forward
+from ..primitives.column_sums import column_sums
+from ..primitives.gemm import Epilogue, as_matrix, gemm, gemm_gelu, gemm_gelu_gradient
+from ..primitives.gemm.request import Layout
+from ..primitives.operand import Operand, plain
+from ..primitives.quantize import dequantize
+from ..runtime.tracing import result_in
+from ..tensor.quantized_tensor import QuantizedTensorStorage
+from ..tensor.quantizer import Matrix, Operands, turned
+from ..tensor.storage.quantized_tensor_storage import plain_matrix
+from .linear_operands import input_operands, weight_operands
+from .linear_spec import LinearSpec
+from .normalization import Norm as NormFunctions
+from .normalization import NormStatistics
+
+
+class Environment(NamedTuple):
+    """What the settings of steps refer to by name.
+
+    Attributes:
+        linears: Spec of each linear layer.
+        dtypes: Dtypes of the gradients of each linear layer's weight and bias.
+        leading: Dimensions of the layer's input in place of M; quantized results get them, scaled as sequence
+            parallelism scales the rows.
+        norms: Normalizations.
+        activations: Names and parameters of activations.
+    """
+
+    linears: dict[str, LinearSpec]
+    dtypes: dict[str, tuple[torch.dtype, torch.dtype]]
+    leading: tuple[int, ...]
+    norms: dict[str, NormFunctions] = {}
+    activations: dict[str, tuple[str, ActivationParams]] = {}
+
+
+def leading_shape(leading: tuple[int, ...], rows: int) -> tuple[int, ...]:
+    """Return the dimensions of a result of so many rows, for an input with these dimensions in place of its rows.
+
+    Sequence parallelism scales the rows; it then scales the first dimension.
+    """
+    before = 1
+    for size in leading:
+        before = before * size
+    if rows == before or not leading:
+        return leading
+    return (leading[0] * rows // before, *leading[1:])
+
+
+def _cast(env: Environment, s: Cast, x: Any) -> tuple[Any, Any]:
+    spec = env.linears[s.layer]
+    if s.tensor == "weight":
+        return weight_operands(x, spec, s.columnwise)
+    matrix = x if isinstance(x, QuantizedTensorStorage) else as_matrix(x)
+    if s.tensor == "input" and s.rowwise:
+        return input_operands(matrix, spec.input, s.columnwise)
+    quantizer = spec.input if s.tensor == "input" else spec.grad_output
+    return quantizer.operands(matrix, s.rowwise, s.columnwise)
+
+
+def _quantize(env: Environment, s: Cast, x: Tensor) -> tuple[Any]:
+    spec = env.linears[s.layer]
+    quantizer = spec.output if s.tensor == "output" else spec.grad_input
+    assert quantizer is not None
+    shape = (*leading_shape(env.leading, x.shape[0]), x.shape[-1])
+    return (quantizer.quantize(result_in(x, shape)),)
+
+
+def _dequantize(env: Environment, s: Layer, x: Any) -> tuple[Tensor]:
+    if isinstance(x, Matrix):
+        return (x.values,)
+    if isinstance(x, Operand):
+        return (x.codes if x.format is None else dequantize(x._replace(dtype=env.linears[s.layer].dtype)),)
+    return (plain_matrix(x),)
+
+
+def _dense(env: Environment, s: None, x: Any) -> tuple[Tensor]:
+    """Values with one contiguous axis. A gradient of a sum has none; each of its readers would copy it."""
+    if isinstance(x, QuantizedTensorStorage):
+        x = x.dequantize()
+    if x.is_contiguous():
+        return (x,)
+    x = as_matrix(x)
+    return (x if Layout.of(x).stride else x.contiguous(),)
+
+
+def _convert(env: Environment, s: Layer, x: Any) -> tuple[Tensor]:
+    dtype = env.linears[s.layer].dtype
+    return (x.dequantize(dtype=dtype) if isinstance(x, QuantizedTensorStorage) else x.to(dtype),)
+
+
+def operand_of(value: Any, transposed: bool) -> Operand:
+    """Return a buffer as a product reads it, transposed for unquantized values that are read by columns."""
+    if isinstance(value, Tensor):
+        matrix = as_matrix(value)
+        return plain(matrix.t() if transposed else matrix)
+    return turned(value)
+
+
+def _product(
+    env: Environment,
+    s: Product,
+    a: Any,
+    b: Any,
+    bias: Tensor | None = None,
+    activated: Tensor | None = None,
+    out: Tensor | None = None,
+) -> tuple[Any, ...]:
+    spec = env.linears[s.layer]
+    left, right = operand_of(a, s.turned[0]), operand_of(b, s.turned[1])
+    exact = getattr(spec.accumulation, s.kind)
+    if out is not None:
+        return (gemm(left, right, Epilogue(out.dtype, bias, out, True, exact)),)
+    epilogue = Epilogue(spec.dtype, bias=bias, exact=exact)
+    if s.activation == "gelu":
+        return gemm_gelu(left, right, epilogue, True)
+    if s.activation is not None:
+        assert activated is not None
+        return (gemm_gelu_gradient(left, right, activated, epilogue),)
+    if s.cast is None:
+        return (gemm(left, right, epilogue),)
+    quantizer = spec.output if s.cast.tensor == "output" else spec.grad_input
+    assert quantizer is not None
+    made = gemm(left, right, epilogue, quantizer.cast(True, False))  # pyright: ignore[reportArgumentType]
+    codes: Any = made.codes
+    shape = (*leading_shape(env.leading, codes.shape[0]), codes.shape[-1])
+    return (quantizer.adopted(made, shape, spec.dtype),)
+
+
+def _weight_gradient(env: Environment, s: Product, dy: Any, x: Any) -> tuple[Tensor | None]:
+    spec, dtype = env.linears[s.layer], env.dtypes[s.layer][0]
+    left, right = operand_of(dy, s.turned[0]), operand_of(x, s.turned[1])
+    return (spec.weight_gradient.compute(left, right, spec.accumulation.grad_weight, dtype),)
+
+
+def _codes(env: Environment, s: Cast) -> tuple[Any, Any]:
+    """Return the quantizer of a fused cast, and how the kernel that makes its source is to quantize it."""
+    quantizer = getattr(env.linears[s.layer], s.tensor)
+    return quantizer, quantizer.cast(s.rowwise, s.columnwise)
+
+
+def _column_sum(env: Environment, s: ColumnSum, x: Tensor) -> tuple[Any, ...]:
+    dtype, matrix = env.dtypes[s.layer][1], as_matrix(x)
+    if s.cast is None:
+        return (column_sums(matrix, dtype),)
+    quantizer, cast = _codes(env, s.cast)
+    quantized, sums = column_sums(matrix, dtype, cast)
+    return (*quantizer.adopt(quantized, x.dtype), sums)
+
+
+def _norm(env: Environment, s: Norm, x: Tensor, gamma: Tensor, beta: Tensor | None = None) -> tuple[Any, ...]:
+    norm, matrix = env.norms[s.norm], as_matrix(x)
+    if s.cast is None:
+        y, statistics = norm.forward(matrix, gamma, beta)
+        return (y, *statistics)
+    quantizer, cast = _codes(env, s.cast)
+    quantized, statistics = norm.forward(matrix, gamma, beta, cast)
+    return (*quantizer.adopt(quantized, x.dtype), *statistics)
+
+
+def _norm_backward(
+    env: Environment,
+    s: Norm,
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor | None,
+    rstdev: Tensor,
+    gamma: Tensor,
+    addend: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
+    statistics = NormStatistics(mean, rstdev)
+    dx, dgamma, dbeta = env.norms[s.norm].backward(as_matrix(dy), as_matrix(x), statistics, gamma)
+    if addend is not None:
+        dx = dx + addend.view(dx.shape)
+    return dx, dgamma, dbeta
+
+
+def _activation(env: Environment, s: Activation, x: Tensor) -> tuple[Any, ...]:
+    name, parameters = env.activations[s.activation]
+    if s.cast is None:
+        return (activation_forward(name, x, parameters),)
+    quantizer, cast = _codes(env, s.cast)
+    quantized = activation_forward(name, as_matrix(x), parameters, cast)
+    operands: Operands = quantizer.adopt(quantized, x.dtype)
+    return operands
+
+
+def _activation_backward(env: Environment, s: Activation, dy: Tensor, x: Tensor) -> tuple[Any, ...]:
+    name, parameters = env.activations[s.activation]
+    if s.cast is None:
+        return (activation_backward(name, dy, x, parameters),)
+    quantizer, cast = _codes(env, s.cast)
+    dtype = None if s.sums is None else env.dtypes[s.sums][1]
+    quantized, sums = activation_backward(name, dy, x, parameters, cast, dtype)
+    return (*quantizer.adopt(quantized, x.dtype), sums)
+
+
+def _add(env: Environment, s: None, a: Tensor, b: Tensor) -> tuple[Tensor]:
+    return (a + b.reshape(a.shape),)
+
+
+def _accumulate(env: Environment, s: None, total: Tensor, x: Tensor) -> tuple[Tensor]:
+    return (total.add_(x),)
+
+
+def _scale(env: Environment, s: None, x: Tensor, factor: Any) -> tuple[Tensor]:
+    return (x * factor,)
+
+
+_COLLECTIVES: dict[str, Callable[..., Any]] = {
+    "all_gather": gather_along_first_dim,
+    "all_reduce": allreduce,
+    "reduce_scatter": reduce_scatter_along_first_dim,
+}
+
+
+def _beginning(collective: str) -> Callable[..., tuple[Any]]:
+    def begin(env: Environment, s: Collective, x: Any) -> tuple[Any]:
+        parallel = env.linears[s.group].parallel
+        later = not (isinstance(x, QuantizedTensorStorage) or torch.compiler.is_compiling())
+        return (_COLLECTIVES[collective](x, parallel.checked_group(), later),)
+
+    return begin
+
+
+def _wait(env: Environment, s: Collective, pending: tuple[Any, Any]) -> tuple[Any]:
+    result, work = pending
+    if work is not None:
+        work.wait()
+    return (result,)
+
+
+OPERATIONS: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "cast": _cast,
+    "quantize": _quantize,
+    "dequantize": _dequantize,
+    "dense": _dense,
+    "convert": _convert,
+    "product": _product,
+    "weight_gradient": _weight_gradient,
+    "add_bias": _add,
+    "add": _add,
+    "accumulate": _accumulate,
+    "scale": _scale,
+    "norm": _norm,
+    "norm_backward": _norm_backward,
+    "activation": _activation,
+    "activation_backward": _activation_backward,
+    "column_sum": _column_sum,
+    **{f"{name}.begin": _beginning(name) for name in _COLLECTIVES},
+    **{f"{name}.wait": _wait for name in _COLLECTIVES},
+}
