@@ -33,7 +33,7 @@ def pretend() -> None:
     _module("pytorch")
     everywhere("refuses_elementwise", _takes_all)
     everywhere("refuses_casts", _takes_all)
-    everywhere("repeats_on", lambda device: True)
+    everywhere("compiles_on", lambda device: True)
     everywhere("get_device_compute_capability", lambda: HOPPER)
     everywhere("processors", functools.cache(_processors))
     everywhere("current_stream", lambda device: 0)

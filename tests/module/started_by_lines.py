@@ -143,11 +143,11 @@ def step(module: Any, recipe: Any, first: bool | None) -> dict[str, Any]:
 
 def lines(module: Any) -> list[int]:
     """How many lines each pass of a layer has."""
-    specs = [spec for spec in module._specs.values() if spec.repeats is not None]
+    specs = [spec for spec in module._specs.values() if spec.compiled is not None]
     return [
-        sum(kind.line is not None for kind in repeated.kinds.values())
+        sum(kind.line is not None for kind in compiled.kinds.values())
         for spec in specs
-        for repeated in spec.repeats.passes
+        for compiled in spec.compiled.passes
     ]
 
 

@@ -27,7 +27,6 @@ class LinearFacts:
         grad_weight: The gradient of the weight is needed.
         grad_bias: The gradient of the bias is needed.
         plain: Input, weight and gradients are multiplied unquantized.
-        converts_weight: A plain weight has another dtype than the layer computes in.
         backward: "quantized", "high_precision" or "dequantized": the operands of the backward products.
         keep_input: Save the unquantized input and quantize it again in the backward pass.
         mode: None without communication, "column" or "row" for a shard of a tensor-parallel layer.
@@ -42,7 +41,6 @@ class LinearFacts:
     grad_weight: bool = True
     grad_bias: bool = False
     plain: bool = False
-    converts_weight: bool = False
     backward: str = QUANTIZED
     keep_input: bool = False
     mode: str | None = None
@@ -73,32 +71,44 @@ def linear_passes(facts: LinearFacts) -> tuple[Pass, Pass]:
     """Return the forward and the backward pass of a linear layer, before rules are applied.
 
     The forward pass takes x, weight and, with a bias, bias; it returns y. The backward pass takes grad_output and the
-    saved buffers that are not None; it returns the gradients of x, weight and bias.
+    saved buffers; it returns the gradients of x, weight and bias.
     """
     inputs = ("x", "weight", "bias") if facts.bias else ("x", "weight")
     part = forward_steps(facts, "x", "weight", "bias" if facts.bias else None)
-    saved = (part.saved_input, part.saved_weight)
-    forward = Pass(inputs, (part.output,), saved, part.steps)
-    back = backward_steps(facts, "grad_output", *saved)
-    given = tuple(dict.fromkeys(name for name in saved if name is not None))
+    forward = Pass(inputs, (part.output,), (part.saved_input, part.saved_weight), part.steps)
+    back = backward_steps(facts, "grad_output", part.saved_input, part.saved_weight)
     results = (back.grad_input, back.grad_weight, back.grad_bias)
-    backward = Pass(("grad_output", *given), results, (), back.steps)
-    if facts.plain:
-        return _plain(forward, backward)
-    return forward, backward
+    return joined(forward, ("grad_output",), results, back.steps, (facts,))
 
 
-def _plain(forward: Pass, backward: Pass) -> tuple[Pass, Pass]:
-    """Remove the casts of a plain layer; its backward reads the saved matrices, whose names lose their direction."""
-    read = without_identity_casts(forward, lambda cast: True)
-    steps = [
-        Step("cast", (kept,), (None, name), Cast("", "", False, True))
+def joined(
+    forward: Pass,
+    gradients: tuple[str, ...],
+    results: tuple[str | None, ...],
+    steps: tuple[Step, ...],
+    linears: tuple[LinearFacts, ...],
+) -> tuple[Pass, Pass]:
+    """Return a forward pass and its backward pass, without the casts of plain layers.
+
+    Args:
+        forward: The forward pass.
+        gradients: Buffers of the output gradients.
+        results: Buffers of the gradients that the backward pass returns.
+        steps: Its steps, which read `gradients` and the saved buffers of `forward`.
+        linears: The linear layers.
+    """
+    plain = {facts.layer for facts in linears if facts.plain}
+    read = without_identity_casts(forward, lambda cast: cast.layer in plain)
+    # A plain layer saves the matrix itself; its backward reads the matrix by columns where it read a column operand.
+    columns = [
+        Step("cast", (kept,), (None, name), Cast(next(iter(plain)), "", False, True))
         for name, kept in zip(forward.saved, read.saved, strict=True)
         if name is not None and name != kept
     ]
-    given = ("grad_output", *[name for name in read.saved if name is not None])
-    turned = Pass(given, backward.results, (), (*steps, *backward.steps))
-    return read, without_identity_casts(turned, lambda cast: True)
+    saved = tuple(dict.fromkeys([name for name in read.saved if name is not None]))
+    forward = Pass(read.inputs, read.results, saved, read.steps)
+    backward = Pass((*gradients, *saved), results, (), (*columns, *steps))
+    return forward, without_identity_casts(backward, lambda cast: cast.layer in plain)
 
 
 def forward_steps(facts: LinearFacts, x: str, weight: str, bias: str | None) -> ForwardPart:
@@ -107,7 +117,7 @@ def forward_steps(facts: LinearFacts, x: str, weight: str, bias: str | None) -> 
     name = facts.layer
     if facts.mode == "column" and facts.sequence:
         x = _communicated(steps, "all_gather", name, x, f"{name}.x_gathered")
-    if facts.converts_weight:
+    if facts.plain:
         steps.append(Step("convert", (weight,), (f"{name}.weight_converted",), Layer(name)))
         weight = f"{name}.weight_converted"
     quantized = facts.backward == QUANTIZED

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .step import Pass, Step
+from .vocabulary import Product
 
 BEGIN, WAIT = ".begin", ".wait"
 
@@ -52,6 +53,30 @@ def freed_after(pass_: Pass) -> tuple[tuple[str, ...], ...]:
         if not buffer.kept and last is not None:
             freed[last].append(buffer.name)
     return tuple([tuple(names) for names in freed])
+
+
+def needed_for(pass_: Pass, results: tuple[str | None, ...], saved: tuple[str | None, ...]) -> Pass:
+    """Return the steps of a pass that are needed for some of its buffers.
+
+    Args:
+        pass_: The pass.
+        results: Buffers that the new pass returns.
+        saved: Buffers that the new pass saves.
+    """
+    wanted = {name for name in (*results, *saved) if name is not None}
+    steps: list[Step] = []
+    for step in reversed(pass_.steps):
+        if not wanted.isdisjoint(step.makes()):
+            steps.append(_without_product(step) if step.results[-1] not in wanted else step)
+            wanted.update(step.reads())
+    return Pass(pass_.inputs, results, saved, tuple(reversed(steps)))
+
+
+def _without_product(step: Step) -> Step:
+    """Return a product with GELU that does not store the product itself; other steps are unchanged."""
+    if not isinstance(step.settings, Product) or step.settings.activation != "gelu":
+        return step
+    return Step(step.op, step.inputs, (step.results[0], None), replace(step.settings, keeps=False))
 
 
 def overlap(pass_: Pass) -> Pass:

@@ -79,6 +79,7 @@ class Product:
         activation: None, "gelu" (y is the activation of the product, the second result the product itself), or
             "gelu_gradient" (the product is multiplied by the derivative at the fourth input).
         cast: Quantizes the result, or None.
+        keeps: With "gelu", the product itself is a second result; otherwise it is not stored.
     """
 
     layer: str
@@ -86,6 +87,7 @@ class Product:
     turned: tuple[bool, bool] = (False, False)
     activation: str | None = None
     cast: Cast | None = None
+    keeps: bool = True
 
     def __str__(self) -> str:
         parts = [f"{self.layer}.{self.kind}"]

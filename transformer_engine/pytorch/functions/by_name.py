@@ -19,10 +19,10 @@ from ..primitives.column_sums import column_sums
 from ..runtime.double_backward import once_differentiable
 from ..runtime.replaceable import ReplaceableFunction
 from ..runtime.tracing import result_in
-from .linear import leading_shape
 from .linear_spec import LinearSpec
 from .norm_linear import NormLinearSpec
 from .normalization import Norm, NormStatistics
+from .steps import leading_shape
 
 _EXTENSIONS = f"{__name__.rpartition('.functions')[0]}.cpp_extensions"
 
@@ -104,7 +104,7 @@ class _Linear(torch.autograd.Function, metaclass=ReplaceableFunction):
         if ctx is not None:
             ctx.save_for_backward(flat, weight)
             ctx.spec, ctx.file, ctx.shape, ctx.dtypes = spec, file, inp.shape, _dtypes(weight, bias)
-        return result_in(y, (*leading_shape(inp, y), y.shape[-1]))
+        return result_in(y, (*leading_shape(tuple(inp.shape[:-1]), y.shape[0]), y.shape[-1]))
 
     @staticmethod
     @once_differentiable("Linear")
@@ -130,7 +130,7 @@ class _LayerNormLinear(torch.autograd.Function, metaclass=ReplaceableFunction):
         if ctx is not None:
             ctx.save_for_backward(flat, ln_weight, *statistics, normed, weight)
             ctx.spec, ctx.file, ctx.shape, ctx.dtypes = spec, file, inp.shape, _dtypes(weight, bias)
-        y = result_in(y, (*leading_shape(inp, y), y.shape[-1]))
+        y = result_in(y, (*leading_shape(tuple(inp.shape[:-1]), y.shape[0]), y.shape[-1]))
         return (y, normed) if spec.returns_norm_output else y
 
     @staticmethod

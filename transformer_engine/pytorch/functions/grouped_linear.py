@@ -1,4 +1,4 @@
-"""y_i [M_i, N] = x_i [M_i, K] @ w_i [N, K].T + b_i for consecutive groups of rows: linear's functions, group by group.
+"""y_i [M_i, N] = x_i [M_i, K] @ w_i [N, K].T + b_i for consecutive groups of rows: a linear layer's passes per group.
 
 Every group has its own quantizers and its own products, so that the result equals a loop of linear layers bit for
 bit; the groups share one node of the autograd graph.
@@ -6,14 +6,17 @@ bit; the groups share one node of the autograd graph.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .caller_buffers import NO_BUFFERS, CallerBuffers, handed_out, readable
-from .linear import linear_backward, linear_forward
-from .linear_spec import LinearSaved, LinearSpec
+from .linear import passes_of
+from .linear_spec import LinearSpec, gradient_dtypes
+from .run import run
 from .saving import backward_of, restore, save
 from .stacks import members_of, stacked_gradient
 from .weight_gradient import WeightGradient
@@ -21,9 +24,15 @@ from .weight_gradient import WeightGradient
 
 @dataclass(frozen=True)
 class GroupedLinearSpec:
-    """rows of each group, the spec of each group's linear layer, and where the caller wants the results.
+    """A call of a GroupedLinear whose groups are multiplied one by one.
 
-    stacked_weight, stacked_bias   all groups' are one parameter [n, ..]
+    Attributes:
+        rows: Number of rows of each group.
+        groups: Spec of each group's linear layer.
+        needs_grad: Some tensor needs a gradient.
+        buffers: Where the caller wants the results.
+        stacked_weight: The weights of all groups are one parameter [n, N, K].
+        stacked_bias: The biases of all groups are one parameter [n, N].
     """
 
     rows: tuple[int, ...]
@@ -37,25 +46,29 @@ class GroupedLinearSpec:
 def grouped_linear(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], spec: GroupedLinearSpec
 ) -> Tensor:
-    """y [sum M_i, N], differentiable in x, every weight and every bias; of stacks there is one in its list."""
+    """Compute y [sum M_i, N], differentiable in x, every weight and every bias; a stack is one entry of its list."""
     if spec.needs_grad:
         return _GroupedLinear.apply(x, spec, *weights, *biases)  # pyright: ignore[reportReturnType]
     return _forward(x, weights, biases, spec)[0]
 
 
 def _forward(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], spec: GroupedLinearSpec
-) -> tuple[Tensor, list[LinearSaved]]:
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], spec: GroupedLinearSpec
+) -> tuple[Tensor, list[Any]]:
+    """Return y and the saved buffers of all groups."""
     if spec.stacked_weight:
         weights = members_of(weights[0])
     if spec.stacked_bias and biases[0] is not None:
         biases = members_of(biases[0])
     outputs: list[Tensor] = []
-    saved: list[LinearSaved] = []
+    saved: list[Any] = []
     for part, weight, bias, group in zip(x.split(spec.rows), weights, biases, spec.groups, strict=True):
-        y, operands = linear_forward(part, weight, bias, group)
+        passes = passes_of(group, bias is not None)
+        schedule = passes.forward if spec.needs_grad else passes.inference
+        env = group.environment((gradient_dtypes(weight, bias),), tuple(part.shape[:-1]))
+        (y,), kept = run(schedule, env, [part, weight] if bias is None else [part, weight, bias])
         outputs.append(y)
-        saved.append(operands)
+        saved += kept
     return _joined(outputs, spec.buffers.output), saved
 
 
@@ -65,31 +78,38 @@ def _joined(parts: list[Tensor], buffer: Tensor | None) -> Tensor:
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, spec, *parameters):
+    def forward(ctx: Any, x: Tensor, spec: GroupedLinearSpec, *parameters: Tensor | None) -> Tensor:
         count = 1 if spec.stacked_weight else len(spec.rows)
-        weights, biases = parameters[:count], parameters[count:]
-        y, saved = _forward(x, list(weights), list(biases), spec)
-        save(ctx, (), [operand for operands in saved for operand in operands], spec.groups[0].scale_update)
-        ctx.spec, ctx.weight_dtype = spec, weights[0].dtype
-        ctx.bias_dtype = weights[0].dtype if biases[0] is None else biases[0].dtype
+        weights: Any = parameters[:count]
+        biases = parameters[count:]
+        y, saved = _forward(x, weights, biases, spec)
+        save(ctx, (), saved, spec.groups[0].scale_update)
+        ctx.spec, ctx.has_bias = spec, biases[0] is not None
+        ctx.dtypes = gradient_dtypes(weights[0], biases[0])
         return y
 
     @staticmethod
     @backward_of("GroupedLinear")
-    def backward(ctx, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
-        spec = ctx.spec
-        _, operands = restore(ctx)
+    def backward(ctx: Any, grad_output: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        spec: GroupedLinearSpec = ctx.spec
+        _, saved = restore(ctx)
         if spec.buffers.grad_input is not None:
             grad_output = readable(grad_output, spec.buffers.grad_input)
-        grads = [
-            linear_backward(part, operands[2 * i : 2 * i + 2], group, ctx.weight_dtype, ctx.bias_dtype)
-            for i, (part, group) in enumerate(zip(grad_output.split(spec.rows), spec.groups, strict=True))
-        ]
-        inputs = [grad.input for grad in grads if grad.input is not None]
-        grad_input = None
-        if inputs:
-            grad_input = _joined(inputs, spec.buffers.grad_input)
-        weights, biases = [grad.weight for grad in grads], [grad.bias for grad in grads]
+        inputs: list[Tensor] = []
+        weights: list[Tensor | None] = []
+        biases: list[Tensor | None] = []
+        for part, group in zip(grad_output.split(spec.rows), spec.groups, strict=True):
+            schedule = passes_of(group, ctx.has_bias).backward
+            taken = schedule.given - 1
+            given = [part, *saved[:taken]]
+            del saved[:taken]
+            env = group.environment((ctx.dtypes,), tuple(part.shape[:-1]))
+            (dx, dw, db), _ = run(schedule, env, given)
+            if dx is not None:
+                inputs.append(dx)
+            weights.append(dw)
+            biases.append(db)
+        grad_input = _joined(inputs, spec.buffers.grad_input) if inputs else None
         if spec.stacked_weight:
             weights = [stacked_gradient(weights, spec.groups[0].weight_gradient)]
         if spec.stacked_bias:

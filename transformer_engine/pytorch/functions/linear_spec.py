@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -9,16 +10,17 @@ import torch
 from torch import Tensor
 
 from ..distributed.tensor_parallel import TensorParallel
-from ..primitives.gemm import RepeatedProduct
-from ..primitives.operand import Operand
+from ..primitives.activation import ActivationParams
 from ..primitives.quantize import Cast
 from ..tensor.identity_tensor import IdentityQuantizer
 from ..tensor.quantized_tensor import QuantizedTensorStorage
-from ..tensor.quantizer import Matrix, Quantizer
+from ..tensor.quantizer import Quantizer
+from .normalization import Norm
 from .scale_update import ScaleUpdate
 from .weight_gradient import WeightGradient
 
 IDENTITY = IdentityQuantizer()
+LINEAR = "linear"  # the name of a layer that is one product
 
 
 @dataclass(frozen=True)
@@ -28,29 +30,6 @@ class Accumulation:
     forward: bool = False
     grad_input: bool = True
     grad_weight: bool = True
-
-
-class LinearProducts(NamedTuple):
-    """y = x @ w.T, dx = dy @ w and dw = dy.T @ x of one layer; matrices that are not quantized come as they lie.
-
-    grad_weight   None where dw goes somewhere else than to autograd
-    """
-
-    forward: RepeatedProduct
-    grad_input: RepeatedProduct
-    grad_weight: RepeatedProduct | None
-
-    @staticmethod
-    def of(
-        device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype | None, exact: Accumulation
-    ) -> LinearProducts:
-        return LinearProducts(
-            RepeatedProduct(device, dtype, exact.forward),
-            RepeatedProduct(device, dtype, exact.grad_input, (False, True)),
-            None
-            if weight_dtype is None
-            else RepeatedProduct(device, weight_dtype, exact.grad_weight, (True, True)),
-        )
 
 
 @dataclass(frozen=True)
@@ -65,8 +44,8 @@ class LinearSpec:
     traced               a compiler is tracing
     communicates         does `parallel` send anything? False spares it the questions
     plain                input, weight and gradients are multiplied as they are: no operands to make and to choose from
-    products             None where a compiler traces, and where ranks communicate
-    repeats              the passes of a layer that is this product alone, repeated (`repetition.Repeats`); None: not
+    passes               `layer_passes.LayerPasses` of a layer that is this product alone; None: not built yet
+    compiled             these passes as straight lines (`compiled.CompiledLayer`); None: they have none
     Defaults are plain constants: torch 2.11 cannot trace a default that is an object.
     """
 
@@ -89,31 +68,63 @@ class LinearSpec:
     traced: bool = False
     communicates: bool = True
     plain: bool = False
-    products: LinearProducts | None = None
-    repeats: Any = None
+    passes: Any = None
+    compiled: Any = None
+
+    @property
+    def needs_grad(self) -> bool:
+        """Does any tensor of the layer need a gradient?"""
+        return self.needs_grad_input or self.needs_grad_weight or self.needs_grad_bias
+
+    def linears(self) -> dict[str, LinearSpec]:
+        """Return the layer by its name in the passes."""
+        return {LINEAR: self}
+
+    def dtypes(self, tensors: Sequence[Tensor | None]) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
+        """Return the dtypes of the gradients of weight and bias, of (x, weight, bias)."""
+        return (gradient_dtypes(tensors[1], tensors[2]),)
+
+    def environment(
+        self, dtypes: tuple[tuple[torch.dtype, torch.dtype], ...], leading: tuple[int, ...]
+    ) -> Environment:
+        """Return the environment of the passes for an input with these dimensions in place of its rows."""
+        return Environment({LINEAR: self}, {LINEAR: dtypes[0]}, leading)
+
+
+class Environment(NamedTuple):
+    """What the settings of steps refer to by name.
+
+    Attributes:
+        linears: Spec of each linear layer.
+        dtypes: Dtypes of the gradients of each linear layer's weight and bias.
+        leading: Dimensions of the layer's input in place of M; quantized results get them, scaled as sequence
+            parallelism scales the rows.
+        norms: Normalizations.
+        activations: Names and parameters of activations.
+    """
+
+    linears: dict[str, LinearSpec]
+    dtypes: dict[str, tuple[torch.dtype, torch.dtype]]
+    leading: tuple[int, ...]
+    norms: dict[str, Norm] = {}
+    activations: dict[str, tuple[str, ActivationParams]] = {}
+
+
+def gradient_dtypes(weight: Any, bias: Tensor | None) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes of the gradients of a weight and of the bias beside it."""
+    return weight.dtype, weight.dtype if bias is None else bias.dtype
 
 
 Spec = TypeVar("Spec")
 
 
 def changed(spec: Spec, **fields: Any) -> Spec:
-    """dataclasses.replace of a frozen spec, without asking for each of its fields: 1 us where that takes 10."""
+    """Return `dataclasses.replace` of a frozen spec in 1 us instead of 10."""
     if torch.compiler.is_compiling():
         return replace(spec, **fields)  # pyright: ignore[reportArgumentType]
     made = object.__new__(type(spec))
-    # What repeats are the passes of the spec that it was.
-    made.__dict__.update({**spec.__dict__, "repeats": None, **fields})
+    made.__dict__.update({**spec.__dict__, **fields})
     return made
-
-
-class LinearSaved(NamedTuple):
-    """The operands of the two backward products: x for dw, w for dx (None where its product is not needed).
-
-    Of a plain spec the matrices x [M, K] and w [N, K] themselves.
-    """
-
-    input: Operand | Matrix | Tensor | None
-    weight: Operand | Matrix | Tensor | None
 
 
 def input_cast(spec: LinearSpec) -> Cast | None:

@@ -1,180 +1,295 @@
-"""y [M, N] = norm(x [M, K]) @ w [N, K].T + b: the norm's functions followed by the linear layer's."""
+"""Layers that begin with a norm: norm(x) @ w.T + b, and act(norm(x) @ w1.T + b1) @ w2.T + b2, differentiable."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..offload.marks import whole_now
-from ..primitives.gemm import as_matrix
+from ...common.passes.norm_linear import ACTIVATION, NORM
+from ...common.passes.rules import (
+    ACTIVATION_GRADIENT_IN_PRODUCT,
+    ACTIVATION_IN_PRODUCT,
+    CODES_AND_SUMS_FROM_PRODUCER,
+    CODES_FROM_PRODUCER,
+)
+from ..primitives.activation import ActivationParams
 from ..runtime.applying import applier
-from ..runtime.tracing import result_in
-from ..tensor.quantizer import Operands
-from .fusions import APART, IN_CODES, norm_output
-from .linear import leading_shape, linear_backward, linear_forward
-from .linear_operands import returned
-from .linear_spec import LinearSaved, LinearSpec, backward_quantizers, cached_parts
-from .normalization import Norm, NormStatistics
-from .repetition import Repeated, Repeats, repeats_on
-from .saving import arrives, backward_of, pack, restore, save, unpack
+from .compiled import CompiledLayer
+from .fusions import APART, IN_CODES, IN_PRODUCT, mlp_activation, mlp_gradient, norm_output
+from .layer import Dtypes, backward_of_layer, compiled, forward_of, gradients_of, infer
+from .layer_passes import LayerPasses, fusion, layer_passes, linear_facts, linear_fusions
+from .linear_spec import LINEAR, Environment, LinearSpec, gradient_dtypes
+from .normalization import Norm
+from .run import run
+from .saving import backward_of, save, take_saved
+from .scale_update import ScaleUpdate
+
+FC1, FC2 = "fc1", "fc2"
 
 
 @dataclass(frozen=True)
 class NormLinearSpec:
-    """A norm, a linear layer, and whether the caller also gets the norm's output."""
+    """A norm and a linear layer.
+
+    Attributes:
+        norm: The norm.
+        linear: The linear layer.
+        beta: The norm has an additive parameter.
+        bias: The product adds a bias.
+        returns_norm_output: The caller also gets norm(x).
+        needs_grad: Some tensor needs a gradient.
+        passes: The passes; None before `chosen`.
+        compiled: The passes as straight lines; None where they have none.
+    """
 
     norm: Norm
     linear: LinearSpec
+    beta: bool = False
+    bias: bool = False
     returns_norm_output: bool = False
     needs_grad: bool = True
-    way: str = APART
-    repeats: Repeats | None = None
+    passes: LayerPasses | None = None
+    compiled: CompiledLayer | None = None
+
+    @property
+    def scale_update(self) -> ScaleUpdate | None:
+        return self.linear.scale_update
 
     def chosen(self) -> NormLinearSpec:
-        """The spec with the way that norm(x) is made, of `fusions`."""
-        return replace(self, way=norm_output(self.linear, self.returns_norm_output))
+        """Return the spec with its passes, in which the norm makes codes where a kernel can."""
+        return self._with_passes(norm_output(self.linear, self.returns_norm_output))
 
-    def repeating(self, device: torch.device) -> NormLinearSpec:
-        """The spec of a layer whose passes may become lines."""
-        linear = self.linear
-        if linear.products is None or linear.output is not None or not repeats_on(device):
-            return self
-        returned = (
-            linear.products.grad_weight is not None
-        )  # else it is put off, or goes where no line can know
-        forward = Repeated(_forward_pass, device, (linear.input, linear.weight))
-        backward = Repeated(_backward_pass, device if returned else None, backward_quantizers(linear))
-        return replace(self, repeats=Repeats(forward, backward, 2))
+    def with_norm(self, norm: Any) -> NormLinearSpec:
+        """Return the spec with another norm, which makes no codes."""
+        return replace(self, norm=norm, compiled=None)._with_passes(APART)
+
+    def warm(self, device: torch.device) -> NormLinearSpec:
+        """Return the spec of a layer whose passes are compiled for warm calls."""
+        return replace(self, compiled=compiled(self, device))
+
+    def _with_passes(self, way: str) -> NormLinearSpec:
+        norm = (self.beta, self.norm.kind == "LayerNorm", self.returns_norm_output)
+        allowed = linear_fusions(self.linear, LINEAR)
+        if way == IN_CODES:
+            allowed += (fusion(CODES_FROM_PRODUCER, LINEAR, "input"),)
+        facts = (linear_facts(self.linear, LINEAR, self.bias),)
+        return replace(self, passes=layer_passes("norm_linear", facts, allowed, norm))
+
+    def linears(self) -> dict[str, LinearSpec]:
+        """Return the linear layer by its name in the passes."""
+        return {LINEAR: self.linear}
+
+    def dtypes(self, tensors: Sequence[Tensor | None]) -> Dtypes:
+        """Return the dtypes of the gradients of weight and bias, of (x, gamma, beta, weight, bias)."""
+        return (gradient_dtypes(tensors[3], tensors[4]),)
+
+    def environment(self, dtypes: Dtypes, leading: tuple[int, ...]) -> Environment:
+        """Return the environment of the passes for an input with these dimensions in place of its rows."""
+        return Environment({LINEAR: self.linear}, {LINEAR: dtypes[0]}, leading, {NORM: self.norm})
 
 
 def norm_linear(
     x: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, spec: NormLinearSpec
 ) -> tuple[Tensor, Tensor | None]:
-    """(y [.., N], norm(x) [.., K] or None), differentiable in every tensor."""
+    """Compute (y [.., N], norm(x) [.., K] or None), differentiable in every tensor."""
     if not spec.needs_grad:
-        if spec.repeats is None:
-            return _forward(x, gamma, beta, weight, bias, spec)[:2]
-        given = [x, gamma, beta, weight, bias]
-        (y, norm_output, *_), _ = spec.repeats.forward(given, spec, cached_parts(spec.linear))
+        y, norm_output, *_ = infer(spec, (x, gamma, beta, weight, bias))
         return y, norm_output
-    outputs = _applied(x, gamma, beta, weight, bias, spec)
+    outputs = _norm_linear(x, gamma, beta, weight, bias, spec)
     return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
-
-
-def _forward(
-    x: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, spec: NormLinearSpec
-) -> tuple[Tensor, Tensor | None, NormStatistics, LinearSaved]:
-    whole_now(x)
-    flat = as_matrix(x)
-    norm_output, linear_input, statistics = normalized_input(
-        flat, gamma, beta, spec.norm, spec.linear, spec.way, spec.returns_norm_output
-    )
-    if spec.linear.communicates:
-        y, saved = linear_forward(linear_input, weight, bias, spec.linear)
-        y = result_in(y, (*leading_shape(x, y), y.shape[-1]))
-    else:
-        y, saved = linear_forward(linear_input, weight, bias, spec.linear, x.shape[:-1])
-    if spec.linear.output is not None:
-        y = spec.linear.output.quantize(y)
-    if norm_output is not None:
-        norm_output, saved = returned(norm_output, x.shape, saved)
-    return y, norm_output, statistics, saved  # pyright: ignore[reportReturnType]
-
-
-def normalized_input(
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    norm: Norm,
-    linear: LinearSpec,
-    way: str,
-    wanted: bool,
-) -> tuple[Tensor | None, Tensor | Operands, NormStatistics]:
-    """(norm(x) where it is wanted, what the linear layer reads of it, statistics)
-
-    way   IN_CODES: the norm's kernel makes the codes alone, where norm(x) is not wanted
-    """
-    cast = linear.input.cast(True, linear.needs_grad_weight) if way == IN_CODES else None
-    if cast is None:
-        norm_output, statistics = norm.forward(x, gamma, beta)
-        return norm_output if wanted else None, norm_output, statistics
-    quantized, statistics = norm.forward(x, gamma, beta, cast)
-    return None, linear.input.adopt(quantized, x.dtype), statistics
-
-
-def _forward_pass(given: list[Any], spec: NormLinearSpec) -> tuple[tuple[Any, ...], list[Any]]:
-    """x, gamma, beta, weight, bias -> y, norm(x) and what is saved; the forms of the operands"""
-    x, gamma, beta, weight, bias = given
-    y, norm_output, statistics, saved = _forward(x, gamma, beta, weight, bias, spec)
-    kept, forms = pack(*saved)
-    return (y, norm_output, x, gamma, *statistics, *kept), forms
-
-
-def _backward_pass(given: list[Any], spec: NormLinearSpec, ctx: Any) -> tuple[tuple[Any, ...], None]:
-    """dy, dnorm(x) and what was saved -> gradients, as `_NormLinear.forward` takes tensors"""
-    grad_output, grad_norm_output, *kept = given[:6]
-    operands = unpack(given[6:], ctx.forms)
-    given.clear()
-    return _gradients(grad_output, grad_norm_output, tuple(kept), operands, spec, ctx), None
-
-
-def _gradients(
-    grad_output: Tensor,
-    grad_norm_output: Tensor | None,
-    kept: tuple[Any, ...],
-    saved: list[Any],
-    spec: NormLinearSpec,
-    ctx: Any,
-) -> tuple[Any, ...]:
-    """Of x, gamma, beta, weight and bias, as the node answers them.
-
-    The operands are handed over, not lent: norm(x) is gone when the norm's backward allocates.
-    """
-    x, gamma, mean, rstdev = kept
-    flat = as_matrix(x)
-    leading = flat.shape[:1] if spec.linear.products is not None and spec.linear.plain else None
-    if leading is None:
-        grad_output = as_matrix(grad_output)
-    dtypes = ctx.weight_dtype, ctx.bias_dtype
-    grads = linear_backward(grad_output, saved, spec.linear, *dtypes, leading=leading)
-    dy = grads.input
-    if grad_norm_output is not None:
-        of_norm_output = grad_norm_output.reshape(flat.shape)
-        dy = of_norm_output if dy is None else dy + of_norm_output
-    if dy is None:  # nothing before the linear layer is trained
-        return None, None, None, grads.weight, grads.bias
-    arrives(x, mean, rstdev, gamma)
-    dx, dgamma, dbeta = spec.norm.backward(dy, flat, NormStatistics(mean, rstdev), gamma)
-    dbeta = dbeta if ctx.needs_input_grad[2] else None
-    return dx.view(x.shape), dgamma, dbeta, grads.weight, grads.bias
 
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, gamma, beta, weight, bias, spec):
-        if spec.repeats is None:
-            y, norm_output, statistics, saved = _forward(x, gamma, beta, weight, bias, spec)
-            save(ctx, (x, gamma, statistics.mean, statistics.rstdev), saved, spec.linear.scale_update)
-        else:
-            given = [x, gamma, beta, weight, bias]
-            (y, norm_output, *kept), kind = spec.repeats.forward(given, spec, cached_parts(spec.linear))
-            spec.repeats.save(ctx, kept, kind, spec.linear.scale_update)
-        ctx.spec = spec
-        ctx.weight_dtype, ctx.bias_dtype = weight.dtype, weight.dtype if bias is None else bias.dtype
+    def forward(ctx: Any, x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, spec: NormLinearSpec) -> Any:
+        y, norm_output = forward_of(ctx, spec, (x, gamma, beta, weight, bias))
         # torch 2.11 cannot trace the backward of an output that is None.
         return y if norm_output is None else (y, norm_output)
 
     @staticmethod
     @backward_of("LayerNormLinear")
-    def backward(ctx, grad_output, grad_norm_output=None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        spec = ctx.spec
-        if spec.repeats is None:
-            kept, saved = restore(ctx, 4, early=True)
-            return *_gradients(grad_output, grad_norm_output, kept, saved, spec, ctx), None
-        return *spec.repeats.backward(ctx, (grad_output, grad_norm_output), spec), None
+    def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        dx, dgamma, dbeta, *rest = backward_of_layer(ctx, (grad_output, grad_norm_output))
+        return dx, dgamma, dbeta if ctx.needs_input_grad[2] else None, *rest, None
 
 
-_applied = applier(_NormLinear)
+_norm_linear = applier(_NormLinear)
+
+
+class Ways(NamedTuple):
+    """How norm(x), the activation's output and the gradient of fc1's output are made: ways of `fusions`."""
+
+    norm: str
+    activation: str
+    gradient: str
+
+
+@dataclass(frozen=True)
+class NormMLPSpec:
+    """A norm, two linear layers, and the activation between them.
+
+    Attributes:
+        norm: The norm.
+        fc1: The first linear layer.
+        fc2: The second linear layer.
+        activation: Name of the activation.
+        activation_params: Its parameters.
+        beta: The norm has an additive parameter.
+        biases: fc1's and fc2's product add a bias.
+        returns_norm_output: The caller also gets norm(x).
+        recompute: The backward pass computes again what it reads of norm, fc1 and activation.
+        needs_grad: Some tensor needs a gradient.
+        passes: The passes; None before `chosen`.
+        compiled: The passes as straight lines; None where they have none.
+    """
+
+    norm: Norm
+    fc1: LinearSpec
+    fc2: LinearSpec
+    activation: str
+    activation_params: ActivationParams
+    beta: bool = False
+    biases: tuple[bool, bool] = (False, False)
+    returns_norm_output: bool = False
+    recompute: bool = False
+    needs_grad: bool = True
+    ways: Ways | None = None
+    passes: LayerPasses | None = None
+    compiled: CompiledLayer | None = None
+
+    @property
+    def scale_update(self) -> ScaleUpdate | None:
+        return self.fc1.scale_update
+
+    def chosen(self) -> NormMLPSpec:
+        """Return the spec with its passes, in which norm and activation are merged with products where that pays."""
+        gradient = mlp_gradient(self.activation, self.fc1, self.fc2) if self.needs_grad else APART
+        ways = Ways(
+            norm_output(self.fc1, self.returns_norm_output),
+            mlp_activation(self.activation, self.fc1, self.fc2),
+            gradient,
+        )
+        return self._with_passes(ways)
+
+    def with_norm(self, norm: Any) -> NormMLPSpec:
+        """Return the spec with another norm, which makes no codes."""
+        assert self.ways is not None, "the passes of a spec are chosen before its norm is replaced"
+        return replace(self, norm=norm, compiled=None)._with_passes(self.ways._replace(norm=APART))
+
+    def warm(self, device: torch.device) -> NormMLPSpec:
+        """Return the spec of a layer whose passes are compiled for warm calls."""
+        return self if self.recompute else replace(self, compiled=compiled(self, device))
+
+    def _with_passes(self, ways: Ways) -> NormMLPSpec:
+        allowed = (*linear_fusions(self.fc1, FC1), *linear_fusions(self.fc2, FC2))
+        if ways.norm == IN_CODES:
+            allowed += (fusion(CODES_FROM_PRODUCER, FC1, "input"),)
+        if ways.activation == IN_CODES:
+            allowed += (fusion(CODES_FROM_PRODUCER, FC2, "input"),)
+        elif ways.activation == IN_PRODUCT:
+            allowed += (fusion(ACTIVATION_IN_PRODUCT, FC1),)
+        if ways.gradient == IN_CODES:
+            for rule in (CODES_FROM_PRODUCER, CODES_AND_SUMS_FROM_PRODUCER):
+                allowed += (fusion(rule, FC1, "grad_output"),)
+        elif ways.gradient == IN_PRODUCT:
+            allowed += (fusion(ACTIVATION_GRADIENT_IN_PRODUCT, FC2),)
+        facts = (linear_facts(self.fc1, FC1, self.biases[0]), linear_facts(self.fc2, FC2, self.biases[1]))
+        norm = (self.beta, self.norm.kind == "LayerNorm", self.returns_norm_output)
+        passes = layer_passes("norm_mlp", facts, allowed, norm, self.activation)
+        return replace(self, ways=ways, passes=passes)
+
+    def linears(self) -> dict[str, LinearSpec]:
+        """Return the linear layers by their names in the passes."""
+        return {FC1: self.fc1, FC2: self.fc2}
+
+    def dtypes(self, tensors: Sequence[Tensor | None]) -> Dtypes:
+        """Return the dtypes of the gradients of weights and biases, of the fields of `NormMLPTensors`."""
+        return gradient_dtypes(tensors[3], None), gradient_dtypes(tensors[5], None)
+
+    def environment(self, dtypes: Dtypes, leading: tuple[int, ...]) -> Environment:
+        """Return the environment of the passes for an input with these dimensions in place of its rows."""
+        return Environment(
+            self.linears(),
+            {FC1: dtypes[0], FC2: dtypes[1]},
+            leading,
+            {NORM: self.norm},
+            {ACTIVATION: (self.activation, self.activation_params)},
+        )
+
+
+class NormMLPTensors(NamedTuple):
+    """x [.., H], gamma [H], beta [H], fc1 [F or 2F, H] and fc2 [H, F] with their biases, which have x's dtype."""
+
+    x: Tensor
+    gamma: Tensor
+    beta: Tensor | None
+    fc1_weight: Tensor
+    fc1_bias: Tensor | None
+    fc2_weight: Tensor
+    fc2_bias: Tensor | None
+
+
+def norm_mlp(tensors: NormMLPTensors, spec: NormMLPSpec) -> tuple[Tensor, Tensor | None]:
+    """Compute (y [.., H], norm(x) or None), differentiable in every tensor."""
+    if not spec.needs_grad:
+        y, norm_output, *_ = infer(spec, tensors)
+        return y, norm_output
+    outputs = _norm_mlp(spec, *tensors)
+    return outputs if spec.returns_norm_output else (outputs, None)  # pyright: ignore[reportReturnType]
+
+
+def _forward_quantizers(spec: NormMLPSpec) -> tuple[Any, ...]:
+    return (spec.fc1.input, spec.fc1.weight, spec.fc2.input, spec.fc2.weight)
+
+
+def _replaying(spec: NormMLPSpec, states: Sequence[Tensor]) -> NormMLPSpec:
+    """Return the spec whose quantizers repeat the quantization of the forward pass and record nothing."""
+    replayed, start = [], 0
+    for quantizer in _forward_quantizers(spec):
+        count = len(quantizer.replay_state())
+        replayed.append(quantizer.replaying(tuple(states[start : start + count])))
+        start += count
+    fc1 = replace(spec.fc1, input=replayed[0], weight=replayed[1])
+    return replace(spec, fc1=fc1, fc2=replace(spec.fc2, input=replayed[2], weight=replayed[3])).chosen()
+
+
+def _recomputed(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
+    """Make the saved buffers again from the input, and run the backward pass on them."""
+    count = len(NormMLPTensors._fields)
+    kept = take_saved(ctx)
+    spec = _replaying(ctx.spec, kept[count:])
+    passes = spec.passes
+    assert passes is not None
+    env = spec.environment(ctx.dtypes, tuple(ctx.input_shape[:-1]))
+    given = run(passes.again, env, [tensor for tensor in kept[:count] if tensor is not None])[1]
+    del kept
+    given[:0] = [grad for grad in grads if grad is not None]
+    return gradients_of(spec, passes, given, ctx.dtypes, ctx.input_shape)
+
+
+class _NormMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, spec: NormMLPSpec, *tensors: Tensor | None) -> Any:
+        if spec.recompute:
+            states = [state for quantizer in _forward_quantizers(spec) for state in quantizer.replay_state()]
+            y, norm_output = infer(spec, tensors)
+            save(ctx, (*tensors, *states), (), spec.scale_update)
+            ctx.spec, ctx.dtypes, ctx.input_shape = spec, spec.dtypes(tensors), tensors[0].shape  # pyright: ignore
+        else:
+            y, norm_output = forward_of(ctx, spec, tensors)
+        # torch 2.11 cannot trace the backward of an output that is None.
+        return y if norm_output is None else (y, norm_output)
+
+    @staticmethod
+    @backward_of("LayerNormMLP")
+    def backward(ctx: Any, grad_output: Tensor, grad_norm_output: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        gradients = _recomputed if ctx.spec.recompute else backward_of_layer
+        dx, dgamma, dbeta, *rest = gradients(ctx, (grad_output, grad_norm_output))
+        return None, dx, dgamma, dbeta if ctx.needs_input_grad[3] else None, *rest
+
+
+_norm_mlp = applier(_NormMLP)

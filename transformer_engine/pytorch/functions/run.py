@@ -11,16 +11,19 @@ from typing import Any, NamedTuple
 from ...common.memory import Memory
 from ...common.passes.schedule import buffers, freed_after
 from ...common.passes.step import Pass
+from ...common.passes.vocabulary import Cast
 from ..offload.marks import active as offloading
+from ..offload.marks import keep_weight, whole_now
+from .linear_spec import Environment
 from .saving import arrives
-from .steps import OPERATIONS, Environment
+from .steps import OPERATIONS
 
 
 class _Slots(NamedTuple):
     """One step over a list of buffers: places of inputs and results, and the places that are freed after it.
 
-    `arriving` are the saved operands that the step is the first to read; `made` pairs places of the results with
-    positions in what the operation returns.
+    `arriving` are the inputs of the pass that the step is the first to read, `saved` the places of results that the
+    pass saves; `made` pairs places of the results with positions in what the operation returns.
     """
 
     op: str
@@ -29,6 +32,7 @@ class _Slots(NamedTuple):
     made: tuple[tuple[int, int], ...]
     freed: tuple[int, ...]
     arriving: tuple[int, ...]
+    saved: tuple[int, ...]
 
 
 class Schedule(NamedTuple):
@@ -41,6 +45,7 @@ class Schedule(NamedTuple):
         steps: The steps.
         results: Places of the results.
         saved: Places of the saved buffers.
+        saved_weights: Of these, the places of weights, which offloading leaves on the device.
     """
 
     size: int
@@ -49,6 +54,7 @@ class Schedule(NamedTuple):
     steps: tuple[_Slots, ...]
     results: tuple[int, ...]
     saved: tuple[int, ...]
+    saved_weights: tuple[int, ...]
 
 
 def _scheduled(pass_: Pass) -> Schedule:
@@ -56,6 +62,7 @@ def _scheduled(pass_: Pass) -> Schedule:
     places: dict[str | None, int] = {name: place for place, name in enumerate(lifetimes)}
     places[None] = size = len(places)
     freed = freed_after(pass_)
+    saved = {name for name in pass_.saved if name is not None}
     steps = [
         _Slots(
             step.op,
@@ -67,9 +74,10 @@ def _scheduled(pass_: Pass) -> Schedule:
                 [
                     places[name]
                     for name in step.reads()
-                    if name in pass_.inputs and lifetimes[name].first_read == number
+                    if (lifetimes[name].made_by, lifetimes[name].first_read) == (None, number)
                 ]
             ),
+            tuple([places[name] for name in step.makes() if name in saved]),
         )
         for number, step in enumerate(pass_.steps)
     ]
@@ -83,7 +91,17 @@ def _scheduled(pass_: Pass) -> Schedule:
         tuple(steps),
         tuple([places[name] for name in pass_.results]),
         tuple([places[name] for name in pass_.saved]),
+        tuple([places[name] for name in saved if _is_weight(pass_, name)]),
     )
+
+
+def _is_weight(pass_: Pass, name: str) -> bool:
+    """Is a buffer a weight, or made of a weight alone?"""
+    maker = pass_.maker(name)
+    if maker is None:
+        return name.endswith("weight")
+    step = pass_.steps[maker]
+    return step.op == "convert" or (isinstance(step.settings, Cast) and step.settings.tensor == "weight")
 
 
 _schedules: Memory[Pass, Schedule] = Memory(_scheduled, 4096)
@@ -109,7 +127,8 @@ def run(schedule: Schedule, env: Environment, given: list[Any]) -> tuple[list[An
     given.clear()
     for place in schedule.unread:
         values[place] = None
-    for op, settings, inputs, made, freed, arriving in schedule.steps:
+    offloads = offloading.synchronizer is not None
+    for op, settings, inputs, made, freed, arriving, saved in schedule.steps:
         if offloading.used:
             for place in arriving:
                 arrives(values[place])
@@ -120,4 +139,12 @@ def run(schedule: Schedule, env: Environment, given: list[Any]) -> tuple[list[An
             if place not in freed:
                 values[place] = results[position]
         del results
-    return [values[place] for place in schedule.results], [values[place] for place in schedule.saved]
+        if offloads:
+            for place in saved:
+                if place not in schedule.saved_weights:
+                    whole_now(values[place])
+    kept = [values[place] for place in schedule.saved]
+    if offloads:
+        for place in schedule.saved_weights:
+            keep_weight(values[place])
+    return [values[place] for place in schedule.results], kept

@@ -17,6 +17,7 @@ from ..offload.marks import active as offloading
 from ..offload.marks import arrived, asking_early, read_late, tensors_of
 from ..primitives.operand import Operand
 from ..runtime.double_backward import once_differentiable
+from ..runtime.symbols import Symbol
 from ..tensor.custom_operand import CustomOperand
 from ..tensor.quantizer import Matrix
 from .scale_update import ScaleUpdate
@@ -85,7 +86,7 @@ def pack(*operands: Saved) -> tuple[list[Tensor | None], list[Any]]:
             codes, scale, tensor_format, amax, dtype = operand
             tensors += (codes, scale, amax)
             forms.append((tensor_format, dtype))
-        elif isinstance(operand, Tensor):
+        elif isinstance(operand, Tensor | Symbol):
             tensors.append(operand)
             forms.append(_VALUES)
         elif isinstance(operand, Matrix):

@@ -8,46 +8,28 @@ or the pending result of a collective. Values may have several dimensions in pla
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...common.passes.vocabulary import Activation, Cast, Collective, ColumnSum, Layer, Norm, Product
 from ..distributed.collectives import allreduce, gather_along_first_dim, reduce_scatter_along_first_dim
-from ..primitives.activation import ActivationParams, activation_backward, activation_forward
+from ..primitives.activation import activation_backward, activation_forward
 from ..primitives.column_sums import column_sums
 from ..primitives.gemm import Epilogue, as_matrix, gemm, gemm_gelu, gemm_gelu_gradient
+from ..primitives.gemm.listed import SymbolicOperand
 from ..primitives.gemm.request import Layout
 from ..primitives.operand import Operand, plain
 from ..primitives.quantize import dequantize
+from ..runtime.symbols import Symbol
 from ..runtime.tracing import result_in
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix, Operands, turned
 from ..tensor.storage.quantized_tensor_storage import plain_matrix
 from .linear_operands import input_operands, weight_operands
-from .linear_spec import LinearSpec
-from .normalization import Norm as NormFunctions
+from .linear_spec import Environment
 from .normalization import NormStatistics
-
-
-class Environment(NamedTuple):
-    """What the settings of steps refer to by name.
-
-    Attributes:
-        linears: Spec of each linear layer.
-        dtypes: Dtypes of the gradients of each linear layer's weight and bias.
-        leading: Dimensions of the layer's input in place of M; quantized results get them, scaled as sequence
-            parallelism scales the rows.
-        norms: Normalizations.
-        activations: Names and parameters of activations.
-    """
-
-    linears: dict[str, LinearSpec]
-    dtypes: dict[str, tuple[torch.dtype, torch.dtype]]
-    leading: tuple[int, ...]
-    norms: dict[str, NormFunctions] = {}
-    activations: dict[str, tuple[str, ActivationParams]] = {}
 
 
 def leading_shape(leading: tuple[int, ...], rows: int) -> tuple[int, ...]:
@@ -110,7 +92,11 @@ def operand_of(value: Any, transposed: bool) -> Operand:
     if isinstance(value, Tensor):
         matrix = as_matrix(value)
         return plain(matrix.t() if transposed else matrix)
-    return turned(value)
+    if type(value) is Symbol:
+        matrix = as_matrix(value)  # pyright: ignore[reportArgumentType]
+        return SymbolicOperand.of(plain(matrix.t() if transposed else matrix))
+    operand = turned(value)
+    return SymbolicOperand.of(operand) if type(operand.codes) is Symbol else operand
 
 
 def _product(
@@ -129,7 +115,7 @@ def _product(
         return (gemm(left, right, Epilogue(out.dtype, bias, out, True, exact)),)
     epilogue = Epilogue(spec.dtype, bias=bias, exact=exact)
     if s.activation == "gelu":
-        return gemm_gelu(left, right, epilogue, True)
+        return gemm_gelu(left, right, epilogue, s.keeps)
     if s.activation is not None:
         assert activated is not None
         return (gemm_gelu_gradient(left, right, activated, epilogue),)
@@ -223,7 +209,7 @@ def _scale(env: Environment, s: None, x: Tensor, factor: Any) -> tuple[Tensor]:
     return (x * factor,)
 
 
-_COLLECTIVES: dict[str, Callable[..., Any]] = {
+COLLECTIVES: dict[str, Callable[..., Any]] = {
     "all_gather": gather_along_first_dim,
     "all_reduce": allreduce,
     "reduce_scatter": reduce_scatter_along_first_dim,
@@ -234,7 +220,7 @@ def _beginning(collective: str) -> Callable[..., tuple[Any]]:
     def begin(env: Environment, s: Collective, x: Any) -> tuple[Any]:
         parallel = env.linears[s.group].parallel
         later = not (isinstance(x, QuantizedTensorStorage) or torch.compiler.is_compiling())
-        return (_COLLECTIVES[collective](x, parallel.checked_group(), later),)
+        return (COLLECTIVES[collective](x, parallel.checked_group(), later),)
 
     return begin
 
@@ -263,6 +249,6 @@ OPERATIONS: dict[str, Callable[..., tuple[Any, ...]]] = {
     "activation": _activation,
     "activation_backward": _activation_backward,
     "column_sum": _column_sum,
-    **{f"{name}.begin": _beginning(name) for name in _COLLECTIVES},
-    **{f"{name}.wait": _wait for name in _COLLECTIVES},
+    **{f"{name}.begin": _beginning(name) for name in COLLECTIVES},
+    **{f"{name}.wait": _wait for name in COLLECTIVES},
 }

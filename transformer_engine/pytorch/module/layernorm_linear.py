@@ -18,7 +18,6 @@ from ..functions.by_name import (
     general_gemm,
     refuse_quantized,
 )
-from ..functions.fusions import APART
 from ..functions.linear_spec import changed
 from ..functions.norm_linear import NormLinearSpec, norm_linear
 from ..functions.normalization import Norm
@@ -65,10 +64,12 @@ def build(key: tuple[Any, ...]) -> NormLinearSpec:
     spec = NormLinearSpec(
         Norm(config.normalization, config.eps, config.zero_centered_gamma),
         linear,
+        of_norm[1] is not None,
+        bias is not None and not config.return_bias,
         bool(config.return_layernorm_output),
         any(needs),
     ).chosen()
-    return spec.repeating(call.x[3]) if call.begin is None else spec
+    return spec.warm(call.x[3]) if call.begin is None else spec
 
 
 @configured(NormLinearConfig, fixed=SIZES)
@@ -183,7 +184,7 @@ class LayerNormLinear(ProductsModule):
         )
         if is_first_microbatch is not None:
             linear = self.with_cached_weight("weight", weight, spec.linear, is_first_microbatch)
-            spec = changed(spec, linear=linear, repeats=spec.repeats)
+            spec = changed(spec, linear=linear)
         dtype = spec.linear.dtype
         if bias is not None and bias.dtype != dtype:
             bias = bias.to(dtype)
@@ -210,8 +211,7 @@ def _by_name(
     file = sys.modules[__name__]
     names = _replaced.names | _common._replaced.names
     if names == {"apply_normalization"}:
-        named = changed(spec, norm=NormByName(spec.norm, file), way=APART)  # pyright: ignore[reportArgumentType]
-        return norm_linear(inp, gamma, beta, weight, bias, named)
+        return norm_linear(inp, gamma, beta, weight, bias, spec.with_norm(NormByName(spec.norm, file)))
     refuse_quantized(spec.linear, names, "LayerNormLinear")
     records = torch.is_grad_enabled()
     y = called_by_name(_LayerNormLinear, records, inp, gamma, beta, weight, bias, spec, file)

@@ -14,9 +14,8 @@ from ...common.checks import switch
 from ...common.numbers import to_bool
 from ..distributed.tensor_parallel import TensorParallel, set_tensor_model_parallel_attributes
 from ..functions.by_name import NormByName
-from ..functions.fusions import APART
 from ..functions.linear_spec import LinearSpec, changed
-from ..functions.norm_mlp import NormMLPSpec, NormMLPTensors, norm_mlp
+from ..functions.norm_linear import NormMLPSpec, NormMLPTensors, norm_mlp
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradStore
 from ..primitives.activation import ACTIVATIONS, ActivationParams
@@ -59,7 +58,7 @@ def build(key: tuple[Any, ...]) -> NormMLPSpec:
     config: NormMLPConfig = call.config
     check_call(call, config.hidden_size)
     switch("checkpoint", config.checkpoint)
-    fc1_weight, fc1_bias, fc2_weight, fc2_bias, *_ = call.parameters
+    fc1_weight, fc1_bias, fc2_weight, fc2_bias, _, beta = call.parameters
     assert fc1_weight is not None and fc2_weight is not None
     _check_rows(config, fc1_weight.shape[0])
     shapes = ((config.hidden_size, fc1_weight.shape[0]), (config.ffn_shard, config.hidden_size))
@@ -77,17 +76,20 @@ def build(key: tuple[Any, ...]) -> NormMLPSpec:
         needs = (wants, wants and weight.requires_grad, wants and bias is not None and bias.requires_grad)
         return product_spec(call, number, products[number], parallel, needs, update, weight)
 
+    added = None if config.adds_bias_late else fc2_bias
     made = NormMLPSpec(
         Norm(config.normalization, config.eps, config.zero_centered_gamma),
         spec(0, "column", fc1_weight, fc1_bias),
-        spec(1, "row", fc2_weight, None if config.adds_bias_late else fc2_bias),
+        spec(1, "row", fc2_weight, added),
         config.activation,
         ActivationParams.of(config.activation_params),
+        beta is not None,
+        (fc1_bias is not None, added is not None),
         bool(config.return_layernorm_output),
         config.checkpoint and wants,
         wants,
     ).chosen()
-    return made.repeating(call.x[3]) if call.begin is None else made
+    return made.warm(call.x[3]) if call.begin is None else made
 
 
 def _check_rows(config: NormMLPConfig, rows: int) -> None:
@@ -266,14 +268,12 @@ class LayerNormMLP(ProductsModule):
                 ("fc2", parameter_of(self, "fc2_weight"), spec.fc2),
             )
         )
-        return changed(spec, fc1=fc1, fc2=fc2, repeats=spec.repeats)
+        return changed(spec, fc1=fc1, fc2=fc2)
 
 
 def _with_norm_by_name(spec: NormMLPSpec) -> NormMLPSpec:
-    """The spec with the norm that stands in this file's apply_normalization."""
-    assert spec.ways is not None
-    norm: Any = NormByName(spec.norm, sys.modules[__name__])
-    return changed(spec, norm=norm, ways=spec.ways._replace(norm=APART))
+    """Return the spec with the norm that stands in this file's apply_normalization."""
+    return spec.with_norm(NormByName(spec.norm, sys.modules[__name__]))
 
 
 _replaced = watched(__name__, {"apply_normalization": apply_normalization})

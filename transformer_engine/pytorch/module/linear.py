@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...common.numbers import to_bool
 from ..functions.by_name import _Linear, called_by_name, general_gemm, refuse_quantized
-from ..functions.linear import linear, repeating
+from ..functions.linear import linear, prepared
 from ..functions.linear_spec import LinearSpec
 from ..functions.weight_gradient import WeightGradStore
 from ..runtime.device import is_meta
@@ -41,7 +41,7 @@ def build(key: tuple[Any, ...]) -> LinearSpec:
     )
     update = scale_update(call, any(needs))
     spec = product_spec(call, 0, quantizers, config.parallel(), needs, update, weight, call.options[1:])
-    return repeating(spec, call.x[3]) if call.begin is None else spec
+    return prepared(spec, adds_bias, call.x[3], call.begin is None)
 
 
 @configured(LinearConfig, fixed=SIZES)

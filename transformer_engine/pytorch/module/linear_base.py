@@ -331,4 +331,4 @@ class ProductsModule(TransformerEngineBaseModule):
     def with_cached_weight(self, key: str, weight: Tensor, spec: LinearSpec, first: bool) -> LinearSpec:
         """The spec with the weight as quantized for the first microbatch of the step."""
         cached = self.numerics.cached_weight(key, weight, spec.weight, spec.needs_grad_input, first)
-        return spec if cached is None else changed(spec, cached_weight=cached, repeats=spec.repeats)
+        return spec if cached is None else changed(spec, cached_weight=cached)

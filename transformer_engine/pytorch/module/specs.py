@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...common.checks import switch
 from ..distributed.tensor_parallel import TensorParallel
-from ..functions.linear_spec import LinearProducts, LinearSpec
+from ..functions.linear_spec import LinearSpec
 from ..functions.scale_update import OF_THE_PASS, ScaleUpdate
 from ..functions.weight_gradient import WeightGradient, WeightGradStore
 from ..runtime.backward_thread import keep_backward_here
@@ -301,9 +301,7 @@ def product_spec(
         keep_backward_here()
     dtype = computing_dtype(call)
     gradient = weight_gradient(call, number)
-    returned = None if weight is None or gradient.fused or gradient.store is not None else weight.dtype
     communicates = parallel.mode is not None and parallel.size > 1
-    alone = not (call.traced or communicates)
     return LinearSpec(
         dtype=dtype,
         input=quantizers.input,
@@ -323,5 +321,4 @@ def product_spec(
         traced=call.traced,
         plain=_is_plain(call, quantizers, weight),
         communicates=communicates,
-        products=LinearProducts.of(call.x[3], dtype, returned, call.active.accumulation) if alone else None,
     )

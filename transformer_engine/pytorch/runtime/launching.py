@@ -15,7 +15,7 @@ from ...common.dispatch import Operator
 from ...common.kernels.launch import ALIGNMENT, Launch, Output, missing, start, starter
 from ...common.kernels.program import Program
 from .device import get_device_compute_capability, is_current_device
-from .recording import active
+from .symbols import Symbol
 from .zeros import numbers, zero
 
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -37,18 +37,27 @@ def run(launch: Launch, inputs: Sequence[Tensor | None]) -> list[Tensor]:
     first = inputs[0]
     assert first is not None
     device = first.device
+    if type(first) is Symbol:
+        return _listed(launch, first, inputs)
     makers = launch.makers.get(device)
     if makers is None:
         makers = launch.makers[device] = makers_of(launch, device)
     outputs = [None if make is None else make() for make in makers]
     if device.type == "cuda" and not is_current_device(device.index):
         with torch.cuda.device(device):
-            handle = start(launch, inputs, device.index, outputs)
+            start(launch, inputs, device.index, outputs)
     else:
-        handle = start(launch, inputs, device.index, outputs)
-    if active.recording is not None:
-        active.recording.launch(makers, handle, inputs, outputs)
+        start(launch, inputs, device.index, outputs)
     return outputs  # pyright: ignore[reportReturnType]
+
+
+def _listed(launch: Launch, first: Symbol, inputs: Sequence[Any]) -> list[Any]:
+    """Append a launch to the instructions of a pass; return the symbols of its outputs."""
+    instructions = first.instructions
+    makers = makers_of(launch, instructions.device)
+    outputs = [None if maker is None else instructions.make(maker) for maker in makers]
+    instructions.start(launch, (*inputs, *outputs))
+    return outputs
 
 
 def perform(program: Program, inputs: Sequence[Tensor | None]) -> tuple[Any, ...]:
@@ -78,6 +87,8 @@ class Performed:
         self.starters: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def __call__(self, *given: Tensor | None) -> tuple[Any, ...]:
+        if type(given[0]) is Symbol:
+            return self._listed(given[0], given)
         if self.may_be_elsewhere and not is_current_device(self.index):
             with torch.cuda.device(self.device):
                 return self(*given)
@@ -105,10 +116,16 @@ class Performed:
             starters = self.starters[tuple(key)] = self._compiled(buffers)
         for begin, pick in starters:
             begin(self.index, pick(addresses), pick(buffers), ())
-        if active.recording is not None:
-            started = [(begin, pick(buffers)) for begin, pick in starters]
-            active.recording.program(self.makers, self.zeroed, made, started)
         return self.results(buffers)
+
+    def _listed(self, first: Symbol, given: Sequence[Any]) -> tuple[Any, ...]:
+        """Append the program to the instructions of a pass; return the symbols of its results."""
+        instructions = first.instructions
+        made = [instructions.make(maker) for maker in self.makers]
+        buffers = (None, *given, *made, *instructions.numbers(self.zeroed))
+        for launch, pick in zip(self.launches, self.picks, strict=True):
+            instructions.start(launch, pick(buffers))
+        return tuple([instructions.symbol(result) for result in self.results(buffers)])
 
     def _compiled(self, buffers: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
         """Of every step what starts it, and what picks its arguments."""
@@ -173,8 +190,6 @@ def _taking(places: tuple[int, ...]) -> Callable[[Sequence[Any]], tuple[Any, ...
 
 def run_into(launch: Launch, tensors: Sequence[Tensor | None], device: torch.device) -> None:
     """Start the launch on its inputs and, behind them, the outputs, which the caller has made on the device."""
-    if active.recording is not None:
-        active.recording.refuse("a launch writes to what its caller has made")
     if device.type == "cuda" and not is_current_device(device.index):
         with torch.cuda.device(device):
             start(launch, tensors, device.index)

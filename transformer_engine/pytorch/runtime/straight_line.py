@@ -1,45 +1,61 @@
-"""results = line(given): a recorded pass, written as one function that allocates, launches and multiplies.
+"""results = line(given): the instructions of a pass, written as one function that allocates, launches and multiplies.
 
-The function's source is made of the recording as `namedtuple` makes a class: every handle, form and constant is a name
-of it, every buffer a local variable that is deleted behind the step that reads it last, as the pass itself does. What
-small passes make for themselves alone lies in one piece of memory: an allocation takes as long as half a launch.
+The function's source is made of the instructions as `namedtuple` makes a class: every handle, form and constant is a
+name, every buffer a local variable that is deleted after the instruction that reads it last. Small buffers of a pass
+share one allocation, because an allocation takes as long as half a launch.
+
+Source, rather than a loop over closures: MEASURE
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from ...common.kernels.launch import ALIGNMENT
+from ...common.kernels.launch import ALIGNMENT, Handle, starter
 from .device import only_device
-from .recording import Called, Form, Made, Multiplied, Numbers, Place, Recording, Result, Started
 from .scratch import Life, Plan, plan
+from .symbols import Called, Form, Instructions, Made, Multiplied, NotListed, Numbers, Started, Symbol
 from .zeros import numbers
 
 # An allocation takes 3.3 us of an H200's host, a launch 5. Larger passes wait for the GPU, and for memory.
 _SMALL = 1 << 20
-_SCALES = 2  # the first pointers of a product, which count on less than a matrix
+_SCALES = 2  # the first pointers of a product, which need less alignment than a matrix
 
 Line = Callable[[list[Any]], "tuple[Any, ...] | None"]
 
 
-def straight_line(recording: Recording, results: Sequence[Result | None]) -> Line:
-    """line(given) -> results; None, with nothing done, where given is not aligned or its device not the current one.
+class Result(NamedTuple):
+    """A tensor that a pass returns: a buffer, in the form in which it was made or in another one."""
 
-    The line empties the list that it is given, so that it alone holds what a node of the graph has let go of.
+    buffer: int
+    form: Form
+
+
+def straight_line(instructions: Instructions, results: Sequence[Symbol | None]) -> Line:
+    """Return line(given) -> results.
+
+    The line returns None, with nothing done, if a given tensor is not aligned or its device is not the current one. It
+    empties the list of given tensors, so that it alone holds what a node of the graph has released.
+
+    Raises:
+        NotListed: Triton's calling convention is unknown, or a result is a part of a buffer.
     """
-    return _Writer(recording, results).function()
+    return _Writer(instructions, results).function()
 
 
 class _Writer:
-    """The source of a line, and what its names stand for."""
+    """The source of a line, and the objects that its names stand for."""
 
-    def __init__(self, recording: Recording, results: Sequence[Result | None]):
-        self.recording = recording
-        self.results = results
-        self.names: dict[str, Any] = {"empty": torch.empty_strided, "device": recording.device}
+    def __init__(self, instructions: Instructions, results: Sequence[Symbol | None]):
+        self.instructions = instructions
+        self.results = [None if result is None else Result(result.buffer, result.form) for result in results]
+        self.names: dict[str, Any] = {"empty": torch.empty_strided, "device": instructions.device}
+        self.given = len(instructions.given)
+        self.handles = _handles(instructions)
         self.named: dict[int, str] = {}
         self.last = self._last_reads()
         self.forms = self._forms_wanted()
@@ -47,9 +63,9 @@ class _Writer:
 
     def function(self) -> Line:
         body = [line for step, dead in self._steps() for line in (*self._written(step), *dead)]
-        given = [f"b{i}" for i in range(self.recording.given)]
-        answers = ", ".join([self._answer(result) for result in self.results])  # may refuse
-        here = [i for i in range(self.recording.given) if self.recording.buffers[i] is not None]
+        given = [f"b{i}" for i in range(self.given)]
+        answers = ", ".join([self._answer(result) for result in self.results])
+        here = [i for i in range(self.given) if self.instructions.forms[i] is not None]
         source = "\n    ".join(
             [
                 "def line(given):",
@@ -62,45 +78,45 @@ class _Writer:
                 f"return ({answers},)",
             ]
         )
-        exec(compile(source, f"<a line of {len(self.recording.steps)} steps>", "exec"), self.names)
+        exec(compile(source, f"<a line of {len(self.instructions.steps)} steps>", "exec"), self.names)
         line = self.names.pop("line")
         line.source = source
         return line
 
     def _leaves_at_once(self, given: list[int]) -> list[str]:
-        """Where not all is as it was recorded, before anything is done."""
+        """Return the checks of what numbers of a pointer decide, before anything is done."""
         by_alignment: dict[int, list[str]] = {}
         for i in given:
-            if self.recording.is_aligned(i):
+            if self.instructions.is_aligned(i):
                 by_alignment.setdefault(self._alignment_of(i), []).append(f"p{i}")
         checks = []
         for alignment, addresses in by_alignment.items():
             checks += [f"if ({' | '.join(addresses)}) & {alignment - 1}:", "    return None"]
-        if self.recording.device.type == "cuda" and not only_device():
+        if self.instructions.device.type == "cuda" and not only_device():
             self.names["current_device"] = torch._C._cuda_getDevice
-            checks += [f"if current_device() != {self.recording.device.index}:", "    return None"]
+            checks += [f"if current_device() != {self.instructions.device.index}:", "    return None"]
         return checks
 
     def _alignment_of(self, given: int) -> int:
-        """What kernels, and products that multiply or add it, count on."""
+        """Return the alignment that kernels, and products that multiply or add a tensor, rely on."""
         counted_on = [ALIGNMENT]
-        for step in self.recording.steps:
+        for step in self.instructions.steps:
             if isinstance(step, Multiplied):
                 places = (step.left, step.right, *step.pointers[_SCALES:])
-                if any(place is not None and place.buffer == given for place in places):
+                if given in places:
                     counted_on.append(step.plan.way().alignment)
         return max(counted_on)
 
     def _context(self) -> list[str]:
         """The stream, and what products of a library share on it."""
-        started = [step for step in self.recording.steps if isinstance(step, Started)]
-        multiplied = [step.plan for step in self.recording.steps if isinstance(step, Multiplied)]
+        started = [step for step in self.instructions.steps if isinstance(step, Started)]
+        multiplied = [step.plan for step in self.instructions.steps if isinstance(step, Multiplied)]
         if not started and not multiplied:
             return []
-        ways = [step.plan.way() for step in self.recording.steps if isinstance(step, Multiplied)]
-        of_stream = ways[0].current_stream if ways else started[0].handle.current_stream
+        ways = [step.plan.way() for step in self.instructions.steps if isinstance(step, Multiplied)]
+        of_stream = ways[0].current_stream if ways else self.handles[id(started[0])].current_stream
         self.names["current_stream"] = of_stream
-        index = multiplied[0].problem.device if multiplied else self.recording.device.index
+        index = multiplied[0].problem.device if multiplied else self.instructions.device.index
         lines = [f"stream = current_stream({index})"]
         if multiplied:
             self.names["workspace_of"] = ways[0].workspace
@@ -113,7 +129,7 @@ class _Writer:
 
     def _numbers(self) -> list[str]:
         """All numbers at once: they are slots of a tensor that is there."""
-        steps = [step for step in self.recording.steps if isinstance(step, Numbers)]
+        steps = [step for step in self.instructions.steps if isinstance(step, Numbers)]
         if not steps:
             return []
         self.names["numbers"] = numbers
@@ -126,9 +142,9 @@ class _Writer:
 
     def _last_reads(self) -> dict[int, int]:
         """The step that reads a buffer last, of those that the pass does not answer."""
-        answered = {result.place.buffer for result in self.results if result is not None}
+        answered = {result.buffer for result in self.results if result is not None}
         last: dict[int, int] = {}
-        for number, step in enumerate(self.recording.steps):
+        for number, step in enumerate(self.instructions.steps):
             last.update((buffer, number) for buffer in _read(step) if buffer not in answered)
         return last
 
@@ -136,7 +152,7 @@ class _Writer:
         """Where the buffers of a small pass lie that it makes for itself alone."""
         lives = [
             Life(step.buffer, number, self.last[step.buffer], _elements(step.form) * step.form.dtype.itemsize)
-            for number, step in enumerate(self.recording.steps)
+            for number, step in enumerate(self.instructions.steps)
             if isinstance(step, Made) and step.buffer in self.last
         ]
         small = [life for life in lives if life.bytes <= _SMALL // 4]
@@ -149,15 +165,15 @@ class _Writer:
         for buffer, number in self.last.items():
             if buffer not in self.scratch.offsets:
                 deleted.setdefault(number, []).append(f"del b{buffer}")
-        return [(step, deleted.get(number, [])) for number, step in enumerate(self.recording.steps)]
+        return [(step, deleted.get(number, [])) for number, step in enumerate(self.instructions.steps)]
 
     def _forms_wanted(self) -> dict[int, Form]:
         """By made buffer, the one form that it is answered in: it is made in that."""
-        made = {step.buffer: step.form for step in self.recording.steps if isinstance(step, Made)}
+        made = {step.buffer: step.form for step in self.instructions.steps if isinstance(step, Made)}
         wanted: dict[int, set[Form]] = {}
         for result in self.results:
             if result is not None:
-                wanted.setdefault(result.place.buffer, set()).add(result.form)
+                wanted.setdefault(result.buffer, set()).add(result.form)
         forms = dict(made)
         for buffer, of_buffer in wanted.items():
             if buffer in made and len(of_buffer) == 1:
@@ -183,10 +199,10 @@ class _Writer:
         return self._started(step) if isinstance(step, Started) else self._multiplied(step)
 
     def _started(self, step: Started) -> list[str]:
-        handle = step.handle
+        handle = self.handles[id(step)]
         before = ", ".join(map(str, handle.grid))
         values = [self._constant(value) for value in handle.middle]
-        values += [self._address(place) for place in step.places]
+        values += [self._address(place) for place in step.buffers]
         values += [self._constant(value) for value in handle.arguments]
         return [f"{self._name(handle.run)}({before}, stream, {', '.join(values)})"]
 
@@ -214,25 +230,22 @@ class _Writer:
         )
         return [*lines, f"{push}(descriptor)"]
 
-    def _address(self, place: Place | None) -> str:
-        if place is None:
-            return "None"
-        return f"p{place.buffer} + {place.offset}" if place.offset else f"p{place.buffer}"
+    def _address(self, buffer: int | None) -> str:
+        return "None" if buffer is None else f"p{buffer}"
 
     def _answer(self, result: Result | None) -> str:
         if result is None:
             return "None"
-        buffer, form = result.place.buffer, result.form
-        there = self.recording.buffers[buffer]
+        buffer, form = result
+        there = self.instructions.forms[buffer]
         assert there is not None
-        lies = self.forms.get(buffer, there.form)
-        if not result.place.offset and form == lies:
+        lies = self.forms.get(buffer, there)
+        if form == lies:
             return f"b{buffer}"
-        bytewise = lies == form._replace(dtype=lies.dtype) and lies.dtype.itemsize == form.dtype.itemsize
-        if not result.place.offset and bytewise:  # codes, as bytes and as what they are
-            return f"b{buffer}.view({self._name(form.dtype)})"
-        if result.place.offset or not _is_view(lies, form):
-            self.recording.refuse("it answers a part of a tensor")
+        if lies == form._replace(dtype=lies.dtype) and lies.dtype.itemsize == form.dtype.itemsize:
+            return f"b{buffer}.view({self._name(form.dtype)})"  # codes, as bytes and as FP8
+        if not _is_view(lies, form):
+            raise NotListed("a result is a part of a tensor")
         return f"b{buffer}.view({form.shape})"
 
     def _constant(self, value: Any) -> str:
@@ -247,13 +260,42 @@ class _Writer:
         return name
 
 
+def _handles(instructions: Instructions) -> dict[int, Handle]:
+    """Return the compiled kernel of each launch, by the identity of its instruction.
+
+    Triton specializes a kernel on dtypes and alignment, so that small tensors stand for buffers that are made.
+    """
+    standing: dict[torch.dtype, Tensor] = {}
+    handles: dict[int, Handle] = {}
+    for step in instructions.steps:
+        if not isinstance(step, Started):
+            continue
+        tensors: list[Tensor | None] = []
+        for buffer in step.buffers:
+            form = None if buffer is None else instructions.forms[buffer]
+            if buffer is None or form is None:
+                tensors.append(None)
+            elif buffer < len(instructions.given):
+                tensors.append(instructions.given[buffer])
+            else:
+                if form.dtype not in standing:
+                    standing[form.dtype] = torch.empty(
+                        ALIGNMENT, dtype=form.dtype, device=instructions.device
+                    )
+                tensors.append(standing[form.dtype])
+        handle = starter(step.launch, tensors)
+        if not isinstance(handle, Handle):
+            raise NotListed("Triton's calling convention is not known")
+        handles[id(step)] = handle
+    return handles
+
+
 def _read(step: Any) -> list[int]:
-    """The buffers whose addresses a step reads, its own results included."""
+    """Return the buffers whose addresses an instruction reads, its own results included."""
     if isinstance(step, Started):
-        return [place.buffer for place in step.places if place is not None]
+        return [buffer for buffer in step.buffers if buffer is not None]
     if isinstance(step, Multiplied):
-        places = (step.left, step.right, step.result, *step.pointers)
-        return [place.buffer for place in places if place is not None]
+        return [b for b in (step.left, step.right, step.result, *step.pointers) if b is not None]
     return list(step.buffers) if isinstance(step, Numbers) else [step.buffer]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -66,7 +67,7 @@ def _with_codes(
         ready = rows_dense
     else:
         program = _beside_the_maximum(request, cast)
-        ready = Tensor.contiguous
+        ready = methodcaller("contiguous")
     taken = len(program.inputs)
     performed = Performed(program, request.device)
 

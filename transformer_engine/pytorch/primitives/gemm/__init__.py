@@ -5,15 +5,13 @@ from __future__ import annotations
 from ..operand import Operand, plain
 from .fused import gemm, gemm_gelu, gemm_gelu_gradient
 from .product import TABLE
-from .repeated import RepeatedProduct, as_matrix, undisturbed_in_eager_mode
-from .request import Epilogue, GemmRequest
+from .request import Epilogue, GemmRequest, as_matrix, undisturbed_in_eager_mode
 
 __all__ = [
     "TABLE",
     "Epilogue",
     "GemmRequest",
     "Operand",
-    "RepeatedProduct",
     "as_matrix",
     "gemm",
     "gemm_gelu",

@@ -10,7 +10,7 @@ from ....common.formats import BLOCK_1D, round_up
 from ..operand import Operand
 
 BLOCK = 128
-_LINE = 4  # blocks of K that a line of 128x128 scales is a multiple of
+LINE = 4  # blocks of K that a line of 128x128 scales is a multiple of
 
 SCALE_ALIGNMENT = 16  # bytes; cuBLASLt reads the scale of a tensor at multiples of it
 
@@ -32,8 +32,8 @@ def block_scale_memory(operand: Operand, codes: Tensor) -> Tensor:
             scale = _padded(scale, rows - scale.shape[0], 0)
         return scale if scale.stride() == (1, rows) else _column_major(scale)
     blocks = depth // BLOCK
-    if blocks % _LINE:
-        scale = _padded(scale, 0, round_up(blocks, _LINE) - blocks)
+    if blocks % LINE:
+        scale = _padded(scale, 0, round_up(blocks, LINE) - blocks)
     return scale if scale.is_contiguous() else scale.clone(memory_format=torch.contiguous_format)
 
 

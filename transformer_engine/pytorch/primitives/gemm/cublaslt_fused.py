@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ....common.dispatch import Backend, Refusal
 from ....common.formats import FLOAT8
-from ...runtime.recording import active
 from ..operand import Operand
 from ..quantize import Cast, Quantized, torch_dtype
 from . import composed, cublaslt
@@ -114,8 +113,6 @@ def _gelu(
         return composed.gelu(keeps, a, b, epilogue)
     out = _result(plan, epilogue.dtype, a)
     x = torch.empty_like(out) if keeps else None
-    if active.recording is not None:
-        active.recording.fresh = (out,) if x is None else (out, x)
     aligned.run_attached(a, b, out, Attached(bias, x))
     return out, x
 
@@ -125,8 +122,6 @@ def _gelu_gradient(plan: Plan, second: bool, a: Operand, b: Operand, epilogue: E
     if aligned is None:
         return composed.gelu_gradient(second, a, b, epilogue, x)
     out = _result(plan, epilogue.dtype, a)
-    if active.recording is not None:
-        active.recording.fresh = (out,)
     aligned.run_attached(a, b, out, Attached(aux=x))
     return out
 
@@ -155,6 +150,13 @@ def _codes(
 
 
 _KINDS: dict[str, Callable[..., Any]] = {GELU: _gelu, GELU_GRADIENT: _gelu_gradient, CODES: _codes}
+
+
+def plan_behind(call: Callable[..., Any]) -> Plan | None:
+    """Return the plan that a bound product with GELU, or with its gradient, starts; None for another backend's."""
+    if isinstance(call, functools.partial) and call.func in (_gelu, _gelu_gradient):
+        return call.args[0]
+    return None
 
 
 def _result(plan: Plan, dtype: torch.dtype, a: Operand) -> Tensor:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ....common.memory import Memory
-from ...runtime.recording import active
 from ..operand import Operand
 from . import cublaslt_library as library
 from .block_scales import SCALE_ALIGNMENT, aligned_scale, block_scale_memory
@@ -181,8 +180,6 @@ class Plan:
         )
         # fmt: on
         self._idle.append(descriptor)
-        if active.recording is not None:
-            active.recording.product(self, b[0], a[0], out, (left_scale, right_scale, bias))
         return out
 
     def way(self) -> Way:
@@ -233,15 +230,9 @@ class Plan:
         )
         # fmt: on
         self._idle.append(descriptor)
-        if active.recording is not None:
-            if addend != layout:
-                active.recording.refuse("a product makes codes")
-            active.recording.product(self, b.codes, a.codes, out, (*scales, *attached[:2]))
 
     def _run_unaligned(self, a: Operand, b: Operand, epilogue: Epilogue, alignment: int) -> Tensor:
         """The same where a pointer is a multiple of fewer bytes than planned for; epilogue.out is never None."""
-        if active.recording is not None:
-            active.recording.refuse("an operand of a product is aligned to fewer bytes than planned for")
         problem = self.problem
         assert epilogue.out is not None
         if problem.left_scale == NO_SCALE or alignment >= _FP8_ALIGNMENT:
@@ -295,6 +286,10 @@ class Plan:
     def _prefer(self, preference: int, attribute: int, value: ctypes._SimpleCData) -> None:
         set_attribute = self._lib.matmul_preference_set_attribute
         set_attribute(preference, int(attribute), ctypes.addressof(value), ctypes.sizeof(value))
+
+    def bias_dtype(self) -> torch.dtype | None:
+        """Return the dtype that the epilogue reads a bias in; None for a problem without one."""
+        return _BIAS_DTYPES[self.problem.bias]
 
     @property
     def algorithm(self) -> bytes:

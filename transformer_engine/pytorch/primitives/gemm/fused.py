@@ -13,7 +13,7 @@ from ....common.dispatch import Operator, Table
 from ...runtime.launching import operator
 from ..operand import Operand
 from ..quantize import Cast, Quantized, quantize_as, torch_dtype
-from . import composed, cublaslt_fused
+from . import composed, cublaslt_fused, listed
 from .fused_request import CODES, GELU, GELU_GRADIENT, FusedRequest, described, key_of
 from .product import product
 from .request import Epilogue, format_named
@@ -52,6 +52,8 @@ def gemm_gelu(
 
     keeps_input=False: nobody needs x, which is then None and need not exist. ValueError as from `gemm`.
     """
+    if type(a) is listed.SymbolicOperand:
+        return listed.gelu(TABLE, keeps_input, a, b, epilogue)
     if not type(a) is type(b) is Operand:  # it multiplies itself
         return composed.gelu(keeps_input, a, b, epilogue)
     return TABLE.bound(key_of(GELU, a, b, epilogue, keeps_input))(a, b, epilogue)
@@ -64,6 +66,8 @@ def gemm_gelu_gradient(a: Operand, b: Operand, x: Tensor, epilogue: Epilogue) ->
     """
     if epilogue.bias is not None:
         raise ValueError("a gradient has no bias to add; leave epilogue.bias out")
+    if type(a) is listed.SymbolicOperand:
+        return listed.gelu_gradient(TABLE, a, b, epilogue, x)
     if not type(a) is type(b) is Operand:
         return composed.gelu_gradient(False, a, b, epilogue, x)
     return TABLE.bound(key_of(GELU_GRADIENT, a, b, epilogue, False, x, x.dtype))(a, b, epilogue, x)

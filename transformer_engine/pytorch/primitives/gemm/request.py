@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ....common.dispatch import undisturbed
 from ....common.formats import TensorFormat
 from ...runtime.device import get_device_compute_capability
 from ..operand import Operand
 from ..quantize import FORMATS
-from .tuning_switch import Switch, asked, wanted
+from .tuning_switch import Switch, asked, asked_in_eager_mode, wanted
 
 is_compiling = torch.compiler.is_compiling
 dispatch_modes = torch._C._len_torch_dispatch_stack  # the TorchDispatchModes that see every operator of torch
@@ -49,6 +50,16 @@ class Epilogue(NamedTuple):
         if self.accumulate:
             return self.out.add_(product)
         return self.out.copy_(product)
+
+
+def as_matrix(tensor: Tensor) -> Tensor:
+    """Return [.., K] as [M, K]."""
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
+def undisturbed_in_eager_mode() -> bool:
+    """Does a product depend on its operands alone? False while backends are forced, observed or tuned."""
+    return undisturbed() and not (dispatch_modes() or Switch.depth or asked_in_eager_mode() is not None)
 
 
 # What may be asked of a product beside itself: a backend takes each of them by name.

@@ -1,0 +1,206 @@
+"""Warm passes on a GPU as straight lines: launches and products bound once per kind of call, then started in order.
+
+A line is generated from the steps of a pass: they are evaluated on symbols (`runtime/symbols.py`), which lists what
+they start, and the list becomes one function (`runtime/straight_line.py`). Nothing is decided twice: the steps decide,
+the line starts. Whatever else may decide (a forced backend, an observer, a dispatch mode, an offloading context) sends
+the call through the steps.
+
+A kind of call is what the spec leaves open: strides of the tensors, and settings of the quantizers. Of the saved
+tensors a backward pass compares those of the caller, whose memory may have changed, and all of them where hooks
+returned them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...common.memory import Memory
+from ..offload.marks import active as offloading
+from ..primitives.gemm import undisturbed_in_eager_mode
+from ..runtime.straight_line import Line, straight_line
+from ..runtime.symbols import Instructions, NotAligned, NotListed
+from ..tensor.quantizer import Quantizer
+from .saving import keep, take_early
+
+# (inputs, *facts) -> (results, metadata); the list of inputs is emptied
+Evaluate = Callable[..., "tuple[tuple[Any, ...], Any]"]
+
+_COMPILED = 2  # the call of a kind that is compiled: shapes that occur once are not worth it
+_TRIES = 8
+_KEPT = 16
+_hooks_on_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Kind:
+    """The calls of a pass whose tensors have the same strides.
+
+    Attributes:
+        calls: Number of calls so far.
+        line: The straight line; None before it is compiled, or where there is none.
+        metadata: What the pass returns beside tensors: the forms of saved operands.
+        given: Positions of the results that are inputs of the pass.
+        reason: Why there is no line; None before it is tried.
+    """
+
+    __slots__ = ("calls", "given", "line", "metadata", "reason")
+
+    def __init__(self, metadata: Any = None) -> None:
+        self.calls = 0
+        self.line: Line | None = None
+        self.metadata = metadata
+        self.given: tuple[int, ...] = ()
+        self.reason: str | None = None
+
+
+def _kind(key: tuple[Any, ...]) -> Kind:
+    return Kind()
+
+
+class CompiledPass:
+    """One pass of a spec on one device.
+
+    Args:
+        evaluate: Runs the steps, on tensors or on symbols.
+        device: Device of the tensors; None for a pass that has effects which no line repeats.
+        quantizers: Quantizers whose settings and states the pass reads.
+    """
+
+    __slots__ = ("device", "evaluate", "kinds", "quantizers")
+
+    def __init__(self, evaluate: Evaluate, device: torch.device | None, quantizers: Sequence[Quantizer]):
+        self.evaluate = evaluate
+        self.device = device
+        self.quantizers = tuple([quantizer for quantizer in quantizers if not quantizer.is_identity])
+        self.kinds: Memory[Any, Kind] = Memory(_kind, _KEPT)
+
+    def __call__(
+        self, key: list[Any], given: list[Any], facts: tuple[Any, ...], beside: Sequence[Tensor] = ()
+    ) -> tuple[tuple[Any, ...], Kind]:
+        """Run the pass on its inputs; key and quantizers say which kind of call it is.
+
+        Args:
+            key: Facts of the inputs.
+            given: The inputs.
+            facts: Arguments of `evaluate` behind the inputs.
+            beside: Tensors that the facts hold.
+        """
+        states = [*beside]
+        for quantizer in self.quantizers:
+            kept = quantizer.kept()
+            if kept is None:
+                return self.by_steps(given, facts)
+            key.append(kept[0])
+            states += kept[1]
+        kind = self.kinds[tuple(key)]
+        if kind.line is None and kind.calls < _COMPILED + _TRIES and self.device is not None:
+            self._compile(kind, given, states, facts, self.device)
+        if kind.line is not None:
+            given += states  # one list, which the line empties: it alone holds the saved tensors
+            results = kind.line(given)
+            if results is not None:
+                return results, kind
+            del given[len(given) - len(states) :]
+        return self.by_steps(given, facts)
+
+    def by_steps(self, given: list[Any], facts: tuple[Any, ...]) -> tuple[tuple[Any, ...], Kind]:
+        """Run the steps one by one."""
+        results, metadata = self.evaluate(given, *facts)
+        return results, Kind(metadata)
+
+    def _compile(
+        self, kind: Kind, given: list[Any], states: list[Tensor], facts: tuple[Any, ...], device: torch.device
+    ) -> None:
+        """Compile the line of a kind when its call has come; a reason against it is kept."""
+        kind.calls += 1
+        if kind.calls < _COMPILED or _is_captured(device):
+            return
+        try:
+            instructions = Instructions([*given, *states], device)
+            symbols: list[Any] = instructions.symbols()
+            results, metadata = self.evaluate(symbols[: len(given)], *facts)
+            made = [instructions.symbol(result) for result in results]
+            line = straight_line(instructions, made)
+        except NotListed as error:
+            kind.reason = str(error)
+            if not isinstance(error, NotAligned):
+                kind.calls = _COMPILED + _TRIES
+            return
+        kind.metadata, kind.line, kind.reason = metadata, line, None
+        count = len(instructions.given)
+        kind.given = tuple(
+            [i for i, result in enumerate(made) if result is not None and result.buffer < count]
+        )
+
+
+class CompiledLayer:
+    """The two passes of a layer.
+
+    Args:
+        forward: The forward pass; it returns its results, then the tensors that it saves.
+        backward: The backward pass of output gradients and saved tensors.
+    """
+
+    __slots__ = ("_backward", "_forward")
+
+    def __init__(self, forward: CompiledPass, backward: CompiledPass):
+        self._forward = forward
+        self._backward = backward
+
+    @property
+    def passes(self) -> tuple[CompiledPass, CompiledPass]:
+        return self._forward, self._backward
+
+    def forward(
+        self, given: list[Any], spec: Any, beside: Sequence[Tensor] = ()
+    ) -> tuple[tuple[Any, ...], Kind]:
+        """Return results and saved tensors, and the kind of the call.
+
+        Args:
+            given: The inputs; the spec decides everything of them but their strides.
+            spec: Spec of the layer.
+            beside: Tensors of weights that the spec holds, quantized for an earlier microbatch.
+        """
+        if _is_disturbed():
+            return self._forward.by_steps(given, (spec,))
+        key = [None if tensor is None else tensor.stride() for tensor in given]
+        if not beside:
+            return self._forward(key, given, (spec,))
+        key += [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in beside]
+        return self._forward(key, given, (spec,), beside)
+
+    def save(self, ctx: Any, kept: Sequence[Tensor | None], kind: Kind, update: Any) -> None:
+        """Save what a forward pass has returned for that, as `saving.save` does."""
+        keep(ctx, kept)
+        ctx.forms, ctx.scale_update = kind.metadata, update
+        ctx.kind, ctx.hooked = kind, _hooks_on_saved(False) is not None
+
+    def backward(self, ctx: Any, grads: Sequence[Tensor | None], spec: Any) -> tuple[Any, ...]:
+        """Return the gradients of the inputs."""
+        kind: Kind = ctx.kind
+        given = [*grads, *take_early(ctx)]
+        if kind.line is None or _is_disturbed() or (ctx.hooked and offloading.used):
+            return self._backward.by_steps(given, (spec, ctx))[0]
+        key: list[Any] = [kind]
+        compared = given if ctx.hooked else [*grads, *[given[i] for i in kind.given]]
+        for tensor in compared:
+            key += (None,) if tensor is None else (type(tensor), tensor.shape, tensor.stride(), tensor.dtype)
+        del compared
+        return self._backward(key, given, (spec, ctx))[0]
+
+
+def compiles_on(device: torch.device) -> bool:
+    """Do passes on a device consist of launches? On a CPU torch computes them, which no line is made of."""
+    return device.type == "cuda"
+
+
+def _is_disturbed() -> bool:
+    """May something else than the kind of a call decide?"""
+    return offloading.synchronizer is not None or not undisturbed_in_eager_mode()
+
+
+def _is_captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

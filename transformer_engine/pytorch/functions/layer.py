@@ -1,0 +1,182 @@
+"""What the autograd functions of Linear, LayerNormLinear and LayerNormMLP share: passes run, buffers saved.
+
+A layer's spec names its linear layers, its passes, and the environment of their steps. Each layer has an autograd
+function of its own, whose two methods are `forward_of` and `backward_of_layer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..offload.marks import active as offloading
+from ..offload.marks import whole_now
+from ..runtime.symbols import Symbol
+from ..runtime.tracing import result_in
+from ..tensor.quantized_tensor import QuantizedTensorStorage
+from ..tensor.quantizer import Matrix
+from .compiled import CompiledLayer, CompiledPass, compiles_on
+from .layer_passes import LayerPasses
+from .linear_spec import Environment, LinearSpec, backward_quantizers, cached_parts
+from .run import Schedule, run
+from .saving import pack, restore, save, unpack
+from .scale_update import ScaleUpdate
+from .steps import leading_shape
+
+Dtypes = tuple[tuple[torch.dtype, torch.dtype], ...]
+
+
+class LayerSpec(Protocol):
+    """A call of a layer: its passes, and what their steps refer to."""
+
+    @property
+    def passes(self) -> LayerPasses | None: ...
+
+    @property
+    def needs_grad(self) -> bool: ...
+
+    @property
+    def scale_update(self) -> ScaleUpdate | None: ...
+
+    @property
+    def compiled(self) -> CompiledLayer | None: ...
+
+    def linears(self) -> dict[str, LinearSpec]:
+        """Return the linear layers by their names in the passes."""
+        ...
+
+    def dtypes(self, tensors: Sequence[Tensor | None]) -> Dtypes:
+        """Return the dtypes of the gradients of each linear layer's weight and bias."""
+        ...
+
+    def environment(self, dtypes: Dtypes, leading: tuple[int, ...]) -> Environment:
+        """Return the environment of the passes for an input with these dimensions in place of its rows."""
+        ...
+
+
+def infer(spec: LayerSpec, tensors: Sequence[Tensor | None]) -> Sequence[Any]:
+    """Run the forward pass without saving; return its results."""
+    passes = spec.passes
+    assert passes is not None
+    if spec.compiled is not None:
+        return spec.compiled.forward([*tensors], spec, cached_parts(*spec.linears().values()))[0]
+    return _run_forward(spec, passes.inference, tensors)[0]
+
+
+def forward_of(ctx: Any, spec: LayerSpec, tensors: Sequence[Tensor | None]) -> Sequence[Any]:
+    """Run the forward pass of a node and save what its backward pass reads; return the results."""
+    passes = spec.passes
+    assert passes is not None
+    ctx.spec, ctx.dtypes, ctx.input_shape = spec, spec.dtypes(tensors), tensors[0].shape  # pyright: ignore
+    if spec.compiled is not None:
+        beside = cached_parts(*spec.linears().values())
+        made, kind = spec.compiled.forward([*tensors], spec, beside)
+        count = len(passes.forward.results)
+        spec.compiled.save(ctx, made[count:], kind, spec.scale_update)
+        return made[:count]
+    results, saved = _run_forward(spec, passes.forward, tensors)
+    save(ctx, (), saved, spec.scale_update)
+    return results
+
+
+def backward_of_layer(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
+    """Run the backward pass of a node; return the gradients that it makes, that of the input in the input's shape."""
+    spec = ctx.spec
+    if spec.compiled is not None:
+        return spec.compiled.backward(ctx, grads, spec)
+    _, given = restore(ctx, early=True)
+    given[:0] = [grad for grad in grads if grad is not None]
+    return gradients_of(spec, spec.passes, given, ctx.dtypes, ctx.input_shape)
+
+
+def gradients_of(
+    spec: LayerSpec, passes: LayerPasses, given: list[Any], dtypes: Dtypes, shape: torch.Size
+) -> list[Any]:
+    """Run the backward pass on output gradients and saved buffers, a list that it empties."""
+    results, _ = run(passes.backward, spec.environment(dtypes, tuple(shape[:-1])), given)
+    dx = results[0]
+    if dx is not None and dx.shape != shape:
+        results[0] = dx.view(shape)
+    return results
+
+
+def compiled(spec: LayerSpec, device: torch.device) -> CompiledLayer | None:
+    """Return the passes of a layer as straight lines; None where the steps do more than launches and products."""
+    linears = spec.linears().values()
+    if spec.passes is None or not compiles_on(device):
+        return None
+    for linear in linears:
+        if linear.traced or linear.communicates or linear.output is not None or linear.grad_input is not None:
+            return None
+    quantizers = [quantizer for linear in linears for quantizer in (linear.input, linear.weight)]
+    forward = CompiledPass(_forward_pass, device, quantizers)
+    # A gradient that is delayed, or added to main_grad, has effects that no line repeats.
+    returned = all(
+        not linear.weight_gradient.fused and linear.weight_gradient.store is None for linear in linears
+    )
+    of_backward = [quantizer for linear in linears for quantizer in backward_quantizers(linear)]
+    backward = CompiledPass(_backward_pass, device if returned else None, of_backward)
+    return CompiledLayer(forward, backward)
+
+
+def _forward_pass(given: list[Any], spec: LayerSpec) -> tuple[tuple[Any, ...], list[Any]]:
+    assert spec.passes is not None
+    schedule = spec.passes.forward if spec.needs_grad else spec.passes.inference
+    results, saved = _run_forward(spec, schedule, given)
+    kept, forms = pack(*saved)
+    return (*results, *kept), forms
+
+
+def _backward_pass(given: list[Any], spec: LayerSpec, ctx: Any) -> tuple[tuple[Any, ...], None]:
+    assert spec.passes is not None
+    count = len(spec.passes.forward.results)
+    values = [grad for grad in given[:count] if grad is not None] + unpack(given[count:], ctx.forms)
+    given.clear()
+    return tuple(gradients_of(spec, spec.passes, values, ctx.dtypes, ctx.input_shape)), None
+
+
+def _run_forward(
+    spec: LayerSpec, schedule: Schedule, tensors: Sequence[Tensor | None]
+) -> tuple[list[Any], list[Any]]:
+    """Return the results in their shapes, and the saved buffers."""
+    x: Any = tensors[0]
+    env = spec.environment(spec.dtypes(tensors), tuple(x.shape[:-1]))
+    if offloading.synchronizer is not None:
+        whole_now(x)
+    results, saved = run(schedule, env, [tensor for tensor in tensors if tensor is not None])
+    return _shaped(results, saved, x)
+
+
+def _shaped(results: list[Any], saved: list[Any], x: Tensor) -> tuple[list[Any], list[Any]]:
+    """Give results the leading dimensions of the input; a saved tensor that is also returned is the returned one.
+
+    Autograd then notices when the caller writes to a tensor that the backward pass reads. A view of it, kept by the
+    node that it comes from, would keep the node alive.
+    """
+    traced = torch.compiler.is_compiling()
+    leading = tuple(x.shape[:-1])
+    for i, made in enumerate(results):
+        if made is None or isinstance(made, QuantizedTensorStorage):
+            continue
+        shape = (*leading_shape(leading, made.shape[0]), made.shape[-1])
+        # torch 2.11 traces a backward of zeros for an output that is the product itself.
+        if made.shape == shape and not traced:
+            continue
+        results[i] = made.view(shape) if type(made) is Symbol else result_in(made, shape)
+        if not traced:
+            saved = [_renamed(value, made, results[i]) for value in saved]
+    return results, saved
+
+
+def _renamed(saved: Any, made: Tensor, returned: Tensor) -> Any:
+    kept: Any = saved
+    if saved is made:
+        kept = returned
+    elif isinstance(saved, Matrix) and saved.values is made:
+        kept = Matrix(returned)
+    if kept is not saved:
+        whole_now(kept)
+    return kept

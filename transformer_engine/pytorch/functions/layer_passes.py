@@ -1,0 +1,157 @@
+"""LayerPasses: the schedules of a layer's passes, built from plain flags.
+
+The flags are constants of Python, because a tracing compiler calls `layer_passes` for real and takes its result as a
+constant. Which rules may merge steps follows from the quantizers and is part of the flags.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ...common.memory import Memory
+from ...common.passes.linear import LinearFacts, linear_passes
+from ...common.passes.norm_linear import NormFacts, norm_linear_passes, norm_mlp_passes
+from ...common.passes.rules import (
+    ACTIVATION_GRADIENT_IN_PRODUCT,
+    ACTIVATION_IN_PRODUCT,
+    BIAS_IN_PRODUCT,
+    CODES_AND_SUMS_FROM_PRODUCER,
+    CODES_BESIDE_SUMS,
+    CODES_FROM_PRODUCER,
+    QUANTIZED_PRODUCT,
+    Rule,
+    fuse,
+)
+from ...common.passes.schedule import needed_for, overlap
+from ...common.passes.step import Pass, Step
+from ...common.passes.vocabulary import Activation, Cast, ColumnSum, Product
+from ..primitives.quantize import Cast as KernelCast
+from ..runtime.tracing import constant_while_tracing
+from ..tensor.quantizer import Quantizer
+from .linear_spec import LinearSpec, gradient_cast, sums_over_ranks
+from .run import Schedule, schedule_of
+
+
+class LayerPasses(NamedTuple):
+    """The schedules of a layer.
+
+    Attributes:
+        forward: Saves what the backward pass reads.
+        inference: The forward pass without saving.
+        backward: Takes the output gradients and the saved buffers.
+        again: The part of the forward pass that makes the saved buffers, for recomputation.
+        passes: The forward and the backward pass themselves, for reports.
+    """
+
+    forward: Schedule
+    inference: Schedule
+    backward: Schedule
+    again: Schedule
+    passes: tuple[Pass, Pass]
+
+
+def fusion(rule: Rule, layer: str, tensor: str = "") -> str:
+    """Return the name by which a merge for a linear layer, or for one of its tensors, is allowed."""
+    return f"{rule.name}: {layer}.{tensor}"
+
+
+def linear_facts(spec: LinearSpec, layer: str, bias: bool) -> tuple[Any, ...]:
+    """Return the fields of `LinearFacts` for a spec."""
+    parallel = spec.parallel
+    return (
+        layer,
+        bias,
+        spec.needs_grad_input,
+        spec.needs_grad_weight,
+        spec.needs_grad_bias,
+        spec.plain,
+        spec.backward,
+        spec.keep_input,
+        parallel.mode if spec.communicates and parallel.size > 1 else None,
+        parallel.sequence,
+        spec.output is not None,
+        spec.grad_input is not None,
+    )
+
+
+def linear_fusions(spec: LinearSpec, layer: str) -> tuple[str, ...]:
+    """Return the merges that the quantizers of a linear layer allow in its own steps."""
+    if spec.traced:
+        return ()
+    allowed: tuple[str, ...] = ()
+    if spec.needs_grad_bias and gradient_cast(spec) is not None:
+        allowed += (fusion(CODES_BESIDE_SUMS, layer),)
+    for tensor, mode in (("output", "row"), ("grad_input", "column")):
+        quantizer = getattr(spec, tensor)
+        if quantizer is not None and _cast_of_product(quantizer, spec, mode) is not None:
+            allowed += (fusion(QUANTIZED_PRODUCT, layer, tensor),)
+    return allowed
+
+
+def _cast_of_product(quantizer: Quantizer, spec: LinearSpec, mode: str) -> KernelCast | None:
+    """Return how a product quantizes its own result: in FP8, with a scale that is known before it."""
+    if sums_over_ranks(spec.parallel, mode):
+        return None
+    cast = quantizer.cast(True, False)
+    return cast if cast is not None and cast.multiplier is not None else None
+
+
+@constant_while_tracing
+def layer_passes(
+    kind: str,
+    linears: tuple[tuple[Any, ...], ...],
+    allowed: tuple[str, ...],
+    norm: tuple[bool, ...] = (),
+    activation: str = "",
+) -> LayerPasses:
+    """Return the schedules of a layer, built at the first call with these arguments.
+
+    Args:
+        kind: "linear", "norm_linear" or "norm_mlp".
+        linears: Fields of `LinearFacts` of each linear layer.
+        allowed: Merges that are wanted, by `fusion`.
+        norm: Fields of `NormFacts` of a layer with a norm.
+        activation: Name of the activation of a layer with one.
+    """
+    return _known[kind, linears, allowed, norm, activation]
+
+
+def _built(key: tuple[Any, ...]) -> LayerPasses:
+    kind, linears, allowed, norm, activation = key
+    facts = [LinearFacts(*fields) for fields in linears]
+    if kind == "linear":
+        made = linear_passes(facts[0])
+    elif kind == "norm_linear":
+        made = norm_linear_passes(NormFacts(*norm), facts[0])
+    else:
+        made = norm_mlp_passes(NormFacts(*norm), facts[0], facts[1], activation)
+
+    def is_allowed(rule: str, producer: Step, reader: Step) -> bool:
+        return rule == BIAS_IN_PRODUCT.name or f"{rule}: {_merged_for(rule, producer, reader)}" in allowed
+
+    forward, backward = (overlap(fuse(pass_, is_allowed)) for pass_ in made)
+    inference = needed_for(forward, forward.results, ())
+    again = needed_for(forward, (), forward.saved)
+    schedules = [schedule_of(pass_) for pass_ in (forward, inference, backward, again)]
+    return LayerPasses(*schedules, (forward, backward))  # pyright: ignore[reportArgumentType]
+
+
+_known: Memory[tuple[Any, ...], LayerPasses] = Memory(_built, 4096)
+
+
+def _merged_for(rule: str, producer: Step, reader: Step) -> str:
+    """Return the layer, and the tensor, for which a rule merges two steps."""
+    settings = [producer.settings, reader.settings]
+    if rule == CODES_AND_SUMS_FROM_PRODUCER.name:
+        (sums,) = [s for s in settings if isinstance(s, ColumnSum)]
+        return f"{sums.layer}.grad_output"
+    casts = [s for s in settings if isinstance(s, Cast)]
+    if rule == CODES_BESIDE_SUMS.name:
+        return f"{casts[0].layer}."
+    if rule in (CODES_FROM_PRODUCER.name, QUANTIZED_PRODUCT.name):
+        return f"{casts[0].layer}.{casts[0].tensor}"
+    if rule in (ACTIVATION_IN_PRODUCT.name, ACTIVATION_GRADIENT_IN_PRODUCT.name):
+        (product,) = [s for s in settings if isinstance(s, Product)]
+        return f"{product.layer}."
+    assert not any(isinstance(s, Activation) for s in settings), rule
+    return ""

@@ -1,0 +1,116 @@
+"""Products of a pass that is being listed: operands are symbols, and cuBLASLt's plans are appended to instructions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....common.dispatch import Table
+from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
+from ...runtime.symbols import Form, Instructions, NotListed, Symbol
+from ..operand import Operand, OwnedOperand
+from . import composed, cublaslt_fused, fused_request, request
+from .block_scales import BLOCK, LINE
+from .cublaslt_plan import Plan
+from .fused_request import GELU, GELU_GRADIENT
+from .request import Epilogue
+
+
+class SymbolicOperand(OwnedOperand):
+    """An operand whose codes are a symbol."""
+
+    @classmethod
+    def of(cls, operand: Operand) -> SymbolicOperand:
+        return cls(*operand)
+
+    def multiplied(self, other: Operand, epilogue: Epilogue) -> Tensor:
+        """Append self [M, K] @ other [N, K].T (+ bias [N]); return the symbol of the result."""
+        from .product import TABLE  # which imports what products are listed by
+
+        if epilogue.out is not None:
+            raise NotListed("a product writes to a tensor of its caller")
+        instructions, b = _same(self, other)
+        call = TABLE.bound_in_eager_mode(_native(request.key_of(self, b, epilogue)))
+        plan = getattr(call, "__self__", None)
+        if not isinstance(plan, Plan):
+            raise NotListed("cuBLASLt does not compute a product")
+        result = instructions.made(_result(self, b, epilogue))
+        scales = _scales(b, self)
+        instructions.multiply(plan, b.codes, self.codes, result, (*scales, _bias(plan, epilogue)))
+        return result  # pyright: ignore[reportReturnType]
+
+
+def gelu(
+    table: Table[Any], keeps: bool, a: SymbolicOperand, b: Operand, epilogue: Epilogue
+) -> tuple[Tensor, Tensor | None]:
+    """Append a product with GELU: (gelu(x), x)."""
+    instructions, b = _same(a, b)
+    key = fused_request.key_of(GELU, a, b, epilogue, keeps)
+    call = table.bound((*key[:5], *_native(key[5:])))
+    plan = cublaslt_fused.plan_behind(call)
+    if plan is None:
+        return composed.gelu(keeps, a, b, epilogue)
+    result = instructions.made(_result(a, b, epilogue))
+    x = instructions.made(_result(a, b, epilogue)) if keeps else None
+    pointers = (*_scales(b, a), _bias(plan, epilogue), x)
+    instructions.multiply(plan, b.codes, a.codes, result, pointers)
+    return result, x  # pyright: ignore[reportReturnType]
+
+
+def gelu_gradient(table: Table[Any], a: SymbolicOperand, b: Operand, epilogue: Epilogue, x: Any) -> Tensor:
+    """Append a product with the gradient of GELU at x."""
+    instructions, b = _same(a, b)
+    key = fused_request.key_of(GELU_GRADIENT, a, b, epilogue, False, x, x.dtype)
+    call = table.bound((*key[:5], *_native(key[5:])))
+    plan = cublaslt_fused.plan_behind(call)
+    if plan is None:
+        return composed.gelu_gradient(False, a, b, epilogue, x)
+    result = instructions.made(_result(a, b, epilogue))
+    instructions.multiply(plan, b.codes, a.codes, result, (*_scales(b, a), None, x))
+    return result  # pyright: ignore[reportReturnType]
+
+
+def _same(a: SymbolicOperand, b: Operand) -> tuple[Instructions, Operand]:
+    """Return the instructions of the pass, and b with symbols in place of tensors that the pass was given."""
+    codes: Any = a.codes
+    instructions: Instructions = codes.instructions
+    tensors: Any = instructions.symbol(b.codes), instructions.symbol(b.scale)
+    return instructions, SymbolicOperand(*tensors, *b[2:])
+
+
+def _native(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a product's key in which symbols count as tensors."""
+    if torch.float32 in (key[2], key[8]):
+        raise NotListed("whether a float32 product uses TF32 may change from call to call")
+    return tuple([Tensor if part is Symbol else part for part in key])
+
+
+def _result(a: Operand, b: Operand, epilogue: Epilogue) -> Form:
+    return Form((a.rows, b.rows), (b.rows, 1), epilogue.dtype)
+
+
+def _bias(plan: Plan, epilogue: Epilogue) -> Any:
+    bias = epilogue.bias
+    if bias is not None and bias.dtype != plan.bias_dtype():
+        raise NotListed(f"a bias is converted from {bias.dtype}")
+    return bias
+
+
+def _scales(*operands: Operand) -> tuple[Any, ...]:
+    """Return the scales of operands, which have cuBLASLt's layout already."""
+    scales = []
+    for operand in operands:
+        scale: Any = operand.scale
+        if operand.format in (BLOCK_1D, BLOCK_2D):
+            blocks = -(-operand.depth // BLOCK)
+            lies = scale.shape[0] == operand.rows and scale.stride() == (1, operand.rows)
+            if operand.format == BLOCK_2D:
+                lies = blocks % LINE == 0 and scale.is_contiguous()
+            if not lies:
+                raise NotListed("block scales are copied into cuBLASLt's layout")
+        elif operand.format not in (None, FLOAT8):
+            raise NotListed(f"a product of {operand.format.name}")
+        scales.append(scale)
+    return tuple(scales)

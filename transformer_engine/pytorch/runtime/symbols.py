@@ -1,0 +1,259 @@
+"""Symbols stand for the tensors of a pass while its launches and products are listed, before any is started.
+
+A pass of steps is evaluated on `Symbol`s. What its operations would start (a `Program`, a `Launch`, a product of
+cuBLASLt) they append to the `Instructions` of their symbols instead, and return symbols of the results. Views of a
+symbol are symbols of the same buffer. Anything else that an operation does with a symbol, such as a computation by
+torch, raises `NotListed` with the reason: such a pass runs step by step. Nothing is computed, and no tensor is written.
+
+`straight_line.py` makes one function of the instructions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...common.kernels.launch import ALIGNMENT, Launch
+
+
+class NotListed(Exception):
+    """An operation does more than start launches and products on the tensors of its pass."""
+
+
+class NotAligned(NotListed):
+    """The tensors of this call are not aligned as the next call's may be."""
+
+
+class Form(NamedTuple):
+    """Shape, strides and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: Tensor) -> Form:
+        return Form(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+class Made(NamedTuple):
+    """An instruction that allocates a buffer of a form."""
+
+    buffer: int
+    form: Form
+
+
+class Called(NamedTuple):
+    """An instruction that makes a buffer by a function without arguments."""
+
+    buffer: int
+    make: Callable[[], Tensor]
+
+
+class Numbers(NamedTuple):
+    """An instruction that makes buffers float32 [1], some of which must be zero."""
+
+    buffers: tuple[int, ...]
+    zeroed: tuple[bool, ...]
+
+
+class Started(NamedTuple):
+    """An instruction that starts a kernel on buffers; None for an absent argument."""
+
+    launch: Launch
+    buffers: tuple[int | None, ...]
+
+
+class Multiplied(NamedTuple):
+    """An instruction that starts a product of cuBLASLt: operands, result, and the buffers of its other pointers."""
+
+    plan: Any
+    left: int
+    right: int
+    result: int
+    pointers: tuple[int | None, ...]
+
+
+Instruction = Made | Called | Numbers | Started | Multiplied
+
+
+class Instructions:
+    """What a pass starts, in order.
+
+    Args:
+        given: The tensors of the pass; they are the first buffers. None for those that are absent.
+        device: The device of all tensors.
+
+    Raises:
+        NotListed: A tensor is empty, of a subclass, or on another device.
+    """
+
+    def __init__(self, given: Sequence[Tensor | None], device: torch.device):
+        self.device = device
+        self.steps: list[Instruction] = []
+        self.forms: list[Form | None] = []
+        self.given = tuple(given)
+        self._by_address: dict[int, int] = {}
+        for number, tensor in enumerate(given):
+            if tensor is None:
+                self.forms.append(None)
+                continue
+            if type(tensor) not in (Tensor, torch.nn.Parameter):
+                raise NotListed(f"a tensor is a {type(tensor).__name__}")
+            if tensor.device != device or not tensor.numel():
+                raise NotListed("a tensor is empty or on another device")
+            self._by_address.setdefault(tensor.data_ptr(), number)
+            self.forms.append(Form.of(tensor))
+
+    def symbols(self) -> list[Symbol | None]:
+        """Return the symbols of the given tensors."""
+        return [
+            None if form is None else Symbol(self, number, _meta(form))
+            for number, form in enumerate(self.forms)
+        ]
+
+    def symbol(self, value: Any) -> Symbol | None:
+        """Return the symbol of an argument: itself, or that of the given tensor with its address.
+
+        Raises:
+            NotListed: The pass was not given this tensor.
+        """
+        if value is None or type(value) is Symbol:
+            return value
+        number = self._by_address.get(value.data_ptr())
+        if number is None or type(value) not in (Tensor, torch.nn.Parameter):
+            raise NotListed(
+                "an operation reads a tensor that the pass was not given and that no kernel of it made"
+            )
+        return Symbol(self, number, _meta(Form.of(value)))
+
+    def is_aligned(self, number: int) -> bool:
+        """Is the address of a given tensor a multiple of what kernels rely on?"""
+        tensor = self.given[number]
+        return tensor is not None and tensor.data_ptr() % ALIGNMENT == 0
+
+    def made(self, form: Form) -> Symbol:
+        """Append an allocation; return its symbol."""
+        symbol = self._new(form)
+        self.steps.append(Made(symbol.buffer, form))
+        return symbol
+
+    def make(self, maker: Callable[[], Tensor]) -> Symbol:
+        """Append what makes a buffer by a function without arguments; return its symbol."""
+        if isinstance(maker, partial) and maker.func is torch.empty_strided:
+            return self.made(Form(tuple(maker.args[0]), tuple(maker.args[1]), maker.keywords["dtype"]))
+        tensor = maker()  # a constant or a number; its form alone is used here
+        symbol = self._new(Form.of(tensor))
+        self.steps.append(Called(symbol.buffer, maker))
+        return symbol
+
+    def numbers(self, zeroed: tuple[bool, ...]) -> list[Symbol]:
+        """Append what makes numbers float32 [1]; return their symbols."""
+        symbols = [self._new(Form((1,), (1,), torch.float32)) for _ in zeroed]
+        if symbols:
+            self.steps.append(Numbers(tuple([symbol.buffer for symbol in symbols]), zeroed))
+        return symbols
+
+    def start(self, launch: Launch, arguments: Sequence[Any]) -> None:
+        """Append a launch on its inputs and outputs."""
+        symbols = [self.symbol(argument) for argument in arguments]
+        self.steps.append(Started(launch, tuple([None if s is None else s.buffer for s in symbols])))
+
+    def multiply(self, plan: Any, left: Any, right: Any, result: Symbol, pointers: Sequence[Any]) -> None:
+        """Append a product of cuBLASLt."""
+        places = [self.symbol(tensor) for tensor in (left, right, *pointers)]
+        numbers = [None if place is None else place.buffer for place in places]
+        for number in numbers:
+            if number is not None and number < len(self.given) and not self.is_aligned(number):
+                raise NotAligned("a product reads a tensor that is not aligned")
+        assert numbers[0] is not None and numbers[1] is not None
+        self.steps.append(Multiplied(plan, numbers[0], numbers[1], result.buffer, tuple(numbers[2:])))
+
+    def _new(self, form: Form) -> Symbol:
+        self.forms.append(form)
+        return Symbol(self, len(self.forms) - 1, _meta(form))
+
+
+class Symbol:
+    """A tensor of a pass that is being listed: a buffer, and the form in which an operation sees it."""
+
+    __slots__ = ("buffer", "instructions", "meta")
+
+    is_cuda = True
+    requires_grad = False
+
+    def __init__(self, instructions: Instructions, buffer: int, meta: Tensor):
+        if meta.storage_offset():
+            raise NotListed("an operation reads a part of a tensor")
+        self.instructions = instructions
+        self.buffer = buffer
+        self.meta = meta
+
+    @property
+    def device(self) -> torch.device:
+        return self.instructions.device
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.meta.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.meta.dtype
+
+    @property
+    def form(self) -> Form:
+        return Form.of(self.meta)
+
+    def stride(self, *axis: int) -> Any:
+        return self.meta.stride(*axis)
+
+    def dim(self) -> int:
+        return self.meta.dim()
+
+    def numel(self) -> int:
+        return self.meta.numel()
+
+    def is_contiguous(self) -> bool:
+        return self.meta.is_contiguous()
+
+    def contiguous(self) -> Symbol:
+        if not self.meta.is_contiguous():
+            raise NotListed("a tensor is copied because it is not contiguous")
+        return self
+
+    def detach(self) -> Symbol:
+        return self
+
+    def t(self) -> Symbol:
+        return Symbol(self.instructions, self.buffer, self.meta.t())
+
+    def view(self, *shape: Any) -> Symbol:
+        try:
+            return Symbol(self.instructions, self.buffer, self.meta.view(*shape))
+        except RuntimeError as error:
+            raise NotListed(f"a view of a tensor needs a copy: {error}") from None
+
+    reshape = view
+
+    def to(self, dtype: torch.dtype) -> Symbol:
+        if dtype != self.dtype:
+            raise NotListed(f"a tensor is converted from {self.dtype} to {dtype}")
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotListed(f"torch computes with a tensor of the pass ({name})")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotListed(
+            f"torch computes with a tensor of the pass ({getattr(function, '__name__', function)})"
+        )
+
+
+def _meta(form: Form) -> Tensor:
+    return torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device="meta")
