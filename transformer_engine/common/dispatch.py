@@ -94,7 +94,7 @@ _forced: dict[str, str] = {}
 _observers: list[Callable[[str, Any], None]] = []
 _binders: list[Callable[[Any, Any], Callable[..., Any]]] = []
 # One entry for everything above that is in force, so that a warm call asks once.
-_disturbances: list[str] = []
+disturbances: list[str] = []
 LATER = "an earlier backend takes the request"  # the refusal of a backend that could have taken it
 BOUND = "bound"  # the name of what answers in place of every backend
 _REMEMBERED = 1 << 14  # keys, and requests, that a table keeps the answers of
@@ -182,11 +182,11 @@ class Table(Generic[Request]):
             return self._traced(self.described(key))
         if self._may_vary:
             self._remember_what_is_demanded()
-        return self.bind(self.described(key)) if _disturbances else self._bound[key]
+        return self.bind(self.described(key)) if disturbances else self._bound[key]
 
     def bound_in_eager_mode(self, key: tuple[Any, ...]) -> Callable[..., Any]:
         """bound(key), for a caller that has asked whether a compiler is tracing."""
-        return self.bind(self.described(key)) if _disturbances else self._bound[key]
+        return self.bind(self.described(key)) if disturbances else self._bound[key]
 
     def described(self, key: tuple[Any, ...]) -> Request:
         """The request that a key stands for."""
@@ -207,7 +207,7 @@ class Table(Generic[Request]):
         """
         if self._may_vary:
             self._remember_what_is_demanded()
-        return self.chosen(self.described(key)) if _disturbances or _tracing() else self._names[key]
+        return self.chosen(self.described(key)) if disturbances or _tracing() else self._names[key]
 
     def choose(self, key: tuple[Any, ...]) -> str:
         """The row that takes the request of a key, in a table of ways to go, whose rows bind nothing; observers hear.
@@ -216,7 +216,7 @@ class Table(Generic[Request]):
         """
         if self._may_vary:
             self._remember_what_is_demanded()
-        if not _disturbances and not _tracing():
+        if not disturbances and not _tracing():
             return self._names[key]
         request = self.described(key)
         self.report(lambda: request)
@@ -345,7 +345,7 @@ tables: dict[str, Table[Any]] = {}
 
 def undisturbed() -> bool:
     """Is nobody forcing backends or observing requests, so that an earlier choice may be used again?"""
-    return not _disturbances
+    return not disturbances
 
 
 def forced(operation: str) -> str | None:
@@ -357,24 +357,24 @@ def forced(operation: str) -> str | None:
 def observing(see: Callable[[str, Any], None]) -> Iterator[None]:
     """Call see(operation, request) for every request that a table is asked to choose for."""
     _observers.append(see)
-    _disturbances.append("observing")
+    disturbances.append("observing")
     try:
         yield
     finally:
         _observers.remove(see)
-        _disturbances.remove("observing")
+        disturbances.remove("observing")
 
 
 @contextmanager
 def binding(bind: Callable[[Table[Any], Any], Callable[..., Any]]) -> Iterator[None]:
     """Let bind(table, request) answer for every backend: for runs that compute nothing. Nothing of it is remembered."""
     _binders.append(bind)
-    _disturbances.append("binding")
+    disturbances.append("binding")
     try:
         yield
     finally:
         _binders.remove(bind)
-        _disturbances.remove("binding")
+        disturbances.remove("binding")
 
 
 @contextmanager
@@ -389,10 +389,10 @@ def use_backend(**choice: str) -> Iterator[None]:
         tables[operation].named(name)
     added = {operation: name for operation, name in choice.items() if operation not in _forced}
     _forced.update(added)
-    _disturbances.extend(added)
+    disturbances.extend(added)
     try:
         yield
     finally:
         for operation in added:
             del _forced[operation]
-            _disturbances.remove(operation)
+            disturbances.remove(operation)

@@ -164,7 +164,7 @@ class CompiledLayer:
             spec: Spec of the layer.
             beside: Tensors of weights that the spec holds, quantized for an earlier microbatch.
         """
-        if _is_disturbed():
+        if offloading.synchronizer is not None or not undisturbed_in_eager_mode():
             return self._forward.by_steps(given, (spec,))
         key = [None if tensor is None else tensor.stride() for tensor in given]
         if not beside:
@@ -182,7 +182,8 @@ class CompiledLayer:
         """Return the gradients of the inputs."""
         kind: Kind = ctx.kind
         given = [*grads, *take_early(ctx)]
-        if kind.line is None or _is_disturbed() or (ctx.hooked and offloading.used):
+        disturbed = offloading.synchronizer is not None or not undisturbed_in_eager_mode()
+        if kind.line is None or disturbed or (ctx.hooked and offloading.used):
             return self._backward.by_steps(given, (spec, ctx))[0]
         key: list[Any] = [kind]
         compared = given if ctx.hooked else [*grads, *[given[i] for i in kind.given]]
@@ -195,11 +196,6 @@ class CompiledLayer:
 def compiles_on(device: torch.device) -> bool:
     """Do passes on a device consist of launches? On a CPU torch computes them, which no line is made of."""
     return device.type == "cuda"
-
-
-def _is_disturbed() -> bool:
-    """May something else than the kind of a call decide?"""
-    return offloading.synchronizer is not None or not undisturbed_in_eager_mode()
 
 
 def _is_captured(device: torch.device) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .caller_buffers import NO_BUFFERS, CallerBuffers, handed_out, readable
 from .linear import passes_of
-from .linear_spec import LinearSpec, gradient_dtypes
+from .linear_spec import LinearSpec
 from .run import run
 from .saving import backward_of, restore, save
 from .stacks import members_of, stacked_gradient
@@ -65,7 +65,7 @@ def _forward(
     for part, weight, bias, group in zip(x.split(spec.rows), weights, biases, spec.groups, strict=True):
         passes = passes_of(group, bias is not None)
         schedule = passes.forward if spec.needs_grad else passes.inference
-        env = group.environment((gradient_dtypes(weight, bias),), tuple(part.shape[:-1]))
+        env = group.environment((), tuple(part.shape[:-1]))
         (y,), kept = run(schedule, env, [part, weight] if bias is None else [part, weight, bias])
         outputs.append(y)
         saved += kept
@@ -85,7 +85,7 @@ class _GroupedLinear(torch.autograd.Function):
         y, saved = _forward(x, weights, biases, spec)
         save(ctx, (), saved, spec.groups[0].scale_update)
         ctx.spec, ctx.has_bias = spec, biases[0] is not None
-        ctx.dtypes = gradient_dtypes(weights[0], biases[0])
+        ctx.dtypes = (weights[0].dtype, (weights if biases[0] is None else biases)[0].dtype)
         return y
 
     @staticmethod

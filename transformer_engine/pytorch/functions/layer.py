@@ -20,7 +20,7 @@ from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix
 from .compiled import CompiledLayer, CompiledPass, compiles_on
 from .layer_passes import LayerPasses
-from .linear_spec import Environment, LinearSpec, backward_quantizers, cached_parts
+from .linear_spec import Environment, LinearSpec, backward_quantizers
 from .run import Schedule, run
 from .saving import pack, restore, save, unpack
 from .scale_update import ScaleUpdate
@@ -36,6 +36,9 @@ class LayerSpec(Protocol):
     def passes(self) -> LayerPasses | None: ...
 
     @property
+    def beside(self) -> tuple[Tensor, ...]: ...
+
+    @property
     def needs_grad(self) -> bool: ...
 
     @property
@@ -48,10 +51,6 @@ class LayerSpec(Protocol):
         """Return the linear layers by their names in the passes."""
         ...
 
-    def dtypes(self, tensors: Sequence[Tensor | None]) -> Dtypes:
-        """Return the dtypes of the gradients of each linear layer's weight and bias."""
-        ...
-
     def environment(self, dtypes: Dtypes, leading: tuple[int, ...]) -> Environment:
         """Return the environment of the passes for an input with these dimensions in place of its rows."""
         ...
@@ -62,18 +61,24 @@ def infer(spec: LayerSpec, tensors: Sequence[Tensor | None]) -> Sequence[Any]:
     passes = spec.passes
     assert passes is not None
     if spec.compiled is not None:
-        return spec.compiled.forward([*tensors], spec, cached_parts(*spec.linears().values()))[0]
+        return spec.compiled.forward([*tensors], spec, spec.beside)[0]
     return _run_forward(spec, passes.inference, tensors)[0]
 
 
-def forward_of(ctx: Any, spec: LayerSpec, tensors: Sequence[Tensor | None]) -> Sequence[Any]:
-    """Run the forward pass of a node and save what its backward pass reads; return the results."""
+def forward_of(ctx: Any, spec: LayerSpec, tensors: Sequence[Tensor | None], dtypes: Dtypes) -> Sequence[Any]:
+    """Run the forward pass of a node and save what its backward pass reads; return the results.
+
+    Args:
+        ctx: The node.
+        spec: The call of the layer.
+        tensors: Input and parameters, None for those that are absent.
+        dtypes: Dtypes of the gradients of each linear layer's weight and bias.
+    """
     passes = spec.passes
     assert passes is not None
-    ctx.spec, ctx.dtypes, ctx.input_shape = spec, spec.dtypes(tensors), tensors[0].shape  # pyright: ignore
+    ctx.spec, ctx.dtypes, ctx.input_shape = spec, dtypes, tensors[0].shape  # pyright: ignore
     if spec.compiled is not None:
-        beside = cached_parts(*spec.linears().values())
-        made, kind = spec.compiled.forward([*tensors], spec, beside)
+        made, kind = spec.compiled.forward([*tensors], spec, spec.beside)
         count = len(passes.forward.results)
         spec.compiled.save(ctx, made[count:], kind, spec.scale_update)
         return made[:count]
@@ -143,7 +148,7 @@ def _run_forward(
 ) -> tuple[list[Any], list[Any]]:
     """Return the results in their shapes, and the saved buffers."""
     x: Any = tensors[0]
-    env = spec.environment(spec.dtypes(tensors), tuple(x.shape[:-1]))
+    env = spec.environment((), tuple(x.shape[:-1]))
     if offloading.synchronizer is not None:
         whole_now(x)
     results, saved = run(schedule, env, [tensor for tensor in tensors if tensor is not None])

@@ -23,7 +23,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> 
     """Compute y [.., N] = x [.., K] @ weight [N, K].T + bias [N], differentiable in all three tensors."""
     if spec.passes is None:
         spec = changed(spec, passes=passes_of(spec, bias is not None))
-    if spec.needs_grad:
+    if spec.needs_grad_input or spec.needs_grad_weight or spec.needs_grad_bias:
         return _applied(x, weight, bias, spec)  # pyright: ignore[reportReturnType]
     return infer(spec, (x, weight, bias))[0]
 
@@ -44,7 +44,8 @@ def prepared(spec: LinearSpec, bias: bool, device: torch.device, warm: bool) -> 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Any:
-        return forward_of(ctx, spec, (x, weight, bias))[0]
+        dtypes = (weight.dtype, weight.dtype if bias is None else bias.dtype)
+        return forward_of(ctx, spec, (x, weight, bias), (dtypes,))[0]
 
     @staticmethod
     @backward_of("Linear")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -45,6 +44,7 @@ class LinearSpec:
     communicates         does `parallel` send anything? False spares it the questions
     plain                input, weight and gradients are multiplied as they are: no operands to make and to choose from
     passes               `layer_passes.LayerPasses` of a layer that is this product alone; None: not built yet
+    beside               the tensors of cached_weight
     compiled             these passes as straight lines (`compiled.CompiledLayer`); None: they have none
     Defaults are plain constants: torch 2.11 cannot trace a default that is an object.
     """
@@ -70,6 +70,7 @@ class LinearSpec:
     plain: bool = False
     passes: Any = None
     compiled: Any = None
+    beside: tuple[Tensor, ...] = ()
 
     @property
     def needs_grad(self) -> bool:
@@ -80,15 +81,14 @@ class LinearSpec:
         """Return the layer by its name in the passes."""
         return {LINEAR: self}
 
-    def dtypes(self, tensors: Sequence[Tensor | None]) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
-        """Return the dtypes of the gradients of weight and bias, of (x, weight, bias)."""
-        return (gradient_dtypes(tensors[1], tensors[2]),)
-
     def environment(
         self, dtypes: tuple[tuple[torch.dtype, torch.dtype], ...], leading: tuple[int, ...]
     ) -> Environment:
-        """Return the environment of the passes for an input with these dimensions in place of its rows."""
-        return Environment({LINEAR: self}, {LINEAR: dtypes[0]}, leading)
+        """Return the environment of the passes for an input with these dimensions in place of its rows.
+
+        A forward pass needs no dtypes of gradients.
+        """
+        return Environment({LINEAR: self}, dict(zip((LINEAR,), dtypes, strict=False)), leading)
 
 
 class Environment(NamedTuple):
@@ -108,11 +108,6 @@ class Environment(NamedTuple):
     leading: tuple[int, ...]
     norms: dict[str, Norm] = {}
     activations: dict[str, tuple[str, ActivationParams]] = {}
-
-
-def gradient_dtypes(weight: Any, bias: Tensor | None) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtypes of the gradients of a weight and of the bias beside it."""
-    return weight.dtype, weight.dtype if bias is None else bias.dtype
 
 
 Spec = TypeVar("Spec")
@@ -150,13 +145,9 @@ def gradient_cast(spec: LinearSpec) -> Cast | None:
     return spec.grad_output.cast(True, spec.needs_grad_weight)
 
 
-def cached_parts(*specs: LinearSpec) -> list[Tensor]:
-    """The tensors of weights that were quantized for an earlier microbatch."""
-    parts: list[Tensor] = []
-    for spec in specs:
-        if spec.cached_weight is not None:
-            parts += [part for part in spec.cached_weight.flatten()[0] if part is not None]
-    return parts
+def cached_parts(cached: QuantizedTensorStorage) -> tuple[Tensor, ...]:
+    """Return the tensors of a weight that was quantized for an earlier microbatch."""
+    return tuple([part for part in cached.flatten()[0] if part is not None])
 
 
 def backward_quantizers(spec: LinearSpec) -> tuple[Quantizer, ...]:

@@ -22,7 +22,7 @@ from .compiled import CompiledLayer
 from .fusions import APART, IN_CODES, IN_PRODUCT, mlp_activation, mlp_gradient, norm_output
 from .layer import Dtypes, backward_of_layer, compiled, forward_of, gradients_of, infer
 from .layer_passes import LayerPasses, fusion, layer_passes, linear_facts, linear_fusions
-from .linear_spec import LINEAR, Environment, LinearSpec, gradient_dtypes
+from .linear_spec import LINEAR, Environment, LinearSpec
 from .normalization import Norm
 from .run import run
 from .saving import backward_of, save, take_saved
@@ -44,6 +44,7 @@ class NormLinearSpec:
         needs_grad: Some tensor needs a gradient.
         passes: The passes; None before `chosen`.
         compiled: The passes as straight lines; None where they have none.
+        beside: The tensors of weights that were quantized for an earlier microbatch.
     """
 
     norm: Norm
@@ -54,6 +55,7 @@ class NormLinearSpec:
     needs_grad: bool = True
     passes: LayerPasses | None = None
     compiled: CompiledLayer | None = None
+    beside: tuple[Tensor, ...] = ()
 
     @property
     def scale_update(self) -> ScaleUpdate | None:
@@ -83,13 +85,10 @@ class NormLinearSpec:
         """Return the linear layer by its name in the passes."""
         return {LINEAR: self.linear}
 
-    def dtypes(self, tensors: Sequence[Tensor | None]) -> Dtypes:
-        """Return the dtypes of the gradients of weight and bias, of (x, gamma, beta, weight, bias)."""
-        return (gradient_dtypes(tensors[3], tensors[4]),)
-
     def environment(self, dtypes: Dtypes, leading: tuple[int, ...]) -> Environment:
         """Return the environment of the passes for an input with these dimensions in place of its rows."""
-        return Environment({LINEAR: self.linear}, {LINEAR: dtypes[0]}, leading, {NORM: self.norm})
+        of_gradients = dict(zip((LINEAR,), dtypes, strict=False))
+        return Environment({LINEAR: self.linear}, of_gradients, leading, {NORM: self.norm})
 
 
 def norm_linear(
@@ -106,7 +105,8 @@ def norm_linear(
 class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, spec: NormLinearSpec) -> Any:
-        y, norm_output = forward_of(ctx, spec, (x, gamma, beta, weight, bias))
+        dtypes = (weight.dtype, weight.dtype if bias is None else bias.dtype)
+        y, norm_output = forward_of(ctx, spec, (x, gamma, beta, weight, bias), (dtypes,))
         # torch 2.11 cannot trace the backward of an output that is None.
         return y if norm_output is None else (y, norm_output)
 
@@ -145,6 +145,7 @@ class NormMLPSpec:
         needs_grad: Some tensor needs a gradient.
         passes: The passes; None before `chosen`.
         compiled: The passes as straight lines; None where they have none.
+        beside: The tensors of weights that were quantized for an earlier microbatch.
     """
 
     norm: Norm
@@ -160,6 +161,7 @@ class NormMLPSpec:
     ways: Ways | None = None
     passes: LayerPasses | None = None
     compiled: CompiledLayer | None = None
+    beside: tuple[Tensor, ...] = ()
 
     @property
     def scale_update(self) -> ScaleUpdate | None:
@@ -206,15 +208,11 @@ class NormMLPSpec:
         """Return the linear layers by their names in the passes."""
         return {FC1: self.fc1, FC2: self.fc2}
 
-    def dtypes(self, tensors: Sequence[Tensor | None]) -> Dtypes:
-        """Return the dtypes of the gradients of weights and biases, of the fields of `NormMLPTensors`."""
-        return gradient_dtypes(tensors[3], None), gradient_dtypes(tensors[5], None)
-
     def environment(self, dtypes: Dtypes, leading: tuple[int, ...]) -> Environment:
         """Return the environment of the passes for an input with these dimensions in place of its rows."""
         return Environment(
             self.linears(),
-            {FC1: dtypes[0], FC2: dtypes[1]},
+            dict(zip((FC1, FC2), dtypes, strict=False)),
             leading,
             {NORM: self.norm},
             {ACTIVATION: (self.activation, self.activation_params)},
@@ -273,14 +271,16 @@ def _recomputed(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
 
 class _NormMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, spec: NormMLPSpec, *tensors: Tensor | None) -> Any:
+    def forward(ctx: Any, spec: NormMLPSpec, *tensors: Any) -> Any:
+        fc1, fc2 = tensors[3].dtype, tensors[5].dtype
+        dtypes = ((fc1, fc1), (fc2, fc2))
         if spec.recompute:
             states = [state for quantizer in _forward_quantizers(spec) for state in quantizer.replay_state()]
             y, norm_output = infer(spec, tensors)
             save(ctx, (*tensors, *states), (), spec.scale_update)
-            ctx.spec, ctx.dtypes, ctx.input_shape = spec, spec.dtypes(tensors), tensors[0].shape  # pyright: ignore
+            ctx.spec, ctx.dtypes, ctx.input_shape = spec, dtypes, tensors[0].shape
         else:
-            y, norm_output = forward_of(ctx, spec, tensors)
+            y, norm_output = forward_of(ctx, spec, tensors, dtypes)
         # torch 2.11 cannot trace the backward of an output that is None.
         return y if norm_output is None else (y, norm_output)
 

@@ -184,7 +184,7 @@ class LayerNormLinear(ProductsModule):
         )
         if is_first_microbatch is not None:
             linear = self.with_cached_weight("weight", weight, spec.linear, is_first_microbatch)
-            spec = changed(spec, linear=linear)
+            spec = changed(spec, linear=linear, beside=linear.beside)
         dtype = spec.linear.dtype
         if bias is not None and bias.dtype != dtype:
             bias = bias.to(dtype)

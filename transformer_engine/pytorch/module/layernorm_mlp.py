@@ -268,7 +268,7 @@ class LayerNormMLP(ProductsModule):
                 ("fc2", parameter_of(self, "fc2_weight"), spec.fc2),
             )
         )
-        return changed(spec, fc1=fc1, fc2=fc2)
+        return changed(spec, fc1=fc1, fc2=fc2, beside=fc1.beside + fc2.beside)
 
 
 def _with_norm_by_name(spec: NormMLPSpec) -> NormMLPSpec:

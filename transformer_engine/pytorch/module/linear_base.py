@@ -14,7 +14,7 @@ from ...common import env
 from ...common.dispatch import undisturbed
 from ...common.memory import Memory
 from ..distributed.tensor_parallel import TensorParallel
-from ..functions.linear_spec import LinearSpec, changed
+from ..functions.linear_spec import LinearSpec, cached_parts, changed
 from ..functions.scale_update import in_a_backward, of_the_pass
 from ..functions.sequence import gather_sequence
 from ..quantization import QuantizerRole, delayed_scaling
@@ -331,4 +331,6 @@ class ProductsModule(TransformerEngineBaseModule):
     def with_cached_weight(self, key: str, weight: Tensor, spec: LinearSpec, first: bool) -> LinearSpec:
         """The spec with the weight as quantized for the first microbatch of the step."""
         cached = self.numerics.cached_weight(key, weight, spec.weight, spec.needs_grad_input, first)
-        return spec if cached is None else changed(spec, cached_weight=cached)
+        if cached is None:
+            return spec
+        return changed(spec, cached_weight=cached, beside=cached_parts(cached))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....common.dispatch import undisturbed
+from ....common.dispatch import disturbances
 from ....common.formats import TensorFormat
 from ...runtime.device import get_device_compute_capability
 from ..operand import Operand
@@ -59,7 +59,7 @@ def as_matrix(tensor: Tensor) -> Tensor:
 
 def undisturbed_in_eager_mode() -> bool:
     """Does a product depend on its operands alone? False while backends are forced, observed or tuned."""
-    return undisturbed() and not (dispatch_modes() or Switch.depth or asked_in_eager_mode() is not None)
+    return not (disturbances or dispatch_modes() or Switch.depth or asked_in_eager_mode() is not None)
 
 
 # What may be asked of a product beside itself: a backend takes each of them by name.
