@@ -8,7 +8,7 @@ from support.layers import LAYERS, same, sample, step
 from support.plans import PlanByAddress
 
 from transformer_engine.common.dispatch import Backend, observing, use_backend
-from transformer_engine.pytorch.primitives.gemm import TABLE, repeated
+from transformer_engine.pytorch.primitives.gemm import TABLE
 from transformer_engine.pytorch.primitives.gemm.request import EPILOGUES
 
 
@@ -27,7 +27,6 @@ def library(monkeypatch):
     backend = Backend(
         "library", takes=EPILOGUES, refuses=Library.refuses, bind=lambda request: PlanByAddress(request).run
     )
-    monkeypatch.setattr(repeated.cublaslt_plan, "Plan", PlanByAddress)
     monkeypatch.setattr(TABLE, "backends", (backend, *TABLE.backends))
     monkeypatch.setattr(Library, "refusal", None)
     PlanByAddress.made = PlanByAddress.runs = 0
@@ -79,16 +78,6 @@ def test_a_backend_that_is_forced_and_refuses_raises(warm, library):
     library.refusal = "it has been taken away"
     with use_backend(gemm="library"), pytest.raises(RuntimeError, match="it has been taken away"):
         warm()
-
-
-def test_a_variable_of_the_environment_makes_another_spec(warm, library, monkeypatch):
-    library.refusal = "it has been taken away"
-    TABLE.forget()
-    assert warm()[1] == 0
-    library.refusal = None
-    assert warm()[1] == 0
-    monkeypatch.setenv("NVTE_FP8_AUTO", "1")
-    assert warm()[1] > 0  # what a spec holds; a product within a GELU is remembered by its table
 
 
 def test_whoever_observes_hears_of_the_products(warm):

@@ -1,4 +1,4 @@
-"""A recorded pass starts what the pass starts, on the same tensors: its results are those of the pass, bit for bit."""
+"""A straight line starts what the steps of its pass start: results are equal, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
-from transformer_engine.pytorch.functions import linear, norm_linear, norm_mlp, repetition
+from transformer_engine.pytorch.functions import compiled, layer
 
 pytestmark = pytest.mark.gpu
 
@@ -45,31 +45,31 @@ def unwritten(monkeypatch):
     """Call it, and specs that are built from then on have no lines."""
 
     def never() -> None:
-        for module in (linear, norm_linear, norm_mlp):
-            monkeypatch.setattr(module, "repeats_on", lambda device: False)
+        monkeypatch.setattr(layer, "compiles_on", lambda device: False)
 
     return never
 
 
-def repeated_passes(module: torch.nn.Module) -> list[repetition.Repeated]:
-    """The passes of all specs of a layer and its children."""
+def compiled_passes(module: torch.nn.Module) -> list[compiled.CompiledPass]:
+    """Return the passes of all specs of a layer and its children."""
     specs = [
         spec
         for child in module.modules()
         for spec in getattr(child, "_specs", {}).values()
-        if spec.repeats is not None
+        if spec.compiled is not None
     ]
-    return [repeated for spec in specs for repeated in spec.repeats.passes]
+    return [pass_ for spec in specs for pass_ in spec.compiled.passes]
 
 
-def lines(module: torch.nn.Module) -> list[repetition.Line]:
-    kinds = [kind for repeated in repeated_passes(module) for kind in repeated.kinds.values()]
+def lines(module: torch.nn.Module) -> list[compiled.Line]:
+    kinds = [kind for pass_ in compiled_passes(module) for kind in pass_.kinds.values()]
     return [kind.line for kind in kinds if kind.line is not None]
 
 
-def refusals(module: torch.nn.Module) -> set[str]:
-    kinds = [kind for repeated in repeated_passes(module) for kind in repeated.kinds.values()]
-    return {kind.refusal for kind in kinds if kind.refusal is not None}
+def reasons(module: torch.nn.Module) -> set[str]:
+    """Return why passes have no line."""
+    kinds = [kind for pass_ in compiled_passes(module) for kind in pass_.kinds.values()]
+    return {kind.reason for kind in kinds if kind.reason is not None}
 
 
 def step(module, recipe, x, dy, microbatches: int = 1) -> list[torch.Tensor]:
@@ -109,10 +109,10 @@ def test_a_line_has_the_bits_of_its_pass(name, kind, microbatches, unwritten):
     for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         for a, b in zip(mine, theirs, strict=True):
             assert torch.equal(a, b), f"step {number}: {a.shape}"
-    assert lines(written) and not lines(plain), refusals(written)
+    assert lines(written) and not lines(plain), reasons(written)
     # The gradients of norm(x) are added up by torch, whose kernels no line starts.
-    added = {"it reads a tensor that it was not given, and that no kernel of it made"}
-    assert refusals(written) == (added if name == "norm_returned" else set())
+    added = {"torch computes with a tensor of the pass (__add__)"}
+    assert reasons(written) == (added if name == "norm_returned" else set())
 
 
 @pytest.mark.parametrize("kind", ("delayed", "current", "block"))
@@ -141,7 +141,7 @@ def test_microbatches_by_lines_read_the_weights_that_are_kept(name, kind, unwrit
     found = steps(written)
     unwritten()
     assert all(torch.equal(a, b) for a, b in zip(found, steps(plain), strict=True))
-    assert len(lines(written)) >= 2 and not refusals(written)
+    assert len(lines(written)) >= 2 and not reasons(written)
 
 
 @pytest.mark.parametrize("kind", RECIPES)

@@ -255,5 +255,20 @@ class Symbol:
         )
 
 
+def _not_listed(name: str) -> Callable[..., Any]:
+    def operator(self: Symbol, *_: Any) -> Any:
+        raise NotListed(f"torch computes with a tensor of the pass ({name})")
+
+    return operator
+
+
+# Python looks operators up in the class alone.
+for _name in ("add", "sub", "mul", "truediv", "matmul", "neg", "getitem", "setitem", "bool", "float", "int", "len"):
+    setattr(Symbol, f"__{_name}__", _not_listed(f"__{_name}__"))
+for _name in ("add", "sub", "mul", "truediv", "matmul"):
+    setattr(Symbol, f"__r{_name}__", _not_listed(f"__r{_name}__"))
+    setattr(Symbol, f"__i{_name}__", _not_listed(f"__i{_name}__"))
+
+
 def _meta(form: Form) -> Tensor:
     return torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device="meta")

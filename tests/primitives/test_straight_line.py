@@ -1,4 +1,4 @@
-"""A line repeats what was recorded, on other tensors; what cannot be repeated is no line, and says why."""
+"""A line starts what a function of symbols lists, on other tensors; a function that does more has a reason."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from transformer_engine.common.kernels import launch as records
 from transformer_engine.common.kernels.launch import Handle, Launch, Output
 from transformer_engine.pytorch.runtime.launching import run, run_into
-from transformer_engine.pytorch.runtime.recording import Recording
 from transformer_engine.pytorch.runtime.scratch import Life, plan
 from transformer_engine.pytorch.runtime.straight_line import straight_line
+from transformer_engine.pytorch.runtime.symbols import Instructions, NotListed
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class _Kernel:
-    """What a record reads of a kernel: its name and those of its arguments."""
+    """The attributes of a kernel that a launch reads: its name and the names of its arguments."""
 
     def __init__(self, name: str, arguments: int):
         self.fn = self
@@ -34,7 +34,7 @@ def record(name: str, inputs: int, *outputs: Output | None) -> Launch:
 
 @pytest.fixture
 def started(monkeypatch) -> list[tuple[str, list[int]]]:
-    """(kernel, addresses) of every start; nothing is computed."""
+    """Return a list that gets (kernel, addresses) of every start; nothing is computed."""
     seen = []
 
     def compiled(launch, tensors):
@@ -53,13 +53,11 @@ def tensors(count: int) -> list[torch.Tensor]:
     return [torch.zeros(8, 16) for _ in range(count)]
 
 
-def recorded(work, given):
-    """(recording, line or None) of work(*given)."""
-    with Recording(given, CPU) as recording:
-        results = work(*given)
-    answered = recording.results(results)
-    line = straight_line(recording, answered) if recording.refusal is None else None
-    return recording, line if recording.refusal is None else None
+def listed(work, given):
+    """Return the line of work(*given), which is evaluated on symbols."""
+    instructions = Instructions(given, CPU)
+    results = work(*instructions.symbols())
+    return straight_line(instructions, [instructions.symbol(result) for result in results])
 
 
 SQUARED = record("squared", 1, Output((8, 16), "float32"))
@@ -73,9 +71,8 @@ def added(x, y):
 
 
 def test_a_line_starts_the_same_kernels_on_what_it_is_given(started):
-    _, line = recorded(added, tensors(2))
-    assert line is not None
-    started.clear()
+    line = listed(added, tensors(2))
+    assert started == []
     x, y = tensors(2)
     given = [x, y]
     total, nothing, same, sums = line(given)
@@ -88,20 +85,20 @@ def test_a_line_starts_the_same_kernels_on_what_it_is_given(started):
 
 
 def test_every_call_makes_tensors_of_its_own(started):
-    _, line = recorded(added, tensors(2))
+    line = listed(added, tensors(2))
     first, second = line(tensors(2)), line(tensors(2))
     assert first[0].data_ptr() != second[0].data_ptr()
 
 
-def test_a_line_leaves_alone_what_is_not_aligned(started):
-    _, line = recorded(added, tensors(2))
+def test_a_line_returns_none_for_tensors_that_are_not_aligned(started):
+    line = listed(added, tensors(2))
     started.clear()
     given = [torch.zeros(129)[1:].view(8, 16), *tensors(1)]
     assert line(given) is None
     assert len(given) == 2 and started == []
 
 
-def test_small_buffers_that_nobody_sees_share_memory(started):
+def test_small_buffers_inside_of_a_pass_share_memory(started):
     chained = record("chained", 1, Output((8, 16), "float32"))
 
     def work(x):
@@ -109,7 +106,7 @@ def test_small_buffers_that_nobody_sees_share_memory(started):
             (x,) = run(chained, (x,))
         return (x,)
 
-    _, line = recorded(work, tensors(1))
+    line = listed(work, tensors(1))
     assert line.source.count("empty(") == 2  # the scratch and the result
     started.clear()
     line(tensors(1))
@@ -119,6 +116,10 @@ def test_small_buffers_that_nobody_sees_share_memory(started):
 
 def computed(x, y):
     return run(SQUARED, (x + y,))
+
+
+def concatenated(x, y):
+    return run(SQUARED, (torch.cat([x, y]),))
 
 
 def written(x, y):
@@ -131,6 +132,10 @@ def filled(x, y):
     return run(SQUARED, (x,))
 
 
+def copied(x, y):
+    return run(SQUARED, (x.t().contiguous(),))
+
+
 def into(x, y):
     run_into(SQUARED, (x, y), CPU)
     return (x,)
@@ -140,37 +145,48 @@ def remembered(x, y):
     return run(ADDED, (x, KEPT))
 
 
-def subclass(x, y):
-    return (x.as_subclass(Marked),)
+KEPT = torch.zeros(8, 16)
+
+
+@pytest.mark.parametrize(
+    ("work", "reason"),
+    (
+        (computed, "__add__"),
+        (concatenated, "torch computes with a tensor of the pass"),
+        (written, "add_"),
+        (filled, "__setitem__"),
+        (copied, "copied because it is not contiguous"),
+        (into, "data_ptr"),
+        (remembered, "a tensor that the pass was not given"),
+    ),
+)
+def test_a_function_that_does_more_than_start_kernels_has_no_line(work, reason, started):
+    with pytest.raises(NotListed, match=reason):
+        listed(work, tensors(2))
+    assert started == [] and all(not tensor.any() for tensor in tensors(2))
 
 
 class Marked(torch.Tensor):
     pass
 
 
-KEPT = torch.zeros(8, 16)
+@pytest.mark.parametrize("given", [torch.zeros(8, 16).as_subclass(Marked), torch.zeros(0, 16)])
+def test_tensors_of_subclasses_and_empty_tensors_have_no_line(given):
+    with pytest.raises(NotListed, match="a tensor is"):
+        Instructions([given], CPU)
 
 
-@pytest.mark.parametrize(
-    ("work", "refusal"),
-    (
-        (computed, "a tensor that it was not given"),
-        (written, "torch's add_ writes"),
-        (filled, "torch's __setitem__ writes"),
-        (into, "a launch writes to what its caller has made"),
-        (remembered, "a tensor that it was not given"),
-        (subclass, "no plain tensor"),
-    ),
-)
-def test_what_a_line_would_not_repeat_is_refused(work, refusal, started):
-    recording, line = recorded(work, tensors(2))
-    assert line is None and refusal in recording.refusal and not recording.passing
+def test_a_tensor_that_a_function_holds_is_the_given_one_with_its_address(started):
+    (state,) = tensors(1)
 
+    def work(x, _):
+        return run(ADDED, (x, state))
 
-def test_a_tensor_that_is_given_twice_is_refused_this_time_only(started):
-    (x,) = tensors(1)
-    recording, line = recorded(added, [x, x.view(16, 8)])
-    assert line is None and "share memory" in recording.refusal and recording.passing
+    line = listed(work, [*tensors(1), state])
+    x, other = tensors(2)
+    line([x, other])
+    ((_, addresses),) = started
+    assert addresses[:2] == [x.data_ptr(), other.data_ptr()]
 
 
 def test_memory_that_is_used_again_is_that_of_its_second_buffer(started):
@@ -178,7 +194,7 @@ def test_memory_that_is_used_again_is_that_of_its_second_buffer(started):
         run(SQUARED, (x,))
         return run(SQUARED, (x,))
 
-    _, line = recorded(work, tensors(1))
+    line = listed(work, tensors(1))
     started.clear()
     (second,) = line(tensors(1))
     assert [addresses[1] == second.data_ptr() for _, addresses in started] == [False, True]
