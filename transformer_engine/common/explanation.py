@@ -30,13 +30,52 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Explanation:
-    """The decisions of one call in the order in which they were first made; str() is a readable table."""
+class StepReport:
+    """One step of a layer's pass.
 
-    decisions: tuple[Decision, ...]
+    Attributes:
+        step: The step as text: results, operation, inputs and settings.
+        results: Dtype and shape of each result; codes with their format.
+        backends: The operations that the step asked backends for, with the chosen one: "gemm: cublaslt".
+    """
+
+    step: str
+    results: tuple[str, ...]
+    backends: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """The forward or backward pass of a layer: its steps, and the buffers that it saves for the backward pass."""
+
+    name: str
+    steps: tuple[StepReport, ...]
+    saved: tuple[str, ...]
 
     def __str__(self) -> str:
-        lines: list[str] = []
+        lines = [self.name]
+        for report in self.steps:
+            lines.append(f"    {report.step}")
+            lines.append(f"        {'; '.join((*report.results, *report.backends))}")
+        if self.saved:
+            lines.append(f"    saved: {', '.join(self.saved)}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The decisions of one call in the order in which they were first made; str() is a readable table.
+
+    Attributes:
+        decisions: What every table chose.
+        passes: The passes of the call's layers with their steps, if they were asked for.
+    """
+
+    decisions: tuple[Decision, ...]
+    passes: tuple[PassReport, ...] = ()
+
+    def __str__(self) -> str:
+        lines: list[str] = [str(report) for report in self.passes]
         for decision in self.decisions:
             lines.append(f"{decision.operation}: {decision.chosen} ({decision.count}x)")
             lines += [f"    not {v.backend}: {v.refusal}" for v in decision.verdicts if not v.chosen]

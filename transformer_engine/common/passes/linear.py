@@ -150,15 +150,29 @@ def forward_steps(facts: LinearFacts, x: str, weight: str, bias: str | None) -> 
 
 
 def backward_steps(
-    facts: LinearFacts, grad_output: str, saved_input: str | None, saved_weight: str | None
+    facts: LinearFacts,
+    grad_output: str,
+    saved_input: str | None,
+    saved_weight: str | None,
+    made_before: bool = False,
 ) -> BackwardPart:
-    """Return the steps from the output gradient and the saved buffers to the three gradients."""
+    """Return the steps from the output gradient and the saved buffers to the three gradients.
+
+    Args:
+        facts: Facts of the layer.
+        grad_output: Buffer of the output gradient.
+        saved_input: Buffer that the forward pass saved of the input.
+        saved_weight: Buffer that it saved of the weight.
+        made_before: An earlier step makes the output gradient, which is contiguous then. Autograd's may have any
+            strides, or be quantized.
+    """
     steps: list[Step] = []
     name, dy = facts.layer, grad_output
     if facts.mode == "row" and facts.sequence:
         dy = _communicated(steps, "all_gather", name, dy, f"{name}.dy_gathered")
-    steps.append(Step("dense", (dy,), (f"{name}.dy",)))
-    dy = f"{name}.dy"
+    if not made_before:
+        steps.append(Step("dense", (dy,), (f"{name}.dy",)))
+        dy = f"{name}.dy"
     grad_bias = None
     if facts.grad_bias:
         grad_bias = f"{name}.db"

@@ -86,7 +86,7 @@ def norm_mlp_passes(norm: NormFacts, fc1: LinearFacts, fc2: LinearFacts, kind: s
     )
     back2 = backward_steps(fc2, "grad_output", second.saved_input, second.saved_weight)
     middle = Step("activation_backward", (back2.grad_input, first.output), ("grad_fc1_output",), activation)
-    back1 = backward_steps(fc1, "grad_fc1_output", first.saved_input, first.saved_weight)
+    back1 = backward_steps(fc1, "grad_fc1_output", first.saved_input, first.saved_weight, made_before=True)
     after, results = _norm_backward_steps(norm, back1.grad_input)
     of_linears = (back1.grad_weight, back1.grad_bias, back2.grad_weight, back2.grad_bias)
     gradients = ("grad_output", "grad_normed") if norm.returned else ("grad_output",)

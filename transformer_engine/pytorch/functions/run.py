@@ -6,6 +6,7 @@ observed, and in dry runs. `compiled.py` is the executor of warm passes on a GPU
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ...common.memory import Memory
@@ -39,6 +40,7 @@ class Schedule(NamedTuple):
     """A pass over a list of buffers. The last buffer of the list is None, for absent inputs and results.
 
     Attributes:
+        pass_: The pass.
         size: Number of buffers.
         given: Number of inputs.
         unread: Places of inputs that no step reads and that are not kept.
@@ -48,6 +50,7 @@ class Schedule(NamedTuple):
         saved_weights: Of these, the places of weights, which offloading leaves on the device.
     """
 
+    pass_: Pass
     size: int
     given: int
     unread: tuple[int, ...]
@@ -85,6 +88,7 @@ def _scheduled(pass_: Pass) -> Schedule:
         places[b.name] for b in lifetimes.values() if b.made_by is None and b.last_read is None and not b.kept
     ]
     return Schedule(
+        pass_,
         size,
         len(pass_.inputs),
         tuple(unread),
@@ -112,6 +116,10 @@ def schedule_of(pass_: Pass) -> Schedule:
     return _schedules[pass_]
 
 
+# Called as watch(pass, number of the step, its results) after every step, for reports.
+watchers: list[Callable[[Pass, int, tuple[Any, ...]], None]] = []
+
+
 def run(schedule: Schedule, env: Environment, given: list[Any]) -> tuple[list[Any], list[Any]]:
     """Run a pass.
 
@@ -133,6 +141,10 @@ def run(schedule: Schedule, env: Environment, given: list[Any]) -> tuple[list[An
             for place in arriving:
                 arrives(values[place])
         results = OPERATIONS[op](env, settings, *[values[place] for place in inputs])
+        if watchers:
+            number = next(i for i, step in enumerate(schedule.steps) if step.made is made)
+            for watch in watchers:
+                watch(schedule.pass_, number, results)
         for place in freed:
             values[place] = None
         for place, position in made:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,12 +11,19 @@ from torch import Tensor
 
 from ...common.checks import function as checked_function
 from ...common.checks import switch
-from ...common.explanation import Decision, Explanation, explained
+from ...common.dispatch import observing, tables
+from ...common.explanation import Decision, Explanation, PassReport, StepReport, chosen_of, explained
+from ...common.passes.step import Pass
+from ..functions.run import watchers
+from ..primitives.operand import Operand
+from ..tensor.quantizer import Matrix
 
-__all__ = ["Decision", "Explanation", "explain"]
+__all__ = ["Decision", "Explanation", "PassReport", "StepReport", "explain"]
 
 
-def explain(function: Callable[..., Any], *args: Any, backward: bool = True, **kwargs: Any) -> Explanation:
+def explain(
+    function: Callable[..., Any], *args: Any, backward: bool = True, steps: bool = False, **kwargs: Any
+) -> Explanation:
     """Run function(*args, **kwargs) and report which backend each operation uses.
 
     The call is executed. Its side effects remain, including updates of the amax histories of delayed scaling.
@@ -24,6 +32,8 @@ def explain(function: Callable[..., Any], *args: Any, backward: bool = True, **k
         function: A module or another callable.
         args: Positional arguments of the call.
         backward: Also run the backward pass of the first tensor that the call returns. No `.grad` is modified.
+        steps: Also report the steps of every pass of Linear, LayerNormLinear, LayerNormMLP and GroupedLinear: what
+            each makes, by which backend, and what is saved.
         kwargs: Keyword arguments of the call.
 
     Raises:
@@ -31,6 +41,7 @@ def explain(function: Callable[..., Any], *args: Any, backward: bool = True, **k
     """
     checked_function("function", function)
     switch("backward", backward)
+    switch("steps", steps)
 
     def call() -> None:
         result = _called(function, args, kwargs)
@@ -38,7 +49,64 @@ def explain(function: Callable[..., Any], *args: Any, backward: bool = True, **k
         if backward and isinstance(first, Tensor) and first.requires_grad:
             _differentiate(first, function, (*args, *kwargs.values()))
 
-    return explained(call)
+    if not steps:
+        return explained(call)
+    watcher = _Steps()
+    watchers.append(watcher.see)
+    try:
+        with observing(watcher.ask):
+            explanation = explained(call)
+    finally:
+        watchers.remove(watcher.see)
+    return replace(explanation, passes=watcher.reports())
+
+
+class _Steps:
+    """Collects the steps of passes while they run."""
+
+    def __init__(self) -> None:
+        self._asked: list[str] = []
+        self._passes: list[tuple[Pass, list[StepReport]]] = []
+
+    def ask(self, operation: str, request: Any) -> None:
+        """Note the backend that an operation chooses during the step that runs."""
+        name = f"{operation}: {chosen_of(tables[operation].explain(request))}"
+        if name not in self._asked:
+            self._asked.append(name)
+
+    def see(self, pass_: Pass, number: int, results: tuple[Any, ...]) -> None:
+        """Note a step that has run."""
+        if number == 0 or not self._passes:
+            self._passes.append((pass_, []))
+        step = pass_.steps[number]
+        made = [f"{name} {_form(value)}" for name, value in zip(step.results, results, strict=False) if name]
+        self._passes[-1][1].append(StepReport(str(step), tuple(made), tuple(self._asked)))
+        self._asked.clear()
+
+    def reports(self) -> tuple[PassReport, ...]:
+        """Return the passes in the order in which they ran."""
+        return tuple(
+            [
+                PassReport(
+                    "backward pass" if "grad_output" in pass_.inputs else "forward pass",
+                    tuple(steps),
+                    tuple([name for name in pass_.saved if name is not None]),
+                )
+                for pass_, steps in self._passes
+            ]
+        )
+
+
+def _form(value: Any) -> str:
+    """Return the dtype, or the format, and the shape of a buffer."""
+    if isinstance(value, Matrix):
+        value = value.values
+    if isinstance(value, Operand):
+        name = str(value.codes.dtype).removeprefix("torch.") if value.format is None else value.format.name
+        return f"{name} {[value.rows, value.depth]}"
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return type(value).__name__
 
 
 def _called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

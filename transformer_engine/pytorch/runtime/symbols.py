@@ -263,7 +263,20 @@ def _not_listed(name: str) -> Callable[..., Any]:
 
 
 # Python looks operators up in the class alone.
-for _name in ("add", "sub", "mul", "truediv", "matmul", "neg", "getitem", "setitem", "bool", "float", "int", "len"):
+for _name in (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "matmul",
+    "neg",
+    "getitem",
+    "setitem",
+    "bool",
+    "float",
+    "int",
+    "len",
+):
     setattr(Symbol, f"__{_name}__", _not_listed(f"__{_name}__"))
 for _name in ("add", "sub", "mul", "truediv", "matmul"):
     setattr(Symbol, f"__r{_name}__", _not_listed(f"__r{_name}__"))
