@@ -201,7 +201,7 @@ def test_a_replaced_general_gemm_makes_every_product(name):
 def test_a_replaced_product_refuses_quantized_operands():
     layer = te.Linear(32, 32)
     own = partial(cpp_extensions.general_gemm)
-    refused = pytest.raises(NotImplementedError, match="put the original back")
+    refused = pytest.raises(NotImplementedError, match="restore the original")
     with replaced(linear, "general_gemm", own), refused, te.autocast():
         layer(torch.randn(16, 32, device=DEVICE))
 

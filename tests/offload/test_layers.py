@@ -11,7 +11,8 @@ from support.layers import RECIPES, layer_of
 from support.link import RecordedLink
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.functions import layer, run
+from transformer_engine.pytorch.functions import layer as layers
+from transformer_engine.pytorch.functions import run
 from transformer_engine.pytorch.offload import legacy, marks
 from transformer_engine.pytorch.offload.hooks import OffloadContext
 from transformer_engine.pytorch.offload.synchronizer import (
@@ -78,7 +79,7 @@ def test_what_is_said_to_be_whole_is_not_written_any_more(kind, recipe, monkeypa
         seen.extend((values, values.clone()) for values in marks.tensors_of(saved))
         marks.whole_now(saved)
 
-    for module in (layer, run):
+    for module in (layers, run):
         monkeypatch.setattr(module, "whole_now", noted)
     context = OffloadContext(DefaultOffloadSynchronizer(LAYERS, OFFLOADED, link=RecordedLink()))
     x = torch.randn(TOKENS, BATCH, HIDDEN)

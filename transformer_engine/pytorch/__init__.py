@@ -25,6 +25,7 @@ from .constants import DType
 from .cpu_offload import ManualOffloadSynchronizer, get_cpu_offload_context, mark_not_offload
 from .cross_entropy import fused_linear_cross_entropy, parallel_cross_entropy
 from .distributed import CudaRNGStatesTracker, checkpoint
+from .functions import by_name
 from .graph import graphed, make_graphed_callables
 from .inspect.autotune import autotune
 from .inspect.deterministic import deterministic
@@ -91,6 +92,9 @@ def _load(name: str) -> Any:
     value = getattr(importlib.import_module(f"{__name__}.{_LAZY_NAMES[name]}"), name)
     globals()[name] = value
     return value
+
+
+by_name.provide_extensions(functools.partial(_load, "cpp_extensions"))
 
 
 def __dir__() -> list[str]:

@@ -1,13 +1,13 @@
-"""Layers by the names that others replace: y = norm(x) @ w.T + b through a file's general_gemm and apply_normalization.
+"""Layers through monkey-patched names: y = norm(x) @ w.T + b by a module's general_gemm and apply_normalization.
 
-Other libraries put functions of their own into `module.linear` and its neighbours. The classes here carry the names
-and the arguments that those libraries look for, and look every function up in the file when they call it, forward and
-backward. They multiply unquantized matrices only; while nothing is replaced, no layer comes here.
+Other libraries assign functions of their own to `module.linear` and its neighbours. The classes here have the names
+and the arguments that those libraries expect, and look every function up in the module when they call it, forward and
+backward. They multiply unquantized matrices only. Layers use them only while a name is replaced.
 """
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -24,20 +24,29 @@ from .norm_linear import NormLinearSpec
 from .normalization import Norm, NormStatistics
 from .steps import leading_shape
 
-_EXTENSIONS = f"{__name__.rpartition('.functions')[0]}.cpp_extensions"
+_extensions: list[Callable[[], Any]] = []
+
+
+def provide_extensions(load: Callable[[], Any]) -> None:
+    """Set the function that returns `cpp_extensions`, which is built on this package and imported on first use."""
+    _extensions[:] = [load]
 
 
 def general_gemm(*args: Any, **kwargs: Any) -> Any:
-    """cpp_extensions.general_gemm, which is made of all that lies above this file: asked for at the first call."""
-    return importlib.import_module(f"{_EXTENSIONS}.gemm").general_gemm(*args, **kwargs)
+    """Call `cpp_extensions.general_gemm`."""
+    return _extensions[0]().general_gemm(*args, **kwargs)
 
 
 @dataclass(frozen=True)
 class NormByName:
-    """A Norm whose forward is the apply_normalization of a file; where that is the original, of the file it is from."""
+    """A Norm whose forward is a module's apply_normalization, or `module._common`'s where that one is not replaced."""
 
     norm: Norm
     file: ModuleType
+
+    @property
+    def kind(self) -> str:
+        return self.norm.kind
 
     def forward(
         self, x: Tensor, gamma: Tensor, beta: Tensor | None, cast: None = None
@@ -67,7 +76,7 @@ class _Products(NamedTuple):
 
 
 def _product(inp: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec, file: ModuleType) -> Tensor:
-    """y [M, N] = inp [M, K] @ weight.T + bias, what tensor parallelism sends included."""
+    """Compute y [M, N] = inp [M, K] @ weight.T + bias, with the communication of tensor parallelism."""
     x = spec.parallel.enter_forward(inp)
     y = file.general_gemm(weight, x, out_dtype=spec.dtype, layout="TN", bias=bias)[0]
     return spec.parallel.leave_forward(y)
@@ -76,7 +85,7 @@ def _product(inp: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec,
 def _gradients(
     dy: Tensor, inp: Tensor, weight: Tensor, spec: LinearSpec, file: ModuleType, dtypes: Any
 ) -> _Products:
-    """dx [M, K] = dy @ w first, then dw [N, K] = dy.T @ x: replacements tell the two apart by their order."""
+    """Compute dx [M, K] = dy @ w, then dw [N, K] = dy.T @ x: replacements distinguish the two by their order."""
     dy = spec.parallel.enter_backward(dy.contiguous())
     dx = dw = None
     if spec.needs_grad_input:
@@ -179,14 +188,14 @@ class _GroupedLinear(torch.autograd.Function, metaclass=ReplaceableFunction):
 
 
 def called_by_name(function: Any, records: bool, *args: Any) -> Any:
-    """function.apply(*args), or its forward without a node where nothing records: others replace either."""
+    """Call function.apply(*args), or its forward where no gradient is recorded: other libraries replace either."""
     return function.apply(*args) if records else function.forward(None, *args)
 
 
 def refuse_quantized(spec: LinearSpec, replaced: set[str], layer: str) -> None:
-    """NotImplementedError where a product that another library replaced would get quantized operands."""
+    """Raise NotImplementedError if a replaced product would get quantized operands."""
     if not spec.plain:
         raise NotImplementedError(
-            f"{', '.join(sorted(replaced))} of {layer}'s file is replaced, and goes with unquantized products only; "
-            "leave the autocast (or quantized parameters), or put the original back"
+            f"{', '.join(sorted(replaced))} of {layer}'s module is replaced, which supports unquantized products "
+            "only; leave the autocast (or quantized parameters), or restore the original"
         )

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from .caller_buffers import NO_BUFFERS, CallerBuffers, handed_out, readable
-from .linear import passes_of
 from .linear_spec import LinearSpec
 from .run import run
 from .saving import backward_of, restore, save
+from .scale_update import ScaleUpdate
 from .stacks import members_of, stacked_gradient
 from .weight_gradient import WeightGradient
 
@@ -33,6 +33,7 @@ class GroupedLinearSpec:
         buffers: Where the caller wants the results.
         stacked_weight: The weights of all groups are one parameter [n, N, K].
         stacked_bias: The biases of all groups are one parameter [n, N].
+        scale_update: What delayed scaling updates after the backward pass.
     """
 
     rows: tuple[int, ...]
@@ -41,6 +42,7 @@ class GroupedLinearSpec:
     buffers: CallerBuffers = NO_BUFFERS
     stacked_weight: bool = False
     stacked_bias: bool = False
+    scale_update: ScaleUpdate | None = None
 
 
 def grouped_linear(
@@ -63,7 +65,7 @@ def _forward(
     outputs: list[Tensor] = []
     saved: list[Any] = []
     for part, weight, bias, group in zip(x.split(spec.rows), weights, biases, spec.groups, strict=True):
-        passes = passes_of(group, bias is not None)
+        passes = group.passes
         schedule = passes.forward if spec.needs_grad else passes.inference
         env = group.environment((), tuple(part.shape[:-1]))
         (y,), kept = run(schedule, env, [part, weight] if bias is None else [part, weight, bias])
@@ -83,8 +85,8 @@ class _GroupedLinear(torch.autograd.Function):
         weights: Any = parameters[:count]
         biases = parameters[count:]
         y, saved = _forward(x, weights, biases, spec)
-        save(ctx, (), saved, spec.groups[0].scale_update)
-        ctx.spec, ctx.has_bias = spec, biases[0] is not None
+        save(ctx, (), saved, spec.scale_update)
+        ctx.spec = spec
         ctx.dtypes = (weights[0].dtype, (weights if biases[0] is None else biases)[0].dtype)
         return y
 
@@ -99,7 +101,7 @@ class _GroupedLinear(torch.autograd.Function):
         weights: list[Tensor | None] = []
         biases: list[Tensor | None] = []
         for part, group in zip(grad_output.split(spec.rows), spec.groups, strict=True):
-            schedule = passes_of(group, ctx.has_bias).backward
+            schedule = group.passes.backward
             taken = schedule.given - 1
             given = [part, *saved[:taken]]
             del saved[:taken]

@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...common.dispatch import undisturbed
+from ...common.memory import Memory
 from ...common.numbers import to_bool
 from ..distributed.tensor_parallel import TensorParallel
 from ..functions.by_name import _GroupedLinear, called_by_name, general_gemm, refuse_quantized
 from ..functions.caller_buffers import NO_BUFFERS, CallerBuffers, check_buffers, check_separate
 from ..functions.grouped_linear import GroupedLinearSpec, grouped_linear
 from ..functions.grouped_together import grouped_linear_together
+from ..functions.linear import passes_of
 from ..functions.linear_spec import LinearSpec, changed
 from ..functions.scale_update import of_the_pass
 from ..functions.stacks import StackMember, members_of
@@ -36,6 +39,8 @@ from .products import UNQUANTIZED, ModuleRecipe, ProductQuantizers
 from .row_groups import check_dense, rows_of_groups
 from .specs import Call, product_refusal, product_spec, scale_update
 
+_KEPT = 64  # the most calls whose groups' specs a module keeps
+
 
 @dataclass(frozen=True, eq=False)
 class GroupedLinearConfig(LinearConfig):
@@ -45,14 +50,13 @@ class GroupedLinearConfig(LinearConfig):
     single_grouped_bias: bool = False
 
 
-def build(call: Call, rows: tuple[int, ...], products: tuple[ProductQuantizers, ...]) -> GroupedLinearSpec:
-    """The spec of a call whose groups go one by one, of so many rows and with these quantizers each."""
+def build(call: Call, products: tuple[ProductQuantizers, ...]) -> tuple[LinearSpec, ...]:
+    """Return the spec of each group of a call whose groups are multiplied one by one, with these quantizers."""
     config: GroupedLinearConfig = call.config
     count, parameters = config.num_gemms, call.parameters
     weights, biases = parameters[: len(config.weight_names)], parameters[len(config.weight_names) :]
     weights = weights * count if config.single_grouped_weight else weights
     biases = biases * count if config.single_grouped_bias else biases
-    update = scale_update(call, call.wants)
     groups = []
     for i, weight in enumerate(weights):
         bias = None if config.return_bias else biases[i]
@@ -62,20 +66,20 @@ def build(call: Call, rows: tuple[int, ...], products: tuple[ProductQuantizers, 
             call.gradients and bias is not None and bias.requires_grad,
         )
         # Communication is the caller's.
-        group = product_spec(call, i, products[i], TensorParallel(), needs, update, weight)
+        group = product_spec(call, i, products[i], TensorParallel(), needs, None, weight)
         if config.single_grouped_weight and call.holders is not None:
             gradient = group.weight_gradient
             member = StackMember(gradient.parameter, i)
             group = changed(group, weight_gradient=replace(gradient, parameters=(member,)))
-        groups.append(group)
-    stacked_bias = config.single_grouped_bias and config.use_bias and not config.return_bias
-    return GroupedLinearSpec(
-        rows,
-        tuple(groups),
-        call.wants,
-        stacked_weight=config.single_grouped_weight,
-        stacked_bias=stacked_bias,
-    )
+        groups.append(changed(group, passes=passes_of(group, config.use_bias and not config.return_bias)))
+    return tuple(groups)
+
+
+def _build_fitting(key: tuple[Call, tuple[bool, ...]]) -> tuple[LinearSpec, ...]:
+    """Return `build` of a call, in which groups whose sizes do not fit the format are not quantized."""
+    call, fits = key
+    chosen = zip(call.active.products, fits, strict=True)
+    return build(call, tuple([product if fit else UNQUANTIZED for product, fit in chosen]))
 
 
 @configured(GroupedLinearConfig, fixed=SIZES | {"num_gemms", "single_grouped_weight", "single_grouped_bias"})
@@ -164,6 +168,7 @@ class GroupedLinear(ProductsModule):
         create_parameters(self, fill, options)
         self.register_load_state_dict_pre_hook(load_other_form)
         self._together = TogetherPath(self)
+        self._groups: Memory[Any, tuple[LinearSpec, ...]] = Memory(_build_fitting, _KEPT)
         self.reset_parameters(defer_init=is_meta(device))
 
     @property
@@ -303,7 +308,10 @@ class GroupedLinear(ProductsModule):
         rows: tuple[int, ...],
         is_first_microbatch: bool | None,
     ) -> GroupedLinearSpec:
-        """Not remembered: experts get other numbers of rows in every call."""
+        """Return the spec of a call whose groups are multiplied one by one.
+
+        The groups' specs do not depend on their numbers of rows, which differ in every call, and are cached.
+        """
         state = current()
         self._together.forget_weights(is_first_microbatch)
         products = self._product_quantizers(state)
@@ -312,24 +320,39 @@ class GroupedLinear(ProductsModule):
             active = ModuleRecipe(products)
         call = self._key(inp, tensors, (is_first_microbatch,), active)
         if torch.compiler.is_compiling():
-            call = call._replace(begin=functools.partial(traced_update, self, self.tracing_key, state.group))
+            begin = functools.partial(traced_update, self, self.tracing_key, state.group)
         else:
-            call = call._replace(begin=of_the_pass)
-        return build(call, rows, self._quantizable_groups(products, rows) if state.enabled else products)
+            begin = of_the_pass
+        update = scale_update(call._replace(begin=begin), call.wants)
+        fits = self._fits(products, rows) if state.enabled else (True,) * len(rows)
+        if products is active.products and not torch.compiler.is_compiling() and undisturbed():
+            kind, shape, *facts = call.x
+            groups = self._groups[call._replace(x=(kind, shape[-1:], *facts)), fits]
+        else:
+            chosen = zip(products, fits, strict=True)
+            groups = build(call, tuple([product if fit else UNQUANTIZED for product, fit in chosen]))
+        config = self._config
+        stacked_bias = config.single_grouped_bias and config.use_bias and not config.return_bias
+        return GroupedLinearSpec(
+            rows,
+            groups,
+            call.wants,
+            stacked_weight=config.single_grouped_weight,
+            stacked_bias=stacked_bias,
+            scale_update=update,
+        )
 
-    def _quantizable_groups(
-        self, products: tuple[ProductQuantizers, ...], rows: tuple[int, ...]
-    ) -> tuple[ProductQuantizers, ...]:
-        """Each group's quantizers; none of them, with one warning, for a group whose size the format cannot take."""
-        chosen = []
+    def _fits(self, products: tuple[ProductQuantizers, ...], rows: tuple[int, ...]) -> tuple[bool, ...]:
+        """Return for each group whether the format supports its sizes, with one warning where it does not."""
+        fits = []
         for product, m in zip(products, rows, strict=True):
             reason = product_refusal(product, m, self.in_features, self.out_features)
             if reason is not None:
                 self._warn_once(
                     "group", f"GroupedLinear runs groups in high precision: {reason}; pad their rows"
                 )
-            chosen.append(product if reason is None else UNQUANTIZED)
-        return tuple(chosen)
+            fits.append(reason is None)
+        return tuple(fits)
 
     def _with_cached_weights(
         self, spec: GroupedLinearSpec, weights: list[Tensor], first: bool
