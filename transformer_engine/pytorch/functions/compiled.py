@@ -1,13 +1,13 @@
-"""Warm passes on a GPU as straight lines: launches and products bound once per kind of call, then started in order.
+"""Compiled passes on a GPU: launches and products are bound once per kind of call, then only started.
 
-A line is generated from the steps of a pass: they are evaluated on symbols (`runtime/symbols.py`), which lists what
-they start, and the list becomes one function (`runtime/straight_line.py`). Nothing is decided twice: the steps decide,
-the line starts. Whatever else may decide (a forced backend, an observer, a dispatch mode, an offloading context) sends
-the call through the steps.
+A compiled pass is generated from the steps of a pass. The steps are evaluated on symbols (`runtime/symbols.py`), which
+lists the launches and products; the list becomes one function (`runtime/generated_pass.py`). The steps remain the only
+place that decides anything. A call that something else may influence (a forced backend, an observer, a dispatch mode,
+an offloading context) runs the steps.
 
-A kind of call is what the spec leaves open: strides of the tensors, and settings of the quantizers. Of the saved
-tensors a backward pass compares those of the caller, whose memory may have changed, and all of them where hooks
-returned them.
+The spec of a layer decides everything about a call but the strides of its tensors and the settings of its quantizers:
+these are the key of a kind of call. A backward pass also compares the saved tensors that belong to the caller, whose
+memory may have changed, and all saved tensors where hooks returned them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from ...common.memory import Memory
 from ..offload.marks import active as offloading
 from ..primitives.gemm import undisturbed_in_eager_mode
-from ..runtime.straight_line import Line, straight_line
+from ..runtime.generated_pass import Generated, generate
 from ..runtime.symbols import Instructions, NotAligned, NotListed
 from ..tensor.quantizer import Quantizer
 from .saving import keep, take_early
@@ -39,18 +39,18 @@ class Kind:
     """The calls of a pass whose tensors have the same strides.
 
     Attributes:
-        calls: Number of calls so far.
-        line: The straight line; None before it is compiled, or where there is none.
-        metadata: What the pass returns beside tensors: the forms of saved operands.
+        calls: Number of calls until the pass was compiled.
+        generated: The compiled pass; None before it is compiled, or if it cannot be.
+        metadata: Non-tensor results of the pass: the forms of saved operands.
         given: Positions of the results that are inputs of the pass.
-        reason: Why there is no line; None before it is tried.
+        reason: Why the pass cannot be compiled; None before that is tried.
     """
 
-    __slots__ = ("calls", "given", "line", "metadata", "reason")
+    __slots__ = ("calls", "generated", "given", "metadata", "reason")
 
     def __init__(self, metadata: Any = None) -> None:
         self.calls = 0
-        self.line: Line | None = None
+        self.generated: Generated | None = None
         self.metadata = metadata
         self.given: tuple[int, ...] = ()
         self.reason: str | None = None
@@ -65,7 +65,7 @@ class CompiledPass:
 
     Args:
         evaluate: Runs the steps, on tensors or on symbols.
-        device: Device of the tensors; None for a pass that has effects which no line repeats.
+        device: Device of the tensors; None for a pass with effects that a compiled pass would not repeat.
         quantizers: Quantizers whose settings and states the pass reads.
     """
 
@@ -86,7 +86,7 @@ class CompiledPass:
             key: Facts of the inputs.
             given: The inputs.
             facts: Arguments of `evaluate` behind the inputs.
-            beside: Tensors that the facts hold.
+            beside: Tensors that the facts refer to.
         """
         states = [*beside]
         for quantizer in self.quantizers:
@@ -96,11 +96,13 @@ class CompiledPass:
             key.append(kept[0])
             states += kept[1]
         kind = self.kinds[tuple(key)]
-        if kind.line is None and kind.calls < _COMPILED + _TRIES and self.device is not None:
+        if kind.generated is None and kind.calls < _COMPILED + _TRIES and self.device is not None:
             self._compile(kind, given, states, facts, self.device)
-        if kind.line is not None:
-            given += states  # one list, which the line empties: it alone holds the saved tensors
-            results = kind.line(given)
+        if kind.generated is not None:
+            given += (
+                states  # one list, which the function empties: no other reference keeps saved tensors alive
+            )
+            results = kind.generated(given)
             if results is not None:
                 return results, kind
             del given[len(given) - len(states) :]
@@ -114,7 +116,7 @@ class CompiledPass:
     def _compile(
         self, kind: Kind, given: list[Any], states: list[Tensor], facts: tuple[Any, ...], device: torch.device
     ) -> None:
-        """Compile the line of a kind when its call has come; a reason against it is kept."""
+        """Compile the pass in the second call of a kind, or keep the reason why it cannot be compiled."""
         kind.calls += 1
         if kind.calls < _COMPILED or _is_captured(device):
             return
@@ -123,13 +125,13 @@ class CompiledPass:
             symbols: list[Any] = instructions.symbols()
             results, metadata = self.evaluate(symbols[: len(given)], *facts)
             made = [instructions.symbol(result) for result in results]
-            line = straight_line(instructions, made)
+            generated = generate(instructions, made)
         except NotListed as error:
             kind.reason = str(error)
             if not isinstance(error, NotAligned):
                 kind.calls = _COMPILED + _TRIES
             return
-        kind.metadata, kind.line, kind.reason = metadata, line, None
+        kind.metadata, kind.generated, kind.reason = metadata, generated, None
         count = len(instructions.given)
         kind.given = tuple(
             [i for i, result in enumerate(made) if result is not None and result.buffer < count]
@@ -162,7 +164,7 @@ class CompiledLayer:
         Args:
             given: The inputs; the spec decides everything of them but their strides.
             spec: Spec of the layer.
-            beside: Tensors of weights that the spec holds, quantized for an earlier microbatch.
+            beside: Tensors of the spec's weights that were quantized for an earlier microbatch.
         """
         if offloading.synchronizer is not None or not undisturbed_in_eager_mode():
             return self._forward.by_steps(given, (spec,))
@@ -173,7 +175,7 @@ class CompiledLayer:
         return self._forward(key, given, (spec,), beside)
 
     def save(self, ctx: Any, kept: Sequence[Tensor | None], kind: Kind, update: Any) -> None:
-        """Save what a forward pass has returned for that, as `saving.save` does."""
+        """Save the tensors that a forward pass returned for the backward pass, like `saving.save`."""
         keep(ctx, kept)
         ctx.forms, ctx.scale_update = kind.metadata, update
         ctx.kind, ctx.hooked = kind, _hooks_on_saved(False) is not None
@@ -183,7 +185,7 @@ class CompiledLayer:
         kind: Kind = ctx.kind
         given = [*grads, *take_early(ctx)]
         disturbed = offloading.synchronizer is not None or not undisturbed_in_eager_mode()
-        if kind.line is None or disturbed or (ctx.hooked and offloading.used):
+        if kind.generated is None or disturbed or (ctx.hooked and offloading.used):
             return self._backward.by_steps(given, (spec, ctx))[0]
         key: list[Any] = [kind]
         compared = given if ctx.hooked else [*grads, *[given[i] for i in kind.given]]
@@ -194,7 +196,7 @@ class CompiledLayer:
 
 
 def compiles_on(device: torch.device) -> bool:
-    """Do passes on a device consist of launches? On a CPU torch computes them, which no line is made of."""
+    """Do passes on a device consist of launches? On a CPU torch computes them."""
     return device.type == "cuda"
 
 

@@ -109,7 +109,7 @@ def gradients_of(
 
 
 def compiled(spec: LayerSpec, device: torch.device) -> CompiledLayer | None:
-    """Return the passes of a layer as straight lines; None where the steps do more than launches and products."""
+    """Return the compiled passes of a layer; None if its steps do more than launch kernels and products."""
     linears = spec.linears().values()
     if spec.passes is None or not compiles_on(device):
         return None
@@ -118,7 +118,7 @@ def compiled(spec: LayerSpec, device: torch.device) -> CompiledLayer | None:
             return None
     quantizers = [quantizer for linear in linears for quantizer in (linear.input, linear.weight)]
     forward = CompiledPass(_forward_pass, device, quantizers)
-    # A gradient that is delayed, or added to main_grad, has effects that no line repeats.
+    # A gradient that is delayed, or added to main_grad, has effects that a compiled pass would not repeat.
     returned = all(
         not linear.weight_gradient.fused and linear.weight_gradient.store is None for linear in linears
     )

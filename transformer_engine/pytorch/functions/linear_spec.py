@@ -1,4 +1,4 @@
-"""LinearSpec: what a linear layer's forward and backward are told, and what follows from it."""
+"""LinearSpec: the settings of one call of a linear layer, and the environment of its passes."""
 
 from __future__ import annotations
 
@@ -33,20 +33,28 @@ class Accumulation:
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """Everything a linear layer's forward and backward need beside the tensors, resolved once per forward.
+    """The settings of one call of a linear layer, apart from its tensors.
 
-    output, grad_input   quantizers of the results, None to leave them in `dtype`
-    cached_weight        the weight as quantized for an earlier microbatch, else None
-    backward             "quantized", or the recipe's override: "high_precision" or "dequantized"
-    keep_input           save the unquantized input and quantize it again in the backward
-    scale_update         what delayed scaling updates when this backward has run
-    traced               a compiler is tracing
-    communicates         does `parallel` send anything? False spares it the questions
-    plain                input, weight and gradients are multiplied as they are: no operands to make and to choose from
-    passes               `layer_passes.LayerPasses` of a layer that is this product alone; None: not built yet
-    beside               the tensors of cached_weight
-    compiled             these passes as straight lines (`compiled.CompiledLayer`); None: they have none
-    Defaults are plain constants: torch 2.11 cannot trace a default that is an object.
+    Defaults are constants: torch 2.11 cannot trace a default that is an object.
+
+    Attributes:
+        dtype: Dtype of the results.
+        input, weight, grad_output: Quantizers of the operands.
+        accumulation: Which products promote partial sums to float32.
+        parallel: The tensor-parallel group.
+        weight_gradient: Where the gradient of the weight goes.
+        output, grad_input: Quantizers of the results; None to leave them in `dtype`.
+        cached_weight: The weight as quantized for an earlier microbatch, or None.
+        backward: "quantized", or the recipe's override: "high_precision" or "dequantized".
+        keep_input: Save the unquantized input and quantize it again in the backward pass.
+        needs_grad_input, needs_grad_weight, needs_grad_bias: Which gradients are needed.
+        scale_update: The scales that delayed scaling updates after the backward pass.
+        traced: A compiler is tracing.
+        communicates: `parallel` sends something.
+        plain: Input, weight and gradients are multiplied unquantized.
+        passes: `layer_passes.LayerPasses` of a layer that is this product alone; None before they are built.
+        compiled: `compiled.CompiledLayer` of these passes; None if they are not compiled.
+        beside: The tensors of `cached_weight`.
     """
 
     dtype: torch.dtype

@@ -43,7 +43,7 @@ class NormLinearSpec:
         returns_norm_output: The caller also gets norm(x).
         needs_grad: Some tensor needs a gradient.
         passes: The passes; None before `chosen`.
-        compiled: The passes as straight lines; None where they have none.
+        compiled: The compiled passes; None if they are not compiled.
         beside: The tensors of weights that were quantized for an earlier microbatch.
     """
 
@@ -144,7 +144,7 @@ class NormMLPSpec:
         recompute: The backward pass computes again what it reads of norm, fc1 and activation.
         needs_grad: Some tensor needs a gradient.
         passes: The passes; None before `chosen`.
-        compiled: The passes as straight lines; None where they have none.
+        compiled: The compiled passes; None if they are not compiled.
         beside: The tensors of weights that were quantized for an earlier microbatch.
     """
 

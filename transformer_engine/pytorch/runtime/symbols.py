@@ -5,7 +5,7 @@ cuBLASLt) they append to the `Instructions` of their symbols instead, and return
 symbol are symbols of the same buffer. Anything else that an operation does with a symbol, such as a computation by
 torch, raises `NotListed` with the reason: such a pass runs step by step. Nothing is computed, and no tensor is written.
 
-`straight_line.py` makes one function of the instructions.
+`generated_pass.py` makes one function of the instructions.
 """
 
 from __future__ import annotations

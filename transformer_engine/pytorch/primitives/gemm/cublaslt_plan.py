@@ -52,7 +52,7 @@ class Attached(NamedTuple):
 
 
 class Way(NamedTuple):
-    """What starting a plan takes, but for addresses, as `straight_line` writes it down.
+    """Everything that starting a plan takes except addresses, for `runtime/generated_pass.py`.
 
     idle        descriptors to take from and to give back to; describe makes one where there is none
     attributes  the numbers of POINTERS

@@ -1,8 +1,8 @@
-"""Prints {layer and recipe: what differs} between a step by passes and steps by lines, on a GPU that does nothing.
+"""Prints {layer and recipe: what differs} between steps of a pass and compiled passes, on a GPU that does nothing.
 
 Memory holds symbols in place of numbers: what a kernel or a product writes is the symbol of its name, its scalars and
 the symbols that it reads. Two steps that leave the same symbols in results, gradients and scaling states have started
-the same on the same, whatever else their memory was used for in between.
+the same kernels on the same inputs.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ LAYERS = {
     "gelu_mlp": lambda: te.LayerNormMLP(512, 512, params_dtype=torch.bfloat16),
     "biased_mlp": lambda: te.LayerNormMLP(512, 512, activation="relu", params_dtype=torch.bfloat16),
 }
-STEPS = (
-    6  # the third call of a kind is recorded, of a backward's, which begins when its forward is, the sixth
+COMPILED = (
+    4  # the second call of a kind compiles a forward pass, and the second backward after it a backward pass
 )
-RECORDED = 7
 
 memory: dict[int | None, Any] = {}
 
@@ -141,11 +140,11 @@ def step(module: Any, recipe: Any, first: bool | None) -> dict[str, Any]:
     return {name: read(tensor.data_ptr()) for name, tensor in left.items()}
 
 
-def lines(module: Any) -> list[int]:
-    """How many lines each pass of a layer has."""
+def compiled_passes(module: Any) -> list[int]:
+    """Return the number of compiled kinds of each pass of a layer."""
     specs = [spec for spec in module._specs.values() if spec.compiled is not None]
     return [
-        sum(kind.line is not None for kind in compiled.kinds.values())
+        sum(kind.generated is not None for kind in compiled.kinds.values())
         for spec in specs
         for compiled in spec.compiled.passes
     ]
@@ -155,9 +154,9 @@ def differences(name: str, kind: str, cached: bool) -> str | None:
     module, recipe = LAYERS[name](), host_calls.RECIPES[kind]()
     if cached:
         step(module, recipe, True)
-    steps = [step(module, recipe, False if cached else None) for _ in range(RECORDED + 3)]
-    if lines(module)[-2:] != [1, 1]:  # those of the spec that was made last
-        return f"lines: {lines(module)}"
+    steps = [step(module, recipe, False if cached else None) for _ in range(COMPILED + 3)]
+    if compiled_passes(module)[-2:] != [1, 1]:  # those of the spec that was made last
+        return f"compiled: {compiled_passes(module)}"
     expected = steps[1]  # the first has no states yet to be named
     if "?" in expected.values():
         return f"{expected}"
@@ -169,16 +168,16 @@ def differences(name: str, kind: str, cached: bool) -> str | None:
 
 
 def overlooked_setting() -> str | None:
-    """What a step by a line misses of a quantizer that was written to."""
+    """Return what a compiled pass misses of a quantizer whose settings were changed."""
     module, recipe = LAYERS["linear"](), host_calls.RECIPES["current"]()
-    before = [step(module, recipe, None) for _ in range(RECORDED + 3)][-1]
+    before = [step(module, recipe, None) for _ in range(COMPILED + 3)][-1]
     module.quantizers["scaling_fwd"][0].force_pow_2_scales = True
-    found = [step(module, recipe, None) for _ in range(RECORDED + 3)]
-    with observing(lambda operation, request: None):  # by the pass
+    found = [step(module, recipe, None) for _ in range(COMPILED + 3)]
+    with observing(lambda operation, request: None):  # runs the steps
         expected = step(module, recipe, None)
-    if expected == before or lines(module) != [2, 2]:
-        return f"the setting changes nothing, or there are no lines: {lines(module)}"
-    return None if all(made == expected for made in found) else "a line as it was before"
+    if expected == before or compiled_passes(module) != [2, 2]:
+        return f"the setting changes nothing, or nothing is compiled: {compiled_passes(module)}"
+    return None if all(made == expected for made in found) else "a pass compiled before the change"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A line starts what its pass starts, on the same: shown without a GPU, by what kernels would read and write."""
+"""A compiled pass starts what the steps start, on the same tensors: shown without a GPU by symbols in memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from support.programs import output_without_gpu
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_steps_by_lines_leave_what_steps_by_passes_leave():
-    done = output_without_gpu("tests/module/started_by_lines.py")
+def test_compiled_passes_start_the_kernels_of_their_steps():
+    done = output_without_gpu("tests/module/generated_launches.py")
     found = json.loads(done.splitlines()[-1])
     assert len(found) == 43
     assert {case: what for case, what in found.items() if what is not None} == {}

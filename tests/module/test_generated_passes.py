@@ -1,4 +1,4 @@
-"""A straight line starts what the steps of its pass start: results are equal, bit for bit."""
+"""A compiled pass starts what its steps start: results are equal, bit for bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformer_engine.pytorch.functions import compiled, layer
 pytestmark = pytest.mark.gpu
 
 ROWS, WIDTH = 256, 512
-SCRATCH = 1 << 20  # what small buffers of a line share, for all of its time
+SCRATCH = 1 << 20  # shared by small buffers of a compiled pass, until it ends
 RECIPES = {
     "none": lambda: None,
     "delayed": recipes.DelayedScaling,
@@ -42,7 +42,7 @@ LAYERS = {
 
 @pytest.fixture
 def unwritten(monkeypatch):
-    """Call it, and specs that are built from then on have no lines."""
+    """Return a function after which no passes are compiled."""
 
     def never() -> None:
         monkeypatch.setattr(layer, "compiles_on", lambda device: False)
@@ -61,13 +61,13 @@ def compiled_passes(module: torch.nn.Module) -> list[compiled.CompiledPass]:
     return [pass_ for spec in specs for pass_ in spec.compiled.passes]
 
 
-def lines(module: torch.nn.Module) -> list[compiled.Line]:
+def generated(module: torch.nn.Module) -> list[compiled.Generated]:
     kinds = [kind for pass_ in compiled_passes(module) for kind in pass_.kinds.values()]
-    return [kind.line for kind in kinds if kind.line is not None]
+    return [kind.generated for kind in kinds if kind.generated is not None]
 
 
 def reasons(module: torch.nn.Module) -> set[str]:
-    """Return why passes have no line."""
+    """Return why passes are not compiled."""
     kinds = [kind for pass_ in compiled_passes(module) for kind in pass_.kinds.values()]
     return {kind.reason for kind in kinds if kind.reason is not None}
 
@@ -97,7 +97,7 @@ def random(*shape: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("microbatches", (1, 2))
 @pytest.mark.parametrize("kind", RECIPES)
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_line_has_the_bits_of_its_pass(name, kind, microbatches, unwritten):
+def test_a_compiled_pass_has_the_bits_of_its_steps(name, kind, microbatches, unwritten):
     torch.manual_seed(0)
     written = LAYERS[name]()
     plain = copy.deepcopy(written)
@@ -109,15 +109,15 @@ def test_a_line_has_the_bits_of_its_pass(name, kind, microbatches, unwritten):
     for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         for a, b in zip(mine, theirs, strict=True):
             assert torch.equal(a, b), f"step {number}: {a.shape}"
-    assert lines(written) and not lines(plain), reasons(written)
-    # The gradients of norm(x) are added up by torch, whose kernels no line starts.
+    assert generated(written) and not generated(plain), reasons(written)
+    # The gradients of norm(x) are added up by torch, whose kernels no compiled pass starts.
     added = {"torch computes with a tensor of the pass (__add__)"}
     assert reasons(written) == (added if name == "norm_returned" else set())
 
 
 @pytest.mark.parametrize("kind", ("delayed", "current", "block"))
 @pytest.mark.parametrize("name", ("linear_bias", "layernorm_linear", "swiglu", "gelu"))
-def test_microbatches_by_lines_read_the_weights_that_are_kept(name, kind, unwritten):
+def test_compiled_microbatches_read_the_cached_weights(name, kind, unwritten):
     torch.manual_seed(0)
     written = LAYERS[name]()
     plain = copy.deepcopy(written)
@@ -141,11 +141,11 @@ def test_microbatches_by_lines_read_the_weights_that_are_kept(name, kind, unwrit
     found = steps(written)
     unwritten()
     assert all(torch.equal(a, b) for a, b in zip(found, steps(plain), strict=True))
-    assert len(lines(written)) >= 2 and not reasons(written)
+    assert len(generated(written)) >= 2 and not reasons(written)
 
 
 @pytest.mark.parametrize("kind", RECIPES)
-def test_a_line_takes_no_more_memory_than_its_pass(kind, unwritten):
+def test_a_compiled_pass_takes_no_more_memory_than_its_steps(kind, unwritten):
     def peak(module) -> int:
         recipe = RECIPES[kind]()
         x, dy = random(2048, 1, WIDTH, seed=0), random(2048, 1, WIDTH, seed=1)
@@ -163,13 +163,13 @@ def test_a_line_takes_no_more_memory_than_its_pass(kind, unwritten):
 
 
 @pytest.mark.parametrize("kind", RECIPES)
-def test_a_line_is_captured_and_replayed(kind):
+def test_a_compiled_pass_is_captured_and_replayed(kind):
     module, recipe = LAYERS["swiglu"](), RECIPES[kind]()
     x = random(ROWS, 1, WIDTH, seed=0)
     with torch.no_grad(), te.autocast(enabled=recipe is not None, recipe=recipe):
         for _ in range(5):
             expected = module(x)
-        assert lines(module)
+        assert generated(module)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = module(x)
@@ -178,7 +178,7 @@ def test_a_line_is_captured_and_replayed(kind):
     assert torch.equal(y, expected)
 
 
-def test_a_line_follows_the_current_stream():
+def test_a_compiled_pass_follows_the_current_stream():
     module, x = LAYERS["swiglu"](), random(ROWS, 1, WIDTH, seed=0)
     with torch.no_grad():
         for _ in range(5):
@@ -192,7 +192,7 @@ def test_a_line_follows_the_current_stream():
     assert torch.equal(y, expected)
 
 
-def test_what_lies_elsewhere_goes_the_way_of_the_pass():
+def test_unaligned_tensors_run_the_steps():
     module = LAYERS["linear"]()
     memory = random(ROWS * WIDTH + 8, seed=0)
     with torch.no_grad():

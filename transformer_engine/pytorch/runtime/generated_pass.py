@@ -1,10 +1,10 @@
-"""results = line(given): the instructions of a pass, written as one function that allocates, launches and multiplies.
+"""results = generated(given): the instructions of a pass as one function that allocates, launches and multiplies.
 
-The function's source is made of the instructions as `namedtuple` makes a class: every handle, form and constant is a
-name, every buffer a local variable that is deleted after the instruction that reads it last. Small buffers of a pass
-share one allocation, because an allocation takes as long as half a launch.
+The source of the function is generated from the instructions: every handle, form and constant is a name, every buffer
+a local variable that is deleted after the instruction that reads it last. Small buffers of a pass share one
+allocation, because an allocation takes as long as half a launch.
 
-Source, rather than a loop over closures: MEASURE
+Generated source is used instead of a loop over closures because of its speed: MEASURE
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .zeros import numbers
 _SMALL = 1 << 20
 _SCALES = 2  # the first pointers of a product, which need less alignment than a matrix
 
-Line = Callable[[list[Any]], "tuple[Any, ...] | None"]
+Generated = Callable[[list[Any]], "tuple[Any, ...] | None"]
 
 
 class Result(NamedTuple):
@@ -35,11 +35,12 @@ class Result(NamedTuple):
     form: Form
 
 
-def straight_line(instructions: Instructions, results: Sequence[Symbol | None]) -> Line:
-    """Return line(given) -> results.
+def generate(instructions: Instructions, results: Sequence[Symbol | None]) -> Generated:
+    """Return generated(given) -> results.
 
-    The line returns None, with nothing done, if a given tensor is not aligned or its device is not the current one. It
-    empties the list of given tensors, so that it alone holds what a node of the graph has released.
+    The function returns None, with nothing done, if a given tensor is not aligned or its device is not the current
+    one. It empties the list of given tensors, so that it holds the only references to tensors that a node of the
+    graph has released.
 
     Raises:
         NotListed: Triton's calling convention is unknown, or a result is a part of a buffer.
@@ -48,7 +49,7 @@ def straight_line(instructions: Instructions, results: Sequence[Symbol | None]) 
 
 
 class _Writer:
-    """The source of a line, and the objects that its names stand for."""
+    """The source of a generated function, and the objects that its names refer to."""
 
     def __init__(self, instructions: Instructions, results: Sequence[Symbol | None]):
         self.instructions = instructions
@@ -61,29 +62,29 @@ class _Writer:
         self.forms = self._forms_wanted()
         self.scratch = self._scratch()
 
-    def function(self) -> Line:
+    def function(self) -> Generated:
         body = [line for step, dead in self._steps() for line in (*self._written(step), *dead)]
         given = [f"b{i}" for i in range(self.given)]
         answers = ", ".join([self._answer(result) for result in self.results])
         here = [i for i in range(self.given) if self.instructions.forms[i] is not None]
         source = "\n    ".join(
             [
-                "def line(given):",
+                "def generated(given):",
                 f"{', '.join(given)}, = given",
                 *[f"p{i} = b{i}.data_ptr()" for i in here],
-                *self._leaves_at_once(here),
+                *self._checks(here),
                 "given.clear()",
                 *self._context(),
                 *body,
                 f"return ({answers},)",
             ]
         )
-        exec(compile(source, f"<a line of {len(self.instructions.steps)} steps>", "exec"), self.names)
-        line = self.names.pop("line")
-        line.source = source
-        return line
+        exec(compile(source, f"<a pass of {len(self.instructions.steps)} instructions>", "exec"), self.names)
+        generated = self.names.pop("generated")
+        generated.source = source
+        return generated
 
-    def _leaves_at_once(self, given: list[int]) -> list[str]:
+    def _checks(self, given: list[int]) -> list[str]:
         """Return the checks of what numbers of a pointer decide, before anything is done."""
         by_alignment: dict[int, list[str]] = {}
         for i in given:
@@ -99,16 +100,16 @@ class _Writer:
 
     def _alignment_of(self, given: int) -> int:
         """Return the alignment that kernels, and products that multiply or add a tensor, rely on."""
-        counted_on = [ALIGNMENT]
+        relied_on = [ALIGNMENT]
         for step in self.instructions.steps:
             if isinstance(step, Multiplied):
                 places = (step.left, step.right, *step.pointers[_SCALES:])
                 if given in places:
-                    counted_on.append(step.plan.way().alignment)
-        return max(counted_on)
+                    relied_on.append(step.plan.way().alignment)
+        return max(relied_on)
 
     def _context(self) -> list[str]:
-        """The stream, and what products of a library share on it."""
+        """Return the lines that read the current stream and allocate what the instructions share."""
         started = [step for step in self.instructions.steps if isinstance(step, Started)]
         multiplied = [step.plan for step in self.instructions.steps if isinstance(step, Multiplied)]
         if not started and not multiplied:
@@ -128,7 +129,7 @@ class _Writer:
         return lines + self._numbers()
 
     def _numbers(self) -> list[str]:
-        """All numbers at once: they are slots of a tensor that is there."""
+        """Return the lines that make all numbers at once: they are slots of an existing tensor."""
         steps = [step for step in self.instructions.steps if isinstance(step, Numbers)]
         if not steps:
             return []
@@ -138,10 +139,8 @@ class _Writer:
         lines = [f"{''.join(f'b{buffer}, ' for buffer in buffers)}= numbers(device, {zeroed})"]
         return lines + [f"p{buffer} = b{buffer}.data_ptr()" for buffer in buffers]
 
-    # Which buffer is last read where.
-
     def _last_reads(self) -> dict[int, int]:
-        """The step that reads a buffer last, of those that the pass does not answer."""
+        """Return the index of the last instruction that reads each buffer that is not a result."""
         answered = {result.buffer for result in self.results if result is not None}
         last: dict[int, int] = {}
         for number, step in enumerate(self.instructions.steps):
@@ -149,7 +148,7 @@ class _Writer:
         return last
 
     def _scratch(self) -> Plan:
-        """Where the buffers of a small pass lie that it makes for itself alone."""
+        """Return the offsets of small buffers that are not results in one shared allocation."""
         lives = [
             Life(step.buffer, number, self.last[step.buffer], _elements(step.form) * step.form.dtype.itemsize)
             for number, step in enumerate(self.instructions.steps)
@@ -160,7 +159,7 @@ class _Writer:
         return planned if len(small) > 1 and planned.bytes <= _SMALL else Plan({}, 0)
 
     def _steps(self) -> list[tuple[Any, list[str]]]:
-        """The steps, and what is deleted behind each."""
+        """Return the instructions, each with the lines that delete buffers after it."""
         deleted: dict[int, list[str]] = {}
         for buffer, number in self.last.items():
             if buffer not in self.scratch.offsets:
@@ -168,7 +167,7 @@ class _Writer:
         return [(step, deleted.get(number, [])) for number, step in enumerate(self.instructions.steps)]
 
     def _forms_wanted(self) -> dict[int, Form]:
-        """By made buffer, the one form that it is answered in: it is made in that."""
+        """Return the form in which each buffer is allocated: that of the result, if it is returned in one form."""
         made = {step.buffer: step.form for step in self.instructions.steps if isinstance(step, Made)}
         wanted: dict[int, set[Form]] = {}
         for result in self.results:
@@ -181,8 +180,6 @@ class _Writer:
                 if form.dtype is made[buffer].dtype and _elements(form) == _elements(made[buffer]):
                     forms[buffer] = form
         return forms
-
-    # How a step reads.
 
     def _written(self, step: Any) -> list[str]:
         if isinstance(step, Made) and step.buffer in self.scratch.offsets:
@@ -249,7 +246,7 @@ class _Writer:
         return f"b{buffer}.view({form.shape})"
 
     def _constant(self, value: Any) -> str:
-        """A literal where there is one, else a name."""
+        """Return a literal of a number, a flag or None, and the name of any other object."""
         return repr(value) if value is None or type(value) in (bool, int) else self._name(value)
 
     def _name(self, value: Any) -> str:
@@ -300,7 +297,7 @@ def _read(step: Any) -> list[int]:
 
 
 def _is_view(lies: Form, form: Form) -> bool:
-    """Does a tensor's view of a shape lie as a form says?"""
+    """Does a view of a tensor of one form have another form?"""
     tensor = torch.empty_strided(lies.shape, lies.strides, dtype=lies.dtype, device="meta")
     try:
         return Form.of(tensor.view(form.shape)) == form
@@ -309,6 +306,6 @@ def _is_view(lies: Form, form: Form) -> bool:
 
 
 def _elements(form: Form) -> int:
-    """How many elements the memory of a form has."""
+    """Return the number of elements from the first to the last of a form."""
     reach = [(size - 1) * stride for size, stride in zip(form.shape, form.strides, strict=True)]
     return sum(reach) + 1

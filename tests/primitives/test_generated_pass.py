@@ -1,4 +1,4 @@
-"""A line starts what a function of symbols lists, on other tensors; a function that does more has a reason."""
+"""A generated pass starts what a function of symbols lists, on other tensors."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 from transformer_engine.common.kernels import launch as records
 from transformer_engine.common.kernels.launch import Handle, Launch, Output
+from transformer_engine.pytorch.runtime.generated_pass import generate
 from transformer_engine.pytorch.runtime.launching import run, run_into
 from transformer_engine.pytorch.runtime.scratch import Life, plan
-from transformer_engine.pytorch.runtime.straight_line import straight_line
 from transformer_engine.pytorch.runtime.symbols import Instructions, NotListed
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -54,10 +54,10 @@ def tensors(count: int) -> list[torch.Tensor]:
 
 
 def listed(work, given):
-    """Return the line of work(*given), which is evaluated on symbols."""
+    """Return the generated pass of work(*given), which is evaluated on symbols."""
     instructions = Instructions(given, CPU)
     results = work(*instructions.symbols())
-    return straight_line(instructions, [instructions.symbol(result) for result in results])
+    return generate(instructions, [instructions.symbol(result) for result in results])
 
 
 SQUARED = record("squared", 1, Output((8, 16), "float32"))
@@ -70,12 +70,12 @@ def added(x, y):
     return total.view(2, 4, 16), None, x, sums
 
 
-def test_a_line_starts_the_same_kernels_on_what_it_is_given(started):
-    line = listed(added, tensors(2))
+def test_a_generated_pass_starts_the_same_kernels_on_its_inputs(started):
+    generated = listed(added, tensors(2))
     assert started == []
     x, y = tensors(2)
     given = [x, y]
-    total, nothing, same, sums = line(given)
+    total, nothing, same, sums = generated(given)
     assert given == [] and nothing is None and same is x
     assert total.shape == (2, 4, 16) and total.is_contiguous() and sums.shape == (8,)
     (first, (of_x, squared)), (second, (read, of_y, made, of_sums)) = started
@@ -85,16 +85,16 @@ def test_a_line_starts_the_same_kernels_on_what_it_is_given(started):
 
 
 def test_every_call_makes_tensors_of_its_own(started):
-    line = listed(added, tensors(2))
-    first, second = line(tensors(2)), line(tensors(2))
+    generated = listed(added, tensors(2))
+    first, second = generated(tensors(2)), generated(tensors(2))
     assert first[0].data_ptr() != second[0].data_ptr()
 
 
-def test_a_line_returns_none_for_tensors_that_are_not_aligned(started):
-    line = listed(added, tensors(2))
+def test_a_generated_pass_returns_none_for_tensors_that_are_not_aligned(started):
+    generated = listed(added, tensors(2))
     started.clear()
     given = [torch.zeros(129)[1:].view(8, 16), *tensors(1)]
-    assert line(given) is None
+    assert generated(given) is None
     assert len(given) == 2 and started == []
 
 
@@ -106,10 +106,10 @@ def test_small_buffers_inside_of_a_pass_share_memory(started):
             (x,) = run(chained, (x,))
         return (x,)
 
-    line = listed(work, tensors(1))
-    assert line.source.count("empty(") == 2  # the scratch and the result
+    generated = listed(work, tensors(1))
+    assert generated.source.count("empty(") == 2  # the scratch and the result
     started.clear()
-    line(tensors(1))
+    generated(tensors(1))
     places = [addresses[1] for _, addresses in started[:3]]
     assert places[0] != places[1] and places[0] == places[2]
 
@@ -160,7 +160,7 @@ KEPT = torch.zeros(8, 16)
         (remembered, "a tensor that the pass was not given"),
     ),
 )
-def test_a_function_that_does_more_than_start_kernels_has_no_line(work, reason, started):
+def test_a_function_that_does_more_than_start_kernels_is_not_listed(work, reason, started):
     with pytest.raises(NotListed, match=reason):
         listed(work, tensors(2))
     assert started == [] and all(not tensor.any() for tensor in tensors(2))
@@ -171,7 +171,7 @@ class Marked(torch.Tensor):
 
 
 @pytest.mark.parametrize("given", [torch.zeros(8, 16).as_subclass(Marked), torch.zeros(0, 16)])
-def test_tensors_of_subclasses_and_empty_tensors_have_no_line(given):
+def test_tensors_of_subclasses_and_empty_tensors_are_not_listed(given):
     with pytest.raises(NotListed, match="a tensor is"):
         Instructions([given], CPU)
 
@@ -182,9 +182,9 @@ def test_a_tensor_that_a_function_holds_is_the_given_one_with_its_address(starte
     def work(x, _):
         return run(ADDED, (x, state))
 
-    line = listed(work, [*tensors(1), state])
+    generated = listed(work, [*tensors(1), state])
     x, other = tensors(2)
-    line([x, other])
+    generated([x, other])
     ((_, addresses),) = started
     assert addresses[:2] == [x.data_ptr(), other.data_ptr()]
 
@@ -194,9 +194,9 @@ def test_memory_that_is_used_again_is_that_of_its_second_buffer(started):
         run(SQUARED, (x,))
         return run(SQUARED, (x,))
 
-    line = listed(work, tensors(1))
+    generated = listed(work, tensors(1))
     started.clear()
-    (second,) = line(tensors(1))
+    (second,) = generated(tensors(1))
     assert [addresses[1] == second.data_ptr() for _, addresses in started] == [False, True]
 
 
