@@ -4,7 +4,8 @@ The source of the function is generated from the instructions: every handle, for
 a local variable that is deleted after the instruction that reads it last. Small buffers of a pass share one
 allocation, because an allocation takes as long as half a launch.
 
-Generated source is used instead of a loop over closures because of its speed: MEASURE
+Source is generated because a loop over closures takes twice as long: for the forward pass of a Linear under current
+scaling (four kernels, a product) 16 us instead of 8.4, with launches that do nothing (`benchmarks/pretended_gpu.py`).
 """
 
 from __future__ import annotations
