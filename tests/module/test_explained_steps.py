@@ -1,0 +1,46 @@
+"""`explain(layer, x, steps=True)` reports every step of the passes that ran: results, backends, saved buffers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.layers import LAYERS, RECIPES, sample
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.functions.run import watchers
+from transformer_engine.pytorch.quantization import emulate
+
+
+def explained(layer: torch.nn.Module, x: torch.Tensor, recipe: str | None = None, **options):
+    chosen = None if recipe is None else RECIPES[recipe]
+    with emulate(), te.autocast(enabled=chosen is not None, recipe=chosen):
+        return te.explain(layer, x, steps=True, **options)
+
+
+@pytest.mark.parametrize("recipe", [None, "current"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_both_passes_of_a_layer_are_reported(kind, recipe):
+    layer = LAYERS[kind](device="cpu")
+    forward, backward = explained(layer, sample("cpu"), recipe).passes
+    assert (forward.name, backward.name) == ("forward pass", "backward pass")
+    assert forward.saved and not backward.saved
+    for report in (*forward.steps, *backward.steps):
+        assert report.results and all("[" in result for result in report.results)
+    made = " ".join(report.step for report in backward.steps)
+    assert "grad_weight" in made and "grad_input" in made
+
+
+def test_a_step_names_its_backend_and_the_format_of_its_codes():
+    (forward,) = explained(
+        te.Linear(32, 32, device="cpu"), torch.randn(16, 32), "current", backward=False
+    ).passes
+    text = str(forward)
+    assert (
+        "linear.x_row float8 [16, 32]" in text and "quantize: reference" in text and "gemm: reference" in text
+    )
+
+
+def test_steps_are_reported_only_where_they_are_asked_for():
+    layer, x = te.Linear(32, 32, device="cpu"), torch.randn(16, 32)
+    assert te.explain(layer, x).passes == ()
+    assert explained(layer, x).passes and not watchers
