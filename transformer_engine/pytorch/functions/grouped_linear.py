@@ -83,7 +83,7 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, spec: GroupedLinearSpec, *parameters: Tensor | None) -> Tensor:
         count = 1 if spec.stacked_weight else len(spec.rows)
         weights: Any = parameters[:count]
-        biases = parameters[count:]
+        biases: Any = parameters[count:]
         y, saved = _forward(x, weights, biases, spec)
         save(ctx, (), saved, spec.scale_update)
         ctx.spec = spec

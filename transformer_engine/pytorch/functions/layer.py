@@ -163,6 +163,7 @@ def _shaped(results: list[Any], saved: list[Any], x: Tensor) -> tuple[list[Any],
     """
     traced = torch.compiler.is_compiling()
     leading = tuple(x.shape[:-1])
+    made: Any
     for i, made in enumerate(results):
         if made is None or isinstance(made, QuantizedTensorStorage):
             continue
@@ -176,7 +177,7 @@ def _shaped(results: list[Any], saved: list[Any], x: Tensor) -> tuple[list[Any],
     return results, saved
 
 
-def _renamed(saved: Any, made: Tensor, returned: Tensor) -> Any:
+def _renamed(saved: Any, made: Any, returned: Any) -> Any:
     kept: Any = saved
     if saved is made:
         kept = returned

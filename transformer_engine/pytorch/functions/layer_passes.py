@@ -132,8 +132,13 @@ def _built(key: tuple[Any, ...]) -> LayerPasses:
     forward, backward = (overlap(fuse(pass_, is_allowed)) for pass_ in made)
     inference = needed_for(forward, forward.results, ())
     again = needed_for(forward, (), forward.saved)
-    schedules = [schedule_of(pass_) for pass_ in (forward, inference, backward, again)]
-    return LayerPasses(*schedules, (forward, backward))  # pyright: ignore[reportArgumentType]
+    return LayerPasses(
+        schedule_of(forward),
+        schedule_of(inference),
+        schedule_of(backward),
+        schedule_of(again),
+        (forward, backward),
+    )
 
 
 _known: Memory[tuple[Any, ...], LayerPasses] = Memory(_built, 4096)

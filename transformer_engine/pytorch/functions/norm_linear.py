@@ -87,7 +87,7 @@ class NormLinearSpec:
 
     def environment(self, dtypes: Dtypes, leading: tuple[int, ...]) -> Environment:
         """Return the environment of the passes for an input with these dimensions in place of its rows."""
-        of_gradients = dict(zip((LINEAR,), dtypes, strict=False))
+        of_gradients: dict[str, Any] = dict(zip((LINEAR,), dtypes, strict=False))
         return Environment({LINEAR: self.linear}, of_gradients, leading, {NORM: self.norm})
 
 

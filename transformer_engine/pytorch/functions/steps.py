@@ -49,7 +49,7 @@ def _cast(env: Environment, s: Cast, x: Any) -> tuple[Any, Any]:
     spec = env.linears[s.layer]
     if s.tensor == "weight":
         return weight_operands(x, spec, s.columnwise)
-    matrix = x if isinstance(x, QuantizedTensorStorage) else as_matrix(x)
+    matrix: Any = x if isinstance(x, QuantizedTensorStorage) else as_matrix(x)
     if s.tensor == "input" and s.rowwise:
         return input_operands(matrix, spec.input, s.columnwise)
     quantizer = spec.input if s.tensor == "input" else spec.grad_output
@@ -123,7 +123,7 @@ def _product(
         return (gemm(left, right, epilogue),)
     quantizer = spec.output if s.cast.tensor == "output" else spec.grad_input
     assert quantizer is not None
-    made = gemm(left, right, epilogue, quantizer.cast(True, False))  # pyright: ignore[reportArgumentType]
+    made: Any = gemm(left, right, epilogue, quantizer.cast(True, False))  # pyright: ignore
     codes: Any = made.codes
     shape = (*leading_shape(env.leading, codes.shape[0]), codes.shape[-1])
     return (quantizer.adopted(made, shape, spec.dtype),)

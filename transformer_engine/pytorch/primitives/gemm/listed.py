@@ -76,8 +76,8 @@ def _same(a: SymbolicOperand, b: Operand) -> tuple[Instructions, Operand]:
     """Return the instructions of the pass, and b with symbols in place of tensors that the pass was given."""
     codes: Any = a.codes
     instructions: Instructions = codes.instructions
-    tensors: Any = instructions.symbol(b.codes), instructions.symbol(b.scale)
-    return instructions, SymbolicOperand(*tensors, *b[2:])
+    codes, scale = instructions.symbol(b.codes), instructions.symbol(b.scale)
+    return instructions, SymbolicOperand.of(b._replace(codes=codes, scale=scale))  # pyright: ignore
 
 
 def _native(key: tuple[Any, ...]) -> tuple[Any, ...]:
