@@ -15,9 +15,9 @@ from .request import AttentionRequest, Call, Parts
 
 __all__ = ["TABLE", "AttentionRequest", "Call", "Parts", "attention", "attention_parts"]
 
-# Up to this length of both sequences the Triton kernels are preferred. H200, forward and backward, cuDNN 9.19 against the
-# kernels: 4 x 128 tokens of 16 heads of 64, 26 us on the GPU against 15, and 140 us on the host against 72; 4 x 512
-# tokens, 69 against 56 us on the GPU; 1024 tokens of 32 heads of 128, 150 against 168.
+# Both sequences up to this length: Triton kernels are preferred. H200, forward and backward, cuDNN 9.19 against the
+# kernels: 4 x 128 tokens of 16 heads of 64, 26 us on the GPU against 15, and 140 us on the host against 72.
+# 4 x 512 tokens, 69 us on the GPU against 56; 1024 tokens of 32 heads of 128, 150 against 168.
 SHORT = 512
 
 
