@@ -119,8 +119,8 @@ def sentence(name: str) -> str:
     near = _near(place, last)
     suggestion = f"did you mean {near!r}? " if near else ""
     return (
-        f"{place} has no {last!r} in this package, {__version__}; {suggestion}docs/support.md lists the supported names, and "
-        f"dir({place}) its names"
+        f"{place} has no {last!r} in this package, {__version__}; {suggestion}docs/support.md lists what is "
+        f"supported, and dir({place}) the names"
     )
 
 
