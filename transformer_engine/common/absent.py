@@ -50,8 +50,8 @@ ABSENT = {
     "transformer_engine.jax.quantize.get_quantize_config": "settings of a global recipe; call "
     "get_quantize_config_with_recipe(get_global_quantize_recipe())",
     "transformer_engine.jax.quantize.*_padding_*_scale_inv": "scale_inv is stored without padding; leave the call out",
-    "transformer_engine.jax.quantize.should_use_rht": "the quantizer holds the setting; read use_rht of an "
-    "NVFP4Quantizer, or has_rht_applied of a tensor",
+    "transformer_engine.jax.quantize.should_use_rht": "the quantizer holds the setting; read use_rht of the "
+    "quantizer, or has_rht_applied of a tensor",
     "transformer_engine_jax.get_*_workspace_size*": "sizes the scratch buffers of the original's custom calls; XLA "
     "allocates those of the functions in transformer_engine.jax.cpp_extensions",
     "transformer_engine_jax.*pack_*": "packs the binary descriptor of one of the original's custom calls; pass the "
