@@ -204,14 +204,6 @@ def test_config_has_the_settings_of_its_recipe(name):
     assert found.get_scaling_mode(quantize.TensorSource.X) is not ScalingMode.NO_SCALING
 
 
-def test_grouped_quantizer_has_the_fields_of_its_quantizer():
-    one = quantizer_of(ScalingMode.DELAYED_TENSOR_SCALING, n_groups=2, checkpoint_name="codes")
-    assert (one.q_dtype, one.q_layout, one.data_layout) == (
-        jnp.float8_e4m3fn, QuantizeLayout.ROWWISE_COLWISE, "NT",
-    )  # fmt: skip
-    assert one.checkpoint_name == "codes" and len(one.quantizers) == one.n_groups == 2
-
-
 def test_quantize_takes_its_arguments_by_position():
     x = drawn(4, 8, 16)
     one = quantizer_of(ScalingMode.CURRENT_TENSOR_SCALING)

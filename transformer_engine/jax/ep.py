@@ -215,14 +215,9 @@ def _placement(cfg: EpLayerConfig | EpConfig) -> EpConfig:
 
 
 def dispatched(
-    cfg: EpConfig,
-    topk_idx: Array,
-    tokens: Array,
-    topk_weights: Array,
-    recv_capacity_per_rank: int,
-    align_size: int = 1,
-    rows_of_buffer: int | None = None,
-) -> tuple[Array, Array, EpHandle, Array, Array]:
+    cfg: EpConfig, topk_idx: Array, tokens: Array, topk_weights: Array, recv_capacity_per_rank: int,
+    align_size: int = 1, rows_of_buffer: int | None = None,
+) -> tuple[Array, Array, EpHandle, Array, Array]:  # fmt: skip
     """Dispatch as `ep_dispatch`, with token_counts that include dropped rows and exclude alignment.
 
     Args:

@@ -12,16 +12,6 @@ from ..checks import check_dtype, check_shaped, check_values
 from ..primitives.attention.enums import AttnSoftmaxType
 from ..softmax import SoftmaxFusionType, softmax
 
-__all__ = [
-    "is_softmax_kernel_available",
-    "scaled_masked_softmax_bwd",
-    "scaled_masked_softmax_fwd",
-    "scaled_softmax_bwd",
-    "scaled_softmax_fwd",
-    "scaled_upper_triang_masked_softmax_bwd",
-    "scaled_upper_triang_masked_softmax_fwd",
-]
-
 _THREADS, _WARP = 128, 32
 
 

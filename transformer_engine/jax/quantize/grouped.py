@@ -27,7 +27,7 @@ from ..primitives.quantize.tiles import settled
 from ..undifferentiated import constant, undifferentiated
 from .grouped_tensors import GroupedNoScaleTensor, GroupedScaledTensor1x
 from .quantizers import DelayedScaleQuantizer, Quantizer, QuantizerSet, advanced_together
-from .scaling_modes import QuantizeLayout, ScalingMode
+from .scaling_modes import ScalingMode
 from .settings import element_of
 from .tensors import ScaledTensor2x, positive_axis
 
@@ -69,26 +69,6 @@ class GroupedQuantizer:
     @property
     def scaling_mode(self) -> ScalingMode:
         return self.quantizer.scaling_mode
-
-    @property
-    def q_dtype(self) -> Any:
-        """dtype of the codes."""
-        return self.quantizer.q_dtype
-
-    @property
-    def q_layout(self) -> QuantizeLayout:
-        """Directions that are stored."""
-        return self.quantizer.q_layout
-
-    @property
-    def data_layout(self) -> str:
-        """Layouts of the row-wise and the column-wise codes: "N" as the input, "T" transposed."""
-        return self.quantizer.data_layout
-
-    @property
-    def checkpoint_name(self) -> str | None:
-        """Name of the codes and scales for recomputation policies."""
-        return self.quantizer.checkpoint_name
 
     @property
     def quantizers(self) -> tuple[Quantizer, ...]:

@@ -11,9 +11,6 @@ from ...common.checks import member
 from ...common.formats import (
     BLOCK_1D,
     BLOCK_2D,
-    E2M1,
-    E4M3,
-    E5M2,
     FLOAT8,
     MXFP8,
     NVFP4,
@@ -118,7 +115,7 @@ class ScalingMode(enum.Enum):
 
 
 _SCALE_DTYPES = {"float32": jnp.float32, "e8m0": jnp.float8_e8m0fnu, "e4m3": jnp.float8_e4m3fn}
-_CODE_DTYPES = {E4M3.name: jnp.float8_e4m3fn, E5M2.name: jnp.float8_e5m2, E2M1.name: jnp.float4_e2m1fn}
+_CODE_DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2, "e2m1": jnp.float4_e2m1fn}
 
 
 _FORMATS: dict[ScalingMode, TensorFormat | None] = {
