@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend import core
 from jax.extend.core import Primitive
@@ -123,18 +124,119 @@ def by_platform(*arrays: Any, cuda: Callable[..., Any], default: Callable[..., A
     if cuda == default:
         return default(*arrays)
     leaves, in_tree = jax.tree.flatten(arrays)
-    if (
-        jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
-        or core.nonempty_axis_env_DO_NOT_USE()
-        or any(is_symbolic(extent) for leaf in leaves for extent in leaf.shape)
-    ):
+    if _must_trace_both(leaves):
         return lax.platform_dependent(*arrays, cuda=cuda, default=default)
-    branches = _Branches(_OnLeaves(cuda, in_tree), _OnLeaves(default, in_tree))
+    branches = _Branches.of(_OnLeaves(cuda, in_tree), _OnLeaves(default, in_tree))
     jaxpr, results = _traced(branches.expected)(*leaves)
     if jaxpr.effects:
         return lax.platform_dependent(*arrays, cuda=cuda, default=default)
     made = _by_platform.bind(*leaves, branches=branches, jaxpr=jaxpr)
     return jax.tree.unflatten(jax.tree.structure(results), made)
+
+
+def _must_trace_both(leaves: list[Any]) -> bool:
+    return bool(
+        jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+        or core.nonempty_axis_env_DO_NOT_USE()
+        or any(is_symbolic(extent) for leaf in leaves for extent in leaf.shape)
+    )
+
+
+def differentiable_by_platform(
+    *arrays: Any, cuda: Callable[..., Any], default: Callable[..., Any]
+) -> Any:
+    """`by_platform` with a derivative in reverse mode that also traces a single branch.
+
+    The forward pass saves the residuals of the expected branch. A program that is lowered for another platform runs
+    that platform's branch again in its backward pass, because its residuals are other arrays.
+
+    Args:
+        *arrays: Pytrees of arrays; those of floating point are differentiated.
+        cuda: See `by_platform`.
+        default: See `by_platform`.
+
+    Returns:
+        The result of the function, a pytree of floating-point arrays.
+    """
+    if cuda == default:
+        return default(*arrays)
+    if _must_trace_both(jax.tree.leaves(arrays)):
+        return lax.platform_dependent(*arrays, cuda=cuda, default=default)
+    return _choice(_Branches.of(cuda, default), arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _choice(branches: _Branches, arrays: tuple[Any, ...]) -> Any:
+    return by_platform(*arrays, cuda=branches.cuda, default=branches.default)
+
+
+def _choice_forward(branches: _Branches, arrays: tuple[Any, ...]) -> tuple[Any, Any]:
+    leaves, tree = jax.tree.flatten(arrays)
+    expected = _Vjp(branches.expected, tree)
+    _, (_, residuals) = _traced(expected)(*leaves)
+    shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(residuals))
+    forward = branches.made(lambda _: expected, lambda other: _WithoutResiduals(other, tree, shapes))
+    out, pullback = by_platform(*leaves, cuda=forward.cuda, default=forward.default)
+    return out, (arrays, pullback)
+
+
+def _choice_backward(branches: _Branches, saved: Any, cotangent: Any) -> tuple[Any]:
+    arrays, pullback = saved
+    leaves, tree = jax.tree.flatten(arrays)
+    backward = branches.made(lambda _: _pulled_back, lambda other: _Recomputed(other, tree))
+    moved = iter(by_platform(pullback, cotangent, leaves, cuda=backward.cuda, default=backward.default))
+    return (jax.tree.unflatten(tree, [next(moved) if _is_float(leaf) else None for leaf in leaves]),)
+
+
+_choice.defvjp(_choice_forward, _choice_backward)
+
+
+def _is_float(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+@dataclass(frozen=True)
+class _Vjp:
+    """(leaves) -> the result of a function of pytrees, and its pullback to the leaves of floating point."""
+
+    function: Callable[..., Any]
+    tree: Any
+
+    def __call__(self, *leaves: Any) -> tuple[Any, Any]:
+        def run(*floats: Any) -> Any:
+            moving = iter(floats)
+            given = [next(moving) if _is_float(leaf) else leaf for leaf in leaves]
+            return self.function(*jax.tree.unflatten(self.tree, given))
+
+        return jax.vjp(run, *filter(_is_float, leaves))
+
+
+@dataclass(frozen=True)
+class _WithoutResiduals:
+    """(leaves) -> the result of a function of pytrees, and zeros as the residuals of another platform's branch."""
+
+    function: Callable[..., Any]
+    tree: Any
+    shapes: tuple[tuple[tuple[int, ...], Any], ...]
+
+    def __call__(self, *leaves: Any) -> tuple[Any, Any]:
+        out = self.function(*jax.tree.unflatten(self.tree, leaves))
+        return out, [jnp.zeros(shape, dtype) for shape, dtype in self.shapes]
+
+
+def _pulled_back(pullback: Any, cotangent: Any, leaves: list[Any]) -> list[Any]:
+    return list(pullback(cotangent))
+
+
+@dataclass(frozen=True)
+class _Recomputed:
+    """The same without residuals: the function of pytrees is run again."""
+
+    function: Callable[..., Any]
+    tree: Any
+
+    def __call__(self, pullback: Any, cotangent: Any, leaves: list[Any]) -> list[Any]:
+        return list(_Vjp(self.function, self.tree)(*leaves)[1](cotangent))
 
 
 @dataclass(frozen=True)
@@ -160,25 +262,29 @@ class _Mapped:
 
 
 class _Branches(NamedTuple):
-    """Functions of leaves for CUDA and for every other platform."""
+    """Functions for CUDA and for every other platform, and which of them a program is expected to be lowered for."""
 
     cuda: Callable[..., Any]
     default: Callable[..., Any]
+    on_gpu: bool
+
+    @classmethod
+    def of(cls, cuda: Callable[..., Any], default: Callable[..., Any]) -> _Branches:
+        return cls(cuda, default, has_gpu() or env.flag("TE_JAX_KERNELS"))
 
     @property
     def expected(self) -> Callable[..., Any]:
-        """The branch that programs of this process are expected to be lowered for."""
-        return self.cuda if has_gpu() or env.flag("TE_JAX_KERNELS") else self.default
+        return self.cuda if self.on_gpu else self.default
 
-
-@functools.lru_cache(maxsize=_CACHED)
-def _jitted(function: Callable[..., Any]) -> Any:
-    """The function under jit. Equal functions give one object, whose traces JAX caches."""
-    return jax.jit(function)
+    def made(self, of_expected: Callable[[Any], Any], of_other: Callable[[Any], Any]) -> _Branches:
+        """Branches made of these, of the expected one and of the other one."""
+        cuda, default = (of_expected, of_other) if self.on_gpu else (of_other, of_expected)
+        return _Branches(cuda(self.cuda), default(self.default), self.on_gpu)
 
 
 @functools.lru_cache(maxsize=_CACHED)
 def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """(arrays) -> the jaxpr of the function and its results' shapes. Equal functions share JAX's cache of traces."""
     return jax.make_jaxpr(function, return_shape=True)
 
 
@@ -204,7 +310,7 @@ def _shapes(*leaves: Any, branches: _Branches, jaxpr: Any) -> list[Any]:
 
 
 def _batched(leaves: Any, axes: Any, *, branches: _Branches, jaxpr: Any) -> tuple[Any, tuple[int, ...]]:
-    mapped = _Branches(*(_Mapped(branch, tuple(axes)) for branch in branches))
+    mapped = branches.made(*[lambda branch: _Mapped(branch, tuple(axes))] * 2)
     of_all, _ = _traced(mapped.expected)(*leaves)
     made = _by_platform.bind(*leaves, branches=mapped, jaxpr=of_all)
     return made, (0,) * len(made)
@@ -223,8 +329,11 @@ def _differentiated(
         leaves = list(primals)
         for place, leaf in zip(moving, some, strict=True):
             leaves[place] = leaf
-        cuda, default = ((lambda *given, f=branch: jax.tree.leaves(f(*given))) for branch in branches)
-        return lax.platform_dependent(*leaves, cuda=cuda, default=default)
+        return lax.platform_dependent(
+            *leaves,
+            cuda=lambda *given: jax.tree.leaves(branches.cuda(*given)),
+            default=lambda *given: jax.tree.leaves(branches.default(*given)),
+        )
 
     made, derivatives = jax.jvp(
         run, [primals[place] for place in moving], [tangents[place] for place in moving]
@@ -238,23 +347,24 @@ def _differentiated(
 ad.primitive_jvps[_by_platform] = _differentiated
 
 
-def _lowered_as(platform: str) -> Callable[..., Any]:
-    """The lowering rule of one branch: a call of its jaxpr, which equal calls share."""
+def _lowered_as(on_gpu: bool) -> Callable[..., Any]:
+    """The lowering rule of one branch, which is traced here unless it is the one that was traced already."""
 
     def lowered(context: Any, *values: Any, branches: _Branches, jaxpr: Any) -> Any:
-        branch = getattr(branches, platform)
-
-        def run(*leaves: Any) -> list[Any]:
+        if on_gpu is not branches.on_gpu:
+            branch, expected = branches.cuda if on_gpu else branches.default, jaxpr
+            given = [
+                jax.ShapeDtypeStruct(one.shape, one.dtype, weak_type=one.weak_type)
+                for one in context.avals_in
+            ]
             with jax.disable_jit(False):
-                made = jax.tree.leaves(_jitted(branch)(*leaves))
-            found, expected = ([(one.shape, one.dtype) for one in side] for side in (made, jaxpr.out_avals))
-            assert found == expected, f"{branch} returns {found}, the other platform's branch {expected}"
-            return made
-
-        return mlir.lower_fun(run, multiple_results=True)(context, *values)
+                jaxpr, _ = _traced(branch)(*given)
+            kinds = [[(one.shape, one.dtype) for one in side.out_avals] for side in (jaxpr, expected)]
+            assert kinds[0] == kinds[1], f"{branch} returns {kinds[0]}, the other platform's branch {kinds[1]}"
+        return mlir.lower_fun(core.jaxpr_as_fun(jaxpr), multiple_results=True)(context, *values)
 
     return lowered
 
 
-mlir.register_lowering(_by_platform, _lowered_as("default"))
-mlir.register_lowering(_by_platform, _lowered_as("cuda"), platform="cuda")
+mlir.register_lowering(_by_platform, _lowered_as(False))
+mlir.register_lowering(_by_platform, _lowered_as(True), platform="cuda")
