@@ -73,11 +73,20 @@ def run(
     launch: Launch,
     inputs: Sequence[Array | None],
     shapes: Sequence[jax.ShapeDtypeStruct | None] = (),
+    reuses: Mapping[int, int] | None = None,
 ) -> list[Array | None]:
-    """The launch's outputs, None where it has none, and behind them what it wrote in place, in the order of in_place.
+    """Run a launch as an operation of XLA, in a program that is lowered for CUDA.
 
-    shapes   of the outputs that the record does not know
-    For programs that are lowered for CUDA: call it in a branch of lax.platform_dependent.
+    Args:
+        launch: The kernel and its arguments.
+        inputs: Its inputs, None where one is absent.
+        shapes: Shapes and dtypes of the outputs whose shape the record leaves to its caller.
+        reuses: {place of an input: place of an output} that share memory. The kernel must read every element of the
+            input before it writes that element of the output. XLA copies the input first if it is read later on.
+
+    Returns:
+        The outputs, None where one is absent, followed by the inputs written in place, in the order of
+        `launch.in_place`.
     """
     _check(launch, inputs)
     made = _outputs(launch, shapes)
@@ -89,6 +98,7 @@ def run(
     written = [*launch.in_place, *range(len(inputs), len(inputs) + filled)]
     written = [place for place in written if operands[place] is not None]
     given = [place for place, operand in enumerate(operands) if operand is not None]
+    places = [place for place in range(filled, len(made)) if made[place] is not None]
     fresh = [shape for shape in made[filled:] if shape is not None]
     arrays = [operands[place] for place in given]
     zeroed = [output.begins == 0 for output in launch.outputs[filled:] if output is not None]
@@ -99,6 +109,7 @@ def run(
     results = [*fresh, *beside, *written_shapes]
     first = len(fresh) + len(beside)
     aliases = {given.index(place): first + i for i, place in enumerate(written)}
+    aliases |= {given.index(place): places.index(output) for place, output in (reuses or {}).items()}
     call = jax.ffi.ffi_call(_TARGET, results, vmap_method="sequential", input_output_aliases=aliases)
     answers = call(*arrays, opaque=opaque)
     by_place = dict(zip(written, answers[first:], strict=True))

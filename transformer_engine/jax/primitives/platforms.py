@@ -97,7 +97,8 @@ def computed(
     return by_platform(*arrays, cuda=cuda, default=cpu)
 
 
-class WithOptions(NamedTuple):
+@dataclass(frozen=True)
+class WithOptions:
     """A function with keyword arguments. Unlike those of `functools.partial`, two of them compare by value."""
 
     function: Callable[..., Any]
