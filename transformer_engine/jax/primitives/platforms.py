@@ -56,9 +56,7 @@ def chosen(table: Table[Request], request_on: Callable[[str], Request]) -> dict[
                 f"{table.operation}: backend {name!r} was asked for, but extents are symbols of jax.export, and it is "
                 f"started on numbers; drop use_backend({table.operation}={name!r}), or export once for each shape"
             )
-        return {
-            platform: table.first(request, _NUMERIC_BACKENDS) for platform, request in requests.items()
-        }
+        return {platform: table.first(request, _NUMERIC_BACKENDS) for platform, request in requests.items()}
     calls = {here: table.bind(requests[here])}
     for platform in PLATFORMS:
         if platform != here:
@@ -143,9 +141,7 @@ def _must_trace_both(leaves: list[Any]) -> bool:
     )
 
 
-def differentiable_by_platform(
-    *arrays: Any, cuda: Callable[..., Any], default: Callable[..., Any]
-) -> Any:
+def differentiable_by_platform(*arrays: Any, cuda: Callable[..., Any], default: Callable[..., Any]) -> Any:
     """`by_platform` with a derivative in reverse mode that also traces a single branch.
 
     The forward pass saves the residuals of the expected branch. A program that is lowered for another platform runs
@@ -361,7 +357,9 @@ def _lowered_as(on_gpu: bool) -> Callable[..., Any]:
             with jax.disable_jit(False):
                 jaxpr, _ = _traced(branch)(*given)
             kinds = [[(one.shape, one.dtype) for one in side.out_avals] for side in (jaxpr, expected)]
-            assert kinds[0] == kinds[1], f"{branch} returns {kinds[0]}, the other platform's branch {kinds[1]}"
+            assert kinds[0] == kinds[1], (
+                f"{branch} returns {kinds[0]}, the other platform's branch {kinds[1]}"
+            )
         return mlir.lower_fun(core.jaxpr_as_fun(jaxpr), multiple_results=True)(context, *values)
 
     return lowered
