@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-from jax import Array, lax
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from .bias import biased
-from .checks import is_symbolic
 from .primitives.operand import Operand
-from .products import column_operand, encode, forward_product, gradient_product, row_operand
-from .quantize.quantizers import Quantizer, QuantizerSet, advanced_together, as_cotangent
-from .quantize.scaling_modes import QuantizeLayout
+from .products import (
+    column_operand,
+    columns_after,
+    encode,
+    forward_product,
+    gradient_product,
+    gradient_quantizer,
+    row_operand,
+)
+from .quantize.quantizers import QuantizerSet, advanced_together, as_cotangent
 from .residual import taken_along
 from .sources import Activation, Made, Source
 from .undifferentiated import constant, like, undifferentiated
@@ -106,19 +112,18 @@ def _backward(plan: Plan, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     of = (cotangents, likes, bias_like, given_like)
     dy, passed = constant(cotangents)
     batch, dtype = dy.ndim - 1, dy.dtype
-    codes_2, amax_2 = encode(sets[1].dgrad, dy, batch)
+    codes_2, amax_2 = encode(gradient_quantizer(sets[1].dgrad, dy), dy, batch)
     d_activated = gradient_product(row_operand(codes_2, batch), rows[1], dtype)
+    codes_2, d_activated = columns_after(codes_2, d_activated)
     d_kernel_2 = gradient_product(columns[1], column_operand(codes_2, batch), likes[1].dtype)
-    late = _transposes_late(sets[0].dgrad, hidden)
     codes_1, amax_1, d_bias = plan.activation.encoded_gradient(
         hidden,
         d_activated,
-        replace(sets[0].dgrad, q_layout=QuantizeLayout.ROWWISE) if late else sets[0].dgrad,
+        gradient_quantizer(sets[0].dgrad, hidden),
         None if bias_like is None else bias_like.dtype,
     )
     dx = gradient_product(row_operand(codes_1, batch), rows[0], dtype)
-    if late:
-        codes_1, dx = lax.optimization_barrier((codes_1, dx))
+    codes_1, dx = columns_after(codes_1, dx)
     d_kernel_1 = gradient_product(columns[0], column_operand(codes_1, batch), likes[0].dtype)
     made = (plan.source.gradients(saved, dx, passed), (d_kernel_1, d_kernel_2), d_bias)
     made = undifferentiated(made, of)
@@ -128,20 +133,6 @@ def _backward(plan: Plan, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
         *made,
         tuple(as_cotangent(QuantizerSet(*part)) for part in (following[:3], following[3:])),
     )
-
-
-# A gradient of at least this many elements is cast to rows alone, and its codes are transposed after dx: beside each other,
-# both directions raise the peak of memory. Of 8192 tokens of 2 x 14336 features on an H200, temporary memory falls from 960
-# and 1040 MiB (delayed and current scaling) to TEMP, and the step takes MORE longer.
-LATE_ELEMENTS = 1 << 26
-
-
-def _transposes_late(quantizer: Quantizer | None, gradient: Array) -> bool:
-    """Whether the columns of a large gradient are made of its row codes, which is exact with one scale per tensor."""
-    if quantizer is None or not quantizer.scaling_mode.is_tensor_scaling():
-        return False
-    both = quantizer.q_layout.has_rowwise and quantizer.q_layout.has_colwise
-    return both and not is_symbolic(gradient.size) and gradient.size >= LATE_ELEMENTS
 
 
 _mlp.defvjp(_forward, _backward)
