@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -240,9 +241,9 @@ def test_another_machine_or_source_looks_for_another_file(name, library, tmp_pat
 def test_another_request_or_stride_looks_for_another_file(library, tmp_path):
     r = request()
     others = [
-        r.changed(scale=0.25),
-        r.changed(batch=3),
-        r.changed(dtype=torch.float16),
+        replace(r, scale=0.25),
+        replace(r, batch=3),
+        replace(r, dtype=torch.float16),
         request("no_mask"),
     ]
     for other in (r, *others):

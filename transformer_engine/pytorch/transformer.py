@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention.dot_product_attention.arguments import RULES
-from .attention.dot_product_attention.settings import CallArguments
+from .attention.dot_product_attention.settings import AttentionArguments, given_arguments
 from .attention.inference import InferenceParams
 from .attention.multi_head_attention import MultiheadAttention
 from .functions.dropout import bias_dropout_add, dropout
@@ -20,12 +20,14 @@ from .module.drop_path import DropPath, batch_dimension
 from .module.layernorm import LayerNorm
 from .module.layernorm_mlp import LayerNormMLP
 from .module.rmsnorm import RMSNorm
+from .runtime.bare_call import is_bare
 from .runtime.checks import tensor
 from .runtime.device import autocast_dtype
 from .transformer_checks import LAYER_RULES, check_encoder_output, check_unused, check_variant
 from .transformer_config import FIXED, WORKED_BY, LayerConfig
 
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+_forward = MultiheadAttention.forward
 
 # Constructor arguments that children take under the same name.
 _OF_NORM = ("device", "params_dtype", "sequence_parallel", "zero_centered_gamma")
@@ -237,87 +239,49 @@ class TransformerLayer(nn.Module):
         max_seqlen_q of both, cu_seqlens_kv, max_seqlen_kv of the cross attention. A core attention bias goes
         to the self attention.
         """
-        queries = {
-            "is_first_microbatch": is_first_microbatch,
-            "checkpoint_core_attention": checkpoint_core_attention,
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_q_padded": cu_seqlens_q_padded,
-            "max_seqlen_q": max_seqlen_q,
-            "fast_zero_fill": fast_zero_fill,
-            "pad_between_seqs": pad_between_seqs,
-        }
-        of_encoder = {
-            "attention_mask": enc_dec_attn_mask,
-            "encoder_output": encoder_output,
-            "attn_mask_type": enc_dec_attn_mask_type,
-            "window_size": enc_dec_window_size,
-            "bottom_right_diagonal": enc_dec_bottom_right_diagonal,
-            "cu_seqlens_kv": cu_seqlens_kv,
-            "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
-            "max_seqlen_kv": max_seqlen_kv,
-        }
-        self._check_cross(hidden_states, queries, of_encoder)
-        hidden_states = _in_autocast(hidden_states).contiguous()
-        attended = self.self_attention(
-            hidden_states,
-            attention_mask=attention_mask,
-            attn_mask_type=self_attn_mask_type,
-            window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal,
-            inference_params=inference_params,
-            rotary_pos_emb=rotary_pos_emb,
-            core_attention_bias_type=core_attention_bias_type,
-            core_attention_bias=core_attention_bias,
-            alibi_slopes=alibi_slopes,
-            cu_seqlens_kv=cu_seqlens_q,
-            cu_seqlens_kv_padded=cu_seqlens_q_padded,
-            max_seqlen_kv=max_seqlen_q,
-            **queries,
+        # fmt: off
+        of_self = given_arguments(
+            attention_mask, cu_seqlens_q, cu_seqlens_q, cu_seqlens_q_padded, cu_seqlens_q_padded,
+            core_attention_bias, alibi_slopes, inference_params, max_seqlen_q, max_seqlen_q, self_attn_mask_type,
+            window_size, bottom_right_diagonal, core_attention_bias_type, pad_between_seqs,
         )
+        of_cross = given_arguments(
+            enc_dec_attn_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
+            None, None, None, max_seqlen_q, max_seqlen_kv, enc_dec_attn_mask_type,
+            enc_dec_window_size, enc_dec_bottom_right_diagonal, "no_bias", pad_between_seqs,
+        )
+        # fmt: on
+        modes = (is_first_microbatch, checkpoint_core_attention, fast_zero_fill)
+        self._check_cross(hidden_states, of_cross, encoder_output)
+        hidden_states = _in_autocast(hidden_states).contiguous()
+        attended = _attend(self.self_attention, hidden_states, of_self, None, rotary_pos_emb, *modes)
         if self.parallel_attention_mlp:
             transformed = self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch)
             return self._output(self._add((attended + transformed, None), hidden_states))
         hidden_states = self._add(attended, hidden_states)
         del attended  # with no backward to come, nothing else holds it
         if self.inter_attention is not None:
-            attended = self.inter_attention(hidden_states, **of_encoder, **queries)
+            attended = _attend(self.inter_attention, hidden_states, of_cross, encoder_output, None, *modes)
             hidden_states = self._add(attended, hidden_states)
             del attended
         transformed = self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch)
         return self._output(self._add(transformed, hidden_states))
 
     def _check_cross(
-        self, hidden_states: Tensor, queries: Mapping[str, Any], of_encoder: Mapping[str, Any]
+        self, hidden_states: Tensor, arguments: AttentionArguments, encoder_output: Tensor | None
     ) -> None:
-        """Raise for a call that the cross attention cannot take, ahead of the self attention, which records.
+        """Raise for a call that the cross attention cannot compute, before the self attention has effects.
 
-        The arguments of the self attention it checks itself.
+        The self attention checks its own arguments.
         """
-        encoder_output, mask_type = of_encoder["encoder_output"], of_encoder["attn_mask_type"]
         if (self.layer_type == "decoder") != (encoder_output is not None):
             check_encoder_output(self.layer_type, encoder_output)
         if not isinstance(hidden_states, Tensor):
             tensor("hidden_states", hidden_states)
-        if self.inter_attention is None:
-            if not (mask_type is of_encoder["window_size"] is of_encoder["max_seqlen_kv"] is None):
-                check_unused(mask_type, of_encoder["window_size"], of_encoder["max_seqlen_kv"])
-            return
-        arguments = CallArguments(
-            of_encoder["attention_mask"],
-            None,
-            (queries["cu_seqlens_q"], of_encoder["cu_seqlens_kv"]),
-            (queries["cu_seqlens_q_padded"], of_encoder["cu_seqlens_kv_padded"]),
-            (queries["max_seqlen_q"], of_encoder["max_seqlen_kv"]),
-            mask_type,
-            of_encoder["window_size"],
-            of_encoder["bottom_right_diagonal"],
-            "no_bias",
-            None,
-            None,
-            None,
-            queries["pad_between_seqs"],
-        )
-        self.inter_attention.check_call(hidden_states, encoder_output, None, arguments)
+        if self.inter_attention is not None:
+            self.inter_attention.check_call(hidden_states, arguments, encoder_output)
+        elif not (arguments.attn_mask_type is arguments.window_size is arguments.max_seqlen_kv is None):
+            check_unused(arguments.attn_mask_type, arguments.window_size, arguments.max_seqlen_kv)
 
     def _add(self, branch: Tensor | tuple[Tensor | None, ...], residual: Tensor) -> Tensor:
         """residual + drop_path(dropout(x + bias)) of branch (x, bias[, another residual]), or x alone."""
@@ -338,6 +302,31 @@ class TransformerLayer(nn.Module):
 
     def _output(self, hidden_states: Tensor) -> Tensor:
         return hidden_states if self.layernorm is None else self.layernorm(hidden_states)
+
+
+def _attend(
+    attention: MultiheadAttention,
+    hidden_states: Tensor,
+    arguments: AttentionArguments,
+    encoder_output: Tensor | None,
+    rotary_pos_emb: Any,
+    is_first_microbatch: bool | None,
+    checkpoint_core_attention: bool,
+    fast_zero_fill: bool,
+) -> Any:
+    """Pass the record on to an attention layer; hooks and other classes see a call of the module with keywords."""
+    if is_bare(attention, MultiheadAttention, _forward):
+        modes = (is_first_microbatch, checkpoint_core_attention, fast_zero_fill)
+        return attention.attend(hidden_states, arguments, encoder_output, rotary_pos_emb, *modes)
+    return attention(
+        hidden_states,
+        encoder_output=encoder_output,
+        rotary_pos_emb=rotary_pos_emb,
+        is_first_microbatch=is_first_microbatch,
+        checkpoint_core_attention=checkpoint_core_attention,
+        fast_zero_fill=fast_zero_fill,
+        **arguments.as_keywords(),
+    )
 
 
 def _in_autocast(hidden_states: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...common.memory import Memory
 from ...common.numbers import to_bool
-from ..functions.attention.projected import Projection
+from ..functions.attention.autograd import Projection
 from ..module.arguments import accepts
 from ..module.config import configured
 from ..module.layernorm_linear import LayerNormLinear
@@ -18,22 +18,21 @@ from ..module.linear import Linear
 from ..primitives.attention.mask import check_set_window_size
 from ..quantization.autocast import AutocastState, current, here_in_eager_mode
 from ..runtime.bare_call import is_bare
-from .call_check import (
-    MAX_CALLS,
-    check_encoder,
-    check_layer_call,
-    check_variant,
-    judge,
-    rotation_of_call,
-)
 from .dot_product_attention import DotProductAttention
 from .dot_product_attention.arguments import RULES, check_heads
 from .dot_product_attention.fp8_recipe import outputs_codes, projects_codes
-from .dot_product_attention.in_order import Judged
-from .dot_product_attention.sequences import Sequences
-from .dot_product_attention.settings import NOTHING_GIVEN, CallArguments
+from .dot_product_attention.plan import AttentionPlan, CheckedArguments
+from .dot_product_attention.settings import NOTHING_GIVEN, AttentionArguments, given_arguments
 from .heads import Heads, head_size
 from .inference import InferenceParams
+from .layer_plan import (
+    MAX_LAYER_PLANS,
+    check_encoder,
+    check_variant,
+    layer_plan_of,
+    plan_layer_call,
+    rotation_of_call,
+)
 from .layer_settings import AS_GIVEN, FIXED, WORKED_BY, LayerConfig
 from .qk_norm import query_key_norm
 from .rotation import Rotation
@@ -141,7 +140,7 @@ class MultiheadAttention(nn.Module):
             sequence_parallel=sequence_parallel and tp_size > 1,
             heads=Heads(num_attention_heads // ranks, groups // ranks, size, interleaved),
         )
-        self._judged: Memory[tuple[Any, ...], Sequences | None] = Memory(judge, MAX_CALLS)
+        self._plans: Memory[tuple[Any, ...], AttentionPlan | None] = Memory(layer_plan_of, MAX_LAYER_PLANS)
         projection = {argument: given[argument] for argument in _OF_PROJECTIONS}
         projection |= {"sequence_parallel": self.sequence_parallel, "tp_size": tp_size}
         norm = {"eps": layernorm_epsilon, **{argument: given[argument] for argument in _OF_NORM}}
@@ -256,34 +255,50 @@ class MultiheadAttention(nn.Module):
         encoder_output   what cross attention takes its keys and values from
         The other arguments are DotProductAttention.forward's.
         """
+        # fmt: off
+        arguments = given_arguments(
+            attention_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
+            core_attention_bias, alibi_slopes, inference_params, max_seqlen_q, max_seqlen_kv, attn_mask_type,
+            window_size, bottom_right_diagonal, core_attention_bias_type, pad_between_seqs,
+        )
+        # fmt: on
+        return self.attend(
+            hidden_states,
+            arguments,
+            encoder_output,
+            rotary_pos_emb,
+            is_first_microbatch,
+            checkpoint_core_attention,
+            fast_zero_fill,
+        )
+
+    def attend(
+        self,
+        hidden_states: Tensor,
+        arguments: AttentionArguments,
+        encoder_output: Tensor | None = None,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        fast_zero_fill: bool = True,
+    ) -> Tensor | tuple[Tensor | None, ...]:
+        """Compute forward() with the core attention's arguments as one record, which a TransformerLayer passes on."""
         config = self._config
         if checkpoint_core_attention is not False:
             checkpoint_core_attention = to_bool("checkpoint_core_attention", checkpoint_core_attention)
         if encoder_output is not None and config.attention_type == "self":
             encoder_output = check_encoder(config, encoder_output)
-        arguments = NOTHING_GIVEN
-        # fmt: off
-        if not (
-            attention_mask is attn_mask_type is window_size is bottom_right_diagonal is inference_params
-            is core_attention_bias is alibi_slopes is cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded
-            is cu_seqlens_kv_padded is max_seqlen_q is max_seqlen_kv is pad_between_seqs is None
-            and core_attention_bias_type == "no_bias"
-        ):
-            arguments = CallArguments(
-                attention_mask, None, (cu_seqlens_q, cu_seqlens_kv), (cu_seqlens_q_padded, cu_seqlens_kv_padded),
-                (max_seqlen_q, max_seqlen_kv), attn_mask_type, window_size, bottom_right_diagonal,
-                core_attention_bias_type, core_attention_bias, alibi_slopes, inference_params, pad_between_seqs,
-            )
-        # fmt: on
         tracing = torch.compiler.is_compiling()
         state = current() if tracing else here_in_eager_mode().state
-        rotation, judged = self._checked(
+        rotation, checked = self._checked(
             hidden_states, encoder_output, rotary_pos_emb, arguments, state, tracing
         )
-        codes = state.enabled and inference_params is None and outputs_codes(state)
+        cached = arguments.inference_params is not None
+        codes = state.enabled and not cached and outputs_codes(state)
         modules: dict[str, Any] = self._modules
         core = modules["core_attention"]
-        judges = not tracing and is_bare(core, DotProductAttention, _attention) and core.score_mod is None
+        if checked is not None and (not is_bare(core, DotProductAttention, _attention) or core.score_mod):
+            checked = None  # hooks and other classes see a call of the module
         q, k, v, norm_output, projection = self._project(
             config,
             hidden_states,
@@ -291,11 +306,11 @@ class MultiheadAttention(nn.Module):
             is_first_microbatch,
             rotation,
             state if codes else None,
-            judges
-            and inference_params is None,  # an attention over a cache reads what the projection has not made
+            # An attention over a cache reads keys that the projection has not produced.
+            checked is not None and not cached,
         )
-        if judges:
-            context = core.attend_judged(q, k, v, judged, checkpoint_core_attention, codes, projection)
+        if checked is not None:
+            context = core.attend_checked((q, k, v), checked, checkpoint_core_attention, codes, projection)
         elif arguments is NOTHING_GIVEN and not (checkpoint_core_attention or codes):
             context = core(q, k, v)
         else:
@@ -312,26 +327,22 @@ class MultiheadAttention(nn.Module):
         return tuple(outputs)
 
     def check_call(
-        self,
-        hidden_states: Tensor,
-        encoder_output: Tensor | None,
-        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
-        arguments: CallArguments,
+        self, hidden_states: Tensor, arguments: AttentionArguments, encoder_output: Tensor | None
     ) -> None:
-        """Raise what forward would, and change nothing."""
+        """Raise the errors of `attend` without effects."""
         tracing = torch.compiler.is_compiling()
-        self._checked(hidden_states, encoder_output, rotary_pos_emb, arguments, current(), tracing)
+        self._checked(hidden_states, encoder_output, None, arguments, current(), tracing)
 
     def _checked(
         self,
         hidden_states: Tensor,
         encoder_output: Tensor | None,
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
-        arguments: CallArguments,
+        arguments: AttentionArguments,
         state: AutocastState,
         tracing: bool,
-    ) -> tuple[Rotation | None, Judged | None]:
-        """How q and k turn and what the core attends to, after every check; a compiler traces the core's own."""
+    ) -> tuple[Rotation | None, CheckedArguments | None]:
+        """Return the rotation of q and k, and the checked arguments; None while a compiler traces the core's checks."""
         config, rotation = self._config, None
         if rotary_pos_emb is not None:
             rotation = rotation_of_call(config, rotary_pos_emb, arguments)
@@ -339,8 +350,8 @@ class MultiheadAttention(nn.Module):
             check_encoder(config, encoder_output)
             return rotation, None
         core = self._modules["core_attention"]
-        return rotation, check_layer_call(
-            self._judged, config, core, hidden_states, encoder_output, arguments, rotation, state
+        return rotation, plan_layer_call(
+            self._plans, config, core, hidden_states, encoder_output, arguments, rotation, state
         )
 
     def _project(
@@ -379,7 +390,9 @@ class MultiheadAttention(nn.Module):
             q, k, v = rotation.of_projection(grouped, heads)
             return *(self._normed(q, k) if q_norm is not None else (q, k)), v, norm_output, None
         elif joint and rotation is None and q_norm is None and type(mixed) is Tensor:
-            whole = Projection.of(mixed, heads.interleaved)
+            whole = None
+            if mixed.requires_grad and torch.is_grad_enabled():
+                whole = Projection(mixed, heads.interleaved)
             return *heads.views(mixed if whole is None else mixed.detach()), norm_output, whole
         else:
             q, k, v = heads.split_qkv(mixed)

@@ -14,30 +14,34 @@ from ....common.memory import Memory
 from ....common.numbers import to_bool
 from ....common.recipe import Recipe
 from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
-from ...functions.attention import fp8
-from ...functions.attention.autograd import apart
-from ...functions.attention.fp8_call import Call, Slots
-from ...functions.attention.projected import Projection
+from ...functions.attention.autograd import Attending, Execution, Projection, apart, attend
+from ...functions.attention.fp8 import RecomputedFP8Attention, choose_fp8
+from ...functions.attention.fp8_attention import AttentionQuantizers, FP8Attention
 from ...module.arguments import accepts, head_sizes
 from ...module.base import TransformerEngineBaseModule
 from ...module.config import configured
 from ...module.parameters import ParameterInit
 from ...primitives.attention import mask as masks
-from ...primitives.attention.request import AttentionInputs, AttentionRequest
+from ...primitives.attention.call import AttentionCall
 from ...quantization import QuantizerRole
 from ...quantization.autocast import AutocastState, current, here_in_eager_mode
 from ...runtime.device import canonical_device, is_meta
 from ..inference import InferenceParams
-from .arguments import RULES, accept_older_state, check_heads, unpacked
-from .call import MAX_PLANS, Plan, any_call, judged_call, plain_call, plan_of
+from .arguments import RULES, accept_older_state, bound_score_mod, check_heads, unpacked
 from .context_parallel_group import check_context_parallel_group
-from .forked import Forks, computed
-from .fp8_recipe import attention_recipe, scaling_of
-from .in_order import PLAIN, Judged
+from .fp8_recipe import attention_recipe, attention_roles, scaling_of
 from .last_choice import last_choice as _attention_backends
-from .roles import attention_roles
-from .score_mod import resolved
-from .settings import AttentionConfig, CallArguments
+from .plan import (
+    MAX_PLANS,
+    PLAIN,
+    AttentionPlan,
+    CheckedArguments,
+    Prepared,
+    check_arguments,
+    plan_of,
+    prepare,
+)
+from .settings import AttentionArguments, AttentionConfig
 from .utils import AttentionLogging
 
 # What num_splits is unless a caller says otherwise; True, which equals it, is another object.
@@ -159,7 +163,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             softmax_type=softmax_type,
             return_max_logit=bool(return_max_logit),
         )
-        self._plans: Memory[tuple[Any, ...], Plan] = Memory(plan_of, MAX_PLANS)
+        self._plans: Memory[tuple[Any, ...], AttentionPlan] = Memory(plan_of, MAX_PLANS)
         self.set_tensor_parallel_group(tp_group)
         self.get_rng_state_tracker = get_rng_state_tracker
         self.score_mod = score_mod
@@ -190,11 +194,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         return attention_roles(self.name or "", fwd, num_quantizers)
 
     def set_context_parallel_group(
-        self,
-        cp_group: Any,
-        cp_global_ranks: list[int] | None,
-        cp_stream: Any,
-        cp_comm_type: str = "p2p",
+        self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
         """Set the ranks that share the sequence; None or one rank means that this one has all of it."""
         check_context_parallel_group(cp_group, cp_stream, cp_comm_type)
@@ -267,7 +267,9 @@ class DotProductAttention(TransformerEngineBaseModule):
             bf16_backward = None if bf16_backward is None else to_bool("bf16_backward", bf16_backward)
         score_mod = self.score_mod if score_mod is None else score_mod
         if not (score_mod_tensors is score_mod_bprop is score_mod_bprop_tensors is None):
-            score_mod = resolved(score_mod, score_mod_tensors, score_mod_bprop, score_mod_bprop_tensors)
+            score_mod = bound_score_mod(
+                score_mod, score_mod_tensors, score_mod_bprop, score_mod_bprop_tensors
+            )
         tracing = torch.compiler.is_compiling()
         # fmt: off
         if not tracing and (
@@ -278,123 +280,128 @@ class DotProductAttention(TransformerEngineBaseModule):
             and type(qkv_format) in NAMES and type(attn_mask_type) in NAMES
             and num_splits is ONE and core_attention_bias_type == "no_bias"
         ):
-            plan, inputs = plain_call(
+            prepared = prepare(
                 self._plans, self._config, self.training, self._parameters["softmax_offset"],
-                query_layer, key_layer, value_layer, qkv_format, attn_mask_type,
+                (query_layer, key_layer, value_layer), PLAIN, False, (qkv_format, attn_mask_type),
             )
-            return self._attend(plan, inputs, tracing, checkpoint_core_attention, fp8_output, bf16_backward)
+            return self._attend(prepared, tracing, checkpoint_core_attention, fp8_output, bf16_backward)
         qkv = unpacked(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
-        arguments = CallArguments(
-            attention_mask, qkv_format, (cu_seqlens_q, cu_seqlens_kv), (cu_seqlens_q_padded, cu_seqlens_kv_padded),
-            (max_seqlen_q, max_seqlen_kv), attn_mask_type, window_size, bottom_right_diagonal,
-            core_attention_bias_type, core_attention_bias, alibi_slopes, inference_params, pad_between_seqs, num_splits,
-            score_mod,
+        arguments = AttentionArguments(
+            attention_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, core_attention_bias,
+            alibi_slopes, inference_params, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size,
+            bottom_right_diagonal, core_attention_bias_type, pad_between_seqs, qkv_format, num_splits, score_mod,
         )
         # fmt: on
-        plan, inputs, append = any_call(
+        prepared = prepare(
             None if tracing else self._plans,
             self._config,
             self.training,
             self._parameters["softmax_offset"],
             qkv,
-            arguments,
+            check_arguments(self._config, arguments, lambda: qkv, tracing),
         )
-        return self._attend(
-            plan, inputs, tracing, checkpoint_core_attention, fp8_output, bf16_backward, append
-        )
+        return self._attend(prepared, tracing, checkpoint_core_attention, fp8_output, bf16_backward)
 
-    def attend_judged(
+    def attend_checked(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        judged: Judged | None,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        checked: CheckedArguments,
         checkpoint_core_attention: bool,
         fp8_output: bool,
         projection: Projection | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """forward() of an attention layer in eager mode; judged: None where q, k and v are all that is given.
+        """Compute forward() for an attention layer in eager mode, which has checked and planned the call.
 
-        projection   q, k and v are views of it that autograd knows nothing of, and it wants a gradient
+        Args:
+            qkv: Queries, keys and values.
+            checked: Arguments and plan of the call.
+            checkpoint_core_attention, fp8_output: As in `forward`.
+            projection: Projection that needs a gradient; q, k and v are views of it, unknown to autograd.
         """
-        known = (self._plans, self._config, self.training, self._parameters["softmax_offset"])
-        append, wanted = None, projection is not None
-        if judged is None and type(q) is type(k) is type(v) is Tensor:
-            plan, inputs = plain_call(*known, q, k, v, None, None, wanted)
-        else:
-            plan, inputs, append = judged_call(*known, (q, k, v), judged or PLAIN, wanted)
-        return self._attend(
-            plan, inputs, False, checkpoint_core_attention, fp8_output, None, append, projection
+        prepared = prepare(
+            self._plans,
+            self._config,
+            self.training,
+            self._parameters["softmax_offset"],
+            qkv,
+            checked,
+            projection is not None,
         )
+        return self._attend(prepared, False, checkpoint_core_attention, fp8_output, None, projection)
 
     def _attend(
         self,
-        plan: Plan,
-        inputs: AttentionInputs,
+        prepared: Prepared,
         tracing: bool,
         recompute: bool,
         fp8_output: bool | None,
         bf16_backward: bool | None,
-        append: Callable[[], object] | None = None,
         projection: Projection | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """What was planned; append: writes a step's keys and values into its cache, when nothing can be refused."""
-        request, backend, _ = plan
-        options = request.options
+        (call, backend, *_), inputs, append = prepared
+        attending: Attending = backend
         if tracing:
             state = current()
-            if options.needs_gradient:
+            if call.needs_gradient:
                 inputs = apart(inputs)
         else:
             state = here_in_eager_mode().state
             before = self.numerics.state_without_gradients
             if before is not state and (before is not None or not torch.is_grad_enabled()):
                 self.check_repetition(state)
-        recipe = attention_recipe(state.recipe) if state.enabled and not options.cached else None
+        recipe = attention_recipe(state.recipe) if state.enabled and not call.cached else None
         if recipe is not None:
-            backend = self._in_fp8(state, recipe, request, bool(fp8_output), bf16_backward)
+            attending = self._in_fp8(state, recipe, call, bool(fp8_output), bf16_backward)
             if recompute:
-                backend = fp8.Recomputed(backend)
+                attending = RecomputedFP8Attention(attending)
             if not tracing:
-                _attention_backends.seen = (request, backend)
+                _attention_backends.seen = (call, attending)
         elif fp8_output:
             raise ValueError(
                 "fp8_output=True needs an FP8 attention; run under autocast with fp8_dpa or fp8_mha in the recipe"
             )
         if append is not None:
-            append()
+            append()  # nothing raises from here on
         tracker = None
-        if options.dropout > 0.0 and not self._config.sequence_parallel:
+        if call.dropout > 0.0 and not self._config.sequence_parallel:
             tracker = self.get_rng_state_tracker
-        forks = Forks(tracker, recompute, self.tp_group) if recompute or tracker is not None else None
-        output, max_logit = computed(backend, request, inputs, projection, forks)
+        execution = None
+        if recompute or tracker is not None:
+            execution = Execution(tracker, recompute, self.tp_group)
+        output, max_logit = attend(attending, call, inputs, projection, execution)
         return output if max_logit is None else (output, max_logit)
 
     def _in_fp8(
         self,
         state: AutocastState,
         recipe: Recipe,
-        request: AttentionRequest,
+        call: AttentionCall,
         fp8_output: bool,
         bf16_backward: bool | None,
-    ) -> fp8.Attention:
-        """The FP8 attention of a request under an autocast state; recipe: that of the attention, which asks for it.
+    ) -> FP8Attention:
+        """Return the FP8 attention of a call under an autocast state.
 
-        fp8_output      return o as a Float8Tensor
-        bf16_backward   True: gradients in high precision; None: as NVTE_FP8_DPA_BWD says, unset the faster
+        Args:
+            recipe: Recipe of the attention, which may differ from the state's.
+            fp8_output: Return the output as a Float8Tensor.
+            bf16_backward: True computes gradients in high precision; None follows NVTE_FP8_DPA_BWD, and by default
+                the faster one.
         """
         scaling = scaling_of(recipe)
         if recipe is not state.recipe:
             state = state._replace(recipe=recipe)
         products = self._product_quantizers(state)
-        slots = Slots.of(*products)
         asked: Any = False if bf16_backward else None
         if asked is None and _backward_asked_for() is not None:
             asked = env.get("NVTE_FP8_DPA_BWD")
-        chosen = fp8.choose(request, scaling, asked)
         active = self.numerics.active
         direct = scaling == "delayed" and active is not None and products is active.products
-        scales = self.fp8_meta["scaling_fwd"] if direct else None
-        call = Call(request, scaling, slots, scales, chosen.passes, wants_values=not fp8_output)
-        update = self._scale_update(state, request.options.needs_gradient)
-        return fp8.Attention(call, chosen, fp8_output, update)
+        return FP8Attention(
+            call,
+            scaling,
+            AttentionQuantizers.of(*products),
+            self.fp8_meta["scaling_fwd"] if direct else None,
+            choose_fp8(call, scaling, asked),
+            fp8_output,
+            self._scale_update(state, call.needs_gradient),
+        )

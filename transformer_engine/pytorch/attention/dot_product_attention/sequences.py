@@ -15,7 +15,7 @@ from ...primitives.attention.sequence_rules import are_bounds
 from ...runtime.device_checks import demand
 from ..inference import CachedKeysValues, StepLimits
 from .arguments import whole_length
-from .settings import CallArguments, Described, is_pair, is_tensor
+from .settings import AttentionArguments, Described, is_pair, is_tensor
 
 Pair = tuple[Tensor | None, Tensor | None]
 
@@ -67,7 +67,7 @@ NO_TENSORS = SequenceTensors()
 
 
 def given_sequences(
-    q: Any, k: Any, tensor_format: str, mask: Mask, attention_type: str, a: CallArguments, same: bool
+    q: Any, k: Any, tensor_format: str, mask: Mask, attention_type: str, a: AttentionArguments, same: bool
 ) -> Sequences:
     """The sequences that the arguments of an attention describe; ValueError when they do not agree.
 
@@ -76,15 +76,15 @@ def given_sequences(
     packed, padding = tensor_format == "thd", mask.padding
     _check_mask_is_used(mask, a.attention_mask, packed)
     _check_masks(a.attention_mask)
-    (cu_q, cu_kv), (starts_q, starts_kv) = a.cu_seqlens, a.cu_seqlens_padded
+    _, cu_q, cu_kv, starts_q, starts_kv = a[:5]
     if padding and cu_kv is None and attention_type == "self":
         cu_kv, starts_kv = cu_q, starts_q
     masked: Any = a.attention_mask if is_pair(a.attention_mask) else (a.attention_mask,) * 2
     if not padding or cu_q is not None:
         masked = (None, None)
     same = same and (cu_q is None) == (cu_kv is None) and (masked[0] is None) == (masked[1] is None)
-    queries = _side("q", q, tensor_format, masked[0], cu_q, starts_q, a.max_seqlens[0], padding)
-    keys = _side("kv", k, tensor_format, masked[1], cu_kv, starts_kv, a.max_seqlens[1], padding)
+    queries = _side("q", q, tensor_format, masked[0], cu_q, starts_q, a.max_seqlen_q, padding)
+    keys = _side("kv", k, tensor_format, masked[1], cu_kv, starts_kv, a.max_seqlen_kv, padding)
     if same and queries.lengths is not None and keys.lengths is not None:
         keys = keys._replace(lengths="queries")
     if queries.batch != keys.batch:
@@ -98,21 +98,21 @@ def given_sequences(
     return Sequences(queries, keys, between, arbitrary, padding or packed)
 
 
-def are_same(a: CallArguments) -> bool:
+def are_same(a: AttentionArguments) -> bool:
     """Are lengths and masks of queries and keys, where both are given, the same numbers in memory?"""
-    cu_q, cu_kv = a.cu_seqlens
+    cu_q, cu_kv = a.cu_seqlens_q, a.cu_seqlens_kv
     if cu_q is not cu_kv and not (cu_q is None or cu_kv is None or _same(cu_q, cu_kv)):
         return False
     mask: Any = a.attention_mask
     return mask is None or not is_pair(mask) or len(mask) != 2 or _same(mask[0], mask[1])
 
 
-def tensors_of(s: Sequences, a: CallArguments) -> SequenceTensors:
+def tensors_of(s: Sequences, a: AttentionArguments) -> SequenceTensors:
     """The tensors of given sequences, after the numbers in the lengths have been looked at."""
     mask: Any = a.attention_mask
     if s.queries.lengths is None and s.keys.lengths is None:
         return SequenceTensors(masked=mask) if s.arbitrary else NO_TENSORS
-    (cu_q, cu_kv), (starts_q, starts_kv) = a.cu_seqlens, a.cu_seqlens_padded
+    _, cu_q, cu_kv, starts_q, starts_kv = a[:5]
     mask_q, mask_kv = mask if type(mask) is tuple else (mask, mask)
     lengths_q = _lengths(s.queries, cu_q, mask_q)
     if s.keys.lengths == "queries":
@@ -130,25 +130,25 @@ def tensors_of(s: Sequences, a: CallArguments) -> SequenceTensors:
     )
 
 
-def with_longest(s: Sequences, a: CallArguments) -> CallArguments:
+def with_longest(s: Sequences, a: AttentionArguments) -> AttentionArguments:
     """The arguments with the longest sequences that nobody has named; this waits for the device."""
     tensors = tensors_of(s, a)
-    size_q, size_kv = a.max_seqlens
+    size_q, size_kv = a.max_seqlen_q, a.max_seqlen_kv
     if size_q is None:
         size_q = longest_of("q", tensors.lengths_q)
     if size_kv is None:
         size_kv = longest_of("kv", tensors.lengths_kv)
-    return a._replace(max_seqlens=(size_q, size_kv))
+    return a._replace(max_seqlen_q=size_q, max_seqlen_kv=size_kv)
 
 
-def demand_lengths(s: Sequences, a: CallArguments) -> None:
+def demand_lengths(s: Sequences, a: AttentionArguments) -> None:
     """The numbers in the lengths of given sequences, where they are read: those of sequences in the tensors.
 
     Not for a compiler, which sees no numbers; torch 2.11 cannot trace the identity of None.
     """
     if not s.bounded:
         return
-    (cu_q, cu_kv), (starts_q, starts_kv) = a.cu_seqlens, a.cu_seqlens_padded
+    _, cu_q, cu_kv, starts_q, starts_kv = a[:5]
     if cu_kv is None:
         cu_kv, starts_kv = cu_q, starts_q
     queries, keys = s.queries, s.keys

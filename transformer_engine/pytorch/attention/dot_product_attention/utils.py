@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -19,11 +19,11 @@ from ....common import env
 from ...functions.attention import fp8
 from ...functions.attention.combined import combine_and_quantize as combine_and_quantize
 from ...primitives.attention.backends import flash2, flash3, flash4
+from ...primitives.attention.call import AttentionCall, Switches
 from ...primitives.attention.choose import TABLE, logger
 from ...primitives.attention.layout import get_qkv_layout as get_qkv_layout
 from ...primitives.attention.mask import check_set_window_size, resolve
 from ...primitives.attention.packed import cumulative, lengths_of_mask
-from ...primitives.attention.request import AttentionRequest, Switches
 from ...runtime.device import canonical_device, get_device_compute_capability
 from .fp8_recipe import scaling_of
 
@@ -39,7 +39,7 @@ class NVTE_Fused_Attn_Backend(enum.IntEnum):
 
 @dataclass
 class AttentionParams:
-    """What the original's selection looks at; see AttentionRequest for ours."""
+    """The settings that the original's selection reads; `request` converts them to an AttentionCall."""
 
     qkv_type: type = torch.Tensor
     qkv_dtype: torch.dtype = torch.bfloat16
@@ -89,51 +89,49 @@ class AttentionParams:
         return mine == theirs and all(getattr(self, name) == getattr(other, name) for name in names)
 
     @classmethod
-    def of(cls, request: AttentionRequest, fp8: bool = False) -> AttentionParams:
-        """A request in the original's terms."""
-        bias = request.shape.bias_shape
-        kv_format = request.shape.kv_format
+    def of(cls, call: AttentionCall, fp8: bool = False) -> AttentionParams:
+        """Return a call in the original's terms."""
+        bias = call.bias_shape
+        kv_format = call.kv_format
         return cls(
-            qkv_dtype=request.shape.dtype,
-            qkv_layout=f"{'paged_kv_' * bool(request.shape.page_size)}{request.shape.q_format}_{kv_format}_{kv_format}",
-            batch_size=request.shape.batch,
-            num_heads=request.shape.heads,
-            num_gqa_groups=request.shape.groups,
-            max_seqlen_q=request.shape.seqlen_q,
-            max_seqlen_kv=request.shape.seqlen_kv,
-            head_dim_qk=request.shape.head_dim_qk,
-            head_dim_v=request.shape.head_dim_v,
-            attn_mask_type=request.options.mask.name,
-            window_size=request.options.mask.window,
-            bottom_right_diagonal=request.options.mask.bottom_right,
-            alibi_slopes_shape=None
-            if request.shape.slopes_shape is None
-            else list(request.shape.slopes_shape),
-            core_attention_bias_type=request.options.bias,
+            qkv_dtype=call.dtype,
+            qkv_layout=f"{'paged_kv_' * bool(call.page_size)}{call.q_format}_{kv_format}_{kv_format}",
+            batch_size=call.batch,
+            num_heads=call.heads,
+            num_gqa_groups=call.groups,
+            max_seqlen_q=call.seqlen_q,
+            max_seqlen_kv=call.seqlen_kv,
+            head_dim_qk=call.head_dim_qk,
+            head_dim_v=call.head_dim_v,
+            attn_mask_type=call.mask.name,
+            window_size=call.mask.window,
+            bottom_right_diagonal=call.mask.bottom_right,
+            alibi_slopes_shape=None if call.slopes_shape is None else list(call.slopes_shape),
+            core_attention_bias_type=call.bias,
             core_attention_bias_shape=None
             if bias is None
             else "".join("1" if size == 1 else axis for size, axis in zip(bias, "bhss", strict=True)),
-            core_attention_bias_requires_grad=request.options.bias_gradient,
-            pad_between_seqs=request.options.padded_between,
-            attention_dropout=request.options.dropout,
-            deterministic=request.device.deterministic,
-            is_training=request.options.needs_gradient,
+            core_attention_bias_requires_grad=call.bias_gradient,
+            pad_between_seqs=call.padded_between,
+            attention_dropout=call.dropout,
+            deterministic=call.deterministic,
+            is_training=call.needs_gradient,
             fp8=fp8,
-            softmax_type=request.options.softmax,
-            return_max_logit=request.options.max_logit,
-            num_splits=request.options.num_splits,
-            has_score_mod=request.options.score_mod is not None,
+            softmax_type=call.softmax,
+            return_max_logit=call.max_logit,
+            num_splits=call.num_splits,
+            has_score_mod=call.score_mod is not None,
         )
 
-    def request(self) -> AttentionRequest:
-        """The same attention as our backends are asked for it."""
+    def request(self) -> AttentionCall:
+        """Return the same attention as an AttentionCall."""
         q_format, kv_format = _formats(self.qkv_layout)
         device = canonical_device("cuda")
         cache = self.inference_params
         bias_shape = None
         if self.core_attention_bias_type in ("pre_scale_bias", "post_scale_bias"):
             bias_shape = self._bias_shape(self.core_attention_bias_shape or "1hss")
-        return AttentionRequest.of(
+        return AttentionCall(
             dtype=self.qkv_dtype,
             device_type=device.type,
             batch=self.batch_size,
@@ -216,7 +214,7 @@ def get_attention_backend(
     versions = {name: find() for name, find in FLASH.items()}
     flash = [name for name in takes if name in versions]
     fused = [name for name in takes if name not in versions and name != "reference"]
-    if env.get("NVTE_FUSED_ATTN_BACKEND") not in (None, "1") or not request.device.switches.fused:
+    if env.get("NVTE_FUSED_ATTN_BACKEND") not in (None, "1") or not request.switches.fused:
         fused = []
     unfused = "reference" in takes
     chosen = next((name for name in takes if name in (*flash, *fused, "reference")), None)
@@ -231,14 +229,14 @@ def get_attention_backend(
 
 
 def _fp8_attention_backend(
-    params: AttentionParams, request: AttentionRequest
+    params: AttentionParams, request: AttentionCall
 ) -> tuple[bool, Version | None, bool, NVTE_Fused_Attn_Backend | None, bool, list[bool]]:
     """The answer for an attention in FP8: cuDNN's kernels are "fused", rounding round another backend "unfused"."""
     recipe = (params.fp8_meta or {}).get("recipe")
-    request = request.changed(fp8="delayed" if recipe is None else scaling_of(recipe))
+    request = replace(request, fp8="delayed" if recipe is None else scaling_of(recipe))
     verdicts = fp8.FORWARD.explain(request)
     fused = any(verdict.chosen and verdict.backend == "cudnn" for verdict in verdicts)
-    emulated = request.device.switches.unfused
+    emulated = request.switches.unfused
     kind = NVTE_Fused_Attn_Backend.NVTE_FP8 if fused else None
     return False, None, fused, kind, emulated and not fused, [False, fused, emulated]
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .call import AttentionCall, AttentionInputs
 from .packed import bshd_to_thd, thd_to_bshd
-from .request import AttentionInputs, AttentionRequest
 
 
-def dense_qkv(request: AttentionRequest, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
+def dense_qkv(call: AttentionCall, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
     """q_bhsd, k_bgsd, v_bgsd: views of sbhd and bshd tensors, padded copies of thd tensors and of pages."""
     k, v = inputs.k, inputs.v
-    if request.shape.page_size:
+    if call.page_size:
         assert inputs.page_table is not None
-        k, v = (gathered_pages(x, inputs.page_table, request.shape.seqlen_kv) for x in (k, v))
-    keys = (request.shape.kv_format, request.shape.seqlen_kv, inputs.starts_kv, inputs.lengths_kv)
-    return queries_to_bhsd(request, inputs, inputs.q), _to_bhsd(k, *keys), _to_bhsd(v, *keys)
+        k, v = (gathered_pages(x, inputs.page_table, call.seqlen_kv) for x in (k, v))
+    keys = (call.kv_format, call.seqlen_kv, inputs.starts_kv, inputs.lengths_kv)
+    return queries_to_bhsd(call, inputs, inputs.q), _to_bhsd(k, *keys), _to_bhsd(v, *keys)
 
 
 def batch_first(tensor_format: str, x: Tensor) -> Tensor:
@@ -39,37 +39,37 @@ def gathered_pages(pages: Tensor, page_table: Tensor, size: int) -> Tensor:
     return pages[page_table.long()].flatten(1, 2)[:, :size]
 
 
-def queries_to_bhsd(request: AttentionRequest, inputs: AttentionInputs, x: Tensor) -> Tensor:
-    """x [.., h, d] in request.shape.q_format as [b, h, s_q, d]."""
-    return _to_bhsd(x, request.shape.q_format, request.shape.seqlen_q, inputs.starts_q, inputs.lengths_q)
+def queries_to_bhsd(call: AttentionCall, inputs: AttentionInputs, x: Tensor) -> Tensor:
+    """x [.., h, d] in call.q_format as [b, h, s_q, d]."""
+    return _to_bhsd(x, call.q_format, call.seqlen_q, inputs.starts_q, inputs.lengths_q)
 
 
-def from_bhsd(request: AttentionRequest, inputs: AttentionInputs, x_bhsd: Tensor) -> Tensor:
-    """[.., h, d] in request.shape.q_format, contiguous; thd tokens of no sequence are zero."""
+def from_bhsd(call: AttentionCall, inputs: AttentionInputs, x_bhsd: Tensor) -> Tensor:
+    """[.., h, d] in call.q_format, contiguous; thd tokens of no sequence are zero."""
     tokens = inputs.q.shape[0]
-    return _from_bhsd(x_bhsd, request.shape.q_format, inputs.starts_q, inputs.lengths_q, tokens)
+    return _from_bhsd(x_bhsd, call.q_format, inputs.starts_q, inputs.lengths_q, tokens)
 
 
-def keys_from_bhsd(request: AttentionRequest, inputs: AttentionInputs, x_bgsd: Tensor) -> Tensor:
-    """[.., g, d] in request.shape.kv_format, contiguous; thd tokens of no sequence are zero."""
+def keys_from_bhsd(call: AttentionCall, inputs: AttentionInputs, x_bgsd: Tensor) -> Tensor:
+    """[.., g, d] in call.kv_format, contiguous; thd tokens of no sequence are zero."""
     tokens = inputs.k.shape[0]
-    return _from_bhsd(x_bgsd, request.shape.kv_format, inputs.starts_kv, inputs.lengths_kv, tokens)
+    return _from_bhsd(x_bgsd, call.kv_format, inputs.starts_kv, inputs.lengths_kv, tokens)
 
 
-def rows_of(request: AttentionRequest, inputs: AttentionInputs, rows_bhs: Tensor) -> Tensor:
+def rows_of(call: AttentionCall, inputs: AttentionInputs, rows_bhs: Tensor) -> Tensor:
     """[b, h, s_q] as it is, or as [h, t] of packed queries."""
-    if not request.packed:
+    if not call.packed:
         return rows_bhs
-    return from_bhsd(request, inputs, rows_bhs[..., None])[..., 0].t()
+    return from_bhsd(call, inputs, rows_bhs[..., None])[..., 0].t()
 
 
-def dense_rows(request: AttentionRequest, inputs: AttentionInputs, rows: Tensor) -> Tensor:
+def dense_rows(call: AttentionCall, inputs: AttentionInputs, rows: Tensor) -> Tensor:
     """The inverse of rows_of; -inf in rows that are no tokens, which for probabilities means no key is seen."""
-    if not request.packed:
+    if not call.packed:
         return rows
-    dense = queries_to_bhsd(request, inputs, rows.t()[..., None])[..., 0]
+    dense = queries_to_bhsd(call, inputs, rows.t()[..., None])[..., 0]
     assert inputs.lengths_q is not None
-    place = torch.arange(request.shape.seqlen_q, device=rows.device)
+    place = torch.arange(call.seqlen_q, device=rows.device)
     return torch.where((place < inputs.lengths_q[:, None])[:, None], dense, -torch.inf)
 
 

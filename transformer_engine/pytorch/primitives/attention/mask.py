@@ -45,8 +45,13 @@ class Mask:
 
     @property
     def banded(self) -> bool:
-        """Does the distance between query and key matter?"""
+        """Whether the mask depends on the distance between query and key."""
         return self.window != UNLIMITED
+
+    @property
+    def causal(self) -> bool:
+        """Whether the band hides the keys behind the diagonal and no others."""
+        return self.window == (-1, 0)
 
 
 def canonical_name(attn_mask_type: str, argument: str = "attn_mask_type") -> str:

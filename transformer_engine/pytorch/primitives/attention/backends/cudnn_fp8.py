@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .....common.memory import Memory
-from ..request import AttentionInputs, AttentionRequest, Feature
+from ..call import AttentionCall, AttentionInputs, Feature
 from .cudnn_graph import MOST_PLANS, Description, Plan, missing, planned
 from .cudnn_plan import Strided, Tensors, bottom_right
 
@@ -50,34 +50,30 @@ class Backward(NamedTuple):
     amax: Tensor
 
 
-def refuses(r: AttentionRequest) -> str | None:
+def refuses(call: AttentionCall) -> str | None:
     """Why the FP8 forward pass does not take a request; None when it does."""
-    if not r.device.switches.fused or r.device.switches.fused_kind == "1":
-        return (
-            "NVTE_FUSED_ATTN=0"
-            if not r.device.switches.fused
-            else "NVTE_FUSED_ATTN_BACKEND=1 asks for 16 bit"
-        )
-    if r.device.type != "cuda":
-        return f"it needs a CUDA device, the tensors are on {r.device.type}"
-    major, minor = r.device.capability
+    if not call.switches.fused or call.switches.fused_kind == "1":
+        return "NVTE_FUSED_ATTN=0" if not call.switches.fused else "NVTE_FUSED_ATTN_BACKEND=1 asks for 16 bit"
+    if call.device_type != "cuda":
+        return f"it needs a CUDA device, the tensors are on {call.device_type}"
+    major, minor = call.capability
     if major < 9:
         return f"compute capability {major}.{minor} < 9.0"
     if major >= 10:
         return f"compute capability {major}.{minor}: written for 9.0 and untested above"
-    if bottom_right(r):
+    if bottom_right(call):
         return "a bottom-right diagonal over sequences of unequal lengths"
-    for size in (r.shape.head_dim_qk, r.shape.head_dim_v):
+    for size in (call.head_dim_qk, call.head_dim_v):
         if size not in FORWARD_HEAD_SIZES:
             return f"head size {size}; it takes multiples of 16 up to 256"
     return missing()
 
 
-def refuses_backward(r: AttentionRequest) -> str | None:
+def refuses_backward(call: AttentionCall) -> str | None:
     """Why the FP8 backward pass does not take a request; None when it does."""
-    if not r.shape.head_dim_qk == r.shape.head_dim_v == BACKWARD_HEAD_SIZE:
-        return f"head sizes {r.shape.head_dim_qk} and {r.shape.head_dim_v} in the backward pass; it takes 128"
-    return refuses(r)
+    if not call.head_dim_qk == call.head_dim_v == BACKWARD_HEAD_SIZE:
+        return f"head sizes {call.head_dim_qk} and {call.head_dim_v} in the backward pass; it takes 128"
+    return refuses(call)
 
 
 def _strided(q: Tensor, k: Tensor, v: Tensor) -> Strided:
@@ -95,22 +91,22 @@ def _options(tensors: Tensors) -> dict[str, Any]:
 
 
 def describe_forward(
-    r: AttentionRequest, strided: Strided, code: torch.dtype, output_code: torch.dtype, **where: Any
+    call: AttentionCall, strided: Strided, code: torch.dtype, output_code: torch.dtype, **where: Any
 ) -> Description:
     """Codes of q, k, v -> codes of the output, stats, and the amaxes of the output and the softmax."""
     description = Description(code, **where)
-    tensors = Tensors(r, strided, description, code)
+    tensors = Tensors(call, strided, description, code)
     output, stats, amax_s, amax_output = description.graph.sdpa_fp8(
-        q=tensors.given("q", r.shape.heads, r.shape.head_dim_qk, strided.q, True),
-        k=tensors.given("k", r.shape.groups, r.shape.head_dim_qk, strided.k, False),
-        v=tensors.given("v", r.shape.groups, r.shape.head_dim_v, strided.v, False),
+        q=tensors.given("q", call.heads, call.head_dim_qk, strided.q, True),
+        k=tensors.given("k", call.groups, call.head_dim_qk, strided.k, False),
+        v=tensors.given("v", call.groups, call.head_dim_v, strided.v, False),
         **{role: description.scalar(role) for role in _FORWARD_SCALES},
         **_options(tensors),
         scale_o=description.scalar("scale_output"),
-        generate_stats=r.options.needs_gradient,
+        generate_stats=call.needs_gradient,
     )
-    tensors.dense("output", r.shape.heads, r.shape.head_dim_v, True, output, output_code)
-    if r.options.needs_gradient:
+    tensors.dense("output", call.heads, call.head_dim_v, True, output, output_code)
+    if call.needs_gradient:
         shape, strides, ragged = tensors.row_statistics()
         description.output("stats", stats, shape, strides, ragged=ragged)
     for role, amax in (("amax_s", amax_s), ("amax_output", amax_output)):
@@ -122,7 +118,7 @@ _FORWARD_SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s"
 
 
 def describe_backward(
-    r: AttentionRequest,
+    call: AttentionCall,
     strided: Strided,
     code: torch.dtype,
     output_code: torch.dtype,
@@ -132,21 +128,16 @@ def describe_backward(
 ) -> Description:
     """Codes of q, k, v, output, grad_output and stats -> codes of dq, dk, dv, and amaxes."""
     description = Description(code, **where)
-    tensors = Tensors(r, strided, description, code)
+    tensors = Tensors(call, strided, description, code)
     assert strided.grad_output is not None
     shape, strides, ragged = tensors.row_statistics()
     grads = description.graph.sdpa_fp8_backward(
-        q=tensors.given("q", r.shape.heads, r.shape.head_dim_qk, strided.q, True),
-        k=tensors.given("k", r.shape.groups, r.shape.head_dim_qk, strided.k, False),
-        v=tensors.given("v", r.shape.groups, r.shape.head_dim_v, strided.v, False),
-        o=tensors.dense("output", r.shape.heads, r.shape.head_dim_v, True, dtype=output_code),
+        q=tensors.given("q", call.heads, call.head_dim_qk, strided.q, True),
+        k=tensors.given("k", call.groups, call.head_dim_qk, strided.k, False),
+        v=tensors.given("v", call.groups, call.head_dim_v, strided.v, False),
+        o=tensors.dense("output", call.heads, call.head_dim_v, True, dtype=output_code),
         dO=tensors.given(
-            "grad_output",
-            r.shape.heads,
-            r.shape.head_dim_v,
-            strided.grad_output,
-            True,
-            dtype=grad_output_code,
+            "grad_output", call.heads, call.head_dim_v, strided.grad_output, True, dtype=grad_output_code
         ),
         stats=description.tensor("stats", shape, strides, ragged=ragged),
         **{role: description.scalar(role) for role in ("descale_q", "descale_k", "descale_v", "descale_s")},
@@ -158,12 +149,12 @@ def describe_backward(
         scale_dK=description.scalar("scale_grad_k"),
         scale_dV=description.scalar("scale_grad_v"),
         scale_dP=description.scalar("scale_dp"),
-        use_deterministic_algorithm=r.device.deterministic,
+        use_deterministic_algorithm=call.deterministic,
         **_options(tensors),
     )
-    tensors.dense("grad_q", r.shape.heads, r.shape.head_dim_qk, True, grads[0], grad_code)
-    tensors.dense("grad_k", r.shape.groups, r.shape.head_dim_qk, False, grads[1], grad_code)
-    tensors.dense("grad_v", r.shape.groups, r.shape.head_dim_v, False, grads[2], grad_code)
+    tensors.dense("grad_q", call.heads, call.head_dim_qk, True, grads[0], grad_code)
+    tensors.dense("grad_k", call.groups, call.head_dim_qk, False, grads[1], grad_code)
+    tensors.dense("grad_v", call.groups, call.head_dim_v, False, grads[2], grad_code)
     for role, amax in zip(("amax_grad_q", "amax_grad_k", "amax_grad_v", "amax_dp"), grads[3:7], strict=True):
         description.output(role, amax, (1, 1, 1, 1))
     return description
@@ -177,11 +168,11 @@ def _planned(key: tuple[Any, ...]) -> Plan:
 _PLANS: Memory[tuple[Any, ...], Plan] = Memory(_planned, MOST_PLANS)
 
 
-def _common(r: AttentionRequest, codes: Sequence[Tensor], inputs: AttentionInputs) -> dict[str, int]:
+def _common(call: AttentionCall, codes: Sequence[Tensor], inputs: AttentionInputs) -> dict[str, int]:
     """Addresses of what both passes read."""
     q, k, v = codes
     pointers = {"q": q.data_ptr(), "k": k.data_ptr(), "v": v.data_ptr()}
-    if r.options.mask.padding:
+    if call.mask.padding:
         assert inputs.lengths_q is not None and inputs.lengths_kv is not None
         pointers["lengths_q"] = inputs.lengths_q.data_ptr()
         pointers["lengths_kv"] = inputs.lengths_kv.data_ptr()
@@ -189,7 +180,7 @@ def _common(r: AttentionRequest, codes: Sequence[Tensor], inputs: AttentionInput
 
 
 def forward(
-    r: AttentionRequest,
+    call: AttentionCall,
     codes: Sequence[Tensor],
     inputs: AttentionInputs,
     scalars: Mapping[str, int],
@@ -202,26 +193,24 @@ def forward(
     """
     q, k, v = codes
     device = q.device
-    plan = _PLANS[describe_forward, device.index, r, _strided(q, k, v), q.dtype, output_code]
-    output = torch.empty((*q.shape[:-1], r.shape.head_dim_v), dtype=output_code, device=device)
+    plan = _PLANS[describe_forward, device.index, call, _strided(q, k, v), q.dtype, output_code]
+    output = torch.empty((*q.shape[:-1], call.head_dim_v), dtype=output_code, device=device)
     amax = torch.empty(2, dtype=torch.float32, device=device)
-    pointers = _common(r, codes, inputs)
+    pointers = _common(call, codes, inputs)
     pointers.update(scalars)
     pointers["output"] = output.data_ptr()
     pointers["amax_output"] = amax.data_ptr()
     pointers["amax_s"] = pointers["amax_output"] + amax.element_size()
     lse = None
-    if r.options.needs_gradient:
-        lse = torch.empty(
-            (r.shape.batch, r.shape.heads, r.shape.seqlen_q), dtype=torch.float32, device=device
-        )
+    if call.needs_gradient:
+        lse = torch.empty((call.batch, call.heads, call.seqlen_q), dtype=torch.float32, device=device)
         pointers["stats"] = lse.data_ptr()
     plan.run(pointers, device)
     return Forward(output, lse, amax)
 
 
 def backward(
-    r: AttentionRequest,
+    call: AttentionCall,
     codes: Sequence[Tensor],
     output: Tensor,
     grad_output: Tensor,
@@ -239,10 +228,10 @@ def backward(
     device = q.device
     strided = _strided(q, k, v)._replace(grad_output=grad_output.stride())
     dtypes = (q.dtype, output.dtype, grad_output.dtype, grad_code)
-    plan = _PLANS[(describe_backward, device.index, r, strided, *dtypes)]
+    plan = _PLANS[(describe_backward, device.index, call, strided, *dtypes)]
     grads = [torch.empty(x.shape, dtype=grad_code, device=device) for x in codes]
     amax = torch.empty(4, dtype=torch.float32, device=device)
-    pointers = _common(r, codes, inputs)
+    pointers = _common(call, codes, inputs)
     pointers.update(scalars)
     for place, (role, grad) in enumerate(zip(("grad_q", "grad_k", "grad_v"), grads, strict=True)):
         pointers[role] = grad.data_ptr()
