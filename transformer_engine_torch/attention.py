@@ -292,7 +292,8 @@ def _call(
     q = layout.queries(_wide(qkv[0], dtype))
     k, v = (layout.keys(_wide(x, dtype)) for x in qkv[1:])
     bias_name = _BIASES[member("bias_type", NVTE_Bias_Type, kinds[0])]
-    if bias is not None and bias.numel() and bias_name not in ("pre_scale_bias", "post_scale_bias"):
+    has_bias = bias_name in ("pre_scale_bias", "post_scale_bias")
+    if bias is not None and bias.numel() and not has_bias:
         warn_once(
             "attn_bias",
             f"attn_bias has no effect with bias type {bias_name!r}; set the type to 'post_scale_bias', or leave it out",
@@ -305,15 +306,10 @@ def _call(
     sink = None if offset is None else offset.reshape(-1)
     if sink is None and softmax != "vanilla":
         sink = torch.zeros(q.shape[-2], dtype=torch.float32, device=q.device)
+    lengths = (sequences.lengths_q, sequences.lengths_kv, sequences.starts_q, sequences.starts_kv)
     inputs = AttentionInputs(
-        q,
-        k,
-        v,
-        lengths_q=sequences.lengths_q,
-        lengths_kv=sequences.lengths_kv,
-        starts_q=sequences.starts_q,
-        starts_kv=sequences.starts_kv,
-        bias=bias if bias_name in ("pre_scale_bias", "post_scale_bias") else None,
+        *(q, k, v, *lengths),
+        bias=bias if has_bias else None,
         slopes=default_slopes(q.shape[-2], q.device) if bias_name == "alibi" else None,
         sink=sink,
         page_table=page_table,

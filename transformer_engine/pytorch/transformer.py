@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .attention.dot_product_attention.arguments import RULES
 from .attention.dot_product_attention.settings import AttentionArguments, given_arguments
 from .attention.inference import InferenceParams
+from .attention.layer_settings import child_name
 from .attention.multi_head_attention import MultiheadAttention
 from .functions.dropout import bias_dropout_add, dropout
 from .module.arguments import accepts
@@ -157,7 +158,7 @@ class TransformerLayer(nn.Module):
             input_layernorm=not self.output_layernorm,
             return_layernorm_output=post_norm_residual and not self.output_layernorm,
             attention_type="self",
-            name=_name(name, "self_attention"),
+            name=child_name(name, "self_attention"),
             **arguments,
         )
         self.inter_attention = None
@@ -169,7 +170,7 @@ class TransformerLayer(nn.Module):
                 input_layernorm=True,
                 return_layernorm_output=post_norm_residual,
                 attention_type="cross",
-                name=_name(name, "inter_attention"),
+                name=child_name(name, "inter_attention"),
                 **arguments,
             )
 
@@ -178,7 +179,7 @@ class TransformerLayer(nn.Module):
         self.layernorm_mlp = LayerNormMLP(
             eps=given["layernorm_epsilon"],
             return_layernorm_output=self.apply_residual_connection_post_layernorm,
-            name=_name(given["name"], "layernorm_mlp"),
+            name=child_name(given["name"], "layernorm_mlp"),
             **{name: given[name] for name in (*_OF_ALL, *_OF_MLP)},
         )
         self.layernorm = None
@@ -333,7 +334,3 @@ def _in_autocast(hidden_states: Tensor) -> Tensor:
     """In torch.autocast's dtype while that is on: the residual sums then are in it, from the first to the last."""
     dtype = autocast_dtype(hidden_states.device.type)
     return hidden_states if dtype is None else hidden_states.to(dtype)
-
-
-def _name(parent: str | None, child: str) -> str | None:
-    return None if parent is None else f"{parent}.{child}"

@@ -100,10 +100,10 @@ class LayerKey(NamedTuple):
                 check_rotation(heads, angles, Positions(), spec, heads.shape[-1])  # pyright: ignore[reportArgumentType]
         if self.core is None:
             return None
-        shapes, dtypes, devices = ([x[place] for x in (q, k, v)] for place in range(3))
+        tensors: Any = [x[place] for place in range(3) for x in (q, k, v)]  # shapes, dtypes, devices
         return PlanKey(
-            self.core, *self[2:7], None, None, self.given, self.cached, self.same_lengths, *shapes, *dtypes, *devices
-        )  # fmt: skip
+            self.core, *self[2:7], None, None, self.given, self.cached, self.same_lengths, *tensors
+        )
 
 
 Key = tuple[Any, ...]
@@ -133,34 +133,41 @@ def check_variant(
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
-def plan_layer_call(
+def check_layer_call(
     memory: Memory[Key, AttentionPlan | None],
     config: LayerConfig,
     core: Any,
     x: Any,
-    encoder_output: Any,
     arguments: AttentionArguments,
-    rotation: Rotation | None,
+    encoder_output: Any,
+    rotary_pos_emb: Any,
     state: AutocastState,
-) -> CheckedArguments | None:
-    """Check and plan a layer's call in eager mode, before any effect.
+) -> tuple[Rotation | None, CheckedArguments | None]:
+    """Check and plan a layer's call before any effect.
 
     Args:
         memory: Plans of the layer.
         config: Settings of the layer.
         core: Core attention.
         x: hidden_states.
-        encoder_output: Input of the keys and values of cross attention.
         arguments: Arguments of the core attention.
-        rotation: Rotation of q and k, whose values are checked in each call.
+        encoder_output: Input of the keys and values of cross attention.
+        rotary_pos_emb: Angles of queries and keys, or None.
         state: State of autocast.
 
     Returns:
-        The checked arguments with the plan; None if the core is a module of another class.
+        The rotation of q and k, and the checked arguments with their plan. The second is None if the core is a module
+        of another class, and while a compiler traces the core's own checks.
 
     Raises:
         TypeError, ValueError: The call cannot be computed.
     """
+    rotation = None
+    if rotary_pos_emb is not None:
+        rotation = _rotation_of_call(config, rotary_pos_emb, arguments)
+    if torch.compiler.is_compiling():
+        check_encoder(config, encoder_output)
+        return rotation, None
     if (config.attention_type == "cross") != (encoder_output is not None):
         check_encoder(config, encoder_output)
     if state.enabled and (recipe := attention_recipe(state.recipe)) is not None:
@@ -198,10 +205,10 @@ def plan_layer_call(
     if rotation is not None and turned is None:
         rotation.check(*_projections(config, inputs)[:2])
     if sequences is None:
-        return None
+        return rotation, None
     if sequences.bounded:
         demand_lengths(sequences, checked.arguments)
-    return CheckedArguments(*checked[:5], plan, sequences)
+    return rotation, CheckedArguments(*checked[:5], plan, sequences)
 
 
 def _checked_sequences(key: Key) -> Sequences | None:
@@ -233,7 +240,7 @@ def check_encoder(config: LayerConfig, encoder_output: Any) -> Any:
     return None
 
 
-def rotation_of_call(
+def _rotation_of_call(
     config: LayerConfig, rotary_pos_emb: Tensor | tuple[Tensor, Tensor], arguments: AttentionArguments
 ) -> Rotation:
     """Return the rotation of queries and keys.

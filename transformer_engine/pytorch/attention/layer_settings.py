@@ -50,6 +50,11 @@ FIXED = frozenset(
 )
 
 
+def child_name(parent: str | None, child: str) -> str | None:
+    """Return the name of a child of a named layer."""
+    return None if parent is None else f"{parent}.{child}"
+
+
 def warn_without_norm(return_layernorm_output: bool, input_layernorm: bool) -> None:
     """Warn once about return_layernorm_output=True on a layer without a norm."""
     if return_layernorm_output and not input_layernorm:

@@ -21,19 +21,12 @@ from ..runtime.bare_call import is_bare
 from .dot_product_attention import DotProductAttention
 from .dot_product_attention.arguments import RULES, check_heads
 from .dot_product_attention.fp8_recipe import outputs_codes, projects_codes
-from .dot_product_attention.plan import AttentionPlan, CheckedArguments
+from .dot_product_attention.plan import AttentionPlan
 from .dot_product_attention.settings import NOTHING_GIVEN, AttentionArguments, given_arguments
 from .heads import Heads, head_size
 from .inference import InferenceParams
-from .layer_plan import (
-    MAX_LAYER_PLANS,
-    check_encoder,
-    check_variant,
-    layer_plan_of,
-    plan_layer_call,
-    rotation_of_call,
-)
-from .layer_settings import AS_GIVEN, FIXED, WORKED_BY, LayerConfig
+from .layer_plan import MAX_LAYER_PLANS, check_encoder, check_layer_call, check_variant, layer_plan_of
+from .layer_settings import AS_GIVEN, FIXED, WORKED_BY, LayerConfig, child_name
 from .qk_norm import query_key_norm
 from .rotation import Rotation
 
@@ -161,12 +154,10 @@ class MultiheadAttention(nn.Module):
             sequence_parallel=self.sequence_parallel,
             tp_size=ranks,
             tp_group=tp_group if set_parallel_mode else None,
-            name=_name(name, "core_attention"),
+            name=child_name(name, "core_attention"),
             **{argument: given[argument] for argument in _OF_CORE},
         )
-        if (
-            softmax_type == "learnable"
-        ):  # the one tensor of a core attention, which takes no device from callers
+        if softmax_type == "learnable":  # the core's one tensor; its constructor has no argument `device`
             self.core_attention.make_softmax_offset(device)
         self.proj = Linear(
             q_size,
@@ -174,7 +165,7 @@ class MultiheadAttention(nn.Module):
             init_method=output_layer_init_method,
             parallel_mode="row" if set_parallel_mode else None,
             return_bias=return_bias,
-            name=_name(name, "proj"),
+            name=child_name(name, "proj"),
             **projection,
         )
 
@@ -196,17 +187,17 @@ class MultiheadAttention(nn.Module):
         width = sum(of_input.values())
         if self.input_layernorm:
             child: nn.Module = LayerNormLinear(
-                hidden, width, parameters_split=split, name=_name(name, normed), **columns, **norm
+                hidden, width, parameters_split=split, name=child_name(name, normed), **columns, **norm
             )
         else:
-            child = Linear(hidden, width, parameters_split=split, name=_name(name, plain), **columns)
+            child = Linear(hidden, width, parameters_split=split, name=child_name(name, plain), **columns)
         setattr(self, normed if self.input_layernorm else plain, child)
         if self.attention_type == "cross":
             of_encoder = {"key": pieces["key"], "value": pieces["value"]}
             split = None if self.fuse_qkv_params else of_encoder
             width = sum(of_encoder.values())
             self.key_value = Linear(
-                hidden, width, parameters_split=split, name=_name(name, "key_value"), **columns
+                hidden, width, parameters_split=split, name=child_name(name, "key_value"), **columns
             )
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
@@ -288,15 +279,14 @@ class MultiheadAttention(nn.Module):
             checkpoint_core_attention = to_bool("checkpoint_core_attention", checkpoint_core_attention)
         if encoder_output is not None and config.attention_type == "self":
             encoder_output = check_encoder(config, encoder_output)
-        tracing = torch.compiler.is_compiling()
-        state = current() if tracing else here_in_eager_mode().state
-        rotation, checked = self._checked(
-            hidden_states, encoder_output, rotary_pos_emb, arguments, state, tracing
+        state = current() if torch.compiler.is_compiling() else here_in_eager_mode().state
+        modules: dict[str, Any] = self._modules
+        core = modules["core_attention"]
+        rotation, checked = check_layer_call(
+            self._plans, config, core, hidden_states, arguments, encoder_output, rotary_pos_emb, state
         )
         cached = arguments.inference_params is not None
         codes = state.enabled and not cached and outputs_codes(state)
-        modules: dict[str, Any] = self._modules
-        core = modules["core_attention"]
         if checked is not None and (not is_bare(core, DotProductAttention, _attention) or core.score_mod):
             checked = None  # hooks and other classes see a call of the module
         q, k, v, norm_output, projection = self._project(
@@ -330,28 +320,9 @@ class MultiheadAttention(nn.Module):
         self, hidden_states: Tensor, arguments: AttentionArguments, encoder_output: Tensor | None
     ) -> None:
         """Raise the errors of `attend` without effects."""
-        tracing = torch.compiler.is_compiling()
-        self._checked(hidden_states, encoder_output, None, arguments, current(), tracing)
-
-    def _checked(
-        self,
-        hidden_states: Tensor,
-        encoder_output: Tensor | None,
-        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
-        arguments: AttentionArguments,
-        state: AutocastState,
-        tracing: bool,
-    ) -> tuple[Rotation | None, CheckedArguments | None]:
-        """Return the rotation of q and k, and the checked arguments; None while a compiler traces the core's checks."""
-        config, rotation = self._config, None
-        if rotary_pos_emb is not None:
-            rotation = rotation_of_call(config, rotary_pos_emb, arguments)
-        if tracing:
-            check_encoder(config, encoder_output)
-            return rotation, None
         core = self._modules["core_attention"]
-        return rotation, plan_layer_call(
-            self._plans, config, core, hidden_states, encoder_output, arguments, rotation, state
+        check_layer_call(
+            self._plans, self._config, core, hidden_states, arguments, encoder_output, None, current()
         )
 
     def _project(
@@ -407,7 +378,3 @@ class MultiheadAttention(nn.Module):
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         assert self.q_norm is not None and self.k_norm is not None
         return self.q_norm(q), self.k_norm(k)
-
-
-def _name(parent: str | None, child: str) -> str | None:
-    return None if parent is None else f"{parent}.{child}"

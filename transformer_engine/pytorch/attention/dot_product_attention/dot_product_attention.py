@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....common import env
 from ....common.memory import Memory
 from ....common.numbers import to_bool
 from ....common.recipe import Recipe
@@ -29,7 +28,7 @@ from ...runtime.device import canonical_device, is_meta
 from ..inference import InferenceParams
 from .arguments import RULES, accept_older_state, bound_score_mod, check_heads, unpacked
 from .context_parallel_group import check_context_parallel_group
-from .fp8_recipe import attention_recipe, attention_roles, scaling_of
+from .fp8_recipe import attention_recipe, attention_roles, backward_asked_for, scaling_of
 from .last_choice import last_choice as _attention_backends
 from .plan import (
     MAX_PLANS,
@@ -48,7 +47,6 @@ from .utils import AttentionLogging
 ONE = 1
 # Names of which a key can be made.
 NAMES = (type(None), str)
-_backward_asked_for = env.watch("NVTE_FP8_DPA_BWD")
 
 
 def _same_as(name: str) -> property:
@@ -271,6 +269,7 @@ class DotProductAttention(TransformerEngineBaseModule):
                 score_mod, score_mod_tensors, score_mod_bprop, score_mod_bprop_tensors
             )
         tracing = torch.compiler.is_compiling()
+        known = (self._config, self.training, self._parameters["softmax_offset"])
         # fmt: off
         if not tracing and (
             attention_mask is cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded
@@ -280,10 +279,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             and type(qkv_format) in NAMES and type(attn_mask_type) in NAMES
             and num_splits is ONE and core_attention_bias_type == "no_bias"
         ):
-            prepared = prepare(
-                self._plans, self._config, self.training, self._parameters["softmax_offset"],
-                (query_layer, key_layer, value_layer), PLAIN, False, (qkv_format, attn_mask_type),
-            )
+            names = (qkv_format, attn_mask_type)
+            prepared = prepare(self._plans, *known, (query_layer, key_layer, value_layer), PLAIN, False, names)
             return self._attend(prepared, tracing, checkpoint_core_attention, fp8_output, bf16_backward)
         qkv = unpacked(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
         arguments = AttentionArguments(
@@ -292,14 +289,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             bottom_right_diagonal, core_attention_bias_type, pad_between_seqs, qkv_format, num_splits, score_mod,
         )
         # fmt: on
-        prepared = prepare(
-            None if tracing else self._plans,
-            self._config,
-            self.training,
-            self._parameters["softmax_offset"],
-            qkv,
-            check_arguments(self._config, arguments, lambda: qkv, tracing),
-        )
+        checked = check_arguments(self._config, arguments, lambda: qkv, tracing)
+        prepared = prepare(None if tracing else self._plans, *known, qkv, checked)
         return self._attend(prepared, tracing, checkpoint_core_attention, fp8_output, bf16_backward)
 
     def attend_checked(
@@ -318,15 +309,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             checkpoint_core_attention, fp8_output: As in `forward`.
             projection: Projection that needs a gradient; q, k and v are views of it, unknown to autograd.
         """
-        prepared = prepare(
-            self._plans,
-            self._config,
-            self.training,
-            self._parameters["softmax_offset"],
-            qkv,
-            checked,
-            projection is not None,
-        )
+        known = (self._config, self.training, self._parameters["softmax_offset"])
+        prepared = prepare(self._plans, *known, qkv, checked, projection is not None)
         return self._attend(prepared, False, checkpoint_core_attention, fp8_output, None, projection)
 
     def _attend(
@@ -391,9 +375,6 @@ class DotProductAttention(TransformerEngineBaseModule):
         if recipe is not state.recipe:
             state = state._replace(recipe=recipe)
         products = self._product_quantizers(state)
-        asked: Any = False if bf16_backward else None
-        if asked is None and _backward_asked_for() is not None:
-            asked = env.get("NVTE_FP8_DPA_BWD")
         active = self.numerics.active
         direct = scaling == "delayed" and active is not None and products is active.products
         return FP8Attention(
@@ -401,7 +382,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             scaling,
             AttentionQuantizers.of(*products),
             self.fp8_meta["scaling_fwd"] if direct else None,
-            choose_fp8(call, scaling, asked),
+            choose_fp8(call, scaling, backward_asked_for(bf16_backward)),
             fp8_output,
             self._scale_update(state, call.needs_gradient),
         )

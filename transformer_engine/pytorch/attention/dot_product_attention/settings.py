@@ -138,7 +138,7 @@ def described_arguments(facts: tuple[Any, ...]) -> AttentionArguments:
     elif mask is not None:
         mask = tuple([None if x is None else Described(*x) for x in mask])
     described: list[Any] = [None if x is None else Described(*x) for x in tensors]
-    return AttentionArguments(mask, *described, facts[_CACHE] or None, *facts[_CACHE + 1 :])
+    return AttentionArguments(mask, *described, facts[_CACHE] or None, *facts[_CACHE + 1 :])  # pyright: ignore[reportCallIssue]
 
 
 class Described(NamedTuple):
