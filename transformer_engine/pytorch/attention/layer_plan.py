@@ -49,24 +49,6 @@ from .rotation import Rotation, rotation_of
 MAX_LAYER_PLANS = 256
 
 
-class LayerInputs(NamedTuple):
-    """Metadata of a layer's inputs.
-
-    Attributes:
-        x_shape, x_dtype, x_device: Of hidden_states.
-        lowered: dtype of torch.autocast.
-        encoder: Metadata of encoder_output.
-        turned: Shapes of the tables of queries and keys, and the spec, of a rotation that reads no values of tensors.
-    """
-
-    x_shape: torch.Size
-    x_dtype: torch.dtype
-    x_device: torch.device
-    lowered: torch.dtype | None
-    encoder: Described | None
-    turned: tuple[torch.Size, torch.Size, RopeSpec] | None
-
-
 class LayerKey(NamedTuple):
     """Everything that the plan of a layer's call depends on.
 
@@ -74,8 +56,12 @@ class LayerKey(NamedTuple):
         config: Settings of the layer.
         core: Settings of its core attention; None if the core is a module of another class.
         gradient: torch's gradient mode.
+        x_shape, x_dtype, x_device: Metadata of hidden_states.
+        lowered: dtype of torch.autocast.
+        encoder: Metadata of encoder_output.
+        turned: Shapes of the tables of queries and keys, and the spec, of a rotation that reads no values of tensors.
 
-    The other fields are those of `PlanKey` and the `LayerInputs`.
+    The other fields are those of `PlanKey`.
     """
 
     config: LayerConfig
@@ -88,15 +74,22 @@ class LayerKey(NamedTuple):
     given: tuple[Any, ...] | None
     cached: Cached | None
     same_lengths: bool
-    inputs: LayerInputs
+    x_shape: torch.Size
+    x_dtype: torch.dtype
+    x_device: torch.device
+    lowered: torch.dtype | None
+    encoder: Described | None
+    turned: tuple[torch.Size, torch.Size, RopeSpec] | None
 
     def of_core(self) -> PlanKey | None:
         """Return the key of the core attention's plan, after the checks of the layer's inputs."""
-        q, k, v = _projections(self.config, self.inputs)
-        if self.inputs.turned is not None:
-            *tables, spec = self.inputs.turned
+        q, k, v = _projections(
+            self.config, self.x_shape, self.x_dtype, self.x_device, self.lowered, self.encoder
+        )
+        if self.turned is not None:
+            *tables, spec = self.turned
             for heads, shape in zip((q, k), tables, strict=True):
-                angles: Any = Described(shape, torch.float32, self.inputs.x_device, False)
+                angles: Any = Described(shape, torch.float32, self.x_device, False)
                 check_rotation(heads, angles, Positions(), spec, heads.shape[-1])  # pyright: ignore[reportArgumentType]
         if self.core is None:
             return None
@@ -142,6 +135,7 @@ def check_layer_call(
     encoder_output: Any,
     rotary_pos_emb: Any,
     state: AutocastState,
+    tracing: bool,
 ) -> tuple[Rotation | None, CheckedArguments | None]:
     """Check and plan a layer's call before any effect.
 
@@ -154,6 +148,7 @@ def check_layer_call(
         encoder_output: Input of the keys and values of cross attention.
         rotary_pos_emb: Angles of queries and keys, or None.
         state: State of autocast.
+        tracing: A compiler traces the call.
 
     Returns:
         The rotation of q and k, and the checked arguments with their plan. The second is None if the core is a module
@@ -165,7 +160,7 @@ def check_layer_call(
     rotation = None
     if rotary_pos_emb is not None:
         rotation = _rotation_of_call(config, rotary_pos_emb, arguments)
-    if torch.compiler.is_compiling():
+    if tracing:
         check_encoder(config, encoder_output)
         return rotation, None
     if (config.attention_type == "cross") != (encoder_output is not None):
@@ -180,10 +175,10 @@ def check_layer_call(
         encoder = described_of(encoder_output)
     turned = None if rotation is None else rotation.facts()
     device = x.device
-    inputs = LayerInputs(x.shape, x.dtype, device, autocast_dtype(device.type), encoder, turned)
+    inputs = (x.shape, x.dtype, device, autocast_dtype(device.type), encoder)
     checked, ours = PLAIN, isinstance(core, DotProductAttention)
     if ours and arguments is not NOTHING_GIVEN:
-        checked = check_arguments(core._config, arguments, lambda: _projections(config, inputs))
+        checked = check_arguments(core._config, arguments, lambda: _projections(config, *inputs))
     key = (
         config,
         core._config if ours else None,
@@ -195,7 +190,8 @@ def check_layer_call(
         checked.facts,
         checked.cached,
         checked.same_lengths,
-        inputs,
+        *inputs,
+        turned,
     )
     plan, sequences = None, None
     if not undisturbed():
@@ -203,7 +199,7 @@ def check_layer_call(
     elif (plan := memory[key]) is not None:
         sequences = plan.sequences
     if rotation is not None and turned is None:
-        rotation.check(*_projections(config, inputs)[:2])
+        rotation.check(*_projections(config, *inputs)[:2])
     if sequences is None:
         return rotation, None
     if sequences.bounded:
@@ -262,15 +258,22 @@ def _rotation_of_call(
     )
 
 
-def _projections(config: LayerConfig, inputs: LayerInputs) -> tuple[Described, Described, Described]:
-    """Return q, k, v as the projections will produce them.
+def _projections(
+    config: LayerConfig,
+    x_shape: torch.Size,
+    x_dtype: torch.dtype,
+    x_device: torch.device,
+    lowered: torch.dtype | None,
+    encoder: Described | None,
+) -> tuple[Described, Described, Described]:
+    """Return q, k, v as the projections will produce them; the arguments are those of `LayerKey`.
 
     Raises:
         ValueError: The inputs are not [.., hidden] as qkv_format requires, or of several dtypes or devices.
     """
-    x = Described(inputs.x_shape, inputs.x_dtype, inputs.x_device, False)
+    x = Described(x_shape, x_dtype, x_device, False)
     axes = len(config.qkv_format) - 1
-    for name, given in (("hidden_states", x), ("encoder_output", inputs.encoder)):
+    for name, given in (("hidden_states", x), ("encoder_output", encoder)):
         if given is None:
             continue
         if len(given.shape) != axes or given.shape[-1] != config.hidden_size:
@@ -280,20 +283,14 @@ def _projections(config: LayerConfig, inputs: LayerInputs) -> tuple[Described, D
             )
         if given.device.type == "meta":
             raise ValueError(f"{name} is on {given.device} and has no values; make it on the layer's device")
-        if (given.dtype != x.dtype and inputs.lowered is None) or given.device != x.device:
+        if (given.dtype != x_dtype and lowered is None) or given.device != x_device:
             raise ValueError(
-                f"{name} is {given.dtype} on {given.device}, hidden_states {x.dtype} on {x.device}; convert"
+                f"{name} is {given.dtype} on {given.device}, hidden_states {x_dtype} on {x_device}; convert"
             )
-    heads = config.heads
-    sources = ((x, heads.queries), (inputs.encoder or x, heads.groups))
-    q, k = (
+    heads, shapes = config.heads, []
+    for source, count in ((x, heads.queries), (encoder or x, heads.groups)):
         # Projections of a sequence-parallel layer gather the ranks' tokens.
-        Described(
-            torch.Size((source.shape[0] * config.ranks, *source.shape[1:-1], count, heads.size)),
-            inputs.lowered or x.dtype,
-            x.device,
-            False,
-        )
-        for source, count in sources
-    )
+        tokens = (source.shape[0] * config.ranks, *source.shape[1:-1])
+        shapes.append(torch.Size((*tokens, count, heads.size)))
+    q, k = (Described(shape, lowered or x_dtype, x_device, False) for shape in shapes)
     return q, k, k

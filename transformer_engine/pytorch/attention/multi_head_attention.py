@@ -279,11 +279,20 @@ class MultiheadAttention(nn.Module):
             checkpoint_core_attention = to_bool("checkpoint_core_attention", checkpoint_core_attention)
         if encoder_output is not None and config.attention_type == "self":
             encoder_output = check_encoder(config, encoder_output)
-        state = current() if torch.compiler.is_compiling() else here_in_eager_mode().state
+        tracing = torch.compiler.is_compiling()
+        state = current() if tracing else here_in_eager_mode().state
         modules: dict[str, Any] = self._modules
         core = modules["core_attention"]
         rotation, checked = check_layer_call(
-            self._plans, config, core, hidden_states, arguments, encoder_output, rotary_pos_emb, state
+            self._plans,
+            config,
+            core,
+            hidden_states,
+            arguments,
+            encoder_output,
+            rotary_pos_emb,
+            state,
+            tracing,
         )
         cached = arguments.inference_params is not None
         codes = state.enabled and not cached and outputs_codes(state)
@@ -320,9 +329,17 @@ class MultiheadAttention(nn.Module):
         self, hidden_states: Tensor, arguments: AttentionArguments, encoder_output: Tensor | None
     ) -> None:
         """Raise the errors of `attend` without effects."""
-        core = self._modules["core_attention"]
+        core, tracing = self._modules["core_attention"], torch.compiler.is_compiling()
         check_layer_call(
-            self._plans, self._config, core, hidden_states, arguments, encoder_output, None, current()
+            self._plans,
+            self._config,
+            core,
+            hidden_states,
+            arguments,
+            encoder_output,
+            None,
+            current(),
+            tracing,
         )
 
     def _project(

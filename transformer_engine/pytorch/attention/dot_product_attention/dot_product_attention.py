@@ -21,7 +21,7 @@ from ...module.base import TransformerEngineBaseModule
 from ...module.config import configured
 from ...module.parameters import ParameterInit
 from ...primitives.attention import mask as masks
-from ...primitives.attention.call import AttentionCall
+from ...primitives.attention.call import AttentionCall, AttentionInputs
 from ...quantization import QuantizerRole
 from ...quantization.autocast import AutocastState, current, here_in_eager_mode
 from ...runtime.device import canonical_device, is_meta
@@ -30,16 +30,7 @@ from .arguments import RULES, accept_older_state, bound_score_mod, check_heads, 
 from .context_parallel_group import check_context_parallel_group
 from .fp8_recipe import attention_recipe, attention_roles, backward_asked_for, scaling_of
 from .last_choice import last_choice as _attention_backends
-from .plan import (
-    MAX_PLANS,
-    PLAIN,
-    AttentionPlan,
-    CheckedArguments,
-    Prepared,
-    check_arguments,
-    plan_of,
-    prepare,
-)
+from .plan import MAX_PLANS, PLAIN, AttentionPlan, CheckedArguments, check_arguments, plan_of, prepare
 from .settings import AttentionArguments, AttentionConfig
 from .utils import AttentionLogging
 
@@ -315,7 +306,7 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     def _attend(
         self,
-        prepared: Prepared,
+        prepared: tuple[AttentionPlan, AttentionInputs, Callable[[], object] | None],
         tracing: bool,
         recompute: bool,
         fp8_output: bool | None,

@@ -205,17 +205,7 @@ def _upcoming(
     return upcoming, Cached.of(upcoming, limits)
 
 
-class Prepared(NamedTuple):
-    """A planned call and its tensors.
-
-    Attributes:
-        append: Writes a step's keys and values into its cache once nothing can raise; None without a cache, and if a
-            custom manager had to write them first.
-    """
-
-    plan: AttentionPlan
-    inputs: AttentionInputs
-    append: Callable[[], object] | None = None
+Append = Callable[[], object]
 
 
 def prepare(
@@ -227,7 +217,7 @@ def prepare(
     checked: CheckedArguments,
     joint: bool = False,
     names: tuple[str | None, str | None] = (None, None),
-) -> Prepared:
+) -> tuple[AttentionPlan, AttentionInputs, Append | None]:
     """Plan a call, or look up its plan, and collect its tensors.
 
     Args:
@@ -239,6 +229,10 @@ def prepare(
         checked: Result of `check_arguments`, or PLAIN.
         joint: q, k and v are views, unknown to autograd, of a projection that needs a gradient.
         names: qkv_format and attn_mask_type of a call with PLAIN.
+
+    Returns:
+        The plan, the tensors, and a function that writes a step's keys and values into its cache once nothing can
+        raise. The function is None without a cache, and if a custom manager had to write them first.
     """
     q, k, v = qkv
     a, bias, sink = checked.arguments, checked.arguments.core_attention_bias, None
@@ -253,7 +247,12 @@ def prepare(
         or (sink is not None and sink.requires_grad)
     )
     settings, plan = (config, training, gradient), checked.ahead
-    if plan is None or plan.call.needs_gradient is not gradient or plan.tensors != _tensors_of(q, k, v):
+    if (
+        plan is None
+        or plan.call.needs_gradient is not gradient
+        or plan.tensors
+        != (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
+    ):
         plan = _find(memory, settings, qkv, checked, names)
     append = upcoming = None
     if a.inference_params is not None:
@@ -270,21 +269,14 @@ def prepare(
     if v.stride(-1) != 1:
         v = v.contiguous()
     if memory is not None and a is NOTHING_GIVEN:
-        return Prepared(
-            plan, AttentionInputs(q, k, v) if sink is None else AttentionInputs(q, k, v, sink=sink)
-        )
+        return plan, AttentionInputs(q, k, v) if sink is None else AttentionInputs(q, k, v, sink=sink), None
     if upcoming is not None:
         lengths = cached_tensors(upcoming, plan.sequences.queries.tokens is not None)
     else:
         lengths = tensors_of(plan.sequences, a)
     slopes = None if a.core_attention_bias_type != "alibi" else _slopes(config, a, q.device)
     pages = None if upcoming is None else upcoming.page_table
-    return Prepared(plan, AttentionInputs(q, k, v, *lengths, bias, slopes, sink, pages), append)
-
-
-def _tensors_of(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
-    """Return the end of a `PlanKey`."""
-    return q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+    return plan, AttentionInputs(q, k, v, *lengths, bias, slopes, sink, pages), append
 
 
 def _find(
@@ -301,6 +293,8 @@ def _find(
         modes = (gradient, deterministic, checked.cached, checked.same_lengths)
         call, sequences = describe_call(config, training, qkv, a, *modes)
         return AttentionPlan(call, choose_when_traced(call), sequences)
+    q, k, v = qkv
+    # A plain tuple, which is created in half the time of a PlanKey.
     key = (
         *settings,
         deterministic,
@@ -310,7 +304,15 @@ def _find(
         checked.facts,
         checked.cached,
         checked.same_lengths,
-        *_tensors_of(*qkv),
+        q.shape,
+        k.shape,
+        v.shape,
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.device,
+        k.device,
+        v.device,
     )
     if not undisturbed():
         return plan_of(key)
@@ -323,7 +325,7 @@ def _step(
     qkv: tuple[Tensor, Tensor, Tensor],
     checked: CheckedArguments,
     plan: AttentionPlan,
-) -> tuple[AttentionPlan, CachedKeysValues, Callable[[], object] | None]:
+) -> tuple[AttentionPlan, CachedKeysValues, Append | None]:
     """Return the plan of a step over a cache, its keys and values, and the function that writes the new ones."""
     (config, _, _), (_, k, v), a = settings, qkv, checked.arguments
     cache: Any = a.inference_params
