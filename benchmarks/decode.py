@@ -22,8 +22,8 @@ from transformer_engine.cli.bench.measure import measure
 from transformer_engine.pytorch.primitives.attention import mask
 from transformer_engine.pytorch.primitives.attention.backends import triton
 from transformer_engine.pytorch.primitives.attention.call import (
-    AttentionInputs,
     AttentionCall,
+    AttentionInputs,
     Switches,
 )
 

@@ -17,16 +17,16 @@ from generated import ROOT, write
 
 from transformer_engine.common import optional
 from transformer_engine.pytorch.primitives.attention.backends import cudnn, flash2, flash3, flash4, triton
+from transformer_engine.pytorch.primitives.attention.call import AttentionCall, Switches
 from transformer_engine.pytorch.primitives.attention.choose import TABLE, preference
 from transformer_engine.pytorch.primitives.attention.mask import resolve
-from transformer_engine.pytorch.primitives.attention.call import AttentionCall, Switches
 
 PAGE = ROOT / "docs" / "attention.md"
 MEASURED = ROOT / "benchmarks" / "results" / "attention_backends_h200.json"
 
 
 def plain(**changes: Any) -> AttentionCall:
-    """Return causal attention with a gradient over 2 sequences of 4096, 16 heads of 128, bfloat16, with some changes."""
+    """Return causal attention with a gradient over 2 sequences of 4096, 16 heads of 128, bfloat16, with changes."""
     call = AttentionCall(
         dtype=torch.bfloat16,
         device_type="cuda",

@@ -66,7 +66,8 @@ def test_merged_blocks_of_keys_have_the_output_and_gradients_of_the_whole(form, 
     assert lse.dtype == torch.float32 and lse.shape[1:] == (BATCH, HEADS, QUERIES)
     merged_lse = torch.logsumexp(lse, 0)
     output = sum(
-        attended.output * rows((own - merged_lse).exp(), form) for (attended, _), own in zip(done, lse)
+        attended.output * rows((own - merged_lse).exp(), form)
+        for (attended, _), own in zip(done, lse, strict=True)
     )
     assert expected.lse is not None
     torch.testing.assert_close(merged_lse, expected.lse, rtol=1e-5, atol=1e-5)

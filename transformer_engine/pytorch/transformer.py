@@ -30,7 +30,7 @@ from .transformer_config import FIXED, WORKED_BY, LayerConfig
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 _forward = MultiheadAttention.forward
 
-# Constructor arguments that children take under the same name.
+# Constructor arguments that children have under the same name.
 _OF_NORM = ("device", "params_dtype", "sequence_parallel", "zero_centered_gamma")
 _OF_ALL = (
     *_OF_NORM,
@@ -78,14 +78,16 @@ class TransformerLayer(nn.Module):
         h = x + drop(self_attention(norm(x)));  h = h + drop(inter_attention(norm(h), encoder));  y = h +
                                                 drop(mlp(norm(h)))
 
-    layer_type           "encoder", or "decoder" which has inter_attention
-    apply_residual_connection_post_layernorm   the residual is norm(x) instead of x
-    output_layernorm     normalize after the layer instead of before the self attention
-    parallel_attention_mlp   y = x + drop(self_attention(norm(x)) + mlp(norm(x)))
-    hidden_dropout, drop_path_rate   dropout of features, and of whole samples, in front of each residual sum
-    attn_input_format    "sbhd", "bshd" or "thd"
-    Children: self_attention, inter_attention, layernorm_mlp, layernorm. The other arguments are
-    MultiheadAttention's and LayerNormMLP's.
+    Args:
+        layer_type: "encoder", or "decoder", which has inter_attention.
+        apply_residual_connection_post_layernorm: The residual is norm(x) instead of x.
+        output_layernorm: Normalize after the layer instead of before the self attention.
+        parallel_attention_mlp: y = x + drop(self_attention(norm(x)) + mlp(norm(x))).
+        hidden_dropout, drop_path_rate: Dropout of features, and of whole samples, before each residual sum.
+        attn_input_format: "sbhd", "bshd" or "thd".
+
+    Children: self_attention, inter_attention, layernorm_mlp, layernorm. The other arguments are those of
+    `MultiheadAttention` and `LayerNormMLP`.
     """
 
     _config: LayerConfig
@@ -145,7 +147,7 @@ class TransformerLayer(nn.Module):
         self.drop_path = DropPath(drop_path_rate, batch_dim=batch_dimension(attn_input_format))
 
     def _create_attentions(self, given: dict[str, Any]) -> None:
-        """self_attention, and inter_attention or None, of the constructor's arguments."""
+        """Create self_attention, and inter_attention or None, from the constructor's arguments."""
         arguments = {
             **{name: given[name] for name in (*_OF_ALL, *_OF_ATTENTIONS)},
             "qkv_format": self.attn_input_format,
@@ -175,7 +177,7 @@ class TransformerLayer(nn.Module):
             )
 
     def _create_mlp(self, given: dict[str, Any]) -> None:
-        """layernorm_mlp, and layernorm or None, of the constructor's arguments."""
+        """Create layernorm_mlp, and layernorm or None, from the constructor's arguments."""
         self.layernorm_mlp = LayerNormMLP(
             eps=given["layernorm_epsilon"],
             return_layernorm_output=self.apply_residual_connection_post_layernorm,
@@ -200,7 +202,7 @@ class TransformerLayer(nn.Module):
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
-        """Set the ranks that share the sequence, see DotProductAttention."""
+        """Set the ranks that share the sequence, see `DotProductAttention`."""
         for child in (self.self_attention, self.inter_attention):
             if child is not None:
                 child.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
@@ -233,12 +235,11 @@ class TransformerLayer(nn.Module):
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
     ) -> Tensor:
-        """y, shaped like hidden_states, in their dtype or torch.autocast's.
+        """Return y, shaped like hidden_states, in their dtype or torch.autocast's.
 
-        attention_mask, self_attn_mask_type, window_size, rotary_pos_emb and inference_params speak of the
-        self attention, enc_dec_* and encoder_output of the decoder's cross attention; cu_seqlens_q,
-        max_seqlen_q of both, cu_seqlens_kv, max_seqlen_kv of the cross attention. A core attention bias goes
-        to the self attention.
+        attention_mask, self_attn_mask_type, window_size, rotary_pos_emb, inference_params and the core attention bias
+        apply to the self attention; enc_dec_* and encoder_output to the cross attention of a decoder. cu_seqlens_q and
+        max_seqlen_q apply to both, cu_seqlens_kv and max_seqlen_kv to the cross attention.
         """
         # fmt: off
         of_self = given_arguments(
@@ -285,7 +286,7 @@ class TransformerLayer(nn.Module):
             check_unused(arguments.attn_mask_type, arguments.window_size, arguments.max_seqlen_kv)
 
     def _add(self, branch: Tensor | tuple[Tensor | None, ...], residual: Tensor) -> Tensor:
-        """residual + drop_path(dropout(x + bias)) of branch (x, bias[, another residual]), or x alone."""
+        """Return residual + drop_path(dropout(x + bias)) of branch (x, bias[, another residual]), or x alone."""
         x, bias, *normed = branch if isinstance(branch, tuple) else (branch, None)
         assert x is not None
         if normed:
@@ -331,6 +332,6 @@ def _attend(
 
 
 def _in_autocast(hidden_states: Tensor) -> Tensor:
-    """In torch.autocast's dtype while that is on: the residual sums then are in it, from the first to the last."""
+    """Return hidden_states in torch.autocast's dtype if it is on, so that all residual sums are in it."""
     dtype = autocast_dtype(hidden_states.device.type)
     return hidden_states if dtype is None else hidden_states.to(dtype)

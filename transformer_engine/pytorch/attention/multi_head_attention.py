@@ -32,7 +32,7 @@ from .rotation import Rotation
 
 _attention = DotProductAttention.forward
 
-# Arguments that children are made with.
+# Arguments of children.
 _OF_PROJECTIONS = (
     "bias",
     "device",
@@ -59,15 +59,19 @@ _OF_CORE = (
 class MultiheadAttention(nn.Module):
     """out [.., hidden] = proj(softmax(q k^T / sqrt(d)) v) for self or cross attention, any mask and bias.
 
-    attention_type     "self" (children layernorm_qkv or qkv, core_attention, proj) or "cross"
-                       (layernorm_query or query_layer, and key_value, in place of qkv)
-    input_layernorm    normalize the input first;  return_layernorm_output also returns the normalized input
-    fuse_qkv_params    one parameter qkv.weight instead of qkv.query_weight, qkv.key_weight, qkv.value_weight
-    qkv_weight_interleaved   order of a fused weight, see Heads
-    qk_norm_type       "L2Normalization", "RMSNorm" or "LayerNorm" on heads; after rotary embedding unless
-                       qk_norm_before_rope
-    set_parallel_mode  shard heads over the tensor-parallel group: qkv by columns, proj by rows
-    Other arguments are DotProductAttention's and Linear's; seq_length, micro_batch_size and ub_* have no effect.
+    Args:
+        attention_type: "self" (children layernorm_qkv or qkv, core_attention, proj) or "cross" (layernorm_query or
+            query_layer, and key_value, instead of qkv).
+        input_layernorm: Normalize the input first.
+        return_layernorm_output: Also return the normalized input.
+        fuse_qkv_params: One parameter qkv.weight instead of qkv.query_weight, qkv.key_weight, qkv.value_weight.
+        qkv_weight_interleaved: Order of a fused weight, see `Heads`.
+        qk_norm_type: "L2Normalization", "RMSNorm" or "LayerNorm" of heads, after the rotary embedding by default.
+        qk_norm_before_rope: Normalize heads before the rotary embedding.
+        set_parallel_mode: Shard heads over the tensor-parallel group: qkv by columns, proj by rows.
+        seq_length, micro_batch_size, ub_*: Have no effect.
+
+    The other arguments are those of `DotProductAttention` and `Linear`.
     """
 
     _config: LayerConfig
@@ -177,7 +181,7 @@ class MultiheadAttention(nn.Module):
         norm: dict[str, Any],
         name: str | None,
     ) -> None:
-        """The children that make q, k and v, under the names that checkpoints know."""
+        """Create the children that compute q, k and v, under their names in checkpoints."""
         self.layernorm_qkv = self.qkv = self.layernorm_query = self.query_layer = self.key_value = None
         of_input = pieces if self.attention_type == "self" else {"query": pieces["query"]}
         plain, normed = (
@@ -211,7 +215,7 @@ class MultiheadAttention(nn.Module):
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
-        """Set the ranks that share the sequence, see DotProductAttention."""
+        """Set the ranks that share the sequence, see `DotProductAttention`."""
         self.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def forward(
@@ -238,13 +242,15 @@ class MultiheadAttention(nn.Module):
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
     ) -> Tensor | tuple[Tensor | None, ...]:
-        """out [.., hidden], or `(out[, bias][, norm(hidden_states)])` as the constructor said.
+        """Return out [.., hidden], or `(out[, bias][, norm(hidden_states)])` by the constructor's arguments.
 
-        rotary_pos_emb   angles [s, 1, 1, d] for queries and keys, or a pair of them, of all positions that occur. On a
-                         GPU, unless TE_CHECK=1, packed sequences longer than that become NaN; with offsets
-                         (cu_seqlens_*_padded) they turn by the last angles
-        encoder_output   what cross attention takes its keys and values from
-        The other arguments are DotProductAttention.forward's.
+        Args:
+            rotary_pos_emb: Angles [s, 1, 1, d] of queries and keys, or a pair of them, for all positions that occur. On
+                a GPU, unless TE_CHECK=1, packed sequences longer than that become NaN; with offsets
+                (cu_seqlens_*_padded) the last angles are used.
+            encoder_output: Input of the keys and values of cross attention.
+
+        The other arguments are those of `DotProductAttention.forward`.
         """
         # fmt: off
         arguments = given_arguments(
@@ -319,7 +325,7 @@ class MultiheadAttention(nn.Module):
         if not (config.return_bias or config.returns_norm):
             return projected
         outputs: list[Any] = [projected]
-        if config.return_bias:  # a module in proj's place may have added its own
+        if config.return_bias:  # a module in place of proj may have added its own
             outputs = list(projected) if isinstance(projected, tuple) else [projected, None]
         if config.returns_norm:
             outputs.append(norm_output)
@@ -329,18 +335,8 @@ class MultiheadAttention(nn.Module):
         self, hidden_states: Tensor, arguments: AttentionArguments, encoder_output: Tensor | None
     ) -> None:
         """Raise the errors of `attend` without effects."""
-        core, tracing = self._modules["core_attention"], torch.compiler.is_compiling()
-        check_layer_call(
-            self._plans,
-            self._config,
-            core,
-            hidden_states,
-            arguments,
-            encoder_output,
-            None,
-            current(),
-            tracing,
-        )
+        given = (hidden_states, arguments, encoder_output, None, current(), torch.compiler.is_compiling())
+        check_layer_call(self._plans, self._config, self._modules["core_attention"], *given)
 
     def _project(
         self,
@@ -352,19 +348,20 @@ class MultiheadAttention(nn.Module):
         codes: AutocastState | None,
         joint: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Projection | None]:
-        """q, k, v by heads, normed and rotated, and the normalized input when it is to be returned.
+        """Return q, k, v by heads, normalized and rotated, the normalized input if it is returned, and a projection.
 
-        joint   the attention can be differentiated together with the split of a projection: then the three may be
-                views of the projection that comes last, unknown to autograd
-        codes   the autocast state where an FP8 attention follows that takes codes; they are made by the projection
-                of a self attention unless norms or a rotation, which work on values, come between
+        Args:
+            joint: The attention can be differentiated together with the split of a projection. The three may then be
+                views, unknown to autograd, of the returned projection.
+            codes: Autocast state of a following FP8 attention that takes codes. The projection of a self attention
+                produces them, unless norms or a rotation, which need values, come between.
         """
         first: dict[str, bool | None] = {"is_first_microbatch": is_first_microbatch}
         modules: dict[str, Any] = self._modules
         get = modules.get
         projection = get("layernorm_qkv") or get("qkv") or get("layernorm_query") or get("query_layer")
         assert projection is not None
-        key_value, q_norm = get("key_value"), get("q_norm")
+        key_value, q_norm, k_norm = get("key_value"), get("q_norm"), get("k_norm")
         if codes is not None and key_value is None and rotation is None and q_norm is None:
             first["fp8_output"] = projects_codes(projection, codes, hidden_states)
         heads = config.heads
@@ -376,7 +373,9 @@ class MultiheadAttention(nn.Module):
             q, k, v = heads.split_q(mixed), *heads.split_kv(keys_values)
         elif rotation is not None and not norms_first and (grouped := heads.grouped(mixed)) is not None:
             q, k, v = rotation.of_projection(grouped, heads)
-            return *(self._normed(q, k) if q_norm is not None else (q, k)), v, norm_output, None
+            if q_norm is not None:
+                q, k = q_norm(q), k_norm(k)
+            return q, k, v, norm_output, None
         elif joint and rotation is None and q_norm is None and type(mixed) is Tensor:
             whole = None
             if mixed.requires_grad and torch.is_grad_enabled():
@@ -385,13 +384,9 @@ class MultiheadAttention(nn.Module):
         else:
             q, k, v = heads.split_qkv(mixed)
         if norms_first:
-            q, k = self._normed(q, k)
+            q, k = q_norm(q), k_norm(k)
         if rotation is not None:
             q, k = rotation(q, k)
         if q_norm is not None and not norms_first:
-            q, k = self._normed(q, k)
+            q, k = q_norm(q), k_norm(k)
         return q, k, v, norm_output, None
-
-    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        assert self.q_norm is not None and self.k_norm is not None
-        return self.q_norm(q), self.k_norm(k)

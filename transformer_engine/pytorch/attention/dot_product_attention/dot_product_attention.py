@@ -34,44 +34,44 @@ from .plan import MAX_PLANS, PLAIN, AttentionPlan, CheckedArguments, check_argum
 from .settings import AttentionArguments, AttentionConfig
 from .utils import AttentionLogging
 
-# What num_splits is unless a caller says otherwise; True, which equals it, is another object.
+# Default of num_splits; True equals it but is another object.
 ONE = 1
-# Names of which a key can be made.
+# Types of names that can be part of a key.
 NAMES = (type(None), str)
 
 
 def _same_as(name: str) -> property:
-    """Another name of a setting."""
+    """Return a property that is another name of a setting."""
     return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value))
 
 
 def _divided(layer: Any, name: str, value: Any) -> None:
-    """Ranks share the groups."""
+    """Divide the groups among the ranks."""
     if name == "num_gqa_groups":
         layer.num_gqa_groups_per_partition = value // layer.tp_size
 
 
 @configured(AttentionConfig, written=_divided, rules=RULES)
 class DotProductAttention(TransformerEngineBaseModule):
-    """out [.., h * d_v] = softmax(softmax_scale * q k^T + bias) v where the mask shows; a row it hides is 0.
+    """out [.., h * d_v] = softmax(softmax_scale * q k^T + bias) v over the visible keys; 0 for a query without any.
 
-    kv_channels         head size, or (of queries and keys, of values)
-    num_gqa_groups      key and value heads; query head i reads number i // (heads / groups). Default: all
-                        heads
-    qkv_format          "sbhd", "bshd" or "thd" (packed sequences, with a padding mask and cu_seqlens)
-    attn_mask_type      no_mask, padding, causal, padding_causal, causal_bottom_right,
-                        padding_causal_bottom_right or arbitrary; forward() can override it, and window_size
-                        and qkv_format
-    window_size         (left, right) keys that a query sees besides its own; -1: no limit
-    bottom_right_diagonal   windows of masks that are not causal end in the last query and key; default True
-    softmax_scale       default 1 / sqrt(head size of queries and keys)
-    softmax_type        "off-by-one" adds 1 to the softmax's denominator, "learnable" exp(softmax_offset [h])
-    return_max_logit    return (out, the largest logit of each head [h])
-    get_rng_state_tracker   dropout runs inside its fork(), unless sequence_parallel: then the caller forked
-    layer_number        names the layer's part of a cache; attention_type  "self": keys have the queries' lengths
-    cp_group            context-parallel group; more than one rank is not supported
-    score_mod           score_mod(score, b, h, i, j) -> score, element by element, after scale and bias; forward()
-                        can override it. Autograd differentiates it, and the tensors that it holds
+    Args:
+        kv_channels: Head size, or (of queries and keys, of values).
+        num_gqa_groups: Key and value heads, by default all heads; query head i reads i // (heads / groups).
+        qkv_format: "sbhd", "bshd" or "thd" (packed sequences, with a padding mask and cu_seqlens).
+        attn_mask_type: no_mask, padding, causal, padding_causal, causal_bottom_right, padding_causal_bottom_right or
+            arbitrary. forward() can override it, window_size and qkv_format.
+        window_size: (left, right) keys that a query sees besides its own; -1 is unlimited.
+        bottom_right_diagonal: Windows of masks that are not causal end at the last query and key; default True.
+        softmax_scale: Default 1 / sqrt(head size of queries and keys).
+        softmax_type: "off-by-one" adds 1 to the softmax's denominator, "learnable" exp(softmax_offset [h]).
+        return_max_logit: Return (out, the largest logit of each head [h]).
+        get_rng_state_tracker: Dropout runs in its fork(), except under sequence_parallel, where the caller forks.
+        layer_number: Names the layer's part of a cache.
+        attention_type: "self": keys have the queries' lengths by default.
+        cp_group: Context-parallel group; several ranks are not supported.
+        score_mod: score_mod(score, b, h, i, j) -> score, elementwise, after scale and bias; forward() can override it.
+            Autograd differentiates it and the tensors that it holds.
     """
 
     num_products = 3
@@ -131,7 +131,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         if tp_group is not None:
             tp_size = torch.distributed.get_world_size(tp_group)
         self._configure(
-            # It has no weights: made under quantized_model_init, too, each call's recipe gives it states of its own.
+            # No weights: the recipe of each call determines the states, under quantized_model_init too.
             primary_weights_in_fp8=False,
             fp8_parameters=False,
             num_attention_heads=num_attention_heads,
@@ -165,12 +165,12 @@ class DotProductAttention(TransformerEngineBaseModule):
         self._register_load_state_dict_pre_hook(accept_older_state)
 
     def make_softmax_offset(self, device: torch.device | str | int) -> None:
-        """The parameter softmax_offset [h], made on a device."""
+        """Create the parameter softmax_offset [h] on a device."""
         offset = torch.nn.Parameter(
             torch.empty(self.heads, dtype=torch.float32, device=canonical_device(device))
         )
         set_tensor_model_parallel_attributes(offset, self.tp_size > 1, 0, 1)
-        # 0: a learnable sink begins as "off-by-one"
+        # 0: a learnable sink starts as "off-by-one"
         self.register_parameter("softmax_offset", offset, ParameterInit(torch.nn.init.zeros_))
         self.reset_parameters(defer_init=is_meta(device))
 
@@ -185,7 +185,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
-        """Set the ranks that share the sequence; None or one rank means that this one has all of it."""
+        """Set the ranks that share the sequence; None or one rank if this rank has all of it."""
         check_context_parallel_group(cp_group, cp_stream, cp_comm_type)
         self.cp_group = cp_group
         self.cp_global_ranks = cp_global_ranks
@@ -226,29 +226,30 @@ class DotProductAttention(TransformerEngineBaseModule):
         kv_layer: Tensor | None = None,
         qkv_interleave_dim: int = -3,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """out [.., h * d_v], or (out, max_logit [h]) with return_max_logit.
+        """Return out [.., h * d_v], or (out, max_logit [h]) with return_max_logit.
 
-        attention_mask    True = masked out: padding masks [b, 1, 1, s] (a pair of them for cross attention),
-                          or anything broadcastable to [b, h, s_q, s_kv] for "arbitrary"
-        cu_seqlens_*      int32 [b + 1] cumulative lengths, instead of padding masks; *_padded: where the
-                          sequences of a thd tensor begin, when tokens that belong to none lie between them
-        max_seqlen_*      thd: the longest sequence; read from the device when missing
-        core_attention_bias   broadcastable to [b, h, s_q, s_kv], added after softmax_scale ("post_scale_bias" as
-                          core_attention_bias_type) or before ("pre_scale_bias")
-        alibi_slopes      float32 [h] or [b, h] for "alibi": -slope * |distance from the diagonal| is added
-        inference_params  keys and values are appended to its cache, and attention is to all cached ones; lengths
-                          are the cache's, cu_seqlens_* and attention_mask are not read
-        checkpoint_core_attention   compute the attention again in the backward pass, and keep its inputs alone
-        qkv_layer, kv_layer   packed [.., 3, h, d] (qkv_interleave_dim=-3) or [.., h, 3, d] (-2) instead of q,
-                              k, v
-        num_splits        parts in which a long row of keys is computed, None: as many as the backend likes
-        fp8_output        return the output as a Float8Tensor; bf16_backward   compute gradients in high precision;
-                          both for attention in FP8, which autocast's recipe asks for (fp8_dpa or fp8_mha)
-        score_mod_tensors   tensors by name, which score_mod gets as keywords behind its indices
-        fast_zero_fill is accepted and changes nothing.
+        Args:
+            attention_mask: True = masked out: padding masks [b, 1, 1, s] (a pair for cross attention), or a mask
+                broadcastable to [b, h, s_q, s_kv] for "arbitrary".
+            cu_seqlens_*: Cumulative lengths, int32 [b + 1], instead of padding masks; *_padded: starts of the sequences
+                of a thd tensor, if tokens that belong to no sequence lie between them.
+            max_seqlen_*: thd: the longest sequence; by default read from the device.
+            core_attention_bias: Broadcastable to [b, h, s_q, s_kv]; core_attention_bias_type "post_scale_bias" adds it
+                after softmax_scale, "pre_scale_bias" before.
+            alibi_slopes: float32 [h] or [b, h] for "alibi", which adds -slope * |distance from the diagonal|.
+            inference_params: Cache that keys and values are appended to; all cached ones are attended to, with the
+                cache's lengths, and cu_seqlens_* and attention_mask have no effect.
+            checkpoint_core_attention: Save only the inputs, and recompute the attention in the backward pass.
+            qkv_layer, kv_layer: Packed [.., 3, h, d] (qkv_interleave_dim=-3) or [.., h, 3, d] (-2) instead of q, k, v.
+            num_splits: Parts in which a long row of keys is processed; None lets the backend choose.
+            fp8_output: Return a Float8Tensor; bf16_backward: compute gradients in high precision. Both are for FP8
+                attention, which the recipe of autocast requests by fp8_dpa or fp8_mha.
+            score_mod_tensors: Tensors by name, passed to score_mod as keywords.
+            fast_zero_fill: Has no effect.
 
-        Raises ValueError before anything is written or drawn. Lengths and offsets on a GPU are trusted; TE_CHECK=1 has
-        them checked too, see `device_checks`. What they point to outside of the tensors would be read.
+        Raises:
+            ValueError: An argument cannot be used; nothing has been written or drawn. Lengths and offsets on a GPU are
+                only checked with TE_CHECK=1 (see `device_checks`); wrong ones read outside of the tensors.
         """
         if not (checkpoint_core_attention is fp8_output is False and bf16_backward is None):
             checkpoint_core_attention = to_bool("checkpoint_core_attention", checkpoint_core_attention)

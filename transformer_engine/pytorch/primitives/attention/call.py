@@ -246,12 +246,17 @@ assert _NEEDED.keys() == set(Feature), "a feature without a condition"
 class AttentionInputs(NamedTuple):
     """The tensors of one call.
 
-    q [.., h, d_qk], k [.., g, d_qk], v [.., g, d_v] in call.q_format and call.kv_format
-    lengths_*  [b] int32 tokens of each sequence;  starts_*  [b + 1] int32 where each begins in a thd tensor
-    masked_*   [b, 1, 1, s] padding masks;  masked  arbitrary mask, broadcastable to [b, h, s_q, s_kv]
-    bias       broadcastable to [b, h, s_q, s_kv];  slopes  float32 [h] or [b, h] of ALiBi
-    sink       float32 [h]: the logit of a key without a value
-    page_table int32 [b, pages]: page of token j is page_table[b, j // page_size]; k, v [pages, page_size, g, d]
+    Attributes:
+        q, k, v: [.., h, d_qk], [.., g, d_qk], [.., g, d_v] in call.q_format and call.kv_format.
+        lengths_q, lengths_kv: Tokens of each sequence [b] int32.
+        starts_q, starts_kv: Start of each sequence in a thd tensor, [b + 1] int32.
+        masked_q, masked_kv: Padding masks [b, 1, 1, s].
+        masked: Arbitrary mask, broadcastable to [b, h, s_q, s_kv].
+        bias: Broadcastable to [b, h, s_q, s_kv].
+        slopes: ALiBi slopes, float32 [h] or [b, h].
+        sink: Logit of a key without a value, float32 [h].
+        page_table: int32 [b, pages]; page_table[b, j // page_size] holds token j, and k, v are
+            [pages, page_size, g, d].
     """
 
     q: Tensor
@@ -271,13 +276,14 @@ class AttentionInputs(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """What a backend's forward returns.
+    """Results of a backend's forward pass.
 
-    output     [.., h, d_v] in call.q_format, contiguous
-    lse        float32, natural logarithm of the softmax's denominator, sink included: [b, h, s_q], thd [h, t];
-               -inf where a query sees no key. None is allowed when no gradient is needed
-    rng_state  int64 [2] (seed, offset) on the device, when there is dropout
-    max_logit  float32 [h], the largest visible scale * q k^T + bias, when the request asks for it
+    Attributes:
+        output: [.., h, d_v] in call.q_format, contiguous.
+        lse: Natural logarithm of the softmax's denominator, sink included, float32 [b, h, s_q], for thd [h, t]; -inf
+            for a query without a visible key. May be None if no gradient is needed.
+        rng_state: int64 [2] (seed, offset) on the device, with dropout.
+        max_logit: Largest visible scale * q k^T + bias, float32 [h], if call.max_logit.
     """
 
     output: Tensor
@@ -287,7 +293,7 @@ class Attended(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What a backend's backward returns: each in the shape and dtype of its input."""
+    """Results of a backend's backward pass, each in the shape and dtype of its input."""
 
     q: Tensor
     k: Tensor
@@ -297,7 +303,7 @@ class Gradients(NamedTuple):
 
 
 class AttentionResult(NamedTuple):
-    """output [.., h * d_v] in call.q_format; max_logit float32 [h], when the request asks for it."""
+    """output [.., h * d_v] in call.q_format; max_logit float32 [h] if call.max_logit."""
 
     output: Tensor
     max_logit: Tensor | None = None

@@ -1,6 +1,6 @@
-"""The attention of any call, in plain float32 torch operations on any device; it never refuses one.
+"""The attention of any call in plain float32 torch operations on any device.
 
-It holds [b, h, s_q, s_kv] float32 matrices: the other backends are there to avoid them.
+It allocates float32 matrices [b, h, s_q, s_kv], which the other backends avoid.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .visible import distance, visible
 
 
 def forward(call: AttentionCall, inputs: AttentionInputs, round_p: dense.Rounding | None = None) -> Attended:
-    """Attention through dense matrices; round_p replaces the probabilities before they are multiplied."""
+    """Compute attention by dense matrices; round_p rounds the probabilities before their product."""
     rng_state = random_state(inputs.q.device) if call.dropout > 0.0 else None
     q, k, v = layout.dense_qkv(call, inputs)
     terms = _terms(call, inputs)._replace(round_p=round_p)
@@ -37,7 +37,7 @@ def backward(
     round_p: dense.Rounding | None = None,
     round_ds: dense.Rounding | None = None,
 ) -> Gradients:
-    """Gradients through dense matrices; the probabilities are computed again."""
+    """Compute gradients by dense matrices, with recomputed probabilities."""
     assert attended.lse is not None
     q, k, v = layout.dense_qkv(call, inputs)
     found = dense.backward(
@@ -64,7 +64,7 @@ def backward(
 
 
 def run(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
-    """The attention of a request in operations that autograd sees: score_mod may hold tensors that want gradients."""
+    """Compute attention in operations that autograd sees: tensors of a score_mod may require gradients."""
     attended = forward(call, inputs)
     return AttentionResult(attended.output.flatten(-2), attended.max_logit)
 
@@ -81,7 +81,7 @@ def _terms(call: AttentionCall, inputs: AttentionInputs) -> dense.Terms:
 
 
 def additive_bias(call: AttentionCall, inputs: AttentionInputs) -> Tensor | None:
-    """What is added to scale * q k^T: (q k^T + bias) * scale is scale * q k^T + bias * scale."""
+    """Return the bias of scale * q k^T: (q k^T + bias) * scale is scale * q k^T + bias * scale."""
     if call.bias == "pre_scale_bias":
         assert inputs.bias is not None
         return inputs.bias * call.scale
@@ -93,16 +93,16 @@ def additive_bias(call: AttentionCall, inputs: AttentionInputs) -> Tensor | None
 
 
 def refuses(call: AttentionCall) -> str | None:
-    """Why this backend cannot take the request; None if it can."""
+    """Return the reason why the call is unsupported; None if it is supported."""
     return None if call.switches.unfused else "NVTE_UNFUSED_ATTN=0"
 
 
 def bind(call: AttentionCall) -> Bound:
-    """The two passes; of a score_mod, what autograd sees through."""
+    """Return the two passes; with a score_mod, the operations that autograd differentiates."""
     return PASSES if call.score_mod is None else WHOLE
 
 
-# Not FP8: its emulation rounds tensors before it asks here.
+# Without FP8: its emulation quantizes tensors before it calls this backend.
 TAKES = frozenset(Feature) - {Feature.FP8}
 PASSES = Passes("reference", forward, backward)
 WHOLE = Whole("reference", run)

@@ -1,6 +1,6 @@
 """o, lse = attention(q, k, v) and its gradients by cuDNN's fused kernels, through nvidia-cudnn-frontend.
 
-A graph is planned at the first call of a kind (tens of milliseconds and a kernel's compilation) and then kept.
+A graph is planned at the first of equal calls (tens of milliseconds and a kernel's compilation) and cached.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .cudnn_plan import (
 
 # The deterministic backward keeps a float32 gradient of q for every block of keys.
 DETERMINISTIC_WORKSPACE = 8 << 30
-# score_mod: the library takes none with the masks that belong to it.
+# The library supports no score_mod together with its masks.
 TAKES = frozenset(Feature) - {
     Feature.EMPTY,
     Feature.FP8,
@@ -44,7 +44,7 @@ _KEYS_OF_A_BLOCK = 128
 
 
 def refuses(call: AttentionCall) -> str | None:
-    """Why cuDNN does not take a request; None when it does."""
+    """Return the reason why the call is unsupported; None if it is supported."""
     for rule in (_refuses_place, _refuses_shape, _refuses_mask, _refuses_options, _refuses_backward):
         refusal = rule(call)
         if refusal is not None:
@@ -53,7 +53,7 @@ def refuses(call: AttentionCall) -> str | None:
 
 
 def bind(call: AttentionCall) -> Passes | Refusal:
-    """The two passes, planned for contiguous tensors; the library may refuse that."""
+    """Return the two passes, planned for contiguous tensors, or the reason why the library cannot plan them."""
     reason = _refused_by_planning(call) if has_cuda() else None
     return PASSES if reason is None else Refusal(reason)
 
@@ -127,7 +127,7 @@ def _refuses_options(call: AttentionCall) -> str | None:
 
 
 def _may_lack_keys(call: AttentionCall) -> bool:
-    """May a sequence have queries but no keys? The library divides 0 by 0 there."""
+    """Return whether a sequence may have queries but no keys, where the library divides 0 by 0."""
     return call.mask.padding and not (call.same_lengths or call.cached)
 
 
@@ -151,7 +151,7 @@ def _refuses_backward(call: AttentionCall) -> str | None:
 
 
 def _refused_by_planning(call: AttentionCall) -> str | None:
-    """What the library itself says to contiguous tensors of this kind."""
+    """Return the reason why the library cannot plan contiguous tensors of this call; None if it can."""
     device = torch.cuda.current_device()
     q = _format_strides(call, True, call.heads, call.head_dim_qk)
     k = _format_strides(call, False, call.groups, call.head_dim_qk)
@@ -190,7 +190,7 @@ _PLANS: Memory[tuple[Any, AttentionCall, Strided, int], Plan] = Memory(_planned,
 
 
 class _Addressable(NamedTuple):
-    """q, k, v and the bias as the library can read them, and their strides."""
+    """q, k, v and the bias in addresses and strides that the library supports."""
 
     q: Tensor
     k: Tensor
@@ -200,7 +200,7 @@ class _Addressable(NamedTuple):
 
 
 def _addressable(call: AttentionCall, inputs: AttentionInputs) -> _Addressable:
-    """The inputs; copies only of what is not aligned to 16 bytes."""
+    """Return the inputs; tensors that are not aligned to 16 bytes are copied."""
     q, k, v = aligned(inputs.q), aligned(inputs.k), aligned(inputs.v)
     bias = None
     if has_dense_bias(call):
@@ -228,7 +228,7 @@ def _addressable(call: AttentionCall, inputs: AttentionInputs) -> _Addressable:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x, or a contiguous copy where an address or a stride is not a multiple of 16 bytes."""
+    """Return x, or a contiguous copy if its address or a stride is not a multiple of 16 bytes."""
     unit = 16 // x.element_size()
     if x.data_ptr() % 16 == 0 and x.stride(-1) == 1:
         for stride in x.stride()[:-1]:
@@ -240,7 +240,7 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def _common(call: AttentionCall, inputs: AttentionInputs, given: _Addressable) -> dict[str, int]:
-    """Addresses of what both passes read."""
+    """Return the addresses of the tensors that both passes read."""
     pointers = {"q": given.q.data_ptr(), "k": given.k.data_ptr(), "v": given.v.data_ptr()}
     if given.bias is not None:
         pointers["bias"] = given.bias.data_ptr()
@@ -254,9 +254,10 @@ def _common(call: AttentionCall, inputs: AttentionInputs, given: _Addressable) -
 
 
 def _fresh(call: AttentionCall, like: Tensor, depth: int, starts: Tensor | None) -> Tensor:
-    """A tensor [.., heads, depth] to be written, where tokens that belong to no sequence are zero already.
+    """Allocate a result [.., heads, depth] whose tokens that belong to no sequence are zero.
 
-    starts   of packed sequences
+    Args:
+        starts: Starts of packed sequences; None without packing.
     """
     shape = (*like.shape[:-1], depth)
     if starts is None or not call.padded_between:
@@ -268,7 +269,7 @@ def _fresh(call: AttentionCall, like: Tensor, depth: int, starts: Tensor | None)
 
 
 def _without_keys(call: AttentionCall, output: Tensor, lse: Tensor | None, inputs: AttentionInputs) -> None:
-    """Where a sequence has no keys, make the output 0 and the logarithm -inf, in place."""
+    """Write 0 to the output and -inf to the logarithm of sequences without keys, in place."""
     assert inputs.lengths_kv is not None
     none = inputs.lengths_kv == 0
     if call.q_format == "thd":
@@ -286,7 +287,7 @@ def _without_keys(call: AttentionCall, output: Tensor, lse: Tensor | None, input
 
 
 def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
-    """o = softmax(scale * q k^T + bias) v with the logarithm of the softmax's denominator."""
+    """Compute o = softmax(scale * q k^T + bias) v and the logarithm of the softmax's denominator."""
     given = _addressable(call, inputs)
     device = given.q.device
     plan = _PLANS[describe_forward, call, given.strided, device.index]
@@ -324,7 +325,7 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
 def backward(
     call: AttentionCall, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
 ) -> Gradients:
-    """The gradients of q, k, v, and of the bias and the sink where they are wanted."""
+    """Compute the gradients of q, k, v, and of the bias and the sink if they are needed."""
     if call.q_format == "thd" and not inputs.q.is_contiguous():
         # The library writes a ragged grad_q with the strides of q.
         inputs = inputs._replace(q=inputs.q.contiguous())
@@ -377,7 +378,7 @@ def backward(
 def _grad_sink(
     call: AttentionCall, inputs: AttentionInputs, output: Tensor, grad_output: Tensor, lse: Tensor
 ) -> Tensor:
-    """dsink [h] = -sum exp(sink - lse) sum_d(do o), in a fixed order."""
+    """Compute dsink [h] = -sum exp(sink - lse) sum_d(do o), in a fixed order."""
     assert inputs.sink is not None
     inner = (grad_output.float() * output.float()).sum(dim=-1)
     inner = inner.permute(1, 2, 0) if call.q_format == "sbhd" else inner.transpose(1, 2)

@@ -1,7 +1,7 @@
-"""cuDNN's FP8 attention: codes of q, k, v in, codes of o out; the softmax's numerators P are FP8 inside too.
+"""cuDNN's FP8 attention: from codes of q, k, v to codes of o; the softmax's numerators P are FP8 inside too.
 
-A value is code x descale; what the kernel quantizes itself (P, o, and dP, dq, dk, dv in the backward pass) is
-multiplied by a scale first, and its largest magnitude before that comes back as an amax.
+A value is code x descale. The kernel itself quantizes P and o, and dP, dq, dk, dv in the backward pass: it multiplies
+them by a scale and returns their largest magnitude before the multiplication as an amax.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..call import AttentionCall, AttentionInputs, Feature
 from .cudnn_graph import MOST_PLANS, Description, Plan, missing, planned
 from .cudnn_plan import Strided, Tensors, bottom_right
 
-# Not dropout: a backward pass in 16 bits would not drop the same.
+# Without dropout: a backward pass in 16 bits would drop other probabilities.
 TAKES = frozenset(
     {
         Feature.FP8,
@@ -34,7 +34,7 @@ BACKWARD_HEAD_SIZE = 128
 
 
 class Forward(NamedTuple):
-    """output codes [.., h, d_v]; lse as in Attended; amax float32 [2] of the output and of the softmax."""
+    """Output codes [.., h, d_v]; lse as in Attended; amax float32 [2] of the output and of the softmax."""
 
     output: Tensor
     lse: Tensor | None
@@ -51,7 +51,7 @@ class Backward(NamedTuple):
 
 
 def refuses(call: AttentionCall) -> str | None:
-    """Why the FP8 forward pass does not take a request; None when it does."""
+    """Return the reason why the FP8 forward pass does not support the call; None if it does."""
     if not call.switches.fused or call.switches.fused_kind == "1":
         return "NVTE_FUSED_ATTN=0" if not call.switches.fused else "NVTE_FUSED_ATTN_BACKEND=1 asks for 16 bit"
     if call.device_type != "cuda":
@@ -70,7 +70,7 @@ def refuses(call: AttentionCall) -> str | None:
 
 
 def refuses_backward(call: AttentionCall) -> str | None:
-    """Why the FP8 backward pass does not take a request; None when it does."""
+    """Return the reason why the FP8 backward pass does not support the call; None if it does."""
     if not call.head_dim_qk == call.head_dim_v == BACKWARD_HEAD_SIZE:
         return f"head sizes {call.head_dim_qk} and {call.head_dim_v} in the backward pass; it takes 128"
     return refuses(call)
@@ -81,7 +81,7 @@ def _strided(q: Tensor, k: Tensor, v: Tensor) -> Strided:
 
 
 def _options(tensors: Tensors) -> dict[str, Any]:
-    """The shared options under the names that the FP8 operations give them."""
+    """Return the shared options under their names in the FP8 operations."""
     options = tensors.options()
     for name in ("left_bound", "right_bound"):
         bound = options.pop(f"diagonal_band_{name}", None)
@@ -93,7 +93,7 @@ def _options(tensors: Tensors) -> dict[str, Any]:
 def describe_forward(
     call: AttentionCall, strided: Strided, code: torch.dtype, output_code: torch.dtype, **where: Any
 ) -> Description:
-    """Codes of q, k, v -> codes of the output, stats, and the amaxes of the output and the softmax."""
+    """Describe the graph from codes of q, k, v to codes of the output, stats, and amaxes of output and softmax."""
     description = Description(code, **where)
     tensors = Tensors(call, strided, description, code)
     output, stats, amax_s, amax_output = description.graph.sdpa_fp8(
@@ -126,7 +126,7 @@ def describe_backward(
     grad_code: torch.dtype,
     **where: Any,
 ) -> Description:
-    """Codes of q, k, v, output, grad_output and stats -> codes of dq, dk, dv, and amaxes."""
+    """Describe the graph from codes of q, k, v, output, grad_output and stats to codes of dq, dk, dv, and amaxes."""
     description = Description(code, **where)
     tensors = Tensors(call, strided, description, code)
     assert strided.grad_output is not None
@@ -169,7 +169,7 @@ _PLANS: Memory[tuple[Any, ...], Plan] = Memory(_planned, MOST_PLANS)
 
 
 def _common(call: AttentionCall, codes: Sequence[Tensor], inputs: AttentionInputs) -> dict[str, int]:
-    """Addresses of what both passes read."""
+    """Return the addresses of the tensors that both passes read."""
     q, k, v = codes
     pointers = {"q": q.data_ptr(), "k": k.data_ptr(), "v": v.data_ptr()}
     if call.mask.padding:
@@ -186,10 +186,11 @@ def forward(
     scalars: Mapping[str, int],
     output_code: torch.dtype,
 ) -> Forward:
-    """The FP8 attention of codes of q, k and v.
+    """Compute the FP8 attention of codes of q, k and v.
 
-    scalars   addresses of float32 numbers on the device: descale_q, descale_k, descale_v, descale_s, scale_s and
-              scale_output
+    Args:
+        scalars: Addresses of float32 numbers on the device: descale_q, descale_k, descale_v, descale_s, scale_s and
+            scale_output.
     """
     q, k, v = codes
     device = q.device
@@ -219,10 +220,11 @@ def backward(
     scalars: Mapping[str, int],
     grad_code: torch.dtype,
 ) -> Backward:
-    """The FP8 gradients of q, k and v, from codes of them, of the output and of its gradient.
+    """Compute the FP8 gradients of q, k and v from codes of them, of the output and of its gradient.
 
-    scalars   as in the forward pass, and descale_output, descale_grad_output, descale_dp, scale_dp, scale_grad_q,
-              scale_grad_k and scale_grad_v
+    Args:
+        scalars: As in the forward pass, and descale_output, descale_grad_output, descale_dp, scale_dp, scale_grad_q,
+            scale_grad_k and scale_grad_v.
     """
     q, k, v = codes
     device = q.device

@@ -1,4 +1,4 @@
-"""cuDNN's graphs of o = softmax(scale * q k^T + bias) v and of its gradients, for one request and its strides.
+"""cuDNN's graphs of o = softmax(scale * q k^T + bias) v and of its gradients, for one call and its strides.
 
 Every tensor is described as [b, heads, s, d] with the strides it has, so that no layout needs a copy. Sequences of
 a thd tensor are ragged: where each begins is read on the device.
@@ -18,9 +18,11 @@ Shape = tuple[int, int, int, int]
 
 
 class Strided(NamedTuple):
-    """Strides of the tensors of a call as they are given, in their own formats.
+    """Strides of the tensors of a call in their own formats.
 
-    tokens_q, tokens_kv   of packed sequences, rounded up;  pages, columns   of a paged cache and of its table
+    Attributes:
+        tokens_q, tokens_kv: Tokens of packed sequences, rounded up.
+        pages, columns: Extents of a paged cache and of its table.
     """
 
     q: Strides
@@ -35,7 +37,7 @@ class Strided(NamedTuple):
 
 
 def as_bhsd(tensor_format: str, strides: Strides, size: int) -> Strides:
-    """Strides of [b, h, s, d] from those of a tensor in one of the formats; sequences of thd are ragged."""
+    """Return the strides of [b, h, s, d] for a tensor in one of the formats; sequences of thd are ragged."""
     if tensor_format == "sbhd":
         return strides[1], strides[2], strides[0], strides[3]
     if tensor_format == "bshd":
@@ -44,23 +46,23 @@ def as_bhsd(tensor_format: str, strides: Strides, size: int) -> Strides:
 
 
 def extents(call: AttentionCall) -> tuple[int, int]:
-    """The sequence lengths that a plan is made for: of packed sequences rounded up, so that plans are shared."""
+    """Return the sequence lengths of a plan; those of packed sequences are rounded up, so that plans are shared."""
     size_q = _bucket(call.seqlen_q) if call.q_format == "thd" else call.seqlen_q
     return size_q, _bucket(call.seqlen_kv) if call.kv_format == "thd" else call.seqlen_kv
 
 
 def _bucket(size: int) -> int:
-    """size, rounded up by at most an eighth."""
+    """Return size, rounded up by at most an eighth."""
     return round_up(size, max(64, 1 << max(size.bit_length() - 4, 0)))
 
 
 def bucketed_tokens(tokens: int) -> int:
-    """Tokens of packed sequences for which a plan keeps workspace."""
+    """Return the number of packed tokens for which a plan has workspace."""
     return _bucket(max(tokens, 1))
 
 
 def format_shape(tensor_format: str, batch: int, size: int, heads: int, depth: int, tokens: int) -> Strides:
-    """Shape of a tensor in a format."""
+    """Return the shape of a tensor in a format."""
     if tensor_format == "sbhd":
         return size, batch, heads, depth
     if tensor_format == "bshd":
@@ -69,7 +71,7 @@ def format_shape(tensor_format: str, batch: int, size: int, heads: int, depth: i
 
 
 class Tensors:
-    """The tensors of a request in a graph."""
+    """The tensors of a call in a graph."""
 
     def __init__(
         self,
@@ -92,7 +94,7 @@ class Tensors:
         result: Any = None,
         dtype: torch.dtype | None = None,
     ) -> Any:
-        """q, k, v, their gradients, or what is shaped like them; `result` makes it an output."""
+        """Describe q, k, v, a gradient or another tensor of such a shape; with `result`, as an output."""
         dtype = self.dtype if dtype is None else dtype
         call, tensor_format = self.call, self.call.q_format if of_queries else self.call.kv_format
         size = self.size_q if of_queries else self.size_kv
@@ -106,19 +108,19 @@ class Tensors:
         return self.description.output(role, result, shape, placed, dtype, ragged)
 
     def dense(self, role: str, heads: int, depth: int, of_queries: bool, *result: Any, **dtype: Any) -> Any:
-        """The same for a contiguous tensor of our own."""
+        """Describe a contiguous tensor of such a shape."""
         tensor_format = self.call.q_format if of_queries else self.call.kv_format
         size = self.call.seqlen_q if of_queries else self.call.seqlen_kv
         shape = format_shape(tensor_format, self.call.batch, size, heads, depth, 1)
         return self.given(role, heads, depth, contiguous_strides(shape), of_queries, *result, **dtype)
 
     def paged(self, role: str, depth: int, strides: Strides) -> Any:
-        """Keys or values of a paged cache [pages, page_size, g, d]."""
+        """Describe the keys or values of a paged cache [pages, page_size, g, d]."""
         shape = (self.strided.pages, self.call.groups, self.call.page_size, depth)
         return self.description.tensor(role, shape, as_bhsd("bshd", strides, 0), self.call.dtype)
 
     def row_statistics(self) -> tuple[Shape, Strides, Any]:
-        """Shape, strides and raggedness of float32 numbers a row: [b, h, s], of thd [t, h]."""
+        """Return shape, strides and raggedness of one float32 number per row: [b, h, s], for thd [t, h]."""
         call = self.call
         shape = (call.batch, call.heads, self.size_q, 1)
         if call.q_format != "thd":
@@ -127,7 +129,7 @@ class Tensors:
         return shape, (self.size_q * call.heads, 1, call.heads, 1), ragged
 
     def options(self) -> dict[str, Any]:
-        """Arguments that forward and backward share: scale, masks, lengths, dropout."""
+        """Return the arguments that forward and backward share: scale, masks, lengths, dropout."""
         call, description = self.call, self.description
         options: dict[str, Any] = {"attn_scale": call.scale}
         left, right = call.mask.window
@@ -157,7 +159,7 @@ class Tensors:
 
 
 def bottom_right(call: AttentionCall) -> bool:
-    """Does the diagonal end in the last query and key, where that is another place than top left?"""
+    """Return whether the diagonal ends at the last query and key, and that differs from the top-left diagonal."""
     return (
         call.mask.bottom_right and call.mask.banded and (call.mask.padding or call.seqlen_q != call.seqlen_kv)
     )
@@ -168,12 +170,15 @@ def has_dense_bias(call: AttentionCall) -> bool:
 
 
 def has_sink_gradient(call: AttentionCall) -> bool:
-    """Does the library compute the sink's gradient? It sums it in no fixed order."""
+    """Return whether the library computes the sink's gradient, which it sums in no fixed order."""
     return call.softmax == "learnable" and not call.deterministic
 
 
 def describe_forward(call: AttentionCall, strided: Strided, **where: Any) -> Description:
-    """q, k, v -> output, and stats: float32 log of the softmax's denominator (or its two parts, for max_logit)."""
+    """Describe the graph from q, k, v to the output and stats.
+
+    stats are the float32 logarithm of the softmax's denominator, or its two parts for max_logit.
+    """
     description = Description(call.dtype, **where)
     tensors = Tensors(call, strided, description)
     q = tensors.given("q", call.heads, call.head_dim_qk, strided.q, True)
@@ -207,7 +212,7 @@ def describe_forward(call: AttentionCall, strided: Strided, **where: Any) -> Des
 
 
 def describe_backward(call: AttentionCall, strided: Strided, **where: Any) -> Description:
-    """q, k, v, output, grad_output, stats -> grad_q, grad_k, grad_v, and the bias's and the sink's gradients."""
+    """Describe the graph from q, k, v, output, grad_output and stats to the gradients, bias and sink included."""
     description = Description(call.dtype, **where)
     tensors = Tensors(call, strided, description)
     q = tensors.given("q", call.heads, call.head_dim_qk, strided.q, True)

@@ -1,4 +1,4 @@
-"""o = flash-attention 2, the compiled package flash-attn, where a user has it."""
+"""FlashAttention-2, the compiled package flash-attn, if it is installed."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def is_supported(version: str) -> bool:
-    """Is this a release of flash-attn 2 that this backend calls?"""
+    """Return whether this backend supports a release of flash-attn 2."""
     return FIRST <= release(version) < END
 
 
 def refuses(call: AttentionCall) -> str | None:
-    """Why this backend cannot take the request; None if it can."""
+    """Return the reason why the call is unsupported; None if it is supported."""
     if not (call.switches.flash and call.switches.flash2):
         return "NVTE_FLASH_ATTN=0" if not call.switches.flash else "NVTE_FLASH_ATTN_V2=0"
     if VERSION is None:
@@ -68,7 +68,7 @@ def refuses(call: AttentionCall) -> str | None:
 
 
 def run(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
-    """The attention of a call, differentiable by the package's own autograd."""
+    """Compute the attention of a call, differentiable by the package's own autograd."""
     from flash_attn import (  # pyright: ignore[reportMissingImports]
         flash_attn_func,
         flash_attn_varlen_func,

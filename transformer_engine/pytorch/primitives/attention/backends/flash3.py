@@ -1,4 +1,4 @@
-"""o = flash-attention 3, the compiled module flash_attn_interface for Hopper, where a user has it."""
+"""FlashAttention-3, the compiled module flash_attn_interface for Hopper, if it is installed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TAKES = FLASH
 
 
 def refuses(call: AttentionCall) -> str | None:
-    """Why this backend cannot take the request; None if it can."""
+    """Return the reason why the call is unsupported; None if it is supported."""
     if not (call.switches.flash and call.switches.flash3):
         return "NVTE_FLASH_ATTN=0" if not call.switches.flash else "NVTE_FLASH_ATTN_V3=0"
     if not INSTALLED:
@@ -33,7 +33,7 @@ def refuses(call: AttentionCall) -> str | None:
 
 
 def run(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
-    """The attention of a call, differentiable by the package's own autograd."""
+    """Compute the attention of a call, differentiable by the package's own autograd."""
     from flash_attn_interface import (  # pyright: ignore[reportMissingImports]
         flash_attn_func,
         flash_attn_varlen_func,
@@ -58,7 +58,7 @@ def run(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
 
 
 def _first(found: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """Earlier versions return (output, lse), later ones the output."""
+    """Return the output: earlier versions return (output, lse), later ones the output."""
     return found[0] if isinstance(found, tuple) else found
 
 

@@ -1,7 +1,7 @@
-"""o = flash-attn-4's kernels in CuTe DSL (package flash-attn-4): Hopper and Blackwell.
+"""FlashAttention-4, kernels in the CuTe DSL (package flash-attn-4) for Hopper and Blackwell.
 
-A kernel is compiled when its kind of request first comes, in 3 to 10 seconds. Diagonals end in the last query and
-key. With lengths shorter than the tensors, the library leaves the other rows as they are, hence the zeros.
+The first of equal calls compiles a kernel in 3 to 10 seconds. Diagonals end at the last query and key. The library
+does not write rows behind the length of a sequence, so those are allocated as zeros.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MULTIPLE = 32
 
 
 def refuses(call: AttentionCall) -> str | None:
-    """Why this backend cannot take the request; None if it can."""
+    """Return the reason why the call is unsupported; None if it is supported."""
     if not (call.switches.flash and call.switches.flash4):
         return "NVTE_FLASH_ATTN=0" if not call.switches.flash else "NVTE_FLASH_ATTN_V4=0"
     if VERSION is None:
@@ -72,7 +72,7 @@ def refuses(call: AttentionCall) -> str | None:
 
 
 def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
-    """Attention by _flash_attn_fwd, in the layout of the call."""
+    """Compute attention by _flash_attn_fwd, in the layout of the call."""
     # The package's names for its two passes apart are private; its public function ties them to its own autograd.
     from flash_attn.cute.interface import _flash_attn_fwd
 
@@ -99,7 +99,7 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
 def backward(
     call: AttentionCall, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
 ) -> Gradients:
-    """Gradients by _flash_attn_bwd."""
+    """Compute gradients by _flash_attn_bwd."""
     from flash_attn.cute.interface import _flash_attn_bwd
 
     assert attended.lse is not None
@@ -134,7 +134,7 @@ def backward(
 
 
 def _arguments(call: AttentionCall, inputs: AttentionInputs) -> dict[str, Any]:
-    """What both passes are told about mask and lengths."""
+    """Return the arguments of both passes for mask and lengths."""
     left, right = call.mask.window
     shortened = _leaves_rows(call)
     cached = call.mask.padding and call.kv_format != "thd"
@@ -151,14 +151,14 @@ def _arguments(call: AttentionCall, inputs: AttentionInputs) -> dict[str, Any]:
 
 
 def _leaves_rows(call: AttentionCall) -> bool:
-    """Are there rows, other than behind the last packed sequence, that belong to no sequence?"""
+    """Return whether rows other than those behind the last packed sequence belong to no sequence."""
     if call.packed:
         return call.padded_between
     return call.mask.padding
 
 
 def _rows(call: AttentionCall, like: Tensor, heads: int, size: int, zero: bool) -> Tensor:
-    """[.., heads, size] with the leading axes of `like`, in one piece."""
+    """Allocate a contiguous [.., heads, size] with the leading axes of `like`."""
     shape = (*like.shape[:-2], heads, size)
     if zero:
         return torch.zeros(shape, dtype=call.dtype, device=like.device)

@@ -1,7 +1,7 @@
-"""o = torch.nn.attention.flex_attention: kernels that torch.compile writes for any bias, mask and score_mod.
+"""torch.nn.attention.flex_attention: kernels that torch.compile generates for any bias, mask and score_mod.
 
-The first call of a kind compiles for many seconds. Bands without lengths become block masks, so that hidden blocks
-cost nothing; everything else is part of the function that changes the scores.
+The first of equal calls compiles for many seconds. Bands without lengths become block masks, so that hidden blocks are
+skipped; everything else is part of the function that modifies the scores.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TAKES = frozenset(Feature) - {
 
 
 def refuses(call: AttentionCall) -> str | None:
-    """Why this backend cannot take the request; None if it can."""
+    """Return the reason why the call is unsupported; None if it is supported."""
     if not (call.switches.flash or call.switches.fused):
         return "NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0"
     if call.device_type != "cuda":
@@ -52,7 +52,7 @@ def refuses(call: AttentionCall) -> str | None:
 
 
 def run(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
-    """The attention of a call, differentiable in q, k, v, bias and what score_mod holds."""
+    """Compute the attention of a call, differentiable in q, k, v, bias and the tensors of score_mod."""
     q, k, v = layout.dense_qkv(call, inputs)
     blocks = _band(call, q.device) if call.mask.banded and not call.mask.padding else None
     out = _compiled()(
@@ -78,7 +78,7 @@ def _compiled_once() -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=64)
 def _band(call: AttentionCall, device: torch.device) -> BlockMask:
-    """The blocks that a band leaves, for sequences of one length."""
+    """Return the visible blocks of a band, for sequences of one length."""
     left, right = call.mask.window
     shift = call.seqlen_kv - call.seqlen_q if call.mask.bottom_right else 0
 
@@ -97,7 +97,7 @@ def _in_band(behind: Tensor, left: int, right: int) -> Tensor:
 
 
 def _change(call: AttentionCall, inputs: AttentionInputs) -> Change | None:
-    """What is done to one score: bias, score_mod, and -inf where lengths or masks hide it."""
+    """Return the modification of one score: bias, score_mod, and -inf where lengths or masks hide it."""
     steps: list[Change] = []
     if inputs.bias is not None:
         steps.append(_biased(call, inputs.bias))
@@ -140,7 +140,7 @@ def _alibi(call: AttentionCall, inputs: AttentionInputs) -> Change:
 
 
 def _shifts(call: AttentionCall, inputs: AttentionInputs) -> Tensor:
-    """j - i on the diagonal, [b] int32."""
+    """Return j - i on the diagonal, [b] int32."""
     shift = visible.diagonal_shift(call, inputs)
     if isinstance(shift, Tensor):
         return shift.flatten()
@@ -148,7 +148,7 @@ def _shifts(call: AttentionCall, inputs: AttentionInputs) -> Tensor:
 
 
 def _hidden(call: AttentionCall, inputs: AttentionInputs) -> Change:
-    """-inf where a mask tensor or a length hides a key; a band is looked at too where there are lengths."""
+    """Return a function that hides scores by mask tensors and lengths, and by a band if there are lengths."""
     seen = visible.visible(call, inputs)
     assert seen is not None
     whole = seen.expand(call.batch, call.heads, call.seqlen_q, call.seqlen_kv)

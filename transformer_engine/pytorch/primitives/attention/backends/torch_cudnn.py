@@ -1,4 +1,4 @@
-"""o = cuDNN's attention as PyTorch calls it (aten::_scaled_dot_product_cudnn_attention): dense, causal or not."""
+"""cuDNN's attention as PyTorch calls it (aten::_scaled_dot_product_cudnn_attention): dense, causal or not."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..passes import Passes
 from .limits import refuses_beyond_flash
 
 _LARGEST_HEAD = 128
-# Not deterministic gradients: PyTorch does not ask cuDNN for them.
+# Without deterministic gradients: PyTorch does not request them from cuDNN.
 TAKES = frozenset({Feature.TOP_LEFT, Feature.GROUPS})
 
 
 def refuses(call: AttentionCall) -> str | None:
-    """Why this backend cannot take the request; None if it can."""
+    """Return the reason why the call is unsupported; None if it is supported."""
     if not call.switches.fused:
         return "NVTE_FUSED_ATTN=0"
     if call.switches.fused_kind == "2":
@@ -31,7 +31,7 @@ def refuses(call: AttentionCall) -> str | None:
 
 
 def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
-    """Attention by PyTorch's operator, in the layout of the call."""
+    """Compute attention by PyTorch's operator, in the layout of the call."""
     form = call.q_format
     q, k, v = (heads_first(form, x) for x in inputs[:3])
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -44,7 +44,7 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
 def backward(
     call: AttentionCall, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
 ) -> Gradients:
-    """Gradients by PyTorch's operator."""
+    """Compute gradients by PyTorch's operator."""
     assert attended.lse is not None
     form = call.q_format
     q, k, v = (heads_first(form, x) for x in inputs[:3])

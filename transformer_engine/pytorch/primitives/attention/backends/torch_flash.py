@@ -1,4 +1,4 @@
-"""o = the FlashAttention-2 kernels inside PyTorch (aten::_flash_attention_forward): any NVIDIA GPU from Ampere on."""
+"""The FlashAttention-2 kernels of PyTorch (aten::_flash_attention_forward): any NVIDIA GPU from Ampere on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TAKES = FLASH | {Feature.DROPOUT}
 
 
 def refuses(call: AttentionCall) -> str | None:
-    """Why this backend cannot take the request; None if it can."""
+    """Return the reason why the call is unsupported; None if it is supported."""
     if not (call.switches.flash and call.switches.flash2):
         return "NVTE_FLASH_ATTN=0" if not call.switches.flash else "NVTE_FLASH_ATTN_V2=0"
     refusal = refuses_beyond_flash(call, _LARGEST_HEAD)
@@ -33,7 +33,7 @@ def refuses(call: AttentionCall) -> str | None:
 
 
 def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
-    """Attention by PyTorch's operator, in the layout of the call."""
+    """Compute attention by PyTorch's operator, in the layout of the call."""
     q, k, v = (batch_first(call.q_format, x) for x in inputs[:3])
     out, lse, rng_state, *_ = torch.ops.aten._flash_attention_forward(
         q,
@@ -58,7 +58,7 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
 def backward(
     call: AttentionCall, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
 ) -> Gradients:
-    """Gradients by PyTorch's operator."""
+    """Compute gradients by PyTorch's operator."""
     q, k, v = (batch_first(call.q_format, x) for x in inputs[:3])
     if attended.rng_state is None:
         state = torch.empty(2, dtype=torch.uint64, device=q.device)

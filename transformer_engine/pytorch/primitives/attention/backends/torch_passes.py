@@ -1,7 +1,7 @@
-"""forward, backward = torch_passes(call, inputs): the kernels that torch's own attention takes, one by one.
+"""forward, backward = torch_passes(call, inputs): the kernels of torch's own attention as separate passes.
 
-`scaled_dot_product_attention` chooses among libraries by shapes, strides and torch's switches, and ties both passes to
-nodes of its own. A node that computes more than an attention asks for the same choice, and calls the same kernels.
+`scaled_dot_product_attention` chooses among libraries by shapes, strides and torch's switches, and couples both passes
+in its own autograd nodes. A node that computes more than an attention makes the same choice and calls the same kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..layout import heads_first, heads_last
 from ..passes import Passes
 from . import torch_cudnn, torch_flash
 
-# What torch answers where it chooses: torch.nn.attention.SDPBackend has the same numbers.
+# Results of torch's choice, numbered as in torch.nn.attention.SDPBackend.
 _FLASH, _CUDNN = 1, 3
 _MOST = 1 << 10
 
@@ -25,9 +25,9 @@ Key = tuple[Any, ...]
 
 
 def torch_passes(call: AttentionCall, inputs: AttentionInputs) -> Passes | None:
-    """The passes of dense q, k, v without dropout; None where torch has none that stand apart."""
+    """Return the passes of dense q, k, v without dropout; None if torch has no separate ones."""
     if torch.is_autocast_enabled(call.device_type):
-        return None  # which casts what its own attention is given
+        return None  # torch.autocast casts the inputs of torch's own attention
     q, k, v = inputs.q, inputs.k, inputs.v
     has = torch._C
     return _CHOSEN[
@@ -44,7 +44,7 @@ def torch_passes(call: AttentionCall, inputs: AttentionInputs) -> Passes | None:
 
 
 def _chosen(key: Key) -> Passes | None:
-    """What torch would take for such tensors: it is asked with some that hold nothing."""
+    """Return torch's choice for such tensors, which it makes for tensors without values."""
     call: AttentionCall = key[0]
     strides, device = key[1], key[2]
     grouped = call.groups != call.heads
@@ -66,7 +66,7 @@ def _chosen(key: Key) -> Passes | None:
         q, k, v, None, 0.0, call.mask.banded, scale=call.scale, enable_gqa=grouped
     )
     if device.type == "cpu":
-        return CPU if taken == _FLASH and not grouped else None  # its kernel takes no grouped heads
+        return CPU if taken == _FLASH and not grouped else None  # its kernel supports no grouped heads
     return {_FLASH: torch_flash.PASSES, _CUDNN: torch_cudnn.PASSES}.get(taken)
 
 

@@ -1,4 +1,4 @@
-"""o = torch.nn.functional.scaled_dot_product_attention(q, k, v), where a request maps on it."""
+"""torch.nn.functional.scaled_dot_product_attention, for the calls that it can express."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TAKES = frozenset(Feature) - {
 
 
 def refuses(call: AttentionCall) -> str | None:
-    """Why this backend cannot take the request; None if it can."""
+    """Return the reason why the call is unsupported; None if it is supported."""
     if not (call.switches.flash or call.switches.fused):
         return "NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0"
     if (
@@ -49,7 +49,7 @@ def _torch_is_deterministic() -> bool:
 
 
 def attend(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
-    """The attention of a call, differentiable in q, k and v."""
+    """Compute the attention of a call, differentiable in q, k and v."""
     q, k, v = layout.dense_qkv(call, inputs)
     if call.plain_causal:
         visible, seeing = None, None
@@ -57,11 +57,11 @@ def attend(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
         visible = visible_of(call, inputs)
         seeing = None if visible is None else visible.any(dim=-1, keepdim=True)
     if visible is not None and seeing is not None:
-        # A row without a key would be 0 / 0 in some kernels: let it see everything, and zero its output.
+        # A row without a key would be 0 / 0 in some kernels: it sees all keys instead, and its output is zeroed.
         visible = visible | ~seeing
     native_groups = visible is None and call.head_dim_qk == call.head_dim_v
     if call.groups != call.heads and not native_groups:
-        # torch's kernels that take a mask or two head sizes take no grouped heads
+        # torch's kernels for a mask or for two head sizes support no grouped heads
         k, v = _repeat_heads(k, call.heads), _repeat_heads(v, call.heads)
     out = scaled_dot_product_attention(
         q,
@@ -80,7 +80,7 @@ def attend(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
 
 
 def _named(out: Tensor, *inputs: Tensor) -> None:
-    """torch's fused attentions have no second derivative, and say so by the name of their kernel's gradient."""
+    """Raise for a second derivative with this backend's name: torch's error has the name of its kernel's gradient."""
     if torch.compiler.is_compiling():  # which traces no node
         return
     node = out.grad_fn
@@ -90,18 +90,18 @@ def _named(out: Tensor, *inputs: Tensor) -> None:
 
 def _guarded(out: Tensor) -> AttentionResult:
     if out.is_cuda and out.requires_grad and not torch.compiler.is_compiling():
-        # On a GPU torch 2.11 reads a gradient that is a slice of wider rows as if its rows lay side by side.
+        # On a GPU torch 2.11 reads a gradient that is a slice of wider rows as if it were contiguous.
         out.register_hook(Tensor.contiguous)
     return AttentionResult(out)
 
 
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """[b, g, s, d] as [b, h, s, d]"""
+    """Return [b, g, s, d] as [b, h, s, d]."""
     return x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def bind(call: AttentionCall) -> Whole:
-    """The attention of a request; of dense tensors whose mask torch has by name, in a few operations."""
+    """Return the attention of a call; for dense tensors with no mask or a causal one, it is a few operations."""
     if not _is_plain(call):
         return WHOLE
     return Whole("torch_sdpa", _dense(call), torch_passes if call.dropout == 0.0 else None)

@@ -1,7 +1,7 @@
-"""o = softmax(scale * q k^T + bias) v by kernels of our own: every mask, bias, softmax and layout.
+"""Triton kernels of this project: every mask, bias, softmax and layout.
 
-Nothing of size s_q x s_kv is ever made. Tensors are read by their strides, packed sequences where they lie, cached
-keys through their page table. Both passes give the same bits from run to run. A few queries to many keys go to
+No matrix of size s_q x s_kv is allocated. Tensors are read by their strides, packed sequences in place, cached keys
+through their page table. Both passes are bitwise repeatable. A few queries to many keys are computed by
 `triton_decode`.
 """
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from .....common.kernels.launch import Launch
     from .....common.kernels.program import Program
 
-# score_mod is a function of Python; the kernels are fixed.
+# score_mod is a Python function; the kernels are fixed.
 TAKES = frozenset(Feature) - {Feature.EMPTY, Feature.FP8, Feature.SCORE_MOD, Feature.FULL_DROPOUT}
 LARGEST_HEAD = 256
 LARGEST_HEAD_WITHOUT_GRADIENT = 576
 
 
 def refuses(call: AttentionCall) -> str | None:
-    """Why this backend cannot take the request; None if it can."""
+    """Return the reason why the call is unsupported; None if it is supported."""
     if not (call.switches.flash or call.switches.fused):
         return "NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0"
     if call.device_type != "cuda":
@@ -62,7 +62,7 @@ def refuses(call: AttentionCall) -> str | None:
 
 
 class _Sources(NamedTuple):
-    """What every kernel reads first; masks as bytes."""
+    """The first inputs of every kernel; masks as bytes."""
 
     q: Tensor
     k: Tensor
@@ -79,7 +79,7 @@ class _Sources(NamedTuple):
 
 
 def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
-    """Output, lse and, where asked for, random state and largest logits of a call."""
+    """Compute the output and lse of a call, and the random state and largest logits if needed."""
     if triton_decode.takes(call):
         return triton_decode.forward(call, inputs)
     sources, q = _sources(call, inputs), inputs.q
@@ -99,7 +99,7 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
 def backward(
     call: AttentionCall, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
 ) -> Gradients:
-    """Gradients of a request from the gradient [.., h, d_v] of its output."""
+    """Compute the gradients of a call from the gradient [.., h, d_v] of its output."""
     assert attended.lse is not None
     sources, q, lse = _sources(call, inputs), inputs.q, attended.lse
     plan = _backward_plan(
@@ -118,10 +118,12 @@ def backward(
 
 
 class _BackwardPlan(NamedTuple):
-    """The launches of a backward; parts: programs that share a group's query heads where keys are gone through.
+    """The launches of a backward pass.
 
-    sink_parts   sums that the gradient of a sink comes in, a head
-    bias_shape   of the bias' gradient, or of what is to be summed for it; (): there is none
+    Attributes:
+        parts: Programs that share the query heads of a group while they iterate over keys.
+        sink_parts: Partial sums per head of the gradient of a sink.
+        bias_shape: Shape of the bias's gradient, or of its partial sums; () without a gradient.
     """
 
     program: Program
@@ -131,7 +133,7 @@ class _BackwardPlan(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """What the launches write, in their order."""
+    """Results of the launches, in their order."""
 
     delta: Tensor
     sink: Tensor | None
@@ -142,7 +144,7 @@ class _Made(NamedTuple):
 
 
 def _space(call: AttentionCall, inputs: AttentionInputs, plan: _BackwardPlan, lse: Tensor) -> _Made:
-    """Room for the gradients; 0 where tokens of no sequence are not visited, in parts that are to be summed."""
+    """Allocate the gradients and their partial sums; zeros if some tokens belong to no sequence."""
     q = inputs.q
     make = torch.zeros if call.packed else torch.empty
     sink = bias = None
@@ -165,7 +167,7 @@ def _space(call: AttentionCall, inputs: AttentionInputs, plan: _BackwardPlan, ls
 
 
 def _summed(inputs: AttentionInputs, made: _Made) -> Gradients:
-    """The gradients, whose parts are added up in order."""
+    """Return the gradients, whose partial sums are added in a fixed order."""
     _, sink, dq, dk, dv, bias = made
     if dk.dim() > inputs.k.dim():
         dk = dk.sum(dim=-2, dtype=torch.float32).to(inputs.k.dtype)
@@ -189,7 +191,7 @@ def _sources(call: AttentionCall, inputs: AttentionInputs) -> _Sources:
 
 
 def _empty_lse(call: AttentionCall, q: Tensor) -> Tensor:
-    """[b, h, s_q]; thd [h, t], a view of [t, h] so that its strides do not change with t."""
+    """Allocate lse [b, h, s_q]; for thd [h, t], a view of [t, h] so that its strides do not change with t."""
     if call.packed:
         return torch.full((q.shape[0], call.heads), -torch.inf, dtype=torch.float32, device=q.device).t()
     return q.new_empty((call.batch, call.heads, call.seqlen_q), dtype=torch.float32)

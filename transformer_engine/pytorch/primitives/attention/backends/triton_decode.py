@@ -1,4 +1,4 @@
-"""Attention of a few queries to a long cache: the cache is read once, by all processors, whatever the batch."""
+"""Attention of a few queries to a long cache, which all multiprocessors read once, for any batch size."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ LONGEST_QUERY = 16
 
 
 def takes(call: AttentionCall) -> bool:
-    """Is this a step of decoding that needs neither gradients nor logits that vary from pair to pair?"""
+    """Return whether a call is a decoding step without gradients and without a bias or mask tensor."""
     if call.needs_gradient or call.max_logit or call.dropout > 0.0 or call.seqlen_q > LONGEST_QUERY:
         return False
     return call.bias in ("no_bias", "alibi") and not call.mask.arbitrary and not call.padding_tensors
 
 
 def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
-    """The output of a request that takes() takes; no lse."""
+    """Compute the output, without lse, of a call that `takes` supports."""
     q = inputs.q
     program = _program(call, strides(call, inputs), q.get_device())
     make = torch.zeros if call.packed else torch.empty  # packed: tokens of no sequence are not visited

@@ -1,4 +1,4 @@
-"""Where the tensors of a request lie, as numbers: what the Triton kernels of both kinds are given beside pointers."""
+"""Strides and other numbers that the Triton kernels receive beside pointers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Triple = tuple[int, int, int]
 
 
 class Strides(NamedTuple):
-    """Strides as torch has them, () for a tensor that is not there."""
+    """torch's strides; () for a missing tensor."""
 
     q: tuple[int, ...]
     k: tuple[int, ...]
@@ -27,7 +27,7 @@ class Strides(NamedTuple):
 
 
 def strides(call: AttentionCall, inputs: AttentionInputs) -> Strides:
-    """The strides of a request's tensors."""
+    """Return the strides of a call's tensors."""
     masked, bias, slopes, pages = inputs.masked, inputs.bias, inputs.slopes, inputs.page_table
     return Strides(
         inputs.q.stride(),
@@ -41,7 +41,7 @@ def strides(call: AttentionCall, inputs: AttentionInputs) -> Strides:
 
 
 def as_bytes(mask: Tensor | None, flat: bool) -> Tensor | None:
-    """A mask of booleans as uint8 without a copy; flat: padding masks [b, 1, 1, s], wanted contiguous."""
+    """Return a bool mask as uint8 without a copy; flat: a padding mask [b, 1, 1, s], made contiguous."""
     if mask is None:
         return None
     booleans: Tensor = mask if mask.dtype == torch.bool else mask != 0
@@ -49,7 +49,7 @@ def as_bytes(mask: Tensor | None, flat: bool) -> Tensor | None:
 
 
 def triple(tensor_format: str, given: tuple[int, ...]) -> Triple:
-    """(batch, token, head) of torch's strides [.., h, d]."""
+    """Return the (batch, token, head) strides of a tensor [.., h, d]."""
     if tensor_format == "thd":
         return 0, given[0], given[1]
     batch, token = (given[1], given[0]) if tensor_format == "sbhd" else (given[0], given[1])
@@ -57,14 +57,14 @@ def triple(tensor_format: str, given: tuple[int, ...]) -> Triple:
 
 
 def contiguous_triple(tensor_format: str, batch: int, size: int, heads: int, width: int) -> Triple:
-    """(batch, token, head) of a contiguous tensor [.., heads, width]."""
+    """Return the (batch, token, head) strides of a contiguous tensor [.., heads, width]."""
     if tensor_format == "sbhd":
         return heads * width, batch * heads * width, width
     return (0 if tensor_format == "thd" else size * heads * width), heads * width, width
 
 
 def lse_triple(call: AttentionCall, given: tuple[int, ...] | None) -> Triple:
-    """(batch, token, head) of lse [b, h, s_q], or [h, t] of packed queries; None: as the forward makes it."""
+    """Return the (batch, token, head) strides of lse [b, h, s_q], or [h, t]; None: as the forward pass allocates it."""
     if call.packed:
         head, token = (1, call.heads) if given is None else given
         return 0, token, head
@@ -74,7 +74,7 @@ def lse_triple(call: AttentionCall, given: tuple[int, ...] | None) -> Triple:
 
 
 def problem(call: AttentionCall, given: Strides, out: Triple, lse: Triple, shared_memory: int) -> Problem:
-    """A request as the kernels' numbers; out: of the output, in the backward of its gradient."""
+    """Return a call as the kernels' numbers; out: strides of the output, in the backward pass those of its gradient."""
     left, right = call.mask.window
     varied = call.bias != "no_bias" or call.mask.arbitrary or call.padding_tensors or call.dropout > 0.0
     return Problem(
@@ -105,7 +105,7 @@ def problem(call: AttentionCall, given: Strides, out: Triple, lse: Triple, share
 
 
 def _broadcast(shape: tuple[int, ...] | None, given: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """Strides over [b, h, i, j] of a tensor that broadcasts to it: 0 where it has one element or no axis."""
+    """Return strides over [b, h, i, j] of a tensor that broadcasts to it: 0 for an axis of one element or none."""
     own = [0 if size == 1 else stride for size, stride in zip(shape or (), given, strict=True)]
     b, h, i, j = [0] * (4 - len(own)) + own
     return b, h, i, j
