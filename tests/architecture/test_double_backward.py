@@ -8,7 +8,7 @@ from source import modules, nodes
 
 # Functions whose backward autograd may record; tests/module/test_double_backward.py compares each with float64.
 TWICE = {
-    "functions.attention.autograd._Attention",
+    "functions.attention.autograd._CoreAttention",
     "functions.attention.autograd._ProjectedAttention",
     "attention.rope.ApplyPackedRope",
     "attention.rope.ApplyRope",

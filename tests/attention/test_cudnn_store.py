@@ -155,7 +155,7 @@ def library(monkeypatch, tmp_path) -> Library:
 STRIDED = cudnn_plan.Strided((65536, 256, 64, 1), (32768, 128, 64, 1), (32768, 128, 64, 1))
 
 
-def plan(r=None, strided: cudnn_plan.Strided = STRIDED, device: int = 0) -> cudnn_graph.Plan:
+def plan(r=None, strided: cudnn_plan.Strided = STRIDED, device: int = 0) -> cudnn_graph.CudnnPlan:
     """A plan as a process makes it that has none in memory."""
     return cudnn_graph.planned(cudnn_plan.describe_forward, device, request() if r is None else r, strided)
 

@@ -24,8 +24,15 @@ from .module.rmsnorm import RMSNorm
 from .runtime.bare_call import is_bare
 from .runtime.checks import tensor
 from .runtime.device import autocast_dtype
-from .transformer_checks import LAYER_RULES, check_encoder_output, check_unused, check_variant
-from .transformer_config import FIXED, WORKED_BY, LayerConfig
+from .transformer_settings import (
+    FIXED,
+    LAYER_RULES,
+    WORKED_BY,
+    TransformerLayerConfig,
+    check_encoder_output,
+    check_unused,
+    check_variant,
+)
 
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 _forward = MultiheadAttention.forward
@@ -71,7 +78,7 @@ def _written(layer: TransformerLayer, name: str, value: Any) -> None:
         layer.drop_path.batch_dim = batch_dimension(value)
 
 
-@configured(LayerConfig, fixed=FIXED, handed_down=WORKED_BY, written=_written, rules=RULES)
+@configured(TransformerLayerConfig, fixed=FIXED, handed_down=WORKED_BY, written=_written, rules=RULES)
 class TransformerLayer(nn.Module):
     """One layer of "Attention Is All You Need" on x [s, b, hidden], [b, s, hidden] or [t, hidden].
 
@@ -90,7 +97,7 @@ class TransformerLayer(nn.Module):
     `MultiheadAttention` and `LayerNormMLP`.
     """
 
-    _config: LayerConfig
+    _config: TransformerLayerConfig
     layer_type: str
     attn_input_format: str
     hidden_dropout: float
@@ -141,7 +148,9 @@ class TransformerLayer(nn.Module):
             given["tp_size"] = torch.distributed.get_world_size(tp_group)
         given["sequence_parallel"] = sequence_parallel and given["tp_size"] > 1
         given["return_bias"] = not parallel_attention_mlp
-        self._config = LayerConfig(**{field.name: given[field.name] for field in fields(LayerConfig)})
+        self._config = TransformerLayerConfig(
+            **{field.name: given[field.name] for field in fields(TransformerLayerConfig)}
+        )
         self._create_attentions(given)
         self._create_mlp(given)
         self.drop_path = DropPath(drop_path_rate, batch_dim=batch_dimension(attn_input_format))

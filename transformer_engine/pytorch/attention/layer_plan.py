@@ -39,10 +39,10 @@ from .dot_product_attention.settings import (
     NOTHING_GIVEN,
     AttentionArguments,
     AttentionConfig,
-    Described,
+    TensorFacts,
     described_of,
 )
-from .layer_settings import LayerConfig, warn_without_norm
+from .layer_settings import MultiheadAttentionConfig, warn_without_norm
 from .rotation import Rotation, rotation_of
 
 # Plans of a layer before its cache is emptied.
@@ -64,7 +64,7 @@ class LayerKey(NamedTuple):
     The other fields are those of `PlanKey`.
     """
 
-    config: LayerConfig
+    config: MultiheadAttentionConfig
     core: AttentionConfig | None
     training: bool
     gradient: bool
@@ -78,7 +78,7 @@ class LayerKey(NamedTuple):
     x_dtype: torch.dtype
     x_device: torch.device
     lowered: torch.dtype | None
-    encoder: Described | None
+    encoder: TensorFacts | None
     turned: tuple[torch.Size, torch.Size, RopeSpec] | None
 
     def of_core(self) -> PlanKey | None:
@@ -89,7 +89,7 @@ class LayerKey(NamedTuple):
         if self.turned is not None:
             *tables, spec = self.turned
             for heads, shape in zip((q, k), tables, strict=True):
-                angles: Any = Described(shape, torch.float32, self.x_device, False)
+                angles: Any = TensorFacts(shape, torch.float32, self.x_device, False)
                 check_rotation(heads, angles, Positions(), spec, heads.shape[-1])  # pyright: ignore[reportArgumentType]
         if self.core is None:
             return None
@@ -128,7 +128,7 @@ _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 def check_layer_call(
     memory: Memory[Key, AttentionPlan | None],
-    config: LayerConfig,
+    config: MultiheadAttentionConfig,
     core: Any,
     x: Any,
     arguments: AttentionArguments,
@@ -217,7 +217,7 @@ def _checked_sequences(key: Key) -> Sequences | None:
     return sequences
 
 
-def check_encoder(config: LayerConfig, encoder_output: Any) -> Any:
+def check_encoder(config: MultiheadAttentionConfig, encoder_output: Any) -> Any:
     """Return the encoder output that a layer reads: None for self attention, with a warning once if it gets one.
 
     Raises:
@@ -237,7 +237,9 @@ def check_encoder(config: LayerConfig, encoder_output: Any) -> Any:
 
 
 def _rotation_of_call(
-    config: LayerConfig, rotary_pos_emb: Tensor | tuple[Tensor, Tensor], arguments: AttentionArguments
+    config: MultiheadAttentionConfig,
+    rotary_pos_emb: Tensor | tuple[Tensor, Tensor],
+    arguments: AttentionArguments,
 ) -> Rotation:
     """Return the rotation of queries and keys.
 
@@ -259,19 +261,19 @@ def _rotation_of_call(
 
 
 def _projections(
-    config: LayerConfig,
+    config: MultiheadAttentionConfig,
     x_shape: torch.Size,
     x_dtype: torch.dtype,
     x_device: torch.device,
     lowered: torch.dtype | None,
-    encoder: Described | None,
-) -> tuple[Described, Described, Described]:
+    encoder: TensorFacts | None,
+) -> tuple[TensorFacts, TensorFacts, TensorFacts]:
     """Return q, k, v as the projections will produce them; the arguments are those of `LayerKey`.
 
     Raises:
         ValueError: The inputs are not [.., hidden] as qkv_format requires, or of several dtypes or devices.
     """
-    x = Described(x_shape, x_dtype, x_device, False)
+    x = TensorFacts(x_shape, x_dtype, x_device, False)
     axes = len(config.qkv_format) - 1
     for name, given in (("hidden_states", x), ("encoder_output", encoder)):
         if given is None:
@@ -292,5 +294,5 @@ def _projections(
         # Projections of a sequence-parallel layer gather the ranks' tokens.
         tokens = (source.shape[0] * config.ranks, *source.shape[1:-1])
         shapes.append(torch.Size((*tokens, count, heads.size)))
-    q, k = (Described(shape, lowered or x_dtype, x_device, False) for shape in shapes)
+    q, k = (TensorFacts(shape, lowered or x_dtype, x_device, False) for shape in shapes)
     return q, k, k

@@ -1,4 +1,4 @@
-"""LayerConfig: the settings of a MultiheadAttention."""
+"""MultiheadAttentionConfig: the settings of a MultiheadAttention."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def warn_without_norm(return_layernorm_output: bool, input_layernorm: bool) -> N
 
 
 @dataclass(frozen=True, eq=False)
-class LayerConfig(Config):
+class MultiheadAttentionConfig(Config):
     """The settings of a layer under the names of its constructor.
 
     heads          of one tensor-parallel rank

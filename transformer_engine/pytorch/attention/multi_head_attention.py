@@ -26,7 +26,7 @@ from .dot_product_attention.settings import NOTHING_GIVEN, AttentionArguments, g
 from .heads import Heads, head_size
 from .inference import InferenceParams
 from .layer_plan import MAX_LAYER_PLANS, check_encoder, check_layer_call, check_variant, layer_plan_of
-from .layer_settings import AS_GIVEN, FIXED, WORKED_BY, LayerConfig, child_name
+from .layer_settings import AS_GIVEN, FIXED, WORKED_BY, MultiheadAttentionConfig, child_name
 from .qk_norm import query_key_norm
 from .rotation import Rotation
 
@@ -55,7 +55,7 @@ _OF_CORE = (
 )
 
 
-@configured(LayerConfig, fixed=FIXED, handed_down=WORKED_BY, rules=RULES)
+@configured(MultiheadAttentionConfig, fixed=FIXED, handed_down=WORKED_BY, rules=RULES)
 class MultiheadAttention(nn.Module):
     """out [.., hidden] = proj(softmax(q k^T / sqrt(d)) v) for self or cross attention, any mask and bias.
 
@@ -74,7 +74,7 @@ class MultiheadAttention(nn.Module):
     The other arguments are those of `DotProductAttention` and `Linear`.
     """
 
-    _config: LayerConfig
+    _config: MultiheadAttentionConfig
     attention_type: str
     attn_mask_type: str
     window_size: tuple[int, int] | None
@@ -127,7 +127,7 @@ class MultiheadAttention(nn.Module):
         ranks = tp_size if set_parallel_mode else 1
         check_heads(num_attention_heads, groups, ranks)
         interleaved = qkv_weight_interleaved and fuse_qkv_params
-        self._config = LayerConfig(
+        self._config = MultiheadAttentionConfig(
             **{argument: given[argument] for argument in AS_GIVEN},
             window_size=check_set_window_size(attn_mask_type, window_size),
             num_gqa_groups=groups,
@@ -340,7 +340,7 @@ class MultiheadAttention(nn.Module):
 
     def _project(
         self,
-        config: LayerConfig,
+        config: MultiheadAttentionConfig,
         hidden_states: Tensor,
         encoder_output: Tensor | None,
         is_first_microbatch: bool | None,
@@ -357,8 +357,7 @@ class MultiheadAttention(nn.Module):
                 produces them, unless norms or a rotation, which need values, come between.
         """
         first: dict[str, bool | None] = {"is_first_microbatch": is_first_microbatch}
-        modules: dict[str, Any] = self._modules
-        get = modules.get
+        get: Callable[[str], Any] = self._modules.get
         projection = get("layernorm_qkv") or get("qkv") or get("layernorm_query") or get("query_layer")
         assert projection is not None
         key_value, q_norm, k_norm = get("key_value"), get("q_norm"), get("k_norm")

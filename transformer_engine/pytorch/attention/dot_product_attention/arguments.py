@@ -18,7 +18,7 @@ from ...primitives.attention.mask import canonical_name, window_pair
 from ...runtime import checks
 from ...runtime.warn_once import warn_once
 from ..inference import InferenceParams
-from .settings import AttentionArguments, AttentionConfig, Described
+from .settings import AttentionArguments, AttentionConfig, TensorFacts
 
 # Rules for constructor arguments that only attention layers have.
 RULES: dict[str, Rule] = {
@@ -225,7 +225,7 @@ def accepted_angles(rotary_pos_emb: Any) -> Tensor | tuple[Tensor, Tensor]:
     return tuple(rotary_pos_emb)
 
 
-def check_slopes(slopes: Tensor, q: Tensor | Described, heads: int) -> Tensor:
+def check_slopes(slopes: Tensor, q: Tensor | TensorFacts, heads: int) -> Tensor:
     """Return the slopes of ALiBi if they are floating point, [h] or [b, h], and on the queries' device.
 
     Raises:
@@ -256,7 +256,7 @@ def check_cache(layer_number: int | None, cached: torch.dtype, given: torch.dtyp
     return layer_number
 
 
-def check_bias(call: AttentionCall, bias: Tensor | Described | None) -> None:
+def check_bias(call: AttentionCall, bias: Tensor | TensorFacts | None) -> None:
     """Check that bias and slopes match the bias type.
 
     Raises:

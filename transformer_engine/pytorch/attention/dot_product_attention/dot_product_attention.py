@@ -13,7 +13,7 @@ from ....common.memory import Memory
 from ....common.numbers import to_bool
 from ....common.recipe import Recipe
 from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
-from ...functions.attention.autograd import Attending, Execution, Projection, apart, attend
+from ...functions.attention.autograd import Attending, AttentionExecution, Projection, apart, attend
 from ...functions.attention.fp8 import RecomputedFP8Attention, choose_fp8
 from ...functions.attention.fp8_attention import AttentionQuantizers, FP8Attention
 from ...module.arguments import accepts, head_sizes
@@ -343,7 +343,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             tracker = self.get_rng_state_tracker
         execution = None
         if recompute or tracker is not None:
-            execution = Execution(tracker, recompute, self.tp_group)
+            execution = AttentionExecution(tracker, recompute, self.tp_group)
         output, max_logit = attend(attending, call, inputs, projection, execution)
         return output if max_logit is None else (output, max_logit)
 

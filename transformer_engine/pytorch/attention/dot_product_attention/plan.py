@@ -31,7 +31,7 @@ from .settings import (
     NOTHING_GIVEN,
     AttentionArguments,
     AttentionConfig,
-    Described,
+    TensorFacts,
     described_arguments,
     facts_of,
 )
@@ -96,9 +96,9 @@ class PlanKey(NamedTuple):
         else:
             a = described_arguments(self.given)
         qkv = (
-            Described(self.q_shape, self.q_dtype, self.q_device, False),
-            Described(self.k_shape, self.k_dtype, self.k_device, False),
-            Described(self.v_shape, self.v_dtype, self.v_device, False),
+            TensorFacts(self.q_shape, self.q_dtype, self.q_device, False),
+            TensorFacts(self.k_shape, self.k_dtype, self.k_device, False),
+            TensorFacts(self.v_shape, self.v_dtype, self.v_device, False),
         )
         modes = (self.gradient, self.deterministic)
         return describe_call(self.config, self.training, qkv, a, *modes, self.cached, self.same_lengths)

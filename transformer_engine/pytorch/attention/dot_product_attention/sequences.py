@@ -15,7 +15,7 @@ from ...primitives.attention.sequence_rules import are_bounds
 from ...runtime.device_checks import demand
 from ..inference import CachedKeysValues, StepLimits
 from .arguments import whole_length
-from .settings import AttentionArguments, Described, is_pair, is_tensor
+from .settings import AttentionArguments, TensorFacts, is_pair, is_tensor
 
 Pair = tuple[Tensor | None, Tensor | None]
 
@@ -176,8 +176,8 @@ class Cached(NamedTuple):
         limits: Limits of the new keys and values; None if a custom manager has checked them.
     """
 
-    key: Described
-    value: Described
+    key: TensorFacts
+    value: TensorFacts
     tensor_format: str
     page_size: int
     batch: int
@@ -193,8 +193,8 @@ class Cached(NamedTuple):
             longest = longest_of("q", cached_tensors(cached, True).lengths_q)
         k, v = cached.key, cached.value
         return cls(
-            Described(k.shape, k.dtype, k.device, False),
-            Described(v.shape, v.dtype, v.device, False),
+            TensorFacts(k.shape, k.dtype, k.device, False),
+            TensorFacts(v.shape, v.dtype, v.device, False),
             cached.qkv_format,
             cached.page_size,
             cached.cu_seqlens_q.shape[0] - 1,

@@ -134,14 +134,14 @@ def described_arguments(facts: tuple[Any, ...]) -> AttentionArguments:
     """Return the arguments that `facts_of` was called with, with descriptions in place of tensors."""
     mask, *tensors = facts[:_TENSORS]
     if mask and type(mask[0]) is torch.Size:
-        mask = Described(*mask)
+        mask = TensorFacts(*mask)
     elif mask is not None:
-        mask = tuple([None if x is None else Described(*x) for x in mask])
-    described: list[Any] = [None if x is None else Described(*x) for x in tensors]
+        mask = tuple([None if x is None else TensorFacts(*x) for x in mask])
+    described: list[Any] = [None if x is None else TensorFacts(*x) for x in tensors]
     return AttentionArguments(mask, *described, facts[_CACHE] or None, *facts[_CACHE + 1 :])  # pyright: ignore[reportCallIssue]
 
 
-class Described(NamedTuple):
+class TensorFacts(NamedTuple):
     """Metadata of a tensor, for checks before the tensor exists."""
 
     shape: torch.Size
@@ -159,16 +159,16 @@ class Described(NamedTuple):
         return math.prod(self.shape)
 
 
-def described_of(x: Tensor) -> Described:
+def described_of(x: Tensor) -> TensorFacts:
     """Return the metadata of a tensor."""
-    return Described(x.shape, x.dtype, x.device, x.requires_grad)
+    return TensorFacts(x.shape, x.dtype, x.device, x.requires_grad)
 
 
 def is_tensor(x: object) -> bool:
     """Return whether an object is a tensor or the description of a tensor."""
-    return isinstance(x, (Tensor, Described))
+    return isinstance(x, (Tensor, TensorFacts))
 
 
 def is_pair(mask: object) -> bool:
     """Return whether masks of queries and of keys are given, rather than one mask or its description."""
-    return isinstance(mask, tuple) and not isinstance(mask, Described)
+    return isinstance(mask, tuple) and not isinstance(mask, TensorFacts)

@@ -93,7 +93,7 @@ class Projection(NamedTuple):
     interleaved: bool
 
 
-class Execution(NamedTuple):
+class AttentionExecution(NamedTuple):
     """Random state and recomputation of an attention.
 
     Attributes:
@@ -115,7 +115,7 @@ def attend(
     call: AttentionCall,
     inputs: AttentionInputs,
     projection: Projection | None = None,
-    execution: Execution | None = None,
+    execution: AttentionExecution | None = None,
 ) -> AttentionResult:
     """Compute an attention, differentiable in q, k, v, bias and sink if the call needs gradients.
 
@@ -135,12 +135,12 @@ def attend(
     if execution is not None:
         return _executed(backend, call, inputs, execution)
     if type(backend) is Passes and call.needs_gradient:
-        return AttentionResult(*_Attention.apply(backend, call, *inputs))
+        return AttentionResult(*_CoreAttention.apply(backend, call, *inputs))
     return backend.run(call, inputs) if type(backend) is Whole else backend(call, inputs)
 
 
 def _executed(
-    backend: Attending, call: AttentionCall, inputs: AttentionInputs, execution: Execution
+    backend: Attending, call: AttentionCall, inputs: AttentionInputs, execution: AttentionExecution
 ) -> AttentionResult:
     tracker, recompute, tp_group = execution
 
@@ -170,7 +170,7 @@ def _attend_projection(
     return AttentionResult(*_apply_projected(passes, call, interleaved, inputs, x, *others))
 
 
-class _Attention(torch.autograd.Function):
+class _CoreAttention(torch.autograd.Function):
     """Autograd node of a backend's two passes."""
 
     @staticmethod

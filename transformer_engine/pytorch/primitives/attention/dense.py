@@ -38,7 +38,7 @@ class Terms(NamedTuple):
     round_ds: Rounding | None = None
 
 
-class Output(NamedTuple):
+class DenseOutput(NamedTuple):
     """out [b, h, i, d] in q's dtype; lse [b, h, i] = log sum_j exp(s); max_logit [h]."""
 
     out: Tensor
@@ -56,7 +56,7 @@ class DenseGradients(NamedTuple):
     sink: Tensor | None
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, rng_state: Tensor | None) -> Output:
+def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, rng_state: Tensor | None) -> DenseOutput:
     """Compute the attention of q to k and v, which autograd can differentiate too."""
     with torch.autocast(q.device.type, enabled=False):
         logits = _logits(q, k, terms)
@@ -68,7 +68,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, rng_state: Tensor | N
         max_logit = (
             logits.amax(dim=(0, 2, 3)) if logits.numel() else logits.new_full((q.shape[1],), -torch.inf)
         )
-        return Output(out.to(q.dtype), lse, max_logit)
+        return DenseOutput(out.to(q.dtype), lse, max_logit)
 
 
 def backward(

@@ -17,7 +17,7 @@ from ..call import Attended, AttentionCall, AttentionInputs, Feature, Gradients
 from ..dropout import random_state
 from ..packed import zero_behind
 from ..passes import Passes
-from .cudnn_graph import MOST_PLANS, Plan, Strides, contiguous_strides, missing, planned, ragged_offsets
+from .cudnn_graph import MOST_PLANS, CudnnPlan, Strides, contiguous_strides, missing, planned, ragged_offsets
 from .cudnn_plan import (
     Strided,
     bottom_right,
@@ -181,12 +181,12 @@ def _format_strides(call: AttentionCall, of_queries: bool, heads: int, depth: in
     return contiguous_strides(format_shape(tensor_format, call.batch, size, heads, depth, 1))
 
 
-def _planned(key: tuple[Any, AttentionCall, Strided, int]) -> Plan:
+def _planned(key: tuple[Any, AttentionCall, Strided, int]) -> CudnnPlan:
     describe, call, strided, device = key
     return planned(describe, device, call, strided)
 
 
-_PLANS: Memory[tuple[Any, AttentionCall, Strided, int], Plan] = Memory(_planned, MOST_PLANS)
+_PLANS: Memory[tuple[Any, AttentionCall, Strided, int], CudnnPlan] = Memory(_planned, MOST_PLANS)
 
 
 class _Addressable(NamedTuple):

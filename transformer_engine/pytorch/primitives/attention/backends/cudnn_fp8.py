@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .....common.memory import Memory
 from ..call import AttentionCall, AttentionInputs, Feature
-from .cudnn_graph import MOST_PLANS, Description, Plan, missing, planned
+from .cudnn_graph import MOST_PLANS, CudnnPlan, Description, missing, planned
 from .cudnn_plan import Strided, Tensors, bottom_right
 
 # Without dropout: a backward pass in 16 bits would drop other probabilities.
@@ -33,7 +33,7 @@ FORWARD_HEAD_SIZES = range(16, 257, 16)
 BACKWARD_HEAD_SIZE = 128
 
 
-class Forward(NamedTuple):
+class CudnnFP8Output(NamedTuple):
     """Output codes [.., h, d_v]; lse as in Attended; amax float32 [2] of the output and of the softmax."""
 
     output: Tensor
@@ -41,7 +41,7 @@ class Forward(NamedTuple):
     amax: Tensor
 
 
-class Backward(NamedTuple):
+class CudnnFP8Gradients(NamedTuple):
     """Codes of the gradients; amax float32 [4] of dq, dk, dv and dP."""
 
     q: Tensor
@@ -160,12 +160,12 @@ def describe_backward(
     return description
 
 
-def _planned(key: tuple[Any, ...]) -> Plan:
+def _planned(key: tuple[Any, ...]) -> CudnnPlan:
     describe, device, *arguments = key
     return planned(describe, device, *arguments)
 
 
-_PLANS: Memory[tuple[Any, ...], Plan] = Memory(_planned, MOST_PLANS)
+_PLANS: Memory[tuple[Any, ...], CudnnPlan] = Memory(_planned, MOST_PLANS)
 
 
 def _common(call: AttentionCall, codes: Sequence[Tensor], inputs: AttentionInputs) -> dict[str, int]:
@@ -185,7 +185,7 @@ def forward(
     inputs: AttentionInputs,
     scalars: Mapping[str, int],
     output_code: torch.dtype,
-) -> Forward:
+) -> CudnnFP8Output:
     """Compute the FP8 attention of codes of q, k and v.
 
     Args:
@@ -207,7 +207,7 @@ def forward(
         lse = torch.empty((call.batch, call.heads, call.seqlen_q), dtype=torch.float32, device=device)
         pointers["stats"] = lse.data_ptr()
     plan.run(pointers, device)
-    return Forward(output, lse, amax)
+    return CudnnFP8Output(output, lse, amax)
 
 
 def backward(
@@ -219,7 +219,7 @@ def backward(
     inputs: AttentionInputs,
     scalars: Mapping[str, int],
     grad_code: torch.dtype,
-) -> Backward:
+) -> CudnnFP8Gradients:
     """Compute the FP8 gradients of q, k and v from codes of them, of the output and of its gradient.
 
     Args:
@@ -243,4 +243,4 @@ def backward(
     pointers["grad_output"] = grad_output.data_ptr()
     pointers["stats"] = lse.data_ptr()
     plan.run(pointers, device)
-    return Backward(*grads, amax)  # pyright: ignore[reportCallIssue]
+    return CudnnFP8Gradients(*grads, amax)  # pyright: ignore[reportCallIssue]
