@@ -357,7 +357,7 @@ class MultiheadAttention(nn.Module):
                 produces them, unless norms or a rotation, which need values, come between.
         """
         first: dict[str, bool | None] = {"is_first_microbatch": is_first_microbatch}
-        get: Callable[[str], Any] = self._modules.get
+        get: Any = self._modules.get
         projection = get("layernorm_qkv") or get("qkv") or get("layernorm_query") or get("query_layer")
         assert projection is not None
         key_value, q_norm, k_norm = get("key_value"), get("q_norm"), get("k_norm")
@@ -382,7 +382,7 @@ class MultiheadAttention(nn.Module):
             return *heads.views(mixed if whole is None else mixed.detach()), norm_output, whole
         else:
             q, k, v = heads.split_qkv(mixed)
-        if norms_first:
+        if q_norm is not None and norms_first:
             q, k = q_norm(q), k_norm(k)
         if rotation is not None:
             q, k = rotation(q, k)
