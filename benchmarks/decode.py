@@ -21,9 +21,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformer_engine.cli.bench.measure import measure
 from transformer_engine.pytorch.primitives.attention import mask
 from transformer_engine.pytorch.primitives.attention.backends import triton
-from transformer_engine.pytorch.primitives.attention.request import (
+from transformer_engine.pytorch.primitives.attention.call import (
+    AttentionCall,
     AttentionInputs,
-    AttentionRequest,
     Switches,
 )
 
@@ -103,7 +103,7 @@ def steps(batch: int, context: int, flex: bool) -> Iterator[Step]:
 def own(q: Tensor, k: Tensor, v: Tensor, pages: Tensor | None) -> Callable[[], object]:
     batch = q.shape[0]
     context = k.shape[1] if pages is None else pages.shape[1] * PAGE
-    request = AttentionRequest.of(
+    request = AttentionCall(
         dtype=DTYPE,
         device_type="cuda",
         batch=batch,

@@ -1,14 +1,15 @@
-"""Writes the tables of docs/attention.md: the backends' own refusals, and what was measured; --check only compares.
+"""Write the tables of docs/attention.md: the features of the backends, and measurements; --check only compares.
 
 python docs/attention_table.py [--check]
 
-The requests are those of an H200 with every optional package installed; no GPU and no package is needed.
+The calls are those of an H200 with every optional package installed; no GPU and no package is needed.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,17 +17,17 @@ from generated import ROOT, write
 
 from transformer_engine.common import optional
 from transformer_engine.pytorch.primitives.attention.backends import cudnn, flash2, flash3, flash4, triton
+from transformer_engine.pytorch.primitives.attention.call import AttentionCall, Switches
 from transformer_engine.pytorch.primitives.attention.choose import TABLE, preference
 from transformer_engine.pytorch.primitives.attention.mask import resolve
-from transformer_engine.pytorch.primitives.attention.request import AttentionRequest, Switches
 
 PAGE = ROOT / "docs" / "attention.md"
 MEASURED = ROOT / "benchmarks" / "results" / "attention_backends_h200.json"
 
 
-def plain(**changes: Any) -> AttentionRequest:
-    """Causal attention with a gradient over 2 sequences of 4096, 16 heads of 128, bfloat16, and what changes."""
-    request = AttentionRequest.of(
+def plain(**changes: Any) -> AttentionCall:
+    """Return causal attention with a gradient over 2 sequences of 4096, 16 heads of 128, bfloat16, with changes."""
+    call = AttentionCall(
         dtype=torch.bfloat16,
         device_type="cuda",
         batch=2,
@@ -43,19 +44,19 @@ def plain(**changes: Any) -> AttentionRequest:
         switches=Switches(),
         capability=(9, 0),
     )
-    return request.changed(**changes)
+    return replace(call, **changes)
 
 
-def masked(name: str, window: tuple[int, int] | None = None, **changes: Any) -> AttentionRequest:
+def masked(name: str, window: tuple[int, int] | None = None, **changes: Any) -> AttentionCall:
     return plain(mask=resolve(name, window, None), **changes)
 
 
-def packed(**changes: Any) -> AttentionRequest:
+def packed(**changes: Any) -> AttentionCall:
     mask = resolve("padding_causal", None, None)
     return plain(**{"q_format": "thd", "kv_format": "thd", "mask": mask, "same_lengths": True, **changes})
 
 
-def decoding(**changes: Any) -> AttentionRequest:
+def decoding(**changes: Any) -> AttentionCall:
     mask = resolve("padding_causal_bottom_right", None, None)
     return plain(seqlen_q=1, groups=4, mask=mask, needs_gradient=False, cached=True, **changes)
 
@@ -65,7 +66,7 @@ def identity(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
 
 
 SQUARE = (1, 16, 4096, 4096)
-ROWS: dict[str, AttentionRequest] = {
+ROWS: dict[str, AttentionCall] = {
     "bshd, sbhd, packed `qkv_layer`, causal": plain(),
     "no mask": masked("no_mask"),
     "bottom-right causal, more keys than queries": masked("causal_bottom_right", seqlen_q=1024),
@@ -100,15 +101,15 @@ ROWS: dict[str, AttentionRequest] = {
 
 
 def table() -> str:
-    """One row an option, one column a backend in the order in which the plain request prefers them."""
+    """One row per option, one column per backend in the order of preference of the plain call."""
     flash4.VERSION, flash2.VERSION, flash3.INSTALLED = "4.0.0", "2.8.3", True
     triton.missing = cudnn.missing = lambda: None
     optional.failure = lambda *_: None
     names = preference(plain())
     lines = [f"| | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}"]
-    for title, request in ROWS.items():
-        order = preference(request)
-        takes = {name: TABLE.named(name).refusal(request) is None for name in names}
+    for title, call in ROWS.items():
+        order = preference(call)
+        takes = {name: TABLE.named(name).refusal(call) is None for name in names}
         first = next(name for name in order if takes[name])
         cells = ("**yes**" if name == first else "yes" if takes[name] else "" for name in names)
         lines.append(f"| {title} | {' | '.join(cells)} |")
@@ -116,7 +117,7 @@ def table() -> str:
 
 
 def measurements() -> str:
-    """Milliseconds of the forward pass, and of both passes, one row a shape and one column a backend."""
+    """Milliseconds of the forward pass, and of both passes, one row per shape and one column per backend."""
     measured = json.loads(MEASURED.read_text())
     cells = {(row["case"], row["backend"]): row for row in measured["results"]}
     cases = list(dict.fromkeys(case for case, _ in cells))

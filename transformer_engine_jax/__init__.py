@@ -1,4 +1,4 @@
-"""transformer_engine_jax: enumerations and queries of the machine, by the names of the original's extension module."""
+"""transformer_engine_jax: enumerations and queries of the machine, under the names of the original's extension."""
 
 from transformer_engine.common import absent
 
@@ -41,7 +41,7 @@ __all__ = [
     "is_collective_gemm_with_cublasmp", "nvte_built_with_cublasmp", "nvte_get_qkv_format", "registrations",
 ]  # fmt: skip
 
-# Members of the enumerations are names of the module too, as an extension module exports them.
+# An extension module also exports the members of its enumerations.
 for _enumeration in (
     DType, JAXX_Collective_Op, JAXX_Quantize_Layout, JAXX_Routing_Map_Format, JAXX_Scaling_Mode, JAXX_Score_Function,
     NVTE_Activation_Type, NVTE_Bias_Type, NVTE_Fused_Attn_Backend, NVTE_Mask_Type, NVTE_Norm_Type, NVTE_QKV_Format,

@@ -1,6 +1,8 @@
-"""Which backend takes an attention, asked by the enumerations of the headers."""
+"""Queries of attention backends by the enumerations of the headers."""
 
 from __future__ import annotations
+
+from numbers import Integral
 
 from transformer_engine.common.attention_enums import (
     NVTE_Bias_Type,
@@ -18,12 +20,23 @@ from .enums import NVTE_Fused_Attn_Backend
 
 _NAMES = {DType.kFloat32: "float32", DType.kFloat16: "float16", DType.kBFloat16: "bfloat16"}
 _LAYOUTS = {NVTE_QKV_Layout[f"NVTE_{layout.name}"]: layout for layout in QKVLayout}
-_WITHOUT_COUNTS = str.maketrans("", "", "23")  # they say that arrays are interleaved
+_WITHOUT_COUNTS = str.maketrans("", "", "23")  # the numbers of interleaved arrays
 
 
 def nvte_get_qkv_format(qkv_layout: NVTE_QKV_Layout) -> NVTE_QKV_Format:
-    """The order of axes of queries and, where it is another, of keys and values."""
-    name = NVTE_QKV_Layout(qkv_layout).name.translate(_WITHOUT_COUNTS)
+    """Return the order of axes of queries and, if it differs, of keys and values.
+
+    Args:
+        qkv_layout: Layout, or its integer.
+
+    Raises:
+        ValueError: qkv_layout is not a member of NVTE_QKV_Layout.
+    """
+    if not isinstance(qkv_layout, Integral) or int(qkv_layout) not in {*NVTE_QKV_Layout}:
+        raise ValueError(
+            f"qkv_layout={described(qkv_layout)} is not a layout; pass a member of NVTE_QKV_Layout"
+        )
+    name = NVTE_QKV_Layout(int(qkv_layout)).name.translate(_WITHOUT_COUNTS)
     orders = [part for part in name.split("_") if part not in ("NVTE", "Paged", "KV")]
     query, key = orders[0], orders[-1]
     return NVTE_QKV_Format[f"NVTE_{query}" if query == key else f"NVTE_{query}_2{key}"]
@@ -35,20 +48,28 @@ def get_fused_attn_backend(
     q_attn_heads: int, kv_attn_heads: int, q_max_seqlen: int, kv_max_seqlen: int, qk_head_dim: int, v_head_dim: int,
     window_size_left: int = -1, window_size_right: int = -1, deterministic: bool = False,
 ) -> NVTE_Fused_Attn_Backend:  # fmt: skip
-    """The kind of backend other than the reference that takes such a call, NVTE_No_Backend where none does.
+    """Return the kind of backend, other than the reference, that supports an attention call.
 
-    No backend of JAX's side adds ALiBi biases by themselves: NVTE_ALIBI has none.
-    deterministic: every backend repeats its bits, or is refused where they must not differ (docs/environment.md).
+    The sizes are those of query, key and value. Attention with ALiBi or with dtypes other than float32, float16 and
+    bfloat16 has no such backend. `deterministic` does not change the result: NVTE_ALLOW_NONDETERMINISTIC_ALGO
+    controls which backends are supported (docs/environment.md).
+
+    Returns:
+        NVTE_F16_arbitrary_seqlen, or NVTE_No_Backend.
+
+    Raises:
+        ValueError: An enumeration has no such member, or qkv_layout is a layout that transformer_engine.jax does not
+            support.
     """
-    if qkv_layout not in _LAYOUTS:
+    if not isinstance(qkv_layout, Integral) or int(qkv_layout) not in _LAYOUTS:
         raise ValueError(
             f"qkv_layout={described(qkv_layout)}; choose one of {', '.join(layout.name for layout in _LAYOUTS)}"
         )
     for name, value, kind in (
         ("bias_type", bias_type, NVTE_Bias_Type), ("attn_mask_type", attn_mask_type, NVTE_Mask_Type),
-        ("softmax_type", softmax_type, NVTE_Softmax_Type),
+        ("softmax_type", softmax_type, NVTE_Softmax_Type), ("q_dtype", q_dtype, DType), ("kv_dtype", kv_dtype, DType),
     ):  # fmt: skip
-        if value not in [*kind]:
+        if not isinstance(value, Integral) or int(value) not in {*kind}:
             raise ValueError(f"{name}={described(value)}; choose one of {', '.join(kind.__members__)}")
     if q_dtype not in _NAMES or kv_dtype not in _NAMES or bias_type == NVTE_Bias_Type.NVTE_ALIBI:
         return NVTE_Fused_Attn_Backend.NVTE_No_Backend

@@ -1,4 +1,4 @@
-"""Enumerations by the names of the original's extension module."""
+"""Enumerations under the names of the original's extension module."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 
 
 class NVTE_Activation_Type(enum.IntEnum):
-    """Activations; those with GLU in their name multiply by a second, linear half. GLU's own gate is the sigmoid."""
+    """Activations. The gated ones (GLU in the name) multiply by a second, linear half; GLU's gate is a sigmoid."""
 
     GELU = 0
     GEGLU = 1
@@ -38,14 +38,14 @@ class NVTE_Activation_Type(enum.IntEnum):
 
 
 class NVTE_Norm_Type(enum.IntEnum):
-    """Norms."""
+    """Types of norms."""
 
     LayerNorm = 0
     RMSNorm = 1
 
 
 class NVTE_Fused_Attn_Backend(enum.IntEnum):
-    """Kinds of fused attention."""
+    """Kinds of fused attention backends."""
 
     NVTE_No_Backend = -1
     NVTE_F16_arbitrary_seqlen = 1

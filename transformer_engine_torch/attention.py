@@ -15,27 +15,22 @@ from torch import Tensor
 
 from transformer_engine.common.numbers import to_float
 from transformer_engine.pytorch.attention.dot_product_attention.arguments import check_bias
-from transformer_engine.pytorch.attention.dot_product_attention.prepare import device_of
 from transformer_engine.pytorch.attention.dot_product_attention.utils import (
     AttentionParams,
     NVTE_Fused_Attn_Backend,
     get_attention_backend,
 )
 from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
-from transformer_engine.pytorch.primitives.attention.alibi import default_slopes
+from transformer_engine.pytorch.primitives.attention.call import Attended, AttentionCall, AttentionInputs
 from transformer_engine.pytorch.primitives.attention.choose import passes_of
 from transformer_engine.pytorch.primitives.attention.mask import NAMES as MASKS
 from transformer_engine.pytorch.primitives.attention.mask import resolve as resolve_mask
-from transformer_engine.pytorch.primitives.attention.request import (
-    Attended,
-    AttentionInputs,
-    AttentionRequest,
-)
+from transformer_engine.pytorch.primitives.attention.visible import default_slopes
 from transformer_engine.pytorch.runtime.warn_once import warn_once
 
 from . import fp8_attention
 from .attention_checks import check_call, check_question, whole_window
-from .attention_sequences import Sequences, sequences_of
+from .attention_sequences import sequences_of
 from .cast import torch_dtype
 from .checks import member, quantizer_or_none
 from .enums import NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Format, NVTE_QKV_Layout, NVTE_Softmax_Type
@@ -78,7 +73,7 @@ def fused_attn_fwd(
     own, wanted = order_of(None, layout, "o_format"), order_of(o_format, layout, "o_format")
     _warn_of_scale_formats("fused_attn_fwd", qkv_scale_inv_format=qkv_scale_inv_format)
     quantizer_or_none(o_quantizer, "o_quantizer")
-    request, inputs = _call(
+    call, inputs = _call(
         layout,
         (max_seqlen_q, max_seqlen_kv),
         is_training,
@@ -99,17 +94,17 @@ def fused_attn_fwd(
     output: Any
     if fp8_attention.takes_codes(layout, Q, K, V):
         codes = inputs._replace(q=Q, k=K, v=V)
-        output, attended = fp8_attention.forward(request, codes, s_quantizer, o_quantizer)
+        output, attended = fp8_attention.forward(call, codes, s_quantizer, o_quantizer)
         output = fp8_attention.reordered_codes(output, own, wanted)
     else:
-        attended = passes_of(request).forward(request, inputs)
+        attended = passes_of(call).forward(call, inputs)
         output = reordered(layout.as_queries(attended.output), own, wanted, "o_format")
         if o_quantizer is not None:
             output = o_quantizer(output.contiguous())
     device = inputs.q.device
     lse = torch.empty(0, dtype=torch.float32, device=device) if attended.lse is None else attended.lse
     state = attended.rng_state
-    results = [output, lse.t().unsqueeze(-1) if request.packed and lse.dim() == 2 else lse.unsqueeze(-1)]
+    results = [output, lse.t().unsqueeze(-1) if call.packed and lse.dim() == 2 else lse.unsqueeze(-1)]
     if return_max_logit:
         results.append(attended.max_logit)
     results.append(torch.zeros(2, dtype=torch.int64, device=device) if state is None else state)
@@ -174,7 +169,7 @@ def fused_attn_bwd(
     )
     bias = extras.pop(0) if has_bias else None
     offset = extras.pop(0) if extras else None
-    request, inputs = _call(
+    call, inputs = _call(
         layout,
         (max_seqlen_q, max_seqlen_kv),
         True,
@@ -192,16 +187,14 @@ def fused_attn_bwd(
         False,
         bottom_right_diagonal,
     )
-    request = request.changed(
-        deterministic=request.device.deterministic or deterministic, bias_gradient=bias is not None
-    )
+    call = replace(call, deterministic=call.deterministic or deterministic, bias_gradient=bias is not None)
     attended = Attended(
         layout.queries(reordered(_wide(O, fake_dtype), orders[0], own, "o_format")).contiguous(),
-        lse.squeeze(-1).t() if request.packed and lse.dim() == 3 else lse.squeeze(-1),
+        lse.squeeze(-1).t() if call.packed and lse.dim() == 3 else lse.squeeze(-1),
         state if p_dropout > 0.0 else None,
     )
     grad_output = layout.queries(reordered(_wide(dO, fake_dtype), orders[1], own, "do_format")).contiguous()
-    found = passes_of(request).backward(request, inputs, attended, grad_output)
+    found = passes_of(call).backward(call, inputs, attended, grad_output)
     dtype = fake_dtype if dqkv_type is None else TE_DType_To_Torch.get(DType(dqkv_type), fake_dtype)
     wanted = dtype if dtype in (torch.float32, torch.float16, torch.bfloat16) else fake_dtype
     formats = (into.q_format, into.kv_format, into.kv_format)
@@ -215,7 +208,7 @@ def fused_attn_bwd(
     if dqkv_quantizer is not None:
         gradients = [dqkv_quantizer(x.contiguous()) for x in gradients]
     offset_gradient = None
-    if offset is not None and request.options.softmax == "learnable":
+    if offset is not None and call.softmax == "learnable":
         assert found.sink is not None
         offset_gradient = found.sink.reshape(offset.shape)
     return [*gradients, found.bias, offset_gradient]
@@ -289,8 +282,8 @@ def _call(
     window: Sequence[int], cu_seqlens: tuple[Tensor, Tensor], qkv: tuple[Any, Any, Any],
     dtype: torch.dtype, starts: tuple[Tensor | None, Tensor | None], page_table: Tensor | None,
     bias: Tensor | None, offset: Tensor | None, max_logit: bool, bottom_right: bool | None,
-) -> tuple[AttentionRequest, AttentionInputs]:  # fmt: skip
-    """The call as the backends are asked for it."""
+) -> tuple[AttentionCall, AttentionInputs]:  # fmt: skip
+    """Return the call and its tensors, after every check."""
     scale, dropout = to_float("attn_scale", scale), to_float("p_dropout", dropout)
     left, right = whole_window(window)
     check_call(layout, qkv, cu_seqlens, scale, dropout, dtype, bias, offset)
@@ -299,7 +292,8 @@ def _call(
     q = layout.queries(_wide(qkv[0], dtype))
     k, v = (layout.keys(_wide(x, dtype)) for x in qkv[1:])
     bias_name = _BIASES[member("bias_type", NVTE_Bias_Type, kinds[0])]
-    if bias is not None and bias.numel() and bias_name not in ("pre_scale_bias", "post_scale_bias"):
+    has_bias = bias_name in ("pre_scale_bias", "post_scale_bias")
+    if bias is not None and bias.numel() and not has_bias:
         warn_once(
             "attn_bias",
             f"attn_bias has no effect with bias type {bias_name!r}; set the type to 'post_scale_bias', or leave it out",
@@ -312,37 +306,17 @@ def _call(
     sink = None if offset is None else offset.reshape(-1)
     if sink is None and softmax != "vanilla":
         sink = torch.zeros(q.shape[-2], dtype=torch.float32, device=q.device)
+    lengths = (sequences.lengths_q, sequences.lengths_kv, sequences.starts_q, sequences.starts_kv)
     inputs = AttentionInputs(
-        q,
-        k,
-        v,
-        lengths_q=sequences.lengths_q,
-        lengths_kv=sequences.lengths_kv,
-        starts_q=sequences.starts_q,
-        starts_kv=sequences.starts_kv,
-        bias=bias if bias_name in ("pre_scale_bias", "post_scale_bias") else None,
+        *(q, k, v, *lengths),
+        bias=bias if has_bias else None,
         slopes=default_slopes(q.shape[-2], q.device) if bias_name == "alibi" else None,
         sink=sink,
         page_table=page_table,
     )
-    request = _request(layout, sequences, inputs, is_training).changed(
-        mask=mask,
-        bias=bias_name,
-        softmax=softmax,
-        scale=scale,
-        dropout=dropout if is_training else 0.0,
-        max_logit=max_logit,
-    )
-    check_bias(request, inputs.bias)
-    return request, inputs
-
-
-def _request(
-    layout: Layout, sequences: Sequences, inputs: AttentionInputs, is_training: bool
-) -> AttentionRequest:
-    """What the tensors of a call say of it; without a mask."""
-    q, k, v = inputs[:3]
-    request = AttentionRequest.of(
+    call = AttentionCall.on(
+        q.device.type,
+        torch.are_deterministic_algorithms_enabled(),
         dtype=q.dtype,
         batch=sequences.batch,
         heads=q.shape[-2],
@@ -356,17 +330,20 @@ def _request(
         page_size=k.shape[1] if layout.paged else 0,
         bias_shape=None if inputs.bias is None else inputs.bias.shape,
         slopes_shape=None if inputs.slopes is None else inputs.slopes.shape,
-        mask=resolve_mask("no_mask", None, None),
-        scale=1.0,
+        mask=mask,
+        scale=scale,
+        bias=bias_name,
+        softmax=softmax,
+        dropout=dropout if is_training else 0.0,
         padded_between=sequences.padded_between,
+        max_logit=max_logit,
         needs_gradient=is_training,
         bias_gradient=torch.is_grad_enabled() and inputs.bias is not None and inputs.bias.requires_grad,
         same_lengths=inputs.lengths_q is not None and inputs.lengths_q is inputs.lengths_kv,
         cached=layout.paged,
-        device_type=q.device.type,
     )
-    device = device_of(q.device.type, torch.are_deterministic_algorithms_enabled())
-    return replace(request, device=device)
+    check_bias(call, inputs.bias)
+    return call, inputs
 
 
 def _wide(x: Any, dtype: torch.dtype) -> Tensor:

@@ -1,17 +1,18 @@
-"""The forward pass of an attention to q, k, v that come as FP8 codes, by the backends of FP8 attention."""
+"""Forward pass of an attention whose q, k and v are FP8 codes, by the backends of FP8 attention."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from transformer_engine.pytorch.functions.attention import fp8, fp8_emulation
-from transformer_engine.pytorch.functions.attention.fp8_call import Call, Slots
-from transformer_engine.pytorch.primitives.attention.choose import passes_of
-from transformer_engine.pytorch.primitives.attention.request import (
-    Attended,
-    AttentionInputs,
-    AttentionRequest,
+from transformer_engine.pytorch.functions.attention.fp8_attention import (
+    AttentionQuantizers,
+    FP8Attention,
+    FP8Passes,
 )
+from transformer_engine.pytorch.primitives.attention.call import Attended, AttentionCall, AttentionInputs
+from transformer_engine.pytorch.primitives.attention.choose import passes_of
 from transformer_engine.pytorch.tensor import Float8Quantizer, Float8Tensor
 from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
 
@@ -19,7 +20,7 @@ from .layout import Layout, reordered
 
 
 def takes_codes(layout: Layout, *qkv: Any) -> bool:
-    """Are all three Float8Tensors, laid out as the backends of FP8 attention read them?"""
+    """Return whether all three are Float8Tensors in a layout that the backends of FP8 attention support."""
     return not (layout.transposed or layout.turned or layout.paged) and all(
         isinstance(x, Float8Tensor) for x in qkv
     )
@@ -37,24 +38,33 @@ def reordered_codes(output: Any, source: str, target: str) -> Any:
 
 
 def forward(
-    request: AttentionRequest, inputs: AttentionInputs, s_quantizer: Any, o_quantizer: Any
+    call: AttentionCall, inputs: AttentionInputs, s_quantizer: Any, o_quantizer: Any
 ) -> tuple[Any, Attended]:
-    """(o [.., h, d_v], as o_quantizer makes it or in the request's dtype for None; the pass's statistics).
+    """Compute the FP8 attention of codes.
 
-    s_quantizer   learns the softmax's largest value, if it keeps one
+    Args:
+        call: The attention, in its own dtype.
+        inputs: Its tensors, q, k and v as Float8Tensors.
+        s_quantizer: Records the largest value of the softmax, if it is a quantizer of delayed scaling.
+        o_quantizer: Quantizer of the output; None returns it in the call's dtype.
+
+    Returns:
+        The output [.., h, d_v], and the statistics of the pass.
     """
     scaling = "delayed" if isinstance(o_quantizer, Float8Quantizer) else "current"
     unused = IdentityQuantizer()
     output = unused if o_quantizer is None else o_quantizer
     softmax = unused if s_quantizer is None else s_quantizer
-    slots = Slots(unused, output, softmax, unused, unused, unused)
-    call = Call(request, scaling, slots, None, passes_of(request), o_quantizer is None)
-    described = request.changed(fp8=scaling)
+    quantizers = AttentionQuantizers(unused, output, softmax, unused, unused, unused)
     # Kernels write codes; without a quantizer for them the attention is emulated.
-    forward = fp8_emulation.forward if o_quantizer is None else fp8.FORWARD.bind(described)
-    rounded: Any = forward(call, inputs)
-    attended = Attended(rounded.output, rounded.lse, rounded.rng_state, rounded.max_logit)  # pyright: ignore[reportArgumentType]
+    forward: Any = (
+        fp8_emulation.forward if o_quantizer is None else fp8.FORWARD.bind(replace(call, fp8=scaling))
+    )
+    passes = FP8Passes(forward, fp8.high_precision, passes_of(call), True)
+    attention = FP8Attention(call, scaling, quantizers, None, passes, o_quantizer is not None, None)
+    rounded = forward(attention, inputs)
+    attended = Attended(rounded.output, rounded.lse, rounded.rng_state, rounded.max_logit)
     if o_quantizer is None:
         return rounded.output, attended
     codes = o_quantizer.wrap(rounded.codes)
-    return codes.view(*codes.shape[:-1], request.shape.heads, request.shape.head_dim_v), attended
+    return codes.view(*codes.shape[:-1], call.heads, call.head_dim_v), attended

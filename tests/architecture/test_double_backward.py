@@ -8,8 +8,8 @@ from source import modules, nodes
 
 # Functions whose backward autograd may record; tests/module/test_double_backward.py compares each with float64.
 TWICE = {
-    "functions.attention.autograd.Attention",
-    "functions.attention.projected._ProjectedAttention",
+    "functions.attention.autograd._CoreAttention",
+    "functions.attention.autograd._ProjectedAttention",
     "attention.rope.ApplyPackedRope",
     "attention.rope.ApplyRope",
     "attention.rope.FusedQKVRoPEFunc",  # by the backward of ApplyPackedRope

@@ -14,9 +14,9 @@ from source import modules, nodes, text
 # and tensor/storage, quantization/families.py, its factory for custom recipes, and the alias that lists what callers of
 # the original import, and the storage of groups, whose public keywords name it.
 MOST = 10
-# Its file under quantize/formats, the enum of modes, the quantizers, the row of its recipe, the public names, and the
-# enumeration of transformer_engine_jax.
-MOST_OF_JAX = 6
+# Its file under quantize/formats, the enum of modes, the quantizers, the row of its recipe, the public names, the alias
+# of the original's module of quantizers, and the enumeration of transformer_engine_jax.
+MOST_OF_JAX = 7
 PREDICATES = {
     "nvfp4",
     "mxfp8",

@@ -19,8 +19,8 @@ from torch import Tensor
 from transformer_engine.common.dispatch import Unsupported, use_backend
 from transformer_engine.pytorch.attention import DotProductAttention
 from transformer_engine.pytorch.primitives.attention import reference
+from transformer_engine.pytorch.primitives.attention.call import AttentionInputs
 from transformer_engine.pytorch.primitives.attention.choose import TABLE
-from transformer_engine.pytorch.primitives.attention.request import AttentionInputs
 
 # A CPU has two backends to check, which have no tiles.
 LENGTHS_Q, LENGTHS_KV = (
@@ -451,8 +451,8 @@ def test_score_mod_and_the_tensors_it_holds_are_differentiated(trainable, recomp
 @pytest.mark.parametrize("backend", TABLE.names())
 def test_attention_to_a_cache_equals_attention_to_its_tokens(backend, paged, q_format, device):
     """Straight to the backend: 3 sequences with 1 to 20 new queries and pages in any order."""
+    from transformer_engine.pytorch.primitives.attention.call import AttentionCall, Switches
     from transformer_engine.pytorch.primitives.attention.mask import Mask
-    from transformer_engine.pytorch.primitives.attention.request import AttentionRequest, Switches
 
     batch, groups, size, page, dtype = 3, 2, 64, 16, torch.bfloat16
     lengths_q, lengths_kv, longest_q, longest_kv = [1, 7, 20], [33, 100, 128], 20, 128
@@ -461,7 +461,7 @@ def test_attention_to_a_cache_equals_attention_to_its_tokens(backend, paged, q_f
     k, v = (random_tensor(device, batch, longest_kv, groups, size, seed=s).to(dtype) for s in (2, 3))
     real = torch.arange(longest_q, device=device)[None] < torch.tensor(lengths_q, device=device)[:, None]
     given = {"bshd": q, "sbhd": q.transpose(0, 1).contiguous(), "thd": q[real]}[q_format]
-    request = AttentionRequest.of(
+    request = AttentionCall(
         dtype=dtype,
         device_type=device.type,
         batch=batch,

@@ -15,8 +15,8 @@ from transformer_engine.common.dispatch import Unsupported, use_backend
 from transformer_engine.common.kernels.launch import MISSING
 from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch.attention import DotProductAttention
-from transformer_engine.pytorch.attention.dot_product_attention import call as calls
 from transformer_engine.pytorch.attention.dot_product_attention import get_qkv_layout, utils
+from transformer_engine.pytorch.attention.dot_product_attention import plan as plans
 from transformer_engine.pytorch.attention.dot_product_attention.utils import (
     AttentionLogging,
     AttentionParams,
@@ -27,6 +27,7 @@ from transformer_engine.pytorch.attention.dot_product_attention.utils import (
 )
 from transformer_engine.pytorch.inspect.explain import explain as explain_call
 from transformer_engine.pytorch.primitives.attention.backends import cudnn_fp8, flash4, triton
+from transformer_engine.pytorch.primitives.attention.call import AttentionCall, Switches
 from transformer_engine.pytorch.primitives.attention.choose import (
     TABLE,
     check,
@@ -40,7 +41,6 @@ from transformer_engine.pytorch.primitives.attention.mask import (
     check_set_window_size,
     resolve,
 )
-from transformer_engine.pytorch.primitives.attention.request import AttentionRequest, Switches
 
 SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
@@ -86,7 +86,7 @@ def test_torch_says_why_it_refuses(fields, reason):
 
 def test_torch_refuses_determinism_on_cuda_unless_torch_provides_it():
     request = AttentionParams(deterministic=True).request()
-    on_cuda = request.changed(device_type="cuda")
+    on_cuda = dataclasses.replace(request, device_type="cuda")
     assert "only deterministic under" in {v.backend: v.refusal for v in explain(on_cuda)}["torch_sdpa"]
 
 
@@ -106,13 +106,13 @@ def test_torch_refuses_determinism_on_cuda_unless_torch_provides_it():
 def test_our_kernels_refuse_what_their_grid_does_not_hold(fields, reason):
     """CUDA's own words were "invalid argument"."""
     asked = AttentionParams(qkv_dtype=torch.bfloat16).request()
-    asked = asked.changed(device_type="cuda", capability=(9, 0), needs_gradient=True, **fields)
+    asked = dataclasses.replace(asked, device_type="cuda", capability=(9, 0), needs_gradient=True, **fields)
     assert triton.refuses(asked) == reason
 
 
-def question(seqlen: int, mask: str = "causal", dtype: torch.dtype = torch.bfloat16) -> AttentionRequest:
+def question(seqlen: int, mask: str = "causal", dtype: torch.dtype = torch.bfloat16) -> AttentionCall:
     """A request of a GPU, with 16 heads of 64."""
-    return AttentionRequest.of(
+    return AttentionCall(
         dtype=dtype,
         device_type="cuda",
         batch=1,
@@ -186,7 +186,7 @@ def test_a_switch_set_after_a_call_changes_the_next_one(monkeypatch, device):
 )
 def test_a_bias_shape_is_spelled_by_its_axes(kind, shape):
     options = {"core_attention_bias_type": "post_scale_bias", "batch_size": 3, "max_seqlen_kv": 64}
-    assert AttentionParams(core_attention_bias_shape=kind, **options).request().shape.bias_shape == shape
+    assert AttentionParams(core_attention_bias_shape=kind, **options).request().bias_shape == shape
 
 
 @pytest.mark.parametrize("kind", ["hbss", "1hs", "1hsx"])
@@ -222,8 +222,8 @@ def test_attention_parameters_compare_by_value_and_know_their_formats():
     assert AttentionParams(fp8_meta={"a": 1}) == AttentionParams(fp8_meta={"a": 2})
     assert AttentionParams() != AttentionParams(head_dim_qk=128)
     request = AttentionParams(qkv_layout="thd_2bshd", attn_mask_type="padding").request()
-    assert (request.shape.q_format, request.shape.kv_format) == ("thd", "bshd")
-    assert AttentionParams(qkv_layout="bs3hd").request().shape.q_format == "bshd"
+    assert (request.q_format, request.kv_format) == ("thd", "bshd")
+    assert AttentionParams(qkv_layout="bs3hd").request().q_format == "bshd"
 
 
 def test_what_was_chosen_is_remembered_until_the_call_or_the_switches_change(monkeypatch, device):
@@ -233,7 +233,7 @@ def test_what_was_chosen_is_remembered_until_the_call_or_the_switches_change(mon
         asked.append(request)
         return choose(request)
 
-    monkeypatch.setattr(calls, "choose", counting)
+    monkeypatch.setattr(plans, "choose", counting)
     module = DotProductAttention(2, 4, qkv_format="bshd", attention_dropout=0.1)
     for _ in range(3):
         module(*qkv(device))
@@ -245,10 +245,10 @@ def test_what_was_chosen_is_remembered_until_the_call_or_the_switches_change(mon
     assert len(asked) == 4
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     module(*qkv(device))
-    assert len(asked) == 5 and not asked[-1].device.switches.fused
+    assert len(asked) == 5 and not asked[-1].switches.fused
     q, k, v = qkv(device)
     module(q.requires_grad_(), k, v)
-    assert len(asked) == 6 and asked[-1].options.needs_gradient and not asked[-2].options.needs_gradient
+    assert len(asked) == 6 and asked[-1].needs_gradient and not asked[-2].needs_gradient
 
 
 def test_a_forced_or_observed_call_is_chosen_afresh(device):
@@ -266,7 +266,7 @@ def test_whoever_asks_for_reasons_binds_nothing(device_type, monkeypatch):
 
     rows = tuple(dataclasses.replace(backend, bind=bound) for backend in TABLE.backends)
     monkeypatch.setattr(TABLE, "backends", rows)
-    request = AttentionParams().request().changed(device_type=device_type, capability=(9, 0))
+    request = dataclasses.replace(AttentionParams().request(), device_type=device_type, capability=(9, 0))
     assert [verdict.chosen for verdict in explain(request)].count(True) == 1
     check(request)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,14 +17,14 @@ from transformer_engine.pytorch.functions.attention.fp8 import FORWARD
 from transformer_engine.pytorch.primitives.attention import mask as masks
 from transformer_engine.pytorch.primitives.attention import reference
 from transformer_engine.pytorch.primitives.attention.backends import cudnn, cudnn_fp8, cudnn_graph, cudnn_plan
-from transformer_engine.pytorch.primitives.attention.request import (
+from transformer_engine.pytorch.primitives.attention.call import (
+    AttentionCall,
     AttentionInputs,
-    AttentionRequest,
     Switches,
 )
 
 
-def request(mask: str = "causal", window=None, bottom_right=None, **options: Any) -> AttentionRequest:
+def request(mask: str = "causal", window=None, bottom_right=None, **options: Any) -> AttentionCall:
     given: dict[str, Any] = {
         "dtype": torch.bfloat16,
         "device_type": "cuda",
@@ -41,7 +42,7 @@ def request(mask: str = "causal", window=None, bottom_right=None, **options: Any
         "switches": Switches(),
         "capability": (9, 0),
     }
-    return AttentionRequest.of(**{**given, **options})
+    return AttentionCall(**{**given, **options})
 
 
 PACKED = {"q_format": "thd", "kv_format": "thd"}
@@ -236,39 +237,33 @@ def test_only_what_is_not_aligned_is_copied():
     assert cudnn.aligned(expanded).is_contiguous()
 
 
-def inputs_of(
-    r: AttentionRequest, lengths_q=None, lengths_kv=None, packed_qkv: bool = False
-) -> AttentionInputs:
+def inputs_of(r: AttentionCall, lengths_q=None, lengths_kv=None, packed_qkv: bool = False) -> AttentionInputs:
     device = torch.device("cuda")
 
     def tensor(tensor_format: str, size: int, heads: int, depth: int) -> Tensor:
-        shape = cudnn_plan.format_shape(
-            tensor_format, r.shape.batch, size, heads, depth, r.shape.batch * size
-        )
-        return torch.randn(shape, device=device).to(r.shape.dtype)
+        shape = cudnn_plan.format_shape(tensor_format, r.batch, size, heads, depth, r.batch * size)
+        return torch.randn(shape, device=device).to(r.dtype)
 
-    q = tensor(r.shape.q_format, r.shape.seqlen_q, r.shape.heads, r.shape.head_dim_qk)
-    k = tensor(r.shape.kv_format, r.shape.seqlen_kv, r.shape.groups, r.shape.head_dim_qk)
-    v = tensor(r.shape.kv_format, r.shape.seqlen_kv, r.shape.groups, r.shape.head_dim_v)
+    q = tensor(r.q_format, r.seqlen_q, r.heads, r.head_dim_qk)
+    k = tensor(r.kv_format, r.seqlen_kv, r.groups, r.head_dim_qk)
+    v = tensor(r.kv_format, r.seqlen_kv, r.groups, r.head_dim_v)
     if packed_qkv:
-        q, k, v = torch.cat((q, k, v), dim=-2).split((r.shape.heads, r.shape.groups, r.shape.groups), dim=-2)
-    lengths_q = torch.tensor(lengths_q, dtype=torch.int32, device=device) if r.options.mask.padding else None
+        q, k, v = torch.cat((q, k, v), dim=-2).split((r.heads, r.groups, r.groups), dim=-2)
+    lengths_q = torch.tensor(lengths_q, dtype=torch.int32, device=device) if r.mask.padding else None
     lengths_kv = (
         lengths_q if lengths_kv is None else torch.tensor(lengths_kv, dtype=torch.int32, device=device)
     )
-    starts = [cumulative([size] * r.shape.batch, device) for size in (r.shape.seqlen_q, r.shape.seqlen_kv)]
+    starts = [cumulative([size] * r.batch, device) for size in (r.seqlen_q, r.seqlen_kv)]
     return AttentionInputs(
         q,
         k,
         v,
         lengths_q,
         lengths_kv,
-        starts[0] if r.shape.q_format == "thd" else None,
-        starts[1] if r.shape.kv_format == "thd" else None,
-        bias=None
-        if r.shape.bias_shape is None
-        else torch.randn(r.shape.bias_shape, device=device).to(r.shape.dtype),
-        sink=None if r.options.softmax == "vanilla" else torch.randn(r.shape.heads, device=device),
+        starts[0] if r.q_format == "thd" else None,
+        starts[1] if r.kv_format == "thd" else None,
+        bias=None if r.bias_shape is None else torch.randn(r.bias_shape, device=device).to(r.dtype),
+        sink=None if r.softmax == "vanilla" else torch.randn(r.heads, device=device),
     )
 
 
@@ -282,25 +277,25 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float(error / b.float().square().mean().sqrt().clamp(min=1e-6))
 
 
-def real_rows(r: AttentionRequest, inputs: AttentionInputs) -> Tensor:
+def real_rows(r: AttentionCall, inputs: AttentionInputs) -> Tensor:
     """Which rows of [b, h, s_q], or of thd [h, t] with sequences of equal extent, are tokens."""
     if inputs.lengths_q is None:
         return torch.ones(1, 1, 1, dtype=torch.bool, device="cuda")
-    real = torch.arange(r.shape.seqlen_q, device="cuda") < inputs.lengths_q[:, None]
-    return real.flatten()[None] if r.shape.q_format == "thd" else real[:, None]
+    real = torch.arange(r.seqlen_q, device="cuda") < inputs.lengths_q[:, None]
+    return real.flatten()[None] if r.q_format == "thd" else real[:, None]
 
 
-def assert_exact(r: AttentionRequest, inputs: AttentionInputs) -> None:
+def assert_exact(r: AttentionCall, inputs: AttentionInputs) -> None:
     """Output, statistics and gradients within what rounding to 16 bits explains: 2^-9 once or twice."""
     assert cudnn.BACKEND.refusal(r) is None
-    grad = torch.randn(*inputs.q.shape[:-1], r.shape.head_dim_v, device="cuda").to(r.shape.dtype)
-    wide, exact_request = widened(inputs), r.changed(dtype=torch.float32)
+    grad = torch.randn(*inputs.q.shape[:-1], r.head_dim_v, device="cuda").to(r.dtype)
+    wide, exact_request = widened(inputs), replace(r, dtype=torch.float32)
     exact = reference.forward(exact_request, wide)
     found = cudnn.forward(r, inputs)
     assert relative(found.output, exact.output) < 0.004
-    if r.options.max_logit:
+    if r.max_logit:
         torch.testing.assert_close(found.max_logit, exact.max_logit, rtol=1e-5, atol=1e-5)
-    if not r.options.needs_gradient:
+    if not r.needs_gradient:
         return
     visible = exact.lse.isfinite() & real_rows(r, inputs)
     torch.testing.assert_close(found.lse[visible], exact.lse[visible], rtol=1e-3, atol=1e-3)
@@ -309,7 +304,7 @@ def assert_exact(r: AttentionRequest, inputs: AttentionInputs) -> None:
     for name, a, b in zip(gradients._fields, gradients, expected, strict=True):
         if a is not None:
             assert relative(a, b) < 0.006, name
-    if r.device.deterministic:
+    if r.deterministic:
         again = cudnn.backward(r, inputs, found, grad)
         assert all(a is None or torch.equal(a, b) for a, b in zip(gradients, again, strict=True))
 
@@ -367,7 +362,7 @@ def test_every_option_is_exact(name):
     options, tensors = EXACT[name]
     r = request(**options)
     inputs = inputs_of(r, **tensors)
-    if r.options.bias == "alibi":
+    if r.bias == "alibi":
         inputs = inputs._replace(slopes=2.0 ** (-2.0 * torch.arange(1, 5, device="cuda")))
     assert_exact(r, inputs)
 
@@ -385,18 +380,16 @@ def test_pages_are_read_where_they_lie(page_size, q_format):
         cached=True,
         needs_gradient=False,
     )
-    columns = r.shape.seqlen_kv // page_size
-    pages = torch.randperm(r.shape.batch * columns, device="cuda").int().view(r.shape.batch, columns)
+    columns = r.seqlen_kv // page_size
+    pages = torch.randperm(r.batch * columns, device="cuda").int().view(r.batch, columns)
     cache = [
-        torch.randn(r.shape.batch * columns, page_size, r.shape.groups, r.shape.head_dim_v, device="cuda").to(
-            r.shape.dtype
-        )
+        torch.randn(r.batch * columns, page_size, r.groups, r.head_dim_v, device="cuda").to(r.dtype)
         for _ in "kv"
     ]
     inputs = inputs_of(r, lengths_q=[16, 3], lengths_kv=[200, 131])
     k, v = (x[pages.long()].flatten(1, 2) for x in cache)
     dense = widened(inputs._replace(k=k, v=v))
-    exact = reference.forward(r.changed(dtype=torch.float32, page_size=0), dense)
+    exact = reference.forward(replace(r, dtype=torch.float32, page_size=0), dense)
     found = cudnn.forward(r, inputs._replace(k=cache[0], v=cache[1], page_table=pages))
     rows = slice(0, 19) if q_format == "thd" else slice(None)
     assert relative(found.output[rows], exact.output[rows]) < 0.004

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -154,7 +155,7 @@ def library(monkeypatch, tmp_path) -> Library:
 STRIDED = cudnn_plan.Strided((65536, 256, 64, 1), (32768, 128, 64, 1), (32768, 128, 64, 1))
 
 
-def plan(r=None, strided: cudnn_plan.Strided = STRIDED, device: int = 0) -> cudnn_graph.Plan:
+def plan(r=None, strided: cudnn_plan.Strided = STRIDED, device: int = 0) -> cudnn_graph.CudnnPlan:
     """A plan as a process makes it that has none in memory."""
     return cudnn_graph.planned(cudnn_plan.describe_forward, device, request() if r is None else r, strided)
 
@@ -240,9 +241,9 @@ def test_another_machine_or_source_looks_for_another_file(name, library, tmp_pat
 def test_another_request_or_stride_looks_for_another_file(library, tmp_path):
     r = request()
     others = [
-        r.changed(scale=0.25),
-        r.changed(batch=3),
-        r.changed(dtype=torch.float16),
+        replace(r, scale=0.25),
+        replace(r, batch=3),
+        replace(r, dtype=torch.float16),
         request("no_mask"),
     ]
     for other in (r, *others):

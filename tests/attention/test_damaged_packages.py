@@ -35,6 +35,7 @@ ERRORS = {
 
 # Every refusal as a GPU of capability 9.0 would have it; no GPU is touched.
 ASKED = """
+from dataclasses import replace
 import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.dispatch import tables
@@ -45,7 +46,7 @@ from transformer_engine.pytorch.runtime import launching
 from transformer_engine.pytorch.primitives.gemm import cublaslt_library
 
 cudnn_graph.get_cudnn_version = lambda: (9, 19, 0)
-request = AttentionParams(qkv_dtype=torch.bfloat16, qkv_layout="bshd_bshd_bshd").request().changed(
+request = replace(AttentionParams(qkv_dtype=torch.bfloat16, qkv_layout="bshd_bshd_bshd").request(),
     device_type="cuda", capability=(9, 0), needs_gradient=True)
 ask = {
     "flash_attn": lambda: flash2.refuses(request),

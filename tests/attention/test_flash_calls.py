@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from dataclasses import replace
 
 import flash_library
 import pytest
@@ -13,12 +14,12 @@ from attention_oracle import cumulative
 from transformer_engine.common import optional
 from transformer_engine.pytorch.primitives.attention import reference
 from transformer_engine.pytorch.primitives.attention.backends import flash2, flash3, flash4
-from transformer_engine.pytorch.primitives.attention.mask import resolve
-from transformer_engine.pytorch.primitives.attention.request import (
+from transformer_engine.pytorch.primitives.attention.call import (
+    AttentionCall,
     AttentionInputs,
-    AttentionRequest,
     Switches,
 )
+from transformer_engine.pytorch.primitives.attention.mask import resolve
 
 LENGTHS_Q, LENGTHS_KV = [5, 3], [6, 7]
 
@@ -49,7 +50,7 @@ def sample(*shape, seed):
 
 def problem(layout="bshd", mask="causal", window=None, groups=2, sink=False, **changes):
     """(request, inputs) of 2 sequences, 4 heads of size 8, float32."""
-    request = AttentionRequest.of(
+    request = AttentionCall(
         dtype=torch.float32,
         device_type="cpu",
         batch=2,
@@ -68,11 +69,11 @@ def problem(layout="bshd", mask="causal", window=None, groups=2, sink=False, **c
         padded_between=layout == "thd with gaps",
     )
     packed = request.packed
-    gaps = 2 if request.options.padded_between else 0
+    gaps = 2 if request.padded_between else 0
     lead_q, lead_kv = ((2, 5), (2, 7)) if layout == "bshd" else ((5, 2), (7, 2))
     if packed:
         lead_q, lead_kv = (sum(LENGTHS_Q) + 2 * gaps + 3,), (sum(LENGTHS_KV) + 2 * gaps + 3,)
-    padding = request.options.mask.padding
+    padding = request.mask.padding
     inputs = AttentionInputs(
         sample(*lead_q, 4, 8, seed=1),
         sample(*lead_kv, groups, 8, seed=2),
@@ -83,7 +84,7 @@ def problem(layout="bshd", mask="causal", window=None, groups=2, sink=False, **c
         starts_kv=cumulative([n + gaps for n in LENGTHS_KV], "cpu") if packed else None,
         sink=sample(4, seed=4) if sink else None,
     )
-    return request.changed(**changes), inputs
+    return replace(request, **changes), inputs
 
 
 PROBLEMS = {
@@ -104,7 +105,7 @@ def test_flash4_is_called_for_what_the_request_says(name):
     got, want = (backend.forward(request, inputs) for backend in (flash4, reference))
     torch.testing.assert_close(got.output, want.output)
     grad = sample(*got.output.shape, seed=5)
-    if request.options.padded_between or request.options.mask.padding:
+    if request.padded_between or request.mask.padding:
         grad = torch.where(want.output == 0, 0, grad)
     ours = flash4.backward(request, inputs, got, grad)
     theirs = reference.backward(request, inputs, want, grad)
@@ -126,7 +127,7 @@ def test_flash4_reads_caches(layout, paged):
         for store, x in zip(pages, padded, strict=True):
             store[order.flatten().long()] = x.flatten(0, 1)
         k, v = pages
-        request = request.changed(page_size=2)
+        request = replace(request, page_size=2)
         inputs = inputs._replace(page_table=order)
     q = inputs.q
     if layout == "sbhd":
@@ -134,7 +135,7 @@ def test_flash4_reads_caches(layout, paged):
     if layout == "thd":
         q = torch.cat([q[b, :n] for b, n in enumerate(LENGTHS_Q)])
         inputs = inputs._replace(starts_q=cumulative(LENGTHS_Q, "cpu"))
-    request, inputs = request.changed(q_format=layout), inputs._replace(q=q, k=k, v=v)
+    request, inputs = replace(request, q_format=layout), inputs._replace(q=q, k=k, v=v)
     want = reference.forward(request, inputs).output
     got = flash4.forward(request, inputs)
     torch.testing.assert_close(got.output, want)
@@ -153,7 +154,7 @@ def on_hopper(**changes):
     request = problem(groups=4)[0]
     fields = {"device_type": "cuda", "dtype": torch.bfloat16, "capability": (9, 0), "seqlen_q": 7}
     sizes = {"head_dim_qk": 64, "head_dim_v": 64}
-    return request.changed(**{**fields, **sizes, **changes})
+    return replace(request, **{**fields, **sizes, **changes})
 
 
 @pytest.mark.parametrize(

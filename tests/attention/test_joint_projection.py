@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from transformer_engine.pytorch.attention import DotProductAttention, InferenceParams, MultiheadAttention
-from transformer_engine.pytorch.functions.attention.projected import Projection, attend_projection
+from transformer_engine.pytorch.functions.attention.autograd import Projection, attend
 from transformer_engine.pytorch.functions.split_heads import parts_of
 from transformer_engine.pytorch.primitives.attention import reference
-from transformer_engine.pytorch.primitives.attention.request import AttentionInputs
+from transformer_engine.pytorch.primitives.attention.call import AttentionInputs
 
 HIDDEN, HEADS, TOKENS, BATCH = 32, 4, 12, 2
 JOINT = "_ProjectedAttentionBackward"
@@ -120,11 +122,11 @@ def test_its_second_derivative_is_right(device):
     size = HIDDEN // HEADS
     core(*parts_of(x, HEADS, HEADS, size, True))
     (plan,) = core._plans.values()
-    request = plan.request.changed(needs_gradient=True)
+    request = replace(plan.call, needs_gradient=True)
 
     def ours(x):
         inputs = AttentionInputs(*parts_of(x.detach(), HEADS, HEADS, size, True))
-        return attend_projection(reference.PASSES, request, Projection(x, True), inputs).output
+        return attend(reference.PASSES, request, inputs, Projection(x, True)).output
 
     def plain(x):
         q, k, v = (part.permute(1, 2, 0, 3) for part in parts_of(x, HEADS, HEADS, size, True))

@@ -10,10 +10,10 @@ from transformer_engine.common.dispatch import Backend
 from transformer_engine.pytorch.attention import DotProductAttention
 from transformer_engine.pytorch.attention.dot_product_attention.utils import AttentionParams
 from transformer_engine.pytorch.primitives.attention import reference
+from transformer_engine.pytorch.primitives.attention.call import Feature
 from transformer_engine.pytorch.primitives.attention.choose import TABLE
+from transformer_engine.pytorch.primitives.attention.operators import as_text, from_text
 from transformer_engine.pytorch.primitives.attention.passes import Passes
-from transformer_engine.pytorch.primitives.attention.request import Feature
-from transformer_engine.pytorch.primitives.attention.serialized import as_text, from_text
 
 
 @pytest.fixture

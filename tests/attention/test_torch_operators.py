@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from attention_oracle import cumulative, padding_mask
@@ -9,12 +11,12 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from transformer_engine.pytorch.primitives.attention import reference
 from transformer_engine.pytorch.primitives.attention.backends import flex, torch_cudnn, torch_flash
-from transformer_engine.pytorch.primitives.attention.mask import resolve
-from transformer_engine.pytorch.primitives.attention.request import (
+from transformer_engine.pytorch.primitives.attention.call import (
+    AttentionCall,
     AttentionInputs,
-    AttentionRequest,
     Switches,
 )
+from transformer_engine.pytorch.primitives.attention.mask import resolve
 
 
 def request_of(mask="causal", window=None, **changes):
@@ -35,7 +37,7 @@ def request_of(mask="causal", window=None, **changes):
         "scale": 0.25,
         "switches": Switches(),
     }
-    return AttentionRequest.of(**{**fields, **changes})
+    return AttentionCall(**{**fields, **changes})
 
 
 def on_hopper(**changes):
@@ -43,11 +45,11 @@ def on_hopper(**changes):
 
 
 def inputs_of(request, device="cpu", **changes):
-    lead = {"bshd": (2, 16), "sbhd": (16, 2), "thd": (32,)}[request.shape.q_format]
+    lead = {"bshd": (2, 16), "sbhd": (16, 2), "thd": (32,)}[request.q_format]
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
-        torch.randn(*lead, heads, 16, generator=generator).to(device, request.shape.dtype)
-        for heads in (request.shape.heads, request.shape.groups, request.shape.groups)
+        torch.randn(*lead, heads, 16, generator=generator).to(device, request.dtype)
+        for heads in (request.heads, request.groups, request.groups)
     )
     return AttentionInputs(q, k, v, **changes)
 
@@ -166,5 +168,5 @@ def test_torchs_cudnn_operator_takes_what_it_is_given(q_format):
     ],
 )
 def test_refusals_name_the_value_and_the_limit(backend, changes, reason):
-    refusal = backend.BACKEND.refusal(on_hopper().changed(**changes))
+    refusal = backend.BACKEND.refusal(replace(on_hopper(), **changes))
     assert (refusal is None) if reason is None else reason in (refusal or "")

@@ -48,7 +48,7 @@ def compare(case: Case, device: torch.device) -> None:
     kept = None
     if case.dropout:
         assert attended.rng_state is not None
-        shape = (case.batch, case.heads, request.shape.seqlen_q, request.shape.seqlen_kv)
+        shape = (case.batch, case.heads, request.seqlen_q, request.seqlen_kv)
         kept = philox_kept(attended.rng_state, shape, case.dropout)
     exact = literal(request, inputs, grad_output, torch.float64, kept)
     plain = literal(request, inputs, grad_output, case.dtype, kept)
@@ -88,7 +88,7 @@ def test_without_a_gradient_the_output_is_the_same(device):
     )
     request, inputs = build(case, device, GROWN)
     training = triton.forward(request, inputs)
-    evaluating = triton.forward(request.changed(needs_gradient=False), inputs)
+    evaluating = triton.forward(dataclasses.replace(request, needs_gradient=False), inputs)
     assert torch.equal(training.output, evaluating.output)
     assert evaluating.lse is None
 
@@ -99,12 +99,12 @@ def test_the_log_of_the_denominator_is_natural_and_holds_the_sink(device):
     request, inputs = build(case, device, GROWN)
     lse = triton.forward(request, inputs).lse
     q, k = (x.double().transpose(1, 2) for x in (inputs.q, inputs.k))
-    logits = q @ k.repeat_interleave(2, 1).transpose(-1, -2) * request.options.scale
+    logits = q @ k.repeat_interleave(2, 1).transpose(-1, -2) * request.scale
     assert inputs.lengths_kv is not None and inputs.lengths_q is not None and inputs.sink is not None
-    place = torch.arange(request.shape.seqlen_kv, device=device)
+    place = torch.arange(request.seqlen_kv, device=device)
     logits = logits.masked_fill((place >= inputs.lengths_kv[:, None])[:, None, None], -torch.inf)
     exact = torch.logaddexp(logits.logsumexp(-1), inputs.sink.double()[:, None])
-    real = torch.arange(request.shape.seqlen_q, device=device) < inputs.lengths_q[:, None]
+    real = torch.arange(request.seqlen_q, device=device) < inputs.lengths_q[:, None]
     exact = torch.where(real[:, None], exact, inputs.sink.double()[:, None])
     assert lse is not None
     torch.testing.assert_close(lse.double(), exact, rtol=1e-5, atol=1e-5)
@@ -116,7 +116,7 @@ def test_a_row_without_a_key_is_zero_and_says_so(device):
     request, inputs = build(case, device, GROWN)
     attended = triton.forward(request, inputs)
     assert attended.lse is not None
-    blind = request.shape.seqlen_q - request.shape.seqlen_kv
+    blind = request.seqlen_q - request.seqlen_kv
     assert (attended.output[:, :blind] == 0).all() and (attended.lse[..., :blind] == -torch.inf).all()
     assert torch.isfinite(attended.lse[..., blind:]).all()
     gradients = triton.backward(request, inputs, attended, torch.ones_like(attended.output))
@@ -220,7 +220,7 @@ def decoding(case: Case, grown: int) -> Case:
 def test_decoding_is_as_accurate_as_plain_pytorch(case, splits, device):
     case = decoding(case, GROWN)
     request, inputs = build(case, device, 1)
-    request = request.changed(num_splits=splits)
+    request = dataclasses.replace(request, num_splits=splits)
     assert triton_decode.takes(request)
     output = triton.forward(request, inputs).output
     exact = literal(request, inputs, None, torch.float64, None)
@@ -274,7 +274,7 @@ def test_unusual_head_sizes_are_computed_without_gradients(head, size_q, device)
 
 def request_of(**changes):
     request, _ = build(Case("refusals"), torch.device("cpu"), 1)
-    return request.changed(**{"device_type": "cuda", "capability": (9, 0), **changes})
+    return dataclasses.replace(request, **{"device_type": "cuda", "capability": (9, 0), **changes})
 
 
 def test_it_takes_what_it_can_and_refuses_the_rest_with_the_value_and_the_limit():

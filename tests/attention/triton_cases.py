@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from transformer_engine.pytorch.primitives.attention import layout, mask, reference
-from transformer_engine.pytorch.primitives.attention.packed import lengths_of_mask
-from transformer_engine.pytorch.primitives.attention.request import (
+from transformer_engine.pytorch.primitives.attention.call import (
+    AttentionCall,
     AttentionInputs,
-    AttentionRequest,
     Switches,
 )
+from transformer_engine.pytorch.primitives.attention.packed import lengths_of_mask
 from transformer_engine.pytorch.primitives.attention.visible import visible as visible_of
 
 
@@ -64,7 +64,7 @@ class Outcome(NamedTuple):
     rounding: dict[str, Tensor]
 
 
-def build(case: Case, device: torch.device, grown: int) -> tuple[AttentionRequest, AttentionInputs]:
+def build(case: Case, device: torch.device, grown: int) -> tuple[AttentionCall, AttentionInputs]:
     """A case's request and tensors."""
     generator = torch.Generator().manual_seed(len(case.name) + 7 * case.size_q)
 
@@ -127,7 +127,7 @@ def build(case: Case, device: torch.device, grown: int) -> tuple[AttentionReques
         packed and not case.page),
         there(masked_q), there(masked_kv), there(masked), bias, there(slopes), there(sink), there(page_table),
     )  # fmt: skip
-    request = AttentionRequest.of(
+    request = AttentionCall(
         dtype=case.dtype,
         device_type=device.type,
         batch=case.batch,
@@ -201,7 +201,7 @@ def _paged(case: Case, k: Tensor, v: Tensor, generator: torch.Generator) -> tupl
 
 
 def literal(
-    request: AttentionRequest,
+    request: AttentionCall,
     inputs: AttentionInputs,
     grad_output: Tensor | None,
     dtype: torch.dtype,
@@ -215,9 +215,9 @@ def literal(
             leaves[name] = tensor.detach().to(dtype, copy=True).requires_grad_()
     inputs = inputs._replace(**leaves)
     q, k, v = layout.dense_qkv(request, inputs)
-    share = request.shape.heads // request.shape.groups
+    share = request.heads // request.groups
     k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-    logits = (q @ k.transpose(-1, -2)) * request.options.scale
+    logits = (q @ k.transpose(-1, -2)) * request.scale
     bias = reference.additive_bias(request, inputs)
     if bias is not None:
         logits = logits + bias.to(dtype)
@@ -234,7 +234,7 @@ def literal(
         blind = (logits == -torch.inf).all(-1, keepdim=True)
         probabilities = logits.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
     if kept is not None:
-        probabilities = probabilities * kept / (1.0 - request.options.dropout)
+        probabilities = probabilities * kept / (1.0 - request.dropout)
     output = layout.from_bhsd(request, inputs, probabilities @ v)
     gradients, rounding = {}, {}
     if grad_output is not None:
@@ -243,7 +243,7 @@ def literal(
         found = torch.autograd.grad(output, wanted, grad_output.to(dtype), allow_unused=True)
         gradients = dict(zip(leaves, found, strict=False))
         for name, term in zip(terms, found[len(leaves) :], strict=True):
-            shape = (1, request.shape.heads, 1, 1) if name == "sink" else leaves[name].shape
+            shape = (1, request.heads, 1, 1) if name == "sink" else leaves[name].shape
             if term.shape != shape:
                 rounding[name] = term.double().square().sum_to_size(shape).sqrt()
     return Outcome(output.detach(), max_logit, gradients, rounding)

@@ -169,7 +169,7 @@ def test_attention_parameters_compare_the_recipe_of_their_meta_alone():
     assert one == AttentionParams(fp8_meta={"recipe": DelayedScaling()})
     assert one != AttentionParams(fp8_meta={"recipe": Float8CurrentScaling()})
     assert one != AttentionParams(fp8_meta={"recipe": DelayedScaling()}, num_heads=8)
-    assert AttentionParams(core_attention_bias_type="no_bias").request().options.bias_gradient is False
+    assert AttentionParams(core_attention_bias_type="no_bias").request().bias_gradient is False
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])

@@ -55,6 +55,9 @@ def _ffi_call(target, results, vmap_method, input_output_aliases):
             memory = torch.full((size,), 0 if zero else _POISON, dtype=torch.uint8)
             made.append(memory.view(_NAMES[str(jnp.dtype(shape.dtype))]).reshape(shape.shape))
         kept = [tensor.clone() for tensor in tensors]
+        for place, result in input_output_aliases.items():
+            if result < len(made):  # an output in the memory of an input
+                made[result] = tensors[place].reshape(made[result].shape)
         remaining = iter([*tensors, *made])
         pointers = [next(remaining) if is_there else None for is_there in there]
         launch.kernel[launch.grid](
@@ -65,7 +68,8 @@ def _ffi_call(target, results, vmap_method, input_output_aliases):
                 assert interpreter._same_memory(after, before), (
                     f"operand {place} is written and no result aliases it"
                 )
-        written = sorted(input_output_aliases.items(), key=lambda pair: pair[1])
+        behind = [pair for pair in input_output_aliases.items() if pair[1] >= len(made)]
+        written = sorted(behind, key=lambda pair: pair[1])
         answers = [*made, *(tensors[place] for place, _ in written)]
         return [_to_jax(tensor, shape) for tensor, shape in zip(answers, results, strict=True)]
 

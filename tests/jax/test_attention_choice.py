@@ -9,19 +9,27 @@ import jax.numpy as jnp
 import pytest
 
 from transformer_engine.jax.attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
-from transformer_engine.jax.primitives.attention import TABLE, AttentionRequest, cudnn, cudnn_packed, triton
+from transformer_engine.jax.primitives.attention import (
+    SHORT,
+    TABLE,
+    AttentionRequest,
+    cudnn,
+    cudnn_packed,
+    triton,
+)
 
 WHOLE, PACKED = QKVLayout.BSHD_BSHD_BSHD, QKVLayout.THD_THD_THD
 ROWS = ((WHOLE, "whole"), (WHOLE, "lengths"), (WHOLE, "segments"), (WHOLE, "mask"), (PACKED, "segments"))
 WINDOWS = (None, (16, 0), (16, 4))
+LONG = SHORT + 1  # tokens of queries: cuDNN is preferred
 # (dtype, heads of keys, tokens of keys, extents of keys and of values, dropout, score_mod)
 REST = (
-    (jnp.bfloat16, 8, 64, 128, 128, 0.0, False),
-    (jnp.float16, 2, 96, 64, 32, 0.0, False),
-    (jnp.bfloat16, 4, 64, 192, 128, 0.1, False),
-    (jnp.float32, 1, 64, 64, 64, 0.0, False),
-    (jnp.bfloat16, 8, 64, 256, 256, 0.0, False),
-    (jnp.bfloat16, 8, 64, 128, 128, 0.0, True),
+    (jnp.bfloat16, 8, LONG, 128, 128, 0.0, False),
+    (jnp.float16, 2, LONG + 32, 64, 32, 0.0, False),
+    (jnp.bfloat16, 4, LONG, 192, 128, 0.1, False),
+    (jnp.float32, 1, LONG, 64, 64, 0.0, False),
+    (jnp.bfloat16, 8, LONG, 256, 256, 0.0, False),
+    (jnp.bfloat16, 8, LONG, 128, 128, 0.0, True),
 )
 
 
@@ -38,7 +46,7 @@ def requests(platform: str) -> Iterator[AttentionRequest]:
         modified,
     ) in kinds:
         yield AttentionRequest(
-            jnp.dtype(dtype), layout, bias, mask, softmax, dropout, 8, groups, 64, keys, d_qk, d_v, window, True,
+            jnp.dtype(dtype), layout, bias, mask, softmax, dropout, 8, groups, LONG, keys, d_qk, d_v, window, True,
             platform, rows, modified, 3 if layout is PACKED else 1,
         )  # fmt: skip
 
@@ -81,3 +89,19 @@ def test_where_results_have_to_repeat_gradients_are_not_cudnn_s(h200, monkeypatc
     assert taken == ["cudnn", "cudnn"]
     assert [TABLE.chosen(one) for one in (request, forward)] == ["triton", "cudnn"]
     assert "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0" in (cudnn.refuses(request) or "")
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "tokens", "layout", "first"),
+    [
+        (SHORT, SHORT, "whole", WHOLE, "triton"),
+        (SHORT + 1, SHORT, "whole", WHOLE, "cudnn"),
+        (SHORT, SHORT + 1, "whole", WHOLE, "cudnn"),
+        (SHORT, SHORT, "part", WHOLE, "cudnn"),
+        (SHORT, SHORT, "whole", PACKED, "cudnn"),
+    ],
+)
+def test_short_sequences_prefer_the_triton_kernels(queries, keys, tokens, layout, first, h200):
+    request = next(request for request in requests("cuda") if cudnn.refuses(request) is None)
+    asked = request._replace(queries=queries, keys=keys, tokens=tokens, layout=layout)
+    assert TABLE.candidates(asked)[0].name == first

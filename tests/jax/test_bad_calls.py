@@ -70,7 +70,7 @@ def state(value) -> dict[str, object]:
         "mesh resource": sharding._resource.get(),
         "rules": nn.get_logical_axis_rules(),
         "kernels": dict(custom_calls._said),
-        "experts": dict(te.ep._sizes),
+        "experts": te.ep._bootstrap,
         "backends": [dispatch.forced(name) for name in ("jax_gemm", "jax_quantize", "jax_norm")],
         "environment": dict(os.environ),
         "settings of jax": dict(jax.config.values),

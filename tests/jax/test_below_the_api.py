@@ -61,7 +61,8 @@ def test_policies_keep_the_results_of_products(name):
 
     def products(policy):
         function = jax.checkpoint(lambda k: jnp.tanh(te.dense.dense(x, k)).sum(), policy=policy)
-        return str(jax.make_jaxpr(jax.grad(function))(kernel)).count("dot_general")
+        # Every product has this name. Its operations are printed once for products that are traced once.
+        return str(jax.make_jaxpr(jax.grad(function))(kernel)).count("name=transformer_engine_gemm")
 
     kept = products(getattr(te.checkpoint_policies, name))
     assert kept < products(jax.checkpoint_policies.nothing_saveable)

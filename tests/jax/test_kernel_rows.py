@@ -39,6 +39,9 @@ CASES = {
     "clamped": (lambda x: activation(x, ("clamped_silu", "clamped_linear")), (4, 2, 64), 2),
     "softmax": (lambda x: softmax.masked_softmax(x, jnp.arange(16) > 12, None), (2, 3, 8, 16), 2),
     "rope": (lambda x: rope.rotate(x, jnp.ones((6, 8)), True, False), (2, 6, 3, 16), 2),
+    "rope-packed": (
+        lambda x: jnp.stack(rope.rotate_packed(x, jnp.ones((6, 8)), 3, True, False)), (2, 6, 3, 48), 2
+    ),
 }  # fmt: skip
 
 
@@ -134,3 +137,22 @@ def test_the_rotation_and_its_gradient_are_those_of_complex_numbers():
     found = values_and_gradients(lambda x: rope.rotate(x, angles, True, False), dy, x)
     for got, want in zip(found, values_and_gradients(plain, dy, x), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("sequence_first", [True, False])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_a_packed_rotation_equals_rotations_of_the_parts(heads, sequence_first, interleaved):
+    shape = (6, 2, 3, 16 * heads) if sequence_first else (2, 6, 3, 16 * heads)
+    packed, dy = x_of(*shape), x_of(3, *shape[:2], heads, 16, seed=1)
+    angles = jnp.arange(6.0)[:, None] * jnp.linspace(0.1, 1, 8)
+
+    def at_once(x):
+        return jnp.stack(rope.rotate_packed(x, angles, heads, interleaved, sequence_first))
+
+    def part_by_part(x):
+        q, k, v = (x[:, :, i].reshape(*shape[:2], heads, 16) for i in range(3))
+        return jnp.stack([*(rope.rotate(x, angles, interleaved, sequence_first) for x in (q, k)), v])
+
+    found, want = (values_and_gradients(function, dy, packed) for function in (at_once, part_by_part))
+    jax.tree.map(np.testing.assert_array_equal, found, want)

@@ -155,6 +155,12 @@ def joined(x, gamma, beta, kind):
     return y + residual.value
 
 
+def packed_rotation(x, heads, interleaved, sequence_first):
+    """q, k and v, stacked, of angles that differ between positions and pairs."""
+    angles = jnp.arange(6.0)[:, None] * jnp.linspace(0.1, 1, 8)
+    return jnp.stack(rope.rotate_packed(x, angles, heads, interleaved, sequence_first))
+
+
 GAMMA, BETA = (np.linspace(low, low + 1, 64, dtype=np.float32) for low in (0.5, -1.0))
 NARROW = GAMMA.astype(jnp.bfloat16)
 
@@ -181,6 +187,9 @@ CASES = {
     "softmax-heads": (lambda x: softmax.masked_softmax(x, mask_of(1, 3, 1, 16), None), [x_of, (2, 3, 8, 16)], []),
     "rope": (lambda x: rope.rotate(x, jnp.ones((6, 8)), True, False), [x_of, (2, 6, 3, 16)], []),
     "rope-halves": (lambda x: rope.rotate(x, jnp.ones((6, 8)), False, True), [x_of, (6, 2, 3, 16)], []),
+    "rope-packed": (lambda x: packed_rotation(x, 3, True, False), [x_of, (2, 6, 3, 48)], []),
+    "rope-packed-halves": (lambda x: packed_rotation(x, 5, False, True), [x_of, (6, 2, 3, 80)], []),
+    "rope-packed-one-head": (lambda x: packed_rotation(x, 1, True, False), [x_of, (2, 6, 3, 16)], []),
 }  # fmt: skip
 
 

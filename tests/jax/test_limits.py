@@ -49,7 +49,7 @@ REFUSED = {
         lambda: quantize.compute_scale_from_amax(jnp.ones(1), E4M3, margin=10**4),
     ),
     "quantizers": (
-        ValueError, "n_quantizers=1000000000 is above 65536; give a whole number from 1 to 65536",
+        ValueError, "n_quantizers=1000000000 is above 65536; pass an integer from 1 to 65536",
         lambda: QuantizerFactory.create(MANY, DELAYED_MODE, E4M3),
     ),
     "sets": (

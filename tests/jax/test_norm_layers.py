@@ -14,6 +14,7 @@ from flax import linen as nn
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 from transformer_engine.common import recipe
+from transformer_engine.jax import products
 from transformer_engine.jax.activation import activation
 from transformer_engine.jax.layernorm import layernorm
 from transformer_engine.jax.layernorm_dense import layernorm_dense
@@ -436,3 +437,35 @@ def test_the_state_of_an_mlp_has_a_postfix_for_each_product():
 def test_a_bad_call_is_refused_with_value_limit_and_remedy(call, sentence):
     with pytest.raises((ValueError, TypeError), match=sentence):
         call()
+
+
+@pytest.mark.parametrize("name", ["DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        te_flax.LayerNormMLP(intermediate_dim=64, activations=("silu", "linear"), use_bias=True, dtype=jnp.bfloat16),
+        te_flax.DenseGeneral(features=64, dtype=jnp.bfloat16),
+    ],
+)  # fmt: skip
+def test_columns_of_a_large_gradient_made_late_leave_every_bit(module, name, monkeypatch):
+    x = jax.random.normal(jax.random.key(0), (2, 32, 32), jnp.bfloat16)
+
+    def gradients(variables, x):
+        def loss(variables, x):
+            y = jax.tree.leaves(module.apply(variables, x))[0]
+            return (y.astype(jnp.float32) ** 2).sum()
+
+        return jax.grad(loss, argnums=(0, 1), allow_int=True)(variables, x)
+
+    found, barriers = [], []
+    with te.autocast(enabled=True, recipe=getattr(recipe, name)()):
+        variables = module.init(jax.random.key(1), x)
+        for elements in (1 << 26, 1):
+            monkeypatch.setattr(products, "LATE_ELEMENTS", elements)
+            jax.clear_caches()
+            barriers.append(str(jax.make_jaxpr(gradients)(variables, x)).count("optimization_barrier"))
+            found.append(jax.jit(gradients)(variables, x))
+    assert (barriers[1] > barriers[0]) is (name != "MXFP8BlockScaling"), (
+        "block scales differ between directions"
+    )
+    jax.tree.map(np.testing.assert_array_equal, *found)

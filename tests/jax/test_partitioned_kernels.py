@@ -168,8 +168,10 @@ def test_attention_of_cudnn_takes_what_lies_otherwise_over_devices():
     rounded = {name: found.pop(name) for name in ("a bias of all rows", "a bias of one query", "under vmap")}
     assert all(value < 1e-2 for value, _ in rounded.values()), "sums of bfloat16 in another order"
     assert rounded["under vmap"][1] == 0, "one call for all"
-    assert all(value < 1e-5 for value, _ in found.values()), found
-    assert found["heads"][1] == found["lengths"][1] == 0, "what lies alike does not travel"
+    assert all(value < 2**-8 for value, _ in found.values()), (
+        f"more than one rounding of bfloat16, where sums in float32 may take another order: {found}"
+    )
+    assert found["heads"][1] == found["lengths"][1] == 0, "arrays that are sharded alike are not gathered"
 
 
 @needs_bridge

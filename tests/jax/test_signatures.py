@@ -1,4 +1,4 @@
-"""Every public name has the parameters, defaults, members or value that public_names.txt has of Transformer Engine."""
+"""Every public name has the parameters, defaults, members or value that public_names.txt lists."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 
 TABLE = Path(__file__).with_name("public_names.txt").read_text().splitlines()
 OF_EVERY_MODULE = ("parent", "name")
-REFUSED_BY_NAME = "others"  # keywords of other frameworks and releases
+REJECTED_KEYWORDS = "others"  # keywords of other frameworks and releases, which raise a TypeError
 
 
-def said(value: Any) -> str:
-    """A default as the table has it: numbers and texts as Python, enumerations, dtypes and functions by name."""
+def written(value: Any) -> str:
+    """Return a default as the table writes it: the repr of numbers and strings, otherwise the name."""
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return f"({', '.join(said(item) for item in value)}{',' if len(value) == 1 else ''})"
+        return f"({', '.join(written(item) for item in value)}{',' if len(value) == 1 else ''})"
     if value is None or isinstance(value, (int, float, str)):
         return repr(value)
     if type(value).__name__ in ("QuantizerSet", "CollectiveOpSet"):
@@ -30,28 +30,32 @@ def said(value: Any) -> str:
 
 
 def parameters(found: Any) -> Iterator[str]:
-    """x, y=default, *, z of a function, or of what makes a dataclass."""
+    """Yield "x", "y=default", "*" and "z" for the parameters of a function or a dataclass."""
     keyword_only = False
     of_flax = OF_EVERY_MODULE if inspect.isclass(found) and hasattr(found, "apply") else ()
     for parameter in inspect.signature(found).parameters.values():
-        if parameter.name in (REFUSED_BY_NAME, *of_flax):
+        if parameter.name in (REJECTED_KEYWORDS, *of_flax):
             continue
         if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
             keyword_only = True
             yield "*"
         stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-        default = "" if parameter.default is parameter.empty else f"={said(parameter.default)}"
+        default = "" if parameter.default is parameter.empty else f"={written(parameter.default)}"
         yield f"{stars}{parameter.name}{default}"
 
 
 def described(found: Any) -> str:
-    """What follows a name in the table."""
+    """Return the text that follows a name in the table."""
+    if isinstance(found, enum.Enum):
+        return f": {type(found).__name__}={found.value!r}"
     if inspect.ismodule(found):
         return ": module"
     if getattr(found, "__module__", "").endswith(".ad_checkpoint"):
-        return ": policy of jax.checkpoint"  # a function or an object that is called, by jax's version
+        return (
+            ": policy of jax.checkpoint"  # a function or a callable object, depending on the version of jax
+        )
     if isinstance(found, enum.EnumType):
-        return ": " + " ".join(f"{member.name}={said(member.value)}" for member in found)
+        return ": " + " ".join(f"{member.name}={written(member.value)}" for member in found)
     if inspect.isroutine(found) or (inspect.isclass(found) and hasattr(found, "__dataclass_fields__")):
         return f"({', '.join(parameters(found))})"
     if inspect.isclass(found):
@@ -63,7 +67,7 @@ def described(found: Any) -> str:
 
 @pytest.mark.parametrize("line", TABLE)
 def test_a_public_name_is_as_the_table_has_it(line):
-    """module:name, and what it is."""
+    """A line of the table is module:name and a description."""
     module, _, rest = line.partition(":")
     path = f"{module}:{rest.partition('(')[0].partition(':')[0].partition(' ')[0]}"
     assert path + described(pkgutil.resolve_name(path)) == line

@@ -63,6 +63,8 @@ def plain_launches() -> Iterator[tuple[str, Launch, Pointers]]:
             layout="sbhd", interleaved=False, transposed=transposed, context=(1, 0),
         )  # fmt: skip
         yield f"rope_packed_{transposed}", launch, {**packed, "q": VALUES, "k": VALUES, "v": VALUES}
+    launch = rope.join_rotated((64, 2), 8, 128, (64, 128), "bfloat16", layout="sbhd", interleaved=False)
+    yield "rope_join", launch, {"q": VALUES, "k": VALUES, "v": VALUES, "angles": SCALAR, "packed": VALUES}
     sums: Pointers = {"x": VALUES, "amax": SCALAR, "workspace": SCALAR}
     yield "column_sums", column_sums.column_sums(SHAPE, 4096, measures=True), sums
     yield "transpose", transpose.transpose(SHAPE), {"codes": BYTES, "codes_t": BYTES}

@@ -167,6 +167,13 @@ def others() -> Iterator[Case]:
         gradients = (HALF, HALF, HALF) if transposed else ()
         inputs = (HALF, FLOAT, FLOAT, INDEX, INDEX, *gradients)
         yield f"rotate packed transposed={transposed}", packed, inputs
+    split = rope.rotate_packed(
+        (64, 2), (8, 1), (64, 64), (3072, 1536, 64), (64, 64, 64), 0, "bfloat16", layout="sbhd", interleaved=True,
+        transposed=False, context=(1, 0), offsets=(512, 1024),
+    )  # fmt: skip
+    yield "rotate a joint projection", split, (HALF, FLOAT, FLOAT, None, None)
+    joined = rope.join_rotated((64, 2), 8, 64, (64, 64), "bfloat16", layout="sbhd", interleaved=True)
+    yield "join rotated gradients", joined, (HALF, HALF, HALF, FLOAT)
     for paged in (False, True):
         strides = (0, 1024, 128) * 2
         sizes = {"capacity": 4096, "page_size": 64, "pages": 64, "table_stride": 64}

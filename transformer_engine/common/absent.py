@@ -1,9 +1,9 @@
-"""Names of the original that are not here: `import` and `from .. import` say what is missing and what to use.
+"""Errors for absent names of the original: `import` and `from ... import` report the reason and the replacement.
 
-Python keeps its own words for a failed import and drops those of a module's `__getattr__`. Two places have ours heard
-all the same: a finder that is asked last (`import transformer_engine.debug`), and a `__getattr__` that sees that it is
-`from module import name` that asks. Everybody else is answered as ever: `hasattr` by an AttributeError, `find_spec` by
-None, and what an `except ImportError` or `except ModuleNotFoundError` of a caller catches is what it was.
+Python raises its own message for a failed import and drops the message of a module's `__getattr__`. Two hooks replace
+it: a finder at the end of `sys.meta_path` (`import transformer_engine.debug`), and a `__getattr__` that recognizes
+`from module import name`. All other look-ups behave as without the hooks: `hasattr` sees an AttributeError, `find_spec`
+returns None, and callers catch the same exception types.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from importlib.machinery import ModuleSpec
 from opcode import opmap
 from typing import Any, NoReturn
@@ -19,7 +20,8 @@ from .._version import __version__
 
 PACKAGES = ("transformer_engine", "transformer_engine_torch", "transformer_engine_jax")
 
-# What the original has and this package lacks, by the beginning of its name: what it is, and what to use.
+# Reason and replacement for absent names of the original. A key covers the names that start with it; a key with a
+# wildcard covers the names that it matches in whole.
 ABSENT = {
     "transformer_engine.debug": "the original's inspection of tensors; use te.observe (docs/observe.md)",
     **dict.fromkeys(
@@ -30,41 +32,70 @@ ABSENT = {
         ),
         "of the original's first versions; name the axes of the mesh in a MeshResource",
     ),
-    "transformer_engine.jax.ep.EpLayerConfig": "ep_bootstrap answers the EpConfig that ep_dispatch and ep_combine take",
+    **dict.fromkeys(
+        (
+            "transformer_engine.jax.cpp_extensions.fused_attn_bwd",
+            "transformer_engine.jax.cpp_extensions.fused_attn_fwd",
+        ),
+        "one half of the original's custom call; call transformer_engine.jax.attention.fused_attn, whose two halves "
+        "jax.vjp returns",
+    ),
+    "transformer_engine.jax.cpp_extensions.[!B]*Primitive": "a JAX primitive of the original's custom calls; call the "
+    "functions of transformer_engine.jax.cpp_extensions, and disable kernels with NVTE_JAX_CUSTOM_CALLS",
+    "transformer_engine.jax.quantize.ScalingModeToDequantizerMap": "a table of the original's dequantizers; call "
+    "dequantize() of the tensor",
+    "transformer_engine.jax.quantize.dequantizer": "the original's dequantizers; call dequantize() of the tensor",
+    "transformer_engine.jax.quantize.?*QuantizeConfig": "one settings class per recipe; "
+    "get_quantize_config_with_recipe returns a QuantizeConfig for every recipe",
+    "transformer_engine.jax.quantize.get_quantize_config": "settings of a global recipe; call "
+    "get_quantize_config_with_recipe(get_global_quantize_recipe())",
+    "transformer_engine.jax.quantize.*_padding_*_scale_inv": "scale_inv is stored without padding; leave the call out",
+    "transformer_engine.jax.quantize.should_use_rht": "the quantizer holds the setting; read use_rht of the "
+    "quantizer, or has_rht_applied of a tensor",
+    "transformer_engine_jax.get_*_workspace_size*": "sizes the scratch buffers of the original's custom calls; XLA "
+    "allocates those of the functions in transformer_engine.jax.cpp_extensions",
+    "transformer_engine_jax.*pack_*": "packs the binary descriptor of one of the original's custom calls; pass the "
+    "settings as arguments of the functions in transformer_engine.jax.cpp_extensions",
+    "transformer_engine_jax.*cgemm_communicator*": "the communicator of the original's collective products; call "
+    "transformer_engine.jax.cpp_extensions.collective_gemm_bootstrap",
+    **dict.fromkeys(
+        ("transformer_engine_jax.ep_*", "transformer_engine_jax.*_ep_*"),
+        "the communicator of the original's expert parallelism; call transformer_engine.jax.ep.ep_bootstrap",
+    ),
     "transformer_engine.jax.moe.get_moe_recv_capacity_per_rank": "te.moe.moe sizes its own buffers; leave the "
     "capacity out",
-    "transformer_engine.jax.moe.record_ep_bootstrap_signature_for_moe": "te.moe.moe needs no "
+    "transformer_engine.jax.moe.record_ep_bootstrap_signature_for_moe": "te.moe.moe does not read the settings of "
     "ep_bootstrap; leave it out",
-    "transformer_engine.jax.update_fp8_metas": "of the original's first versions; scales are renewed by the gradient "
-    "of their collection, see te.update_collections",
-    "transformer_engine.jax.moe.PermutationBackend": "the rows of experts are put in order in one way; leave the "
+    "transformer_engine.jax.update_fp8_metas": "of the original's first versions; the gradient of the collection of "
+    "scales is its next value, see te.update_collections",
+    "transformer_engine.jax.moe.PermutationBackend": "there is one implementation of the permutation; leave the "
     "argument out",
-    "transformer_engine.tensorflow": "given up by the original; use transformer_engine.pytorch, or .jax",
-    "transformer_engine.paddle": "given up by the original; use transformer_engine.pytorch, or .jax",
+    "transformer_engine.tensorflow": "discontinued by the original; use transformer_engine.pytorch, or .jax",
+    "transformer_engine.paddle": "discontinued by the original; use transformer_engine.pytorch, or .jax",
     "transformer_engine.common.load_framework_extension": "there is no shared library to load; import the framework's "
     "package, transformer_engine.pytorch or transformer_engine.jax",
-    "transformer_engine.pytorch.custom_recipes": "examples of the original; give recipe.CustomRecipe a function of "
-    "those in custom_recipes.quantizer_factories, and of te.HybridQuantizer where the products of a layer differ",
+    "transformer_engine.pytorch.custom_recipes": "examples of the original; pass recipe.CustomRecipe a function built "
+    "from custom_recipes.quantizer_factories, and from te.HybridQuantizer if the products of a layer differ",
     **dict.fromkeys(
         (
             "transformer_engine.pytorch.attention.FlashAttention",
             "transformer_engine.pytorch.attention.FusedAttention",
             "transformer_engine.pytorch.attention.UnfusedDotProductAttention",
         ),
-        "te.DotProductAttention chooses its backend; te.explain says which",
+        "te.DotProductAttention chooses its backend; te.explain reports it",
     ),
-    "transformer_engine.pytorch.attention.get_alibi": "give te.DotProductAttention "
+    "transformer_engine.pytorch.attention.get_alibi": "pass te.DotProductAttention "
     'core_attention_bias_type="alibi", with alibi_slopes or without',
     "transformer_engine.pytorch.dot_product_attention": "the package is transformer_engine.pytorch.attention."
     "dot_product_attention; use te.DotProductAttention and te.InferenceParams",
-    "transformer_engine.pytorch.distributed.FullyShardedDataParallel": "wrap the model in that of "
+    "transformer_engine.pytorch.distributed.FullyShardedDataParallel": "wrap the model in the class of "
     "torch.distributed.fsdp, then call prepare_te_modules_for_fsdp",
     "transformer_engine.pytorch.ep": "expert parallelism over symmetric memory; exchange tokens with "
-    "torch.distributed.all_to_all_single round te.moe_permute (docs/experts.md)",
+    "torch.distributed.all_to_all_single around te.moe_permute (docs/experts.md)",
     "transformer_engine.pytorch.export": "export to ONNX; convert the weights (docs/checkpoints.md) and export "
-    "the model in torch.nn layers",
+    "the model with torch.nn layers",
     "transformer_engine.pytorch.onnx_export": "export to ONNX; convert the weights (docs/checkpoints.md) and "
-    "export the model in torch.nn layers",
+    "export the model with torch.nn layers",
     **dict.fromkeys(
         (
             "transformer_engine.pytorch.GatedDeltaNet2Attention",
@@ -73,14 +104,14 @@ ABSENT = {
         "an experimental attention of cuDNN; use a kernel of another library between te.Linear layers",
     ),
     "transformer_engine.pytorch.ops": "operations that a Sequential fuses; use the layers of "
-    "transformer_engine.pytorch, whose norms, products and activations are fused already",
+    "transformer_engine.pytorch, which fuse norms, products and activations",
     "transformer_engine.pytorch.triton": "kernels under the original's paths; call the functions of "
     "transformer_engine.pytorch that use them",
 }
 
 
 def sentence(name: str) -> str:
-    """What is missing and what to use, for a dotted name."""
+    """Return the error message for an absent dotted name: the reason and the replacement."""
     words = _words(name)
     if words is not None:
         return f"{name} is not in this package, {__version__}: {words}"
@@ -88,13 +119,13 @@ def sentence(name: str) -> str:
     near = _near(place, last)
     suggestion = f"did you mean {near!r}? " if near else ""
     return (
-        f"{place} has no {last!r} in this package, {__version__}; {suggestion}docs/support.md lists what there is, and "
-        f"dir({place}) its names"
+        f"{place} has no {last!r} in this package, {__version__}; {suggestion}docs/support.md lists what is "
+        f"supported, and dir({place}) the names"
     )
 
 
 def _near(place: str, name: str) -> str | None:
-    """The public name of a loaded module that is spelled most like a missing one, or None."""
+    """Return the public name of a loaded module with the closest spelling, or None."""
     module = sys.modules.get(place)
     public = [] if module is None else [known for known in dir(module) if not known.startswith("_")]
     same = [known for known in public if known.lower() == name.lower()]
@@ -103,23 +134,23 @@ def _near(place: str, name: str) -> str | None:
 
 
 def _words(name: str) -> str | None:
-    """Those of the row that a name begins with, else of one of its framework that ends as it does."""
+    """Return the text of the row that covers a name, or of a row of the same framework with the same last part."""
     for start, words in ABSENT.items():
-        if f"{name}.".startswith(f"{start}."):
+        if f"{name}.".startswith(f"{start}.") or fnmatchcase(name, start):
             return words
     place, _, last = name.rpartition(".")
-    # The original has a name in more modules than the one that its row gives, and more than one in older versions.
+    # The original exports a name from more modules than its row gives, and moved some between releases.
     for start, words in ABSENT.items():
         framework = ".".join(start.split(".")[:2])
-        if start.endswith(f".{last}") and place.startswith(framework):
+        if fnmatchcase(last, start.rpartition(".")[2]) and place.startswith(framework):
             return words
     return None
 
 
 def answer_in(package: str) -> None:
-    """Every module below a package that has been imported says what it lacks.
+    """Install a `getter` as `__getattr__` of every imported module of a package.
 
-    One that is imported later says so by a `getter` of its own.
+    Modules that are imported later define `__getattr__` themselves.
     """
     for name, module in list(sys.modules.items()):
         if f"{name}.".startswith(f"{package}.") and "__getattr__" not in vars(module):
@@ -127,7 +158,7 @@ def answer_in(package: str) -> None:
 
 
 def getter(module: str, late: Mapping[str, Callable[[], Any]] | None = None) -> Callable[[str], Any]:
-    """The `__getattr__` of a module, some of whose names may be made when they are asked for."""
+    """Return the `__getattr__` of a module; `late` maps names to functions that create their values on first use."""
     late = late or {}
 
     def __getattr__(name: str) -> Any:
@@ -137,9 +168,9 @@ def getter(module: str, late: Mapping[str, Callable[[], Any]] | None = None) -> 
 
 
 def _refuse(module: str, name: str, imported: bool) -> NoReturn:
-    """Raise what is missing: ImportError for an import statement, AttributeError for everybody else."""
+    """Raise ImportError for an import statement and AttributeError for any other look-up."""
     here = sys.modules.get(module)
-    if name.startswith("__"):  # Python and its tools ask every module for such names
+    if name.startswith("__"):  # looked up in every module by Python and its tools
         raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name, obj=here)
     words = sentence(f"{module}.{name}")
     if imported:
@@ -148,15 +179,15 @@ def _refuse(module: str, name: str, imported: bool) -> NoReturn:
 
 
 def _imports(frame: Any) -> bool:
-    """Is the instruction that runs in this frame the second half of `from module import name`?"""
+    """Return whether the current instruction of a frame is the second half of `from module import name`."""
     return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]
 
 
 class Finder:
-    """Asked last for a module of ours that no finder has found."""
+    """The last finder, which reports modules of this package that all other finders miss."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """None, or ModuleNotFoundError where the module is being imported and not only looked for."""
+        """Return None, or raise ModuleNotFoundError if the caller imports the module instead of looking for it."""
         asker = sys._getframe(2).f_code.co_name if name.startswith(PACKAGES) else ""
         if asker != "_find_and_load_unlocked" or name.partition(".")[0] not in PACKAGES:
             return None
@@ -164,6 +195,6 @@ class Finder:
 
 
 def install() -> None:
-    """Have the finder asked, once a process."""
+    """Append the finder to `sys.meta_path`, once per process."""
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.append(Finder())

@@ -228,6 +228,21 @@ class Table(Generic[Request]):
             return BOUND
         return self._taker(self._asked(request), request).name
 
+    def first(self, request: Request, without: frozenset[str] = frozenset()) -> Callable[..., Any]:
+        """Return what computes the request by the first backend that supports it; observers are not notified.
+
+        For a platform other than this machine's, where no backend is forced.
+
+        Args:
+            request: The request.
+            without: Names of backends to leave out.
+
+        Raises:
+            Unsupported: No other backend supports the request.
+        """
+        backends = (backend for backend in self.candidates(request) if backend.name not in without)
+        return self._first(tuple(backends), request)
+
     def forget(self) -> None:
         """Remember nothing of earlier requests: for measurements, and tests that change what requests depend on.
 

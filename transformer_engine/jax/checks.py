@@ -59,13 +59,18 @@ def check_shaped(name: str, array: Any, shape: Sequence[int]) -> None:
 
 
 def check_dtype(name: str, dtype: Any) -> Any:
-    """The dtype of a class, a name or a dtype; TypeError for what is none."""
+    """Return the dtype of a scalar class, a name or a dtype; raise TypeError unless arrays of JAX can have it."""
     try:
-        if dtype is not None:
-            return jnp.dtype(dtype)
+        # NumPy converts {} and [] to dtypes without fields, which are not numbers.
+        if (
+            dtype is not None
+            and (found := jnp.dtype(dtype)).kind not in "OSUMm"
+            and found.type is not np.void
+        ):
+            return found
     except (TypeError, ValueError):
-        pass  # numpy's words do not name the argument
-    raise TypeError(f"{name}={described(dtype)} is no dtype; give one, such as jnp.float32")
+        pass  # NumPy's message does not contain the name of the argument
+    raise TypeError(f"{name}={described(dtype)} is not a dtype of arrays; pass one such as jnp.float32")
 
 
 def check_floating(name: str, dtype: Any) -> Any:

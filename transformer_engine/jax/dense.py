@@ -15,7 +15,15 @@ from .bias import biased
 from .checks import check_axis_names, check_axis_pairs, check_bias, check_instance, check_values
 from .collective import CollectiveOpSet, noop_collective_op_set
 from .grouped_dense import grouped_dense
-from .products import column_operand, encode, forward_product, gradient_product, row_operand
+from .products import (
+    column_operand,
+    columns_after,
+    encode,
+    forward_product,
+    gradient_product,
+    gradient_quantizer,
+    row_operand,
+)
 from .quantize.grouped import check_ungrouped
 from .quantize.quantizers import QuantizerSet, advanced_together, as_cotangent, noop_quantizer_set
 from .residual import taken_along
@@ -152,8 +160,9 @@ def _product_bwd(source: Source, contracted: int, residuals: Any, cotangents: An
     if not quantizers.is_noop:
         cotangents = constant(cotangents)
     dy, passed = cotangents
-    codes, amax = encode(quantizers.dgrad, dy, batch)
+    codes, amax = encode(gradient_quantizer(quantizers.dgrad, dy), dy, batch)
     dx = gradient_product(row_operand(codes, batch), kernel_rows, x_like.dtype)
+    codes, dx = columns_after(codes, dx)
     dkernel = gradient_product(x_columns, column_operand(codes, batch), kernel_like.dtype)
     # The three states advance here, in one operation, because the last of their maxima is known here.
     states = (quantizers.x, quantizers.kernel, quantizers.dgrad)

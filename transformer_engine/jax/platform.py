@@ -16,6 +16,7 @@ import jax
 from packaging.version import Version
 
 from ..common import env
+from ..common.checks import whole
 
 WITHOUT_GPU = 90  # the compute capability whose rules hold on a CPU, where everything is emulated
 
@@ -31,11 +32,17 @@ def has_gpu() -> bool:
 
 
 def compute_capability(gpu_id: int = 0) -> int:
-    """Ten times the compute capability of a local GPU, 90 for Hopper; on a CPU 90 too, whose rules hold there."""
+    """Return ten times the compute capability of a local GPU, 90 for Hopper; also 90 on a CPU.
+
+    Raises:
+        TypeError: gpu_id is not an integer.
+        ValueError: The process has no GPU of that number.
+    """
+    whole("gpu_id", gpu_id, 0)
     gpus = _gpus()
     if not gpus:
         return WITHOUT_GPU
-    if not 0 <= gpu_id < len(gpus):
+    if gpu_id >= len(gpus):
         raise ValueError(f"gpu_id={gpu_id}; this process has GPUs 0 to {len(gpus) - 1}, choose one of them")
     major, minor = str(gpus[gpu_id].compute_capability).split(".")
     return 10 * int(major) + int(minor)

@@ -11,13 +11,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jax import Array
+from jax import Array, lax
 
 from ..common import env
+from .checks import is_symbolic
 from .primitives.gemm import gemm
 from .primitives.operand import Operand, plain, turned
 from .quantize.quantizers import Quantizer
-from .quantize.scaling_modes import TensorUsage
+from .quantize.scaling_modes import QuantizeLayout, TensorUsage
 from .quantize.tensors import NoScaleTensor, ScaledTensor, ScaledTensor1x, positive_axis
 
 Tensor = ScaledTensor | NoScaleTensor
@@ -28,6 +29,40 @@ def encode(quantizer: Quantizer | None, x: Array, flatten_axis: int) -> tuple[Te
     if quantizer is None:
         return NoScaleTensor(x), None
     return quantizer.encode(x, flatten_axis=flatten_axis)
+
+
+# Gradients of at least this many elements are cast to rows alone; their codes are transposed once dx is computed, so
+# that only one direction is allocated at a time. H200, 8192 tokens, delayed and current scaling: a gated MLP of
+# 4096 x 14336 features needs 848 and 736 MiB of temporary memory instead of 1072 and 1040 and takes 6.71 and 7.22 ms
+# instead of 6.66 and 7.10; a linear layer 176 MiB instead of 200, and 1.77 and 1.91 ms instead of 1.74 and 1.87 (H100).
+LATE_ELEMENTS = 1 << 26
+
+
+def gradient_quantizer(quantizer: Quantizer | None, gradient: Array) -> Quantizer | None:
+    """Return the quantizer of an output gradient, for its rows alone if `columns_after` makes the columns.
+
+    The columns of a tensor with one scale are the transpose of its rows, bit for bit.
+    """
+    if quantizer is None or not quantizer.scaling_mode.is_tensor_scaling() or not _is_large(gradient):
+        return quantizer
+    both = quantizer.q_layout.has_rowwise and quantizer.q_layout.has_colwise
+    return replace(quantizer, q_layout=QuantizeLayout.ROWWISE) if both else quantizer
+
+
+def columns_after(tensor: Tensor, dx: Array) -> tuple[Tensor, Array]:
+    """Order what `column_operand` makes of an output gradient behind dx, if the gradient has rows alone."""
+    if (
+        isinstance(tensor, ScaledTensor1x)
+        and not tensor.is_colwise
+        and tensor.scaling_mode.is_tensor_scaling()
+        and _is_large(tensor.data)
+    ):
+        return lax.optimization_barrier((tensor, dx))
+    return tensor, dx
+
+
+def _is_large(gradient: Array) -> bool:
+    return not is_symbolic(gradient.size) and gradient.size >= LATE_ELEMENTS
 
 
 def row_operand(tensor: Tensor, flatten_axis: int) -> Operand:

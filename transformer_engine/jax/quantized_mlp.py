@@ -17,7 +17,15 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .bias import biased
 from .primitives.operand import Operand
-from .products import column_operand, encode, forward_product, gradient_product, row_operand
+from .products import (
+    column_operand,
+    columns_after,
+    encode,
+    forward_product,
+    gradient_product,
+    gradient_quantizer,
+    row_operand,
+)
 from .quantize.quantizers import QuantizerSet, advanced_together, as_cotangent
 from .residual import taken_along
 from .sources import Activation, Made, Source
@@ -104,13 +112,18 @@ def _backward(plan: Plan, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     of = (cotangents, likes, bias_like, given_like)
     dy, passed = constant(cotangents)
     batch, dtype = dy.ndim - 1, dy.dtype
-    codes_2, amax_2 = encode(sets[1].dgrad, dy, batch)
+    codes_2, amax_2 = encode(gradient_quantizer(sets[1].dgrad, dy), dy, batch)
     d_activated = gradient_product(row_operand(codes_2, batch), rows[1], dtype)
+    codes_2, d_activated = columns_after(codes_2, d_activated)
     d_kernel_2 = gradient_product(columns[1], column_operand(codes_2, batch), likes[1].dtype)
     codes_1, amax_1, d_bias = plan.activation.encoded_gradient(
-        hidden, d_activated, sets[0].dgrad, None if bias_like is None else bias_like.dtype
+        hidden,
+        d_activated,
+        gradient_quantizer(sets[0].dgrad, hidden),
+        None if bias_like is None else bias_like.dtype,
     )
     dx = gradient_product(row_operand(codes_1, batch), rows[0], dtype)
+    codes_1, dx = columns_after(codes_1, dx)
     d_kernel_1 = gradient_product(columns[0], column_operand(codes_1, batch), likes[0].dtype)
     made = (plan.source.gradients(saved, dx, passed), (d_kernel_1, d_kernel_2), d_bias)
     made = undifferentiated(made, of)

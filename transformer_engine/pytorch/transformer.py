@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from .attention.dot_product_attention.arguments import RULES
-from .attention.dot_product_attention.settings import CallArguments
+from .attention.dot_product_attention.settings import AttentionArguments, given_arguments
 from .attention.inference import InferenceParams
+from .attention.layer_settings import child_name
 from .attention.multi_head_attention import MultiheadAttention
 from .functions.dropout import bias_dropout_add, dropout
 from .module.arguments import accepts
@@ -20,14 +21,23 @@ from .module.drop_path import DropPath, batch_dimension
 from .module.layernorm import LayerNorm
 from .module.layernorm_mlp import LayerNormMLP
 from .module.rmsnorm import RMSNorm
+from .runtime.bare_call import is_bare
 from .runtime.checks import tensor
 from .runtime.device import autocast_dtype
-from .transformer_checks import LAYER_RULES, check_encoder_output, check_unused, check_variant
-from .transformer_config import FIXED, WORKED_BY, LayerConfig
+from .transformer_settings import (
+    FIXED,
+    LAYER_RULES,
+    WORKED_BY,
+    TransformerLayerConfig,
+    check_encoder_output,
+    check_unused,
+    check_variant,
+)
 
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+_forward = MultiheadAttention.forward
 
-# Constructor arguments that children take under the same name.
+# Constructor arguments that children have under the same name.
 _OF_NORM = ("device", "params_dtype", "sequence_parallel", "zero_centered_gamma")
 _OF_ALL = (
     *_OF_NORM,
@@ -68,24 +78,26 @@ def _written(layer: TransformerLayer, name: str, value: Any) -> None:
         layer.drop_path.batch_dim = batch_dimension(value)
 
 
-@configured(LayerConfig, fixed=FIXED, handed_down=WORKED_BY, written=_written, rules=RULES)
+@configured(TransformerLayerConfig, fixed=FIXED, handed_down=WORKED_BY, written=_written, rules=RULES)
 class TransformerLayer(nn.Module):
     """One layer of "Attention Is All You Need" on x [s, b, hidden], [b, s, hidden] or [t, hidden].
 
         h = x + drop(self_attention(norm(x)));  h = h + drop(inter_attention(norm(h), encoder));  y = h +
                                                 drop(mlp(norm(h)))
 
-    layer_type           "encoder", or "decoder" which has inter_attention
-    apply_residual_connection_post_layernorm   the residual is norm(x) instead of x
-    output_layernorm     normalize after the layer instead of before the self attention
-    parallel_attention_mlp   y = x + drop(self_attention(norm(x)) + mlp(norm(x)))
-    hidden_dropout, drop_path_rate   dropout of features, and of whole samples, in front of each residual sum
-    attn_input_format    "sbhd", "bshd" or "thd"
-    Children: self_attention, inter_attention, layernorm_mlp, layernorm. The other arguments are
-    MultiheadAttention's and LayerNormMLP's.
+    Args:
+        layer_type: "encoder", or "decoder", which has inter_attention.
+        apply_residual_connection_post_layernorm: The residual is norm(x) instead of x.
+        output_layernorm: Normalize after the layer instead of before the self attention.
+        parallel_attention_mlp: y = x + drop(self_attention(norm(x)) + mlp(norm(x))).
+        hidden_dropout, drop_path_rate: Dropout of features, and of whole samples, before each residual sum.
+        attn_input_format: "sbhd", "bshd" or "thd".
+
+    Children: self_attention, inter_attention, layernorm_mlp, layernorm. The other arguments are those of
+    `MultiheadAttention` and `LayerNormMLP`.
     """
 
-    _config: LayerConfig
+    _config: TransformerLayerConfig
     layer_type: str
     attn_input_format: str
     hidden_dropout: float
@@ -136,13 +148,15 @@ class TransformerLayer(nn.Module):
             given["tp_size"] = torch.distributed.get_world_size(tp_group)
         given["sequence_parallel"] = sequence_parallel and given["tp_size"] > 1
         given["return_bias"] = not parallel_attention_mlp
-        self._config = LayerConfig(**{field.name: given[field.name] for field in fields(LayerConfig)})
+        self._config = TransformerLayerConfig(
+            **{field.name: given[field.name] for field in fields(TransformerLayerConfig)}
+        )
         self._create_attentions(given)
         self._create_mlp(given)
         self.drop_path = DropPath(drop_path_rate, batch_dim=batch_dimension(attn_input_format))
 
     def _create_attentions(self, given: dict[str, Any]) -> None:
-        """self_attention, and inter_attention or None, of the constructor's arguments."""
+        """Create self_attention, and inter_attention or None, from the constructor's arguments."""
         arguments = {
             **{name: given[name] for name in (*_OF_ALL, *_OF_ATTENTIONS)},
             "qkv_format": self.attn_input_format,
@@ -155,7 +169,7 @@ class TransformerLayer(nn.Module):
             input_layernorm=not self.output_layernorm,
             return_layernorm_output=post_norm_residual and not self.output_layernorm,
             attention_type="self",
-            name=_name(name, "self_attention"),
+            name=child_name(name, "self_attention"),
             **arguments,
         )
         self.inter_attention = None
@@ -167,16 +181,16 @@ class TransformerLayer(nn.Module):
                 input_layernorm=True,
                 return_layernorm_output=post_norm_residual,
                 attention_type="cross",
-                name=_name(name, "inter_attention"),
+                name=child_name(name, "inter_attention"),
                 **arguments,
             )
 
     def _create_mlp(self, given: dict[str, Any]) -> None:
-        """layernorm_mlp, and layernorm or None, of the constructor's arguments."""
+        """Create layernorm_mlp, and layernorm or None, from the constructor's arguments."""
         self.layernorm_mlp = LayerNormMLP(
             eps=given["layernorm_epsilon"],
             return_layernorm_output=self.apply_residual_connection_post_layernorm,
-            name=_name(given["name"], "layernorm_mlp"),
+            name=child_name(given["name"], "layernorm_mlp"),
             **{name: given[name] for name in (*_OF_ALL, *_OF_MLP)},
         )
         self.layernorm = None
@@ -197,7 +211,7 @@ class TransformerLayer(nn.Module):
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
-        """Set the ranks that share the sequence, see DotProductAttention."""
+        """Set the ranks that share the sequence, see `DotProductAttention`."""
         for child in (self.self_attention, self.inter_attention):
             if child is not None:
                 child.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
@@ -230,97 +244,58 @@ class TransformerLayer(nn.Module):
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
     ) -> Tensor:
-        """y, shaped like hidden_states, in their dtype or torch.autocast's.
+        """Return y, shaped like hidden_states, in their dtype or torch.autocast's.
 
-        attention_mask, self_attn_mask_type, window_size, rotary_pos_emb and inference_params speak of the
-        self attention, enc_dec_* and encoder_output of the decoder's cross attention; cu_seqlens_q,
-        max_seqlen_q of both, cu_seqlens_kv, max_seqlen_kv of the cross attention. A core attention bias goes
-        to the self attention.
+        attention_mask, self_attn_mask_type, window_size, rotary_pos_emb, inference_params and the core attention bias
+        apply to the self attention; enc_dec_* and encoder_output to the cross attention of a decoder. cu_seqlens_q and
+        max_seqlen_q apply to both, cu_seqlens_kv and max_seqlen_kv to the cross attention.
         """
-        queries = {
-            "is_first_microbatch": is_first_microbatch,
-            "checkpoint_core_attention": checkpoint_core_attention,
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_q_padded": cu_seqlens_q_padded,
-            "max_seqlen_q": max_seqlen_q,
-            "fast_zero_fill": fast_zero_fill,
-            "pad_between_seqs": pad_between_seqs,
-        }
-        of_encoder = {
-            "attention_mask": enc_dec_attn_mask,
-            "encoder_output": encoder_output,
-            "attn_mask_type": enc_dec_attn_mask_type,
-            "window_size": enc_dec_window_size,
-            "bottom_right_diagonal": enc_dec_bottom_right_diagonal,
-            "cu_seqlens_kv": cu_seqlens_kv,
-            "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
-            "max_seqlen_kv": max_seqlen_kv,
-        }
-        self._check_cross(hidden_states, queries, of_encoder)
-        hidden_states = _in_autocast(hidden_states).contiguous()
-        attended = self.self_attention(
-            hidden_states,
-            attention_mask=attention_mask,
-            attn_mask_type=self_attn_mask_type,
-            window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal,
-            inference_params=inference_params,
-            rotary_pos_emb=rotary_pos_emb,
-            core_attention_bias_type=core_attention_bias_type,
-            core_attention_bias=core_attention_bias,
-            alibi_slopes=alibi_slopes,
-            cu_seqlens_kv=cu_seqlens_q,
-            cu_seqlens_kv_padded=cu_seqlens_q_padded,
-            max_seqlen_kv=max_seqlen_q,
-            **queries,
+        # fmt: off
+        of_self = given_arguments(
+            attention_mask, cu_seqlens_q, cu_seqlens_q, cu_seqlens_q_padded, cu_seqlens_q_padded,
+            core_attention_bias, alibi_slopes, inference_params, max_seqlen_q, max_seqlen_q, self_attn_mask_type,
+            window_size, bottom_right_diagonal, core_attention_bias_type, pad_between_seqs,
         )
+        of_cross = given_arguments(
+            enc_dec_attn_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
+            None, None, None, max_seqlen_q, max_seqlen_kv, enc_dec_attn_mask_type,
+            enc_dec_window_size, enc_dec_bottom_right_diagonal, "no_bias", pad_between_seqs,
+        )
+        # fmt: on
+        modes = (is_first_microbatch, checkpoint_core_attention, fast_zero_fill)
+        self._check_cross(hidden_states, of_cross, encoder_output)
+        hidden_states = _in_autocast(hidden_states).contiguous()
+        attended = _attend(self.self_attention, hidden_states, of_self, None, rotary_pos_emb, *modes)
         if self.parallel_attention_mlp:
             transformed = self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch)
             return self._output(self._add((attended + transformed, None), hidden_states))
         hidden_states = self._add(attended, hidden_states)
         del attended  # with no backward to come, nothing else holds it
         if self.inter_attention is not None:
-            attended = self.inter_attention(hidden_states, **of_encoder, **queries)
+            attended = _attend(self.inter_attention, hidden_states, of_cross, encoder_output, None, *modes)
             hidden_states = self._add(attended, hidden_states)
             del attended
         transformed = self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch)
         return self._output(self._add(transformed, hidden_states))
 
     def _check_cross(
-        self, hidden_states: Tensor, queries: Mapping[str, Any], of_encoder: Mapping[str, Any]
+        self, hidden_states: Tensor, arguments: AttentionArguments, encoder_output: Tensor | None
     ) -> None:
-        """Raise for a call that the cross attention cannot take, ahead of the self attention, which records.
+        """Raise for a call that the cross attention cannot compute, before the self attention has effects.
 
-        The arguments of the self attention it checks itself.
+        The self attention checks its own arguments.
         """
-        encoder_output, mask_type = of_encoder["encoder_output"], of_encoder["attn_mask_type"]
         if (self.layer_type == "decoder") != (encoder_output is not None):
             check_encoder_output(self.layer_type, encoder_output)
         if not isinstance(hidden_states, Tensor):
             tensor("hidden_states", hidden_states)
-        if self.inter_attention is None:
-            if not (mask_type is of_encoder["window_size"] is of_encoder["max_seqlen_kv"] is None):
-                check_unused(mask_type, of_encoder["window_size"], of_encoder["max_seqlen_kv"])
-            return
-        arguments = CallArguments(
-            of_encoder["attention_mask"],
-            None,
-            (queries["cu_seqlens_q"], of_encoder["cu_seqlens_kv"]),
-            (queries["cu_seqlens_q_padded"], of_encoder["cu_seqlens_kv_padded"]),
-            (queries["max_seqlen_q"], of_encoder["max_seqlen_kv"]),
-            mask_type,
-            of_encoder["window_size"],
-            of_encoder["bottom_right_diagonal"],
-            "no_bias",
-            None,
-            None,
-            None,
-            queries["pad_between_seqs"],
-        )
-        self.inter_attention.check_call(hidden_states, encoder_output, None, arguments)
+        if self.inter_attention is not None:
+            self.inter_attention.check_call(hidden_states, arguments, encoder_output)
+        elif not (arguments.attn_mask_type is arguments.window_size is arguments.max_seqlen_kv is None):
+            check_unused(arguments.attn_mask_type, arguments.window_size, arguments.max_seqlen_kv)
 
     def _add(self, branch: Tensor | tuple[Tensor | None, ...], residual: Tensor) -> Tensor:
-        """residual + drop_path(dropout(x + bias)) of branch (x, bias[, another residual]), or x alone."""
+        """Return residual + drop_path(dropout(x + bias)) of branch (x, bias[, another residual]), or x alone."""
         x, bias, *normed = branch if isinstance(branch, tuple) else (branch, None)
         assert x is not None
         if normed:
@@ -340,11 +315,32 @@ class TransformerLayer(nn.Module):
         return hidden_states if self.layernorm is None else self.layernorm(hidden_states)
 
 
+def _attend(
+    attention: MultiheadAttention,
+    hidden_states: Tensor,
+    arguments: AttentionArguments,
+    encoder_output: Tensor | None,
+    rotary_pos_emb: Any,
+    is_first_microbatch: bool | None,
+    checkpoint_core_attention: bool,
+    fast_zero_fill: bool,
+) -> Any:
+    """Pass the record on to an attention layer; hooks and other classes see a call of the module with keywords."""
+    if is_bare(attention, MultiheadAttention, _forward):
+        modes = (is_first_microbatch, checkpoint_core_attention, fast_zero_fill)
+        return attention.attend(hidden_states, arguments, encoder_output, rotary_pos_emb, *modes)
+    return attention(
+        hidden_states,
+        encoder_output=encoder_output,
+        rotary_pos_emb=rotary_pos_emb,
+        is_first_microbatch=is_first_microbatch,
+        checkpoint_core_attention=checkpoint_core_attention,
+        fast_zero_fill=fast_zero_fill,
+        **arguments.as_keywords(),
+    )
+
+
 def _in_autocast(hidden_states: Tensor) -> Tensor:
-    """In torch.autocast's dtype while that is on: the residual sums then are in it, from the first to the last."""
+    """Return hidden_states in torch.autocast's dtype if it is on, so that all residual sums are in it."""
     dtype = autocast_dtype(hidden_states.device.type)
     return hidden_states if dtype is None else hidden_states.to(dtype)
-
-
-def _name(parent: str | None, child: str) -> str | None:
-    return None if parent is None else f"{parent}.{child}"

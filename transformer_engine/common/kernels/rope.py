@@ -8,6 +8,8 @@ copied.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -155,6 +157,8 @@ def rotate_packed_kernel(
     q_heads,
     width,
     v_width,
+    k_offset,
+    v_offset,
     q_rotated,
     k_rotated,
     positions,
@@ -178,10 +182,11 @@ def rotate_packed_kernel(
     BLOCK_REST: tl.constexpr,
     BLOCK_VALUES: tl.constexpr,
 ):
-    """One token of packed [.., groups, q_heads * width + width + v_width]: BLOCK_HEADS of q's heads, or k and v.
+    """Rotate BLOCK_HEADS heads of q of one token, or BLOCK_GROUPS groups of k, and copy v.
 
-    TRANSPOSED: q, k and v are gradients, and packed is written. The programs of the grid's second axis that come
-    after q's take BLOCK_GROUPS groups of k and v each.
+    A group of packed holds q_heads heads of q, and k and v at k_offset and v_offset elements after its first head of q.
+    With TRANSPOSED, q, k and v are gradients and packed is written. Along the grid's second axis the programs of q come
+    first.
     """
     token = tl.program_id(0)
     outer_index = token // inner
@@ -212,7 +217,7 @@ def rotate_packed_kernel(
     else:
         # Other names than above: a variable of both branches must have one type.
         group = (tl.program_id(1) - blocks) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
-        joint_k = base + (group.to(tl.int64) * group_stride + q_heads * width)[:, None]
+        joint_k = base + (group.to(tl.int64) * group_stride + k_offset)[:, None]
         apart_k = k + (token.to(tl.int64) * groups + group)[:, None] * width
         angle = k_angles + position * k_rotated
         if TRANSPOSED:
@@ -226,13 +231,48 @@ def rotate_packed_kernel(
             BLOCK_GROUPS, BLOCK_PAIRS, BLOCK_REST,
         )  # fmt: skip
         column = tl.arange(0, BLOCK_VALUES)[None, :]
-        joint_v = joint_k + width + column
+        joint_v = base + (group.to(tl.int64) * group_stride + v_offset)[:, None] + column
         apart_v = v + (token.to(tl.int64) * groups + group)[:, None] * v_width + column
         inside = (group < groups)[:, None] & (column < v_width)
         if TRANSPOSED:
             tl.store(joint_v, tl.load(apart_v, mask=inside), mask=inside)
         else:
             tl.store(apart_v, tl.load(joint_v, mask=inside), mask=inside)
+
+
+@triton.jit
+def join_rotated_kernel(
+    q,
+    k,
+    v,
+    angles,
+    packed,
+    inner,
+    groups,
+    width,
+    k_offset,
+    v_offset,
+    rotated,
+    positions,
+    length,
+    outer_stride,
+    inner_stride,
+    group_stride,
+    LAYOUT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_REST: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_VALUES: tl.constexpr,
+):
+    """Write packed from the gradients of q, k and v: `rotate_packed_kernel` with its result as the last pointer."""
+    rotate_packed_kernel(
+        packed, angles, angles, None, None, q, k, v, inner, groups, 1, width, width, k_offset, v_offset,
+        rotated, rotated, positions, length, 0, 0, outer_stride, inner_stride, group_stride, 1, 0, LAYOUT,
+        INTERLEAVED, True, False, False, HAS_REST, BLOCK_HEADS, BLOCK_GROUPS, BLOCK_PAIRS, BLOCK_REST, BLOCK_VALUES,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -324,6 +364,33 @@ def rotate(
     return Launch(rotate_kernel, grid, (Output(shape, dtype),), scalars, constants, warps=2)
 
 
+class _PackedBlocks(NamedTuple):
+    """Blocks of one program of `rotate_packed_kernel`: heads of q, groups of k and v, pairs, and copied elements."""
+
+    heads: int
+    groups: int
+    pairs: int
+    rest: int
+    values: int
+
+
+def _packed_blocks(
+    heads: int, groups: int, widths: tuple[int, int], rotated: tuple[int, int]
+) -> _PackedBlocks:
+    pairs = triton.next_power_of_2(max(*rotated, 2) // 2)
+    values = triton.next_power_of_2(max(widths[1], 1))
+    block_heads = min(triton.next_power_of_2(heads), max(1, 2048 // pairs))
+    block_groups = min(triton.next_power_of_2(groups), max(1, 1024 // pairs), max(1, 2048 // values))
+    rest = widths[0] - min(rotated)
+    return _PackedBlocks(
+        block_heads,
+        block_groups,
+        pairs,
+        min(triton.next_power_of_2(max(rest, 1)), max(1, 4096 // block_heads)),
+        values,
+    )
+
+
 def rotate_packed(
     tokens: tuple[int, int],
     heads: tuple[int, int],
@@ -338,34 +405,38 @@ def rotate_packed(
     transposed: bool,
     context: tuple[int, int],
     clamps: bool = False,
+    offsets: tuple[int, int] | None = None,
 ) -> Launch:
-    """(packed, q_angles, k_angles, start | None, cu_seqlens | None) -> q, k, v; transposed: takes dq, dk, dv
-    too, and writes packed.
+    """(packed, q_angles, k_angles, start | None, cu_seqlens | None) -> q, k, v.
 
-    tokens      outer and inner extent
-    heads       groups, and query heads in each
-    widths      of a head of q or k, and of v
-    strides     of packed's outer, inner and group axes
-    angles      positions, rotated features of q and of k
+    With transposed, q, k and v are inputs too (gradients), and packed is written in place.
+
+    Args:
+        tokens: Outer and inner extent.
+        heads: Groups, and query heads in each group.
+        widths: Elements of a head of q or k, and of v.
+        strides: Strides of packed along its outer, inner and group axes, in elements.
+        angles: Positions, rotated features of q, and of k.
+        sequences: Number of packed sequences; 0 unless the layout is thd.
+        dtype: Name of the dtype of packed, q, k and v.
+        layout: "sbhd", "bshd" or "thd".
+        interleaved: Pairs are neighbouring features; otherwise half the rotated width apart.
+        transposed: Apply the transpose of the rotation, for gradients.
+        context: Size and rank of context parallelism.
+        clamps: Positions outside of the table belong to padding and use the nearest angles; otherwise NaN.
+        offsets: Elements from the first head of q of a group to its k and its v; by default k and v follow q.
     """
     (outer, inner), (groups, q_heads), (width, v_width) = tokens, heads, widths
     positions, q_rotated, k_rotated = angles
-    pairs = triton.next_power_of_2(max(q_rotated // 2, k_rotated // 2, 1))
-    block_heads = min(triton.next_power_of_2(groups * q_heads), max(1, 2048 // pairs))
-    block_values = triton.next_power_of_2(max(v_width, 1))
-    block_groups = min(triton.next_power_of_2(groups), max(1, 1024 // pairs), max(1, 2048 // block_values))
-    rest = width - min(q_rotated, k_rotated)
-    block_rest = min(triton.next_power_of_2(max(rest, 1)), max(1, 4096 // block_heads))
+    blocks = _packed_blocks(groups * q_heads, groups, widths, (q_rotated, k_rotated))
     length = outer if layout == "sbhd" else inner
     scalars = (
-        inner, groups, q_heads, width, v_width, q_rotated, k_rotated, positions, length, sequences,
-        sequences.bit_length(), *strides, *context,
+        inner, groups, q_heads, width, v_width, *(offsets or (q_heads * width, (q_heads + 1) * width)), q_rotated,
+        k_rotated, positions, length, sequences, sequences.bit_length(), *strides, *context,
     )  # fmt: skip
-    constants = (
-        layout, interleaved, transposed, context[0] > 1, clamps, rest > 0,
-        block_heads, block_groups, pairs, block_rest, block_values,
-    )  # fmt: skip
-    grid = (outer * inner, ceil_div(groups * q_heads, block_heads) + ceil_div(groups, block_groups), 1)
+    has_rest = width > min(q_rotated, k_rotated)
+    constants = (layout, interleaved, transposed, context[0] > 1, clamps, has_rest, *blocks)
+    grid = (outer * inner, ceil_div(groups * q_heads, blocks.heads) + ceil_div(groups, blocks.groups), 1)
     outputs = tuple(
         Output((outer, inner, count, size), dtype)
         for count, size in ((groups * q_heads, width), (groups, width), (groups, v_width))
@@ -373,3 +444,42 @@ def rotate_packed(
     if transposed:
         return Launch(rotate_packed_kernel, grid, (), scalars, constants, warps=2, in_place=(0,))
     return Launch(rotate_packed_kernel, grid, outputs, scalars, constants, warps=2)
+
+
+def join_rotated(
+    tokens: tuple[int, int],
+    heads: int,
+    width: int,
+    angles: tuple[int, int],
+    dtype: str,
+    *,
+    layout: str,
+    interleaved: bool,
+) -> Launch:
+    """(dq, dk, dv, angles) -> packed [outer, inner, 3, heads * width], the gradient of what `rotate_packed` split.
+
+    Args:
+        tokens: Outer and inner extent.
+        heads: Heads of q, k and v.
+        width: Elements of a head.
+        angles: Positions and rotated features.
+        dtype: Name of the dtype of all matrices.
+        layout: "sbhd" or "bshd".
+        interleaved: Pairs are neighbouring features; otherwise half the rotated width apart.
+    """
+    (outer, inner), (positions, rotated) = tokens, angles
+    blocks = _packed_blocks(heads, heads, (width, width), (rotated, rotated))
+    row = heads * width
+    scalars = (
+        inner, heads, width, row, 2 * row, rotated, positions, outer if layout == "sbhd" else inner,
+        inner * 3 * row, 3 * row, width,
+    )  # fmt: skip
+    grid = (outer * inner, ceil_div(heads, blocks.heads) + ceil_div(heads, blocks.groups), 1)
+    return Launch(
+        join_rotated_kernel,
+        grid,
+        (Output((outer, inner, 3, row), dtype),),
+        scalars,
+        (layout, interleaved, width > rotated, *blocks),
+        warps=2,
+    )

@@ -1,16 +1,39 @@
-"""The operations under the public functions, by the names that code which reaches below them uses ("tex")."""
+"""The operations below the public functions, under the original's names ("tex")."""
 
 from ..collective import CollectiveOp, CollectiveOpSet, collective_gemm_bootstrap, noop_collective_op_set
-from .activation import act_lu, dact_lu, quantize_dact_dbias
+from . import misc as misc
+from .activation import act_lu, dact_lu, dact_lu_dbias, quantize_dact_dbias
 from .attention import FusedAttnHelper, make_fused_attn_score_mod_config
 from .base import BasePrimitive, register_primitive
-from .gemm import gemm, grouped_gemm, grouped_gemm_copy_group_sizes
-from .misc import is_softmax_kernel_available
-from .normalization import layernorm_fwd, rmsnorm_fwd
-from .quantization import grouped_quantize, quantize, quantize_dbias
+from .gemm import (
+    gemm,
+    get_non_contracting_dims,
+    grouped_gemm,
+    grouped_gemm_copy_group_sizes,
+    sanitize_dims,
+)
+from .normalization import (
+    layernorm_bwd,
+    layernorm_fwd,
+    normalization_bwd,
+    normalization_fwd,
+    rmsnorm_bwd,
+    rmsnorm_fwd,
+)
+from .quantization import AmaxScope, grouped_dbias, grouped_quantize, quantize, quantize_dbias
+from .softmax import (
+    is_softmax_kernel_available,
+    scaled_masked_softmax_bwd,
+    scaled_masked_softmax_fwd,
+    scaled_softmax_bwd,
+    scaled_softmax_fwd,
+    scaled_upper_triang_masked_softmax_bwd,
+    scaled_upper_triang_masked_softmax_fwd,
+)
 from .topk import topk
 
 __all__ = [
+    "AmaxScope",
     "BasePrimitive",
     "CollectiveOp",
     "CollectiveOpSet",
@@ -18,18 +41,32 @@ __all__ = [
     "act_lu",
     "collective_gemm_bootstrap",
     "dact_lu",
+    "dact_lu_dbias",
     "gemm",
+    "get_non_contracting_dims",
+    "grouped_dbias",
     "grouped_gemm",
     "grouped_gemm_copy_group_sizes",
     "grouped_quantize",
     "is_softmax_kernel_available",
+    "layernorm_bwd",
     "layernorm_fwd",
     "make_fused_attn_score_mod_config",
     "noop_collective_op_set",
+    "normalization_bwd",
+    "normalization_fwd",
     "quantize",
     "quantize_dact_dbias",
     "quantize_dbias",
     "register_primitive",
+    "rmsnorm_bwd",
     "rmsnorm_fwd",
+    "sanitize_dims",
+    "scaled_masked_softmax_bwd",
+    "scaled_masked_softmax_fwd",
+    "scaled_softmax_bwd",
+    "scaled_softmax_fwd",
+    "scaled_upper_triang_masked_softmax_bwd",
+    "scaled_upper_triang_masked_softmax_fwd",
     "topk",
 ]

@@ -1,4 +1,4 @@
-"""y = f(x) and dx = dy * f'(x), quantized where a quantizer is given."""
+"""Activations y = f(x) and their gradients dx = dy * f'(x), with optional quantization."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .quantization import by_reference, quantize, quantize_dbias
 
 
 class ActLuPrimitive(BasePrimitive):
-    """Activations."""
+    """Switch of the kernels of activations."""
 
 
 class DActLuDBiasQuantizePrimitive(BasePrimitive):
-    """Gradients of activations."""
+    """Switch of the kernels of the gradients of activations."""
 
 
 def act_lu(
     x: Array, activation_type: Sequence[str], quantizer: Quantizer | None = None,
     act_params: ActivationParams | Mapping[str, float] | None = None,
 ) -> Any:  # fmt: skip
-    """y [.., h] of x [.., n, h]: a quantized tensor, or a NoScaleTensor."""
+    """Return the activation [..., h] of x [..., n, h], quantized, or as a NoScaleTensor without a quantizer."""
     check_values("x", x)
     y = activation_forward(x, check_activation(activation_type, x.shape), ActivationParams.of(act_params))
     return quantize(y, quantizer)
@@ -37,7 +37,7 @@ def dact_lu(
     dz: Array, x: Array, activation_type: Sequence[str], quantizer: Quantizer | None = None,
     act_params: ActivationParams | Mapping[str, float] | None = None,
 ) -> Any:  # fmt: skip
-    """dx [.., n, h] of dz [.., h] and x."""
+    """Return the gradient dx [..., n, h] for dz [..., h] and x [..., n, h], quantized as in `act_lu`."""
     dx = _gradient(dz, x, activation_type, act_params)
     return quantize(dx, quantizer, flatten_axis=-2)
 
@@ -46,7 +46,7 @@ def dact_lu_dbias(
     dz: Array, x: Array, activation_type: Sequence[str], is_dbias: bool = True, quantizer: Quantizer | None = None,
     act_params: ActivationParams | Mapping[str, float] | None = None,
 ) -> tuple[Any, Array | None]:  # fmt: skip
-    """(dx [.., n, h], its sums over all axes in front of n)."""
+    """Return dx [..., n, h] as `dact_lu`, and its sums [n, h] over the other axes, or None unless is_dbias."""
     dx = _gradient(dz, x, activation_type, act_params)
     return quantize_dbias(dx, quantizer, is_dbias, flatten_axis=-2)
 
@@ -67,7 +67,7 @@ def quantize_dact_dbias(
     dz: Array, x: Array, activation_type: Sequence[str] = ("gelu",), is_dbias: bool = True,
     quantizer: Quantizer | None = None, act_params: ActivationParams | Mapping[str, float] | None = None,
 ) -> tuple[Any, Array | None]:  # fmt: skip
-    """Return `dact_lu_dbias`: the quantized gradient of an activation and its sums, None unless is_dbias."""
+    """Return the results of `dact_lu_dbias`, under the original's name of the fused operation."""
     return dact_lu_dbias(dz, x, activation_type, is_dbias, quantizer, act_params)
 
 

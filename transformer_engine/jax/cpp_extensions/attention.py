@@ -1,4 +1,4 @@
-"""Which attention a fused kernel takes, and what a score_mod is made of."""
+"""Queries of fused attention, and the arguments of a score_mod as one record."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .base import BasePrimitive
 
 __all__ = ["FusedAttnFwdPrimitive", "FusedAttnHelper", "ScoreModConfig", "make_fused_attn_score_mod_config"]
 
-_F16, _NONE = 1, -1  # numbers of NVTE_Fused_Attn_Backend
+_F16, _NONE = 1, -1  # members of NVTE_Fused_Attn_Backend
 
 
 class FusedAttnFwdPrimitive(BasePrimitive):
-    """Attention by cuDNN or by our kernels."""
+    """Switch of the kernels of attention."""
 
 
 @dataclass(frozen=True)
 class FusedAttnHelper:
-    """The facts of an attention that decide what computes it."""
+    """Properties of an attention call that determine its backend."""
 
     is_training: bool
     q_dtype: Any
@@ -42,17 +42,17 @@ class FusedAttnHelper:
     window_size: tuple[int, int] = (-1, -1)
 
     def is_fused_attn_kernel_available(self) -> bool:
-        """Would another backend than the reference take it on this machine?"""
+        """Return whether a backend other than the reference supports the call on this machine."""
         return is_fused_attn_kernel_available(**vars(self))
 
     def get_fused_attn_backend(self) -> int:
-        """The number of the kind of backend: of 16-bit attention, or of none."""
+        """Return the member of NVTE_Fused_Attn_Backend as an integer: 16-bit attention, or no backend."""
         return _F16 if self.is_fused_attn_kernel_available() else _NONE
 
 
 @dataclass(frozen=True)
 class ScoreModConfig:
-    """A score_mod with its tensors, by the names of the arguments of `fused_attn` that they are."""
+    """A score_mod with its tensors; the fields have the names of the arguments of `fused_attn`."""
 
     score_mod: Callable[..., Array] | None = None
     score_mod_bprop: Callable[..., Array] | None = None
@@ -66,6 +66,6 @@ def make_fused_attn_score_mod_config(
     score_mod_tensors: Any = None,
     score_mod_bprop_tensors: Any = None,
 ) -> ScoreModConfig:
-    """The four arguments in one: `fused_attn(.., **vars(config))`."""
+    """Return the four arguments as one record, for `fused_attn(..., **vars(config))`."""
     check_functions(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)
     return ScoreModConfig(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)

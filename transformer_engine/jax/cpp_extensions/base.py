@@ -1,4 +1,4 @@
-"""The original's primitives by their names: whether the kernels in their place are used."""
+"""Switches of kernels under the names of the original's primitives."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ __all__ = ["BasePrimitive", "register_primitive"]
 
 
 class BasePrimitive:
-    """A kernel by the name of its class, which NVTE_JAX_CUSTOM_CALLS knows too."""
+    """Switch of one kind of kernel, under the name of its class as in NVTE_JAX_CUSTOM_CALLS."""
 
     @classmethod
     def enabled(cls) -> bool:
-        """Are programs that are traced from here on given this kernel, where it takes them?"""
+        """Return whether newly traced programs use the kernel for the calls that it supports."""
         return custom_calls.switched_off(cls.__name__) is None
 
     @classmethod
     def set_enabled(cls, enabled: bool) -> None:
-        """Say so, over what the environment says; what has been traced before keeps what it has."""
+        """Enable or disable the kernel, regardless of the environment; traced programs do not change."""
         custom_calls.switch(cls.__name__, enabled)
 
 
 def register_primitive(cls: type) -> NoReturn:
-    """Refuse: primitives of a caller have no foreign functions here to be lowered to."""
+    """Raise NotImplementedError, since there are no compiled functions that primitives could be lowered to."""
     raise NotImplementedError(
-        f"register_primitive({cls.__name__}): there is no extension of compiled functions here; make the "
+        f"register_primitive({getattr(cls, '__name__', cls)}): this package has no compiled functions; implement the "
         "operation with jax.ffi, or in Triton with transformer_engine.jax.primitives.kernels"
     )

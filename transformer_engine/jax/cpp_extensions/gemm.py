@@ -1,4 +1,4 @@
-"""Products of arrays and quantized tensors."""
+"""Matrix products of arrays and quantized tensors."""
 
 from __future__ import annotations
 
@@ -9,21 +9,48 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...common.checks import member, switch, whole
+from ...common.checks import described, member, switch, whole, whole_numbers
 from ..checks import check_integers, check_optional
 from ..collective import CollectiveOp
 from ..dense import dense, grouped_dense
-from ..quantize.quantizers import Quantizer, QuantizerSet
-from ..quantize.tensors import ScaledTensor, ScaledTensor1x, ScaledTensor2x
+from ..quantize.quantizers import Quantizer, QuantizerSet, noop_quantizer_set
+from ..quantize.tensors import AbstractBaseTensor, ScaledTensor, ScaledTensor1x, ScaledTensor2x
 from .base import BasePrimitive
 
 
 class GemmPrimitive(BasePrimitive):
-    """Products."""
+    """Switch of the kernels of matrix products."""
 
 
 class GroupedGemmPrimitive(BasePrimitive):
-    """Products of rows in groups."""
+    """Switch of the kernels of grouped matrix products."""
+
+
+def sanitize_dims(ndim: int, dims: int | Sequence[int]) -> tuple[int, ...]:
+    """Return axes counted from the first axis of an array.
+
+    Args:
+        ndim: Number of axes of the array.
+        dims: One axis or several; negative axes count from the last one.
+
+    Raises:
+        ValueError: An axis is outside the array.
+    """
+    whole("ndim", ndim, 0)
+    axes = dims if isinstance(dims, Sequence) else (dims,)
+    whole_numbers("dims", axes)
+    for axis in axes:
+        if not -ndim <= axis < ndim:
+            raise ValueError(
+                f"dims={described(dims)}: an array of {ndim} axes has no axis {axis}; choose another"
+            )
+    return tuple(axis % ndim for axis in axes)
+
+
+def get_non_contracting_dims(ndim: int, contracting_dims: int | Sequence[int]) -> tuple[int, ...]:
+    """Return the axes of an array of ndim axes that are not among contracting_dims, in ascending order."""
+    contracted = sanitize_dims(ndim, contracting_dims)
+    return tuple(axis for axis in range(ndim) if axis not in contracted)
 
 
 def gemm(
@@ -38,14 +65,28 @@ def gemm(
     *,
     fuse_bias: bool = False,
 ) -> Array:
-    """Return lhs @ rhs (+ bias) over the contracted axes, each operand quantized by its quantizer.
+    """Return lhs @ rhs (+ bias), contracted over any axes.
 
-    An operand may be quantized already; its values are multiplied, and the result has lhs's nominal dtype.
-    fuse_bias has no effect except that it requires a bias.
+    Args:
+        lhs: Left operand: an array, or a quantized tensor.
+        rhs: Right operand: an array, or a quantized tensor.
+        bias: Bias of the non-contracted axes of rhs, or None.
+        contracting_dims: Contracted axes of lhs and of rhs.
+        lhs_quantizer: Quantizer of lhs; None leaves lhs as given.
+        rhs_quantizer: Quantizer of rhs; None leaves rhs as given.
+        transpose_batch_sequence: Whether the sequence axis precedes the batch axis; does not change the result.
+        collective_op: Collective around the product; XLA inserts collectives from the shardings.
+        fuse_bias: Requires a bias; XLA decides whether the addition is fused.
+
+    Returns:
+        The product in the dtype of lhs, which is dq_dtype for a quantized tensor.
+
+    Raises:
+        ValueError: Extents do not match, or fuse_bias is True without a bias.
     """
     switch("fuse_bias", fuse_bias)
     if fuse_bias and bias is None:
-        raise ValueError("fuse_bias=True and bias=None; give a bias, or leave fuse_bias out")
+        raise ValueError("fuse_bias=True and bias=None; pass a bias, or leave fuse_bias out")
     for name, quantizer in (("lhs_quantizer", lhs_quantizer), ("rhs_quantizer", rhs_quantizer)):
         check_optional(name, quantizer, Quantizer)
     member("collective_op", collective_op, CollectiveOp)
@@ -63,11 +104,9 @@ def gemm(
 
 
 def _values(operand: Array | ScaledTensor, quantizer: Quantizer | None, flatten_axis: int) -> Array:
-    """Return the values of an operand in float32; its quantizer quantizes an operand in high precision first."""
+    """Return the values of an operand in float32; an operand in high precision is quantized first."""
     if quantizer is not None and not isinstance(operand, ScaledTensor):
-        rowwise = (
-            flatten_axis < 0
-        )  # the left operand is contracted over its last axes, the right one over its first
+        rowwise = flatten_axis < 0  # products contract the last axes of lhs and the first axes of rhs
         operand = quantizer.quantize(operand, rowwise, not rowwise, flatten_axis=flatten_axis)
     if isinstance(operand, ScaledTensor2x):
         operand = operand.rowwise_tensor
@@ -83,30 +122,57 @@ def _nominal_dtype(operand: Any) -> Any:
 def grouped_gemm(
     lhs: Any,
     rhs: Any,
-    group_sizes: Array,
-    preferred_element_type: Any = None,
-    *,
+    group_sizes: Array | None = None,
     contracting_dims: tuple[Sequence[int], Sequence[int]] = ((1,), (1,)),
     bias: Array | None = None,
     precision: jax.lax.Precision = jax.lax.Precision.DEFAULT,
+    preferred_element_type: Any = None,
     group_offset: Array | None = None,
+    quantizer_set: QuantizerSet = noop_quantizer_set,
 ) -> Array:
-    """Return the rows of group g of lhs [M, K] @ rhs[g] of rhs [G, K, N] (+ bias[g]).
+    """Return the product [M, N] of the rows of group g of lhs [M, K] and rhs[g] [K, N] (+ bias[g]).
 
-    Either operand may be quantized in groups: its values are multiplied. The keywords are those of `grouped_dense`.
+    Args:
+        lhs: Rows in groups: an array, a grouped quantized tensor or a GroupedNoScaleTensor.
+        rhs: One matrix per group [G, K, N]: an array or a grouped quantized tensor.
+        group_sizes: Rows per group, int32 [G]; None uses the sizes that lhs holds.
+        contracting_dims: As in `grouped_dense`, as are the following arguments.
+        bias: Bias [G, N], or None.
+        precision: Has no effect; partial sums are float32.
+        preferred_element_type: dtype of the result; None means lhs's.
+        group_offset: Must be None.
+        quantizer_set: Quantizers of operands in high precision.
+
+    Raises:
+        ValueError: Extents do not match, or neither group_sizes nor lhs states the rows per group.
     """
-    lhs, rhs = (x.dequantize() if hasattr(x, "dequantize") else x for x in (lhs, rhs))
+    if group_sizes is None:
+        rows = lhs.rowwise_tensor if isinstance(lhs, ScaledTensor2x) else lhs
+        group_sizes = getattr(rows, "group_sizes", None)
+        if group_sizes is None:
+            raise ValueError(
+                f"group_sizes=None and lhs={described(lhs)} holds no sizes; pass the rows per group as int32 [G]"
+            )
+    lhs, rhs = (x.dequantize() if isinstance(x, AbstractBaseTensor) else x for x in (lhs, rhs))
     return grouped_dense(
-        lhs, rhs, group_sizes, contracting_dims, bias, precision, preferred_element_type, group_offset
+        lhs,
+        rhs,
+        group_sizes,
+        contracting_dims,
+        bias,
+        precision,
+        preferred_element_type,
+        group_offset,
+        quantizer_set,
     )
 
 
 def grouped_gemm_copy_group_sizes(group_sizes: Array, num_gemms: int) -> Array:
-    """group_sizes [num_gemms] as they are: the kernel reads them on the device, nothing is copied to the host."""
+    """Return group_sizes [num_gemms] unchanged; the kernels read them on the device without a copy to the host."""
     whole("num_gemms", num_gemms)
     check_integers("group_sizes", group_sizes)
     if group_sizes.shape != (num_gemms,):
         raise ValueError(
-            f"group_sizes has shape {list(group_sizes.shape)}; give one number a group, [{num_gemms}]"
+            f"group_sizes has shape {list(group_sizes.shape)}; pass one number per group, [{num_gemms}]"
         )
     return group_sizes

@@ -1,24 +1,57 @@
-"""What the machine and a kernel can do."""
+"""Queries of libraries, flags and devices, and conversions of dtypes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from ...common.checks import member, whole
+import jax.numpy as jnp
+
+from ...common.checks import described, member
+from ...common.dtypes import DType
 from ..checks import check_dtype
 from ..platform import compute_capability, library_version, xla_flag
-from ..primitives.attention.enums import AttnSoftmaxType
-from ..softmax import SoftmaxFusionType
 
 __all__ = [
     "get_cudnn_version",
     "get_min_device_compute_capability",
     "get_xla_flag",
-    "is_softmax_kernel_available",
+    "jax_dtype_to_te_dtype",
+    "te_dtype_to_jax_dtype",
 ]
 
-_THREADS, _WARP = 128, 32
+_DTYPES: dict[DType, Any] = {
+    DType.kByte: jnp.dtype(jnp.uint8),
+    DType.kInt32: jnp.dtype(jnp.int32),
+    DType.kInt64: jnp.dtype(jnp.int64),
+    DType.kFloat32: jnp.dtype(jnp.float32),
+    DType.kFloat16: jnp.dtype(jnp.float16),
+    DType.kBFloat16: jnp.dtype(jnp.bfloat16),
+    DType.kFloat8E4M3: jnp.dtype(jnp.float8_e4m3fn),
+    DType.kFloat8E5M2: jnp.dtype(jnp.float8_e5m2),
+    DType.kFloat8E8M0: jnp.dtype(jnp.float8_e8m0fnu),
+    DType.kFloat4E2M1: jnp.dtype(jnp.float4_e2m1fn),
+}
+
+
+def te_dtype_to_jax_dtype(te_dtype: DType) -> Any:
+    """Return the dtype of JAX for a member of DType."""
+    member("te_dtype", te_dtype, DType)
+    return _DTYPES[te_dtype]
+
+
+def jax_dtype_to_te_dtype(jax_dtype: Any) -> DType:
+    """Return the member of DType for a dtype of JAX.
+
+    Raises:
+        ValueError: DType has no member for the dtype.
+    """
+    wanted = check_dtype("jax_dtype", jax_dtype)
+    for member_of_te, dtype in _DTYPES.items():
+        if dtype == wanted:
+            return member_of_te
+    names = ", ".join(dtype.name for dtype in _DTYPES.values())
+    raise ValueError(f"jax_dtype={wanted.name} has no member of DType; choose one of {names}")
 
 
 def get_xla_flag(flag: str, default: Any = None, cast: Callable[[str], Any] | None = None) -> Any:
@@ -28,7 +61,12 @@ def get_xla_flag(flag: str, default: Any = None, cast: Callable[[str], Any] | No
         flag: Name of the flag, with or without its leading dashes.
         default: Returned if the flag is not set.
         cast: Converts the text of the value instead.
+
+    Raises:
+        TypeError: flag is not a string.
     """
+    if not isinstance(flag, str):
+        raise TypeError(f"flag={described(flag)} is a {type(flag).__name__}; pass the name of a flag of XLA")
     found = xla_flag(flag.lstrip("-"))
     if found is None:
         return default
@@ -45,34 +83,11 @@ def get_xla_flag(flag: str, default: Any = None, cast: Callable[[str], Any] | No
 
 
 def get_cudnn_version() -> tuple[int, int, int]:
-    """(major, minor, patch) of the cuDNN that XLA uses; zeros without a GPU."""
+    """Return (major, minor, patch) of the cuDNN library that XLA uses; zeros without a GPU."""
     number = library_version("cudnn")
     return number // 10000, number // 100 % 100, number % 100
 
 
 def get_min_device_compute_capability() -> int:
-    """Ten times the least compute capability of this process's GPUs; 90 on a CPU."""
+    """Return ten times the lowest compute capability of this process's GPUs; 90 on a CPU."""
     return compute_capability()
-
-
-def is_softmax_kernel_available(
-    fusion_type: SoftmaxFusionType,
-    softmax_type: AttnSoftmaxType,
-    batch: int,
-    heads: int,
-    q_seqlen: int,
-    k_seqlen: int,
-    dtype: Any,
-) -> bool:
-    """Would a kernel of 128 threads a block, two rows a warp up to 128 keys and one beyond, take these scores?"""
-    member("fusion_type", fusion_type, SoftmaxFusionType)
-    member("softmax_type", softmax_type, AttnSoftmaxType)
-    for name, extent in (("batch", batch), ("heads", heads), ("q_seqlen", q_seqlen), ("k_seqlen", k_seqlen)):
-        whole(name, extent)
-    if softmax_type is not AttnSoftmaxType.VANILLA_SOFTMAX or check_dtype("dtype", dtype).itemsize != 2:
-        return False
-    if not 16 <= k_seqlen <= 16384 or q_seqlen % 4 or (batch * heads) % 4:
-        return False
-    padded = 1 << (k_seqlen - 1).bit_length()
-    rows = _THREADS // min(padded, _WARP) * (2 if padded <= 128 else 1)
-    return q_seqlen % rows == 0

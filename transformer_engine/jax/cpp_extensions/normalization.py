@@ -1,4 +1,4 @@
-"""Norms with their statistics, quantized where a quantizer is given."""
+"""Norms with their statistics and optional quantization, and their gradients."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any
 
 from jax import Array
 
-from ..layernorm import check_norm
-from ..primitives.norm import norm_forward
+from ..checks import check_shaped
+from ..layernorm import canonicalize_norm_type, check_norm
+from ..primitives.norm import norm_backward, norm_forward
 from ..quantize.quantizers import Quantizer
 from ..quantize.scaling_modes import ScalingMode
 from .base import BasePrimitive
@@ -15,11 +16,11 @@ from .quantization import by_reference, quantize
 
 
 class NormFwdPrimitive(BasePrimitive):
-    """Norms."""
+    """Switch of the kernels of norms."""
 
 
 class NormBwdPrimitive(BasePrimitive):
-    """Gradients of norms."""
+    """Switch of the kernels of the gradients of norms."""
 
 
 def layernorm_fwd(
@@ -30,24 +31,106 @@ def layernorm_fwd(
     epsilon: float,
     quantizer: Quantizer | None = None,
 ) -> tuple[Any, Array, Array]:
-    """(y, mean [..], rstdev [..]), statistics in float32."""
-    check_norm(x, gamma, beta, "layernorm", zero_centered_gamma, epsilon)
-    y, mean, rstdev = norm_forward(x, gamma, beta, True, zero_centered_gamma, float(epsilon))
+    """Return layernorm(x [..., width]), quantized as in `quantize`, and mean and rstdev [...] in float32."""
+    y, mean, rstdev = normalization_fwd(x, gamma, beta, zero_centered_gamma, epsilon, "layernorm", quantizer)
     assert mean is not None
-    return quantize(y, quantizer), mean[..., 0], rstdev[..., 0]
+    return y, mean, rstdev
 
 
 def rmsnorm_fwd(
     x: Array, gamma: Array, zero_centered_gamma: bool, epsilon: float, quantizer: Quantizer | None = None
 ) -> tuple[Any, Array]:
-    """(y, rstdev [..]), rstdev in float32."""
-    check_norm(x, gamma, None, "rmsnorm", zero_centered_gamma, epsilon)
-    y, _, rstdev = norm_forward(x, gamma, None, False, zero_centered_gamma, float(epsilon))
-    return quantize(y, quantizer), rstdev[..., 0]
+    """Return rmsnorm(x [..., width]), quantized as in `quantize`, and rstdev [...] in float32."""
+    y, _, rstdev = normalization_fwd(x, gamma, None, zero_centered_gamma, epsilon, "rmsnorm", quantizer)
+    return y, rstdev
+
+
+def normalization_fwd(
+    x: Array,
+    gamma: Array,
+    beta: Array | None,
+    zero_centered_gamma: bool,
+    epsilon: float,
+    norm_type: str,
+    quantizer: Quantizer | None = None,
+) -> tuple[Any, Array | None, Array]:
+    """Normalize x over its last axis.
+
+    Args:
+        x: Input [..., width], float32, bfloat16 or float16.
+        gamma: Scale [width].
+        beta: Bias [width] of layernorm; None for rmsnorm.
+        zero_centered_gamma: Whether layernorm multiplies by 1 + gamma; False for rmsnorm.
+        epsilon: Added to the variance.
+        norm_type: "layernorm" or "rmsnorm".
+        quantizer: Quantizer of the output, or None.
+
+    Returns:
+        A tuple of the output, a quantized tensor or a NoScaleTensor; the mean [...], None for rmsnorm; and the
+        reciprocal standard deviation [...]. Both statistics are float32.
+    """
+    layernorm = check_norm(x, gamma, beta, norm_type, zero_centered_gamma, epsilon) == "layernorm"
+    y, mean, rstdev = norm_forward(x, gamma, beta, layernorm, zero_centered_gamma, float(epsilon))
+    return quantize(y, quantizer), None if mean is None else mean[..., 0], rstdev[..., 0]
+
+
+def normalization_bwd(
+    dz: Array,
+    x: Array,
+    mu: Array | None,
+    rsigma: Array,
+    gamma: Array,
+    zero_centered_gamma: bool,
+    epsilon: float,
+    norm_type: str,
+) -> tuple[Array, Array, Array | None]:
+    """Return the gradients of `normalization_fwd`.
+
+    Args:
+        dz: Gradient of the output, with x's shape.
+        x: Input [..., width].
+        mu: Mean [...] from the forward pass; None for rmsnorm.
+        rsigma: Reciprocal standard deviation [...] from the forward pass.
+        gamma: Scale [width].
+        zero_centered_gamma: As in the forward pass.
+        epsilon: As in the forward pass, which added it; rsigma contains it.
+        norm_type: "layernorm" or "rmsnorm".
+
+    Returns:
+        A tuple of dx in x's dtype, dgamma [width], and dbeta [width], None for rmsnorm. dgamma and dbeta have the
+        dtype of gamma.
+    """
+    layernorm = canonicalize_norm_type(norm_type) == "layernorm"
+    check_norm(x, gamma, gamma if layernorm else None, norm_type, zero_centered_gamma, epsilon)
+    check_shaped("dz", dz, x.shape)
+    for name, statistic in (("mu", mu), ("rsigma", rsigma)) if layernorm else (("rsigma", rsigma),):
+        check_shaped(name, statistic, x.shape[:-1])
+    mean = None if mu is None or not layernorm else mu[..., None]
+    # beta does not enter the gradients except for its dtype, which is gamma's.
+    return norm_backward(
+        dz, x, gamma, gamma if layernorm else None, mean, rsigma[..., None], zero_centered_gamma
+    )
+
+
+def layernorm_bwd(
+    dz: Array, x: Array, mu: Array, rsigma: Array, gamma: Array, zero_centered_gamma: bool, epsilon: float
+) -> tuple[Array, Array, Array]:
+    """Return the gradients dx, dgamma and dbeta of `layernorm_fwd`; `normalization_bwd` documents the arguments."""
+    dx, dgamma, dbeta = normalization_bwd(dz, x, mu, rsigma, gamma, zero_centered_gamma, epsilon, "layernorm")
+    assert dbeta is not None
+    return dx, dgamma, dbeta
+
+
+def rmsnorm_bwd(
+    dz: Array, x: Array, rsigma: Array, gamma: Array, zero_centered_gamma: bool, epsilon: float
+) -> tuple[Array, Array]:
+    """Return the gradients dx and dgamma of `rmsnorm_fwd`; `normalization_bwd` documents the arguments."""
+    dx, dgamma, _ = normalization_bwd(dz, x, None, rsigma, gamma, zero_centered_gamma, epsilon, "rmsnorm")
+    return dx, dgamma
 
 
 def is_norm_zero_centered_gamma_in_weight_dtype(scaling_mode: ScalingMode) -> bool:
-    """Is the 1 of 1 + gamma added in gamma's dtype? Under no scaling mode: in float32."""
+    """Return whether 1 + gamma is computed in gamma's dtype: False, since every mode computes it in float32."""
     return False
 
 

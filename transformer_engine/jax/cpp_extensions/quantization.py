@@ -1,4 +1,4 @@
-"""Codes of a tensor, with the sums of its columns beside them, and of groups of rows."""
+"""Quantization of tensors and of groups of rows, and column sums of gradients."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from ...common.checks import member, switch
 from ...common.dispatch import use_backend
-from ..checks import check_optional, check_values
-from ..quantize.grouped import GroupedNoScaleTensor, GroupedQuantizer
+from ..checks import check_optional, check_sizes, check_values
+from ..quantize.grouped import GroupedNoScaleTensor, GroupedQuantizer, group_of_rows
 from ..quantize.quantizers import Quantizer
 from ..quantize.tensors import NoScaleTensor, positive_axis
 from ..sharding import automatic_axes, is_mesh_available, mesh_resource_or_default
@@ -23,15 +24,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class QuantizePrimitive(BasePrimitive):
-    """Quantization."""
+    """Switch of the kernels of quantization."""
 
 
 class DBiasQuantizePrimitive(BasePrimitive):
-    """Quantization with the sums of columns beside it."""
+    """Switch of the kernels of quantization with column sums."""
 
 
 def by_reference(function: Function) -> Function:
-    """The function as the references in jnp compute it, on any device."""
+    """Return a function that uses the reference implementations in jnp on every device."""
 
     @functools.wraps(function)
     def plain(*arguments: Any, **options: Any) -> Any:
@@ -42,11 +43,10 @@ def by_reference(function: Function) -> Function:
 
 
 class AmaxScope(enum.Enum):
-    """Devices whose absolute maximum a scale is made from, for calls inside shard_map.
+    """Devices that share the absolute maximum of a scale, for calls inside shard_map.
 
-    LOCAL   this device alone
-    TPSP    the devices along MeshResource.tpsp_resource
-    FSDP    the devices along MeshResource.fsdp_resource
+    LOCAL is this device, TPSP the devices along MeshResource.tpsp_resource, and FSDP the devices along
+    MeshResource.fsdp_resource.
     """
 
     LOCAL = 1
@@ -54,7 +54,7 @@ class AmaxScope(enum.Enum):
     FSDP = 3
 
     def axes(self) -> tuple[str, ...]:
-        """The mesh axis of the scope if it is manual here; outside of shard_map maxima cover all devices anyway."""
+        """Return the mesh axis of the scope if it is manual here; outside of shard_map maxima include all devices."""
         resource = mesh_resource_or_default()
         axis = {AmaxScope.TPSP: resource.tpsp_resource, AmaxScope.FSDP: resource.fsdp_resource}.get(self)
         return () if axis is None or not is_mesh_available() or axis in automatic_axes() else (axis,)
@@ -63,7 +63,17 @@ class AmaxScope(enum.Enum):
 def quantize(
     x: Array, quantizer: Quantizer | None, flatten_axis: int = -1, amax_scope: AmaxScope = AmaxScope.LOCAL
 ) -> Any:
-    """Quantize x and advance the quantizer's state; without a quantizer return a NoScaleTensor."""
+    """Quantize x and advance the state of the quantizer.
+
+    Args:
+        x: Tensor [*rows, *columns], float32, bfloat16 or float16.
+        quantizer: Quantizer, or None.
+        flatten_axis: First column axis of x.
+        amax_scope: Devices that share the maximum inside shard_map.
+
+    Returns:
+        The quantized tensor; a NoScaleTensor without a quantizer.
+    """
     check_values("x", x)
     check_optional("quantizer", quantizer, Quantizer)
     member("amax_scope", amax_scope, AmaxScope)
@@ -79,7 +89,7 @@ def quantize_dbias(
     flatten_axis: int = -1,
     amax_scope: AmaxScope = AmaxScope.LOCAL,
 ) -> tuple[Any, Array | None]:
-    """Return dz quantized and its sums over the axes in front of flatten_axis, in dz's dtype."""
+    """Return dz quantized, and its sums over the axes before flatten_axis in dz's dtype, or None unless is_dbias."""
     check_values("dz", dz)
     switch("is_dbias", is_dbias)
     dbias = None
@@ -89,10 +99,36 @@ def quantize_dbias(
     return quantize(dz, quantizer, flatten_axis, amax_scope), dbias
 
 
+def grouped_dbias(grad: Array, group_sizes: Array) -> Array:
+    """Return the sums [G, N] over the rows of each group of grad [M, N], in grad's dtype.
+
+    Args:
+        grad: Gradient [M, N], float32, bfloat16 or float16.
+        group_sizes: Rows per group, integers [G]. Rows after the last group are not summed.
+    """
+    check_values("grad", grad)
+    if grad.ndim != 2:
+        raise ValueError(f"grad has shape {grad.shape}; pass a matrix [M, N]")
+    check_sizes("group_sizes", group_sizes, None, grad.shape[0])
+    groups = group_of_rows(group_sizes, grad.shape[0])
+    sums = jax.ops.segment_sum(grad.astype(jnp.float32), groups, group_sizes.shape[0] + 1)
+    return sums[:-1].astype(grad.dtype)
+
+
 def grouped_quantize(
     x: Array, quantizer: GroupedQuantizer | None, group_sizes: Array | None = None, *, flatten_axis: int = -1
 ) -> Any:
-    """Quantize the groups of x [M, K], or of a stack [G, ..]; flatten_axis is where the columns begin."""
+    """Quantize the groups of x and advance the state of the quantizer.
+
+    Args:
+        x: Rows in groups [M, K], or a stack of matrices [G, *rows, *columns].
+        quantizer: Quantizer of the groups, or None.
+        group_sizes: Rows per group, int32 [G]; None for a stack.
+        flatten_axis: First column axis of x.
+
+    Returns:
+        The quantized groups; a GroupedNoScaleTensor without a quantizer.
+    """
     check_values("x", x)
     check_optional("quantizer", quantizer, GroupedQuantizer)
     if quantizer is None:

@@ -34,7 +34,7 @@ from .dense_general import DenseGeneral
 from .kv_cache import KeyValueCache
 from .layernorm_dense_general import LayerNormDenseGeneral
 from .lora_scope import _canonicalize_lora_scope
-from .positions import rotated
+from .positions import rotated, rotated_packed
 
 _FORMER_NAMES = {
     "num_heads": "num_attention_heads",
@@ -130,12 +130,20 @@ class MultiHeadAttention(nn.Module):
                 "give a divisor of it"
             )
         transposed = bool(self.transpose_batch_sequence)
-        query, key, value, normalized = self._projected(inputs_q, inputs_kv)
-        query = query.reshape(*query.shape[:2], self.num_attention_heads, self.head_dim)
-        key, value = (x.reshape(*x.shape[:2], groups, self.head_dim) for x in (key, value))
-        cache = KeyValueCache.of(self, key, value, 0 if transposed else 1) if decode else None
-        if self.enable_rotary_pos_emb:
-            query, key = (self._rotated(x, cache) for x in (query, key))
+        parts, normalized = self._projected(inputs_q, inputs_kv)
+        cache = None
+        if isinstance(parts, Array) and self.enable_rotary_pos_emb and not decode:
+            query, key, value = rotated_packed(
+                parts, self.num_attention_heads, self.rotary_pos_emb_windows, transposed,
+                self.rotary_pos_emb_group_method,
+            )  # fmt: skip
+        else:
+            query, key, value = (parts[..., i, :] for i in range(3)) if isinstance(parts, Array) else parts
+            query = query.reshape(*query.shape[:2], self.num_attention_heads, self.head_dim)
+            key, value = (x.reshape(*x.shape[:2], groups, self.head_dim) for x in (key, value))
+            cache = KeyValueCache.of(self, key, value, 0 if transposed else 1) if decode else None
+            if self.enable_rotary_pos_emb:
+                query, key = (self._rotated(x, cache) for x in (query, key))
         mask_type, window = self.attn_mask_type, self.window_size
         if cache is not None and cache.filled:
             mask, bias = self._of_step(cache, mask, bias)
@@ -196,8 +204,15 @@ class MultiHeadAttention(nn.Module):
     def _groups(self) -> int:
         return self.num_attention_heads if self.num_gqa_groups is None else self.num_gqa_groups
 
-    def _projected(self, inputs_q: Array, inputs_kv: Array) -> tuple[Array, Array, Array, Array | None]:
-        """query [.., heads * d], key and value [.., groups * d], and the norm of inputs_q where it was asked for."""
+    def _projected(
+        self, inputs_q: Array, inputs_kv: Array
+    ) -> tuple[Array | tuple[Array, Array, Array], Array | None]:
+        """Project the inputs to queries, keys and values.
+
+        Returns:
+            The product of a joint projection [.., 3, heads * d], or query [.., heads * d], key and value
+            [.., groups * d]; and the norm of inputs_q, or None if it is neither returned nor read again.
+        """
         itself = inputs_q is inputs_kv
         width, narrow = self.num_attention_heads * self.head_dim, self._groups * self.head_dim
         if self.fuse_qkv_params and itself and width == narrow:
@@ -206,7 +221,7 @@ class MultiHeadAttention(nn.Module):
                 self.return_layernorm_output,
             )(inputs_q)  # fmt: skip
             made = checkpoint_name(made, "combined_qkv_proj")
-            return made[..., 0, :], made[..., 1, :], made[..., 2, :], normalized
+            return made, normalized
         query, normalized = self._norm_dense(
             "query", width, self._query_init, (W_FSDP_AXES, W_TP_AXES), (W_TP_AXES,),
             self.return_layernorm_output or itself,
@@ -220,12 +235,12 @@ class MultiHeadAttention(nn.Module):
                 adapted,
             )(source)  # fmt: skip
             both = checkpoint_name(both, "combined_kv_proj")
-            return query, both[..., 0, :], both[..., 1, :], normalized
+            return (query, both[..., 0, :], both[..., 1, :]), normalized
         key, value = (
             self._dense(name, narrow, self.kernel_init, (W_FSDP_AXES, W_TP_AXES), (W_TP_AXES,), adapted)(one)
             for name, one in (("key", source), ("value", _read_apart(source) if itself else source))
         )
-        return query, checkpoint_name(key, "key_proj"), checkpoint_name(value, "value_proj"), normalized
+        return (query, checkpoint_name(key, "key_proj"), checkpoint_name(value, "value_proj")), normalized
 
     def _dense(
         self, name: str, features: Any, init: Any, kernel_axes: Any, bias_axes: Any, adapted: bool

@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from ...common.checks import described, number, switch, whole
 from ..checks import check_extent, check_values
-from ..primitives.rope import rotate
+from ..primitives.rope import rotate, rotate_packed
 from .base import check_call, parameter
 
 _METHODS = ("consecutive", "alternate")
@@ -44,11 +44,42 @@ def rotated(
     position: Array | int,
     length: int,
 ) -> Array:
-    """`rotary_pos_emb` of tokens that stand at position and behind it in a sequence of at most length tokens."""
-    if not isinstance(group_method, str) or group_method not in _METHODS:
-        raise ValueError(f"group_method={described(group_method)}; choose 'consecutive' or 'alternate'")
+    """`rotary_pos_emb` of tokens at `position` and behind it, in a sequence of at most `length` tokens."""
     if x.ndim != 4 or x.shape[-1] % 2:
         raise ValueError(f"x has shape {x.shape}; it must be [b, s, h, d] with an even d")
+    tokens = x.shape[0 if transposed else 1]
+    table = _angles(windows, group_method, length, x.shape[-1])
+    if tokens != length:
+        table = lax.dynamic_slice_in_dim(table, position, tokens)
+    return rotate(x, table, group_method == "consecutive", transposed)
+
+
+def rotated_packed(
+    packed: Array, heads: int, windows: tuple[float, float], transposed: bool, group_method: str
+) -> tuple[Array, Array, Array]:
+    """Split a joint projection into queries, keys and values, and apply `rotary_pos_emb` to queries and keys.
+
+    Args:
+        packed: Queries, keys and values [b, s, 3, h * d]; [s, b, 3, h * d] if transposed.
+        heads: Number of heads h.
+        windows: See `rotary_pos_emb`.
+        transposed: The first axis of packed is the sequence.
+        group_method: See `rotary_pos_emb`.
+
+    Returns:
+        Queries, keys and values, each [b, s, h, d]; [s, b, h, d] if transposed.
+    """
+    width = packed.shape[-1] // heads
+    if width % 2:
+        raise ValueError(f"head_dim={width} is odd; rotary embedding rotates pairs of features")
+    table = _angles(windows, group_method, packed.shape[0 if transposed else 1], width)
+    return rotate_packed(packed, table, heads, group_method == "consecutive", transposed)
+
+
+def _angles(windows: tuple[float, float], group_method: str, length: int, width: int) -> Array:
+    """Rotation angles of `length` positions, float32 [length, width / 2]."""
+    if not isinstance(group_method, str) or group_method not in _METHODS:
+        raise ValueError(f"group_method={described(group_method)}; choose 'consecutive' or 'alternate'")
     pair = isinstance(windows, (tuple, list)) and len(windows) == 2
     for timescale in windows if pair else ():
         number("windows", timescale)
@@ -57,15 +88,9 @@ def rotated(
             f"windows={described(windows)}; give the timescales of the first and the last pair, both above 0"
         )
     least, greatest = windows
-    half = x.shape[-1] // 2
-    timescales = least * (greatest / least) ** (2 * np.arange(half) / x.shape[-1])
-    tokens = x.shape[0 if transposed else 1]
+    timescales = least * (greatest / least) ** (2 * np.arange(width // 2) / width)
     check_extent("the length of rows", length, "the table of angles has one row a token")
-    angles = np.arange(length)[:, None] / timescales
-    table = jnp.asarray(angles, jnp.float32)
-    if tokens != length:
-        table = lax.dynamic_slice_in_dim(table, position, tokens)
-    return rotate(x, table, group_method == "consecutive", transposed)
+    return jnp.asarray(np.arange(length)[:, None] / timescales, jnp.float32)
 
 
 class RelativePositionBiases(nn.Module):

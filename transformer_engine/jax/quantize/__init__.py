@@ -1,6 +1,6 @@
 """Quantizers, quantized tensors and recipes of transformer_engine.jax."""
 
-from . import helper
+from . import device_utils, helper, metadata, misc, quantizer, tensor
 from .config import (
     NVTE_FP8_COLLECTION_NAME,
     QuantizeConfig,
@@ -13,6 +13,7 @@ from .config import (
     get_supported_quantization_recipes,
     get_supported_scaling_modes,
     is_fp8_available,
+    is_fp8_gemm_with_all_layouts_supported,
     is_quantize_recipe_supported,
     is_scaling_mode_supported,
     update_collections,
@@ -32,4 +33,12 @@ from .quantizers import (
 from .scale_of_amax import compute_scale_from_amax
 from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode, TensorSource, TensorUsage
 from .sharing import fan_out
-from .tensors import NoScaleTensor, ScaledTensor, ScaledTensor1x, ScaledTensor2x, ScaledTensorFactory
+from .tensors import (
+    AbstractBaseTensor,
+    AbstractBaseTensor1x,
+    NoScaleTensor,
+    ScaledTensor,
+    ScaledTensor1x,
+    ScaledTensor2x,
+    ScaledTensorFactory,
+)

@@ -1,7 +1,7 @@
-"""Which recipe is in force, and what follows from it.
+"""The current recipe, its settings, and the recipes and scaling modes that the machine supports.
 
-A recipe is read where a module is traced. What jax.jit has traced before is not traced again under another recipe: a
-function is to be jitted, or called first, inside the block whose recipe it is to have.
+Modules read the recipe while they are traced. jax.jit does not retrace a function under another recipe: create the
+jitted function, or call it for the first time, inside the block of its recipe.
 """
 
 from __future__ import annotations
@@ -27,17 +27,32 @@ from .scaling_modes import AmaxComputeAlgo, ScalingMode, TensorSource
 
 NVTE_FP8_COLLECTION_NAME = "fp8_metas"
 
+_ALL_LAYOUTS = 100  # ten times the lowest compute capability
 _recipe: ContextVar[Recipe | None] = ContextVar("transformer_engine_jax_recipe", default=None)
 
 
 def get_global_quantize_recipe() -> Recipe | None:
-    """The recipe of the innermost enabled autocast; None where nothing is quantized."""
+    """Return the recipe of the innermost enabled autocast, or None outside of one."""
     return _recipe.get()
 
 
 def get_device_compute_capability(gpu_id: int = 0) -> int:
-    """Ten times the compute capability of a local GPU; 90 on a CPU, where the rules of Hopper hold."""
+    """Return ten times the compute capability of a local GPU; 90 on a CPU, which follows the rules of Hopper.
+
+    Raises:
+        TypeError: gpu_id is not an integer.
+        ValueError: The process has no GPU of that number.
+    """
     return compute_capability(gpu_id)
+
+
+def is_fp8_gemm_with_all_layouts_supported() -> bool:
+    """Return whether FP8 matrix products read operands that are contracted over any axis.
+
+    Otherwise they read operands that are contracted over the last axis alone, so that quantizers store both directions
+    of a tensor by default.
+    """
+    return compute_capability() >= _ALL_LAYOUTS
 
 
 @reusable
@@ -47,28 +62,30 @@ def autocast(
     mesh_resource: MeshResource | None = None,
     **others: Any,
 ) -> Iterator[None]:
-    """Quantize the products of the layers that are traced in this block.
+    """Quantize the matrix products of the layers that are traced in this block.
 
-    enabled         False switches quantization off, also inside of an enabled block
-    recipe          which formats and scales; None: DelayedScaling()
-    mesh_resource   what the axes of the mesh are for; None: as outside of the block
-    One object may be entered several times, within itself too.
-    Raises ValueError for a recipe that this machine, or JAX's side, does not compute.
+    The returned context manager is reusable and reentrant.
+
+    Args:
+        enabled: Whether to quantize; False disables quantization inside an enabled block.
+        recipe: Formats and scaling; None means DelayedScaling().
+        mesh_resource: Uses of the axes of the mesh; None keeps those outside of the block.
+        **others: No other keyword is accepted.
+
+    Raises:
+        TypeError: recipe is not an instance of a recipe class.
+        ValueError: The machine, or transformer_engine.jax, does not support the recipe or one of its settings.
     """
     refuse_keywords("autocast", others, {"fp8_recipe": "recipe"})
     switch("enabled", enabled)
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise TypeError(
-            f"recipe={described(recipe)} is a {type(recipe).__name__}; pass an instance of a class of "
-            "transformer_engine.common.recipe, or None"
-        )
+    _check_recipe("recipe", recipe)
     chosen = None
     if enabled:
         chosen = DelayedScaling() if recipe is None else recipe
         family = recipes.checked_family(chosen)
         if (reason := recipes.refusal_of(family)) is not None:
             raise ValueError(reason)
-    # An empty MeshResource in its place would let layers under a mesh leave every tensor where it lies, in silence.
+    # An empty MeshResource instead would silently disable the sharding constraints of layers under a mesh.
     guard = nullcontext() if mesh_resource is None else sharding.global_shard_guard(mesh_resource)
     stateful = chosen is not None and recipes.family_of(chosen).stateful
     states = merged_over_lifted_calls() if stateful else nullcontext()
@@ -84,7 +101,7 @@ def autocast(
 def fp8_autocast(
     enabled: bool = False, fp8_recipe: Recipe | None = None, mesh_resource: MeshResource | None = None
 ) -> Iterator[None]:
-    """autocast under its former name."""
+    """Deprecated name of `autocast`."""
     warnings.warn(
         "fp8_autocast is deprecated; use autocast(enabled=.., recipe=..)", DeprecationWarning, stacklevel=4
     )
@@ -94,108 +111,132 @@ def fp8_autocast(
 
 @dataclass(frozen=True)
 class QuantizeConfig:
-    """What modules ask of a recipe; without one nothing is quantized."""
+    """Settings that modules read from a recipe; without a recipe they quantize nothing."""
 
     recipe: Recipe | None
 
     COLLECTION_NAME = NVTE_FP8_COLLECTION_NAME
 
     def is_fp8_enabled(self) -> bool:
-        """Is anything quantized?"""
+        """Return whether modules quantize."""
         return self.recipe is not None
 
     def get_scaling_mode(self, source: TensorSource) -> ScalingMode:
-        """How one tensor of a linear layer is scaled."""
+        """Return the scaling mode of one tensor of a linear layer."""
+        member("source", source, TensorSource)
         if self.recipe is None:
             return ScalingMode.NO_SCALING
         return recipes.family_of(self.recipe).modes(self.recipe, source)
 
     @property
     def stateful(self) -> bool:
-        """Has the recipe amax histories and scales?"""
+        """Whether the recipe has scales and histories of maxima as state."""
         return self.recipe is not None and recipes.family_of(self.recipe).stateful
 
     @property
     def random(self) -> bool:
-        """Does the recipe round gradients by random numbers?"""
+        """Whether the recipe rounds gradients stochastically."""
         return self.recipe is not None and recipes.family_of(self.recipe).random(self.recipe)
 
     @property
     def FWD_DTYPE(self) -> Any:
-        """dtype of the codes of inputs and kernels."""
+        """dtype of the codes of inputs and kernels; bfloat16 without a recipe."""
         return (
             recipes.format_dtypes(None)[0] if self.recipe is None else recipes.element_types(self.recipe)[0]
         )
 
     @property
     def BWD_DTYPE(self) -> Any:
-        """dtype of the codes of gradients."""
+        """dtype of the codes of gradients; bfloat16 without a recipe."""
         return (
             recipes.format_dtypes(None)[1] if self.recipe is None else recipes.element_types(self.recipe)[1]
         )
 
     @property
     def MARGIN(self) -> float:
+        """Scales are divided by two to this power."""
         return float(getattr(self.recipe, "margin", 0.0))
 
     @property
     def AMAX_HISTORY_LEN(self) -> int:
-        """Steps that a history holds; 0 for a recipe without a state."""
+        """Number of steps in a history of maxima; 0 for a recipe without state."""
         return int(getattr(self.recipe, "amax_history_len", 0))
 
     @property
     def INITIALIZED(self) -> bool:
-        """Was a recipe given?"""
+        """Whether the settings are those of a recipe."""
         return self.recipe is not None
 
     @property
     def DISABLE_STOCHASTIC_ROUNDING(self) -> bool:
-        """Does an NVFP4 recipe round gradients to nearest?"""
+        """Whether an NVFP4 recipe rounds gradients to nearest."""
         return bool(getattr(self.recipe, "disable_stochastic_rounding", False))
 
     @property
     def DISABLE_RHT(self) -> bool:
-        """Does an NVFP4 recipe leave out the random Hadamard transform?"""
+        """Whether an NVFP4 recipe omits the random Hadamard transform."""
         return bool(getattr(self.recipe, "disable_rht", False))
 
     @property
     def DISABLE_2D_QUANTIZATION(self) -> bool:
-        """Does an NVFP4 recipe scale kernels in one dimension?"""
+        """Whether an NVFP4 recipe scales kernels in blocks of one dimension."""
         return bool(getattr(self.recipe, "disable_2d_quantization", False))
 
     @property
     def AMAX_COMPUTE_ALGO(self) -> AmaxComputeAlgo:
+        """Element of the history of maxima that determines the scale."""
         return AmaxComputeAlgo(getattr(self.recipe, "amax_compute_algo", "max"))
 
 
 def get_quantize_config_with_recipe(fp8_recipe: Recipe | None) -> QuantizeConfig:
-    """Return the settings that modules read of a recipe."""
+    """Return the settings that modules read from a recipe.
+
+    Raises:
+        TypeError: fp8_recipe is neither None nor an instance of a recipe class.
+    """
+    _check_recipe("fp8_recipe", fp8_recipe)
     return QuantizeConfig(fp8_recipe)
 
 
+def _check_recipe(name: str, recipe: Any) -> None:
+    """Raise TypeError unless a value is None or a recipe."""
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"{name}={described(recipe)} is a {type(recipe).__name__}; pass an instance of a class of "
+            "transformer_engine.common.recipe, or None"
+        )
+
+
 def get_quantization_recipe(recipe_name: str) -> Recipe:
-    """Return a new recipe of a class of transformer_engine.common.recipe, by the name of the class."""
-    for cls in recipes.FAMILIES:
-        if cls.__name__ == recipe_name:
-            return cls()
-    raise ValueError(
-        f"recipe_name={recipe_name!r} is not a recipe; choose one of {', '.join(c.__name__ for c in recipes.FAMILIES)}"
-    )
+    """Return a new recipe with default settings.
+
+    Args:
+        recipe_name: Name of a class of transformer_engine.common.recipe, such as "DelayedScaling".
+
+    Raises:
+        ValueError: transformer_engine.jax has no recipe of that name.
+    """
+    classes = {cls.__name__: cls for cls in recipes.FAMILIES}
+    if not isinstance(recipe_name, str) or recipe_name not in classes:
+        raise ValueError(
+            f"recipe_name={described(recipe_name)} is not a recipe; choose one of {', '.join(classes)}"
+        )
+    return classes[recipe_name]()
 
 
 def is_quantize_recipe_supported(recipe_name: str) -> tuple[bool, str]:
-    """Return whether this machine computes the recipe of that name, and otherwise why not."""
+    """Return whether this machine supports a recipe, and otherwise the reason."""
     reason = recipes.refusal_of(recipes.family_of(get_quantization_recipe(recipe_name)))
     return reason is None, reason or ""
 
 
 def get_supported_quantization_recipes() -> list[Recipe]:
-    """One instance of every recipe that this machine computes."""
+    """Return one instance of every recipe that this machine supports."""
     return [cls() for cls, family in recipes.FAMILIES.items() if recipes.refusal_of(family) is None]
 
 
 def is_scaling_mode_supported(scaling_mode: ScalingMode, gpu_id: int = 0) -> tuple[bool, str]:
-    """(can a GPU, or a CPU by emulation, compute the mode, why not)."""
+    """Return whether a GPU, or a CPU by emulation, supports a scaling mode, and otherwise the reason."""
     member("scaling_mode", scaling_mode, ScalingMode)
     if scaling_mode is ScalingMode.NO_SCALING:
         return True, ""
@@ -212,7 +253,7 @@ def _same_kind(first: ScalingMode, second: ScalingMode) -> bool:
 
 
 def get_supported_scaling_modes() -> list[ScalingMode]:
-    """The modes, no scaling apart, that this machine computes."""
+    """Return the scaling modes that this machine supports, except NO_SCALING."""
     quantizing = [mode for mode in ScalingMode if mode is not ScalingMode.NO_SCALING]
     return [mode for mode in quantizing if is_scaling_mode_supported(mode)[0]]
 
@@ -220,7 +261,7 @@ def get_supported_scaling_modes() -> list[ScalingMode]:
 def is_fp8_available(
     scaling_mode: ScalingMode = ScalingMode.DELAYED_TENSOR_SCALING, gpu_id: int | None = None
 ) -> tuple[bool, str]:
-    """is_scaling_mode_supported under its former name."""
+    """Deprecated name of `is_scaling_mode_supported`."""
     warnings.warn(
         "is_fp8_available is deprecated; use is_scaling_mode_supported", DeprecationWarning, stacklevel=2
     )
@@ -228,11 +269,15 @@ def is_fp8_available(
 
 
 def update_collections(new: Mapping[str, Any], original: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Keys of new, then the rest of original, as a dict or a FrozenDict like original."""
+    """Return original with the entries of new, as a dict or FrozenDict like original.
+
+    Raises:
+        TypeError: An argument is neither a dict nor a FrozenDict.
+    """
     for name, value in (("new", new), ("original", original)):
         if not isinstance(value, (dict, FrozenDict)):
             raise TypeError(
-                f"{name}={described(value)} is a {type(value).__name__}; give a dict or a FrozenDict"
+                f"{name}={described(value)} is a {type(value).__name__}; pass a dict or a FrozenDict"
             )
     merged = {**new, **{key: value for key, value in original.items() if key not in new}}
     return FrozenDict(merged) if isinstance(original, FrozenDict) else merged

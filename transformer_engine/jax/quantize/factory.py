@@ -1,4 +1,4 @@
-"""Quantizers and sets of them: by mode and dtype, or by a recipe and its state."""
+"""Factories of quantizers and quantizer sets, from a mode and dtypes or from a recipe and its state."""
 
 from __future__ import annotations
 
@@ -11,20 +11,18 @@ from jax import Array
 from ...common.checks import member, refuse_keywords, switch, whole
 from ...common.recipe import Recipe
 from ..checks import check_dtype
-from ..platform import compute_capability
 from . import recipes
-from .config import get_global_quantize_recipe
+from .config import get_global_quantize_recipe, is_fp8_gemm_with_all_layouts_supported
 from .grouped import GroupedQuantizer
 from .quantizers import DelayedScaleQuantizer, Quantizer, QuantizerSet, noop_quantizer_set
 from .scaling_modes import QuantizeLayout, ScalingMode, TensorSource
 
 _MOST = 1 << 16  # quantizers of one call: with their histories of 1024 steps 256 MiB
-_NATIVE_BLOCKS = 100  # from this compute capability on a product reads FP8 operands in any order of axes
 
 
 @dataclass
 class QuantizeMeta:
-    """The state of one tensor's quantizer: arrays by the names of the quantizer's fields."""
+    """State of one tensor's quantizer: arrays, keyed by the names of the quantizer's fields."""
 
     state: dict[str, Array]
 
@@ -32,13 +30,13 @@ class QuantizeMeta:
         self.state = state
 
     def get_kwargs_dictionary(self) -> dict[str, Array]:
-        """Keyword arguments for the quantizer."""
+        """Return the state as keyword arguments of the quantizer."""
         return dict(self.state)
 
 
 @dataclass
 class QuantizeMetaSet:
-    """The states of a linear layer's input, kernel and output gradient."""
+    """States of the quantizers of a linear layer's input, kernel and output gradient."""
 
     x: QuantizeMeta
     kernel: QuantizeMeta
@@ -46,7 +44,7 @@ class QuantizeMetaSet:
 
 
 class QuantizerFactory:
-    """Makes quantizers."""
+    """Creates quantizers and quantizer sets."""
 
     @staticmethod
     def create(
@@ -58,9 +56,22 @@ class QuantizerFactory:
         checkpoint_name: str | None = None,
         **kwargs: Any,
     ) -> Quantizer | GroupedQuantizer | tuple[Quantizer | GroupedQuantizer | None, ...] | None:
-        """One quantizer, or a tuple of several; NO_SCALING gives None; n_groups gives GroupedQuantizers.
+        """Create quantizers of one scaling mode.
 
-        Raises ValueError for n_quantizers or n_groups below 1 or above 65536.
+        Args:
+            n_quantizers: Number of quantizers.
+            scaling_mode: Scaling mode; None and NO_SCALING create None instead of a quantizer.
+            q_dtype: dtype of the codes.
+            q_layout: Stored directions; None means both.
+            n_groups: Number of groups of each GroupedQuantizer; None creates quantizers of single tensors.
+            checkpoint_name: Name of the codes and scales for recomputation policies.
+            **kwargs: Further fields of the quantizer.
+
+        Returns:
+            One quantizer if n_quantizers is 1, otherwise a tuple.
+
+        Raises:
+            ValueError: n_quantizers or n_groups is below 1 or above 65536, or q_dtype is missing.
         """
         _check_counts(n_quantizers=n_quantizers, n_groups=n_groups)
         made = tuple(
@@ -81,23 +92,40 @@ class QuantizerFactory:
         fp8_recipe: Recipe | None = None,
         **kwargs: Any,
     ) -> QuantizerSet | tuple[QuantizerSet, ...]:
-        """One set of quantizers, or a tuple of several.
+        """Create quantizer sets of linear layers.
 
-        By scaling_mode with fwd_dtype and bwd_dtype, by fp8_recipe with quantize_meta_set, or by the recipe of
-        autocast; without any of these nothing is quantized.
-        is_2x2x    make both directions of every tensor; None: where products need them
+        The quantizers follow scaling_mode, fp8_recipe, or the recipe of autocast, in this order. Without any of them
+        the set quantizes nothing.
+
+        Args:
+            n_quantizer_sets: Number of sets.
+            scaling_mode: Scaling mode of all three quantizers; excludes fp8_recipe.
+            fwd_dtype: dtype of the codes of inputs and kernels.
+            bwd_dtype: dtype of the codes of gradients.
+            is_2x2x: Whether to store both directions of every tensor; None stores those that matrix products read.
+            n_groups: Number of groups; None creates quantizers of single tensors.
+            checkpoint_name: Name of the codes and scales for recomputation policies.
+            fp8_recipe: Recipe; requires quantize_meta_set.
+            **kwargs: quantize_meta_set, a QuantizeMetaSet with the states of the quantizers.
+
+        Returns:
+            One set if n_quantizer_sets is 1, otherwise a tuple.
+
+        Raises:
+            ValueError: A count is below 1 or above 65536, scaling_mode and fp8_recipe are both given, or
+                quantize_meta_set is missing.
         """
         _check_counts(n_quantizer_sets=n_quantizer_sets, n_groups=n_groups)
         refuse_keywords("QuantizerFactory.create_set", kwargs.keys() - {"quantize_meta_set"}, {})
         switch("is_2x2x", is_2x2x)
         if scaling_mode is not None and fp8_recipe is not None:
             raise ValueError(
-                f"scaling_mode={scaling_mode} and fp8_recipe={fp8_recipe!r} exclude each other; give one of them"
+                f"scaling_mode={scaling_mode} and fp8_recipe={fp8_recipe!r} exclude each other; pass one of them"
             )
         metas: QuantizeMetaSet | None = kwargs.get("quantize_meta_set")
         if fp8_recipe is not None and metas is None:
             raise ValueError(
-                "fp8_recipe was given without quantize_meta_set; give the states of its quantizers"
+                "fp8_recipe requires quantize_meta_set, which is None; pass the states of the quantizers"
             )
         recipe = (
             fp8_recipe if fp8_recipe is not None or scaling_mode is not None else get_global_quantize_recipe()
@@ -126,13 +154,13 @@ class QuantizerFactory:
 
 
 def _check_counts(**counts: int | None) -> None:
-    """TypeError or ValueError unless these are whole numbers from 1 to 65536; n_groups may be None."""
+    """Raise TypeError or ValueError unless the counts are integers from 1 to 65536; n_groups may be None."""
     for name, count in counts.items():
         if name == "n_groups" and count is None:
             continue
         whole(name, count)
         if count is not None and count > _MOST:
-            raise ValueError(f"{name}={count} is above {_MOST}; give a whole number from 1 to {_MOST}")
+            raise ValueError(f"{name}={count} is above {_MOST}; pass an integer from 1 to {_MOST}")
 
 
 def _one(
@@ -150,7 +178,7 @@ def _one(
     if mode is ScalingMode.NO_SCALING:
         return None
     if q_dtype is None:
-        raise ValueError(f"scaling_mode={mode} without a dtype of the codes; give q_dtype")
+        raise ValueError(f"scaling_mode={mode} requires q_dtype, which is None; pass the dtype of the codes")
     return recipes.QUANTIZERS[mode](  # pyright: ignore[reportCallIssue]
         q_dtype=check_dtype("q_dtype", q_dtype),
         scaling_mode=mode,
@@ -163,7 +191,7 @@ def _one(
 
 def _layout(mode: ScalingMode, both: bool | None) -> QuantizeLayout:
     if both is None:
-        both = mode.is_block_scaling() or compute_capability() < _NATIVE_BLOCKS
+        both = mode.is_block_scaling() or not is_fp8_gemm_with_all_layouts_supported()
     return QuantizeLayout.ROWWISE_COLWISE if both else QuantizeLayout.ROWWISE
 
 
@@ -187,7 +215,7 @@ def _of_recipe(
 
 
 def _of_groups(quantizer: Quantizer | None, n_groups: int | None) -> Quantizer | GroupedQuantizer | None:
-    """The quantizer for several groups; a state that belongs to one tensor becomes that of every group."""
+    """Return the quantizer of several groups; the state of a single tensor is repeated for every group."""
     if quantizer is None or n_groups is None:
         return quantizer
     if isinstance(quantizer, DelayedScaleQuantizer) and quantizer.amax_history.ndim == 1:

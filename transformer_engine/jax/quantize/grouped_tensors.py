@@ -1,4 +1,4 @@
-"""Tensors in groups: codes and scales of ragged rows or of a stack of matrices, or plain values in their place."""
+"""Grouped tensors: codes and scales of ragged rows or of a stack of matrices, and their unquantized form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax import Array
 from ..primitives import exact
 from ..primitives.grouped_quantize import of_rows
 from .scaling_modes import ScalingMode, TensorUsage
-from .tensors import ScaledTensor, ScaledTensor1x, ScaledTensorFactory
+from .tensors import AbstractBaseTensor1x, ScaledTensor, ScaledTensor1x, ScaledTensorFactory
 
 
 @functools.partial(
@@ -22,13 +22,16 @@ from .tensors import ScaledTensor, ScaledTensor1x, ScaledTensorFactory
     meta_fields=["scaling_mode", "dq_dtype", "is_colwise", "data_layout", "flatten_axis", "has_rht_applied"],
 )
 @dataclass
-class GroupedScaledTensor1x(ScaledTensor):
-    """codes and scales of one direction of all groups.
+class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
+    """Codes and scales of one direction of all groups.
 
-    data          as a ScaledTensor1x has them, of a stack with the groups in front
-    scale_inv     one scale a tensor: float32 [G]; else as a ScaledTensor1x has them
-    group_sizes   rows of every group, int32 [G]; None for a stack. They may be given as first_dims, or as last_dims of
-                  data that is transposed
+    Attributes:
+        data: Codes as in ScaledTensor1x; the groups are the first axis of a stack.
+        scale_inv: float32 [G] with one scale per group, otherwise as in ScaledTensor1x.
+        amax: Absolute maxima, [G] with one scale per group.
+        group_sizes: Rows per group, int32 [G]; None for a stack. The constructor also accepts them as first_dims, or
+            as last_dims for transposed data.
+        scaling_mode, dq_dtype, is_colwise, data_layout, flatten_axis, has_rht_applied: As in ScaledTensor1x.
     """
 
     data: Array
@@ -48,7 +51,7 @@ class GroupedScaledTensor1x(ScaledTensor):
         data_layout: str = "N", flatten_axis: int = 1, has_rht_applied: bool = False, *,
         first_dims: Array | None = None, last_dims: Array | None = None,
     ):  # fmt: skip
-        # Not checked: leaves of a pytree may be tracers, shapes or anything else.
+        # The fields are not checked, since the leaves of a pytree may be tracers, shapes or arbitrary objects.
         ragged = first_dims if first_dims is not None else last_dims
         self.data, self.scale_inv, self.amax = data, scale_inv, amax
         self.group_sizes = group_sizes if ragged is None else ragged
@@ -71,30 +74,30 @@ class GroupedScaledTensor1x(ScaledTensor):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[M, K] of rows in groups, or the stack's, in its own order of axes."""
+        """Shape [M, K] of grouped rows, or shape of the stack, in the original order of axes."""
         if self.data_layout != "T":
             return self.data.shape
-        groups = int(self.group_sizes is None)  # a stack has them in front
+        groups = int(self.group_sizes is None)  # the groups are the first axis of a stack
         leading, axes = self.data.shape[:groups], self.data.shape[groups:]
         return (*leading, *axes[self.flatten_axis :], *axes[: self.flatten_axis])
 
     def get_tensor(self, usage: TensorUsage) -> GroupedScaledTensor1x:
-        """This tensor, if it is the direction that a product needs it in."""
+        """Return this tensor; raise ValueError if a matrix product reads the other direction for this usage."""
         self._one(self.data, self.scale_inv, self.amax).get_tensor(usage)
         return self
 
     @property
     def scales(self) -> Array | None:
-        """What codes are multiplied by, float32 [G], where a group has one scale."""
+        """Factors of the codes, float32 [G], if each group has one scale, otherwise None."""
         return self.scale_inv.reshape(-1) if self.scaling_mode.is_tensor_scaling() else None
 
     @property
     def codes(self) -> Array:
-        """[M, K] of rows in groups; of a stack as they lie, [G, columns, rows] with data_layout "T"."""
+        """Codes [M, K] of grouped rows; the data of a stack, [G, columns, rows] with data_layout "T"."""
         return self.data.T if self.group_sizes is not None and self.data_layout == "T" else self.data
 
     def dequantize(self) -> Array:
-        """The values in dq_dtype: [M, K], or the stack."""
+        """Return the values in dq_dtype: [M, K], or the stack."""
         if self.group_sizes is None:
             values: Any = jax.vmap(lambda *leaves: self._one(*leaves).dequantize())
             return values(self.data, self.scale_inv, self.amax)
@@ -115,7 +118,7 @@ class GroupedScaledTensor1x(ScaledTensor):
     jax.tree_util.register_dataclass, data_fields=["data", "amax", "group_sizes"], meta_fields=[]
 )
 @dataclass
-class GroupedNoScaleTensor:
+class GroupedNoScaleTensor(AbstractBaseTensor1x):
     """Groups of unquantized values, with the interface of quantized groups."""
 
     data: Array
@@ -128,7 +131,7 @@ class GroupedNoScaleTensor:
 
     @property
     def scales(self) -> Array | None:
-        """None: values need no scale."""
+        """None, since the values are unscaled."""
         return None
 
     @property
@@ -139,5 +142,5 @@ class GroupedNoScaleTensor:
         return self.data
 
     def get_tensor(self, usage: TensorUsage) -> GroupedNoScaleTensor:
-        """Itself: a product takes its values in any order of axes."""
+        """Return this tensor, which serves every usage."""
         return self

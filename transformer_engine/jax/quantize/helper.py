@@ -1,7 +1,9 @@
-"""Alias of transformer_engine.jax.quantize: names under the path of former releases."""
+"""Alias of transformer_engine.jax.quantize.config under the original's path."""
 
 from ...common.dtypes import DType
 from .config import (
+    NVTE_FP8_COLLECTION_NAME,
+    QuantizeConfig,
     autocast,
     fp8_autocast,
     get_device_compute_capability,
@@ -20,8 +22,10 @@ from .recipes import format_dtypes as _format2dtypes
 from .scaling_modes import AmaxComputeAlgo, TensorSource
 
 __all__ = [
+    "NVTE_FP8_COLLECTION_NAME",
     "AmaxComputeAlgo",
     "DType",
+    "QuantizeConfig",
     "TensorSource",
     "_format2dtypes",
     "apply_rht",

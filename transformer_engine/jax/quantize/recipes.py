@@ -231,7 +231,7 @@ def element_types(recipe: Recipe) -> tuple[Any, Any]:
 
 
 def format_dtypes(form: Format | None) -> tuple[Any, Any]:
-    """dtypes of a Format's codes in the forward and in the backward pass; bfloat16 for None."""
+    """Return the dtypes of a Format's codes in the forward and the backward pass; bfloat16 for None."""
     table = {
         None: (jnp.bfloat16, jnp.bfloat16),
         Format.E4M3: (jnp.float8_e4m3fn, jnp.float8_e4m3fn),
@@ -239,6 +239,8 @@ def format_dtypes(form: Format | None) -> tuple[Any, Any]:
         Format.HYBRID: (jnp.float8_e4m3fn, jnp.float8_e5m2),
         Format.E2M1: (jnp.float4_e2m1fn, jnp.float4_e2m1fn),
     }
+    if form is not None and not isinstance(form, Format):
+        raise TypeError(f"form={described(form)} is a {type(form).__name__}; pass a recipe.Format, or None")
     return table[form]
 
 

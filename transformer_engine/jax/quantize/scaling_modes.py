@@ -1,9 +1,13 @@
-"""The vocabulary of quantization: which scaling, which directions, which operand of which product."""
+"""Enumerations of quantization: scaling modes, directions, usages and sources of tensors."""
 
 from __future__ import annotations
 
 import enum
+from typing import Any
 
+import jax.numpy as jnp
+
+from ...common.checks import member
 from ...common.formats import (
     BLOCK_1D,
     BLOCK_2D,
@@ -19,7 +23,7 @@ from ...common.formats import (
 
 
 class ScalingMode(enum.Enum):
-    """How scales are made; the values of the original's enum, and behind them the modes that are ours."""
+    """How a tensor is scaled. Values from 100 on are modes that the original does not have."""
 
     NO_SCALING = 0
     DELAYED_TENSOR_SCALING = 1
@@ -30,7 +34,7 @@ class ScalingMode(enum.Enum):
     BLOCK_1D_SCALING = 100
     BLOCK_2D_SCALING = 101
     MXFP8_2D_SCALING = 102
-    # Block scales of NVFP4 up to 256, which leaves 4over6 room, and a second-level scale per row.
+    # NVFP4 with block scales of at most 256, as 4over6 requires, and with one second-level scale per row.
     NVFP4_1D_256_SCALING = 103
     NVFP4_2D_256_SCALING = 104
     NVFP4_ROWS_SCALING = 105
@@ -38,12 +42,12 @@ class ScalingMode(enum.Enum):
 
     @property
     def format(self) -> TensorFormat | None:
-        """How codes and scales of this mode lie; None without scaling."""
+        """Format of the codes and scales; None without scaling."""
         return _FORMATS[self]
 
     @property
     def is_2d(self) -> bool:
-        """Do square tiles share a scale, so that both directions hold the same values?"""
+        """Whether square tiles share a scale, so that both directions hold the same values."""
         square = (
             self.NVFP4_2D_SCALING,
             self.NVFP4_2D_256_SCALING,
@@ -54,35 +58,64 @@ class ScalingMode(enum.Enum):
 
     @property
     def data_layout(self) -> str:
-        """ "NT": the column copy is transposed; "NN": it lies as the row copy does."""
+        """ "NT" if the column-wise codes are stored transposed, "NN" if they have the layout of the row-wise ones."""
         return "NN" if self.format == MXFP8 else "NT"
 
     @property
     def is_mxfp8_scaling(self) -> bool:
-        """Is the format MXFP8?"""
+        """Whether the format is MXFP8."""
         return self.format == MXFP8
 
     @property
     def is_nvfp4_scaling(self) -> bool:
-        """Is the format NVFP4, in one of its variants?"""
+        """Whether the format is NVFP4 or one of its variants."""
         return self.format in NVFP4_FORMATS.values()
 
     @property
     def is_colwise_transposed(self) -> bool:
-        """Is the column-wise copy stored transposed?"""
+        """Whether the column-wise codes are stored transposed."""
         return self.data_layout[1] == "T"
 
     def is_1d_block_scaling(self) -> bool:
-        """Return whether each block lies in one row or column."""
+        """Return whether the elements that share a scale are in one row or one column."""
         return self.is_block_scaling() and not self.is_2d
 
     def is_tensor_scaling(self) -> bool:
-        """Has the whole tensor one scale?"""
+        """Return whether the whole tensor shares one scale."""
         return self in (self.DELAYED_TENSOR_SCALING, self.CURRENT_TENSOR_SCALING)
 
     def is_block_scaling(self) -> bool:
-        """Has each block of elements a scale?"""
+        """Return whether each block of elements has a scale."""
         return self is not self.NO_SCALING and not self.is_tensor_scaling()
+
+    def get_scale_dtype(self) -> Any:
+        """Return the dtype of scale_inv.
+
+        Raises:
+            ValueError: The mode is NO_SCALING.
+        """
+        if self.format is None:
+            raise ValueError(f"{self} has no scales; use another mode")
+        return _SCALE_DTYPES[self.format.scale]
+
+    def get_compatible_q_dtypes(self) -> tuple[Any, ...]:
+        """Return the dtypes of the data: those of the codes, or the high-precision dtypes without scaling."""
+        if self.format is None:
+            return jnp.float32, jnp.bfloat16, jnp.float16
+        return tuple(_CODE_DTYPES[name] for name in self.format.elements)
+
+    def get_quantize_layout(self, usage: TensorUsage) -> QuantizeLayout:
+        """Return the direction that a matrix product reads for a usage: ROWWISE or COLWISE.
+
+        Every product contracts the last axis of both operands, so LHS and RHS_TRANS read the row-wise codes.
+        """
+        member("usage", usage, TensorUsage)
+        rowwise = usage in (TensorUsage.LHS, TensorUsage.RHS_TRANS)
+        return QuantizeLayout.ROWWISE if rowwise else QuantizeLayout.COLWISE
+
+
+_SCALE_DTYPES = {"float32": jnp.float32, "e8m0": jnp.float8_e8m0fnu, "e4m3": jnp.float8_e4m3fn}
+_CODE_DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2, "e2m1": jnp.float4_e2m1fn}
 
 
 _FORMATS: dict[ScalingMode, TensorFormat | None] = {
@@ -103,7 +136,7 @@ _FORMATS: dict[ScalingMode, TensorFormat | None] = {
 
 
 class QuantizeLayout(enum.Enum):
-    """Which directions of a tensor are kept."""
+    """Directions of a quantized tensor that are stored."""
 
     ROWWISE = 0
     COLWISE = 1
@@ -131,7 +164,7 @@ class QuantizeLayout(enum.Enum):
 
 
 class TensorUsage(enum.Enum):
-    """The part that a tensor has in a product, and whether it is transposed for it."""
+    """Operand of a matrix product that a tensor is, and whether it is transposed."""
 
     LHS = 0
     LHS_TRANS = 1
@@ -140,7 +173,7 @@ class TensorUsage(enum.Enum):
 
 
 class TensorSource(enum.Enum):
-    """The three tensors of a linear layer that are quantized."""
+    """The quantized tensors of a linear layer: input, kernel, and gradient of the output."""
 
     X = 0
     KERNEL = 1
@@ -148,7 +181,7 @@ class TensorSource(enum.Enum):
 
 
 class AmaxComputeAlgo(enum.Enum):
-    """Which maximum of a history a scale is made from."""
+    """Element of the history of maxima that determines the scale."""
 
     MAX = "max"
     MOST_RECENT = "most_recent"

@@ -1,11 +1,12 @@
 """Quantized tensors: codes and scales of one direction, or of both.
 
-Axes in front of flatten_axis are the rows of a matrix [M, N], those from it on its columns. A row-wise tensor is to be
-contracted over N, a column-wise one over M.
+The axes before flatten_axis are the rows of a matrix [M, N], the axes from flatten_axis on are its columns. Matrix
+products contract a row-wise tensor over N and a column-wise tensor over M.
 """
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,33 +17,59 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from ...common.checks import member
+from ..checks import check_array, check_floating
 from ..primitives.operand import Operand, turned
 from ..primitives.quantize import dequantize
 from ..primitives.quantize.hadamard import inverse_transform
 from ..sharding import with_sharding_constraint_by_logical_axes
 from .scaling_modes import QuantizeLayout, ScalingMode, TensorUsage
 
-__all__ = ["NoScaleTensor", "ScaledTensor", "ScaledTensor1x", "ScaledTensor2x", "ScaledTensorFactory"]
-
-_ROW_USAGES = (TensorUsage.LHS, TensorUsage.RHS_TRANS)
+__all__ = [
+    "AbstractBaseTensor",
+    "AbstractBaseTensor1x",
+    "NoScaleTensor",
+    "ScaledTensor",
+    "ScaledTensor1x",
+    "ScaledTensor2x",
+    "ScaledTensorFactory",
+]
 
 
 def positive_axis(flatten_axis: int, ndim: int) -> int:
-    """flatten_axis counted from the front; ValueError unless axes remain on both sides of it."""
+    """Return flatten_axis counted from the first axis; raise ValueError unless axes remain on both sides of it."""
     axis = flatten_axis + ndim if flatten_axis < 0 else flatten_axis
     if not 0 < axis < max(ndim, 1):
         raise ValueError(
-            f"flatten_axis={flatten_axis} leaves no rows or no columns of {ndim} axes; give one between them"
+            f"flatten_axis={flatten_axis} leaves no rows or no columns of {ndim} axes; choose an axis between them"
         )
     return axis
 
 
-class ScaledTensor:
-    """What ScaledTensor1x and ScaledTensor2x have in common."""
+class AbstractBaseTensor(abc.ABC):
+    """Base class of quantized tensors and of the containers of unquantized tensors."""
+
+    @abc.abstractmethod
+    def dequantize(self) -> Array:
+        """Return the values in high precision."""
+
+    @abc.abstractmethod
+    def get_tensor(self, usage: TensorUsage) -> AbstractBaseTensor:
+        """Return the direction that a matrix product reads for a usage."""
+
+
+class AbstractBaseTensor1x(AbstractBaseTensor):
+    """Base class of tensors with one direction: `data` and its absolute maximum `amax`."""
+
+    data: Array
+    amax: Array | None
+
+
+class ScaledTensor(AbstractBaseTensor):
+    """Base class of tensors that hold codes and scales."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor, in its own order of axes."""
+        """Shape of the tensor in its original order of axes."""
         raise NotImplementedError
 
 
@@ -60,14 +87,20 @@ class ScaledTensor:
     ],
 )
 @dataclass
-class ScaledTensor1x(ScaledTensor):
-    """codes [*shape] and scales of one direction.
+class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
+    """Codes and scales of one direction.
 
-    data             row-wise [*rows, *columns]; column-wise [*columns, *rows] with data_layout "T", else as row-wise
-    scale_inv        what a code is multiplied by: float32 [1], or one a block of the matrix as data lies
-    amax             float32 [1] of the values, [rows] where rows have scales of their own; [0] without such a scale
-    flatten_axis     where the columns of data begin (with data_layout "T": where its rows begin)
-    has_rht_applied  are the values Hadamard transformed along the contracted axis?
+    Attributes:
+        data: Codes [*rows, *columns]; [*columns, *rows] for a column-wise tensor with data_layout "T".
+        scale_inv: Factor of the codes: float32 [1], or one per block of the matrix in the layout of data.
+        amax: Absolute maximum of the values, float32 [1]; [rows] if each row has a scale, [0] if the format stores
+            no maximum.
+        scaling_mode: Scaling mode, which determines the format.
+        dq_dtype: dtype of the dequantized values.
+        is_colwise: Whether matrix products contract the tensor over its rows.
+        data_layout: "N", or "T" if data is transposed.
+        flatten_axis: First column axis of data; with data_layout "T" its first row axis.
+        has_rht_applied: Whether the values are Hadamard transformed along the contracted axis.
     """
 
     data: Array
@@ -87,7 +120,7 @@ class ScaledTensor1x(ScaledTensor):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor, in its own order of axes."""
+        """Shape of the tensor in its original order of axes."""
         shape = self.data.shape
         if not self.transposed:
             return shape
@@ -96,11 +129,11 @@ class ScaledTensor1x(ScaledTensor):
 
     @property
     def transposed(self) -> bool:
-        """Does data begin with the columns of the tensor?"""
+        """Whether the column axes of the tensor are the first axes of data."""
         return self.data_layout == "T"
 
     def operand(self) -> Operand:
-        """The codes with the contracted axes last."""
+        """Return the codes with the contracted axes last."""
         axis = positive_axis(self.flatten_axis, self.ndim)
         codes, scale = self.data, self.scale_inv
         if self.is_colwise and not self.transposed:
@@ -113,7 +146,7 @@ class ScaledTensor1x(ScaledTensor):
         return Operand(codes, scale, amax, form, dtype, axis, self.has_rht_applied)
 
     def dequantize(self) -> Array:
-        """The values in dq_dtype, in the tensor's own order of axes."""
+        """Return the values in dq_dtype, in the original order of axes."""
         if self._dq_func is not None:
             return self._dq_func(self)
         operand = self.operand()
@@ -123,13 +156,17 @@ class ScaledTensor1x(ScaledTensor):
         return turned(values, operand.axis) if self.is_colwise or self.transposed else values
 
     def values(self) -> Array:
-        """The values in float32, in the tensor's own order of axes."""
+        """Return the values in float32, in the original order of axes."""
         return replace(self, dq_dtype=jnp.dtype(jnp.float32)).dequantize()
 
     def get_tensor(self, usage: TensorUsage) -> ScaledTensor1x:
-        """This tensor, if it is the direction that a product needs it in."""
+        """Return this tensor.
+
+        Raises:
+            ValueError: A matrix product reads the other direction for this usage.
+        """
         member("usage", usage, TensorUsage)
-        wanted = usage not in _ROW_USAGES
+        wanted = self.scaling_mode.get_quantize_layout(usage).has_colwise
         if wanted is not self.is_colwise:
             have, want = (("column-wise" if c else "row-wise") for c in (self.is_colwise, wanted))
             raise ValueError(
@@ -140,7 +177,7 @@ class ScaledTensor1x(ScaledTensor):
     def apply_sharding_constraint_by_logical_axes(
         self, logical_axis_names: tuple[str | None, ...]
     ) -> ScaledTensor1x:
-        """The tensor with its data laid over the mesh as the names of the tensor's own axes say."""
+        """Return the tensor with a sharding constraint on data; the names are those of the original axes."""
         if not logical_axis_names:
             return self
         names = tuple(logical_axis_names)
@@ -150,7 +187,7 @@ class ScaledTensor1x(ScaledTensor):
         return self._with(data=with_sharding_constraint_by_logical_axes(self.data, names))
 
     def checkpoint(self, quantizer: object) -> ScaledTensor1x:
-        """The tensor with its leaves named for recomputation policies, where the quantizer has a name."""
+        """Return the tensor with its leaves named for recomputation policies if the quantizer has a name."""
         name = getattr(quantizer, "checkpoint_name", None)
         return self if name is None else jax.tree.map(lambda leaf: checkpoint_name(leaf, name), self)
 
@@ -164,7 +201,12 @@ class ScaledTensor1x(ScaledTensor):
 )
 @dataclass
 class ScaledTensor2x(ScaledTensor):
-    """Both directions of one tensor."""
+    """Both directions of one tensor.
+
+    Attributes:
+        rowwise_tensor: Codes that matrix products contract over the columns.
+        colwise_tensor: Codes that matrix products contract over the rows.
+    """
 
     rowwise_tensor: ScaledTensor1x
     colwise_tensor: ScaledTensor1x
@@ -182,25 +224,26 @@ class ScaledTensor2x(ScaledTensor):
         return self.rowwise_tensor.flatten_axis
 
     def dequantize(self) -> Array:
-        """The values of the row-wise codes."""
+        """Return the values of the row-wise codes."""
         return self.rowwise_tensor.dequantize()
 
     def get_tensor(self, usage: TensorUsage) -> ScaledTensor1x:
-        """The direction that a product needs."""
+        """Return the direction that a matrix product reads for a usage."""
         member("usage", usage, TensorUsage)
-        return self.rowwise_tensor if usage in _ROW_USAGES else self.colwise_tensor
+        layout = self.rowwise_tensor.scaling_mode.get_quantize_layout(usage)
+        return self.rowwise_tensor if layout.has_rowwise else self.colwise_tensor
 
     def apply_sharding_constraint_by_logical_axes(
         self, logical_axis_names: tuple[str | None, ...]
     ) -> ScaledTensor2x:
-        """Both directions laid over the mesh as the names of the tensor's axes say."""
+        """Return the tensor with sharding constraints on the data of both directions."""
         return ScaledTensor2x(
             self.rowwise_tensor.apply_sharding_constraint_by_logical_axes(logical_axis_names),
             self.colwise_tensor.apply_sharding_constraint_by_logical_axes(logical_axis_names),
         )
 
     def checkpoint(self, quantizer: object) -> ScaledTensor2x:
-        """Both directions with their leaves named."""
+        """Return the tensor with the leaves of both directions named for recomputation policies."""
         return ScaledTensor2x(
             self.rowwise_tensor.checkpoint(quantizer), self.colwise_tensor.checkpoint(quantizer)
         )
@@ -208,8 +251,8 @@ class ScaledTensor2x(ScaledTensor):
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["data", "amax"], meta_fields=[])
 @dataclass
-class NoScaleTensor:
-    """A tensor that is not quantized, in the place of one that is."""
+class NoScaleTensor(AbstractBaseTensor1x):
+    """An unquantized tensor with the interface of a quantized one."""
 
     data: Array
     amax: Array | None = None
@@ -226,7 +269,7 @@ class NoScaleTensor:
         return self.data.shape
 
     def get_tensor(self, usage: TensorUsage) -> NoScaleTensor:
-        """Itself: a product takes its values in any order of axes."""
+        """Return this tensor, which serves every usage."""
         return self
 
     def apply_sharding_constraint_by_logical_axes(
@@ -241,7 +284,7 @@ class NoScaleTensor:
 
 
 class ScaledTensorFactory:
-    """Tensors from codes and scales that exist already."""
+    """Creates tensors from existing codes and scales."""
 
     @staticmethod
     def create_1x(
@@ -255,10 +298,17 @@ class ScaledTensorFactory:
         flatten_axis: int = -1,
         has_rht_applied: bool = False,
     ) -> ScaledTensor1x:
-        """One direction; see ScaledTensor1x."""
+        """Return a tensor of one direction; `ScaledTensor1x` documents the arguments.
+
+        Raises:
+            TypeError: data or scale_inv is not an array, or scaling_mode is not a ScalingMode.
+            ValueError: scaling_mode is NO_SCALING, or data_layout or flatten_axis is outside its range.
+        """
+        check_array("data", data)
+        check_array("scale_inv", scale_inv)
         member("scaling_mode", scaling_mode, ScalingMode)
         if scaling_mode.format is None:
-            raise ValueError(f"scaling_mode={scaling_mode} has no scales; choose another, or NoScaleTensor")
+            raise ValueError(f"scaling_mode={scaling_mode} has no scales; use another mode, or NoScaleTensor")
         if data_layout not in ("N", "T"):
             raise ValueError(f"data_layout={data_layout!r}; choose 'N' (as it is) or 'T' (transposed)")
         amax = jnp.zeros(0, jnp.float32) if amax is None else amax
@@ -268,7 +318,7 @@ class ScaledTensorFactory:
             scale_inv,
             amax,
             scaling_mode,
-            jnp.dtype(dq_dtype),
+            check_floating("dq_dtype", dq_dtype),
             None,
             is_colwise,
             data_layout,
@@ -280,7 +330,11 @@ class ScaledTensorFactory:
     def create(
         rowwise: ScaledTensor1x | None, colwise: ScaledTensor1x | None, q_layout: QuantizeLayout
     ) -> ScaledTensor1x | ScaledTensor2x:
-        """What a layout keeps of both directions; ValueError where one that it keeps is None."""
+        """Return the directions that a layout includes.
+
+        Raises:
+            ValueError: A direction that the layout includes is None.
+        """
         member("q_layout", q_layout, QuantizeLayout)
         kept = []
         for name, tensor, there in (
@@ -288,7 +342,7 @@ class ScaledTensorFactory:
         ):  # fmt: skip
             if there and tensor is None:
                 raise ValueError(
-                    f"{name}=None with q_layout={q_layout.name}; give the tensor of that direction"
+                    f"{name}=None with q_layout={q_layout.name}; pass the tensor of that direction"
                 )
             kept += [tensor] * there
         return kept[0] if len(kept) == 1 else ScaledTensor2x(*kept)

@@ -1,4 +1,4 @@
-"""LayerConfig: the settings of a MultiheadAttention."""
+"""MultiheadAttentionConfig: the settings of a MultiheadAttention."""
 
 from __future__ import annotations
 
@@ -50,6 +50,11 @@ FIXED = frozenset(
 )
 
 
+def child_name(parent: str | None, child: str) -> str | None:
+    """Return the name of a child of a named layer."""
+    return None if parent is None else f"{parent}.{child}"
+
+
 def warn_without_norm(return_layernorm_output: bool, input_layernorm: bool) -> None:
     """Warn once about return_layernorm_output=True on a layer without a norm."""
     if return_layernorm_output and not input_layernorm:
@@ -61,7 +66,7 @@ def warn_without_norm(return_layernorm_output: bool, input_layernorm: bool) -> N
 
 
 @dataclass(frozen=True, eq=False)
-class LayerConfig(Config):
+class MultiheadAttentionConfig(Config):
     """The settings of a layer under the names of its constructor.
 
     heads          of one tensor-parallel rank

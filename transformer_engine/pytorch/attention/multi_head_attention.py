@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...common.memory import Memory
 from ...common.numbers import to_bool
-from ..functions.attention.projected import Projection
+from ..functions.attention.autograd import Projection
 from ..module.arguments import accepts
 from ..module.config import configured
 from ..module.layernorm_linear import LayerNormLinear
@@ -18,29 +18,21 @@ from ..module.linear import Linear
 from ..primitives.attention.mask import check_set_window_size
 from ..quantization.autocast import AutocastState, current, here_in_eager_mode
 from ..runtime.bare_call import is_bare
-from .call_check import (
-    MAX_CALLS,
-    check_encoder,
-    check_layer_call,
-    check_variant,
-    judge,
-    rotation_of_call,
-)
 from .dot_product_attention import DotProductAttention
 from .dot_product_attention.arguments import RULES, check_heads
 from .dot_product_attention.fp8_recipe import outputs_codes, projects_codes
-from .dot_product_attention.in_order import Judged
-from .dot_product_attention.sequences import Sequences
-from .dot_product_attention.settings import NOTHING_GIVEN, CallArguments
+from .dot_product_attention.plan import AttentionPlan
+from .dot_product_attention.settings import NOTHING_GIVEN, AttentionArguments, given_arguments
 from .heads import Heads, head_size
 from .inference import InferenceParams
-from .layer_settings import AS_GIVEN, FIXED, WORKED_BY, LayerConfig
+from .layer_plan import MAX_LAYER_PLANS, check_encoder, check_layer_call, check_variant, layer_plan_of
+from .layer_settings import AS_GIVEN, FIXED, WORKED_BY, MultiheadAttentionConfig, child_name
 from .qk_norm import query_key_norm
 from .rotation import Rotation
 
 _attention = DotProductAttention.forward
 
-# Arguments that children are made with.
+# Arguments of children.
 _OF_PROJECTIONS = (
     "bias",
     "device",
@@ -63,22 +55,26 @@ _OF_CORE = (
 )
 
 
-@configured(LayerConfig, fixed=FIXED, handed_down=WORKED_BY, rules=RULES)
+@configured(MultiheadAttentionConfig, fixed=FIXED, handed_down=WORKED_BY, rules=RULES)
 class MultiheadAttention(nn.Module):
     """out [.., hidden] = proj(softmax(q k^T / sqrt(d)) v) for self or cross attention, any mask and bias.
 
-    attention_type     "self" (children layernorm_qkv or qkv, core_attention, proj) or "cross"
-                       (layernorm_query or query_layer, and key_value, in place of qkv)
-    input_layernorm    normalize the input first;  return_layernorm_output also returns the normalized input
-    fuse_qkv_params    one parameter qkv.weight instead of qkv.query_weight, qkv.key_weight, qkv.value_weight
-    qkv_weight_interleaved   order of a fused weight, see Heads
-    qk_norm_type       "L2Normalization", "RMSNorm" or "LayerNorm" on heads; after rotary embedding unless
-                       qk_norm_before_rope
-    set_parallel_mode  shard heads over the tensor-parallel group: qkv by columns, proj by rows
-    Other arguments are DotProductAttention's and Linear's; seq_length, micro_batch_size and ub_* have no effect.
+    Args:
+        attention_type: "self" (children layernorm_qkv or qkv, core_attention, proj) or "cross" (layernorm_query or
+            query_layer, and key_value, instead of qkv).
+        input_layernorm: Normalize the input first.
+        return_layernorm_output: Also return the normalized input.
+        fuse_qkv_params: One parameter qkv.weight instead of qkv.query_weight, qkv.key_weight, qkv.value_weight.
+        qkv_weight_interleaved: Order of a fused weight, see `Heads`.
+        qk_norm_type: "L2Normalization", "RMSNorm" or "LayerNorm" of heads, after the rotary embedding by default.
+        qk_norm_before_rope: Normalize heads before the rotary embedding.
+        set_parallel_mode: Shard heads over the tensor-parallel group: qkv by columns, proj by rows.
+        seq_length, micro_batch_size, ub_*: Have no effect.
+
+    The other arguments are those of `DotProductAttention` and `Linear`.
     """
 
-    _config: LayerConfig
+    _config: MultiheadAttentionConfig
     attention_type: str
     attn_mask_type: str
     window_size: tuple[int, int] | None
@@ -131,7 +127,7 @@ class MultiheadAttention(nn.Module):
         ranks = tp_size if set_parallel_mode else 1
         check_heads(num_attention_heads, groups, ranks)
         interleaved = qkv_weight_interleaved and fuse_qkv_params
-        self._config = LayerConfig(
+        self._config = MultiheadAttentionConfig(
             **{argument: given[argument] for argument in AS_GIVEN},
             window_size=check_set_window_size(attn_mask_type, window_size),
             num_gqa_groups=groups,
@@ -141,7 +137,7 @@ class MultiheadAttention(nn.Module):
             sequence_parallel=sequence_parallel and tp_size > 1,
             heads=Heads(num_attention_heads // ranks, groups // ranks, size, interleaved),
         )
-        self._judged: Memory[tuple[Any, ...], Sequences | None] = Memory(judge, MAX_CALLS)
+        self._plans: Memory[tuple[Any, ...], AttentionPlan | None] = Memory(layer_plan_of, MAX_LAYER_PLANS)
         projection = {argument: given[argument] for argument in _OF_PROJECTIONS}
         projection |= {"sequence_parallel": self.sequence_parallel, "tp_size": tp_size}
         norm = {"eps": layernorm_epsilon, **{argument: given[argument] for argument in _OF_NORM}}
@@ -162,12 +158,10 @@ class MultiheadAttention(nn.Module):
             sequence_parallel=self.sequence_parallel,
             tp_size=ranks,
             tp_group=tp_group if set_parallel_mode else None,
-            name=_name(name, "core_attention"),
+            name=child_name(name, "core_attention"),
             **{argument: given[argument] for argument in _OF_CORE},
         )
-        if (
-            softmax_type == "learnable"
-        ):  # the one tensor of a core attention, which takes no device from callers
+        if softmax_type == "learnable":  # the core's one tensor; its constructor has no argument `device`
             self.core_attention.make_softmax_offset(device)
         self.proj = Linear(
             q_size,
@@ -175,7 +169,7 @@ class MultiheadAttention(nn.Module):
             init_method=output_layer_init_method,
             parallel_mode="row" if set_parallel_mode else None,
             return_bias=return_bias,
-            name=_name(name, "proj"),
+            name=child_name(name, "proj"),
             **projection,
         )
 
@@ -187,7 +181,7 @@ class MultiheadAttention(nn.Module):
         norm: dict[str, Any],
         name: str | None,
     ) -> None:
-        """The children that make q, k and v, under the names that checkpoints know."""
+        """Create the children that compute q, k and v, under their names in checkpoints."""
         self.layernorm_qkv = self.qkv = self.layernorm_query = self.query_layer = self.key_value = None
         of_input = pieces if self.attention_type == "self" else {"query": pieces["query"]}
         plain, normed = (
@@ -197,17 +191,17 @@ class MultiheadAttention(nn.Module):
         width = sum(of_input.values())
         if self.input_layernorm:
             child: nn.Module = LayerNormLinear(
-                hidden, width, parameters_split=split, name=_name(name, normed), **columns, **norm
+                hidden, width, parameters_split=split, name=child_name(name, normed), **columns, **norm
             )
         else:
-            child = Linear(hidden, width, parameters_split=split, name=_name(name, plain), **columns)
+            child = Linear(hidden, width, parameters_split=split, name=child_name(name, plain), **columns)
         setattr(self, normed if self.input_layernorm else plain, child)
         if self.attention_type == "cross":
             of_encoder = {"key": pieces["key"], "value": pieces["value"]}
             split = None if self.fuse_qkv_params else of_encoder
             width = sum(of_encoder.values())
             self.key_value = Linear(
-                hidden, width, parameters_split=split, name=_name(name, "key_value"), **columns
+                hidden, width, parameters_split=split, name=child_name(name, "key_value"), **columns
             )
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
@@ -221,7 +215,7 @@ class MultiheadAttention(nn.Module):
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
-        """Set the ranks that share the sequence, see DotProductAttention."""
+        """Set the ranks that share the sequence, see `DotProductAttention`."""
         self.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def forward(
@@ -248,42 +242,68 @@ class MultiheadAttention(nn.Module):
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
     ) -> Tensor | tuple[Tensor | None, ...]:
-        """out [.., hidden], or `(out[, bias][, norm(hidden_states)])` as the constructor said.
+        """Return out [.., hidden], or `(out[, bias][, norm(hidden_states)])` by the constructor's arguments.
 
-        rotary_pos_emb   angles [s, 1, 1, d] for queries and keys, or a pair of them, of all positions that occur. On a
-                         GPU, unless TE_CHECK=1, packed sequences longer than that become NaN; with offsets
-                         (cu_seqlens_*_padded) they turn by the last angles
-        encoder_output   what cross attention takes its keys and values from
-        The other arguments are DotProductAttention.forward's.
+        Args:
+            rotary_pos_emb: Angles [s, 1, 1, d] of queries and keys, or a pair of them, for all positions that occur. On
+                a GPU, unless TE_CHECK=1, packed sequences longer than that become NaN; with offsets
+                (cu_seqlens_*_padded) the last angles are used.
+            encoder_output: Input of the keys and values of cross attention.
+
+        The other arguments are those of `DotProductAttention.forward`.
         """
+        # fmt: off
+        arguments = given_arguments(
+            attention_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
+            core_attention_bias, alibi_slopes, inference_params, max_seqlen_q, max_seqlen_kv, attn_mask_type,
+            window_size, bottom_right_diagonal, core_attention_bias_type, pad_between_seqs,
+        )
+        # fmt: on
+        return self.attend(
+            hidden_states,
+            arguments,
+            encoder_output,
+            rotary_pos_emb,
+            is_first_microbatch,
+            checkpoint_core_attention,
+            fast_zero_fill,
+        )
+
+    def attend(
+        self,
+        hidden_states: Tensor,
+        arguments: AttentionArguments,
+        encoder_output: Tensor | None = None,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        fast_zero_fill: bool = True,
+    ) -> Tensor | tuple[Tensor | None, ...]:
+        """Compute forward() with the core attention's arguments as one record, which a TransformerLayer passes on."""
         config = self._config
         if checkpoint_core_attention is not False:
             checkpoint_core_attention = to_bool("checkpoint_core_attention", checkpoint_core_attention)
         if encoder_output is not None and config.attention_type == "self":
             encoder_output = check_encoder(config, encoder_output)
-        arguments = NOTHING_GIVEN
-        # fmt: off
-        if not (
-            attention_mask is attn_mask_type is window_size is bottom_right_diagonal is inference_params
-            is core_attention_bias is alibi_slopes is cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded
-            is cu_seqlens_kv_padded is max_seqlen_q is max_seqlen_kv is pad_between_seqs is None
-            and core_attention_bias_type == "no_bias"
-        ):
-            arguments = CallArguments(
-                attention_mask, None, (cu_seqlens_q, cu_seqlens_kv), (cu_seqlens_q_padded, cu_seqlens_kv_padded),
-                (max_seqlen_q, max_seqlen_kv), attn_mask_type, window_size, bottom_right_diagonal,
-                core_attention_bias_type, core_attention_bias, alibi_slopes, inference_params, pad_between_seqs,
-            )
-        # fmt: on
         tracing = torch.compiler.is_compiling()
         state = current() if tracing else here_in_eager_mode().state
-        rotation, judged = self._checked(
-            hidden_states, encoder_output, rotary_pos_emb, arguments, state, tracing
-        )
-        codes = state.enabled and inference_params is None and outputs_codes(state)
         modules: dict[str, Any] = self._modules
         core = modules["core_attention"]
-        judges = not tracing and is_bare(core, DotProductAttention, _attention) and core.score_mod is None
+        rotation, checked = check_layer_call(
+            self._plans,
+            config,
+            core,
+            hidden_states,
+            arguments,
+            encoder_output,
+            rotary_pos_emb,
+            state,
+            tracing,
+        )
+        cached = arguments.inference_params is not None
+        codes = state.enabled and not cached and outputs_codes(state)
+        if checked is not None and (not is_bare(core, DotProductAttention, _attention) or core.score_mod):
+            checked = None  # hooks and other classes see a call of the module
         q, k, v, norm_output, projection = self._project(
             config,
             hidden_states,
@@ -291,11 +311,11 @@ class MultiheadAttention(nn.Module):
             is_first_microbatch,
             rotation,
             state if codes else None,
-            judges
-            and inference_params is None,  # an attention over a cache reads what the projection has not made
+            # An attention over a cache reads keys that the projection has not produced.
+            checked is not None and not cached,
         )
-        if judges:
-            context = core.attend_judged(q, k, v, judged, checkpoint_core_attention, codes, projection)
+        if checked is not None:
+            context = core.attend_checked((q, k, v), checked, checkpoint_core_attention, codes, projection)
         elif arguments is NOTHING_GIVEN and not (checkpoint_core_attention or codes):
             context = core(q, k, v)
         else:
@@ -305,47 +325,22 @@ class MultiheadAttention(nn.Module):
         if not (config.return_bias or config.returns_norm):
             return projected
         outputs: list[Any] = [projected]
-        if config.return_bias:  # a module in proj's place may have added its own
+        if config.return_bias:  # a module in place of proj may have added its own
             outputs = list(projected) if isinstance(projected, tuple) else [projected, None]
         if config.returns_norm:
             outputs.append(norm_output)
         return tuple(outputs)
 
     def check_call(
-        self,
-        hidden_states: Tensor,
-        encoder_output: Tensor | None,
-        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
-        arguments: CallArguments,
+        self, hidden_states: Tensor, arguments: AttentionArguments, encoder_output: Tensor | None
     ) -> None:
-        """Raise what forward would, and change nothing."""
-        tracing = torch.compiler.is_compiling()
-        self._checked(hidden_states, encoder_output, rotary_pos_emb, arguments, current(), tracing)
-
-    def _checked(
-        self,
-        hidden_states: Tensor,
-        encoder_output: Tensor | None,
-        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
-        arguments: CallArguments,
-        state: AutocastState,
-        tracing: bool,
-    ) -> tuple[Rotation | None, Judged | None]:
-        """How q and k turn and what the core attends to, after every check; a compiler traces the core's own."""
-        config, rotation = self._config, None
-        if rotary_pos_emb is not None:
-            rotation = rotation_of_call(config, rotary_pos_emb, arguments)
-        if tracing:
-            check_encoder(config, encoder_output)
-            return rotation, None
-        core = self._modules["core_attention"]
-        return rotation, check_layer_call(
-            self._judged, config, core, hidden_states, encoder_output, arguments, rotation, state
-        )
+        """Raise the errors of `attend` without effects."""
+        given = (hidden_states, arguments, encoder_output, None, current(), torch.compiler.is_compiling())
+        check_layer_call(self._plans, self._config, self._modules["core_attention"], *given)
 
     def _project(
         self,
-        config: LayerConfig,
+        config: MultiheadAttentionConfig,
         hidden_states: Tensor,
         encoder_output: Tensor | None,
         is_first_microbatch: bool | None,
@@ -353,19 +348,19 @@ class MultiheadAttention(nn.Module):
         codes: AutocastState | None,
         joint: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Projection | None]:
-        """q, k, v by heads, normed and rotated, and the normalized input when it is to be returned.
+        """Return q, k, v by heads, normalized and rotated, the normalized input if it is returned, and a projection.
 
-        joint   the attention can be differentiated together with the split of a projection: then the three may be
-                views of the projection that comes last, unknown to autograd
-        codes   the autocast state where an FP8 attention follows that takes codes; they are made by the projection
-                of a self attention unless norms or a rotation, which work on values, come between
+        Args:
+            joint: The attention can be differentiated together with the split of a projection. The three may then be
+                views, unknown to autograd, of the returned projection.
+            codes: Autocast state of a following FP8 attention that takes codes. The projection of a self attention
+                produces them, unless norms or a rotation, which need values, come between.
         """
         first: dict[str, bool | None] = {"is_first_microbatch": is_first_microbatch}
-        modules: dict[str, Any] = self._modules
-        get = modules.get
+        get: Any = self._modules.get
         projection = get("layernorm_qkv") or get("qkv") or get("layernorm_query") or get("query_layer")
         assert projection is not None
-        key_value, q_norm = get("key_value"), get("q_norm")
+        key_value, q_norm, k_norm = get("key_value"), get("q_norm"), get("k_norm")
         if codes is not None and key_value is None and rotation is None and q_norm is None:
             first["fp8_output"] = projects_codes(projection, codes, hidden_states)
         heads = config.heads
@@ -377,24 +372,20 @@ class MultiheadAttention(nn.Module):
             q, k, v = heads.split_q(mixed), *heads.split_kv(keys_values)
         elif rotation is not None and not norms_first and (grouped := heads.grouped(mixed)) is not None:
             q, k, v = rotation.of_projection(grouped, heads)
-            return *(self._normed(q, k) if q_norm is not None else (q, k)), v, norm_output, None
+            if q_norm is not None:
+                q, k = q_norm(q), k_norm(k)
+            return q, k, v, norm_output, None
         elif joint and rotation is None and q_norm is None and type(mixed) is Tensor:
-            whole = Projection.of(mixed, heads.interleaved)
+            whole = None
+            if mixed.requires_grad and torch.is_grad_enabled():
+                whole = Projection(mixed, heads.interleaved)
             return *heads.views(mixed if whole is None else mixed.detach()), norm_output, whole
         else:
             q, k, v = heads.split_qkv(mixed)
-        if norms_first:
-            q, k = self._normed(q, k)
+        if q_norm is not None and norms_first:
+            q, k = q_norm(q), k_norm(k)
         if rotation is not None:
             q, k = rotation(q, k)
         if q_norm is not None and not norms_first:
-            q, k = self._normed(q, k)
+            q, k = q_norm(q), k_norm(k)
         return q, k, v, norm_output, None
-
-    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        assert self.q_norm is not None and self.k_norm is not None
-        return self.q_norm(q), self.k_norm(k)
-
-
-def _name(parent: str | None, child: str) -> str | None:
-    return None if parent is None else f"{parent}.{child}"

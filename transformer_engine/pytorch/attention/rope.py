@@ -110,12 +110,7 @@ class ApplyRope(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        angles: Tensor,
-        start: Tensor | None,
-        cu_seqlens: Tensor | None,
-        spec: RopeSpec,
+        ctx: Any, x: Tensor, angles: Tensor, start: Tensor | None, cu_seqlens: Tensor | None, spec: RopeSpec
     ) -> Tensor:
         ctx.save_for_backward(angles, start, cu_seqlens)
         ctx.spec = spec

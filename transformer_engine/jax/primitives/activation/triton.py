@@ -94,7 +94,8 @@ class Backward(ActivationKernel):
         launch = activation.backward(
             self.made_by(activation), self.gated, rows, width, (width, parts * width), x.dtype.name, self.constants
         )  # fmt: skip
-        (dx,) = run(launch, [dy, x.reshape(rows, parts * width)])
+        # In x's memory: at the peak of a layer's backward pass both would be its largest arrays.
+        (dx,) = run(launch, [dy, x.reshape(rows, parts * width)], reuses={1: 0})
         assert dx is not None
         return (dx.reshape(x.shape),)
 

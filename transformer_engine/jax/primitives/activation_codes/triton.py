@@ -225,7 +225,8 @@ class Measured(ActivationKernel):
             *plain, (width, parts * width), x.dtype.name, self.constants, None, False, self.sums is not None,
             measures=True,
         )  # fmt: skip
-        amax, *_, dx, partials = run(launch, [arrays[0], flat, None])
+        # dx, the fifth output, in x's memory, as in `activation`.
+        amax, *_, dx, partials = run(launch, [arrays[0], flat, None], reuses={1: 4})
         assert amax is not None and dx is not None
         if partials is None or self.sums is None:
             return amax, dx.reshape(x.shape)

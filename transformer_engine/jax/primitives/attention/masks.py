@@ -93,16 +93,27 @@ def make_swa_mask(
     segment_ids_q: Array | None = None,
     segment_ids_kv: Array | None = None,
 ) -> Array:
-    """[b, 1, q, kv], 1 where a key lies in the window of its query, by places in their sequences.
+    """Return a sliding-window mask [b, 1, q, kv], 1 where a query attends to a key.
 
-    window_size          (left, right), -1 for no limit
-    segment_ids_q, _kv   with them the diagonal ends at the last tokens of both sequences, not at their first
+    Args:
+        segment_pos_q: Positions of the queries in their sequences, integers [b, q].
+        segment_pos_kv: Positions of the keys in their sequences, integers [b, kv].
+        window_size: (left, right) number of visible keys on both sides of the diagonal; -1 or None means no limit.
+        dtype: dtype of the mask.
+        segment_ids_q: Sequences of the queries, integers [b, q], 0 for padding. With both segment ids the diagonal
+            connects the last tokens of the two sequences instead of the first.
+        segment_ids_kv: Sequences of the keys, integers [b, kv].
+
+    Raises:
+        TypeError: Positions are not integers, or dtype is not a dtype of arrays.
+        ValueError: Positions are not matrices, or window_size is not a pair of integers from -1 on.
     """
     for name, positions in (("segment_pos_q", segment_pos_q), ("segment_pos_kv", segment_pos_kv)):
         check_integers(name, positions)
         if positions.ndim != 2:
             raise ValueError(f"{name} has shape {positions.shape}; give [batch, tokens]")
     left, right = check_window(window_size) or (-1, -1)
+    dtype = check_dtype("dtype", dtype)
     distance = segment_pos_kv[:, None, :] - segment_pos_q[:, :, None]
     if segment_ids_q is not None and segment_ids_kv is not None:
         shift = run_length_fill(segment_ids_kv)[:, None, :] - run_length_fill(segment_ids_q)[:, :, None]
@@ -112,7 +123,7 @@ def make_swa_mask(
         inside = inside & (distance >= -left)
     if right >= 0:
         inside = inside & (distance <= right)
-    return inside[:, None].astype(check_dtype("dtype", dtype))
+    return inside[:, None].astype(dtype)
 
 
 def hidden_keys(

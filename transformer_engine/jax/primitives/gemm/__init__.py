@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from ....common.dispatch import Table
 from ..operand import Operand
-from ..platforms import chosen
+from ..platforms import WithOptions, by_platform, chosen
 from ..quantize import decoded as decoded_values
 from ..quantize import inverse_transform
 from . import decoded, float8, gluon, plain, reference, triton
@@ -32,9 +31,6 @@ TABLE: Table[GemmRequest] = Table(
         reference.BACKEND,
     ),
 )
-
-
-Product = Callable[..., Array]
 NAME = "transformer_engine_gemm"  # of every product, for recomputation policies
 
 
@@ -55,7 +51,11 @@ def gemm(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool = True) -> Array:
         a, b = _transformed_back(a), _transformed_back(b)
     dtype = jnp.dtype(dtype)
     calls = chosen(TABLE, lambda platform: GemmRequest.of(a, b, dtype, exact, platform))
-    return checkpoint_name(_product(a, b, dtype, exact, calls["cuda"], calls["cpu"]), NAME)
+    options = (("dtype", dtype), ("exact", exact))
+    cuda, cpu = (WithOptions(calls[platform], options) for platform in ("cuda", "cpu"))
+    if cuda == cpu:
+        return checkpoint_name(_on_every_platform(a, b, cpu), NAME)
+    return checkpoint_name(by_platform(a, b, cuda=cuda, default=cpu), NAME)
 
 
 def _transformed_back(operand: Operand) -> Operand:
@@ -67,9 +67,7 @@ def _transformed_back(operand: Operand) -> Operand:
     return Operand(restored, dtype=operand.dtype, axis=operand.axis)
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "exact", "cuda", "cpu"))
-def _product(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool, cuda: Product, cpu: Product) -> Array:
-    on_gpu, elsewhere = (functools.partial(run, dtype=dtype, exact=exact) for run in (cuda, cpu))
-    if cuda is cpu:
-        return elsewhere(a, b)
-    return lax.platform_dependent(a, b, cuda=on_gpu, default=elsewhere)
+@functools.partial(jax.jit, static_argnames=("product",))
+def _on_every_platform(a: Operand, b: Operand, product: WithOptions) -> Array:
+    """One program where the caller is eager; operation by operation a product of codes takes seconds."""
+    return product(a, b)

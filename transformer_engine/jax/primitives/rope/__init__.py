@@ -1,6 +1,8 @@
-"""y [b, s, h, d] = pairs of x turned by angles [s, d / 2]; the gradient turns back."""
+"""Rotary position embedding: pairs of features rotated by angles; the gradient rotates back."""
 
 from __future__ import annotations
+
+import functools
 
 import jax
 from jax import Array
@@ -10,7 +12,7 @@ from ..platforms import computed
 from . import reference, triton
 from .request import RopeRequest
 
-__all__ = ["TABLE", "RopeRequest", "rotate"]
+__all__ = ["TABLE", "RopeRequest", "rotate", "rotate_packed"]
 
 TABLE: Table[RopeRequest] = Table("jax_rope", (triton.BACKEND, reference.BACKEND))
 
@@ -34,3 +36,36 @@ def rotate(x: Array, angles: Array, interleaved: bool, sequence_first: bool) -> 
         lambda angles, dy: (_turn(dy, angles, interleaved, sequence_first, True), None),
     )
     return rotation(x, angles)
+
+
+def rotate_packed(
+    packed: Array, angles: Array, heads: int, interleaved: bool, sequence_first: bool
+) -> tuple[Array, Array, Array]:
+    """Split the product of a joint projection into q, k and v, and rotate q and k.
+
+    Args:
+        packed: Queries, keys and values [b, s, 3, h * d]; [s, b, 3, h * d] if sequence_first.
+        angles: Rotation angles, float32 [s, d / 2].
+        heads: Number of heads h.
+        interleaved: Pairs of features are (2 i, 2 i + 1); otherwise (i, i + d / 2).
+        sequence_first: The first axis of packed is the sequence.
+
+    Returns:
+        q, k and v, each [b, s, h, d] in packed's dtype; equal to `rotate` of the parts.
+    """
+    shape = (*packed.shape[:2], 3, packed.shape[3])
+    dtype = packed.dtype
+
+    def run(back: bool, *arrays: Array) -> tuple[Array, ...]:
+        return computed(
+            TABLE, lambda platform: RopeRequest(shape, dtype, platform, packed=True), *arrays, heads=heads,
+            interleaved=interleaved, sequence_first=sequence_first, back=back,
+        )  # fmt: skip
+
+    split = jax.custom_vjp(functools.partial(run, False))
+    split.defvjp(
+        lambda packed, angles: (run(False, packed, angles), angles),
+        lambda angles, gradients: (run(True, *gradients, angles)[0], None),
+    )
+    q, k, v = split(packed, angles)
+    return q, k, v

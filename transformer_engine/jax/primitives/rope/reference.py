@@ -14,7 +14,7 @@ from .request import RopeRequest
 
 @functools.partial(jax.jit, static_argnames=("interleaved", "sequence_first", "back"))
 def run(x: Array, angles: Array, interleaved: bool, sequence_first: bool, back: bool) -> Array:
-    """See `rotate`; back: by the angles' negatives."""
+    """See `rotate`; with back, rotate by the negative angles."""
     tokens, half = angles.shape
     shape = (tokens, 1, 1, half) if sequence_first else (1, tokens, 1, half)
     cos, sin = jnp.cos(angles).reshape(shape), jnp.sin(angles).reshape(shape)
@@ -31,4 +31,22 @@ def run(x: Array, angles: Array, interleaved: bool, sequence_first: bool, back: 
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-BACKEND = Backend[RopeRequest]("reference", bind=lambda request: run)
+@functools.partial(jax.jit, static_argnames=("heads", "interleaved", "sequence_first", "back"))
+def run_packed(
+    *arrays: Array, heads: int, interleaved: bool, sequence_first: bool, back: bool
+) -> tuple[Array, ...]:
+    """(packed, angles) -> q, k, v, see `rotate_packed`; with back (dq, dk, dv, angles) -> the gradient of packed."""
+    *values, angles = arrays
+    turn = functools.partial(
+        run, angles=angles, interleaved=interleaved, sequence_first=sequence_first, back=back
+    )
+    if back:
+        dq, dk, dv = values
+        rows = [x.reshape(*x.shape[:2], -1) for x in (turn(dq), turn(dk), dv)]
+        return (jnp.stack(rows, axis=2),)
+    packed = values[0]
+    q, k, v = (packed[:, :, i].reshape(*packed.shape[:2], heads, -1) for i in range(3))
+    return turn(q), turn(k), v
+
+
+BACKEND = Backend[RopeRequest]("reference", bind=lambda request: run_packed if request.packed else run)

@@ -51,11 +51,82 @@ class Rotation(Kernel):
         return (run(launch, [x, angles, None, None])[0],)  # pyright: ignore[reportReturnType]
 
 
+@dataclass(frozen=True)
+class PackedRotation(Kernel):
+    """(packed [outer, inner, 3, heads * width], angles [positions, width]) -> q, k, v [outer, inner, heads, width]
+
+    With back, (dq, dk, dv, angles) -> the gradient of packed.
+    """
+
+    heads: int
+    width: int
+    interleaved: bool
+    sequence_first: bool
+    back: bool
+    whole = ("s", "t", "d", "p", "e")
+
+    @property
+    def rule(self) -> str:
+        tokens = "s b" if self.sequence_first else "b s"
+        # Shardy rejects a factor of one element beside another.
+        row = "d" if self.heads == 1 else "(h d)"
+        apart = ", ".join([f"{tokens} h d"] * 3)
+        joint = f"{tokens} t {row}"
+        return f"{apart}, p e -> {joint}" if self.back else f"{joint}, p e -> {apart}"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"t": 3, "h": self.heads, "d": self.width}
+
+    def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        x = operands[0]
+        if self.back:
+            return (jax.ShapeDtypeStruct((*x.shape[:2], 3, x.shape[2] * x.shape[3]), x.dtype),)
+        heads = x.shape[3] // self.width
+        return (jax.ShapeDtypeStruct((*x.shape[:2], heads, self.width), x.dtype),) * 3
+
+    def run(self, *arrays: Array) -> tuple[Array, ...]:
+        from ....common.kernels import rope  # it imports triton
+
+        *values, angles = arrays
+        x = values[0]
+        tokens, layout = (x.shape[0], x.shape[1]), "sbhd" if self.sequence_first else "bshd"
+        if self.back:
+            launch = rope.join_rotated(
+                tokens, x.shape[2], self.width, angles.shape, x.dtype.name, layout=layout, interleaved=self.interleaved
+            )  # fmt: skip
+            return tuple(run(launch, arrays))  # pyright: ignore[reportReturnType]
+        row = x.shape[3]
+        launch = rope.rotate_packed(
+            tokens, (row // self.width, 1), (self.width, self.width), (x.shape[1] * 3 * row, 3 * row, self.width),
+            (angles.shape[0], angles.shape[1], angles.shape[1]), 0, x.dtype.name, layout=layout,
+            interleaved=self.interleaved, transposed=False, context=(1, 0), offsets=(row, 2 * row),
+        )  # fmt: skip
+        return tuple(run(launch, [x, angles, angles, None, None]))  # pyright: ignore[reportReturnType]
+
+
+def _angle_of_each_feature(angles: Array, interleaved: bool) -> Array:
+    """[s, d] from [s, d / 2]: the kernels read an angle for each element of a pair."""
+    return jnp.repeat(angles, 2, axis=1) if interleaved else jnp.concatenate((angles, angles), axis=1)
+
+
 def rotate(x: Array, angles: Array, interleaved: bool, sequence_first: bool, back: bool) -> Array:
     """See `rope.rotate`."""
-    # The kernel reads an angle for each element of a pair.
-    both = jnp.repeat(angles, 2, axis=1) if interleaved else jnp.concatenate((angles, angles), axis=1)
-    return call(Rotation(interleaved, sequence_first, back), x, both)[0]
+    return call(Rotation(interleaved, sequence_first, back), x, _angle_of_each_feature(angles, interleaved))[
+        0
+    ]
 
 
-BACKEND = Backend[RopeRequest]("triton", refuses=refuses, bind=lambda request: rotate)
+def rotate_packed(
+    *arrays: Array, heads: int, interleaved: bool, sequence_first: bool, back: bool
+) -> tuple[Array, ...]:
+    """See `reference.run_packed`."""
+    *values, angles = arrays
+    width = values[0].shape[-1] // (1 if back else heads)
+    kernel = PackedRotation(heads, width, interleaved, sequence_first, back)
+    return call(kernel, *values, _angle_of_each_feature(angles, interleaved))
+
+
+BACKEND = Backend[RopeRequest](
+    "triton", refuses=refuses, bind=lambda request: rotate_packed if request.packed else rotate
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jax import Array
 
 from ....common.dispatch import Table
-from ..platforms import computed
+from ..platforms import chosen, differentiable_by_platform
 from . import reference, triton
 from .request import SoftmaxRequest
 
@@ -22,6 +22,5 @@ def masked_softmax(scores: Array, hidden: Array | None, sink: Array | None) -> A
     sink     float32 [1, h or 1, 1, 1]: one more score, of no key; None: none
     """
     hides, sinks = hidden is not None, sink is not None
-    return computed(
-        TABLE, lambda platform: SoftmaxRequest(scores.shape, hides, sinks, platform), scores, hidden, sink
-    )
+    calls = chosen(TABLE, lambda platform: SoftmaxRequest(scores.shape, hides, sinks, platform))
+    return differentiable_by_platform(scores, hidden, sink, cuda=calls["cuda"], default=calls["cpu"])

@@ -1,7 +1,8 @@
-"""Checks on what an attention is called with; every message names the value, the limit and the remedy."""
+"""Checks and conversions of the arguments of attention layers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,14 +13,14 @@ from ....common.checks import described, function, one_of
 from ....common.numbers import to_bool, to_int
 from ...constants import AttnTypes
 from ...module.arguments import Rule, checked
+from ...primitives.attention.call import BIAS_TYPES, QKV_FORMATS, SOFTMAX_TYPES, AttentionCall
 from ...primitives.attention.mask import canonical_name, window_pair
-from ...primitives.attention.request import BIAS_TYPES, QKV_FORMATS, SOFTMAX_TYPES, AttentionRequest
 from ...runtime import checks
 from ...runtime.warn_once import warn_once
 from ..inference import InferenceParams
-from .settings import AttentionConfig, CallArguments, Described
+from .settings import AttentionArguments, AttentionConfig, TensorFacts
 
-# What the constructors of attention layers have beside the arguments of all layers.
+# Rules for constructor arguments that only attention layers have.
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("attn_input_format", "qkv_format"), checked(partial(one_of, allowed=QKV_FORMATS))),
     "attention_type": checked(partial(one_of, allowed=AttnTypes)),
@@ -32,7 +33,7 @@ RULES: dict[str, Rule] = {
 
 
 def check_heads(heads: int, groups: int, tp_size: int) -> None:
-    """ValueError unless ranks share heads and groups evenly, and groups share heads."""
+    """Raise ValueError unless ranks share heads and groups evenly, and groups share heads."""
     if heads % tp_size:
         raise ValueError(f"tp_size={tp_size} does not divide num_attention_heads={heads}; choose a divisor")
     if groups % tp_size:
@@ -44,14 +45,13 @@ def check_heads(heads: int, groups: int, tp_size: int) -> None:
 
 
 def unpacked(
-    q: Tensor | None,
-    k: Tensor | None,
-    v: Tensor | None,
-    qkv: Tensor | None,
-    kv: Tensor | None,
-    axis: int,
+    q: Tensor | None, k: Tensor | None, v: Tensor | None, qkv: Tensor | None, kv: Tensor | None, axis: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v, as given one by one or as views of packed buffers; ValueError for a tensor given twice."""
+    """Return q, k, v, given one by one or as views of packed buffers.
+
+    Raises:
+        ValueError: A tensor is missing, or given twice.
+    """
     if qkv is not None:
         _given_once("qkv_layer", query_layer=q, key_layer=k, value_layer=v, kv_layer=kv)
         q, k, v = _parts("qkv_layer", qkv, 3, axis)
@@ -80,7 +80,7 @@ def _given_once(packed: str, **others: Tensor | None) -> None:
 
 
 def _parts(name: str, packed: Tensor, count: int, axis: int) -> tuple[Tensor, ...]:
-    """The views of a packed buffer along its axis -3 or -2."""
+    """Return the views of a packed buffer along its axis -3 or -2."""
     checks.tensor(name, packed)
     one_of("qkv_interleave_dim", axis, (-3, -2))
     if packed.ndim < 3 or packed.shape[axis] != count:
@@ -90,7 +90,7 @@ def _parts(name: str, packed: Tensor, count: int, axis: int) -> tuple[Tensor, ..
     return packed.unbind(axis)
 
 
-def settled(config: AttentionConfig, a: CallArguments) -> CallArguments:
+def settled(config: AttentionConfig, a: AttentionArguments) -> AttentionArguments:
     """Return the arguments of a call in the types of their annotations, without those that the call does not read.
 
     Two calls whose arguments compare equal afterwards are computed alike, so the arguments can be parts of a key.
@@ -100,8 +100,8 @@ def settled(config: AttentionConfig, a: CallArguments) -> CallArguments:
         TypeError: A setting has a type that cannot be used.
         ValueError: A setting is outside its limits.
     """
-    if a.bias_type != "no_bias":
-        one_of("core_attention_bias_type", a.bias_type, BIAS_TYPES)
+    if a.core_attention_bias_type != "no_bias":
+        one_of("core_attention_bias_type", a.core_attention_bias_type, BIAS_TYPES)
     if a.bottom_right_diagonal is not None and type(a.bottom_right_diagonal) is not bool:
         a = a._replace(bottom_right_diagonal=to_bool("bottom_right_diagonal", a.bottom_right_diagonal))
     if a.pad_between_seqs is not None and type(a.pad_between_seqs) is not bool:
@@ -110,7 +110,7 @@ def settled(config: AttentionConfig, a: CallArguments) -> CallArguments:
         a = a._replace(num_splits=to_int("num_splits", a.num_splits, 0))
     if a.score_mod is not None:
         function("score_mod", a.score_mod)
-    if a.bias is not None or a.alibi_slopes is not None:
+    if a.core_attention_bias is not None or a.alibi_slopes is not None:
         a = _with_used_bias(a)
     if a.inference_params is not None and type(a.inference_params) is not InferenceParams:
         check_cache_kind(a.inference_params)
@@ -122,34 +122,34 @@ def settled(config: AttentionConfig, a: CallArguments) -> CallArguments:
         a = a._replace(attention_mask=used_mask(config, a))
     if a.window_size is not None:
         a = a._replace(window_size=window_pair(a.window_size))
-    longest_q, longest_kv = a.max_seqlens
+    longest_q, longest_kv = a.max_seqlen_q, a.max_seqlen_kv
     if (type(longest_q) is int or longest_q is None) and (type(longest_kv) is int or longest_kv is None):
         return a
-    return a._replace(max_seqlens=(whole_length("q", longest_q), whole_length("kv", longest_kv)))
+    return a._replace(max_seqlen_q=whole_length("q", longest_q), max_seqlen_kv=whole_length("kv", longest_kv))
 
 
-def _with_used_bias(a: CallArguments) -> CallArguments:
+def _with_used_bias(a: AttentionArguments) -> AttentionArguments:
     """Return the arguments without a bias or slopes that their bias type does not read, with a warning once."""
-    if a.bias is not None and a.bias_type == "no_bias":
+    if a.core_attention_bias is not None and a.core_attention_bias_type == "no_bias":
         warn_once(
             "core_attention_bias",
             "core_attention_bias has no effect with core_attention_bias_type='no_bias'; give "
             "core_attention_bias_type='post_scale_bias' to add it to the scaled scores, or leave it None",
         )
-        a = a._replace(bias=None)
-    if a.bias is not None and not isinstance(a.bias, Tensor):
-        checks.tensor("core_attention_bias", a.bias)
-    if a.alibi_slopes is not None and a.bias_type != "alibi":
+        a = a._replace(core_attention_bias=None)
+    if a.core_attention_bias is not None and not isinstance(a.core_attention_bias, Tensor):
+        checks.tensor("core_attention_bias", a.core_attention_bias)
+    if a.alibi_slopes is not None and a.core_attention_bias_type != "alibi":
         warn_once(
             "alibi_slopes",
-            f"alibi_slopes has no effect with core_attention_bias_type={a.bias_type!r}; give "
+            f"alibi_slopes has no effect with core_attention_bias_type={a.core_attention_bias_type!r}; give "
             "core_attention_bias_type='alibi', or leave it None",
         )
         a = a._replace(alibi_slopes=None)
     return a
 
 
-def used_mask(config: AttentionConfig, a: CallArguments) -> Any:
+def used_mask(config: AttentionConfig, a: AttentionArguments) -> Any:
     """Return the attention mask of a call as bool tensors, or None where the mask type does not read one.
 
     Only padding and arbitrary mask types read a mask. A mask of integers masks where it is not 0, and so does a
@@ -198,7 +198,7 @@ def whole_length(name: str, size: Any) -> int | None:
 
 
 def check_cache_kind(inference_params: Any) -> None:
-    """TypeError for what keys and values cannot be appended to."""
+    """Raise TypeError for an object that is not a cache of keys and values."""
     if not hasattr(inference_params, "step"):
         raise TypeError(
             f"inference_params={described(inference_params)} is a {type(inference_params).__name__}; give an "
@@ -225,7 +225,7 @@ def accepted_angles(rotary_pos_emb: Any) -> Tensor | tuple[Tensor, Tensor]:
     return tuple(rotary_pos_emb)
 
 
-def check_slopes(slopes: Tensor, q: Tensor | Described, heads: int) -> Tensor:
+def check_slopes(slopes: Tensor, q: Tensor | TensorFacts, heads: int) -> Tensor:
     """Return the slopes of ALiBi if they are floating point, [h] or [b, h], and on the queries' device.
 
     Raises:
@@ -242,7 +242,11 @@ def check_slopes(slopes: Tensor, q: Tensor | Described, heads: int) -> Tensor:
 
 
 def check_cache(layer_number: int | None, cached: torch.dtype, given: torch.dtype) -> int:
-    """layer_number; ValueError unless there is one, and the cache has the dtype of the layer's queries."""
+    """Return the layer number, which a cache needs.
+
+    Raises:
+        ValueError: There is none, or the cache has another dtype than the queries.
+    """
     if layer_number is None:
         raise ValueError("inference_params needs layer_number, which names the cache; set it at construction")
     if cached != given:
@@ -252,34 +256,33 @@ def check_cache(layer_number: int | None, cached: torch.dtype, given: torch.dtyp
     return layer_number
 
 
-def check_bias(request: AttentionRequest, bias: Tensor | Described | None) -> None:
-    """ValueError or TypeError unless bias and slopes are what the bias type asks for."""
-    sizes, kind = request.shape, request.options.bias
-    takes_bias = kind in ("pre_scale_bias", "post_scale_bias")
+def check_bias(call: AttentionCall, bias: Tensor | TensorFacts | None) -> None:
+    """Check that bias and slopes match the bias type.
+
+    Raises:
+        TypeError: The bias is not floating point, or on another device than the queries.
+        ValueError: The bias is missing or superfluous, or a shape does not broadcast.
+    """
+    takes_bias = call.bias in ("pre_scale_bias", "post_scale_bias")
     if takes_bias != (bias is not None):
         want = "needs" if takes_bias else "takes no"
         given = "None" if bias is None else f"a Tensor of shape {list(bias.shape)} and {bias.dtype}"
         raise ValueError(
-            f"core_attention_bias_type={kind!r} {want} core_attention_bias, which is {given}; match the two"
+            f"core_attention_bias_type={call.bias!r} {want} core_attention_bias, which is {given}; match the two"
         )
-    slopes = sizes.slopes_shape
-    if (
-        request.options.slopes_given
-        and slopes is not None
-        and len(slopes) == 2
-        and slopes[0] not in (1, sizes.batch)
-    ):
+    slopes = call.slopes_shape
+    if call.slopes_given and slopes is not None and len(slopes) == 2 and slopes[0] not in (1, call.batch):
         raise ValueError(
-            f"alibi_slopes is {list(slopes)}, the batch has {sizes.batch} sequences; give [h], or [b, h]"
+            f"alibi_slopes is {list(slopes)}, the batch has {call.batch} sequences; give [h], or [b, h]"
         )
     if bias is None:
         return
-    if not bias.dtype.is_floating_point or bias.device.type != request.device.type:
+    if not bias.dtype.is_floating_point or bias.device.type != call.device_type:
         raise TypeError(
             f"core_attention_bias is {bias.dtype} on {bias.device}; give floating-point values on the queries' device, "
-            f"{request.device.type}"
+            f"{call.device_type}"
         )
-    shape = (sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_kv)
+    shape = (call.batch, call.heads, call.seqlen_q, call.seqlen_kv)
     if bias.ndim != 4 or any(size not in (1, limit) for size, limit in zip(bias.shape, shape, strict=True)):
         raise ValueError(
             f"core_attention_bias {list(bias.shape)} does not broadcast to {list(shape)}; give these sizes, or 1"
@@ -287,7 +290,7 @@ def check_bias(request: AttentionRequest, bias: Tensor | Described | None) -> No
 
 
 def check_tensors(q: Any, k: Any, v: Any, qkv_format: str, config: AttentionConfig) -> None:
-    """ValueError unless q, k, v have the heads and sizes of the layer, one dtype and one device."""
+    """Raise ValueError unless q, k, v have the heads and sizes of the layer, one dtype and one device."""
     axes, groups = len(qkv_format), config.num_gqa_groups_per_partition
     expected = {
         "query_layer": (q, config.heads, config.head_dim_qk),
@@ -314,7 +317,7 @@ def check_tensors(q: Any, k: Any, v: Any, qkv_format: str, config: AttentionConf
 
 
 def sink_of(softmax_type: str, offset: Tensor | None, heads: int, device: torch.device) -> Tensor | None:
-    """The logit [h] of a key without a value, as the softmax's type has it; None for the usual softmax."""
+    """Return the logit [h] of a key without a value for a type of softmax; None for "vanilla"."""
     if softmax_type == "off-by-one":
         return torch.zeros(heads, dtype=torch.float32, device=device)
     if softmax_type != "learnable":
@@ -327,8 +330,64 @@ def sink_of(softmax_type: str, offset: Tensor | None, heads: int, device: torch.
     return offset
 
 
+class BoundScoreMod:
+    """A score_mod with tensors by name; equal to another one of the same function and the same tensor objects."""
+
+    def __init__(self, function: Callable[..., Tensor], tensors: Mapping[str, Tensor]):
+        self.function = function
+        self.tensors = dict(tensors)
+        self._key = (function, tuple((name, id(tensor)) for name, tensor in self.tensors.items()))
+
+    def __call__(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return self.function(score, b, h, i, j, **self.tensors)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BoundScoreMod) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+def bound_score_mod(
+    score_mod: Callable[..., Tensor] | None,
+    tensors: Mapping[str, Tensor] | None,
+    bprop: Any,
+    bprop_tensors: Any,
+) -> Callable[..., Tensor] | None:
+    """Return the score_mod of a call with its tensors bound.
+
+    Raises:
+        NotImplementedError: A gradient of score_mod is given.
+        TypeError, ValueError: The tensors are not given by name, or without a score_mod.
+    """
+    if bprop is not None:
+        raise NotImplementedError(
+            f"score_mod_bprop={described(bprop)} is not available: autograd differentiates score_mod, and a gradient "
+            "given beside it could differ from that; leave it None"
+        )
+    if bprop_tensors is not None:
+        raise ValueError(
+            f"score_mod_bprop_tensors={described(bprop_tensors)} without score_mod_bprop, which would read them; "
+            "leave it None"
+        )
+    if tensors is None:
+        return score_mod
+    if score_mod is None:
+        raise ValueError(
+            f"score_mod_tensors={described(tensors)} without score_mod, which would read them; give both"
+        )
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"score_mod_tensors={described(tensors)} is not a mapping; give tensors by name")
+    wrong = [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]
+    if wrong:
+        raise TypeError(
+            f"score_mod_tensors holds no tensor under {', '.join(map(repr, wrong))}; give tensors by name"
+        )
+    return BoundScoreMod(score_mod, tensors)
+
+
 def accept_older_state(state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Take checkpoints that have this module's extra state one level deeper, or not at all."""
+    """Accept checkpoints that have this module's extra state one level deeper, or not at all."""
     older = state_dict.pop(prefix + "fused_attention._extra_state", None)
     if prefix + "_extra_state" not in state_dict:
         state_dict[prefix + "_extra_state"] = (

@@ -9,76 +9,69 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....common import env
 from ....common.memory import Memory
 from ....common.numbers import to_bool
 from ....common.recipe import Recipe
 from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
-from ...functions.attention import fp8
-from ...functions.attention.autograd import apart
-from ...functions.attention.fp8_call import Call, Slots
-from ...functions.attention.projected import Projection
+from ...functions.attention.autograd import Attending, AttentionExecution, Projection, apart, attend
+from ...functions.attention.fp8 import RecomputedFP8Attention, choose_fp8
+from ...functions.attention.fp8_attention import AttentionQuantizers, FP8Attention
 from ...module.arguments import accepts, head_sizes
 from ...module.base import TransformerEngineBaseModule
 from ...module.config import configured
 from ...module.parameters import ParameterInit
 from ...primitives.attention import mask as masks
-from ...primitives.attention.request import AttentionInputs, AttentionRequest
+from ...primitives.attention.call import AttentionCall, AttentionInputs
 from ...quantization import QuantizerRole
 from ...quantization.autocast import AutocastState, current, here_in_eager_mode
 from ...runtime.device import canonical_device, is_meta
 from ..inference import InferenceParams
-from .arguments import RULES, accept_older_state, check_heads, unpacked
-from .call import MAX_PLANS, Plan, any_call, judged_call, plain_call, plan_of
+from .arguments import RULES, accept_older_state, bound_score_mod, check_heads, unpacked
 from .context_parallel_group import check_context_parallel_group
-from .forked import Forks, computed
-from .fp8_recipe import attention_recipe, scaling_of
-from .in_order import PLAIN, Judged
+from .fp8_recipe import attention_recipe, attention_roles, backward_asked_for, scaling_of
 from .last_choice import last_choice as _attention_backends
-from .roles import attention_roles
-from .score_mod import resolved
-from .settings import AttentionConfig, CallArguments
+from .plan import MAX_PLANS, PLAIN, AttentionPlan, CheckedArguments, check_arguments, plan_of, prepare
+from .settings import AttentionArguments, AttentionConfig
 from .utils import AttentionLogging
 
-# What num_splits is unless a caller says otherwise; True, which equals it, is another object.
+# Default of num_splits; True equals it but is another object.
 ONE = 1
-# Names of which a key can be made.
+# Types of names that can be part of a key.
 NAMES = (type(None), str)
-_backward_asked_for = env.watch("NVTE_FP8_DPA_BWD")
 
 
 def _same_as(name: str) -> property:
-    """Another name of a setting."""
+    """Return a property that is another name of a setting."""
     return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value))
 
 
 def _divided(layer: Any, name: str, value: Any) -> None:
-    """Ranks share the groups."""
+    """Divide the groups among the ranks."""
     if name == "num_gqa_groups":
         layer.num_gqa_groups_per_partition = value // layer.tp_size
 
 
 @configured(AttentionConfig, written=_divided, rules=RULES)
 class DotProductAttention(TransformerEngineBaseModule):
-    """out [.., h * d_v] = softmax(softmax_scale * q k^T + bias) v where the mask shows; a row it hides is 0.
+    """out [.., h * d_v] = softmax(softmax_scale * q k^T + bias) v over the visible keys; 0 for a query without any.
 
-    kv_channels         head size, or (of queries and keys, of values)
-    num_gqa_groups      key and value heads; query head i reads number i // (heads / groups). Default: all
-                        heads
-    qkv_format          "sbhd", "bshd" or "thd" (packed sequences, with a padding mask and cu_seqlens)
-    attn_mask_type      no_mask, padding, causal, padding_causal, causal_bottom_right,
-                        padding_causal_bottom_right or arbitrary; forward() can override it, and window_size
-                        and qkv_format
-    window_size         (left, right) keys that a query sees besides its own; -1: no limit
-    bottom_right_diagonal   windows of masks that are not causal end in the last query and key; default True
-    softmax_scale       default 1 / sqrt(head size of queries and keys)
-    softmax_type        "off-by-one" adds 1 to the softmax's denominator, "learnable" exp(softmax_offset [h])
-    return_max_logit    return (out, the largest logit of each head [h])
-    get_rng_state_tracker   dropout runs inside its fork(), unless sequence_parallel: then the caller forked
-    layer_number        names the layer's part of a cache; attention_type  "self": keys have the queries' lengths
-    cp_group            context-parallel group; more than one rank is not supported
-    score_mod           score_mod(score, b, h, i, j) -> score, element by element, after scale and bias; forward()
-                        can override it. Autograd differentiates it, and the tensors that it holds
+    Args:
+        kv_channels: Head size, or (of queries and keys, of values).
+        num_gqa_groups: Key and value heads, by default all heads; query head i reads i // (heads / groups).
+        qkv_format: "sbhd", "bshd" or "thd" (packed sequences, with a padding mask and cu_seqlens).
+        attn_mask_type: no_mask, padding, causal, padding_causal, causal_bottom_right, padding_causal_bottom_right or
+            arbitrary. forward() can override it, window_size and qkv_format.
+        window_size: (left, right) keys that a query sees besides its own; -1 is unlimited.
+        bottom_right_diagonal: Windows of masks that are not causal end at the last query and key; default True.
+        softmax_scale: Default 1 / sqrt(head size of queries and keys).
+        softmax_type: "off-by-one" adds 1 to the softmax's denominator, "learnable" exp(softmax_offset [h]).
+        return_max_logit: Return (out, the largest logit of each head [h]).
+        get_rng_state_tracker: Dropout runs in its fork(), except under sequence_parallel, where the caller forks.
+        layer_number: Names the layer's part of a cache.
+        attention_type: "self": keys have the queries' lengths by default.
+        cp_group: Context-parallel group; several ranks are not supported.
+        score_mod: score_mod(score, b, h, i, j) -> score, elementwise, after scale and bias; forward() can override it.
+            Autograd differentiates it and the tensors that it holds.
     """
 
     num_products = 3
@@ -138,7 +131,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         if tp_group is not None:
             tp_size = torch.distributed.get_world_size(tp_group)
         self._configure(
-            # It has no weights: made under quantized_model_init, too, each call's recipe gives it states of its own.
+            # No weights: the recipe of each call determines the states, under quantized_model_init too.
             primary_weights_in_fp8=False,
             fp8_parameters=False,
             num_attention_heads=num_attention_heads,
@@ -159,7 +152,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             softmax_type=softmax_type,
             return_max_logit=bool(return_max_logit),
         )
-        self._plans: Memory[tuple[Any, ...], Plan] = Memory(plan_of, MAX_PLANS)
+        self._plans: Memory[tuple[Any, ...], AttentionPlan] = Memory(plan_of, MAX_PLANS)
         self.set_tensor_parallel_group(tp_group)
         self.get_rng_state_tracker = get_rng_state_tracker
         self.score_mod = score_mod
@@ -172,12 +165,12 @@ class DotProductAttention(TransformerEngineBaseModule):
         self._register_load_state_dict_pre_hook(accept_older_state)
 
     def make_softmax_offset(self, device: torch.device | str | int) -> None:
-        """The parameter softmax_offset [h], made on a device."""
+        """Create the parameter softmax_offset [h] on a device."""
         offset = torch.nn.Parameter(
             torch.empty(self.heads, dtype=torch.float32, device=canonical_device(device))
         )
         set_tensor_model_parallel_attributes(offset, self.tp_size > 1, 0, 1)
-        # 0: a learnable sink begins as "off-by-one"
+        # 0: a learnable sink starts as "off-by-one"
         self.register_parameter("softmax_offset", offset, ParameterInit(torch.nn.init.zeros_))
         self.reset_parameters(defer_init=is_meta(device))
 
@@ -190,13 +183,9 @@ class DotProductAttention(TransformerEngineBaseModule):
         return attention_roles(self.name or "", fwd, num_quantizers)
 
     def set_context_parallel_group(
-        self,
-        cp_group: Any,
-        cp_global_ranks: list[int] | None,
-        cp_stream: Any,
-        cp_comm_type: str = "p2p",
+        self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
-        """Set the ranks that share the sequence; None or one rank means that this one has all of it."""
+        """Set the ranks that share the sequence; None or one rank if this rank has all of it."""
         check_context_parallel_group(cp_group, cp_stream, cp_comm_type)
         self.cp_group = cp_group
         self.cp_global_ranks = cp_global_ranks
@@ -237,29 +226,30 @@ class DotProductAttention(TransformerEngineBaseModule):
         kv_layer: Tensor | None = None,
         qkv_interleave_dim: int = -3,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """out [.., h * d_v], or (out, max_logit [h]) with return_max_logit.
+        """Return out [.., h * d_v], or (out, max_logit [h]) with return_max_logit.
 
-        attention_mask    True = masked out: padding masks [b, 1, 1, s] (a pair of them for cross attention),
-                          or anything broadcastable to [b, h, s_q, s_kv] for "arbitrary"
-        cu_seqlens_*      int32 [b + 1] cumulative lengths, instead of padding masks; *_padded: where the
-                          sequences of a thd tensor begin, when tokens that belong to none lie between them
-        max_seqlen_*      thd: the longest sequence; read from the device when missing
-        core_attention_bias   broadcastable to [b, h, s_q, s_kv], added after softmax_scale ("post_scale_bias" as
-                          core_attention_bias_type) or before ("pre_scale_bias")
-        alibi_slopes      float32 [h] or [b, h] for "alibi": -slope * |distance from the diagonal| is added
-        inference_params  keys and values are appended to its cache, and attention is to all cached ones; lengths
-                          are the cache's, cu_seqlens_* and attention_mask are not read
-        checkpoint_core_attention   compute the attention again in the backward pass, and keep its inputs alone
-        qkv_layer, kv_layer   packed [.., 3, h, d] (qkv_interleave_dim=-3) or [.., h, 3, d] (-2) instead of q,
-                              k, v
-        num_splits        parts in which a long row of keys is computed, None: as many as the backend likes
-        fp8_output        return the output as a Float8Tensor; bf16_backward   compute gradients in high precision;
-                          both for attention in FP8, which autocast's recipe asks for (fp8_dpa or fp8_mha)
-        score_mod_tensors   tensors by name, which score_mod gets as keywords behind its indices
-        fast_zero_fill is accepted and changes nothing.
+        Args:
+            attention_mask: True = masked out: padding masks [b, 1, 1, s] (a pair for cross attention), or a mask
+                broadcastable to [b, h, s_q, s_kv] for "arbitrary".
+            cu_seqlens_*: Cumulative lengths, int32 [b + 1], instead of padding masks; *_padded: starts of the sequences
+                of a thd tensor, if tokens that belong to no sequence lie between them.
+            max_seqlen_*: thd: the longest sequence; by default read from the device.
+            core_attention_bias: Broadcastable to [b, h, s_q, s_kv]; core_attention_bias_type "post_scale_bias" adds it
+                after softmax_scale, "pre_scale_bias" before.
+            alibi_slopes: float32 [h] or [b, h] for "alibi", which adds -slope * |distance from the diagonal|.
+            inference_params: Cache that keys and values are appended to; all cached ones are attended to, with the
+                cache's lengths, and cu_seqlens_* and attention_mask have no effect.
+            checkpoint_core_attention: Save only the inputs, and recompute the attention in the backward pass.
+            qkv_layer, kv_layer: Packed [.., 3, h, d] (qkv_interleave_dim=-3) or [.., h, 3, d] (-2) instead of q, k, v.
+            num_splits: Parts in which a long row of keys is processed; None lets the backend choose.
+            fp8_output: Return a Float8Tensor; bf16_backward: compute gradients in high precision. Both are for FP8
+                attention, which the recipe of autocast requests by fp8_dpa or fp8_mha.
+            score_mod_tensors: Tensors by name, passed to score_mod as keywords.
+            fast_zero_fill: Has no effect.
 
-        Raises ValueError before anything is written or drawn. Lengths and offsets on a GPU are trusted; TE_CHECK=1 has
-        them checked too, see `device_checks`. What they point to outside of the tensors would be read.
+        Raises:
+            ValueError: An argument cannot be used; nothing has been written or drawn. Lengths and offsets on a GPU are
+                only checked with TE_CHECK=1 (see `device_checks`); wrong ones read outside of the tensors.
         """
         if not (checkpoint_core_attention is fp8_output is False and bf16_backward is None):
             checkpoint_core_attention = to_bool("checkpoint_core_attention", checkpoint_core_attention)
@@ -267,8 +257,11 @@ class DotProductAttention(TransformerEngineBaseModule):
             bf16_backward = None if bf16_backward is None else to_bool("bf16_backward", bf16_backward)
         score_mod = self.score_mod if score_mod is None else score_mod
         if not (score_mod_tensors is score_mod_bprop is score_mod_bprop_tensors is None):
-            score_mod = resolved(score_mod, score_mod_tensors, score_mod_bprop, score_mod_bprop_tensors)
+            score_mod = bound_score_mod(
+                score_mod, score_mod_tensors, score_mod_bprop, score_mod_bprop_tensors
+            )
         tracing = torch.compiler.is_compiling()
+        known = (self._config, self.training, self._parameters["softmax_offset"])
         # fmt: off
         if not tracing and (
             attention_mask is cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded
@@ -278,123 +271,110 @@ class DotProductAttention(TransformerEngineBaseModule):
             and type(qkv_format) in NAMES and type(attn_mask_type) in NAMES
             and num_splits is ONE and core_attention_bias_type == "no_bias"
         ):
-            plan, inputs = plain_call(
-                self._plans, self._config, self.training, self._parameters["softmax_offset"],
-                query_layer, key_layer, value_layer, qkv_format, attn_mask_type,
-            )
-            return self._attend(plan, inputs, tracing, checkpoint_core_attention, fp8_output, bf16_backward)
+            names = (qkv_format, attn_mask_type)
+            prepared = prepare(self._plans, *known, (query_layer, key_layer, value_layer), PLAIN, False, names)
+            return self._attend(prepared, tracing, checkpoint_core_attention, fp8_output, bf16_backward)
         qkv = unpacked(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
-        arguments = CallArguments(
-            attention_mask, qkv_format, (cu_seqlens_q, cu_seqlens_kv), (cu_seqlens_q_padded, cu_seqlens_kv_padded),
-            (max_seqlen_q, max_seqlen_kv), attn_mask_type, window_size, bottom_right_diagonal,
-            core_attention_bias_type, core_attention_bias, alibi_slopes, inference_params, pad_between_seqs, num_splits,
-            score_mod,
+        arguments = AttentionArguments(
+            attention_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, core_attention_bias,
+            alibi_slopes, inference_params, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size,
+            bottom_right_diagonal, core_attention_bias_type, pad_between_seqs, qkv_format, num_splits, score_mod,
         )
         # fmt: on
-        plan, inputs, append = any_call(
-            None if tracing else self._plans,
-            self._config,
-            self.training,
-            self._parameters["softmax_offset"],
-            qkv,
-            arguments,
-        )
-        return self._attend(
-            plan, inputs, tracing, checkpoint_core_attention, fp8_output, bf16_backward, append
-        )
+        checked = check_arguments(self._config, arguments, lambda: qkv, tracing)
+        prepared = prepare(None if tracing else self._plans, *known, qkv, checked)
+        return self._attend(prepared, tracing, checkpoint_core_attention, fp8_output, bf16_backward)
 
-    def attend_judged(
+    def attend_checked(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        judged: Judged | None,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        checked: CheckedArguments,
         checkpoint_core_attention: bool,
         fp8_output: bool,
         projection: Projection | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """forward() of an attention layer in eager mode; judged: None where q, k and v are all that is given.
+        """Compute forward() for an attention layer in eager mode, which has checked and planned the call.
 
-        projection   q, k and v are views of it that autograd knows nothing of, and it wants a gradient
+        Args:
+            qkv: Queries, keys and values.
+            checked: Arguments and plan of the call.
+            checkpoint_core_attention, fp8_output: As in `forward`.
+            projection: Projection that needs a gradient; q, k and v are views of it, unknown to autograd.
         """
-        known = (self._plans, self._config, self.training, self._parameters["softmax_offset"])
-        append, wanted = None, projection is not None
-        if judged is None and type(q) is type(k) is type(v) is Tensor:
-            plan, inputs = plain_call(*known, q, k, v, None, None, wanted)
-        else:
-            plan, inputs, append = judged_call(*known, (q, k, v), judged or PLAIN, wanted)
-        return self._attend(
-            plan, inputs, False, checkpoint_core_attention, fp8_output, None, append, projection
-        )
+        known = (self._config, self.training, self._parameters["softmax_offset"])
+        prepared = prepare(self._plans, *known, qkv, checked, projection is not None)
+        return self._attend(prepared, False, checkpoint_core_attention, fp8_output, None, projection)
 
     def _attend(
         self,
-        plan: Plan,
-        inputs: AttentionInputs,
+        prepared: tuple[AttentionPlan, AttentionInputs, Callable[[], object] | None],
         tracing: bool,
         recompute: bool,
         fp8_output: bool | None,
         bf16_backward: bool | None,
-        append: Callable[[], object] | None = None,
         projection: Projection | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """What was planned; append: writes a step's keys and values into its cache, when nothing can be refused."""
-        request, backend, _ = plan
-        options = request.options
+        (call, backend, *_), inputs, append = prepared
+        attending: Attending = backend
         if tracing:
             state = current()
-            if options.needs_gradient:
+            if call.needs_gradient:
                 inputs = apart(inputs)
         else:
             state = here_in_eager_mode().state
             before = self.numerics.state_without_gradients
             if before is not state and (before is not None or not torch.is_grad_enabled()):
                 self.check_repetition(state)
-        recipe = attention_recipe(state.recipe) if state.enabled and not options.cached else None
+        recipe = attention_recipe(state.recipe) if state.enabled and not call.cached else None
         if recipe is not None:
-            backend = self._in_fp8(state, recipe, request, bool(fp8_output), bf16_backward)
+            attending = self._in_fp8(state, recipe, call, bool(fp8_output), bf16_backward)
             if recompute:
-                backend = fp8.Recomputed(backend)
+                attending = RecomputedFP8Attention(attending)
             if not tracing:
-                _attention_backends.seen = (request, backend)
+                _attention_backends.seen = (call, attending)
         elif fp8_output:
             raise ValueError(
                 "fp8_output=True needs an FP8 attention; run under autocast with fp8_dpa or fp8_mha in the recipe"
             )
         if append is not None:
-            append()
+            append()  # nothing raises from here on
         tracker = None
-        if options.dropout > 0.0 and not self._config.sequence_parallel:
+        if call.dropout > 0.0 and not self._config.sequence_parallel:
             tracker = self.get_rng_state_tracker
-        forks = Forks(tracker, recompute, self.tp_group) if recompute or tracker is not None else None
-        output, max_logit = computed(backend, request, inputs, projection, forks)
+        execution = None
+        if recompute or tracker is not None:
+            execution = AttentionExecution(tracker, recompute, self.tp_group)
+        output, max_logit = attend(attending, call, inputs, projection, execution)
         return output if max_logit is None else (output, max_logit)
 
     def _in_fp8(
         self,
         state: AutocastState,
         recipe: Recipe,
-        request: AttentionRequest,
+        call: AttentionCall,
         fp8_output: bool,
         bf16_backward: bool | None,
-    ) -> fp8.Attention:
-        """The FP8 attention of a request under an autocast state; recipe: that of the attention, which asks for it.
+    ) -> FP8Attention:
+        """Return the FP8 attention of a call under an autocast state.
 
-        fp8_output      return o as a Float8Tensor
-        bf16_backward   True: gradients in high precision; None: as NVTE_FP8_DPA_BWD says, unset the faster
+        Args:
+            recipe: Recipe of the attention, which may differ from the state's.
+            fp8_output: Return the output as a Float8Tensor.
+            bf16_backward: True computes gradients in high precision; None follows NVTE_FP8_DPA_BWD, and by default
+                the faster one.
         """
         scaling = scaling_of(recipe)
         if recipe is not state.recipe:
             state = state._replace(recipe=recipe)
         products = self._product_quantizers(state)
-        slots = Slots.of(*products)
-        asked: Any = False if bf16_backward else None
-        if asked is None and _backward_asked_for() is not None:
-            asked = env.get("NVTE_FP8_DPA_BWD")
-        chosen = fp8.choose(request, scaling, asked)
         active = self.numerics.active
         direct = scaling == "delayed" and active is not None and products is active.products
-        scales = self.fp8_meta["scaling_fwd"] if direct else None
-        call = Call(request, scaling, slots, scales, chosen.passes, wants_values=not fp8_output)
-        update = self._scale_update(state, request.options.needs_gradient)
-        return fp8.Attention(call, chosen, fp8_output, update)
+        return FP8Attention(
+            call,
+            scaling,
+            AttentionQuantizers.of(*products),
+            self.fp8_meta["scaling_fwd"] if direct else None,
+            choose_fp8(call, scaling, backward_asked_for(bf16_backward)),
+            fp8_output,
+            self._scale_update(state, call.needs_gradient),
+        )

@@ -1,4 +1,4 @@
-"""Which FP8 attention the recipe of `autocast`, and the variables beside it, ask for."""
+"""FP8 attention as requested by the recipe of `autocast` and by environment variables."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from ....common.memory import Memory
 from ....common.recipe import DelayedScaling, Format, Recipe
 from ...module.layernorm_linear import LayerNormLinear
 from ...module.linear import Linear
+from ...quantization import QuantizerRole
 from ...quantization.autocast import AutocastState
 from ...quantization.family import all_families, family_of
 
 
 def _from_environment(texts: tuple[str | None, ...]) -> Recipe | None:
-    """The recipe that NVTE_DPA_FP8_RECIPE names for attention; None for F16. texts: those of _VARIABLES."""
+    """Return the recipe that NVTE_DPA_FP8_RECIPE names; None for F16. texts are the values of _VARIABLES."""
     kind = env.get("NVTE_DPA_FP8_RECIPE")
     common: dict[str, Any] = {
         "fp8_format": Format[str(env.get("NVTE_DPA_FP8_FORMAT"))],
@@ -45,25 +46,26 @@ _VARIABLES = (
     "NVTE_DPA_FP8DS_REDUCE_AMAX",
 )
 _asked_for = env.watch(_VARIABLES[0])
+_backward_asked_for = env.watch("NVTE_FP8_DPA_BWD")
 _RECIPES: Memory[tuple[str | None, ...], Recipe | None] = Memory(_from_environment, 64)
 
 
 def attention_recipe(recipe: Recipe | None) -> Recipe | None:
-    """The recipe of the attention under a recipe of the layers round it; None: no FP8 attention."""
+    """Return the recipe of an attention under a recipe of its layers; None without FP8 attention."""
     if recipe is None:
         return None
     if _asked_for() is not None and env.get(_VARIABLES[0]):
         recipe = _RECIPES[env.texts(_VARIABLES)]
-    # A recipe from outside need not have the two fields.
+    # A recipe of a caller may lack the two fields.
     if getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False):
         return recipe
     return None
 
 
 def outputs_codes(state: AutocastState) -> bool:
-    """Do the projections round an attention hand it codes, and take its output as codes (fp8_mha)?
+    """Return whether an attention's projections pass it codes and take its output as codes (fp8_mha).
 
-    A compiled graph has no quantized tensors at the borders of its modules.
+    A compiled graph has no quantized tensors between its modules.
     """
     if not getattr(state.recipe, "fp8_mha", False) or torch.compiler.is_compiling():
         return False
@@ -72,12 +74,12 @@ def outputs_codes(state: AutocastState) -> bool:
 
 
 def projects_codes(projection: Linear | LayerNormLinear, state: AutocastState, x: Tensor) -> bool:
-    """Does a projection of x compute in FP8, so that its output slot can make codes? Then of rows alone.
+    """Return whether a projection of x computes in FP8, so that its output slot can produce codes, row-wise only.
 
-    Not under delayed scaling, whose scales follow what a slot has seen: compiled calls and those with a cache use the
-    attention's own slot, so all have to. Not in training with a backward in 16 bits, which has to turn the codes into
-    values again: on an H200 (2 sequences of 2048, 32 query and 8 key heads of 128) both passes of the layer then take
-    1.94 ms instead of 1.76, while a forward alone takes 0.50 instead of 0.55.
+    False under delayed scaling, whose scales depend on the values that a slot has seen: compiled calls and calls with a
+    cache use the attention's own slot, so all calls have to. False in training with a backward pass in 16 bits, which
+    would dequantize the codes: on an H200 (2 sequences of 2048, 32 query and 8 key heads of 128) both passes of the
+    layer take 1.94 ms instead of 1.76 with codes, while a forward pass alone takes 0.50 instead of 0.55.
     """
     assert state.recipe is not None
     if family_of(state.recipe).follows_history or (projection.training and not env.flag("NVTE_FP8_DPA_BWD")):
@@ -86,13 +88,24 @@ def projects_codes(projection: Linear | LayerNormLinear, state: AutocastState, x
     (product,) = projection.quantizable_products(state, x, (extents,))
     if product.output.is_identity:
         return False
-    # Attention contracts the sizes of heads: no product reads these codes by columns.
+    # Attention contracts the head size: no product reads these codes column-wise.
     product.output.set_usage(columnwise=False)
     return True
 
 
+def backward_asked_for(bf16_backward: bool | None) -> Any:
+    """Return the requested backward pass: False for high precision, True for FP8, None for the faster one."""
+    if bf16_backward:
+        return False
+    return None if _backward_asked_for() is None else env.get("NVTE_FP8_DPA_BWD")
+
+
 def scaling_of(recipe: Recipe) -> str:
-    """ "delayed", "current" or "block"; ValueError for recipes whose tensors are not FP8."""
+    """Return "delayed", "current" or "block".
+
+    Raises:
+        ValueError: The tensors of the recipe are not FP8.
+    """
     scaling = family_of(recipe).attention
     if scaling is not None:
         return scaling
@@ -100,3 +113,19 @@ def scaling_of(recipe: Recipe) -> str:
         f"{type(recipe).__name__} has no FP8 attention; set NVTE_DPA_FP8_RECIPE=DelayedScaling or "
         "Float8CurrentScaling with NVTE_DPA_FP8_RECIPE_DPA=1, or leave fp8_dpa and fp8_mha False"
     )
+
+
+def attention_roles(name: str, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
+    """Return the roles of an attention's quantizers, which the factory of a custom recipe receives.
+
+    All slots of a product have the role of the one that the attention uses. The output and the gradients of the inputs
+    belong to no layer: their roles have no module_type.
+    """
+    qkv, softmax, grad_output, grad_softmax = (
+        QuantizerRole("dpa", tensor, name) for tensor in ("qkv", "s", "do", "dp")
+    )
+    if fwd:
+        tensors = (qkv, QuantizerRole(name=f"{name}.dpa_output"), softmax)
+    else:
+        tensors = (QuantizerRole(name=f"{name}.dpa_grad_input"), grad_output, grad_softmax)
+    return [role for role in tensors for _ in range(num_quantizers // len(tensors))]

@@ -1,7 +1,7 @@
-"""last_choice["use_fused_attention"] and the like: what the last attention call of this process was computed by.
+"""last_choice["use_fused_attention"] and similar keys: the backend of the last attention call of this process.
 
-A view in the terms of the original's dictionary of that name, made when somebody reads it: a call leaves a note of
-two references only. Calls inside compiled code leave none.
+The values are those of the original's dictionary of that name, computed when they are read: a call stores two
+references only. Calls inside compiled code store none.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...functions.attention import fp8, fp8_cudnn
-from ...primitives.attention.request import AttentionRequest
+from ...functions.attention import fp8_cudnn
+from ...functions.attention.fp8 import RecomputedFP8Attention
+from ...functions.attention.fp8_attention import FP8Attention
+from ...primitives.attention.call import AttentionCall
 from .utils import FLASH, AttentionParams, NVTE_Fused_Attn_Backend
 
 _KEYS = (
@@ -25,11 +27,12 @@ _UPDATE = "backend_selection_requires_update"
 
 
 class LastChoice(Mapping[str, Any]):
-    """Reads as the last choice; None everywhere before the first.
+    """The last choice as a mapping; all values are None before the first call.
 
-    seen              begins with the request of the last call, and the backend or the FP8 attention that took it
-    requires_update   ["backend_selection_requires_update"]: the next call of a layer that finds it set has all layers
-                      choose again, and clears it. NVTE_* variables are looked at without it
+    Attributes:
+        seen: Begins with the last call and its backend or FP8 attention.
+        requires_update: Value of ["backend_selection_requires_update"]: the next call of a layer clears it, and all
+            layers choose again. A change of NVTE_* variables takes effect without it.
     """
 
     def __init__(self) -> None:
@@ -41,7 +44,7 @@ class LastChoice(Mapping[str, Any]):
 
     @property
     def renewed(self) -> int:
-        """How often all layers were to choose again: a part of what they remember their choices by."""
+        """How often a new choice of all layers was requested; part of the keys of their plans."""
         if self.requires_update:
             self._renewals += 1
             self.requires_update = False
@@ -51,7 +54,7 @@ class LastChoice(Mapping[str, Any]):
         return self.requires_update if key == _UPDATE else self._current()[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Any key may be written; the next call that differs from the last writes all but the flag again."""
+        """Write any key; the next call that differs from the last one overwrites all keys but the flag."""
         if key == _UPDATE:
             self.requires_update = bool(value)
         else:
@@ -70,19 +73,19 @@ class LastChoice(Mapping[str, Any]):
         return self._values
 
 
-def _description(request: AttentionRequest, chosen: Any) -> dict[str, Any]:
+def _description(call: AttentionCall, chosen: Any) -> dict[str, Any]:
     kind = NVTE_Fused_Attn_Backend
-    if isinstance(chosen, fp8.Recomputed):
+    if isinstance(chosen, RecomputedFP8Attention):
         chosen = chosen.attention
-    if isinstance(chosen, fp8.Attention):
-        fused = kind.NVTE_FP8 if chosen.chosen.forward is fp8_cudnn.forward else None
+    if isinstance(chosen, FP8Attention):
+        fused = kind.NVTE_FP8 if chosen.passes.forward is fp8_cudnn.forward else None
         flash, unfused = None, fused is None
     else:
         flash = FLASH[chosen.name]() if chosen.name in FLASH else None
         unfused = chosen.name == "reference"
         fused = None if unfused or chosen.name in FLASH else kind.NVTE_F16_arbitrary_seqlen
     is_flash = not unfused and fused is None
-    params = AttentionParams.of(request, fp8=isinstance(chosen, fp8.Attention))
+    params = AttentionParams.of(call, fp8=isinstance(chosen, FP8Attention))
     return dict(zip(_KEYS, (params, is_flash, flash, fused is not None, fused, unfused), strict=True))
 
 

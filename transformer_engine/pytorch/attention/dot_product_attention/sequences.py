@@ -1,4 +1,4 @@
-"""lengths [b] and starts [b + 1] of the sequences of a batch, from padding masks or cu_seqlens."""
+"""Lengths [b] and starts [b + 1] of the sequences of a batch, from padding masks, cu_seqlens or a cache."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from ...primitives.attention.sequence_rules import are_bounds
 from ...runtime.device_checks import demand
 from ..inference import CachedKeysValues, StepLimits
 from .arguments import whole_length
-from .settings import CallArguments, Described, is_pair, is_tensor
+from .settings import AttentionArguments, TensorFacts, is_pair, is_tensor
 
 Pair = tuple[Tensor | None, Tensor | None]
 
 
 class Side(NamedTuple):
-    """The sequences of queries, or of keys and values, as far as shapes tell.
+    """The sequences of queries, or of keys and values, as far as shapes determine them.
 
-    size      the longest, as the tensor or the caller says; None: the numbers in the lengths alone say it
-    lengths   what they follow from: "bounds" (cu_seqlens), "mask", "queries" (they are the queries'), None: nothing
-    starts    where each begins in a packed tensor: "padded" (cu_seqlens_padded), "bounds", "lengths", None
-    masked    does a mask tensor hide keys one by one?
-    tokens    of a packed tensor
+    Attributes:
+        size: Longest sequence by the tensor or the caller; None if only the values of the lengths determine it.
+        lengths: Source of the lengths: "bounds" (cu_seqlens), "mask", "queries" (equal to the queries'), "cache", None.
+        starts: Source of the starts in a packed tensor: "padded" (cu_seqlens_padded), "bounds", "lengths", None.
+        masked: A mask tensor hides single tokens.
+        tokens: Tokens of a packed tensor.
     """
 
     batch: int
@@ -39,9 +40,12 @@ class Side(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """Those of a batch: queries, keys and values; what lies between them; whether a tensor masks single keys.
+    """The sequences of a batch.
 
-    bounded   numbers in cumulative lengths are read, and have to be those of sequences in the tensors
+    Attributes:
+        padded_between: Tokens that belong to no sequence lie between sequences.
+        arbitrary: A mask tensor hides single pairs of queries and keys.
+        bounded: Values of cumulative lengths are read, and must be those of sequences in the tensors.
     """
 
     queries: Side
@@ -67,24 +71,28 @@ NO_TENSORS = SequenceTensors()
 
 
 def given_sequences(
-    q: Any, k: Any, tensor_format: str, mask: Mask, attention_type: str, a: CallArguments, same: bool
+    q: Any, k: Any, tensor_format: str, mask: Mask, attention_type: str, a: AttentionArguments, same: bool
 ) -> Sequences:
-    """The sequences that the arguments of an attention describe; ValueError when they do not agree.
+    """Return the sequences that the arguments of an attention describe; arguments may be descriptions of tensors.
 
-    same   `are_same` of the arguments, which may be descriptions of tensors
+    Args:
+        same: Result of `are_same`.
+
+    Raises:
+        ValueError: The arguments contradict each other or the tensors.
     """
     packed, padding = tensor_format == "thd", mask.padding
     _check_mask_is_used(mask, a.attention_mask, packed)
     _check_masks(a.attention_mask)
-    (cu_q, cu_kv), (starts_q, starts_kv) = a.cu_seqlens, a.cu_seqlens_padded
+    _, cu_q, cu_kv, starts_q, starts_kv = a[:5]
     if padding and cu_kv is None and attention_type == "self":
         cu_kv, starts_kv = cu_q, starts_q
     masked: Any = a.attention_mask if is_pair(a.attention_mask) else (a.attention_mask,) * 2
     if not padding or cu_q is not None:
         masked = (None, None)
     same = same and (cu_q is None) == (cu_kv is None) and (masked[0] is None) == (masked[1] is None)
-    queries = _side("q", q, tensor_format, masked[0], cu_q, starts_q, a.max_seqlens[0], padding)
-    keys = _side("kv", k, tensor_format, masked[1], cu_kv, starts_kv, a.max_seqlens[1], padding)
+    queries = _side("q", q, tensor_format, masked[0], cu_q, starts_q, a.max_seqlen_q, padding)
+    keys = _side("kv", k, tensor_format, masked[1], cu_kv, starts_kv, a.max_seqlen_kv, padding)
     if same and queries.lengths is not None and keys.lengths is not None:
         keys = keys._replace(lengths="queries")
     if queries.batch != keys.batch:
@@ -98,21 +106,21 @@ def given_sequences(
     return Sequences(queries, keys, between, arbitrary, padding or packed)
 
 
-def are_same(a: CallArguments) -> bool:
-    """Are lengths and masks of queries and keys, where both are given, the same numbers in memory?"""
-    cu_q, cu_kv = a.cu_seqlens
+def are_same(a: AttentionArguments) -> bool:
+    """Return whether lengths and masks of queries and keys, where both are given, are the same memory."""
+    cu_q, cu_kv = a.cu_seqlens_q, a.cu_seqlens_kv
     if cu_q is not cu_kv and not (cu_q is None or cu_kv is None or _same(cu_q, cu_kv)):
         return False
     mask: Any = a.attention_mask
     return mask is None or not is_pair(mask) or len(mask) != 2 or _same(mask[0], mask[1])
 
 
-def tensors_of(s: Sequences, a: CallArguments) -> SequenceTensors:
-    """The tensors of given sequences, after the numbers in the lengths have been looked at."""
+def tensors_of(s: Sequences, a: AttentionArguments) -> SequenceTensors:
+    """Return the tensors of given sequences, whose lengths have been checked."""
     mask: Any = a.attention_mask
     if s.queries.lengths is None and s.keys.lengths is None:
         return SequenceTensors(masked=mask) if s.arbitrary else NO_TENSORS
-    (cu_q, cu_kv), (starts_q, starts_kv) = a.cu_seqlens, a.cu_seqlens_padded
+    _, cu_q, cu_kv, starts_q, starts_kv = a[:5]
     mask_q, mask_kv = mask if type(mask) is tuple else (mask, mask)
     lengths_q = _lengths(s.queries, cu_q, mask_q)
     if s.keys.lengths == "queries":
@@ -130,25 +138,25 @@ def tensors_of(s: Sequences, a: CallArguments) -> SequenceTensors:
     )
 
 
-def with_longest(s: Sequences, a: CallArguments) -> CallArguments:
-    """The arguments with the longest sequences that nobody has named; this waits for the device."""
+def with_longest(s: Sequences, a: AttentionArguments) -> AttentionArguments:
+    """Return the arguments with missing lengths of the longest sequences filled in; this waits for the device."""
     tensors = tensors_of(s, a)
-    size_q, size_kv = a.max_seqlens
+    size_q, size_kv = a.max_seqlen_q, a.max_seqlen_kv
     if size_q is None:
         size_q = longest_of("q", tensors.lengths_q)
     if size_kv is None:
         size_kv = longest_of("kv", tensors.lengths_kv)
-    return a._replace(max_seqlens=(size_q, size_kv))
+    return a._replace(max_seqlen_q=size_q, max_seqlen_kv=size_kv)
 
 
-def demand_lengths(s: Sequences, a: CallArguments) -> None:
-    """The numbers in the lengths of given sequences, where they are read: those of sequences in the tensors.
+def demand_lengths(s: Sequences, a: AttentionArguments) -> None:
+    """Check the values of lengths that are read: they must be those of sequences in the tensors.
 
-    Not for a compiler, which sees no numbers; torch 2.11 cannot trace the identity of None.
+    Not for a compiler, which has no values; torch 2.11 cannot trace the identity of None.
     """
     if not s.bounded:
         return
-    (cu_q, cu_kv), (starts_q, starts_kv) = a.cu_seqlens, a.cu_seqlens_padded
+    _, cu_q, cu_kv, starts_q, starts_kv = a[:5]
     if cu_kv is None:
         cu_kv, starts_kv = cu_q, starts_q
     queries, keys = s.queries, s.keys
@@ -161,14 +169,15 @@ def demand_lengths(s: Sequences, a: CallArguments) -> None:
 
 
 class Cached(NamedTuple):
-    """What a cache gives a step, as facts.
+    """Metadata of the keys and values that a cache returns for a step.
 
-    longest   new tokens of the sequence that brings most
-    limits    what the new keys and values have to be like; None where a custom manager has looked at them itself
+    Attributes:
+        longest: Largest number of new tokens of a sequence.
+        limits: Limits of the new keys and values; None if a custom manager has checked them.
     """
 
-    key: Described
-    value: Described
+    key: TensorFacts
+    value: TensorFacts
     tensor_format: str
     page_size: int
     batch: int
@@ -178,14 +187,14 @@ class Cached(NamedTuple):
 
     @classmethod
     def of(cls, cached: CachedKeysValues, limits: StepLimits | None, needs_longest: bool = False) -> Cached:
-        """The facts. Where the longest is needed and the manager does not know it, it is read from the device."""
+        """Return the metadata; if needed, a length that the manager does not know is read from the device."""
         longest = cached.max_seqlen_q
         if needs_longest and not longest:
             longest = longest_of("q", cached_tensors(cached, True).lengths_q)
         k, v = cached.key, cached.value
         return cls(
-            Described(k.shape, k.dtype, k.device, False),
-            Described(v.shape, v.dtype, v.device, False),
+            TensorFacts(k.shape, k.dtype, k.device, False),
+            TensorFacts(v.shape, v.dtype, v.device, False),
             cached.qkv_format,
             cached.page_size,
             cached.cu_seqlens_q.shape[0] - 1,
@@ -196,7 +205,7 @@ class Cached(NamedTuple):
 
 
 def cached_sequences(q: Any, q_format: str, max_seqlen_q: int | None, cached: Cached) -> Sequences:
-    """The sequences of a step's queries and of all cached keys."""
+    """Return the sequences of a step's queries and of all cached keys."""
     if q_format == "thd":
         given = whole_length("q", max_seqlen_q)
         if given and given < cached.longest:
@@ -215,7 +224,7 @@ def cached_sequences(q: Any, q_format: str, max_seqlen_q: int | None, cached: Ca
 
 
 def cached_tensors(cached: CachedKeysValues, packed: bool) -> SequenceTensors:
-    """The lengths of a step, and where its packed queries begin."""
+    """Return the lengths of a step, and the starts of its packed queries."""
     return SequenceTensors(
         lengths_of(cached.cu_seqlens_q) if cached.lengths_q is None else cached.lengths_q,
         lengths_of(cached.cu_seqlens_kv) if cached.lengths_kv is None else cached.lengths_kv,
@@ -224,13 +233,13 @@ def cached_tensors(cached: CachedKeysValues, packed: bool) -> SequenceTensors:
 
 
 def unknown_sequences(q: Any, q_format: str) -> Sequences:
-    """Those of a step that only a custom cache manager can describe: as long as the queries, for a check."""
+    """Return provisional sequences, as long as the queries, of a step that only a custom cache manager can describe."""
     batch, size = (1, q.shape[0]) if q_format == "thd" else _extents(q, q_format)
     return Sequences(Side(batch, size), Side(batch, size))
 
 
 def _extents(x: Any, tensor_format: str) -> tuple[int, int]:
-    """(sequences, tokens of each) of a tensor that is not packed."""
+    """Return (sequences, tokens of each) of a tensor that is not packed."""
     return (x.shape[1], x.shape[0]) if tensor_format == "sbhd" else (x.shape[0], x.shape[1])
 
 
@@ -244,7 +253,7 @@ def _side(
     max_seqlen: int | None,
     padding: bool,
 ) -> Side:
-    """The sequences of the queries, or those of the keys and values."""
+    """Return the sequences of the queries, or those of the keys and values."""
     for bounds in (cu_seqlens, starts):
         if bounds is not None:
             _check_cumulative(name, bounds, x)
@@ -323,7 +332,7 @@ def _starts(
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Are they the same numbers in memory? Two tensors that hold equal numbers are not compared."""
+    """Return whether two tensors are the same memory; values are not compared."""
     if a is b:
         return True
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or torch.compiler.is_compiling():
@@ -332,7 +341,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def longest_of(name: str, lengths: Tensor | None) -> int:
-    """The longest sequence, rounded up so that batches share shapes; this waits for the device."""
+    """Return the longest sequence, rounded up so that batches share shapes; this waits for the device."""
     if torch.compiler.is_compiling():
         raise ValueError(f"max_seqlen_{name} is needed under torch.compile with qkv_format='thd'; pass it")
     assert lengths is not None
@@ -340,7 +349,7 @@ def longest_of(name: str, lengths: Tensor | None) -> int:
 
 
 def _check_masks(attention_mask: Any) -> None:
-    """ValueError unless it is None, a bool tensor or a pair of them."""
+    """Raise ValueError unless a mask is None, a bool tensor or a pair of bool tensors."""
     if attention_mask is None:
         return
     masks = attention_mask if is_pair(attention_mask) else (attention_mask,)

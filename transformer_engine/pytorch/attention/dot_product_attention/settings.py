@@ -1,4 +1,4 @@
-"""What an attention is told: the settings of its layer, those of one call, and what checks read of a tensor."""
+"""Settings of an attention layer, the arguments of one call, and metadata of tensors."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from ..inference import InferenceParams
 
 @dataclass(frozen=True, eq=False)
 class AttentionConfig(ModuleConfig):
-    """The settings of a DotProductAttention, as their names in its constructor say.
+    """Settings of a DotProductAttention under the names of its constructor.
 
-    attn_mask_type   in its one spelling
-    window_size      as given: what the name of a mask makes of it is found in each call
-    softmax_scale, attention_dropout   with their texts, for a tracing compiler
+    Attributes:
+        attn_mask_type: Canonical name.
+        window_size: As given; each call resolves it together with its mask type.
+        _scale_text, _dropout_text: softmax_scale and attention_dropout as text, for a tracing compiler.
     """
 
     num_attention_heads: int = 1
@@ -57,68 +58,91 @@ class AttentionConfig(ModuleConfig):
         """Query heads of this tensor-parallel rank."""
         return self.num_attention_heads // self.tp_size
 
-    def numbers(self, training: bool) -> Numbers:
-        """The settings that are no whole numbers, in training or evaluation."""
-        return Numbers(self.softmax_scale, self.attention_dropout if training else 0.0)
-
-    def numbers_when_traced(self, training: bool) -> Numbers:
-        """The same as constants of a graph, whose compiler would make symbols of them."""
-        dropout = number_while_tracing(self._dropout_text) if training else 0.0
-        return Numbers(number_while_tracing(self._scale_text), dropout)
+    def scale_and_dropout(self, training: bool) -> tuple[float, float]:
+        """Return softmax_scale and the dropout in force; constants in a graph, whose compiler would use symbols."""
+        if torch.compiler.is_compiling():
+            dropout = number_while_tracing(self._dropout_text) if training else 0.0
+            return number_while_tracing(self._scale_text), dropout
+        return self.softmax_scale, self.attention_dropout if training else 0.0
 
 
-class Numbers(NamedTuple):
-    """dropout: the probability that is in force."""
+class AttentionArguments(NamedTuple):
+    """The arguments of an attention's forward(), under their public names.
 
-    scale: float
-    dropout: float
-
-
-class CallArguments(NamedTuple):
-    """The arguments of DotProductAttention.forward that say what is attended to; pairs are of queries and keys."""
+    The outermost public call packs them once; TransformerLayer, MultiheadAttention and DotProductAttention pass the
+    record on. Tensors come first: `facts_of` replaces them by their metadata in a key.
+    """
 
     attention_mask: Tensor | tuple[Tensor, Tensor] | None = None
-    qkv_format: str | None = None
-    cu_seqlens: tuple[Tensor | None, Tensor | None] = (None, None)
-    cu_seqlens_padded: tuple[Tensor | None, Tensor | None] = (None, None)
-    max_seqlens: tuple[int | None, int | None] = (None, None)
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_kv: Tensor | None = None
+    cu_seqlens_q_padded: Tensor | None = None
+    cu_seqlens_kv_padded: Tensor | None = None
+    core_attention_bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    inference_params: InferenceParams | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_kv: int | None = None
     attn_mask_type: str | None = None
     window_size: tuple[int, int] | None = None
     bottom_right_diagonal: bool | None = None
-    bias_type: str = "no_bias"
-    bias: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    inference_params: InferenceParams | None = None
+    core_attention_bias_type: str = "no_bias"
     pad_between_seqs: bool | None = None
+    qkv_format: str | None = None
     num_splits: int | None = 1
     score_mod: Callable[..., Tensor] | None = None
 
     def as_keywords(self) -> dict[str, Any]:
-        """The keywords of DotProductAttention.forward that say what MultiheadAttention.forward can be given."""
-        return {
-            "cu_seqlens_q": self.cu_seqlens[0],
-            "cu_seqlens_kv": self.cu_seqlens[1],
-            "cu_seqlens_q_padded": self.cu_seqlens_padded[0],
-            "cu_seqlens_kv_padded": self.cu_seqlens_padded[1],
-            "max_seqlen_q": self.max_seqlens[0],
-            "max_seqlen_kv": self.max_seqlens[1],
-            "attention_mask": self.attention_mask,
-            "attn_mask_type": self.attn_mask_type,
-            "window_size": self.window_size,
-            "bottom_right_diagonal": self.bottom_right_diagonal,
-            "core_attention_bias_type": self.bias_type,
-            "core_attention_bias": self.bias,
-            "alibi_slopes": self.alibi_slopes,
-            "inference_params": self.inference_params,
-            "pad_between_seqs": self.pad_between_seqs,
-        }
+        """Return the keywords that MultiheadAttention.forward takes too, for a module with hooks or another class."""
+        return dict(zip(self._fields[:_OF_LAYERS], self, strict=False))
 
 
-NOTHING_GIVEN = CallArguments()
+NOTHING_GIVEN = AttentionArguments()
+# The first fields of AttentionArguments are tensors; the last ones are not arguments of attention layers.
+_TENSORS, _CACHE = 7, 7
+_OF_LAYERS = AttentionArguments._fields.index("qkv_format")
 
 
-class Described(NamedTuple):
-    """A tensor that is not there yet: what checks read of it."""
+def given_arguments(*fields: Any) -> AttentionArguments:
+    """Pack the first fields of AttentionArguments; NOTHING_GIVEN if all have their defaults."""
+    for given, default in zip(fields, NOTHING_GIVEN, strict=False):
+        if given is not default:
+            return AttentionArguments(*fields)
+    return NOTHING_GIVEN
+
+
+def facts_of(a: AttentionArguments) -> tuple[Any, ...]:
+    """Return the arguments as part of a key: metadata of tensors, and whether there is a cache.
+
+    Raises:
+        AttributeError: An argument is an object of another kind in the place of a tensor.
+    """
+    mask: Any = a.attention_mask
+    if type(mask) is tuple:
+        mask = tuple([None if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in mask])
+    elif mask is not None:
+        mask = (mask.shape, mask.dtype, mask.device, mask.requires_grad)
+    return (
+        mask,
+        *[None if x is None else (x.shape, x.dtype, x.device, x.requires_grad) for x in a[1:_TENSORS]],
+        a.inference_params is not None,
+        *a[_CACHE + 1 :],
+    )
+
+
+def described_arguments(facts: tuple[Any, ...]) -> AttentionArguments:
+    """Return the arguments that `facts_of` was called with, with descriptions in place of tensors."""
+    mask, *tensors = facts[:_TENSORS]
+    if mask and type(mask[0]) is torch.Size:
+        mask = TensorFacts(*mask)
+    elif mask is not None:
+        mask = tuple([None if x is None else TensorFacts(*x) for x in mask])
+    described: list[Any] = [None if x is None else TensorFacts(*x) for x in tensors]
+    return AttentionArguments(mask, *described, facts[_CACHE] or None, *facts[_CACHE + 1 :])  # pyright: ignore[reportCallIssue]
+
+
+class TensorFacts(NamedTuple):
+    """Metadata of a tensor, for checks before the tensor exists."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -127,29 +151,24 @@ class Described(NamedTuple):
 
     @property
     def ndim(self) -> int:
-        """How many axes it has."""
+        """Number of axes."""
         return len(self.shape)
 
     def numel(self) -> int:
-        """How many elements it has."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
-    @property
-    def is_cuda(self) -> bool:
-        """Is it on a GPU?"""
-        return self.device.type == "cuda"
 
-
-def described_of(x: Tensor) -> Described:
-    """What checks read of a tensor that is there."""
-    return Described(x.shape, x.dtype, x.device, x.requires_grad)
+def described_of(x: Tensor) -> TensorFacts:
+    """Return the metadata of a tensor."""
+    return TensorFacts(x.shape, x.dtype, x.device, x.requires_grad)
 
 
 def is_tensor(x: object) -> bool:
-    """Is it a tensor, or the description of one?"""
-    return isinstance(x, (Tensor, Described))
+    """Return whether an object is a tensor or the description of a tensor."""
+    return isinstance(x, (Tensor, TensorFacts))
 
 
 def is_pair(mask: object) -> bool:
-    """Are these masks of queries and of keys, rather than one mask or its description?"""
-    return isinstance(mask, tuple) and not isinstance(mask, Described)
+    """Return whether masks of queries and of keys are given, rather than one mask or its description."""
+    return isinstance(mask, tuple) and not isinstance(mask, TensorFacts)

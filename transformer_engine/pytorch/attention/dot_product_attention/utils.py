@@ -1,7 +1,7 @@
-"""use_flash, use_fused, use_unfused = get_attention_backend(parameters): the original's view of the choice.
+"""use_flash, use_fused, use_unfused = get_attention_backend(parameters): the choice in the original's terms.
 
-Of our table, "flash" is an installed flash-attn package, "unfused" the reference, and "fused" (16-bit,
-"F16_arbitrary_seqlen") everything else, the FlashAttention inside PyTorch too.
+"flash" is an installed flash-attn package, "unfused" the reference backend, and "fused" (16-bit,
+"F16_arbitrary_seqlen") every other backend, the FlashAttention of PyTorch included.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -19,11 +19,11 @@ from ....common import env
 from ...functions.attention import fp8
 from ...functions.attention.combined import combine_and_quantize as combine_and_quantize
 from ...primitives.attention.backends import flash2, flash3, flash4
+from ...primitives.attention.call import AttentionCall, Switches
 from ...primitives.attention.choose import TABLE, logger
 from ...primitives.attention.layout import get_qkv_layout as get_qkv_layout
 from ...primitives.attention.mask import check_set_window_size, resolve
 from ...primitives.attention.packed import cumulative, lengths_of_mask
-from ...primitives.attention.request import AttentionRequest, Switches
 from ...runtime.device import canonical_device, get_device_compute_capability
 from .fp8_recipe import scaling_of
 
@@ -37,9 +37,29 @@ class NVTE_Fused_Attn_Backend(enum.IntEnum):
     NVTE_FP8 = 2
 
 
+# Fields of AttentionParams that are fields of AttentionCall, by the names of both.
+_SAME = {
+    "qkv_dtype": "dtype",
+    "batch_size": "batch",
+    "num_heads": "heads",
+    "num_gqa_groups": "groups",
+    "max_seqlen_q": "seqlen_q",
+    "max_seqlen_kv": "seqlen_kv",
+    "head_dim_qk": "head_dim_qk",
+    "head_dim_v": "head_dim_v",
+    "core_attention_bias_type": "bias",
+    "softmax_type": "softmax",
+    "attention_dropout": "dropout",
+    "pad_between_seqs": "padded_between",
+    "return_max_logit": "max_logit",
+    "deterministic": "deterministic",
+    "num_splits": "num_splits",
+}
+
+
 @dataclass
 class AttentionParams:
-    """What the original's selection looks at; see AttentionRequest for ours."""
+    """The settings that the original's selection reads; `request` converts them to an AttentionCall."""
 
     qkv_type: type = torch.Tensor
     qkv_dtype: torch.dtype = torch.bfloat16
@@ -89,85 +109,55 @@ class AttentionParams:
         return mine == theirs and all(getattr(self, name) == getattr(other, name) for name in names)
 
     @classmethod
-    def of(cls, request: AttentionRequest, fp8: bool = False) -> AttentionParams:
-        """A request in the original's terms."""
-        bias = request.shape.bias_shape
-        kv_format = request.shape.kv_format
+    def of(cls, call: AttentionCall, fp8: bool = False) -> AttentionParams:
+        """Return a call in the original's terms."""
+        bias = call.bias_shape
+        kv_format = call.kv_format
         return cls(
-            qkv_dtype=request.shape.dtype,
-            qkv_layout=f"{'paged_kv_' * bool(request.shape.page_size)}{request.shape.q_format}_{kv_format}_{kv_format}",
-            batch_size=request.shape.batch,
-            num_heads=request.shape.heads,
-            num_gqa_groups=request.shape.groups,
-            max_seqlen_q=request.shape.seqlen_q,
-            max_seqlen_kv=request.shape.seqlen_kv,
-            head_dim_qk=request.shape.head_dim_qk,
-            head_dim_v=request.shape.head_dim_v,
-            attn_mask_type=request.options.mask.name,
-            window_size=request.options.mask.window,
-            bottom_right_diagonal=request.options.mask.bottom_right,
-            alibi_slopes_shape=None
-            if request.shape.slopes_shape is None
-            else list(request.shape.slopes_shape),
-            core_attention_bias_type=request.options.bias,
+            **{theirs: getattr(call, ours) for theirs, ours in _SAME.items()},
+            qkv_layout=f"{'paged_kv_' * bool(call.page_size)}{call.q_format}_{kv_format}_{kv_format}",
+            attn_mask_type=call.mask.name,
+            window_size=call.mask.window,
+            bottom_right_diagonal=call.mask.bottom_right,
+            alibi_slopes_shape=None if call.slopes_shape is None else list(call.slopes_shape),
             core_attention_bias_shape=None
             if bias is None
             else "".join("1" if size == 1 else axis for size, axis in zip(bias, "bhss", strict=True)),
-            core_attention_bias_requires_grad=request.options.bias_gradient,
-            pad_between_seqs=request.options.padded_between,
-            attention_dropout=request.options.dropout,
-            deterministic=request.device.deterministic,
-            is_training=request.options.needs_gradient,
+            core_attention_bias_requires_grad=call.bias_gradient,
+            is_training=call.needs_gradient,
             fp8=fp8,
-            softmax_type=request.options.softmax,
-            return_max_logit=request.options.max_logit,
-            num_splits=request.options.num_splits,
-            has_score_mod=request.options.score_mod is not None,
+            has_score_mod=call.score_mod is not None,
         )
 
-    def request(self) -> AttentionRequest:
-        """The same attention as our backends are asked for it."""
+    def request(self) -> AttentionCall:
+        """Return the same attention as an AttentionCall."""
         q_format, kv_format = _formats(self.qkv_layout)
         device = canonical_device("cuda")
         cache = self.inference_params
         bias_shape = None
         if self.core_attention_bias_type in ("pre_scale_bias", "post_scale_bias"):
             bias_shape = self._bias_shape(self.core_attention_bias_shape or "1hss")
-        return AttentionRequest.of(
-            dtype=self.qkv_dtype,
+        return AttentionCall(
+            **{ours: getattr(self, theirs) for theirs, ours in _SAME.items()},
             device_type=device.type,
-            batch=self.batch_size,
-            heads=self.num_heads,
-            groups=self.num_gqa_groups,
-            seqlen_q=self.max_seqlen_q,
-            seqlen_kv=self.max_seqlen_kv,
-            head_dim_qk=self.head_dim_qk,
-            head_dim_v=self.head_dim_v,
+            capability=get_device_compute_capability() if device.type == "cuda" else (0, 0),
+            switches=Switches.from_environment(),
             q_format=q_format,
             kv_format=kv_format,
             mask=resolve(self.attn_mask_type, self.window_size, self.bottom_right_diagonal),
             scale=self.head_dim_qk**-0.5,
-            bias=self.core_attention_bias_type,
-            softmax=self.softmax_type,
-            dropout=self.attention_dropout,
-            padded_between=self.pad_between_seqs,
-            max_logit=self.return_max_logit,
             needs_gradient=self.is_training and cache is None,
-            deterministic=self.deterministic,
-            switches=Switches.from_environment(),
-            capability=get_device_compute_capability() if device.type == "cuda" else (0, 0),
             bias_shape=bias_shape,
             bias_gradient=bias_shape is not None and self.core_attention_bias_requires_grad,
             slopes_shape=None if self.alibi_slopes_shape is None else tuple(self.alibi_slopes_shape),
             slopes_given=self.alibi_slopes_shape is not None,
             page_size=cache.page_size if cache is not None and cache.is_paged else 0,
-            num_splits=self.num_splits,
             cached=cache is not None,
             score_mod=_unchanged if self.has_score_mod else None,
         )
 
     def _bias_shape(self, kind: str) -> tuple[int, int, int, int]:
-        """The shape that "1hss", "b1ss", "111s" and the like stand for."""
+        """Return the shape of a pattern such as "1hss", "b1ss" or "111s"."""
         sizes = (
             {"1": 1, "b": self.batch_size},
             {"1": 1, "h": self.num_heads},
@@ -183,12 +173,12 @@ class AttentionParams:
 
 
 def _unchanged(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-    """Stands for a score_mod that is not there to be called."""
+    """Placeholder of a score_mod that is never called."""
     return score
 
 
 def _formats(qkv_layout: str) -> tuple[str, str]:
-    """("thd", "bshd") of "thd_2bshd", ("bshd", "bshd") of "bs3hd"."""
+    """Return ("thd", "bshd") for "thd_2bshd", ("bshd", "bshd") for "bs3hd"."""
     parts = [
         "".join(c for c in part if c.isalpha()) for part in qkv_layout.removeprefix("paged_kv_").split("_")
     ]
@@ -198,10 +188,10 @@ def _formats(qkv_layout: str) -> tuple[str, str]:
 def get_attention_backend(
     attention_params: AttentionParams,
 ) -> tuple[bool, Version | None, bool, NVTE_Fused_Attn_Backend | None, bool, list[bool]]:
-    """(use_flash, its version, use_fused, its kind, use_unfused, [flash, fused, unfused] that could be used).
+    """Return (use_flash, its version, use_fused, its kind, use_unfused, [flash, fused, unfused] that are supported).
 
-    At most one "use" is true. None of them is when the attention needs what no backend has (context parallelism
-    over several ranks, or a score_mod with a gradient of its own), or the NVTE_* switches leave no backend.
+    At most one "use" is true. All are false if no backend supports the attention (context parallelism over several
+    ranks, or a score_mod with a given gradient), or if the NVTE_* switches disable all backends.
     """
     params = attention_params
     if params.context_parallel or params.has_score_mod_bprop:
@@ -216,7 +206,7 @@ def get_attention_backend(
     versions = {name: find() for name, find in FLASH.items()}
     flash = [name for name in takes if name in versions]
     fused = [name for name in takes if name not in versions and name != "reference"]
-    if env.get("NVTE_FUSED_ATTN_BACKEND") not in (None, "1") or not request.device.switches.fused:
+    if env.get("NVTE_FUSED_ATTN_BACKEND") not in (None, "1") or not request.switches.fused:
         fused = []
     unfused = "reference" in takes
     chosen = next((name for name in takes if name in (*flash, *fused, "reference")), None)
@@ -231,19 +221,19 @@ def get_attention_backend(
 
 
 def _fp8_attention_backend(
-    params: AttentionParams, request: AttentionRequest
+    params: AttentionParams, request: AttentionCall
 ) -> tuple[bool, Version | None, bool, NVTE_Fused_Attn_Backend | None, bool, list[bool]]:
-    """The answer for an attention in FP8: cuDNN's kernels are "fused", rounding round another backend "unfused"."""
+    """Return the choice for FP8 attention: cuDNN's kernels are "fused", emulation is "unfused"."""
     recipe = (params.fp8_meta or {}).get("recipe")
-    request = request.changed(fp8="delayed" if recipe is None else scaling_of(recipe))
+    request = replace(request, fp8="delayed" if recipe is None else scaling_of(recipe))
     verdicts = fp8.FORWARD.explain(request)
     fused = any(verdict.chosen and verdict.backend == "cudnn" for verdict in verdicts)
-    emulated = request.device.switches.unfused
+    emulated = request.switches.unfused
     kind = NVTE_Fused_Attn_Backend.NVTE_FP8 if fused else None
     return False, None, fused, kind, emulated and not fused, [False, fused, emulated]
 
 
-# How the version of each installed package of the flash family is found.
+# Functions that return the version of each installed flash-attn package.
 FLASH: dict[str, Callable[[], Version | None]] = {
     "flash4": lambda: _version(flash4.VERSION),
     "flash3": lambda: Version("3.0.0b1") if flash3.INSTALLED else None,
@@ -261,12 +251,12 @@ def _get_supported_versions(version_min: Any, version_max: Any) -> str:
 
 
 def get_cu_seqlens(mask: torch.Tensor) -> torch.Tensor:
-    """cu_seqlens [b + 1] int32 of a padding mask [b, 1, 1, s], True = padding."""
+    """Return cu_seqlens [b + 1] int32 of a padding mask [b, 1, 1, s], True = padding."""
     return cumulative(lengths_of_mask(mask))
 
 
 class AttentionLogging:
-    """The log of attention choices: NVTE_DEBUG=1 turns it on, NVTE_DEBUG_LEVEL=2 adds every refusal."""
+    """The log of attention choices: NVTE_DEBUG=1 enables it, NVTE_DEBUG_LEVEL=2 adds the reasons of all backends."""
 
     _log_level = logging.WARNING
     _formatter = logging.Formatter("[%(levelname)-8s | %(name)-19s]: %(message)s")
@@ -288,7 +278,7 @@ class AttentionLogging:
 
 
 class FlashAttentionUtils:
-    """What callers ask about installed flash-attn packages of versions 2, 3 and 4."""
+    """Versions of installed flash-attn packages 2, 3 and 4, under the original's names."""
 
     version_required = Version("2.1.1")
     version_required_blackwell = Version("2.7.3")
@@ -311,7 +301,7 @@ class FlashAttentionUtils:
 
     @staticmethod
     def is_version_supported(version: Version | str | None, minimum: Version | str | None = None) -> bool:
-        """Is a version at least the minimum?
+        """Return whether a version is at least the minimum.
 
         Args:
             version: Version of flash-attn; None is never supported.

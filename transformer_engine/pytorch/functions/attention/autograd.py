@@ -1,37 +1,84 @@
-"""out [.., h * d_v], max_logit [h] = attend(bound, request, inputs): one autograd shell for all backends.
+"""Differentiable attention of one `AttentionCall`: plain passes, their autograd nodes, and `attend` around both.
 
-A backend is a pair of plain functions, or says that it is differentiable as a whole.
+`attention_forward` and `attention_backward` compute one call on plain tensors; a schedule over several blocks of keys
+calls them per block. The nodes are shells around them. Under an attention layer, `_ProjectedAttention` joins the
+gradients of q, k and v into the gradient of their projection, so that neither the views of the projection nor their
+gradients are nodes of the graph.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from ...distributed.recompute import checkpoint as recompute_checkpoint
 from ...primitives.attention import reference
+from ...primitives.attention.call import Attended, AttentionCall, AttentionInputs, AttentionResult, Gradients
+from ...primitives.attention.choose import passes_of
 from ...primitives.attention.operators import BIAS, SINK, as_traced
-from ...primitives.attention.passes import Bound, Passes
-from ...primitives.attention.request import (
-    Attended,
-    AttentionInputs,
-    AttentionRequest,
-    AttentionResult,
-    Gradients,
-)
+from ...primitives.attention.passes import Bound, Passes, Whole, passes_apart
+from ...runtime.applying import applier
 from ...runtime.double_backward import is_recorded, once_differentiable, replayed
+from ..saving import take_saved
+from ..split_heads import joined, parts_of, split_heads
+from .fp8 import RecomputedFP8Attention
+from .fp8_attention import FP8Attention
+
+# AttentionInputs begins with q, k and v.
+_QKV = 3
 
 
-def attend(bound: Bound, request: AttentionRequest, inputs: AttentionInputs) -> AttentionResult:
-    """The attention of a request, differentiable in q, k, v, bias and sink where the request needs it."""
-    if type(bound) is Passes and request.options.needs_gradient:
-        return AttentionResult(*Attention.apply(bound, request, *inputs))
-    return bound(request, inputs)
+class SavedAttention(NamedTuple):
+    """Everything that `attention_backward` reads: the passes, their inputs, the output and its statistics."""
+
+    passes: Passes
+    inputs: AttentionInputs
+    attended: Attended
+
+
+def attention_forward(
+    call: AttentionCall, inputs: AttentionInputs, passes: Passes | None = None
+) -> tuple[Attended, SavedAttention]:
+    """Compute one attention on plain tensors.
+
+    Args:
+        call: Description of the attention; with `needs_gradient`, the log-sum-exp is computed.
+        inputs: Tensors of the call.
+        passes: Passes of a backend that is bound to the call; by default, those of the first backend that has
+            separate passes.
+
+    Returns:
+        The output [.., h, d_v] with `lse`, the float32 log-sum-exp [b, h, s_q] ([h, t] of packed sequences), and the
+        argument `saved` of `attention_backward`.
+    """
+    passes = passes_of(call) if passes is None else passes
+    attended = passes.forward(call, inputs)
+    return attended, SavedAttention(passes, inputs, attended)
+
+
+def attention_backward(call: AttentionCall, saved: SavedAttention, grad_output: Tensor) -> Gradients:
+    """Compute the gradients of q, k, v, bias and sink.
+
+    Args:
+        call: The call of the forward pass.
+        saved: Result of `attention_forward`. A merged output and log-sum-exp may replace those of one block: the
+            gradients are then those of the block's share of the merged attention.
+        grad_output: Gradient of the output, [.., h, d_v] or [.., h * d_v].
+    """
+    passes, inputs, attended = saved
+    shape = (*inputs.q.shape[:-1], call.head_dim_v)
+    attended = Attended(attended.output.view(shape), attended.lse, attended.rng_state)
+    # Contiguous like the output: some kernels assume so, and return wrong gradients otherwise.
+    return passes.backward(call, inputs, attended, grad_output.contiguous().view(shape))
 
 
 def apart(inputs: AttentionInputs) -> AttentionInputs:
-    """The tensors with aliases for repeated ones: Dynamo traces no autograd function that gets one tensor twice."""
+    """Return the tensors with views for repeated ones: Dynamo traces no autograd function with a repeated tensor."""
     tensors: list[Tensor | None] = []
     for x in inputs:
         repeated = any(x is other for other in tensors)
@@ -39,16 +86,100 @@ def apart(inputs: AttentionInputs) -> AttentionInputs:
     return AttentionInputs(*tensors)  # pyright: ignore[reportArgumentType]
 
 
-class Attention(torch.autograd.Function):
-    """Autograd shell of a backend's two passes."""
+class Projection(NamedTuple):
+    """A projection x [.., (h + 2 g) d] whose heads are q, k and v, and whether heads are interleaved by group."""
+
+    x: Tensor
+    interleaved: bool
+
+
+class AttentionExecution(NamedTuple):
+    """Random state and recomputation of an attention.
+
+    Attributes:
+        tracker: Returns the tracker of random states in whose fork() the attention runs; None without a fork.
+        recompute: The backward pass computes the attention again.
+        tp_group: Tensor-parallel group of the tracker.
+    """
+
+    tracker: Callable[[], Any] | None
+    recompute: bool
+    tp_group: Any
+
+
+Attending = Bound | FP8Attention | RecomputedFP8Attention
+
+
+def attend(
+    backend: Attending,
+    call: AttentionCall,
+    inputs: AttentionInputs,
+    projection: Projection | None = None,
+    execution: AttentionExecution | None = None,
+) -> AttentionResult:
+    """Compute an attention, differentiable in q, k, v, bias and sink if the call needs gradients.
+
+    Args:
+        backend: Backend that is bound to the call, or its FP8 attention.
+        call: Description of the attention.
+        inputs: Tensors of the call. With a projection, q, k and v are views of it that autograd does not know.
+        projection: The projection, which requires a gradient.
+        execution: Random state and recomputation; None for neither.
+    """
+    if projection is not None:
+        passes = passes_apart(backend, call, inputs) if execution is None else None
+        if passes is not None:
+            return _attend_projection(passes, call, projection, inputs)
+        heads = split_heads(projection.x, call.heads, call.groups, call.head_dim_qk, projection.interleaved)
+        inputs = AttentionInputs(*heads, *inputs[_QKV:])
+    if execution is not None:
+        return _executed(backend, call, inputs, execution)
+    if type(backend) is Passes and call.needs_gradient:
+        return AttentionResult(*_CoreAttention.apply(backend, call, *inputs))
+    return backend.run(call, inputs) if type(backend) is Whole else backend(call, inputs)
+
+
+def _executed(
+    backend: Attending, call: AttentionCall, inputs: AttentionInputs, execution: AttentionExecution
+) -> AttentionResult:
+    tracker, recompute, tp_group = execution
+
+    def run(*tensors: Tensor | None) -> AttentionResult:
+        with nullcontext() if tracker is None else tracker().fork():
+            return attend(backend, call, AttentionInputs(*tensors))  # pyright: ignore[reportArgumentType]
+
+    if not recompute:
+        return run(*inputs)
+    if tracker is None:
+        return torch_checkpoint(run, *inputs, use_reentrant=False)  # pyright: ignore[reportReturnType]
+    return recompute_checkpoint(
+        run, *inputs, get_rng_state_tracker=tracker, tp_group=tp_group, use_reentrant=False
+    )
+
+
+def _attend_projection(
+    passes: Passes, call: AttentionCall, projection: Projection, inputs: AttentionInputs
+) -> AttentionResult:
+    x, interleaved = projection
+    others = inputs[_QKV:]
+    for tensor in others:  # any() of a generator takes 1.3 us longer in every call
+        if tensor is not None:
+            break
+    else:
+        others = ()
+    return AttentionResult(*_apply_projected(passes, call, interleaved, inputs, x, *others))
+
+
+class _CoreAttention(torch.autograd.Function):
+    """Autograd node of a backend's two passes."""
 
     @staticmethod
-    def forward(ctx: Any, passes: Passes, request: AttentionRequest, *tensors: Any) -> Any:
-        attended = passes.forward(request, AttentionInputs(*tensors))
+    def forward(ctx: Any, passes: Passes, call: AttentionCall, *tensors: Any) -> Any:
+        attended, _ = attention_forward(call, AttentionInputs(*tensors), passes)
         # reshape of a fresh tensor: for an output that is a view, torch.compile of torch 2.11 gives zero gradients
         shape = attended.output.shape
         output = attended.output.reshape(*shape[:-2], shape[-2] * shape[-1])
-        ctx.passes, ctx.request = passes, request
+        ctx.passes, ctx.call = passes, call
         ctx.save_for_backward(*tensors, output, attended.lse, attended.rng_state)
         if attended.max_logit is not None:
             ctx.mark_non_differentiable(attended.max_logit)
@@ -56,49 +187,84 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, *_: Any) -> Any:
-        if is_recorded() and ctx.request.options.dropout == 0.0:
-            return None, None, *_differentiable_gradients(ctx, grad_output)
-        return _gradients(ctx, grad_output)
+        if not is_recorded() or ctx.call.dropout > 0.0:
+            return _gradients(ctx, grad_output)
+        call = ctx.call
+        *tensors, _, _, _ = ctx.saved_tensors
+
+        def attention(*tensors: Any) -> Tensor:
+            return reference.forward(call, AttentionInputs(*tensors)).output.flatten(-2)
+
+        # By dense matrices in torch operations, which a backward pass of this backward pass differentiates. A dropout
+        # mask is drawn inside a kernel, which these operations cannot repeat.
+        return None, None, *replayed(attention, tensors, grad_output)
 
 
 @once_differentiable("attention with dropout")
 def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
-    request = ctx.request
     *tensors, output, lse, rng_state = ctx.saved_tensors
     passes = as_traced(ctx.passes) if torch.compiler.is_compiling() else ctx.passes
-    gradients = gradients_of(
-        passes, request, AttentionInputs(*tensors), Attended(output, lse, rng_state), grad_output
-    )
-    given: list[Tensor | None] = [None] * len(tensors)
-    given[:3] = gradients[:3]
-    given[BIAS], given[SINK] = gradients.bias, gradients.sink
-    return None, None, *given
+    saved = SavedAttention(passes, AttentionInputs(*tensors), Attended(output, lse, rng_state))
+    gradients = attention_backward(ctx.call, saved, grad_output)
+    of_tensors: list[Tensor | None] = [None] * len(tensors)
+    of_tensors[:_QKV] = gradients[:_QKV]
+    of_tensors[BIAS], of_tensors[SINK] = gradients.bias, gradients.sink
+    return None, None, *of_tensors
 
 
-def gradients_of(
-    passes: Passes,
-    request: AttentionRequest,
-    inputs: AttentionInputs,
-    attended: Attended,
-    grad_output: Tensor,
-) -> Gradients:
-    """The gradients by a backend's pass; output and gradient [.., h * d_v], as the nodes have them."""
-    shape = (*grad_output.shape[:-1], request.shape.heads, request.shape.head_dim_v)
-    attended = Attended(attended.output.view(shape), attended.lse, attended.rng_state)
-    # In the output's layout: some kernels take another one for it, and give wrong gradients.
-    return passes.backward(request, inputs, attended, grad_output.contiguous().view(shape))
+class _ProjectedAttention(torch.autograd.Function):
+    """Autograd node of the split of a projection and of a backend's two passes.
 
-
-def _differentiable_gradients(ctx: Any, grad_output: Tensor) -> list[Tensor | None]:
-    """The gradients by dense matrices in torch operations, for a backward pass of the backward pass.
-
-    A mask of dropout is a kernel's own, which these operations cannot repeat.
+    The last arguments are the `AttentionInputs` after q, k and v, or none if they are all None.
     """
-    request = ctx.request
-    *tensors, _, _, _ = ctx.saved_tensors
 
-    def attention(*tensors: Tensor | None) -> Tensor:
-        inputs = AttentionInputs(*tensors)  # pyright: ignore[reportArgumentType]
-        return reference.forward(request, inputs).output.flatten(-2)
+    @staticmethod
+    def forward(
+        ctx: Any,
+        passes: Passes,
+        call: AttentionCall,
+        interleaved: bool,
+        inputs: AttentionInputs,
+        x: Tensor,
+        *others: Any,
+    ) -> Any:
+        attended, _ = attention_forward(call, inputs, passes)
+        output = attended.output.flatten(-2)
+        if attended.max_logit is not None:
+            ctx.mark_non_differentiable(attended.max_logit)
+        ctx.passes, ctx.call, ctx.interleaved = passes, call, interleaved
+        ctx.save_for_backward(x, output, attended.lse, attended.rng_state, *others)
+        return output, attended.max_logit
 
-    return replayed(attention, tensors, grad_output)
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> Any:
+        if not is_recorded() or ctx.call.dropout > 0.0:
+            return _projected_gradients(ctx, grad_output)
+        call, interleaved = ctx.call, ctx.interleaved
+        x, _, _, _, *others = ctx.saved_tensors
+
+        def attention(x: Tensor, *others: Any) -> Tensor:
+            heads = parts_of(x, call.heads, call.groups, call.head_dim_qk, interleaved)
+            return reference.forward(call, AttentionInputs(*heads, *others)).output.flatten(-2)
+
+        return None, None, None, None, *replayed(attention, [x, *others], grad_output)
+
+
+_apply_projected = applier(_ProjectedAttention)
+
+
+@once_differentiable("attention with dropout")
+def _projected_gradients(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
+    call = ctx.call
+    x, output, lse, rng_state, *others = take_saved(ctx)
+    of_others: list[Tensor | None] = [None] * len(others)
+    heads = parts_of(x, call.heads, call.groups, call.head_dim_qk, ctx.interleaved)
+    saved = SavedAttention(ctx.passes, AttentionInputs(*heads, *others), Attended(output, lse, rng_state))
+    # The joined gradient is as large as x: free x and the output first.
+    del x, output, heads, others
+    gradients = attention_backward(call, saved, grad_output)
+    del saved
+    if of_others:
+        of_others[BIAS - _QKV], of_others[SINK - _QKV] = gradients.bias, gradients.sink
+    joint = joined(gradients.q, gradients.k, gradients.v, ctx.interleaved)
+    return None, None, None, None, joint, *of_others

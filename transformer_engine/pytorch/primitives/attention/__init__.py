@@ -1,5 +1,5 @@
-"""softmax(scale * q k^T + bias) v as two plain passes: requests, masks, layouts, backends and the table that chooses.
+"""softmax(scale * q k^T + bias) v as two plain passes: calls, masks, layouts, backends and their table.
 
-`request` says what is asked, `choose` who computes it, `passes` what a backend is bound to; `reference` is the literal
-float32 maths. Nothing here knows autograd, modules or quantized tensors.
+`call` describes an attention, `choose` holds the table of backends, `passes` the functions that a backend is bound to;
+`reference` is the literal float32 maths. Autograd, modules and quantized tensors are in higher layers.
 """

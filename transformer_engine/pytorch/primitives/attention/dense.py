@@ -1,7 +1,7 @@
 """o [b, h, i, d] = sum_j p v[j], p = exp(s - lse), s = scale * q k^T + bias where visible, in float32.
 
-Literal, on any device, for q [b, h, i, d] and k, v [b, g, j, d], head h reading group h // (heads / groups). A
-row that sees no key is zero.
+Literal, on any device, for q [b, h, i, d] and k, v [b, g, j, d]; head h reads group h // (heads / groups). A row that
+sees no key is zero.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ Rounding = Callable[[Tensor], Tensor]
 
 
 class Terms(NamedTuple):
-    """What shapes the logits besides q and k.
+    """The terms of the logits besides q and k.
 
-    bias       added to scale * q k^T, broadcastable to [b, h, i, j];  sink [h]  logit of a key without a value
-    visible    bool, broadcastable to [b, h, i, j]; None: all
-    score_mod  score_mod(scale * q k^T + bias, b, h, i, j), with index tensors that broadcast
-    round_p, round_ds   what probabilities, and the gradient of the logits, are replaced by before they are multiplied
+    Attributes:
+        bias: Added to scale * q k^T, broadcastable to [b, h, i, j].
+        sink: Logit [h] of a key without a value.
+        visible: bool, broadcastable to [b, h, i, j]; None if all keys are visible.
+        score_mod: score_mod(scale * q k^T + bias, b, h, i, j), with index tensors that broadcast.
+        round_p, round_ds: Round the probabilities, and the gradient of the logits, before the products.
     """
 
     scale: float
@@ -36,7 +38,7 @@ class Terms(NamedTuple):
     round_ds: Rounding | None = None
 
 
-class Output(NamedTuple):
+class DenseOutput(NamedTuple):
     """out [b, h, i, d] in q's dtype; lse [b, h, i] = log sum_j exp(s); max_logit [h]."""
 
     out: Tensor
@@ -45,7 +47,7 @@ class Output(NamedTuple):
 
 
 class DenseGradients(NamedTuple):
-    """Gradients in the shapes and dtypes of q, k, v, bias and sink; None for what is not there."""
+    """Gradients in the shapes and dtypes of q, k, v, bias and sink; None for missing ones."""
 
     q: Tensor
     k: Tensor
@@ -54,8 +56,8 @@ class DenseGradients(NamedTuple):
     sink: Tensor | None
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, rng_state: Tensor | None) -> Output:
-    """Attention of q to k and v; differentiable by autograd too."""
+def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, rng_state: Tensor | None) -> DenseOutput:
+    """Compute the attention of q to k and v, which autograd can differentiate too."""
     with torch.autocast(q.device.type, enabled=False):
         logits = _logits(q, k, terms)
         lse = _log_sum(logits, terms.sink)
@@ -66,7 +68,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, rng_state: Tensor | N
         max_logit = (
             logits.amax(dim=(0, 2, 3)) if logits.numel() else logits.new_full((q.shape[1],), -torch.inf)
         )
-        return Output(out.to(q.dtype), lse, max_logit)
+        return DenseOutput(out.to(q.dtype), lse, max_logit)
 
 
 def backward(
@@ -79,7 +81,7 @@ def backward(
     terms: Terms,
     rng_state: Tensor | None,
 ) -> DenseGradients:
-    """dq = scale ds k, dk = scale ds^T q, dv = p^T do, dsink = -p_sink D; ds = p (dp - D), D = sum(do o)."""
+    """Compute dq = scale ds k, dk = scale ds^T q, dv = p^T do, dsink = -p_sink D; ds = p (dp - D), D = sum(do o)."""
     with torch.autocast(q.device.type, enabled=False):
         groups = k.shape[1]
         probabilities = _probabilities(_logits(q, k, terms), lse)
@@ -101,7 +103,7 @@ def backward(
         grad_bias = None if bias is None else grad_s.sum_to_size(bias.shape).to(bias.dtype)
         grad_sink = None
         if sink is not None:
-            # A row that is no token has no lse.
+            # A row that is not a token has no lse.
             sink_probability = torch.exp(sink.to(inner.dtype)[None, :, None] - lse).masked_fill(
                 lse == -torch.inf, 0.0
             )
@@ -112,12 +114,12 @@ def backward(
 
 
 def _wide(x: Tensor) -> Tensor:
-    """x in float32; float64 stays, so that gradients can be checked numerically."""
+    """Return x in float32, or in float64 if it is, so that gradients can be checked numerically."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
-    """[b, h, ..] as [b, g, h / g, ..]"""
+    """Return [b, h, ..] as [b, g, h / g, ..]."""
     return x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
 
 
@@ -126,7 +128,7 @@ def _ungrouped(x: Tensor) -> Tensor:
 
 
 def _logits(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
-    """s [b, h, i, j] = scale * q k^T + bias, -inf where not visible."""
+    """Compute s [b, h, i, j] = scale * q k^T + bias, -inf where not visible."""
     logits = _ungrouped(_grouped(_wide(q), k.shape[1]) @ _wide(k)[:, :, None].transpose(-1, -2)) * terms.scale
     if terms.bias is not None:
         logits = logits + terms.bias.to(logits.dtype)
@@ -136,7 +138,7 @@ def _logits(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
 
 
 def _places(logits: Tensor) -> list[Tensor]:
-    """The indices b, h, i, j of every logit, as int32 tensors that broadcast."""
+    """Return the indices b, h, i, j of every logit, as int32 tensors that broadcast."""
     places = []
     for axis, size in enumerate(logits.shape):
         shape = [1] * logits.ndim
@@ -146,7 +148,7 @@ def _places(logits: Tensor) -> list[Tensor]:
 
 
 def _log_sum(logits: Tensor, sink: Tensor | None) -> Tensor:
-    """log (sum_j exp(s) + exp(sink)), -inf for a row that sees no key where there is no sink."""
+    """Compute log (sum_j exp(s) + exp(sink)), -inf for a row without a visible key and without a sink."""
     blind = None
     if logits.requires_grad:
         # Autograd's derivatives of these functions are NaN at -inf: such rows go past them.
@@ -161,7 +163,7 @@ def _log_sum(logits: Tensor, sink: Tensor | None) -> Tensor:
 
 
 def _probabilities(logits: Tensor, lse: Tensor) -> Tensor:
-    """p = exp(s - lse); a row without a visible key (lse = -inf) is zero instead of exp(-inf + inf)."""
+    """Compute p = exp(s - lse); a row without a visible key (lse = -inf) is zero instead of exp(-inf + inf)."""
     lse = lse[..., None]
     blind = lse == -torch.inf
     return torch.where(blind, 0.0, torch.exp(logits - torch.where(blind, 0.0, lse)))

@@ -1,75 +1,75 @@
-"""x_bhsd = x as [b, h, s, d], whichever of sbhd, bshd and thd it comes in; and back; names of layouts."""
+"""Conversions between sbhd, bshd, thd and [b, h, s, d]; names of layouts."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from .call import AttentionCall, AttentionInputs
 from .packed import bshd_to_thd, thd_to_bshd
-from .request import AttentionInputs, AttentionRequest
 
 
-def dense_qkv(request: AttentionRequest, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """q_bhsd, k_bgsd, v_bgsd: views of sbhd and bshd tensors, padded copies of thd tensors and of pages."""
+def dense_qkv(call: AttentionCall, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q_bhsd, k_bgsd, v_bgsd: views of sbhd and bshd tensors, padded copies of thd tensors and of pages."""
     k, v = inputs.k, inputs.v
-    if request.shape.page_size:
+    if call.page_size:
         assert inputs.page_table is not None
-        k, v = (gathered_pages(x, inputs.page_table, request.shape.seqlen_kv) for x in (k, v))
-    keys = (request.shape.kv_format, request.shape.seqlen_kv, inputs.starts_kv, inputs.lengths_kv)
-    return queries_to_bhsd(request, inputs, inputs.q), _to_bhsd(k, *keys), _to_bhsd(v, *keys)
+        k, v = (gathered_pages(x, inputs.page_table, call.seqlen_kv) for x in (k, v))
+    keys = (call.kv_format, call.seqlen_kv, inputs.starts_kv, inputs.lengths_kv)
+    return queries_to_bhsd(call, inputs, inputs.q), _to_bhsd(k, *keys), _to_bhsd(v, *keys)
 
 
 def batch_first(tensor_format: str, x: Tensor) -> Tensor:
-    """A view [b, s, ..] of an sbhd tensor, or an sbhd view of one [b, s, ..]; tensors of other formats as they are."""
+    """Return a view [b, s, ..] of an sbhd tensor, or an sbhd view of [b, s, ..]; other formats are unchanged."""
     return x.transpose(0, 1) if tensor_format == "sbhd" else x
 
 
 def heads_first(tensor_format: str, x: Tensor) -> Tensor:
-    """A view [b, h, s, d] of a tensor that is not packed."""
+    """Return a view [b, h, s, d] of a tensor that is not packed."""
     return x.permute(1, 2, 0, 3) if tensor_format == "sbhd" else x.transpose(1, 2)
 
 
 def heads_last(tensor_format: str, x_bhsd: Tensor) -> Tensor:
-    """A view of [b, h, s, d] in a format that is not packed."""
+    """Return a view of [b, h, s, d] in a format that is not packed."""
     return x_bhsd.permute(2, 0, 1, 3) if tensor_format == "sbhd" else x_bhsd.transpose(1, 2)
 
 
 def gathered_pages(pages: Tensor, page_table: Tensor, size: int) -> Tensor:
-    """[b, size, g, d] of pages [n, page size, g, d]: token j of sequence i lies in page page_table[i, j // size]."""
+    """Return [b, size, g, d] of pages [n, page size, g, d]; page_table[i, j // page size] holds token j of row i."""
     return pages[page_table.long()].flatten(1, 2)[:, :size]
 
 
-def queries_to_bhsd(request: AttentionRequest, inputs: AttentionInputs, x: Tensor) -> Tensor:
-    """x [.., h, d] in request.shape.q_format as [b, h, s_q, d]."""
-    return _to_bhsd(x, request.shape.q_format, request.shape.seqlen_q, inputs.starts_q, inputs.lengths_q)
+def queries_to_bhsd(call: AttentionCall, inputs: AttentionInputs, x: Tensor) -> Tensor:
+    """Return x [.., h, d] in call.q_format as [b, h, s_q, d]."""
+    return _to_bhsd(x, call.q_format, call.seqlen_q, inputs.starts_q, inputs.lengths_q)
 
 
-def from_bhsd(request: AttentionRequest, inputs: AttentionInputs, x_bhsd: Tensor) -> Tensor:
-    """[.., h, d] in request.shape.q_format, contiguous; thd tokens of no sequence are zero."""
+def from_bhsd(call: AttentionCall, inputs: AttentionInputs, x_bhsd: Tensor) -> Tensor:
+    """Return [.., h, d] in call.q_format, contiguous; thd tokens of no sequence are zero."""
     tokens = inputs.q.shape[0]
-    return _from_bhsd(x_bhsd, request.shape.q_format, inputs.starts_q, inputs.lengths_q, tokens)
+    return _from_bhsd(x_bhsd, call.q_format, inputs.starts_q, inputs.lengths_q, tokens)
 
 
-def keys_from_bhsd(request: AttentionRequest, inputs: AttentionInputs, x_bgsd: Tensor) -> Tensor:
-    """[.., g, d] in request.shape.kv_format, contiguous; thd tokens of no sequence are zero."""
+def keys_from_bhsd(call: AttentionCall, inputs: AttentionInputs, x_bgsd: Tensor) -> Tensor:
+    """Return [.., g, d] in call.kv_format, contiguous; thd tokens of no sequence are zero."""
     tokens = inputs.k.shape[0]
-    return _from_bhsd(x_bgsd, request.shape.kv_format, inputs.starts_kv, inputs.lengths_kv, tokens)
+    return _from_bhsd(x_bgsd, call.kv_format, inputs.starts_kv, inputs.lengths_kv, tokens)
 
 
-def rows_of(request: AttentionRequest, inputs: AttentionInputs, rows_bhs: Tensor) -> Tensor:
-    """[b, h, s_q] as it is, or as [h, t] of packed queries."""
-    if not request.packed:
+def rows_of(call: AttentionCall, inputs: AttentionInputs, rows_bhs: Tensor) -> Tensor:
+    """Return [b, h, s_q] unchanged, or as [h, t] of packed queries."""
+    if not call.packed:
         return rows_bhs
-    return from_bhsd(request, inputs, rows_bhs[..., None])[..., 0].t()
+    return from_bhsd(call, inputs, rows_bhs[..., None])[..., 0].t()
 
 
-def dense_rows(request: AttentionRequest, inputs: AttentionInputs, rows: Tensor) -> Tensor:
-    """The inverse of rows_of; -inf in rows that are no tokens, which for probabilities means no key is seen."""
-    if not request.packed:
+def dense_rows(call: AttentionCall, inputs: AttentionInputs, rows: Tensor) -> Tensor:
+    """Invert `rows_of`; rows that are not tokens are -inf, which for probabilities means that no key is visible."""
+    if not call.packed:
         return rows
-    dense = queries_to_bhsd(request, inputs, rows.t()[..., None])[..., 0]
+    dense = queries_to_bhsd(call, inputs, rows.t()[..., None])[..., 0]
     assert inputs.lengths_q is not None
-    place = torch.arange(request.shape.seqlen_q, device=rows.device)
+    place = torch.arange(call.seqlen_q, device=rows.device)
     return torch.where((place < inputs.lengths_q[:, None])[:, None], dense, -torch.inf)
 
 
@@ -105,9 +105,9 @@ _PACKED_AXIS = {"{n}hd": -3, "h{n}d": -2}
 def get_qkv_layout(
     q: Tensor, k: Tensor, v: Tensor, qkv_format: str = "sbhd", inference_params: object | None = None
 ) -> tuple[str, Tensor, Tensor, Tensor, str, str]:
-    """(layout, q, k, v, q_format, kv_format): how the three lie in memory, for example "bs3hd" or "thd_t2hd".
+    """Return (layout, q, k, v, q_format, kv_format), with a layout such as "bs3hd" or "thd_t2hd".
 
-    Tensors that follow no known layout come back contiguous, as "sbhd_sbhd_sbhd" and the like. With a cache
+    Tensors in no known layout are returned contiguous, as "sbhd_sbhd_sbhd" for example. With a cache
     (inference_params), keys and values are bshd: "thd_2bshd".
     """
     if inference_params is not None:
@@ -125,7 +125,7 @@ def get_qkv_layout(
 
 
 def _share_buffer(parts: tuple[Tensor, ...], pattern: str) -> bool:
-    """Do the tensors interleave in one contiguous buffer, the way the pattern says?"""
+    """Return whether the tensors interleave in one contiguous buffer as in the pattern."""
     first = parts[0]
     if any(part.shape != first.shape or part.stride() != first.stride() for part in parts):
         return False

@@ -1,7 +1,7 @@
-"""Mask(name, window, bottom_right): what the names, windows and alignments of callers mean together.
+"""Mask(name, window, bottom_right): a mask type, window and alignment, resolved together.
 
 Every mask is the intersection of at most three parts: a band -left <= j - i - shift <= right (causal: right =
-0), the padding of each sequence, and an arbitrary tensor. `visible` makes it of the tensors of a call.
+0), the padding of each sequence, and an arbitrary tensor. `visible` computes it from the tensors of a call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ UNLIMITED = (-1, -1)
 
 @dataclass(frozen=True)
 class Mask:
-    """window (left, right), -1 = unlimited; bottom_right: the diagonal ends in the last query and key."""
+    """A resolved mask.
+
+    Attributes:
+        window: (left, right); -1 is unlimited.
+        bottom_right: The diagonal ends at the last query and key.
+    """
 
     name: str
     window: tuple[int, int]
@@ -35,22 +40,27 @@ class Mask:
 
     @property
     def padding(self) -> bool:
-        """Do sequences have lengths of their own?"""
+        """Whether sequences have lengths of their own."""
         return self.name.startswith("padding")
 
     @property
     def arbitrary(self) -> bool:
-        """Does a mask tensor say what is hidden?"""
+        """Whether a mask tensor hides keys."""
         return self.name == "arbitrary"
 
     @property
     def banded(self) -> bool:
-        """Does the distance between query and key matter?"""
+        """Whether the mask depends on the distance between query and key."""
         return self.window != UNLIMITED
+
+    @property
+    def causal(self) -> bool:
+        """Whether the band hides the keys behind the diagonal and no others."""
+        return self.window == (-1, 0)
 
 
 def canonical_name(attn_mask_type: str, argument: str = "attn_mask_type") -> str:
-    """The one spelling of a mask type: "causal,padding" and "padding,causal" are "padding_causal"."""
+    """Return the canonical name of a mask type: "causal,padding" and "padding,causal" are "padding_causal"."""
     name = attn_mask_type.replace(" ", "") if isinstance(attn_mask_type, str) else ""
     if "," in name:
         name = "_".join(sorted(name.split(","), key=lambda part: part != "padding"))
@@ -62,11 +72,10 @@ def canonical_name(attn_mask_type: str, argument: str = "attn_mask_type") -> str
 def resolve(
     attn_mask_type: str, window_size: tuple[int, int] | None, bottom_right_diagonal: bool | None
 ) -> Mask:
-    """The mask that a name, a window and an alignment mean together.
+    """Return the mask of a name, a window and an alignment.
 
-    A causal name fixes the alignment ("causal" top left, "causal_bottom_right" bottom right);
-    bottom_right_diagonal speaks for the windows of the other masks, which are aligned bottom right unless it
-    says otherwise.
+    A causal name fixes the alignment ("causal" top left, "causal_bottom_right" bottom right). bottom_right_diagonal
+    applies to the windows of other masks, which are aligned bottom right by default.
     """
     name = canonical_name(attn_mask_type)
     if "causal" in name:
@@ -77,7 +86,7 @@ def resolve(
 
 
 def over_cached_keys(name: str) -> str:
-    """The mask type of a step with cached keys: sequences have their own lengths, and diagonals end in their last."""
+    """Return the mask type of a step with cached keys, with lengths per sequence and bottom-right diagonals."""
     if name == "arbitrary":
         raise ValueError(
             "attn_mask_type='arbitrary' with inference_params; keys are masked by the cache's lengths, "
@@ -87,7 +96,7 @@ def over_cached_keys(name: str) -> str:
 
 
 def check_set_window_size(attn_mask_type: str, window_size: tuple[int, int] | None = None) -> tuple[int, int]:
-    """(left, right) with -1 = unlimited: right is 0 for causal masks, and (-1, 0) belongs to them alone."""
+    """Return (left, right), -1 for unlimited: right is 0 for causal masks, and (-1, 0) is for causal masks only."""
     causal = "causal" in canonical_name(attn_mask_type)
     if window_size is None:
         return (-1, 0) if causal else UNLIMITED

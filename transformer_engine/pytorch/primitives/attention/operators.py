@@ -1,12 +1,15 @@
 """The two passes of an attention as a tracing compiler sees them: one operator each.
 
-transformer_engine::attention_forward and attention_backward get the request as text and the backend by its name: an
+transformer_engine::attention_forward and attention_backward take the call as text and the backend by name, because an
 operator takes tensors, numbers and strings only.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, cast
 
 import torch
@@ -14,28 +17,57 @@ from torch import Tensor
 
 from ....common.memory import Memory
 from ...runtime.tracing import constant_while_tracing
+from .call import Attended, AttentionCall, AttentionInputs, Gradients, Switches
 from .choose import TABLE, choose, passes_of
+from .mask import Mask
 from .passes import Bound, Passes
-from .request import Attended, AttentionInputs, AttentionRequest, Gradients
-from .serialized import as_text, from_text
 
 BIAS = AttentionInputs._fields.index("bias")
 SINK = AttentionInputs._fields.index("sink")
 
-# Requests that the operators remember the passes of.
+# Calls whose passes the operators cache.
 REMEMBERED = 1024
 
+# Fields that are records themselves. score_mod, which is code, is not written.
+_NESTED = {"mask": Mask, "switches": Switches}
+_FIELDS = {
+    record: tuple(field.name for field in fields(record) if field.name != "score_mod")
+    for record in (AttentionCall, *_NESTED.values())
+}
 
-def choose_when_traced(request: AttentionRequest) -> Bound:
-    """choose(request) for a tracing compiler, which sees a constant: refusals may ask libraries."""
-    if request.options.score_mod is not None:
-        return cast(Bound, TABLE.bound((request.shape, request.options, request.device)))
-    return _when_traced(_chosen_name(as_text(request)), request)
+
+def as_text(record: Any) -> str:
+    """Return a call, without score_mod, as the text of a tuple of literals, which a tracing compiler takes."""
+    items = []
+    for name in _FIELDS[type(record)]:
+        value = getattr(record, name)
+        if name in _NESTED:
+            items.append(as_text(value))
+        else:
+            items.append(f"{str(value)!r}" if name == "dtype" else f"{value!r}")
+    return "(" + "".join(f"{item}, " for item in items) + ")"
 
 
-def passes_when_traced(request: AttentionRequest) -> Passes:
-    """passes_of(request) for a tracing compiler."""
-    passes = _when_traced(_name_of_passes(as_text(request)), request)
+@functools.lru_cache(maxsize=256)
+def from_text(text: str) -> AttentionCall:
+    """Return the call that `as_text` wrote."""
+    given: dict[str, Any] = dict(zip(_FIELDS[AttentionCall], ast.literal_eval(text), strict=True))
+    for name, record in _NESTED.items():
+        given[name] = record(*given[name])
+    given["dtype"] = getattr(torch, given["dtype"].removeprefix("torch."))
+    return AttentionCall(**given)
+
+
+def choose_when_traced(call: AttentionCall) -> Bound:
+    """Choose a backend for a tracing compiler, which sees a constant: backends may query libraries."""
+    if call.score_mod is not None:
+        return cast(Bound, TABLE.bound((call,)))
+    return _when_traced(_chosen_name(as_text(call)), call)
+
+
+def passes_when_traced(call: AttentionCall) -> Passes:
+    """Choose a backend with separate passes for a tracing compiler."""
+    passes = _when_traced(_name_of_passes(as_text(call)), call)
     assert isinstance(passes, Passes)
     return passes
 
@@ -50,34 +82,34 @@ def _name_of_passes(text: str) -> str:
     return passes_of(from_text(text)).name
 
 
-def _when_traced(name: str, request: AttentionRequest) -> Bound:
-    """A backend as a tracing compiler is to see it: by operators, unless it can look into it."""
+def _when_traced(name: str, call: AttentionCall) -> Bound:
+    """Return a backend as a tracing compiler sees it: operators if it is opaque, otherwise its own operations."""
     backend = TABLE.named(name)
     if backend.opaque:
         return by_operators(name)
     assert backend.bind is not None
-    return backend.bind(request)  # pyright: ignore[reportReturnType]
+    return backend.bind(call)  # pyright: ignore[reportReturnType]
 
 
 def as_traced(passes: Passes) -> Passes:
-    """Passes that an eager call has chosen, for a compiler that traces the backward pass alone."""
+    """Return passes chosen by an eager call for a compiler that traces only the backward pass."""
     return by_operators(passes.name) if TABLE.named(passes.name).opaque else passes
 
 
 def by_operators(name: str) -> Passes:
-    """The passes of a backend as calls of the two operators."""
+    """Return the passes of a backend as calls of the two operators."""
 
-    def forward(request: AttentionRequest, inputs: AttentionInputs) -> Attended:
-        found = torch.ops.transformer_engine.attention_forward(name, as_text(request), list(inputs))
-        output, *others = (x if wanted else None for x, wanted in zip(found, _returned(request), strict=True))
+    def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
+        found = torch.ops.transformer_engine.attention_forward(name, as_text(call), list(inputs))
+        output, *others = (x if wanted else None for x, wanted in zip(found, _returned(call), strict=True))
         assert output is not None
         return Attended(output, *others)
 
     def backward(
-        request: AttentionRequest, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
+        call: AttentionCall, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
     ) -> Gradients:
         found = torch.ops.transformer_engine.attention_backward(
-            name, as_text(request), list(inputs), list(attended), grad_output
+            name, as_text(call), list(inputs), list(attended), grad_output
         )
         bias, sink = inputs.bias is not None, inputs.sink is not None
         return Gradients(found[0], found[1], found[2], found[3] if bias else None, found[4] if sink else None)
@@ -85,45 +117,44 @@ def by_operators(name: str) -> Passes:
     return Passes(name, forward, backward)
 
 
-def _named(key: tuple[str, str]) -> tuple[Passes, AttentionRequest]:
-    """(passes of a backend, request): from their names, for the operators."""
+def _passes_and_call(key: tuple[str, str]) -> tuple[Passes, AttentionCall]:
+    """Return (passes, call) for a key (backend name, text of the call)."""
     name, text = key
-    request, bind = from_text(text), TABLE.named(name).bind
+    call, bind = from_text(text), TABLE.named(name).bind
     assert bind is not None
-    passes = bind(request)
-    assert isinstance(passes, Passes), "the choice that the graph was made with has been planned"
-    return passes, request
+    passes = bind(call)
+    assert isinstance(passes, Passes), "the graph was traced with a backend that has separate passes"
+    return passes, call
 
 
-_NAMED: Memory[tuple[str, str], tuple[Passes, AttentionRequest]] = Memory(_named, REMEMBERED)
+_BY_TEXT: Memory[tuple[str, str], tuple[Passes, AttentionCall]] = Memory(_passes_and_call, REMEMBERED)
 
 
-def _returned(request: AttentionRequest) -> tuple[bool, ...]:
-    """Which fields of Attended are there."""
-    return True, request.options.needs_gradient, request.options.dropout > 0.0, request.options.max_logit
+def _returned(call: AttentionCall) -> tuple[bool, ...]:
+    """Return which fields of `Attended` are tensors."""
+    return True, call.needs_gradient, call.dropout > 0.0, call.max_logit
 
 
 def _forward_operator(name: str, text: str, tensors: list[Tensor | None]) -> tuple[Tensor, ...]:
-    passes, request = _NAMED[name, text]
-    attended = passes.forward(request, AttentionInputs(*tensors))  # pyright: ignore[reportArgumentType]
+    passes, call = _BY_TEXT[name, text]
+    attended = passes.forward(call, AttentionInputs(*tensors))  # pyright: ignore[reportArgumentType]
     nothing = attended.output.new_empty(0)
-    wanted = zip(attended, _returned(request), strict=True)
+    wanted = zip(attended, _returned(call), strict=True)
     return tuple(
         value.contiguous() if want and value is not None else nothing.clone() for value, want in wanted
     )
 
 
 def _forward_shapes(name: str, text: str, tensors: list[Tensor | None]) -> tuple[Tensor, ...]:
-    request, q = from_text(text), tensors[0]
+    call, q = from_text(text), tensors[0]
     assert q is not None
-    _, gradient, dropout, max_logit = _returned(request)
-    shape = request.shape
-    rows = (shape.heads, q.shape[0]) if request.packed else (shape.batch, shape.heads, shape.seqlen_q)
+    _, gradient, dropout, max_logit = _returned(call)
+    rows = (call.heads, q.shape[0]) if call.packed else (call.batch, call.heads, call.seqlen_q)
     return (
-        q.new_empty(*q.shape[:-1], shape.head_dim_v),
+        q.new_empty(*q.shape[:-1], call.head_dim_v),
         q.new_empty(rows, dtype=torch.float32) if gradient else q.new_empty(0),
         q.new_empty(2, dtype=torch.int64) if dropout else q.new_empty(0),
-        q.new_empty(shape.heads, dtype=torch.float32) if max_logit else q.new_empty(0),
+        q.new_empty(call.heads, dtype=torch.float32) if max_logit else q.new_empty(0),
     )
 
 
@@ -131,8 +162,8 @@ def _backward_operator(
     name: str, text: str, tensors: list[Tensor | None], attended: list[Tensor | None], grad_output: Tensor
 ) -> tuple[Tensor, ...]:
     inputs = AttentionInputs(*tensors)  # pyright: ignore[reportArgumentType]
-    passes, request = _NAMED[name, text]
-    found = passes.backward(request, inputs, Attended(*attended), grad_output.contiguous())  # pyright: ignore[reportArgumentType]
+    passes, call = _BY_TEXT[name, text]
+    found = passes.backward(call, inputs, Attended(*attended), grad_output.contiguous())  # pyright: ignore[reportArgumentType]
     return tuple(grad_output.new_empty(0) if x is None else x.contiguous() for x in found)
 
 
@@ -152,12 +183,12 @@ def _define(schema: str, implementation: Callable[..., Any], fake: Callable[...,
 
 
 _define(
-    "attention_forward(str name, str request, Tensor?[] tensors) -> (Tensor, Tensor, Tensor, Tensor)",
+    "attention_forward(str name, str call, Tensor?[] tensors) -> (Tensor, Tensor, Tensor, Tensor)",
     _forward_operator,
     _forward_shapes,
 )
 _define(
-    "attention_backward(str name, str request, Tensor?[] tensors, Tensor?[] attended, Tensor grad_output)"
+    "attention_backward(str name, str call, Tensor?[] tensors, Tensor?[] attended, Tensor grad_output)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward_operator,
     _backward_shapes,

@@ -1,4 +1,4 @@
-"""Packed sequences [t, ..]: their lengths and bounds, their padded form and back, the tokens behind the last one."""
+"""Packed sequences [t, ..]: lengths and bounds, conversion to padded form and back, tokens behind the last one."""
 
 from __future__ import annotations
 

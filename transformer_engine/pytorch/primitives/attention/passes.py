@@ -1,7 +1,7 @@
-"""A backend bound to a request: two plain functions of tensors, or one that has an autograd of its own.
+"""A backend bound to a call: separate forward and backward functions, or one function with its own autograd.
 
-`functions.attention.autograd` makes the one differentiable of all backends that have their passes apart. Where a
-library ties the two together, or autograd has to see every operation, `Whole` says so.
+`functions.attention.autograd` makes all backends with separate passes differentiable. `Whole` is for libraries that
+couple both passes, and for operations that autograd itself differentiates.
 """
 
 from __future__ import annotations
@@ -11,46 +11,46 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .request import Attended, AttentionInputs, AttentionRequest, AttentionResult, Gradients
-
-Forward = Callable[[AttentionRequest, AttentionInputs], Attended]
-Backward = Callable[[AttentionRequest, AttentionInputs, Attended, Tensor], Gradients]
+from .call import Attended, AttentionCall, AttentionInputs, AttentionResult, Gradients
 
 
 class Passes(NamedTuple):
-    """Forward and backward of one backend; whoever calls backward gives a contiguous gradient of the output."""
+    """Forward and backward function of a backend; the gradient of the output is passed contiguous."""
 
     name: str
-    forward: Forward
-    backward: Backward
+    forward: Callable[[AttentionCall, AttentionInputs], Attended]
+    backward: Callable[[AttentionCall, AttentionInputs, Attended, Tensor], Gradients]
 
-    def __call__(self, request: AttentionRequest, inputs: AttentionInputs) -> AttentionResult:
-        """The attention of a request that needs no gradient."""
-        attended = self.forward(request, inputs)
+    def __call__(self, call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
+        """Compute the attention of a call that needs no gradient."""
+        attended = self.forward(call, inputs)
         return AttentionResult(attended.output.flatten(-2), attended.max_logit)
 
 
 class Whole(NamedTuple):
-    """An attention that is differentiable by itself in all that its backend takes.
+    """An attention that is differentiable by itself.
 
-    apart   the same kernels as two passes, for a node that computes more than an attention; None where the library
-            does not give them for these inputs
+    Attributes:
+        name: Name of the backend.
+        run: Computes the attention.
+        apart: Returns the same kernels as two passes, for a node that computes more than an attention; None if the
+            library does not provide them for these inputs.
     """
 
     name: str
-    run: Callable[[AttentionRequest, AttentionInputs], AttentionResult]
-    apart: Callable[[AttentionRequest, AttentionInputs], Passes | None] | None = None
+    run: Callable[[AttentionCall, AttentionInputs], AttentionResult]
+    apart: Callable[[AttentionCall, AttentionInputs], Passes | None] | None = None
 
-    def __call__(self, request: AttentionRequest, inputs: AttentionInputs) -> AttentionResult:
-        """The attention of a request."""
-        return self.run(request, inputs)
+    def __call__(self, call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
+        """Compute the attention of a call."""
+        return self.run(call, inputs)
 
 
 Bound = Passes | Whole
 
 
-def passes_apart(bound: object, request: AttentionRequest, inputs: AttentionInputs) -> Passes | None:
-    """The two passes of what a request is bound to; None where there are none."""
+def passes_apart(bound: object, call: AttentionCall, inputs: AttentionInputs) -> Passes | None:
+    """Return the two passes of a bound backend; None if it has none for these inputs."""
     if type(bound) is Passes:
         return bound
-    return bound.apart(request, inputs) if type(bound) is Whole and bound.apart is not None else None
+    return bound.apart(call, inputs) if type(bound) is Whole and bound.apart is not None else None

@@ -1,6 +1,6 @@
-"""The attention of any request, in plain float32 torch operations on any device; it never refuses one.
+"""The attention of any call in plain float32 torch operations on any device.
 
-It holds [b, h, s_q, s_kv] float32 matrices: the other backends are there to avoid them.
+It allocates float32 matrices [b, h, s_q, s_kv], which the other backends avoid.
 """
 
 from __future__ import annotations
@@ -9,102 +9,100 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from . import dense, layout
+from .call import Attended, AttentionCall, AttentionInputs, AttentionResult, Feature, Gradients
 from .dropout import random_state
 from .passes import Bound, Passes, Whole
-from .request import Attended, AttentionInputs, AttentionRequest, AttentionResult, Feature, Gradients
 from .visible import distance, visible
 
 
-def forward(
-    request: AttentionRequest, inputs: AttentionInputs, round_p: dense.Rounding | None = None
-) -> Attended:
-    """Attention through dense matrices; round_p replaces the probabilities before they are multiplied."""
-    rng_state = random_state(inputs.q.device) if request.options.dropout > 0.0 else None
-    q, k, v = layout.dense_qkv(request, inputs)
-    terms = _terms(request, inputs)._replace(round_p=round_p)
+def forward(call: AttentionCall, inputs: AttentionInputs, round_p: dense.Rounding | None = None) -> Attended:
+    """Compute attention by dense matrices; round_p rounds the probabilities before their product."""
+    rng_state = random_state(inputs.q.device) if call.dropout > 0.0 else None
+    q, k, v = layout.dense_qkv(call, inputs)
+    terms = _terms(call, inputs)._replace(round_p=round_p)
     out, lse, max_logit = dense.forward(q, k, v, terms, rng_state)
     return Attended(
-        layout.from_bhsd(request, inputs, out),
-        layout.rows_of(request, inputs, lse),
+        layout.from_bhsd(call, inputs, out),
+        layout.rows_of(call, inputs, lse),
         rng_state,
-        max_logit if request.options.max_logit else None,
+        max_logit if call.max_logit else None,
     )
 
 
 def backward(
-    request: AttentionRequest,
+    call: AttentionCall,
     inputs: AttentionInputs,
     attended: Attended,
     grad_output: Tensor,
     round_p: dense.Rounding | None = None,
     round_ds: dense.Rounding | None = None,
 ) -> Gradients:
-    """Gradients through dense matrices; the probabilities are computed again."""
+    """Compute gradients by dense matrices, with recomputed probabilities."""
     assert attended.lse is not None
-    q, k, v = layout.dense_qkv(request, inputs)
+    q, k, v = layout.dense_qkv(call, inputs)
     found = dense.backward(
-        layout.queries_to_bhsd(request, inputs, grad_output),
-        layout.queries_to_bhsd(request, inputs, attended.output),
-        layout.dense_rows(request, inputs, attended.lse),
+        layout.queries_to_bhsd(call, inputs, grad_output),
+        layout.queries_to_bhsd(call, inputs, attended.output),
+        layout.dense_rows(call, inputs, attended.lse),
         q,
         k,
         v,
-        _terms(request, inputs)._replace(round_p=round_p, round_ds=round_ds),
+        _terms(call, inputs)._replace(round_p=round_p, round_ds=round_ds),
         attended.rng_state,
     )
     grad_bias = found.bias
-    if request.options.bias == "pre_scale_bias":
+    if call.bias == "pre_scale_bias":
         assert grad_bias is not None
-        grad_bias = grad_bias * request.options.scale
+        grad_bias = grad_bias * call.scale
     return Gradients(
-        layout.from_bhsd(request, inputs, found.q),
-        layout.keys_from_bhsd(request, inputs, found.k),
-        layout.keys_from_bhsd(request, inputs, found.v),
+        layout.from_bhsd(call, inputs, found.q),
+        layout.keys_from_bhsd(call, inputs, found.k),
+        layout.keys_from_bhsd(call, inputs, found.v),
         None if inputs.bias is None else grad_bias,
         found.sink,
     )
 
 
-def run(request: AttentionRequest, inputs: AttentionInputs) -> AttentionResult:
-    """The attention of a request in operations that autograd sees: score_mod may hold tensors that want gradients."""
-    attended = forward(request, inputs)
+def run(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
+    """Compute attention in operations that autograd sees: tensors of a score_mod may require gradients."""
+    attended = forward(call, inputs)
     return AttentionResult(attended.output.flatten(-2), attended.max_logit)
 
 
-def _terms(request: AttentionRequest, inputs: AttentionInputs) -> dense.Terms:
+def _terms(call: AttentionCall, inputs: AttentionInputs) -> dense.Terms:
     return dense.Terms(
-        request.options.scale,
-        additive_bias(request, inputs),
+        call.scale,
+        additive_bias(call, inputs),
         inputs.sink,
-        visible(request, inputs),
-        request.options.dropout,
-        request.options.score_mod,
+        visible(call, inputs),
+        call.dropout,
+        call.score_mod,
     )
 
 
-def additive_bias(request: AttentionRequest, inputs: AttentionInputs) -> Tensor | None:
-    """What is added to scale * q k^T: (q k^T + bias) * scale is scale * q k^T + bias * scale."""
-    if request.options.bias == "pre_scale_bias":
+def additive_bias(call: AttentionCall, inputs: AttentionInputs) -> Tensor | None:
+    """Return the bias of scale * q k^T: (q k^T + bias) * scale is scale * q k^T + bias * scale."""
+    if call.bias == "pre_scale_bias":
         assert inputs.bias is not None
-        return inputs.bias * request.options.scale
-    if request.options.bias == "alibi":
+        return inputs.bias * call.scale
+    if call.bias == "alibi":
         assert inputs.slopes is not None
-        slopes = inputs.slopes.float().reshape(-1, request.shape.heads, 1, 1)
-        return -slopes * distance(request, inputs).abs()
+        slopes = inputs.slopes.float().reshape(-1, call.heads, 1, 1)
+        return -slopes * distance(call, inputs).abs()
     return inputs.bias
 
 
-def refuses(request: AttentionRequest) -> str | None:
-    """Why this backend cannot take the request; None if it can."""
-    return None if request.device.switches.unfused else "NVTE_UNFUSED_ATTN=0"
+def refuses(call: AttentionCall) -> str | None:
+    """Return the reason why the call is unsupported; None if it is supported."""
+    return None if call.switches.unfused else "NVTE_UNFUSED_ATTN=0"
 
 
-def bind(request: AttentionRequest) -> Bound:
-    """The two passes; of a score_mod, what autograd sees through."""
-    return PASSES if request.options.score_mod is None else WHOLE
+def bind(call: AttentionCall) -> Bound:
+    """Return the two passes; with a score_mod, the operations that autograd differentiates."""
+    return PASSES if call.score_mod is None else WHOLE
 
 
-# Not FP8: its emulation rounds tensors before it asks here.
+# Without FP8: its emulation quantizes tensors before it calls this backend.
 TAKES = frozenset(Feature) - {Feature.FP8}
 PASSES = Passes("reference", forward, backward)
 WHOLE = Whole("reference", run)

@@ -1,4 +1,4 @@
-"""What cumulative lengths have to be, as rules on numbers of the host; see `device_checks.demand`."""
+"""Rules for the values of cumulative lengths on the host; see `device_checks.demand`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from itertools import pairwise
 def are_bounds(
     bounds: list[int], starts: list[int] | None, name: str, tokens: int | None, longest: int
 ) -> None:
-    """ValueError unless bounds [b + 1] are those of sequences in a tensor.
+    """Raise ValueError unless bounds [b + 1] are those of sequences in a tensor.
 
-    starts    where the sequences begin when tokens of none lie between them (cu_seqlens_*_padded), else None
-    tokens    that a packed tensor has; None: sequences lie padded, `longest` tokens each
-    longest   tokens of a sequence that the call computes
+    Args:
+        starts: Starts of the sequences if tokens lie between them (cu_seqlens_*_padded), else None.
+        tokens: Tokens of a packed tensor; None if sequences are padded to `longest` tokens.
+        longest: Tokens of the longest sequence of the call.
     """
     _check_growing(bounds, name)
     for index, (begin, end) in enumerate(pairwise(bounds)):
@@ -54,7 +55,7 @@ def _check_starts(bounds: list[int], starts: list[int], name: str) -> None:
 
 
 def has_pages(table: list[list[int]], bounds: list[int], pages: int, page_size: int) -> None:
-    """ValueError unless every page that holds tokens of a sequence exists; bounds: cumulative lengths."""
+    """Raise ValueError unless every page that holds tokens of a sequence exists; bounds: cumulative lengths."""
     for row, (begin, end) in enumerate(pairwise(bounds)):
         for page in table[row][: -(-(end - begin) // page_size)]:
             if not 0 <= page < pages:

@@ -1,6 +1,6 @@
-"""visible[b, h, i, j] = may query i look at key j: the mask of a request as booleans.
+"""visible[b, h, i, j]: whether query i sees key j, the mask of a call as booleans; and the slopes of ALiBi.
 
-Mask tensors that come from outside say True for "masked out".
+Mask tensors of callers are True where a key is masked out.
 """
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .request import AttentionInputs, AttentionRequest
+from .call import AttentionCall, AttentionInputs
 
 
-def visible(request: AttentionRequest, inputs: AttentionInputs) -> Tensor | None:
-    """visible[b | 1, h | 1, i | 1, j] bool; None when every query sees every key."""
+def visible(call: AttentionCall, inputs: AttentionInputs) -> Tensor | None:
+    """Return visible[b | 1, h | 1, i | 1, j] bool; None if every query sees every key."""
     parts = []
-    if request.options.mask.banded:
-        parts.append(_band(request, inputs))
-    if request.options.mask.padding:
-        parts.append(_real(inputs.masked_kv, inputs.lengths_kv, request.shape.seqlen_kv)[:, None, None, :])
-        parts.append(_real(inputs.masked_q, inputs.lengths_q, request.shape.seqlen_q)[:, None, :, None])
-    if request.options.mask.arbitrary:
+    if call.mask.banded:
+        parts.append(_band(call, inputs))
+    if call.mask.padding:
+        parts.append(_real(inputs.masked_kv, inputs.lengths_kv, call.seqlen_kv)[:, None, None, :])
+        parts.append(_real(inputs.masked_q, inputs.lengths_q, call.seqlen_q)[:, None, :, None])
+    if call.mask.arbitrary:
         assert inputs.masked is not None
         parts.append(~inputs.masked)
     if not parts:
@@ -30,27 +30,27 @@ def visible(request: AttentionRequest, inputs: AttentionInputs) -> Tensor | None
     return together
 
 
-def diagonal_shift(request: AttentionRequest, inputs: AttentionInputs) -> Tensor | int:
-    """What j - i is on the diagonal: 0, or the surplus of keys over queries (by sequence: [b, 1, 1, 1])."""
-    if not request.options.mask.bottom_right:
+def diagonal_shift(call: AttentionCall, inputs: AttentionInputs) -> Tensor | int:
+    """Return j - i on the diagonal: 0, or the surplus of keys over queries (per sequence: [b, 1, 1, 1])."""
+    if not call.mask.bottom_right:
         return 0
-    if not request.options.mask.padding:
-        return request.shape.seqlen_kv - request.shape.seqlen_q
+    if not call.mask.padding:
+        return call.seqlen_kv - call.seqlen_q
     assert inputs.lengths_q is not None and inputs.lengths_kv is not None
     return (inputs.lengths_kv - inputs.lengths_q)[:, None, None, None]
 
 
-def distance(request: AttentionRequest, inputs: AttentionInputs) -> Tensor:
-    """j - i - shift [b | 1, 1, i, j]: how far key j lies behind query i's place on the diagonal."""
+def distance(call: AttentionCall, inputs: AttentionInputs) -> Tensor:
+    """Return j - i - shift [b | 1, 1, i, j], the distance of key j from query i's position on the diagonal."""
     device = inputs.q.device
-    i = torch.arange(request.shape.seqlen_q, device=device)[:, None]
-    j = torch.arange(request.shape.seqlen_kv, device=device)[None, :]
-    return (j - i)[None, None] - diagonal_shift(request, inputs)
+    i = torch.arange(call.seqlen_q, device=device)[:, None]
+    j = torch.arange(call.seqlen_kv, device=device)[None, :]
+    return (j - i)[None, None] - diagonal_shift(call, inputs)
 
 
-def _band(request: AttentionRequest, inputs: AttentionInputs) -> Tensor:
-    left, right = request.options.mask.window
-    behind = distance(request, inputs)
+def _band(call: AttentionCall, inputs: AttentionInputs) -> Tensor:
+    left, right = call.mask.window
+    behind = distance(call, inputs)
     if left < 0:
         return behind <= right
     if right < 0:
@@ -59,8 +59,20 @@ def _band(request: AttentionRequest, inputs: AttentionInputs) -> Tensor:
 
 
 def _real(masked: Tensor | None, lengths: Tensor | None, size: int) -> Tensor:
-    """Is token [b, s] a real one: what the mask says, else whether it lies inside its sequence's length."""
+    """Return whether token [b, s] belongs to its sequence, by the mask, otherwise by the length."""
     if masked is not None:
         return ~masked.reshape(-1, size)
     assert lengths is not None
     return torch.arange(size, device=lengths.device)[None, :] < lengths[:, None]
+
+
+def default_slopes(heads: int, device: torch.device) -> Tensor:
+    """Return the ALiBi slopes [heads] float32 of Press et al., Train Short, Test Long (2022).
+
+    For h a power of two 2^(-8/h), 2^(-16/h), ...; for other h those of the next lower power n, then every second one of
+    the sequence of 2n.
+    """
+    power = 1 << (heads.bit_length() - 1)
+    place = torch.arange(heads, device=device, dtype=torch.float32)
+    exponent = torch.where(place < power, 8.0 * (place + 1.0), 4.0 * (2.0 * (place - power) + 1.0))
+    return torch.exp2(-exponent / power)

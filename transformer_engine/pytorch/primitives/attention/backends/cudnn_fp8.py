@@ -1,7 +1,7 @@
-"""cuDNN's FP8 attention: codes of q, k, v in, codes of o out; the softmax's numerators P are FP8 inside too.
+"""cuDNN's FP8 attention: from codes of q, k, v to codes of o; the softmax's numerators P are FP8 inside too.
 
-A value is code x descale; what the kernel quantizes itself (P, o, and dP, dq, dk, dv in the backward pass) is
-multiplied by a scale first, and its largest magnitude before that comes back as an amax.
+A value is code x descale. The kernel itself quantizes P and o, and dP, dq, dk, dv in the backward pass: it multiplies
+them by a scale and returns their largest magnitude before the multiplication as an amax.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from .....common.memory import Memory
-from ..request import AttentionInputs, AttentionRequest, Feature
-from .cudnn_graph import MOST_PLANS, Description, Plan, missing, planned
+from ..call import AttentionCall, AttentionInputs, Feature
+from .cudnn_graph import MOST_PLANS, CudnnPlan, Description, missing, planned
 from .cudnn_plan import Strided, Tensors, bottom_right
 
-# Not dropout: a backward pass in 16 bits would not drop the same.
+# Without dropout: a backward pass in 16 bits would drop other probabilities.
 TAKES = frozenset(
     {
         Feature.FP8,
@@ -33,15 +33,15 @@ FORWARD_HEAD_SIZES = range(16, 257, 16)
 BACKWARD_HEAD_SIZE = 128
 
 
-class Forward(NamedTuple):
-    """output codes [.., h, d_v]; lse as in Attended; amax float32 [2] of the output and of the softmax."""
+class CudnnFP8Output(NamedTuple):
+    """Output codes [.., h, d_v]; lse as in Attended; amax float32 [2] of the output and of the softmax."""
 
     output: Tensor
     lse: Tensor | None
     amax: Tensor
 
 
-class Backward(NamedTuple):
+class CudnnFP8Gradients(NamedTuple):
     """Codes of the gradients; amax float32 [4] of dq, dk, dv and dP."""
 
     q: Tensor
@@ -50,34 +50,30 @@ class Backward(NamedTuple):
     amax: Tensor
 
 
-def refuses(r: AttentionRequest) -> str | None:
-    """Why the FP8 forward pass does not take a request; None when it does."""
-    if not r.device.switches.fused or r.device.switches.fused_kind == "1":
-        return (
-            "NVTE_FUSED_ATTN=0"
-            if not r.device.switches.fused
-            else "NVTE_FUSED_ATTN_BACKEND=1 asks for 16 bit"
-        )
-    if r.device.type != "cuda":
-        return f"it needs a CUDA device, the tensors are on {r.device.type}"
-    major, minor = r.device.capability
+def refuses(call: AttentionCall) -> str | None:
+    """Return the reason why the FP8 forward pass does not support the call; None if it does."""
+    if not call.switches.fused or call.switches.fused_kind == "1":
+        return "NVTE_FUSED_ATTN=0" if not call.switches.fused else "NVTE_FUSED_ATTN_BACKEND=1 asks for 16 bit"
+    if call.device_type != "cuda":
+        return f"it needs a CUDA device, the tensors are on {call.device_type}"
+    major, minor = call.capability
     if major < 9:
         return f"compute capability {major}.{minor} < 9.0"
     if major >= 10:
         return f"compute capability {major}.{minor}: written for 9.0 and untested above"
-    if bottom_right(r):
+    if bottom_right(call):
         return "a bottom-right diagonal over sequences of unequal lengths"
-    for size in (r.shape.head_dim_qk, r.shape.head_dim_v):
+    for size in (call.head_dim_qk, call.head_dim_v):
         if size not in FORWARD_HEAD_SIZES:
             return f"head size {size}; it takes multiples of 16 up to 256"
     return missing()
 
 
-def refuses_backward(r: AttentionRequest) -> str | None:
-    """Why the FP8 backward pass does not take a request; None when it does."""
-    if not r.shape.head_dim_qk == r.shape.head_dim_v == BACKWARD_HEAD_SIZE:
-        return f"head sizes {r.shape.head_dim_qk} and {r.shape.head_dim_v} in the backward pass; it takes 128"
-    return refuses(r)
+def refuses_backward(call: AttentionCall) -> str | None:
+    """Return the reason why the FP8 backward pass does not support the call; None if it does."""
+    if not call.head_dim_qk == call.head_dim_v == BACKWARD_HEAD_SIZE:
+        return f"head sizes {call.head_dim_qk} and {call.head_dim_v} in the backward pass; it takes 128"
+    return refuses(call)
 
 
 def _strided(q: Tensor, k: Tensor, v: Tensor) -> Strided:
@@ -85,7 +81,7 @@ def _strided(q: Tensor, k: Tensor, v: Tensor) -> Strided:
 
 
 def _options(tensors: Tensors) -> dict[str, Any]:
-    """The shared options under the names that the FP8 operations give them."""
+    """Return the shared options under their names in the FP8 operations."""
     options = tensors.options()
     for name in ("left_bound", "right_bound"):
         bound = options.pop(f"diagonal_band_{name}", None)
@@ -95,22 +91,22 @@ def _options(tensors: Tensors) -> dict[str, Any]:
 
 
 def describe_forward(
-    r: AttentionRequest, strided: Strided, code: torch.dtype, output_code: torch.dtype, **where: Any
+    call: AttentionCall, strided: Strided, code: torch.dtype, output_code: torch.dtype, **where: Any
 ) -> Description:
-    """Codes of q, k, v -> codes of the output, stats, and the amaxes of the output and the softmax."""
+    """Describe the graph from codes of q, k, v to codes of the output, stats, and amaxes of output and softmax."""
     description = Description(code, **where)
-    tensors = Tensors(r, strided, description, code)
+    tensors = Tensors(call, strided, description, code)
     output, stats, amax_s, amax_output = description.graph.sdpa_fp8(
-        q=tensors.given("q", r.shape.heads, r.shape.head_dim_qk, strided.q, True),
-        k=tensors.given("k", r.shape.groups, r.shape.head_dim_qk, strided.k, False),
-        v=tensors.given("v", r.shape.groups, r.shape.head_dim_v, strided.v, False),
+        q=tensors.given("q", call.heads, call.head_dim_qk, strided.q, True),
+        k=tensors.given("k", call.groups, call.head_dim_qk, strided.k, False),
+        v=tensors.given("v", call.groups, call.head_dim_v, strided.v, False),
         **{role: description.scalar(role) for role in _FORWARD_SCALES},
         **_options(tensors),
         scale_o=description.scalar("scale_output"),
-        generate_stats=r.options.needs_gradient,
+        generate_stats=call.needs_gradient,
     )
-    tensors.dense("output", r.shape.heads, r.shape.head_dim_v, True, output, output_code)
-    if r.options.needs_gradient:
+    tensors.dense("output", call.heads, call.head_dim_v, True, output, output_code)
+    if call.needs_gradient:
         shape, strides, ragged = tensors.row_statistics()
         description.output("stats", stats, shape, strides, ragged=ragged)
     for role, amax in (("amax_s", amax_s), ("amax_output", amax_output)):
@@ -122,7 +118,7 @@ _FORWARD_SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s"
 
 
 def describe_backward(
-    r: AttentionRequest,
+    call: AttentionCall,
     strided: Strided,
     code: torch.dtype,
     output_code: torch.dtype,
@@ -130,23 +126,18 @@ def describe_backward(
     grad_code: torch.dtype,
     **where: Any,
 ) -> Description:
-    """Codes of q, k, v, output, grad_output and stats -> codes of dq, dk, dv, and amaxes."""
+    """Describe the graph from codes of q, k, v, output, grad_output and stats to codes of dq, dk, dv, and amaxes."""
     description = Description(code, **where)
-    tensors = Tensors(r, strided, description, code)
+    tensors = Tensors(call, strided, description, code)
     assert strided.grad_output is not None
     shape, strides, ragged = tensors.row_statistics()
     grads = description.graph.sdpa_fp8_backward(
-        q=tensors.given("q", r.shape.heads, r.shape.head_dim_qk, strided.q, True),
-        k=tensors.given("k", r.shape.groups, r.shape.head_dim_qk, strided.k, False),
-        v=tensors.given("v", r.shape.groups, r.shape.head_dim_v, strided.v, False),
-        o=tensors.dense("output", r.shape.heads, r.shape.head_dim_v, True, dtype=output_code),
+        q=tensors.given("q", call.heads, call.head_dim_qk, strided.q, True),
+        k=tensors.given("k", call.groups, call.head_dim_qk, strided.k, False),
+        v=tensors.given("v", call.groups, call.head_dim_v, strided.v, False),
+        o=tensors.dense("output", call.heads, call.head_dim_v, True, dtype=output_code),
         dO=tensors.given(
-            "grad_output",
-            r.shape.heads,
-            r.shape.head_dim_v,
-            strided.grad_output,
-            True,
-            dtype=grad_output_code,
+            "grad_output", call.heads, call.head_dim_v, strided.grad_output, True, dtype=grad_output_code
         ),
         stats=description.tensor("stats", shape, strides, ragged=ragged),
         **{role: description.scalar(role) for role in ("descale_q", "descale_k", "descale_v", "descale_s")},
@@ -158,30 +149,30 @@ def describe_backward(
         scale_dK=description.scalar("scale_grad_k"),
         scale_dV=description.scalar("scale_grad_v"),
         scale_dP=description.scalar("scale_dp"),
-        use_deterministic_algorithm=r.device.deterministic,
+        use_deterministic_algorithm=call.deterministic,
         **_options(tensors),
     )
-    tensors.dense("grad_q", r.shape.heads, r.shape.head_dim_qk, True, grads[0], grad_code)
-    tensors.dense("grad_k", r.shape.groups, r.shape.head_dim_qk, False, grads[1], grad_code)
-    tensors.dense("grad_v", r.shape.groups, r.shape.head_dim_v, False, grads[2], grad_code)
+    tensors.dense("grad_q", call.heads, call.head_dim_qk, True, grads[0], grad_code)
+    tensors.dense("grad_k", call.groups, call.head_dim_qk, False, grads[1], grad_code)
+    tensors.dense("grad_v", call.groups, call.head_dim_v, False, grads[2], grad_code)
     for role, amax in zip(("amax_grad_q", "amax_grad_k", "amax_grad_v", "amax_dp"), grads[3:7], strict=True):
         description.output(role, amax, (1, 1, 1, 1))
     return description
 
 
-def _planned(key: tuple[Any, ...]) -> Plan:
+def _planned(key: tuple[Any, ...]) -> CudnnPlan:
     describe, device, *arguments = key
     return planned(describe, device, *arguments)
 
 
-_PLANS: Memory[tuple[Any, ...], Plan] = Memory(_planned, MOST_PLANS)
+_PLANS: Memory[tuple[Any, ...], CudnnPlan] = Memory(_planned, MOST_PLANS)
 
 
-def _common(r: AttentionRequest, codes: Sequence[Tensor], inputs: AttentionInputs) -> dict[str, int]:
-    """Addresses of what both passes read."""
+def _common(call: AttentionCall, codes: Sequence[Tensor], inputs: AttentionInputs) -> dict[str, int]:
+    """Return the addresses of the tensors that both passes read."""
     q, k, v = codes
     pointers = {"q": q.data_ptr(), "k": k.data_ptr(), "v": v.data_ptr()}
-    if r.options.mask.padding:
+    if call.mask.padding:
         assert inputs.lengths_q is not None and inputs.lengths_kv is not None
         pointers["lengths_q"] = inputs.lengths_q.data_ptr()
         pointers["lengths_kv"] = inputs.lengths_kv.data_ptr()
@@ -189,39 +180,38 @@ def _common(r: AttentionRequest, codes: Sequence[Tensor], inputs: AttentionInput
 
 
 def forward(
-    r: AttentionRequest,
+    call: AttentionCall,
     codes: Sequence[Tensor],
     inputs: AttentionInputs,
     scalars: Mapping[str, int],
     output_code: torch.dtype,
-) -> Forward:
-    """The FP8 attention of codes of q, k and v.
+) -> CudnnFP8Output:
+    """Compute the FP8 attention of codes of q, k and v.
 
-    scalars   addresses of float32 numbers on the device: descale_q, descale_k, descale_v, descale_s, scale_s and
-              scale_output
+    Args:
+        scalars: Addresses of float32 numbers on the device: descale_q, descale_k, descale_v, descale_s, scale_s and
+            scale_output.
     """
     q, k, v = codes
     device = q.device
-    plan = _PLANS[describe_forward, device.index, r, _strided(q, k, v), q.dtype, output_code]
-    output = torch.empty((*q.shape[:-1], r.shape.head_dim_v), dtype=output_code, device=device)
+    plan = _PLANS[describe_forward, device.index, call, _strided(q, k, v), q.dtype, output_code]
+    output = torch.empty((*q.shape[:-1], call.head_dim_v), dtype=output_code, device=device)
     amax = torch.empty(2, dtype=torch.float32, device=device)
-    pointers = _common(r, codes, inputs)
+    pointers = _common(call, codes, inputs)
     pointers.update(scalars)
     pointers["output"] = output.data_ptr()
     pointers["amax_output"] = amax.data_ptr()
     pointers["amax_s"] = pointers["amax_output"] + amax.element_size()
     lse = None
-    if r.options.needs_gradient:
-        lse = torch.empty(
-            (r.shape.batch, r.shape.heads, r.shape.seqlen_q), dtype=torch.float32, device=device
-        )
+    if call.needs_gradient:
+        lse = torch.empty((call.batch, call.heads, call.seqlen_q), dtype=torch.float32, device=device)
         pointers["stats"] = lse.data_ptr()
     plan.run(pointers, device)
-    return Forward(output, lse, amax)
+    return CudnnFP8Output(output, lse, amax)
 
 
 def backward(
-    r: AttentionRequest,
+    call: AttentionCall,
     codes: Sequence[Tensor],
     output: Tensor,
     grad_output: Tensor,
@@ -229,20 +219,21 @@ def backward(
     inputs: AttentionInputs,
     scalars: Mapping[str, int],
     grad_code: torch.dtype,
-) -> Backward:
-    """The FP8 gradients of q, k and v, from codes of them, of the output and of its gradient.
+) -> CudnnFP8Gradients:
+    """Compute the FP8 gradients of q, k and v from codes of them, of the output and of its gradient.
 
-    scalars   as in the forward pass, and descale_output, descale_grad_output, descale_dp, scale_dp, scale_grad_q,
-              scale_grad_k and scale_grad_v
+    Args:
+        scalars: As in the forward pass, and descale_output, descale_grad_output, descale_dp, scale_dp, scale_grad_q,
+            scale_grad_k and scale_grad_v.
     """
     q, k, v = codes
     device = q.device
     strided = _strided(q, k, v)._replace(grad_output=grad_output.stride())
     dtypes = (q.dtype, output.dtype, grad_output.dtype, grad_code)
-    plan = _PLANS[(describe_backward, device.index, r, strided, *dtypes)]
+    plan = _PLANS[(describe_backward, device.index, call, strided, *dtypes)]
     grads = [torch.empty(x.shape, dtype=grad_code, device=device) for x in codes]
     amax = torch.empty(4, dtype=torch.float32, device=device)
-    pointers = _common(r, codes, inputs)
+    pointers = _common(call, codes, inputs)
     pointers.update(scalars)
     for place, (role, grad) in enumerate(zip(("grad_q", "grad_k", "grad_v"), grads, strict=True)):
         pointers[role] = grad.data_ptr()
@@ -252,4 +243,4 @@ def backward(
     pointers["grad_output"] = grad_output.data_ptr()
     pointers["stats"] = lse.data_ptr()
     plan.run(pointers, device)
-    return Backward(*grads, amax)  # pyright: ignore[reportCallIssue]
+    return CudnnFP8Gradients(*grads, amax)  # pyright: ignore[reportCallIssue]

@@ -188,7 +188,7 @@ class Description:
         self.graph.check_support()
 
 
-class Plan:
+class CudnnPlan:
     """A graph with its kernels, built as it was described or read from disk.
 
     roles     what `run` needs the address of, in the library's order
@@ -226,7 +226,7 @@ class Plan:
         self.graph._execute_with_ptrs(addresses, 0 if space is None else space.data_ptr(), handle)
 
 
-def planned(describe: Callable[..., Description], device: int, *arguments: Any) -> Plan:
+def planned(describe: Callable[..., Description], device: int, *arguments: Any) -> CudnnPlan:
     """The plan of describe(*arguments) on a device; from disk where it is there, unless TE_CUDNN_PLAN_CACHE=0.
 
     Raises RuntimeError with the library's reason where there is no engine.
@@ -245,11 +245,11 @@ def planned(describe: Callable[..., Description], device: int, *arguments: Any) 
         return plan
 
 
-def _built(description: Description) -> Plan:
+def _built(description: Description) -> CudnnPlan:
     try:
         description.supported()
         description.graph.build_plans()
-        return Plan(description, description.graph)
+        return CudnnPlan(description, description.graph)
     except library().cudnnGraphNotSupportedError as error:
         raise RuntimeError(
             f"cuDNN has no engine for this attention ({error}); set NVTE_FUSED_ATTN=0 for another backend"
@@ -273,7 +273,7 @@ def _library_errors() -> tuple[type[Exception], ...]:
     return library().cudnnGraphNotSupportedError, RuntimeError, ValueError, IndexError
 
 
-def _restored(path: Path, description: Description, device: int) -> Plan | None:
+def _restored(path: Path, description: Description, device: int) -> CudnnPlan | None:
     """The plan in a file, whose tensors are those of the description; None where there is none that fits."""
     kept = cudnn_store.read(path)
     if kept is None:
@@ -285,7 +285,7 @@ def _restored(path: Path, description: Description, device: int) -> Plan | None:
         graph._prepare_variant_pack_template()
         reason = _misfit(graph, description, kept)
         if reason is None:
-            return Plan(description, graph)
+            return CudnnPlan(description, graph)
     except _library_errors() as error:
         reason = f"the library refuses it ({error})"
     finally:
@@ -308,7 +308,7 @@ def _misfit(graph: Any, description: Description, kept: cudnn_store.Kept) -> str
     return None
 
 
-def _keep(path: Path, plan: Plan) -> None:
+def _keep(path: Path, plan: CudnnPlan) -> None:
     """Write a plan to a file; the library's refusal to serialise it is logged."""
     try:
         serialized = bytes(plan.graph.serialize())
@@ -324,7 +324,7 @@ def _steps(device: torch.device, steps: tuple[int, ...]) -> Tensor:
 
 
 def ragged_offsets(
-    plan: Plan, starts_q: Tensor | None, starts_kv: Tensor | None
+    plan: CudnnPlan, starts_q: Tensor | None, starts_kv: Tensor | None
 ) -> tuple[list[int], list[Tensor]]:
     """Addresses of starts x step for each of the plan's offsets, and what must live until the start."""
     if not plan.offsets:

@@ -38,7 +38,7 @@ SOURCES = (
         "backends/cudnn_fp8.py",
         "backends/cudnn_store.py",
     ),
-    *("mask.py", "request.py"),
+    *("call.py", "mask.py"),
 )
 
 logger = logging.getLogger("DotProductAttention")

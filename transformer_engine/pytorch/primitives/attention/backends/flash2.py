@@ -1,4 +1,4 @@
-"""o = flash-attention 2, the compiled package flash-attn, where a user has it."""
+"""FlashAttention-2, the compiled package flash-attn, if it is installed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from .....common import optional
 from .....common.dispatch import Backend
+from ..call import AttentionCall, AttentionInputs, AttentionResult, Feature
 from ..layout import batch_first
 from ..packed import zero_behind
 from ..passes import Whole
-from ..request import AttentionInputs, AttentionRequest, AttentionResult, Feature
 from .limits import FLASH, refuses_beyond_flash
 
 
@@ -44,54 +44,54 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def is_supported(version: str) -> bool:
-    """Is this a release of flash-attn 2 that this backend calls?"""
+    """Return whether this backend supports a release of flash-attn 2."""
     return FIRST <= release(version) < END
 
 
-def refuses(r: AttentionRequest) -> str | None:
-    """Why this backend cannot take the request; None if it can."""
-    if not (r.device.switches.flash and r.device.switches.flash2):
-        return "NVTE_FLASH_ATTN=0" if not r.device.switches.flash else "NVTE_FLASH_ATTN_V2=0"
+def refuses(call: AttentionCall) -> str | None:
+    """Return the reason why the call is unsupported; None if it is supported."""
+    if not (call.switches.flash and call.switches.flash2):
+        return "NVTE_FLASH_ATTN=0" if not call.switches.flash else "NVTE_FLASH_ATTN_V2=0"
     if VERSION is None:
         return "flash-attn is not installed (pip install flash-attn)"
     if not is_supported(VERSION):
         return f"flash-attn {VERSION} is not a version from 2.1.1 up to, not including, 2.8.4"
     found = release(VERSION)
-    if found < WINDOWS and r.options.mask.window not in ((-1, -1), (-1, 0)):
+    if found < WINDOWS and call.mask.banded and not call.mask.causal:
         return f"flash-attn {VERSION} has no sliding window, which came with 2.3"
-    if found < ALIBI and r.options.bias == "alibi":
+    if found < ALIBI and call.bias == "alibi":
         return f"flash-attn {VERSION} has no ALiBi, which came with 2.4"
-    if found < DETERMINISTIC and r.device.deterministic:
+    if found < DETERMINISTIC and call.deterministic:
         return f"flash-attn {VERSION} has no deterministic backward pass, which came with 2.4.1"
-    refusal = refuses_beyond_flash(r, _LARGEST_HEAD)
+    refusal = refuses_beyond_flash(call, _LARGEST_HEAD)
     return refusal or optional.failure("flash_attn", "flash_attn_func", "flash_attn_varlen_func")
 
 
-def run(request: AttentionRequest, inputs: AttentionInputs) -> AttentionResult:
-    """The attention of a request, differentiable by the package's own autograd."""
+def run(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
+    """Compute the attention of a call, differentiable by the package's own autograd."""
     from flash_attn import (  # pyright: ignore[reportMissingImports]
         flash_attn_func,
         flash_attn_varlen_func,
     )
 
     options: dict[str, Any] = {
-        "dropout_p": request.options.dropout,
-        "softmax_scale": request.options.scale,
-        "causal": request.options.mask.window == (-1, 0),
+        "dropout_p": call.dropout,
+        "softmax_scale": call.scale,
+        "causal": call.mask.causal,
     }
     found = FIRST if VERSION is None else release(VERSION)
     if found >= WINDOWS:
-        window = request.options.mask.window
+        window = call.mask.window
         options["window_size"] = (-1, -1) if window == (-1, 0) else window
     if found >= ALIBI:
         options["alibi_slopes"] = inputs.slopes
     if found >= DETERMINISTIC:
-        options["deterministic"] = request.device.deterministic
-    if not request.packed:
-        q, k, v = (batch_first(request.shape.q_format, x) for x in inputs[:3])
+        options["deterministic"] = call.deterministic
+    if not call.packed:
+        q, k, v = (batch_first(call.q_format, x) for x in inputs[:3])
         out = flash_attn_func(q, k, v, **options)
-        return AttentionResult(batch_first(request.shape.q_format, out).flatten(-2))
-    bounds = (inputs.starts_q, inputs.starts_kv, request.shape.seqlen_q, request.shape.seqlen_kv)
+        return AttentionResult(batch_first(call.q_format, out).flatten(-2))
+    bounds = (inputs.starts_q, inputs.starts_kv, call.seqlen_q, call.seqlen_kv)
     out = flash_attn_varlen_func(*inputs[:3], *bounds, **options)
     assert inputs.starts_q is not None
     zero_behind(out.detach(), inputs.starts_q)
@@ -99,4 +99,4 @@ def run(request: AttentionRequest, inputs: AttentionInputs) -> AttentionResult:
 
 
 WHOLE = Whole("flash2", run)
-BACKEND = Backend("flash2", takes=TAKES, refuses=refuses, bind=lambda request: WHOLE)
+BACKEND = Backend("flash2", takes=TAKES, refuses=refuses, bind=lambda call: WHOLE)

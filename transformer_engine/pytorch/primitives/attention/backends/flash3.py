@@ -1,4 +1,4 @@
-"""o = flash-attention 3, the compiled module flash_attn_interface for Hopper, where a user has it."""
+"""FlashAttention-3, the compiled module flash_attn_interface for Hopper, if it is installed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from torch import Tensor
 
 from .....common import optional
 from .....common.dispatch import Backend
+from ..call import AttentionCall, AttentionInputs, AttentionResult
 from ..layout import batch_first
 from ..packed import zero_behind
 from ..passes import Whole
-from ..request import AttentionInputs, AttentionRequest, AttentionResult
 from .limits import FLASH, refuses_beyond_flash
 
 # A constant, so that a compiler tracing through `refuses` reads it as one.
@@ -18,39 +18,39 @@ _LARGEST_HEAD = 256
 TAKES = FLASH
 
 
-def refuses(r: AttentionRequest) -> str | None:
-    """Why this backend cannot take the request; None if it can."""
-    if not (r.device.switches.flash and r.device.switches.flash3):
-        return "NVTE_FLASH_ATTN=0" if not r.device.switches.flash else "NVTE_FLASH_ATTN_V3=0"
+def refuses(call: AttentionCall) -> str | None:
+    """Return the reason why the call is unsupported; None if it is supported."""
+    if not (call.switches.flash and call.switches.flash3):
+        return "NVTE_FLASH_ATTN=0" if not call.switches.flash else "NVTE_FLASH_ATTN_V3=0"
     if not INSTALLED:
         return "flash-attention 3 is not installed (build its hopper folder)"
-    refusal = refuses_beyond_flash(r, _LARGEST_HEAD)
+    refusal = refuses_beyond_flash(call, _LARGEST_HEAD)
     if refusal is not None:
         return refusal
-    if r.device.capability != (9, 0):
-        return f"compute capability {r.device.capability[0]}.{r.device.capability[1]}; it takes 9.0"
+    if call.capability != (9, 0):
+        return f"compute capability {call.capability[0]}.{call.capability[1]}; it takes 9.0"
     return optional.failure("flash_attn_interface", "flash_attn_func", "flash_attn_varlen_func")
 
 
-def run(request: AttentionRequest, inputs: AttentionInputs) -> AttentionResult:
-    """The attention of a request, differentiable by the package's own autograd."""
+def run(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
+    """Compute the attention of a call, differentiable by the package's own autograd."""
     from flash_attn_interface import (  # pyright: ignore[reportMissingImports]
         flash_attn_func,
         flash_attn_varlen_func,
     )
 
-    causal = request.options.mask.window == (-1, 0)
+    causal = call.mask.causal
     options = {
-        "softmax_scale": request.options.scale,
+        "softmax_scale": call.scale,
         "causal": causal,
-        "window_size": (-1, -1) if causal else request.options.mask.window,
-        "deterministic": request.device.deterministic,
+        "window_size": (-1, -1) if causal else call.mask.window,
+        "deterministic": call.deterministic,
     }
-    if not request.packed:
-        q, k, v = (batch_first(request.shape.q_format, x) for x in inputs[:3])
+    if not call.packed:
+        q, k, v = (batch_first(call.q_format, x) for x in inputs[:3])
         out = _first(flash_attn_func(q, k, v, **options))
-        return AttentionResult(batch_first(request.shape.q_format, out).flatten(-2))
-    bounds = (inputs.starts_q, inputs.starts_kv, request.shape.seqlen_q, request.shape.seqlen_kv)
+        return AttentionResult(batch_first(call.q_format, out).flatten(-2))
+    bounds = (inputs.starts_q, inputs.starts_kv, call.seqlen_q, call.seqlen_kv)
     out = _first(flash_attn_varlen_func(*inputs[:3], *bounds, **options))
     assert inputs.starts_q is not None
     zero_behind(out.detach(), inputs.starts_q)
@@ -58,9 +58,9 @@ def run(request: AttentionRequest, inputs: AttentionInputs) -> AttentionResult:
 
 
 def _first(found: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """Earlier versions return (output, lse), later ones the output."""
+    """Return the output: earlier versions return (output, lse), later ones the output."""
     return found[0] if isinstance(found, tuple) else found
 
 
 WHOLE = Whole("flash3", run)
-BACKEND = Backend("flash3", takes=TAKES, refuses=refuses, bind=lambda request: WHOLE)
+BACKEND = Backend("flash3", takes=TAKES, refuses=refuses, bind=lambda call: WHOLE)

@@ -1,7 +1,7 @@
-"""o = flash-attn-4's kernels in CuTe DSL (package flash-attn-4): Hopper and Blackwell.
+"""FlashAttention-4, kernels in the CuTe DSL (package flash-attn-4) for Hopper and Blackwell.
 
-A kernel is compiled when its kind of request first comes, in 3 to 10 seconds. Diagonals end in the last query and
-key. With lengths shorter than the tensors, the library leaves the other rows as they are, hence the zeros.
+The first of equal calls compiles a kernel in 3 to 10 seconds. Diagonals end at the last query and key. The library
+does not write rows behind the length of a sequence, so those are allocated as zeros.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from .....common import optional
 from .....common.dispatch import Backend
+from ..call import Attended, AttentionCall, AttentionInputs, Feature, Gradients
 from ..layout import batch_first
 from ..packed import zero_behind
 from ..passes import Passes
-from ..request import Attended, AttentionInputs, AttentionRequest, Feature, Gradients
 from .limits import FLASH, refuses_beyond_flash
 
 
@@ -45,74 +45,70 @@ TAKES = FLASH | {
 _MULTIPLE = 32
 
 
-def refuses(r: AttentionRequest) -> str | None:
-    """Why this backend cannot take the request; None if it can."""
-    if not (r.device.switches.flash and r.device.switches.flash4):
-        return "NVTE_FLASH_ATTN=0" if not r.device.switches.flash else "NVTE_FLASH_ATTN_V4=0"
+def refuses(call: AttentionCall) -> str | None:
+    """Return the reason why the call is unsupported; None if it is supported."""
+    if not (call.switches.flash and call.switches.flash4):
+        return "NVTE_FLASH_ATTN=0" if not call.switches.flash else "NVTE_FLASH_ATTN_V4=0"
     if VERSION is None:
         return "flash-attn-4 is not installed (pip install flash-attn-4)"
-    refusal = refuses_beyond_flash(r, _LARGEST_HEAD, _MULTIPLE)
+    refusal = refuses_beyond_flash(call, _LARGEST_HEAD, _MULTIPLE)
     if refusal is not None:
         return refusal
-    if r.device.capability[0] not in (9, 10):
-        return f"compute capability {r.device.capability[0]}.{r.device.capability[1]}; it takes 9.x and 10.x"
+    if call.capability[0] not in (9, 10):
+        return f"compute capability {call.capability[0]}.{call.capability[1]}; it takes 9.x and 10.x"
     if (
-        r.device.capability[0] == 10
-        and (r.shape.head_dim_qk, r.shape.head_dim_v) != (192, 128)
-        and r.shape.head_dim_qk > 128
+        call.capability[0] == 10
+        and (call.head_dim_qk, call.head_dim_v) != (192, 128)
+        and call.head_dim_qk > 128
     ):
-        return f"heads of size ({r.shape.head_dim_qk}, {r.shape.head_dim_v}) > 128 on compute capability 10.x"
-    if r.device.deterministic and r.options.needs_gradient and 64 < r.shape.head_dim_qk <= 96:
-        return f"a deterministic gradient with heads of size {r.shape.head_dim_qk} in 65..96"
-    if (
-        r.options.needs_gradient
-        and r.shape.head_dim_qk != r.shape.head_dim_v
-        and r.shape.groups != r.shape.heads
-    ):
-        return f"a gradient of grouped heads of two sizes, {r.shape.head_dim_qk} and {r.shape.head_dim_v}"
-    if r.shape.page_size and r.options.needs_gradient:
+        return f"heads of size ({call.head_dim_qk}, {call.head_dim_v}) > 128 on compute capability 10.x"
+    if call.deterministic and call.needs_gradient and 64 < call.head_dim_qk <= 96:
+        return f"a deterministic gradient with heads of size {call.head_dim_qk} in 65..96"
+    if call.needs_gradient and call.head_dim_qk != call.head_dim_v and call.groups != call.heads:
+        return f"a gradient of grouped heads of two sizes, {call.head_dim_qk} and {call.head_dim_v}"
+    if call.page_size and call.needs_gradient:
         return "a gradient through a paged cache"
     return optional.failure("flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd")
 
 
-def forward(request: AttentionRequest, inputs: AttentionInputs) -> Attended:
-    """Attention by _flash_attn_fwd, in the layout of the request."""
+def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
+    """Compute attention by _flash_attn_fwd, in the layout of the call."""
     # The package's names for its two passes apart are private; its public function ties them to its own autograd.
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    rewrites = _leaves_rows(request)
-    out = _rows(request, inputs.q, request.shape.heads, request.shape.head_dim_v, rewrites)
+    rewrites = _leaves_rows(call)
+    out = _rows(call, inputs.q, call.heads, call.head_dim_v, rewrites)
     found = _flash_attn_fwd(
-        batch_first(request.shape.q_format, inputs.q),
-        batch_first(request.shape.kv_format, inputs.k),
-        batch_first(request.shape.kv_format, inputs.v),
-        out=batch_first(request.shape.q_format, out),
-        max_seqlen_q=request.shape.seqlen_q,
-        max_seqlen_k=request.shape.seqlen_kv,
+        batch_first(call.q_format, inputs.q),
+        batch_first(call.kv_format, inputs.k),
+        batch_first(call.kv_format, inputs.v),
+        out=batch_first(call.q_format, out),
+        max_seqlen_q=call.seqlen_q,
+        max_seqlen_k=call.seqlen_kv,
         page_table=inputs.page_table,
         learnable_sink=inputs.sink,
-        return_lse=request.options.needs_gradient,
-        **_arguments(request, inputs),
+        return_lse=call.needs_gradient,
+        **_arguments(call, inputs),
     )
-    if request.packed and not rewrites:
+    if call.packed and not rewrites:
         assert inputs.starts_q is not None
         zero_behind(out, inputs.starts_q)
     return Attended(out, found[1])
 
 
 def backward(
-    request: AttentionRequest, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
+    call: AttentionCall, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
 ) -> Gradients:
-    """Gradients by _flash_attn_bwd."""
+    """Compute gradients by _flash_attn_bwd."""
     from flash_attn.cute.interface import _flash_attn_bwd
 
     assert attended.lse is not None
-    rewrites = _leaves_rows(request)
+    rewrites = _leaves_rows(call)
     q, k, v = inputs.q, inputs.k, inputs.v
-    grad_q = _rows(request, q, request.shape.heads, request.shape.head_dim_qk, rewrites)
-    grad_k = _rows(request, k, request.shape.groups, request.shape.head_dim_qk, rewrites)
-    grad_v = _rows(request, v, request.shape.groups, request.shape.head_dim_v, rewrites)
-    view = functools.partial(batch_first, request.shape.q_format)
+    grad_q = _rows(call, q, call.heads, call.head_dim_qk, rewrites)
+    grad_k = _rows(call, k, call.groups, call.head_dim_qk, rewrites)
+    grad_v = _rows(call, v, call.groups, call.head_dim_v, rewrites)
+    view = functools.partial(batch_first, call.q_format)
     found = _flash_attn_bwd(
         view(q),
         view(k),
@@ -123,13 +119,13 @@ def backward(
         dq=view(grad_q),
         dk=view(grad_k),
         dv=view(grad_v),
-        max_seqlen_q=request.shape.seqlen_q,
-        max_seqlen_k=request.shape.seqlen_kv,
-        deterministic=request.device.deterministic,
+        max_seqlen_q=call.seqlen_q,
+        max_seqlen_k=call.seqlen_kv,
+        deterministic=call.deterministic,
         learnable_sink=inputs.sink,
-        **_arguments(request, inputs),
+        **_arguments(call, inputs),
     )
-    if request.packed and not rewrites:
+    if call.packed and not rewrites:
         assert inputs.starts_q is not None and inputs.starts_kv is not None
         zero_behind(grad_q, inputs.starts_q)
         zero_behind(grad_k, inputs.starts_kv)
@@ -137,37 +133,37 @@ def backward(
     return Gradients(grad_q, grad_k, grad_v, None, None if inputs.sink is None else found[3])
 
 
-def _arguments(request: AttentionRequest, inputs: AttentionInputs) -> dict[str, Any]:
-    """What both passes are told about mask and lengths."""
-    left, right = request.options.mask.window
-    shortened = _leaves_rows(request)
-    cached = request.options.mask.padding and request.shape.kv_format != "thd"
+def _arguments(call: AttentionCall, inputs: AttentionInputs) -> dict[str, Any]:
+    """Return the arguments of both passes for mask and lengths."""
+    left, right = call.mask.window
+    shortened = _leaves_rows(call)
+    cached = call.mask.padding and call.kv_format != "thd"
     return {
-        "softmax_scale": request.options.scale,
+        "softmax_scale": call.scale,
         "causal": (left, right) == (-1, 0),
         "window_size_left": None if left < 0 else left,
         "window_size_right": None if right < 0 or (left, right) == (-1, 0) else right,
-        "cu_seqlens_q": inputs.starts_q if request.packed else None,
-        "cu_seqlens_k": inputs.starts_kv if request.shape.kv_format == "thd" else None,
+        "cu_seqlens_q": inputs.starts_q if call.packed else None,
+        "cu_seqlens_k": inputs.starts_kv if call.kv_format == "thd" else None,
         "seqused_q": inputs.lengths_q if shortened else None,
         "seqused_k": inputs.lengths_kv if shortened or cached else None,
     }
 
 
-def _leaves_rows(request: AttentionRequest) -> bool:
-    """Are there rows, other than behind the last packed sequence, that belong to no sequence?"""
-    if request.packed:
-        return request.options.padded_between
-    return request.options.mask.padding
+def _leaves_rows(call: AttentionCall) -> bool:
+    """Return whether rows other than those behind the last packed sequence belong to no sequence."""
+    if call.packed:
+        return call.padded_between
+    return call.mask.padding
 
 
-def _rows(request: AttentionRequest, like: Tensor, heads: int, size: int, zero: bool) -> Tensor:
-    """[.., heads, size] with the leading axes of `like`, in one piece."""
+def _rows(call: AttentionCall, like: Tensor, heads: int, size: int, zero: bool) -> Tensor:
+    """Allocate a contiguous [.., heads, size] with the leading axes of `like`."""
     shape = (*like.shape[:-2], heads, size)
     if zero:
-        return torch.zeros(shape, dtype=request.shape.dtype, device=like.device)
-    return torch.empty(shape, dtype=request.shape.dtype, device=like.device)
+        return torch.zeros(shape, dtype=call.dtype, device=like.device)
+    return torch.empty(shape, dtype=call.dtype, device=like.device)
 
 
 PASSES = Passes("flash4", forward, backward)
-BACKEND = Backend("flash4", takes=TAKES, refuses=refuses, bind=lambda request: PASSES, opaque=True)
+BACKEND = Backend("flash4", takes=TAKES, refuses=refuses, bind=lambda call: PASSES, opaque=True)

@@ -1,7 +1,7 @@
-"""o = torch.nn.attention.flex_attention: kernels that torch.compile writes for any bias, mask and score_mod.
+"""torch.nn.attention.flex_attention: kernels that torch.compile generates for any bias, mask and score_mod.
 
-The first call of a kind compiles for many seconds. Bands without lengths become block masks, so that hidden blocks
-cost nothing; everything else is part of the function that changes the scores.
+The first of equal calls compiles for many seconds. Bands without lengths become block masks, so that hidden blocks are
+skipped; everything else is part of the function that modifies the scores.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from .....common.dispatch import Backend
 from .. import layout, visible
+from ..call import AttentionCall, AttentionInputs, AttentionResult, Feature
 from ..passes import Whole
-from ..request import AttentionInputs, AttentionRequest, AttentionResult, Feature
 
 Change = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 _SIZES = range(16, 257, 16)
@@ -35,38 +35,36 @@ TAKES = frozenset(Feature) - {
 }
 
 
-def refuses(r: AttentionRequest) -> str | None:
-    """Why this backend cannot take the request; None if it can."""
-    if not (r.device.switches.flash or r.device.switches.fused):
+def refuses(call: AttentionCall) -> str | None:
+    """Return the reason why the call is unsupported; None if it is supported."""
+    if not (call.switches.flash or call.switches.fused):
         return "NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0"
-    if r.device.type != "cuda":
-        return f"it needs a CUDA device, the tensors are on {r.device.type}"
-    if r.device.capability < (8, 0):
-        return f"compute capability {r.device.capability[0]}.{r.device.capability[1]} < 8.0"
-    if r.shape.dtype == torch.float64:
+    if call.device_type != "cuda":
+        return f"it needs a CUDA device, the tensors are on {call.device_type}"
+    if call.capability < (8, 0):
+        return f"compute capability {call.capability[0]}.{call.capability[1]} < 8.0"
+    if call.dtype == torch.float64:
         return "float64"
-    for size in (r.shape.head_dim_qk, r.shape.head_dim_v):
+    for size in (call.head_dim_qk, call.head_dim_v):
         if size not in _SIZES:
             return f"heads of size {size}; it takes multiples of 16 up to 256"
     return None
 
 
-def run(request: AttentionRequest, inputs: AttentionInputs) -> AttentionResult:
-    """The attention of a request, differentiable in q, k, v, bias and what score_mod holds."""
-    q, k, v = layout.dense_qkv(request, inputs)
-    blocks = (
-        _band(request, q.device) if request.options.mask.banded and not request.options.mask.padding else None
-    )
+def run(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
+    """Compute the attention of a call, differentiable in q, k, v, bias and the tensors of score_mod."""
+    q, k, v = layout.dense_qkv(call, inputs)
+    blocks = _band(call, q.device) if call.mask.banded and not call.mask.padding else None
     out = _compiled()(
         q,
         k,
         v,
-        score_mod=_change(request, inputs),
+        score_mod=_change(call, inputs),
         block_mask=blocks,
-        scale=request.options.scale,
-        enable_gqa=request.shape.groups != request.shape.heads,
+        scale=call.scale,
+        enable_gqa=call.groups != call.heads,
     )
-    return AttentionResult(layout.from_bhsd(request, inputs, out).flatten(-2))
+    return AttentionResult(layout.from_bhsd(call, inputs, out).flatten(-2))
 
 
 def _compiled() -> Callable[..., Any]:
@@ -79,17 +77,15 @@ def _compiled_once() -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=64)
-def _band(request: AttentionRequest, device: torch.device) -> BlockMask:
-    """The blocks that a band leaves, for sequences of one length."""
-    left, right = request.options.mask.window
-    shift = request.shape.seqlen_kv - request.shape.seqlen_q if request.options.mask.bottom_right else 0
+def _band(call: AttentionCall, device: torch.device) -> BlockMask:
+    """Return the visible blocks of a band, for sequences of one length."""
+    left, right = call.mask.window
+    shift = call.seqlen_kv - call.seqlen_q if call.mask.bottom_right else 0
 
     def inside(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return _in_band(j - i - shift, left, right)
 
-    return create_block_mask(
-        inside, None, None, request.shape.seqlen_q, request.shape.seqlen_kv, device=device
-    )
+    return create_block_mask(inside, None, None, call.seqlen_q, call.seqlen_kv, device=device)
 
 
 def _in_band(behind: Tensor, left: int, right: int) -> Tensor:
@@ -100,17 +96,17 @@ def _in_band(behind: Tensor, left: int, right: int) -> Tensor:
     return (behind >= -left) & (behind <= right)
 
 
-def _change(request: AttentionRequest, inputs: AttentionInputs) -> Change | None:
-    """What is done to one score: bias, score_mod, and -inf where lengths or masks hide it."""
+def _change(call: AttentionCall, inputs: AttentionInputs) -> Change | None:
+    """Return the modification of one score: bias, score_mod, and -inf where lengths or masks hide it."""
     steps: list[Change] = []
     if inputs.bias is not None:
-        steps.append(_biased(request, inputs.bias))
-    if request.options.bias == "alibi":
-        steps.append(_alibi(request, inputs))
-    if request.options.score_mod is not None:
-        steps.append(request.options.score_mod)
-    if request.options.mask.padding or request.options.mask.arbitrary:
-        steps.append(_hidden(request, inputs))
+        steps.append(_biased(call, inputs.bias))
+    if call.bias == "alibi":
+        steps.append(_alibi(call, inputs))
+    if call.score_mod is not None:
+        steps.append(call.score_mod)
+    if call.mask.padding or call.mask.arbitrary:
+        steps.append(_hidden(call, inputs))
     if not steps:
         return None
 
@@ -122,11 +118,9 @@ def _change(request: AttentionRequest, inputs: AttentionInputs) -> Change | None
     return change
 
 
-def _biased(request: AttentionRequest, bias: Tensor) -> Change:
-    factor = request.options.scale if request.options.bias == "pre_scale_bias" else 1.0
-    whole = bias.expand(
-        request.shape.batch, request.shape.heads, request.shape.seqlen_q, request.shape.seqlen_kv
-    )
+def _biased(call: AttentionCall, bias: Tensor) -> Change:
+    factor = call.scale if call.bias == "pre_scale_bias" else 1.0
+    whole = bias.expand(call.batch, call.heads, call.seqlen_q, call.seqlen_kv)
 
     def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return score + whole[b, h, i, j] * factor
@@ -134,10 +128,10 @@ def _biased(request: AttentionRequest, bias: Tensor) -> Change:
     return biased
 
 
-def _alibi(request: AttentionRequest, inputs: AttentionInputs) -> Change:
+def _alibi(call: AttentionCall, inputs: AttentionInputs) -> Change:
     assert inputs.slopes is not None
-    slopes = inputs.slopes.float().expand(request.shape.batch, request.shape.heads)
-    shifts = _shifts(request, inputs)
+    slopes = inputs.slopes.float().expand(call.batch, call.heads)
+    shifts = _shifts(call, inputs)
 
     def alibi(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return score - slopes[b, h] * (j - i - shifts[b]).abs()
@@ -145,21 +139,19 @@ def _alibi(request: AttentionRequest, inputs: AttentionInputs) -> Change:
     return alibi
 
 
-def _shifts(request: AttentionRequest, inputs: AttentionInputs) -> Tensor:
-    """j - i on the diagonal, [b] int32."""
-    shift = visible.diagonal_shift(request, inputs)
+def _shifts(call: AttentionCall, inputs: AttentionInputs) -> Tensor:
+    """Return j - i on the diagonal, [b] int32."""
+    shift = visible.diagonal_shift(call, inputs)
     if isinstance(shift, Tensor):
         return shift.flatten()
-    return torch.full((request.shape.batch,), shift, dtype=torch.int32, device=inputs.q.device)
+    return torch.full((call.batch,), shift, dtype=torch.int32, device=inputs.q.device)
 
 
-def _hidden(request: AttentionRequest, inputs: AttentionInputs) -> Change:
-    """-inf where a mask tensor or a length hides a key; a band is looked at too where there are lengths."""
-    seen = visible.visible(request, inputs)
+def _hidden(call: AttentionCall, inputs: AttentionInputs) -> Change:
+    """Return a function that hides scores by mask tensors and lengths, and by a band if there are lengths."""
+    seen = visible.visible(call, inputs)
     assert seen is not None
-    whole = seen.expand(
-        request.shape.batch, request.shape.heads, request.shape.seqlen_q, request.shape.seqlen_kv
-    )
+    whole = seen.expand(call.batch, call.heads, call.seqlen_q, call.seqlen_kv)
 
     def hidden(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return torch.where(whole[b, h, i, j], score, -float("inf"))
@@ -168,4 +160,4 @@ def _hidden(request: AttentionRequest, inputs: AttentionInputs) -> Change:
 
 
 WHOLE = Whole("flex", run)
-BACKEND = Backend("flex", takes=TAKES, refuses=refuses, bind=lambda request: WHOLE)
+BACKEND = Backend("flex", takes=TAKES, refuses=refuses, bind=lambda call: WHOLE)

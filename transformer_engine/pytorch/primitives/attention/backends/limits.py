@@ -1,22 +1,22 @@
-"""What libraries of the FlashAttention kind refuse, in the same words."""
+"""Limits that the FlashAttention libraries share."""
 
 from __future__ import annotations
 
-from ..request import AttentionRequest, Feature
+from ..call import AttentionCall, Feature
 
-# Masks of bands and closely packed sequences, with diagonals that end in the last query and key.
+# Masks of bands and sequences packed without gaps, with diagonals that end at the last query and key.
 FLASH = frozenset(
     {Feature.PACKED, Feature.WINDOW, Feature.BOTTOM_RIGHT, Feature.GROUPS, Feature.DETERMINISTIC}
 )
 
 
-def refuses_beyond_flash(r: AttentionRequest, largest_head: int, multiple: int = 8) -> str | None:
-    """Why a 16-bit kernel on CUDA cannot take the request's tensors; None if it can."""
-    if r.device.type != "cuda":
-        return f"it needs a CUDA device, the tensors are on {r.device.type}"
-    if str(r.shape.dtype) not in ("torch.float16", "torch.bfloat16"):
-        return f"the tensors are {r.shape.dtype}; it takes float16 and bfloat16"
-    for name, size in (("queries and keys", r.shape.head_dim_qk), ("values", r.shape.head_dim_v)):
+def refuses_beyond_flash(call: AttentionCall, largest_head: int, multiple: int = 8) -> str | None:
+    """Return the reason why a 16-bit kernel on CUDA does not support the call's tensors; None if it does."""
+    if call.device_type != "cuda":
+        return f"it needs a CUDA device, the tensors are on {call.device_type}"
+    if str(call.dtype) not in ("torch.float16", "torch.bfloat16"):
+        return f"the tensors are {call.dtype}; it takes float16 and bfloat16"
+    for name, size in (("queries and keys", call.head_dim_qk), ("values", call.head_dim_v)):
         if size > largest_head or size % multiple:
             return f"heads of {name} have size {size}; it takes multiples of {multiple} up to {largest_head}"
     return None

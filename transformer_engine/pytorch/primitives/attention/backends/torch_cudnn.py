@@ -1,4 +1,4 @@
-"""o = cuDNN's attention as PyTorch calls it (aten::_scaled_dot_product_cudnn_attention): dense, causal or not."""
+"""cuDNN's attention as PyTorch calls it (aten::_scaled_dot_product_cudnn_attention): dense, causal or not."""
 
 from __future__ import annotations
 
@@ -6,55 +6,47 @@ import torch
 from torch import Tensor
 
 from .....common.dispatch import Backend
+from ..call import Attended, AttentionCall, AttentionInputs, Feature, Gradients
 from ..layout import heads_first, heads_last
 from ..passes import Passes
-from ..request import Attended, AttentionInputs, AttentionRequest, Feature, Gradients
 from .limits import refuses_beyond_flash
 
 _LARGEST_HEAD = 128
-# Not deterministic gradients: PyTorch does not ask cuDNN for them.
+# Without deterministic gradients: PyTorch does not request them from cuDNN.
 TAKES = frozenset({Feature.TOP_LEFT, Feature.GROUPS})
 
 
-def refuses(r: AttentionRequest) -> str | None:
-    """Why this backend cannot take the request; None if it can."""
-    if not r.device.switches.fused:
+def refuses(call: AttentionCall) -> str | None:
+    """Return the reason why the call is unsupported; None if it is supported."""
+    if not call.switches.fused:
         return "NVTE_FUSED_ATTN=0"
-    if r.device.switches.fused_kind == "2":
+    if call.switches.fused_kind == "2":
         return "NVTE_FUSED_ATTN_BACKEND=2 asks for FP8"
-    refusal = refuses_beyond_flash(r, _LARGEST_HEAD)
+    refusal = refuses_beyond_flash(call, _LARGEST_HEAD)
     if refusal is not None:
         return refusal
-    if r.device.capability < (9, 0):
-        return f"compute capability {r.device.capability[0]}.{r.device.capability[1]} < 9.0"
+    if call.capability < (9, 0):
+        return f"compute capability {call.capability[0]}.{call.capability[1]} < 9.0"
     return None
 
 
-def forward(request: AttentionRequest, inputs: AttentionInputs) -> Attended:
-    """Attention by PyTorch's operator, in the layout of the request."""
-    form = request.shape.q_format
+def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
+    """Compute attention by PyTorch's operator, in the layout of the call."""
+    form = call.q_format
     q, k, v = (heads_first(form, x) for x in inputs[:3])
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q,
-        k,
-        v,
-        None,
-        request.options.needs_gradient,
-        0.0,
-        _causal(request),
-        False,
-        scale=request.options.scale,
+        q, k, v, None, call.needs_gradient, 0.0, call.mask.banded, False, scale=call.scale
     )
-    lse = found[1].squeeze(-1) if request.options.needs_gradient else None
+    lse = found[1].squeeze(-1) if call.needs_gradient else None
     return Attended(heads_last(form, found[0]).contiguous(), lse)
 
 
 def backward(
-    request: AttentionRequest, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
+    call: AttentionCall, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
 ) -> Gradients:
-    """Gradients by PyTorch's operator."""
+    """Compute gradients by PyTorch's operator."""
     assert attended.lse is not None
-    form = request.shape.q_format
+    form = call.q_format
     q, k, v = (heads_first(form, x) for x in inputs[:3])
     nothing = torch.empty((), dtype=torch.int64, device=q.device)  # seed and offset of a dropout that is 0
     found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -69,18 +61,14 @@ def backward(
         None,
         None,
         None,
-        request.shape.seqlen_q,
-        request.shape.seqlen_kv,
+        call.seqlen_q,
+        call.seqlen_kv,
         0.0,
-        _causal(request),
-        scale=request.options.scale,
+        call.mask.banded,
+        scale=call.scale,
     )
     return Gradients(*(heads_last(form, x) for x in found))
 
 
-def _causal(request: AttentionRequest) -> bool:
-    return request.options.mask.banded
-
-
 PASSES = Passes("torch_cudnn", forward, backward)
-BACKEND = Backend("torch_cudnn", takes=TAKES, refuses=refuses, bind=lambda request: PASSES, opaque=True)
+BACKEND = Backend("torch_cudnn", takes=TAKES, refuses=refuses, bind=lambda call: PASSES, opaque=True)

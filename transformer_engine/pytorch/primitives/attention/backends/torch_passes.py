@@ -1,7 +1,7 @@
-"""forward, backward = torch_passes(request, inputs): the kernels that torch's own attention takes, one by one.
+"""forward, backward = torch_passes(call, inputs): the kernels of torch's own attention as separate passes.
 
-`scaled_dot_product_attention` chooses among libraries by shapes, strides and torch's switches, and ties both passes to
-nodes of its own. A node that computes more than an attention asks for the same choice, and calls the same kernels.
+`scaled_dot_product_attention` chooses among libraries by shapes, strides and torch's switches, and couples both passes
+in its own autograd nodes. A node that computes more than an attention makes the same choice and calls the same kernels.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ import torch
 from torch import Tensor
 
 from .....common.memory import Memory
+from ..call import Attended, AttentionCall, AttentionInputs, Gradients
 from ..layout import heads_first, heads_last
 from ..passes import Passes
-from ..request import Attended, AttentionInputs, AttentionRequest, Gradients
 from . import torch_cudnn, torch_flash
 
-# What torch answers where it chooses: torch.nn.attention.SDPBackend has the same numbers.
+# Results of torch's choice, numbered as in torch.nn.attention.SDPBackend.
 _FLASH, _CUDNN = 1, 3
 _MOST = 1 << 10
 
 Key = tuple[Any, ...]
 
 
-def torch_passes(request: AttentionRequest, inputs: AttentionInputs) -> Passes | None:
-    """The passes of dense q, k, v without dropout; None where torch has none that stand apart."""
-    if torch.is_autocast_enabled(request.device.type):
-        return None  # which casts what its own attention is given
+def torch_passes(call: AttentionCall, inputs: AttentionInputs) -> Passes | None:
+    """Return the passes of dense q, k, v without dropout; None if torch has no separate ones."""
+    if torch.is_autocast_enabled(call.device_type):
+        return None  # torch.autocast casts the inputs of torch's own attention
     q, k, v = inputs.q, inputs.k, inputs.v
     has = torch._C
     return _CHOSEN[
-        request,
+        call,
         (q.stride(), k.stride(), v.stride()),
         q.device,
         has._get_deterministic_algorithms(),
@@ -44,55 +44,51 @@ def torch_passes(request: AttentionRequest, inputs: AttentionInputs) -> Passes |
 
 
 def _chosen(key: Key) -> Passes | None:
-    """What torch would take for such tensors: it is asked with some that hold nothing."""
-    request: AttentionRequest = key[0]
+    """Return torch's choice for such tensors, which it makes for tensors without values."""
+    call: AttentionCall = key[0]
     strides, device = key[1], key[2]
-    grouped = request.shape.groups != request.shape.heads
-    shape, wanted = request.shape, request.options.needs_gradient
+    grouped = call.groups != call.heads
+    wanted = call.needs_gradient
     sizes = (
-        (shape.seqlen_q, shape.heads, shape.head_dim_qk),
-        (shape.seqlen_kv, shape.groups, shape.head_dim_qk),
-        (shape.seqlen_kv, shape.groups, shape.head_dim_v),
+        (call.seqlen_q, call.heads, call.head_dim_qk),
+        (call.seqlen_kv, call.groups, call.head_dim_qk),
+        (call.seqlen_kv, call.groups, call.head_dim_v),
     )
     asked = []
     for (tokens, heads, size), stride in zip(sizes, strides, strict=True):
-        leading = (tokens, shape.batch) if shape.q_format == "sbhd" else (shape.batch, tokens)
+        leading = (tokens, call.batch) if call.q_format == "sbhd" else (call.batch, tokens)
         x = torch.empty_strided(
-            (*leading, heads, size), stride, dtype=shape.dtype, device=device, requires_grad=wanted
+            (*leading, heads, size), stride, dtype=call.dtype, device=device, requires_grad=wanted
         )
-        asked.append(heads_first(shape.q_format, x))
+        asked.append(heads_first(call.q_format, x))
     q, k, v = asked
     taken = torch._fused_sdp_choice(
-        q, k, v, None, 0.0, _causal(request), scale=request.options.scale, enable_gqa=grouped
+        q, k, v, None, 0.0, call.mask.banded, scale=call.scale, enable_gqa=grouped
     )
     if device.type == "cpu":
-        return CPU if taken == _FLASH and not grouped else None  # its kernel takes no grouped heads
+        return CPU if taken == _FLASH and not grouped else None  # its kernel supports no grouped heads
     return {_FLASH: torch_flash.PASSES, _CUDNN: torch_cudnn.PASSES}.get(taken)
 
 
 _CHOSEN: Memory[Key, Passes | None] = Memory(_chosen, _MOST)
 
 
-def _forward_on_a_cpu(request: AttentionRequest, inputs: AttentionInputs) -> Attended:
-    form, scale = request.shape.q_format, request.options.scale
+def _forward_on_a_cpu(call: AttentionCall, inputs: AttentionInputs) -> Attended:
+    form, scale = call.q_format, call.scale
     q, k, v = (heads_first(form, x) for x in inputs[:3])
-    out, lse = torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, _causal(request), scale=scale)
+    out, lse = torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, call.mask.banded, scale=scale)
     return Attended(heads_last(form, out).contiguous(), lse)
 
 
 def _backward_on_a_cpu(
-    request: AttentionRequest, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
+    call: AttentionCall, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
 ) -> Gradients:
-    form, scale = request.shape.q_format, request.options.scale
+    form, scale = call.q_format, call.scale
     given = [heads_first(form, x) for x in (grad_output, *inputs[:3], attended.output)]
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *given, attended.lse, 0.0, _causal(request), scale=scale
+        *given, attended.lse, 0.0, call.mask.banded, scale=scale
     )
     return Gradients(*(heads_last(form, x) for x in found))
-
-
-def _causal(request: AttentionRequest) -> bool:
-    return request.options.mask.banded
 
 
 CPU = Passes("torch_sdpa", _forward_on_a_cpu, _backward_on_a_cpu)

@@ -1,4 +1,4 @@
-"""Where the tensors of a request lie, as numbers: what the Triton kernels of both kinds are given beside pointers."""
+"""Strides and other numbers that the Triton kernels receive beside pointers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from .....common.kernels.attention_problem import Problem
 from ....runtime.launching import DTYPE_NAMES
-from ..request import AttentionInputs, AttentionRequest
+from ..call import AttentionCall, AttentionInputs
 
 Triple = tuple[int, int, int]
 
 
 class Strides(NamedTuple):
-    """Strides as torch has them, () for a tensor that is not there."""
+    """torch's strides; () for a missing tensor."""
 
     q: tuple[int, ...]
     k: tuple[int, ...]
@@ -26,8 +26,8 @@ class Strides(NamedTuple):
     pages: tuple[int, ...]
 
 
-def strides(request: AttentionRequest, inputs: AttentionInputs) -> Strides:
-    """The strides of a request's tensors."""
+def strides(call: AttentionCall, inputs: AttentionInputs) -> Strides:
+    """Return the strides of a call's tensors."""
     masked, bias, slopes, pages = inputs.masked, inputs.bias, inputs.slopes, inputs.page_table
     return Strides(
         inputs.q.stride(),
@@ -41,7 +41,7 @@ def strides(request: AttentionRequest, inputs: AttentionInputs) -> Strides:
 
 
 def as_bytes(mask: Tensor | None, flat: bool) -> Tensor | None:
-    """A mask of booleans as uint8 without a copy; flat: padding masks [b, 1, 1, s], wanted contiguous."""
+    """Return a bool mask as uint8 without a copy; flat: a padding mask [b, 1, 1, s], made contiguous."""
     if mask is None:
         return None
     booleans: Tensor = mask if mask.dtype == torch.bool else mask != 0
@@ -49,7 +49,7 @@ def as_bytes(mask: Tensor | None, flat: bool) -> Tensor | None:
 
 
 def triple(tensor_format: str, given: tuple[int, ...]) -> Triple:
-    """(batch, token, head) of torch's strides [.., h, d]."""
+    """Return the (batch, token, head) strides of a tensor [.., h, d]."""
     if tensor_format == "thd":
         return 0, given[0], given[1]
     batch, token = (given[1], given[0]) if tensor_format == "sbhd" else (given[0], given[1])
@@ -57,55 +57,47 @@ def triple(tensor_format: str, given: tuple[int, ...]) -> Triple:
 
 
 def contiguous_triple(tensor_format: str, batch: int, size: int, heads: int, width: int) -> Triple:
-    """(batch, token, head) of a contiguous tensor [.., heads, width]."""
+    """Return the (batch, token, head) strides of a contiguous tensor [.., heads, width]."""
     if tensor_format == "sbhd":
         return heads * width, batch * heads * width, width
     return (0 if tensor_format == "thd" else size * heads * width), heads * width, width
 
 
-def lse_triple(request: AttentionRequest, given: tuple[int, ...] | None) -> Triple:
-    """(batch, token, head) of lse [b, h, s_q], or [h, t] of packed queries; None: as the forward makes it."""
-    if request.packed:
-        head, token = (1, request.shape.heads) if given is None else given
+def lse_triple(call: AttentionCall, given: tuple[int, ...] | None) -> Triple:
+    """Return the (batch, token, head) strides of lse [b, h, s_q], or [h, t]; None: as the forward pass allocates it."""
+    if call.packed:
+        head, token = (1, call.heads) if given is None else given
         return 0, token, head
     if given is None:
-        given = (request.shape.heads * request.shape.seqlen_q, request.shape.seqlen_q, 1)
+        given = (call.heads * call.seqlen_q, call.seqlen_q, 1)
     return given[0], given[2], given[1]
 
 
-def problem(
-    request: AttentionRequest, given: Strides, out: Triple, lse: Triple, shared_memory: int
-) -> Problem:
-    """A request as the kernels' numbers; out: of the output, in the backward of its gradient."""
-    r = request
-    left, right = r.options.mask.window
-    varied = (
-        r.options.bias != "no_bias"
-        or r.options.mask.arbitrary
-        or r.options.padding_tensors
-        or r.options.dropout > 0.0
-    )
+def problem(call: AttentionCall, given: Strides, out: Triple, lse: Triple, shared_memory: int) -> Problem:
+    """Return a call as the kernels' numbers; out: strides of the output, in the backward pass those of its gradient."""
+    left, right = call.mask.window
+    varied = call.bias != "no_bias" or call.mask.arbitrary or call.padding_tensors or call.dropout > 0.0
     return Problem(
-        dtype=DTYPE_NAMES[r.shape.dtype],
-        batch=r.shape.batch,
-        heads=r.shape.heads,
-        groups=r.shape.groups,
-        seqlen_q=r.shape.seqlen_q,
-        seqlen_kv=r.shape.seqlen_kv,
-        size_qk=r.shape.head_dim_qk,
-        size_v=r.shape.head_dim_v,
-        scales=(r.options.scale, r.options.scale if r.options.bias == "pre_scale_bias" else 1.0),
+        dtype=DTYPE_NAMES[call.dtype],
+        batch=call.batch,
+        heads=call.heads,
+        groups=call.groups,
+        seqlen_q=call.seqlen_q,
+        seqlen_kv=call.seqlen_kv,
+        size_qk=call.head_dim_qk,
+        size_v=call.head_dim_v,
+        scales=(call.scale, call.scale if call.bias == "pre_scale_bias" else 1.0),
         window=(left, right),
-        bottom_right=r.options.mask.bottom_right,
-        dropout=r.options.dropout,
-        page_size=r.shape.page_size,
-        q=triple(r.shape.q_format, given.q),
-        k=triple(r.shape.kv_format, given.k),
-        v=triple(r.shape.kv_format, given.v),
+        bottom_right=call.mask.bottom_right,
+        dropout=call.dropout,
+        page_size=call.page_size,
+        q=triple(call.q_format, given.q),
+        k=triple(call.kv_format, given.k),
+        v=triple(call.kv_format, given.v),
         out=out,
         lse=lse,
-        masked=_broadcast(r.shape.masked_shape, given.masked),
-        bias=_broadcast(r.shape.bias_shape, given.bias),
+        masked=_broadcast(call.masked_shape, given.masked),
+        bias=_broadcast(call.bias_shape, given.bias),
         outer=(given.slopes[0] if len(given.slopes) == 2 else 0, given.pages[0] if given.pages else 0),
         varied=varied,
         shared_memory=shared_memory,
@@ -113,7 +105,7 @@ def problem(
 
 
 def _broadcast(shape: tuple[int, ...] | None, given: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """Strides over [b, h, i, j] of a tensor that broadcasts to it: 0 where it has one element or no axis."""
+    """Return strides over [b, h, i, j] of a tensor that broadcasts to it: 0 for an axis of one element or none."""
     own = [0 if size == 1 else stride for size, stride in zip(shape or (), given, strict=True)]
     b, h, i, j = [0] * (4 - len(own)) + own
     return b, h, i, j

@@ -1,7 +1,8 @@
-"""Rules and checks for the arguments of TransformerLayer."""
+"""Settings of TransformerLayer: rules and checks of its arguments, and the effect of a change on its children."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,44 @@ from ..common.checks import one_of
 from .attention.dot_product_attention.arguments import RULES
 from .constants import LayerTypes
 from .module.arguments import Rule, checked, size_or_none, switch, window
+from .module.config import Config
 from .runtime.warn_once import warn_once
+
+# Attributes that children read, and attributes that determined which children exist.
+WORKED_BY = {
+    "attn_input_format": ("self_attention.qkv_format", "inter_attention.qkv_format"),
+    "enc_dec_attn_mask_type": ("inter_attention.attn_mask_type",),
+    "layer_number": ("self_attention.layer_number", "inter_attention.layer_number"),
+    "self_attn_mask_type": ("self_attention.attn_mask_type",),
+    "sequence_parallel": (
+        "self_attention.sequence_parallel",
+        "inter_attention.sequence_parallel",
+        "layernorm_mlp.sequence_parallel",
+        "layernorm.sequence_parallel",
+    ),
+}
+FIXED = frozenset(
+    {"apply_residual_connection_post_layernorm", "layer_type", "output_layernorm", "parallel_attention_mlp"}
+)
+
+
+@dataclass(frozen=True, eq=False)
+class TransformerLayerConfig(Config):
+    """The settings of a layer under the names of its constructor."""
+
+    layer_type: str = "encoder"
+    layer_number: int | None = None
+    hidden_dropout: float = 0.1
+    self_attn_mask_type: str = "causal"
+    enc_dec_attn_mask_type: str = "no_mask"
+    output_layernorm: bool = False
+    parallel_attention_mlp: bool = False
+    apply_residual_connection_post_layernorm: bool = False
+    attn_input_format: str = "sbhd"
+    tp_group: Any = None
+    tp_size: int = 1
+    sequence_parallel: bool = False
+
 
 # The overlap flags default to True here and take part only with ub_tp_comm_overlap=True, whose rule warns.
 LAYER_RULES: dict[str, Rule] = {

@@ -1,0 +1,184 @@
+"""One branch of a choice by platform is traced; the other one only in programs that are lowered for its platform."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import AxisType, PartitionSpec
+
+from transformer_engine.jax.primitives.platforms import by_platform, differentiable_by_platform
+
+pytestmark = pytest.mark.usefixtures("cpu_alone")
+X = np.linspace(-2.0, 2.0, 12, dtype=np.float32).reshape(3, 4)
+
+
+@dataclass(frozen=True)
+class Branch:
+    """(x, count) -> (sin(factor * x), x + count); `traced` lists the factors of the calls."""
+
+    factor: float
+    traced: str
+
+    def __call__(self, x, count):
+        CALLS[self.traced].append(self.factor)
+        return jnp.sin(self.factor * x), x + count
+
+
+@dataclass(frozen=True)
+class Sine:
+    """(x, scale int32) -> sin(factor * scale * x)."""
+
+    factor: float
+    traced: str
+
+    def __call__(self, x, scale):
+        CALLS[self.traced].append(self.factor)
+        return jnp.sin(self.factor * scale * x)
+
+
+CALLS: dict[str, list[float]] = {}
+COUNT = np.int32(2)
+
+
+def branches(kind, test: str):
+    """(cuda, default) of a test; the calls of earlier tests are not counted."""
+    CALLS[test + " cuda"], CALLS[test + " cpu"] = [], []
+    return kind(3.0, test + " cuda"), kind(2.0, test + " cpu")
+
+
+def lowered_for_cuda(function, *arguments) -> str:
+    return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.fixture(autouse=True)
+def _without_kernels(monkeypatch):
+    """The platform of this machine, the CPU, is the expected one."""
+    monkeypatch.delenv("TE_JAX_KERNELS", raising=False)
+
+
+def test_only_the_expected_branch_is_traced_and_equal_calls_once():
+    cuda, default = branches(Branch, "once")
+
+    def run(x):
+        first, _ = by_platform(x, COUNT, cuda=cuda, default=default)
+        second, total = by_platform(x + 1, COUNT, cuda=replace(cuda), default=replace(default))
+        return first + second, total
+
+    made = jax.jit(run)(X)
+    np.testing.assert_allclose(made[0], np.sin(2 * X) + np.sin(2 * (X + 1)), rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(made[1], X + 3)
+    assert (CALLS["once cuda"], CALLS["once cpu"]) == ([], [2.0])
+
+
+def test_a_program_for_another_platform_traces_its_branch():
+    cuda, default = branches(Branch, "other")
+    text = lowered_for_cuda(lambda x: by_platform(x, COUNT, cuda=cuda, default=default), X)
+    assert CALLS["other cuda"] == [3.0]
+    assert "3.000000e+00" in text and "2.000000e+00" not in text
+
+
+def test_kernels_that_are_asked_for_make_cuda_the_expected_platform(monkeypatch):
+    monkeypatch.setenv("TE_JAX_KERNELS", "1")
+    cuda, default = branches(Branch, "expected")
+    jax.jit(lambda x: by_platform(x, COUNT, cuda=cuda, default=default)).trace(X)
+    assert (CALLS["expected cuda"], CALLS["expected cpu"]) == ([3.0], [])
+    first, _ = jax.jit(lambda x: by_platform(x, COUNT, cuda=cuda, default=default))(X)
+    np.testing.assert_allclose(first, np.sin(2 * X), rtol=1e-6, atol=1e-6)
+
+
+def test_a_program_traced_before_kernels_were_asked_for_lowers_its_own_branches(monkeypatch):
+    cuda, default = branches(Branch, "before")
+    traced = jax.jit(lambda x: by_platform(x, COUNT, cuda=cuda, default=default)).trace(X)
+    monkeypatch.setenv("TE_JAX_KERNELS", "1")
+    assert "2.000000e+00" in traced.lower(lowering_platforms=("cpu",)).as_text()
+    assert "3.000000e+00" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_an_exported_program_of_two_platforms_holds_both_branches():
+    cuda, default = branches(Branch, "export")
+    run = jax.jit(lambda x: by_platform(x, COUNT, cuda=cuda, default=default)[0])
+    program = export.export(run, platforms=("cpu", "cuda"))(X)
+    assert all(number in program.mlir_module() for number in ("3.000000e+00", "2.000000e+00"))
+    np.testing.assert_allclose(program.call(X), np.sin(2 * X), rtol=1e-6, atol=1e-6)
+
+
+def test_symbolic_extents_and_shard_map_take_both_branches():
+    cuda, default = branches(Branch, "both")
+    (rows,) = export.symbolic_shape("r")
+    run = jax.jit(lambda x: by_platform(x, COUNT, cuda=cuda, default=default)[0])
+    program = export.export(run)(jax.ShapeDtypeStruct((rows, 4), jnp.float32))
+    np.testing.assert_allclose(program.call(X), np.sin(2 * X), rtol=1e-6, atol=1e-6)
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("x")
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)
+    np.testing.assert_allclose(jax.jit(mapped)(X), np.sin(2 * X), rtol=1e-6, atol=1e-6)
+    assert CALLS["both cuda"] and CALLS["both cpu"]
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_a_call_outside_of_jit_computes_what_the_platform_of_its_arrays_does(disabled):
+    cuda, default = branches(Branch, "eager")
+    with jax.disable_jit(disabled):
+        first, total = by_platform(jnp.asarray(X), COUNT, cuda=cuda, default=default)
+    np.testing.assert_allclose(first, np.sin(2 * X), rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(total, X + 2)
+
+
+@pytest.mark.parametrize("choose", [by_platform, differentiable_by_platform])
+def test_vmap_maps_the_branch_of_every_platform(choose):
+    cuda, default = branches(Sine, "vmap")
+
+    def run(x, scale):
+        return choose(x, scale, cuda=cuda, default=default)
+
+    scales = np.arange(3, dtype=np.int32)
+    made = jax.jit(jax.vmap(run, in_axes=(1, None)))(X, COUNT)
+    np.testing.assert_allclose(made, np.sin(4 * X.T), rtol=1e-6, atol=1e-6)
+    made = jax.vmap(run)(X, scales)
+    np.testing.assert_allclose(made, np.sin(2 * scales[:, None] * X), rtol=1e-6, atol=1e-6)
+    assert "3.000000e+00" in lowered_for_cuda(jax.vmap(run), X, scales)
+
+
+def test_derivatives_of_both_modes_are_those_of_the_branch():
+    cuda, default = branches(Sine, "derivatives")
+
+    def run(x):
+        return by_platform(x, COUNT, cuda=cuda, default=default).sum()
+
+    np.testing.assert_allclose(jax.jit(jax.grad(run))(X), 4 * np.cos(4 * X), rtol=1e-5, atol=1e-5)
+    _, tangent = jax.jvp(run, (jnp.asarray(X),), (jnp.ones_like(X),))
+    np.testing.assert_allclose(tangent, (4 * np.cos(4 * X)).sum(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda run: run])
+def test_a_gradient_traces_the_expected_branch_alone(wrap):
+    cuda, default = branches(Sine, f"gradient {wrap}")
+
+    def run(x):
+        return differentiable_by_platform(x, COUNT, cuda=cuda, default=default).sum()
+
+    np.testing.assert_allclose(jax.grad(wrap(run))(X), 4 * np.cos(4 * X), rtol=1e-5, atol=1e-5)
+    assert CALLS[cuda.traced] == []
+    assert set(CALLS[default.traced]) == {2.0}
+
+
+def test_a_gradient_lowered_for_another_platform_recomputes_its_branch(monkeypatch):
+    """The residuals of the expected branch are zeros there; the gradient is that of the platform's own branch."""
+    cuda, default = branches(Sine, "recomputed")
+
+    def gradient(x):
+        return jax.grad(lambda x: differentiable_by_platform(x, COUNT, cuda=cuda, default=default).sum())(x)
+
+    monkeypatch.setenv("TE_JAX_KERNELS", "1")  # CUDA is expected, and the CPU lowered for
+    np.testing.assert_allclose(jax.jit(gradient)(X), 4 * np.cos(4 * X), rtol=1e-5, atol=1e-5)
+    assert "2.000000e+00" not in lowered_for_cuda(gradient, X)
+
+
+def test_branches_that_return_other_shapes_are_an_error():
+    with pytest.raises(AssertionError, match="the other platform's branch"):
+        lowered_for_cuda(lambda x: by_platform(x, cuda=jnp.transpose, default=jnp.abs), X)

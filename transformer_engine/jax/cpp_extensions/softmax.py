@@ -1,0 +1,97 @@
+"""Softmax of attention scores and its gradient, and the shapes that fused kernels support."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from ...common.checks import member, number, whole
+from ..checks import check_dtype, check_shaped, check_values
+from ..primitives.attention.enums import AttnSoftmaxType
+from ..softmax import SoftmaxFusionType, softmax
+
+_THREADS, _WARP = 128, 32
+
+
+def scaled_softmax_fwd(logits: Array, scale_factor: float) -> Array:
+    """Return softmax(scale_factor * logits) [b, h, q, k] over the keys, in logits' dtype."""
+    return softmax(logits, None, scale_factor, SoftmaxFusionType.SCALED)
+
+
+def scaled_softmax_bwd(dz: Array, softmax_out: Array, scale_factor: float) -> Array:
+    """Return the gradient of the logits, scale_factor * p * (dz - sum(p * dz)), in softmax_out's dtype.
+
+    Args:
+        dz: Gradient of the probabilities, with the shape of softmax_out.
+        softmax_out: Probabilities p [b, h, q, k] of the forward pass.
+        scale_factor: Factor of the forward pass.
+
+    Raises:
+        ValueError: The shapes of dz and softmax_out differ.
+    """
+    check_values("softmax_out", softmax_out)
+    check_shaped("dz", dz, softmax_out.shape)
+    number("scale_factor", scale_factor)
+    p, dp = softmax_out.astype(jnp.float32), dz.astype(jnp.float32)
+    dx = scale_factor * p * (dp - (p * dp).sum(axis=-1, keepdims=True))
+    return dx.astype(softmax_out.dtype)
+
+
+def scaled_masked_softmax_fwd(logits: Array, mask: Array, scale_factor: float) -> Array:
+    """Return softmax(scale_factor * logits) [b, h, q, k] over the keys whose mask is False (0).
+
+    mask has shape [1 or b, 1 or h, q, k]; masked probabilities are exactly 0.
+    """
+    return softmax(logits, mask, scale_factor, SoftmaxFusionType.SCALED_MASKED)
+
+
+def scaled_masked_softmax_bwd(dz: Array, softmax_out: Array, scale_factor: float) -> Array:
+    """Return the gradient of the logits as `scaled_softmax_bwd`; it is 0 where the probability is 0."""
+    return scaled_softmax_bwd(dz, softmax_out, scale_factor)
+
+
+def scaled_upper_triang_masked_softmax_fwd(logits: Array, scale_factor: float) -> Array:
+    """Return softmax(scale_factor * logits) [b, h, q, k] of query i over the keys 0 to i."""
+    return softmax(logits, None, scale_factor, SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED)
+
+
+def scaled_upper_triang_masked_softmax_bwd(dz: Array, softmax_out: Array, scale_factor: float) -> Array:
+    """Return the gradient of the logits as `scaled_softmax_bwd`; it is 0 where the probability is 0."""
+    return scaled_softmax_bwd(dz, softmax_out, scale_factor)
+
+
+def is_softmax_kernel_available(
+    fusion_type: SoftmaxFusionType,
+    softmax_type: AttnSoftmaxType,
+    batch: int,
+    heads: int,
+    q_seqlen: int,
+    k_seqlen: int,
+    dtype: Any,
+) -> bool:
+    """Return whether a fused softmax kernel supports scores [batch, heads, q_seqlen, k_seqlen].
+
+    The kernel has blocks of 128 threads. A warp processes two rows of up to 128 keys, or one longer row.
+
+    Args:
+        fusion_type: Scaling and masking.
+        softmax_type: Denominator; the kernel supports VANILLA_SOFTMAX.
+        batch: Batch size; batch * heads must be a multiple of 4.
+        heads: Number of heads.
+        q_seqlen: Number of queries, a multiple of 4 and of the rows per block.
+        k_seqlen: Number of keys, from 16 to 16384.
+        dtype: dtype of the scores, of 16 bits.
+    """
+    member("fusion_type", fusion_type, SoftmaxFusionType)
+    member("softmax_type", softmax_type, AttnSoftmaxType)
+    for name, extent in (("batch", batch), ("heads", heads), ("q_seqlen", q_seqlen), ("k_seqlen", k_seqlen)):
+        whole(name, extent)
+    if softmax_type is not AttnSoftmaxType.VANILLA_SOFTMAX or check_dtype("dtype", dtype).itemsize != 2:
+        return False
+    if not 16 <= k_seqlen <= 16384 or q_seqlen % 4 or (batch * heads) % 4:
+        return False
+    padded = 1 << (k_seqlen - 1).bit_length()
+    rows = _THREADS // min(padded, _WARP) * (2 if padded <= 128 else 1)
+    return q_seqlen % rows == 0

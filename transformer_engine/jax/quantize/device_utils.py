@@ -1,0 +1,5 @@
+"""Alias of transformer_engine.jax.quantize.config under the original's path: queries of the device."""
+
+from .config import get_device_compute_capability, is_fp8_gemm_with_all_layouts_supported
+
+__all__ = ["get_device_compute_capability", "is_fp8_gemm_with_all_layouts_supported"]

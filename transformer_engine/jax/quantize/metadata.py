@@ -1,0 +1,5 @@
+"""Alias of transformer_engine.jax.quantize.factory under the original's path: states of quantizers."""
+
+from .factory import QuantizeMeta, QuantizeMetaSet
+
+__all__ = ["QuantizeMeta", "QuantizeMetaSet"]

@@ -1,0 +1,5 @@
+"""Alias of transformer_engine.jax.quantize.scaling_modes under the original's path: the stored directions."""
+
+from .scaling_modes import QuantizeLayout
+
+__all__ = ["QuantizeLayout"]

@@ -1,0 +1,141 @@
+"""The AttentionCall of the arguments of an attention, after every check that needs no values of tensors.
+
+Shapes, names and modes decide, so q, k, v and the arguments may be descriptions of tensors: an attention layer checks
+its core attention's call before its projections compute, and the result is cached.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...primitives.attention import mask as masks
+from ...primitives.attention.call import QKV_FORMATS, AttentionCall
+from .arguments import check_bias, check_cache, check_tensors, one_of
+from .sequences import Cached, Sequences, cached_sequences, given_sequences, unknown_sequences
+from .settings import AttentionArguments, AttentionConfig
+
+
+def describe_sequences(
+    config: AttentionConfig,
+    qkv: tuple[Any, Any, Any],
+    a: AttentionArguments,
+    cached: Cached | None,
+    same_lengths: bool,
+) -> tuple[masks.Mask, Sequences]:
+    """Resolve the mask and the sequences of a call.
+
+    Args:
+        config: Settings of the attention.
+        qkv: q, k and v, or descriptions of them.
+        a: Arguments of the call.
+        cached: Metadata of the cached keys and values; None beside inference_params if only a custom manager has it.
+        same_lengths: Result of `are_same`.
+
+    Raises:
+        TypeError, ValueError: An argument does not fit the layer or another argument.
+    """
+    q, k, v = qkv
+    tensor_format = config.qkv_format if a.qkv_format is None else a.qkv_format
+    one_of("qkv_format", tensor_format, QKV_FORMATS)
+    check_tensors(q, k, v, tensor_format, config)
+    mask = masks.resolve(
+        mask_name(config, a),
+        config.window_size if a.window_size is None else a.window_size,
+        config.bottom_right_diagonal if a.bottom_right_diagonal is None else a.bottom_right_diagonal,
+    )
+    if cached is not None:
+        if cached.limits is not None:
+            check_cache(config.layer_number, cached.limits.dtype, q.dtype)
+            cached.limits.check(k, v, tensor_format)
+        return mask, cached_sequences(q, tensor_format, a.max_seqlen_q, cached)
+    if a.inference_params is not None:
+        return mask, unknown_sequences(q, tensor_format)
+    return mask, given_sequences(q, k, tensor_format, mask, config.attention_type, a, same_lengths)
+
+
+def describe_call(
+    config: AttentionConfig,
+    training: bool,
+    qkv: tuple[Any, Any, Any],
+    a: AttentionArguments,
+    gradient: bool,
+    deterministic: bool,
+    cached: Cached | None = None,
+    same_lengths: bool = True,
+) -> tuple[AttentionCall, Sequences]:
+    """Return the AttentionCall of the arguments of an attention, and its sequences.
+
+    Args:
+        gradient: A gradient of an input is needed.
+        deterministic: torch.use_deterministic_algorithms is on.
+
+    The other arguments are those of `describe_sequences`; so are the errors.
+    """
+    mask, sequences = describe_sequences(config, qkv, a, cached, same_lengths)
+    q, k, v = qkv
+    queries, keys, bias = sequences.queries, sequences.keys, a.core_attention_bias
+    q_format = kv_format = config.qkv_format if a.qkv_format is None else a.qkv_format
+    page_size = 0
+    if cached is not None:
+        k, v, kv_format, page_size = cached.key, cached.value, cached.tensor_format, cached.page_size
+    slopes_shape = None if a.alibi_slopes is None else a.alibi_slopes.shape
+    if slopes_shape is None and a.core_attention_bias_type == "alibi":
+        slopes_shape = (config.heads,)
+    scale, dropout = config.scale_and_dropout(training)
+    call = AttentionCall.on(
+        q.device.type,
+        deterministic,
+        dtype=q.dtype,
+        batch=known(queries.batch),
+        heads=known(q.shape[-2]),
+        groups=known(k.shape[-2]),
+        seqlen_q=known(queries.size),
+        seqlen_kv=known(keys.size),
+        head_dim_qk=known(q.shape[-1]),
+        head_dim_v=known(v.shape[-1]),
+        q_format=q_format,
+        kv_format=kv_format,
+        page_size=page_size,
+        bias_shape=None if bias is None else _known_shape(bias.shape),
+        slopes_shape=None if slopes_shape is None else _known_shape(slopes_shape),
+        masked_shape=_known_shape(a.attention_mask.shape) if sequences.arbitrary else None,  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+        mask=mask,
+        scale=scale,
+        bias=a.core_attention_bias_type,
+        softmax=config.softmax_type,
+        dropout=dropout,
+        padded_between=sequences.padded_between,
+        max_logit=config.return_max_logit,
+        needs_gradient=gradient,
+        bias_gradient=gradient and bias is not None and bias.requires_grad,
+        slopes_given=a.alibi_slopes is not None,
+        padding_tensors=queries.masked or keys.masked,
+        same_lengths=keys.lengths == "queries",
+        num_splits=0 if a.num_splits is None else a.num_splits,
+        cached=a.inference_params is not None,
+        score_mod=a.score_mod,
+    )
+    check_bias(call, bias)
+    return call, sequences
+
+
+def mask_name(config: AttentionConfig, a: AttentionArguments) -> str:
+    """Return the mask type of the call, by default the layer's; over a cache, sequences have lengths of their own."""
+    name = config.attn_mask_type if a.attn_mask_type is None else masks.canonical_name(a.attn_mask_type)
+    return name if a.inference_params is None else masks.over_cached_keys(name)
+
+
+def known(size: int) -> int:
+    """Return a size as a number where a tracing compiler has a symbol, which guards the graph.
+
+    A backend is chosen for numbers: each longest sequence has a graph of its own. The tokens of packed sequences, on
+    which no choice depends, stay a symbol.
+    """
+    # Every version of the tracer needs a number for the bounds of a range.
+    return len(range(size)) if torch.compiler.is_compiling() else size
+
+
+def _known_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(known(size) for size in shape)
