@@ -14,15 +14,13 @@ from torch import Tensor
 from ...common.dispatch import undisturbed
 from ...common.memory import Memory
 from ...common.numbers import to_bool
-from ..distributed.tensor_parallel import TensorParallel
 from ..functions.by_name import _GroupedLinear, called_by_name, general_gemm, refuse_quantized
 from ..functions.caller_buffers import NO_BUFFERS, CallerBuffers, check_buffers, check_separate
 from ..functions.grouped_linear import GroupedLinearSpec, grouped_linear
 from ..functions.grouped_together import grouped_linear_together
-from ..functions.linear import passes_of
-from ..functions.linear_spec import LinearSpec, changed
+from ..functions.linear_spec import LinearSpec
 from ..functions.scale_update import of_the_pass
-from ..functions.stacks import StackMember, members_of
+from ..functions.stacks import members_of
 from ..functions.weight_gradient import WeightGradStore
 from ..quantization.autocast import current, here_in_eager_mode
 from ..runtime.device import canonical_device, is_meta
@@ -31,13 +29,13 @@ from .arguments import accepts, switch
 from .config import configured
 from .grouped_keywords import check_device_splits, honoured, uses_grouped_tensor
 from .grouped_parameters import create_parameters, group_weights, load_other_form, mark_parameters, names_of
-from .grouped_path import TogetherPath
+from .grouped_path import TogetherPath, fitting_group_specs, group_specs
 from .linear_base import SIZES, LinearConfig, ProductsModule, check_parallel_mode
 from .numerics import traced_update
 from .parameters import InitMethod, ParameterInit, default_init_method
 from .products import UNQUANTIZED, ModuleRecipe, ProductQuantizers
 from .row_groups import check_dense, rows_of_groups
-from .specs import Call, product_refusal, product_spec, scale_update
+from .specs import product_refusal, scale_update
 
 _KEPT = 64  # the most calls whose groups' specs a module keeps
 
@@ -48,38 +46,6 @@ class GroupedLinearConfig(LinearConfig):
     use_grouped_tensor: bool = False
     single_grouped_weight: bool = False
     single_grouped_bias: bool = False
-
-
-def build(call: Call, products: tuple[ProductQuantizers, ...]) -> tuple[LinearSpec, ...]:
-    """Return the spec of each group of a call whose groups are multiplied one by one, with these quantizers."""
-    config: GroupedLinearConfig = call.config
-    count, parameters = config.num_gemms, call.parameters
-    weights, biases = parameters[: len(config.weight_names)], parameters[len(config.weight_names) :]
-    weights = weights * count if config.single_grouped_weight else weights
-    biases = biases * count if config.single_grouped_bias else biases
-    groups = []
-    for i, weight in enumerate(weights):
-        bias = None if config.return_bias else biases[i]
-        needs = (
-            call.gradients and call.input.requires_grad,
-            call.gradients and weight is not None and weight.requires_grad,
-            call.gradients and bias is not None and bias.requires_grad,
-        )
-        # Communication is the caller's.
-        group = product_spec(call, i, products[i], TensorParallel(), needs, None, weight)
-        if config.single_grouped_weight and call.holders is not None:
-            gradient = group.weight_gradient
-            member = StackMember(gradient.parameter, i)
-            group = changed(group, weight_gradient=replace(gradient, parameters=(member,)))
-        groups.append(changed(group, passes=passes_of(group, config.use_bias and not config.return_bias)))
-    return tuple(groups)
-
-
-def _build_fitting(key: tuple[Call, tuple[bool, ...]]) -> tuple[LinearSpec, ...]:
-    """Return `build` of a call, in which groups whose sizes do not fit the format are not quantized."""
-    call, fits = key
-    chosen = zip(call.active.products, fits, strict=True)
-    return build(call, tuple([product if fit else UNQUANTIZED for product, fit in chosen]))
 
 
 @configured(GroupedLinearConfig, fixed=SIZES | {"num_gemms", "single_grouped_weight", "single_grouped_bias"})
@@ -168,7 +134,7 @@ class GroupedLinear(ProductsModule):
         create_parameters(self, fill, options)
         self.register_load_state_dict_pre_hook(load_other_form)
         self._together = TogetherPath(self)
-        self._groups: Memory[Any, tuple[LinearSpec, ...]] = Memory(_build_fitting, _KEPT)
+        self._groups: Memory[Any, tuple[LinearSpec, ...]] = Memory(fitting_group_specs, _KEPT)
         self.reset_parameters(defer_init=is_meta(device))
 
     @property
@@ -330,7 +296,7 @@ class GroupedLinear(ProductsModule):
             groups = self._groups[call._replace(x=(kind, shape[-1:], *facts)), fits]
         else:
             chosen = zip(products, fits, strict=True)
-            groups = build(call, tuple([product if fit else UNQUANTIZED for product, fit in chosen]))
+            groups = group_specs(call, tuple([product if fit else UNQUANTIZED for product, fit in chosen]))
         config = self._config
         stacked_bias = config.single_grouped_bias and config.use_bias and not config.return_bias
         return GroupedLinearSpec(

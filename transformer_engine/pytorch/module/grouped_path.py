@@ -1,8 +1,9 @@
-"""TogetherPath: one call for all groups of a GroupedLinear, where `grouped_way` decides for it, and its arguments."""
+"""The specs of a GroupedLinear's calls: of all groups together, where `grouped_way` chooses that, or of each group."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -11,8 +12,11 @@ from torch import Tensor
 from ...common import env
 from ...common.dispatch import undisturbed
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
+from ..distributed.tensor_parallel import TensorParallel
 from ..functions.grouped_quantizer import GroupedQuantizer, grouped
 from ..functions.grouped_together import TogetherSpec
+from ..functions.linear import passes_of
+from ..functions.linear_spec import LinearSpec, changed
 from ..functions.stacks import StackMember
 from ..functions.weight_gradient import WeightGradient
 from ..primitives.grouped_gemm import Groups, Matrices, groups_of
@@ -36,7 +40,8 @@ from .grouped_way import (
 )
 from .numerics import made_to_keep
 from .parameters import parameter_of
-from .products import ModuleRecipe, unquantized
+from .products import UNQUANTIZED, ModuleRecipe, ProductQuantizers, unquantized
+from .specs import Call, product_spec
 
 _asked_for = env.watch_in_eager_mode("NVTE_USE_CUTLASS_GROUPED_GEMM")
 _WEIGHTS = "all weights"  # their key among the module's cached weights
@@ -45,6 +50,38 @@ Planned = tuple[list[Tensor], list[Tensor] | None, Groups, TogetherSpec]
 # Of input, weight and output gradient: all of them, or none.
 Quantizers = tuple[GroupedQuantizer | None, GroupedQuantizer | None, GroupedQuantizer | None]
 _NONE: Quantizers = (None, None, None)
+
+
+def group_specs(call: Call, products: tuple[ProductQuantizers, ...]) -> tuple[LinearSpec, ...]:
+    """Return the spec of each group of a call whose groups are multiplied one by one, with these quantizers."""
+    config: Any = call.config
+    count, parameters = config.num_gemms, call.parameters
+    weights, biases = parameters[: len(config.weight_names)], parameters[len(config.weight_names) :]
+    weights = weights * count if config.single_grouped_weight else weights
+    biases = biases * count if config.single_grouped_bias else biases
+    groups = []
+    for i, weight in enumerate(weights):
+        bias = None if config.return_bias else biases[i]
+        needs = (
+            call.gradients and call.input.requires_grad,
+            call.gradients and weight is not None and weight.requires_grad,
+            call.gradients and bias is not None and bias.requires_grad,
+        )
+        # Communication is the caller's.
+        group = product_spec(call, i, products[i], TensorParallel(), needs, None, weight)
+        if config.single_grouped_weight and call.holders is not None:
+            gradient = group.weight_gradient
+            member = StackMember(gradient.parameter, i)
+            group = changed(group, weight_gradient=replace(gradient, parameters=(member,)))
+        groups.append(changed(group, passes=passes_of(group, config.use_bias and not config.return_bias)))
+    return tuple(groups)
+
+
+def fitting_group_specs(key: tuple[Call, tuple[bool, ...]]) -> tuple[LinearSpec, ...]:
+    """Return `group_specs` of a call, in which groups whose sizes do not fit the format are not quantized."""
+    call, fits = key
+    chosen = zip(call.active.products, fits, strict=True)
+    return group_specs(call, tuple([product if fit else UNQUANTIZED for product, fit in chosen]))
 
 
 class GroupedModule(Protocol):
