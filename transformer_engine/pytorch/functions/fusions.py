@@ -1,5 +1,7 @@
-"""What a fused layer makes in one step: whether a norm or an activation makes the next product's codes, or is itself
-part of a product. Tables of ways to go, decided when a spec is built, with the reasons that `explain` prints."""
+"""Whether a norm or an activation makes the codes of the next product, or is computed in a product's epilogue.
+
+The tables choose when a spec is built; `explain` prints their reasons. `common/passes/rules.py` has the rewrites.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,16 @@ _FEATURES = frozenset({RETURNED, KEPT, OTHER_BACKWARD, GATHERED, TRACED, UNUSED}
 
 
 class Fusion(NamedTuple):
-    """A matrix between two steps of a layer: made by a norm or an activation, or its gradient, and read by a product.
+    """A matrix that a norm, an activation or the gradient of one makes, and that a product reads.
 
-    features     what keeps codes from being made on the way
-    activation   the name of the activation that makes it, None for a norm
-    codes        the format in which the product's quantizer asks a kernel for it, None where it asks for none
-    one_scale    one scale is made of the whole matrix, after it is there
-    sums         the sum over its rows is wanted too, and blocks of rows alone are faster to quantize afterwards
-    quantized    the product before it is quantized
-    reduced      the product before it is only this rank's part of a sum
+    Attributes:
+        features: Why its maker may not quantize it.
+        activation: Name of the activation; None for a norm.
+        codes: Format that the product's quantizer requests of a kernel; None if it requests none.
+        one_scale: One scale is computed from the whole matrix.
+        sums: Its column sums are wanted too, and row blocks alone are quantized faster afterwards.
+        quantized: The product before the activation is quantized.
+        reduced: The product before the activation is this rank's part of a sum.
     """
 
     features: tuple[str, ...]
@@ -94,13 +97,13 @@ MLP_GRADIENT: Table[Fusion] = Table(
 
 
 def norm_output(linear: LinearSpec, returned: bool) -> str:
-    """How the matrix between a norm and a linear layer is made; returned: the caller gets norm(x) too."""
+    """Choose how the matrix between a norm and a linear layer is made; with `returned` the caller gets norm(x) too."""
     features = (RETURNED,) * returned + _features_of_input(linear)
     return NORM_OUTPUT.choose(Fusion(features, codes=_format(None if features else input_cast(linear))))
 
 
 def mlp_activation(activation: str, fc1: LinearSpec, fc2: LinearSpec) -> str:
-    """How the matrix between an activation and fc2 is made."""
+    """Choose how the matrix between an activation and fc2 is made."""
     features = _features_of_input(fc2)
     return MLP_ACTIVATION.choose(
         Fusion(
@@ -114,7 +117,7 @@ def mlp_activation(activation: str, fc1: LinearSpec, fc2: LinearSpec) -> str:
 
 
 def mlp_gradient(activation: str, fc1: LinearSpec, fc2: LinearSpec) -> str:
-    """How the gradient of fc1's output is made."""
+    """Choose how the gradient of fc1's output is made."""
     features = _features_of_gradient(fc1)
     cast = None if features else gradient_cast(fc1)
     return MLP_GRADIENT.choose(

@@ -14,10 +14,10 @@ from .linear_spec import LinearSpec
 
 
 def input_operands(x: Tensor, quantizer: Quantizer, columnwise: bool) -> Operands:
-    """x as the products read it; an input that arrives quantized is taken as it is.
+    """Return x as the products read it; a quantized input is used without another quantization.
 
-    Where its columns are Hadamard transformed and the gradient's, which they are multiplied with, are not, or the
-    other way round, it is quantized again.
+    It is quantized again if its columns are Hadamard transformed and those of the gradient, by which they are
+    multiplied, are not, or the reverse.
     """
     if isinstance(x, QuantizedTensorStorage):
         if not columnwise or storage_of(x).column_signs == quantizer.column_signs:  # pyright: ignore[reportArgumentType]
@@ -27,7 +27,7 @@ def input_operands(x: Tensor, quantizer: Quantizer, columnwise: bool) -> Operand
 
 
 def weight_operands(weight: Tensor, spec: LinearSpec, columnwise: bool) -> Operands:
-    """The weight as the products read it: the cached copy, the quantized parameter itself, or a fresh quantization."""
+    """Return the weight as the products read it: the cached copy, the quantized parameter, or a new quantization."""
     if spec.cached_weight is not None:
         return _directions(spec.cached_weight, columnwise)
     if isinstance(weight, QuantizedTensorStorage):
@@ -41,7 +41,7 @@ def weight_operands(weight: Tensor, spec: LinearSpec, columnwise: bool) -> Opera
 
 
 def _operands_of(tensor: QuantizedTensorStorage, columnwise: bool) -> Operands:
-    """The directions of a quantized tensor, which makes the column-wise one if it has to."""
+    """Return the directions of a quantized tensor, which makes the columnwise one if necessary."""
     if not torch.compiler.is_compiling():
         # On the tensor itself, so that it keeps what had to be made; a compiler traces no methods of tensors.
         tensor.update_usage(rowwise_usage=True, columnwise_usage=columnwise or None)

@@ -1,8 +1,6 @@
-"""What a node keeps for its backward, and how a backward ends.
+"""Saved buffers of autograd nodes: operands go through `save_for_backward` as tensors and non-tensor forms.
 
-Operands go through save_for_backward: tensors in one flat list, and what puts them together again beside it.
-
-A backward that has read what its node saved may be the last to hold it, and makes room by letting go piece by piece.
+A backward pass that takes the saved tensors from its node holds their last references, and frees them one by one.
 """
 
 from __future__ import annotations
@@ -29,14 +27,14 @@ _VALUES = True  # the form of a tensor that is saved as it is
 def save(
     ctx: Any, tensors: Sequence[Tensor | None], operands: Sequence[Saved], update: ScaleUpdate | None
 ) -> None:
-    """Keep tensors and operands for `restore`, and what is updated when the backward has run."""
+    """Save tensors and operands for `restore`, and the scale update that follows the backward pass."""
     parts, ctx.forms = pack(*operands)
     keep(ctx, (*tensors, *parts))
     ctx.scale_update = update
 
 
 def keep(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
-    """save_for_backward, for a backward that asks for them early."""
+    """Call save_for_backward, for a backward pass that may ask for the tensors early."""
     if offloading.synchronizer is not None and not torch.compiler.is_compiling():
         tensors = [read_late(tensor) for tensor in tensors]
     ctx.save_for_backward(*tensors)
@@ -52,7 +50,7 @@ def restore(ctx: Any, count: int = 0, early: bool = False) -> tuple[tuple[Any, .
 
 
 def arrives(*saved: Saved) -> None:
-    """Let the computation go on only when these, of an early `restore`, have their values."""
+    """Wait for the values of buffers of an early `restore`."""
     if offloading.used and not torch.compiler.is_compiling():
         for operand in saved:
             for tensor in operand.tensors() if isinstance(operand, CustomOperand) else tensors_of(operand):
@@ -60,7 +58,7 @@ def arrives(*saved: Saved) -> None:
 
 
 def backward_of(operation: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates the backward of a node that `save` was called for: it has no derivative, and ends with the update."""
+    """Decorate the backward of a node that called `save`: it has no derivative and ends with the scale update."""
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         def ended(ctx: Any, *grads: Any) -> Any:
@@ -76,7 +74,7 @@ def backward_of(operation: str) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def pack(*operands: Saved) -> tuple[list[Tensor | None], list[Any]]:
-    """All tensors of the operands in order, and for each operand what is no tensor: its form."""
+    """Return all tensors of the operands in order, and the non-tensor form of each operand."""
     tensors: list[Tensor | None] = []
     forms: list[Any] = []
     for operand in operands:
@@ -113,7 +111,7 @@ def take_saved(ctx: Any) -> tuple[Any, ...]:
 
 
 def take_early(ctx: Any) -> tuple[Any, ...]:
-    """`take_saved` of tensors that may still come back from the host: `arrives` is called before they are read."""
+    """Return `take_saved` of tensors that may still be on the host: call `arrives` before reading them."""
     if offloading.used and not torch.compiler.is_compiling():
         with asking_early():
             return take_saved(ctx)
@@ -121,7 +119,7 @@ def take_early(ctx: Any) -> tuple[Any, ...]:
 
 
 def unpack(tensors: Sequence[Tensor | None], forms: list[Any]) -> list[Any]:
-    """The operands that `pack` took apart."""
+    """Return the operands that `pack` took apart."""
     operands: list[Any] = []
     start = 0
     for form in forms:

@@ -1,7 +1,8 @@
-"""y = apply(*args): an autograd function applied with less of the host's time than by its own `apply`.
+"""y = apply(*args): apply an autograd function in less host time than its own `apply`.
 
-That asks at every call whether the function has a `setup_context`, which no function here has, and goes through the
-arguments by a generator: 2 us of the 12 that a node takes.
+`Function.apply` checks in every call whether the function has a `setup_context`, which no function here has, and
+unwraps its arguments with a generator. Without both, a warm forward and backward pass takes 2 to 4 percent less host
+time: Linear 137 us instead of 140, LayerNormMLP 183 us instead of 190 (bfloat16, `benchmarks/pretended_gpu.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _unwrapped = torch._C._functorch.unwrap_if_dead  # pyright: ignore[reportAttribu
 
 
 def applier(function: type[Function]) -> Callable[..., Any]:
-    """function.apply, which itself is what a compiler and the transforms of functorch get."""
+    """Return a faster function.apply; compilers and the transforms of functorch get function.apply itself."""
     node: Any = super(Function, function).apply  # pyright: ignore[reportAttributeAccessIssue]
 
     def apply(*args: Any) -> Any:
