@@ -21,6 +21,7 @@ from torch import Tensor
 from ...common.memory import Memory
 from ..offload.marks import active as offloading
 from ..primitives.gemm import undisturbed_in_eager_mode
+from ..runtime.device import is_current_device
 from ..runtime.generated_pass import Generated, generate
 from ..runtime.symbols import Instructions, NotAligned, NotListed
 from ..tensor.quantizer import Quantizer
@@ -117,6 +118,8 @@ class CompiledPass:
         self, kind: Kind, given: list[Any], states: list[Tensor], facts: tuple[Any, ...], device: torch.device
     ) -> None:
         """Compile the pass in the second call of a kind, or keep the reason why it cannot be compiled."""
+        if device.type == "cuda" and not is_current_device(device.index):
+            return  # Triton loads kernels on the current device
         kind.calls += 1
         if kind.calls < _COMPILED or _is_captured(device):
             return
