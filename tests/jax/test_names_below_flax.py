@@ -80,6 +80,23 @@ def test_bad_layer_configs_are_rejected():
         ep.ep_finalize()
 
 
+def test_bad_arguments_of_combine_are_rejected(bootstrapped):
+    tokens, chosen, weights = routed()
+    cfg = ep.EpLayerConfig(2)
+    rows, _, handle, counts, _ = ep.ep_dispatch(cfg, chosen, tokens, weights, 32)
+    for error, sentence, arguments in (
+        (TypeError, "handle_mem=3 is a int; give a EpHandle", (3, counts, rows, TOKENS)),
+        (TypeError, "num_local_tokens='6' must be a whole number", (handle, counts, rows, "6")),
+        (ValueError, "num_local_tokens=5, but 6 tokens were dispatched; pass 6", (handle, counts, rows, 5)),
+        (ValueError, "token_counts add up to 12 of 3 rows", (handle, counts, rows[:3], TOKENS)),
+        (TypeError, "token_counts is None; give an array of integers", (handle, None, rows, TOKENS)),
+        (ValueError, r"pass \[capacity, H\]", (handle, counts, rows[0], TOKENS)),
+    ):
+        with pytest.raises(error, match=sentence):
+            ep.ep_combine(cfg, *arguments)
+    assert ep.ep_combine(cfg, handle, counts, rows, TOKENS).shape == tokens.shape
+
+
 def drawn(*shape, seed=0):
     return jax.random.normal(jax.random.key(seed), shape)
 
@@ -299,6 +316,25 @@ def test_grouped_product_takes_the_arguments_of_grouped_dense_by_position():
     np.testing.assert_allclose(got, tex.grouped_gemm(rows, matrices, None, ((1,), (2,))), atol=1e-4)
 
 
+@pytest.mark.parametrize("dims", [((0,), (0,)), ((-2,), (-2,))])
+def test_grouped_product_contracts_the_rows_of_each_group(dims):
+    x, dy, sizes = drawn(8, 16), drawn(8, 4, seed=1), jnp.asarray([3, 0, 4], jnp.int32)
+    parts = (slice(0, 3), slice(3, 3), slice(3, 7))
+    want = np.stack([np.asarray(x, np.float64)[part].T @ np.asarray(dy)[part] for part in parts])
+    np.testing.assert_allclose(tex.grouped_gemm(x, dy, sizes, dims), want, rtol=1e-5, atol=1e-5)
+    one = quantizer_of(ScalingMode.CURRENT_TENSOR_SCALING, n_groups=3)
+    codes = [one.quantize(operand, group_sizes=sizes) for operand in (x, dy)]
+    values = [operand.colwise_tensor.dequantize() for operand in codes]
+    want = tex.grouped_gemm(*values, sizes, dims)
+    np.testing.assert_array_equal(tex.grouped_gemm(*codes, None, dims), want)
+    quantizers = quantize.QuantizerSet(one, one, None)
+    np.testing.assert_array_equal(tex.grouped_gemm(x, dy, sizes, dims, quantizer_set=quantizers), want)
+    with pytest.raises(ValueError, match=r"supports neither bias=.*; pass None for both"):
+        tex.grouped_gemm(x, dy, sizes, dims, jnp.ones((3, 4)))
+    with pytest.raises(ValueError, match=r"requires \[M, K\] and \[M, N\]"):
+        tex.grouped_gemm(x, dy[:7], sizes, dims)
+
+
 def test_axes_are_counted_from_the_first():
     assert tex.sanitize_dims(3, -1) == (2,) and tex.sanitize_dims(3, (0, -2)) == (0, 1)
     assert tex.get_non_contracting_dims(4, (-1, 1)) == (0, 2)
@@ -325,6 +361,14 @@ def test_gradient_of_an_activation_has_two_names():
     np.testing.assert_array_equal(first.data, second.data)
     np.testing.assert_array_equal(sums, again)
     np.testing.assert_allclose(sums, first.data.sum(0), rtol=1e-5, atol=1e-6)
+
+
+def test_gradient_of_an_activation_converts_the_dtype_of_its_gradient():
+    dz, x = drawn(4, 8).astype(jnp.bfloat16), drawn(4, 2, 8, seed=1)
+    names = ("silu", "linear")
+    want = tex.dact_lu(dz.astype(jnp.float32), x, names).data
+    np.testing.assert_array_equal(tex.dact_lu(dz, x, names).data, want)
+    assert tex.dact_lu(dz.astype(jnp.float32), x.astype(jnp.bfloat16), names).data.dtype == jnp.bfloat16
 
 
 def test_integers_of_enumerations_are_accepted():

@@ -18,27 +18,29 @@ X = np.linspace(-2.0, 2.0, 12, dtype=np.float32).reshape(3, 4)
 
 
 @dataclass(frozen=True)
-class Branch:
-    """(x, count) -> (sin(factor * x), x + count); `traced` lists the factors of the calls."""
+class Counted:
+    """A function whose calls append its factor to the list named `traced`."""
 
     factor: float
     traced: str
+
+    def sine(self, x):
+        CALLS[self.traced].append(self.factor)
+        return jnp.sin(self.factor * x)
+
+
+class Branch(Counted):
+    """(x, count) -> (sin(factor * x), x + count)."""
 
     def __call__(self, x, count):
-        CALLS[self.traced].append(self.factor)
-        return jnp.sin(self.factor * x), x + count
+        return self.sine(x), x + count
 
 
-@dataclass(frozen=True)
-class Sine:
+class Sine(Counted):
     """(x, scale int32) -> sin(factor * scale * x)."""
 
-    factor: float
-    traced: str
-
     def __call__(self, x, scale):
-        CALLS[self.traced].append(self.factor)
-        return jnp.sin(self.factor * scale * x)
+        return self.sine(scale * x)
 
 
 CALLS: dict[str, list[float]] = {}

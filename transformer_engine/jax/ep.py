@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ..common.checks import described, integer, switch, whole
-from .checks import check_array, check_dtype, check_integers, check_values
+from .checks import check_array, check_dtype, check_instance, check_integers, check_sizes, check_values
 from .permutation import aligned, room_for
 from .sharding import mesh_resource_or_default, with_sharding_constraint
 
@@ -290,13 +290,23 @@ def ep_combine(
         Sums [T, H] in expert_out's dtype, accumulated in float32.
 
     Raises:
-        ValueError: num_local_tokens is not the number of dispatched tokens.
+        ValueError: num_local_tokens, a shape, or the number of rows of expert_out does not match the dispatch.
+        TypeError: An argument has the wrong type.
         RuntimeError: cfg is an EpLayerConfig and ep_bootstrap was not called.
     """
     placement = _placement(cfg)
+    check_instance("handle_mem", handle_mem, EpHandle)
+    whole("num_local_tokens", num_local_tokens)
+    check_values("expert_out", expert_out)
+    if expert_out.ndim != 2:
+        raise ValueError(
+            f"expert_out has shape {expert_out.shape}; pass [capacity, H], one output for each row of recv_tokens"
+        )
+    check_sizes("token_counts", token_counts, placement.local_experts, expert_out.shape[0])
     if handle_mem.sent.shape[0] != num_local_tokens:
         raise ValueError(
-            f"num_local_tokens={num_local_tokens}; {handle_mem.sent.shape[0]} tokens were dispatched"
+            f"num_local_tokens={num_local_tokens}, but {handle_mem.sent.shape[0]} tokens were dispatched; pass "
+            f"{handle_mem.sent.shape[0]}"
         )
     valid = jnp.arange(expert_out.shape[0]) < token_counts.sum()
     found = returned(placement, handle_mem, jnp.where(valid[:, None], expert_out, 0))

@@ -37,7 +37,10 @@ def dact_lu(
     dz: Array, x: Array, activation_type: Sequence[str], quantizer: Quantizer | None = None,
     act_params: ActivationParams | Mapping[str, float] | None = None,
 ) -> Any:  # fmt: skip
-    """Return the gradient dx [..., n, h] for dz [..., h] and x [..., n, h], quantized as in `act_lu`."""
+    """Return the gradient dx [..., n, h] for dz [..., h] and x [..., n, h], quantized as in `act_lu`.
+
+    dx has x's dtype. dz is converted to that dtype, which is the dtype of the forward pass's output.
+    """
     dx = _gradient(dz, x, activation_type, act_params)
     return quantize(dx, quantizer, flatten_axis=-2)
 
@@ -60,7 +63,7 @@ def _gradient(
     check_values("x", x)
     names = check_activation(activation_type, x.shape)
     check_shaped("dz", dz, (*x.shape[:-2], x.shape[-1]))
-    return activation_backward(dz, x, names, ActivationParams.of(act_params))
+    return activation_backward(dz.astype(x.dtype), x, names, ActivationParams.of(act_params))
 
 
 def quantize_dact_dbias(

@@ -10,12 +10,24 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...common.checks import described, member, switch, whole, whole_numbers
-from ..checks import check_integers, check_optional
+from ..checks import (
+    check_axis_pairs,
+    check_floating,
+    check_instance,
+    check_integers,
+    check_optional,
+    check_sizes,
+    check_values,
+)
 from ..collective import CollectiveOp
 from ..dense import dense, grouped_dense
+from ..primitives.grouped_gemm import grouped_contraction
+from ..quantize.grouped import GroupedQuantizer
 from ..quantize.quantizers import Quantizer, QuantizerSet, noop_quantizer_set
 from ..quantize.tensors import AbstractBaseTensor, ScaledTensor, ScaledTensor1x, ScaledTensor2x
 from .base import BasePrimitive
+
+_OF_ROWS = tuple(((a,), (b,)) for a in (0, -2) for b in (0, -2))  # contracting_dims that contract the rows
 
 
 class GemmPrimitive(BasePrimitive):
@@ -132,11 +144,14 @@ def grouped_gemm(
 ) -> Array:
     """Return the product [M, N] of the rows of group g of lhs [M, K] and rhs[g] [K, N] (+ bias[g]).
 
+    With contracting_dims=((0,), (0,)), return one matrix per group [G, K, N]: the rows of group g of lhs [M, K],
+    transposed, times those of rhs [M, N]. This is the gradient of the matrices of the other product.
+
     Args:
         lhs: Rows in groups: an array, a grouped quantized tensor or a GroupedNoScaleTensor.
-        rhs: One matrix per group [G, K, N]: an array or a grouped quantized tensor.
+        rhs: One matrix per group [G, K, N], or rows in groups: an array or a grouped quantized tensor.
         group_sizes: Rows per group, int32 [G]; None uses the sizes that lhs holds.
-        contracting_dims: As in `grouped_dense`, as are the following arguments.
+        contracting_dims: ((0,), (0,)), or as in `grouped_dense`, as are the following arguments.
         bias: Bias [G, N], or None.
         precision: Has no effect; partial sums are float32.
         preferred_element_type: dtype of the result; None means lhs's.
@@ -153,6 +168,14 @@ def grouped_gemm(
             raise ValueError(
                 f"group_sizes=None and lhs={described(lhs)} holds no sizes; pass the rows per group as int32 [G]"
             )
+    check_axis_pairs("contracting_dims", contracting_dims)
+    if tuple(tuple(side) for side in contracting_dims) in _OF_ROWS:
+        if bias is not None or group_offset is not None:
+            raise ValueError(
+                f"contracting_dims={contracting_dims} contracts the rows, which supports neither bias="
+                f"{described(bias)} nor group_offset={described(group_offset)}; pass None for both"
+            )
+        return _contracted_rows(lhs, rhs, group_sizes, preferred_element_type, quantizer_set)
     lhs, rhs = (x.dequantize() if isinstance(x, AbstractBaseTensor) else x for x in (lhs, rhs))
     return grouped_dense(
         lhs,
@@ -165,6 +188,31 @@ def grouped_gemm(
         group_offset,
         quantizer_set,
     )
+
+
+def _contracted_rows(
+    lhs: Any, rhs: Any, group_sizes: Array, dtype: Any, quantizer_set: QuantizerSet
+) -> Array:
+    """Return [G, K, N] in dtype (None: lhs's): the rows of group g of lhs [M, K], transposed, times those of rhs."""
+    check_instance("quantizer_set", quantizer_set, QuantizerSet)
+    values: list[Array] = []
+    for name, operand, quantizer in (("lhs", lhs, quantizer_set.x), ("rhs", rhs, quantizer_set.kernel)):
+        if quantizer is not None and not isinstance(operand, AbstractBaseTensor):
+            check_instance(f"quantizer_set.{name}", quantizer, GroupedQuantizer)
+            operand = quantizer.quantize(operand, group_sizes=group_sizes)
+        # The contraction over rows reads the codes of the columns.
+        columns = operand.colwise_tensor if isinstance(operand, ScaledTensor2x) else operand
+        value = columns.dequantize() if isinstance(columns, AbstractBaseTensor) else columns
+        check_values(name, value)
+        values.append(value)
+    a, b = values
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[0]:
+        raise ValueError(
+            f"lhs has shape {a.shape} and rhs {b.shape}; contraction of the rows requires [M, K] and [M, N]"
+        )
+    check_sizes("group_sizes", group_sizes, None, a.shape[0])
+    dtype = a.dtype if dtype is None else check_floating("preferred_element_type", dtype)
+    return grouped_contraction(a, b.astype(a.dtype), group_sizes.astype(jnp.int32), dtype)
 
 
 def grouped_gemm_copy_group_sizes(group_sizes: Array, num_gemms: int) -> Array:

@@ -169,14 +169,10 @@ class MultiHeadAttention(nn.Module):
             score_mod_bprop_tensors=score_mod_bprop_tensors,
         )  # fmt: skip
         attended = attended.reshape(*attended.shape[:2], self.num_attention_heads * self.head_dim)
+        adapted = _canonicalize_lora_scope(self.low_rank_adaptation_scope).output_proj
         out = self._dense(
-            "out",
-            inputs_q.shape[-1],
-            self.kernel_init,
-            (W_TP_AXES, W_FSDP_AXES),
-            (W_NO_SHARD_AXES,),
-            _canonicalize_lora_scope(self.low_rank_adaptation_scope).output_proj,
-        )(attended)
+            "out", inputs_q.shape[-1], self.kernel_init, (W_TP_AXES, W_FSDP_AXES), (W_NO_SHARD_AXES,), adapted
+        )(attended)  # fmt: skip
         out = checkpoint_name(out, "out_proj")
         return out, normalized if self.return_layernorm_output else None
 
