@@ -19,7 +19,7 @@ X = np.linspace(-2.0, 2.0, 12, dtype=np.float32).reshape(3, 4)
 
 @dataclass(frozen=True)
 class Branch:
-    """(x, count) -> (sin(factor * x), x + count); `traced` lists the factors of the calls."""
+    """(x, count) -> (sin(factor * x), x + count); CALLS[traced] lists the factors of the calls."""
 
     factor: float
     traced: str
@@ -29,12 +29,8 @@ class Branch:
         return jnp.sin(self.factor * x), x + count
 
 
-@dataclass(frozen=True)
-class Sine:
+class Sine(Branch):
     """(x, scale int32) -> sin(factor * scale * x)."""
-
-    factor: float
-    traced: str
 
     def __call__(self, x, scale):
         CALLS[self.traced].append(self.factor)
@@ -46,7 +42,7 @@ COUNT = np.int32(2)
 
 
 def branches(kind, test: str):
-    """(cuda, default) of a test; the calls of earlier tests are not counted."""
+    """Return the branches (cuda, default) of a test, with empty lists of calls."""
     CALLS[test + " cuda"], CALLS[test + " cpu"] = [], []
     return kind(3.0, test + " cuda"), kind(2.0, test + " cpu")
 
