@@ -201,13 +201,14 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Array, Array, Array, KeyValueCache | None]:
         """Return rotated query, key and value with an axis of heads, and the cache of a decoding module."""
         transposed = bool(self.transpose_batch_sequence)
-        joint = isinstance(projections, Array)
-        if joint and self.enable_rotary_pos_emb and not decode:
+        if isinstance(projections, Array) and self.enable_rotary_pos_emb and not decode:
             return *rotated_packed(
                 projections, self.num_attention_heads, self.rotary_pos_emb_windows, transposed,
                 self.rotary_pos_emb_group_method,
             ), None  # fmt: skip
-        query, key, value = (projections[..., i, :] for i in range(3)) if joint else projections
+        if isinstance(projections, Array):
+            projections = projections[..., 0, :], projections[..., 1, :], projections[..., 2, :]
+        query, key, value = projections
         query = query.reshape(*query.shape[:2], self.num_attention_heads, self.head_dim)
         key, value = (x.reshape(*x.shape[:2], self._groups, self.head_dim) for x in (key, value))
         cache = KeyValueCache.of(self, key, value, 0 if transposed else 1) if decode else None
