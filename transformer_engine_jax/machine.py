@@ -43,7 +43,7 @@ def get_cgemm_num_max_streams() -> int:
 
 
 def registrations() -> dict[str, Any]:
-    """Return the foreign functions for jax.ffi by name: an empty dict, since kernels are compiled at run time."""
+    """Return a dict of the foreign functions for jax.ffi: empty, since kernels are compiled at run time."""
     return {}
 
 

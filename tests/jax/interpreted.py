@@ -1,7 +1,7 @@
 """A pytest plugin: with TRITON_INTERPRET=1 tests of kernels on a GPU run on the CPU, in Triton's repaired interpreter.
 
 Programs run operation by operation, where a platform is chosen it is CUDA, and the call that XLA would make is made
-here: operands, then results, in the order of the kernel's pointers; results behind them are what was written in place.
+here: operands, then results, in the order of the kernel's pointers; then the operands written in place.
 """
 
 from __future__ import annotations

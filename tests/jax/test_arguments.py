@@ -186,11 +186,11 @@ REFUSED = {
         ),
     ),
     "one timescale": (
-        r"windows=\(10,\); give the timescales",
+        r"windows=\(10,\); pass the timescales",
         lambda: rotary_pos_emb(ones(1, 2, 1, 4), (10,), False),  # pyright: ignore[reportArgumentType]
     ),
     "distances without a logarithm": (
-        "max_distance=8 and 16 buckets a direction, 8 of which hold one distance each",
+        "max_distance=8 and 16 buckets per direction, 8 of which hold one distance each",
         lambda: te_flax.RelativePositionBiases(32, 8, 2).init(jax.random.key(0), 4, 4),
     ),
 }  # fmt: skip

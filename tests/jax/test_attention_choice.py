@@ -1,4 +1,4 @@
-"""Who takes an attention, on a CPU and on an H200: somebody does in every case, and all others say why not."""
+"""Backends of attention on a CPU and an H200: one supports every case, and the others return a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts, margins, states and specs beyond what can be computed are refused by name; numbers of any library are not."""
+"""Counts, margins, states and specs outside their range raise errors; numbers of any library are accepted."""
 
 from __future__ import annotations
 

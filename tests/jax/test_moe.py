@@ -291,7 +291,7 @@ def test_top_elements_of_rows():
             r"give \[T, H\]",
         ),
         (lambda: ep.ep_bootstrap(3, 0, 8, 4, 4, 4), ValueError, "does not divide num_experts"),
-        (lambda: ep.ep_bootstrap(2, 2, 8, 4, 4, 4), ValueError, "give one from 0 to 1"),
+        (lambda: ep.ep_bootstrap(2, 2, 8, 4, 4, 4), ValueError, "pass an integer from 0 to 1"),
         (lambda: ep.ep_bootstrap(2, 0, 8, 4, 4, 4, jnp.int32), TypeError, "max_token_dtype"),
     ],
 )

@@ -48,7 +48,7 @@ COUNT = np.int32(2)
 
 
 def branches(kind, test: str):
-    """(cuda, default) of a test; the calls of earlier tests are not counted."""
+    """Return the branches (cuda, default) of a test, with empty lists of calls."""
     CALLS[test + " cuda"], CALLS[test + " cpu"] = [], []
     return kind(3.0, test + " cuda"), kind(2.0, test + " cpu")
 

@@ -66,7 +66,7 @@ def test_explicit_axes_that_cut_an_input_are_warned_of(kind):
         for _ in range(2):
             jax.eval_shape(lambda x: layer.init(jax.random.key(0), x), x)
     told = [str(one.message) for one in said if "of the type Explicit" in str(one.message)]
-    first = [text for text in told if text.startswith("inputs is cut over the axes dp of a mesh")]
+    first = [text for text in told if text.startswith("inputs is sharded over the axes dp of a mesh")]
     assert len(first) == (kind is AxisType.Explicit) and bool(told) == bool(first), told
 
 

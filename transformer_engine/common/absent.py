@@ -112,19 +112,19 @@ ABSENT = {
 
 def sentence(name: str) -> str:
     """Return the error message for an absent dotted name: the reason and the replacement."""
-    words = _words(name)
-    if words is not None:
-        return f"{name} is not in this package, {__version__}: {words}"
+    reason = _reason_for(name)
+    if reason is not None:
+        return f"{name} is not in this package, {__version__}: {reason}"
     place, _, last = name.rpartition(".")
-    near = _near(place, last)
+    near = _closest_name(place, last)
     suggestion = f"did you mean {near!r}? " if near else ""
     return (
-        f"{place} has no {last!r} in this package, {__version__}; {suggestion}docs/support.md lists what is "
-        f"supported, and dir({place}) the names"
+        f"{place} has no {last!r} in this package, {__version__}; {suggestion}docs/support.md lists the supported "
+        f"features, and dir({place}) the names"
     )
 
 
-def _near(place: str, name: str) -> str | None:
+def _closest_name(place: str, name: str) -> str | None:
     """Return the public name of a loaded module with the closest spelling, or None."""
     module = sys.modules.get(place)
     public = [] if module is None else [known for known in dir(module) if not known.startswith("_")]
@@ -133,7 +133,7 @@ def _near(place: str, name: str) -> str | None:
     return close[0] if close else None
 
 
-def _words(name: str) -> str | None:
+def _reason_for(name: str) -> str | None:
     """Return the text of the row that covers a name, or of a row of the same framework with the same last part."""
     for start, words in ABSENT.items():
         if f"{name}.".startswith(f"{start}.") or fnmatchcase(name, start):
@@ -162,20 +162,20 @@ def getter(module: str, late: Mapping[str, Callable[[], Any]] | None = None) -> 
     late = late or {}
 
     def __getattr__(name: str) -> Any:
-        return late[name]() if name in late else _refuse(module, name, _imports(sys._getframe(1)))
+        return late[name]() if name in late else _raise_missing(module, name, _imports(sys._getframe(1)))
 
     return __getattr__
 
 
-def _refuse(module: str, name: str, imported: bool) -> NoReturn:
+def _raise_missing(module: str, name: str, imported: bool) -> NoReturn:
     """Raise ImportError for an import statement and AttributeError for any other look-up."""
     here = sys.modules.get(module)
     if name.startswith("__"):  # looked up in every module by Python and its tools
         raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name, obj=here)
-    words = sentence(f"{module}.{name}")
+    message = sentence(f"{module}.{name}")
     if imported:
-        raise ImportError(words, name=module, path=getattr(here, "__file__", None))
-    raise AttributeError(words, name=name, obj=here)
+        raise ImportError(message, name=module, path=getattr(here, "__file__", None))
+    raise AttributeError(message, name=name, obj=here)
 
 
 def _imports(frame: Any) -> bool:

@@ -1,15 +1,15 @@
-"""Choosing a backend: the first row of a table that gives no reason to refuse a request, bound to it once.
+"""Choice of a backend: the first backend of a table that supports a request is bound to the request once.
 
-Every operation has one `Table`. A request is a hashable record of facts (features, extents, dtypes, the device),
-never of a tensor's values. A backend says what it can in three steps: `takes`, the features it knows; `refuses`, which
-reads the request and the hardware and plans nothing; `bind`, which plans and answers what computes such requests. The
-table serves the choice, the error when nothing fits, and `explain`, so the reasons shown are the reasons used; it alone
-remembers, forces, observes, and hands a tracing compiler the operator that it does not look into.
+Every operation has one `Table`. A request is a hashable record of properties (features, extents, dtypes, the device),
+never of a tensor's values. A backend declares the features that it supports (`takes`), returns the reason why it does
+not support a request (`refuses`, which reads the request and the hardware), and returns a callable that computes equal
+requests (`bind`). The table selects the backend, reports all reasons if none supports the request, and explains the
+choice from the same reasons. The table alone caches, forces, observes, and registers operators of tracing compilers.
 
     SUMS: Table[SumsRequest] = Table("column_sums", (triton, reference), describe=SumsRequest, operator=...)
     SUMS.bound((x.shape, x.dtype, dtype, x.device))(x)
 
-A table of ways to go, whose rows bind nothing, is asked by `choose`.
+`Table.choose` returns the name of the backend for tables whose backends have no `bind`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Request = TypeVar("Request")
 
 
 class Unsupported(RuntimeError):
-    """No backend takes a request; the message holds every backend's reason."""
+    """No backend supports a request; the message contains the reason of every backend."""
 
 
 class Refusal(NamedTuple):
-    """What `bind` answers where planning, of a library for example, has shown that it cannot be done."""
+    """Result of `bind` if planning, for example by a library, shows that the request is unsupported."""
 
     reason: str
 
 
 def takes_all(request: Any) -> None:
-    """The `refuses` of a backend that takes every request of features that it knows."""
+    """The `refuses` of a backend that supports all requests with the features that it declares."""
     return None
 
 
@@ -44,13 +44,14 @@ def takes_all(request: Any) -> None:
 class Backend(Generic[Request]):
     """One implementation of an operation.
 
-    takes     the features it knows; a request whose `features` hold another one is refused by that one's name
-    refuses   why it does not take a request, None if it does: extents, alignment, the hardware, a missing library
-    bind      plans for a request: a callable of tensors that computes it and all equal ones, or a Refusal;
-              None in a table of ways to go, see `Table.choose`
-    opaque    a tracing compiler does not look into what bind answers, but calls the table's operator
-    varies    why two runs on one machine may differ in bits, for example sums in the order in which threads arrive;
-              None: they do not. Where repeatable results are demanded, such a backend refuses by this sentence
+    Attributes:
+        name: Name in `use_backend` and in explanations.
+        takes: Supported features; a request with any other feature is unsupported.
+        refuses: request -> reason why it is unsupported (extents, alignment, hardware, a missing library), or None.
+        bind: request -> callable of tensors that computes equal requests, or a Refusal. None with `Table.choose`.
+        opaque: Whether a tracing compiler calls the operator of the table instead of tracing the bound callable.
+        varies: Reason why the bits of results may vary between runs, for example atomic sums, or None. Such a backend
+            is unsupported if repeatable results are required.
     """
 
     name: str
@@ -61,7 +62,7 @@ class Backend(Generic[Request]):
     varies: str | None = None
 
     def refusal(self, request: Request) -> str | None:
-        """The first feature that the backend does not know, else what `refuses` says."""
+        """Return the reason why the request is unsupported, before planning, or None."""
         for feature in getattr(request, "features", ()):
             if feature not in self.takes:
                 return f"it does not know {feature}"
@@ -71,10 +72,11 @@ class Backend(Generic[Request]):
 
 
 class Operator(NamedTuple):
-    """An operation on tensors as a compiler sees it.
+    """An operation as a compiler traces it.
 
-    call      computes; takes what the callables that backends bind take
-    results   makes room for what call returns, and computes nothing
+    Attributes:
+        call: Computes the operation, with the arguments of the bound callables.
+        results: Allocates results of the same shapes and dtypes without computing them.
     """
 
     call: Callable[..., Any]
@@ -83,7 +85,7 @@ class Operator(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """One line of an explanation: the backend, and why not (None: it would be used)."""
+    """One line of an explanation: a backend, the reason why it is not used, or None, and whether it is used."""
 
     backend: str
     refusal: str | None
@@ -93,11 +95,11 @@ class Verdict:
 _forced: dict[str, str] = {}
 _observers: list[Callable[[str, Any], None]] = []
 _binders: list[Callable[[Any, Any], Callable[..., Any]]] = []
-# One entry for everything above that is in force, so that a warm call asks once.
+# One entry for each active item of the lists above, so that a cached call checks one list.
 disturbances: list[str] = []
-LATER = "an earlier backend takes the request"  # the refusal of a backend that could have taken it
-BOUND = "bound"  # the name of what answers in place of every backend
-_REMEMBERED = 1 << 14  # keys, and requests, that a table keeps the answers of
+LATER = "an earlier backend takes the request"  # reason for the supported backends after the chosen one
+BOUND = "bound"  # name of the function that replaces all backends within `binding`
+_REMEMBERED = 1 << 14  # entries per cache of a table
 
 
 def _never() -> bool:
@@ -108,7 +110,7 @@ _tracing: Callable[[], bool] = _never
 
 
 def trace_when(tracing: Callable[[], bool]) -> None:
-    """Ask tracing() whether a compiler is looking on; a framework with such a compiler says so once."""
+    """Set the function that returns whether a compiler is tracing; a framework calls this once."""
     global _tracing
     _tracing = tracing
 
@@ -117,7 +119,7 @@ _demands_repeatable: Callable[[], bool] = _never
 
 
 def repeatable_when(demanded: Callable[[], bool]) -> None:
-    """Ask demanded() whether results have to have the same bits in every run; a framework says so once."""
+    """Set the function that returns whether results must repeat bit for bit; a framework calls this once."""
     global _demands_repeatable
     _demands_repeatable = demanded
 
@@ -125,10 +127,13 @@ def repeatable_when(demanded: Callable[[], bool]) -> None:
 class Table(Generic[Request]):
     """The backends of one operation, in order of preference.
 
-    describe   (*key) -> the request that a key stands for; a key is a tuple, cheap to make, of all that it depends on;
-               None where requests are handed over as they are, to `bind`
-    order      the names of the backends in the order in which one request prefers them; default: as listed
-    operator   of a request: what a compiler sees in place of opaque backends
+    Args:
+        operation: Name of the operation.
+        backends: Backends, the preferred first.
+        describe: (*key) -> request of a key, a tuple of all values that the request depends on. None if callers pass
+            requests to `bind`.
+        order: request -> names of the backends in order of preference; by default the order of the list.
+        operator: request -> operator that a compiler calls instead of opaque backends.
     """
 
     def __init__(
@@ -149,13 +154,13 @@ class Table(Generic[Request]):
             _plan, _REMEMBERED, self
         )
         self._names: Memory[tuple[Any, ...], str] = Memory(_name, _REMEMBERED, self)
-        # Of a table without such a backend no answer depends on what is demanded.
+        # Only tables with such a backend depend on whether repeatable results are required.
         self._may_vary = any(backend.varies is not None for backend in self.backends)
         self._remembers_repeatable = False
         tables[operation] = self
 
     def candidates(self, request: Request) -> tuple[Backend[Request], ...]:
-        """The backends in the order in which the request prefers them."""
+        """Return the backends in the order of preference of a request."""
         if self.order is None:
             return self.backends
         return tuple(self.named(name) for name in self.order(request))
@@ -164,19 +169,17 @@ class Table(Generic[Request]):
         return tuple(backend.name for backend in self.backends)
 
     def named(self, name: str) -> Backend[Request]:
-        """The backend called name; ValueError lists the names there are."""
+        """Return a backend by name; raise ValueError, which lists the names, if it does not exist."""
         for backend in self.backends:
             if backend.name == name:
                 return backend
         raise ValueError(f"{self.operation} has no backend {name!r}; choose one of {', '.join(self.names())}")
 
-    # What operations call.
-
     def bound(self, key: tuple[Any, ...]) -> Callable[..., Any]:
-        """What computes the request that key stands for, and every other one with an equal key: one look-up when warm.
+        """Return the callable that computes the request of a key; one cache look-up for a known key.
 
-        While a backend is forced or somebody observes, each call is judged anew. Raises Unsupported when every backend
-        refuses, or the forced one.
+        While a backend is forced or a callback observes, every call chooses again. Raises Unsupported if no backend,
+        or not the forced one, supports the request.
         """
         if _tracing():
             return self._traced(self.described(key))
@@ -185,34 +188,31 @@ class Table(Generic[Request]):
         return self.bind(self.described(key)) if disturbances else self._bound[key]
 
     def bound_in_eager_mode(self, key: tuple[Any, ...]) -> Callable[..., Any]:
-        """bound(key), for a caller that has asked whether a compiler is tracing."""
+        """Return bound(key), for a caller that knows that no compiler is tracing."""
         return self.bind(self.described(key)) if disturbances else self._bound[key]
 
     def described(self, key: tuple[Any, ...]) -> Request:
-        """The request that a key stands for."""
+        """Return the request of a key."""
         assert self.describe is not None
         return self.describe(*key)
 
     def bind(self, request: Request) -> Callable[..., Any]:
-        """bound(key) for whoever holds the request itself."""
+        """Return the callable for a request, without the cache of keys; see `bound`."""
         self.report(lambda: request)
         if _binders:
             return _binders[-1](self, request)
         return self._first(self._asked(request), request)
 
     def name_of(self, key: tuple[Any, ...]) -> str:
-        """The backend that bound(key) would ask first, which nothing is planned for and observers do not hear of.
-
-        For an operation that does the work of this one's backend within a kernel of its own.
-        """
+        """Return the name of the first supported backend, for kernels that include its work; observers not notified."""
         if self._may_vary:
             self._remember_what_is_demanded()
         return self.chosen(self.described(key)) if disturbances or _tracing() else self._names[key]
 
     def choose(self, key: tuple[Any, ...]) -> str:
-        """The row that takes the request of a key, in a table of ways to go, whose rows bind nothing; observers hear.
+        """Return the name of the first backend that supports the request of a key, and notify observers.
 
-        Raises Unsupported as `bound` does.
+        For tables whose backends have no `bind`. Raises Unsupported as `bound` does.
         """
         if self._may_vary:
             self._remember_what_is_demanded()
@@ -223,73 +223,60 @@ class Table(Generic[Request]):
         return self._taker(self._asked(request), request).name
 
     def chosen(self, request: Request) -> str:
-        """The backend that takes the request, as far as is known without planning; observers do not hear of it."""
+        """Return the name of the backend of a request, without planning or notifying observers."""
         if _binders:
             return BOUND
         return self._taker(self._asked(request), request).name
 
     def first(self, request: Request, without: frozenset[str] = frozenset()) -> Callable[..., Any]:
-        """Return what computes the request by the first backend that supports it; observers are not notified.
+        """Return the callable of the first backend that supports a request, without notifying observers.
 
-        For a platform other than this machine's, where no backend is forced.
-
-        Args:
-            request: The request.
-            without: Names of backends to leave out.
-
-        Raises:
-            Unsupported: No other backend supports the request.
+        For a platform other than this machine's, where no backend is forced. Excludes the backends named in
+        `without`; raises Unsupported if no other backend supports the request.
         """
         backends = (backend for backend in self.candidates(request) if backend.name not in without)
         return self._first(tuple(backends), request)
 
     def forget(self) -> None:
-        """Remember nothing of earlier requests: for measurements, and tests that change what requests depend on.
-
-        Nor do layers, whose specs hold plans and lines of earlier requests: their keys have the generation.
-        """
+        """Clear the caches, and by `env.renew` those of layers, after changes that keys do not contain."""
         for memory in (self._bound, self._plans, self._names):
             memory.clear()
         env.renew()
 
     def report(self, describe: Callable[[], Request]) -> None:
-        """Tell observers of describe(): `bind` does, and whoever does the work of a backend's within another kernel."""
+        """Notify observers of the request describe(); also for kernels that include the work of a backend."""
         for see in _observers:
             see(self.operation, describe())
 
     def explain(self, request: Request) -> list[Verdict]:
-        """Every backend with its refusal, and which one takes the request. Plans nothing: what planning has refused
-        before is known, what it would refuse is not."""
+        """Return a verdict for every backend. Nothing is planned; failures of earlier planning are included."""
         forced = _forced.get(self.operation)
         verdicts: list[Verdict] = []
-        found = False
         for backend in self.candidates(request):
             refusal = self._refusal(backend, request)
             if refusal is None and forced is not None and backend.name != forced:
                 refusal = f"use_backend({self.operation}={forced!r}) is in force"
+            found = any(verdict.chosen for verdict in verdicts)
             chosen = refusal is None and not found
             if refusal is None and found:
                 refusal = LATER
-            found = found or chosen
             verdicts.append(Verdict(backend.name, refusal, chosen))
         return verdicts
 
     def _remember_what_is_demanded(self) -> None:
-        """Answers of when repeatable results were demanded are none of when they are not."""
+        """Clear the caches if the requirement of repeatable results has changed."""
         demanded = _demands_repeatable()
         if demanded is not self._remembers_repeatable:
             self._remembers_repeatable = demanded
             self.forget()
 
-    # How they are answered.
-
     def _asked(self, request: Request) -> tuple[Backend[Request], ...]:
-        """The backends that may take the request: all, or the one that is forced."""
+        """Return the candidates of a request: all backends, or the forced one."""
         forced = _forced.get(self.operation)
         return self.candidates(request) if forced is None else (self.named(forced),)
 
     def _first(self, backends: tuple[Backend[Request], ...], request: Request) -> Callable[..., Any]:
-        """The plan of the first of these backends that has one."""
+        """Return the callable of the first of these backends that supports the request."""
         for backend in backends:
             if backend.refusal(request) is None:
                 call = self._plans[backend.name, request]
@@ -298,25 +285,25 @@ class Table(Generic[Request]):
         raise self._unsupported(request)
 
     def _taker(self, backends: tuple[Backend[Request], ...], request: Request) -> Backend[Request]:
-        """The first of these backends that takes the request, as far as is known without planning."""
+        """Return the first of these backends that supports the request, without planning."""
         for backend in backends:
             if self._refusal(backend, request) is None:
                 return backend
         raise self._unsupported(request)
 
     def _traced(self, request: Request) -> Callable[..., Any]:
-        """Nothing is remembered, extents may be symbols; an opaque backend plans when its operator is called."""
+        """Return the callable for a tracing compiler. Nothing is cached, since extents may be symbolic."""
         backend = self._taker(self._asked(request), request)
         if backend.opaque:
             assert self.operator is not None
             return self.operator(request).call
         assert backend.bind is not None
         call = backend.bind(request)
-        assert not isinstance(call, Refusal), "what may refuse while it plans is opaque"
+        assert not isinstance(call, Refusal), "a backend whose planning may fail is opaque"
         return call
 
     def _refusal(self, backend: Backend[Request], request: Request) -> str | None:
-        """What the backend says before it plans, else what it said when it planned."""
+        """Return the reason before planning, or the reason of a planning failure in the cache, or None."""
         reason = backend.refusal(request)
         if reason is None and not _tracing():
             known = self._plans.get((backend.name, request))
@@ -329,13 +316,13 @@ class Table(Generic[Request]):
             return Unsupported(
                 f"{self.operation}: backend {forced!r} was asked for but refuses: "
                 f"{self._refusal(self.named(forced), request)}; "
-                f"drop use_backend({self.operation}={forced!r}) to let another be chosen"
+                f"remove use_backend({self.operation}={forced!r}) to choose another backend"
             )
         reasons = "; ".join(f"{b.name}: {self._refusal(b, request)}" for b in self.candidates(request))
         return Unsupported(f"no backend of {self.operation} takes this request ({reasons})")
 
 
-# What a table remembers is that of nobody forcing anything: another thread may begin to while it is found out.
+# The functions below fill the caches, which ignore forced backends even if another thread forces one meanwhile.
 
 
 def _bind_key(table: Table[Any], key: tuple[Any, ...]) -> Callable[..., Any]:
@@ -346,7 +333,7 @@ def _bind_key(table: Table[Any], key: tuple[Any, ...]) -> Callable[..., Any]:
 def _plan(table: Table[Any], key: tuple[str, Any]) -> Callable[..., Any] | Refusal:
     name, request = key
     bind = table.named(name).bind
-    assert bind is not None, "a table of ways to go binds nothing"
+    assert bind is not None, "a backend without bind is for Table.choose"
     return bind(request)
 
 
@@ -359,18 +346,18 @@ tables: dict[str, Table[Any]] = {}
 
 
 def undisturbed() -> bool:
-    """Is nobody forcing backends or observing requests, so that an earlier choice may be used again?"""
+    """Return whether cached choices apply: no backend is forced and no callback observes or binds."""
     return not disturbances
 
 
 def forced(operation: str) -> str | None:
-    """The backend that somebody has chosen for an operation."""
+    """Return the name of the forced backend of an operation, or None."""
     return _forced.get(operation)
 
 
 @contextmanager
 def observing(see: Callable[[str, Any], None]) -> Iterator[None]:
-    """Call see(operation, request) for every request that a table is asked to choose for."""
+    """Call see(operation, request) for every request whose backend is chosen within this block."""
     _observers.append(see)
     disturbances.append("observing")
     try:
@@ -382,7 +369,7 @@ def observing(see: Callable[[str, Any], None]) -> Iterator[None]:
 
 @contextmanager
 def binding(bind: Callable[[Table[Any], Any], Callable[..., Any]]) -> Iterator[None]:
-    """Let bind(table, request) answer for every backend: for runs that compute nothing. Nothing of it is remembered."""
+    """Replace all backends by bind(table, request) within this block, without caching: for dry runs."""
     _binders.append(bind)
     disturbances.append("binding")
     try:

@@ -136,13 +136,15 @@ def ep_bootstrap(
     whole("max_num_sms", max_num_sms, 0)
     switch("drop_on_overflow", drop_on_overflow)
     if not 0 <= rank < world_size:
-        raise ValueError(f"rank={rank} of world_size={world_size}; give one from 0 to {world_size - 1}")
+        raise ValueError(
+            f"rank={rank} of world_size={world_size}; pass an integer from 0 to {world_size - 1}"
+        )
     if num_experts % world_size:
         raise ValueError(
             f"world_size={world_size} does not divide num_experts={num_experts}; choose a multiple of world_size"
         )
     if check_dtype("max_token_dtype", max_token_dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise TypeError(f"max_token_dtype={described(max_token_dtype)}; give float32, bfloat16 or float16")
+        raise TypeError(f"max_token_dtype={described(max_token_dtype)}; pass float32, bfloat16 or float16")
     global _bootstrap
     if _bootstrap is not None:
         raise RuntimeError(f"ep_bootstrap was called with {_bootstrap.limits}; call ep_finalize first")
@@ -186,8 +188,8 @@ def ep_dispatch(
         RuntimeError: cfg is an EpLayerConfig and ep_bootstrap was not called.
     """
     placement = _placement(cfg)
-    align_size = 1
     _check_arrays(topk_idx, tokens, topk_weights)
+    align_size = 1
     if isinstance(cfg, EpLayerConfig):
         align_size = max(1, cfg.dispatch_output_per_expert_alignment)
         if topk_idx.shape[1] != cfg.top_k:
@@ -252,8 +254,8 @@ def dispatched(
     weights = jnp.zeros(filled, topk_weights.dtype).at[sent.ravel()].set(topk_weights.ravel(), mode="drop")
     rows = jnp.asarray(tokens).at[source].get(mode="fill", fill_value=0)
     sizes = _sizes_of(device, slots, cfg)
-    rows, weights = (_exchanged(x, sizes, 0, cfg) for x in (rows, weights))
-    local = _exchanged(local, sizes, cfg.local_experts, cfg)
+    rows, weights = (_exchange(x, sizes, 0, cfg) for x in (rows, weights))
+    local = _exchange(local, sizes, cfg.local_experts, cfg)
     counts = jnp.bincount(local, length=cfg.local_experts + 1).astype(jnp.int32)
     padded = aligned(counts, align_size)
     order = jnp.argsort(local, stable=True)
@@ -309,17 +311,17 @@ def ep_combine(
             f"{handle_mem.sent.shape[0]}"
         )
     valid = jnp.arange(expert_out.shape[0]) < token_counts.sum()
-    found = returned(placement, handle_mem, jnp.where(valid[:, None], expert_out, 0))
+    outputs = returned(placement, handle_mem, jnp.where(valid[:, None], expert_out, 0))
     return with_sharding_constraint(
-        found.astype(jnp.float32).sum(axis=1).astype(expert_out.dtype), out_sharding
+        outputs.astype(jnp.float32).sum(axis=1).astype(expert_out.dtype), out_sharding
     )
 
 
 def returned(cfg: EpConfig, handle: EpHandle, expert_out: Array) -> Array:
     """Return the experts' outputs [T, k, H] in the order of the tokens' choices; zeros for choices not sent."""
-    made = expert_out.at[handle.arrived].get(mode="fill", fill_value=0)
-    back = _exchanged(made, handle.sizes[::-1], 0, cfg)
-    return back.at[handle.sent].get(mode="fill", fill_value=0)
+    slots = expert_out.at[handle.arrived].get(mode="fill", fill_value=0)
+    received = _exchange(slots, handle.sizes[::-1], 0, cfg)
+    return received.at[handle.sent].get(mode="fill", fill_value=0)
 
 
 def _sizes_of(device: Array, slots: int, cfg: EpConfig) -> Array:
@@ -330,7 +332,7 @@ def _sizes_of(device: Array, slots: int, cfg: EpConfig) -> Array:
     return jnp.stack((out, back))
 
 
-def _exchanged(x: Array, sizes: Array, empty: int, cfg: EpConfig) -> Array:
+def _exchange(x: Array, sizes: Array, empty: int, cfg: EpConfig) -> Array:
     """Exchange slots [devices * slots, ...] between devices; block d of the input is sent to device d.
 
     sizes is int32 [2, devices], the filled slots of each sent and received block. All other slots hold `empty`.

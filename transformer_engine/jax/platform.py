@@ -1,6 +1,6 @@
-"""What JAX runs on: the only module that asks it for hardware, versions of libraries and XLA's flags.
+"""Hardware, library versions and flags of XLA; the only module that queries them from JAX.
 
-Nothing here is asked at import: the first question starts JAX's backends.
+Importing the module queries nothing, because the first query initializes the backends of JAX.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from packaging.version import Version
 from ..common import env
 from ..common.checks import whole
 
-WITHOUT_GPU = 90  # the compute capability whose rules hold on a CPU, where everything is emulated
+WITHOUT_GPU = 90  # compute capability whose rules apply on a CPU, which emulates all formats
 
 
 @functools.cache
@@ -27,7 +27,7 @@ def _gpus() -> tuple[Any, ...]:
 
 
 def has_gpu() -> bool:
-    """Does JAX compute on a GPU by default?"""
+    """Return whether JAX computes on a GPU by default."""
     return bool(_gpus())
 
 
@@ -49,13 +49,13 @@ def compute_capability(gpu_id: int = 0) -> int:
 
 
 def is_emulating() -> bool:
-    """Is a format that the hardware lacks computed by the reference? By TE_EMULATE; unset: where there is no GPU."""
-    asked = env.get("TE_EMULATE")
-    return not has_gpu() if asked is None else bool(asked)
+    """Return whether the reference computes formats that the hardware lacks: TE_EMULATE, or True without a GPU."""
+    setting = env.get("TE_EMULATE")
+    return not has_gpu() if setting is None else bool(setting)
 
 
 def xla_flag(name: str) -> str | None:
-    """The value of --name in XLA_FLAGS, "true" for one without a value; None where it is not set."""
+    """Return the value of --name in XLA_FLAGS, "true" for a flag without a value; None if the flag is not set."""
     found = None
     for flag in os.environ.get("XLA_FLAGS", "").split():
         key, _, value = flag.lstrip("-").partition("=")
@@ -72,19 +72,25 @@ _LIBRARIES = {
 
 
 def library_version(name: str) -> int:
-    """The number of CUDA, cuDNN or cuBLAS as XLA uses them, 0 without a GPU; cudnn_frontend: of the Python package."""
+    """Return the version of a library as an integer.
+
+    Args:
+        name: "cuda", "cudnn" or "cublas" for the library that XLA uses, or "cudnn_frontend" for the Python package.
+
+    Returns:
+        The number in the library's own format; 0 without a GPU, or if the Python package is not installed.
+    """
     if name == "cudnn_frontend":
         return _frontend_version()
     if not has_gpu():
         return 0
-    versions: Any = importlib.import_module(
-        "jax._src.lib"
-    ).cuda_versions  # private: jax has no other door to them
+    # A private module, since jax has no public function for these versions.
+    versions: Any = importlib.import_module("jax._src.lib").cuda_versions
     return int(getattr(versions, _LIBRARIES[name])())
 
 
 def _frontend_version() -> int:
-    """10000 major + 100 minor + patch."""
+    """Return 10000 * major + 100 * minor + patch of nvidia-cudnn-frontend, or 0 if it is not installed."""
     try:
         numbers = Version(version("nvidia-cudnn-frontend")).release
     except PackageNotFoundError:
@@ -95,18 +101,18 @@ def _frontend_version() -> int:
 
 @dataclass(frozen=True)
 class Processors:
-    """Multiprocessors of a GPU, and the bytes of shared memory that one program may have."""
+    """Number of multiprocessors of a GPU, and bytes of shared memory that one program may use."""
 
     count: int
     shared_memory: int
 
 
 _SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376}
-_H100 = 132  # multiprocessors that programs are planned for on a machine without a GPU
+_H100 = 132  # multiprocessors; used to plan programs on a machine without a GPU
 
 
 def processors() -> Processors:
-    """Of the first GPU; on a CPU those of an H100, for programs that are lowered for CUDA there."""
+    """Return the processors of the first GPU; on a CPU those of an H100, for programs lowered for CUDA there."""
     capability, gpus = compute_capability(), _gpus()
     count = _H100 if not gpus else int(getattr(gpus[0], "core_count", None) or _H100)
     known = [least for least in _SHARED_MEMORY if least <= capability]

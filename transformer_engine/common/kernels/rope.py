@@ -1,9 +1,11 @@
-"""y = x * cos(a) + pair(x) * sin(a) and its transpose dx = dy * cos(a) - pair(dy * sin(a)), in float32.
+"""Rotary position embedding y = x * cos(a) + pair(x) * sin(a), and its transpose dx = dy * cos(a) - pair(dy * sin(a)).
 
-x is [outer, inner, heads, features], outer and inner being s and b (sbhd), b and s (bshd), or t and 1 (thd); y is
-contiguous. pair(x) is (-x2, x1) of every pair of features (x1, x2): neighbours when interleaved, else half the
-rotated width apart. angles is float32 [positions, rotated], contiguous; the features behind the rotated ones are
-copied.
+x is [outer, inner, heads, features], where outer and inner are s and b (sbhd), b and s (bshd), or t and 1 (thd). y is
+contiguous. pair(x) is (-x2, x1) for each pair of features (x1, x2), which are neighbours if interleaved and otherwise
+half the rotated width apart. angles is float32 [positions, rotated], contiguous. Features after the rotated ones are
+copied. The arithmetic is float32.
+
+Longer than 400 lines: the kernels of separate and of packed q, k and v share the functions of positions and heads.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from .launch import Launch, Output
 
 @triton.jit
 def _packed_sequence(cu_seqlens, sequences, token, context_size, bisections):
-    """Which of the packed sequences holds the token: the last that does not start behind it."""
+    """Return the index of the packed sequence of a token: the last sequence that starts at or before the token."""
     low = 0
     high = sequences
     for _ in range(bisections):
@@ -47,13 +49,16 @@ def _position(
     CONTEXT_PARALLEL: tl.constexpr,
     CLAMPS: tl.constexpr,
 ):
-    """The token's position in its sequence, moved into the table; and whether it may be: else it lay inside."""
+    """Return a token's position in its sequence, clamped to the table, and whether the clamped position is valid.
+
+    The position is valid if it is inside the table, if CLAMPS, or if the token is padding after the last sequence.
+    """
     padding = CLAMPS
     if LAYOUT == "thd":
         sequence = _packed_sequence(cu_seqlens, sequences, token, context_size, bisections)
         begin = tl.load(cu_seqlens + sequence).to(tl.int32) // context_size
         position = token - begin
-        # Tokens behind the last sequence belong to none.
+        # Tokens after the last sequence are padding.
         padding = padding | (token >= tl.load(cu_seqlens + sequences).to(tl.int32) // context_size)
         if CONTEXT_PARALLEL:
             length = tl.load(cu_seqlens + sequence + 1).to(tl.int32) // context_size - begin
@@ -75,7 +80,7 @@ def _position(
 
 @triton.jit
 def _turn(first, second, angle, valid, first_column, second_column, inside, TRANSPOSED: tl.constexpr):
-    """Both members of every pair, turned; the two columns may have different angles. Not valid: NaN."""
+    """Return both features of every pair, rotated by the angles of their columns; NaN unless valid."""
     first_angle = tl.where(valid, tl.load(angle + first_column, mask=inside, other=0.0), float("nan"))
     second_angle = tl.where(valid, tl.load(angle + second_column, mask=inside, other=0.0), float("nan"))
     first_cosine, first_sine = tl.cos(first_angle)[None, :], tl.sin(first_angle)[None, :]
@@ -122,7 +127,7 @@ def rotate_kernel(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """One token, BLOCK_HEADS of its heads; the program finds the token's position by itself."""
+    """Rotate BLOCK_HEADS heads of one token; one program per token and block of heads."""
     token = tl.program_id(0)
     outer_index = token // inner
     inner_index = token % inner
@@ -215,7 +220,7 @@ def rotate_packed_kernel(
             BLOCK_HEADS, BLOCK_PAIRS, BLOCK_REST,
         )  # fmt: skip
     else:
-        # Other names than above: a variable of both branches must have one type.
+        # The names differ from those above, because a variable of both branches must have one type.
         group = (tl.program_id(1) - blocks) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
         joint_k = base + (group.to(tl.int64) * group_stride + k_offset)[:, None]
         apart_k = k + (token.to(tl.int64) * groups + group)[:, None] * width
@@ -291,7 +296,7 @@ def _rotate_heads(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """The heads at source [BLOCK_HEADS, 1] into those at target, turned by one token's angles."""
+    """Write the heads at source [BLOCK_HEADS, 1], rotated by the angles of one token, to target."""
     element = target.dtype.element_ty
     pair = tl.arange(0, BLOCK_PAIRS)
     inside = pair < rotated // 2
@@ -331,18 +336,24 @@ def rotate(
     context: tuple[int, int],
     clamps: bool = False,
 ) -> Launch:
-    """(x, angles, start | None, cu_seqlens | None) -> y, x's shape [outer, inner, heads, features].
+    """(x, angles, start | None, cu_seqlens | None) -> y [outer, inner, heads, features].
 
-    strides     of x's outer, inner and head axes
-    angles      (positions, rotated features)
-    sequences   packed ones, 0 unless thd
-    context     size and rank of context parallelism
-    clamps      positions outside the table are padding's, and turn by the nearest; else such tokens become NaN
+    Args:
+        shape: Shape of x.
+        strides: Strides of x along its outer, inner and head axes, in elements.
+        angles: Positions and rotated features.
+        sequences: Number of packed sequences; 0 unless the layout is thd.
+        dtype: Name of the dtype of x and y.
+        layout: "sbhd", "bshd" or "thd".
+        interleaved: Pairs are neighbouring features; otherwise half the rotated width apart.
+        transposed: Apply the transpose of the rotation, for gradients.
+        context: Size and rank of context parallelism.
+        clamps: Positions outside of the table belong to padding and use the nearest angles; otherwise NaN.
     """
     outer, inner, heads, features = shape
     positions, rotated = angles
     pairs = triton.next_power_of_2(max(rotated // 2, 1))
-    # 4096 elements and 2 warps a program: 3.8 TB/s of an H200 whose copy reaches 4.13; 8 warps 1.4.
+    # H200: 3.8 TB/s with 4096 elements and 2 warps per program, 1.4 TB/s with 8 warps; a copy reaches 4.13 TB/s.
     block_heads = min(triton.next_power_of_2(heads), max(1, 2048 // pairs))
     rest = features - rotated
     length = outer if layout == "sbhd" else inner
@@ -365,7 +376,15 @@ def rotate(
 
 
 class _PackedBlocks(NamedTuple):
-    """Blocks of one program of `rotate_packed_kernel`: heads of q, groups of k and v, pairs, and copied elements."""
+    """Block sizes of `rotate_packed_kernel`.
+
+    Attributes:
+        heads: Heads of q per program.
+        groups: Heads of k and v per program.
+        pairs: Power of two from the number of pairs on.
+        rest: Features after the rotated ones, copied per iteration.
+        values: Power of two from the width of a head of v on.
+    """
 
     heads: int
     groups: int
@@ -456,7 +475,7 @@ def join_rotated(
     layout: str,
     interleaved: bool,
 ) -> Launch:
-    """(dq, dk, dv, angles) -> packed [outer, inner, 3, heads * width], the gradient of what `rotate_packed` split.
+    """(dq, dk, dv, angles) -> gradient of the packed input of `rotate_packed`, [outer, inner, 3, heads * width].
 
     Args:
         tokens: Outer and inner extent.

@@ -46,17 +46,26 @@ _FORMER_NAMES = {
 
 
 class MultiHeadAttention(nn.Module):
-    """(out [b, q, h], norm of inputs_q or None) in the inputs' dtype; with transpose_batch_sequence [q, b, h].
+    """Multi-head attention with projections of queries, keys, values and output, and an optional input norm.
 
-    Parameters: `qkv` (kernel [h, 3, heads * d]) for self-attention with as many heads of keys, else `query` and `kv`
-    (kernel [h, 2, groups * d]); without fuse_qkv_params `query`, `key` and `value`; `out`.
+    The parameters are `out` and, for self-attention without grouped heads, `qkv` (kernel [h, 3, heads * d]); otherwise
+    `query` and `kv` (kernel [h, 2, groups * d]), or `query`, `key` and `value` without fuse_qkv_params.
 
-    decode              keys and values lie in the collection "cache", which init makes for the tokens of its inputs; a
-                        step then takes one token
-    enable_sequence_parallel   norms see tokens laid over the tensor-parallel axis
-    scale_attn_logits   scores are divided by sqrt(head_dim); else the query's kernel begins divided by it
-                        (scaled_query_init)
-    num_heads and what follows are former names: what is given is taken for the field of today, with a warning
+    Attributes:
+        head_dim: Size d of a head.
+        num_attention_heads: Number of heads of queries.
+        num_gqa_groups: Number of heads of keys and values; None means num_attention_heads.
+        input_layernorm: Whether inputs_q is normalized before the projections.
+        return_layernorm_output: Whether to return the normalized inputs_q.
+        fuse_qkv_params: Whether one parameter holds the kernels of several projections.
+        transpose_batch_sequence: Whether the sequence axis of all arrays precedes the batch axis.
+        enable_sequence_parallel: Whether the inputs of norms are sharded over tokens along the tensor-parallel axis.
+        scale_attn_logits: Whether scores are divided by sqrt(head_dim).
+        scaled_query_init: Whether the initial kernel of queries is divided by sqrt(head_dim) instead.
+        num_heads, dropout_rate, output_layernorm, apply_residual_connection_post_layernorm, fuse_qkv: Deprecated names
+            of num_attention_heads, attention_dropout, input_layernorm, return_layernorm_output and fuse_qkv_params.
+
+    The remaining fields are those of `DotProductAttention`, `LayerNormDenseGeneral` and `rotary_pos_emb`.
     """
 
     head_dim: int
@@ -106,7 +115,7 @@ class MultiHeadAttention(nn.Module):
                     stacklevel=3,
                 )
                 setattr(self, name, given)
-                setattr(self, former, None)  # Flax makes copies of a module by its fields
+                setattr(self, former, None)  # Flax copies a module by its fields, which would warn again
         self.kernel_init = kernel_initializer(self.kernel_init, self.dtype, "normal")
         super().__post_init__()
 
@@ -116,7 +125,26 @@ class MultiHeadAttention(nn.Module):
         decode: bool = False, deterministic: bool = False, score_mod_tensors: Any = None,
         score_mod_bprop_tensors: Any = None,
     ) -> tuple[Array, Array | None]:  # fmt: skip
-        """inputs_q [b, q, h] and inputs_kv [b, k, h], the same array for self-attention; mask True hides a key."""
+        """Compute attention of inputs_q to inputs_kv.
+
+        Args:
+            inputs_q: Inputs of the queries [b, q, h]; [q, b, h] with transpose_batch_sequence.
+            inputs_kv: Inputs of the keys and values [b, k, h]; the same array as inputs_q for self-attention.
+            mask: Mask that broadcasts to [b, heads, q, k], True where a key is hidden.
+            bias: Bias of the scores [1 or b, heads, q, k].
+            decode: Whether to read and extend the keys and values of the collection "cache". `init` allocates the
+                cache for the tokens of its inputs; each later call processes one token.
+            deterministic: Whether to disable dropout.
+            score_mod_tensors: Arrays of score_mod.
+            score_mod_bprop_tensors: Arrays of score_mod_bprop.
+
+        Returns:
+            A tuple of the output, with the shape and dtype of inputs_q, and the normalized inputs_q, or None unless
+            return_layernorm_output.
+
+        Raises:
+            ValueError: num_gqa_groups does not divide num_attention_heads, or shapes do not match.
+        """
         check_call(self, inputs_q=inputs_q, inputs_kv=inputs_kv)
         switch("deterministic", deterministic)
         switch("decode", decode)
@@ -130,23 +158,11 @@ class MultiHeadAttention(nn.Module):
                 "give a divisor of it"
             )
         transposed = bool(self.transpose_batch_sequence)
-        parts, normalized = self._projected(inputs_q, inputs_kv)
-        cache = None
-        if isinstance(parts, Array) and self.enable_rotary_pos_emb and not decode:
-            query, key, value = rotated_packed(
-                parts, self.num_attention_heads, self.rotary_pos_emb_windows, transposed,
-                self.rotary_pos_emb_group_method,
-            )  # fmt: skip
-        else:
-            query, key, value = (parts[..., i, :] for i in range(3)) if isinstance(parts, Array) else parts
-            query = query.reshape(*query.shape[:2], self.num_attention_heads, self.head_dim)
-            key, value = (x.reshape(*x.shape[:2], groups, self.head_dim) for x in (key, value))
-            cache = KeyValueCache.of(self, key, value, 0 if transposed else 1) if decode else None
-            if self.enable_rotary_pos_emb:
-                query, key = (self._rotated(x, cache) for x in (query, key))
+        projections, normalized = self._project(inputs_q, inputs_kv)
+        query, key, value, cache = self._split_heads(projections, decode)
         mask_type, window = self.attn_mask_type, self.window_size
         if cache is not None and cache.filled:
-            mask, bias = self._of_step(cache, mask, bias)
+            mask, bias = self._mask_and_bias_of_step(cache, mask, bias)
             key, value = cache.extended(key, value)
             mask_type, window = "padding", None
         attended = DotProductAttention(
@@ -176,7 +192,28 @@ class MultiHeadAttention(nn.Module):
         out = checkpoint_name(out, "out_proj")
         return out, normalized if self.return_layernorm_output else None
 
-    def _rotated(self, x: Array, cache: KeyValueCache | None) -> Array:
+    def _split_heads(
+        self, projections: Array | tuple[Array, Array, Array], decode: bool
+    ) -> tuple[Array, Array, Array, KeyValueCache | None]:
+        """Return rotated query, key and value with an axis of heads, and the cache of a decoding module."""
+        transposed = bool(self.transpose_batch_sequence)
+        if isinstance(projections, Array) and self.enable_rotary_pos_emb and not decode:
+            return *rotated_packed(
+                projections, self.num_attention_heads, self.rotary_pos_emb_windows, transposed,
+                self.rotary_pos_emb_group_method,
+            ), None  # fmt: skip
+        if isinstance(projections, Array):
+            projections = projections[..., 0, :], projections[..., 1, :], projections[..., 2, :]
+        query, key, value = projections
+        query = query.reshape(*query.shape[:2], self.num_attention_heads, self.head_dim)
+        key, value = (x.reshape(*x.shape[:2], self._groups, self.head_dim) for x in (key, value))
+        cache = KeyValueCache.of(self, key, value, 0 if transposed else 1) if decode else None
+        if self.enable_rotary_pos_emb:
+            query, key = (self._rotate(x, cache) for x in (query, key))
+        return query, key, value, cache
+
+    def _rotate(self, x: Array, cache: KeyValueCache | None) -> Array:
+        """Apply the rotary embedding to queries or keys, from the position of the cache on."""
         transposed = bool(self.transpose_batch_sequence)
         position, length = 0, x.shape[0 if transposed else 1]
         if cache is not None and cache.filled:
@@ -184,10 +221,10 @@ class MultiHeadAttention(nn.Module):
         method = self.rotary_pos_emb_group_method
         return rotated(x, self.rotary_pos_emb_windows, transposed, method, position, length)
 
-    def _of_step(
+    def _mask_and_bias_of_step(
         self, cache: KeyValueCache, mask: Array | None, bias: Array | None
     ) -> tuple[Array, Array | None]:
-        """What a step hides beside its mask, and its row of a bias [1, h, length, length]."""
+        """Return the hidden keys of a decoding step, and its row of a bias [1, h, length, length]."""
         window = check_window(self.window_size)
         hidden = cache.hidden(window)
         if mask is not None and reads_mask(canonicalize_attn_mask_type(self.attn_mask_type), window):
@@ -200,41 +237,40 @@ class MultiHeadAttention(nn.Module):
     def _groups(self) -> int:
         return self.num_attention_heads if self.num_gqa_groups is None else self.num_gqa_groups
 
-    def _projected(
+    def _project(
         self, inputs_q: Array, inputs_kv: Array
     ) -> tuple[Array | tuple[Array, Array, Array], Array | None]:
         """Project the inputs to queries, keys and values.
 
         Returns:
-            The product of a joint projection [.., 3, heads * d], or query [.., heads * d], key and value
-            [.., groups * d]; and the norm of inputs_q, or None if it is neither returned nor read again.
+            A tuple of the projections and the norm of inputs_q. The projections are one array [..., 3, heads * d], or
+            query [..., heads * d], key and value [..., groups * d]. The norm is None if no later step reads it.
         """
-        itself = inputs_q is inputs_kv
-        width, narrow = self.num_attention_heads * self.head_dim, self._groups * self.head_dim
-        if self.fuse_qkv_params and itself and width == narrow:
-            made, normalized = self._norm_dense(
+        self_attention = inputs_q is inputs_kv
+        width, kv_width = self.num_attention_heads * self.head_dim, self._groups * self.head_dim
+        if self.fuse_qkv_params and self_attention and width == kv_width:
+            joint, normalized = self._norm_dense(
                 "qkv", (3, width), self._qkv_init, (W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES), (W_JOINED_AXES, W_TP_AXES),
                 self.return_layernorm_output,
             )(inputs_q)  # fmt: skip
-            made = checkpoint_name(made, "combined_qkv_proj")
-            return made, normalized
+            return checkpoint_name(joint, "combined_qkv_proj"), normalized
         query, normalized = self._norm_dense(
             "query", width, self._query_init, (W_FSDP_AXES, W_TP_AXES), (W_TP_AXES,),
-            self.return_layernorm_output or itself,
+            self.return_layernorm_output or self_attention,
         )(inputs_q)  # fmt: skip
         query = checkpoint_name(query, "query_proj")
-        source = _read_apart(normalized) if itself and normalized is not None else inputs_kv
+        source = _kept_apart(normalized) if self_attention and normalized is not None else inputs_kv
         adapted = _canonicalize_lora_scope(self.low_rank_adaptation_scope).qkv_proj
         if self.fuse_qkv_params:
             both = self._dense(
-                "kv", (2, narrow), self._kv_init, (W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES), (W_JOINED_AXES, W_TP_AXES),
+                "kv", (2, kv_width), self._kv_init, (W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES), (W_JOINED_AXES, W_TP_AXES),
                 adapted,
             )(source)  # fmt: skip
             both = checkpoint_name(both, "combined_kv_proj")
             return (query, both[..., 0, :], both[..., 1, :]), normalized
         key, value = (
-            self._dense(name, narrow, self.kernel_init, (W_FSDP_AXES, W_TP_AXES), (W_TP_AXES,), adapted)(one)
-            for name, one in (("key", source), ("value", _read_apart(source) if itself else source))
+            self._dense(name, kv_width, self.kernel_init, (W_FSDP_AXES, W_TP_AXES), (W_TP_AXES,), adapted)(x)
+            for name, x in (("key", source), ("value", _kept_apart(source) if self_attention else source))
         )
         return (query, checkpoint_name(key, "key_proj"), checkpoint_name(value, "value_proj")), normalized
 
@@ -251,7 +287,7 @@ class MultiHeadAttention(nn.Module):
         )  # fmt: skip
 
     def _input_axes(self, hidden: str) -> tuple[str, ...]:
-        """Names of the axes of what a product reads; none without sequence parallelism, where XLA decides."""
+        """Return the axis names of a product's input; empty without sequence parallelism, where XLA decides."""
         if not self.enable_sequence_parallel:
             return ()
         return token_axes(bool(self.transpose_batch_sequence), SEQLEN_AXES, hidden)
@@ -278,13 +314,13 @@ class MultiHeadAttention(nn.Module):
         return drawn / math.sqrt(self.head_dim) if self.scaled_query_init else drawn
 
     def _kv_init(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-        """[h, 2, features]: key and value, each of a key of its own."""
+        """Initialize a kernel [h, 2, features] of keys and values, each from a separate random key."""
         assert self.kernel_init is not None, "__post_init__ sets it"
         each = (shape[0], shape[-1])
         return jnp.stack([self.kernel_init(k, each, dtype) for k in jax.random.split(key)], axis=-2)
 
     def _qkv_init(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-        """[h, 3, features]: query, key and value, each of a key of its own."""
+        """Initialize a kernel [h, 3, features] of queries, keys and values, each from a separate random key."""
         assert self.kernel_init is not None, "__post_init__ sets it"
         each = (shape[0], shape[-1])
         keys = jax.random.split(key, 3)
@@ -292,11 +328,11 @@ class MultiHeadAttention(nn.Module):
         return jnp.stack([*parts, *(self.kernel_init(k, each, dtype) for k in keys[1:])], axis=-2)
 
 
-def _read_apart(x: Array) -> Array:
-    """x for one more product of the same values.
+def _kept_apart(x: Array) -> Array:
+    """Return x behind an optimization barrier, so that XLA does not merge a further product that reads x.
 
-    XLA makes one of unquantized products that share an operand, and pays for it with kernels that join the matrices of
-    parameters and of gradients, and cut what comes out (H200, 8192 tokens of Llama 8B: 0.19 ms a step). Quantized
-    products stay apart by their scales, and share the codes of x.
+    XLA merges unquantized products that share an operand. The merged product requires kernels that concatenate the
+    parameters and the gradients and split the result (H200, 8192 tokens of Llama 8B: 0.19 ms per step). Quantized
+    products are not merged, because their scales differ, and share the codes of x.
     """
     return lax.optimization_barrier(x) if get_global_quantize_recipe() is None else x

@@ -22,11 +22,22 @@ _METHODS = ("consecutive", "alternate")
 def rotary_pos_emb(
     x: Array, windows: tuple[float, float], transpose_batch_sequence: bool, group_method: str = "consecutive"
 ) -> Array:
-    """x [b, s, h, d] ([s, b, h, d] when transposed), every pair of elements turned by position / timescale.
+    """Apply the rotary position embedding of RoFormer (arXiv:2104.09864) to queries or keys.
 
-    windows        the least and the greatest timescale, least * (greatest / least)^(2 i / d) for pair i
-    group_method   "consecutive": pairs (2 i, 2 i + 1); "alternate": pairs (i, i + d / 2)
-    RoFormer, arXiv:2104.09864.
+    Pair i of features is rotated by the angle position / timescale, with timescale = least * (greatest / least) ** (2 i
+    / d).
+
+    Args:
+        x: Queries or keys [b, s, h, d] with an even d; [s, b, h, d] if transpose_batch_sequence.
+        windows: (least, greatest) timescale, both positive.
+        transpose_batch_sequence: Whether the sequence axis precedes the batch axis.
+        group_method: Pairs of features: "consecutive" (2 i, 2 i + 1), or "alternate" (i, i + d / 2).
+
+    Returns:
+        The rotated array, with x's shape and dtype.
+
+    Raises:
+        ValueError: The shape of x, windows or group_method is outside its range.
     """
     check_values("x", x)
     switch("transpose_batch_sequence", transpose_batch_sequence)
@@ -44,7 +55,7 @@ def rotated(
     position: Array | int,
     length: int,
 ) -> Array:
-    """`rotary_pos_emb` of tokens at `position` and behind it, in a sequence of at most `length` tokens."""
+    """Apply `rotary_pos_emb` to consecutive tokens from `position` on, in a sequence of at most `length` tokens."""
     if x.ndim != 4 or x.shape[-1] % 2:
         raise ValueError(f"x has shape {x.shape}; it must be [b, s, h, d] with an even d")
     tokens = x.shape[0 if transposed else 1]
@@ -71,13 +82,15 @@ def rotated_packed(
     """
     width = packed.shape[-1] // heads
     if width % 2:
-        raise ValueError(f"head_dim={width} is odd; rotary embedding rotates pairs of features")
+        raise ValueError(
+            f"head_dim={width} is odd; rotary embedding rotates pairs of features, choose an even one"
+        )
     table = _angles(windows, group_method, packed.shape[0 if transposed else 1], width)
     return rotate_packed(packed, table, heads, group_method == "consecutive", transposed)
 
 
 def _angles(windows: tuple[float, float], group_method: str, length: int, width: int) -> Array:
-    """Rotation angles of `length` positions, float32 [length, width / 2]."""
+    """Return the rotation angles of `length` positions, float32 [length, width / 2]."""
     if not isinstance(group_method, str) or group_method not in _METHODS:
         raise ValueError(f"group_method={described(group_method)}; choose 'consecutive' or 'alternate'")
     pair = isinstance(windows, (tuple, list)) and len(windows) == 2
@@ -85,19 +98,27 @@ def _angles(windows: tuple[float, float], group_method: str, length: int, width:
         number("windows", timescale)
     if not pair or not (windows[0] > 0 and windows[1] > 0):
         raise ValueError(
-            f"windows={described(windows)}; give the timescales of the first and the last pair, both above 0"
+            f"windows={described(windows)}; pass the timescales of the first and the last pair, both above 0"
         )
     least, greatest = windows
     timescales = least * (greatest / least) ** (2 * np.arange(width // 2) / width)
-    check_extent("the length of rows", length, "the table of angles has one row a token")
+    check_extent("the length of rows", length, "the table of angles has one row per token")
     return jnp.asarray(np.arange(length)[:, None] / timescales, jnp.float32)
 
 
 class RelativePositionBiases(nn.Module):
-    """bias [1, h, q, k] of a learnt number for each head and bucket of distances; T5, arXiv:1910.10683.
+    """Relative position biases of T5 (arXiv:1910.10683): one parameter per head and bucket of distances.
 
-    The parameter `rel_embedding` is [heads, buckets]. Half of the buckets hold one distance each, the others grow with
-    the logarithm up to max_distance.
+    The parameter is `rel_embedding` [heads, buckets]. Half of the buckets hold one distance each. The sizes of the
+    other buckets increase logarithmically up to max_distance.
+
+    Attributes:
+        num_buckets: Number of buckets, at least 2.
+        max_distance: Distance from which all distances share the last bucket.
+        num_attention_heads: Number of heads.
+        embedding_init: Initializer of the parameter.
+        embedding_axes: Logical axes of the parameter.
+        dtype: dtype of the parameter and of the bias.
     """
 
     num_buckets: int
@@ -109,7 +130,13 @@ class RelativePositionBiases(nn.Module):
 
     @nn.compact
     def __call__(self, q_seqlen: int, k_seqlen: int, bidirectional: bool = True) -> Array:
-        """bidirectional: keys behind the query have buckets of their own; else they share that of distance 0."""
+        """Return the bias [1, heads, q_seqlen, k_seqlen].
+
+        Args:
+            q_seqlen: Number of queries.
+            k_seqlen: Number of keys.
+            bidirectional: Whether keys after the query have separate buckets; otherwise they share that of distance 0.
+        """
         check_call(self)
         for name in ("num_buckets", "max_distance", "num_attention_heads"):
             whole(name, getattr(self, name), 2 if name == "num_buckets" else 1)
@@ -124,7 +151,7 @@ class RelativePositionBiases(nn.Module):
 
 
 def _buckets(queries: int, keys: int, bidirectional: bool, count: int, greatest: int) -> np.ndarray:
-    """The bucket of every pair [q, k]."""
+    """Return the bucket of every pair of a query and a key, integers [queries, keys]."""
     back = np.arange(queries)[:, None] - np.arange(keys)[None, :]
     first = np.zeros_like(back)
     if bidirectional:
@@ -135,10 +162,10 @@ def _buckets(queries: int, keys: int, bidirectional: bool, count: int, greatest:
     exact = count // 2
     if not 0 < exact < greatest:
         raise ValueError(
-            f"max_distance={greatest} and {count} buckets a direction, {exact} of which hold one distance each; give "
-            "at least 2 buckets a direction, and a max_distance above those distances"
+            f"max_distance={greatest} and {count} buckets per direction, {exact} of which hold one distance each; pass "
+            "at least 2 buckets per direction, and a max_distance above those distances"
         )
-    # The logarithm in float32, as T5 computes it: buckets of distances at a boundary follow its rounding.
+    # T5 computes the logarithm in float32, and its rounding decides the buckets of distances at a boundary.
     ratio = np.log(np.maximum(back, 1).astype(np.float32) / exact + np.finfo(np.float32).eps)
     far = exact + (ratio / math.log(greatest / exact) * (count - exact)).astype(np.int32)
     return first + np.where(back < exact, back, np.minimum(far, count - 1))

@@ -1,8 +1,9 @@
-"""outputs = run(launch, inputs): a kernel call that is data, as an operation of XLA on tracers and arrays.
+"""Launch records as operations of XLA: outputs = run(launch, inputs), on tracers and arrays.
 
-The only reader of jaxlib's private Triton classes. XLA matches a kernel's pointers to the operands of the call and then
-to its results, in the order of the kernel's arguments, and ignores results behind the last pointer. So what a kernel
-makes is a result; what it writes in place is an operand that a result behind them aliases.
+This is the only module that reads jaxlib's private Triton classes. XLA matches the pointers of a kernel to the operands
+of the call and then to its results, in the order of the kernel's arguments, and ignores results after the last pointer.
+Outputs of a kernel are therefore results. An array that a kernel writes in place is an operand, aliased by a result
+after the outputs.
 """
 
 from __future__ import annotations
@@ -33,14 +34,19 @@ _CLASSES = ("TritonKernel", "TritonKernelCall", "create_array_parameter", "creat
 
 
 def refuses_kernels() -> str | None:
-    """Why XLA cannot be handed a Triton kernel here, None if it can."""
+    """Return the reason why XLA cannot launch Triton kernels in this process, or None."""
     if (reason := missing()) is not None:
         return reason
     return _bridge_failure()
 
 
 def refuses_on(platform: str, primitive: str) -> str | None:
-    """Why a program for a platform gets no Triton kernel, None if it does; primitive: see `custom_calls`."""
+    """Return the reason why a program for a platform cannot contain a Triton kernel, or None.
+
+    Args:
+        platform: Platform of the program, "cpu" or "cuda".
+        primitive: Name of the kernel's switch; see `custom_calls`.
+    """
     if platform != "cuda":
         return f"it needs a CUDA device, the program is for {platform}"
     if not has_gpu() and not env.flag("TE_JAX_KERNELS"):
@@ -52,6 +58,7 @@ def refuses_on(platform: str, primitive: str) -> str | None:
 
 @functools.cache
 def _bridge_failure() -> str | None:
+    """Return the reason why jaxlib's Triton classes are unavailable, or None."""
     if (failure := optional.failure("jaxlib.gpu_triton")) is not None:
         return failure
     for name in _CLASSES:
@@ -79,18 +86,18 @@ def run(
 
     Args:
         launch: The kernel and its arguments.
-        inputs: Its inputs, None where one is absent.
-        shapes: Shapes and dtypes of the outputs whose shape the record leaves to its caller.
-        reuses: {place of an input: place of an output} that share memory. The kernel must read every element of the
-            input before it writes that element of the output. XLA copies the input first if it is read later on.
+        inputs: Inputs of the launch, None for an absent one.
+        shapes: Shapes and dtypes of the outputs whose shape the launch does not define.
+        reuses: {index of an input: index of an output} that share memory. The kernel must read every element of the
+            input before it writes that element of the output. If the input is read later, XLA copies it first.
 
     Returns:
-        The outputs, None where one is absent, followed by the inputs written in place, in the order of
+        The outputs, None for an absent one, followed by the inputs written in place, in the order of
         `launch.in_place`.
     """
     _check(launch, inputs)
     made = _outputs(launch, shapes)
-    # An output that begins as something other than zero is a filled operand, and so are those in front of it.
+    # An output with a nonzero initial value is a filled operand, and so are the outputs before it.
     filled = max(
         [i + 1 for i, output in enumerate(launch.outputs) if output is not None and output.begins], default=0
     )
@@ -103,17 +110,17 @@ def run(
     arrays = [operands[place] for place in given]
     zeroed = [output.begins == 0 for output in launch.outputs[filled:] if output is not None]
     opaque, scratch = _call(launch, [*inputs], made, len(arrays), fresh, tuple(zeroed))
-    # Some versions of jaxlib hand a kernel no scratch memory: it is a result.
-    beside = [jax.ShapeDtypeStruct((scratch * prod(launch.grid),), jnp.uint8)] if scratch else []
+    # Some versions of jaxlib do not pass scratch memory to a kernel, so it is a result.
+    scratch_results = [jax.ShapeDtypeStruct((scratch * prod(launch.grid),), jnp.uint8)] if scratch else []
     written_shapes = [jax.ShapeDtypeStruct(operands[p].shape, operands[p].dtype) for p in written]  # pyright: ignore
-    results = [*fresh, *beside, *written_shapes]
-    first = len(fresh) + len(beside)
+    results = [*fresh, *scratch_results, *written_shapes]
+    first = len(fresh) + len(scratch_results)
     aliases = {given.index(place): first + i for i, place in enumerate(written)}
     aliases |= {given.index(place): places.index(output) for place, output in (reuses or {}).items()}
     call = jax.ffi.ffi_call(_TARGET, results, vmap_method="sequential", input_output_aliases=aliases)
-    answers = call(*arrays, opaque=opaque)
-    by_place = dict(zip(written, answers[first:], strict=True))
-    return _gathered(launch, len(inputs), filled, iter(answers[: len(fresh)]), by_place)
+    call_results = call(*arrays, opaque=opaque)
+    by_place = dict(zip(written, call_results[first:], strict=True))
+    return _in_order(launch, len(inputs), filled, iter(call_results[: len(fresh)]), by_place)
 
 
 def perform(
@@ -121,24 +128,30 @@ def perform(
     inputs: Sequence[Array | None],
     into: Mapping[str, jax.ShapeDtypeStruct] | None = None,
 ) -> list[Array | None]:
-    """The program's results: its launches in order, on the inputs and on what launches before them made.
+    """Run the launches of a program in order, on its inputs and on the outputs of earlier launches.
 
-    into   what the buffers are that the record leaves to its caller, by name; they follow the results
+    Args:
+        program: Launches, with the names of the buffers that they read and write.
+        inputs: Inputs of the program, None for an absent one.
+        into: Shapes and dtypes of the buffers that the program does not define, by name.
+
+    Returns:
+        The results of the program, None for an absent one, followed by the buffers in `program.into`.
     """
     assert len(inputs) == len(program.inputs), f"{len(inputs)} inputs of {program.inputs}"
     kept: dict[str, Array | None] = dict(zip(program.inputs, inputs, strict=True))
     made: dict[str, Array | None] = {}
     for launch, reads, writes in program.steps:
         shapes = [None if name is None else (into or {}).get(name) for name in writes]
-        answers = run(launch, [None if name is None else kept[name] for name in reads], shapes)
-        for name, output, answer in zip(writes, launch.outputs, answers, strict=False):
-            if name is not None and output is not None and answer is not None:
-                made[name] = answer
-                kept[name] = answer.T if output.transposed else answer  # as it lies in memory
-        for place, answer in zip(launch.in_place, answers[len(launch.outputs) :], strict=True):
+        arrays = run(launch, [None if name is None else kept[name] for name in reads], shapes)
+        for name, output, array in zip(writes, launch.outputs, arrays, strict=False):
+            if name is not None and output is not None and array is not None:
+                made[name] = array
+                kept[name] = array.T if output.transposed else array  # in the layout of memory
+        for place, array in zip(launch.in_place, arrays[len(launch.outputs) :], strict=True):
             name = reads[place]
             if name is not None:
-                kept[name] = made[name] = answer
+                kept[name] = made[name] = array
     return [
         None if name is None else made.get(name, kept.get(name)) for name in (*program.results, *program.into)
     ]
@@ -148,15 +161,15 @@ def _check(launch: Launch, inputs: Sequence[Array | None]) -> None:
     name = launch.kernel.fn.__name__
     if launch.tables:
         raise NotImplementedError(
-            f"{name} reads addresses from a table, which arrays of JAX do not have; stack them"
+            f"{name} reads addresses from a table, and arrays of JAX have no addresses; stack the arrays"
         )
-    assert len(inputs) == launch.inputs, f"{name} takes {launch.inputs} tensors, it was given {len(inputs)}"
+    assert len(inputs) == launch.inputs, f"{name} requires {launch.inputs} tensors, {len(inputs)} were passed"
 
 
 def _outputs(
     launch: Launch, shapes: Sequence[jax.ShapeDtypeStruct | None]
 ) -> list[jax.ShapeDtypeStruct | None]:
-    """What every output is as it lies in memory."""
+    """Return the shape and dtype of every output in the layout of memory, None for an absent one."""
     made: list[jax.ShapeDtypeStruct | None] = []
     for place, output in enumerate(launch.outputs):
         if output is None:
@@ -164,7 +177,7 @@ def _outputs(
         elif output.shape is None or output.dtype is None:
             given = shapes[place] if place < len(shapes) else None
             assert given is not None, (
-                f"{launch.kernel.fn.__name__}: the record leaves output {place} to its caller"
+                f"{launch.kernel.fn.__name__}: the launch does not define the shape of output {place}"
             )
             made.append(given)
         else:
@@ -173,6 +186,7 @@ def _outputs(
 
 
 def _filled(output: Output | None, shape: jax.ShapeDtypeStruct | None) -> Array | None:
+    """Return an array of an output's initial value, or None for an absent output."""
     if output is None or shape is None:
         return None
     return lax.full(shape.shape, output.begins or 0, shape.dtype)
@@ -186,18 +200,18 @@ def _call(
     fresh: Sequence[jax.ShapeDtypeStruct],
     zeroed: tuple[bool, ...],
 ) -> tuple[bytes, int]:
-    """The kernel and how to start it, as XLA's runtime reads it; the bytes that each program wants beside results."""
+    """Return the serialized kernel call, and the bytes of scratch memory per program of the grid."""
     from ...common.kernels.compiled import compiled
 
     dtypes = [None if x is None else _dtype_of(x) for x in (*inputs, *made)]
     kernel = compiled(launch, dtypes, compute_capability())
     sizes = [prod(shape.shape) * shape.dtype.itemsize for shape in fresh]
     begins = (*[0] * operands, *[size if zero else 0 for size, zero in zip(sizes, zeroed, strict=True)])
-    assert len(begins) == len(kernel.pointers), "one operand or result a pointer"
+    assert len(begins) == len(kernel.pointers), "one operand or result per pointer"
     return _packed(kernel, tuple(launch.grid), begins), kernel.scratch
 
 
-@functools.lru_cache(maxsize=1024)  # of 2 to 20 KB
+@functools.lru_cache(maxsize=1024)  # entries of 2 to 20 KB
 def _packed(kernel: Compiled, grid: tuple[int, ...], begins: tuple[int, ...]) -> bytes:
     """Serialize a kernel call as XLA's runtime reads it.
 
@@ -207,7 +221,7 @@ def _packed(kernel: Compiled, grid: tuple[int, ...], begins: tuple[int, ...]) ->
         begins: Bytes that are set to zero before the launch, for each pointer.
 
     Returns:
-        The compressed protocol buffer. The fastest level of compression takes a quarter of the default's time.
+        The compressed protocol buffer. The fastest compression level takes a quarter of the time of the default.
     """
     bridge = _bridge()
     parameters = [bridge.create_array_parameter(size, 16) for size in begins]
@@ -219,14 +233,14 @@ def _packed(kernel: Compiled, grid: tuple[int, ...], begins: tuple[int, ...]) ->
 
 
 def _dtype_of(x: Any) -> str:
-    """What a kernel is told; pairs of uint32 stand for int64, which JAX has only where a whole process is told so."""
+    """Return the name of the dtype that a kernel reads: int64 for uint32 pairs, since JAX disables int64 by default."""
     name = jnp.dtype(x.dtype).name
     return "int64" if name == "uint32" else name
 
 
 def _kernel(kernel: Any) -> Any:
-    """jaxlib's record of a compiled kernel: jaxlib 0.11 also wants the size and alignment of scratch memory."""
-    # name, warps, CTAs of a cluster, shared memory, PTX, Triton's own code (for dumps), capability
+    """Return jaxlib's record of a compiled kernel; jaxlib 0.11 adds the size and alignment of scratch memory."""
+    # name, warps, CTAs per cluster, shared memory, PTX, Triton IR (for dumps), compute capability
     fields = (kernel.name, kernel.warps, 1, kernel.shared_memory, kernel.ptx, "", kernel.capability)
     try:
         return _bridge().TritonKernel(*fields)
@@ -234,14 +248,15 @@ def _kernel(kernel: Any) -> Any:
         return _bridge().TritonKernel(*fields, 0, 1)
 
 
-def _gathered(
+def _in_order(
     launch: Launch, inputs: int, filled: int, fresh: Any, by_place: dict[int, Array]
 ) -> list[Array | None]:
+    """Return the outputs and the inputs written in place in the order of `run`."""
     outputs: list[Array | None] = []
     for place, output in enumerate(launch.outputs):
         if output is None:
             outputs.append(None)
             continue
-        answer = by_place[inputs + place] if place < filled else next(fresh)
-        outputs.append(answer.T if output.transposed else answer)
+        array = by_place[inputs + place] if place < filled else next(fresh)
+        outputs.append(array.T if output.transposed else array)
     return [*outputs, *[by_place.get(place) for place in launch.in_place]]

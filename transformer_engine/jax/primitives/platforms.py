@@ -1,9 +1,11 @@
 """Choice of the backend that computes a request on each platform that a traced program may be lowered for.
 
-Which platform a program runs on is known when it is lowered, not when it is traced. `lax.platform_dependent` therefore
-traces every alternative: a float32 reference of hundreds of operations beside a kernel of one. `by_platform` traces a
-single alternative, the one that this process is expected to lower, and another one only if a program is lowered for
-its platform. Equal calls are traced once.
+The platform of a program is determined when the program is lowered, not when it is traced. `lax.platform_dependent`
+therefore traces both branches, for example a kernel call of one operation and a float32 reference of hundreds.
+`by_platform` traces the branch that this process is expected to lower. It traces the other branch only if a program is
+lowered for that branch's platform. Equal calls are traced once.
+
+The branches are compared by value, so functions with settings are frozen dataclasses instead of closures.
 """
 
 from __future__ import annotations
@@ -29,21 +31,23 @@ Request = TypeVar("Request")
 PLATFORMS = ("cpu", "cuda")
 # Backends whose grids, plans and rules need numbers, not symbolic extents.
 _NUMERIC_BACKENDS = frozenset(("cudnn", "decoded", "gluon", "triton"))
-_CACHED = 4096  # functions whose traces are kept
+_CACHE_SIZE = 4096  # functions with cached traces
 
 
-def chosen(table: Table[Request], request_on: Callable[[str], Request]) -> dict[str, Callable[..., Any]]:
-    """Choose, while tracing, what computes a request on each platform.
+def bind_by_platform(
+    table: Table[Request], request_on: Callable[[str], Request]
+) -> dict[str, Callable[..., Any]]:
+    """Choose the backend of a request for each platform, while a program is traced.
 
-    A forced backend and observers apply to the platform of this machine. On another platform, and for symbolic extents
-    of `jax.export`, the order of the table decides. Symbolic extents exclude the backends that launch kernels.
+    A forced backend and observers apply to the platform of this machine. For the other platform, and for symbolic
+    extents of `jax.export`, the order of the table decides. Symbolic extents exclude the backends that launch kernels.
 
     Args:
         table: Backends of the operation.
         request_on: Returns the request for a platform, "cpu" or "cuda".
 
     Returns:
-        The callable of the chosen backend for each platform. Equal requests give the same callable.
+        The callable of the chosen backend for each platform. Equal requests return the same callable.
 
     Raises:
         Unsupported: A backend that launches kernels is forced on symbolic extents.
@@ -53,8 +57,8 @@ def chosen(table: Table[Request], request_on: Callable[[str], Request]) -> dict[
     if _has_symbols(requests[here]):
         if (name := forced(table.operation)) in _NUMERIC_BACKENDS:
             raise Unsupported(
-                f"{table.operation}: backend {name!r} was asked for, but extents are symbols of jax.export, and it is "
-                f"started on numbers; drop use_backend({table.operation}={name!r}), or export once for each shape"
+                f"{table.operation}: backend {name!r} was asked for, but extents are symbols of jax.export, and this "
+                f"backend requires numbers; remove use_backend({table.operation}={name!r}), or export once per shape"
             )
         return {platform: table.first(request, _NUMERIC_BACKENDS) for platform, request in requests.items()}
     calls = {here: table.bind(requests[here])}
@@ -64,40 +68,37 @@ def chosen(table: Table[Request], request_on: Callable[[str], Request]) -> dict[
     return calls
 
 
-def _has_symbols(fact: Any) -> bool:
-    """Whether a request holds an extent that `jax.export` gave as a symbol."""
-    if isinstance(fact, type):
+def _has_symbols(value: Any) -> bool:
+    """Return whether a request, or a value in it, contains a symbolic extent of `jax.export`."""
+    if isinstance(value, type):
         return False
-    if is_dataclass(fact):
-        return any(_has_symbols(getattr(fact, field.name)) for field in fields(fact))
-    if isinstance(fact, tuple):
-        return any(map(_has_symbols, fact))  # pyright: ignore[reportUnknownArgumentType]
-    return is_symbolic(fact)
+    if is_dataclass(value):
+        return any(_has_symbols(getattr(value, field.name)) for field in fields(value))
+    if isinstance(value, tuple):
+        return any(map(_has_symbols, value))  # pyright: ignore[reportUnknownArgumentType]
+    return is_symbolic(value)
 
 
-def computed(
-    table: Table[Request], request_on: Callable[[str], Request], *arrays: Any, **options: Any
-) -> Any:
-    """Compute a request by the backend of the platform that the program is lowered for.
+def compute(table: Table[Request], request_on: Callable[[str], Request], *arrays: Any, **options: Any) -> Any:
+    """Compute a request with the backend of the platform that the program is lowered for.
 
     Args:
         table: Backends of the operation.
-        request_on: Returns the request for a platform; see `chosen`.
+        request_on: Returns the request for a platform; see `bind_by_platform`.
         *arrays: Pytrees of arrays, passed to the backend.
         **options: Hashable keyword arguments of the backend.
 
     Returns:
         The result of the backend, a pytree of arrays.
     """
-    calls = chosen(table, request_on)
-    given = tuple(options.items())
-    cuda, cpu = (WithOptions(calls[platform], given) for platform in ("cuda", "cpu"))
+    calls = bind_by_platform(table, request_on)
+    cuda, cpu = (WithOptions(calls[platform], tuple(options.items())) for platform in ("cuda", "cpu"))
     return by_platform(*arrays, cuda=cuda, default=cpu)
 
 
 @dataclass(frozen=True)
 class WithOptions:
-    """A function with keyword arguments. Unlike those of `functools.partial`, two of them compare by value."""
+    """A function with keyword arguments, which compares by value; `functools.partial` compares by identity."""
 
     function: Callable[..., Any]
     options: tuple[tuple[str, Any], ...]
@@ -109,13 +110,13 @@ class WithOptions:
 def by_platform(*arrays: Any, cuda: Callable[..., Any], default: Callable[..., Any]) -> Any:
     """Call `cuda(*arrays)` in programs for CUDA and `default(*arrays)` in programs for any other platform.
 
-    As `lax.platform_dependent`, which it leaves derivatives to, and programs whose alternatives must be traced where
-    they are called: inside `shard_map` and named `vmap` axes, with symbolic extents, with effects, or without jit.
+    Derivatives use `lax.platform_dependent`, which traces both branches at the call. So do calls inside `shard_map` or
+    a `vmap` with a named axis, with symbolic extents, with effects, and with jit disabled.
 
     Args:
         *arrays: Pytrees of arrays.
-        cuda: Hashable function of the arrays, which closes over no tracer. Equal functions are traced once.
-        default: The same for other platforms; returns the same tree, shapes and dtypes.
+        cuda: Hashable function of the arrays, which does not close over tracers. Equal functions are traced once.
+        default: Function for the other platforms; returns the same tree, shapes and dtypes as `cuda`.
 
     Returns:
         The result of the function, a pytree of arrays.
@@ -126,14 +127,15 @@ def by_platform(*arrays: Any, cuda: Callable[..., Any], default: Callable[..., A
     if _must_trace_both(leaves):
         return lax.platform_dependent(*arrays, cuda=cuda, default=default)
     branches = _Branches.of(_OnLeaves(cuda, in_tree), _OnLeaves(default, in_tree))
-    jaxpr, results = _traced(branches.expected)(*leaves)
+    jaxpr, shapes = _tracer_of(branches.expected)(*leaves)
     if jaxpr.effects:
         return lax.platform_dependent(*arrays, cuda=cuda, default=default)
-    made = _by_platform.bind(*leaves, branches=branches, jaxpr=jaxpr)
-    return jax.tree.unflatten(jax.tree.structure(results), made)
+    results = _by_platform.bind(*leaves, branches=branches, jaxpr=jaxpr)
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
 def _must_trace_both(leaves: list[Any]) -> bool:
+    """Return whether both branches must be traced at the call; see `by_platform`."""
     return bool(
         jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
         or core.nonempty_axis_env_DO_NOT_USE()
@@ -142,13 +144,14 @@ def _must_trace_both(leaves: list[Any]) -> bool:
 
 
 def differentiable_by_platform(*arrays: Any, cuda: Callable[..., Any], default: Callable[..., Any]) -> Any:
-    """`by_platform` with a derivative in reverse mode that also traces a single branch.
+    """Call `by_platform`, with a reverse-mode derivative that traces one branch only.
 
-    The forward pass saves the residuals of the expected branch. A program that is lowered for another platform runs
-    that platform's branch again in its backward pass, because its residuals are other arrays.
+    The forward pass saves the residuals of the expected branch. A program that is lowered for the other platform
+    recomputes that platform's branch in its backward pass, because the residuals of the two branches differ.
+    Forward-mode derivatives are unsupported if the branches differ.
 
     Args:
-        *arrays: Pytrees of arrays; those of floating point are differentiated.
+        *arrays: Pytrees of arrays; the floating-point arrays are differentiable.
         cuda: See `by_platform`.
         default: See `by_platform`.
 
@@ -159,33 +162,35 @@ def differentiable_by_platform(*arrays: Any, cuda: Callable[..., Any], default: 
         return default(*arrays)
     if _must_trace_both(jax.tree.leaves(arrays)):
         return lax.platform_dependent(*arrays, cuda=cuda, default=default)
-    return _choice(_Branches.of(cuda, default), arrays)
+    return _call_by_platform(_Branches.of(cuda, default), arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _choice(branches: _Branches, arrays: tuple[Any, ...]) -> Any:
+def _call_by_platform(branches: _Branches, arrays: tuple[Any, ...]) -> Any:
     return by_platform(*arrays, cuda=branches.cuda, default=branches.default)
 
 
-def _choice_forward(branches: _Branches, arrays: tuple[Any, ...]) -> tuple[Any, Any]:
+def _forward_by_platform(branches: _Branches, arrays: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Return the result, and the arrays and the pullback of the expected branch as residuals."""
     leaves, tree = jax.tree.flatten(arrays)
     expected = _Vjp(branches.expected, tree)
-    _, (_, residuals) = _traced(expected)(*leaves)
+    _, (_, residuals) = _tracer_of(expected)(*leaves)
     shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(residuals))
-    forward = branches.made(lambda _: expected, lambda other: _WithoutResiduals(other, tree, shapes))
+    forward = branches.map(lambda _: expected, lambda other: _WithZeroResiduals(other, tree, shapes))
     out, pullback = by_platform(*leaves, cuda=forward.cuda, default=forward.default)
     return out, (arrays, pullback)
 
 
-def _choice_backward(branches: _Branches, saved: Any, cotangent: Any) -> tuple[Any]:
+def _backward_by_platform(branches: _Branches, saved: Any, cotangent: Any) -> tuple[Any]:
+    """Return the cotangents of the arrays, None for those that are not floating point."""
     arrays, pullback = saved
     leaves, tree = jax.tree.flatten(arrays)
-    backward = branches.made(lambda _: _pulled_back, lambda other: _Recomputed(other, tree))
-    moved = iter(by_platform(pullback, cotangent, leaves, cuda=backward.cuda, default=backward.default))
-    return (jax.tree.unflatten(tree, [next(moved) if _is_float(leaf) else None for leaf in leaves]),)
+    backward = branches.map(lambda _: _pull_back, lambda other: _PullBackByRecomputation(other, tree))
+    cotangents = iter(by_platform(pullback, cotangent, leaves, cuda=backward.cuda, default=backward.default))
+    return (jax.tree.unflatten(tree, [next(cotangents) if _is_float(leaf) else None for leaf in leaves]),)
 
 
-_choice.defvjp(_choice_forward, _choice_backward)
+_call_by_platform.defvjp(_forward_by_platform, _backward_by_platform)
 
 
 def _is_float(leaf: Any) -> bool:
@@ -194,23 +199,23 @@ def _is_float(leaf: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Vjp:
-    """(leaves) -> the result of a function of pytrees, and its pullback to the leaves of floating point."""
+    """(leaves) -> the result of a function of pytrees, and its pullback to the floating-point leaves."""
 
     function: Callable[..., Any]
     tree: Any
 
     def __call__(self, *leaves: Any) -> tuple[Any, Any]:
         def run(*floats: Any) -> Any:
-            moving = iter(floats)
-            given = [next(moving) if _is_float(leaf) else leaf for leaf in leaves]
-            return self.function(*jax.tree.unflatten(self.tree, given))
+            remaining = iter(floats)
+            merged = [next(remaining) if _is_float(leaf) else leaf for leaf in leaves]
+            return self.function(*jax.tree.unflatten(self.tree, merged))
 
         return jax.vjp(run, *filter(_is_float, leaves))
 
 
 @dataclass(frozen=True)
-class _WithoutResiduals:
-    """(leaves) -> the result of a function of pytrees, and zeros as the residuals of another platform's branch."""
+class _WithZeroResiduals:
+    """(leaves) -> the result of a function of pytrees, and zeros with the shapes of the expected branch's residuals."""
 
     function: Callable[..., Any]
     tree: Any
@@ -221,13 +226,14 @@ class _WithoutResiduals:
         return out, [jnp.zeros(shape, dtype) for shape, dtype in self.shapes]
 
 
-def _pulled_back(pullback: Any, cotangent: Any, leaves: list[Any]) -> list[Any]:
+def _pull_back(pullback: Any, cotangent: Any, leaves: list[Any]) -> list[Any]:
+    """Return the cotangents of the floating-point leaves from saved residuals."""
     return list(pullback(cotangent))
 
 
 @dataclass(frozen=True)
-class _Recomputed:
-    """The same without residuals: the function of pytrees is run again."""
+class _PullBackByRecomputation:
+    """(pullback, cotangent, leaves) -> the results of `_pull_back` without residuals: the function is run again."""
 
     function: Callable[..., Any]
     tree: Any
@@ -259,7 +265,13 @@ class _Mapped:
 
 
 class _Branches(NamedTuple):
-    """Functions for CUDA and for every other platform, and which of them a program is expected to be lowered for."""
+    """Functions for CUDA and for all other platforms.
+
+    Attributes:
+        cuda: Function in programs for CUDA.
+        default: Function in programs for other platforms.
+        on_gpu: Whether programs are expected to be lowered for CUDA.
+    """
 
     cuda: Callable[..., Any]
     default: Callable[..., Any]
@@ -267,21 +279,23 @@ class _Branches(NamedTuple):
 
     @classmethod
     def of(cls, cuda: Callable[..., Any], default: Callable[..., Any]) -> _Branches:
+        """Return branches whose expected platform follows the hardware and TE_JAX_KERNELS."""
         return cls(cuda, default, has_gpu() or env.flag("TE_JAX_KERNELS"))
 
     @property
     def expected(self) -> Callable[..., Any]:
+        """Function for the expected platform."""
         return self.cuda if self.on_gpu else self.default
 
-    def made(self, of_expected: Callable[[Any], Any], of_other: Callable[[Any], Any]) -> _Branches:
-        """Branches made of these, of the expected one and of the other one."""
+    def map(self, of_expected: Callable[[Any], Any], of_other: Callable[[Any], Any]) -> _Branches:
+        """Return new branches: of_expected(the expected branch), and of_other(the other branch)."""
         cuda, default = (of_expected, of_other) if self.on_gpu else (of_other, of_expected)
         return _Branches(cuda(self.cuda), default(self.default), self.on_gpu)
 
 
-@functools.lru_cache(maxsize=_CACHED)
-def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """(arrays) -> the jaxpr of the function and its results' shapes. Equal functions share JAX's cache of traces."""
+@functools.lru_cache(maxsize=_CACHE_SIZE)
+def _tracer_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return (arrays) -> jaxpr and result shapes of a function; equal functions share JAX's cache of traces."""
     return jax.make_jaxpr(function, return_shape=True)
 
 
@@ -289,81 +303,83 @@ _by_platform = Primitive("transformer_engine_by_platform")
 _by_platform.multiple_results = True
 
 
-@functools.lru_cache(maxsize=_CACHED)
-def _program(branches: _Branches, jaxpr: Any) -> Any:
+@functools.lru_cache(maxsize=_CACHE_SIZE)
+def _jitted(branches: _Branches, jaxpr: Any) -> Any:
+    """Return the jitted call of the primitive, which calls outside of jit run."""
     return jax.jit(functools.partial(_by_platform.bind, branches=branches, jaxpr=jaxpr))
 
 
 @_by_platform.def_impl
-def _outside_of_jit(*leaves: Array, branches: _Branches, jaxpr: Any) -> list[Any]:
-    """Run the choice as a program of its own, as JAX runs any primitive outside of jit."""
+def _impl(*leaves: Array, branches: _Branches, jaxpr: Any) -> list[Any]:
+    """Compile and run a program that consists of the call, as JAX does for any primitive outside of jit."""
     with jax.disable_jit(False):
-        return _program(branches, jaxpr)(*leaves)
+        return _jitted(branches, jaxpr)(*leaves)
 
 
 @_by_platform.def_abstract_eval
-def _shapes(*leaves: Any, branches: _Branches, jaxpr: Any) -> list[Any]:
+def _abstract_eval(*leaves: Any, branches: _Branches, jaxpr: Any) -> list[Any]:
     return jaxpr.out_avals
 
 
-def _batched(leaves: Any, axes: Any, *, branches: _Branches, jaxpr: Any) -> tuple[Any, tuple[int, ...]]:
-    mapped = branches.made(*[lambda branch: _Mapped(branch, tuple(axes))] * 2)
-    of_all, _ = _traced(mapped.expected)(*leaves)
-    made = _by_platform.bind(*leaves, branches=mapped, jaxpr=of_all)
-    return made, (0,) * len(made)
+def _batch(leaves: Any, axes: Any, *, branches: _Branches, jaxpr: Any) -> tuple[Any, tuple[int, ...]]:
+    """Map both branches over the batched axes; the batch is the first axis of every result."""
+    mapped = _Branches(
+        _Mapped(branches.cuda, tuple(axes)), _Mapped(branches.default, tuple(axes)), branches.on_gpu
+    )
+    batched_jaxpr, _ = _tracer_of(mapped.expected)(*leaves)
+    results = _by_platform.bind(*leaves, branches=mapped, jaxpr=batched_jaxpr)
+    return results, (0,) * len(results)
 
 
-batching.primitive_batchers[_by_platform] = _batched
+batching.primitive_batchers[_by_platform] = _batch
 
 
-def _differentiated(
-    primals: Any, tangents: Any, *, branches: _Branches, jaxpr: Any
-) -> tuple[list[Any], list[Any]]:
+def _jvp(primals: Any, tangents: Any, *, branches: _Branches, jaxpr: Any) -> tuple[list[Any], list[Any]]:
     """Differentiate both branches, as `lax.platform_dependent` does."""
-    moving = [place for place, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+    active = [index for index, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
 
-    def run(*some: Any) -> list[Any]:
+    def run(*active_leaves: Any) -> list[Any]:
         leaves = list(primals)
-        for place, leaf in zip(moving, some, strict=True):
-            leaves[place] = leaf
+        for index, leaf in zip(active, active_leaves, strict=True):
+            leaves[index] = leaf
         return lax.platform_dependent(
             *leaves,
-            cuda=lambda *given: jax.tree.leaves(branches.cuda(*given)),
-            default=lambda *given: jax.tree.leaves(branches.default(*given)),
+            cuda=lambda *leaves: jax.tree.leaves(branches.cuda(*leaves)),
+            default=lambda *leaves: jax.tree.leaves(branches.default(*leaves)),
         )
 
-    made, derivatives = jax.jvp(
-        run, [primals[place] for place in moving], [tangents[place] for place in moving]
+    results, derivatives = jax.jvp(
+        run, [primals[index] for index in active], [tangents[index] for index in active]
     )
-    return made, [
-        ad.Zero(jax.typeof(one).to_tangent_aval()) if derivative.dtype == jax.dtypes.float0 else derivative
-        for one, derivative in zip(made, derivatives, strict=True)
+    return results, [
+        ad.Zero(jax.typeof(result).to_tangent_aval()) if derivative.dtype == jax.dtypes.float0 else derivative
+        for result, derivative in zip(results, derivatives, strict=True)
     ]
 
 
-ad.primitive_jvps[_by_platform] = _differentiated
+ad.primitive_jvps[_by_platform] = _jvp
 
 
-def _lowered_as(on_gpu: bool) -> Callable[..., Any]:
-    """The lowering rule of one branch, which is traced here unless it is the one that was traced already."""
+def _lowering_rule(on_gpu: bool) -> Callable[..., Any]:
+    """Return the lowering rule of one branch; it traces the branch unless the call traced it."""
 
-    def lowered(context: Any, *values: Any, branches: _Branches, jaxpr: Any) -> Any:
+    def lower(context: Any, *values: Any, branches: _Branches, jaxpr: Any) -> Any:
         if on_gpu is not branches.on_gpu:
             branch, expected = branches.cuda if on_gpu else branches.default, jaxpr
-            given = [
-                jax.ShapeDtypeStruct(one.shape, one.dtype, weak_type=one.weak_type)
-                for one in context.avals_in
+            shapes = [
+                jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+                for aval in context.avals_in
             ]
             with jax.disable_jit(False):
-                jaxpr, _ = _traced(branch)(*given)
-            kinds = [[(one.shape, one.dtype) for one in side.out_avals] for side in (jaxpr, expected)]
-            assert kinds[0] == kinds[1], (
-                f"{branch} returns {kinds[0]}, the other platform's branch {kinds[1]}"
+                jaxpr, _ = _tracer_of(branch)(*shapes)
+            found, wanted = (
+                [(aval.shape, aval.dtype) for aval in side.out_avals] for side in (jaxpr, expected)
             )
+            assert found == wanted, f"{branch} returns {found}, the other platform's branch {wanted}"
         return mlir.lower_fun(core.jaxpr_as_fun(jaxpr), multiple_results=True)(context, *values)
 
-    return lowered
+    return lower
 
 
-mlir.register_lowering(_by_platform, _lowered_as(False))
-mlir.register_lowering(_by_platform, _lowered_as(True), platform="cuda")
+mlir.register_lowering(_by_platform, _lowering_rule(False))
+mlir.register_lowering(_by_platform, _lowering_rule(True), platform="cuda")

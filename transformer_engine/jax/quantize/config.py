@@ -83,7 +83,7 @@ def autocast(
     if enabled:
         chosen = DelayedScaling() if recipe is None else recipe
         family = recipes.checked_family(chosen)
-        if (reason := recipes.refusal_of(family)) is not None:
+        if (reason := recipes.unsupported_reason(family)) is not None:
             raise ValueError(reason)
     # An empty MeshResource instead would silently disable the sharding constraints of layers under a mesh.
     guard = nullcontext() if mesh_resource is None else sharding.global_shard_guard(mesh_resource)
@@ -226,13 +226,13 @@ def get_quantization_recipe(recipe_name: str) -> Recipe:
 
 def is_quantize_recipe_supported(recipe_name: str) -> tuple[bool, str]:
     """Return whether this machine supports a recipe, and otherwise the reason."""
-    reason = recipes.refusal_of(recipes.family_of(get_quantization_recipe(recipe_name)))
+    reason = recipes.unsupported_reason(recipes.family_of(get_quantization_recipe(recipe_name)))
     return reason is None, reason or ""
 
 
 def get_supported_quantization_recipes() -> list[Recipe]:
     """Return one instance of every recipe that this machine supports."""
-    return [cls() for cls, family in recipes.FAMILIES.items() if recipes.refusal_of(family) is None]
+    return [cls() for cls, family in recipes.FAMILIES.items() if recipes.unsupported_reason(family) is None]
 
 
 def is_scaling_mode_supported(scaling_mode: ScalingMode, gpu_id: int = 0) -> tuple[bool, str]:
@@ -242,14 +242,13 @@ def is_scaling_mode_supported(scaling_mode: ScalingMode, gpu_id: int = 0) -> tup
         return True, ""
     for cls, family in recipes.FAMILIES.items():
         modes = {family.modes(cls(), source) for source in TensorSource}
-        if any(mode.format == scaling_mode.format and _same_kind(mode, scaling_mode) for mode in modes):
-            reason = recipes.refusal_of(family, gpu_id)
+        # Delayed and current scaling have one format, so tensor scaling requires the same mode.
+        if scaling_mode in modes or (
+            not scaling_mode.is_tensor_scaling() and scaling_mode.format in {mode.format for mode in modes}
+        ):
+            reason = recipes.unsupported_reason(family, gpu_id)
             return reason is None, reason or ""
-    raise AssertionError(f"{scaling_mode} belongs to no recipe")
-
-
-def _same_kind(first: ScalingMode, second: ScalingMode) -> bool:
-    return not first.is_tensor_scaling() or first is second
+    raise AssertionError(f"no recipe has the scaling mode {scaling_mode}")
 
 
 def get_supported_scaling_modes() -> list[ScalingMode]:

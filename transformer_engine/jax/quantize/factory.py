@@ -17,7 +17,7 @@ from .grouped import GroupedQuantizer
 from .quantizers import DelayedScaleQuantizer, Quantizer, QuantizerSet, noop_quantizer_set
 from .scaling_modes import QuantizeLayout, ScalingMode, TensorSource
 
-_MOST = 1 << 16  # quantizers of one call: with their histories of 1024 steps 256 MiB
+_MOST = 1 << 16  # quantizers per call; their histories of 1024 steps use 256 MiB
 
 
 @dataclass
@@ -73,7 +73,9 @@ class QuantizerFactory:
         Raises:
             ValueError: n_quantizers or n_groups is below 1 or above 65536, or q_dtype is missing.
         """
-        _check_counts(n_quantizers=n_quantizers, n_groups=n_groups)
+        _check_count("n_quantizers", n_quantizers)
+        if n_groups is not None:
+            _check_count("n_groups", n_groups)
         made = tuple(
             _of_groups(_one(scaling_mode, q_dtype, q_layout, checkpoint_name, kwargs), n_groups)
             for _ in range(n_quantizers)
@@ -115,7 +117,9 @@ class QuantizerFactory:
             ValueError: A count is below 1 or above 65536, scaling_mode and fp8_recipe are both given, or
                 quantize_meta_set is missing.
         """
-        _check_counts(n_quantizer_sets=n_quantizer_sets, n_groups=n_groups)
+        _check_count("n_quantizer_sets", n_quantizer_sets)
+        if n_groups is not None:
+            _check_count("n_groups", n_groups)
         refuse_keywords("QuantizerFactory.create_set", kwargs.keys() - {"quantize_meta_set"}, {})
         switch("is_2x2x", is_2x2x)
         if scaling_mode is not None and fp8_recipe is not None:
@@ -127,9 +131,9 @@ class QuantizerFactory:
             raise ValueError(
                 "fp8_recipe requires quantize_meta_set, which is None; pass the states of the quantizers"
             )
-        recipe = (
-            fp8_recipe if fp8_recipe is not None or scaling_mode is not None else get_global_quantize_recipe()
-        )
+        recipe = fp8_recipe
+        if fp8_recipe is None and scaling_mode is None:
+            recipe = get_global_quantize_recipe()
         if recipe is not None:
             sets = tuple(_of_recipe(recipe, is_2x2x, checkpoint_name, metas) for _ in range(n_quantizer_sets))
         elif scaling_mode is None or scaling_mode is ScalingMode.NO_SCALING:
@@ -153,14 +157,11 @@ class QuantizerFactory:
         return sets[0] if n_quantizer_sets == 1 else sets
 
 
-def _check_counts(**counts: int | None) -> None:
-    """Raise TypeError or ValueError unless the counts are integers from 1 to 65536; n_groups may be None."""
-    for name, count in counts.items():
-        if name == "n_groups" and count is None:
-            continue
-        whole(name, count)
-        if count is not None and count > _MOST:
-            raise ValueError(f"{name}={count} is above {_MOST}; pass an integer from 1 to {_MOST}")
+def _check_count(name: str, count: int) -> None:
+    """Raise TypeError or ValueError unless a count is an integer from 1 to 65536."""
+    whole(name, count)
+    if count > _MOST:
+        raise ValueError(f"{name}={count} is above {_MOST}; pass an integer from 1 to {_MOST}")
 
 
 def _one(
@@ -170,6 +171,7 @@ def _one(
     checkpoint_name: str | None,
     options: dict[str, Any],
 ) -> Quantizer | None:
+    """Return a quantizer of single tensors, or None without a scaling mode."""
     if mode is None:
         return None
     member("scaling_mode", mode, ScalingMode)
@@ -190,6 +192,7 @@ def _one(
 
 
 def _layout(mode: ScalingMode, both: bool | None) -> QuantizeLayout:
+    """Return the stored directions of a tensor; None stores those that matrix products read."""
     if both is None:
         both = mode.is_block_scaling() or not is_fp8_gemm_with_all_layouts_supported()
     return QuantizeLayout.ROWWISE_COLWISE if both else QuantizeLayout.ROWWISE
@@ -198,10 +201,10 @@ def _layout(mode: ScalingMode, both: bool | None) -> QuantizeLayout:
 def _of_recipe(
     recipe: Recipe, both: bool | None, checkpoint_name: str | None, metas: QuantizeMetaSet | None
 ) -> QuantizerSet:
-    family = recipes.family_of(recipe)
-    family.check(recipe)
+    """Return the quantizers of a linear layer that a recipe requires, with given states."""
+    family = recipes.checked_family(recipe)
     states = (None, None, None) if metas is None else (metas.x, metas.kernel, metas.grad)
-    made = [
+    quantizers = [
         recipes.make_quantizer(
             recipe,
             source,
@@ -211,7 +214,7 @@ def _of_recipe(
         )
         for source, state in zip(TensorSource, states, strict=True)
     ]
-    return QuantizerSet(*made)
+    return QuantizerSet(*quantizers)
 
 
 def _of_groups(quantizer: Quantizer | None, n_groups: int | None) -> Quantizer | GroupedQuantizer | None:

@@ -103,7 +103,7 @@ class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
             return values(self.data, self.scale_inv, self.amax)
         if not self.scaling_mode.is_tensor_scaling():
             return self._one(self.data, self.scale_inv, self.amax).dequantize()
-        codes = self.data.T if self.data_layout == "T" else self.data
+        codes = self.codes
         scales = of_rows(self.scale_inv, self.group_sizes, codes.shape[0])
         return exact.scaled(codes.astype(jnp.float32), scales[:, None]).astype(self.dq_dtype)
 

@@ -1,6 +1,6 @@
-"""One row a recipe: its three tensors' modes and quantizers, which state it has, and where the hardware computes it.
+"""Table of the recipes: scaling modes and options of the three tensors, state, and required compute capability.
 
-Nothing else of transformer_engine.jax asks which recipe is in force.
+No other module of transformer_engine.jax depends on the class of a recipe.
 """
 
 from __future__ import annotations
@@ -37,16 +37,18 @@ X, KERNEL, DGRAD = TensorSource.X, TensorSource.KERNEL, TensorSource.DGRAD
 
 @dataclass(frozen=True)
 class Family:
-    """What is different about one kind of recipe.
+    """Properties of one class of recipe.
 
-    name       on command lines, as on the PyTorch side
-    modes      (recipe, source) -> how that tensor is scaled
-    options    (recipe, source) -> further arguments of its quantizer
-    check      raises ValueError for settings that JAX's side does not have
-    least      compute capability, times ten, from which the hardware computes it
-    below      ... and before which
-    stateful   has it amax histories and scales?
-    random     does it round by random numbers?
+    Attributes:
+        name: Name on command lines, as in transformer_engine.pytorch.
+        recipe: Class of the recipe.
+        modes: (recipe, source) -> scaling mode of the tensor.
+        options: (recipe, source) -> further arguments of the tensor's quantizer.
+        least: Ten times the lowest compute capability that supports the recipe.
+        below: Ten times the compute capability from which hardware no longer supports the recipe, or None.
+        check: Raises ValueError for settings that transformer_engine.jax does not support.
+        stateful: Whether quantizers have scales and histories of maxima as state.
+        random: recipe -> whether gradients are rounded stochastically.
     """
 
     name: str
@@ -64,16 +66,16 @@ def _check_delayed(recipe: DelayedScaling) -> None:
     if callable(recipe.amax_compute_algo):
         raise ValueError(
             f"DelayedScaling: amax_compute_algo={described(recipe.amax_compute_algo)} is a function; "
-            "give 'max' or 'most_recent'"
+            "pass 'max' or 'most_recent'"
         )
     if recipe.scaling_factor_compute_algo is not None:
         raise ValueError(
             "DelayedScaling: scaling_factor_compute_algo="
-            f"{described(recipe.scaling_factor_compute_algo)}; it must be None here"
+            f"{described(recipe.scaling_factor_compute_algo)}; transformer_engine.jax supports None only"
         )
     if not recipe.reduce_amax:
         raise ValueError(
-            "DelayedScaling: reduce_amax=False; maxima are taken over the whole mesh here, set it to True"
+            "DelayedScaling: reduce_amax=False; JAX reduces maxima over the whole mesh, set it to True"
         )
 
 
@@ -129,7 +131,7 @@ def _concerns(scope: str, source: TensorSource) -> bool:
 
 
 def _four_over_six(recipe: NVFP4BlockScaling, source: TensorSource) -> str:
-    """The error by which 4over6 chooses for a tensor; empty: it is not used."""
+    """Return the error metric by which 4over6 selects scales for a tensor; empty if 4over6 is off."""
     return recipe.nvfp4_4over6_err_mode if _concerns(recipe.nvfp4_4over6, source) else ""
 
 
@@ -145,7 +147,7 @@ def _check_nvfp4(recipe: NVFP4BlockScaling) -> None:
         "nvfp4_4over6": _concerns(recipe.nvfp4_4over6, X),
     }
     params = recipe.fp4_quant_fwd_inp
-    for name in (name for name, asked in variants.items() if asked):
+    for name in (name for name, enabled in variants.items() if enabled):
         if params.random_hadamard_transform and not params.fp4_2d_quantization:
             raise ValueError(
                 f"NVFP4BlockScaling: {name}={getattr(recipe, name)!r} of activations excludes the Hadamard transform; "
@@ -203,29 +205,39 @@ QUANTIZERS: dict[ScalingMode, type[Quantizer]] = {
 
 
 def family_of(recipe: Recipe) -> Family:
-    """The row of a recipe or of a subclass; ValueError for one without a row (a custom recipe)."""
+    """Return the family of a recipe or of a subclass.
+
+    Raises:
+        ValueError: The recipe has no family, as a custom recipe.
+    """
     for cls in type(recipe).__mro__:
         if cls in FAMILIES:
             return FAMILIES[cls]
     names = ", ".join(cls.__name__ for cls in FAMILIES)
-    raise ValueError(f"recipe={described(recipe)}: transformer_engine.jax takes {names}; choose one of them")
+    raise ValueError(
+        f"recipe={described(recipe)}: transformer_engine.jax supports {names}; choose one of them"
+    )
 
 
 def checked_family(recipe: Recipe) -> Family:
-    """The row of a recipe, whose settings JAX's side has; ValueError for those that it has not."""
+    """Return the family of a recipe.
+
+    Raises:
+        ValueError: transformer_engine.jax does not support the recipe or one of its settings.
+    """
     family = family_of(recipe)
     override = getattr(recipe, "backward_override", None)
     if override is not None:
         raise ValueError(
-            f"{type(recipe).__name__}: backward_override={override!r}; products of the backward pass "
-            "are quantized as the recipe says here, set it to None or unset NVTE_BACKWARD_OVERRIDE"
+            f"{type(recipe).__name__}: backward_override={override!r}; transformer_engine.jax quantizes the products "
+            "of the backward pass as the recipe states, set it to None or unset NVTE_BACKWARD_OVERRIDE"
         )
     family.check(recipe)
     return family
 
 
 def element_types(recipe: Recipe) -> tuple[Any, Any]:
-    """dtypes of the codes in the forward and in the backward pass."""
+    """Return the dtypes of the codes in the forward and the backward pass."""
     form = recipe.fp4_format if isinstance(recipe, NVFP4BlockScaling) else recipe.fp8_format
     return format_dtypes(form)
 
@@ -247,7 +259,18 @@ def format_dtypes(form: Format | None) -> tuple[Any, Any]:
 def make_quantizer(
     recipe: Recipe, source: TensorSource, layout: QuantizeLayout, checkpoint_name: str | None, **state: Any
 ) -> Quantizer:
-    """The quantizer of one tensor of a linear layer."""
+    """Create the quantizer of one tensor of a linear layer.
+
+    Args:
+        recipe: Recipe of the layer.
+        source: The tensor.
+        layout: Stored directions.
+        checkpoint_name: Name of the codes and scales for recomputation policies.
+        **state: State of the quantizer, by the names of its fields.
+
+    Raises:
+        ValueError: As in `checked_family`.
+    """
     family = checked_family(recipe)
     mode = family.modes(recipe, source)
     dtypes = element_types(recipe)
@@ -262,8 +285,8 @@ def make_quantizer(
     )
 
 
-def refusal_of(family: Family, gpu_id: int = 0) -> str | None:
-    """Why this machine cannot compute a recipe, None if it can, on its hardware or by emulation."""
+def unsupported_reason(family: Family, gpu_id: int = 0) -> str | None:
+    """Return the reason why this machine supports a recipe neither in hardware nor by emulation, or None."""
     if is_emulating():
         return None
     capability = compute_capability(gpu_id)
@@ -275,7 +298,7 @@ def refusal_of(family: Family, gpu_id: int = 0) -> str | None:
         )
     if family.below is not None and capability >= family.below:
         return (
-            f"{name} is not computed by compute capability {capability / 10}, {family.below / 10} and higher; "
+            f"{name} is unsupported from compute capability {family.below / 10} on, this GPU has {capability / 10}; "
             "set TE_EMULATE=1 to compute it by emulation"
         )
     return None

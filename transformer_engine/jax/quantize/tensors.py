@@ -68,9 +68,9 @@ class ScaledTensor(AbstractBaseTensor):
     """Base class of tensors that hold codes and scales."""
 
     @property
+    @abc.abstractmethod
     def shape(self) -> tuple[int, ...]:
         """Shape of the tensor in its original order of axes."""
-        raise NotImplementedError
 
 
 @functools.partial(
@@ -310,7 +310,7 @@ class ScaledTensorFactory:
         if scaling_mode.format is None:
             raise ValueError(f"scaling_mode={scaling_mode} has no scales; use another mode, or NoScaleTensor")
         if data_layout not in ("N", "T"):
-            raise ValueError(f"data_layout={data_layout!r}; choose 'N' (as it is) or 'T' (transposed)")
+            raise ValueError(f"data_layout={data_layout!r}; choose 'N' (not transposed) or 'T' (transposed)")
         amax = jnp.zeros(0, jnp.float32) if amax is None else amax
         axis = positive_axis(flatten_axis, data.ndim)
         return ScaledTensor1x(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jax import Array
 
 from ....common.dispatch import Table
-from ..platforms import computed
+from ..platforms import compute
 from . import reference, triton
 from .request import ACTIVATIONS, ActivationParams, ActivationRequest
 
@@ -23,7 +23,7 @@ TABLE: Table[ActivationRequest] = Table("jax_activation", (triton.BACKEND, refer
 
 def activation_forward(x: Array, names: tuple[str, ...], params: ActivationParams) -> Array:
     """y [..., F] in x's dtype, computed in float32."""
-    return computed(
+    return compute(
         TABLE, lambda platform: ActivationRequest("forward", names, x.dtype, x.size, platform), x, names=names,
         params=params,
     )  # fmt: skip
@@ -31,7 +31,7 @@ def activation_forward(x: Array, names: tuple[str, ...], params: ActivationParam
 
 def activation_backward(dy: Array, x: Array, names: tuple[str, ...], params: ActivationParams) -> Array:
     """dx [..., n, F] in x's dtype."""
-    return computed(
+    return compute(
         TABLE, lambda platform: ActivationRequest("backward", names, x.dtype, x.size, platform), dy, x, names=names,
         params=params,
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""The activations by the kernels of common/kernels/activation.py, on arrays [rows, n, width].
+"""Activations with the kernels of common/kernels/activation.py, on arrays [rows, n, width].
 
-Rows may be several axes; devices may cut rows and columns, but no unit from its gate.
+Several axes may stand for the rows. Rows and columns may be sharded; the axis n of unit and gate may not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..launching import refuses_on, run
 from ..several_axes import call_on_axes, with_rows
 from .request import ActivationParams, ActivationRequest
 
-# What the kernels call an activation: its curve.
+# Names of the activations in common/kernels.
 _CURVES = {
     "gelu": "gelu", "silu": "silu", "relu": "relu", "quick_gelu": "qgelu", "squared_relu": "srelu",
     "clamped_silu": "clamped_swiglu",
@@ -34,7 +34,7 @@ def refuses(request: ActivationRequest) -> str | None:
 
 @dataclass(frozen=True)
 class ActivationKernel(Kernel):
-    """One activation, and its constants."""
+    """Base of the kernels of one activation."""
 
     names: tuple[str, ...]
     params: ActivationParams
@@ -46,10 +46,11 @@ class ActivationKernel(Kernel):
 
     @property
     def constants(self) -> tuple[float, float, float]:
+        """Constants of the clamped activations: limit, alpha and linear offset."""
         return self.params.limit, self.params.alpha, self.params.glu_linear_offset
 
-    def made_by(self, module: Any) -> str:
-        """The kernels' name of the curve; ValueError where common/kernels has none."""
+    def curve(self, module: Any) -> str:
+        """Return the name of the activation in the kernels' module."""
         name = _CURVES[self.names[0]]
         assert name in module.CURVES, name
         return name
@@ -71,7 +72,7 @@ class Forward(ActivationKernel):
 
         rows, parts, width = x.shape
         launch = activation.forward(
-            self.made_by(activation), self.gated, rows, width, parts * width, x.dtype.name, self.constants
+            self.curve(activation), self.gated, rows, width, parts * width, x.dtype.name, self.constants
         )
         return (run(launch, [x.reshape(rows, parts * width)])[0],)  # pyright: ignore[reportReturnType]
 
@@ -92,9 +93,9 @@ class Backward(ActivationKernel):
 
         rows, parts, width = x.shape
         launch = activation.backward(
-            self.made_by(activation), self.gated, rows, width, (width, parts * width), x.dtype.name, self.constants
+            self.curve(activation), self.gated, rows, width, (width, parts * width), x.dtype.name, self.constants
         )  # fmt: skip
-        # In x's memory: at the peak of a layer's backward pass both would be its largest arrays.
+        # dx reuses the memory of x: at the peak of a layer's backward pass they are the two largest arrays.
         (dx,) = run(launch, [dy, x.reshape(rows, parts * width)], reuses={1: 0})
         assert dx is not None
         return (dx.reshape(x.shape),)
@@ -102,15 +103,15 @@ class Backward(ActivationKernel):
 
 def forward(x: Array, names: tuple[str, ...], params: ActivationParams) -> Array:
     """See `activation_forward`."""
-    of_rows, count = with_rows(x, 2)
-    (y,) = call_on_axes(Forward(names, params), {"r": count}, of_rows)
+    matrix, count = with_rows(x, 2)
+    (y,) = call_on_axes(Forward(names, params), {"r": count}, matrix)
     return y.reshape(*x.shape[:-2], x.shape[-1])
 
 
 def backward(dy: Array, x: Array, names: tuple[str, ...], params: ActivationParams) -> Array:
     """See `activation_backward`."""
-    (of_rows, count), (gradient, _) = with_rows(x, 2), with_rows(dy, 1)
-    (dx,) = call_on_axes(Backward(names, params), {"r": count}, gradient, of_rows)
+    (matrix, count), (gradient, _) = with_rows(x, 2), with_rows(dy, 1)
+    (dx,) = call_on_axes(Backward(names, params), {"r": count}, gradient, matrix)
     return dx.reshape(x.shape)
 
 

@@ -10,7 +10,7 @@ from jax import Array
 from ....common.dispatch import Table
 from ..activation import ActivationParams, ActivationRequest
 from ..kernels import sums_dtype
-from ..platforms import computed
+from ..platforms import compute
 from ..quantize import Cast, Quantized, Request
 from . import separate, triton
 from .request import ActivationCodesRequest, How
@@ -26,7 +26,7 @@ def activation_codes(x: Array, cast: Cast, names: tuple[str, ...], params: Activ
     On a GPU they are made where y is, which is never stored, unless one scale is to be made of its maximum.
     """
     how = How(names, params, cast.spec)
-    return computed(
+    return compute(
         TABLE, lambda platform: _request("forward", x, cast, how, platform), x, cast.multiplier, how=how
     )
 
@@ -36,7 +36,7 @@ def activation_backward_codes(
 ) -> tuple[Quantized, Array | None]:
     """Codes of dx [*rows, n, F], see `Quantized`, and the sums of its columns [n, F] in dtype `sums`, if asked."""
     how = How(names, params, cast.spec, None if sums is None else sums_dtype(sums))
-    codes, total = computed(
+    codes, total = compute(
         TABLE, lambda platform: _request("backward", x, cast, how, platform), dy, x, cast.multiplier, how=how
     )
     return codes, None if total is None else total.astype(sums)

@@ -1,6 +1,7 @@
-"""Codes where the kernels of common/kernels/activation_codes.py make the values, of x [rows, n, width].
+"""Activations of x [rows, n, width] and their codes in one kernel (common/kernels/activation_codes.py).
 
-By a given scale or in blocks; or by the maximum that the kernel has found, in a second pass.
+With a given scale or scales per block, the kernel writes the codes. With current scaling it writes the values and their
+maximum, and a second kernel quantizes the values.
 """
 
 from __future__ import annotations
@@ -43,18 +44,21 @@ def refuses(request: ActivationCodesRequest) -> str | None:
     if not backward or not fused_codes.in_blocks(spec):
         return None
     if len(request.activation.names) == 2 and request.width % _BLOCK:
-        return f"width={request.width} is no multiple of {_BLOCK}: a block would reach from the gate into the unit"
+        return f"width={request.width}, no multiple of {_BLOCK}: a block would contain elements of both gate and unit"
     if request.sums and spec.format == BLOCK_1D and not spec.columnwise:
-        # H200, 8192 x 14336, SwiGLU: 0.772 ms, 0.573 in two steps.
-        return "blocks of rows alone beside sums of columns, which are faster in two steps"
+        # H200, 8192 x 14336, SwiGLU: 0.772 ms in one step, 0.573 ms in two.
+        return "row-wise blocks without column-wise ones, with column sums, which two steps compute faster"
     return None
 
 
 @dataclass(frozen=True)
 class _Codes(ActivationKernel):
-    """What a kernel makes of x [rows, n, width]: y [rows, width], or dx like x.
+    """Base of the kernels that write codes of y [rows, width], or of dx [rows, n, width].
 
-    spec, shape   of the codes, and of the whole matrix that they are made of, whose blocks are not cut
+    Attributes:
+        spec: Format of the codes.
+        shape: Shape of the whole matrix of codes; shards contain whole blocks of it.
+        width: Width of x.
     """
 
     spec: QuantizeSpec
@@ -63,10 +67,12 @@ class _Codes(ActivationKernel):
 
     @property
     def square(self) -> bool:
+        """Whether square blocks share a scale."""
         return self.spec.format == BLOCK_2D
 
     @property
     def extents(self) -> tuple[Extent, ...]:
+        """Axes of rows and of columns, in blocks that are not sharded."""
         if not fused_codes.in_blocks(self.spec):
             return extent("r", self.shape[0], 1), extent("w", self.width, 1)
         down = _BLOCK if self.square or self.spec.columnwise else 1
@@ -76,8 +82,8 @@ class _Codes(ActivationKernel):
     def maxed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return () if fused_codes.in_blocks(self.spec) else (2 + self.spec.columnwise,)
 
-    def made(self, unit: str) -> list[str]:
-        """The rule's part of `coded`, whose columns have an axis of units in front of them, "n ", or none, ""."""
+    def coded_axes(self, unit: str) -> list[str]:
+        """Return the axes of the arrays of `coded` in a rule; unit is "n " for an axis before the columns, or ""."""
         (r, w), spec = self.extents, self.spec
         codes, codes_t = f"{r.whole} {unit}{w.whole}", [f"{unit}{w.whole} {r.whole}"] * spec.columnwise
         if not fused_codes.in_blocks(spec):
@@ -92,14 +98,16 @@ class _Codes(ActivationKernel):
 
     @property
     def x_and_scale(self) -> str:
+        """Axes of x and, without blocks, of the scale, in a rule."""
         r, w = self.extents
         return f"{r.whole} n {w.whole}" + ("" if fused_codes.in_blocks(self.spec) else ", s")
 
     def machine(self, bytes_read: int) -> Any:
+        """Return the properties of the GPU that determine tile sizes."""
         from ....common.kernels import block_fused  # it imports triton
 
-        found = processors()
-        return block_fused.Machine(found.count, found.shared_memory, bytes_read)
+        gpu = processors()
+        return block_fused.Machine(gpu.count, gpu.shared_memory, bytes_read)
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,7 @@ class Forward(_Codes):
 
     @property
     def rule(self) -> str:
-        return f"{self.x_and_scale} -> {', '.join(self.made(''))}"
+        return f"{self.x_and_scale} -> {', '.join(self.coded_axes(''))}"
 
     def results(self, x: Any, *_: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         return coded(self.spec, x.shape[0], x.shape[2])
@@ -119,37 +127,37 @@ class Forward(_Codes):
 
         x, *multiplier = arrays
         rows, parts, width = x.shape
-        plain = (self.made_by(curves), self.gated, (rows, width), parts * width)
+        plain = (self.curve(curves), self.gated, (rows, width), parts * width)
         if fused_codes.in_blocks(self.spec):
             blocks = fused_codes.blocks(self.spec, x.dtype)
             machine = self.machine(parts * x.dtype.itemsize)
             program = activation_codes.forward_blocks(*plain, self.constants, blocks, machine)
         else:
-            how = fused_codes.one_scale(self.spec)
-            program = activation_codes.forward(*plain, x.dtype.name, self.constants, how)
-        return _performed(program, self.spec, [x.reshape(rows, parts * width), *multiplier])
+            cast = fused_codes.one_scale(self.spec)
+            program = activation_codes.forward(*plain, x.dtype.name, self.constants, cast)
+        return _coded_results(program, self.spec, [x.reshape(rows, parts * width), *multiplier])
 
 
 @dataclass(frozen=True)
 class Backward(_Codes):
-    """(dy [rows, width], x, [multiplier [1]]) -> `coded` of dx [rows, n, width], [sums of its rows, dtype sums]"""
+    """(dy [rows, width], x, [multiplier [1]]) -> `coded` of dx [rows, n, width], [column sums of dx in dtype sums]"""
 
     sums: str | None
 
     @property
     def in_parts(self) -> Backward:
-        return dataclasses.replace(self, sums=_wide(self.sums))
+        return dataclasses.replace(self, sums=None if self.sums is None else "float32")
 
     @property
     def rule(self) -> str:
         r, w = self.extents
-        made = [*self.made("n "), *[f"n {w.whole}"] * (self.sums is not None)]
-        return f"{r.whole} {w.whole}, {self.x_and_scale} -> {', '.join(made)}"
+        results = [*self.coded_axes("n "), *[f"n {w.whole}"] * (self.sums is not None)]
+        return f"{r.whole} {w.whole}, {self.x_and_scale} -> {', '.join(results)}"
 
     @property
     def summed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        made = 2 + 2 * self.spec.columnwise if fused_codes.in_blocks(self.spec) else 3 + self.spec.columnwise
-        return () if self.sums is None else (made,)
+        coded = 2 + 2 * self.spec.columnwise if fused_codes.in_blocks(self.spec) else 3 + self.spec.columnwise
+        return () if self.sums is None else (coded,)
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         rows, parts, width = operands[1].shape
@@ -162,17 +170,17 @@ class Backward(_Codes):
 
         dy, x, *multiplier = arrays
         rows, parts, width = x.shape
-        plain = (self.made_by(curves), self.gated, (rows, width), (width, parts * width))
+        plain = (self.curve(curves), self.gated, (rows, width), (width, parts * width))
         if fused_codes.in_blocks(self.spec):
             blocks = fused_codes.blocks(self.spec, x.dtype)
             machine = self.machine(dy.dtype.itemsize + parts * x.dtype.itemsize)
             program = activation_codes.backward_blocks(*plain, self.constants, blocks, self.sums, machine)
         else:
-            how = fused_codes.one_scale(self.spec)
-            program = activation_codes.backward(*plain, x.dtype.name, self.constants, how, self.sums)
-        made = _performed(program, self.spec, [dy, x.reshape(rows, parts * width), *multiplier])
+            cast = fused_codes.one_scale(self.spec)
+            program = activation_codes.backward(*plain, x.dtype.name, self.constants, cast, self.sums)
+        arrays = _coded_results(program, self.spec, [dy, x.reshape(rows, parts * width), *multiplier])
         return tuple(
-            array.reshape(shape.shape) for array, shape in zip(made, self.results(dy, x), strict=True)
+            array.reshape(shape.shape) for array, shape in zip(arrays, self.results(dy, x), strict=True)
         )
 
 
@@ -180,7 +188,9 @@ class Backward(_Codes):
 class Measured(ActivationKernel):
     """x [rows, n, width] -> max|y| [1], y [rows, width]; with backward (dy, x) -> max|dx| [1], dx, [sums [n, width]]
 
-    sums   their dtype, if they are asked for
+    Attributes:
+        backward: Whether the kernel computes dx instead of y.
+        sums: dtype of the column sums of dx, or None to omit them.
     """
 
     backward: bool
@@ -189,7 +199,7 @@ class Measured(ActivationKernel):
 
     @property
     def in_parts(self) -> Measured:
-        return dataclasses.replace(self, sums=_wide(self.sums))
+        return dataclasses.replace(self, sums=None if self.sums is None else "float32")
 
     @property
     def summed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -204,8 +214,8 @@ class Measured(ActivationKernel):
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         rows, parts, width = operands[-1].shape
         shape = (rows, parts, width) if self.backward else (rows, width)
-        made = jax.ShapeDtypeStruct(shape, operands[-1].dtype)
-        return (_ONE, made, *_sums(parts, width, self.sums))
+        values = jax.ShapeDtypeStruct(shape, operands[-1].dtype)
+        return (_ONE, values, *_sums(parts, width, self.sums))
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
         from ....common.kernels import activation as curves
@@ -214,18 +224,18 @@ class Measured(ActivationKernel):
         x = arrays[-1]
         rows, parts, width = x.shape
         flat = x.reshape(rows, parts * width)
-        plain = (self.made_by(curves), self.gated, (rows, width))
+        plain = (self.curve(curves), self.gated, (rows, width))
         if not self.backward:
             launch = activation_cast.forward(
                 *plain, parts * width, x.dtype.name, self.constants, None, False, measures=True
             )
-            made = run(launch, [flat, None])
-            return tuple(array for array in made if array is not None)
+            outputs = run(launch, [flat, None])
+            return tuple(array for array in outputs if array is not None)
         launch = activation_cast.backward(
             *plain, (width, parts * width), x.dtype.name, self.constants, None, False, self.sums is not None,
             measures=True,
         )  # fmt: skip
-        # dx, the fifth output, in x's memory, as in `activation`.
+        # dx, the fifth output, reuses the memory of x, as in `activation`.
         amax, *_, dx, partials = run(launch, [arrays[0], flat, None], reuses={1: 4})
         assert amax is not None and dx is not None
         if partials is None or self.sums is None:
@@ -239,46 +249,44 @@ def _sums(parts: int, width: int, dtype: str | None) -> list[jax.ShapeDtypeStruc
     return [] if dtype is None else [jax.ShapeDtypeStruct((parts, width), jnp.dtype(dtype))]
 
 
-def _wide(sums: str | None) -> str | None:
-    """The dtype of a device's part of the sums."""
-    return None if sums is None else "float32"
-
-
 def coded(spec: QuantizeSpec, rows: int, width: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The codes of a matrix [rows, width]: codes, [codes_t], scale [1], maximum [1]; of blocks codes, scale, [codes_t,
-    scale_t].
+    """Return the shapes of the arrays that represent a quantized matrix [rows, width].
+
+    Returns:
+        With blocks: codes, scale, [codes_t, scale_t]. Otherwise: codes, [codes_t], scale [1], absolute maximum [1].
+        The arrays in brackets exist if spec.columnwise.
     """
     dtype = jax_dtype(spec.element)
-    made = [jax.ShapeDtypeStruct((rows, width), dtype)]
+    shapes = [jax.ShapeDtypeStruct((rows, width), dtype)]
     if not fused_codes.in_blocks(spec):
-        made += [jax.ShapeDtypeStruct((width, rows), dtype)] * spec.columnwise
-        return (*made, _ONE, _ONE)
+        shapes += [jax.ShapeDtypeStruct((width, rows), dtype)] * spec.columnwise
+        return (*shapes, _ONE, _ONE)
     down = _BLOCK if spec.format == BLOCK_2D else 1
-    made += [jax.ShapeDtypeStruct((ceil_div(rows, down), ceil_div(width, _BLOCK)), jnp.float32)]
+    shapes += [jax.ShapeDtypeStruct((ceil_div(rows, down), ceil_div(width, _BLOCK)), jnp.float32)]
     if spec.columnwise:
         scale_t = (ceil_div(width, down), ceil_div(rows, _BLOCK))
-        made += [jax.ShapeDtypeStruct((width, rows), dtype), jax.ShapeDtypeStruct(scale_t, jnp.float32)]
-    return tuple(made)
+        shapes += [jax.ShapeDtypeStruct((width, rows), dtype), jax.ShapeDtypeStruct(scale_t, jnp.float32)]
+    return tuple(shapes)
 
 
-def _performed(program: Program, spec: QuantizeSpec, inputs: list[Array]) -> tuple[Array, ...]:
-    """The program's results in the order of `coded`, then the sums."""
+def _coded_results(program: Program, spec: QuantizeSpec, inputs: list[Array]) -> tuple[Array, ...]:
+    """Run a program and return its results in the order of `coded`, followed by the sums."""
     given: list[Array | None] = [*inputs, *[None] * (len(program.inputs) - len(inputs))]
     codes, scale, codes_t, scale_t, *rest = perform(program, given)
-    made = (codes, scale, codes_t, scale_t) if fused_codes.in_blocks(spec) else (codes, codes_t, scale)
-    return tuple(array for array in (*made, *rest) if array is not None)
+    arrays = (codes, scale, codes_t, scale_t) if fused_codes.in_blocks(spec) else (codes, codes_t, scale)
+    return tuple(array for array in (*arrays, *rest) if array is not None)
 
 
 def _in_units(
-    made: tuple[jax.ShapeDtypeStruct, ...], spec: QuantizeSpec, parts: int
+    shapes: tuple[jax.ShapeDtypeStruct, ...], spec: QuantizeSpec, parts: int
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """`coded` of a matrix [rows, n * width] with n as an axis of its own, rows [.., n, ..] and columns [n, .., ..]."""
-    a_direction = 2 if fused_codes.in_blocks(spec) else 1
+    """Split the axis n * width of `coded` shapes: row-wise [.., n, ..], column-wise [n, .., ..]."""
+    per_direction = 2 if fused_codes.in_blocks(spec) else 1
     split = []
-    for place, (shape, dtype) in enumerate((one.shape, one.dtype) for one in made):
-        if place < a_direction:
+    for index, (shape, dtype) in enumerate((one.shape, one.dtype) for one in shapes):
+        if index < per_direction:
             shape = (shape[0], parts, shape[1] // parts)
-        elif place < 2 * a_direction and spec.columnwise:
+        elif index < 2 * per_direction and spec.columnwise:
             shape = (parts, shape[0] // parts, shape[1])
         split.append(jax.ShapeDtypeStruct(shape, dtype))
     return tuple(split)
@@ -305,8 +313,8 @@ def backward(
     counts = {"r": count}
     if scale is None and not fused_codes.in_blocks(how.spec):
         amax, dx, *total = call_on_axes(Measured(how.names, how.params, True, how.sums), counts, dy, x)
-        made = FORMATS[how.spec.format.name].plan(cast)(dx, Given(amax=amax))
-        return made, total[0] if total else None
+        quantized = FORMATS[how.spec.format.name].plan(cast)(dx, Given(amax=amax))
+        return quantized, total[0] if total else None
     kernel = Backward(how.names, how.params, how.spec, cast.shape, x.shape[-1], how.sums)
     results = list(call_on_axes(kernel, counts, dy, x, *_multiplier(scale)))
     total = None if how.sums is None else results.pop()
@@ -317,13 +325,15 @@ def _multiplier(scale: Array | None) -> list[Array]:
     return [] if scale is None else [scale.astype(jnp.float32).reshape(1)]
 
 
-def _quantized(made: Sequence[Array], spec: QuantizeSpec, cast: Request, shape: tuple[int, ...]) -> Quantized:
-    """What is in the order of `coded` by its names; of an array of that shape, scales as those of a matrix."""
+def _quantized(
+    arrays: Sequence[Array], spec: QuantizeSpec, cast: Request, shape: tuple[int, ...]
+) -> Quantized:
+    """Return arrays in the order of `coded` as a record; codes have the given shape, scales that of a matrix."""
     if fused_codes.in_blocks(spec):
         flat = coded(spec, *cast.shape)
-        codes = Quantized(*(one.reshape(flat[i].shape) if i % 2 else one for i, one in enumerate(made)))
+        codes = Quantized(*(one.reshape(flat[i].shape) if i % 2 else one for i, one in enumerate(arrays)))
         return codes.with_axes(shape, cast.axis)
-    codes, *codes_t, scale, amax = made
+    codes, *codes_t, scale, amax = arrays
     if not codes_t:
         return Quantized(codes, scale, amax=amax)
     return Quantized(codes, scale, codes_t[0], scale, amax)

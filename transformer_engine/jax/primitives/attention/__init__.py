@@ -1,4 +1,4 @@
-"""Attention on one device: vocabulary, sequences, masks, and the table of its backends."""
+"""Attention on one device: the table of backends and the choice among them for each platform."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from ....common.dispatch import Table
 from ...checks import is_symbolic
-from ..platforms import chosen, differentiable_by_platform
+from ..platforms import bind_by_platform, differentiable_by_platform
 from . import cudnn, reference, triton
 from .enums import AttnBiasType
 from .masks import hidden_keys
@@ -19,16 +19,16 @@ from .request import AttentionRequest, Call, Parts
 
 __all__ = ["TABLE", "AttentionRequest", "Call", "Parts", "attention", "attention_parts"]
 
-# Both sequences up to this length: Triton kernels are preferred. H200, forward and backward, cuDNN 9.19 against the
-# kernels: 4 x 128 tokens of 16 heads of 64, 26 us on the GPU against 15, and 140 us on the host against 72.
-# 4 x 512 tokens, 69 us on the GPU against 56; 1024 tokens of 32 heads of 128, 150 against 168.
+# The Triton kernels are preferred if both sequences have at most this length. Forward and backward on an H200, cuDNN
+# 9.19 compared with the kernels: 4 x 128 tokens, 16 heads of 64: GPU 26 and 15 us, host 140 and 72 us; 4 x 512 tokens:
+# GPU 69 and 56 us; 1024 tokens, 32 heads of 128: GPU 150 and 168 us.
 SHORT = 512
 
 
 def preference(request: AttentionRequest) -> tuple[str, ...]:
-    """Return the names of the backends, the fastest first for requests of this size."""
+    """Return the names of the backends in order of preference: the fastest for the sizes of the request first."""
     lengths = (request.queries, request.keys)
-    # Symbolic lengths of jax.export have no order among them.
+    # Symbolic lengths of jax.export cannot be compared with a number.
     known = request.tokens == "whole" and not request.layout.is_thd() and not any(map(is_symbolic, lengths))
     if known and max(lengths) <= SHORT:
         return ("triton", "cudnn", "reference")
@@ -41,7 +41,7 @@ TABLE: Table[AttentionRequest] = Table(
 
 
 def attention(request: AttentionRequest, call: Call) -> Array:
-    """Compute attention by the backend of the platform that the program is lowered for.
+    """Compute attention with the backend of the platform that the program is lowered for.
 
     Args:
         request: Shapes, dtypes and options of the call.
@@ -50,31 +50,30 @@ def attention(request: AttentionRequest, call: Call) -> Array:
     Returns:
         out [b, q, h, dv] in query's dtype.
     """
-    calls = chosen(TABLE, lambda platform: request._replace(platform=platform))
-    on_gpu, elsewhere = calls["cuda"], calls["cpu"]
-    if on_gpu is elsewhere:
-        return elsewhere(call)
-    if not _is_closed(request, call):
-        return lax.platform_dependent(cuda=lambda: on_gpu(call), default=lambda: elsewhere(call))
-    cuda, default = (_WholeRows(run, request, call.bias_type, call.scale) for run in (on_gpu, elsewhere))
+    calls = bind_by_platform(TABLE, lambda platform: request._replace(platform=platform))
+    on_cuda, on_cpu = calls["cuda"], calls["cpu"]
+    if on_cuda is on_cpu:
+        return on_cpu(call)
+    if not _reads_operands_only(request, call):
+        return lax.platform_dependent(cuda=lambda: on_cuda(call), default=lambda: on_cpu(call))
+    cuda, default = (_WholeRows(run, request, call.bias_type, call.scale) for run in (on_cuda, on_cpu))
     arrays = (call.query, call.key, call.value, call.bias, call.sink)
     return differentiable_by_platform(*arrays, cuda=cuda, default=default)
 
 
-def _is_closed(request: AttentionRequest, call: Call) -> bool:
-    """Whether query, key, value, bias and sink are all the arrays that the call reads."""
-    return (
-        request.rows == "whole"
-        and request.tokens == "whole"
-        and not request.layout.is_thd()
-        and call.draw is call.dropped is call.modified is None
-        and isinstance(call.scale, float)
-    )
+def _reads_operands_only(request: AttentionRequest, call: Call) -> bool:
+    """Return whether the call reads no arrays other than query, key, value, bias and sink."""
+    whole = request.rows == request.tokens == "whole" and not request.layout.is_thd()
+    closures = (call.draw, call.dropped, call.modified)  # close over arrays of dropout and of a score_mod
+    return whole and all(closure is None for closure in closures) and isinstance(call.scale, float)
 
 
 @dataclass(frozen=True)
 class _WholeRows:
-    """Attention of whole rows by one backend, as a function of its arrays that compares by value."""
+    """Attention of whole rows with one backend, as a function of arrays that compares by value.
+
+    The function rebuilds the `Call`, whose callables would compare by identity.
+    """
 
     run: Callable[[Call], Array]
     request: AttentionRequest
@@ -88,8 +87,9 @@ class _WholeRows:
         hidden = functools.partial(hidden_keys, mask, window, None, query.shape[1], key.shape[1])
         return self.run(
             Call(
-                query, key, value, bias, self.bias_type, mask, window, hidden, None, self.scale, sink, None, None,
-                _no_bounds, None,
+                query=query, key=key, value=value, bias=bias, bias_type=self.bias_type, mask_type=mask, window=window,
+                hidden=hidden, lengths=None, scale=self.scale, sink=sink, dropped=None, modified=None,
+                bounds=_no_bounds, draw=None,
             )
         )  # fmt: skip
 
@@ -99,22 +99,23 @@ def _no_bounds() -> tuple[Array, Array, Array, Array]:
 
 
 def attention_parts(request: AttentionRequest, scale: float) -> Parts:
-    """Choose how parts of an attention without bias and sink are computed on every platform; see `Parts`.
+    """Return the functions that compute a part of an attention without bias and sink; see `Parts`.
 
     Args:
         request: Shapes, dtypes and options of the whole attention.
         scale: Factor of the scores.
 
     Returns:
-        The forward and the backward function of a part.
+        The forward and the backward function of a part, which choose the backend by platform.
     """
-    calls = chosen(TABLE, lambda platform: request._replace(tokens="part", platform=platform))
-    on_gpu, elsewhere = calls["cuda"], calls["cpu"]
+    calls = bind_by_platform(TABLE, lambda platform: request._replace(tokens="part", platform=platform))
 
-    def computed(name: str) -> Any:
-        there, here = (functools.partial(getattr(one, name), scale=scale) for one in (on_gpu, elsewhere))
-        if there.func is here.func:
-            return here
-        return functools.partial(lax.platform_dependent, cuda=there, default=here)
+    def direction(name: str) -> Any:
+        cuda, cpu = (
+            functools.partial(getattr(calls[platform], name), scale=scale) for platform in ("cuda", "cpu")
+        )
+        if cuda.func is cpu.func:
+            return cpu
+        return functools.partial(lax.platform_dependent, cuda=cuda, default=cpu)
 
-    return Parts(computed("forward"), computed("backward"))
+    return Parts(direction("forward"), direction("backward"))

@@ -1,4 +1,4 @@
-"""hidden [b or 1, 1, q, k]: which keys a query does not see, of a mask's type, a window and sequences."""
+"""Hidden keys of each query, bool [b or 1, 1, q, k], from a mask type, a window and sequences."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ _UNREAD = {
     AttnMaskType.NO_MASK: ("no_mask", "padding"),
     AttnMaskType.CAUSAL_MASK: ("causal", "padding_causal"),
     AttnMaskType.CAUSAL_BOTTOM_RIGHT_MASK: ("causal_bottom_right", "padding_causal_bottom_right"),
-}  # types under which a mask is not read, and those that read it
+}  # mask types that ignore the mask: (name, type that reads the mask)
 
 
 def check_window(window_size: object) -> Window | None:
-    """(left, right), -1 for no limit; None where neither side has one."""
+    """Return (left, right), -1 for no limit; None if neither side has a limit.
+
+    Raises:
+        ValueError: window_size is neither None nor a pair of integers from -1 on.
+    """
     if window_size is None:
         return None
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
@@ -39,7 +43,7 @@ def check_window(window_size: object) -> Window | None:
 
 
 def reads_mask(mask_type: AttnMaskType, window: Window | None) -> bool:
-    """Is a mask that is given looked at? By padding, and by a causal mask with a window, as in the unfused layers."""
+    """Return whether a mask is read: by padding types, and by causal types with a window, as in the unfused layers."""
     return mask_type.is_padding() or (mask_type.is_causal() and window is not None)
 
 
@@ -47,7 +51,20 @@ def checked_tokens(
     descriptor: SequenceDescriptor | Array | None, mask_type: AttnMaskType, window: Window | None, packed: bool,
     most: int, scores: tuple[int, int, int, int],
 ) -> SequenceDescriptor | Array | None:  # fmt: skip
-    """What says which tokens belong together, `most` sequences a row; ValueError where it does not fit [b, h, q, k]."""
+    """Return the descriptor of the sequences, limited to the first `most` sequences of a packed row.
+
+    Args:
+        descriptor: Sequences or a mask, or None for whole rows.
+        mask_type: Type of the mask; a mask that the type ignores warns once per process and type.
+        window: Sliding window, or None.
+        packed: Whether rows contain several sequences (a thd layout).
+        most: Largest number of sequences per packed row.
+        scores: Shape [b, h, q, k] of the scores.
+
+    Raises:
+        TypeError: The descriptor is neither a SequenceDescriptor nor an array.
+        ValueError: The descriptor does not match the shape of the scores.
+    """
     whole("max_segments_per_seq", most)
     if isinstance(descriptor, SequenceDescriptor):
         if packed:
@@ -67,7 +84,7 @@ def checked_tokens(
 
 @functools.cache
 def _warn_of_mask(mask_type: AttnMaskType) -> None:
-    """Once a process and type, of a mask that the type leaves unread."""
+    """Warn once per process and type about a mask that the type ignores."""
     name, remedy = _UNREAD[mask_type]
     warnings.warn(
         f"a mask was given under attn_mask_type={name!r}, which does not read it: no key is hidden by it; "
@@ -77,7 +94,11 @@ def _warn_of_mask(mask_type: AttnMaskType) -> None:
 
 
 def run_length_fill(segment_ids: Array) -> Array:
-    """[b, s] -> for every token the number of tokens of its sequence in the row; 0 for padding."""
+    """Return int32 [b, s]: for each token the number of tokens of its sequence in the row; 0 for padding.
+
+    Args:
+        segment_ids: Sequence of each token, integers [b, s], 0 for padding.
+    """
     check_integers("segment_ids", segment_ids)
     if segment_ids.ndim != 2:
         raise ValueError(f"segment_ids has shape {segment_ids.shape}; give [batch, tokens]")
@@ -129,9 +150,9 @@ def make_swa_mask(
 def hidden_keys(
     mask_type: AttnMaskType, window_size: Window | None, segments: Segments | None, queries: int, keys: int
 ) -> Array | None:
-    """True where a key is hidden; None where every query sees every key.
+    """Return a mask bool [b or 1, 1, q, k], True where a key is hidden; None if every query attends to every key.
 
-    Without segments a row is one sequence. Tokens of different sequences do not see each other.
+    Without segments a row is one sequence. Tokens of different sequences are hidden from each other.
     """
     left, right = (-1, -1) if window_size is None else window_size
     if mask_type.is_causal():

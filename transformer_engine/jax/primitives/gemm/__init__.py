@@ -1,4 +1,4 @@
-"""out [*M, *N] = a [*M, *K] @ b [*N, *K].T; which backend computes it is chosen while tracing, for each platform."""
+"""Matrix product out [*M, *N] = a [*M, *K] @ b [*N, *K].T of operands with or without codes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ....common.dispatch import Table
 from ..operand import Operand
-from ..platforms import WithOptions, by_platform, chosen
+from ..platforms import WithOptions, bind_by_platform, by_platform
 from ..quantize import decoded as decoded_values
 from ..quantize import inverse_transform
 from . import decoded, float8, gluon, plain, reference, triton
@@ -31,26 +31,35 @@ TABLE: Table[GemmRequest] = Table(
         reference.BACKEND,
     ),
 )
-NAME = "transformer_engine_gemm"  # of every product, for recomputation policies
+NAME = "transformer_engine_gemm"  # checkpoint_name of every product, for recomputation policies
 
 
 def gemm(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool = True) -> Array:
-    """out [*M, *N] = a [*M, *K] @ b [*N, *K].T in dtype; both operands end in the contracted axes.
+    """Return the product a @ b.T, contracted over the last axes of both operands.
 
-    exact    partial sums are promoted to float32; False allows the tensor cores' faster accumulation
+    If only one operand is Hadamard transformed, its values are transformed back before the product. The function is
+    not differentiable; forward and backward rules call it.
 
-    If only one operand carries the Hadamard transform, its values are transformed back before the product.
-    Raises ValueError when the contracted extents do not fit, axis by axis.
-    Not differentiable: its callers are forward and backward rules.
+    Args:
+        a: Operand [*M, *K].
+        b: Operand [*N, *K].
+        dtype: dtype of the product.
+        exact: Whether partial sums are promoted to float32; False allows the faster accumulation of the tensor cores.
+
+    Returns:
+        The product [*M, *N].
+
+    Raises:
+        ValueError: The contracted extents of the operands differ.
     """
-    contracted = [one.codes.shape[one.axis :] for one in (a, b)]
+    contracted = [operand.codes.shape[operand.axis :] for operand in (a, b)]
     if contracted[0] != contracted[1]:
         extents = " and ".join(" x ".join(map(str, shape)) for shape in contracted)
         raise ValueError(f"the operands contract {extents} elements; both must end in the same K")
     if a.hadamard is not b.hadamard:
         a, b = _transformed_back(a), _transformed_back(b)
     dtype = jnp.dtype(dtype)
-    calls = chosen(TABLE, lambda platform: GemmRequest.of(a, b, dtype, exact, platform))
+    calls = bind_by_platform(TABLE, lambda platform: GemmRequest.of(a, b, dtype, exact, platform))
     options = (("dtype", dtype), ("exact", exact))
     cuda, cpu = (WithOptions(calls[platform], options) for platform in ("cuda", "cpu"))
     if cuda == cpu:
@@ -59,7 +68,7 @@ def gemm(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool = True) -> Array:
 
 
 def _transformed_back(operand: Operand) -> Operand:
-    """The operand without the Hadamard transform, as float32 values; unchanged if it carries none."""
+    """Return the operand without the Hadamard transform, as float32 values; unchanged if it is not transformed."""
     if not operand.hadamard:
         return operand
     values = decoded_values(operand)
@@ -69,5 +78,5 @@ def _transformed_back(operand: Operand) -> Operand:
 
 @functools.partial(jax.jit, static_argnames=("product",))
 def _on_every_platform(a: Operand, b: Operand, product: WithOptions) -> Array:
-    """One program where the caller is eager; operation by operation a product of codes takes seconds."""
+    """Compute the product as one program. In eager mode, a product of codes takes seconds operation by operation."""
     return product(a, b)

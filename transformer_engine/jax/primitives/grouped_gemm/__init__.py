@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ....common.dispatch import Table
-from ..platforms import computed
+from ..platforms import compute
 from . import reference, triton
 from .request import GroupedGemmRequest, Scales
 
@@ -32,7 +32,7 @@ def grouped_gemm(
     """
     groups, n = b.shape[0], b.shape[1 if features_first else 2]
     dtype = jnp.dtype(dtype)
-    return computed(
+    return compute(
         TABLE,
         lambda platform: GroupedGemmRequest(
             groups, a.shape[0], n, a.shape[1], a.dtype, dtype, False, features_first, scales is not None, platform
@@ -46,7 +46,7 @@ def grouped_contraction(
 ) -> Array:
     """out [G, K, N] in dtype: out[g] = (rows of group g of a [M, K]).T @ (those of b [M, N]); scales as above."""
     groups, dtype = group_sizes.shape[0], jnp.dtype(dtype)
-    return computed(
+    return compute(
         TABLE,
         lambda platform: GroupedGemmRequest(
             groups, a.shape[0], b.shape[1], a.shape[1], a.dtype, dtype, True, False, scales is not None, platform

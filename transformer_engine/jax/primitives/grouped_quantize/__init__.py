@@ -7,7 +7,7 @@ from jax import Array
 
 from ....common.dispatch import Table
 from ....common.formats import Element
-from ..platforms import computed
+from ..platforms import compute
 from . import reference, triton
 from .reference import group_of_rows, of_rows
 from .request import RowCodes, RowsRequest, StackCodes, StackRequest
@@ -38,7 +38,7 @@ def quantize_stack(
     """
     groups, rows, columns = x.shape
     directions = (rowwise, columnwise)
-    return computed(
+    return compute(
         TABLE, lambda platform: StackRequest(groups, rows, columns, jnp.dtype(x.dtype), platform), x,
         multiplier.astype(jnp.float32), element=element, directions=directions,
     )  # fmt: skip
@@ -63,7 +63,7 @@ def quantize_rows(
     """
     rows, columns = x.shape
     given = None if multiplier is None else multiplier.astype(jnp.float32)
-    return computed(
+    return compute(
         ROWS, lambda platform: RowsRequest(group_sizes.shape[0], rows, columns, jnp.dtype(x.dtype), platform),
         x, group_sizes.astype(jnp.int32), given, element=element, scaling=(power_of_two, float(epsilon)), over=over,
     )  # fmt: skip

@@ -6,7 +6,7 @@ from jax import Array
 
 from ....common.dispatch import Table
 from ..kernels import sums_dtype
-from ..platforms import computed
+from ..platforms import compute
 from . import reference, triton
 from .request import NormRequest
 
@@ -22,7 +22,7 @@ def norm_forward(
 
     centered   layernorm, with mean and beta; else rmsnorm
     """
-    return computed(
+    return compute(
         TABLE, lambda platform: NormRequest.of("forward", x, platform), x, gamma, beta, centered=centered,
         zero_centered=zero_centered, epsilon=epsilon,
     )  # fmt: skip
@@ -43,7 +43,7 @@ def norm_backward(
     dbeta is None without beta; add joins in float32, before dx is rounded.
     """
     dtype = sums_dtype(*(parameter.dtype for parameter in (gamma, beta) if parameter is not None))
-    dx, dgamma, dbeta = computed(
+    dx, dgamma, dbeta = compute(
         TABLE, lambda platform: NormRequest.of("backward", x, platform), dy, x, mean, rstdev, gamma, add,
         zero_centered=zero_centered, dtype=dtype,
     )  # fmt: skip

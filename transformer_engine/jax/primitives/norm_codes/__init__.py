@@ -8,7 +8,7 @@ from jax import Array
 
 from ....common.dispatch import Table
 from ..norm import NormRequest
-from ..platforms import computed
+from ..platforms import compute
 from ..quantize import Cast, Quantized, Request
 from . import separate, triton
 from .request import How, NormCodesRequest
@@ -39,4 +39,4 @@ def norm_codes(
         return NormCodesRequest(NormRequest.of("forward", x, platform), made, centered)
 
     how = How(centered, zero_centered, epsilon, cast.spec)
-    return computed(TABLE, request, x, gamma, beta, cast.multiplier, how=how)
+    return compute(TABLE, request, x, gamma, beta, cast.multiplier, how=how)

@@ -11,7 +11,7 @@ from jax import Array
 from ....common.checks import described
 from ....common.dispatch import Table
 from ..operand import Operand, matrix_shape
-from ..platforms import computed
+from ..platforms import compute
 from . import reference, tiles, triton
 from .casting import Cast
 from .float8 import absolute_maximum, cast, given_multiplier, scale_from_amax
@@ -71,7 +71,7 @@ def quantize(
     if spec.stochastic and random is not None:
         turned_shape = (*x.shape[axis:], *x.shape[:axis])
         random = random[0].reshape(x.shape), None if random[1] is None else random[1].reshape(turned_shape)
-    return computed(
+    return compute(
         TABLE, lambda platform: Request(spec, shape, x.dtype, platform, multiplier is not None, axis), x,
         Given(multiplier, amax, amax_t, random, over),
     )  # fmt: skip

@@ -8,7 +8,7 @@ import jax
 from jax import Array
 
 from ....common.dispatch import Table
-from ..platforms import computed
+from ..platforms import compute
 from . import reference, triton
 from .request import RopeRequest
 
@@ -17,23 +17,30 @@ __all__ = ["TABLE", "RopeRequest", "rotate", "rotate_packed"]
 TABLE: Table[RopeRequest] = Table("jax_rope", (triton.BACKEND, reference.BACKEND))
 
 
-def _turn(x: Array, angles: Array, interleaved: bool, sequence_first: bool, back: bool) -> Array:
-    return computed(
+def _rotate(x: Array, angles: Array, interleaved: bool, sequence_first: bool, back: bool) -> Array:
+    """Rotate as `rotate`, by the negative angles if back."""
+    return compute(
         TABLE, lambda platform: RopeRequest(x.shape, x.dtype, platform), x, angles, interleaved=interleaved,
         sequence_first=sequence_first, back=back,
     )  # fmt: skip
 
 
 def rotate(x: Array, angles: Array, interleaved: bool, sequence_first: bool) -> Array:
-    """y in x's dtype of x [b, s, h, d] and angles float32 [s, d / 2].
+    """Rotate pairs of features by position-dependent angles.
 
-    interleaved      pairs are (2 i, 2 i + 1); else (i, i + d / 2)
-    sequence_first   x is [s, b, h, d]
+    Args:
+        x: Queries or keys [b, s, h, d]; [s, b, h, d] if sequence_first.
+        angles: Rotation angles, float32 [s, d / 2].
+        interleaved: Pairs of features are (2 i, 2 i + 1); otherwise (i, i + d / 2).
+        sequence_first: The first axis of x is the sequence.
+
+    Returns:
+        The rotated array, with x's shape and dtype.
     """
-    rotation = jax.custom_vjp(lambda x, angles: _turn(x, angles, interleaved, sequence_first, False))
+    rotation = jax.custom_vjp(lambda x, angles: _rotate(x, angles, interleaved, sequence_first, False))
     rotation.defvjp(
-        lambda x, angles: (_turn(x, angles, interleaved, sequence_first, False), angles),
-        lambda angles, dy: (_turn(dy, angles, interleaved, sequence_first, True), None),
+        lambda x, angles: (_rotate(x, angles, interleaved, sequence_first, False), angles),
+        lambda angles, dy: (_rotate(dy, angles, interleaved, sequence_first, True), None),
     )
     return rotation(x, angles)
 
@@ -57,7 +64,7 @@ def rotate_packed(
     dtype = packed.dtype
 
     def run(back: bool, *arrays: Array) -> tuple[Array, ...]:
-        return computed(
+        return compute(
             TABLE, lambda platform: RopeRequest(shape, dtype, platform, packed=True), *arrays, heads=heads,
             interleaved=interleaved, sequence_first=sequence_first, back=back,
         )  # fmt: skip

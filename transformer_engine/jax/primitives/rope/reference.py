@@ -25,10 +25,10 @@ def run(x: Array, angles: Array, interleaved: bool, sequence_first: bool, back: 
         first, second = wide[..., 0::2], wide[..., 1::2]
     else:
         first, second = wide[..., :half], wide[..., half:]
-    turned = first * cos - second * sin, second * cos + first * sin
+    rotated = first * cos - second * sin, second * cos + first * sin
     if interleaved:
-        return jnp.stack(turned, axis=-1).reshape(x.shape).astype(x.dtype)
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+        return jnp.stack(rotated, axis=-1).reshape(x.shape).astype(x.dtype)
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("heads", "interleaved", "sequence_first", "back"))
@@ -37,16 +37,16 @@ def run_packed(
 ) -> tuple[Array, ...]:
     """(packed, angles) -> q, k, v, see `rotate_packed`; with back (dq, dk, dv, angles) -> the gradient of packed."""
     *values, angles = arrays
-    turn = functools.partial(
+    rotate = functools.partial(
         run, angles=angles, interleaved=interleaved, sequence_first=sequence_first, back=back
     )
     if back:
         dq, dk, dv = values
-        rows = [x.reshape(*x.shape[:2], -1) for x in (turn(dq), turn(dk), dv)]
+        rows = [x.reshape(*x.shape[:2], -1) for x in (rotate(dq), rotate(dk), dv)]
         return (jnp.stack(rows, axis=2),)
     packed = values[0]
     q, k, v = (packed[:, :, i].reshape(*packed.shape[:2], heads, -1) for i in range(3))
-    return turn(q), turn(k), v
+    return rotate(q), rotate(k), v
 
 
 BACKEND = Backend[RopeRequest]("reference", bind=lambda request: run_packed if request.packed else run)

@@ -1,4 +1,4 @@
-"""Request of a rotation: the shapes and dtypes that backends judge."""
+"""Request of a rotation."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import jax.numpy as jnp
 
 
 class RopeRequest(NamedTuple):
-    """Shape and dtype of x, and the platform.
+    """Properties of a rotation that determine its backend.
 
-    packed: x is [b, s, 3, h * d], queries, keys and values of one product; otherwise [b, s, h, d].
+    Attributes:
+        shape: Shape of x, [b, s, h, d]; [b, s, 3, h * d] if packed.
+        dtype: dtype of x.
+        platform: Platform of the program, "cpu" or "cuda".
+        packed: Whether x contains the queries, keys and values of a joint projection.
     """
 
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The rotation by the kernel of common/kernels/rope.py, which makes cosines and sines on the way."""
+"""Rotary position embedding with Triton kernels, which compute the cosines and sines."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from .request import RopeRequest
 def refuses(request: RopeRequest) -> str | None:
     if 0 in request.shape:
         return "an array without elements"
-    name = "RotaryPrimitive"
-    return refuses_on(request.platform, name)
+    return refuses_on(request.platform, "RotaryPrimitive")
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class PackedRotation(Kernel):
     @property
     def rule(self) -> str:
         tokens = "s b" if self.sequence_first else "b s"
-        # Shardy rejects a factor of one element beside another.
+        # Shardy rejects an axis that is split into a factor of one element and another factor.
         row = "d" if self.heads == 1 else "(h d)"
         apart = ", ".join([f"{tokens} h d"] * 3)
         joint = f"{tokens} t {row}"
@@ -106,15 +105,14 @@ class PackedRotation(Kernel):
 
 
 def _angle_of_each_feature(angles: Array, interleaved: bool) -> Array:
-    """[s, d] from [s, d / 2]: the kernels read an angle for each element of a pair."""
+    """Return angles [s, d] for pairs [s, d / 2]: the kernels read one angle per feature."""
     return jnp.repeat(angles, 2, axis=1) if interleaved else jnp.concatenate((angles, angles), axis=1)
 
 
 def rotate(x: Array, angles: Array, interleaved: bool, sequence_first: bool, back: bool) -> Array:
     """See `rope.rotate`."""
-    return call(Rotation(interleaved, sequence_first, back), x, _angle_of_each_feature(angles, interleaved))[
-        0
-    ]
+    kernel = Rotation(interleaved, sequence_first, back)
+    return call(kernel, x, _angle_of_each_feature(angles, interleaved))[0]
 
 
 def rotate_packed(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jax import Array
 
 from ....common.dispatch import Table
-from ..platforms import computed
+from ..platforms import compute
 from . import reference, triton
 from .reference import advance_scales
 from .request import ScaleUpdateRequest
@@ -34,7 +34,7 @@ def advance_states(
     All are of as many groups and steps.
     """
     length, groups = states[0].history.shape[-1], states[0].scale.shape[0]
-    made = computed(
+    made = compute(
         TABLE, lambda platform: ScaleUpdateRequest(len(states), length, platform, groups), tuple(map(tuple, states)),
         algorithm=algorithm, maxima=maxima, margin=margin,
     )  # fmt: skip

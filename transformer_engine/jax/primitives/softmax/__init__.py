@@ -1,11 +1,11 @@
-"""Probabilities of scores [b, h, q, k], in which hidden keys are exactly zero."""
+"""Masked softmax of attention scores; the probabilities of hidden keys are exactly 0."""
 
 from __future__ import annotations
 
 from jax import Array
 
 from ....common.dispatch import Table
-from ..platforms import chosen, differentiable_by_platform
+from ..platforms import bind_by_platform, differentiable_by_platform
 from . import reference, triton
 from .request import SoftmaxRequest
 
@@ -15,12 +15,16 @@ TABLE: Table[SoftmaxRequest] = Table("jax_softmax", (triton.BACKEND, reference.B
 
 
 def masked_softmax(scores: Array, hidden: Array | None, sink: Array | None) -> Array:
-    """p = exp(s) / (sum over seen keys of exp(s) + exp(sink)), float32; a row that sees no key is zero.
+    """Return p = exp(s) / (sum of exp(s) over the visible keys + exp(sink)).
 
-    scores   float32 [b, h, q, k]
-    hidden   True where a key is not seen, to be broadcast against scores
-    sink     float32 [1, h or 1, 1, 1]: one more score, of no key; None: none
+    Args:
+        scores: Scores s, float32 [b, h, q, k].
+        hidden: Mask that broadcasts to the shape of scores, True where a key is hidden; None hides no key.
+        sink: Additional score in the denominator, float32 [1, h or 1, 1, 1]; None omits it.
+
+    Returns:
+        Probabilities, float32 [b, h, q, k]. A row without visible keys is 0.
     """
-    hides, sinks = hidden is not None, sink is not None
-    calls = chosen(TABLE, lambda platform: SoftmaxRequest(scores.shape, hides, sinks, platform))
+    masked, has_sink = hidden is not None, sink is not None
+    calls = bind_by_platform(TABLE, lambda platform: SoftmaxRequest(scores.shape, masked, has_sink, platform))
     return differentiable_by_platform(scores, hidden, sink, cuda=calls["cuda"], default=calls["cpu"])
