@@ -42,9 +42,7 @@ class Channels:
         self._extra_input_channels[index] = name
         return self
 
-    def set_extra_output_channel(
-        self, index: int, name: str | None, *, output_to_caller: bool = True
-    ) -> Any:
+    def set_extra_output_channel(self, index: int, name: str | None, *, output_to_caller: bool = True) -> Any:
         """Offer an extra output to later operations under a name.
 
         Args:
@@ -71,8 +69,8 @@ class Channels:
     def _check_channel(self, kind: str, index: int, count: int, name: Any) -> None:
         if self._captured_by_fuser:
             raise RuntimeError(
-                f"the extra {kind} channels of {type(self).__name__} are fixed, because a fuser has been built with the "
-                "operation; set channels before the first forward pass"
+                f"the extra {kind} channels of {type(self).__name__} are fixed, because a fuser has been built with "
+                "the operation; set channels before the first forward pass"
             )
         index = to_int("index", index)
         if not 0 <= index < count:

@@ -46,7 +46,9 @@ class Links:
                     continue
                 source = producers.get(name)
                 if source is None:
-                    raise ValueError(f"channel {name!r} has no producer; name an extra output of an earlier operation")
+                    raise ValueError(
+                        f"channel {name!r} has no producer; name an extra output of an earlier operation"
+                    )
                 if source.op >= op:
                     raise ValueError(
                         f"channel {name!r} is produced by operation {source.op}, which is not earlier than its reader, "
@@ -73,9 +75,7 @@ class Links:
 
     def connects(self, before: Sequence[int], behind: Sequence[int]) -> bool:
         """Return whether one of some operations reads a channel of one of others."""
-        return any(
-            [reader.op in behind and source.op in before for reader, source in self.sources.items()]
-        )
+        return any(reader.op in behind and source.op in before for reader, source in self.sources.items())
 
     def given(self, extra_inputs: Sequence[Tensor]) -> list[list[Tensor | None]]:
         """Return the caller's extra inputs by operation; None for those of channels."""

@@ -10,9 +10,9 @@ package describe themselves as steps of a pass instead (`step_operation.py`).
 from __future__ import annotations
 
 from abc import ABCMeta, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -48,6 +48,9 @@ class OperationContext:
 
 class FusibleOperation(torch.nn.Module, metaclass=ABCMeta):
     """An operation that can be part of a fused chain."""
+
+    # Makes the `OperationFuser` of a chain; set by `fuser.py`, which is built of operations.
+    _fuser: ClassVar[Callable[[list[Any]], Callable[..., Any]]]
 
     @property
     @abstractmethod
@@ -132,28 +135,28 @@ class FusibleOperation(torch.nn.Module, metaclass=ABCMeta):
         Returns:
             The output, or a tuple of the output and the extra outputs.
         """
-        # The fuser is built of operations.
-        from .fuser import OperationFuser
-
         members = len(self.basic_operations())
         if members != 1 and kwargs:
             raise ValueError(
                 f"{type(self).__name__} stands for {members} basic operations and takes no keyword arguments, but got "
                 f"{', '.join(sorted(kwargs))}; put it in a Sequential and use op_kwargs"
             )
-        return OperationFuser([self])(input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
+        make: Callable[..., Any] = type(self)._fuser
+        return make([self])(input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
 
     def basic_operations(self) -> list[BasicOperation]:
         """Return the basic operations that this operation stands for, in order."""
-        raise NotImplementedError(f"{type(self).__name__} derives from neither BasicOperation nor FusedOperation")
+        raise NotImplementedError(
+            f"{type(self).__name__} derives from neither BasicOperation nor FusedOperation"
+        )
 
 
 class BasicOperation(Channels, RecipeSlots, FusibleOperation, metaclass=ABCMeta):
     """An operation with one main input and one main output that is not made of other operations.
 
     Derived classes implement `op_forward` and `op_backward`. A class with extra inputs or outputs sets
-    `num_extra_inputs` and `num_extra_outputs`, and implements `fuser_forward` and `fuser_backward` instead. A class that
-    quantizes tensors overrides `num_quantizers`.
+    `num_extra_inputs` and `num_extra_outputs`, and implements `fuser_forward` and `fuser_backward` instead. A class
+    that quantizes tensors overrides `num_quantizers`.
 
     Attributes:
         num_extra_inputs: Number of extra input tensors.

@@ -1,9 +1,9 @@
-"""How operations contribute to a pass: values between operations, the builder of steps, and the contribution's interface.
+"""How operations contribute to a pass: values between operations, the builder of steps, and contributions.
 
 A contribution is a frozen record of facts about one operation in one kind of call. It appends the operation's steps to
 a forward and to a backward pass. Passes are cached by the contributions of a chain, so a contribution never holds a
-tensor; objects that steps need at run time (quantizers, groups, parameters of activations) are in the `ChainEnvironment`
-under the operation's name.
+tensor; objects that steps need at run time (quantizers, groups, parameters of activations) are in the
+`ChainEnvironment` under the operation's name.
 """
 
 from __future__ import annotations

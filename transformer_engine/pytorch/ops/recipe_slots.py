@@ -73,7 +73,9 @@ class RecipeSlots:
         """
         count = self.num_quantizers(mode)
         if not 0 <= index < count:
-            raise ValueError(f"quantizer {index} does not exist: {type(self).__name__} has {count} in {mode} mode")
+            raise ValueError(
+                f"quantizer {index} does not exist: {type(self).__name__} has {count} in {mode} mode"
+            )
         quantizers = self._quantizers[mode]
         return quantizers[index] if quantizers else None
 
@@ -229,6 +231,6 @@ def following(ops: Sequence[RecipeSlots], state: AutocastState) -> None:
 
 def update_of(ops: Sequence[RecipeSlots], state: AutocastState) -> ScaleUpdate | None:
     """Return what the backward pass of operations updates under delayed scaling, or None."""
-    if not state.enabled or not any([op.has_scaling_state() for op in ops]):
+    if not state.enabled or not any(op.has_scaling_state() for op in ops):
         return None
     return of_the_pass()

@@ -69,7 +69,7 @@ class Sequential(torch.nn.Module):
         return len(self._modules)
 
     def __iter__(self) -> Iterator[torch.nn.Module]:
-        return iter(list(self._modules.values()))  # pyright: ignore[reportArgumentType]
+        return iter([module for module in self._modules.values() if module is not None])  # pyright: ignore[reportArgumentType]
 
     def append(self, module: torch.nn.Module) -> Sequential:
         """Append a module and return the container."""
@@ -100,11 +100,15 @@ class Sequential(torch.nn.Module):
         return self.extend(modules)
 
     def __add__(self, modules: Iterable[torch.nn.Module]) -> Sequential:
-        return type(self)({key: module for key, module in self._modules.items() if module is not None}).extend(modules)
+        return type(self)(
+            {key: module for key, module in self._modules.items() if module is not None}
+        ).extend(modules)
 
     def _module(self, module: Any) -> torch.nn.Module:
         if not isinstance(module, torch.nn.Module):
-            raise TypeError(f"{module!r} is a {type(module).__name__}; a Sequential holds torch.nn.Module objects")
+            raise TypeError(
+                f"{module!r} is a {type(module).__name__}; a Sequential holds torch.nn.Module objects"
+            )
         return module
 
     def __getstate__(self) -> dict[str, Any]:
@@ -150,8 +154,8 @@ class Sequential(torch.nn.Module):
         wanted = sum([group.num_extra_inputs for group in groups if isinstance(group, OperationFuser)])
         if len(extra_inputs) != wanted:
             raise ValueError(
-                f"got {len(extra_inputs)} extra inputs, but the operations read {wanted}; give one tensor for each extra "
-                "input, in the order of the operations"
+                f"got {len(extra_inputs)} extra inputs, but the operations read {wanted}; give one tensor for each "
+                "extra input, in the order of the operations"
             )
         x: Any = input
         outputs: list[Tensor] = []

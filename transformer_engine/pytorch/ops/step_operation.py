@@ -159,7 +159,7 @@ def contributes_forward(op: FusibleOperation) -> bool:
     """Return whether the forward pass of an operation is made of steps."""
     if isinstance(op, StepFusedOperation):
         own = type(op).fuser_forward is StepFusedOperation.fuser_forward
-        return own and all([contributes_forward(member) for member in op.basic_operations()])
+        return own and all(contributes_forward(member) for member in op.basic_operations())
     if not isinstance(op, StepOperation):
         return False
     kind = type(op)
@@ -170,8 +170,10 @@ def contributes_backward(op: FusibleOperation) -> bool:
     """Return whether the backward pass of an operation is made of steps."""
     if isinstance(op, StepFusedOperation):
         own = type(op).fuser_backward is StepFusedOperation.fuser_backward
-        return own and all([contributes_backward(member) for member in op.basic_operations()])
+        return own and all(contributes_backward(member) for member in op.basic_operations())
     if not isinstance(op, StepOperation):
         return False
     kind = type(op)
-    return kind.op_backward is StepOperation.op_backward and kind.fuser_backward is StepOperation.fuser_backward
+    return (
+        kind.op_backward is StepOperation.op_backward and kind.fuser_backward is StepOperation.fuser_backward
+    )

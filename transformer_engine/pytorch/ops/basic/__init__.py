@@ -25,6 +25,11 @@ from .normalization import L2Normalization, LayerNorm, RMSNorm
 from .scaled_activation import ScaledClampedQGeGLU, ScaledSiTUGLU, ScaledSReLU, ScaledSwiGLU
 
 __all__ = [
+    "GEGLU",
+    "GELU",
+    "GLU",
+    "QGEGLU",
+    "QGELU",
     "AddExtraInput",
     "AllGather",
     "AllReduce",
@@ -33,16 +38,11 @@ __all__ = [
     "ClampedSwiGLU",
     "ConstantScale",
     "Dropout",
-    "GEGLU",
-    "GELU",
-    "GLU",
     "GroupedLinear",
     "Identity",
     "L2Normalization",
     "LayerNorm",
     "MakeExtraOutput",
-    "QGEGLU",
-    "QGELU",
     "Quantize",
     "RMSNorm",
     "ReGLU",

@@ -134,7 +134,9 @@ class ActivationOperation(StepOperation):
         dtype = call.autocast or x.dtype
         kind = type(self).__name__
         if dtype not in DTYPES:
-            raise RuntimeError(f"{kind} takes float32, float16 or bfloat16 inputs, not {dtype}; convert the input")
+            raise RuntimeError(
+                f"{kind} takes float32, float16 or bfloat16 inputs, not {dtype}; convert the input"
+            )
         gated = self.kind == _SITU or ACTIVATIONS[self.kind].gated
         width = x.shape[-1]
         if gated and width % (2 * (self.glu_interleave_size or 1)):

@@ -14,7 +14,6 @@ from ..chain import Call, TensorFacts
 from ..pass_builder import Backward, ChainEnvironment, Contribution, Forward, PassBuilder, Value
 from ..step_operation import StepOperation
 
-
 # Steps whose first result nothing else reads later.
 _FRESH = frozenset({"product", "add_bias"})
 
@@ -54,7 +53,7 @@ class CollectiveContribution(Contribution):
 
 
 def _communicated(steps: PassBuilder, collective: str, name: str, x: Value, made: str) -> Value:
-    fresh = any([step.op in _FRESH and x.name in step.results for step in steps.steps])
+    fresh = any(step.op in _FRESH and x.name in step.results for step in steps.steps)
     x = steps.shaped(x)
     if collective == "all_reduce" and not fresh:
         x = Value(steps.one("copy", (x.name,), f"{made}.copy"))  # the sum is written in place

@@ -67,7 +67,9 @@ class Reshape(StepOperation):
         total = math.prod(x.shape)
         fits = shape.count(-1) <= 1 and (total % known == 0 if -1 in shape and known else total == known)
         if not fits:
-            raise ValueError(f"shape={list(self._shape)} does not hold the {total} elements of {list(x.shape)}")
+            raise ValueError(
+                f"shape={list(self._shape)} does not hold the {total} elements of {list(x.shape)}"
+            )
         if -1 in shape:
             shape[shape.index(-1)] = total // known if known else 0
         return ReshapeContribution(self._shape), TensorFacts(tuple(shape), x.dtype, x.device)
@@ -209,7 +211,10 @@ class Quantize(StepOperation):
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
         super().__init__()
-        self._quantize_forward, self._quantize_backward = to_bool("forward", forward), to_bool("backward", backward)
+        self._quantize_forward, self._quantize_backward = (
+            to_bool("forward", forward),
+            to_bool("backward", backward),
+        )
 
     def num_quantizers(self, mode: str) -> int:
         return int(self._quantize_forward if mode == "forward" else self._quantize_backward)

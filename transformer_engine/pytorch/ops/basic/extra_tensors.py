@@ -57,10 +57,12 @@ class AddExtraInput(StepOperation):
         (extra,) = call.extra
         if extra.shape != x.shape:
             raise ValueError(
-                f"AddExtraInput adds an extra input {list(extra.shape)} to an input {list(x.shape)}; give both the same "
-                "shape"
+                f"AddExtraInput adds an extra input {list(extra.shape)} to an input {list(x.shape)}; give both the "
+                "same shape"
             )
-        return AddContribution(self._in_place), TensorFacts(x.shape, extra.dtype if self._in_place else x.dtype, x.device)
+        return AddContribution(self._in_place), TensorFacts(
+            x.shape, extra.dtype if self._in_place else x.dtype, x.device
+        )
 
     def extra_repr(self) -> str:
         return f"in_place={self._in_place}"

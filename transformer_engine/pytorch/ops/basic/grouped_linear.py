@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....common.numbers import to_bool, to_int
-from ....common.passes.linear import LinearFacts, backward_steps, forward_steps
-from ....common.passes.step import Step
-from ....common.passes.vocabulary import ColumnSum, Named
+from ....common.passes.linear import LinearFacts
 from ....common.recipe import Recipe
 from ...distributed.tensor_parallel import TensorParallel
 from ...functions.caller_buffers import check_buffers
@@ -26,166 +23,11 @@ from ...runtime.device import canonical_device, is_meta
 from ...tensor.initial_values import keep_initial_values
 from ...tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
 from ..chain import Call, TensorFacts
-from ..pass_builder import Backward, ChainEnvironment, Contribution, Forward, PassBuilder, Value
+from ..pass_builder import ChainEnvironment, Contribution
 from ..step_operation import StepOperation
 from .basic_linear import check_input, check_main_grad, parameter_dtype
+from .grouped_contribution import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, GroupedContribution
 from .linear_contribution import fitting, linear_facts, linear_spec
-
-GRAD_INPUT_BUFFER_KEY = "grad_input"
-OUTPUT_BUFFER_KEY = "output"
-
-
-@dataclass(frozen=True)
-class GroupedContribution(Contribution):
-    """Steps of a grouped linear layer: those of one linear layer per group, between a split and a concatenation.
-
-    Attributes:
-        groups: Facts of each group's product.
-        bias: There are biases.
-        grad_bias: Their gradients are needed.
-        scale_bias: Biases are multiplied by a scale per row, the second extra input.
-        convert: Dtype that input and biases are converted to; None if they have the right one.
-        convert_weight: The same for weights.
-        convert_gradient: Dtype that the gradient of the input is converted to.
-        bias_dtype: Dtype of the biases.
-        stacked_weight: All weights are one parameter.
-        stacked_bias: All biases are one parameter.
-        output_buffer: The caller gives a buffer for the output.
-        grad_buffer: The caller gives a buffer for the gradient of the input.
-    """
-
-    groups: tuple[LinearFacts, ...]
-    bias: bool
-    grad_bias: bool
-    scale_bias: bool
-    convert: torch.dtype | None
-    convert_weight: torch.dtype | None
-    convert_gradient: torch.dtype | None
-    bias_dtype: torch.dtype
-    convert_bias: torch.dtype | None
-    stacked_weight: bool
-    stacked_bias: bool
-    output_buffer: bool
-    grad_buffer: bool
-
-    def _members(self, steps: PassBuilder, name: str, kind: str, stacked: bool) -> list[str]:
-        count = len(self.groups)
-        if not stacked:
-            return [f"{name}.{kind}{i}" for i in range(count)]
-        members = tuple([f"{name}.{kind}_of{i}" for i in range(count)])
-        steps.steps.append(Step("unbind", (f"{name}.{kind}",), members, count))
-        return list(members)
-
-    def _parts(self, steps: PassBuilder, made: str, x: str, rows: str) -> list[str]:
-        count = len(self.groups)
-        parts = tuple([f"{made}{i}" for i in range(count)])
-        steps.steps.append(Step("split", (x, rows), parts, count))
-        return list(parts)
-
-    def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
-        x = steps.matrix(steps.converted(x, self.convert))
-        rows = steps.one("split_sizes", (x.name,), f"{name}.rows_of_groups", Named(name, "rows"))
-        parts = self._parts(steps, f"{name}.x_of", x.name, rows)
-        weights = self._members(steps, name, "weight", self.stacked_weight)
-        biases = self._members(steps, name, "bias", self.stacked_bias) if self.bias else []
-        scales = []
-        if self.scale_bias:
-            column = steps.one("to_shape", (f"{name}.extra1",), f"{name}.scales", (-1, 1))
-            scales = self._parts(steps, f"{name}.scales_of", column, rows)
-        outputs, saved = [], [rows]
-        for i, facts in enumerate(self.groups):
-            weight = steps.converted(Value(weights[i]), self.convert_weight).name
-            part = forward_steps(replace(facts, layer=f"{name}.{i}"), parts[i], weight, None)
-            steps.steps += part.steps
-            y = part.output
-            if self.bias:
-                bias = steps.converted(Value(biases[i]), self.convert_bias).name
-                if self.scale_bias:
-                    y = steps.one("add_scaled_bias", (y, bias, scales[i]), f"{name}.y_of{i}")
-                else:
-                    y = steps.one("add_bias", (y, bias), f"{name}.y_of{i}")
-            outputs.append(y)
-            saved += [part.saved_input, part.saved_weight]
-        if self.scale_bias:
-            saved += [*scales, *biases]
-        settings = Named(name, OUTPUT_BUFFER_KEY) if self.output_buffer else None
-        op = "concatenate_into" if self.output_buffer else "concatenate"
-        steps.steps.append(Step(op, (x.name, *outputs), (f"{name}.y",), settings))
-        return Forward(Value(f"{name}.y", x.leading), tuple(saved))
-
-    def backward(
-        self,
-        steps: PassBuilder,
-        name: str,
-        dy: Value,
-        saved: tuple[str | None, ...],
-        grad_extra_outputs: tuple[Value | None, ...],
-    ) -> Backward:
-        dy = steps.matrix(dy)
-        count = len(self.groups)
-        rows = saved[0]
-        assert rows is not None
-        parts = self._parts(steps, f"{name}.dy_of", dy.name, rows)
-        inputs: list[str | None] = []
-        weights: list[str | None] = []
-        biases: list[str | None] = [None] * count
-        grad_scales: list[str] = []
-        for i, facts in enumerate(self.groups):
-            if self.scale_bias:
-                made = (f"{name}.db{i}", f"{name}.dscales{i}")
-                scales, bias = saved[1 + 2 * count + i], saved[1 + 3 * count + i]
-                steps.steps.append(Step("scaled_bias_backward", (parts[i], bias, scales), made, self.bias_dtype))
-                grad_scales.append(made[1])
-                biases[i] = made[0]
-            elif self.grad_bias:
-                biases[i] = steps.one("column_sum", (parts[i],), f"{name}.db{i}", ColumnSum(f"{name}.{i}"))
-            given = saved[1 + 2 * i : 3 + 2 * i]
-            part = backward_steps(replace(facts, layer=f"{name}.{i}"), parts[i], *given)
-            steps.steps += part.steps
-            inputs.append(part.grad_input)
-            weights.append(part.grad_weight)
-        grad_input = self._grad_input(steps, name, dy, inputs)
-        extra: tuple[Value | None, ...] = (None,)
-        if self.scale_bias:
-            steps.steps.append(
-                Step("concatenate", (dy.name, *grad_scales), (f"{name}.dscales_matrix",), None)
-            )
-            extra = (None, Value(steps.one("to_shape", (f"{name}.dscales_matrix",), f"{name}.dscales", (-1,))))
-        grads = self._stacked(steps, name, "weight", weights, self.stacked_weight)
-        if self.bias:
-            if not self.grad_bias:
-                biases = [None] * count
-            grads += self._stacked(steps, name, "bias", biases, self.stacked_bias)
-        return Backward(grad_input, self._in_order(grads), extra)
-
-    def _in_order(self, grads: list[str | None]) -> tuple[str | None, ...]:
-        """Return gradients in the order of the parameters: weight0, bias0, weight1, .. unless one kind is stacked."""
-        count = len(self.groups)
-        if self.bias and self.stacked_weight == self.stacked_bias and not self.stacked_weight:
-            pairs = zip(grads[:count], grads[count:], strict=True)
-            return tuple([grad for pair in pairs for grad in pair])
-        return tuple(grads)
-
-    def _grad_input(
-        self, steps: PassBuilder, name: str, dy: Value, inputs: list[str | None]
-    ) -> Value | None:
-        if None in inputs:
-            return None
-        settings = Named(name, GRAD_INPUT_BUFFER_KEY) if self.grad_buffer else None
-        op = "concatenate_into" if self.grad_buffer else "concatenate"
-        steps.steps.append(Step(op, (dy.name, *inputs), (f"{name}.dx",), settings))
-        return steps.converted(Value(f"{name}.dx", dy.leading), self.convert_gradient)
-
-    def _stacked(
-        self, steps: PassBuilder, name: str, kind: str, grads: list[str | None], stacked: bool
-    ) -> list[str | None]:
-        if not stacked:
-            return grads
-        steps.steps.append(Step("stack", tuple(grads), (f"{name}.d{kind}",), Named(name, f"{kind} gradient")))
-        return [f"{name}.d{kind}"]
-
-    def is_plain(self, layer: str) -> bool:
-        return self.groups[int(layer.partition(".")[2])].plain if "." in layer else self.groups[0].plain
 
 
 class GroupedLinear(StepOperation):
@@ -250,7 +92,8 @@ class GroupedLinear(StepOperation):
         self._preserves_initial_values = model_init.preserve_high_precision_init_val
         if self._model_init_recipe is not None and self.single_grouped_weight:
             raise RuntimeError(
-                "single_grouped_weight=True cannot hold quantized weights; leave it False inside of quantized_model_init"
+                "single_grouped_weight=True cannot hold quantized weights; leave it False inside of "
+                "quantized_model_init"
             )
         place = torch.device("meta") if is_meta(device) else canonical_device(device)
         self._device = None if place.type == "meta" else place
@@ -332,7 +175,9 @@ class GroupedLinear(StepOperation):
 
     def get_quantizer_roles(self, mode: str) -> list[QuantizerRole | None]:
         tensors = ("input", "weight") if mode == "forward" else ("grad_output",)
-        return [QuantizerRole("grouped_linear", tensor, "") for _ in range(self.num_groups) for tensor in tensors]
+        return [
+            QuantizerRole("grouped_linear", tensor, "") for _ in range(self.num_groups) for tensor in tensors
+        ]
 
     def _weights(self) -> list[Any]:
         """Return what the gradient of each group's weight is accumulated into."""
@@ -369,11 +214,13 @@ class GroupedLinear(StepOperation):
         environment.objects[name, "rows"] = rows
         weights = self._weights()
         first = getattr(self, self.parameter_names[0])
-        bias = self._parameters.get("bias" if self.single_grouped_bias else "bias0") if self.has_bias else None
+        bias = (
+            self._parameters.get("bias" if self.single_grouped_bias else "bias0") if self.has_bias else None
+        )
         dtype = call.autocast or first.dtype
         groups = self._specs(name, call, environment, dtype, weights, first, bias, rows)
         grad_bias = call.saves and bias is not None and bias.requires_grad
-        buffers = self._buffers(name, x, call, environment, dtype)
+        buffers = self._caller_buffers(name, x, call, environment, dtype)
         plain = groups[0].plain
         contribution = GroupedContribution(
             groups,
@@ -394,15 +241,16 @@ class GroupedLinear(StepOperation):
     def _check_extra(self, x: TensorFacts, call: Call) -> None:
         if math.prod(call.extra[0].shape) != self.num_groups:
             raise ValueError(
-                f"GroupedLinear has {self.num_groups} groups, but got split sizes {list(call.extra[0].shape)}; give one "
-                "number per group"
+                f"GroupedLinear has {self.num_groups} groups, but got split sizes {list(call.extra[0].shape)}; give "
+                "one number per group"
             )
         if call.extra[0].dtype.is_floating_point:
             raise ValueError(f"split sizes are {call.extra[0].dtype}; give integers")
         rows = math.prod(x.shape[:-1])
         if self._scale_bias and math.prod(call.extra[1].shape) != rows:
             raise ValueError(
-                f"GroupedLinear takes one scale of the bias per row, but got {list(call.extra[1].shape)} for {rows} rows"
+                f"GroupedLinear takes one scale of the bias per row, but got {list(call.extra[1].shape)} for {rows} "
+                "rows"
             )
 
     def _specs(
@@ -439,14 +287,16 @@ class GroupedLinear(StepOperation):
             facts.append(linear_facts(spec))
         return tuple(facts)
 
-    def _buffers(
+    def _caller_buffers(
         self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment, dtype: torch.dtype
     ) -> tuple[bool, bool]:
         shape = torch.Size((*x.shape[:-1], self.out_features))
         output, grad_input = call.options.get(OUTPUT_BUFFER_KEY), call.options.get(GRAD_INPUT_BUFFER_KEY)
         if output is not None:
             like = torch.empty(0, dtype=dtype, device=x.device)
-            environment.objects[name, OUTPUT_BUFFER_KEY] = check_buffers(OUTPUT_BUFFER_KEY, output, shape, like)
+            environment.objects[name, OUTPUT_BUFFER_KEY] = check_buffers(
+                OUTPUT_BUFFER_KEY, output, shape, like
+            )
         if grad_input is not None:
             like = torch.empty(0, dtype=x.dtype, device=x.device)
             checked = check_buffers(GRAD_INPUT_BUFFER_KEY, grad_input, torch.Size(x.shape), like)

@@ -118,7 +118,7 @@ class LinearContribution(Contribution):
 def accumulation_of(recipe: Recipe | None) -> Accumulation:
     """Return which products of a recipe promote partial sums to float32."""
     settings = [getattr(recipe, f"fp8_gemm_{product}", None) for product in ("fprop", "dgrad", "wgrad")]
-    if any([setting is None for setting in settings]):
+    if any(setting is None for setting in settings):
         return Accumulation()
     return Accumulation(*[setting.use_split_accumulator for setting in settings])  # pyright: ignore
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +89,7 @@ class NormContribution(Contribution):
 class NormalizationOperation(StepOperation):
     """Base of LayerNorm and RMSNorm: parameters `weight` and, for LayerNorm, `bias` of the normalized dimensions.
 
-    Derived classes hold the equation in `_norm`, and the dimensions in `normalized_shape`.
+    Derived classes have the attributes of the equation: `kind`, `eps` and `zero_centered_gamma`.
     """
 
     kind: str
@@ -99,7 +98,8 @@ class NormalizationOperation(StepOperation):
     weight: Tensor
     bias: Tensor | None
     normalized_shape: tuple[int, ...]
-    _norm: Norm
+    eps: float
+    zero_centered_gamma: bool
 
     def contribute(
         self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
@@ -107,10 +107,10 @@ class NormalizationOperation(StepOperation):
         shape, count = tuple(self.weight.shape), self.weight.dim()
         if x.shape[-count:] != shape:
             raise ValueError(
-                f"{type(self).__name__} normalizes the last dimensions {shape}, and the input is {x.shape}; reshape the "
-                "input or change normalized_shape"
+                f"{type(self).__name__} normalizes the last dimensions {shape}, and the input is {x.shape}; reshape "
+                "the input or change normalized_shape"
             )
-        environment.norms[name] = self._norm
+        environment.norms[name] = Norm(self.kind, self.eps, self.zero_centered_gamma)
         dtype = call.autocast or x.dtype
         convert = None if dtype == x.dtype else dtype
         several = count != 1
@@ -152,10 +152,6 @@ class _Normalization(NormalizationOperation):
             self.register_parameter("bias", None)
         if not self.weight.is_meta:
             self.reset_parameters()
-
-    @property
-    def _norm(self) -> Norm:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return Norm(self.kind, self.eps, self.zero_centered_gamma)
 
     def reset_parameters(self) -> None:
         """Allocate parameters on the meta device; set gamma to 1 and beta to 0."""
@@ -264,5 +260,3 @@ class L2Normalization(StepOperation):
 
     def extra_repr(self) -> str:
         return f"eps={self.eps}"
-
-

@@ -136,7 +136,7 @@ class ScaledSReLU(ScaledActivation):
     ) -> tuple[Contribution, TensorFacts]:
         if self.activation_recompute_in_mlp:
             raise RuntimeError(
-                "activation_recompute_in_mlp=True needs a fused grouped MLP, which this device does not have; set it to "
-                "False"
+                "activation_recompute_in_mlp=True needs a fused grouped MLP, which this device does not have; set it "
+                "to False"
             )
         return super().contribute(name, x, call, environment)

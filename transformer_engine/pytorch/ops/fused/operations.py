@@ -159,7 +159,7 @@ def _replaced(ops: Ops, match: Callable[[Ops], StepFusedOperation | None]) -> Op
 
 
 def _are(ops: Sequence[FusibleOperation], *kinds: type | tuple[type, ...]) -> bool:
-    return len(ops) >= len(kinds) and all([isinstance(op, kind) for op, kind in zip(ops, kinds, strict=False)])
+    return len(ops) >= len(kinds) and all(isinstance(op, kind) for op, kind in zip(ops, kinds, strict=False))
 
 
 def _userbuffers(kind: type[UserbuffersForwardLinear], ops: Ops, recipe: Recipe | None) -> Ops:
