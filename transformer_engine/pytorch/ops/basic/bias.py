@@ -44,7 +44,7 @@ class BiasContribution(Contribution):
         grad_extra_outputs: tuple[Value | None, ...],
     ) -> Backward:
         dy = steps.values(dy)
-        dense = Value(steps.one("dense", (dy.name,), f"{name}.dy"), steps.leading(dy))
+        dense = Value(steps.one("dense", (dy.name,), f"{name}.dy"), dy.leading)
         sums = None
         if self.grad:
             sums = steps.one("column_sum", (dense.name,), f"{name}.db", ColumnSum(name))
