@@ -16,6 +16,7 @@ from ...common.checks import described, switch, whole
 from ...common.recipe import Recipe
 from ..attention import DotProductAttention, MultiheadAttention
 from ..module.base import TransformerEngineBaseModule
+from ..ops.recipe_slots import RecipeSlots
 from ..module.numerics import Numerics
 from ..primitives.quantize import Quantized
 from ..quantization import autocast, emulate
@@ -300,6 +301,8 @@ def _without_memory(model: nn.Module, device: torch.device, mode: FakeTensorMode
             replaced[id(module.numerics)] = Numerics()
     copied = copy.deepcopy(model, replaced)
     for module in copied.modules():
+        if isinstance(module, RecipeSlots):
+            module._begin_recipe_slots()
         for name, child in module.named_children():
             if isinstance(child, DotProductAttention):
                 setattr(module, name, PlannedAttention(child))

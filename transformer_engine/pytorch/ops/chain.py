@@ -20,7 +20,15 @@ from ..functions.saving import pack, unpack
 from ..quantization.autocast import AutocastState, current
 from ..runtime.device import autocast_dtype
 from ..tensor.quantized_tensor import QuantizedTensorStorage
-from .chain_plans import BackwardKey, GradFacts, Member, backward_plans, forward_plans
+from .chain_plans import (
+    BackwardKey,
+    BackwardPlan,
+    ForwardPlan,
+    GradFacts,
+    Member,
+    backward_plan,
+    forward_plan,
+)
 from .pass_builder import ChainEnvironment
 from .step_functions import TABLE
 
@@ -74,6 +82,7 @@ class StepState(NamedTuple):
     saved: tuple[tuple[str | None, str | None], ...]
     forms: list[Any]
     constants: dict[int, Any]
+    traced_plan: BackwardPlan | None = None
 
 
 class _Unfused:
@@ -138,12 +147,16 @@ def run_forward(
         names = tuple(parameters)
         members.append(Member(str(first + i), contribution, names, len(extra), ctx.requires_grad))
         given += [*parameters.values(), *extra_inputs[i]]
-    plan = forward_plans[(tuple(members), isinstance(x, QuantizedTensorStorage), not _Unfused.blocks)]
+    plan = forward_plan(tuple(members), isinstance(x, QuantizedTensorStorage), not _Unfused.blocks)
+    traced_plan = _plan_while_tracing(plan, members) if traced else None
     (output, *extra_outputs), saved = run(plan.schedule, environment, given)  # pyright: ignore
+    if traced_plan is not None:
+        # torch 2.13 cannot save a result of a traced function that is an argument of another one of its calls.
+        saved = [value.clone() if type(value) is Tensor else value for value in saved]
     at = 0
     for ctx, member, pairs in zip(ctxs, members, plan.saved, strict=True):
         if ctx.requires_grad:
-            _save(ctx, environment, member, pairs, saved[at : at + len(pairs)])
+            _save(ctx, environment, member, pairs, saved[at : at + len(pairs)], traced_plan)
         at += len(pairs)
     made = iter(extra_outputs)
     return output, [tuple([next(made) for _ in range(count)]) for count in plan.extra_outputs]
@@ -159,12 +172,34 @@ def check_options(op: Any, options: dict[str, Any]) -> None:
         )
 
 
-def _save(ctx: Any, env: ChainEnvironment, member: Member, pairs: Any, saved: list[Any]) -> None:
+def _plan_while_tracing(plan: ForwardPlan, members: Sequence[Member]) -> BackwardPlan | None:
+    """Return the backward pass of a forward pass that a compiler traces.
+
+    The graph of a backward pass may write to no cache. All gradients of extra outputs are there, and none is written
+    in place.
+    """
+    reached = [i for i, member in enumerate(members) if member.saves]
+    if not reached:
+        return None
+    extra = tuple([(GradFacts(False),) * plan.extra_outputs[i] for i in reached])
+    saved = tuple([plan.saved[i] for i in reached])
+    key = BackwardKey(tuple([members[i] for i in reached]), saved, extra, False)
+    return backward_plan(key, not _Unfused.blocks)
+
+
+def _save(
+    ctx: Any,
+    env: ChainEnvironment,
+    member: Member,
+    pairs: Any,
+    saved: list[Any],
+    traced_plan: BackwardPlan | None,
+) -> None:
     """Keep saved buffers in a context: tensors and operands by their tensors, shapes beside them."""
     constants = {i: value for i, value in enumerate(saved) if type(value) in (tuple, torch.Size)}
     tensors, forms = pack(*[None if i in constants else value for i, value in enumerate(saved)])
     ctx.save_for_backward(*tensors)
-    ctx.step_state = StepState(env, member, pairs, forms, constants)
+    ctx.step_state = StepState(env, member, pairs, forms, constants, traced_plan)
 
 
 def _saved_values(ctx: Any) -> list[Any]:
@@ -191,10 +226,12 @@ def run_backward(
     """
     states: list[StepState] = [ctx.step_state for ctx in ctxs]
     environment = states[0].environment
-    facts = tuple([tuple([_grad_facts(grad) for grad in grads]) for grads in grad_extra_outputs])
-    quantized = isinstance(grad_output, QuantizedTensorStorage)
-    members, pairs = tuple([s.member for s in states]), tuple([s.saved for s in states])
-    plan = backward_plans[(BackwardKey(members, pairs, facts, quantized), not _Unfused.blocks)]
+    plan = states[0].traced_plan
+    if plan is None:
+        facts = tuple([tuple([_grad_facts(grad) for grad in grads]) for grads in grad_extra_outputs])
+        quantized = isinstance(grad_output, QuantizedTensorStorage)
+        members, pairs = tuple([s.member for s in states]), tuple([s.saved for s in states])
+        plan = backward_plan(BackwardKey(members, pairs, facts, quantized), not _Unfused.blocks)
     buffers: dict[str, Any] = {"dy": grad_output}
     for ctx, state, grads in zip(ctxs, states, grad_extra_outputs, strict=True):
         for (_, source), value in zip(state.saved, _saved_values(ctx), strict=True):

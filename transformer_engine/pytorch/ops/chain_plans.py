@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
+
 from ...common.memory import Memory
 from ...common.passes.rules import (
     ACCUMULATED_PRODUCT,
@@ -204,5 +206,22 @@ def _without_dense(pass_: Pass) -> Pass:
     )
 
 
-forward_plans: Memory[Any, ForwardPlan] = Memory(_plan_forward, _KEPT)
-backward_plans: Memory[Any, BackwardPlan] = Memory(_plan_backward, _KEPT)
+_forward_plans: Memory[Any, ForwardPlan] = Memory(_plan_forward, _KEPT)
+_backward_plans: Memory[Any, BackwardPlan] = Memory(_plan_backward, _KEPT)
+
+
+def forward_plan(members: tuple[Member, ...], quantized: bool, fused: bool) -> ForwardPlan:
+    """Return the forward pass of operations, built at the first call.
+
+    Args:
+        members: The operations.
+        quantized: The input is quantized.
+        fused: Apply rules.
+    """
+    key = (members, quantized, fused)
+    return _plan_forward(key) if torch.compiler.is_compiling() else _forward_plans[key]
+
+
+def backward_plan(key: BackwardKey, fused: bool) -> BackwardPlan:
+    """Return the backward pass of operations, built at the first call; see `forward_plan`."""
+    return _plan_backward((key, fused)) if torch.compiler.is_compiling() else _backward_plans[(key, fused)]

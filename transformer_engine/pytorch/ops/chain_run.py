@@ -16,8 +16,8 @@ from .chain import run_backward, run_forward
 from .links import Links
 from .operation import BasicOperation, FusibleOperation, OperationContext
 from .pass_builder import ChainEnvironment
-from .recipe_slots import update_of
 from .step_operation import contributes_backward, contributes_forward
+from .tracing import update_of
 
 # Operations in order, each with the indices of its basic operations.
 Fused = list[tuple[FusibleOperation, list[int]]]
@@ -114,10 +114,8 @@ class ChainRun:
     ) -> tuple[Any, list[Any], list[Any]]:
         """Return the gradients of the main input, of all parameters, and of the caller's extra inputs."""
         count = len(self.basic_ops)
-        for ctx in self.contexts:
-            begin, end = ctx._saved_range or (0, 0)
-            ctx.saved_tensors = tuple(saved[begin:end])
-        del saved
+        contexts = _restored(self.contexts, saved)
+        del saved  # the contexts own the tensors from here on
         parameters: list[tuple[Any, ...]] = [(None,) * n for n in self.parameters]
         extra_inputs: list[tuple[Any, ...]] = [(None,) * op.num_extra_inputs for op in self.basic_ops]
         given = self.links.given_gradients(grad_extra)
@@ -136,7 +134,7 @@ class ChainRun:
 
         for segment in reversed(_segments(reached, joins)):
             indices = [i for _, members in segment for i in members]
-            ctxs = [self.contexts[i] for i in indices]
+            ctxs = [contexts[i] for i in indices]
             grads = [self.links.gradients_of_outputs(i, given, extra_inputs) for i in indices]
             if self._stepwise(indices):
                 dy, made, extra = run_backward(ctxs, dy, grads)
@@ -147,7 +145,7 @@ class ChainRun:
             for i, of_parameters, of_inputs in zip(indices, made, extra, strict=True):
                 self._check_gradients(i, tuple(of_parameters))
                 parameters[i], extra_inputs[i] = tuple(of_parameters), tuple(of_inputs)
-                self.contexts[i].saved_tensors = None
+                contexts[i].saved_tensors = None
         if count and self.first > 0:
             dy = None
         flat = [grad for group in parameters for grad in group]
@@ -200,6 +198,21 @@ def _segments(ops: Fused, joins: Callable[[Sequence[int], Sequence[int]], bool])
     return segments
 
 
+def _restored(contexts: Sequence[OperationContext], saved: Sequence[Any]) -> list[OperationContext]:
+    """Return contexts for one backward pass, each with its part of the saved tensors."""
+    restored: list[OperationContext] = []
+    for ctx in contexts:
+        begin, end = ctx._saved_range or (0, 0)
+        made = ctx
+        if torch.compiler.is_compiling():  # a graph may write no object of its forward pass
+            made = OperationContext(None, None, ctx.requires_grad, ctx.input_requires_grad)
+            if hasattr(ctx, "step_state"):
+                made.step_state = ctx.step_state  # pyright: ignore[reportAttributeAccessIssue]
+        made.saved_tensors = tuple(saved[begin:end])
+        restored.append(made)
+    return restored
+
+
 def _environment(contexts: Any, indices: Sequence[int]) -> Any:
     state = getattr(contexts[indices[-1]], "step_state", None)
     return None if state is None else state.environment
@@ -224,7 +237,7 @@ class FusedChain(torch.autograd.Function):
         ctx.scale_update = update_of(call.basic_ops, call.state)
         outputs = _distinct(results, (x, *tensors))
         ctx.mark_non_differentiable(*[y for y in outputs if not y.is_floating_point()])
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(torch.compiler.is_compiling())
         ctx.output = (outputs[0].shape, outputs[0].dtype, outputs[0].device)
         return outputs
 

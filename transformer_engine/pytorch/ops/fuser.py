@@ -18,7 +18,7 @@ from ..quantization.autocast import AutocastState, current
 from .chain_run import ChainRun, Fused, FusedChain
 from .links import Links
 from .operation import BasicOperation, FusibleOperation
-from .recipe_slots import following
+from .tracing import following
 
 Fusion = Callable[..., list[FusibleOperation]]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import pickle
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +15,6 @@ from torch import Tensor
 
 from ...common.recipe import Recipe, revision_of, still_says
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
-from ..functions.scale_update import ScaleUpdate, of_the_pass
 from ..quantization import FP8GlobalStateManager, QuantizerRole, RecipeState, delayed_scaling
 from ..quantization.autocast import AutocastState
 from ..quantization.extra_state import (
@@ -32,6 +33,7 @@ MODES = ("forward", "backward")
 KEYS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 _SUFFIX = {"forward": "fwd", "backward": "bwd"}
 _serial = itertools.count()
+by_key: weakref.WeakValueDictionary[str, RecipeSlots] = weakref.WeakValueDictionary()
 
 
 class RecipeSlots:
@@ -51,11 +53,24 @@ class RecipeSlots:
         self._fp8_metas = dict.fromkeys(MODES)
         self._quantizers = {mode: [] for mode in MODES}
         self._served = None
+        self._begin_key()
+
+    def _begin_key(self) -> None:
+        """Give the operation a name, by which traced functions and repeated calls find it."""
         self._replay_key = f"operation {next(_serial)}"
+        by_key[self._replay_key] = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy has a name of its own."""
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied._begin_key()
+        return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # pyright: ignore[reportAttributeAccessIssue]
-        self._replay_key = f"operation {next(_serial)}"
+        self._begin_key()
 
     def num_quantizers(self, mode: str) -> int:
         """Return how many tensors the operation quantizes in a mode, "forward" or "backward"."""
@@ -221,16 +236,3 @@ class RecipeSlots:
                 load_extra_state(part, meta)
             self._quantizers[mode] = []
         self._served = None
-
-
-def following(ops: Sequence[RecipeSlots], state: AutocastState) -> None:
-    """Let operations use the recipe of an autocast state from now on."""
-    for op in ops:
-        op.follow(state)
-
-
-def update_of(ops: Sequence[RecipeSlots], state: AutocastState) -> ScaleUpdate | None:
-    """Return what the backward pass of operations updates under delayed scaling, or None."""
-    if not state.enabled or not any(op.has_scaling_state() for op in ops):
-        return None
-    return of_the_pass()
