@@ -84,7 +84,10 @@ class Replayed:
         if self._states is delayed_scaling.pools():
             return
         for layer in self._quantized:
-            FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(layer.fp8_meta)
+            if isinstance(layer, RecipeSlots):
+                layer.register_for_updates()
+            else:
+                FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(layer.fp8_meta)
         self._states = delayed_scaling.pools()
 
     def replay_forward(self, tensors: Sequence[Tensor], stream: Any, event: Any) -> list[Tensor | None]:

@@ -125,7 +125,7 @@ class OperationFuser:
         return made if len(made) > 1 else made[0]
 
     def _prepare(self) -> None:
-        for op in self._basic_ops:
+        for op in self._ops:
             op.pre_first_fuser_forward()
         self._is_first_forward = False
 

@@ -116,7 +116,7 @@ class RecipeSlots:
         elif not (still_says(served[0], served[1], recipe) and served[2] is state.group):
             self._serve(recipe, state.group)
         if recipe is not None and family_of(recipe).stateful:
-            self._register(state.group)
+            self.register_for_updates()
 
     def _serve(self, recipe: Recipe | None, group: Any) -> None:
         if recipe is None:
@@ -148,11 +148,10 @@ class RecipeSlots:
         self._fp8_metas[mode] = {"recipe": recipe, "fp8_group": group, KEYS[mode]: state}
         self._quantizers[mode] = state.make_quantizers()
 
-    def _register(self, group: Any) -> None:
-        """Include the states of delayed scaling in the updates of scales."""
+    def register_for_updates(self) -> None:
+        """Include the states of delayed scaling in the updates of scales; a repeated call costs next to nothing."""
         for meta in self._fp8_metas.values():
             if meta is not None:
-                meta["fp8_group"] = group
                 FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(meta)
 
     def forward_quantizers(self) -> list[Quantizer]:

@@ -97,11 +97,11 @@ class GroupedLinear(StepOperation):
             )
         place = torch.device("meta") if is_meta(device) else canonical_device(device)
         self._device = None if place.type == "meta" else place
-        self._register(parameter_dtype(dtype))
+        self._register_parameters(parameter_dtype(dtype))
         if self._device is not None:
             self.reset_parameters()
 
-    def _register(self, dtype: torch.dtype) -> None:
+    def _register_parameters(self, dtype: torch.dtype) -> None:
         """Register parameters on the meta device: weight0, bias0, weight1, .., or stacks."""
         weight, bias = (self.out_features, self.in_features), (self.out_features,)
         shapes: dict[str, tuple[int, ...]] = {}
