@@ -41,9 +41,7 @@ def shapes(chain: Any, x: Tensor) -> list[Any]:
     found = []
     shape = list(x.shape)
     for op in chain:
-        if op.is_fused_op:
-            shape[-1] = op.out_features
-        elif isinstance(op, te.ops.BasicLinear):
+        if op.is_fused_op or isinstance(op, te.ops.BasicLinear):
             shape[-1] = op.out_features
         elif isinstance(op, te.ops.Reshape):
             shape = list(torch.empty(shape, device="meta").reshape(op._shape).shape)
@@ -137,7 +135,7 @@ def check(described: list[Any], name: str, device: torch.device) -> None:
         with unfused():
             apart = gradients(chain, chain, x, extra, autocast())
     exact = gradients(lambda *given: run_plain(chain, *given), chain, x, extra, nullcontext())
-    quantizing = any([type(op).__name__ in ("Linear", "BasicLinear", "Quantize") for op in chain])
+    quantizing = any(type(op).__name__ in ("Linear", "BasicLinear", "Quantize") for op in chain)
     lossy = name != "none" and quantizing
     unit = FP4 if name == "nvfp4" else FP8
     text = f"{name}: {described}"

@@ -120,10 +120,12 @@ def test_fusing_again_when_the_history_length_changes(emulated):
 
 
 def test_modules_that_are_no_operations_separate_chains():
-    chain = ops.Sequential(ops.Identity(), torch.nn.Flatten(), ops.Identity(), ops.Identity(), te.Linear(64, 64, device=BF16["device"]))  # fmt: skip
+    last = te.Linear(64, 64, device=BF16["device"])
+    chain = ops.Sequential(ops.Identity(), torch.nn.Flatten(), ops.Identity(), ops.Identity(), last)
     assert chain._module_groups is None
     chain(torch.randn(4, 64, device=BF16["device"]))
-    assert [type(group) for group in chain._module_groups] == [OperationFuser, torch.nn.Flatten, OperationFuser, te.Linear]  # fmt: skip
+    kinds_of_groups = [type(group) for group in chain._module_groups]
+    assert kinds_of_groups == [OperationFuser, torch.nn.Flatten, OperationFuser, te.Linear]
     chain.append(ops.Identity())
     assert chain._module_groups is None
 
@@ -404,10 +406,11 @@ def test_sequential_is_a_list():
     chain[1] = b
     assert chain[1] is b
     del chain[1]
-    assert list(ops.Sequential(a) + [b]) == [a, b] and len(chain) == 3
+    joined = ops.Sequential(a) + [b]  # noqa: RUF005  # the operator is tested
+    assert list(joined) == [a, b] and len(chain) == 3
     with pytest.raises(IndexError):
         chain[7]
-    with pytest.raises(TypeError, match="torch.nn.Module"):
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
         chain.append(torch.relu)  # pyright: ignore[reportArgumentType]
 
 

@@ -253,5 +253,5 @@ def test_torch_autocast_computes_in_its_dtype(autocast_dtype):
     assert y.dtype is autocast_dtype
     y.float().sum().backward()
     assert x.grad.dtype is torch.float32
-    assert all([p.grad.dtype is torch.float32 for p in chain.parameters()])
+    assert all(p.grad.dtype is torch.float32 for p in chain.parameters())
     assert relative_error(y, run_plain(chain, x)) < 2e-2

@@ -21,7 +21,14 @@ RECIPES = {"none": None, "current": Float8CurrentScaling(), "mxfp8": MXFP8BlockS
 
 def problem() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = {"x": (ROWS, HIDDEN), "fc1": (INNER, HIDDEN), "b1": (INNER,), "fc2": (HIDDEN, INNER), "b2": (HIDDEN,), "dy": (ROWS, HIDDEN)}  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {
+        "x": (ROWS, HIDDEN),
+        "fc1": (INNER, HIDDEN),
+        "b1": (INNER,),
+        "fc2": (HIDDEN, INNER),
+        "b2": (HIDDEN,),
+        "dy": (ROWS, HIDDEN),
+    }
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 

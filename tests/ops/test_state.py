@@ -154,11 +154,15 @@ def test_quantized_parameters_compute_as_parameters_that_are_quantized_in_each_c
 def test_checkpointed_chains_repeat_the_first_run(use_reentrant, recipe, emulated):
     chain, x = mlp(), given()
     states = []
-    for run in (chain, lambda y: te.checkpoint(chain, y, use_reentrant=use_reentrant)):
+    for checkpointed in (False, True):
         te.fp8.FP8GlobalStateManager.reset()
         fresh = mlp()
         fresh.load_state_dict(chain.state_dict())
-        states.append([step(fresh, x, recipe, lambda y, c=fresh, r=run: c(y) if r is chain else te.checkpoint(c, y, use_reentrant=use_reentrant)) for _ in range(3)])  # fmt: skip
+
+        def run(y: torch.Tensor, chain: Any = fresh, again: bool = checkpointed) -> torch.Tensor:
+            return te.checkpoint(chain, y, use_reentrant=use_reentrant) if again else chain(y)
+
+        states.append([step(fresh, x, recipe, run) for _ in range(3)])
     for plain, repeated in zip(*states, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(plain, repeated, strict=True))
 

@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 
 from ..functions.scale_update import left_to_caller
 from ..module.base import TransformerEngineBaseModule
-from ..ops.basic import GroupedLinear as GroupedOperation
 from ..module.linear_base import ProductsModule
+from ..ops.basic import GroupedLinear as GroupedOperation
 from ..quantization.autocast import AutocastState, autocast
 from .caching import called_as, flagged, layers_with_weights, microbatch
 

@@ -16,8 +16,8 @@ from ...common.checks import described, switch, whole
 from ...common.recipe import Recipe
 from ..attention import DotProductAttention, MultiheadAttention
 from ..module.base import TransformerEngineBaseModule
-from ..ops.recipe_slots import RecipeSlots
 from ..module.numerics import Numerics
+from ..ops.recipe_slots import RecipeSlots
 from ..primitives.quantize import Quantized
 from ..quantization import autocast, emulate
 from ..quantization.support import check_block

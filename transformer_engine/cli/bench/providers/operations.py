@@ -42,7 +42,7 @@ class ExpertOperations(torch.nn.Module):
         )
 
     def forward(self, x: Tensor, scales: Tensor, splits: list[int]) -> Tensor:
-        sizes = torch.tensor(splits)
+        sizes = torch.tensor(splits, device="cpu")
         return self.chain(x, sizes, scales, sizes)
 
 
