@@ -72,7 +72,6 @@ ABSENT = {
         ),
         "an experimental attention of cuDNN; use a kernel of another library between te.Linear layers",
     ),
-    "transformer_engine.pytorch.ops": "a name that te.ops does not have; its operations are listed in docs/ops.md",
     "transformer_engine.pytorch.triton": "kernels under the original's paths; call the functions of "
     "transformer_engine.pytorch that use them",
 }

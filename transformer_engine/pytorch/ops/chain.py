@@ -150,9 +150,6 @@ def run_forward(
     plan = forward_plan(tuple(members), isinstance(x, QuantizedTensorStorage), not _Unfused.blocks)
     traced_plan = _plan_while_tracing(plan, members) if traced else None
     (output, *extra_outputs), saved = run(plan.schedule, environment, given)  # pyright: ignore
-    if traced_plan is not None:
-        # torch 2.13 cannot save a result of a traced function that is an argument of another one of its calls.
-        saved = [value.clone() if type(value) is Tensor else value for value in saved]
     at = 0
     for ctx, member, pairs in zip(ctxs, members, plan.saved, strict=True):
         if ctx.requires_grad:
@@ -198,6 +195,9 @@ def _save(
     """Keep saved buffers in a context: tensors and operands by their tensors, shapes beside them."""
     constants = {i: value for i, value in enumerate(saved) if type(value) in (tuple, torch.Size)}
     tensors, forms = pack(*[None if i in constants else value for i, value in enumerate(saved)])
+    if traced_plan is not None:
+        # torch 2.13 cannot save a tensor of a traced function that shares memory with another one of its tensors.
+        tensors = [tensor.clone() if type(tensor) is Tensor else tensor for tensor in tensors]
     ctx.save_for_backward(*tensors)
     ctx.step_state = StepState(env, member, pairs, forms, constants, traced_plan)
 
