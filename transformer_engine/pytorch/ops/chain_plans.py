@@ -25,7 +25,7 @@ from ...common.passes.rules import (
 from ...common.passes.step import Pass, Step
 from ...common.passes.vocabulary import Cast, ColumnSum
 from ..functions.run import Schedule, schedule_of
-from .pass_builder import Backward, Contribution, Forward, PassBuilder, Value
+from .pass_builder import Backward, Contribution, Forward, Kept, PassBuilder, Value
 
 RULES = (
     BIAS_IN_PRODUCT,
@@ -152,7 +152,7 @@ def _plan_backward(key: tuple[BackwardKey, bool]) -> BackwardPlan:
         names = tuple([name for name, _ in kept])
         writable = tuple([facts is not None and facts.writable for facts in given])
         contribution = member.contribution.with_writable_gradients(writable)
-        part = contribution.backward(steps, member.name, value, names, tuple(grads))
+        part = contribution.backward(steps, member.name, value, Kept(names, tuple(grads)))
         parts.insert(0, part)
         for name, source in kept:
             if source is not None and source not in inputs:

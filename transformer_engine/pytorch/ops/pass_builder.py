@@ -145,6 +145,18 @@ class Backward(NamedTuple):
     grad_extra_inputs: tuple[Value | None, ...] = ()
 
 
+class Kept(NamedTuple):
+    """What an operation's part of a backward pass reads beside the gradient of its output.
+
+    Attributes:
+        saved: Buffers that its part of the forward pass saved, by position.
+        grad_extra_outputs: Gradients of its extra outputs; None for those that are absent.
+    """
+
+    saved: tuple[str | None, ...]
+    grad_extra_outputs: tuple[Value | None, ...]
+
+
 @dataclass(frozen=True)
 class Contribution:
     """The steps of one operation in one kind of call.
@@ -157,15 +169,8 @@ class Contribution:
         """Append the steps of the forward pass."""
         return Forward(x)
 
-    def backward(
-        self,
-        steps: PassBuilder,
-        name: str,
-        dy: Value,
-        saved: tuple[str | None, ...],
-        grad_extra_outputs: tuple[Value | None, ...],
-    ) -> Backward:
-        """Append the steps of the backward pass, which reads the buffers that `forward` saved."""
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
+        """Append the steps of the backward pass, which reads what `kept` names."""
         return Backward(dy)
 
     def with_writable_gradients(self, writable: tuple[bool, ...]) -> Contribution:

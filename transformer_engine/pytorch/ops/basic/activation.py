@@ -19,7 +19,7 @@ from ....common.passes.vocabulary import Named
 from ...primitives.activation import ACTIVATIONS, ActivationParams
 from ...tensor.float8_tensor import Float8CurrentScalingQuantizer
 from ..chain import Call, TensorFacts
-from ..pass_builder import Backward, ChainEnvironment, Contribution, Forward, PassBuilder, Value
+from ..pass_builder import Backward, ChainEnvironment, Contribution, Forward, Kept, PassBuilder, Value
 from ..step_operation import StepOperation
 from .basic_linear import DTYPES
 
@@ -70,16 +70,9 @@ class ActivationContribution(Contribution):
             return steps.one("situ_glu", (x,), y, self.constants)
         return steps.one("activation", (x,), y, ActivationSettings(name, self.kind))
 
-    def backward(
-        self,
-        steps: PassBuilder,
-        name: str,
-        dy: Value,
-        saved: tuple[str | None, ...],
-        grad_extra_outputs: tuple[Value | None, ...],
-    ) -> Backward:
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
         dy = steps.matrix(dy)
-        x = saved[0]
+        x = kept.saved[0]
         assert x is not None
         if self.cached:
             x = steps.one("values", (x,), f"{name}.x_read")
@@ -88,7 +81,7 @@ class ActivationContribution(Contribution):
         if self.scaled:
             y = self._activation(steps, name, x, f"{name}.y_again")
             scaled, scales = f"{name}.dy_scaled", f"{name}.dscales"
-            steps.steps.append(Step("row_scale_backward", (dy.name, y, saved[1]), (scaled, scales)))
+            steps.steps.append(Step("row_scale_backward", (dy.name, y, kept.saved[1]), (scaled, scales)))
             gradient, extra = scaled, (Value(scales) if self.grad_scales else None,)
         if self.constants is not None:
             dx = steps.one("situ_glu_backward", (gradient, x), f"{name}.dx", self.constants)

@@ -13,7 +13,7 @@ from ....common.passes.vocabulary import ColumnSum
 from ...distributed.collectives import world_size
 from ...runtime.device import canonical_device, is_meta
 from ..chain import Call, TensorFacts
-from ..pass_builder import Backward, ChainEnvironment, Contribution, Forward, PassBuilder, Value
+from ..pass_builder import Backward, ChainEnvironment, Contribution, Forward, Kept, PassBuilder, Value
 from ..step_operation import StepOperation
 from .basic_linear import check_input, parameter_dtype
 
@@ -35,14 +35,7 @@ class BiasContribution(Contribution):
         bias = steps.converted(Value(f"{name}.bias"), self.convert).name
         return Forward(Value(steps.one("add_bias", (x.name, bias), f"{name}.y"), x.leading))
 
-    def backward(
-        self,
-        steps: PassBuilder,
-        name: str,
-        dy: Value,
-        saved: tuple[str | None, ...],
-        grad_extra_outputs: tuple[Value | None, ...],
-    ) -> Backward:
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
         dy = steps.values(dy)
         dense = Value(steps.one("dense", (dy.name,), f"{name}.dy"), dy.leading)
         sums = None

@@ -11,7 +11,7 @@ from ....common.passes.vocabulary import Collective
 from ...distributed.collectives import world_size
 from ...distributed.tensor_parallel import TensorParallel
 from ..chain import Call, TensorFacts
-from ..pass_builder import Backward, ChainEnvironment, Contribution, Forward, PassBuilder, Value
+from ..pass_builder import Backward, ChainEnvironment, Contribution, Forward, Kept, PassBuilder, Value
 from ..step_operation import StepOperation
 
 # Steps whose first result nothing else reads later.
@@ -39,14 +39,7 @@ class CollectiveContribution(Contribution):
     def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
         return Forward(_communicated(steps, self.collective, name, x, f"{name}.y"))
 
-    def backward(
-        self,
-        steps: PassBuilder,
-        name: str,
-        dy: Value,
-        saved: tuple[str | None, ...],
-        grad_extra_outputs: tuple[Value | None, ...],
-    ) -> Backward:
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
         if self.gradient is None:
             return Backward(dy)
         return Backward(_communicated(steps, self.gradient, name, dy, f"{name}.dx"))

@@ -12,7 +12,7 @@ from ....common.passes.vocabulary import Dropout as DropoutSettings
 from ....common.passes.vocabulary import Named
 from ...quantization import QuantizerRole
 from ..chain import Call, TensorFacts
-from ..pass_builder import Backward, ChainEnvironment, Contribution, Forward, PassBuilder, Value
+from ..pass_builder import Backward, ChainEnvironment, Contribution, Forward, Kept, PassBuilder, Value
 from ..step_operation import StepOperation
 
 
@@ -36,15 +36,8 @@ class ReshapeContribution(Contribution):
         before = steps.one("shape", (x.name,), f"{name}.before")
         return Forward(Value(steps.one("to_shape", (x.name,), f"{name}.y", self.shape)), (before,))
 
-    def backward(
-        self,
-        steps: PassBuilder,
-        name: str,
-        dy: Value,
-        saved: tuple[str | None, ...],
-        grad_extra_outputs: tuple[Value | None, ...],
-    ) -> Backward:
-        dx = steps.one("reshape", (steps.shaped(dy).name, saved[0]), f"{name}.dx")
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
+        dx = steps.one("reshape", (steps.shaped(dy).name, kept.saved[0]), f"{name}.dx")
         return Backward(Value(dx))
 
 
@@ -88,14 +81,7 @@ class ScaleContribution(Contribution):
         x = steps.values(x)
         return Forward(Value(steps.one("constant_scale", (x.name,), f"{name}.y", self.scale), x.leading))
 
-    def backward(
-        self,
-        steps: PassBuilder,
-        name: str,
-        dy: Value,
-        saved: tuple[str | None, ...],
-        grad_extra_outputs: tuple[Value | None, ...],
-    ) -> Backward:
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
         dy = steps.values(dy)
         dx = steps.one("constant_scale", (dy.name,), f"{name}.dx", self.scale)
         return Backward(Value(dx, dy.leading))
@@ -131,16 +117,9 @@ class DropoutContribution(Contribution):
         steps.steps.append(Step("dropout", (x.name,), (y, mask), DropoutSettings(name)))
         return Forward(Value(y, x.leading), (mask,))
 
-    def backward(
-        self,
-        steps: PassBuilder,
-        name: str,
-        dy: Value,
-        saved: tuple[str | None, ...],
-        grad_extra_outputs: tuple[Value | None, ...],
-    ) -> Backward:
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
         dy = steps.values(dy)
-        dx = steps.one("dropout_backward", (dy.name, saved[0]), f"{name}.dx", DropoutSettings(name))
+        dx = steps.one("dropout_backward", (dy.name, kept.saved[0]), f"{name}.dx", DropoutSettings(name))
         return Backward(Value(dx, dy.leading))
 
 
@@ -186,14 +165,7 @@ class QuantizeContribution(Contribution):
         y = steps.one("quantize_values", (x.name,), f"{name}.y", Named(name, "output"))
         return Forward(Value(y, None, True))
 
-    def backward(
-        self,
-        steps: PassBuilder,
-        name: str,
-        dy: Value,
-        saved: tuple[str | None, ...],
-        grad_extra_outputs: tuple[Value | None, ...],
-    ) -> Backward:
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
         if not self.gradient or dy.quantized:
             return Backward(dy)
         dy = steps.shaped(dy)

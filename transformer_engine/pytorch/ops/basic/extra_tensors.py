@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ....common.numbers import to_bool
 from ..chain import Call, TensorFacts
-from ..pass_builder import Backward, ChainEnvironment, Contribution, Forward, PassBuilder, Value
+from ..pass_builder import Backward, ChainEnvironment, Contribution, Forward, Kept, PassBuilder, Value
 from ..step_operation import StepOperation
 
 
@@ -26,14 +26,7 @@ class AddContribution(Contribution):
         steps.one("accumulate", (total, x.name), f"{name}.y")
         return Forward(Value(f"{name}.y", x.leading))
 
-    def backward(
-        self,
-        steps: PassBuilder,
-        name: str,
-        dy: Value,
-        saved: tuple[str | None, ...],
-        grad_extra_outputs: tuple[Value | None, ...],
-    ) -> Backward:
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
         return Backward(dy, (), (dy,))
 
 
@@ -81,15 +74,8 @@ class ExtraOutputContribution(Contribution):
     def with_writable_gradients(self, writable: tuple[bool, ...]) -> Contribution:
         return replace(self, writable=writable[0])
 
-    def backward(
-        self,
-        steps: PassBuilder,
-        name: str,
-        dy: Value,
-        saved: tuple[str | None, ...],
-        grad_extra_outputs: tuple[Value | None, ...],
-    ) -> Backward:
-        (extra,) = grad_extra_outputs
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
+        (extra,) = kept.grad_extra_outputs
         if extra is None:
             return Backward(dy)
         dy, other = steps.matrix(dy), steps.rows(extra.name)

@@ -9,7 +9,7 @@ import torch
 from ....common.passes.linear import LinearFacts, backward_steps, forward_steps
 from ....common.passes.step import Step
 from ....common.passes.vocabulary import ColumnSum, Named
-from ..pass_builder import Backward, Contribution, Forward, PassBuilder, Value
+from ..pass_builder import Backward, Contribution, Forward, Kept, PassBuilder, Value
 
 GRAD_INPUT_BUFFER_KEY = "grad_input"
 OUTPUT_BUFFER_KEY = "output"
@@ -93,17 +93,10 @@ class GroupedContribution(Contribution):
         steps.steps.append(Step(op, (x.name, *outputs), (f"{name}.y",), settings))
         return Forward(Value(f"{name}.y", x.leading), tuple(saved))
 
-    def backward(
-        self,
-        steps: PassBuilder,
-        name: str,
-        dy: Value,
-        saved: tuple[str | None, ...],
-        grad_extra_outputs: tuple[Value | None, ...],
-    ) -> Backward:
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
         dy = steps.matrix(dy)
         count = len(self.groups)
-        rows = saved[0]
+        rows = kept.saved[0]
         assert rows is not None
         parts = self._parts(steps, f"{name}.dy_of", dy.name, rows)
         inputs: list[str | None] = []
@@ -113,7 +106,7 @@ class GroupedContribution(Contribution):
         for i, facts in enumerate(self.groups):
             if self.scale_bias:
                 made = (f"{name}.db{i}", f"{name}.dscales{i}")
-                scales, bias = saved[1 + 2 * count + i], saved[1 + 3 * count + i]
+                scales, bias = kept.saved[1 + 2 * count + i], kept.saved[1 + 3 * count + i]
                 steps.steps.append(
                     Step("scaled_bias_backward", (parts[i], bias, scales), made, self.bias_dtype)
                 )
@@ -121,7 +114,7 @@ class GroupedContribution(Contribution):
                 biases[i] = made[0]
             elif self.grad_bias:
                 biases[i] = steps.one("column_sum", (parts[i],), f"{name}.db{i}", ColumnSum(f"{name}.{i}"))
-            given = saved[1 + 2 * i : 3 + 2 * i]
+            given = kept.saved[1 + 2 * i : 3 + 2 * i]
             part = backward_steps(replace(facts, layer=f"{name}.{i}"), parts[i], *given)
             steps.steps += part.steps
             inputs.append(part.grad_input)

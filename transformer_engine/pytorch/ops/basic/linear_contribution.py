@@ -19,7 +19,7 @@ from ...primitives.activation import ACTIVATIONS, gradient_fuses
 from ...runtime.warn_once import warn_once
 from ...tensor.quantizer import Calibrating, Quantizer
 from ..chain import Call
-from ..pass_builder import Backward, Contribution, Forward, PassBuilder, Value
+from ..pass_builder import Backward, Contribution, Forward, Kept, PassBuilder, Value
 
 
 @dataclass(frozen=True)
@@ -92,16 +92,9 @@ class LinearContribution(Contribution):
         steps.steps += part.steps
         return Forward(Value(part.output, leading), (part.saved_input, part.saved_weight))
 
-    def backward(
-        self,
-        steps: PassBuilder,
-        name: str,
-        dy: Value,
-        saved: tuple[str | None, ...],
-        grad_extra_outputs: tuple[Value | None, ...],
-    ) -> Backward:
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
         leading = steps.leading(dy)
-        part = backward_steps(replace(self.facts, layer=name), dy.name, *saved)
+        part = backward_steps(replace(self.facts, layer=name), dy.name, *kept.saved)
         steps.steps += part.steps
         grad_input = None
         if part.grad_input is not None:

@@ -17,7 +17,7 @@ from ...functions.normalization import Norm
 from ...runtime.device import canonical_device, is_meta
 from ...runtime.warn_once import warn_once
 from ..chain import Call, TensorFacts
-from ..pass_builder import Backward, ChainEnvironment, Contribution, Forward, PassBuilder, Value
+from ..pass_builder import Backward, ChainEnvironment, Contribution, Forward, Kept, PassBuilder, Value
 from ..step_operation import StepOperation
 
 _STAGES = ("forward", "backward", "inference")
@@ -59,15 +59,8 @@ class NormContribution(Contribution):
         output = steps.one("reshape", (y, shape), f"{name}.y_shaped")
         return Forward(Value(output), (rows, mean, rstdev, weight, shape))
 
-    def backward(
-        self,
-        steps: PassBuilder,
-        name: str,
-        dy: Value,
-        saved: tuple[str | None, ...],
-        grad_extra_outputs: tuple[Value | None, ...],
-    ) -> Backward:
-        x, mean, rstdev, weight = saved[:4]
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
+        x, mean, rstdev, weight = kept.saved[:4]
         if self.width is None:
             dy = steps.matrix(dy)
             gradient = dy.name
@@ -82,7 +75,7 @@ class NormContribution(Contribution):
         if self.width is not None:
             assert self.shape is not None
             grads = [steps.one("to_shape", (grad,), f"{grad}_shaped", self.shape) for grad in grads]
-            dx = Value(steps.one("reshape", (made[0], saved[4]), f"{name}.dx_shaped"))
+            dx = Value(steps.one("reshape", (made[0], kept.saved[4]), f"{name}.dx_shaped"))
         return Backward(steps.converted(dx, self.convert_gradient), tuple(grads))
 
 
@@ -226,16 +219,11 @@ class L2Contribution(Contribution):
         steps.steps.append(Step("l2_norm", (x.name,), (y, rstdev), self.eps))
         return Forward(Value(y, x.leading), (x.name, rstdev))
 
-    def backward(
-        self,
-        steps: PassBuilder,
-        name: str,
-        dy: Value,
-        saved: tuple[str | None, ...],
-        grad_extra_outputs: tuple[Value | None, ...],
-    ) -> Backward:
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
         dy = steps.matrix(dy)
-        return Backward(Value(steps.one("l2_norm_backward", (dy.name, *saved), f"{name}.dx"), dy.leading))
+        return Backward(
+            Value(steps.one("l2_norm_backward", (dy.name, *kept.saved), f"{name}.dx"), dy.leading)
+        )
 
 
 class L2Normalization(StepOperation):
