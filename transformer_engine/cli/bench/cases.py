@@ -154,22 +154,22 @@ def _ops(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
     """An MLP and a grouped MLP of experts as a Sequential of operations, and the same as modules."""
     rows, hidden, inner = (256, 256, 512) if quick else (8192, 4096, 14336)
     groups, expert = (4, 128) if quick else (8, 1408)
+    kinds = (
+        (f"mlp_{hidden}x{inner}", None, inner, 2),
+        (f"grouped_mlp_e{groups}_{hidden}x{expert}", groups, expert, 3),
+    )
     for recipe in recipes:
         for made_of in ("sequential", "modules"):
-            yield Case(
-                f"ops_fb/{recipe}/mlp_{hidden}x{inner}_{made_of}",
-                "ops",
-                recipe,
-                {"rows": rows, "hidden": hidden, "inner": inner, "groups": None, "made_of": made_of},
-                operations=2 * _product(rows, hidden, inner, True),
-            )
-            yield Case(
-                f"ops_fb/{recipe}/grouped_mlp_e{groups}_{hidden}x{expert}_{made_of}",
-                "ops",
-                recipe,
-                {"rows": rows, "hidden": hidden, "inner": expert, "groups": groups, "made_of": made_of},
-                operations=3 * _product(rows, hidden, expert, True),
-            )
+            for kind, experts, width, products in kinds:
+                sizes = {
+                    "rows": rows,
+                    "hidden": hidden,
+                    "inner": width,
+                    "groups": experts,
+                    "made_of": made_of,
+                }
+                work = products * _product(rows, hidden, width, True)
+                yield Case(f"ops_fb/{recipe}/{kind}_{made_of}", "ops", recipe, sizes, operations=work)
 
 
 # (kind, batch, sequence, heads, key-value heads, head size, with a forward-only case too)
