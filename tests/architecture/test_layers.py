@@ -31,6 +31,7 @@ LAYERS = {
     "transformer_engine.pytorch.permutation": 8,
     "transformer_engine.pytorch.router": 8,
     "transformer_engine.pytorch.optimizers": 8,
+    "transformer_engine.pytorch.ops": 8,
     "transformer_engine.pytorch.conversion": 10,
     "transformer_engine.pytorch.graphs": 10,
     "transformer_engine.pytorch.inspect": 10,

@@ -44,6 +44,14 @@ TRAINED: dict[str, dict[str, Any]] = {
     "fp8_parameters": {**BF16, "fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param": True},
     "llama": LLAMA,
     "qk_layernorm": {"qk_layernorm": True, "normalization": "RMSNorm"},
+    "op_fuser": {"use_transformer_engine_op_fuser": True},
+    "op_fuser_llama": {**LLAMA, "use_transformer_engine_op_fuser": True},
+    "op_fuser_fp8": {
+        **BF16,
+        "fp8": "hybrid",
+        "fp8_recipe": "delayed",
+        "use_transformer_engine_op_fuser": True,
+    },
     "cross_entropy": {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"},
 }
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -87,7 +95,9 @@ def model(settings: dict[str, Any], ours: bool = False) -> Any:
 
     torch.manual_seed(0)
     made = config(**settings)
-    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=made.qk_layernorm)
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        qk_layernorm=made.qk_layernorm, use_te_op_fuser=made.use_transformer_engine_op_fuser
+    )
     if ours:
         from transformer_engine.pytorch.integrations.megatron import SelfAttention
 

@@ -15,7 +15,7 @@ from support.programs import ROOT
 
 HERE = Path(__file__).parent
 LOSSES = ("float32", "bfloat16", "delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4", "fp8_parameters", "llama",
-          "qk_layernorm", "cross_entropy")  # fmt: skip
+          "qk_layernorm", "op_fuser", "op_fuser_llama", "op_fuser_fp8", "cross_entropy")  # fmt: skip
 
 pytestmark = [
     pytest.mark.clients,
@@ -55,6 +55,14 @@ def test_a_model_trains(results, case):
 def test_a_recipe_begins_where_high_precision_does(results, case):
     assert of(results, f"train {case}")[0] == pytest.approx(of(results, "train bfloat16")[0], abs=5e-3)
     assert of(results, f"train {case}")[0] != of(results, "train bfloat16")[0]  # it does quantize
+
+
+def test_the_operation_fuser_gives_the_losses_of_modules(results):
+    for fused, modules in (("op_fuser", "float32"), ("op_fuser_llama", "llama"), ("op_fuser_fp8", "delayed")):
+        bound = (
+            2e-2 if fused == "op_fuser_fp8" else 1e-3
+        )  # codes next to a tie move with the rounding of a bias
+        assert of(results, f"train {fused}") == pytest.approx(of(results, f"train {modules}"), abs=bound)
 
 
 def test_this_engine_s_cross_entropy_is_megatron_s(results):

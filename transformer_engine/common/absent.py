@@ -103,8 +103,6 @@ ABSENT = {
         ),
         "an experimental attention of cuDNN; use a kernel of another library between te.Linear layers",
     ),
-    "transformer_engine.pytorch.ops": "operations that a Sequential fuses; use the layers of "
-    "transformer_engine.pytorch, which fuse norms, products and activations",
     "transformer_engine.pytorch.triton": "kernels under the original's paths; call the functions of "
     "transformer_engine.pytorch that use them",
 }

@@ -307,14 +307,12 @@ def ep_combine(
     check_sizes("token_counts", token_counts, placement.local_experts, expert_out.shape[0])
     if handle_mem.sent.shape[0] != num_local_tokens:
         raise ValueError(
-            f"num_local_tokens={num_local_tokens}, but {handle_mem.sent.shape[0]} tokens were dispatched; pass "
-            f"{handle_mem.sent.shape[0]}"
+            f"num_local_tokens={num_local_tokens}, but {handle_mem.sent.shape[0]} tokens were dispatched; pass that number"
         )
     valid = jnp.arange(expert_out.shape[0]) < token_counts.sum()
     outputs = returned(placement, handle_mem, jnp.where(valid[:, None], expert_out, 0))
-    return with_sharding_constraint(
-        outputs.astype(jnp.float32).sum(axis=1).astype(expert_out.dtype), out_sharding
-    )
+    sums = outputs.astype(jnp.float32).sum(axis=1).astype(expert_out.dtype)
+    return with_sharding_constraint(sums, out_sharding)
 
 
 def returned(cfg: EpConfig, handle: EpHandle, expert_out: Array) -> Array:

@@ -13,7 +13,7 @@ from ..common import recipe as recipe
 from ..common.dispatch import use_backend
 from . import float8_tensor as float8_tensor
 from . import fp8 as fp8
-from . import optimizers, quantization, tensor
+from . import ops, optimizers, quantization, tensor
 from . import router as router
 from .attention import (
     DotProductAttention,
@@ -76,12 +76,11 @@ globals().update(tensor.EXPORTS | quantization.availability())
 if TYPE_CHECKING:
     from . import conversion as conversion
     from . import integrations as integrations
-    from . import ops as ops
     from .integrations.huggingface import convert_hf, revert_hf
 
-# Imported on first use. cpp_extensions and ops are built on transformer_engine_torch, which imports this package.
+# Imported on first use. cpp_extensions is built on transformer_engine_torch, which imports this package.
 # Checkpoint conversion and integrations take a tenth of the import time, and most programs do not use them.
-_LAZY_SUBMODULES = ("conversion", "cpp_extensions", "integrations", "ops")
+_LAZY_SUBMODULES = ("conversion", "cpp_extensions", "integrations")
 _LAZY_NAMES = {"convert_hf": "integrations.huggingface", "revert_hf": "integrations.huggingface"}
 
 

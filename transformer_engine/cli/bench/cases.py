@@ -1,4 +1,7 @@
-"""The cases as data: name, sizes and recipe of a piece of work, and the operations and bytes that it must cost."""
+"""The cases as data: name, sizes and recipe of a piece of work, and the operations and bytes that it must cost.
+
+Longer than 400 lines, because the families of one report stand in one table.
+"""
 
 from __future__ import annotations
 
@@ -145,6 +148,28 @@ def _grouped_linear(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
                 {"groups": groups, "rows": rows, "depth": depth, "width": width},
                 operations=_product(rows, depth, width, True),
             )
+
+
+def _ops(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    """An MLP and a grouped MLP of experts as a Sequential of operations, and the same as modules."""
+    rows, hidden, inner = (256, 256, 512) if quick else (8192, 4096, 14336)
+    groups, expert = (4, 128) if quick else (8, 1408)
+    kinds = (
+        (f"mlp_{hidden}x{inner}", None, inner, 2),
+        (f"grouped_mlp_e{groups}_{hidden}x{expert}", groups, expert, 3),
+    )
+    for recipe in recipes:
+        for made_of in ("sequential", "modules"):
+            for kind, experts, width, products in kinds:
+                sizes = {
+                    "rows": rows,
+                    "hidden": hidden,
+                    "inner": width,
+                    "groups": experts,
+                    "made_of": made_of,
+                }
+                work = products * _product(rows, hidden, width, True)
+                yield Case(f"ops_fb/{recipe}/{kind}_{made_of}", "ops", recipe, sizes, operations=work)
 
 
 # (kind, batch, sequence, heads, key-value heads, head size, with a forward-only case too)
@@ -381,6 +406,7 @@ FAMILIES: dict[str, Callable[[tuple[str, ...], bool], Iterator[Case]]] = {
     "layernorm_linear": _layernorm_linear,
     "layernorm_mlp": _layernorm_mlp,
     "grouped_linear": _grouped_linear,
+    "ops": _ops,
     "attention": _attention,
     "layer": _layer,
     "layer_small": _layer_small,

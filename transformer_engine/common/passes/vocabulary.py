@@ -27,6 +27,38 @@ rowwise operand [M, K] or the columnwise operand [K, M] of a matrix [M, K]; a pr
 | `all_gather.begin`, `all_reduce.begin`, `reduce_scatter.begin` | x | pending | `Collective` |
 | `all_gather.wait`, `all_reduce.wait`, `reduce_scatter.wait` | pending | y | `Collective` |
 
+Operations that only sequences of operations (`te.ops`) contribute; `Named` names an object of their environment:
+
+| op | inputs | results | settings |
+| --- | --- | --- | --- |
+| `leading` | x | dimensions of x before the last | None |
+| `shape` | x | dimensions of x | None |
+| `rows` | x | x as a matrix [M, N] | None, or N |
+| `unflatten` | y, leading | y [M, N] with these dimensions in place of M | None |
+| `reshape` | x, shape | x in another shape | None |
+| `to_shape` | x | x in a fixed shape | shape |
+| `to_dtype` | x | x in another dtype | dtype |
+| `alias` | x | a tensor that shares the memory of x and has no history | None |
+| `values` | x | x, dequantized if quantized | None |
+| `quantize_values` | x | quantized tensor | `Named` quantizer |
+| `constant_scale` | x | x * constant | float |
+| `row_scale` | y, scales | y * scales[:, None] | None |
+| `row_scale_backward` | dy, y, scales | dy * scales[:, None], sums of dy * y over rows' elements | None |
+| `block_order` | x | last dimension in another order of its blocks | blocks |
+| `l2_norm` | x | y, rstdev | float (epsilon) |
+| `l2_norm_backward` | dy, x, rstdev | dx | None |
+| `situ_glu` | x | y | constants |
+| `situ_glu_backward` | dy, x | dx | constants |
+| `copy` | x | a copy of x | None |
+| `split_sizes` | x | rows of each group of x | `Named` rows |
+| `split` | x, rows | one matrix per group | number of groups |
+| `concatenate` | x, matrices.. | one matrix with the rows of x | None |
+| `concatenate_into` | x, matrices.. | the same in a buffer of the caller | `Named` buffer |
+| `unbind` | stack | one matrix or vector per group | number of groups |
+| `stack` | gradients.. | gradient of a stack | `Named` gradient |
+| `add_scaled_bias` | y, bias, scales | y + scales[:, None] * bias | None |
+| `scaled_bias_backward` | dy, bias, scales | dbias, dscales | dtype of dbias |
+
 Where `settings.cast` is not None, the operation quantizes what it makes: two results, the rowwise and the columnwise
 codes, take the place of the first result (of `column_sum`: they precede the sums).
 """
@@ -143,6 +175,17 @@ class Dropout:
     """Dropout, by its name in the environment."""
 
     dropout: str
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """An object of the environment, by the name of its operation and its slot there."""
+
+    operation: str
+    slot: str
+
+    def __str__(self) -> str:
+        return f"{self.operation}.{self.slot}"
 
 
 @dataclass(frozen=True, slots=True)

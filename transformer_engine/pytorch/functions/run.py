@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+
 from ...common.memory import Memory
 from ...common.passes.schedule import buffers, freed_after
 from ...common.passes.step import Pass
@@ -112,8 +114,8 @@ _schedules: Memory[Pass, Schedule] = Memory(_scheduled, 4096)
 
 
 def schedule_of(pass_: Pass) -> Schedule:
-    """Return the schedule of a pass, made at the first call."""
-    return _schedules[pass_]
+    """Return the schedule of a pass, made at the first call; a tracing compiler writes to no cache."""
+    return _scheduled(pass_) if torch.compiler.is_compiling() else _schedules[pass_]
 
 
 # Called as watch(pass, number of the step, its results) after every step, for reports.

@@ -201,6 +201,10 @@ def _add(env: Environment, s: None, a: Tensor, b: Tensor) -> tuple[Tensor]:
     return (a + b.reshape(a.shape),)
 
 
+def _add_bias(env: Environment, s: None, y: Tensor, bias: Tensor) -> tuple[Tensor]:
+    return (y + bias,)
+
+
 def _accumulate(env: Environment, s: None, total: Tensor, x: Tensor) -> tuple[Tensor]:
     return (total.add_(x),)
 
@@ -240,7 +244,7 @@ OPERATIONS: dict[str, Callable[..., tuple[Any, ...]]] = {
     "convert": _convert,
     "product": _product,
     "weight_gradient": _weight_gradient,
-    "add_bias": _add,
+    "add_bias": _add_bias,
     "add": _add,
     "accumulate": _accumulate,
     "scale": _scale,

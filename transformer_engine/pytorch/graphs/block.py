@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from ..functions.scale_update import left_to_caller
 from ..module.base import TransformerEngineBaseModule
 from ..module.linear_base import ProductsModule
+from ..ops.basic import GroupedLinear as GroupedOperation
 from ..quantization.autocast import AutocastState, autocast
 from .caching import called_as, flagged, layers_with_weights, microbatch
 
@@ -90,12 +91,12 @@ class Block:
         return [*self.inputs, *self.parameters]
 
     @property
-    def delayed(self) -> list[TransformerEngineBaseModule]:
+    def delayed(self) -> list[TransformerEngineBaseModule | GroupedOperation]:
         """The modules that put their weight gradients off."""
         return [
             layer
             for layer in (() if self.module is None else self.module.modules())
-            if isinstance(layer, TransformerEngineBaseModule) and layer.need_backward_dw()
+            if isinstance(layer, (TransformerEngineBaseModule, GroupedOperation)) and layer.need_backward_dw()
         ]
 
     def arguments(self, tensors: Sequence[Tensor] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:

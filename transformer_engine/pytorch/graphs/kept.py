@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..distributed.rng import get_all_rng_states
 from ..module.base import TransformerEngineBaseModule
+from ..ops.recipe_slots import RecipeSlots
 from ..quantization import delayed_scaling
 from ..runtime.device import has_cuda
 from ..tensor.quantized_tensor import QuantizedTensorStorage
@@ -24,14 +25,14 @@ _DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 class _Scales:
     """A module's delayed-scaling states of one direction, and copies of what they held."""
 
-    module: TransformerEngineBaseModule
+    module: TransformerEngineBaseModule | RecipeSlots
     direction: str
     states: tuple[Any, ...]
     copies: tuple[tuple[Tensor, Tensor], ...]
 
     @staticmethod
-    def of(module: TransformerEngineBaseModule, direction: str) -> _Scales:
-        states = module.numerics.delayed_states(direction)
+    def of(module: TransformerEngineBaseModule | RecipeSlots, direction: str) -> _Scales:
+        states = delayed_states_of(module, direction)
         copies = tuple((state.scale.clone(), state.amax_history.clone()) for state in states)
         return _Scales(module, direction, states, copies)
 
@@ -40,7 +41,7 @@ class _Scales:
         for state, (scale, history) in zip(self.states, self.copies, strict=True):
             state.scale.copy_(scale)
             state.amax_history.copy_(history)
-        made = self.module.numerics.delayed_states(self.direction)
+        made = delayed_states_of(self.module, self.direction)
         for number, state in enumerate(made):
             if any(state is before for before in self.states):
                 continue
@@ -48,6 +49,13 @@ class _Scales:
             state.amax_history.zero_()
             if number < len(self.states):
                 state.inherit(self.states[number])
+
+
+def delayed_states_of(layer: TransformerEngineBaseModule | RecipeSlots, direction: str) -> tuple[Any, ...]:
+    """Return the delayed-scaling states of a layer or operation in a direction, "scaling_fwd" or "scaling_bwd"."""
+    if isinstance(layer, RecipeSlots):
+        return layer.delayed_states("forward" if direction == "scaling_fwd" else "backward")
+    return layer.numerics.delayed_states(direction)
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,9 @@ class _RandomStates:
 def _accumulators(module: torch.nn.Module) -> Iterator[Tensor]:
     """The buffers that fused weight gradients go to."""
     for layer in module.modules():
-        if getattr(layer, "fuse_wgrad_accumulation", False):
+        if getattr(layer, "fuse_wgrad_accumulation", False) or getattr(
+            layer, "_accumulate_into_main_grad", False
+        ):
             for parameter in layer.parameters(recurse=False):
                 main_grad = getattr(parameter, "main_grad", None)
                 if isinstance(main_grad, Tensor):
@@ -125,7 +135,7 @@ def left_as_it_was(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     scales = [
         _Scales.of(layer, direction)
         for layer in layers
-        if isinstance(layer, TransformerEngineBaseModule)
+        if isinstance(layer, (TransformerEngineBaseModule, RecipeSlots))
         for direction in _DIRECTIONS
     ]
     values = _Values.of(buffer for root in roots for buffer in root.buffers())

@@ -13,12 +13,14 @@ from torch.utils import _pytree as pytree
 from ...common.checks import described
 from ..functions.scale_update import of_the_pass
 from ..module.base import TransformerEngineBaseModule
+from ..ops.recipe_slots import RecipeSlots
 from ..quantization import FP8GlobalStateManager, delayed_scaling
 from ..runtime.capture import Recording
 from ..runtime.double_backward import once_differentiable
 from ..runtime.warn_once import warn_once
 from .arguments import Sample
 from .block import Block
+from .kept import delayed_states_of
 
 
 class _Ticket:
@@ -49,7 +51,7 @@ class Replayed:
         self._states: object = None
         self._updates_scales = False
         modules = () if block.module is None else block.module.modules()
-        self._quantized = [m for m in modules if isinstance(m, TransformerEngineBaseModule)]
+        self._quantized = [m for m in modules if isinstance(m, (TransformerEngineBaseModule, RecipeSlots))]
         self._announcing = [p for p in block.parameters if hasattr(p, "grad_added_to_main_grad")]
 
     # What records.
@@ -61,7 +63,7 @@ class Replayed:
 
     def note_what_showed(self) -> None:
         """What a backward does in Python, as warming up has shown: update scales, say that main_grad has a gradient."""
-        self._updates_scales = any(layer.numerics.delayed_states("scaling_bwd") for layer in self._quantized)
+        self._updates_scales = any(delayed_states_of(layer, "scaling_bwd") for layer in self._quantized)
         self._announcing = [p for p in self._announcing if p.grad_added_to_main_grad]  # pyright: ignore
 
     # What runs at a call.
@@ -82,7 +84,10 @@ class Replayed:
         if self._states is delayed_scaling.pools():
             return
         for layer in self._quantized:
-            FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(layer.fp8_meta)
+            if isinstance(layer, RecipeSlots):
+                layer.register_for_updates()
+            else:
+                FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(layer.fp8_meta)
         self._states = delayed_scaling.pools()
 
     def replay_forward(self, tensors: Sequence[Tensor], stream: Any, event: Any) -> list[Tensor | None]:

@@ -17,6 +17,7 @@ from ...common.recipe import Recipe
 from ..attention import DotProductAttention, MultiheadAttention
 from ..module.base import TransformerEngineBaseModule
 from ..module.numerics import Numerics
+from ..ops.recipe_slots import RecipeSlots
 from ..primitives.quantize import Quantized
 from ..quantization import autocast, emulate
 from ..quantization.support import check_block
@@ -300,6 +301,8 @@ def _without_memory(model: nn.Module, device: torch.device, mode: FakeTensorMode
             replaced[id(module.numerics)] = Numerics()
     copied = copy.deepcopy(model, replaced)
     for module in copied.modules():
+        if isinstance(module, RecipeSlots):
+            module._begin_recipe_slots()
         for name, child in module.named_children():
             if isinstance(child, DotProductAttention):
                 setattr(module, name, PlannedAttention(child))

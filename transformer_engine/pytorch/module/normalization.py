@@ -14,6 +14,7 @@ from ...common import env
 from ...common.numbers import to_int
 from ..functions.norm import normalize
 from ..functions.normalization import Norm
+from ..ops.basic.normalization import NormalizationOperation
 from ..runtime.checks import same_device, tensor
 from ..runtime.device import autocast_dtype, canonical_device
 from ..runtime.warn_once import warn_once
@@ -80,11 +81,16 @@ def margin_of(stage: str) -> property:
 
 
 @configured(NormalizationConfig, fixed=frozenset({"normalized_shape"}), written=_written)
-class Normalization(torch.nn.Module):
+class Normalization(NormalizationOperation):
     """y = normalize(x) * gamma (+ beta) over the last dimensions of x, gamma = weight or 1 + weight.
 
-    Subclasses define the kind of norm and whether there is a bias. `sm_margin` is stored and has no effect.
+    Subclasses define the kind of norm and whether there is a bias. `sm_margin` is stored and has no effect. In a
+    `te.ops.Sequential` the module is an operation; by itself it runs without a fuser.
     """
+
+    # A norm quantizes nothing, so its state dict holds parameters only.
+    get_extra_state = torch.nn.Module.get_extra_state  # pyright: ignore[reportAssignmentType]
+    set_extra_state = torch.nn.Module.set_extra_state  # pyright: ignore[reportAssignmentType]
 
     kind: str
     has_bias: bool
@@ -108,7 +114,7 @@ class Normalization(torch.nn.Module):
         dtype: torch.dtype | None = None,
         sm_margin: int | Mapping[str, int] = 0,
     ) -> None:
-        super().__init__()
+        NormalizationOperation.__init__(self)
         shape = _renamed("hidden_size", hidden_size, "normalized_shape", normalized_shape)
         dtype = _renamed("params_dtype", params_dtype, "dtype", dtype)
         if shape is None:

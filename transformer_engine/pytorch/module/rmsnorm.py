@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from ..ops.basic import RMSNorm as Operation
 from .normalization import Normalization, margin_of
 
 
-class RMSNorm(Normalization):
+class RMSNorm(Normalization, Operation):
     """Compute y = x / sqrt(E[x²] + eps) * gamma over the last dimensions (arXiv:1910.07467).
 
     Args:
@@ -16,9 +17,6 @@ class RMSNorm(Normalization):
             ("forward", "backward", "inference"). The attributes `fwd_rmsnorm_sm_margin`, `bwd_rmsnorm_sm_margin` and
             `inf_rmsnorm_sm_margin` read and set one stage.
     """
-
-    kind = "RMSNorm"
-    has_bias = False
 
     fwd_rmsnorm_sm_margin = margin_of("forward")
     bwd_rmsnorm_sm_margin = margin_of("backward")

@@ -1,5 +1,6 @@
 """Who runs a case: this engine, plain PyTorch, and other libraries where they are installed."""
 
+from . import operations as operations
 from .engine import ENGINE
 from .in_jax import JAX, XLA
 from .liger import LIGER

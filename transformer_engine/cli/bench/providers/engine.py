@@ -32,7 +32,7 @@ def recipe_named(name: str, **options: Any) -> recipes.Recipe | None:
     return None if name == RECIPES[0] else family_named(name).recipe(**options)
 
 
-def _module(module: torch.nn.Module, x: Tensor, case: Case, **keywords: Any) -> Workload:
+def module_workload(module: torch.nn.Module, x: Tensor, case: Case, **keywords: Any) -> Workload:
     recipe = recipe_named(case.recipe)
     context = functools.partial(_precision, recipe)
     return Workload(module, (x,), keywords, context)
@@ -64,14 +64,16 @@ def quantizer_named(kind: str, device: torch.device, columnwise: bool) -> te.Qua
 def _norm(case: Case, device: torch.device) -> Workload:
     a = case.arguments
     norm = {"LayerNorm": te.LayerNorm, "RMSNorm": te.RMSNorm}[a["kind"]]
-    return _module(norm(a["width"], dtype=BF16, device=device), _random(device, a["rows"], a["width"]), case)
+    return module_workload(
+        norm(a["width"], dtype=BF16, device=device), _random(device, a["rows"], a["width"]), case
+    )
 
 
 @BUILDERS.of("linear", "dense")
 def _linear(case: Case, device: torch.device) -> Workload:
     a = case.arguments
     module = te.Linear(a["depth"], a["width"], bias=a["bias"], params_dtype=BF16, device=device)
-    return _module(module, _random(device, a["rows"], a["depth"]), case)
+    return module_workload(module, _random(device, a["rows"], a["depth"]), case)
 
 
 @BUILDERS.of("layernorm_linear")
@@ -80,7 +82,7 @@ def _layernorm_linear(case: Case, device: torch.device) -> Workload:
     module = te.LayerNormLinear(
         a["depth"], a["width"], bias=False, normalization="RMSNorm", params_dtype=BF16, device=device
     )
-    return _module(module, _random(device, a["rows"], a["depth"]), case)
+    return module_workload(module, _random(device, a["rows"], a["depth"]), case)
 
 
 @BUILDERS.of("layernorm_mlp")
@@ -96,7 +98,7 @@ def _layernorm_mlp(case: Case, device: torch.device) -> Workload:
         params_dtype=BF16,
         device=device,
     )
-    return _module(module, _random(device, a["rows"], 1, a["hidden"]), case)
+    return module_workload(module, _random(device, a["rows"], 1, a["hidden"]), case)
 
 
 @BUILDERS.of("grouped_linear")
@@ -106,7 +108,7 @@ def _grouped_linear(case: Case, device: torch.device) -> Workload:
         a["groups"], a["depth"], a["width"], bias=False, params_dtype=BF16, device=device
     )
     splits = [a["rows"] // a["groups"]] * a["groups"]
-    return _module(module, _random(device, a["rows"], a["depth"]), case, m_splits=splits)
+    return module_workload(module, _random(device, a["rows"], a["depth"]), case, m_splits=splits)
 
 
 @BUILDERS.of("attention")
@@ -173,7 +175,7 @@ def _layer(case: Case, device: torch.device) -> Workload:
     if a["rotary"]:
         positions = RotaryPositionEmbedding(a["hidden"] // a["heads"])
         keywords["rotary_pos_emb"] = positions(max_seq_len=a["sequence"]).to(device)
-    return _module(module, _random(device, a["sequence"], 1, a["hidden"]), case, **keywords)
+    return module_workload(module, _random(device, a["sequence"], 1, a["hidden"]), case, **keywords)
 
 
 @BUILDERS.of("layer_graphed")
@@ -231,7 +233,9 @@ def _offload(case: Case, device: torch.device) -> Workload:
         te.Linear(a["width"], a["width"], bias=False, params_dtype=BF16, device=device)
         for _ in range(a["layers"])
     ]
-    return _module(OffloadedStack(layers, a["offloaded"]), _random(device, a["rows"], a["width"]), case)
+    return module_workload(
+        OffloadedStack(layers, a["offloaded"]), _random(device, a["rows"], a["width"]), case
+    )
 
 
 @BUILDERS.of("rope")

@@ -1,0 +1,161 @@
+"""Random chains of operations: fused as unfused, and both as plain PyTorch in float32, values and every gradient."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.chains import GATED, RECIPES, build, chains, run_plain
+from support.tolerances import UNIT, relative_error
+from torch import Tensor
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.ops.chain import unfused
+from transformer_engine.pytorch.quantization import emulate
+from transformer_engine.pytorch.tensor import QuantizedTensor
+
+ROWS = (4, 32)  # 128 rows, which every format takes
+# Error of a chain against float32, relative in the Euclidean norm. A quantized product of random matrices is off by
+# half a unit of its format; up to seven of them follow one another, and a norm may enlarge an error.
+EXACT, FP8, FP4 = 2e-5, 2 * UNIT[torch.float8_e4m3fn], 0.75
+
+
+def inputs(chain: Any, extra: list[str], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """Return the main input and the extra inputs of a chain."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(*ROWS, 64, generator=generator).to(device)
+    made = []
+    shape = shapes(chain, x)
+    for kind, place in zip(extra, shape, strict=True):
+        size = place if kind.startswith("residual") else place[:-1]
+        made.append(torch.randn(size, generator=generator).to(device))
+    return x, made
+
+
+def shapes(chain: Any, x: Tensor) -> list[Any]:
+    """Return the shape of the main input of each operation that has an extra input."""
+    found = []
+    shape = list(x.shape)
+    for op in chain:
+        if op.is_fused_op or isinstance(op, te.ops.BasicLinear):
+            shape[-1] = op.out_features
+        elif isinstance(op, te.ops.Reshape):
+            shape = list(torch.empty(shape, device="meta").reshape(op._shape).shape)
+        elif op.num_extra_inputs:
+            found.append(tuple(shape))
+        if type(op) in GATED:
+            shape[-1] //= 2
+    return found
+
+
+def gradients(
+    run: Any, chain: Any, x: Tensor, extra: list[Tensor], context: Any
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return outputs and gradients of a sum of the outputs with fixed weights."""
+    for parameter in chain.parameters():
+        parameter.grad = None
+    leaves = [x.clone().requires_grad_(), *[tensor.clone().requires_grad_() for tensor in extra]]
+    with context:
+        made = run(
+            *[leaf * 1 for leaf in leaves]
+        )  # not leaves: an operation may write an extra input in place
+    outputs = list(made) if isinstance(made, tuple) else [made]
+    generator = torch.Generator().manual_seed(3)
+    weights = [torch.randn(y.shape, generator=generator).to(x.device) for y in outputs]
+    values = [dequantized(y) for y in outputs]
+    loss = sum([(y * w).sum() for y, w in zip(values, weights, strict=True)])
+    loss.backward()
+    grads = [*[leaf.grad for leaf in leaves], *[parameter.grad for parameter in chain.parameters()]]
+    return [y.detach().clone() for y in values], [None if g is None else dequantized(g) for g in grads]
+
+
+def run_alone(chain: Any, x: Tensor, *extra: Tensor) -> Any:
+    """Run each operation by itself."""
+    given, made = iter(extra), []
+    for op in chain:
+        numbers = [member.num_extra_inputs for member in op.basic_operations()]
+        x = op(x, *[next(given) for _ in range(sum(numbers))])
+        if isinstance(x, tuple):
+            x, *others = x
+            made += others
+    return (x, *made) if made else x
+
+
+def dequantized(tensor: Tensor) -> Tensor:
+    return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+
+
+def compare(actual: Any, expected: Any, bound: float, names: str) -> None:
+    for ours, theirs in zip(actual, expected, strict=True):
+        if ours is None or theirs is None:
+            # Nothing reaches an extra input whose operation is followed by nothing that depends on it.
+            assert ours is None or ours.abs().max() == 0
+            assert theirs is None or theirs.abs().max() == 0
+            continue
+        assert ours.shape == theirs.shape, names
+        if bound == 0.0:
+            assert torch.equal(ours, theirs), f"{names}: {relative_error(ours, theirs):.2e}"
+        elif theirs.norm() < 1e-4 * max(1.0, theirs.numel() ** 0.5):
+            assert (ours - theirs).norm() <= max(bound, 1e-3) * theirs.numel() ** 0.5, names
+        else:
+            assert relative_error(ours, theirs) <= bound, (
+                f"{names}: {relative_error(ours, theirs):.2e} > {bound}"
+            )
+
+
+def check(described: list[Any], name: str, device: torch.device) -> None:
+    recipe = RECIPES[name]()
+    chain, kinds, _ = build(described, device, torch.float32)
+    if not len(chain):
+        return
+    x, extra = inputs(chain, kinds, device)
+
+    def autocast() -> Any:
+        return te.autocast(enabled=recipe is not None, recipe=recipe)
+
+    with emulate():
+        te.fp8.FP8GlobalStateManager.reset()
+        if name == "delayed":
+            for _ in range(2):  # histories of both directions
+                gradients(chain, chain, x, extra, autocast())
+            states = [op._save_fp8_metas() for group in chain._module_groups for op in group._basic_ops]
+        fused = gradients(chain, chain, x, extra, autocast())
+        if name == "delayed":
+            every = [op for group in chain._module_groups for op in group._basic_ops]
+            for op, state in zip(every, states, strict=True):
+                op._load_fp8_metas(state)
+        alone = gradients(lambda *given: run_alone(chain, *given), chain, x, extra, autocast())
+        if name == "delayed":
+            for op, state in zip(every, states, strict=True):
+                op._load_fp8_metas(state)
+        with unfused():
+            apart = gradients(chain, chain, x, extra, autocast())
+    exact = gradients(lambda *given: run_plain(chain, *given), chain, x, extra, nullcontext())
+    quantizing = any(type(op).__name__ in ("Linear", "BasicLinear", "Quantize") for op in chain)
+    lossy = name != "none" and quantizing
+    unit = FP4 if name == "nvfp4" else FP8
+    text = f"{name}: {described}"
+    # A GPU adds a bias in the epilogue of a product before the result is rounded.
+    bound = 0.0 if device.type == "cpu" else unit / 4 if lossy else EXACT
+    for others, what in ((apart, "unfused steps"), (alone, "operations one by one")):
+        compare(fused[0], others[0], bound, f"{text} outputs, fused against {what}")
+        compare(fused[1], others[1], bound, f"{text} gradients, fused against {what}")
+    compare(fused[0], exact[0], unit if lossy else EXACT, f"{text} outputs against float32")
+    compare(fused[1], exact[1], 2 * unit if lossy else EXACT, f"{text} gradients against float32")
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(chains, st.sampled_from(sorted(RECIPES)))
+def test_chains_equal_unfused_chains_and_plain_pytorch(described, name):
+    check(described, name, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+@pytest.mark.slow
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@given(chains, st.sampled_from(sorted(RECIPES)))
+def test_more_chains_equal_unfused_chains_and_plain_pytorch(described, name):
+    check(described, name, torch.device("cuda" if torch.cuda.is_available() else "cpu"))

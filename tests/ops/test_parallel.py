@@ -1,0 +1,122 @@
+"""Operations over two processes: tensor and sequence parallelism, and the collectives."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.ranks import run_on_ranks
+from support.tolerances import UNIT
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling, MXFP8BlockScaling
+from transformer_engine.pytorch import ops
+from transformer_engine.pytorch.quantization import emulate
+
+SIZE, ROWS, HIDDEN, INNER = 2, 128, 64, 128
+RECIPES = {"none": None, "current": Float8CurrentScaling(), "mxfp8": MXFP8BlockScaling()}
+
+
+def problem() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes: dict[str, tuple[int, ...]] = {
+        "x": (ROWS, HIDDEN),
+        "fc1": (INNER, HIDDEN),
+        "b1": (INNER,),
+        "fc2": (HIDDEN, INNER),
+        "b2": (HIDDEN,),
+        "dy": (ROWS, HIDDEN),
+    }
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def mlp(device: torch.device, parallel: bool, sequence: bool) -> ops.Sequential:
+    options = {"device": device, "sequence_parallel": sequence}
+    column = {**options, "tensor_parallel_mode": "column"} if parallel else {"device": device}
+    row = {**options, "tensor_parallel_mode": "row"} if parallel else {"device": device}
+    return ops.Sequential(ops.Linear(HIDDEN, INNER, **column), ops.GELU(), ops.Linear(INNER, HIDDEN, **row))
+
+
+def trained(
+    chain: ops.Sequential, given: dict[str, torch.Tensor], x: torch.Tensor, dy: torch.Tensor, name: str
+):
+    values = [given[key] for key in ("fc1", "b1", "fc2", "b2")]
+    with torch.no_grad():
+        for parameter, value in zip(chain.parameters(), values, strict=True):
+            parameter.copy_(value)
+    leaf = x.clone().requires_grad_()
+    recipe = RECIPES[name]
+    with emulate(), te.autocast(enabled=recipe is not None, recipe=recipe):
+        y = chain(leaf)
+    y.backward(dy)
+    return {"y": y.detach(), "dx": leaf.grad, "grads": [parameter.grad for parameter in chain.parameters()]}
+
+
+def shards(given: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """The parameters of one rank; the bias of a row-parallel layer is the sum of those of the ranks."""
+    made = dict(given)
+    made["fc1"], made["b1"] = given["fc1"].chunk(SIZE)[rank], given["b1"].chunk(SIZE)[rank]
+    made["fc2"], made["b2"] = given["fc2"].chunk(SIZE, 1)[rank], given["b2"] / SIZE
+    return made
+
+
+def on_rank(device: torch.device, name: str, sequence: bool):
+    rank, given = dist.get_rank(), problem()
+    part = (lambda t: t.chunk(SIZE)[rank]) if sequence else (lambda t: t)
+    chain = mlp(device, True, sequence)
+    return trained(chain, shards(given, rank), part(given["x"]), part(given["dy"]), name)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_parallel_chains_equal_one_process(name, sequence, tmp_path):
+    given = problem()
+    expected = trained(mlp(torch.device("cpu"), False, False), given, given["x"], given["dy"], name)
+    bound = (
+        1e-5 if name == "none" else UNIT[torch.float8_e5m2]
+    )  # ranks scale their parts of a tensor by themselves
+    ranks = run_on_ranks(functools.partial(on_rank, name=name, sequence=sequence), SIZE, tmp_path)
+    for rank, got in enumerate(ranks):
+        part = (lambda t, r=rank: t.chunk(SIZE)[r]) if sequence else (lambda t: t)
+        wanted = shards(dict(zip(("fc1", "b1", "fc2", "b2"), expected["grads"], strict=True)), rank)
+        pairs = [(got["y"], part(expected["y"])), (got["dx"], part(expected["dx"]))]
+        pairs += [
+            (got["grads"][0], wanted["fc1"]),
+            (got["grads"][1], wanted["b1"]),
+            (got["grads"][2], wanted["fc2"]),
+        ]
+        for ours, theirs in pairs:
+            assert ours.shape == theirs.shape
+            assert (ours - theirs).norm() <= bound * theirs.norm()
+
+
+def collectives(device: torch.device):
+    rank = dist.get_rank()
+    results = {}
+    for kind in (ops.AllGather, ops.AllReduce, ops.ReduceScatter):
+        x = (torch.arange(8.0, device=device).view(4, 2) + 100 * rank).requires_grad_()
+        before = x.detach().clone()
+        y = ops.Sequential(kind())(x)
+        y.backward(torch.ones_like(y) * (rank + 1))
+        assert torch.equal(x.detach(), before)
+        results[kind.__name__] = (y.detach(), x.grad)
+    with pytest.raises(RuntimeError, match="cannot split"):
+        ops.ReduceScatter()(torch.ones(3, 2, device=device))
+    with pytest.raises(ValueError, match="not divisible"):
+        ops.BasicLinear(8, 9, tensor_parallel_mode="column")
+    assert ops.Linear(8, 8, tensor_parallel_mode="row", device=device).basic_ops[1].local_size == 8
+    return results
+
+
+def test_collectives(tmp_path):
+    first = torch.arange(8.0).view(4, 2)
+    for rank, got in enumerate(run_on_ranks(collectives, SIZE, tmp_path)):
+        y, dx = got["AllGather"]
+        assert torch.equal(y, torch.cat([first, first + 100])) and torch.equal(dx, torch.full((4, 2), 3.0))
+        y, dx = got["AllReduce"]
+        assert torch.equal(y, 2 * first + 100) and torch.equal(dx, torch.full((4, 2), rank + 1.0))
+        y, dx = got["ReduceScatter"]
+        assert torch.equal(y, (2 * first + 100).chunk(2)[rank])
+        assert torch.equal(dx, torch.tensor([1.0, 1, 2, 2]).unsqueeze(1).expand(4, 2))

@@ -1,0 +1,224 @@
+"""State of operations: names in state dicts, checkpoints, quantized and deferred parameters, recomputation, offload."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+from transformer_engine.pytorch import ops
+from transformer_engine.pytorch.quantization.extra_state import ExtraStateError
+from transformer_engine.pytorch.tensor import QuantizedTensor
+
+PLACE = {"device": "cuda" if torch.cuda.is_available() else "cpu", "dtype": torch.bfloat16}
+RECIPES = [
+    DelayedScaling(),
+    Float8CurrentScaling(),
+    Float8BlockScaling(),
+    MXFP8BlockScaling(),
+    NVFP4BlockScaling(),
+]
+by_name = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+
+
+def mlp(**place: Any) -> ops.Sequential:
+    place = {**PLACE, **place}
+    return ops.Sequential(
+        ops.RMSNorm(128, **place),
+        ops.Linear(128, 256, **place),
+        ops.SwiGLU(),
+        ops.Linear(128, 128, bias=False, **place),
+    )
+
+
+def step(chain: Any, x: torch.Tensor, recipe: Any = None, run: Any = None) -> list[torch.Tensor]:
+    """Return the output and all gradients of one pass."""
+    chain.zero_grad()
+    leaf = x.detach().clone().requires_grad_()
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        y = (run or chain)(leaf)
+    y.float().square().mean().backward()
+    return [y.detach(), leaf.grad, *[p.grad.clone() for p in chain.parameters()]]  # pyright: ignore
+
+
+def given() -> torch.Tensor:
+    return torch.randn(128, 128, generator=torch.Generator().manual_seed(1)).to(**PLACE)
+
+
+def test_names_in_state_dicts():
+    chain = mlp()
+    assert [key for key in chain.state_dict() if not key.endswith("_extra_state")] == [
+        "0.weight", "1.basic_ops.0.weight", "1.basic_ops.1.bias", "3.basic_ops.0.weight",
+    ]  # fmt: skip
+    extra = {key for key in chain.state_dict() if key.endswith("_extra_state")}
+    assert extra == {
+        f"{name}._extra_state" for name in ("0", "1.basic_ops.0", "1.basic_ops.1", "2", "3.basic_ops.0")
+    }
+    clamped = ops.ScaledClampedQGeGLU()
+    assert set(clamped.state_dict()) == {"_extra_state", "_clamped._extra_state"}
+    assert [name for name, _ in chain[1].named_parameters()] == ["weight", "bias"]
+    assert set(te.RMSNorm(8, **PLACE).state_dict()) == {"weight"}
+
+
+def test_linear_loads_both_kinds_of_names():
+    linear, source = ops.Linear(16, 16, **PLACE), ops.Linear(16, 16, **PLACE)
+    linear.load_state_dict(source.state_dict())
+    assert torch.equal(linear.weight, source.weight)
+    plain = torch.nn.Linear(16, 16, **PLACE)
+    missing, unexpected = linear.load_state_dict(plain.state_dict(), strict=False)
+    assert not unexpected and all(key.endswith("_extra_state") for key in missing)
+    assert torch.equal(linear.basic_ops[0].weight, plain.weight)
+    with pytest.raises(RuntimeError, match=r"basic_ops.0.weight"):
+        linear.load_state_dict({})
+    weight = torch.nn.Parameter(torch.ones(16, 16, **PLACE))
+    linear.weight = weight
+    assert linear.basic_ops[0].weight is weight and linear.weight is weight
+
+
+def test_parameters_move_and_copy_together_with_their_aliases():
+    linear = ops.Linear(16, 16, device="meta")
+    moved = linear.to_empty(device=PLACE["device"])
+    assert moved.weight is moved.basic_ops[0].weight and not moved.weight.is_meta
+    copied = copy.deepcopy(moved)
+    assert copied.weight is copied.basic_ops[0].weight and copied.weight is not moved.weight
+
+
+def test_deferred_parameters_are_allocated_in_the_first_forward_pass():
+    chain = mlp(device="meta")
+    assert all(p.is_meta for p in chain.parameters())
+    y = chain(given())
+    assert not any(p.is_meta for p in chain.parameters()) and y.isfinite().all()
+    assert chain[1].weight is chain[1].basic_ops[0].weight
+
+
+@by_name
+def test_delayed_scaling_continues_from_a_checkpoint(recipe, emulated):
+    chain, x = mlp(), given()
+    for _ in range(3):
+        step(chain, x, recipe)
+    other = mlp()
+    other.load_state_dict(chain.state_dict())
+    stateful = isinstance(recipe, DelayedScaling)
+    assert bool(chain.state_dict()["1.basic_ops.0._extra_state"].numel()) == stateful
+    expected = step(chain, x, recipe)
+    actual = step(other, x, recipe)
+    if not isinstance(recipe, NVFP4BlockScaling):  # its gradients are rounded stochastically
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_damaged_extra_states_raise_and_change_nothing(emulated):
+    chain = ops.Sequential(ops.BasicLinear(128, 128, **PLACE))
+    step(chain, given(), DelayedScaling())
+    other = ops.Sequential(ops.GroupedLinear(2, 128, 128, **PLACE))
+    with te.autocast(recipe=DelayedScaling()):
+        other(given(), torch.tensor([64, 64]))
+    before = chain[0].get_extra_state().clone()  # leaving an autocast moves the histories of all operations
+    for state in (torch.arange(7, dtype=torch.uint8), other[0].get_extra_state()):
+        with pytest.raises(ExtraStateError):
+            chain[0].set_extra_state(state)
+    assert torch.equal(before, chain[0].get_extra_state())
+
+
+@by_name
+def test_quantized_parameters_compute_as_parameters_that_are_quantized_in_each_call(recipe, emulated):
+    with te.quantized_model_init(recipe=recipe):
+        quantized = ops.Sequential(ops.Linear(128, 128, **PLACE), ops.GELU())
+    assert isinstance(quantized[0].weight, QuantizedTensor)
+    plain = ops.Sequential(ops.Linear(128, 128, **PLACE), ops.GELU())
+    with torch.no_grad():
+        plain[0].weight.copy_(quantized[0].weight.dequantize())
+        plain[0].bias.copy_(quantized[0].bias)
+    x = given()
+    actual, expected = step(quantized, x, recipe), step(plain, x, recipe)
+    # Codes of decoded values may differ from the codes that were decoded, by a scale or by random rounding.
+    bound = 0.3 if isinstance(recipe, NVFP4BlockScaling) else 0.05
+    for ours, theirs in zip(actual[:2], expected[:2], strict=True):
+        assert (ours - theirs).norm() <= bound * theirs.norm()
+    torch.optim.SGD(quantized.parameters(), lr=0.1).step()
+    assert isinstance(quantized[0].weight, QuantizedTensor)
+    step(quantized, x)  # without a recipe the codes are dequantized
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("recipe", [None, DelayedScaling(), Float8CurrentScaling()], ids=str)
+def test_checkpointed_chains_repeat_the_first_run(use_reentrant, recipe, emulated):
+    chain, x = mlp(), given()
+    states = []
+    for checkpointed in (False, True):
+        te.fp8.FP8GlobalStateManager.reset()
+        fresh = mlp()
+        fresh.load_state_dict(chain.state_dict())
+
+        def run(y: torch.Tensor, chain: Any = fresh, again: bool = checkpointed) -> torch.Tensor:
+            return te.checkpoint(chain, y, use_reentrant=use_reentrant) if again else chain(y)
+
+        states.append([step(fresh, x, recipe, run) for _ in range(3)])
+    for plain, repeated in zip(*states, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(plain, repeated, strict=True))
+
+
+def test_offloaded_activations_give_the_same_gradients():
+    chain, x = mlp(), given()
+    expected = step(chain, x)
+    context, sync = te.get_cpu_offload_context(enabled=True, num_layers=1, model_layers=2)
+
+    def run(y: torch.Tensor) -> torch.Tensor:
+        with context:
+            y = chain(y)
+        return sync(y)
+
+    actual = step(chain, x, run=run)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+def test_backward_override(override, emulated):
+    chain, x = mlp(), given()
+    recipe = Float8CurrentScaling(backward_override=override)
+    overridden, quantized = step(chain, x, recipe), step(chain, x, Float8CurrentScaling())
+    assert torch.equal(overridden[0], quantized[0])
+    assert not torch.equal(overridden[1], quantized[1])
+    module = te.Linear(128, 128, device=PLACE["device"], params_dtype=torch.bfloat16)
+    op = ops.Linear(128, 128, **PLACE)
+    op.load_state_dict({"weight": module.weight, "bias": module.bias}, strict=False)
+    for ours, theirs in zip(step(op, x, recipe), step(module, x, recipe), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1.6e-2, atol=1e-5)
+
+
+@by_name
+def test_a_chain_computes_as_the_fused_modules(recipe, emulated):
+    """The same codes: only the rounding of a bias in the epilogue of a product may differ."""
+    if isinstance(recipe, NVFP4BlockScaling):
+        recipe = NVFP4BlockScaling(disable_stochastic_rounding=True)
+    place = {"device": PLACE["device"], "params_dtype": torch.bfloat16}
+    module = te.LayerNormMLP(128, 256, activation="gelu", normalization="RMSNorm", **place)
+    chain = ops.Sequential(
+        ops.RMSNorm(128, **PLACE), ops.Linear(128, 256, **PLACE), ops.GELU(), ops.Linear(256, 128, **PLACE)
+    )
+    names = ("layer_norm_weight", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
+    with torch.no_grad():
+        for name, parameter in zip(names, chain.parameters(), strict=True):
+            parameter.copy_(getattr(module, name))
+    x = given()
+    for _ in range(2):
+        actual, expected = step(chain, x, recipe), step(module, x, recipe)
+    expected = [*expected[:2], *[getattr(module, name).grad for name in names]]
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert (ours - theirs).norm() <= 2e-2 * theirs.norm()
+
+
+def test_memory_plans_and_explanations_cover_operations(emulated):
+    chain, x = mlp(), given()
+    assert te.memory_plan(chain, Float8CurrentScaling(), 128, inputs=(given(),)).peak > 0
+    with te.autocast(recipe=Float8CurrentScaling()):
+        assert "gemm" in str(te.explain(chain, x))

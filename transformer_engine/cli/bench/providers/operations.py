@@ -1,0 +1,71 @@
+"""This engine's family `ops`: chains of operations against modules that compute the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .... import pytorch as te
+from ....pytorch import ops
+from ..cases import Case
+from ..workload import Workload
+from .engine import BF16, BUILDERS, module_workload
+
+
+class ExpertModules(torch.nn.Module):
+    """A grouped MLP of two GroupedLinear modules and a scaled SwiGLU in torch operations."""
+
+    def __init__(self, groups: int, hidden: int, inner: int, place: dict[str, Any]) -> None:
+        super().__init__()
+        options = {"bias": False, "params_dtype": place["dtype"], "device": place["device"]}
+        self.fc1 = te.GroupedLinear(groups, hidden, 2 * inner, **options)
+        self.activation = ops.SwiGLU()
+        self.fc2 = te.GroupedLinear(groups, inner, hidden, **options)
+
+    def forward(self, x: Tensor, scales: Tensor, splits: list[int]) -> Tensor:
+        inner = self.activation(self.fc1(x, splits))
+        scaled = (inner.float() * scales.unsqueeze(-1)).to(inner.dtype)
+        return self.fc2(scaled, splits)
+
+
+class ExpertOperations(torch.nn.Module):
+    """The same as a Sequential."""
+
+    def __init__(self, groups: int, hidden: int, inner: int, place: dict[str, Any]) -> None:
+        super().__init__()
+        self.chain = ops.Sequential(
+            ops.GroupedLinear(groups, hidden, 2 * inner, bias=False, **place),
+            ops.ScaledSwiGLU(),
+            ops.GroupedLinear(groups, inner, hidden, bias=False, **place),
+        )
+
+    def forward(self, x: Tensor, scales: Tensor, splits: list[int]) -> Tensor:
+        sizes = torch.tensor(splits, device="cpu")
+        return self.chain(x, sizes, scales, sizes)
+
+
+@BUILDERS.of("ops")
+def _ops(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+    place = {"device": device, "dtype": BF16}
+    x = torch.randn(a["rows"], a["hidden"], **place)
+    sequential = a["made_of"] == "sequential"
+    if a["groups"] is None:
+        if sequential:
+            module: torch.nn.Module = ops.Sequential(
+                ops.LayerNorm(a["hidden"], **place),
+                ops.Linear(a["hidden"], a["inner"], **place),
+                ops.GELU(),
+                ops.Linear(a["inner"], a["hidden"], **place),
+            )
+        else:
+            module = te.LayerNormMLP(a["hidden"], a["inner"], params_dtype=BF16, device=device)
+        return module_workload(module, x, case)
+    kind = ExpertOperations if sequential else ExpertModules
+    scales = torch.rand(a["rows"], device=device)
+    splits = [a["rows"] // a["groups"]] * a["groups"]
+    return module_workload(
+        kind(a["groups"], a["hidden"], a["inner"], place), x, case, scales=scales, splits=splits
+    )

@@ -1,0 +1,269 @@
+"""BasicLinear: y [.., out] = x [.., in] @ weight [out, in].T, without bias."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....common.numbers import to_bool, to_int
+from ...distributed.collectives import world_size
+from ...distributed.tensor_parallel import TensorParallel
+from ...functions.weight_gradient import WeightGradient
+from ...quantization import QuantizerRole
+from ...quantization.model_init import current_model_init
+from ...runtime.device import canonical_device, is_meta
+from ...tensor.initial_values import keep_initial_values
+from ...tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
+from ..chain import Call, TensorFacts
+from ..pass_builder import ChainEnvironment, Contribution
+from ..step_operation import StepOperation
+from .functional_linear import functional_backward, functional_forward
+from .linear_contribution import Codes, LinearContribution, fitting, linear_facts, linear_spec
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def parameter_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of parameters, by default torch's.
+
+    Raises:
+        ValueError: The dtype is none that products compute in.
+    """
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype} is unsupported; use float32, float16 or bfloat16")
+    return dtype
+
+
+class BasicLinear(StepOperation):
+    """y = x @ weight.T over the last dimension of x, under any recipe.
+
+    Args:
+        in_features: Last dimension of the input, over all ranks.
+        out_features: Last dimension of the output, over all ranks.
+        device: Device of the weight, by default the GPU if there is one; "meta" allocates the weight in the first
+            forward pass.
+        dtype: Dtype of the weight, by default torch's default dtype.
+        tensor_parallel_mode: None, "column" (out_features are sharded) or "row" (in_features are sharded).
+        tensor_parallel_group: The tensor-parallel process group, by default the world group.
+        sequence_parallel: Activations outside of the pair of sharded layers are sharded along their first dimension.
+        rng_state_tracker_function: Function that returns the tracker under whose state the weight is initialized.
+        accumulate_into_main_grad: Accumulate the weight gradient into `weight.main_grad`.
+        userbuffers_options: Accepted for compatibility. Communication is not overlapped; results are the same.
+
+    Raises:
+        ValueError: An unsupported dtype or mode, or a size that the group does not divide.
+    """
+
+    parameter_names = ("weight",)
+    weight: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: Any = None,
+        sequence_parallel: bool = False,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
+        userbuffers_options: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features = to_int("in_features", in_features, 1)
+        self.out_features = to_int("out_features", out_features, 1)
+        dtype = parameter_dtype(dtype)
+        parallel = tensor_parallel_boundary(
+            tensor_parallel_mode,
+            tensor_parallel_group,
+            to_bool("sequence_parallel", sequence_parallel),
+            self.in_features,
+            self.out_features,
+        )
+        self.tensor_parallel_mode, self.tensor_parallel_group = parallel.mode, parallel.group
+        self.tensor_parallel_size, self.sequence_parallel = parallel.size, parallel.sequence
+        self._parallel = parallel
+        self.local_in_features = self.in_features // (parallel.size if parallel.mode == "row" else 1)
+        self.local_out_features = self.out_features // (parallel.size if parallel.mode == "column" else 1)
+        self._rng_state_tracker_function = rng_state_tracker_function
+        self._accumulate_into_main_grad = to_bool("accumulate_into_main_grad", accumulate_into_main_grad)
+        self._userbuffers_options = userbuffers_options
+        model_init = current_model_init()
+        self._with_quantized_weight = model_init.enabled
+        self._model_init_recipe = model_init.recipe
+        self._preserves_initial_values = model_init.preserve_high_precision_init_val
+        place = torch.device("meta") if is_meta(device) else canonical_device(device)
+        weight = torch.empty(self.local_out_features, self.local_in_features, dtype=dtype, device="meta")
+        self.register_parameter("weight", torch.nn.Parameter(weight))
+        self._device = None if place.type == "meta" else place
+        if self._device is not None:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Allocate the weight if it is on the meta device, fill it with uniform random values, and quantize it inside
+        of `quantized_model_init`."""
+        before = self.weight
+        place = (self._device or canonical_device("cuda")) if before.is_meta else before.device
+        values = torch.empty(before.shape, dtype=before.dtype, device=place)
+        tracker = self._rng_state_tracker_function
+        with torch.no_grad(), nullcontext() if tracker is None else tracker().fork():
+            torch.nn.init.kaiming_uniform_(values, a=math.sqrt(5))
+        made: Tensor = values
+        if self._with_quantized_weight:
+            made = self._quantized(values)
+        parameter = torch.nn.Parameter(made, requires_grad=before.requires_grad)
+        for name, value in vars(before).items():
+            if not hasattr(parameter, name):
+                setattr(parameter, name, value)
+        if self._with_quantized_weight and self._preserves_initial_values:
+            keep_initial_values(parameter, values)
+        self.register_parameter("weight", parameter)
+
+    def _quantized(self, values: Tensor) -> Tensor:
+        self.reset_recipe_state(recipe=self._model_init_recipe)
+        quantizer = self.get_quantizer("forward", 1)
+        assert quantizer is not None
+        quantizer = quantizer.copy()
+        quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled())
+        quantizer.internal = False
+        with torch.no_grad():
+            return quantizer.quantize(values)  # pyright: ignore[reportReturnType]
+
+    def num_quantizers(self, mode: str) -> int:
+        return 2 if mode == "forward" else 1
+
+    def get_quantizer_roles(self, mode: str) -> list[QuantizerRole | None]:
+        tensors = ("input", "weight") if mode == "forward" else ("grad_output",)
+        return [QuantizerRole("linear", tensor, "") for tensor in tensors]
+
+    def reset_recipe_state(self, *, recipe: Any = None) -> None:
+        super().reset_recipe_state(recipe=recipe)
+        self._update_weight_quantizer()
+
+    def _serve(self, recipe: Any, group: Any) -> None:
+        super()._serve(recipe, group)
+        self._update_weight_quantizer()
+
+    def _update_weight_quantizer(self) -> None:
+        """Connect a quantized weight to the state of the active quantizer, whose scale updates then reach it."""
+        weight: Any = self._parameters.get("weight")
+        quantizer = self.get_quantizer("forward", 1)
+        if not isinstance(weight, QuantizedTensor) or quantizer is None or weight._quantizer is None:
+            return
+        own: Any = weight._quantizer
+        if own.stateful or quantizer.stateful:
+            if type(own) is not type(quantizer):
+                return
+            quantizer = quantizer.copy()
+            quantizer.set_usage(**own.get_usages())
+            quantizer.internal = False
+            weight.update_quantizer(quantizer)
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        """Check that the weight has a gradient buffer, if its gradient is accumulated.
+
+        Raises:
+            RuntimeError: `weight.main_grad` is missing.
+        """
+        if self._accumulate_into_main_grad and requires_grad and self.weight.requires_grad:
+            check_main_grad("BasicLinear", self.weight)
+
+    def contribute(
+        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
+    ) -> tuple[Contribution, TensorFacts]:
+        weight = self.weight
+        check_input("BasicLinear", x, self.local_in_features)
+        dtype = call.autocast or weight.dtype
+        needs = (call.saves and call.grad_input, call.saves and weight.requires_grad)
+        parallel = self._parallel
+        shape = self._output_shape(x.shape)
+        quantizers = None
+        if call.state.enabled or call.state.calibrating:
+            forward, backward = self.forward_quantizers(), self._quantizers["backward"]
+            rows = math.prod(x.shape[:-1])
+            rows *= parallel.size if parallel.gathers_input else 1
+            extents = (rows, self.local_in_features, self.local_out_features)
+            given = (*forward, *backward)
+            if given and (
+                not call.state.enabled or fitting(type(self).__name__, given, *extents, call.traced)
+            ):
+                quantizers = given
+        quantized = isinstance(weight, QuantizedTensorStorage)
+        gradient = WeightGradient((weight,), True) if self._accumulate_into_main_grad else WeightGradient()
+        plain = quantizers is None and not quantized
+        spec = linear_spec(call, dtype, quantizers, parallel, gradient, needs, plain)
+        environment.linears[name] = spec
+        environment.dtypes[name] = (weight.dtype, weight.dtype)
+        contribution = LinearContribution(
+            linear_facts(spec),
+            Codes.of(spec),
+            None if x.dtype == dtype else dtype,
+            None if quantized or weight.dtype == dtype or not plain else dtype,
+            None if x.dtype == dtype else x.dtype,
+        )
+        return contribution, TensorFacts(shape, dtype, x.device)
+
+    def _output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        parallel = self._parallel
+        leading = list(shape[:-1])
+        if parallel.sequence and parallel.size > 1 and leading:
+            if parallel.mode == "column":
+                leading[0] *= parallel.size
+            elif parallel.mode == "row":
+                leading[0] //= parallel.size
+        return (*leading, self.local_out_features)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+    _functional_forward = staticmethod(functional_forward)
+    _functional_backward = staticmethod(functional_backward)
+
+
+def tensor_parallel_boundary(
+    mode: str | None, group: Any, sequence: bool, in_features: int, out_features: int
+) -> TensorParallel:
+    """Return the boundary of a layer to its tensor-parallel group; none for a group of one rank.
+
+    Raises:
+        ValueError: The mode is unknown, or the group does not divide the sharded size.
+    """
+    if mode not in (None, "column", "row"):
+        raise ValueError(f'tensor_parallel_mode={mode!r} is unknown; choose None, "column" or "row"')
+    size = 1 if mode is None else world_size(group)
+    if size == 1:
+        return TensorParallel()
+    name, sharded = ("in_features", in_features) if mode == "row" else ("out_features", out_features)
+    if sharded % size:
+        raise ValueError(f"{name}={sharded} is not divisible by the {size} tensor-parallel ranks; pad it")
+    group = torch.distributed.group.WORLD if group is None else group
+    return TensorParallel(mode, group, size, sequence)
+
+
+def check_main_grad(kind: str, weight: Any) -> None:
+    """Raise RuntimeError unless a weight has a buffer that its gradient can be accumulated into."""
+    if hasattr(weight, "__fsdp_param__") or getattr(weight, "main_grad", None) is not None:
+        return
+    raise RuntimeError(
+        f"{kind} accumulates its weight gradient into main_grad, but the weight has none; set weight.main_grad to a "
+        "tensor of the weight's shape (float32 recommended), or accumulate_into_main_grad=False"
+    )
+
+
+def check_input(kind: str, x: TensorFacts, features: int) -> None:
+    """Raise ValueError or TypeError unless a linear product can read an input."""
+    if not x.shape or x.shape[-1] != features:
+        raise ValueError(
+            f"{kind} takes [.., {features}], the input is {list(x.shape)}; its last dimension must be the input "
+            "features"
+        )
+    if not x.dtype.is_floating_point:
+        raise TypeError(f"{kind} takes floating-point inputs, not {x.dtype}; convert the input")

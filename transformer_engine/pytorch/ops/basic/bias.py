@@ -1,0 +1,102 @@
+"""Bias: y = x + bias [N]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....common.numbers import to_bool, to_int
+from ....common.passes.vocabulary import ColumnSum
+from ...distributed.collectives import world_size
+from ...runtime.device import canonical_device, is_meta
+from ..chain import Call, TensorFacts
+from ..pass_builder import Backward, ChainEnvironment, Contribution, Forward, Kept, PassBuilder, Value
+from ..step_operation import StepOperation
+from .basic_linear import check_input, parameter_dtype
+
+
+@dataclass(frozen=True)
+class BiasContribution(Contribution):
+    """Steps of an added bias.
+
+    Attributes:
+        convert: Dtype that the bias is converted to; None if it has the input's.
+        grad: The gradient of the bias is needed.
+    """
+
+    convert: torch.dtype | None
+    grad: bool
+
+    def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
+        x = steps.matrix(x)
+        bias = steps.converted(Value(f"{name}.bias"), self.convert).name
+        return Forward(Value(steps.one("add_bias", (x.name, bias), f"{name}.y"), x.leading))
+
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
+        dy = steps.values(dy)
+        dense = Value(steps.one("dense", (dy.name,), f"{name}.dy"), dy.leading)
+        sums = None
+        if self.grad:
+            sums = steps.one("column_sum", (dense.name,), f"{name}.db", ColumnSum(name))
+        return Backward(dense, (sums,))
+
+
+class Bias(StepOperation):
+    """y = x + bias over the last dimension of x.
+
+    Args:
+        size: Last dimension of the input, over all ranks.
+        device: Device of the bias, by default the GPU if there is one; "meta" allocates it in the first forward pass.
+        dtype: Dtype of the bias, by default torch's default dtype.
+        tensor_parallel: The last dimension is sharded over the tensor-parallel group.
+        tensor_parallel_group: The tensor-parallel process group, by default the world group.
+
+    Raises:
+        ValueError: An unsupported dtype, or a size that the group does not divide.
+    """
+
+    parameter_names = ("bias",)
+    bias: Tensor
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel: bool = False,
+        tensor_parallel_group: Any = None,
+    ) -> None:
+        super().__init__()
+        self._size = to_int("size", size, 1)
+        ranks = world_size(tensor_parallel_group) if to_bool("tensor_parallel", tensor_parallel) else 1
+        if self._size % ranks:
+            raise ValueError(f"size={size} is not divisible by the {ranks} tensor-parallel ranks; pad it")
+        self.tensor_parallel, self.tensor_parallel_group = ranks > 1, tensor_parallel_group
+        self.local_size = self._size // ranks
+        place = torch.device("meta") if is_meta(device) else canonical_device(device)
+        bias = torch.empty(self.local_size, dtype=parameter_dtype(dtype), device=place)
+        self.register_parameter("bias", torch.nn.Parameter(bias))
+        if not is_meta(device):
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Allocate the bias if it is on the meta device, and fill it with zeros."""
+        self.allocate_parameters()
+        with torch.no_grad():
+            self.bias.zero_()
+
+    def contribute(
+        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
+    ) -> tuple[Contribution, TensorFacts]:
+        bias = self.bias
+        check_input("Bias", x, self.local_size)
+        environment.dtypes[name] = (bias.dtype, bias.dtype)
+        convert = None if bias.dtype == x.dtype else x.dtype
+        return BiasContribution(convert, call.saves and bias.requires_grad), x._replace(quantized=False)
+
+    def extra_repr(self) -> str:
+        return f"size={self._size}"

@@ -1,0 +1,219 @@
+"""Operations without parameters: Identity, Reshape, ConstantScale, Dropout, Quantize."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ....common.numbers import to_bool, to_float, to_int
+from ....common.passes.step import Step
+from ....common.passes.vocabulary import Dropout as DropoutSettings
+from ....common.passes.vocabulary import Named
+from ...quantization import QuantizerRole
+from ..chain import Call, TensorFacts
+from ..pass_builder import Backward, ChainEnvironment, Contribution, Forward, Kept, PassBuilder, Value
+from ..step_operation import StepOperation
+
+
+class Identity(StepOperation):
+    """y = x."""
+
+    def contribute(
+        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
+    ) -> tuple[Contribution, TensorFacts]:
+        return Contribution(), x
+
+
+@dataclass(frozen=True)
+class ReshapeContribution(Contribution):
+    """Steps of Reshape."""
+
+    shape: tuple[int, ...]
+
+    def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
+        x = steps.shaped(x)
+        before = steps.one("shape", (x.name,), f"{name}.before")
+        return Forward(Value(steps.one("to_shape", (x.name,), f"{name}.y", self.shape)), (before,))
+
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
+        dx = steps.one("reshape", (steps.shaped(dy).name, kept.saved[0]), f"{name}.dx")
+        return Backward(Value(dx))
+
+
+class Reshape(StepOperation):
+    """y = x.reshape(shape).
+
+    Args:
+        shape: The new shape; one dimension may be -1.
+    """
+
+    def __init__(self, shape: Iterable[int]) -> None:
+        super().__init__()
+        self._shape = tuple([to_int("shape", size) for size in shape])
+
+    def contribute(
+        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
+    ) -> tuple[Contribution, TensorFacts]:
+        shape = list(self._shape)
+        known = math.prod([size for size in shape if size != -1])
+        total = math.prod(x.shape)
+        fits = shape.count(-1) <= 1 and (total % known == 0 if -1 in shape and known else total == known)
+        if not fits:
+            raise ValueError(
+                f"shape={list(self._shape)} does not hold the {total} elements of {list(x.shape)}"
+            )
+        if -1 in shape:
+            shape[shape.index(-1)] = total // known if known else 0
+        return ReshapeContribution(self._shape), TensorFacts(tuple(shape), x.dtype, x.device)
+
+    def extra_repr(self) -> str:
+        return f"shape={self._shape}"
+
+
+@dataclass(frozen=True)
+class ScaleContribution(Contribution):
+    """Steps of ConstantScale."""
+
+    scale: float
+
+    def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
+        x = steps.values(x)
+        return Forward(Value(steps.one("constant_scale", (x.name,), f"{name}.y", self.scale), x.leading))
+
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
+        dy = steps.values(dy)
+        dx = steps.one("constant_scale", (dy.name,), f"{name}.dx", self.scale)
+        return Backward(Value(dx, dy.leading))
+
+
+class ConstantScale(StepOperation):
+    """y = x * scale.
+
+    Args:
+        scale: The factor.
+    """
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = to_float("scale", scale)
+
+    def contribute(
+        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
+    ) -> tuple[Contribution, TensorFacts]:
+        return ScaleContribution(float(self.scale)), x._replace(quantized=False)
+
+    def extra_repr(self) -> str:
+        return f"scale={self.scale}"
+
+
+@dataclass(frozen=True)
+class DropoutContribution(Contribution):
+    """Steps of Dropout."""
+
+    def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
+        x = steps.values(x)
+        y, mask = f"{name}.y", f"{name}.mask"
+        steps.steps.append(Step("dropout", (x.name,), (y, mask), DropoutSettings(name)))
+        return Forward(Value(y, x.leading), (mask,))
+
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
+        dy = steps.values(dy)
+        dx = steps.one("dropout_backward", (dy.name, kept.saved[0]), f"{name}.dx", DropoutSettings(name))
+        return Backward(Value(dx, dy.leading))
+
+
+class Dropout(StepOperation):
+    """y = x / (1 - p) where an element is kept, else 0; the identity in evaluation mode.
+
+    Args:
+        p: Probability that an element is dropped.
+
+    Raises:
+        ValueError: p is not in [0, 1].
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.dropout_probability = to_float("p", p)
+        if not 0.0 <= self.dropout_probability <= 1.0:
+            raise ValueError(f"p={p} is not a probability; give a number in [0, 1]")
+
+    def contribute(
+        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
+    ) -> tuple[Contribution, TensorFacts]:
+        if not self.training or self.dropout_probability == 0.0:
+            return Contribution(), x
+        environment.objects[name, "p"] = self.dropout_probability
+        return DropoutContribution(), x._replace(quantized=False)
+
+    def extra_repr(self) -> str:
+        return f"p={self.dropout_probability}"
+
+
+@dataclass(frozen=True)
+class QuantizeContribution(Contribution):
+    """Steps of Quantize."""
+
+    output: bool
+    gradient: bool
+
+    def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
+        if not self.output or x.quantized:
+            return Forward(x)
+        x = steps.shaped(x)
+        y = steps.one("quantize_values", (x.name,), f"{name}.y", Named(name, "output"))
+        return Forward(Value(y, None, True))
+
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
+        if not self.gradient or dy.quantized:
+            return Backward(dy)
+        dy = steps.shaped(dy)
+        dx = steps.one("quantize_values", (dy.name,), f"{name}.dx", Named(name, "gradient"))
+        return Backward(Value(dx, None, True))
+
+
+class Quantize(StepOperation):
+    """Quantize the output, the gradient of the input, or both; the identity without a recipe.
+
+    Args:
+        forward: Quantize the output.
+        backward: Quantize the gradient of the input, unless the recipe has a `backward_override`.
+    """
+
+    def __init__(self, forward: bool = True, backward: bool = False) -> None:
+        super().__init__()
+        self._quantize_forward, self._quantize_backward = (
+            to_bool("forward", forward),
+            to_bool("backward", backward),
+        )
+
+    def num_quantizers(self, mode: str) -> int:
+        return int(self._quantize_forward if mode == "forward" else self._quantize_backward)
+
+    def get_quantizer_roles(self, mode: str) -> list[QuantizerRole | None]:
+        tensor = "input" if mode == "forward" else "grad_output"
+        return [QuantizerRole("", tensor, "")] * self.num_quantizers(mode)
+
+    def contribute(
+        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
+    ) -> tuple[Contribution, TensorFacts]:
+        recipe = call.state.recipe if call.state.enabled else None
+        if recipe is None:
+            return Contribution(), x
+        override = getattr(recipe, "backward_override", None)
+        contribution = QuantizeContribution(
+            self._quantize_forward, self._quantize_backward and override is None and call.saves
+        )
+        if contribution.output:
+            quantizer = self.forward_quantizers()[0]
+            quantizer.set_usage(rowwise=True, columnwise=call.saves and override is None)
+            environment.objects[name, "output"] = quantizer
+        if contribution.gradient:
+            quantizer = self._quantizers["backward"][0]
+            quantizer.set_usage(rowwise=True, columnwise=True)
+            environment.objects[name, "gradient"] = quantizer
+        return contribution, x._replace(quantized=x.quantized or contribution.output)
+
+    def extra_repr(self) -> str:
+        return f"forward={self._quantize_forward}, backward={self._quantize_backward}"

@@ -1,0 +1,347 @@
+"""GroupedLinear: y_g = x_g @ weight_g.T + bias_g for consecutive groups of rows, the experts of a layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....common.numbers import to_bool, to_int
+from ....common.passes.linear import LinearFacts
+from ....common.recipe import Recipe
+from ...distributed.tensor_parallel import TensorParallel
+from ...functions.caller_buffers import check_buffers
+from ...functions.stacks import StackMember
+from ...functions.weight_gradient import WeightGradient, WeightGradStore
+from ...quantization import QuantizerRole
+from ...quantization.model_init import current_model_init
+from ...runtime.device import canonical_device, is_meta
+from ...tensor.initial_values import keep_initial_values
+from ...tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
+from ..chain import Call, TensorFacts
+from ..pass_builder import ChainEnvironment, Contribution
+from ..step_operation import StepOperation
+from .basic_linear import check_input, check_main_grad, parameter_dtype
+from .grouped_contribution import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, GroupedContribution
+from .linear_contribution import fitting, linear_facts, linear_spec
+
+
+class GroupedLinear(StepOperation):
+    """y_g = x_g @ weight_g.T + bias_g for consecutive groups of rows.
+
+    The first extra input holds the rows of each group, the second one with `scale_bias` a scale per row that multiplies
+    the bias. Rows that belong to no group give zeros.
+
+    Args:
+        num_groups: Number of groups.
+        in_features: Last dimension of the input.
+        out_features: Last dimension of the output.
+        bias: Add a bias per group.
+        device: Device of the parameters, by default the GPU if there is one; "meta" allocates them in the first forward
+            pass.
+        dtype: Dtype of the parameters, by default torch's default dtype.
+        rng_state_tracker_function: Function that returns the tracker under whose state weights are initialized.
+        accumulate_into_main_grad: Accumulate weight gradients into `main_grad` of each weight.
+        single_grouped_weight: Keep all weights as one parameter `weight` [num_groups, out_features, in_features].
+        single_grouped_bias: Keep all biases as one parameter `bias` [num_groups, out_features].
+        delay_wgrad_compute: Compute weight gradients in `backward_dw()` instead of the backward pass.
+        scale_bias: Multiply biases by scales; no effect without `bias`.
+
+    Raises:
+        ValueError: An unsupported dtype or size.
+        RuntimeError: `single_grouped_weight` inside of `quantized_model_init`.
+    """
+
+    option_names = frozenset({OUTPUT_BUFFER_KEY, GRAD_INPUT_BUFFER_KEY})
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        delay_wgrad_compute: bool = False,
+        scale_bias: bool = False,
+    ) -> None:
+        self.has_bias = to_bool("bias", bias)
+        self._scale_bias = to_bool("scale_bias", scale_bias) and self.has_bias
+        self.num_extra_inputs = 2 if self._scale_bias else 1
+        self.num_groups = to_int("num_groups", num_groups, 1)
+        super().__init__()
+        self.in_features = to_int("in_features", in_features, 1)
+        self.out_features = to_int("out_features", out_features, 1)
+        self.single_grouped_weight = to_bool("single_grouped_weight", single_grouped_weight)
+        self.single_grouped_bias = to_bool("single_grouped_bias", single_grouped_bias) and self.has_bias
+        self._rng_state_tracker_function = rng_state_tracker_function
+        self._accumulate_into_main_grad = to_bool("accumulate_into_main_grad", accumulate_into_main_grad)
+        self.wgrad_store = WeightGradStore(to_bool("delay_wgrad_compute", delay_wgrad_compute))
+        self._wgrad_hooks: list[Callable[[], object]] = []
+        model_init = current_model_init()
+        self._model_init_recipe: Recipe | None = model_init.recipe if model_init.enabled else None
+        self._preserves_initial_values = model_init.preserve_high_precision_init_val
+        if self._model_init_recipe is not None and self.single_grouped_weight:
+            raise RuntimeError(
+                "single_grouped_weight=True cannot hold quantized weights; leave it False inside of "
+                "quantized_model_init"
+            )
+        place = torch.device("meta") if is_meta(device) else canonical_device(device)
+        self._device = None if place.type == "meta" else place
+        self._register_parameters(parameter_dtype(dtype))
+        if self._device is not None:
+            self.reset_parameters()
+
+    def _register_parameters(self, dtype: torch.dtype) -> None:
+        """Register parameters on the meta device: weight0, bias0, weight1, .., or stacks."""
+        weight, bias = (self.out_features, self.in_features), (self.out_features,)
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.single_grouped_weight:
+            shapes["weight"] = (self.num_groups, *weight)
+        for i in range(self.num_groups):
+            if not self.single_grouped_weight:
+                shapes[f"weight{i}"] = weight
+            if self.has_bias and not self.single_grouped_bias:
+                shapes[f"bias{i}"] = bias
+        if self.single_grouped_bias:
+            shapes["bias"] = (self.num_groups, *bias)
+        for name, shape in shapes.items():
+            values = torch.empty(shape, dtype=dtype, device="meta")
+            self.register_parameter(name, torch.nn.Parameter(values))
+            if name.startswith("weight") and self.wgrad_store.delay_wgrad_compute():
+                self.get_parameter(name).skip_backward_post_hook = True  # pyright: ignore
+        self.parameter_names = tuple(shapes)
+
+    def reset_parameters(self) -> None:
+        """Allocate parameters on the meta device; fill weights with uniform random values and biases with zeros."""
+        tracker = self._rng_state_tracker_function
+        for name in self.parameter_names:
+            before = self.get_parameter(name)
+            place = (self._device or canonical_device("cuda")) if before.is_meta else before.device
+            values = torch.empty(before.shape, dtype=before.dtype, device=place)
+            with torch.no_grad(), nullcontext() if tracker is None else tracker().fork():
+                if name.startswith("bias"):
+                    values.zero_()
+                else:
+                    for member in values if values.dim() == 3 else [values]:
+                        torch.nn.init.kaiming_uniform_(member, a=math.sqrt(5))
+            made: Any = values
+            if self._model_init_recipe is not None and name.startswith("weight"):
+                made = self._quantized(values, int(name[6:]))
+            parameter = torch.nn.Parameter(made, requires_grad=before.requires_grad)
+            for key, value in vars(before).items():
+                if not hasattr(parameter, key):
+                    setattr(parameter, key, value)
+            if made is not values and self._preserves_initial_values:
+                keep_initial_values(parameter, values)
+            self.register_parameter(name, parameter)
+
+    def _quantized(self, values: Tensor, group: int) -> Tensor:
+        if self._served is None:
+            self.reset_recipe_state(recipe=self._model_init_recipe)
+        quantizer = self.get_quantizer("forward", 2 * group + 1)
+        assert quantizer is not None
+        quantizer = quantizer.copy()
+        quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled())
+        quantizer.internal = False
+        with torch.no_grad():
+            return quantizer.quantize(values)  # pyright: ignore[reportReturnType]
+
+    def _serve(self, recipe: Any, group: Any) -> None:
+        super()._serve(recipe, group)
+        for i in range(self.num_groups):
+            weight: Any = self._parameters.get(f"weight{i}")
+            quantizer = self.get_quantizer("forward", 2 * i + 1)
+            if not isinstance(weight, QuantizedTensor) or quantizer is None or weight._quantizer is None:
+                continue
+            own: Any = weight._quantizer
+            if (own.stateful or quantizer.stateful) and type(own) is type(quantizer):
+                quantizer = quantizer.copy()
+                quantizer.set_usage(**own.get_usages())
+                quantizer.internal = False
+                weight.update_quantizer(quantizer)
+
+    def num_quantizers(self, mode: str) -> int:
+        return 2 * self.num_groups if mode == "forward" else self.num_groups
+
+    def get_quantizer_roles(self, mode: str) -> list[QuantizerRole | None]:
+        tensors = ("input", "weight") if mode == "forward" else ("grad_output",)
+        return [
+            QuantizerRole("grouped_linear", tensor, "") for _ in range(self.num_groups) for tensor in tensors
+        ]
+
+    def _weights(self) -> list[Any]:
+        """Return what the gradient of each group's weight is accumulated into."""
+        if self.single_grouped_weight:
+            return [StackMember(self.weight, i) for i in range(self.num_groups)]
+        return [getattr(self, f"weight{i}") for i in range(self.num_groups)]
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        """Check the parameters.
+
+        Raises:
+            RuntimeError: Weights or biases differ in dtype, device, type or need of a gradient, or `main_grad` is
+                missing.
+        """
+        for kind in ("weight", "bias"):
+            held = [getattr(self, name) for name in self.parameter_names if name.startswith(kind)]
+            facts = {(p.dtype, p.device, p.requires_grad, type(p)) for p in held}
+            if len(facts) > 1:
+                raise RuntimeError(
+                    f"the {kind} parameters of GroupedLinear differ in dtype, device, requires_grad or type: "
+                    f"{sorted(map(str, facts))}; make them alike"
+                )
+            accumulates = self._accumulate_into_main_grad and requires_grad and kind == "weight"
+            for parameter in held if accumulates else ():
+                if parameter.requires_grad:
+                    check_main_grad("GroupedLinear", parameter)
+
+    def contribute(
+        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
+    ) -> tuple[Contribution, TensorFacts]:
+        check_input("GroupedLinear", x, self.in_features)
+        self._check_extra(x, call)
+        rows = _rows_of_groups(call.extra_tensors[0], math.prod(x.shape[:-1]))
+        environment.objects[name, "rows"] = rows
+        weights = self._weights()
+        first = getattr(self, self.parameter_names[0])
+        bias = (
+            self._parameters.get("bias" if self.single_grouped_bias else "bias0") if self.has_bias else None
+        )
+        dtype = call.autocast or first.dtype
+        groups = self._specs(name, call, environment, dtype, weights, first, bias, rows)
+        grad_bias = call.saves and bias is not None and bias.requires_grad
+        buffers = self._caller_buffers(name, x, call, environment, dtype)
+        plain = groups[0].plain
+        contribution = GroupedContribution(
+            groups,
+            bias is not None,
+            grad_bias,
+            self._scale_bias,
+            None if x.dtype == dtype else dtype,
+            dtype if plain and first.dtype != dtype else None,
+            None if x.dtype == dtype else x.dtype,
+            first.dtype if bias is None else bias.dtype,
+            None if bias is None or bias.dtype == dtype else dtype,
+            self.single_grouped_weight,
+            self.single_grouped_bias,
+            *buffers,
+        )
+        return contribution, TensorFacts((*x.shape[:-1], self.out_features), dtype, x.device)
+
+    def _check_extra(self, x: TensorFacts, call: Call) -> None:
+        if math.prod(call.extra[0].shape) != self.num_groups:
+            raise ValueError(
+                f"GroupedLinear has {self.num_groups} groups, but got split sizes {list(call.extra[0].shape)}; give "
+                "one number per group"
+            )
+        if call.extra[0].dtype.is_floating_point:
+            raise ValueError(f"split sizes are {call.extra[0].dtype}; give integers")
+        rows = math.prod(x.shape[:-1])
+        if self._scale_bias and math.prod(call.extra[1].shape) != rows:
+            raise ValueError(
+                f"GroupedLinear takes one scale of the bias per row, but got {list(call.extra[1].shape)} for {rows} "
+                "rows"
+            )
+
+    def _specs(
+        self,
+        name: str,
+        call: Call,
+        environment: ChainEnvironment,
+        dtype: torch.dtype,
+        weights: list[Any],
+        first: Any,
+        bias: Any,
+        rows: tuple[int, ...],
+    ) -> tuple[LinearFacts, ...]:
+        """Put the spec of each group's product into the environment and return its facts."""
+        needs = (call.saves and call.grad_input, call.saves and first.requires_grad)
+        active = call.state.enabled or call.state.calibrating
+        forward = self.forward_quantizers() if active else []
+        backward = self._quantizers["backward"]
+        quantized = isinstance(first, QuantizedTensorStorage)
+        facts: list[LinearFacts] = []
+        store = self.wgrad_store if self.wgrad_store.delay_wgrad_compute() else None
+        for i in range(self.num_groups):
+            given = (*forward[2 * i : 2 * i + 2], backward[i]) if forward else None
+            if given is not None and call.state.enabled:
+                extents = (rows[i], self.in_features, self.out_features)
+                given = given if fitting("GroupedLinear", given, *extents, call.traced) else None
+            gradient = WeightGradient((weights[i],), self._accumulate_into_main_grad, False, store)
+            plain = given is None and not quantized
+            spec = linear_spec(call, dtype, given, TensorParallel(), gradient, needs, plain)
+            environment.linears[f"{name}.{i}"] = spec
+            environment.dtypes[f"{name}.{i}"] = (first.dtype, first.dtype if bias is None else bias.dtype)
+            environment.objects[name, "weight gradient"] = gradient
+            environment.objects[name, "bias gradient"] = WeightGradient()
+            facts.append(linear_facts(spec))
+        return tuple(facts)
+
+    def _caller_buffers(
+        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment, dtype: torch.dtype
+    ) -> tuple[bool, bool]:
+        shape = torch.Size((*x.shape[:-1], self.out_features))
+        output, grad_input = call.options.get(OUTPUT_BUFFER_KEY), call.options.get(GRAD_INPUT_BUFFER_KEY)
+        if output is not None:
+            like = torch.empty(0, dtype=dtype, device=x.device)
+            environment.objects[name, OUTPUT_BUFFER_KEY] = check_buffers(
+                OUTPUT_BUFFER_KEY, output, shape, like
+            )
+        if grad_input is not None:
+            like = torch.empty(0, dtype=x.dtype, device=x.device)
+            checked = check_buffers(GRAD_INPUT_BUFFER_KEY, grad_input, torch.Size(x.shape), like)
+            environment.objects[name, GRAD_INPUT_BUFFER_KEY] = checked
+        return output is not None, grad_input is not None
+
+    def need_backward_dw(self) -> bool:
+        """Return whether weight gradients are delayed until `backward_dw`."""
+        return self.wgrad_store.delay_wgrad_compute()
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that one backward pass delayed, the oldest first."""
+        if not self.need_backward_dw() or not getattr(self, self.parameter_names[0]).requires_grad:
+            return
+        for i in range(self.num_groups):
+            if i and not len(self.wgrad_store):
+                break
+            self.wgrad_store.pop()
+        for hook in self._wgrad_hooks:
+            hook()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], object]) -> None:
+        """Call a function without arguments whenever `backward_dw` has finished."""
+        self._wgrad_hooks.append(hook)
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.has_bias}"
+        )
+
+
+def _rows_of_groups(sizes: Tensor, total: int) -> tuple[int, ...]:
+    """Read the rows of each group on the host; on a GPU this waits for the device."""
+    rows = tuple([int(size) for size in sizes.reshape(-1).tolist()])
+    if min(rows) < 0 or sum(rows) > total:
+        raise ValueError(
+            f"split sizes {list(rows)} do not fit an input of {total} rows; give sizes >= 0 whose sum is at most that"
+        )
+    return rows
+
+
+def is_op_fuser_grouped_tensor_path_supported(recipe: Recipe | None, dtype: torch.dtype) -> bool:
+    """Return whether the original's single-launch path for grouped tensors is available; it never is here.
+
+    `GroupedLinear` computes the same results without it.
+    """
+    return False

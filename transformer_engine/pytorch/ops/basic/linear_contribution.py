@@ -1,0 +1,184 @@
+"""The steps of a linear product y = x @ w.T in a chain, and the spec that its steps compute by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ....common.formats import TensorFormat
+from ....common.passes.linear import LinearFacts, backward_steps, forward_steps
+from ....common.passes.step import Step
+from ....common.recipe import Recipe
+from ...distributed.tensor_parallel import TensorParallel
+from ...functions.linear_spec import IDENTITY, Accumulation, LinearSpec, gradient_cast, input_cast
+from ...functions.weight_gradient import WeightGradient
+from ...primitives.activation import ACTIVATIONS, gradient_fuses
+from ...runtime.warn_once import warn_once
+from ...tensor.quantizer import Calibrating, Quantizer
+from ..chain import Call
+from ..pass_builder import Backward, Contribution, Forward, Kept, PassBuilder, Value
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Which of a layer's matrices the kernel that makes them may quantize.
+
+    Attributes:
+        input: Of the input.
+        grad_output: Of the output gradient.
+        one_scale: One scale of the whole gradient is computed from the gradient, so that a kernel cannot make its codes
+            in one pass.
+        beside_sums: Codes of the gradient may be made beside its column sums by the kernel that makes the gradient.
+    """
+
+    input: bool = False
+    grad_output: bool = False
+    one_scale: bool = False
+    beside_sums: bool = False
+
+    @staticmethod
+    def of(spec: LinearSpec) -> Codes:
+        """Return what the quantizers of a layer ask of kernels."""
+        cast = gradient_cast(spec)
+        if cast is None:
+            return Codes(input_cast(spec) is not None)
+        kind: TensorFormat = cast.spec.format
+        one_scale = cast.multiplier is None and kind.block is None
+        return Codes(input_cast(spec) is not None, True, one_scale, gradient_fuses(cast.spec, True))
+
+    def allows(self, tensor: str, producer: Step, sums: bool) -> bool:
+        """Return whether a producer may make the codes of a tensor; see `Contribution.takes_codes`."""
+        if tensor == "input":
+            return self.input
+        if not self.grad_output:
+            return False
+        if producer.op != "activation_backward":
+            return True
+        settings: Any = producer.settings
+        gated = ACTIVATIONS[settings.kind].gated
+        return not (self.one_scale and gated) and (not sums or self.beside_sums)
+
+
+@dataclass(frozen=True)
+class LinearContribution(Contribution):
+    """The steps of one linear product.
+
+    Attributes:
+        facts: Facts of the product; the name of the layer is filled in.
+        codes: Which matrices kernels may quantize.
+        convert_input: Dtype that the input is converted to; None if it has the right one.
+        convert_weight: The same for the weight.
+        convert_gradient: Dtype that the gradient of the input is converted to.
+        parameter: Name of the weight.
+    """
+
+    facts: LinearFacts
+    codes: Codes = Codes()
+    convert_input: torch.dtype | None = None
+    convert_weight: torch.dtype | None = None
+    convert_gradient: torch.dtype | None = None
+    parameter: str = "weight"
+
+    def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
+        x = steps.converted(x, self.convert_input)
+        if self.facts.plain:
+            x = steps.values(x)
+        leading = steps.leading(x)
+        weight = steps.converted(Value(f"{name}.{self.parameter}"), self.convert_weight).name
+        part = forward_steps(replace(self.facts, layer=name), x.name, weight, None)
+        steps.steps += part.steps
+        return Forward(Value(part.output, leading), (part.saved_input, part.saved_weight))
+
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
+        leading = steps.leading(dy)
+        part = backward_steps(replace(self.facts, layer=name), dy.name, *kept.saved)
+        steps.steps += part.steps
+        grad_input = None
+        if part.grad_input is not None:
+            grad_input = steps.converted(Value(part.grad_input, leading), self.convert_gradient)
+        return Backward(grad_input, (part.grad_weight,))
+
+    def is_plain(self, layer: str) -> bool:
+        return self.facts.plain
+
+    def takes_codes(self, tensor: str, producer: Step, sums: bool) -> bool:
+        return self.codes.allows(tensor, producer, sums)
+
+
+def accumulation_of(recipe: Recipe | None) -> Accumulation:
+    """Return which products of a recipe promote partial sums to float32."""
+    settings = [getattr(recipe, f"fp8_gemm_{product}", None) for product in ("fprop", "dgrad", "wgrad")]
+    if any(setting is None for setting in settings):
+        return Accumulation()
+    return Accumulation(*[setting.use_split_accumulator for setting in settings])  # pyright: ignore
+
+
+def fitting(kind: str, quantizers: Sequence[Quantizer], m: int, k: int, n: int, traced: bool) -> bool:
+    """Return whether the formats take x [m, k], w [n, k] and dy [m, n]; otherwise warn once that they do not."""
+    for quantizer, extents in zip(quantizers, ((m, k), (n, k), (m, n)), strict=True):
+        reason = quantizer.shape_refusal(extents, True, True)
+        if reason is not None:
+            if not traced:
+                warn_once(f"{kind} {reason}", f"{kind} runs in high precision: {reason}")
+            return False
+    return True
+
+
+def linear_spec(
+    call: Call,
+    dtype: torch.dtype,
+    quantizers: Sequence[Quantizer] | None,
+    parallel: TensorParallel,
+    gradient: WeightGradient,
+    needs: tuple[bool, bool],
+    plain: bool,
+) -> LinearSpec:
+    """Return the spec of a product.
+
+    Args:
+        call: Facts of the call.
+        dtype: Dtype that the product is computed in.
+        quantizers: Quantizers of input, weight and output gradient; None for an unquantized product.
+        parallel: The boundary to the tensor-parallel group.
+        gradient: Where the weight gradient goes.
+        needs: Whether the gradients of input and weight are needed.
+        plain: Matrices are multiplied as they are.
+    """
+    state = call.state
+    used: Sequence[Quantizer] = (IDENTITY, IDENTITY, IDENTITY)
+    if quantizers is not None and state.enabled:
+        used = quantizers
+    elif quantizers is not None:
+        used = (Calibrating(quantizers[0]), Calibrating(quantizers[1]), IDENTITY)
+    recipe = state.recipe if state.enabled and quantizers is not None else None
+    return LinearSpec(
+        dtype=dtype,
+        input=used[0],
+        weight=used[1],
+        grad_output=used[2],
+        accumulation=accumulation_of(recipe),
+        parallel=parallel,
+        weight_gradient=gradient,
+        backward=getattr(recipe, "backward_override", None) or "quantized",
+        needs_grad_input=needs[0],
+        needs_grad_weight=needs[1],
+        traced=call.traced,
+        communicates=parallel.mode is not None and parallel.size > 1,
+        plain=plain,
+    )
+
+
+def linear_facts(spec: LinearSpec) -> LinearFacts:
+    """Return the facts of a product that decide its steps."""
+    parallel = spec.parallel
+    return LinearFacts(
+        grad_input=spec.needs_grad_input,
+        grad_weight=spec.needs_grad_weight,
+        plain=spec.plain,
+        backward=spec.backward,
+        mode=parallel.mode if spec.communicates else None,
+        sequence=parallel.sequence,
+    )

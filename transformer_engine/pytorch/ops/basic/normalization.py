@@ -1,0 +1,250 @@
+"""LayerNorm, RMSNorm and L2Normalization as operations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ....common import env
+from ....common.numbers import to_bool, to_float, to_int
+from ....common.passes.step import Step
+from ....common.passes.vocabulary import Norm as NormSettings
+from ...functions.normalization import Norm
+from ...runtime.device import canonical_device, is_meta
+from ...runtime.warn_once import warn_once
+from ..chain import Call, TensorFacts
+from ..pass_builder import Backward, ChainEnvironment, Contribution, Forward, Kept, PassBuilder, Value
+from ..step_operation import StepOperation
+
+_STAGES = ("forward", "backward", "inference")
+_VARIABLES = ("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN", "NVTE_INF_LAYERNORM_SM_MARGIN")
+
+
+@dataclass(frozen=True)
+class NormContribution(Contribution):
+    """Steps of a normalization of the last dimensions.
+
+    Attributes:
+        has_bias: There is a bias.
+        width: Product of the normalized dimensions, if there are several; None for one.
+        shape: Shape of the parameters, if there are several dimensions.
+        convert: Dtype that the input is converted to; None if it has the right one.
+        convert_gradient: Dtype that the gradient is converted to.
+    """
+
+    has_bias: bool
+    width: int | None = None
+    shape: tuple[int, ...] | None = None
+    convert: torch.dtype | None = None
+    convert_gradient: torch.dtype | None = None
+
+    def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
+        x = steps.converted(x, self.convert)
+        weight, bias = f"{name}.weight", f"{name}.bias" if self.has_bias else None
+        y, mean, rstdev = [f"{name}.{made}" for made in ("y", "mean", "rstdev")]
+        if self.width is None:
+            x = steps.matrix(x)
+            steps.steps.append(Step("norm", (x.name, weight, bias), (y, mean, rstdev), NormSettings(name)))
+            return Forward(Value(y, x.leading), (x.name, mean, rstdev, weight))
+        x = steps.shaped(x)
+        shape = steps.one("shape", (x.name,), f"{name}.shape")
+        rows = steps.one("rows", (x.name,), f"{name}.rows", self.width)
+        weight = steps.one("to_shape", (weight,), f"{name}.weight_flat", (-1,))
+        bias = None if bias is None else steps.one("to_shape", (bias,), f"{name}.bias_flat", (-1,))
+        steps.steps.append(Step("norm", (rows, weight, bias), (y, mean, rstdev), NormSettings(name)))
+        output = steps.one("reshape", (y, shape), f"{name}.y_shaped")
+        return Forward(Value(output), (rows, mean, rstdev, weight, shape))
+
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
+        x, mean, rstdev, weight = kept.saved[:4]
+        if self.width is None:
+            dy = steps.matrix(dy)
+            gradient = dy.name
+        else:
+            gradient = steps.one("rows", (steps.shaped(dy).name,), f"{name}.dy_rows", self.width)
+        made = [f"{name}.{grad}" for grad in ("dx", "dgamma", "dbeta")]
+        inputs = (gradient, x, mean, rstdev, weight)
+        results = (made[0], made[1], made[2] if self.has_bias else None)
+        steps.steps.append(Step("norm_backward", inputs, results, NormSettings(name)))
+        grads = [made[1], made[2]] if self.has_bias else [made[1]]
+        dx = Value(made[0], dy.leading)
+        if self.width is not None:
+            assert self.shape is not None
+            grads = [steps.one("to_shape", (grad,), f"{grad}_shaped", self.shape) for grad in grads]
+            dx = Value(steps.one("reshape", (made[0], kept.saved[4]), f"{name}.dx_shaped"))
+        return Backward(steps.converted(dx, self.convert_gradient), tuple(grads))
+
+
+class NormalizationOperation(StepOperation):
+    """Base of LayerNorm and RMSNorm: parameters `weight` and, for LayerNorm, `bias` of the normalized dimensions.
+
+    Derived classes have the attributes of the equation: `kind`, `eps` and `zero_centered_gamma`.
+    """
+
+    kind: str
+    has_bias: bool
+    parameter_names = ("weight", "bias")
+    weight: Tensor
+    bias: Tensor | None
+    normalized_shape: tuple[int, ...]
+    eps: float
+    zero_centered_gamma: bool
+
+    def contribute(
+        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
+    ) -> tuple[Contribution, TensorFacts]:
+        shape, count = tuple(self.weight.shape), self.weight.dim()
+        if x.shape[-count:] != shape:
+            raise ValueError(
+                f"{type(self).__name__} normalizes the last dimensions {shape}, and the input is {x.shape}; reshape "
+                "the input or change normalized_shape"
+            )
+        environment.norms[name] = Norm(self.kind, self.eps, self.zero_centered_gamma)
+        dtype = call.autocast or x.dtype
+        convert = None if dtype == x.dtype else dtype
+        several = count != 1
+        contribution = NormContribution(
+            self.has_bias,
+            math.prod(shape) if several else None,
+            shape if several else None,
+            convert,
+            None if convert is None else x.dtype,
+        )
+        return contribution, TensorFacts(x.shape, dtype, x.device)
+
+
+class _Normalization(NormalizationOperation):
+    def __init__(
+        self,
+        normalized_shape: int | Iterable[int],
+        *,
+        eps: float = 1e-5,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        sm_margin: int | Mapping[str, int] = 0,
+    ) -> None:
+        super().__init__()
+        sizes = normalized_shape if isinstance(normalized_shape, Iterable) else (normalized_shape,)
+        self.normalized_shape = tuple([to_int("normalized_shape", size, 1) for size in sizes])
+        self.eps = to_float("eps", eps)
+        self.zero_centered_gamma = to_bool("zero_centered_gamma", zero_centered_gamma)
+        self._sm_margins = _margins(sm_margin)
+        allocation = {
+            "device": torch.device("meta") if is_meta(device) else canonical_device(device),
+            "dtype": dtype or torch.get_default_dtype(),
+        }
+        self.weight = torch.nn.Parameter(torch.empty(self.normalized_shape, **allocation))
+        if self.has_bias:
+            self.bias = torch.nn.Parameter(torch.empty(self.normalized_shape, **allocation))
+        else:
+            self.register_parameter("bias", None)
+        if not self.weight.is_meta:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Allocate parameters on the meta device; set gamma to 1 and beta to 0."""
+        self.allocate_parameters()
+        with torch.no_grad():
+            self.weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
+            if self.bias is not None:
+                self.bias.zero_()
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+
+
+def _margins(sm_margin: int | Mapping[str, int]) -> dict[str, int]:
+    """Return the margin of each stage, from the environment where it names one; any but 0 warns, without effect."""
+    given = sm_margin if isinstance(sm_margin, Mapping) else dict.fromkeys(_STAGES, sm_margin)
+    if set(given) != set(_STAGES):
+        raise ValueError(f"sm_margin={dict(given)}; give an int or all of {', '.join(_STAGES)}")
+    margins = {stage: to_int(f"sm_margin[{stage!r}]", margin, 0) for stage, margin in given.items()}
+    if any(margins.values()):
+        warn_once(
+            "sm_margin of an operation",
+            f"sm_margin={sm_margin!r} has no effect: the kernels use all multiprocessors, with the same results. "
+            "Leave it 0",
+        )
+    named = {stage: env.get(name) for stage, name in zip(_STAGES, _VARIABLES, strict=True)}
+    return margins | {stage: int(margin) for stage, margin in named.items() if margin}
+
+
+class LayerNorm(_Normalization):
+    """y = (x - E[x]) / sqrt(Var[x] + eps) * gamma + beta over the last dimensions (arXiv:1607.06450).
+
+    Args:
+        normalized_shape: The last dimensions of the input, an int for one.
+        eps: Added to the variance.
+        device: Device of the parameters, by default the GPU if there is one; "meta" allocates them in the first forward
+            pass.
+        dtype: Dtype of the parameters, by default torch's default dtype.
+        zero_centered_gamma: gamma = 1 + weight, with the weight initialized to 0.
+        sm_margin: Accepted for compatibility, without effect.
+    """
+
+    kind = "LayerNorm"
+    has_bias = True
+
+
+class RMSNorm(_Normalization):
+    """y = x / sqrt(E[x^2] + eps) * gamma over the last dimensions (arXiv:1910.07467).
+
+    Args:
+        normalized_shape: The last dimensions of the input, an int for one.
+        eps: Added to the mean square.
+        device: Device of the weight, by default the GPU if there is one; "meta" allocates it in the first forward pass.
+        dtype: Dtype of the weight, by default torch's default dtype.
+        zero_centered_gamma: gamma = 1 + weight, with the weight initialized to 0.
+        sm_margin: Accepted for compatibility, without effect.
+    """
+
+    kind = "RMSNorm"
+    has_bias = False
+
+
+@dataclass(frozen=True)
+class L2Contribution(Contribution):
+    """Steps of L2Normalization."""
+
+    eps: float
+
+    def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
+        x = steps.matrix(x)
+        y, rstdev = f"{name}.y", f"{name}.rstdev"
+        steps.steps.append(Step("l2_norm", (x.name,), (y, rstdev), self.eps))
+        return Forward(Value(y, x.leading), (x.name, rstdev))
+
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
+        dy = steps.matrix(dy)
+        return Backward(
+            Value(steps.one("l2_norm_backward", (dy.name, *kept.saved), f"{name}.dx"), dy.leading)
+        )
+
+
+class L2Normalization(StepOperation):
+    """y = x / sqrt(sum(x^2) + eps) over the last dimension.
+
+    Args:
+        eps: Added to the sum.
+        seq_length: Accepted for compatibility, without effect.
+        micro_batch_size: Accepted for compatibility, without effect.
+    """
+
+    def __init__(
+        self, *, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None
+    ) -> None:
+        super().__init__()
+        self.eps = to_float("eps", eps)
+
+    def contribute(
+        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
+    ) -> tuple[Contribution, TensorFacts]:
+        return L2Contribution(self.eps), x._replace(quantized=False)
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps}"

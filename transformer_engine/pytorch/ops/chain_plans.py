@@ -1,0 +1,227 @@
+"""Build the passes of a chain of operations from their contributions, and fuse the steps by rules.
+
+A pass is built once per kind of call, which is the tuple of the operations' contributions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ...common.memory import Memory
+from ...common.passes.rules import (
+    ACCUMULATED_PRODUCT,
+    BIAS_IN_PRODUCT,
+    CODES_AND_SUMS_FROM_PRODUCER,
+    CODES_BESIDE_SUMS,
+    CODES_FROM_PRODUCER,
+    SUM_IN_NORM_BACKWARD,
+    fuse,
+    without_identity_casts,
+)
+from ...common.passes.step import Pass, Step
+from ...common.passes.vocabulary import Cast, ColumnSum
+from ..functions.run import Schedule, schedule_of
+from .pass_builder import Backward, Contribution, Forward, Kept, PassBuilder, Value
+
+RULES = (
+    BIAS_IN_PRODUCT,
+    CODES_BESIDE_SUMS,
+    CODES_AND_SUMS_FROM_PRODUCER,
+    CODES_FROM_PRODUCER,
+    ACCUMULATED_PRODUCT,
+    SUM_IN_NORM_BACKWARD,
+)
+# Steps whose result is contiguous, so that `dense` leaves it unchanged.
+_DENSE = frozenset({"dense", "activation_backward", "norm_backward", "product", "situ_glu_backward"})
+_KEPT = 512
+
+
+class Member(NamedTuple):
+    """One operation of a pass: its name in the pass, contribution, parameters, numbers of extra tensors, and whether
+    it saves anything."""
+
+    name: str
+    contribution: Contribution
+    parameters: tuple[str, ...]
+    extra_inputs: int
+    saves: bool
+
+
+class ForwardPlan(NamedTuple):
+    """A forward pass, the numbers of extra outputs, and for each operation its saved buffers: (name, kept name)."""
+
+    schedule: Schedule
+    extra_outputs: tuple[int, ...]
+    saved: tuple[tuple[tuple[str | None, str | None], ...], ...]
+    steps: Pass
+
+
+class GradFacts(NamedTuple):
+    """Whether the gradient of an extra output is there, and may be written in place."""
+
+    writable: bool
+
+
+class BackwardKey(NamedTuple):
+    """A kind of backward pass, by operation: members, saved buffers, and gradients of the extra outputs."""
+
+    members: tuple[Member, ...]
+    saved: tuple[tuple[tuple[str | None, str | None], ...], ...]
+    extra: tuple[tuple[GradFacts | None, ...], ...]
+    quantized: bool
+
+
+class BackwardPlan(NamedTuple):
+    """A backward pass, and the numbers of gradients of parameters and of extra inputs by operation."""
+
+    schedule: Schedule
+    parameters: tuple[int, ...]
+    extra_inputs: tuple[int, ...]
+    steps: Pass
+
+
+def _allowed(members: dict[str, Contribution]) -> Callable[[str, Step, Step], bool]:
+    """Return the predicate by which rules apply: the operation that reads codes decides."""
+
+    def allowed(rule: str, producer: Step, reader: Step) -> bool:
+        settings: Any = reader.settings
+        sums = rule in (CODES_AND_SUMS_FROM_PRODUCER.name, CODES_BESIDE_SUMS.name)
+        if rule == CODES_BESIDE_SUMS.name:
+            settings = producer.settings if reader.op == "column_sum" else reader.settings
+        cast = settings.cast if isinstance(settings, ColumnSum) else settings
+        if rule in (CODES_FROM_PRODUCER.name, CODES_AND_SUMS_FROM_PRODUCER.name, CODES_BESIDE_SUMS.name):
+            if not isinstance(cast, Cast):
+                return False
+            return members[_operation(cast.layer)].takes_codes(cast.tensor, producer, sums)
+        return True
+
+    return allowed
+
+
+def _operation(layer: str) -> str:
+    return layer.partition(".")[0]
+
+
+def _plan_forward(key: tuple[tuple[Member, ...], bool, bool]) -> ForwardPlan:
+    members, quantized, fused = key
+    x = f"{members[0].name}.x"
+    steps, value = PassBuilder(), Value(x, None, quantized)
+    inputs, parts = [x], []
+    for member in members:
+        inputs += [f"{member.name}.{parameter}" for parameter in member.parameters]
+        inputs += [f"{member.name}.extra{i}" for i in range(member.extra_inputs)]
+        part: Forward = member.contribution.forward(steps, member.name, value)
+        value = part.output
+        parts.append(part if member.saves else part._replace(saved=()))
+    output = value.name if value.quantized else steps.shaped(value).name
+    extra = [steps.shaped(made).name for part in parts for made in part.extra_outputs]
+    saved = tuple([name for part in parts for name in part.saved])
+    contributions = {member.name: member.contribution for member in members}
+    made = Pass(tuple(inputs), (output, *extra), saved, tuple(steps.steps))
+    read = without_identity_casts(made, _is_plain(contributions))
+    if fused:
+        read = fuse(read, _allowed(contributions), RULES)
+    pairs = iter(zip(saved, read.saved, strict=True))
+    return ForwardPlan(
+        schedule_of(read),
+        tuple([len(part.extra_outputs) for part in parts]),
+        tuple([tuple([next(pairs) for _ in part.saved]) for part in parts]),
+        read,
+    )
+
+
+def _is_plain(contributions: dict[str, Contribution]) -> Callable[[Cast], bool]:
+    return lambda cast: contributions[_operation(cast.layer)].is_plain(cast.layer)
+
+
+def _plan_backward(key: tuple[BackwardKey, bool]) -> BackwardPlan:
+    (members, saved, extra, quantized), fused = key
+    steps, value = PassBuilder(".backward"), Value("dy", None, quantized)
+    parts: list[Backward] = []
+    inputs = ["dy"]
+    columns: list[Step] = []
+    for member, kept, given in reversed(list(zip(members, saved, extra, strict=True))):
+        grads = []
+        for i, facts in enumerate(given):
+            grads.append(None if facts is None else Value(f"{member.name}.grad_extra{i}"))
+            inputs += [] if facts is None else [f"{member.name}.grad_extra{i}"]
+        names = tuple([name for name, _ in kept])
+        writable = tuple([facts is not None and facts.writable for facts in given])
+        contribution = member.contribution.with_writable_gradients(writable)
+        part = contribution.backward(steps, member.name, value, Kept(names, tuple(grads)))
+        parts.insert(0, part)
+        for name, source in kept:
+            if source is not None and source not in inputs:
+                inputs.append(source)
+            # A plain layer saves the matrix itself and reads it by columns here.
+            if name is not None and source is not None and name != source:
+                columns.append(Step("cast", (source,), (None, name), Cast(member.name, "", False, True)))
+        if part.grad_input is not None:
+            value = part.grad_input
+    first = parts[0].grad_input
+    grad_input = None if first is None else first.name if first.quantized else steps.shaped(first).name
+    parameters = [name for part in parts for name in part.grad_parameters]
+    extras = [
+        None if made is None else steps.shaped(made).name for part in parts for made in part.grad_extra_inputs
+    ]
+    made_pass = Pass(tuple(inputs), (grad_input, *parameters, *extras), (), (*_unique(columns), *steps.steps))
+    contributions = {member.name: member.contribution for member in members}
+    read = _without_dense(without_identity_casts(made_pass, _is_plain_or_column(contributions)))
+    if fused:
+        read = fuse(read, _allowed(contributions), RULES)
+    return BackwardPlan(
+        schedule_of(read),
+        tuple([len(part.grad_parameters) for part in parts]),
+        tuple([len(part.grad_extra_inputs) for part in parts]),
+        read,
+    )
+
+
+def _unique(columns: list[Step]) -> list[Step]:
+    return list({step.results: step for step in columns}.values())
+
+
+def _is_plain_or_column(contributions: dict[str, Contribution]) -> Callable[[Cast], bool]:
+    plain = _is_plain(contributions)
+    return lambda cast: not cast.tensor or plain(cast)
+
+
+def _without_dense(pass_: Pass) -> Pass:
+    """Remove `dense` steps that read a contiguous matrix of this pass."""
+    made = {name: step.op for step in pass_.steps for name in step.makes()}
+    names: dict[str | None, str | None] = {}
+    steps: list[Step] = []
+    for step in pass_.steps:
+        step = replace(step, inputs=tuple([names.get(name, name) for name in step.inputs]))
+        if step.op == "dense" and made.get(step.inputs[0] or "") in _DENSE:
+            names[step.results[0]] = step.inputs[0]
+        else:
+            steps.append(step)
+    return Pass(
+        pass_.inputs, tuple([names.get(name, name) for name in pass_.results]), pass_.saved, tuple(steps)
+    )
+
+
+_forward_plans: Memory[Any, ForwardPlan] = Memory(_plan_forward, _KEPT)
+_backward_plans: Memory[Any, BackwardPlan] = Memory(_plan_backward, _KEPT)
+
+
+def forward_plan(members: tuple[Member, ...], quantized: bool, fused: bool) -> ForwardPlan:
+    """Return the forward pass of operations, built at the first call.
+
+    Args:
+        members: The operations.
+        quantized: The input is quantized.
+        fused: Apply rules.
+    """
+    key = (members, quantized, fused)
+    return _plan_forward(key) if torch.compiler.is_compiling() else _forward_plans[key]
+
+
+def backward_plan(key: BackwardKey, fused: bool) -> BackwardPlan:
+    """Return the backward pass of operations, built at the first call; see `forward_plan`."""
+    return _plan_backward((key, fused)) if torch.compiler.is_compiling() else _backward_plans[(key, fused)]

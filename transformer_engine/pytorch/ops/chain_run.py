@@ -1,0 +1,267 @@
+"""One call of a chain: its contexts, both passes over the operations, and the autograd function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..functions.saving import keep, take_saved
+from ..functions.scale_update import ScaleUpdate
+from ..quantization.autocast import AutocastState
+from ..runtime.double_backward import once_differentiable
+from .chain import run_backward, run_forward
+from .links import Links
+from .operation import BasicOperation, FusibleOperation, OperationContext
+from .pass_builder import ChainEnvironment
+from .step_operation import contributes_backward, contributes_forward
+from .tracing import update_of
+
+# Operations in order, each with the indices of its basic operations.
+Fused = list[tuple[FusibleOperation, list[int]]]
+
+
+class ChainRun:
+    """One call of a fuser: its contexts, and both passes over the operations."""
+
+    def __init__(
+        self,
+        basic_ops: Sequence[BasicOperation],
+        links: Links,
+        fused: tuple[Fused, Fused],
+        first: int,
+        parameters: list[int],
+        options: Sequence[dict[str, Any]],
+        state: AutocastState,
+    ) -> None:
+        self.basic_ops, self.links = basic_ops, links
+        self.forward_ops, self.backward_ops = fused
+        self.first, self.parameters, self.options, self.state = first, parameters, options, state
+        self.contexts: list[OperationContext] = []
+        # Operations that a registered fused operation replaces in the backward pass.
+        self._opaque_backward = {
+            i
+            for op, indices in self.backward_ops
+            if op.is_fused_op and not contributes_backward(op)
+            for i in indices
+        }
+        self.override = getattr(state.recipe, "backward_override", None) if state.enabled else None
+
+    def forward(self, x: Tensor, extra_inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Any]]:
+        """Return (main output, extra outputs for the caller..), and the tensors to save."""
+        count = len(self.basic_ops)
+        self.contexts = [
+            OperationContext(
+                requires_grad=i >= self.first,
+                input_requires_grad=i > self.first or (i == self.first == 0 and x.requires_grad),
+            )
+            for i in range(count)
+        ]
+        environment = ChainEnvironment()
+        given = self.links.given(extra_inputs)
+        outputs: list[tuple[Any, ...]] = [()] * count
+        ops_of_steps = _apart(self.forward_ops, contributes_forward)
+        stepwise = {i for op, indices in ops_of_steps if contributes_forward(op) for i in indices}
+
+        def joins(before: Sequence[int], behind: Sequence[int]) -> bool:
+            return stepwise.issuperset((before[-1], behind[0])) and not self.links.connects(before, behind)
+
+        for segment in _segments(ops_of_steps, joins):
+            indices = [i for _, members in segment for i in members]
+            received = self.links.received(given, outputs, indices)
+            ops = [self.basic_ops[i] for i in indices]
+            ctxs, options = [self.contexts[i] for i in indices], [self.options[i] for i in indices]
+            if indices[0] in stepwise:
+                x, made = run_forward(ops, ctxs, x, received, options, environment, indices[0])
+            else:
+                x, made = self._run_opaque(segment[0][0], indices, x, received, options)
+            for i, extra in zip(indices, made, strict=True):
+                outputs[i] = tuple(extra)
+                self.links.check_outputs(i, outputs[i])
+        saved: list[Any] = []
+        for ctx in self.contexts:
+            tensors = ctx.to_save or ()
+            ctx._saved_range = (len(saved), len(saved) + len(tensors))
+            ctx.to_save = None
+            saved += tensors
+        return (x, *self.links.returned(outputs)), saved
+
+    def _run_opaque(
+        self, op: FusibleOperation, indices: list[int], x: Tensor, received: list[Any], options: list[Any]
+    ) -> tuple[Any, list[Any]]:
+        """Run an operation by its own method, between passes of other operations."""
+        before, behind = indices[0] - 1, indices[-1] + 1
+        previous = self.basic_ops[before] if before >= 0 and self.override is None else None
+        following_op = self.basic_ops[behind] if behind < len(self.basic_ops) else None
+        tensors = [x, *op.parameters(), *[tensor for extra in received for tensor in extra]]
+        _keep_storage(tensors)
+        output, extra = op.fuser_forward(
+            [self.contexts[i] for i in indices],
+            x,
+            basic_op_extra_inputs=[tuple(tensors) for tensors in received],
+            prev_op_grad_output_quantizer=None if previous is None else previous.get_grad_output_quantizer(),
+            next_op_input_quantizer=None if following_op is None else following_op.get_input_quantizer(),
+            basic_op_kwargs=options,
+        )
+        made = [tuple(tensors) for tensors in extra]
+        _keep_storage([output, *[tensor for tensors in made for tensor in tensors]])
+        return output, made
+
+    def backward(
+        self, saved: Sequence[Any], grad_output: Any, grad_extra: Sequence[Any]
+    ) -> tuple[Any, list[Any], list[Any]]:
+        """Return the gradients of the main input, of all parameters, and of the caller's extra inputs."""
+        count = len(self.basic_ops)
+        contexts = _restored(self.contexts, saved)
+        del saved  # the contexts own the tensors from here on
+        parameters: list[tuple[Any, ...]] = [(None,) * n for n in self.parameters]
+        extra_inputs: list[tuple[Any, ...]] = [(None,) * op.num_extra_inputs for op in self.basic_ops]
+        given = self.links.given_gradients(grad_extra)
+        dy: Any = grad_output
+        apart = _apart(self.backward_ops, self._backward_of_steps)
+        reached = [entry for entry in apart if entry[1][-1] >= self.first]
+
+        def joins(before: Sequence[int], behind: Sequence[int]) -> bool:
+            same = _environment(self.contexts, before) is _environment(self.contexts, behind)
+            return (
+                same
+                and self._stepwise(before)
+                and self._stepwise(behind)
+                and not self.links.connects(before, behind)
+            )
+
+        for segment in reversed(_segments(reached, joins)):
+            indices = [i for _, members in segment for i in members]
+            ctxs = [contexts[i] for i in indices]
+            grads = [self.links.gradients_of_outputs(i, given, extra_inputs) for i in indices]
+            if self._stepwise(indices):
+                dy, made, extra = run_backward(ctxs, dy, grads)
+            else:
+                dy, made, extra = segment[0][0].fuser_backward(  # pyright: ignore[reportAssignmentType]
+                    ctxs, dy, basic_op_grad_extra_outputs=grads
+                )
+            for i, of_parameters, of_inputs in zip(indices, made, extra, strict=True):
+                self._check_gradients(i, tuple(of_parameters))
+                parameters[i], extra_inputs[i] = tuple(of_parameters), tuple(of_inputs)
+                contexts[i].saved_tensors = None
+        if count and self.first > 0:
+            dy = None
+        flat = [grad for group in parameters for grad in group]
+        return dy, flat, self.links.public_gradients(extra_inputs)
+
+    def _backward_of_steps(self, op: FusibleOperation) -> bool:
+        """Return whether an operation's backward pass is made of steps, of forward passes that were too."""
+        members = [
+            i for i, basic in enumerate(self.basic_ops) if basic in op.basic_operations() and i >= self.first
+        ]
+        return contributes_backward(op) and self._have_steps(members)
+
+    def _have_steps(self, indices: Sequence[int]) -> bool:
+        return all(hasattr(self.contexts[i], "step_state") for i in indices)
+
+    def _stepwise(self, indices: Sequence[int]) -> bool:
+        """Return whether single operations run by their steps in the backward pass."""
+        own = all(contributes_backward(self.basic_ops[i]) for i in indices)
+        return own and self._have_steps(indices) and not self._opaque_backward.intersection(indices)
+
+    def _check_gradients(self, index: int, grads: tuple[Any, ...]) -> None:
+        if len(grads) != self.parameters[index]:
+            raise RuntimeError(
+                f"the backward pass of {type(self.basic_ops[index]).__name__} returned {len(grads)} parameter "
+                "gradients "
+                f"for {self.parameters[index]} parameters; return one for each parameter, None where there is none"
+            )
+
+
+def _apart(ops: Fused, of_steps: Callable[[FusibleOperation], bool]) -> Fused:
+    """Replace fused operations that contribute steps by their basic operations, whose steps the rules merge."""
+    made: Fused = []
+    for op, indices in ops:
+        if op.is_fused_op and of_steps(op):
+            made += [(basic, [i]) for basic, i in zip(op.basic_operations(), indices, strict=True)]
+        else:
+            made.append((op, indices))
+    return made
+
+
+def _segments(ops: Fused, joins: Callable[[Sequence[int], Sequence[int]], bool]) -> list[Fused]:
+    """Cut a chain into runs of operations: joins(indices before, indices behind) is True where a run goes on."""
+    segments: list[Fused] = []
+    for op, indices in ops:
+        before = [i for _, members in segments[-1] for i in members] if segments else []
+        if before and joins(before, indices):
+            segments[-1].append((op, indices))
+        else:
+            segments.append([(op, indices)])
+    return segments
+
+
+def _restored(contexts: Sequence[OperationContext], saved: Sequence[Any]) -> list[OperationContext]:
+    """Return contexts for one backward pass, each with its part of the saved tensors."""
+    restored: list[OperationContext] = []
+    for ctx in contexts:
+        begin, end = ctx._saved_range or (0, 0)
+        made = ctx
+        if torch.compiler.is_compiling():  # a graph may write no object of its forward pass
+            made = OperationContext(None, None, ctx.requires_grad, ctx.input_requires_grad)
+            if hasattr(ctx, "step_state"):
+                made.step_state = ctx.step_state  # pyright: ignore[reportAttributeAccessIssue]
+        made.saved_tensors = tuple(saved[begin:end])
+        restored.append(made)
+    return restored
+
+
+def _environment(contexts: Any, indices: Sequence[int]) -> Any:
+    state = getattr(contexts[indices[-1]], "step_state", None)
+    return None if state is None else state.environment
+
+
+def _keep_storage(tensors: Sequence[Any]) -> None:
+    """Mark tensors whose memory an operation must not free after use."""
+    if torch.compiler.is_compiling():
+        return
+    for tensor in tensors:
+        if tensor is not None:
+            tensor._do_not_clear = True
+
+
+class FusedChain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, call, *tensors):
+        count = sum(call.parameters)
+        results, saved = call.forward(x, tensors[count:])
+        keep(ctx, saved)
+        ctx.call = call
+        ctx.scale_update = update_of(call.basic_ops, call.state)
+        outputs = _distinct(results, (x, *tensors))
+        ctx.mark_non_differentiable(*[y for y in outputs if not y.is_floating_point()])
+        ctx.set_materialize_grads(torch.compiler.is_compiling())
+        ctx.output = (outputs[0].shape, outputs[0].dtype, outputs[0].device)
+        return outputs
+
+    @staticmethod
+    @once_differentiable("Sequential")
+    def backward(ctx, grad_output, *grad_extra):  # pyright: ignore[reportIncompatibleMethodOverride]
+        call: ChainRun = ctx.call
+        if grad_output is None:  # only extra outputs were used
+            shape, dtype, device = ctx.output
+            grad_output = torch.zeros(shape, dtype=dtype, device=device)
+        grad_input, parameters, extra = call.backward(take_saved(ctx), grad_output, grad_extra)
+        update: ScaleUpdate | None = ctx.scale_update
+        if update is not None:
+            update.run()
+        return grad_input, None, *parameters, *extra
+
+
+def _distinct(results: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Return results that are different objects, and none of the inputs, for autograd to attach its history to."""
+    seen = {id(tensor) for tensor in inputs}
+    made: list[Tensor] = []
+    for result in results:
+        if id(result) in seen:
+            result = result.detach()
+        seen.add(id(result))
+        made.append(result)
+    return tuple(made)

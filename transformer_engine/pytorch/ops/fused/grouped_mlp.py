@@ -1,0 +1,38 @@
+"""Names of the original's fused grouped MLPs, which need a GPU of compute capability 10 and are never inserted here.
+
+A grouped MLP of `GroupedLinear`, a scaled activation and `GroupedLinear` runs as one pass of a chain without them.
+"""
+
+from __future__ import annotations
+
+from ..step_operation import StepFusedOperation
+
+
+class GroupedMLP_CuTeGEMMGLU(StepFusedOperation):
+    """GroupedLinear, a scaled gated activation and GroupedLinear."""
+
+    @classmethod
+    def is_supported(cls) -> bool:
+        """Return False: the original's kernel is not part of this package."""
+        return False
+
+
+class GroupedMLP_CuTeGEMMUnary(StepFusedOperation):
+    """GroupedLinear, ScaledSReLU and GroupedLinear."""
+
+    @classmethod
+    def is_supported(cls) -> bool:
+        """Return False: the original's kernel is not part of this package."""
+        return False
+
+
+def _cudnn_frontend_version_supported() -> bool:
+    return False
+
+
+def _cudnn_frontend_supports_grouped_gemm_srelu() -> bool:
+    return False
+
+
+def _cudnn_frontend_supports_grouped_gemm_situglu() -> bool:
+    return False

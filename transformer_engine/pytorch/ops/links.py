@@ -1,0 +1,145 @@
+"""Links: which extra inputs of a chain come from the caller, and which from channels of earlier operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .operation import BasicOperation
+
+
+class Slot(NamedTuple):
+    """An extra input or output: index of its operation, and its index there."""
+
+    op: int
+    index: int
+
+
+class Links:
+    """The extra inputs and outputs of a chain.
+
+    Args:
+        ops: The basic operations in order.
+
+    Raises:
+        ValueError: A channel has no producer, several, or one that is not earlier than its reader.
+
+    Attributes:
+        public_inputs: Extra inputs that the caller gives, in order.
+        public_outputs: Extra outputs that the caller receives, in order.
+        sources: The extra output that an extra input reads.
+    """
+
+    def __init__(self, ops: Sequence[BasicOperation]) -> None:
+        self._ops = ops
+        self.public_inputs: list[Slot] = []
+        self.public_outputs: list[Slot] = []
+        self.sources: dict[Slot, Slot] = {}
+        producers = self._producers()
+        for op, operation in enumerate(ops):
+            for index in range(operation.num_extra_inputs):
+                name = operation._extra_input_channels[index]
+                if name is None:
+                    self.public_inputs.append(Slot(op, index))
+                    continue
+                source = producers.get(name)
+                if source is None:
+                    raise ValueError(
+                        f"channel {name!r} has no producer; name an extra output of an earlier operation"
+                    )
+                if source.op >= op:
+                    raise ValueError(
+                        f"channel {name!r} is produced by operation {source.op}, which is not earlier than its reader, "
+                        f"operation {op}; put the producer first"
+                    )
+                self.sources[Slot(op, index)] = source
+
+    def _producers(self) -> dict[str, Slot]:
+        producers: dict[str, Slot] = {}
+        for op, operation in enumerate(self._ops):
+            for index in range(operation.num_extra_outputs):
+                name = operation._extra_output_channels[index]
+                if operation._extra_output_to_caller[index]:
+                    self.public_outputs.append(Slot(op, index))
+                if name is None:
+                    continue
+                if name in producers:
+                    raise ValueError(
+                        f"channel {name!r} has several producers, operations {producers[name].op} and {op}; give each "
+                        "channel a name of its own"
+                    )
+                producers[name] = Slot(op, index)
+        return producers
+
+    def connects(self, before: Sequence[int], behind: Sequence[int]) -> bool:
+        """Return whether one of some operations reads a channel of one of others."""
+        return any(reader.op in behind and source.op in before for reader, source in self.sources.items())
+
+    def given(self, extra_inputs: Sequence[Tensor]) -> list[list[Tensor | None]]:
+        """Return the caller's extra inputs by operation; None for those of channels."""
+        given: list[list[Tensor | None]] = [[None] * op.num_extra_inputs for op in self._ops]
+        for slot, tensor in zip(self.public_inputs, extra_inputs, strict=True):
+            given[slot.op][slot.index] = tensor
+        return given
+
+    def received(
+        self, given: list[list[Tensor | None]], outputs: list[tuple[Any, ...]], indices: Sequence[int]
+    ) -> list[tuple[Any, ...]]:
+        """Return all extra inputs of some operations, those of channels included."""
+        found: list[tuple[Any, ...]] = []
+        for op in indices:
+            tensors = list(given[op])
+            for index in range(len(tensors)):
+                source = self.sources.get(Slot(op, index))
+                if source is not None and outputs[source.op]:
+                    tensors[index] = outputs[source.op][source.index]
+            found.append(tuple(tensors))
+        return found
+
+    def check_outputs(self, op: int, outputs: tuple[Any, ...]) -> None:
+        """Raise RuntimeError unless an operation returned its extra outputs.
+
+        A fused operation may return None for a channel that only its own operations read.
+        """
+        operation = self._ops[op]
+        if len(outputs) != operation.num_extra_outputs:
+            raise RuntimeError(
+                f"{type(operation).__name__} returned {len(outputs)} extra outputs, but declares "
+                f"num_extra_outputs={operation.num_extra_outputs}; return one tensor for each"
+            )
+        for index, tensor in enumerate(outputs):
+            hidden = operation._extra_output_channels[index] and not operation._extra_output_to_caller[index]
+            if tensor is None and not hidden:
+                raise RuntimeError(
+                    f"{type(operation).__name__} returned None for extra output {index}, which the caller or a later "
+                    "operation reads; return a tensor"
+                )
+
+    def returned(self, outputs: list[tuple[Any, ...]]) -> list[Tensor]:
+        """Return the extra outputs for the caller."""
+        return [outputs[slot.op][slot.index] for slot in self.public_outputs]
+
+    def given_gradients(self, grads: Sequence[Tensor | None]) -> dict[Slot, Tensor | None]:
+        """Return the gradients of the caller's extra outputs."""
+        return dict(zip(self.public_outputs, grads, strict=True))
+
+    def gradients_of_outputs(
+        self, op: int, given: dict[Slot, Tensor | None], extra_inputs: list[tuple[Any, ...]]
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradient of each extra output of an operation, summed over all of its readers."""
+        sums: list[Tensor | None] = []
+        for index in range(self._ops[op].num_extra_outputs):
+            slot = Slot(op, index)
+            total = given.get(slot)
+            for reader, source in self.sources.items():
+                grad = extra_inputs[reader.op][reader.index] if source == slot else None
+                if grad is not None:
+                    total = grad if total is None else total + grad
+            sums.append(total)
+        return tuple(sums)
+
+    def public_gradients(self, extra_inputs: list[tuple[Any, ...]]) -> list[Tensor | None]:
+        """Return the gradients of the extra inputs that the caller gave."""
+        return [extra_inputs[slot.op][slot.index] for slot in self.public_inputs]

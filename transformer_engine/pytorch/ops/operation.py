@@ -1,0 +1,303 @@
+"""Base classes of fusible operations: FusibleOperation, BasicOperation, FusedOperation and OperationContext.
+
+A basic operation has one main input and one main output, and optionally extra inputs and outputs. A fused operation
+stands for several consecutive basic operations. `Sequential` and `OperationFuser` run chains of them.
+
+To write an operation, derive from `BasicOperation` and implement `op_forward` and `op_backward`. The operations of this
+package describe themselves as steps of a pass instead (`step_operation.py`).
+"""
+
+from __future__ import annotations
+
+from abc import ABCMeta, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..tensor.quantizer import Quantizer
+from .channels import Channels
+from .recipe_slots import RecipeSlots
+
+
+@dataclass
+class OperationContext:
+    """State that the forward pass of one basic operation leaves to its backward pass.
+
+    Operations may set attributes of their own.
+
+    Attributes:
+        saved_tensors: In the backward pass, the tensors that `save_for_backward` received.
+        to_save: In the forward pass, the tensors to save.
+        requires_grad: Whether a backward pass will reach the operation.
+        input_requires_grad: Whether the backward pass needs the gradient of the operation's input.
+    """
+
+    saved_tensors: tuple[Tensor | None, ...] | None = None
+    to_save: tuple[Tensor | None, ...] | None = None
+    requires_grad: bool = True
+    input_requires_grad: bool = True
+    _saved_range: tuple[int, int] | None = field(default=None, repr=False)
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Save tensors for the backward pass; a second call replaces those of the first."""
+        self.to_save = tensors
+
+
+class FusibleOperation(torch.nn.Module, metaclass=ABCMeta):
+    """An operation that can be part of a fused chain."""
+
+    # Makes the `OperationFuser` of a chain; set by `fuser.py`, which is built of operations.
+    _fuser: ClassVar[Callable[[list[Any]], Callable[..., Any]]]
+
+    @property
+    @abstractmethod
+    def is_fused_op(self) -> bool:
+        """Whether the operation stands for several basic operations."""
+
+    def pre_first_fuser_forward(self) -> None:
+        """Prepare the operation before its first forward pass, for example by allocating deferred parameters."""
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        """Prepare the operation before each forward pass.
+
+        Args:
+            requires_grad: Whether a backward pass will reach the operation.
+        """
+
+    def get_input_quantizer(self) -> Quantizer | None:
+        """Return the quantizer that the operation applies to its input, or None."""
+        return None
+
+    def get_grad_output_quantizer(self) -> Quantizer | None:
+        """Return the quantizer that the operation applies to the gradient of its output, or None."""
+        return None
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[Tensor, ...]],
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[Tensor, Iterable[Iterable[Tensor | None]]]:
+        """Compute the forward pass as part of a chain.
+
+        Args:
+            basic_op_ctxs: One context per basic operation.
+            input_: The main input.
+            basic_op_extra_inputs: Extra inputs of each basic operation.
+            prev_op_grad_output_quantizer: Quantizer of the previous operation's output gradient, or None.
+            next_op_input_quantizer: Quantizer of the next operation's input, or None.
+            basic_op_kwargs: Keyword arguments of each basic operation.
+
+        Returns:
+            The main output, and the extra outputs of each basic operation.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no forward pass; implement fuser_forward, or op_forward of a BasicOperation"
+        )
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
+    ) -> tuple[Tensor | None, Iterable[Iterable[Tensor | None]], Iterable[Iterable[Tensor | None]]]:
+        """Compute the backward pass as part of a chain.
+
+        Args:
+            basic_op_ctxs: The contexts of the forward pass.
+            grad_output: Gradient of the main output.
+            basic_op_grad_extra_outputs: Gradients of the extra outputs of each basic operation.
+
+        Returns:
+            The gradient of the main input, the gradients of each basic operation's parameters in the order of
+            `parameters()`, and the gradients of each basic operation's extra inputs.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no backward pass; implement fuser_backward, or op_backward of a BasicOperation"
+        )
+
+    def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        """Apply the operation alone.
+
+        Args:
+            input: The main input.
+            *extra_inputs: The extra inputs.
+            **kwargs: Keyword arguments of the operation.
+
+        Returns:
+            The output, or a tuple of the output and the extra outputs.
+        """
+        members = len(self.basic_operations())
+        if members != 1 and kwargs:
+            raise ValueError(
+                f"{type(self).__name__} stands for {members} basic operations and takes no keyword arguments, but got "
+                f"{', '.join(sorted(kwargs))}; put it in a Sequential and use op_kwargs"
+            )
+        make: Callable[..., Any] = type(self)._fuser
+        return make([self])(input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
+
+    def basic_operations(self) -> list[BasicOperation]:
+        """Return the basic operations that this operation stands for, in order."""
+        raise NotImplementedError(
+            f"{type(self).__name__} derives from neither BasicOperation nor FusedOperation"
+        )
+
+
+class BasicOperation(Channels, RecipeSlots, FusibleOperation, metaclass=ABCMeta):
+    """An operation with one main input and one main output that is not made of other operations.
+
+    Derived classes implement `op_forward` and `op_backward`. A class with extra inputs or outputs sets
+    `num_extra_inputs` and `num_extra_outputs`, and implements `fuser_forward` and `fuser_backward` instead. A class
+    that quantizes tensors overrides `num_quantizers`.
+
+    Attributes:
+        num_extra_inputs: Number of extra input tensors.
+        num_extra_outputs: Number of extra output tensors.
+    """
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self._begin_recipe_slots()
+        self._begin_channels()
+
+    @property
+    def is_fused_op(self) -> bool:
+        return False
+
+    def basic_operations(self) -> list[BasicOperation]:
+        return [self]
+
+    def get_input_quantizer(self) -> Quantizer | None:
+        return self.get_quantizer("forward", 0) if self.num_quantizers("forward") else None
+
+    def get_grad_output_quantizer(self) -> Quantizer | None:
+        return self.get_quantizer("backward", 0) if self.num_quantizers("backward") else None
+
+    @abstractmethod
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Compute the forward pass.
+
+        Args:
+            ctx: Context, which saves what the backward pass needs.
+            input_: The input.
+            prev_op_grad_output_quantizer: Quantizer of the previous operation's output gradient, or None.
+            next_op_input_quantizer: Quantizer of the next operation's input, or None. The operation may return its
+                output quantized by it.
+            **kwargs: Keyword arguments of the call.
+
+        Returns:
+            The output.
+        """
+
+    @abstractmethod
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Iterable[Tensor | None]]:
+        """Compute the backward pass.
+
+        Args:
+            ctx: The context of the forward pass.
+            grad_output: Gradient of the output.
+
+        Returns:
+            The gradient of the input, and the gradients of the parameters in the order of `parameters()`.
+        """
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[Tensor, ...]],
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[Tensor, Iterable[Iterable[Tensor | None]]]:
+        if self.num_extra_inputs or self.num_extra_outputs:
+            raise RuntimeError(
+                f"{type(self).__name__} has {self.num_extra_inputs} extra inputs and {self.num_extra_outputs} extra "
+                "outputs, which op_forward cannot pass; override fuser_forward and fuser_backward"
+            )
+        output = self.op_forward(
+            basic_op_ctxs[0],
+            input_,
+            prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
+            next_op_input_quantizer=next_op_input_quantizer,
+            **basic_op_kwargs[0],
+        )
+        return output, [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
+    ) -> tuple[Tensor | None, Iterable[Iterable[Tensor | None]], Iterable[Iterable[Tensor | None]]]:
+        if self.num_extra_inputs or self.num_extra_outputs:
+            raise RuntimeError(
+                f"{type(self).__name__} has {self.num_extra_inputs} extra inputs and {self.num_extra_outputs} extra "
+                "outputs, which op_backward cannot pass; override fuser_forward and fuser_backward"
+            )
+        grad_input, grad_parameters = self.op_backward(basic_op_ctxs[0], grad_output)
+        return grad_input, [grad_parameters], [()]
+
+
+class FusedOperation(FusibleOperation):
+    """An operation that replaces several consecutive basic operations.
+
+    It holds no parameters and no state of its own. Derived classes implement `fuser_forward` or `fuser_backward`, or
+    both. A class that replaces only one of the passes keeps in the contexts exactly what the other pass of the basic
+    operations expects.
+
+    Args:
+        basic_ops: The basic operations, in order.
+
+    Raises:
+        ValueError: There are no basic operations.
+    """
+
+    def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
+        super().__init__()
+        self.basic_ops = torch.nn.ModuleList(basic_ops)
+        if not len(self.basic_ops):
+            raise ValueError(
+                f"{type(self).__name__} has no basic operations; give the operations that it replaces"
+            )
+
+    @property
+    def is_fused_op(self) -> bool:
+        return True
+
+    def basic_operations(self) -> list[BasicOperation]:
+        return list(self.basic_ops)  # pyright: ignore[reportReturnType]
+
+    def get_input_quantizer(self) -> Quantizer | None:
+        return self.basic_operations()[0].get_input_quantizer()
+
+    def get_grad_output_quantizer(self) -> Quantizer | None:
+        return self.basic_operations()[-1].get_grad_output_quantizer()
+
+    def pre_first_fuser_forward(self) -> None:
+        for op in self.basic_operations():
+            op.pre_first_fuser_forward()
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        for op in self.basic_operations():
+            op.pre_fuser_forward(requires_grad=requires_grad)

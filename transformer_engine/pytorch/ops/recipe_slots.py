@@ -1,0 +1,237 @@
+"""RecipeSlots: the quantizers of a basic operation under the active recipe, and their state in checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...common.recipe import Recipe, revision_of, still_says
+from ..distributed.recompute import is_fp8_activation_recompute_enabled
+from ..quantization import FP8GlobalStateManager, QuantizerRole, RecipeState, delayed_scaling
+from ..quantization.autocast import AutocastState
+from ..quantization.extra_state import (
+    check_extra_state,
+    decode_extra_state,
+    encode_extra_state,
+    load_extra_state,
+)
+from ..quantization.family import family_of
+from ..quantization.replay import runs
+from ..quantization.resizable_state import ResizableState
+from ..runtime.device import canonical_device
+from ..tensor.quantizer import Quantizer
+
+MODES = ("forward", "backward")
+KEYS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
+_SUFFIX = {"forward": "fwd", "backward": "bwd"}
+_serial = itertools.count()
+by_key: weakref.WeakValueDictionary[str, RecipeSlots] = weakref.WeakValueDictionary()
+
+
+class RecipeSlots:
+    """The quantizers of one operation; a mixin of `torch.nn.Module`.
+
+    Attributes:
+        _fp8_metas: Recipe, group and recipe state of each mode, "forward" and "backward"; None before the first recipe.
+        _quantizers: Quantizers of each mode; empty while no recipe is active.
+    """
+
+    _fp8_metas: dict[str, dict[str, Any] | None]
+    _quantizers: dict[str, list[Quantizer]]
+    _served: tuple[Recipe, Any, Any] | None
+    _replay_key: str
+
+    def _begin_recipe_slots(self) -> None:
+        self._fp8_metas = dict.fromkeys(MODES)
+        self._quantizers = {mode: [] for mode in MODES}
+        self._served = None
+        self._begin_key()
+
+    def _begin_key(self) -> None:
+        """Give the operation a name, by which traced functions and repeated calls find it."""
+        self._replay_key = f"operation {next(_serial)}"
+        by_key[self._replay_key] = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy has a name of its own."""
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied._begin_key()
+        return copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # pyright: ignore[reportAttributeAccessIssue]
+        self._begin_key()
+
+    def num_quantizers(self, mode: str) -> int:
+        """Return how many tensors the operation quantizes in a mode, "forward" or "backward"."""
+        return 0
+
+    def get_quantizer(self, mode: str, index: int) -> Quantizer | None:
+        """Return a quantizer of the active recipe; None without a recipe.
+
+        Args:
+            mode: "forward" or "backward".
+            index: Index of the quantizer, less than `num_quantizers(mode)`.
+
+        Raises:
+            ValueError: There is no such quantizer.
+        """
+        count = self.num_quantizers(mode)
+        if not 0 <= index < count:
+            raise ValueError(
+                f"quantizer {index} does not exist: {type(self).__name__} has {count} in {mode} mode"
+            )
+        quantizers = self._quantizers[mode]
+        return quantizers[index] if quantizers else None
+
+    def get_quantizer_roles(self, mode: str) -> Sequence[QuantizerRole | None] | None:
+        """Return the role of each quantizer, which the factory of a custom recipe receives; None if unknown."""
+        return [None] * self.num_quantizers(mode)
+
+    def reset_recipe_state(self, *, recipe: Recipe | None = None) -> None:
+        """Create the quantizers of a recipe; scales and histories of delayed scaling continue.
+
+        Args:
+            recipe: The recipe; None removes the quantizers.
+        """
+        self._serve(recipe, None)
+
+    def follow(self, state: AutocastState) -> None:
+        """Use the recipe of an autocast state from now on."""
+        recipe = state.recipe if state.enabled or state.calibrating else None
+        served = self._served
+        if served is None or recipe is None:
+            if served is not None or recipe is not None:
+                self._serve(recipe, state.group)
+        elif not (still_says(served[0], served[1], recipe) and served[2] is state.group):
+            self._serve(recipe, state.group)
+        if recipe is not None and family_of(recipe).stateful:
+            self.register_for_updates()
+
+    def _serve(self, recipe: Recipe | None, group: Any) -> None:
+        if recipe is None:
+            self._quantizers = {mode: [] for mode in MODES}
+            self._served = None
+            return
+        for mode in MODES:
+            self._make(mode, recipe, group)
+        self._served = (recipe, revision_of(recipe), group)
+
+    def _make(self, mode: str, recipe: Recipe, group: Any) -> None:
+        count = self.num_quantizers(mode)
+        if not count:
+            return
+        meta = self._fp8_metas[mode]
+        previous = None if meta is None else meta.get(KEYS[mode])
+        with torch.inference_mode(False):  # later steps write to the state
+            state = RecipeState.renew(
+                previous,
+                recipe,
+                mode=mode,
+                num_quantizers=count,
+                device=self._state_device(),
+                roles=self.get_quantizer_roles(mode),
+            )
+        if previous is not None and previous is not state:
+            for replaced in previous.delayed_states:
+                delayed_scaling.unregister(replaced)
+        self._fp8_metas[mode] = {"recipe": recipe, "fp8_group": group, KEYS[mode]: state}
+        self._quantizers[mode] = state.make_quantizers()
+
+    def register_for_updates(self) -> None:
+        """Include the states of delayed scaling in the updates of scales; a repeated call costs next to nothing."""
+        for meta in self._fp8_metas.values():
+            if meta is not None:
+                FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(meta)
+
+    def forward_quantizers(self) -> list[Quantizer]:
+        """Return the quantizers of the forward pass, for one call.
+
+        In the second run of a checkpointed function they repeat the scales of the first run.
+
+        Raises:
+            RuntimeError: The function did not call the operation as often in its first run.
+        """
+        quantizers = self._quantizers["forward"]
+        if not (is_fp8_activation_recompute_enabled() and self.has_scaling_state()):
+            return quantizers
+        for run in runs():
+            if not run.again:
+                run.states.keep(self._replay_key, [tuple([q.replay_state() for q in quantizers])])
+                continue
+            states = run.next(self._replay_key)
+            if states is None:
+                raise RuntimeError(
+                    f"{type(self).__name__} is called in the second run of a checkpointed function, but was not called "
+                    "under this recipe so often in its first; let the function do the same both times"
+                )
+            quantizers = [q.replaying(state) for q, state in zip(quantizers, states[0], strict=True)]
+        return quantizers
+
+    def has_scaling_state(self) -> bool:
+        """Return whether an active quantizer has scales that change between calls."""
+        return self._served is not None and any(self.delayed_states(mode) for mode in MODES)
+
+    def delayed_states(self, mode: str) -> tuple[Any, ...]:
+        """Return the delayed-scaling states of a mode."""
+        meta = self._fp8_metas[mode]
+        return () if meta is None else meta[KEYS[mode]].delayed_states
+
+    def _state_device(self) -> torch.device:
+        for parameter in self.parameters(recurse=False):  # pyright: ignore[reportAttributeAccessIssue]
+            return canonical_device("cuda") if parameter.is_meta else parameter.device
+        return canonical_device("cuda")
+
+    def _save_fp8_metas(self) -> dict[str, Any]:
+        """Return copies of the scales and histories of delayed scaling by mode; see `_load_fp8_metas`."""
+        return {
+            mode: [(state.scale.clone(), state.amax_history.clone()) for state in self.delayed_states(mode)]
+            for mode in MODES
+        }
+
+    def _load_fp8_metas(self, saved: dict[str, Any] | None) -> None:
+        """Restore what `_save_fp8_metas` returned, in place."""
+        for mode, states in (saved or {}).items():
+            for state, (scale, history) in zip(self.delayed_states(mode), states, strict=True):
+                state.scale.copy_(scale)
+                state.amax_history.copy_(history)
+
+    def get_extra_state(self) -> Tensor:
+        """Return recipe and scaling states as a uint8 tensor on the CPU; empty without delayed scaling."""
+        content: dict[str, Any] = {}
+        for mode, meta in self._fp8_metas.items():
+            if meta is not None and family_of(meta["recipe"]).stateful:
+                content[mode] = decode_extra_state(encode_extra_state(meta))
+        if not any(content.values()):
+            return ResizableState.of(torch.empty(0, dtype=torch.uint8, device="cpu"))
+        return ResizableState.of(torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8))
+
+    def set_extra_state(self, state: Tensor | io.BytesIO | None) -> None:
+        """Restore the state that `get_extra_state` returned, read through an allow-list.
+
+        Raises:
+            ExtraStateError: The state is damaged, names something that may not be loaded, or does not fit.
+        """
+        content = decode_extra_state(state)
+        if content is None:
+            return
+        saved = {mode: content[mode] for mode in MODES if content.get(mode)}
+        for mode, part in saved.items():
+            check_extra_state(part, {_SUFFIX[mode]: self.num_quantizers(mode)})
+        for mode, part in saved.items():
+            self._make(mode, part["recipe"], None)
+            meta = self._fp8_metas[mode]
+            if meta is not None:
+                load_extra_state(part, meta)
+            self._quantizers[mode] = []
+        self._served = None

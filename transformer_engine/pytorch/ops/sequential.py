@@ -1,0 +1,191 @@
+"""Sequential: a container that runs consecutive fusible operations as fused chains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .fuser import OperationFuser
+from .operation import BasicOperation, FusibleOperation
+
+
+class Sequential(torch.nn.Module):
+    """Runs modules one after another, as `torch.nn.Sequential`, and fuses consecutive operations.
+
+    Other modules may stand between operations; they separate fused chains.
+
+    Args:
+        *args: Modules in order, or one dict of names and modules.
+
+    Attributes:
+        _module_groups: After the first forward pass, the fused chains (`OperationFuser`) and other modules in order;
+            None after the container has changed.
+    """
+
+    def __init__(self, *args: torch.nn.Module | Mapping[str, torch.nn.Module]) -> None:
+        super().__init__()
+        self._module_groups: list[OperationFuser | torch.nn.Module] | None = None
+        self._last_global_state: Any = None
+        if len(args) == 1 and isinstance(args[0], Mapping):
+            for name, module in args[0].items():
+                self.add_module(name, module)
+        else:
+            for module in args:
+                self.append(module)  # pyright: ignore[reportArgumentType]
+
+    def add_module(self, name: str, module: torch.nn.Module | None) -> None:
+        self._module_groups = None
+        super().add_module(name, module)
+
+    def _key(self, index: int) -> str:
+        keys = list(self._modules)
+        if not -len(keys) <= index < len(keys):
+            raise IndexError(f"index {index} is out of range for a Sequential of {len(keys)} modules")
+        return keys[index]
+
+    def _next_key(self) -> str:
+        numbers = [int(key) for key in self._modules if key.isdigit()]
+        return str(max(numbers, default=-1) + 1)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return type(self)({key: self._modules[key] for key in list(self._modules)[index]})  # pyright: ignore
+        return self._modules[self._key(index)]
+
+    def __setitem__(self, index: int, module: torch.nn.Module) -> None:
+        self._module_groups = None
+        self._modules[self._key(index)] = self._module(module)
+
+    def __delitem__(self, index: int | slice) -> None:
+        self._module_groups = None
+        keys = list(self._modules)[index] if isinstance(index, slice) else [self._key(index)]
+        for key in keys:
+            del self._modules[key]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[torch.nn.Module]:
+        return iter([module for module in self._modules.values() if module is not None])  # pyright: ignore[reportArgumentType]
+
+    def append(self, module: torch.nn.Module) -> Sequential:
+        """Append a module and return the container."""
+        self.add_module(self._next_key(), self._module(module))
+        return self
+
+    def extend(self, modules: Iterable[torch.nn.Module]) -> Sequential:
+        """Append modules and return the container."""
+        for module in modules:
+            self.append(module)
+        return self
+
+    def insert(self, index: int, module: torch.nn.Module) -> Sequential:
+        """Insert a module before an index, renumber the modules, and return the container."""
+        modules = list(self)
+        modules.insert(index, self._module(module))
+        self._module_groups = None
+        self._modules = {str(i): held for i, held in enumerate(modules)}
+        return self
+
+    def pop(self, index: int | slice) -> Any:
+        """Remove modules and return them."""
+        removed = self[index]
+        del self[index]
+        return removed
+
+    def __iadd__(self, modules: Iterable[torch.nn.Module]) -> Sequential:
+        return self.extend(modules)
+
+    def __add__(self, modules: Iterable[torch.nn.Module]) -> Sequential:
+        return type(self)(
+            {key: module for key, module in self._modules.items() if module is not None}
+        ).extend(modules)
+
+    def _module(self, module: Any) -> torch.nn.Module:
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(
+                f"{module!r} is a {type(module).__name__}; a Sequential holds torch.nn.Module objects"
+            )
+        return module
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy groups its own modules."""
+        return {**self.__dict__, "_module_groups": None}
+
+    def _make_module_groups(self) -> list[OperationFuser | torch.nn.Module]:
+        groups: list[OperationFuser | torch.nn.Module] = []
+        chain: list[FusibleOperation] = []
+        for module in self:
+            if isinstance(module, FusibleOperation):
+                chain.append(module)
+                continue
+            groups += [OperationFuser(chain)] if chain else []
+            groups.append(module)
+            chain = []
+        return groups + ([OperationFuser(chain)] if chain else [])
+
+    def forward(
+        self,
+        input: Tensor,
+        *extra_inputs: Tensor,
+        op_kwargs: Mapping[BasicOperation | int, dict[str, Any]] | None = None,
+    ) -> Any:
+        """Run the modules.
+
+        Args:
+            input: The main input.
+            *extra_inputs: Extra inputs of the operations, in order.
+            op_kwargs: Keyword arguments of basic operations, by operation or by index in the container.
+
+        Returns:
+            The output, or a tuple of the output and the extra outputs of the operations.
+
+        Raises:
+            ValueError: The number of extra inputs does not fit, or `op_kwargs` names something that is not a basic
+                operation of this container.
+        """
+        groups = self._module_groups
+        if groups is None:
+            groups = self._module_groups = self._make_module_groups()
+        options = self._options(op_kwargs)
+        wanted = sum([group.num_extra_inputs for group in groups if isinstance(group, OperationFuser)])
+        if len(extra_inputs) != wanted:
+            raise ValueError(
+                f"got {len(extra_inputs)} extra inputs, but the operations read {wanted}; give one tensor for each "
+                "extra input, in the order of the operations"
+            )
+        x: Any = input
+        outputs: list[Tensor] = []
+        at = 0
+        for group in groups:
+            if not isinstance(group, OperationFuser):
+                x = group(x)
+                continue
+            given = extra_inputs[at : at + group.num_extra_inputs]
+            at += group.num_extra_inputs
+            kwargs = [options.get(id(op), {}) for op in group._basic_ops] if options else None
+            x = group(x, *given, basic_op_kwargs=kwargs)
+            if isinstance(x, tuple):
+                x, *extra = x
+                outputs += extra
+        return (x, *outputs) if outputs else x
+
+    def _options(self, given: Mapping[Any, dict[str, Any]] | None) -> dict[int, dict[str, Any]]:
+        """Return keyword arguments by the identity of the operation."""
+        found: dict[int, dict[str, Any]] = {}
+        members = {id(module) for module in self}
+        for target, options in (given or {}).items():
+            if isinstance(target, int) and not -len(self) <= target < len(self):
+                raise ValueError(f"op_kwargs names operation {target} of a Sequential of {len(self)} modules")
+            op = self[target] if isinstance(target, int) else target
+            if not isinstance(op, BasicOperation):
+                raise ValueError(
+                    f"op_kwargs names a {type(op).__name__}; only basic operations take keyword arguments"
+                )
+            if id(op) not in members:
+                raise ValueError(f"op_kwargs names a {type(op).__name__} that is not in this Sequential")
+            found[id(op)] = dict(options)
+        return found

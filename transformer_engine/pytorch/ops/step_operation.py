@@ -1,0 +1,179 @@
+"""StepOperation and StepFusedOperation: operations whose passes are steps, so that neighbours fuse with them."""
+
+from __future__ import annotations
+
+from abc import ABCMeta, abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..runtime.device import canonical_device
+from ..tensor.quantizer import Quantizer
+from .chain import Call, TensorFacts, run_backward, run_forward
+from .operation import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from .pass_builder import ChainEnvironment, Contribution
+
+
+class StepOperation(BasicOperation, metaclass=ABCMeta):
+    """A basic operation that contributes steps to passes.
+
+    A derived class implements `contribute`. A user's class that overrides `op_forward` or `fuser_forward` runs by these
+    methods instead, without fusion.
+
+    Attributes:
+        parameter_names: Names of the parameters that the steps read.
+        option_names: Keyword arguments of a call that the operation accepts.
+    """
+
+    parameter_names: tuple[str, ...] = ()
+    option_names: frozenset[str] = frozenset()
+
+    @abstractmethod
+    def contribute(
+        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
+    ) -> tuple[Contribution, TensorFacts]:
+        """Describe the operation for one call.
+
+        Args:
+            name: Name of the operation in the pass.
+            x: Facts of the input.
+            call: Facts of the call.
+            environment: Receives the objects that the steps refer to by name.
+
+        Returns:
+            The contribution, and the facts of the output.
+        """
+
+    def pass_parameters(self) -> dict[str, Tensor]:
+        """Return the parameters that the steps read, by their names there."""
+        parameters = {name: getattr(self, name) for name in self.parameter_names}
+        return {name: parameter for name, parameter in parameters.items() if parameter is not None}
+
+    def pre_first_fuser_forward(self) -> None:
+        if any(parameter.is_meta for parameter in self.parameters(recurse=False)):
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Allocate parameters on the meta device and fill all parameters with initial values."""
+
+    def allocate_parameters(self) -> None:
+        """Replace parameters on the meta device by uninitialized ones on the default device."""
+        for name, parameter in list(self.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                values = torch.empty_like(parameter, device=canonical_device("cuda"))
+                allocated = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
+                vars(allocated).update(vars(parameter))
+                self.register_parameter(name, allocated)
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Quantizer | None = None,
+        next_op_input_quantizer: Quantizer | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        _without_extra_tensors(self, "op_forward", "fuser_forward")
+        return run_forward([self], [ctx], input_, [()], [kwargs])[0]
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Iterable[Tensor | None]]:
+        _without_extra_tensors(self, "op_backward", "fuser_backward")
+        grad_input, parameters, _ = run_backward([ctx], grad_output, [()])
+        return grad_input, parameters[0]
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[Tensor, ...]],
+        prev_op_grad_output_quantizer: Quantizer | None = None,
+        next_op_input_quantizer: Quantizer | None = None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[Tensor, Iterable[Iterable[Tensor | None]]]:
+        if type(self).op_forward is not StepOperation.op_forward:
+            return super().fuser_forward(
+                basic_op_ctxs,
+                input_,
+                basic_op_extra_inputs=basic_op_extra_inputs,
+                prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
+                next_op_input_quantizer=next_op_input_quantizer,
+                basic_op_kwargs=basic_op_kwargs,
+            )
+        return run_forward([self], basic_op_ctxs, input_, basic_op_extra_inputs, basic_op_kwargs)
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
+    ) -> tuple[Tensor | None, Iterable[Iterable[Tensor | None]], Iterable[Iterable[Tensor | None]]]:
+        if type(self).op_backward is not StepOperation.op_backward:
+            return super().fuser_backward(
+                basic_op_ctxs, grad_output, basic_op_grad_extra_outputs=basic_op_grad_extra_outputs
+            )
+        return run_backward(basic_op_ctxs, grad_output, basic_op_grad_extra_outputs)
+
+
+def _without_extra_tensors(op: BasicOperation, method: str, instead: str) -> None:
+    if op.num_extra_inputs or op.num_extra_outputs:
+        raise RuntimeError(
+            f"{type(op).__name__}.{method} cannot pass {op.num_extra_inputs} extra inputs and {op.num_extra_outputs} "
+            f"extra outputs; call {instead}"
+        )
+
+
+class StepFusedOperation(FusedOperation):
+    """A fused operation of operations that contribute steps; the rules of passes merge these steps."""
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[Tensor, ...]],
+        prev_op_grad_output_quantizer: Quantizer | None = None,
+        next_op_input_quantizer: Quantizer | None = None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[Tensor, Iterable[Iterable[Tensor | None]]]:
+        ops = self.basic_operations()
+        return run_forward(ops, basic_op_ctxs, input_, basic_op_extra_inputs, basic_op_kwargs)
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
+    ) -> tuple[Tensor | None, Iterable[Iterable[Tensor | None]], Iterable[Iterable[Tensor | None]]]:
+        return run_backward(basic_op_ctxs, grad_output, basic_op_grad_extra_outputs)
+
+
+def contributes_forward(op: FusibleOperation) -> bool:
+    """Return whether the forward pass of an operation is made of steps."""
+    if isinstance(op, StepFusedOperation):
+        own = type(op).fuser_forward is StepFusedOperation.fuser_forward
+        return own and all(contributes_forward(member) for member in op.basic_operations())
+    if not isinstance(op, StepOperation):
+        return False
+    kind = type(op)
+    return kind.op_forward is StepOperation.op_forward and kind.fuser_forward is StepOperation.fuser_forward
+
+
+def contributes_backward(op: FusibleOperation) -> bool:
+    """Return whether the backward pass of an operation is made of steps."""
+    if isinstance(op, StepFusedOperation):
+        own = type(op).fuser_backward is StepFusedOperation.fuser_backward
+        return own and all(contributes_backward(member) for member in op.basic_operations())
+    if not isinstance(op, StepOperation):
+        return False
+    kind = type(op)
+    return (
+        kind.op_backward is StepOperation.op_backward and kind.fuser_backward is StepOperation.fuser_backward
+    )

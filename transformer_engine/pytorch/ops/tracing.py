@@ -1,0 +1,76 @@
+"""The recipe of a chain's operations in one call, and its scale updates, in eager mode and while a compiler traces.
+
+State that is made inside of a graph would be lost, so a tracing compiler calls functions for real that make it. Such
+functions take strings only.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._guards import TracingContext
+
+from ...common.recipe import description_of, recipe_described_as
+from ..functions.scale_update import ScaleUpdate, of_the_pass
+from ..quantization.autocast import AutocastState
+from ..runtime.tracing import constant_while_tracing
+from .recipe_slots import RecipeSlots, by_key
+
+
+def following(ops: Sequence[RecipeSlots], state: AutocastState) -> None:
+    """Let operations use the recipe of an autocast state from now on."""
+    traced = torch.compiler.is_compiling()
+    recipe = state.recipe if state.enabled or state.calibrating else None
+    for op in ops:
+        if not traced:
+            op.follow(state)
+        elif recipe is not None:
+            _follow_while_tracing(op._replay_key, description_of(recipe), state.group)
+        elif op._served is not None:
+            _leave_while_tracing(op._replay_key)
+
+
+@constant_while_tracing
+def _follow_while_tracing(key: str, recipe: str, group: Any) -> bool:
+    by_key[key].follow(AutocastState(True, False, recipe_described_as(recipe), group))
+    return True
+
+
+@constant_while_tracing
+def _leave_while_tracing(key: str) -> bool:
+    by_key[key].follow(AutocastState())
+    return True
+
+
+def update_of(ops: Sequence[RecipeSlots], state: AutocastState) -> ScaleUpdate | None:
+    """Return what the backward pass of operations updates under delayed scaling, or None."""
+    if not state.enabled:
+        return None
+    stateful = [op for op in ops if op.has_scaling_state()]
+    if not stateful:
+        return None
+    if not torch.compiler.is_compiling():
+        return of_the_pass()
+    states: list[Any] = []
+    for op in stateful:
+        if _first_call_while_tracing(op._replay_key):
+            states += op.delayed_states("backward")
+    return ScaleUpdate(tuple(states), state.group) if states else None
+
+
+# The trace in which an operation was last called.
+_traced: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+@constant_while_tracing
+def _first_call_while_tracing(key: str) -> bool:
+    """Return whether this is the operation's first call in the graph that is being traced."""
+    op, trace = by_key[key], TracingContext.try_get()
+    before = _traced.get(op)
+    if trace is None or (before is not None and before() is trace):
+        return trace is None
+    _traced[op] = weakref.ref(trace)
+    return True
