@@ -2,15 +2,14 @@
 
     XLA_FLAGS=--xla_gpu_enable_triton_gemm=false python benchmarks/jax_memory.py memory.json [--only TEXT]
 
-The FP8 linear layer is measured in three orders, whose gradients are equal:
+FP8 layers are measured in two orders of the backward pass, whose gradients are equal:
 
     one pass         dy is read once and cast to both directions; both copies of its codes live during dX
-    late transpose   dy is cast to rows; after dX its codes are transposed for dW
-    late cast        dy is cast to rows; after dX it is read again and cast to columns
+    late transpose   dy is cast to rows; after dX its codes are transposed for dW (the default for large gradients)
 
-Of [8192, 4096] x [4096, 14336] the first needs 112 (codes of dy) + 56 (codes of the kernel) + 32 MiB (workspace of
-cuBLASLt) beside the outputs, the others 112 + 32 (codes of x) + 32. --quick: small sizes on any machine, whose figures
-mean nothing, but whose gradients are compared.
+A linear layer [8192, 4096] x [4096, 14336] needs 112 (codes of dy) + 56 (codes of the kernel) + 32 MiB (workspace of
+cuBLASLt) beside its outputs in the first order, and 112 + 32 (codes of x) + 32 in the second. --quick measures small
+sizes on any machine: gradients are compared, figures are meaningless.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,57 +27,30 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 from transformer_engine.common import recipe as recipes
-from transformer_engine.jax import dense
-from transformer_engine.jax.products import column_operand, gradient_product, row_operand
+from transformer_engine.jax import products
 
 RECIPES: dict[str, recipes.Recipe | None] = {
     "bf16": None,
     "delayed": recipes.DelayedScaling(),
     "current": recipes.Float8CurrentScaling(),
 }
-LATE = ("late transpose", "late cast")
+ORDERS = {"one pass": 1 << 62, "late transpose": 1}  # `products.LATE_ELEMENTS`
 
 
 @contextmanager
 def order_of(name: str) -> Iterator[None]:
-    """Differentiate linear layers in the named order within this block."""
-    if name in LATE:
-        dense._product.defvjp(dense._product_fwd, late_backward(name))
+    """Differentiate layers in the named order within this block."""
+    usual = products.LATE_ELEMENTS
+    products.LATE_ELEMENTS = ORDERS[name]
     try:
         yield
     finally:
-        dense._product.defvjp(dense._product_fwd, dense._product_bwd)
-
-
-def late_backward(name: str) -> Callable[..., tuple[Any, ...]]:
-    """The backward rule of a quantized linear layer that makes the columns of dy after dX."""
-
-    def backward(source: Any, contracted: int, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-        (x_columns, kernel_rows), (x_like, _, kernel_like), quantizers, amaxes, kept = residuals
-        batch = x_like.ndim - 1 - contracted
-        dy, passed = dense.constant(cotangents)
-        rows, amax = quantizers.dgrad.encode(dy, True, False, flatten_axis=batch)
-        dx = gradient_product(row_operand(rows, batch), kernel_rows, x_like.dtype)
-        if name == "late transpose":
-            columns, dx = lax.optimization_barrier((rows, dx))
-        else:
-            late, dx = lax.optimization_barrier((dy, dx))
-            columns, _ = quantizers.dgrad.encode(late, False, True, flatten_axis=batch)
-        dkernel = gradient_product(x_columns, column_operand(columns, batch), kernel_like.dtype)
-        states = (quantizers.x, quantizers.kernel, quantizers.dgrad)
-        following = dense.advanced_together(states, (*amaxes, amax))
-        return (
-            source.gradients(kept, dx, passed),
-            dkernel,
-            dense.as_cotangent(dense.QuantizerSet(*following)),
-        )
-
-    return backward
+        products.LATE_ELEMENTS = usual
 
 
 def layers(quick: bool) -> dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]]:
@@ -170,7 +142,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for case, (module, shape, options) in layers(chosen.quick).items():
         for recipe_name, recipe in RECIPES.items():
-            orders = ("one pass", *LATE) if case == "linear" and recipe is not None else ("one pass",)
+            orders = ("one pass",) if recipe is None else tuple(ORDERS)
             reference: Any = None
             for order in orders:
                 name = f"{case}/{recipe_name}/{order}"

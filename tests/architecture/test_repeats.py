@@ -8,8 +8,8 @@ import pytest
 from repeats import repeated
 from source import PACKAGES, ROOT
 
-# Pairs of files. Most of those left are lists of a kernel's or a public function's arguments, 14 of them of te.ops, whose
-# constructors and passes have the signatures that the original's callers use.
+# Pairs of files. Most of those left are lists of a kernel's or a public function's arguments, 14 of them of te.ops, in
+# whose constructors and passes signatures are those of the original.
 MOST_IN_THE_PRODUCT = 125
 MOST = 181
 # Pairs with a file of transformer_engine.jax: the references of both frameworks, each in its own array type, and the

@@ -17,10 +17,9 @@ from .collective import CollectiveOpSet, noop_collective_op_set
 from .grouped_dense import grouped_dense
 from .products import (
     column_operand,
-    columns_after,
     encode,
     forward_product,
-    gradient_product,
+    gradient_products,
     gradient_quantizer,
     row_operand,
 )
@@ -161,9 +160,8 @@ def _product_bwd(source: Source, contracted: int, residuals: Any, cotangents: An
         cotangents = constant(cotangents)
     dy, passed = cotangents
     codes, amax = encode(gradient_quantizer(quantizers.dgrad, dy), dy, batch)
-    dx = gradient_product(row_operand(codes, batch), kernel_rows, x_like.dtype)
-    codes, dx = columns_after(codes, dx)
-    dkernel = gradient_product(x_columns, column_operand(codes, batch), kernel_like.dtype)
+    dtypes = x_like.dtype, kernel_like.dtype
+    dx, dkernel = gradient_products(codes, batch, kernel_rows, x_columns, dtypes)
     # The three states advance here, in one operation, because the last of their maxima is known here.
     states = (quantizers.x, quantizers.kernel, quantizers.dgrad)
     following = as_cotangent(QuantizerSet(*advanced_together(states, (*amaxes, amax))))

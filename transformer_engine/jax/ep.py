@@ -307,7 +307,7 @@ def ep_combine(
     check_sizes("token_counts", token_counts, placement.local_experts, expert_out.shape[0])
     if handle_mem.sent.shape[0] != num_local_tokens:
         raise ValueError(
-            f"num_local_tokens={num_local_tokens}, but {handle_mem.sent.shape[0]} tokens were dispatched; pass that number"
+            f"num_local_tokens={num_local_tokens}; {handle_mem.sent.shape[0]} tokens were dispatched; pass that number"
         )
     valid = jnp.arange(expert_out.shape[0]) < token_counts.sum()
     outputs = returned(placement, handle_mem, jnp.where(valid[:, None], expert_out, 0))

@@ -39,7 +39,7 @@ LATE_ELEMENTS = 1 << 26
 
 
 def gradient_quantizer(quantizer: Quantizer | None, gradient: Array) -> Quantizer | None:
-    """Return the quantizer of an output gradient, for its rows alone if `columns_after` makes the columns.
+    """Return the quantizer of an output gradient, for its rows alone if `gradient_products` makes the columns.
 
     The columns of a tensor with one scale are the transpose of its rows, bit for bit.
     """
@@ -49,16 +49,30 @@ def gradient_quantizer(quantizer: Quantizer | None, gradient: Array) -> Quantize
     return replace(quantizer, q_layout=QuantizeLayout.ROWWISE) if both else quantizer
 
 
-def columns_after(tensor: Tensor, dx: Array) -> tuple[Tensor, Array]:
-    """Order what `column_operand` makes of an output gradient behind dx, if the gradient has rows alone."""
+def gradient_products(
+    dy: Tensor, batch: int, kernel_rows: Operand, x_columns: Operand, dtypes: tuple[Any, Any]
+) -> tuple[Array, Array]:
+    """Compute dx and dw of a linear layer.
+
+    Args:
+        dy: Output gradient [*M, *N], encoded by its `gradient_quantizer`.
+        batch: Number of axes of M.
+        kernel_rows: Kernel, to be contracted over N.
+        x_columns: Input of the layer, to be contracted over M.
+        dtypes: Dtypes of dx and of dw.
+
+    Returns:
+        dx [*M, *K] and dw [*K, *N].
+    """
+    dx = gradient_product(row_operand(dy, batch), kernel_rows, dtypes[0])
     if (
-        isinstance(tensor, ScaledTensor1x)
-        and not tensor.is_colwise
-        and tensor.scaling_mode.is_tensor_scaling()
-        and _is_large(tensor.data)
+        isinstance(dy, ScaledTensor1x)
+        and not dy.is_colwise
+        and dy.scaling_mode.is_tensor_scaling()
+        and _is_large(dy.data)
     ):
-        return lax.optimization_barrier((tensor, dx))
-    return tensor, dx
+        dy, dx = lax.optimization_barrier((dy, dx))
+    return dx, gradient_product(x_columns, column_operand(dy, batch), dtypes[1])
 
 
 def _is_large(gradient: Array) -> bool:

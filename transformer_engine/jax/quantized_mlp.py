@@ -15,17 +15,9 @@ import jax
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from . import products
 from .bias import biased
 from .primitives.operand import Operand
-from .products import (
-    column_operand,
-    columns_after,
-    encode,
-    forward_product,
-    gradient_product,
-    gradient_quantizer,
-    row_operand,
-)
 from .quantize.quantizers import QuantizerSet, advanced_together, as_cotangent
 from .residual import taken_along
 from .sources import Activation, Made, Source
@@ -77,7 +69,7 @@ def _forward(
     hidden = checkpoint_name(biased(hidden, bias), plan.name)
     second = plan.activation.make((hidden,), sets[1].x, -1)
     y, kernel_2 = _product(second, kernels[1], sets[1], dtype, batch)
-    columns = column_operand(first.tensor, batch), column_operand(second.tensor, batch)
+    columns = products.column_operand(first.tensor, batch), products.column_operand(second.tensor, batch)
     amaxes = (first.amax, kernel_1.amax, second.amax, kernel_2.amax)
     y = undifferentiated(y, of)
     kept = (
@@ -102,9 +94,11 @@ def _product(
     made: Made, kernel: Array, quantizers: QuantizerSet, dtype: Any, batch: int
 ) -> tuple[Array, _Kernel]:
     """made @ kernel [*batch, *features]"""
-    codes, amax = encode(quantizers.kernel, kernel, 1)
-    y = forward_product(row_operand(made.tensor, batch), column_operand(codes, 1), dtype)
-    return y, _Kernel(row_operand(codes, 1), amax)
+    codes, amax = products.encode(quantizers.kernel, kernel, 1)
+    y = products.forward_product(
+        products.row_operand(made.tensor, batch), products.column_operand(codes, 1), dtype
+    )
+    return y, _Kernel(products.row_operand(codes, 1), amax)
 
 
 def _backward(plan: Plan, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
@@ -112,19 +106,17 @@ def _backward(plan: Plan, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     of = (cotangents, likes, bias_like, given_like)
     dy, passed = constant(cotangents)
     batch, dtype = dy.ndim - 1, dy.dtype
-    codes_2, amax_2 = encode(gradient_quantizer(sets[1].dgrad, dy), dy, batch)
-    d_activated = gradient_product(row_operand(codes_2, batch), rows[1], dtype)
-    codes_2, d_activated = columns_after(codes_2, d_activated)
-    d_kernel_2 = gradient_product(columns[1], column_operand(codes_2, batch), likes[1].dtype)
+    codes_2, amax_2 = products.encode(products.gradient_quantizer(sets[1].dgrad, dy), dy, batch)
+    d_activated, d_kernel_2 = products.gradient_products(
+        codes_2, batch, rows[1], columns[1], (dtype, likes[1].dtype)
+    )
     codes_1, amax_1, d_bias = plan.activation.encoded_gradient(
         hidden,
         d_activated,
-        gradient_quantizer(sets[0].dgrad, hidden),
+        products.gradient_quantizer(sets[0].dgrad, hidden),
         None if bias_like is None else bias_like.dtype,
     )
-    dx = gradient_product(row_operand(codes_1, batch), rows[0], dtype)
-    codes_1, dx = columns_after(codes_1, dx)
-    d_kernel_1 = gradient_product(columns[0], column_operand(codes_1, batch), likes[0].dtype)
+    dx, d_kernel_1 = products.gradient_products(codes_1, batch, rows[0], columns[0], (dtype, likes[0].dtype))
     made = (plan.source.gradients(saved, dx, passed), (d_kernel_1, d_kernel_2), d_bias)
     made = undifferentiated(made, of)
     states = [state for one in sets for state in (one.x, one.kernel, one.dgrad)]

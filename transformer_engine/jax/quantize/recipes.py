@@ -11,17 +11,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ...common import recipe as recipes
 from ...common.checks import described
-from ...common.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Format,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    QParams,
-    Recipe,
-)
 from ..platform import compute_capability, is_emulating
 from .quantizers import (
     BlockScaleQuantizer,
@@ -52,7 +43,7 @@ class Family:
     """
 
     name: str
-    recipe: type[Recipe]
+    recipe: type[recipes.Recipe]
     modes: Callable[[Any, TensorSource], ScalingMode]
     options: Callable[[Any, TensorSource], dict[str, Any]]
     least: int
@@ -62,7 +53,7 @@ class Family:
     random: Callable[[Any], bool] = lambda recipe: False
 
 
-def _check_delayed(recipe: DelayedScaling) -> None:
+def _check_delayed(recipe: recipes.DelayedScaling) -> None:
     if callable(recipe.amax_compute_algo):
         raise ValueError(
             f"DelayedScaling: amax_compute_algo={described(recipe.amax_compute_algo)} is a function; "
@@ -79,23 +70,27 @@ def _check_delayed(recipe: DelayedScaling) -> None:
         )
 
 
-def _delayed(recipe: DelayedScaling, source: TensorSource) -> dict[str, Any]:
+def _delayed(recipe: recipes.DelayedScaling, source: TensorSource) -> dict[str, Any]:
     assert isinstance(recipe.amax_compute_algo, str)
     return {"margin": float(recipe.margin), "amax_compute_algo": AmaxComputeAlgo(recipe.amax_compute_algo)}
 
 
-def _params(recipe: Float8CurrentScaling | Float8BlockScaling, source: TensorSource) -> QParams:
+def _params(
+    recipe: recipes.Float8CurrentScaling | recipes.Float8BlockScaling, source: TensorSource
+) -> recipes.QParams:
     if source is DGRAD:
         return recipe.fp8_quant_bwd_grad
     return recipe.fp8_quant_fwd_weight if source is KERNEL else recipe.fp8_quant_fwd_inp
 
 
-def _scale_options(recipe: Float8CurrentScaling | Float8BlockScaling, source: TensorSource) -> dict[str, Any]:
+def _scale_options(
+    recipe: recipes.Float8CurrentScaling | recipes.Float8BlockScaling, source: TensorSource
+) -> dict[str, Any]:
     params = _params(recipe, source)
     return {"power_of_two": params.power_2_scale, "epsilon": params.amax_epsilon}
 
 
-def _block_mode(recipe: Float8BlockScaling, source: TensorSource) -> ScalingMode:
+def _block_mode(recipe: recipes.Float8BlockScaling, source: TensorSource) -> ScalingMode:
     dimensions = {
         X: recipe.x_block_scaling_dim,
         KERNEL: recipe.w_block_scaling_dim,
@@ -104,18 +99,18 @@ def _block_mode(recipe: Float8BlockScaling, source: TensorSource) -> ScalingMode
     return ScalingMode.BLOCK_2D_SCALING if dimensions[source] == 2 else ScalingMode.BLOCK_1D_SCALING
 
 
-def _mxfp8_mode(recipe: MXFP8BlockScaling, source: TensorSource) -> ScalingMode:
+def _mxfp8_mode(recipe: recipes.MXFP8BlockScaling, source: TensorSource) -> ScalingMode:
     square = recipe.enable_2d_quantization and source is KERNEL
     return ScalingMode.MXFP8_2D_SCALING if square else ScalingMode.MXFP8_1D_SCALING
 
 
-def _nvfp4_params(recipe: NVFP4BlockScaling, source: TensorSource) -> QParams:
+def _nvfp4_params(recipe: recipes.NVFP4BlockScaling, source: TensorSource) -> recipes.QParams:
     if source is DGRAD:
         return recipe.fp4_quant_bwd_grad
     return recipe.fp4_quant_fwd_weight if source is KERNEL else recipe.fp4_quant_fwd_inp
 
 
-def _nvfp4_mode(recipe: NVFP4BlockScaling, source: TensorSource) -> ScalingMode:
+def _nvfp4_mode(recipe: recipes.NVFP4BlockScaling, source: TensorSource) -> ScalingMode:
     square = _nvfp4_params(recipe, source).fp4_2d_quantization
     to_256 = bool(_four_over_six(recipe, source)) and _concerns(recipe.nvfp4_4over6_e4m3_use_256, source)
     if recipe.row_scaled_activation and source is X:
@@ -130,18 +125,18 @@ def _concerns(scope: str, source: TensorSource) -> bool:
     return source is not DGRAD and scope in ("all", "weights" if source is KERNEL else "activations")
 
 
-def _four_over_six(recipe: NVFP4BlockScaling, source: TensorSource) -> str:
+def _four_over_six(recipe: recipes.NVFP4BlockScaling, source: TensorSource) -> str:
     """Return the error metric by which 4over6 selects scales for a tensor; empty if 4over6 is off."""
     return recipe.nvfp4_4over6_err_mode if _concerns(recipe.nvfp4_4over6, source) else ""
 
 
-def _nvfp4_options(recipe: NVFP4BlockScaling, source: TensorSource) -> dict[str, Any]:
+def _nvfp4_options(recipe: recipes.NVFP4BlockScaling, source: TensorSource) -> dict[str, Any]:
     params = _nvfp4_params(recipe, source)
     transforms = params.random_hadamard_transform and not params.fp4_2d_quantization
     return {"use_rht": transforms, "four_over_six": _four_over_six(recipe, source)}
 
 
-def _check_nvfp4(recipe: NVFP4BlockScaling) -> None:
+def _check_nvfp4(recipe: recipes.NVFP4BlockScaling) -> None:
     variants = {
         "row_scaled_activation": recipe.row_scaled_activation,
         "nvfp4_4over6": _concerns(recipe.nvfp4_4over6, X),
@@ -155,12 +150,12 @@ def _check_nvfp4(recipe: NVFP4BlockScaling) -> None:
             )
 
 
-FAMILIES: dict[type[Recipe], Family] = {
+FAMILIES: dict[type[recipes.Recipe], Family] = {
     family.recipe: family
     for family in (
         Family(
             "delayed",
-            DelayedScaling,
+            recipes.DelayedScaling,
             lambda recipe, source: ScalingMode.DELAYED_TENSOR_SCALING,
             _delayed,
             89,
@@ -169,16 +164,16 @@ FAMILIES: dict[type[Recipe], Family] = {
         ),
         Family(
             "current",
-            Float8CurrentScaling,
+            recipes.Float8CurrentScaling,
             lambda recipe, source: ScalingMode.CURRENT_TENSOR_SCALING,
             _scale_options,
             89,
         ),
-        Family("block", Float8BlockScaling, _block_mode, _scale_options, 90),
-        Family("mxfp8", MXFP8BlockScaling, _mxfp8_mode, lambda recipe, source: {}, 100, 120),
+        Family("block", recipes.Float8BlockScaling, _block_mode, _scale_options, 90),
+        Family("mxfp8", recipes.MXFP8BlockScaling, _mxfp8_mode, lambda recipe, source: {}, 100, 120),
         Family(
             "nvfp4",
-            NVFP4BlockScaling,
+            recipes.NVFP4BlockScaling,
             _nvfp4_mode,
             _nvfp4_options,
             100,
@@ -204,7 +199,7 @@ QUANTIZERS: dict[ScalingMode, type[Quantizer]] = {
 }
 
 
-def family_of(recipe: Recipe) -> Family:
+def family_of(recipe: recipes.Recipe) -> Family:
     """Return the family of a recipe or of a subclass.
 
     Raises:
@@ -219,7 +214,7 @@ def family_of(recipe: Recipe) -> Family:
     )
 
 
-def checked_family(recipe: Recipe) -> Family:
+def checked_family(recipe: recipes.Recipe) -> Family:
     """Return the family of a recipe.
 
     Raises:
@@ -236,33 +231,37 @@ def checked_family(recipe: Recipe) -> Family:
     return family
 
 
-def element_types(recipe: Recipe) -> tuple[Any, Any]:
+def element_types(recipe: recipes.Recipe) -> tuple[Any, Any]:
     """Return the dtypes of the codes in the forward and the backward pass."""
-    form = recipe.fp4_format if isinstance(recipe, NVFP4BlockScaling) else recipe.fp8_format
+    form = recipe.fp4_format if isinstance(recipe, recipes.NVFP4BlockScaling) else recipe.fp8_format
     return format_dtypes(form)
 
 
-def format_dtypes(form: Format | None) -> tuple[Any, Any]:
+def format_dtypes(form: recipes.Format | None) -> tuple[Any, Any]:
     """Return the dtypes of a Format's codes in the forward and the backward pass; bfloat16 for None."""
     table = {
         None: (jnp.bfloat16, jnp.bfloat16),
-        Format.E4M3: (jnp.float8_e4m3fn, jnp.float8_e4m3fn),
-        Format.E5M2: (jnp.float8_e5m2, jnp.float8_e5m2),
-        Format.HYBRID: (jnp.float8_e4m3fn, jnp.float8_e5m2),
-        Format.E2M1: (jnp.float4_e2m1fn, jnp.float4_e2m1fn),
+        recipes.Format.E4M3: (jnp.float8_e4m3fn, jnp.float8_e4m3fn),
+        recipes.Format.E5M2: (jnp.float8_e5m2, jnp.float8_e5m2),
+        recipes.Format.HYBRID: (jnp.float8_e4m3fn, jnp.float8_e5m2),
+        recipes.Format.E2M1: (jnp.float4_e2m1fn, jnp.float4_e2m1fn),
     }
-    if form is not None and not isinstance(form, Format):
+    if form is not None and not isinstance(form, recipes.Format):
         raise TypeError(f"form={described(form)} is a {type(form).__name__}; pass a recipe.Format, or None")
     return table[form]
 
 
 def make_quantizer(
-    recipe: Recipe, source: TensorSource, layout: QuantizeLayout, checkpoint_name: str | None, **state: Any
+    recipe: recipes.Recipe,
+    source: TensorSource,
+    layout: QuantizeLayout,
+    checkpoint_name: str | None,
+    **state: Any,
 ) -> Quantizer:
     """Create the quantizer of one tensor of a linear layer.
 
     Args:
-        recipe: Recipe of the layer.
+        recipe: recipes.Recipe of the layer.
         source: The tensor.
         layout: Stored directions.
         checkpoint_name: Name of the codes and scales for recomputation policies.
