@@ -39,10 +39,10 @@ class LinearFacts:
 
     layer: str = "linear"
     bias: bool = False
+    mode: str | None = None
     grad_input: bool = True
     grad_weight: bool = True
     grad_bias: bool = False
-    mode: str | None = None
     plain: bool = False
     backward: Literal["quantized", "high_precision", "dequantized"] = QUANTIZED
     keep_input: bool = False

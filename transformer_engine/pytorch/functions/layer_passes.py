@@ -61,10 +61,10 @@ def linear_facts(spec: LinearSpec, layer: str, bias: bool) -> tuple[Any, ...]:
     return (
         layer,
         bias,
+        parallel.mode if spec.communicates and parallel.size > 1 else None,
         spec.needs_grad_input,
         spec.needs_grad_weight,
         spec.needs_grad_bias,
-        parallel.mode if spec.communicates and parallel.size > 1 else None,
         spec.plain,
         spec.backward,
         spec.keep_input,
