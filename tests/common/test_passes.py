@@ -183,11 +183,9 @@ def example(op: str, *inputs: str, results: tuple[str, ...], **fields: Any) -> S
     return Step(op, inputs, results, chosen)
 
 
+PRODUCT = example("product", "x0", "x1", results=("y",))
 MERGES = {
-    "bias in product": [
-        example("product", "x0", "x1", results=("y",)),
-        example("add_bias", "y", "x2", results=("z",)),
-    ],
+    "bias in product": [PRODUCT, example("add_bias", "y", "x2", results=("z",))],
     "codes beside sums": [
         example("column_sum", "x0", results=("z",)),
         example("cast", "x0", results=("row", "column")),
@@ -196,22 +194,10 @@ MERGES = {
         example("norm", "x0", "x1", "x2", results=("y", "mean", "rstdev")),
         example("cast", "y", results=("z", "column")),
     ],
-    "activation in product": [
-        example("product", "x0", "x1", results=("y",)),
-        example("activation", "y", results=("z",)),
-    ],
-    "activation gradient in product": [
-        example("product", "x0", "x1", results=("y",)),
-        example("activation_backward", "y", "x2", results=("z",)),
-    ],
-    "quantized product": [
-        example("product", "x0", "x1", results=("y",)),
-        example("quantize", "y", results=("z",)),
-    ],
-    "accumulated product": [
-        example("product", "x0", "x1", results=("y",)),
-        example("accumulate", "x2", "y", results=("z",)),
-    ],
+    "activation in product": [PRODUCT, example("activation", "y", results=("z",))],
+    "activation gradient in product": [PRODUCT, example("activation_backward", "y", "x2", results=("z",))],
+    "quantized product": [PRODUCT, example("quantize", "y", results=("z",))],
+    "accumulated product": [PRODUCT, example("accumulate", "x2", "y", results=("z",))],
     "sum in norm backward": [
         example("norm_backward", "x0", "x1", "x1", "x1", "x2", results=("y", "dgamma", "dbeta")),
         example("add", "y", "x0", results=("z",)),

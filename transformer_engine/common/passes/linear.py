@@ -7,13 +7,15 @@ prefix. A builder emits the plain sequence of operations; rules (`rules.py`) mer
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from .rules import without_identity_casts
 from .step import Pass, Step
 from .vocabulary import Cast, Collective, ColumnSum, Layer, Product
 
-QUANTIZED, HIGH_PRECISION, DEQUANTIZED = "quantized", "high_precision", "dequantized"
+QUANTIZED: Literal["quantized"] = "quantized"
+HIGH_PRECISION: Literal["high_precision"] = "high_precision"
+DEQUANTIZED: Literal["dequantized"] = "dequantized"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +28,10 @@ class LinearFacts:
         grad_input: The gradient of x is needed.
         grad_weight: The gradient of the weight is needed.
         grad_bias: The gradient of the bias is needed.
+        mode: None without communication, "column" or "row" for a shard of a tensor-parallel layer.
         plain: Input, weight and gradients are multiplied unquantized.
         backward: "quantized", "high_precision" or "dequantized": the operands of the backward products.
         keep_input: Save the unquantized input and quantize it again in the backward pass.
-        mode: None without communication, "column" or "row" for a shard of a tensor-parallel layer.
         sequence: Activations outside of the layer are sharded along their first dimension.
         quantized_output: y is returned quantized.
         quantized_grad_input: The gradient of x is returned quantized.
@@ -37,13 +39,13 @@ class LinearFacts:
 
     layer: str = "linear"
     bias: bool = False
+    mode: str | None = None
     grad_input: bool = True
     grad_weight: bool = True
     grad_bias: bool = False
     plain: bool = False
-    backward: str = QUANTIZED
+    backward: Literal["quantized", "high_precision", "dequantized"] = QUANTIZED
     keep_input: bool = False
-    mode: str | None = None
     sequence: bool = False
     quantized_output: bool = False
     quantized_grad_input: bool = False

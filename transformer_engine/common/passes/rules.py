@@ -88,14 +88,18 @@ def _bias_in_product(producer: Step, reader: Step) -> Step | None:
     return Step("product", (*producer.inputs, reader.inputs[1]), reader.results, producer.settings)
 
 
+def _is_product_before_gelu(producer: Step, reader: Step, op: str) -> bool:
+    """Are these an unfused product, and GELU or its gradient (`op`) in high precision?"""
+    settings, read = producer.settings, reader.settings
+    if producer.op != "product" or not isinstance(settings, Product) or settings.activation or settings.cast:
+        return False
+    return reader.op == op and isinstance(read, Activation) and read.kind == "gelu" and read.cast is None
+
+
 def _activation_in_product(producer: Step, reader: Step) -> Step | None:
     """A product that GELU reads computes GELU in its epilogue, and keeps its own result for other readers."""
-    settings, read = producer.settings, reader.settings
-    if producer.op != "product" or reader.op != "activation" or not isinstance(settings, Product):
-        return None
-    if not isinstance(read, Activation) or read.kind != "gelu" or read.cast is not None:
-        return None
-    if settings.activation is not None or settings.cast is not None:
+    settings = producer.settings
+    if not _is_product_before_gelu(producer, reader, "activation") or not isinstance(settings, Product):
         return None
     results = (*reader.results, *producer.results)
     return Step("product", producer.inputs, results, replace(settings, activation="gelu"))
@@ -103,12 +107,10 @@ def _activation_in_product(producer: Step, reader: Step) -> Step | None:
 
 def _activation_gradient_in_product(producer: Step, reader: Step) -> Step | None:
     """The input gradient that only GELU's gradient reads is multiplied with GELU's derivative in the epilogue."""
-    settings, read = producer.settings, reader.settings
-    if producer.op != "product" or reader.op != "activation_backward" or not isinstance(settings, Product):
+    settings = producer.settings
+    if not _is_product_before_gelu(producer, reader, "activation_backward") or len(producer.inputs) > 2:
         return None
-    if not isinstance(read, Activation) or read.kind != "gelu" or read.cast is not None:
-        return None
-    if settings.activation is not None or len(producer.inputs) > 2 or producer.results[0] != reader.inputs[0]:
+    if not isinstance(settings, Product) or producer.results[0] != reader.inputs[0]:
         return None
     made = replace(settings, activation="gelu_gradient")
     return Step("product", (*producer.inputs, None, reader.inputs[1]), reader.results[:1], made)

@@ -5,6 +5,7 @@ The tables choose when a spec is built; `explain` prints their reasons. `common/
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ...common.dispatch import Backend, Table
@@ -76,24 +77,17 @@ _APART = Backend[Fusion](APART, takes=_FEATURES)
 NORM_OUTPUT: Table[Fusion] = Table(
     "norm_output", (Backend(IN_CODES, refuses=_refuses_codes), _APART), describe=Fusion
 )
-MLP_ACTIVATION: Table[Fusion] = Table(
-    "mlp_activation",
-    (
-        Backend(IN_CODES, refuses=_refuses_codes),
-        Backend(IN_PRODUCT, takes=_FEATURES, refuses=_refuses_product),
-        _APART,
-    ),
-    describe=Fusion,
-)
-MLP_GRADIENT: Table[Fusion] = Table(
-    "mlp_gradient",
-    (
-        Backend(IN_CODES, refuses=_refuses_gradient_codes),
-        Backend(IN_PRODUCT, takes=_FEATURES, refuses=_refuses_product),
-        _APART,
-    ),
-    describe=Fusion,
-)
+
+
+def _mlp_table(name: str, refuses_codes: Callable[[Fusion], str | None]) -> Table[Fusion]:
+    """Return the table of a matrix between the two products of an MLP."""
+    in_codes = Backend[Fusion](IN_CODES, refuses=refuses_codes)
+    in_product = Backend[Fusion](IN_PRODUCT, takes=_FEATURES, refuses=_refuses_product)
+    return Table(name, (in_codes, in_product, _APART), describe=Fusion)
+
+
+MLP_ACTIVATION = _mlp_table("mlp_activation", _refuses_codes)
+MLP_GRADIENT = _mlp_table("mlp_gradient", _refuses_gradient_codes)
 
 
 def norm_output(linear: LinearSpec, returned: bool) -> str:

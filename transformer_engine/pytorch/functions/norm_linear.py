@@ -146,6 +146,7 @@ class NormMLPSpec:
         passes: The passes; None before `chosen`.
         compiled: The compiled passes; None if they are not compiled.
         beside: The tensors of weights that were quantized for an earlier microbatch.
+        ways: How matrices between the steps are made; None before `chosen`.
     """
 
     norm: Norm
@@ -158,10 +159,10 @@ class NormMLPSpec:
     returns_norm_output: bool = False
     recompute: bool = False
     needs_grad: bool = True
-    ways: Ways | None = None
     passes: LayerPasses | None = None
     compiled: CompiledLayer | None = None
     beside: tuple[Tensor, ...] = ()
+    ways: Ways | None = None
 
     @property
     def scale_update(self) -> ScaleUpdate | None:
