@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ class LinearSpec:
     output: Quantizer | None = None
     grad_input: Quantizer | None = None
     cached_weight: QuantizedTensorStorage | None = None
-    backward: str = "quantized"
+    backward: Literal["quantized", "high_precision", "dequantized"] = "quantized"
     keep_input: bool = False
     needs_grad_input: bool = True
     needs_grad_weight: bool = True

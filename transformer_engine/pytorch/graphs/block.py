@@ -176,7 +176,7 @@ class Block:
                 parameter.grad = None
             for layer, _ in hooks:
                 layer._wgrad_hooks = []  # they belong to a gradient that has arrived, which is at the replay
-                type(layer).backward_dw(layer)  # its own, which a door stands before
+                type(layer).backward_dw(layer)  # pyright: ignore[reportArgumentType]  # not the instance's door
             return [parameter.grad for parameter in self.parameters]
         finally:
             for parameter, grad in zip(self.parameters, before, strict=True):

@@ -36,7 +36,7 @@ class Eagerly:
 
     def backward_dw(self) -> None:
         for layer in self.block.delayed:
-            type(layer).backward_dw(layer)  # its own, which this door stands before
+            type(layer).backward_dw(layer)  # pyright: ignore[reportArgumentType]  # not the instance's door
 
     def reset(self) -> None:
         """There is no graph to free."""

@@ -312,7 +312,7 @@ def product_spec(
         weight_gradient=gradient,
         output=output,
         grad_input=grad_input,
-        backward=call.active.backward,
+        backward=call.active.backward,  # pyright: ignore[reportArgumentType]  # a value of the recipe
         keep_input=keeps_input(call),
         needs_grad_input=needs_grad_input,
         needs_grad_weight=needs_grad_weight,

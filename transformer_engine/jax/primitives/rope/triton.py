@@ -92,7 +92,8 @@ class PackedRotation(Kernel):
         tokens, layout = (x.shape[0], x.shape[1]), "sbhd" if self.sequence_first else "bshd"
         if self.back:
             launch = rope.join_rotated(
-                tokens, x.shape[2], self.width, angles.shape, x.dtype.name, layout=layout, interleaved=self.interleaved
+                tokens, x.shape[2], self.width, (angles.shape[0], angles.shape[1]), x.dtype.name, layout=layout,
+                interleaved=self.interleaved,
             )  # fmt: skip
             return tuple(run(launch, arrays))  # pyright: ignore[reportReturnType]
         row = x.shape[3]

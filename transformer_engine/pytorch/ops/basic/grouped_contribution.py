@@ -114,8 +114,8 @@ class GroupedContribution(Contribution):
                 biases[i] = made[0]
             elif self.grad_bias:
                 biases[i] = steps.one("column_sum", (parts[i],), f"{name}.db{i}", ColumnSum(f"{name}.{i}"))
-            given = kept.saved[1 + 2 * i : 3 + 2 * i]
-            part = backward_steps(replace(facts, layer=f"{name}.{i}"), parts[i], *given)
+            saved_input, saved_weight = kept.saved[1 + 2 * i : 3 + 2 * i]
+            part = backward_steps(replace(facts, layer=f"{name}.{i}"), parts[i], saved_input, saved_weight)
             steps.steps += part.steps
             inputs.append(part.grad_input)
             weights.append(part.grad_weight)

@@ -315,6 +315,9 @@ class GroupedLinear(StepOperation):
             if i and not len(self.wgrad_store):
                 break
             self.wgrad_store.pop()
+        self._trigger_wgrad_accumulation_and_reduce_hooks()
+
+    def _trigger_wgrad_accumulation_and_reduce_hooks(self) -> None:
         for hook in self._wgrad_hooks:
             hook()
 

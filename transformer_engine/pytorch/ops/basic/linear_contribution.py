@@ -94,7 +94,8 @@ class LinearContribution(Contribution):
 
     def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
         leading = steps.leading(dy)
-        part = backward_steps(replace(self.facts, layer=name), dy.name, *kept.saved)
+        saved_input, saved_weight = kept.saved
+        part = backward_steps(replace(self.facts, layer=name), dy.name, saved_input, saved_weight)
         steps.steps += part.steps
         grad_input = None
         if part.grad_input is not None:
