@@ -7,7 +7,7 @@ import torch
 from support.link import TimedLink
 
 import transformer_engine.pytorch as te
-from transformer_engine.pytorch.functions import linear
+from transformer_engine.pytorch.functions.steps import OPERATIONS
 from transformer_engine.pytorch.offload import marks
 from transformer_engine.pytorch.offload.hooks import OffloadContext
 from transformer_engine.pytorch.offload.synchronizer import DefaultOffloadSynchronizer
@@ -30,8 +30,8 @@ def clocked(monkeypatch):
 
             return timed
 
-        for name in ("_forward", "_plain_grad_input", "_plain_grad_weight"):
-            monkeypatch.setattr(linear, name, taking_time(getattr(linear, name)))
+        for name in ("product", "weight_gradient"):
+            monkeypatch.setitem(OPERATIONS, name, taking_time(OPERATIONS[name]))
 
     return of
 
