@@ -44,7 +44,10 @@ def steps(run: Any, module: Any, recipe: Any, count: int = 2) -> list[torch.Tens
     return results
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name",
+    ["none", "delayed", *[pytest.param(name, marks=pytest.mark.slow) for name in ("current", "mxfp8")]],
+)
 def test_a_chain_compiles_without_graph_breaks(name, emulated):
     torch._dynamo.reset()
     eager, module = chain(), chain()
