@@ -504,7 +504,7 @@ def test_autocast_nests_and_is_restored():
             "'max' or 'most_recent'",
         ),
         (recipe.DelayedScaling(reduce_amax=False), ValueError, "set it to True"),
-        (recipe.DelayedScaling(scaling_factor_compute_algo=lambda *a: a[1]), ValueError, "must be None"),
+        (recipe.DelayedScaling(scaling_factor_compute_algo=lambda *a: a[1]), ValueError, "supports None only"),
         (recipe.CustomRecipe(qfactory=lambda role: None), ValueError, "choose one of them"),
         (recipe.Float8CurrentScaling(backward_override="high_precision"), ValueError, "set it to None"),
         (recipe.Float8BlockScaling(backward_override="dequantized"), ValueError, "set it to None"),
@@ -602,7 +602,7 @@ def test_collections_are_updated_in_the_type_of_the_original():
     assert isinstance(updated, flax.core.FrozenDict)
     assert dict(updated) == {"b": 3, "a": 1}
     assert te.update_collections({"b": 3}, {"a": 1}) == {"b": 3, "a": 1}
-    with pytest.raises(TypeError, match="give a dict or a FrozenDict"):
+    with pytest.raises(TypeError, match="pass a dict or a FrozenDict"):
         te.update_collections([1], {})
 
 

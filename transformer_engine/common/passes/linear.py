@@ -42,9 +42,9 @@ class LinearFacts:
     mode: str | None = None
     grad_input: bool = True
     grad_weight: bool = True
+    backward: Literal["quantized", "high_precision", "dequantized"] = QUANTIZED
     grad_bias: bool = False
     plain: bool = False
-    backward: Literal["quantized", "high_precision", "dequantized"] = QUANTIZED
     keep_input: bool = False
     sequence: bool = False
     quantized_output: bool = False
