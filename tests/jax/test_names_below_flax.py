@@ -87,7 +87,11 @@ def test_bad_arguments_of_combine_are_rejected(bootstrapped):
     for error, sentence, arguments in (
         (TypeError, "handle_mem=3 is a int; give a EpHandle", (3, counts, rows, TOKENS)),
         (TypeError, "num_local_tokens='6' must be a whole number", (handle, counts, rows, "6")),
-        (ValueError, "num_local_tokens=5; 6 tokens were dispatched; pass that number", (handle, counts, rows, 5)),
+        (
+            ValueError,
+            "num_local_tokens=5; 6 tokens were dispatched; pass that number",
+            (handle, counts, rows, 5),
+        ),
         (ValueError, "token_counts add up to 12 of 3 rows", (handle, counts, rows[:3], TOKENS)),
         (TypeError, "token_counts is None; give an array of integers", (handle, None, rows, TOKENS)),
         (ValueError, r"pass \[capacity, H\]", (handle, counts, rows[0], TOKENS)),

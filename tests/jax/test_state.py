@@ -504,7 +504,11 @@ def test_autocast_nests_and_is_restored():
             "'max' or 'most_recent'",
         ),
         (recipe.DelayedScaling(reduce_amax=False), ValueError, "set it to True"),
-        (recipe.DelayedScaling(scaling_factor_compute_algo=lambda *a: a[1]), ValueError, "supports None only"),
+        (
+            recipe.DelayedScaling(scaling_factor_compute_algo=lambda *a: a[1]),
+            ValueError,
+            "supports None only",
+        ),
         (recipe.CustomRecipe(qfactory=lambda role: None), ValueError, "choose one of them"),
         (recipe.Float8CurrentScaling(backward_override="high_precision"), ValueError, "set it to None"),
         (recipe.Float8BlockScaling(backward_override="dequantized"), ValueError, "set it to None"),

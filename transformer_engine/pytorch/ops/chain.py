@@ -198,7 +198,8 @@ def _save(
     if traced_plan is not None:
         # torch 2.13 cannot save a tensor of a traced function that shares memory with another one of its tensors.
         tensors = [
-            tensor.clone() if type(tensor) in (Tensor, torch.nn.Parameter) else tensor for tensor in tensors
+            tensor.clone() if type(tensor) is Tensor or type(tensor) is torch.nn.Parameter else tensor
+            for tensor in tensors
         ]
     ctx.save_for_backward(*tensors)
     ctx.step_state = StepState(env, member, pairs, forms, constants, traced_plan)
