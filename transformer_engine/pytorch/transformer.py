@@ -90,7 +90,8 @@ class TransformerLayer(nn.Module):
         apply_residual_connection_post_layernorm: The residual is norm(x) instead of x.
         output_layernorm: Normalize after the layer instead of before the self attention.
         parallel_attention_mlp: y = x + drop(self_attention(norm(x)) + mlp(norm(x))).
-        hidden_dropout, drop_path_rate: Dropout of features, and of whole samples, before each residual sum.
+        hidden_dropout: Probability of dropping a feature before each residual sum.
+        drop_path_rate: Probability of dropping a whole sample before each residual sum.
         attn_input_format: "sbhd", "bshd" or "thd".
 
     Children: self_attention, inter_attention, layernorm_mlp, layernorm. The other arguments are those of

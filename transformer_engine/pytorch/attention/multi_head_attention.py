@@ -69,7 +69,7 @@ class MultiheadAttention(nn.Module):
         qk_norm_type: "L2Normalization", "RMSNorm" or "LayerNorm" of heads, after the rotary embedding by default.
         qk_norm_before_rope: Normalize heads before the rotary embedding.
         set_parallel_mode: Shard heads over the tensor-parallel group: qkv by columns, proj by rows.
-        seq_length, micro_batch_size, ub_*: Have no effect.
+        seq_length: Has no effect; neither have micro_batch_size and the arguments that begin with ub_.
 
     The other arguments are those of `DotProductAttention` and `Linear`.
     """

@@ -231,16 +231,21 @@ class DotProductAttention(TransformerEngineBaseModule):
         Args:
             attention_mask: True = masked out: padding masks [b, 1, 1, s] (a pair for cross attention), or a mask
                 broadcastable to [b, h, s_q, s_kv] for "arbitrary".
-            cu_seqlens_*: Cumulative lengths, int32 [b + 1], instead of padding masks; *_padded: starts of the sequences
-                of a thd tensor, if tokens that belong to no sequence lie between them.
-            max_seqlen_*: thd: the longest sequence; by default read from the device.
+            cu_seqlens_q: Cumulative lengths of the sequences of queries, int32 [b + 1], instead of padding masks.
+            cu_seqlens_kv: The same of keys and values.
+            cu_seqlens_q_padded: Starts of the sequences in a thd tensor of queries, int32 [b + 1], if tokens that
+                belong to no sequence lie between them.
+            cu_seqlens_kv_padded: The same of keys and values.
+            max_seqlen_q: Length of the longest sequence of queries (thd); by default read from the device.
+            max_seqlen_kv: The same of keys and values.
             core_attention_bias: Broadcastable to [b, h, s_q, s_kv]; core_attention_bias_type "post_scale_bias" adds it
                 after softmax_scale, "pre_scale_bias" before.
             alibi_slopes: float32 [h] or [b, h] for "alibi", which adds -slope * |distance from the diagonal|.
             inference_params: Cache that keys and values are appended to; all cached ones are attended to, with the
-                cache's lengths, and cu_seqlens_* and attention_mask have no effect.
+                cache's lengths, and cumulative lengths and attention_mask have no effect.
             checkpoint_core_attention: Save only the inputs, and recompute the attention in the backward pass.
-            qkv_layer, kv_layer: Packed [.., 3, h, d] (qkv_interleave_dim=-3) or [.., h, 3, d] (-2) instead of q, k, v.
+            qkv_layer: Packed [.., 3, h, d] (qkv_interleave_dim=-3) or [.., h, 3, d] (-2) instead of q, k and v.
+            kv_layer: Packed [.., 2, h, d] or [.., h, 2, d] instead of k and v.
             num_splits: Parts in which a long row of keys is processed; None lets the backend choose.
             fp8_output: Return a Float8Tensor; bf16_backward: compute gradients in high precision. Both are for FP8
                 attention, which the recipe of autocast requests by fp8_dpa or fp8_mha.
@@ -298,7 +303,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         Args:
             qkv: Queries, keys and values.
             checked: Arguments and plan of the call.
-            checkpoint_core_attention, fp8_output: As in `forward`.
+            checkpoint_core_attention: As in `forward`.
+            fp8_output: As in `forward`.
             projection: Projection that needs a gradient; q, k and v are views of it, unknown to autograd.
         """
         known = (self._config, self.training, self._parameters["softmax_offset"])
