@@ -91,6 +91,11 @@ class _Unfused:
     blocks = 0
 
 
+def rules_apply() -> bool:
+    """Return whether rules merge the steps of passes, which is so outside of `unfused` blocks."""
+    return not _Unfused.blocks
+
+
 @contextmanager
 def unfused() -> Any:
     """Build passes without fusing their steps inside of the block."""
@@ -125,9 +130,39 @@ def run_forward(
         The output, and the extra outputs by operation.
     """
     environment = ChainEnvironment() if environment is None else environment
+    members, parameters = describe(ops, ctxs, x, extra_inputs, options, environment, first)
+    given: list[Any] = [x]
+    for tensors, extra in zip(parameters, extra_inputs, strict=True):
+        given += [*tensors, *extra]
+    plan = forward_plan(members, isinstance(x, QuantizedTensorStorage), rules_apply())
+    traced_plan = _plan_while_tracing(plan, members) if torch.compiler.is_compiling() else None
+    (output, *extra_outputs), saved = run(plan.schedule, environment, given)  # pyright: ignore
+    at = 0
+    for ctx, member, pairs in zip(ctxs, members, plan.saved, strict=True):
+        if ctx.requires_grad:
+            _save(ctx, environment, member, pairs, saved[at : at + len(pairs)], traced_plan)
+        at += len(pairs)
+    made = iter(extra_outputs)
+    return output, [tuple([next(made) for _ in range(count)]) for count in plan.extra_outputs]
+
+
+def describe(
+    ops: Sequence[Any],
+    ctxs: Sequence[Any],
+    x: Any,
+    extra_inputs: Sequence[Sequence[Tensor]],
+    options: Sequence[dict[str, Any]],
+    environment: ChainEnvironment,
+    first: int = 0,
+) -> tuple[tuple[Member, ...], list[list[Tensor]]]:
+    """Let operations describe themselves for one call; see `run_forward`.
+
+    Returns:
+        The members of the passes, and by operation the parameters that its steps read.
+    """
     facts, state = TensorFacts.of(x), current()
     members: list[Member] = []
-    given: list[Any] = [x]
+    tensors: list[list[Tensor]] = []
     traced, narrowed = torch.compiler.is_compiling(), autocast_dtype(x.device.type)
     for i, (op, ctx) in enumerate(zip(ops, ctxs, strict=True)):
         extra = tuple([TensorFacts.of(tensor) for tensor in extra_inputs[i]])
@@ -144,19 +179,9 @@ def run_forward(
         check_options(op, options[i])
         contribution, facts = op.contribute(str(first + i), facts, call, environment)
         parameters = op.pass_parameters()
-        names = tuple(parameters)
-        members.append(Member(str(first + i), contribution, names, len(extra), ctx.requires_grad))
-        given += [*parameters.values(), *extra_inputs[i]]
-    plan = forward_plan(tuple(members), isinstance(x, QuantizedTensorStorage), not _Unfused.blocks)
-    traced_plan = _plan_while_tracing(plan, members) if traced else None
-    (output, *extra_outputs), saved = run(plan.schedule, environment, given)  # pyright: ignore
-    at = 0
-    for ctx, member, pairs in zip(ctxs, members, plan.saved, strict=True):
-        if ctx.requires_grad:
-            _save(ctx, environment, member, pairs, saved[at : at + len(pairs)], traced_plan)
-        at += len(pairs)
-    made = iter(extra_outputs)
-    return output, [tuple([next(made) for _ in range(count)]) for count in plan.extra_outputs]
+        tensors.append(list(parameters.values()))
+        members.append(Member(str(first + i), contribution, tuple(parameters), len(extra), ctx.requires_grad))
+    return tuple(members), tensors
 
 
 def check_options(op: Any, options: dict[str, Any]) -> None:
@@ -181,7 +206,7 @@ def _plan_while_tracing(plan: ForwardPlan, members: Sequence[Member]) -> Backwar
     extra = tuple([(GradFacts(False),) * plan.extra_outputs[i] for i in reached])
     saved = tuple([plan.saved[i] for i in reached])
     key = BackwardKey(tuple([members[i] for i in reached]), saved, extra, False)
-    return backward_plan(key, not _Unfused.blocks)
+    return backward_plan(key, rules_apply())
 
 
 def _save(
@@ -231,10 +256,10 @@ def run_backward(
     environment = states[0].environment
     plan = states[0].traced_plan
     if plan is None:
-        facts = tuple([tuple([_grad_facts(grad) for grad in grads]) for grads in grad_extra_outputs])
+        facts = tuple([tuple([grad_facts(grad) for grad in grads]) for grads in grad_extra_outputs])
         quantized = isinstance(grad_output, QuantizedTensorStorage)
         members, pairs = tuple([s.member for s in states]), tuple([s.saved for s in states])
-        plan = backward_plan(BackwardKey(members, pairs, facts, quantized), not _Unfused.blocks)
+        plan = backward_plan(BackwardKey(members, pairs, facts, quantized), rules_apply())
     buffers: dict[str, Any] = {"dy": grad_output}
     for ctx, state, grads in zip(ctxs, states, grad_extra_outputs, strict=True):
         for (_, source), value in zip(state.saved, _saved_values(ctx), strict=True):
@@ -251,7 +276,8 @@ def run_backward(
     return grad_input, parameters, [tuple([next(made) for _ in range(n)]) for n in plan.extra_inputs]
 
 
-def _grad_facts(grad: Tensor | None) -> GradFacts | None:
+def grad_facts(grad: Tensor | None) -> GradFacts | None:
+    """Return the facts of the gradient of an extra output; None if it is absent."""
     if grad is None:
         return None
     # Autograd may pass an expanded gradient, whose elements share memory.

@@ -23,6 +23,16 @@ from .tracing import update_of
 Fused = list[tuple[FusibleOperation, list[int]]]
 
 
+def contexts_of(count: int, first: int, x: Tensor) -> list[OperationContext]:
+    """Return contexts of operations, of which the first to be reached by the backward pass is given."""
+    return [
+        OperationContext(
+            requires_grad=i >= first, input_requires_grad=i > first or (i == first == 0 and x.requires_grad)
+        )
+        for i in range(count)
+    ]
+
+
 class ChainRun:
     """One call of a fuser: its contexts, and both passes over the operations."""
 
@@ -52,13 +62,7 @@ class ChainRun:
     def forward(self, x: Tensor, extra_inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Any]]:
         """Return (main output, extra outputs for the caller..), and the tensors to save."""
         count = len(self.basic_ops)
-        self.contexts = [
-            OperationContext(
-                requires_grad=i >= self.first,
-                input_requires_grad=i > self.first or (i == self.first == 0 and x.requires_grad),
-            )
-            for i in range(count)
-        ]
+        self.contexts = contexts_of(count, self.first, x)
         environment = ChainEnvironment()
         given = self.links.given(extra_inputs)
         outputs: list[tuple[Any, ...]] = [()] * count
@@ -235,7 +239,7 @@ class FusedChain(torch.autograd.Function):
         keep(ctx, saved)
         ctx.call = call
         ctx.scale_update = update_of(call.basic_ops, call.state)
-        outputs = _distinct(results, (x, *tensors))
+        outputs = distinct(results, (x, *tensors))
         ctx.mark_non_differentiable(*[y for y in outputs if not y.is_floating_point()])
         ctx.set_materialize_grads(torch.compiler.is_compiling())
         ctx.output = (outputs[0].shape, outputs[0].dtype, outputs[0].device)
@@ -255,7 +259,7 @@ class FusedChain(torch.autograd.Function):
         return grad_input, None, *parameters, *extra
 
 
-def _distinct(results: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+def distinct(results: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
     """Return results that are different objects, and none of the inputs, for autograd to attach its history to."""
     seen = {id(tensor) for tensor in inputs}
     made: list[Tensor] = []

@@ -163,7 +163,14 @@ class Contribution:
 
     Parameters of the operation are the buffers "{name}.{parameter}" of a forward pass, extra inputs "{name}.extra{i}".
     The base class is the identity.
+
+    Attributes:
+        launches_only: All effects of the steps are launches and products, which a compiled pass repeats.
     """
+
+    @property
+    def launches_only(self) -> bool:
+        return type(self) is Contribution
 
     def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
         """Append the steps of the forward pass."""

@@ -64,7 +64,7 @@ class RecipeSlots:
         """A copy has a name of its own."""
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         copied._begin_key()
         return copied
 

@@ -17,6 +17,7 @@ from ..functions.stacks import members_of, stacked_gradient
 from ..functions.steps import OPERATIONS, leading_shape
 from ..primitives.dropout import draw_seed, dropout_backward, dropout_forward
 from ..primitives.gemm import as_matrix
+from ..runtime.symbols import Symbol
 from ..runtime.tracing import result_in
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 
@@ -36,7 +37,8 @@ def _rows(env: Any, width: int | None, x: Tensor) -> tuple[Tensor]:
 
 
 def _unflatten(env: Any, s: None, y: Tensor, leading: Shape) -> tuple[Tensor]:
-    return (result_in(y, (*leading_shape(leading, y.shape[0]), y.shape[-1])),)
+    shape = (*leading_shape(leading, y.shape[0]), y.shape[-1])
+    return (y.view(shape) if type(y) is Symbol else result_in(y, shape),)
 
 
 def _reshape(env: Any, s: None, x: Tensor, shape: Shape) -> tuple[Tensor]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._guards import TracingContext
 
-from ...common.recipe import description_of, recipe_described_as
+from ...common.recipe import Recipe, description_of, recipe_described_as, revision_of
 from ..functions.scale_update import ScaleUpdate, of_the_pass
+from ..quantization import delayed_scaling
 from ..quantization.autocast import AutocastState
 from ..runtime.tracing import constant_while_tracing
 from .recipe_slots import RecipeSlots, by_key
@@ -31,6 +32,46 @@ def following(ops: Sequence[RecipeSlots], state: AutocastState) -> None:
             _follow_while_tracing(op._replay_key, description_of(recipe), state.group)
         elif op._served is not None:
             _leave_while_tracing(op._replay_key)
+
+
+class Followed(NamedTuple):
+    """The recipe that operations use, by which a later call sees whether they still do.
+
+    Attributes:
+        recipe, revision, group: The recipe of the autocast state, its revision, and the group.
+        served: `_served` of each operation.
+        stateful: An operation has scales that change between calls.
+        pools: The states that are updated together; another object after any has been registered.
+    """
+
+    recipe: Any
+    revision: Any
+    group: Any
+    served: tuple[Any, ...]
+    stateful: bool
+    pools: Any
+
+    def is_current(self, recipe: Recipe | None, group: Any, ops: Sequence[RecipeSlots]) -> bool:
+        """Return whether operations use a recipe of a group already."""
+        if recipe is not self.recipe or revision_of(recipe) is not self.revision:
+            return False
+        if recipe is not None and group is not self.group:
+            return False
+        if self.stateful and self.pools is not delayed_scaling.pools():
+            return False
+        return all(op._served is served for op, served in zip(ops, self.served, strict=True))
+
+
+NOT_FOLLOWED = Followed(object(), None, None, (), False, None)
+
+
+def followed_by(ops: Sequence[RecipeSlots], state: AutocastState) -> Followed:
+    """Let operations use the recipe of an autocast state; return what they use then."""
+    following(ops, state)
+    recipe = state.recipe if state.enabled or state.calibrating else None
+    stateful = any(op.has_scaling_state() for op in ops)
+    served = tuple([op._served for op in ops])
+    return Followed(recipe, revision_of(recipe), state.group, served, stateful, delayed_scaling.pools())
 
 
 @constant_while_tracing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from typing import Any
 
@@ -175,6 +175,10 @@ class BasicLinear(StepOperation):
         """
         if self._accumulate_into_main_grad and requires_grad and self.weight.requires_grad:
             check_main_grad("BasicLinear", self.weight)
+
+    def call_facts(self, extra_inputs: tuple[Tensor, ...]) -> Hashable:
+        # Prepared passes hold a weight whose gradient they accumulate.
+        return id(self.weight) if self._accumulate_into_main_grad else None
 
     def contribute(
         self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ....common.passes.vocabulary import Collective
 from ...distributed.collectives import world_size
@@ -68,6 +70,9 @@ class CollectiveOperation(StepOperation):
     def __init__(self, process_group: Any = None) -> None:
         super().__init__()
         self.process_group = process_group
+
+    def call_facts(self, extra_inputs: tuple[Tensor, ...]) -> Hashable:
+        return world_size(self.process_group)
 
     def contribute(
         self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment

@@ -206,11 +206,11 @@ class Quantize(StepOperation):
             self._quantize_forward, self._quantize_backward and override is None and call.saves
         )
         if contribution.output:
-            quantizer = self.forward_quantizers()[0]
+            quantizer = self.forward_quantizers()[0].copy()  # calls without a backward pass have other usages
             quantizer.set_usage(rowwise=True, columnwise=call.saves and override is None)
             environment.objects[name, "output"] = quantizer
         if contribution.gradient:
-            quantizer = self._quantizers["backward"][0]
+            quantizer = self._quantizers["backward"][0].copy()
             quantizer.set_usage(rowwise=True, columnwise=True)
             environment.objects[name, "gradient"] = quantizer
         return contribution, x._replace(quantized=x.quantized or contribution.output)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from typing import Any
 
@@ -204,6 +204,13 @@ class GroupedLinear(StepOperation):
             for parameter in held if accumulates else ():
                 if parameter.requires_grad:
                     check_main_grad("GroupedLinear", parameter)
+
+    def call_facts(self, extra_inputs: tuple[Tensor, ...]) -> Hashable:
+        """Return the rows of each group, which decide how rows are split and whether formats fit."""
+        delayed = self.wgrad_store.delay_wgrad_compute()
+        held = delayed or self._accumulate_into_main_grad or self.single_grouped_weight
+        weights = tuple([id(self._parameters[name]) for name in self.parameter_names]) if held else None
+        return tuple(extra_inputs[0].reshape(-1).tolist()), delayed, weights
 
     def contribute(
         self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment

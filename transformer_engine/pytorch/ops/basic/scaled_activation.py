@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
+from torch import Tensor
+
 from ....common.numbers import to_bool, to_float
 from ...primitives.activation import ActivationParams
 from ..chain import Call, TensorFacts
@@ -81,6 +85,9 @@ class ScaledClampedQGeGLU(_ScaledGLU):
             glu_linear_offset=to_float("glu_linear_offset", glu_linear_offset),
             glu_interleave_size=glu_interleave_size,
         )
+
+    def call_facts(self, extra_inputs: tuple[Tensor, ...]) -> Hashable:
+        return self._clamped._revision
 
     def activation_params(self) -> ActivationParams:
         return self._clamped.activation_params()
