@@ -78,12 +78,12 @@ class OperationFuser:
         self._registered = self._registered_now()
         self._followed = NOT_FOLLOWED
 
-    def _registered_now(self) -> tuple[tuple[Fusion, ...], ...]:
+    def _registered_now(self) -> tuple[list[Fusion], list[Fusion], list[Fusion]]:
         """Return the registered fusion functions: of both passes, of forward passes, of backward passes."""
         return (
-            tuple(self.forward_backward_fusion_functions),
-            tuple(self.forward_fusion_functions),
-            tuple(self.backward_fusion_functions),
+            [*self.forward_backward_fusion_functions],
+            [*self.forward_fusion_functions],
+            [*self.backward_fusion_functions],
         )
 
     @property
@@ -192,10 +192,14 @@ class OperationFuser:
 
         A write to an attribute of an operation changes its `_revision`, and so does another recipe.
         """
-        registered = self._registered_now()
-        if registered != self._registered:
+        both, forward, backward = self._registered
+        if (
+            self.forward_fusion_functions != forward
+            or self.backward_fusion_functions != backward
+            or self.forward_backward_fusion_functions != both
+        ):
             self._prepared.clear()
-            self._registered = registered
+            self._registered = self._registered_now()
         device = x.device
         key: list[Any] = [
             torch.is_grad_enabled(),

@@ -138,14 +138,14 @@ class FusibleOperation(torch.nn.Module, metaclass=ABCMeta):
         Returns:
             The output, or a tuple of the output and the extra outputs.
         """
-        members = len(self.basic_operations())
-        if members != 1 and kwargs:
+        members = self.basic_operations()
+        if kwargs and len(members) != 1:
             raise ValueError(
-                f"{type(self).__name__} stands for {members} basic operations and takes no keyword arguments, but got "
+                f"{type(self).__name__} stands for {len(members)} basic operations and takes no keyword arguments, but got "
                 f"{', '.join(sorted(kwargs))}; put it in a Sequential and use op_kwargs"
             )
         fuser: Any = self.__dict__.get("_own_fuser")
-        if fuser is None or fuser._basic_ops != self.basic_operations():
+        if fuser is None or fuser._basic_ops != members:
             fuser = self.__dict__["_own_fuser"] = type(self)._fuser([self])
         return fuser(input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
 
@@ -311,7 +311,7 @@ class FusedOperation(FusibleOperation):
         return True
 
     def basic_operations(self) -> list[BasicOperation]:
-        return list(self.basic_ops)  # pyright: ignore[reportReturnType]
+        return list(self.basic_ops._modules.values())  # pyright: ignore[reportReturnType]
 
     def get_input_quantizer(self) -> Quantizer | None:
         return self.basic_operations()[0].get_input_quantizer()

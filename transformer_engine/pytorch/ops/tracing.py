@@ -47,7 +47,7 @@ class Followed(NamedTuple):
     recipe: Any
     revision: Any
     group: Any
-    served: tuple[Any, ...]
+    served: list[Any]
     stateful: bool
     pools: Any
 
@@ -59,10 +59,10 @@ class Followed(NamedTuple):
             return False
         if self.stateful and self.pools is not delayed_scaling.pools():
             return False
-        return all(op._served is served for op, served in zip(ops, self.served, strict=True))
+        return [op._served for op in ops] == self.served
 
 
-NOT_FOLLOWED = Followed(object(), None, None, (), False, None)
+NOT_FOLLOWED = Followed(object(), None, None, [], False, None)
 
 
 def followed_by(ops: Sequence[RecipeSlots], state: AutocastState) -> Followed:
@@ -70,7 +70,7 @@ def followed_by(ops: Sequence[RecipeSlots], state: AutocastState) -> Followed:
     following(ops, state)
     recipe = state.recipe if state.enabled or state.calibrating else None
     stateful = any(op.has_scaling_state() for op in ops)
-    served = tuple([op._served for op in ops])
+    served = [op._served for op in ops]
     return Followed(recipe, revision_of(recipe), state.group, served, stateful, delayed_scaling.pools())
 
 
