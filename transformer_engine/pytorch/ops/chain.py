@@ -23,11 +23,11 @@ from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .chain_plans import (
     BackwardKey,
     BackwardPlan,
-    ForwardPlan,
     GradFacts,
     Member,
     backward_plan,
     forward_plan,
+    traced_plans,
 )
 from .pass_builder import ChainEnvironment
 from .step_functions import TABLE
@@ -134,8 +134,11 @@ def run_forward(
     given: list[Any] = [x]
     for tensors, extra in zip(parameters, extra_inputs, strict=True):
         given += [*tensors, *extra]
-    plan = forward_plan(members, isinstance(x, QuantizedTensorStorage), rules_apply())
-    traced_plan = _plan_while_tracing(plan, members) if torch.compiler.is_compiling() else None
+    quantized, traced_plan = isinstance(x, QuantizedTensorStorage), None
+    if torch.compiler.is_compiling():
+        plan, traced_plan = traced_plans(members, quantized, rules_apply())
+    else:
+        plan = forward_plan(members, quantized, rules_apply())
     (output, *extra_outputs), saved = run(plan.schedule, environment, given)  # pyright: ignore
     at = 0
     for ctx, member, pairs in zip(ctxs, members, plan.saved, strict=True):
@@ -192,21 +195,6 @@ def check_options(op: Any, options: dict[str, Any]) -> None:
         raise ValueError(
             f"{type(op).__name__} does not accept the keyword argument {unknown[0]!r}; it accepts: {accepted}"
         )
-
-
-def _plan_while_tracing(plan: ForwardPlan, members: Sequence[Member]) -> BackwardPlan | None:
-    """Return the backward pass of a forward pass that a compiler traces.
-
-    The graph of a backward pass may write to no cache. All gradients of extra outputs are there, and none is written
-    in place.
-    """
-    reached = [i for i, member in enumerate(members) if member.saves]
-    if not reached:
-        return None
-    extra = tuple([(GradFacts(False),) * plan.extra_outputs[i] for i in reached])
-    saved = tuple([plan.saved[i] for i in reached])
-    key = BackwardKey(tuple([members[i] for i in reached]), saved, extra, False)
-    return backward_plan(key, rules_apply())
 
 
 def _save(

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-
 from ...common.memory import Memory
+from ...common.passes.linear import LinearFacts
 from ...common.passes.rules import (
     ACCUMULATED_PRODUCT,
     BIAS_IN_PRODUCT,
@@ -25,6 +24,7 @@ from ...common.passes.rules import (
 from ...common.passes.step import Pass, Step
 from ...common.passes.vocabulary import Cast, ColumnSum
 from ..functions.run import Schedule, schedule_of
+from ..runtime.tracing import constant_while_tracing
 from .pass_builder import Backward, Contribution, Forward, Kept, PassBuilder, Value
 
 RULES = (
@@ -218,10 +218,58 @@ def forward_plan(members: tuple[Member, ...], quantized: bool, fused: bool) -> F
         quantized: The input is quantized.
         fused: Apply rules.
     """
-    key = (members, quantized, fused)
-    return _plan_forward(key) if torch.compiler.is_compiling() else _forward_plans[key]
+    return _forward_plans[members, quantized, fused]
 
 
 def backward_plan(key: BackwardKey, fused: bool) -> BackwardPlan:
     """Return the backward pass of operations, built at the first call; see `forward_plan`."""
-    return _plan_backward((key, fused)) if torch.compiler.is_compiling() else _backward_plans[(key, fused)]
+    return _backward_plans[key, fused]
+
+
+def traced_plans(
+    members: tuple[Member, ...], quantized: bool, fused: bool
+) -> tuple[ForwardPlan, BackwardPlan | None]:
+    """Return both passes of operations that a compiler traces, which takes them as constants.
+
+    The graph of a backward pass has all gradients of extra outputs, and writes none in place.
+    """
+    described = [
+        (m.name, _constant_of(m.contribution), m.parameters, m.extra_inputs, m.saves) for m in members
+    ]
+    return _constant_plans(tuple(described), quantized, fused)
+
+
+def _constant_of(value: Any) -> Any:
+    """Return a frozen record, and those in it, as a constant of the compiler: (class name, field..)."""
+    if type(value) is tuple:
+        return ("tuple", *[_constant_of(part) for part in value])
+    names = getattr(type(value), "__match_args__", None)
+    if names is None:
+        return value
+    return (type(value).__name__, *[_constant_of(getattr(value, name)) for name in names])
+
+
+def _record_of(constant: Any, kinds: dict[str, Any]) -> Any:
+    """Return the record of a constant."""
+    if type(constant) is not tuple:
+        return constant
+    name, *fields = constant
+    made = [_record_of(field, kinds) for field in fields]
+    return tuple(made) if name == "tuple" else kinds[name](*made)
+
+
+@constant_while_tracing
+def _constant_plans(
+    described: tuple[Any, ...], quantized: bool, fused: bool
+) -> tuple[ForwardPlan, BackwardPlan | None]:
+    kinds = {kind.__name__: kind for kind in (Contribution, LinearFacts, *Contribution.__subclasses__())}
+    kinds |= Contribution.records
+    members = tuple([Member(name, _record_of(constant, kinds), *rest) for name, constant, *rest in described])
+    plan = forward_plan(members, quantized, fused)
+    reached = [i for i, member in enumerate(members) if member.saves]
+    if not reached:
+        return plan, None
+    extra = tuple([(GradFacts(False),) * plan.extra_outputs[i] for i in reached])
+    saved = tuple([plan.saved[i] for i in reached])
+    key = BackwardKey(tuple([members[i] for i in reached]), saved, extra, False)
+    return plan, backward_plan(key, fused)

@@ -141,8 +141,8 @@ class FusibleOperation(torch.nn.Module, metaclass=ABCMeta):
         members = self.basic_operations()
         if kwargs and len(members) != 1:
             raise ValueError(
-                f"{type(self).__name__} stands for {len(members)} basic operations and takes no keyword arguments, but got "
-                f"{', '.join(sorted(kwargs))}; put it in a Sequential and use op_kwargs"
+                f"{type(self).__name__} stands for {len(members)} basic operations and takes no keyword arguments, but "
+                f"got {', '.join(sorted(kwargs))}; put it in a Sequential and use op_kwargs"
             )
         fuser: Any = self.__dict__.get("_own_fuser")
         if fuser is None or fuser._basic_ops != members:

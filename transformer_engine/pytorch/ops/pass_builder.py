@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -166,7 +166,10 @@ class Contribution:
 
     Attributes:
         launches_only: All effects of the steps are launches and products, which a compiled pass repeats.
+        records: Classes of the frozen records in fields of contributions, by name.
     """
+
+    records: ClassVar[dict[str, type]] = {}
 
     @property
     def launches_only(self) -> bool:

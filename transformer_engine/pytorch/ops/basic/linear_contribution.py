@@ -62,6 +62,9 @@ class Codes:
         return not (self.one_scale and gated) and (not sums or self.beside_sums)
 
 
+Contribution.records["Codes"] = Codes
+
+
 @dataclass(frozen=True)
 class LinearContribution(Contribution):
     """The steps of one linear product.
