@@ -135,8 +135,8 @@ class OperationFuser:
             repeats = self._followed.stateful and (thread.recomputes or in_a_backward())
             if undisturbed() and not repeats:
                 key, given = self._key(thread.state, input, extra_inputs)
-                chain = self._prepared.get(key, self)
-                if chain is self:
+                chain = self._prepared.get(key)
+                if chain is None and key not in self._prepared:
                     chain = self._prepare(key, thread.state, input, extra_inputs)
                 if chain is not None:
                     if chain.fusions.key is not self._fused_for:

@@ -146,7 +146,8 @@ class FusibleOperation(torch.nn.Module, metaclass=ABCMeta):
             )
         fuser: Any = self.__dict__.get("_own_fuser")
         if fuser is None or fuser._basic_ops != members:
-            fuser = self.__dict__["_own_fuser"] = type(self)._fuser([self])
+            fuser = type(self)._fuser([self])
+            object.__setattr__(self, "_own_fuser", fuser)
         return fuser(input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -183,11 +184,11 @@ class BasicOperation(Channels, RecipeSlots, FusibleOperation, metaclass=ABCMeta)
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name != "training" and not isinstance(value, Tensor):
-            self.__dict__["_revision"] = next(_revisions)
+            object.__setattr__(self, "_revision", next(_revisions))
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
-        self.__dict__["_revision"] = next(_revisions)
+        object.__setattr__(self, "_revision", next(_revisions))
 
     def call_facts(self, extra_inputs: tuple[Tensor, ...]) -> Hashable:
         """Return what the steps of a call depend on beside attributes, and metadata of inputs and parameters."""

@@ -165,15 +165,10 @@ class Contribution:
     The base class is the identity.
 
     Attributes:
-        launches_only: All effects of the steps are launches and products, which a compiled pass repeats.
         records: Classes of the frozen records in fields of contributions, by name.
     """
 
     records: ClassVar[dict[str, type]] = {}
-
-    @property
-    def launches_only(self) -> bool:
-        return type(self) is Contribution
 
     def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
         """Append the steps of the forward pass."""

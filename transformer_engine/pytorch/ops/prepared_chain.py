@@ -27,6 +27,14 @@ from .chain_plans import BackwardKey, BackwardPlan, ForwardPlan, GradFacts, Memb
 from .chain_run import Fused, distinct
 from .pass_builder import ChainEnvironment
 
+# Steps of forward passes whose launches and products, and those of their backward passes, a compiled pass may list.
+_LISTED = frozenset(
+    {
+        "accumulate", "activation", "add", "add_bias", "alias", "cast", "convert", "leading", "norm", "product", "rows",
+        "unflatten", "values",
+    }
+)  # fmt: skip
+
 
 class Fusions(NamedTuple):
     """The operations of both passes, as clients inspect them; the class of the recipe, and what they were fused for."""
@@ -93,7 +101,7 @@ class PreparedChain:
     def _compiled(self, device: torch.device) -> CompiledLayer | None:
         """Return the compiled passes; None if the steps do more than launch kernels and products."""
         specs: list[LinearSpec] = list(self.environment.linears.values())
-        if not all(member.contribution.launches_only for member in self.members):
+        if not _LISTED.issuperset([step.op for step in self.plan.steps.steps]):
             return None
         if any(spec.traced or spec.communicates for spec in specs):
             return None

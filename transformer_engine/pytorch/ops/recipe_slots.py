@@ -64,7 +64,8 @@ class RecipeSlots:
         """A copy has a name of its own."""
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        state: dict[str, Any] = self.__getstate__()  # pyright: ignore[reportAttributeAccessIssue]
+        copied.__dict__.update(copy.deepcopy(state, memo))
         copied._begin_key()
         return copied
 

@@ -50,10 +50,6 @@ class ActivationContribution(Contribution):
     scaled: bool = False
     grad_scales: bool = False
 
-    @property
-    def launches_only(self) -> bool:
-        return not self.cached and self.constants is None
-
     def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
         x = steps.matrix(steps.converted(x, self.convert))
         if self.interleave is not None:

@@ -29,7 +29,6 @@ class BiasContribution(Contribution):
 
     convert: torch.dtype | None
     grad: bool
-    launches_only = True
 
     def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
         x = steps.matrix(x)

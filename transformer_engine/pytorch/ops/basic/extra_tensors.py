@@ -15,7 +15,6 @@ class AddContribution(Contribution):
     """Steps of AddExtraInput."""
 
     in_place: bool
-    launches_only = True
 
     def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
         x = steps.matrix(x)
@@ -68,7 +67,6 @@ class ExtraOutputContribution(Contribution):
 
     in_place: bool
     writable: bool = False
-    launches_only = True
 
     def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
         return Forward(x, (), (x,))

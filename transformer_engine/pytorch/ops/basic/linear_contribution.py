@@ -84,7 +84,6 @@ class LinearContribution(Contribution):
     convert_weight: torch.dtype | None = None
     convert_gradient: torch.dtype | None = None
     parameter: str = "weight"
-    launches_only = True
 
     def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
         x = steps.converted(x, self.convert_input)

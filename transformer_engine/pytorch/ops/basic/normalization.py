@@ -41,7 +41,6 @@ class NormContribution(Contribution):
     shape: tuple[int, ...] | None = None
     convert: torch.dtype | None = None
     convert_gradient: torch.dtype | None = None
-    launches_only = True
 
     def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
         x = steps.converted(x, self.convert)
