@@ -20,22 +20,20 @@ from ..functions.saving import pack, unpack
 from ..quantization.autocast import AutocastState, current
 from ..runtime.device import autocast_dtype
 from ..tensor.quantized_tensor import QuantizedTensorStorage
+from . import step_functions as step_functions  # the executor finds their functions in its table
 from .chain_plans import (
     BackwardKey,
     BackwardPlan,
     GradFacts,
-    Member,
+    PassMember,
     backward_plan,
     forward_plan,
     traced_plans,
 )
 from .pass_builder import ChainEnvironment
-from .step_functions import TABLE
-
-assert set(TABLE) >= {"rows", "unflatten"}, "the executor has the functions of these passes"
 
 
-class TensorFacts(NamedTuple):
+class InputFacts(NamedTuple):
     """What an operation's contribution may depend on of its input."""
 
     shape: tuple[int, ...]
@@ -44,13 +42,13 @@ class TensorFacts(NamedTuple):
     quantized: bool = False
 
     @staticmethod
-    def of(x: Any) -> TensorFacts:
+    def of(x: Any) -> InputFacts:
         """Return the facts of a tensor, plain or quantized."""
-        return TensorFacts(tuple(x.shape), x.dtype, x.device, isinstance(x, QuantizedTensorStorage))
+        return InputFacts(tuple(x.shape), x.dtype, x.device, isinstance(x, QuantizedTensorStorage))
 
 
 @dataclass(slots=True)
-class Call:
+class OperationCall:
     """What a contribution may depend on beside the input and the operation.
 
     Attributes:
@@ -69,7 +67,7 @@ class Call:
     traced: bool
     saves: bool
     grad_input: bool
-    extra: tuple[TensorFacts, ...]
+    extra: tuple[InputFacts, ...]
     extra_tensors: tuple[Tensor, ...]
     options: dict[str, Any]
 
@@ -78,7 +76,7 @@ class StepState(NamedTuple):
     """What the forward pass of an operation leaves in its context beside tensors."""
 
     environment: ChainEnvironment
-    member: Member
+    member: PassMember
     saved: tuple[tuple[str | None, str | None], ...]
     forms: list[Any]
     constants: dict[int, Any]
@@ -157,19 +155,19 @@ def describe(
     options: Sequence[dict[str, Any]],
     environment: ChainEnvironment,
     first: int = 0,
-) -> tuple[tuple[Member, ...], list[list[Tensor]]]:
+) -> tuple[tuple[PassMember, ...], list[list[Tensor]]]:
     """Let operations describe themselves for one call; see `run_forward`.
 
     Returns:
         The members of the passes, and by operation the parameters that its steps read.
     """
-    facts, state = TensorFacts.of(x), current()
-    members: list[Member] = []
+    facts, state = InputFacts.of(x), current()
+    members: list[PassMember] = []
     tensors: list[list[Tensor]] = []
     traced, narrowed = torch.compiler.is_compiling(), autocast_dtype(x.device.type)
     for i, (op, ctx) in enumerate(zip(ops, ctxs, strict=True)):
-        extra = tuple([TensorFacts.of(tensor) for tensor in extra_inputs[i]])
-        call = Call(
+        extra = tuple([InputFacts.of(tensor) for tensor in extra_inputs[i]])
+        call = OperationCall(
             state,
             narrowed,
             traced,
@@ -183,7 +181,9 @@ def describe(
         contribution, facts = op.contribute(str(first + i), facts, call, environment)
         parameters = op.pass_parameters()
         tensors.append(list(parameters.values()))
-        members.append(Member(str(first + i), contribution, tuple(parameters), len(extra), ctx.requires_grad))
+        members.append(
+            PassMember(str(first + i), contribution, tuple(parameters), len(extra), ctx.requires_grad)
+        )
     return tuple(members), tensors
 
 
@@ -200,7 +200,7 @@ def check_options(op: Any, options: dict[str, Any]) -> None:
 def _save(
     ctx: Any,
     env: ChainEnvironment,
-    member: Member,
+    member: PassMember,
     pairs: Any,
     saved: list[Any],
     traced_plan: BackwardPlan | None,

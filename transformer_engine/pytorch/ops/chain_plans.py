@@ -25,7 +25,7 @@ from ...common.passes.step import Pass, Step
 from ...common.passes.vocabulary import Cast, ColumnSum
 from ..functions.run import Schedule, schedule_of
 from ..runtime.tracing import constant_while_tracing
-from .pass_builder import Backward, Contribution, Forward, Kept, PassBuilder, Value
+from .pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPart, PassBuilder, Value
 
 RULES = (
     BIAS_IN_PRODUCT,
@@ -40,7 +40,7 @@ _DENSE = frozenset({"dense", "activation_backward", "norm_backward", "product", 
 _KEPT = 512
 
 
-class Member(NamedTuple):
+class PassMember(NamedTuple):
     """One operation of a pass: its name in the pass, contribution, parameters, numbers of extra tensors, and whether
     it saves anything."""
 
@@ -69,7 +69,7 @@ class GradFacts(NamedTuple):
 class BackwardKey(NamedTuple):
     """A kind of backward pass, by operation: members, saved buffers, and gradients of the extra outputs."""
 
-    members: tuple[Member, ...]
+    members: tuple[PassMember, ...]
     saved: tuple[tuple[tuple[str | None, str | None], ...], ...]
     extra: tuple[tuple[GradFacts | None, ...], ...]
     quantized: bool
@@ -106,7 +106,7 @@ def _operation(layer: str) -> str:
     return layer.partition(".")[0]
 
 
-def _plan_forward(key: tuple[tuple[Member, ...], bool, bool]) -> ForwardPlan:
+def _plan_forward(key: tuple[tuple[PassMember, ...], bool, bool]) -> ForwardPlan:
     members, quantized, fused = key
     x = f"{members[0].name}.x"
     steps, value = PassBuilder(), Value(x, None, quantized)
@@ -114,7 +114,7 @@ def _plan_forward(key: tuple[tuple[Member, ...], bool, bool]) -> ForwardPlan:
     for member in members:
         inputs += [f"{member.name}.{parameter}" for parameter in member.parameters]
         inputs += [f"{member.name}.extra{i}" for i in range(member.extra_inputs)]
-        part: Forward = member.contribution.forward(steps, member.name, value)
+        part: ForwardPart = member.contribution.forward(steps, member.name, value)
         value = part.output
         parts.append(part if member.saves else part._replace(saved=()))
     output = value.name if value.quantized else steps.shaped(value).name
@@ -141,7 +141,7 @@ def _is_plain(contributions: dict[str, Contribution]) -> Callable[[Cast], bool]:
 def _plan_backward(key: tuple[BackwardKey, bool]) -> BackwardPlan:
     (members, saved, extra, quantized), fused = key
     steps, value = PassBuilder(".backward"), Value("dy", None, quantized)
-    parts: list[Backward] = []
+    parts: list[BackwardPart] = []
     inputs = ["dy"]
     columns: list[Step] = []
     for member, kept, given in reversed(list(zip(members, saved, extra, strict=True))):
@@ -152,7 +152,7 @@ def _plan_backward(key: tuple[BackwardKey, bool]) -> BackwardPlan:
         names = tuple([name for name, _ in kept])
         writable = tuple([facts is not None and facts.writable for facts in given])
         contribution = member.contribution.with_writable_gradients(writable)
-        part = contribution.backward(steps, member.name, value, Kept(names, tuple(grads)))
+        part = contribution.backward(steps, member.name, value, BackwardInputs(names, tuple(grads)))
         parts.insert(0, part)
         for name, source in kept:
             if source is not None and source not in inputs:
@@ -210,7 +210,7 @@ _forward_plans: Memory[Any, ForwardPlan] = Memory(_plan_forward, _KEPT)
 _backward_plans: Memory[Any, BackwardPlan] = Memory(_plan_backward, _KEPT)
 
 
-def forward_plan(members: tuple[Member, ...], quantized: bool, fused: bool) -> ForwardPlan:
+def forward_plan(members: tuple[PassMember, ...], quantized: bool, fused: bool) -> ForwardPlan:
     """Return the forward pass of operations, built at the first call.
 
     Args:
@@ -227,7 +227,7 @@ def backward_plan(key: BackwardKey, fused: bool) -> BackwardPlan:
 
 
 def traced_plans(
-    members: tuple[Member, ...], quantized: bool, fused: bool
+    members: tuple[PassMember, ...], quantized: bool, fused: bool
 ) -> tuple[ForwardPlan, BackwardPlan | None]:
     """Return both passes of operations that a compiler traces, which takes them as constants.
 
@@ -264,7 +264,9 @@ def _constant_plans(
 ) -> tuple[ForwardPlan, BackwardPlan | None]:
     kinds = {kind.__name__: kind for kind in (Contribution, LinearFacts, *Contribution.__subclasses__())}
     kinds |= Contribution.records
-    members = tuple([Member(name, _record_of(constant, kinds), *rest) for name, constant, *rest in described])
+    members = tuple(
+        [PassMember(name, _record_of(constant, kinds), *rest) for name, constant, *rest in described]
+    )
     plan = forward_plan(members, quantized, fused)
     reached = [i for i, member in enumerate(members) if member.saves]
     if not reached:

@@ -173,6 +173,9 @@ class BasicOperation(Channels, RecipeSlots, FusibleOperation, metaclass=ABCMeta)
         num_extra_outputs: Number of extra output tensors.
     """
 
+    # Attributes that the representation shows, by the name of the argument.
+    _shown: ClassVar[dict[str, str]] = {}
+
     # Another number after each write to an attribute; parameters and `training` are compared by themselves.
     _revision: int = 0
 
@@ -197,6 +200,9 @@ class BasicOperation(Channels, RecipeSlots, FusibleOperation, metaclass=ABCMeta)
     @property
     def is_fused_op(self) -> bool:
         return False
+
+    def extra_repr(self) -> str:
+        return ", ".join([f"{name}={getattr(self, attribute)}" for name, attribute in self._shown.items()])
 
     def basic_operations(self) -> list[BasicOperation]:
         return [self]

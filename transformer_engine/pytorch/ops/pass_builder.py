@@ -117,7 +117,7 @@ class PassBuilder:
         return Value(self._once("to_dtype", value.name, dtype), value.leading)
 
 
-class Forward(NamedTuple):
+class ForwardPart(NamedTuple):
     """What an operation adds to a forward pass.
 
     Attributes:
@@ -131,7 +131,7 @@ class Forward(NamedTuple):
     extra_outputs: tuple[Value, ...] = ()
 
 
-class Backward(NamedTuple):
+class BackwardPart(NamedTuple):
     """What an operation adds to a backward pass.
 
     Attributes:
@@ -145,7 +145,7 @@ class Backward(NamedTuple):
     grad_extra_inputs: tuple[Value | None, ...] = ()
 
 
-class Kept(NamedTuple):
+class BackwardInputs(NamedTuple):
     """What an operation's part of a backward pass reads beside the gradient of its output.
 
     Attributes:
@@ -170,13 +170,13 @@ class Contribution:
 
     records: ClassVar[dict[str, type]] = {}
 
-    def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
+    def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
         """Append the steps of the forward pass."""
-        return Forward(x)
+        return ForwardPart(x)
 
-    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
         """Append the steps of the backward pass, which reads what `kept` names."""
-        return Backward(dy)
+        return BackwardPart(dy)
 
     def with_writable_gradients(self, writable: tuple[bool, ...]) -> Contribution:
         """Return the contribution for gradients of extra outputs that may be written in place, or not."""

@@ -23,7 +23,7 @@ from ..runtime.applying import applier
 from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .chain import grad_facts
-from .chain_plans import BackwardKey, BackwardPlan, ForwardPlan, GradFacts, Member, backward_plan
+from .chain_plans import BackwardKey, BackwardPlan, ForwardPlan, GradFacts, PassMember, backward_plan
 from .chain_run import Fused, distinct
 from .pass_builder import ChainEnvironment
 
@@ -80,7 +80,7 @@ class PreparedChain:
 
     def __init__(
         self,
-        members: tuple[Member, ...],
+        members: tuple[PassMember, ...],
         parameters: tuple[int, ...],
         plan: ForwardPlan,
         environment: ChainEnvironment,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ....common.numbers import to_bool, to_float
 from ...primitives.activation import ActivationParams
-from ..chain import Call, TensorFacts
+from ..chain import InputFacts, OperationCall
 from ..pass_builder import ChainEnvironment, Contribution
 from .activation import ActivationOperation, ClampedSwiGLU, bound, interleave_size
 
@@ -139,8 +139,8 @@ class ScaledSReLU(ScaledActivation):
         super().__init__(activation_recompute_in_mlp=activation_recompute_in_mlp)
 
     def contribute(
-        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
-    ) -> tuple[Contribution, TensorFacts]:
+        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
+    ) -> tuple[Contribution, InputFacts]:
         if self.activation_recompute_in_mlp:
             raise RuntimeError(
                 "activation_recompute_in_mlp=True needs a fused grouped MLP, which this device does not have; set it "
