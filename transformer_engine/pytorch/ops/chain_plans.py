@@ -168,9 +168,17 @@ def _plan_backward(key: tuple[BackwardKey, bool]) -> BackwardPlan:
     extras = [
         None if made is None else steps.shaped(made).name for part in parts for made in part.grad_extra_inputs
     ]
-    made_pass = Pass(tuple(inputs), (grad_input, *parameters, *extras), (), (*_unique(columns), *steps.steps))
+    made_pass = Pass(
+        tuple(inputs),
+        (grad_input, *parameters, *extras),
+        (),
+        read_columns={step.results: step for step in columns}.values()(  # a buffer may be saved twice
+            *read_columns, *steps.steps
+        ),
+    )
     contributions = {member.name: member.contribution for member in members}
-    read = _without_dense(without_identity_casts(made_pass, _is_plain_or_column(contributions)))
+    is_plain = _is_plain(contributions)
+    read = _without_dense(without_identity_casts(made_pass, lambda cast: not cast.tensor or is_plain(cast)))
     if fused:
         read = fuse(read, _allowed(contributions), RULES)
     return BackwardPlan(
@@ -179,15 +187,6 @@ def _plan_backward(key: tuple[BackwardKey, bool]) -> BackwardPlan:
         tuple([len(part.grad_extra_inputs) for part in parts]),
         read,
     )
-
-
-def _unique(columns: list[Step]) -> list[Step]:
-    return list({step.results: step for step in columns}.values())
-
-
-def _is_plain_or_column(contributions: dict[str, Contribution]) -> Callable[[Cast], bool]:
-    plain = _is_plain(contributions)
-    return lambda cast: not cast.tensor or plain(cast)
 
 
 def _without_dense(pass_: Pass) -> Pass:

@@ -90,7 +90,7 @@ class ChainRun:
             ctx._saved_range = (len(saved), len(saved) + len(tensors))
             ctx.to_save = None
             saved += tensors
-        return (x, *self.links.returned(outputs)), saved
+        return (x, *[outputs[slot.op][slot.index] for slot in self.links.public_outputs]), saved
 
     def _run_opaque(
         self, op: FusibleOperation, indices: list[int], x: Tensor, received: list[Any], options: list[Any]
@@ -122,19 +122,16 @@ class ChainRun:
         del saved  # the contexts own the tensors from here on
         parameters: list[tuple[Any, ...]] = [(None,) * n for n in self.parameters]
         extra_inputs: list[tuple[Any, ...]] = [(None,) * op.num_extra_inputs for op in self.basic_ops]
-        given = self.links.given_gradients(grad_extra)
+        given = dict(zip(self.links.public_outputs, grad_extra, strict=True))
         dy: Any = grad_output
         apart = _apart(self.backward_ops, self._backward_of_steps)
         reached = [entry for entry in apart if entry[1][-1] >= self.first]
 
         def joins(before: Sequence[int], behind: Sequence[int]) -> bool:
-            same = _environment(self.contexts, before) is _environment(self.contexts, behind)
-            return (
-                same
-                and self._stepwise(before)
-                and self._stepwise(behind)
-                and not self.links.connects(before, behind)
-            )
+            if not (self._stepwise(before) and self._stepwise(behind)) or self.links.connects(before, behind):
+                return False
+            states: list[Any] = [self.contexts[indices[-1]].step_state for indices in (before, behind)]  # pyright: ignore
+            return states[0].environment is states[1].environment
 
         for segment in reversed(_segments(reached, joins)):
             indices = [i for _, members in segment for i in members]
@@ -147,13 +144,18 @@ class ChainRun:
                     ctxs, dy, basic_op_grad_extra_outputs=grads
                 )
             for i, of_parameters, of_inputs in zip(indices, made, extra, strict=True):
-                self._check_gradients(i, tuple(of_parameters))
                 parameters[i], extra_inputs[i] = tuple(of_parameters), tuple(of_inputs)
+                if len(parameters[i]) != self.parameters[i]:
+                    raise RuntimeError(
+                        f"the backward pass of {type(self.basic_ops[i]).__name__} returned {len(parameters[i])} "
+                        f"parameter gradients for {self.parameters[i]} parameters; return one for each parameter, None "
+                        "where there is none"
+                    )
                 contexts[i].saved_tensors = None
         if count and self.first > 0:
             dy = None
         flat = [grad for group in parameters for grad in group]
-        return dy, flat, self.links.public_gradients(extra_inputs)
+        return dy, flat, [extra_inputs[slot.op][slot.index] for slot in self.links.public_inputs]
 
     def _backward_of_steps(self, op: FusibleOperation) -> bool:
         """Return whether an operation's backward pass is made of steps, of forward passes that were too."""
@@ -169,14 +171,6 @@ class ChainRun:
         """Return whether single operations run by their steps in the backward pass."""
         own = all(contributes_backward(self.basic_ops[i]) for i in indices)
         return own and self._have_steps(indices) and not self._opaque_backward.intersection(indices)
-
-    def _check_gradients(self, index: int, grads: tuple[Any, ...]) -> None:
-        if len(grads) != self.parameters[index]:
-            raise RuntimeError(
-                f"the backward pass of {type(self.basic_ops[index]).__name__} returned {len(grads)} parameter "
-                "gradients "
-                f"for {self.parameters[index]} parameters; return one for each parameter, None where there is none"
-            )
 
 
 def _apart(ops: Fused, of_steps: Callable[[FusibleOperation], bool]) -> Fused:
@@ -215,11 +209,6 @@ def _restored(contexts: Sequence[OperationContext], saved: Sequence[Any]) -> lis
         made.saved_tensors = tuple(saved[begin:end])
         restored.append(made)
     return restored
-
-
-def _environment(contexts: Any, indices: Sequence[int]) -> Any:
-    state = getattr(contexts[indices[-1]], "step_state", None)
-    return None if state is None else state.environment
 
 
 def _keep_storage(tensors: Sequence[Any]) -> None:

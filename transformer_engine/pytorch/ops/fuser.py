@@ -131,13 +131,16 @@ class OperationFuser:
             self._ops, self._is_first_forward = self._basic_ops, False
         if self._contributes and not torch.compiler.is_compiling() and not any(basic_op_kwargs or ()):
             thread = here_in_eager_mode()
-            self._follow(thread.state)
+            state = thread.state
+            recipe = state.recipe if state.enabled or state.calibrating else None
+            if not self._followed.is_current(recipe, state.group, self._basic_ops):
+                self._followed = followed_by(self._basic_ops, state)
             repeats = self._followed.stateful and (thread.recomputes or in_a_backward())
             if undisturbed() and not repeats:
-                key, given = self._key(thread.state, input, extra_inputs)
+                key, given = self._key(state, input, extra_inputs)
                 chain = self._prepared.get(key)
                 if chain is None and key not in self._prepared:
-                    chain = self._prepare(key, thread.state, input, extra_inputs)
+                    chain = self._prepare(key, state, input, extra_inputs)
                 if chain is not None:
                     if chain.fusions.key is not self._fused_for:
                         self._forward_ops, self._backward_ops, self.recipe_type, self._fused_for = (
@@ -177,13 +180,6 @@ class OperationFuser:
             results = call.forward(x, extra_inputs)[0]
         made: Any = results
         return made if len(made) > 1 else made[0]
-
-    def _follow(self, state: AutocastState) -> None:
-        """Let the operations use the recipe of an autocast state, where it is not the one that they use."""
-        recipe = state.recipe if state.enabled or state.calibrating else None
-        if self._followed.is_current(recipe, state.group, self._basic_ops):
-            return
-        self._followed = followed_by(self._basic_ops, state)
 
     def _key(
         self, state: AutocastState, x: Tensor, extra_inputs: tuple[Tensor, ...]

@@ -31,7 +31,7 @@ def following(ops: Sequence[RecipeSlots], state: AutocastState) -> None:
         elif recipe is not None:
             _follow_while_tracing(op._replay_key, description_of(recipe), state.group)
         elif op._served is not None:
-            _leave_while_tracing(op._replay_key)
+            _follow_while_tracing(op._replay_key, None, None)
 
 
 class Followed(NamedTuple):
@@ -75,14 +75,11 @@ def followed_by(ops: Sequence[RecipeSlots], state: AutocastState) -> Followed:
 
 
 @constant_while_tracing
-def _follow_while_tracing(key: str, recipe: str, group: Any) -> bool:
-    by_key[key].follow(AutocastState(True, False, recipe_described_as(recipe), group))
-    return True
-
-
-@constant_while_tracing
-def _leave_while_tracing(key: str) -> bool:
-    by_key[key].follow(AutocastState())
+def _follow_while_tracing(key: str, recipe: str | None, group: Any) -> bool:
+    state = (
+        AutocastState() if recipe is None else AutocastState(True, False, recipe_described_as(recipe), group)
+    )
+    by_key[key].follow(state)
     return True
 
 

@@ -156,7 +156,9 @@ class ActivationOperation(StepOperation):
         environment.activations[name] = (self.kind, self.activation_params())
         cached = self.cache_quantized_input and call.saves
         if cached:
-            environment.objects[name, "cached"] = _cache_quantizer(x.device)
+            environment.objects[name, "cached"] = Float8CurrentScalingQuantizer(
+                torch.float8_e4m3fn, x.device, rowwise=True, columnwise=False
+            )
         convert = None if dtype == x.dtype else dtype
         contribution = ActivationContribution(
             self.kind,
@@ -169,10 +171,6 @@ class ActivationOperation(StepOperation):
             self.scaled and call.saves,
         )
         return contribution, InputFacts(shape, dtype, x.device)
-
-
-def _cache_quantizer(device: torch.device) -> Float8CurrentScalingQuantizer:
-    return Float8CurrentScalingQuantizer(torch.float8_e4m3fn, device, rowwise=True, columnwise=False)
 
 
 def interleave_size(size: Any) -> int | None:
