@@ -168,14 +168,9 @@ def _plan_backward(key: tuple[BackwardKey, bool]) -> BackwardPlan:
     extras = [
         None if made is None else steps.shaped(made).name for part in parts for made in part.grad_extra_inputs
     ]
-    made_pass = Pass(
-        tuple(inputs),
-        (grad_input, *parameters, *extras),
-        (),
-        read_columns={step.results: step for step in columns}.values()(  # a buffer may be saved twice
-            *read_columns, *steps.steps
-        ),
-    )
+    # A buffer may be saved by several operations.
+    read_columns = {step.results: step for step in columns}.values()
+    made_pass = Pass(tuple(inputs), (grad_input, *parameters, *extras), (), (*read_columns, *steps.steps))
     contributions = {member.name: member.contribution for member in members}
     is_plain = _is_plain(contributions)
     read = _without_dense(without_identity_casts(made_pass, lambda cast: not cast.tensor or is_plain(cast)))
