@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..functions.normalization import Norm
 from ..functions.run import run
 from ..functions.saving import pack, unpack
+from ..primitives.activation import ActivationParams
 from ..quantization.autocast import AutocastState, current
 from ..runtime.device import autocast_dtype
 from ..tensor.quantized_tensor import QuantizedTensorStorage
@@ -30,7 +32,6 @@ from .chain_plans import (
     forward_plan,
     traced_plans,
 )
-from .pass_builder import ChainEnvironment
 
 
 class InputFacts(NamedTuple):
@@ -45,6 +46,27 @@ class InputFacts(NamedTuple):
     def of(x: Any) -> InputFacts:
         """Return the facts of a tensor, plain or quantized."""
         return InputFacts(tuple(x.shape), x.dtype, x.device, isinstance(x, QuantizedTensorStorage))
+
+
+@dataclass(slots=True)
+class ChainEnvironment:
+    """The objects that settings of steps refer to by the name of an operation; see `functions.steps.Environment`.
+
+    Attributes:
+        linears: Specs of linear layers, and boundaries of collectives.
+        dtypes: Dtypes of the gradients of weight and bias.
+        norms: Normalizations.
+        activations: Names and parameters of activations.
+        objects: Everything else, by operation and slot: quantizers, dropout probabilities.
+        leading: Unused; results keep their dimensions in buffers.
+    """
+
+    linears: dict[str, Any] = field(default_factory=dict)
+    dtypes: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
+    norms: dict[str, Norm] = field(default_factory=dict)
+    activations: dict[str, tuple[str, ActivationParams]] = field(default_factory=dict)
+    objects: dict[tuple[str, str], Any] = field(default_factory=dict)
+    leading: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

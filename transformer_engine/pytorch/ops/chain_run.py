@@ -12,10 +12,9 @@ from ..functions.saving import keep, take_saved
 from ..functions.scale_update import ScaleUpdate
 from ..quantization.autocast import AutocastState
 from ..runtime.double_backward import once_differentiable
-from .chain import run_backward, run_forward
+from .chain import ChainEnvironment, run_backward, run_forward
 from .links import Links
 from .operation import BasicOperation, FusibleOperation, OperationContext
-from .pass_builder import ChainEnvironment
 from .step_operation import contributes_backward, contributes_forward
 from .tracing import update_of
 

@@ -21,12 +21,11 @@ from ..functions.scale_update import in_a_backward
 from ..quantization.autocast import AutocastState, current, here_in_eager_mode
 from ..runtime.device import autocast_dtype
 from ..tensor.quantized_tensor import QuantizedTensorStorage
-from .chain import describe, rules_apply
+from .chain import ChainEnvironment, describe, rules_apply
 from .chain_plans import forward_plan
 from .chain_run import ChainRun, Fused, FusedChain, contexts_of
 from .links import Links
 from .operation import BasicOperation, FusibleOperation
-from .pass_builder import ChainEnvironment
 from .prepared_chain import Fusions, PreparedChain
 from .step_operation import contributes_backward, contributes_forward
 from .tracing import NOT_FOLLOWED, followed_by, following

@@ -9,14 +9,12 @@ tensor; objects that steps need at run time (quantizers, groups, parameters of a
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from ...common.passes.step import Step
-from ..functions.normalization import Norm
-from ..primitives.activation import ActivationParams
 
 
 class Value(NamedTuple):
@@ -32,27 +30,6 @@ class Value(NamedTuple):
     name: str
     leading: str | None = None
     quantized: bool = False
-
-
-@dataclass(slots=True)
-class ChainEnvironment:
-    """The objects that settings of steps refer to by the name of an operation; see `functions.steps.Environment`.
-
-    Attributes:
-        linears: Specs of linear layers, and boundaries of collectives.
-        dtypes: Dtypes of the gradients of weight and bias.
-        norms: Normalizations.
-        activations: Names and parameters of activations.
-        objects: Everything else, by operation and slot: quantizers, dropout probabilities.
-        leading: Unused; results keep their dimensions in buffers.
-    """
-
-    linears: dict[str, Any] = field(default_factory=dict)
-    dtypes: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
-    norms: dict[str, Norm] = field(default_factory=dict)
-    activations: dict[str, tuple[str, ActivationParams]] = field(default_factory=dict)
-    objects: dict[tuple[str, str], Any] = field(default_factory=dict)
-    leading: tuple[int, ...] = ()
 
 
 class PassBuilder:

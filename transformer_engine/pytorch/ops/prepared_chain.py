@@ -22,10 +22,9 @@ from ..functions.scale_update import of_the_pass
 from ..runtime.applying import applier
 from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensorStorage
-from .chain import grad_facts
+from .chain import ChainEnvironment, grad_facts
 from .chain_plans import BackwardKey, BackwardPlan, ForwardPlan, GradFacts, PassMember, backward_plan
 from .chain_run import Fused, distinct
-from .pass_builder import ChainEnvironment
 
 # Steps of forward passes whose launches and products, and those of their backward passes, a compiled pass may list.
 _LISTED = frozenset(

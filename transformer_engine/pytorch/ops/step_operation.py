@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..runtime.device import canonical_device
 from ..tensor.quantizer import Quantizer
-from .chain import InputFacts, OperationCall, run_backward, run_forward
+from .chain import ChainEnvironment, InputFacts, OperationCall, run_backward, run_forward
 from .operation import BasicOperation, FusedOperation, FusibleOperation, OperationContext
-from .pass_builder import ChainEnvironment, Contribution
+from .pass_builder import Contribution
 
 
 class StepOperation(BasicOperation, metaclass=ABCMeta):

@@ -18,16 +18,8 @@ from ....common.passes.vocabulary import Activation as ActivationSettings
 from ....common.passes.vocabulary import Named
 from ...primitives.activation import ACTIVATIONS, ActivationParams
 from ...tensor.float8_tensor import Float8CurrentScalingQuantizer
-from ..chain import InputFacts, OperationCall
-from ..pass_builder import (
-    BackwardInputs,
-    BackwardPart,
-    ChainEnvironment,
-    Contribution,
-    ForwardPart,
-    PassBuilder,
-    Value,
-)
+from ..chain import ChainEnvironment, InputFacts, OperationCall
+from ..pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPart, PassBuilder, Value
 from ..step_operation import StepOperation
 from .basic_linear import DTYPES
 

@@ -19,8 +19,8 @@ from ...quantization.model_init import current_model_init
 from ...runtime.device import canonical_device, is_meta
 from ...tensor.initial_values import keep_initial_values
 from ...tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
-from ..chain import InputFacts, OperationCall
-from ..pass_builder import ChainEnvironment, Contribution
+from ..chain import ChainEnvironment, InputFacts, OperationCall
+from ..pass_builder import Contribution
 from ..step_operation import StepOperation
 from .functional_linear import functional_backward, functional_forward
 from .linear_contribution import LinearContribution, ProducerCasts, fitting, linear_facts, linear_spec

@@ -12,16 +12,8 @@ from ....common.numbers import to_bool, to_int
 from ....common.passes.vocabulary import ColumnSum
 from ...distributed.collectives import world_size
 from ...runtime.device import canonical_device, is_meta
-from ..chain import InputFacts, OperationCall
-from ..pass_builder import (
-    BackwardInputs,
-    BackwardPart,
-    ChainEnvironment,
-    Contribution,
-    ForwardPart,
-    PassBuilder,
-    Value,
-)
+from ..chain import ChainEnvironment, InputFacts, OperationCall
+from ..pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPart, PassBuilder, Value
 from ..step_operation import StepOperation
 from .basic_linear import check_input, parameter_dtype
 

@@ -12,16 +12,8 @@ from torch import Tensor
 from ....common.passes.vocabulary import Collective
 from ...distributed.collectives import world_size
 from ...distributed.tensor_parallel import TensorParallel
-from ..chain import InputFacts, OperationCall
-from ..pass_builder import (
-    BackwardInputs,
-    BackwardPart,
-    ChainEnvironment,
-    Contribution,
-    ForwardPart,
-    PassBuilder,
-    Value,
-)
+from ..chain import ChainEnvironment, InputFacts, OperationCall
+from ..pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPart, PassBuilder, Value
 from ..step_operation import StepOperation
 
 # Steps whose first result nothing else reads later.

@@ -11,16 +11,8 @@ from ....common.passes.step import Step
 from ....common.passes.vocabulary import Dropout as DropoutSettings
 from ....common.passes.vocabulary import Named
 from ...quantization import QuantizerRole
-from ..chain import InputFacts, OperationCall
-from ..pass_builder import (
-    BackwardInputs,
-    BackwardPart,
-    ChainEnvironment,
-    Contribution,
-    ForwardPart,
-    PassBuilder,
-    Value,
-)
+from ..chain import ChainEnvironment, InputFacts, OperationCall
+from ..pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPart, PassBuilder, Value
 from ..step_operation import StepOperation
 
 

@@ -5,16 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ....common.numbers import to_bool
-from ..chain import InputFacts, OperationCall
-from ..pass_builder import (
-    BackwardInputs,
-    BackwardPart,
-    ChainEnvironment,
-    Contribution,
-    ForwardPart,
-    PassBuilder,
-    Value,
-)
+from ..chain import ChainEnvironment, InputFacts, OperationCall
+from ..pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPart, PassBuilder, Value
 from ..step_operation import StepOperation
 
 

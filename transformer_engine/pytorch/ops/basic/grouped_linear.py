@@ -22,8 +22,8 @@ from ...quantization.model_init import current_model_init
 from ...runtime.device import canonical_device, is_meta
 from ...tensor.initial_values import keep_initial_values
 from ...tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
-from ..chain import InputFacts, OperationCall
-from ..pass_builder import ChainEnvironment, Contribution
+from ..chain import ChainEnvironment, InputFacts, OperationCall
+from ..pass_builder import Contribution
 from ..step_operation import StepOperation
 from .basic_linear import check_input, check_main_grad, parameter_dtype
 from .grouped_contribution import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, GroupedContribution

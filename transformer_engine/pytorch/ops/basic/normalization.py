@@ -16,16 +16,8 @@ from ....common.passes.vocabulary import Norm as NormSettings
 from ...functions.normalization import Norm
 from ...runtime.device import canonical_device, is_meta
 from ...runtime.warn_once import warn_once
-from ..chain import InputFacts, OperationCall
-from ..pass_builder import (
-    BackwardInputs,
-    BackwardPart,
-    ChainEnvironment,
-    Contribution,
-    ForwardPart,
-    PassBuilder,
-    Value,
-)
+from ..chain import ChainEnvironment, InputFacts, OperationCall
+from ..pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPart, PassBuilder, Value
 from ..step_operation import StepOperation
 
 _STAGES = ("forward", "backward", "inference")

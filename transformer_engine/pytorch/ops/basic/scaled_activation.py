@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ....common.numbers import to_bool, to_float
 from ...primitives.activation import ActivationParams
-from ..chain import InputFacts, OperationCall
-from ..pass_builder import ChainEnvironment, Contribution
+from ..chain import ChainEnvironment, InputFacts, OperationCall
+from ..pass_builder import Contribution
 from .activation import ActivationOperation, ClampedSwiGLU, bound, interleave_size
 
 
