@@ -35,7 +35,7 @@ from .chain_plans import (
 
 
 class InputFacts(NamedTuple):
-    """What an operation's contribution may depend on of its input."""
+    """Metadata of an operation's input, on which its contribution may depend."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -71,7 +71,7 @@ class ChainEnvironment:
 
 @dataclass(slots=True)
 class OperationCall:
-    """What a contribution may depend on beside the input and the operation.
+    """Facts of a call on which a contribution may depend, in addition to the input and the operation.
 
     Attributes:
         state: The autocast state.
@@ -95,7 +95,7 @@ class OperationCall:
 
 
 class StepState(NamedTuple):
-    """What the forward pass of an operation leaves in its context beside tensors."""
+    """Non-tensor state that the forward pass of an operation leaves in its context."""
 
     environment: ChainEnvironment
     member: PassMember

@@ -95,7 +95,7 @@ class PassBuilder:
 
 
 class ForwardPart(NamedTuple):
-    """What an operation adds to a forward pass.
+    """Results of an operation's part of a forward pass.
 
     Attributes:
         output: The main output.
@@ -109,7 +109,7 @@ class ForwardPart(NamedTuple):
 
 
 class BackwardPart(NamedTuple):
-    """What an operation adds to a backward pass.
+    """Results of an operation's part of a backward pass.
 
     Attributes:
         grad_input: Gradient of the main input; None if it is not needed.
@@ -123,11 +123,11 @@ class BackwardPart(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """What an operation's part of a backward pass reads beside the gradient of its output.
+    """Inputs of an operation's part of a backward pass, apart from the gradient of its output.
 
     Attributes:
         saved: Buffers that its part of the forward pass saved, by position.
-        grad_extra_outputs: Gradients of its extra outputs; None for those that are absent.
+        grad_extra_outputs: Gradients of its extra outputs; None if absent.
     """
 
     saved: tuple[str | None, ...]

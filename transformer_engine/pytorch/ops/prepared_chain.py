@@ -36,7 +36,7 @@ _LISTED = frozenset(
 
 
 class Fusions(NamedTuple):
-    """The operations of both passes, as clients inspect them; the class of the recipe, and what they were fused for."""
+    """The operations of both passes, as clients inspect them; the class of the recipe, and the key of the fusion."""
 
     forward: Fused
     backward: Fused

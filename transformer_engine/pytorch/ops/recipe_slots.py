@@ -85,7 +85,7 @@ class RecipeSlots:
             index: Index of the quantizer, less than `num_quantizers(mode)`.
 
         Raises:
-            ValueError: There is no such quantizer.
+            ValueError: The quantizer does not exist.
         """
         count = self.num_quantizers(mode)
         if not 0 <= index < count:

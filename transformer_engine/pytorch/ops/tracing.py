@@ -66,7 +66,7 @@ NOT_FOLLOWED = Followed(object(), None, None, [], False, None)
 
 
 def followed_by(ops: Sequence[RecipeSlots], state: AutocastState) -> Followed:
-    """Let operations use the recipe of an autocast state; return what they use then."""
+    """Let operations use the recipe of an autocast state; return the record of it."""
     following(ops, state)
     recipe = state.recipe if state.enabled or state.calibrating else None
     stateful = any(op.has_scaling_state() for op in ops)
@@ -84,7 +84,7 @@ def _follow_while_tracing(key: str, recipe: str | None, group: Any) -> bool:
 
 
 def update_of(ops: Sequence[RecipeSlots], state: AutocastState) -> ScaleUpdate | None:
-    """Return what the backward pass of operations updates under delayed scaling, or None."""
+    """Return the scale update after a backward pass of operations under delayed scaling, or None."""
     if not state.enabled:
         return None
     stateful = [op for op in ops if op.has_scaling_state()]

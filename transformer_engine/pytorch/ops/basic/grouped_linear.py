@@ -181,7 +181,7 @@ class GroupedLinear(StepOperation):
         ]
 
     def _weights(self) -> list[Any]:
-        """Return what the gradient of each group's weight is accumulated into."""
+        """Return the tensor that receives the gradient of each group's weight."""
         if self.single_grouped_weight:
             return [StackMember(self.weight, i) for i in range(self.num_groups)]
         return [getattr(self, f"weight{i}") for i in range(self.num_groups)]

@@ -41,7 +41,7 @@ class ProducerCasts:
 
     @staticmethod
     def of(spec: LinearSpec) -> ProducerCasts:
-        """Return what the quantizers of a layer ask of kernels."""
+        """Return the casts that the quantizers of a layer allow in other kernels."""
         cast = gradient_cast(spec)
         if cast is None:
             return ProducerCasts(input_cast(spec) is not None)
@@ -149,7 +149,7 @@ def linear_spec(
         parallel: The boundary to the tensor-parallel group.
         gradient: Where the weight gradient goes.
         needs: Whether the gradients of input and weight are needed.
-        plain: Matrices are multiplied as they are.
+        plain: Matrices are multiplied unquantized.
     """
     state = call.state
     used: Sequence[Quantizer] = (IDENTITY, IDENTITY, IDENTITY)
