@@ -184,7 +184,7 @@ def _apart(ops: Fused, of_steps: Callable[[FusibleOperation], bool]) -> Fused:
 
 
 def _segments(ops: Fused, joins: Callable[[Sequence[int], Sequence[int]], bool]) -> list[Fused]:
-    """Cut a chain into runs of operations: joins(indices before, indices behind) is True where both belong to one run."""
+    """Cut a chain into runs of operations: joins(before, behind) is True within a run."""
     segments: list[Fused] = []
     for op, indices in ops:
         before = [i for _, members in segments[-1] for i in members] if segments else []
