@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...common.passes.vocabulary import Dropout, Named
 from ..functions.caller_buffers import handed_out
-from ..functions.stacks import members_of, stacked_gradient
+from ..functions.grouped_call import members_of, stacked_gradient
 from ..functions.steps import OPERATIONS, leading_shape
 from ..primitives.dropout import draw_seed, dropout_backward, dropout_forward
 from ..primitives.gemm import as_matrix

@@ -15,7 +15,8 @@ from ....common.passes.linear import LinearFacts
 from ....common.recipe import Recipe
 from ...distributed.tensor_parallel import TensorParallel
 from ...functions.caller_buffers import check_buffers
-from ...functions.stacks import StackMember
+from ...functions.grouped_call import StackMember
+from ...functions.layer_passes import linear_facts
 from ...functions.weight_gradient import WeightGradient, WeightGradStore
 from ...quantization import QuantizerRole
 from ...quantization.model_init import current_model_init
@@ -27,7 +28,7 @@ from ..pass_builder import ChainEnvironment, Contribution
 from ..step_operation import StepOperation
 from .basic_linear import check_input, check_main_grad, parameter_dtype
 from .grouped_contribution import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, GroupedContribution
-from .linear_contribution import fitting, linear_facts, linear_spec
+from .linear_contribution import fitting, linear_spec
 
 
 class GroupedLinear(StepOperation):
