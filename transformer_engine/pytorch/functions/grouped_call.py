@@ -35,7 +35,8 @@ class GroupedSpec:
 
     Attributes:
         groups: Spec of each group's product.
-        unquantized: The same in high precision, for groups whose numbers of rows the format does not support.
+        unquantized: The same in high precision, for groups whose numbers of rows the format does not support; empty
+            if nothing is quantized.
         passes: The passes over all groups.
         extents: Extents (N, K) of a weight.
         stacked_weight: The weights of all groups are one parameter [n, N, K].

@@ -45,9 +45,9 @@ def passes_over_groups(groups: Sequence[LinearSpec], bias: bool) -> LayerPasses:
     """Return the passes of a layer whose groups have these specs: a gradient is computed if some group needs it."""
     first = groups[0]
     facts = linear_facts(first, LINEAR, bias)._replace(
-        grad_weight=any([group.needs_grad_weight for group in groups]),
-        grad_bias=any([group.needs_grad_bias for group in groups]),
-        plain=all([group.plain for group in groups]),
+        grad_weight=any(group.needs_grad_weight for group in groups),
+        grad_bias=any(group.needs_grad_bias for group in groups),
+        plain=all(group.plain for group in groups),
     )
     return layer_passes("grouped", (facts,), ())
 

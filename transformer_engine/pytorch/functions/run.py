@@ -108,7 +108,9 @@ def _is_weight(pass_: Pass, name: str) -> bool:
     if maker is None:
         return name.endswith("weight")
     step = pass_.steps[maker]
-    return step.op.removeprefix(PREFIX) == "convert" or (isinstance(step.settings, Cast) and step.settings.tensor == "weight")
+    return step.op.removeprefix(PREFIX) == "convert" or (
+        isinstance(step.settings, Cast) and step.settings.tensor == "weight"
+    )
 
 
 _schedules: Memory[Pass, Schedule] = Memory(_scheduled, 4096)

@@ -229,7 +229,9 @@ class GroupedLinear(ProductsModule):
             layout, cached = groups_of(splits, x.shape[0], x.device), None
             if is_first_microbatch is not None and spec.quantizers.weight is not None:
                 columnwise = groups[0].needs_grad_input
-                cached = self._weights_at_once(weights, spec.quantizers.weight, columnwise, is_first_microbatch)
+                cached = self._weights_at_once(
+                    weights, spec.quantizers.weight, columnwise, is_first_microbatch
+                )
             return GroupedCall(spec, groups, (), layout, buffers, cached)
         if is_first_microbatch:
             self.numerics.workspaces.pop(_ALL_WEIGHTS, None)
@@ -238,7 +240,7 @@ class GroupedLinear(ProductsModule):
             raise ValueError(
                 f"m_splits={list(rows)} must be {count} numbers >= 0 that add up to the {x.shape[0]} rows"
             )
-        if spec.unquantized is not groups:
+        if spec.unquantized:
             groups = self._fitting(spec, rows)
         if is_first_microbatch is not None:
             members = members_of(weights[0]) if spec.stacked_weight else weights
@@ -262,7 +264,7 @@ class GroupedLinear(ProductsModule):
             flag = FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor
             if flag is not None and is_captured(state):
                 features += (FLAGGED_WEIGHTS,)
-            if not all([weight.is_contiguous() and not weight.data_ptr() % 16 for weight in weights]):
+            if not all(weight.is_contiguous() and not weight.data_ptr() % 16 for weight in weights):
                 features += (IRREGULAR,)
         if undisturbed():
             return spec.at_once and not features and has_rows

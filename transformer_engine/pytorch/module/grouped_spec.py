@@ -53,7 +53,7 @@ def build(key: tuple[Any, ...]) -> GroupedSpec:
         at_once = TABLE.name_of(way) == AT_ONCE
     return GroupedSpec(
         groups,
-        _groups(call, (UNQUANTIZED,) * count, of_weights, of_biases) if quantizes else groups,
+        _groups(call, (UNQUANTIZED,) * count, of_weights, of_biases) if quantizes else (),
         passes_over_groups(groups, config.use_bias and not config.return_bias),
         (config.out_features, config.in_features),
         config.single_grouped_weight,
@@ -106,7 +106,7 @@ def _groups(
 
 
 def _merged(active: ModuleRecipe) -> GroupedQuantizers:
-    """Return the quantizers of each tensor of all groups as one; no quantizers if those of a tensor cannot be merged."""
+    """Return the quantizers of each tensor of all groups as one; none if those of some tensor cannot be merged."""
     products = active.products
     made = GroupedQuantizers(
         grouped([product.input for product in products], False),

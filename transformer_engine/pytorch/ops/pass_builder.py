@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -163,7 +163,12 @@ class Contribution:
 
     Parameters of the operation are the buffers "{name}.{parameter}" of a forward pass, extra inputs "{name}.extra{i}".
     The base class is the identity.
+
+    Attributes:
+        over_groups: The linear layer of the operation has a weight per group of rows.
     """
+
+    over_groups: ClassVar[bool] = False
 
     def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
         """Append the steps of the forward pass."""

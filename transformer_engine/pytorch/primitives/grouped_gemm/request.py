@@ -13,7 +13,6 @@ from ....common.formats import TensorFormat
 from ...runtime.device import get_device_compute_capability
 from .groups import Groups, Matrices
 
-
 # (tensors that were saved, and possibly others behind them) -> (operand, number of its tensors)
 Rebuilt = Callable[[list[Any]], tuple[Any, int]]
 
