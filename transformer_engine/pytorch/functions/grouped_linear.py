@@ -148,7 +148,10 @@ def _cast_at_once(call: GroupedCall, groups: Groups, s: Cast, x: Any) -> tuple[A
 
 
 def _convert(env: Environment, s: Layer, x: Any) -> tuple[Any]:
-    dtype = _call_of(env, s.layer).dtype
+    call = _call_of(env, s.layer)
+    dtype = call.dtype
+    if call.layout is not None:
+        return (x,)  # one launch reads weights of the input's dtype only
     if isinstance(x, Tensor) and not isinstance(x, QuantizedTensorStorage):
         return (x.to(dtype),)
     return (

@@ -96,7 +96,9 @@ def pack(*operands: Saved) -> tuple[list[Tensor | None], list[Any]]:
             tensors.append(operand.values)
             forms.append(())
         elif isinstance(operand, list):
-            parts, of_groups = pack(*operand)
+            parts, of_groups = operand, None
+            if not all([isinstance(member, Tensor) for member in operand]):  # noqa: C419 - a list is faster
+                parts, of_groups = pack(*operand)
             tensors += parts
             forms.append([len(parts), of_groups])
         else:
@@ -139,7 +141,8 @@ def unpack(tensors: Sequence[Tensor | None], forms: list[Any]) -> list[Any]:
             start += 1
         elif isinstance(form, list):
             count, of_groups = form
-            operands.append(unpack(tensors[start : start + count], of_groups))
+            members = tensors[start : start + count]
+            operands.append([*members] if of_groups is None else unpack(members, of_groups))
             start += count
         elif not form:
             operands.append(Matrix(tensors[start]))  # pyright: ignore[reportArgumentType]

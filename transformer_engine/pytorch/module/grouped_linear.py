@@ -33,7 +33,7 @@ from .grouped_parameters import create_parameters, group_weights, load_other_for
 from .grouped_spec import build
 from .linear_base import SIZES, LinearConfig, ProductsModule, check_parallel_mode
 from .numerics import made_to_keep
-from .parameters import InitMethod, ParameterInit, default_init_method, parameter_of
+from .parameters import InitMethod, ParameterInit, default_init_method
 from .row_groups import check_dense, rows_of_groups
 from .specs import product_refusal
 
@@ -198,16 +198,16 @@ class GroupedLinear(ProductsModule):
         flat = inp if len(shape) == 2 else inp.reshape(-1, config.in_features)
         count = len(config.weight_names)
         weights, dtype = tensors[:count], spec.groups[0].dtype
-        biases: list[Any] = [b if b is None or b.dtype is dtype else b.to(dtype) for b in tensors[count:]]
+        biases: list[Any] = []
+        if config.use_bias:
+            biases = [bias if bias.dtype is dtype else bias.to(dtype) for bias in tensors[count:]]  # pyright: ignore
         call = self._call(spec, flat, m_splits, weights, is_first_microbatch, buffers)
-        added = None if config.return_bias or not config.use_bias else biases
+        added = None if config.return_bias else biases
         y = (_by_name if _replaced.names else grouped_linear)(flat, weights, added, call)
         y = y if flat is inp else y.view(*shape[:-1], config.out_features)
         if not config.return_bias:
             return y
-        if not config.use_bias:
-            return y, []
-        return y, list(biases[0].unbind(0)) if config.single_grouped_bias else biases
+        return y, list(biases[0].unbind(0)) if biases and config.single_grouped_bias else biases
 
     def _call(
         self,
@@ -264,7 +264,8 @@ class GroupedLinear(ProductsModule):
             flag = FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor
             if flag is not None and is_captured(state):
                 features += (FLAGGED_WEIGHTS,)
-            if not all(weight.is_contiguous() and not weight.data_ptr() % 16 for weight in weights):
+            misplaced = any([weight.data_ptr() % 16 for weight in weights])  # noqa: C419 - a list is faster
+            if misplaced or not all(map(Tensor.is_contiguous, weights)):
                 features += (IRREGULAR,)
         if undisturbed():
             return spec.at_once and not features and has_rows
@@ -322,11 +323,13 @@ class GroupedLinear(ProductsModule):
 
     def _tensors(self) -> tuple[Tensor | None, ...]:
         """All weights, then all biases."""
-        config = self._config
-        weights = [parameter_of(self, name) for name in config.weight_names]
+        config, held = self._config, self._parameters
         if not config.use_bias:
+            weights = [
+                held[name] if name in held else getattr(self, name) for name in config.weight_names
+            ]
             return (*weights, *[None] * len(config.bias_names))
-        return (*weights, *[parameter_of(self, name) for name in config.bias_names])
+        return tuple([held[name] if name in held else getattr(self, name) for name in config._tensors])
 
     def _accepted_splits(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> Sequence[int] | Tensor:
         """Return the rows of each group as ints, or as the tensor of whole numbers that was given.

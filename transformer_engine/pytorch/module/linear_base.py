@@ -124,8 +124,13 @@ _facts = operator.attrgetter("__class__", "shape", "dtype", "device", "requires_
 
 
 def _runs(tensors: tuple[Tensor | None, ...]) -> tuple[Run, ...]:
-    found = itertools.groupby([None if tensor is None else _facts(tensor) for tensor in tensors])
-    return tuple([Run(facts, len(list(members))) for facts, members in found])
+    """Return the facts of the tensors, with one entry for consecutive tensors of the same kind."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    found = itertools.groupby(map(_facts, given))
+    runs = [Run(facts, len(list(members))) for facts, members in found]
+    if len(given) < len(tensors):  # a layer without biases
+        runs.append(Run(None, len(tensors) - len(given)))
+    return tuple(runs)
 
 
 def _role(kept: str) -> property:
