@@ -37,7 +37,7 @@ class GroupedSpec:
         groups: Spec of each group's product.
         unquantized: The same in high precision, for groups whose numbers of rows the format does not support; empty
             if nothing is quantized.
-        passes: The passes over all groups.
+        passes: The passes over all groups; None for an operation of a chain, whose passes are those of the chain.
         extents: Extents (N, K) of a weight.
         stacked_weight: The weights of all groups are one parameter [n, N, K].
         stacked_bias: The biases of all groups are one parameter [n, N].
@@ -50,7 +50,7 @@ class GroupedSpec:
 
     groups: tuple[LinearSpec, ...]
     unquantized: tuple[LinearSpec, ...]
-    passes: LayerPasses
+    passes: LayerPasses | None
     extents: tuple[int, int]
     stacked_weight: bool
     stacked_bias: bool
@@ -61,9 +61,9 @@ class GroupedSpec:
     scale_update: ScaleUpdate | None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class GroupedCall:
-    """One call of a grouped linear layer.
+    """One call of a grouped linear layer; not frozen, since it is made in every call and frozen fields take longer.
 
     Attributes:
         spec: Its settings.
@@ -84,7 +84,7 @@ class GroupedCall:
     unassigned: int = 0
 
     @property
-    def passes(self) -> LayerPasses:
+    def passes(self) -> LayerPasses | None:
         return self.spec.passes
 
     @property

@@ -116,10 +116,12 @@ def _cast(env: Environment, s: Cast, x: Any) -> tuple[Any, Any]:
         members = zip(members_of(x), call.groups, strict=True)
         pairs = [weight_operands(weight, group, s.columnwise) for weight, group in members]
     else:
-        pairs = []
+        pairs: list[Any] = []
         for part, group in zip(call.rows_of(x), call.groups, strict=True):
             columnwise = s.columnwise and group.needs_grad_weight
-            if s.tensor == "input" and s.rowwise:
+            if not (s.rowwise or columnwise):  # a frozen weight, and no gradient of the input
+                pairs.append((None, None))
+            elif s.tensor == "input" and s.rowwise:
                 pairs.append(input_operands(part, group.input, columnwise))
             else:
                 quantizer = group.input if s.tensor == "input" else group.grad_output
@@ -198,8 +200,8 @@ def _weight_gradient(env: Environment, s: Product, dy: Any, x: Any) -> tuple[Any
     """One gradient per group, or that of the stack."""
     call, dtype = _call_of(env, s.layer), env.dtypes[s.layer][0]
     if call.layout is not None:
-        columns = [GroupedColumns(m.contiguous()) if isinstance(m, Tensor) else m for m in (dy, x)]
-        return (_weight_gradients_at_once(call, call.layout, *columns, dtype),)
+        dy, x = [GroupedColumns(m.contiguous()) if isinstance(m, Tensor) else m for m in (dy, x)]
+        return (_weight_gradients_at_once(call, call.layout, dy, x, dtype),)
     grads: list[Tensor | None] = []
     for left, right, group in zip(call.rows_of(dy), call.rows_of(x), call.groups, strict=True):
         gradient = None

@@ -193,14 +193,15 @@ class GroupedLinear(ProductsModule):
             is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
         no_buffers = out is None and dgrad_out is None
         buffers = NO_BUFFERS if no_buffers else self._caller_buffers(inp, out, dgrad_out)
-        config, shape, tensors = self._config, inp.shape, self._tensors()
+        config, shape = self._config, inp.shape
+        tensors: tuple[Any, ...] = self._tensors()
         spec: GroupedSpec = self.spec(inp, tensors, (is_first_microbatch,), any_rows=True)
         flat = inp if len(shape) == 2 else inp.reshape(-1, config.in_features)
         count = len(config.weight_names)
         weights, dtype = tensors[:count], spec.groups[0].dtype
         biases: list[Any] = []
         if config.use_bias:
-            biases = [bias if bias.dtype is dtype else bias.to(dtype) for bias in tensors[count:]]  # pyright: ignore
+            biases = [bias if bias.dtype is dtype else bias.to(dtype) for bias in tensors[count:]]
         call = self._call(spec, flat, m_splits, weights, is_first_microbatch, buffers)
         added = None if config.return_bias else biases
         y = (_by_name if _replaced.names else grouped_linear)(flat, weights, added, call)
@@ -325,9 +326,7 @@ class GroupedLinear(ProductsModule):
         """All weights, then all biases."""
         config, held = self._config, self._parameters
         if not config.use_bias:
-            weights = [
-                held[name] if name in held else getattr(self, name) for name in config.weight_names
-            ]
+            weights = [held[name] if name in held else getattr(self, name) for name in config.weight_names]
             return (*weights, *[None] * len(config.bias_names))
         return tuple([held[name] if name in held else getattr(self, name) for name in config._tensors])
 

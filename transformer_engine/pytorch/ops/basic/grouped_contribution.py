@@ -77,7 +77,7 @@ class GroupedContribution(Contribution):
     def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
         dy = steps.matrix(dy)
         facts = self.facts._replace(layer=name, grad_bias=self.grad_bias and not self.scale_bias)
-        part = backward_steps(facts, dy.name, *kept.saved[:2])
+        part = backward_steps(facts, dy.name, kept.saved[0], kept.saved[1])
         grad_bias = part.grad_bias
         extra: tuple[Value | None, ...] = (None,)
         if self.bias and self.scale_bias:

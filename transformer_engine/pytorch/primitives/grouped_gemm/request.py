@@ -105,7 +105,9 @@ def _of_codes(codes: Tensor, scale: Tensor, tensor_format: TensorFormat) -> Grou
     return GroupedMatrices(codes=codes, scale=scale, format=tensor_format)
 
 
-def _rebuilt(make: Callable[..., Any], tensor_format: TensorFormat, tensors: list[Any]) -> tuple[Any, int]:
+def _rebuilt(
+    make: Callable[..., Any], tensor_format: TensorFormat | None, tensors: list[Any]
+) -> tuple[Any, int]:
     codes, scale = tensors[:2]
     return make(codes, scale, tensor_format), 2
 
