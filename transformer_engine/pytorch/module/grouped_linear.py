@@ -28,8 +28,16 @@ from ..runtime.device import canonical_device, is_meta
 from ..runtime.replaceable import watched
 from .arguments import accepts, switch
 from .config import configured
-from .grouped_keywords import check_device_splits, honoured, uses_grouped_tensor
-from .grouped_parameters import create_parameters, group_weights, load_other_form, mark_parameters, names_of
+from .grouped_parameters import (
+    check_device_splits,
+    create_parameters,
+    group_weights,
+    load_other_form,
+    mark_parameters,
+    names_of,
+    single_parameters,
+    uses_grouped_tensor,
+)
 from .grouped_spec import build
 from .linear_base import SIZES, LinearConfig, ProductsModule, check_parallel_mode
 from .numerics import made_to_keep
@@ -100,7 +108,7 @@ class GroupedLinear(ProductsModule):
                 f"bias=True with tp_size={tp_size} and parallel_mode='row' would be added {tp_size} times; "
                 "set return_bias=True or bias=False"
             )
-        single = honoured(
+        single = single_parameters(
             single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias
         )
         self._configure(
