@@ -23,7 +23,6 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from .linear_base import LinearConfig, ProductsModule
 from .parameters import InitMethod, ParameterInit
 
-
 _SINGLE = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
 _FUSED = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"
 
