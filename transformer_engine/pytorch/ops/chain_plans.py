@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ...common.memory import Memory
+from ...common.passes.grouped import over_groups
 from ...common.passes.linear import LinearFacts
 from ...common.passes.rules import (
     ACCUMULATED_PRODUCT,
@@ -125,6 +126,7 @@ def _plan_forward(key: tuple[tuple[PassMember, ...], bool, bool]) -> ForwardPlan
     read = without_identity_casts(made, _is_plain(contributions))
     if fused:
         read = fuse(read, _allowed(contributions), RULES)
+    read = over_groups(read, _over_groups(members))
     pairs = iter(zip(saved, read.saved, strict=True))
     return ForwardPlan(
         schedule_of(read),
@@ -132,6 +134,10 @@ def _plan_forward(key: tuple[tuple[PassMember, ...], bool, bool]) -> ForwardPlan
         tuple([tuple([next(pairs) for _ in part.saved]) for part in parts]),
         read,
     )
+
+
+def _over_groups(members: tuple[PassMember, ...]) -> list[str]:
+    return [member.name for member in members if member.contribution.over_groups]
 
 
 def _is_plain(contributions: dict[str, Contribution]) -> Callable[[Cast], bool]:
@@ -176,6 +182,7 @@ def _plan_backward(key: tuple[BackwardKey, bool]) -> BackwardPlan:
     read = _without_dense(without_identity_casts(made_pass, lambda cast: not cast.tensor or is_plain(cast)))
     if fused:
         read = fuse(read, _allowed(contributions), RULES)
+    read = over_groups(read, _over_groups(members))
     return BackwardPlan(
         schedule_of(read),
         tuple([len(part.grad_parameters) for part in parts]),

@@ -143,9 +143,11 @@ class Contribution:
 
     Attributes:
         records: Classes of the frozen records in fields of contributions, by name.
+        over_groups: The linear layer of the operation has a weight per group of rows.
     """
 
     records: ClassVar[dict[str, type]] = {}
+    over_groups: ClassVar[bool] = False
 
     def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
         """Append the steps of the forward pass."""

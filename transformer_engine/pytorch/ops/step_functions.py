@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.passes.vocabulary import Dropout, Named
+from ...common.passes.vocabulary import Dropout, Layer, Named
 from ..functions.caller_buffers import handed_out
-from ..functions.stacks import members_of, stacked_gradient
+from ..functions.grouped_call import GroupedCall, members_of, stacked_gradient
 from ..functions.steps import OPERATIONS, leading_shape
+from ..functions.weight_gradient import WeightGradient
 from ..primitives.dropout import draw_seed, dropout_backward, dropout_forward
 from ..primitives.gemm import as_matrix
 from ..runtime.symbols import Symbol
@@ -82,37 +83,31 @@ def _dropout(env: Any, s: Dropout, x: Tensor) -> tuple[Tensor, Tensor]:
     return dropout_forward(x, p, seed=draw_seed(x.device))
 
 
-def _split(env: Any, count: int, x: Tensor, rows: Shape) -> tuple[Tensor, ...]:
-    total = sum(rows)
-    return tuple((x if total == x.shape[0] else x[:total]).split(rows))
-
-
-def _concatenate(env: Any, s: None, x: Tensor, *matrices: Tensor) -> tuple[Tensor]:
-    """Concatenate the results of groups of x; rows of x that belong to no group give zeros."""
-    rest = x.shape[0] - sum([matrix.shape[0] for matrix in matrices])
-    if rest:
-        matrices = (*matrices, matrices[0].new_zeros(rest, matrices[0].shape[1]))
-    return (torch.cat(matrices),)
-
-
-def _concatenate_into(env: Any, s: Named, x: Tensor, *matrices: Tensor) -> tuple[Tensor]:
+def _copy_into(env: Any, s: Named, x: Tensor) -> tuple[Tensor]:
     buffer = env.objects[s.operation, s.slot]
-    made = _concatenate(env, None, x, *matrices)[0]
-    buffer.copy_(made)
+    buffer.copy_(x)
     return (handed_out(buffer),)
 
 
-def _add_scaled_bias(env: Any, s: None, y: Tensor, bias: Tensor, scales: Tensor) -> tuple[Tensor]:
-    return ((y.float() + scales.reshape(-1, 1).float() * bias.float()).to(y.dtype),)
+def _scaled_bias(env: Any, s: Layer, y: Tensor, biases: Any, scales: Tensor) -> tuple[Tensor]:
+    """y + scales * bias of each group, in float32."""
+    call: GroupedCall = env.linears[s.layer]
+    parts = zip(call.rows_of(y), members_of(biases), call.rows_of(scales), strict=True)
+    return (
+        call.joined([(part.float() + rows.float() * bias.float()).to(y.dtype) for part, bias, rows in parts]),
+    )
 
 
-def _scaled_bias_backward(
-    env: Any, dtype: torch.dtype, dy: Tensor, bias: Tensor, scales: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(gradient of the bias [N], gradient of the scales [M, 1])"""
-    wide = dy.float()
-    grad_bias = (wide * scales.reshape(-1, 1).float()).sum(0).to(dtype)
-    return grad_bias, (wide @ bias.float()).to(scales.dtype).unsqueeze(1)
+def _scaled_bias_backward(env: Any, s: Layer, dy: Tensor, biases: Any, scales: Tensor) -> tuple[Any, Tensor]:
+    """(gradients of the biases [N], gradient of the scales [M, 1])"""
+    call: GroupedCall = env.linears[s.layer]
+    grads, grad_scales = [], []
+    for part, bias, rows in zip(call.rows_of(dy), members_of(biases), call.rows_of(scales), strict=True):
+        wide = part.float()
+        grads.append((wide * rows.float()).sum(0).to(env.dtypes[s.layer][1]))
+        grad_scales.append((wide @ bias.float()).to(scales.dtype).unsqueeze(1))
+    of_biases = stacked_gradient(grads, WeightGradient()) if call.spec.stacked_bias else grads
+    return of_biases, call.joined(grad_scales)
 
 
 OPERATIONS.update(
@@ -139,14 +134,11 @@ OPERATIONS.update(
         "dropout_backward": lambda env, s, dy, mask: (
             dropout_backward(dy, mask, env.objects[s.dropout, "p"]),
         ),
-        "split_sizes": lambda env, s, x: (env.objects[s.operation, s.slot],),
-        "split": _split,
-        "concatenate": _concatenate,
-        "concatenate_into": _concatenate_into,
         "copy": lambda env, s, x: (x.clone(),),
-        "unbind": lambda env, count, x: tuple(members_of(x)),
-        "stack": lambda env, s, *members: (stacked_gradient(members, env.objects[s.operation, s.slot]),),
-        "add_scaled_bias": _add_scaled_bias,
-        "scaled_bias_backward": _scaled_bias_backward,
+        "members": lambda env, s, *members: (list(members),),
+        "apart": lambda env, s, members: tuple(members),
+        "copy_into": _copy_into,
+        "grouped_scaled_bias": _scaled_bias,
+        "grouped_scaled_bias_backward": _scaled_bias_backward,
     }
 )

@@ -13,6 +13,7 @@ from torch import Tensor
 from ....common.numbers import to_bool, to_int
 from ...distributed.collectives import world_size
 from ...distributed.tensor_parallel import TensorParallel
+from ...functions.layer_passes import linear_facts
 from ...functions.weight_gradient import WeightGradient
 from ...quantization import QuantizerRole
 from ...quantization.model_init import current_model_init
@@ -23,7 +24,7 @@ from ..chain import ChainEnvironment, InputFacts, OperationCall
 from ..pass_builder import Contribution
 from ..step_operation import StepOperation
 from .functional_linear import functional_backward, functional_forward
-from .linear_contribution import LinearContribution, ProducerCasts, fitting, linear_facts, linear_spec
+from .linear_contribution import LinearContribution, ProducerCasts, fitting, linear_spec
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from ....common.numbers import to_bool, to_int
-from ....common.passes.linear import LinearFacts
 from ....common.recipe import Recipe
 from ...distributed.tensor_parallel import TensorParallel
 from ...functions.caller_buffers import check_buffers
-from ...functions.stacks import StackMember
+from ...functions.grouped_call import GroupedCall, GroupedQuantizers, GroupedSpec, StackMember
+from ...functions.layer_passes import linear_facts
+from ...functions.linear_spec import LinearSpec, changed
 from ...functions.weight_gradient import WeightGradient, WeightGradStore
 from ...quantization import QuantizerRole
 from ...quantization.model_init import current_model_init
@@ -27,7 +28,7 @@ from ..pass_builder import Contribution
 from ..step_operation import StepOperation
 from .basic_linear import check_input, check_main_grad, parameter_dtype
 from .grouped_contribution import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, GroupedContribution
-from .linear_contribution import fitting, linear_facts, linear_spec
+from .linear_contribution import fitting, linear_spec
 
 
 class GroupedLinear(StepOperation):
@@ -219,27 +220,41 @@ class GroupedLinear(StepOperation):
         check_input("GroupedLinear", x, self.in_features)
         self._check_extra(x, call)
         rows = _rows_of_groups(call.extra_tensors[0], math.prod(x.shape[:-1]))
-        environment.objects[name, "rows"] = rows
         weights = self._weights()
         first = getattr(self, self.parameter_names[0])
         bias = (
             self._parameters.get("bias" if self.single_grouped_bias else "bias0") if self.has_bias else None
         )
         dtype = call.autocast or first.dtype
-        groups = self._specs(name, call, environment, dtype, weights, first, bias, rows)
         grad_bias = call.saves and bias is not None and bias.requires_grad
+        groups = self._specs(call, dtype, weights, first, rows, grad_bias)
+        needs_grad = call.saves and any([call.grad_input, *[p.requires_grad for p in self.parameters()]])
+        spec = GroupedSpec(
+            groups=groups,
+            unquantized=(),
+            passes=None,
+            extents=(self.out_features, self.in_features),
+            stacked_weight=self.single_grouped_weight,
+            stacked_bias=self.single_grouped_bias,
+            at_once=False,
+            way=None,
+            quantizers=GroupedQuantizers(),
+            needs_grad=needs_grad,
+            scale_update=None,
+        )
+        unassigned = math.prod(x.shape[:-1]) - sum(rows)
+        environment.linears[name] = GroupedCall(spec, groups, rows, unassigned=unassigned)
+        environment.dtypes[name] = (first.dtype, first.dtype if bias is None else bias.dtype)
         buffers = self._caller_buffers(name, x, call, environment, dtype)
-        plain = groups[0].plain
         contribution = GroupedContribution(
-            groups,
+            linear_facts(groups[0])._replace(plain=all(group.plain for group in groups)),
+            self.num_groups,
             bias is not None,
             grad_bias,
             self._scale_bias,
             None if x.dtype == dtype else dtype,
-            dtype if plain and first.dtype != dtype else None,
             None if x.dtype == dtype else x.dtype,
-            first.dtype if bias is None else bias.dtype,
-            None if bias is None or bias.dtype == dtype else dtype,
+            bias is not None and bias.dtype != dtype,
             self.single_grouped_weight,
             self.single_grouped_bias,
             *buffers,
@@ -263,22 +278,20 @@ class GroupedLinear(StepOperation):
 
     def _specs(
         self,
-        name: str,
         call: OperationCall,
-        environment: ChainEnvironment,
         dtype: torch.dtype,
         weights: list[Any],
         first: Any,
-        bias: Any,
         rows: tuple[int, ...],
-    ) -> tuple[LinearFacts, ...]:
-        """Put the spec of each group's product into the environment and return its facts."""
+        grad_bias: bool,
+    ) -> tuple[LinearSpec, ...]:
+        """Return the spec of each group's product."""
         needs = (call.saves and call.grad_input, call.saves and first.requires_grad)
         active = call.state.enabled or call.state.calibrating
         forward = self.forward_quantizers() if active else []
         backward = self._quantizers["backward"]
         quantized = isinstance(first, QuantizedTensorStorage)
-        facts: list[LinearFacts] = []
+        specs: list[LinearSpec] = []
         store = self.wgrad_store if self.wgrad_store.delay_wgrad_compute() else None
         for i in range(self.num_groups):
             given = (*forward[2 * i : 2 * i + 2], backward[i]) if forward else None
@@ -288,12 +301,8 @@ class GroupedLinear(StepOperation):
             gradient = WeightGradient((weights[i],), self._accumulate_into_main_grad, False, store)
             plain = given is None and not quantized
             spec = linear_spec(call, dtype, given, TensorParallel(), gradient, needs, plain)
-            environment.linears[f"{name}.{i}"] = spec
-            environment.dtypes[f"{name}.{i}"] = (first.dtype, first.dtype if bias is None else bias.dtype)
-            environment.objects[name, "weight gradient"] = gradient
-            environment.objects[name, "bias gradient"] = WeightGradient()
-            facts.append(linear_facts(spec))
-        return tuple(facts)
+            specs.append(changed(spec, needs_grad_bias=grad_bias))
+        return tuple(specs)
 
     def _caller_buffers(
         self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment, dtype: torch.dtype

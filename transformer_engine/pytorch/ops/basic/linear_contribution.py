@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -91,14 +91,14 @@ class LinearContribution(Contribution):
             x = steps.values(x)
         leading = steps.leading(x)
         weight = steps.converted(Value(f"{name}.{self.parameter}"), self.convert_weight).name
-        part = forward_steps(replace(self.facts, layer=name), x.name, weight, None)
+        part = forward_steps(self.facts._replace(layer=name), x.name, weight, None)
         steps.steps += part.steps
         return ForwardPart(Value(part.output, leading), (part.saved_input, part.saved_weight))
 
     def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
         leading = steps.leading(dy)
         saved_input, saved_weight = kept.saved
-        part = backward_steps(replace(self.facts, layer=name), dy.name, saved_input, saved_weight)
+        part = backward_steps(self.facts._replace(layer=name), dy.name, saved_input, saved_weight)
         steps.steps += part.steps
         grad_input = None
         if part.grad_input is not None:
@@ -172,17 +172,4 @@ def linear_spec(
         traced=call.traced,
         communicates=parallel.mode is not None and parallel.size > 1,
         plain=plain,
-    )
-
-
-def linear_facts(spec: LinearSpec) -> LinearFacts:
-    """Return the facts of a product that decide its steps."""
-    parallel = spec.parallel
-    return LinearFacts(
-        grad_input=spec.needs_grad_input,
-        grad_weight=spec.needs_grad_weight,
-        plain=spec.plain,
-        backward=spec.backward,
-        mode=parallel.mode if spec.communicates else None,
-        sequence=parallel.sequence,
     )
