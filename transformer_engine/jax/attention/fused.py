@@ -21,7 +21,7 @@ from ..context_parallel.reorder import CPStrategy
 from ..context_parallel.ring import ring_attention
 from ..manual_axes import varies_over
 from ..platform import has_gpu
-from ..primitives.attention import TABLE, AttentionRequest, Call, attention
+from ..primitives.attention import TABLE, AttentionOperands, AttentionRequest, attention
 from ..primitives.attention.descriptor import SequenceDescriptor, segments_at_most
 from ..primitives.attention.enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, check_kinds
 from ..primitives.attention.masks import Window, check_window, checked_tokens, hidden_keys, reads_mask
@@ -99,7 +99,7 @@ def fused_attn(
         score_mod, score_mod_bprop, (score_mod_tensors, score_mod_bprop_tensors), qkv_layout, attn_bias_type,
         attn_mask_type, softmax_type, others,
     )  # fmt: skip
-    call = Call(
+    call = AttentionOperands(
         query, key, value, bias, attn_bias_type, attn_mask_type, window,
         functools.partial(_hidden, sequence_descriptor, attn_mask_type, qkv_layout, window, plan, extents),
         _lengths(sequence_descriptor, attn_mask_type, extents), scaling_factor,
@@ -150,7 +150,7 @@ def fused_attn_thd(
 def _over_devices(
     plan: ContextParallel,
     request: AttentionRequest,
-    call: Call,
+    call: AttentionOperands,
     descriptor: SequenceDescriptor | Array | None,
     extents: tuple[int, int, int],
 ) -> Array:
@@ -182,7 +182,7 @@ def _over_devices(
     return _laid(attention(request._replace(tokens="spread"), laid), plan.axis)
 
 
-def _has_parts(request: AttentionRequest, call: Call) -> bool:
+def _has_parts(request: AttentionRequest, call: AttentionOperands) -> bool:
     """Does every query see all keys, or all up to its own place or the last of them, of whole rows and nothing else?"""
     causal = request.mask.is_causal() and request.queries == request.keys
     plain = causal or (not request.mask.is_causal() and request.window is None)

@@ -24,7 +24,7 @@ from ..checks import check_floating, check_values
 from ..primitives import quantize as primitive
 from ..primitives.operand import turned
 from ..primitives.quantize import Cast
-from ..primitives.scale_update import State, advance_states
+from ..primitives.scale_update import ScaleState, advance_states
 from ..undifferentiated import constant, undifferentiated
 from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode
 from .settings import check_settings, element_of, key_of
@@ -337,7 +337,7 @@ def advanced_together(
         states: list[Any] = [quantizers[place] for place in places]
         advanced = advance_states(
             [
-                State(state.amax_history, state.scale, jnp.reshape(amaxes[place], -1))  # pyright: ignore
+                ScaleState(state.amax_history, state.scale, jnp.reshape(amaxes[place], -1))  # pyright: ignore
                 for place, state in zip(places, states, strict=True)
             ],
             algorithm.value,
