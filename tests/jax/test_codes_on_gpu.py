@@ -244,7 +244,7 @@ def test_maxima_of_groups_found_apart_make_the_same_codes(sizes):
     @jax.jit
     def apart(x, rows):
         (amax,) = call(grouped_kernels.GroupMaxima(), x, rows)
-        codes, scale = call(grouped_kernels.GroupedRows(E5M2, scaling, "amax"), x, rows, amax)
+        codes, scale = call(grouped_kernels.GroupedRowsCast(E5M2, scaling, "amax"), x, rows, amax)
         return RowCodes(codes, scale, amax)
 
     with use_backend(jax_grouped_quantize_rows="triton"):

@@ -1,8 +1,8 @@
 """results = kernel(*arrays): a Triton kernel as a primitive of JAX, compiled when a program is lowered for CUDA.
 
 Tracing needs shapes only. A program that is traced on a CPU therefore compiles no kernel, and still contains its
-kernels where it is lowered for CUDA. The lowering registers a Shardy rule, which tells the partitioner which axes it may
-shard. Under `vmap` a kernel runs once for each element, unless it defines `under_vmap`.
+kernels where it is lowered for CUDA. The lowering registers a Shardy rule, which tells the partitioner the axes that it
+may shard. Under `vmap` a kernel runs once for each element, unless it defines `under_vmap`.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def run(
     name = launch.kernel.fn.__name__
     if launch.tables:
         raise NotImplementedError(
-            f"{name} reads addresses from a table, and arrays of JAX have no addresses; stack the arrays"
+            f"{name} reads addresses from a table, and arrays of JAX have no addresses; stack them"
         )
     assert len(inputs) == launch.inputs, f"{name} requires {launch.inputs} tensors, {len(inputs)} were passed"
     made = _outputs(launch, shapes)

@@ -124,7 +124,7 @@ class Quantizer:
         """How an operation quantizes its own result as `encode` would; None where it cannot."""
         return Cast(self.spec(self.q_layout.has_rowwise, self.q_layout.has_colwise))
 
-    def taken(
+    def from_codes(
         self, made: primitive.Quantized, shape: tuple[int, ...], dtype: Any, flatten_axis: int
     ) -> tuple[ScaledTensor, Array | None]:
         """What `encode` answers of a result [*shape], from the codes that its operation made by `cast`."""

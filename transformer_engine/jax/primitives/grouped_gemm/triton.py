@@ -43,7 +43,7 @@ def unsupported_reason(request: GroupedGemmRequest) -> str | None:
 
 
 @dataclass(frozen=True)
-class GroupedProduct(Kernel):
+class GroupedRowsProduct(Kernel):
     """(a [M, K], b [G, K, N] or [G, N, K], sizes [G], [scales [G] of a, of b]) -> out [M, N], 0 after the last group"""
 
     dtype: jnp.dtype
@@ -153,7 +153,7 @@ def of_rows(
     a: Array, b: Array, group_sizes: Array, scales: Scales, dtype: jnp.dtype, features_first: bool, exact: bool
 ) -> Array:  # fmt: skip
     """See `grouped_gemm`."""
-    kernel = GroupedProduct(jnp.dtype(dtype), features_first, scales is not None, exact)
+    kernel = GroupedRowsProduct(jnp.dtype(dtype), features_first, scales is not None, exact)
     return call(kernel, a, b, group_sizes, *(scales or ()))[0]
 
 

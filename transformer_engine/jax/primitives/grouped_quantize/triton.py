@@ -101,7 +101,7 @@ class GroupMaxima(Kernel):
 
 
 @dataclass(frozen=True)
-class GroupedRows(Kernel):
+class GroupedRowsCast(Kernel):
     """(x [M, K], sizes [G], [multiplier or amax [G]]) -> codes [M, K], scale [G], [amax [G]]
 
     Attributes:
@@ -156,11 +156,11 @@ def quantize_rows(
 ) -> RowCodes:  # fmt: skip
     """See `quantize_rows`."""
     if multiplier is not None:
-        return RowCodes(*call(GroupedRows(element, scaling, "multiplier"), x, group_sizes, multiplier))
+        return RowCodes(*call(GroupedRowsCast(element, scaling, "multiplier"), x, group_sizes, multiplier))
     if not over:
-        return RowCodes(*call(GroupedRows(element, scaling, None), x, group_sizes))
+        return RowCodes(*call(GroupedRowsCast(element, scaling, None), x, group_sizes))
     amax = exact.largest_over(call(GroupMaxima(), x, group_sizes)[0], over)
-    codes, scale = call(GroupedRows(element, scaling, "amax"), x, group_sizes, amax)
+    codes, scale = call(GroupedRowsCast(element, scaling, "amax"), x, group_sizes, amax)
     return RowCodes(codes, scale, amax)
 
 
