@@ -148,8 +148,10 @@ def run(
     )
     operands = [*inputs]
     for output, shape in zip(launch.outputs[:filled], made, strict=False):
-        absent = output is None or shape is None
-        operands.append(None if absent else lax.full(shape.shape, output.begins or 0, shape.dtype))
+        if output is None or shape is None:
+            operands.append(None)
+        else:
+            operands.append(lax.full(shape.shape, output.begins or 0, shape.dtype))
     written = [*launch.in_place, *range(len(inputs), len(inputs) + filled)]
     written = [place for place in written if operands[place] is not None]
     given = [place for place, operand in enumerate(operands) if operand is not None]

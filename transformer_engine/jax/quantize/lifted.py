@@ -67,7 +67,11 @@ class _Box(nn.meta.AxisMetadata[Array]):
         return getattr(self._copies[self._flattened - 1], self._name)
 
 
-jax.tree_util.register_pytree_node(_Box, lambda box: ((box.next_copy(),), None), lambda _, leaves: leaves[0])
+def _leaf(_: None, leaves: tuple[Any]) -> Any:
+    return leaves[0]
+
+
+jax.tree_util.register_pytree_node(_Box, lambda box: ((box.next_copy(),), None), _leaf)
 
 
 @contextmanager
