@@ -24,7 +24,7 @@ from .products import (
     gradient_products,
     gradient_quantizer,
     row_operand,
-)
+)  # fmt: skip
 from .quantize.quantizers import QuantizerSet, advanced_together, as_cotangent
 from .quantize.sharing import vary_alike
 from .residual import taken_along

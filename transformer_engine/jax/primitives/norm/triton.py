@@ -28,11 +28,17 @@ def unsupported_reason(request: NormRequest) -> str | None:
 
 
 @dataclass(frozen=True)
-class NormForward(Kernel):
-    """(x [rows, width], gamma, [beta]) -> y, [mean [rows]], rstdev [rows]; rows are not sharded along the width"""
+class _NormKernel(Kernel):
+    """Base of the kernels of a norm, whose rows are not sharded along the width."""
 
     centered: bool
     zero_centered: bool
+
+
+@dataclass(frozen=True)
+class NormForward(_NormKernel):
+    """(x [rows, width], gamma, [beta]) -> y, [mean [rows]], rstdev [rows]"""
+
     epsilon: float
 
     @property
@@ -54,11 +60,9 @@ class NormForward(Kernel):
 
 
 @dataclass(frozen=True)
-class NormBackward(Kernel):
+class NormBackward(_NormKernel):
     """(dy, x, [add] [rows, width], gamma, [mean], rstdev) -> dx, dgamma, [dbeta]; dtype: of the last two"""
 
-    centered: bool
-    zero_centered: bool
     dtype: str
     adds: bool = False
 

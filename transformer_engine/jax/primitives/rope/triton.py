@@ -35,12 +35,13 @@ class RotationKernel(Kernel):
         axes = "s b h d" if self.sequence_first else "b s h d"
         return ShardingRule(f"{axes}, p e -> {axes}", ("s", "d", "p", "e"))
 
-    def results(self, x: Any, angles: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return (jax.ShapeDtypeStruct(x.shape, x.dtype),)
+    def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return (jax.ShapeDtypeStruct(operands[0].shape, operands[0].dtype),)
 
-    def run(self, x: Array, angles: Array) -> tuple[Array, ...]:
+    def run(self, *arrays: Array) -> tuple[Array, ...]:
         from ....common.kernels import rope  # it imports triton
 
+        x, angles = arrays
         outer, inner, heads, features = x.shape
         launch = rope.rotate(
             (outer, inner, heads, features), (inner * heads * features, heads * features, features),
@@ -51,7 +52,7 @@ class RotationKernel(Kernel):
 
 
 @dataclass(frozen=True)
-class PackedRotationKernel(Kernel):
+class PackedRotationKernel(RotationKernel):
     """(packed [outer, inner, 3, heads * width], angles [positions, width]) -> q, k, v [outer, inner, heads, width]
 
     With back, (dq, dk, dv, angles) -> the gradient of packed.
@@ -59,9 +60,6 @@ class PackedRotationKernel(Kernel):
 
     heads: int
     width: int
-    interleaved: bool
-    sequence_first: bool
-    back: bool
 
     @property
     def rule(self) -> ShardingRule:
@@ -119,7 +117,7 @@ def rotate_packed(
     """See `reference.run_packed`."""
     *values, angles = arrays
     width = values[0].shape[-1] // (1 if back else heads)
-    kernel = PackedRotationKernel(heads, width, interleaved, sequence_first, back)
+    kernel = PackedRotationKernel(interleaved, sequence_first, back, heads, width)
     return call(kernel, *values, _angle_of_each_feature(angles, interleaved))
 
 

@@ -47,19 +47,24 @@ def dequantize(operand: Operand, scale: Array) -> Array:
 
 @dataclass(frozen=True)
 class Maximum(Kernel):
-    """x [rows, width] -> max|x| [1]"""
+    """x [rows, width] -> max|x| [1], or of every row [rows] if by_rows"""
+
+    by_rows: bool = False
 
     @property
     def rule(self) -> ShardingRule:
-        return ShardingRule("r w -> o", maxed=(0,))
+        return ShardingRule(f"r w -> {'r' if self.by_rows else 'o'}", maxed=(0,))
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return (_ONE,)
+        rows = operands[0].shape[0] if self.by_rows else 1
+        return (jax.ShapeDtypeStruct((rows,), jnp.float32),)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from .....common.kernels import cast  # it imports triton
+        from .....common.kernels import cast, nvfp4  # they import triton
 
-        (amax,) = run(cast.absolute_maximum(arrays[0].size), arrays)
+        (x,) = arrays
+        launch = nvfp4.row_maxima(x.shape) if self.by_rows else cast.absolute_maximum(x.size)
+        (amax,) = run(launch, arrays)
         assert amax is not None
         return (amax,)
 

@@ -179,26 +179,6 @@ class TransformedMaximum(Kernel):
 
 
 @dataclass(frozen=True)
-class RowMaxima(Kernel):
-    """x [M, K] -> max|x| of every row [M]"""
-
-    @property
-    def rule(self) -> ShardingRule:
-        return ShardingRule("m k -> m", maxed=(0,))
-
-    def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return (jax.ShapeDtypeStruct((operands[0].shape[0],), jnp.float32),)
-
-    def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from .....common.kernels import nvfp4  # it imports triton
-
-        rows, depth = arrays[0].shape
-        (amax,) = run(nvfp4.row_maxima((rows, depth)), arrays)
-        assert amax is not None
-        return (amax,)
-
-
-@dataclass(frozen=True)
 class NVFP4Blocks(Kernel):
     """(x [M, K], [amax], [amax_t], [random [M, K]], [random_t [K, M]]) -> [codes, scale], [codes_t, scale_t]
 
@@ -290,7 +270,7 @@ def _maxima(
     amax, amax_t = given.amax, given.amax_t
     if spec.format.row_scaled:
         if amax is None and spec.rowwise:
-            (amax,) = call_on_axes(RowMaxima(), counts, x)
+            (amax,) = call_on_axes(Maximum(by_rows=True), {"r": counts["m"], "w": counts["k"]}, x)
             amax = amax.reshape(-1)
         if amax_t is None and spec.columnwise:
             (amax_t,) = call_on_axes(Maximum(), {"r": counts["m"], "w": counts["k"]}, x)
