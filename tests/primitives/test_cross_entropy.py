@@ -17,7 +17,7 @@ from transformer_engine.pytorch.primitives.cross_entropy import (
     reference,
     triton,
 )
-from transformer_engine.pytorch.primitives.cross_entropy.request import strips_of
+from transformer_engine.pytorch.primitives.cross_entropy.reference import strips_of
 
 kernels = Kernels(cross_entropy, "cross_entropy")
 SHAPES = sized(

@@ -12,7 +12,7 @@ from support.tolerances import DTYPES, SUMMED
 from transformer_engine.common.dispatch import Unsupported, use_backend
 from transformer_engine.pytorch.primitives import norm
 from transformer_engine.pytorch.primitives.norm import triton
-from transformer_engine.pytorch.primitives.norm.request import NormRequest
+from transformer_engine.pytorch.primitives.norm.reference import NormRequest
 from transformer_engine.pytorch.runtime import launching
 
 kernels = Kernels(norm, "norm")

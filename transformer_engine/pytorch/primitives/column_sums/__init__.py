@@ -11,7 +11,7 @@ from ....common.dispatch import Operator, Table
 from ...runtime.launching import operator
 from ..quantize import Cast, Quantized
 from . import reference, triton
-from .request import ColumnSumsRequest, request_of
+from .reference import ColumnSumsRequest, request_of
 
 __all__ = ["TABLE", "ColumnSumsRequest", "column_sums"]
 

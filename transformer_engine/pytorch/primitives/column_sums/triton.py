@@ -14,7 +14,7 @@ from ...runtime.launching import DTYPE_NAMES, Performed, refuses_elementwise, ro
 from ..quantize import CastRequest, Quantized, fused_codes
 from ..quantize.triton_float8 import as_float32
 from .reference import beside_cast
-from .request import ColumnSumsRequest
+from .reference import ColumnSumsRequest
 
 if TYPE_CHECKING:
     from ....common.kernels.program import Program

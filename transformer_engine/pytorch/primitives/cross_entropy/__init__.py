@@ -14,7 +14,7 @@ from ....common.dispatch import Operator, Table
 from ....common.labels import Labels
 from ...runtime.launching import operator
 from . import reference, triton
-from .request import CrossEntropyRequest, strips_of
+from .reference import CrossEntropyRequest, strips_of
 
 __all__ = [
     "TABLE",

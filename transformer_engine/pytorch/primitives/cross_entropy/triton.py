@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ...runtime.launching import DTYPE_NAMES, refuses_elementwise, run
-from .request import CrossEntropyRequest
+from .reference import CrossEntropyRequest
 
 _LIMIT = 1 << 30  # rows and columns are numbered in 32 bits
 

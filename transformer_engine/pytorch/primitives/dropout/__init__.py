@@ -12,7 +12,7 @@ from torch import Tensor
 from ....common.dispatch import Operator, Table
 from ...runtime.launching import operator
 from . import reference, triton
-from .request import DropoutRequest, empty_dropout
+from .reference import DropoutRequest, empty_dropout
 
 __all__ = [
     "TABLE",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ...runtime.launching import DTYPE_NAMES, refuses_elementwise, run
-from .request import DropoutRequest, empty_dropout, factor_of, threshold_of
+from .reference import DropoutRequest, empty_dropout, factor_of, threshold_of
 
 _LIMIT = 1 << 35  # eight elements share a 32-bit counter
 

@@ -8,7 +8,7 @@ from ....common.dispatch import Operator, Table
 from ...runtime.launching import operator, rows_dense
 from . import reference, triton
 from .checks import check_append as check_append
-from .request import CacheRequest
+from .reference import CacheRequest
 
 
 def append(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ...runtime.launching import refuses_elementwise, run
-from .request import CacheRequest
+from .reference import CacheRequest
 
 if TYPE_CHECKING:
     from ....common.kernels.launch import Launch

@@ -16,7 +16,7 @@ from ....common.steps import Adam, Sgd
 from . import reference, triton
 from .addresses import Extents
 from .reference import halves, joined
-from .request import MultiTensorRequest
+from .reference import MultiTensorRequest
 
 __all__ = [
     "TABLE",

@@ -13,7 +13,24 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ....common.steps import Adam, Sgd
-from .request import MultiTensorRequest
+from typing import NamedTuple
+import torch
+from ....common.steps import Adam, Sgd
+
+
+class MultiTensorRequest(NamedTuple):
+    """One of "scale", "squares", "adam", "sgd" on lists of tensors of one device; kinds: the dtype of each list.
+
+    how    of a step
+    flag   is there a flag, by which a step is skipped?
+    """
+
+    operation: str
+    device: torch.device
+    kinds: tuple[torch.dtype, ...]
+    how: Adam | Sgd | None = None
+    flag: bool = False
+
 
 Lists = Sequence[Sequence[Tensor]]
 

@@ -15,7 +15,7 @@ from ....common.steps import Adam, Sgd
 from ...runtime.launching import DTYPE_NAMES, refuses_elementwise, run
 from . import reference
 from .addresses import Extents, Lists, chunks_of
-from .request import MultiTensorRequest
+from .reference import MultiTensorRequest
 
 if TYPE_CHECKING:
     from ....common.kernels.launch import Launch

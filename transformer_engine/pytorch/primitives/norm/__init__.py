@@ -13,7 +13,7 @@ from ....common.dispatch import Operator, Table
 from ...runtime.launching import TorchOperator, operator
 from ..quantize import Cast, Quantized
 from . import reference, triton
-from .request import NormRequest, request_of
+from .reference import NormRequest, request_of
 
 
 @overload

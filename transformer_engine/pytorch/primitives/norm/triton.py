@@ -14,7 +14,7 @@ from ...runtime.launching import DTYPE_NAMES, Performed, refuses_elementwise, ro
 from ..quantize import CastRequest, Quantized, fused_codes
 from ..quantize.triton_float8 import as_float32
 from .reference import with_cast
-from .request import Lies, NormRequest
+from .reference import Lies, NormRequest
 
 if TYPE_CHECKING:
     from ....common.kernels.norm import Rows

@@ -10,7 +10,7 @@ from torch import Tensor
 from ....common.dispatch import Table
 from . import reference, triton
 from .operators import define, operator_of
-from .request import INDEX, MASK, PermutationRequest, Routes
+from .reference import INDEX, MASK, PermutationRequest, Routes
 
 __all__ = [
     "INDEX",

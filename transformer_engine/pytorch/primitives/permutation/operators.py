@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ....common.dispatch import Operator
 from ...runtime.launching import TorchOperator, operator
-from .request import PermutationRequest
+from .reference import PermutationRequest
 
 _PLACE = "str layout, SymInt tokens, SymInt columns"
 _SCHEMAS = {

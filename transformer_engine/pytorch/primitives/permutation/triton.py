@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ...runtime.launching import DTYPE_NAMES, perform, refuses_elementwise, run
-from .request import MASK, PermutationRequest
+from .reference import MASK, PermutationRequest
 
 _NAMES = {**DTYPE_NAMES, torch.uint8: "uint8"}  # codes are moved as bytes
 _EXPERTS = 4096  # columns that a program holds

@@ -15,7 +15,7 @@ from . import reference, triton
 from .checks import check_rotation as check_rotation
 from .checks import reaches_lengths as reaches_lengths
 from .checks import three_sizes as three_sizes
-from .request import Positions, RopeRequest, RopeSpec
+from .reference import Positions, RopeRequest, RopeSpec
 
 
 def rope_forward(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSpec) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ....common.numbers import to_int
 from ...runtime.device_checks import demand
-from .request import Positions, RopeSpec
+from .reference import Positions, RopeSpec
 
 FORMATS = ("sbhd", "bshd", "thd")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ...runtime.launching import DTYPE_NAMES, refuses_elementwise, rows_dense, run
-from .request import RopeRequest
+from .reference import RopeRequest
 
 if TYPE_CHECKING:
     from ....common.kernels.launch import Launch

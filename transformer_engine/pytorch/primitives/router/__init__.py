@@ -11,7 +11,7 @@ from torch import Tensor
 from ....common.dispatch import Operator, Table
 from ...runtime.launching import operator
 from . import reference, triton
-from .request import (
+from .reference import (
     BITS,
     BYTES,
     INDICES,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ...runtime.launching import DTYPE_NAMES, perform, refuses_elementwise, run
-from .request import RouterRequest
+from .reference import RouterRequest
 
 _EXPERTS = 4096  # that a program holds
 _LIMIT = 1 << 31  # tokens are numbered in 32 bits

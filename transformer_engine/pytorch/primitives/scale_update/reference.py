@@ -9,7 +9,22 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ....common.formats import FLOAT32_MAX
-from .request import ScaleUpdateRequest
+from typing import NamedTuple
+
+
+class ScaleUpdateRequest(NamedTuple):
+    """The device's type, the common length of the histories (None: they differ), the largest number of columns, the
+    number of states, and the rule: see `advance_scales`."""
+
+    device: str
+    length: int | None
+    columns: int
+    states: int = 1
+    algorithm: str = "max"
+    fp8_max: float = 448.0
+    margin: float = 0
+    keep_idle: bool = True
+
 
 
 def scale_of(amax: Tensor, scale: Tensor, fp8_max: float, margin: float) -> Tensor:

@@ -12,7 +12,7 @@ from ....common.dispatch import Backend
 from ....common.kernels import launch
 from ...runtime.device import is_current_device
 from . import reference
-from .request import ScaleUpdateRequest
+from .reference import ScaleUpdateRequest
 
 _LIMIT = 1 << 15  # delayed_scaling.LIMIT, whose module imports triton
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from ....common.dispatch import Operator, Table
 from ...runtime.launching import operator
 from . import reference, triton
-from .request import CAUSAL, SoftmaxRequest
+from .reference import CAUSAL, SoftmaxRequest
 
 __all__ = ["CAUSAL", "TABLE", "SoftmaxRequest", "scaled_softmax_backward", "scaled_softmax_forward"]
 

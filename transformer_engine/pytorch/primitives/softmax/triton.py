@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ...runtime.launching import DTYPE_NAMES, refuses_elementwise, run
-from .request import SoftmaxRequest, shift_of
+from .reference import SoftmaxRequest, shift_of
 
 _LIMIT = 1 << 31  # rows are numbered in 32 bits
 

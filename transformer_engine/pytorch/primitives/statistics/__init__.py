@@ -13,7 +13,7 @@ from torch import Tensor
 from ....common.dispatch import Table
 from ..operand import Operand
 from . import reference, triton
-from .request import StatisticsRequest
+from .reference import StatisticsRequest
 
 __all__ = ["FIELDS", "TABLE", "StatisticsRequest", "take_in_statistics"]
 

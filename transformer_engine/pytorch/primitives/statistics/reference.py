@@ -14,7 +14,28 @@ from ....common.formats import E2M1
 from ..operand import Operand
 from ..quantize import dequantize
 from ..quantize.e2m1 import decode_e2m1, unpack_fp4
-from .request import StatisticsRequest
+from typing import NamedTuple
+import torch
+from ....common.formats import TensorFormat
+
+
+class StatisticsRequest(NamedTuple):
+    """One matrix [M, K], and how its codes lie where there are any.
+
+    format    of the codes; None: the matrix was not quantized
+    element   dtype of the codes
+    codes     strides of the codes;  scales  of the scales, () for one
+    """
+
+    shape: tuple[int, int]
+    strides: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+    format: TensorFormat | None = None
+    element: torch.dtype | None = None
+    codes: tuple[int, int] = (0, 0)
+    scales: tuple[int, ...] = ()
+
 
 _FOUR_BITS = (E2M1.maximum, 2.0**-E2M1.mantissa_bits)  # of two codes in a byte
 

@@ -10,7 +10,7 @@ from ....common.dispatch import Backend
 from ...runtime.launching import perform, refuses_casts
 from ..operand import Operand
 from .reference import greatest
-from .request import StatisticsRequest
+from .reference import StatisticsRequest
 
 _SCALINGS = {"float32": "FLOAT_BLOCKS", "e8m0": "EXPONENT_BLOCKS", "e4m3": "TWO_LEVELS"}
 
