@@ -17,7 +17,7 @@ import torch
 
 from transformer_engine.common import dispatch
 from transformer_engine.pytorch.distributed import rng
-from transformer_engine.pytorch.primitives.gemm import tuning_switch
+from transformer_engine.pytorch.primitives.gemm.request import Switch
 from transformer_engine.pytorch.quantization import (
     FP8GlobalStateManager,
     delayed_scaling,
@@ -67,7 +67,7 @@ def _process() -> dict[str, Any]:
         "callers' flags": FP8GlobalStateManager.quantization_state,
         "forced backends": dict(dispatch._forced),
         "observers": list(dispatch._observers),
-        "autotune": tuning_switch.Switch.depth,
+        "autotune": Switch.depth,
         "gradients on": torch.is_grad_enabled(),
         "torch.autocast": torch.is_autocast_enabled("cpu"),
         "default dtype": torch.get_default_dtype(),

@@ -17,7 +17,7 @@ from transformer_engine.pytorch.primitives import column_sums as sums
 from transformer_engine.pytorch.primitives import cross_entropy as losses
 from transformer_engine.pytorch.primitives import quantize as quantization
 from transformer_engine.pytorch.primitives.gemm import Epilogue, fused, plain, product
-from transformer_engine.pytorch.primitives.gemm.fused_request import GELU, GELU_GRADIENT, FusedRequest
+from transformer_engine.pytorch.primitives.gemm.composed import GELU, GELU_GRADIENT, FusedRequest
 from transformer_engine.pytorch.primitives.gemm.request import GemmRequest
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec
 

@@ -13,8 +13,8 @@ from transformer_engine.pytorch.primitives.quantize import (
     QuantizeSpec,
     Request,
     quantize,
-    triton,
 )
+from transformer_engine.pytorch.primitives.quantize.backends import TRITON
 from transformer_engine.pytorch.runtime import launching
 
 SPECS = {
@@ -250,15 +250,15 @@ def test_a_compiled_full_graph_keeps_the_kernels(name):
 def test_what_the_kernels_cannot_do_is_refused_with_the_reason(device, dtype, reason, monkeypatch):
     monkeypatch.setattr(launching, "missing", lambda: None)
     request = Request(QuantizeSpec(FLOAT8, E4M3), (16, 16), dtype, torch.device(device))
-    refusal = triton.refuses(request)
+    refusal = TRITON.refuses(request)
     assert refusal is not None and reason in refusal
 
 
 def test_a_missing_triton_is_a_refusal(monkeypatch):
     monkeypatch.setattr(launching, "missing", lambda: "triton is not installed")
     request = Request(QuantizeSpec(FLOAT8, E4M3), (16, 16), torch.bfloat16, torch.device("cuda"))
-    assert triton.refuses(request) == "triton is not installed"
-    assert TABLE.backends[0] is triton.BACKEND
+    assert TRITON.refuses(request) == "triton is not installed"
+    assert TABLE.backends[0] is TRITON
 
 
 @pytest.mark.parametrize(
@@ -268,6 +268,6 @@ def test_architectures_without_a_correctly_rounded_cast_are_refused(capability, 
     monkeypatch.setattr(launching, "missing", lambda: None)
     monkeypatch.setattr(launching, "get_device_compute_capability", lambda: capability)
     request = Request(QuantizeSpec(FLOAT8, E4M3), (16, 16), torch.bfloat16, torch.device("cuda"))
-    refusal = triton.refuses(request)
+    refusal = TRITON.refuses(request)
     assert (refusal is not None) == refused
     assert refusal is None or f"{capability[0]}.{capability[1]}" in refusal

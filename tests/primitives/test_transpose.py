@@ -51,4 +51,4 @@ def test_the_kernel_says_what_it_does_not_take():
         ({"shape": (8, 1 << 24)}, "reaches"),
         ({"device": torch.device("cpu")}, "on cpu"),
     ):
-        assert reason in (transpose.triton.refuses(facts._replace(**change)) or "")
+        assert reason in (transpose.triton.unsupported_reason(facts._replace(**change)) or "")

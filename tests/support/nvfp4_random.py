@@ -14,8 +14,8 @@ from transformer_engine.pytorch.primitives.quantize import (
     Quantized,
     QuantizeSpec,
     Request,
-    reference,
 )
+from transformer_engine.pytorch.primitives.quantize.backends import REFERENCE
 
 DIRECTIONS = ((True, True), (True, False), (False, True))
 # Around blocks of 16 and tiles of 64; a direction needs an even number of contracted elements.
@@ -95,7 +95,7 @@ def differing(spec: QuantizeSpec, x: torch.Tensor) -> list[str]:
     plan = FORMATS[spec.format.name].plan
     assert plan is not None
     actual = plan(request)(x, None, None, None, None, None)
-    expected = reference.BACKEND.bind(request)(x, None, None, None, None, None)
+    expected = REFERENCE.bind(request)(x, None, None, None, None, None)
     return [
         name for name in Quantized._fields if not _same_bits(getattr(actual, name), getattr(expected, name))
     ]

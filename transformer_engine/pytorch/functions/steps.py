@@ -79,7 +79,7 @@ def _dense(env: Environment, s: None, x: Any) -> tuple[Tensor]:
     if x.is_contiguous():
         return (x,)
     x = as_matrix(x)
-    return (x if Layout.of(x).stride else x.contiguous(),)
+    return (x if Layout.of(x.shape, x.stride()).stride else x.contiguous(),)
 
 
 def _convert(env: Environment, s: Layer, x: Any) -> tuple[Tensor]:

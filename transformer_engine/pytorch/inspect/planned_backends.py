@@ -20,7 +20,7 @@ from ..attention import DotProductAttention
 from ..functions import weight_gradient
 from ..primitives.activation import ActivationRequest, gradient_fuses
 from ..primitives.gemm import composed, cublaslt_library
-from ..primitives.gemm.fused_request import CODES, GELU, GELU_GRADIENT, FusedRequest
+from ..primitives.gemm.composed import CODES, GELU, GELU_GRADIENT, FusedRequest
 from ..primitives.norm import NormRequest
 from ..primitives.norm import triton as norm
 from ..primitives.quantize import CastRequest, Quantized, QuantizeSpec

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ..quantize import Cast, Quantized, quantize_as
-from typing import NamedTuple
-import torch
-from ..quantize import CastRequest, QuantizeSpec
+from ..quantize import Cast, CastRequest, Quantized, QuantizeSpec, quantize_as
 from ..quantize.fused_codes import cast_request
 
 
@@ -40,7 +37,6 @@ def request_of(
     """The request that a call's key stands for; spec, given and records are those of its cast."""
     cast = cast_request(shape, dtype, device, spec, given, records)
     return ColumnSumsRequest(shape, strides, dtype, result, device, cast)
-
 
 
 def bind(request: ColumnSumsRequest) -> Callable[..., Any]:

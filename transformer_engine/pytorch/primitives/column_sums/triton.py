@@ -12,9 +12,8 @@ from ....common.dispatch import Backend, undisturbed
 from ...runtime import launching
 from ...runtime.launching import DTYPE_NAMES, Performed, refuses_elementwise, rows_dense
 from ..quantize import CastRequest, Quantized, fused_codes
-from ..quantize.triton_float8 import as_float32
-from .reference import beside_cast
-from .reference import ColumnSumsRequest
+from ..quantize.format_row import as_float32
+from .reference import ColumnSumsRequest, beside_cast
 
 if TYPE_CHECKING:
     from ....common.kernels.program import Program
@@ -23,7 +22,7 @@ _LIMIT = 1 << 24  # offsets inside a tile are 32-bit integers
 _NO_CONSTANTS = (0.0, 0.0, 0.0)
 
 
-def refuses(request: ColumnSumsRequest) -> str | None:
+def unsupported_reason(request: ColumnSumsRequest) -> str | None:
     if (reason := refuses_elementwise(request.device, request.dtype, request.result)) is not None:
         return reason
     if 0 in request.shape:
@@ -114,4 +113,4 @@ def _beside_the_maximum(request: ColumnSumsRequest, cast: CastRequest) -> Progra
     return column_sums.sums_and_cast(request.shape, DTYPE_NAMES[request.result], after)
 
 
-BACKEND: Backend[ColumnSumsRequest] = Backend("triton", refuses=refuses, bind=bind, opaque=True)
+BACKEND: Backend[ColumnSumsRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ....common.labels import Labels
-from typing import NamedTuple
-import torch
 from ....common.formats import ceil_div
 from ....common.labels import Labels
 
@@ -39,7 +36,6 @@ def strips_of(rows: int, width: int) -> int:
     """Into how many strips a row is cut: a program for each of a few rows would leave most of a GPU idle."""
     whole = ceil_div(width, 8192)
     return ceil_div(whole, ceil_div(whole, min(ceil_div(1024, rows), whole)))
-
 
 
 def bind(request: CrossEntropyRequest) -> Callable[..., Any]:

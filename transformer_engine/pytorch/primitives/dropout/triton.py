@@ -14,7 +14,7 @@ from .reference import DropoutRequest, empty_dropout, factor_of, threshold_of
 _LIMIT = 1 << 35  # eight elements share a 32-bit counter
 
 
-def refuses(request: DropoutRequest) -> str | None:
+def unsupported_reason(request: DropoutRequest) -> str | None:
     size = request.shape.numel()
     if size >= _LIMIT:
         return f"{size} elements, it numbers fewer than {_LIMIT}"
@@ -74,4 +74,4 @@ def _backward(request: DropoutRequest) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda dy, mask: run(launch, (dy.contiguous(), mask.contiguous()))[0].view(shape)
 
 
-BACKEND: Backend[DropoutRequest] = Backend("triton", refuses=refuses, bind=bind, opaque=True)
+BACKEND: Backend[DropoutRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from typing import NamedTuple
-import torch
 
 
 class CacheRequest(NamedTuple):
@@ -32,7 +31,6 @@ class CacheRequest(NamedTuple):
     batch: int = 0
     longest: int = 0
     empty: bool = True
-
 
 
 def bind(request: CacheRequest) -> Callable[..., None]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ....common.kernels.launch import Launch
 
 
-def refuses(request: CacheRequest) -> str | None:
+def unsupported_reason(request: CacheRequest) -> str | None:
     return refuses_elementwise(request.device, request.new, request.cache)
 
 
@@ -62,4 +62,4 @@ def _strides(strides: tuple[int, ...], tensor_format: str) -> tuple[int, int, in
     return batch, token, strides[2]
 
 
-BACKEND: Backend[CacheRequest] = Backend("triton", refuses=refuses, bind=bind, opaque=True)
+BACKEND: Backend[CacheRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)

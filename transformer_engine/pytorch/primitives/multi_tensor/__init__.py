@@ -15,8 +15,7 @@ from ....common.dispatch import Table
 from ....common.steps import Adam, Sgd
 from . import reference, triton
 from .addresses import Extents
-from .reference import halves, joined
-from .reference import MultiTensorRequest
+from .reference import MultiTensorRequest, halves, joined
 
 __all__ = [
     "TABLE",

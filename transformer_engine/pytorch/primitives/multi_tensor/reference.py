@@ -6,15 +6,12 @@ They read no number of the device, so that a step can be captured.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ....common.steps import Adam, Sgd
-from typing import NamedTuple
-import torch
 from ....common.steps import Adam, Sgd
 
 

@@ -24,7 +24,7 @@ _NAMES = {**DTYPE_NAMES, torch.int16: "int16"}
 _REMEMBERED = 1 << 10
 
 
-def refuses(request: MultiTensorRequest) -> str | None:
+def unsupported_reason(request: MultiTensorRequest) -> str | None:
     whole = (torch.int16,) if request.operation == "adam" else ()
     return refuses_elementwise(request.device, *[kind for kind in request.kinds if kind not in whole])
 
@@ -83,4 +83,4 @@ def _launch(key: tuple[str, tuple[str, ...], Adam | Sgd | None, int, bool]) -> L
 
 _launches: Memory[tuple[Any, ...], Launch] = Memory(_launch, _REMEMBERED)
 
-BACKEND: Backend[MultiTensorRequest] = Backend("triton", refuses=refuses, bind=bind)
+BACKEND: Backend[MultiTensorRequest] = Backend("triton", refuses=unsupported_reason, bind=bind)

@@ -8,17 +8,14 @@ zero centered. The variance is that of the centred values (two passes): a large 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
 from ...runtime.tracing import result_as
-from ..quantize import Cast, Quantized, quantize_as
-from typing import NamedTuple
-import torch
-from ..quantize import CastRequest, QuantizeSpec
+from ..quantize import Cast, CastRequest, Quantized, QuantizeSpec, quantize_as
 from ..quantize.fused_codes import cast_request
 
 Lies = tuple["tuple[int, ...]", torch.dtype]  # strides and dtype
@@ -68,7 +65,6 @@ def request_of(
     cast = cast_request(shape, dtype, device, spec, given, records)
     facts = (operation, shape, strides, dtype, weight_dtype, device, zero_centered, eps)
     return NormRequest(*facts, cast, dy, add)
-
 
 
 def bind(request: NormRequest) -> Callable[..., Any]:

@@ -12,9 +12,8 @@ from ....common.dispatch import Backend, undisturbed
 from ...runtime import launching
 from ...runtime.launching import DTYPE_NAMES, Performed, refuses_elementwise, rows_dense, run
 from ..quantize import CastRequest, Quantized, fused_codes
-from ..quantize.triton_float8 import as_float32
-from .reference import with_cast
-from .reference import Lies, NormRequest
+from ..quantize.format_row import as_float32
+from .reference import Lies, NormRequest, with_cast
 
 if TYPE_CHECKING:
     from ....common.kernels.norm import Rows
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 _WIDEST_CENTERED = 4096  # columns of a LayerNorm that makes the codes of blocks
 
 
-def refuses(request: NormRequest) -> str | None:
+def unsupported_reason(request: NormRequest) -> str | None:
     return refuses_elementwise(request.device, request.dtype, request.weight_dtype)
 
 
@@ -187,4 +186,4 @@ def _no_rmsnorm_gradients(
     return torch.empty_like(x), torch.zeros_like(weight)
 
 
-BACKEND: Backend[NormRequest] = Backend("triton", refuses=refuses, bind=bind, opaque=True)
+BACKEND: Backend[NormRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)

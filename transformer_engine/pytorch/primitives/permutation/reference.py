@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
 from ...runtime.tracing import result_as, result_in
-from typing import NamedTuple
-import torch
-from torch import Tensor
 
 MASK, INDEX = "mask", "index"
 
@@ -52,7 +49,6 @@ class PermutationRequest(NamedTuple):
     weights: torch.dtype | None = None
     every_row: bool = False
     strides: tuple[int, int] = (0, 0)
-
 
 
 def bind(request: PermutationRequest) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ _LIMIT = 1 << 31  # rows are numbered in 32 bits
 _COUNTED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def refuses(request: PermutationRequest) -> str | None:
+def unsupported_reason(request: PermutationRequest) -> str | None:
     if max(request.rows, request.shape[0]) >= _LIMIT:
         return f"{max(request.rows, request.shape[0])} rows; it numbers fewer than {_LIMIT}"
     if request.operation in ("map", "chunks", "segments"):
@@ -159,4 +159,4 @@ def _bytes(mask: Tensor) -> Tensor:
     return mask.view(torch.uint8) if mask.dtype is torch.bool else mask
 
 
-BACKEND: Backend[PermutationRequest] = Backend("triton", refuses=refuses, bind=bind, opaque=True)
+BACKEND: Backend[PermutationRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)

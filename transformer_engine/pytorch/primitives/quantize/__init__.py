@@ -9,14 +9,21 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Table
-from . import reference, triton
-from .dequantize import dequantize
-from .e2m1 import decode_e2m1, encode_e2m1, pack_fp4, unpack_fp4
-from .e8m0 import e8m0_from_float, e8m0_to_float
-from .float8 import absolute_maximum, cast, scale_from_amax
+from .backends import REFERENCE, TRITON, dequantize
+from .encodings import (
+    absolute_maximum,
+    cast,
+    decode_e2m1,
+    e8m0_from_float,
+    e8m0_to_float,
+    encode_e2m1,
+    hadamard_transform,
+    pack_fp4,
+    scale_from_amax,
+    unpack_fp4,
+)
 from .format_row import FormatRow
 from .formats import FORMATS
-from .hadamard import hadamard_transform
 from .operator import operator_of
 from .spec import Cast, CastRequest, Quantized, QuantizeSpec, Request, torch_dtype
 
@@ -104,7 +111,9 @@ def _described(
             f"a given multiplier belongs to format float8, not to {spec.format.name}; leave it out"
         )
     rows, depth = shape
-    FORMATS[spec.format.name].check(rows, depth, spec)
+    check = FORMATS[spec.format.name].check
+    if check is not None:
+        check(rows, depth, spec)
     return Request(spec, (rows, depth), dtype, device, multiplier_given, amax_given)
 
 
@@ -125,7 +134,7 @@ def _check_random(shape: Sequence[int], spec: QuantizeSpec, random: tuple[Tensor
 
 TABLE: Table[Request] = Table(
     "quantize",
-    (triton.BACKEND, reference.BACKEND),
+    (TRITON, REFERENCE),
     describe=_described,
     operator=operator_of(quantize),
 )

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from typing import NamedTuple
-import torch
-from torch import Tensor
 
 
 class RopeSpec(NamedTuple):
@@ -56,7 +53,6 @@ class RopeRequest(NamedTuple):
     angles: tuple[torch.Size, ...] = ()
     sequences: int = 0
     sizes: tuple[int, int, int] = (0, 0, 0)
-
 
 
 def bind(request: RopeRequest) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ....common.kernels.launch import Launch
 
 
-def refuses(request: RopeRequest) -> str | None:
+def unsupported_reason(request: RopeRequest) -> str | None:
     return refuses_elementwise(request.device, request.dtype)
 
 
@@ -157,4 +157,4 @@ def empty_joint(dk: Tensor, sizes: tuple[int, int, int]) -> Tensor:
     return dk.new_empty(*dk.shape[:-1], sizes[0] + sizes[1] + sizes[2])
 
 
-BACKEND: Backend[RopeRequest] = Backend("triton", refuses=refuses, bind=bind, opaque=True)
+BACKEND: Backend[RopeRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)

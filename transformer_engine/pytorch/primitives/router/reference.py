@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
 from ...runtime.tracing import result_as
-from typing import NamedTuple
-import torch
 
 SOFTMAX, SOFTMAX_AFTER, SIGMOID, SQRTSOFTPLUS = "softmax", "softmax_after", "sigmoid", "sqrtsoftplus"
 BYTES, BITS, INDICES = "bytes", "bits", "indices"
@@ -54,7 +52,6 @@ class RouterRequest(NamedTuple):
     factor: float = 1.0
     dynamic: bool = False
     bins: int = 0
-
 
 
 def bind(request: RouterRequest) -> Callable[..., Any]:

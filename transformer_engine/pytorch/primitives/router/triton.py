@@ -16,7 +16,7 @@ _EXPERTS = 4096  # that a program holds
 _LIMIT = 1 << 31  # tokens are numbered in 32 bits
 
 
-def refuses(request: RouterRequest) -> str | None:
+def unsupported_reason(request: RouterRequest) -> str | None:
     rows, experts = request.shape
     if rows >= _LIMIT:
         return f"{rows} tokens; it numbers fewer than {_LIMIT}"
@@ -95,4 +95,4 @@ def _loss(request: RouterRequest) -> Callable[..., Tensor]:
     return loss
 
 
-BACKEND: Backend[RouterRequest] = Backend("triton", refuses=refuses, bind=bind, opaque=True)
+BACKEND: Backend[RouterRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
 from ....common.formats import FLOAT32_MAX
-from typing import NamedTuple
 
 
 class ScaleUpdateRequest(NamedTuple):
@@ -24,7 +24,6 @@ class ScaleUpdateRequest(NamedTuple):
     fp8_max: float = 448.0
     margin: float = 0
     keep_idle: bool = True
-
 
 
 def scale_of(amax: Tensor, scale: Tensor, fp8_max: float, margin: float) -> Tensor:

@@ -17,7 +17,7 @@ from .reference import ScaleUpdateRequest
 _LIMIT = 1 << 15  # delayed_scaling.LIMIT, whose module imports triton
 
 
-def refuses(request: ScaleUpdateRequest) -> str | None:
+def unsupported_reason(request: ScaleUpdateRequest) -> str | None:
     if request.device != "cuda":
         return f"it needs a CUDA device, the states are on {request.device}"
     if (reason := launch.missing()) is not None:
@@ -89,4 +89,4 @@ def _remember(addresses: tuple[tuple[int, int, int], ...], device: torch.device)
     return table
 
 
-BACKEND = Backend[ScaleUpdateRequest]("triton", refuses=refuses, bind=bind)
+BACKEND = Backend[ScaleUpdateRequest]("triton", refuses=unsupported_reason, bind=bind)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
 from ...runtime.tracing import result_as
-from typing import NamedTuple
-import torch
 
 # Which keys query i of q sees, of k: top_left j <= i; bottom_right j <= i + k - q.
 CAUSAL = ("top_left", "bottom_right")
@@ -33,7 +32,6 @@ def shift_of(causal: str | None, shape: torch.Size) -> int | None:
     if causal is None:
         return None
     return 0 if causal == "top_left" else shape[-1] - shape[-2]
-
 
 
 def bind(request: SoftmaxRequest) -> Callable[..., Tensor]:

@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ....common.formats import E2M1
+from ....common.formats import E2M1, TensorFormat
 from ..operand import Operand
 from ..quantize import dequantize
-from ..quantize.e2m1 import decode_e2m1, unpack_fp4
-from typing import NamedTuple
-import torch
-from ....common.formats import TensorFormat
+from ..quantize.encodings import decode_e2m1, unpack_fp4
 
 
 class StatisticsRequest(NamedTuple):

@@ -14,7 +14,7 @@ from .request import TransposeRequest
 _LIMIT = 1 << 24  # offsets inside a tile are 32-bit integers
 
 
-def refuses(request: TransposeRequest) -> str | None:
+def unsupported_reason(request: TransposeRequest) -> str | None:
     if request.dtype.itemsize != 1:
         return f"it moves codes of one byte, not {request.dtype}"
     if not request.native:
@@ -33,4 +33,4 @@ def bind(request: TransposeRequest) -> Callable[[Tensor], Tensor]:
     return lambda codes: run(launch, (codes.view(torch.uint8),))[0].view(dtype)
 
 
-BACKEND: Backend[TransposeRequest] = Backend("triton", refuses=refuses, bind=bind, opaque=True)
+BACKEND: Backend[TransposeRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)

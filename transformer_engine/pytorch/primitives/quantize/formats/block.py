@@ -12,7 +12,7 @@ from .....common.formats import BLOCK_1D, BLOCK_2D, ceil_div, float32_max
 from .....common.kernels.launch import Launch
 from ....runtime import launching
 from .. import tiles
-from ..float8 import cast, scale_from_amax
+from ..encodings import cast, scale_from_amax
 from ..spec import QuantizeSpec
 from ..tile_scaled import tile_scaled
 

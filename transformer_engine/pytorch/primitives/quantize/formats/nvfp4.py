@@ -16,13 +16,22 @@ from .....common.quantize_spec import FAST_MAE, FAST_MSE, MSE
 from ....runtime.launching import Performed
 from ...operand import Operand
 from .. import tiles
-from ..e2m1 import decode_e2m1, encode_e2m1, pack_fp4, unpack_fp4
-from ..float8 import absolute_maximum, cast, divide, row_maxima, widen
-from ..format_row import FormatRow, Given, PlannedCall
-from ..hadamard import GROUP, hadamard_transform
+from ..encodings import (
+    GROUP,
+    absolute_maximum,
+    cast,
+    decode_e2m1,
+    divide,
+    encode_e2m1,
+    hadamard_transform,
+    pack_fp4,
+    row_maxima,
+    unpack_fp4,
+    widen,
+)
+from ..format_row import FormatRow, PlannedCall, QuantizeInputs, as_float32
 from ..spec import Quantized, QuantizeSpec, Request
 from ..tile_scaled import scale_a_row, transposed
-from ..triton_float8 import as_float32
 
 
 def _range(form: TensorFormat) -> float:
@@ -117,7 +126,7 @@ def _tile_error(
     return error.squeeze(1)
 
 
-def quantize(x: Tensor, spec: QuantizeSpec, given: Given) -> Quantized:
+def quantize(x: Tensor, spec: QuantizeSpec, given: QuantizeInputs) -> Quantized:
     """x [M, K] -> packed codes, block scales and maxima of the directions that spec asks for."""
     _, amax, amax_t, random, _ = given
     random_rows, random_columns = random if spec.stochastic and random is not None else (None, None)
