@@ -257,12 +257,12 @@ def test_the_operators_of_a_graph_compute_what_eager_mode_does(device):
     tensors = (a.codes, None, None, b.codes, None, None)
     for keeps in (True, False):
         made = fused._product_gelu_now(*tensors, bias, BF16, True, keeps)
-        fake = fused._product_gelu_fake(*tensors, bias, BF16, True, keeps)
+        fake = fused._product_gelu.results(*tensors, bias, BF16, True, keeps)
         expected = gemm_gelu(a, b, Epilogue(BF16, bias), keeps)
         assert [(t.shape, t.dtype) for t in fake] == [(t.shape, t.dtype) for t in made]
         assert all(torch.equal(t, e) for t, e in zip(made, expected, strict=False))
     made = fused._product_gelu_gradient_now(*tensors, x, BF16, True)
-    fake = fused._product_gelu_gradient_fake(*tensors, x, BF16, True)
+    fake = fused._product_gelu_gradient.results(*tensors, x, BF16, True)
     assert (fake.shape, fake.dtype) == (made.shape, made.dtype)
     assert torch.equal(made, gemm_gelu_gradient(a, b, x, Epilogue(BF16)))
 

@@ -96,7 +96,7 @@ def operand_of(value: Any, transposed: bool) -> Operand:
         matrix = as_matrix(value)  # pyright: ignore[reportArgumentType]
         return SymbolicOperand.of(plain(matrix.t() if transposed else matrix))
     operand = turned(value)
-    return SymbolicOperand.of(operand) if type(operand.codes) is Symbol else operand
+    return SymbolicOperand(*operand) if type(operand.codes) is Symbol else operand
 
 
 def _product(

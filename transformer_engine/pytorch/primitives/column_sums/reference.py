@@ -1,4 +1,4 @@
-"""The sums of columns in torch operations."""
+"""The request of column sums, and the reference in torch operations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..quantize.fused_codes import cast_request
 
 
 class ColumnSumsRequest(NamedTuple):
-    """One call on a matrix [M, N]; result is the dtype of the sums."""
+    """Column sums of a matrix [M, N]; result is the dtype of the sums."""
 
     shape: tuple[int, int]
     strides: tuple[int, int]
@@ -34,25 +34,22 @@ def request_of(
     given: bool = False,
     records: bool = False,
 ) -> ColumnSumsRequest:
-    """The request that a call's key stands for; spec, given and records are those of its cast."""
+    """Return the request of a key; spec, given and records describe the cast."""
     cast = cast_request(shape, dtype, device, spec, given, records)
     return ColumnSumsRequest(shape, strides, dtype, result, device, cast)
 
 
 def bind(request: ColumnSumsRequest) -> Callable[..., Any]:
-    """x -> its sums, or, for a cast, (x, multiplier, record) -> its codes and its sums."""
+    """Return x -> sums or, with a cast, (x, multiplier, record) -> (codes, sums)."""
     wide, dtype = torch.promote_types(request.dtype, torch.float32), request.result
-
-    def sums(x: Tensor) -> Tensor:
-        return x.sum(0, dtype=wide).to(dtype)
-
-    return sums if request.cast is None else beside_cast(request, sums)
+    sums: Callable[[Tensor], Tensor] = lambda x: x.sum(0, dtype=wide).to(dtype)  # noqa: E731
+    return sums if request.cast is None else with_cast(request, sums)
 
 
-def beside_cast(
+def with_cast(
     request: ColumnSumsRequest, sums: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor, Tensor | None, Tensor | None], tuple[Quantized, Tensor]]:
-    """(x, multiplier, record) -> the codes of x, and its sums: two steps."""
+    """Return (x, multiplier, record) -> (codes of x, sums), computed in two steps."""
     assert request.cast is not None
     spec = request.cast.spec
 

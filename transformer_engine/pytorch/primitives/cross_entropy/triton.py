@@ -23,7 +23,7 @@ def unsupported_reason(request: CrossEntropyRequest) -> str | None:
 
 
 def bind(request: CrossEntropyRequest) -> Callable[..., Any]:
-    """What `reference.bind` answers, on the same tensors."""
+    """Return a callable with the arguments and results of `reference.bind`."""
     from ....common.kernels import cross_entropy as kernels  # it imports triton
 
     rows, width = request.rows, request.width

@@ -1,7 +1,7 @@
 """D [N, M] = left [N, K] @ right [K, M] in cuBLASLt's column-major terms, planned once and then only started.
 
 A plan holds the descriptors, the algorithm and the host scalars of one `CublasProblem`. Starting it sets the pointers
-that differ from call to call (scales, bias) and makes one library call. Asking the library for an algorithm and building
+that differ between calls (scales, bias) and makes one library call. Asking the library for an algorithm and building
 descriptors at every call, as one-call interfaces do, costs 15-35 us of host time.
 """
 

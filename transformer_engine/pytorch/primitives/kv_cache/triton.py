@@ -55,7 +55,7 @@ def _launch(request: CacheRequest) -> Launch:
 
 
 def _strides(strides: tuple[int, ...], tensor_format: str) -> tuple[int, int, int]:
-    """Elements between two sequences, two tokens and two heads."""
+    """Return the strides of sequences, tokens and heads."""
     if tensor_format == "thd":
         return 0, strides[0], strides[1]
     batch, token = (strides[1], strides[0]) if tensor_format == "sbhd" else (strides[0], strides[1])

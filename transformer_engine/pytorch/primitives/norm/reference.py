@@ -18,14 +18,14 @@ from ...runtime.tracing import result_as
 from ..quantize import Cast, CastRequest, Quantized, QuantizeSpec, quantize_as
 from ..quantize.fused_codes import cast_request
 
-Lies = tuple["tuple[int, ...]", torch.dtype]  # strides and dtype
+MatrixLayout = tuple["tuple[int, ...]", torch.dtype]  # strides and dtype
 
 
 class NormRequest(NamedTuple):
     """One call on x [rows, width]; operation is the name of the public function that was called.
 
     eps       forward only
-    dy, add   how the gradients lie that a backward reads
+    dy, add   layouts of the gradients that a backward reads
     """
 
     operation: str
@@ -37,12 +37,12 @@ class NormRequest(NamedTuple):
     zero_centered: bool
     eps: float = 0.0
     cast: CastRequest | None = None
-    dy: Lies | None = None
-    add: Lies | None = None
+    dy: MatrixLayout | None = None
+    add: MatrixLayout | None = None
 
     @property
     def centered(self) -> bool:
-        """Is the mean subtracted?"""
+        """Whether the mean is subtracted."""
         return self.operation.startswith("layernorm")
 
 
@@ -55,13 +55,13 @@ def request_of(
     device: torch.device,
     zero_centered: bool,
     eps: float = 0.0,
-    dy: Lies | None = None,
-    add: Lies | None = None,
+    dy: MatrixLayout | None = None,
+    add: MatrixLayout | None = None,
     spec: QuantizeSpec | None = None,
     given: bool = False,
     records: bool = False,
 ) -> NormRequest:
-    """The request that a call's key stands for; spec, given and records are those of its cast."""
+    """Return the request of a key; spec, given and records describe the cast."""
     cast = cast_request(shape, dtype, device, spec, given, records)
     facts = (operation, shape, strides, dtype, weight_dtype, device, zero_centered, eps)
     return NormRequest(*facts, cast, dy, add)

@@ -1,4 +1,4 @@
-"""The statistics in torch operations: float32 values, float64 sums."""
+"""The request of the statistics, and the reference in torch operations: float32 values, float64 sums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..quantize.encodings import decode_e2m1, unpack_fp4
 
 
 class StatisticsRequest(NamedTuple):
-    """One matrix [M, K], and how its codes lie where there are any.
+    """One matrix [M, K], and the layout of its codes if there are any.
 
     format    of the codes; None: the matrix was not quantized
     element   dtype of the codes
@@ -38,7 +38,7 @@ _FOUR_BITS = (E2M1.maximum, 2.0**-E2M1.mantissa_bits)  # of two codes in a byte
 
 
 def bind(request: StatisticsRequest) -> Callable[[Tensor, Operand | None, Tensor], None]:
-    """(x, its codes, kept) -> None: kept takes the statistics in."""
+    """Return (x, operand, kept) -> None, which adds the statistics to kept."""
 
     def measure(x: Tensor, operand: Operand | None, kept: Tensor) -> None:
         values = x.float()
@@ -48,7 +48,9 @@ def bind(request: StatisticsRequest) -> Callable[[Tensor, Operand | None, Tensor
         none = torch.zeros((), dtype=torch.float64, device=x.device)
         underflow = saturation = noise = none
         if operand is not None:
-            codes, quantized = _codes(operand), dequantize(operand._replace(dtype=torch.float32))
+            packed = operand.codes.dtype == torch.uint8
+            codes = decode_e2m1(unpack_fp4(operand.codes)) if packed else operand.codes.float()
+            quantized = dequantize(operand._replace(dtype=torch.float32))
             underflow = ((values != 0) & (codes == 0)).sum()
             largest, beyond = greatest(operand.codes.dtype)
             saturation = ((codes.abs() == largest) & (values.abs() > quantized.abs() * beyond)).sum()
@@ -75,13 +77,6 @@ def greatest(element: torch.dtype) -> Greatest:
         largest, step = torch.finfo(element).max, torch.finfo(element).eps
     half_a_step = 2.0 ** math.floor(math.log2(largest)) * step / 2
     return Greatest(largest, 1 + half_a_step / largest)
-
-
-def _codes(operand: Operand) -> Tensor:
-    """The codes' own values, without scales."""
-    if operand.codes.dtype == torch.uint8:
-        return decode_e2m1(unpack_fp4(operand.codes))
-    return operand.codes.float()
 
 
 BACKEND: Backend[StatisticsRequest] = Backend("reference", bind=bind)
