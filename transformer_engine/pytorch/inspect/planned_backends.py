@@ -28,7 +28,7 @@ from ..primitives.quantize.fused_codes import in_row_blocks
 from ..quantization import delayed_scaling
 from ..quantization.autocast import reinstate, snapshot
 from ..runtime.double_backward import once_differentiable
-from ..tensor.allocation import empty_quantized
+from ..tensor.elements import empty_quantized
 
 
 @contextmanager

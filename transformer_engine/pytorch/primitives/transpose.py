@@ -13,8 +13,10 @@ from torch import Tensor
 
 from ...common.dispatch import Backend, Table
 from ..runtime.launching import operator, refuses_elementwise, run
+from .operand import Operand
+from .quantize import pack_fp4, unpack_fp4
 
-__all__ = ["TABLE", "TransposeRequest", "transposed_codes"]
+__all__ = ["TABLE", "TransposeRequest", "transposed_codes", "transposed_operand"]
 
 _LIMIT = 1 << 24  # offsets inside a tile are 32-bit integers
 
@@ -33,6 +35,28 @@ def transposed_codes(codes: Tensor) -> Tensor:
     """Return codes [M, K] transposed to [K, M], contiguous."""
     native = torch.compiler.is_compiling() or type(codes) is Tensor
     return TABLE.bound((codes.shape, codes.dtype, codes.device, codes.is_contiguous(), native))(codes)
+
+
+def transposed_operand(operand: Operand) -> Operand:
+    """Return the operand of the transposed matrix, exact where square tiles share a scale: codes and scales only move.
+
+    Where scales belong to rows, the scale of a square tile is repeated for each of its rows.
+    """
+    form, scale = operand.format, operand.scale
+    assert form is not None and scale is not None
+    if form.packing > 1:
+        codes = pack_fp4(unpack_fp4(operand.codes).t().contiguous())
+    else:
+        codes = transposed_codes(operand.codes)
+    if form.block is not None:
+        rows_of_tile, side = form.block
+        if rows_of_tile == side:
+            scale = scale.t().contiguous()
+        else:
+            tiles = scale[::side].t()
+            repeated = tiles.unsqueeze(1).expand(-1, side, -1).reshape(-1, tiles.shape[1])
+            scale = repeated[: operand.depth]
+    return operand._replace(codes=codes, scale=scale)
 
 
 def unsupported_reason(request: TransposeRequest) -> str | None:

@@ -8,10 +8,10 @@ import torch
 
 from ...common.folder import exports_of, modules_of
 from ..constants import DType
+from ..primitives.operand import COLS, ROWS
 from . import grouped_tensor, quantized_tensor
-from .axis import COLS, ROWS
 from .grouped_tensor import GroupedTensor, GroupedTensorStorage
-from .module_conversion import keep_quantized_parameters
+from .module_parameters import keep_quantized_parameters
 from .quantized_tensor import (
     QuantizedTensor,
     QuantizedTensorStorage,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,11 +12,25 @@ from torch import Tensor
 from ...common.formats import round_up
 from ..constants import DType
 from ..primitives.quantize import Quantized, QuantizeSpec, quantize
-from .allocation import empty_quantized
+from .elements import empty_quantized
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Quantizer
 from .storage.block_scaled import BlockScaledStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, matrix_shape, plain_matrix
+
+T = TypeVar("T", bound=QuantizedTensor)
+DIRECTIONS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+
+
+def values_of(tensor: QuantizedTensor, names: Sequence[str]) -> tuple[Any, ...]:
+    """The tensor's fields; its dtype and shape are those that it presents."""
+    return tuple(getattr(tensor, name if name in ("dtype", "shape") else f"_{name}") for name in names)
+
+
+def from_values(kind: type[T], names: Sequence[str], values: Sequence[Any]) -> T:
+    """A tensor of values_of(another, names); trailing fields that an older pickle lacks have their defaults."""
+    fields = dict(zip(names, values, strict=False))
+    return kind(fields.pop("shape"), fields.pop("dtype"), **fields)  # pyright: ignore[reportReturnType]
 
 
 class BlockScalingQuantizer(Quantizer):

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ...common.formats import TensorFormat
-from ..primitives.operand import Operand, OwnedOperand, plain
-from .axis import COLS, ROWS
+from ..primitives.operand import COLS, ROWS, Operand, OwnedOperand, plain
 
 _FORMAT = TensorFormat("custom", None, "none")
 

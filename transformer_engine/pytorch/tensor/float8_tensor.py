@@ -19,12 +19,10 @@ from ..primitives.operand import Operand
 from ..primitives.quantize import Cast, Quantized, QuantizeSpec, absolute_maximum, quantize
 from ..runtime.checks import group_or_none, tensor
 from ..runtime.device import canonical_device
-from .allocation import empty_quantized
-from .elements import element_of, float8_dtype, float8_number
+from .current_scaling import RecordsScale, ReducesMaximum
+from .elements import element_of, empty_quantized, float8_dtype, float8_number
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Operands, Quantizer, amax_floor
-from .recorded_scale import RecordsScale
-from .reduced_maximum import ReducesMaximum
 from .storage.float8_tensor_storage import Float8TensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, matrix_shape, plain_matrix
 

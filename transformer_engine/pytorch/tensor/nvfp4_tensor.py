@@ -17,12 +17,11 @@ from ...common.quantize_spec import FAST_ERRORS
 from ..constants import DType
 from ..primitives.quantize import Quantized, QuantizeSpec, absolute_maximum, hadamard_transform, quantize
 from ..runtime.checks import group_or_none
-from .block_scaling import BlockScalingQuantizer
+from .block_scaling import DIRECTIONS, BlockScalingQuantizer, from_values, values_of
+from .current_scaling import ReducesMaximum
 from .elements import element_number
-from .pickling import DIRECTIONS, from_values, values_of
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Quantizer
-from .reduced_maximum import ReducesMaximum
 from .storage.nvfp4_tensor_storage import NVFP4TensorStorage
 
 __all__ = ["NVFP4Quantizer", "NVFP4Tensor", "NVFP4TensorStorage"]

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ...common.recipe import Recipe
-from ..primitives.operand import Operand, OwnedOperand
-from .axis import COLS, ROWS
+from ..primitives.operand import COLS, ROWS, Operand, OwnedOperand
 from .quantizer import Matrix, Operands, Quantizer
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, plain_matrix
 

@@ -16,19 +16,26 @@ from torch import Tensor
 from ..runtime.checks import values_dtype
 from ..runtime.device import canonical_device
 from . import aten, initial_values
-from .columns import OUT_OF_DATE, remake_columns
-from .construction import check_keywords, check_shape, checked_strides, dense_strides
-from .saving import prepare_for_saving, restore_from_func_ctx, restore_from_saved
-from .sharded_buffers import ShardedBuffers
+from .construction import (
+    check_keywords,
+    check_shape,
+    checked_strides,
+    dense_strides,
+    prepare_for_saving,
+    restore_from_func_ctx,
+    restore_from_saved,
+)
+from .elements import nominal_dtype
+from .row_writes import OUT_OF_DATE, remake_columns
 from .storage.fsdp import (
     DerivedTensors,
     GatheredPayload,
+    ShardedBuffers,
     derived_tensors,
     gather_payload,
     join_payload,
     write_gathered,
 )
-from .storage.nominal_dtype import nominal_dtype
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, Writer
 
 __all__ = [

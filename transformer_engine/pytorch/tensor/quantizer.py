@@ -13,12 +13,11 @@ from ...common import recipe as recipes
 from ...common.checks import described, number
 from ...common.numbers import to_bool, to_float
 from ..constants import dist_group_type
-from ..primitives.operand import Operand, plain
+from ..primitives.operand import COLS, ROWS, Operand, plain
 from ..primitives.quantize import Cast, Quantized
 from ..runtime.checks import extents, flag_tensor, tensor, values_dtype
 from ..runtime.device import canonical_device
 from ..runtime.warn_once import warn_once
-from .axis import COLS, ROWS
 from .custom_operand import contracted
 from .storage.identity_tensor_storage import IdentityTensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage

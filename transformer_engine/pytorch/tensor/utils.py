@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .columns import mark_columns, remake_columns
 from .float8_tensor import Float8Tensor
 from .initial_values import forget_initial_values
 from .master_weights import Shard, write_shards
 from .quantized_tensor import QuantizedTensor
+from .row_writes import mark_columns, remake_columns
 
 __all__ = [
     "cast_master_weights_to_fp8",

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from ....common.formats import TensorFormat, ceil_div, round_up
 from ...constants import DType
-from ...primitives.operand import Operand
+from ...primitives.operand import COLS, ROWS, Operand
 from ...primitives.quantize import Quantized, dequantize, torch_dtype
-from ..axis import COLS, ROWS
 from ..elements import element_number, element_of
 from .quantized_tensor_storage import QuantizedTensorStorage, Writer, matrix_shape
 

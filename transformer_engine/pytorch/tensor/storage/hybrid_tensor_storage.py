@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from ....common.formats import TensorFormat
-from ...primitives.operand import Operand
+from ...primitives.operand import COLS, Operand
 from ...primitives.quantize import Quantized
-from ..axis import COLS
-from .nominal_dtype import nominal_dtype
+from ..elements import nominal_dtype
 from .quantized_tensor_storage import QuantizedTensorStorage, Rebuild, Writer
 
 __all__ = ["HybridQuantizedTensorStorage"]

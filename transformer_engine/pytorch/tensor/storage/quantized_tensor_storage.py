@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from ....common.formats import TensorFormat
-from ...primitives.operand import Operand
+from ...primitives.operand import COLS, ROWS, Operand
 from ...primitives.quantize import Quantized
+from ...primitives.transpose import transposed_operand
 from ...runtime.checks import values_dtype
-from ..axis import COLS, ROWS
 from ..custom_operand import contracted, saved_attributes
-from .transpose import transposed
 
 __all__ = ["QuantizedTensorStorage"]
 
@@ -211,7 +210,7 @@ class QuantizedTensorStorage:
         if not self.transposable:
             raise self._cannot_create(direction, usage)
         existing = self.contract(ROWS if usage == "rowwise" else COLS)
-        mirrored = transposed(existing)
+        mirrored = transposed_operand(existing)
         first, second = (mirrored, existing) if usage == "rowwise" else (existing, mirrored)
         whole = Quantized(first.codes, first.scale, second.codes, second.scale, first.amax, second.amax)
         full = self.storage_class().pack(whole, self.shape, **self.constants())
