@@ -22,7 +22,7 @@ from transformer_engine.pytorch.quantization import (
     FP8GlobalStateManager,
     delayed_scaling,
     model_init,
-    replay,
+    recompute_states,
     support,
 )
 from transformer_engine.pytorch.quantization.autocast import here, snapshot
@@ -62,7 +62,12 @@ def _process() -> dict[str, Any]:
         "model init": model_init.current_model_init(),
         "pools": delayed_scaling.pools(),
         "emulation": support._switch,
-        "recomputation": (here().recomputes, here().recomputing, replay.runs(), replay.marked_by_hand),
+        "recomputation": (
+            here().recomputes,
+            here().recomputing,
+            recompute_states.runs(),
+            recompute_states.marked_by_hand,
+        ),
         "checks of numbers on a device": list(device_checks._waiting),
         "callers' flags": FP8GlobalStateManager.quantization_state,
         "forced backends": dict(dispatch._forced),
