@@ -20,8 +20,8 @@ from transformer_engine.common.kernels import cast
 from transformer_engine.pytorch.primitives.quantize import (
     FORMATS,
     Quantized,
+    QuantizeRequest,
     QuantizeSpec,
-    Request,
 )
 from transformer_engine.pytorch.primitives.quantize.backends import REFERENCE
 from transformer_engine.pytorch.runtime import launching
@@ -63,7 +63,7 @@ def matrix(rows: int, depth: int, content: str, dtype: torch.dtype) -> torch.Ten
 
 def is_equal(spec: QuantizeSpec, x: torch.Tensor, scale: torch.Tensor | None) -> bool:
     random = (torch.rand(x.shape), torch.rand(x.shape[::-1])) if spec.stochastic else None
-    request = Request(spec, (x.shape[0], x.shape[1]), x.dtype, x.device, scale is not None)
+    request = QuantizeRequest(spec, (x.shape[0], x.shape[1]), x.dtype, x.device, scale is not None)
     expected = REFERENCE.bind(request)(x, scale, None, None, None, random)
     plan = FORMATS[spec.format.name].plan
     assert plan is not None
@@ -79,7 +79,7 @@ def of_nothing() -> dict[tuple[float, str], bool]:
     zero, one = torch.zeros(1), torch.ones(1)
     for spec in (SPECS["float8"], SPECS["float8-both"]):
         shape, directions = (80, 130), (spec.element, spec.rowwise, spec.columnwise)
-        request = Request(spec, shape, x.dtype, x.device, True)
+        request = QuantizeRequest(spec, shape, x.dtype, x.device, True)
         for zero_is_one, read in ((False, zero), (True, one)):
             program = cast.one_scale(shape, *directions, cast.MEASURED, zero_is_one=zero_is_one)
             actual = Quantized(*launching.Performed(program, x.device)(x, zero))

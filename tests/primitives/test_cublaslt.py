@@ -27,7 +27,7 @@ from transformer_engine.pytorch.primitives.gemm import (
     plain,
     tuning,
 )
-from transformer_engine.pytorch.primitives.gemm.request import GemmRequest, Layout, wanted
+from transformer_engine.pytorch.primitives.gemm.request import GemmRequest, MatrixLayout, wanted
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, dequantize, quantize
 
@@ -199,17 +199,17 @@ REFUSALS = {
     "a CUDA device": {"device": "cpu"},
     "subclass": {"native": False},
     "< 8.0": {"capability": (7, 5)},
-    "neither axis": {"a_layout": Layout(True, 0)},
+    "neither axis": {"a_layout": MatrixLayout(True, 0)},
     "dtypes differ": {"b_element": torch.float16},
     "operands are torch.float64": {"a_element": torch.float64, "b_element": torch.float64},
     "writes their dtype or float32": {"dtype": torch.float16},
     "one operand is quantized": {"a_format": formats.FLOAT8},
-    "rows of `out`": {"out_layout": Layout(False, 32)},
+    "rows of `out`": {"out_layout": MatrixLayout(False, 32)},
     "bias is torch.float64": {"bias": torch.float64},
 }
 FP8_REFUSALS = {
-    "multiple of 16 bytes": {"b_layout": Layout(True, 72)},
-    "K-contiguous": {"a_layout": Layout(False, 48)},
+    "multiple of 16 bytes": {"b_layout": MatrixLayout(True, 72)},
+    "K-contiguous": {"a_layout": MatrixLayout(False, 48)},
     "K=72": {"k": 72},
     "N=40": {"n": 40},
     "two E5M2": {"a_element": torch.float8_e5m2, "b_element": torch.float8_e5m2},

@@ -25,7 +25,7 @@ from transformer_engine.pytorch.primitives.gemm import (
     plain,
 )
 from transformer_engine.pytorch.primitives.gemm.composed import CODES, GELU, GELU_GRADIENT, FusedRequest
-from transformer_engine.pytorch.primitives.gemm.request import Layout
+from transformer_engine.pytorch.primitives.gemm.request import MatrixLayout
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import (
     Cast,
@@ -461,7 +461,7 @@ def test_other_refusals_name_what_they_look_at(library):
     unquantized = operand(M, K, "cpu"), operand(N, K, "cpu")
     gradient = on_h200(GELU_GRADIENT, *unquantized, Epilogue(BF16), False, x, BF16)
     assert cublaslt_fused.unsupported_reason(gradient) is None
-    columns = dataclasses.replace(gradient, x=Layout(False, M))
+    columns = dataclasses.replace(gradient, x=MatrixLayout(False, M))
     assert "rows of the activation's input" in (cublaslt_fused.unsupported_reason(columns) or "")
     with use_backend(quantize="reference"):
         forced = on_h200(GELU, a, b, Epilogue(BF16), True)

@@ -12,8 +12,8 @@ from transformer_engine.common.quantize_spec import BLOCK_ERRORS
 from transformer_engine.pytorch.primitives.quantize import (
     FORMATS,
     Quantized,
+    QuantizeRequest,
     QuantizeSpec,
-    Request,
 )
 from transformer_engine.pytorch.primitives.quantize.backends import REFERENCE
 
@@ -91,7 +91,7 @@ def cases(count: int, device: str = "cpu") -> Iterator[tuple[str, QuantizeSpec, 
 
 def differing(spec: QuantizeSpec, x: torch.Tensor) -> list[str]:
     """The fields of `Quantized` in which the kernels' bits and the reference's differ on x's device."""
-    request = Request(spec, (x.shape[0], x.shape[1]), x.dtype, x.device)
+    request = QuantizeRequest(spec, (x.shape[0], x.shape[1]), x.dtype, x.device)
     plan = FORMATS[spec.format.name].plan
     assert plan is not None
     actual = plan(request)(x, None, None, None, None, None)

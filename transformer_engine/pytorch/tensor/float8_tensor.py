@@ -116,7 +116,7 @@ class _PerTensorQuantizer(Quantizer):
         return True
 
 
-class _Slot(NamedTuple):
+class _StateViews(NamedTuple):
     """A state's tensors, and the views of one of its columns."""
 
     all_scales: Tensor
@@ -161,7 +161,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         self._amax = amax
         self._state: ScalingState | None = None
         self._index = 0
-        self._slot: _Slot | None = None
+        self._slot: _StateViews | None = None
 
     @classmethod
     def from_state(
@@ -228,7 +228,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         slot = self._slot
         if slot is not None and slot[0] is state.scale_in_place and slot[1] is state.amax_history:
             return slot[2:]
-        slot = self._slot = _Slot(state.scale_in_place, state.amax_history, self.scale, self.amax)
+        slot = self._slot = _StateViews(state.scale_in_place, state.amax_history, self.scale, self.amax)
         return slot[2:]
 
     def kept(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:

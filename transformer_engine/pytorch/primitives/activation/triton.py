@@ -37,7 +37,7 @@ def bind(request: ActivationRequest) -> Callable[..., Any]:
 
 
 def fuses(request: ActivationRequest, cast: CastRequest) -> bool:
-    """Is the result quantized where it is made? Blocks of a gate's gradient must end where the other half's begin."""
+    """Return whether the kernel writes the codes; blocks of a gate's gradient must end where the other half begins."""
     if not cast.inside or len(request.shape) != 2 or max(request.shape[1], request.strides[0]) >= _LIMIT:
         return False
     if not request.backward:

@@ -20,7 +20,7 @@ from ..operand import Operand
 from ..quantize import Cast, Quantized, quantize_as
 from . import request
 from .product import product
-from .request import Epilogue, GemmRequest, Layout
+from .request import Epilogue, GemmRequest, MatrixLayout
 
 GELU = "gelu"
 GELU_GRADIENT = "gelu_gradient"
@@ -43,7 +43,7 @@ class FusedRequest:
     kind: str
     product: GemmRequest
     second: bool
-    x: Layout | None
+    x: MatrixLayout | None
     dtype: torch.dtype | None
     forced: str | None
 
@@ -110,7 +110,7 @@ def described(
     shape, strides, _ = x_layout
     if tuple(shape) != (of_product.m, of_product.n):
         raise ValueError(f"x has shape {tuple(shape)}; it must be ({of_product.m}, {of_product.n})")
-    return FusedRequest(kind, of_product, second, Layout.of(shape, strides), dtype, forced)
+    return FusedRequest(kind, of_product, second, MatrixLayout.of(shape, strides), dtype, forced)
 
 
 def gelu(keeps: bool, a: Operand, b: Operand, epilogue: Epilogue) -> tuple[Tensor, Tensor | None]:

@@ -87,7 +87,7 @@ BIAS, ACCUMULATION = "a bias", "accumulation"
 EPILOGUES = frozenset({BIAS, ACCUMULATION})
 
 
-class Layout(NamedTuple):
+class MatrixLayout(NamedTuple):
     """The layout of a matrix: its last axis (row_major) or its first is contiguous; elements between lines.
 
     A stride of 0 means that neither axis is contiguous.
@@ -97,7 +97,7 @@ class Layout(NamedTuple):
     stride: int
 
     @classmethod
-    def of(cls, shape: Sequence[int], strides: Sequence[int]) -> Layout:
+    def of(cls, shape: Sequence[int], strides: Sequence[int]) -> MatrixLayout:
         """Return the layout of a matrix of these extents and strides; a single line counts as dense."""
         rows, columns = shape
         down, along = strides
@@ -133,9 +133,9 @@ class GemmRequest:
     device: str
     capability: tuple[int, int]
     index: int
-    a_layout: Layout
-    b_layout: Layout
-    out_layout: Layout
+    a_layout: MatrixLayout
+    b_layout: MatrixLayout
+    out_layout: MatrixLayout
     bias: torch.dtype | None
     accumulate: bool
     exact: bool
@@ -254,9 +254,9 @@ def described(
         a_device.type,
         get_device_compute_capability() if on_gpu else (0, 0),
         a_device.index if on_gpu else -1,
-        Layout.of(a_shape, a_strides),
-        Layout.of(b_shape, b_strides),
-        Layout(True, n) if out is None else Layout.of(out[1], out[2]),
+        MatrixLayout.of(a_shape, a_strides),
+        MatrixLayout.of(b_shape, b_strides),
+        MatrixLayout(True, n) if out is None else MatrixLayout.of(out[1], out[2]),
         None if bias is None else bias[0],
         accumulate and out is not None,
         exact,

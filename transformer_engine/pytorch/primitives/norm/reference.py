@@ -18,7 +18,7 @@ from ...runtime.tracing import result_as
 from ..quantize import Cast, CastRequest, Quantized, QuantizeSpec, quantize_as
 from ..quantize.fused_codes import cast_request
 
-MatrixLayout = tuple["tuple[int, ...]", torch.dtype]  # strides and dtype
+StridesAndDtype = tuple["tuple[int, ...]", torch.dtype]  # strides and dtype
 
 
 class NormRequest(NamedTuple):
@@ -37,8 +37,8 @@ class NormRequest(NamedTuple):
     zero_centered: bool
     eps: float = 0.0
     cast: CastRequest | None = None
-    dy: MatrixLayout | None = None
-    add: MatrixLayout | None = None
+    dy: StridesAndDtype | None = None
+    add: StridesAndDtype | None = None
 
     @property
     def centered(self) -> bool:
@@ -55,8 +55,8 @@ def request_of(
     device: torch.device,
     zero_centered: bool,
     eps: float = 0.0,
-    dy: MatrixLayout | None = None,
-    add: MatrixLayout | None = None,
+    dy: StridesAndDtype | None = None,
+    add: StridesAndDtype | None = None,
     spec: QuantizeSpec | None = None,
     given: bool = False,
     records: bool = False,

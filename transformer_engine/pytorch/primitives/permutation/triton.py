@@ -1,4 +1,4 @@
-"""Permutations of tokens on GPUs: every row read once and written once, one program a token."""
+"""Permutations of tokens on GPUs: every row read once and written once, one program per token."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def unsupported_reason(request: PermutationRequest) -> str | None:
 
 
 def bind(request: PermutationRequest) -> Callable[..., Any]:
-    """What `reference.bind` answers, on the same tensors."""
+    """Return a callable with the arguments and results of `reference.bind`."""
     return {
         "map": _map,
         "chunks": _chunks,
@@ -57,7 +57,7 @@ def _map(request: PermutationRequest) -> Callable[[Tensor], Tensor]:
     from ....common.kernels import routes  # it imports triton
 
     program = routes.map_of_mask(tokens, experts, request.strides)
-    return lambda mask: perform(program, (_bytes(mask),))[0]
+    return lambda mask: perform(program, (mask.view(torch.uint8) if mask.dtype is torch.bool else mask,))[0]
 
 
 def _chunks(request: PermutationRequest) -> Callable[[Tensor, Tensor], Tensor]:
@@ -153,10 +153,6 @@ def _send_weighted(request: PermutationRequest) -> Callable[..., tuple[Tensor, T
 
 def _is_empty(request: PermutationRequest) -> bool:
     return request.shape[0] * request.shape[1] * request.rows * request.columns == 0
-
-
-def _bytes(mask: Tensor) -> Tensor:
-    return mask.view(torch.uint8) if mask.dtype is torch.bool else mask
 
 
 BACKEND: Backend[PermutationRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)

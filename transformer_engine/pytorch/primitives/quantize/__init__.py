@@ -25,7 +25,7 @@ from .encodings import (
 from .format_row import FormatRow
 from .formats import FORMATS
 from .operator import operator_of
-from .spec import Cast, CastRequest, Quantized, QuantizeSpec, Request, torch_dtype
+from .spec import Cast, CastRequest, Quantized, QuantizeRequest, QuantizeSpec, torch_dtype
 
 __all__ = [
     "FORMATS",
@@ -33,9 +33,9 @@ __all__ = [
     "Cast",
     "CastRequest",
     "FormatRow",
+    "QuantizeRequest",
     "QuantizeSpec",
     "Quantized",
-    "Request",
     "absolute_maximum",
     "cast",
     "decode_e2m1",
@@ -100,7 +100,7 @@ def _described(
     device: torch.device,
     multiplier_given: bool,
     amax_given: bool,
-) -> Request:
+) -> QuantizeRequest:
     """The request of a key; ValueError or TypeError for a matrix that the format cannot take."""
     if len(shape) != 2:
         raise ValueError(f"quantize takes a matrix [M, K], not {list(shape)}; flatten the leading axes")
@@ -114,7 +114,7 @@ def _described(
     check = FORMATS[spec.format.name].check
     if check is not None:
         check(rows, depth, spec)
-    return Request(spec, (rows, depth), dtype, device, multiplier_given, amax_given)
+    return QuantizeRequest(spec, (rows, depth), dtype, device, multiplier_given, amax_given)
 
 
 def _check_random(shape: Sequence[int], spec: QuantizeSpec, random: tuple[Tensor, Tensor] | None) -> None:
@@ -132,7 +132,7 @@ def _check_random(shape: Sequence[int], spec: QuantizeSpec, random: tuple[Tensor
         raise ValueError(f"random[1] is {list(random[1].shape)}; draw one number an element, {[depth, rows]}")
 
 
-TABLE: Table[Request] = Table(
+TABLE: Table[QuantizeRequest] = Table(
     "quantize",
     (TRITON, REFERENCE),
     describe=_described,

@@ -10,7 +10,7 @@ from ..operand import Operand
 from .encodings import widen
 from .format_row import PlannedCall, QuantizeInputs
 from .formats import FORMATS
-from .spec import OPTIONS, Quantized, Request
+from .spec import OPTIONS, Quantized, QuantizeRequest
 
 __all__ = ["REFERENCE", "TRITON", "dequantize", "widen"]
 
@@ -32,7 +32,7 @@ def dequantize(operand: Operand) -> Tensor:
     return row.dequantize(operand, operand.scale)
 
 
-def _bind_reference(request: Request) -> PlannedCall:
+def _bind_reference(request: QuantizeRequest) -> PlannedCall:
     spec, encode = request.spec, FORMATS[request.spec.format.name].quantize
 
     def call(
@@ -48,7 +48,7 @@ def _bind_reference(request: Request) -> PlannedCall:
     return call
 
 
-def _unsupported_by_triton(request: Request) -> str | None:
+def _unsupported_by_triton(request: QuantizeRequest) -> str | None:
     if (reason := refuses_casts(request.device, request.dtype)) is not None:
         return reason
     if 0 in request.shape:
@@ -60,13 +60,13 @@ def _unsupported_by_triton(request: Request) -> str | None:
     return None
 
 
-def _bind_triton(request: Request) -> PlannedCall:
+def _bind_triton(request: QuantizeRequest) -> PlannedCall:
     plan = FORMATS[request.spec.format.name].plan
     assert plan is not None, "_unsupported_by_triton checks it"
     return plan(request)
 
 
-REFERENCE: Backend[Request] = Backend("reference", takes=frozenset(OPTIONS), bind=_bind_reference)
-TRITON: Backend[Request] = Backend(
+REFERENCE: Backend[QuantizeRequest] = Backend("reference", takes=frozenset(OPTIONS), bind=_bind_reference)
+TRITON: Backend[QuantizeRequest] = Backend(
     "triton", takes=frozenset(OPTIONS), refuses=_unsupported_by_triton, bind=_bind_triton, opaque=True
 )

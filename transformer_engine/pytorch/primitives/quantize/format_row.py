@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ....common.formats import TensorFormat, ceil_div
 from ..operand import Operand
-from .spec import Quantized, QuantizeSpec, Request
+from .spec import Quantized, QuantizeRequest, QuantizeSpec
 
 _SCALE_DTYPES = {"float32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
 
@@ -40,7 +40,7 @@ class PlannedCall(Protocol):
     ) -> Quantized: ...
 
 
-Plan = Callable[[Request], PlannedCall]
+Plan = Callable[[QuantizeRequest], PlannedCall]
 Maxima = Callable[
     [Tensor, QuantizeSpec, "Tensor | None", "Tensor | None"], "tuple[Tensor | None, Tensor | None]"
 ]

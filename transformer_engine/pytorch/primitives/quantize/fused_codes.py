@@ -14,7 +14,7 @@ import torch
 
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, FLOAT32_MAX
 from . import TABLE
-from .spec import CastRequest, QuantizeSpec, Request
+from .spec import CastRequest, QuantizeRequest, QuantizeSpec
 
 if TYPE_CHECKING:
     from ....common.kernels.block_cast import Blocks
@@ -48,7 +48,7 @@ def fuses(
 
 def report(shape: tuple[int, int], dtype: torch.dtype, device: torch.device, cast: CastRequest) -> None:
     """Tell those who observe quantizations of one that another kernel makes; of every other one `quantize` tells."""
-    TABLE.report(lambda: Request(cast.spec, shape, dtype, device, cast.given))
+    TABLE.report(lambda: QuantizeRequest(cast.spec, shape, dtype, device, cast.given))
 
 
 def in_blocks(spec: QuantizeSpec) -> bool:

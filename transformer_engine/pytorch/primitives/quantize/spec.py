@@ -67,7 +67,7 @@ OPTIONS = ("power_of_two", "two_dimensional", "hadamard", "stochastic", "four_ov
 
 
 @dataclass(frozen=True)
-class Request:
+class QuantizeRequest:
     """What a backend may decide on: the spec and the matrix's shape, dtype and device; never its values."""
 
     spec: QuantizeSpec

@@ -15,7 +15,7 @@ from ..operand import Operand
 from . import tiles
 from .encodings import widen
 from .format_row import FormatRow, PlannedCall, QuantizeInputs
-from .spec import Quantized, QuantizeSpec, Request
+from .spec import Quantized, QuantizeRequest, QuantizeSpec
 
 LaunchOf = Callable[[QuantizeSpec, "tuple[int, int]", torch.dtype, torch.device], Launch]
 
@@ -57,7 +57,7 @@ def tile_scaled(
         values = values * tiles.spread(scale if decoded is None else decoded(scale))
         return tiles.join(values.to(operand.dtype), (operand.rows, operand.depth))
 
-    def plan(request: Request) -> PlannedCall:
+    def plan(request: QuantizeRequest) -> PlannedCall:
         assert launch is not None
         first = launch(request.spec, request.shape, request.dtype, request.device)
         only = step(first, ("x",), ("codes", "scale", "codes_t", "scale_t")[: len(first.outputs)])

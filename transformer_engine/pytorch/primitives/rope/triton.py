@@ -21,7 +21,7 @@ def unsupported_reason(request: RopeRequest) -> str | None:
 
 
 def bind(request: RopeRequest) -> Callable[..., Any]:
-    """What `reference.bind` answers, on the same tensors."""
+    """Return a callable with the arguments and results of `reference.bind`."""
     if request.operation == "qkv_forward":
         return _unpack(request)
     return _pack(request) if request.operation == "qkv_backward" else _rotate(request)
@@ -143,7 +143,7 @@ def _four(shape: torch.Size, strides: tuple[int, ...], layout: str) -> tuple[tor
 
 
 def empty_parts(qkv: Tensor, sizes: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for q, k and v of a joint tensor."""
+    """Allocate q, k and v of a joint tensor."""
     *leading, groups, _ = qkv.shape
     return (
         qkv.new_empty(*leading, groups * (sizes[0] // sizes[1]), sizes[1]),
@@ -153,7 +153,7 @@ def empty_parts(qkv: Tensor, sizes: tuple[int, int, int]) -> tuple[Tensor, Tenso
 
 
 def empty_joint(dk: Tensor, sizes: tuple[int, int, int]) -> Tensor:
-    """Room for the joint gradient."""
+    """Allocate the joint gradient."""
     return dk.new_empty(*dk.shape[:-1], sizes[0] + sizes[1] + sizes[2])
 
 

@@ -67,8 +67,8 @@ def bind(request: RouterRequest) -> Callable[..., Any]:
     return lambda probs, tokens, total: loss(probs, tokens, total, request.factor)
 
 
-# Constants stand where they are used: of a global float a compiler makes a symbol while shapes are dynamic, which it
-# cannot use in two calls of one graph. 1e-20 keeps sums from being 0.
+# Literal constants: torch.compile turns a global float into a symbol while shapes are dynamic, and cannot use it in two
+# calls of one graph. 1e-20 keeps sums from being 0.
 def choose(
     logits: Tensor,
     bias: Tensor | None,

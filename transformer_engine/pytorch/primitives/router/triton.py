@@ -26,7 +26,7 @@ def unsupported_reason(request: RouterRequest) -> str | None:
 
 
 def bind(request: RouterRequest) -> Callable[..., Any]:
-    """What `reference.bind` answers, on the same tensors."""
+    """Return a callable with the arguments and results of `reference.bind`."""
     return {"choose": _choose, "gradient": _gradient, "loss": _loss, "margins": _margins}[request.operation](
         request
     )

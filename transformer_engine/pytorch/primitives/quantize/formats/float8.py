@@ -10,7 +10,7 @@ from ....runtime.launching import Performed
 from ...operand import Operand
 from ..encodings import absolute_maximum, cast, scale_from_amax, widen
 from ..format_row import FormatRow, PlannedCall, QuantizeInputs, as_float32
-from ..spec import Quantized, QuantizeSpec, Request
+from ..spec import Quantized, QuantizeRequest, QuantizeSpec
 from ..tile_scaled import transposed
 
 
@@ -43,7 +43,7 @@ def dequantize(operand: Operand, scale: Tensor) -> Tensor:
     return (widen(operand.codes) * scale).to(operand.dtype)
 
 
-def _plan(request: Request) -> PlannedCall:
+def _plan(request: QuantizeRequest) -> PlannedCall:
     """Bind the kernels of one request: one launch for a given scale, two where the maximum determines it."""
     from .....common.kernels import cast as kernels  # it imports triton
 

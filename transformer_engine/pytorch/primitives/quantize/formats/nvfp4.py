@@ -30,7 +30,7 @@ from ..encodings import (
     widen,
 )
 from ..format_row import FormatRow, PlannedCall, QuantizeInputs, as_float32
-from ..spec import Quantized, QuantizeSpec, Request
+from ..spec import Quantized, QuantizeRequest, QuantizeSpec
 from ..tile_scaled import scale_a_row, transposed
 
 
@@ -204,8 +204,17 @@ def maxima(
     return amax, amax_t
 
 
-def _plan(request: Request) -> PlannedCall:
-    spec, bound = request.spec, functools.cache(functools.partial(_performed, request))
+def _plan(request: QuantizeRequest) -> PlannedCall:
+    from .....common.kernels import nvfp4  # it imports triton
+
+    spec = request.spec
+
+    @functools.cache
+    def bound(amax_given: bool, amax_t_given: bool) -> Performed:
+        directions = (spec.rowwise, spec.columnwise)
+        options = nvfp4.Options.of(spec)
+        program = nvfp4.program(request.shape, *directions, options, amax_given, amax_t_given)
+        return Performed(program, request.device)
 
     def call(
         x: Tensor, multiplier: Tensor | None, amax: Tensor | None, amax_t: Tensor | None,
@@ -220,16 +229,6 @@ def _plan(request: Request) -> PlannedCall:
         return Quantized(*performed(x.contiguous(), *uniform, *maxima))
 
     return call
-
-
-def _performed(request: Request, amax_given: bool, amax_t_given: bool) -> Performed:
-    from .....common.kernels import nvfp4  # it imports triton
-
-    spec = request.spec
-    program = nvfp4.program(
-        request.shape, spec.rowwise, spec.columnwise, nvfp4.Options.of(spec), amax_given, amax_t_given
-    )
-    return Performed(program, request.device)
 
 
 ROWS = tuple(FormatRow(form, quantize, dequantize, check, _plan, maxima) for form in NVFP4_FORMATS.values())
