@@ -132,7 +132,7 @@ def test_wrong_arguments_raise_with_the_remedy(device):
     x = torch.randn(4, 4, device=device)
     with pytest.raises(ValueError, match=r"outside 0 \.\. 1"):
         dropout_forward(x, 1.5)
-    with pytest.raises(ValueError, match="one bit an element"):
+    with pytest.raises(ValueError, match="one bit per element"):
         dropout_backward(x, torch.zeros(16, dtype=torch.uint8, device=device), 0.5)
     with pytest.raises(ValueError, match="make them alike"):
         bias_dropout_add_forward(x, None, x[:2], 0.5)

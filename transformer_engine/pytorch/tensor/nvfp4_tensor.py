@@ -187,6 +187,9 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
         self.nvfp4_4over6_err_mode = nvfp4_4over6_err_mode
 
     def spec(self, rowwise: bool, columnwise: bool) -> QuantizeSpec:
+        error = self.nvfp4_4over6_err_mode if self.nvfp4_use_4over6 else ""
+        if error and env.flag("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH"):
+            error = FAST_ERRORS[error]
         return _spec(
             rowwise,
             columnwise,
@@ -196,13 +199,8 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
             self.with_rht,
             self.with_random_sign_mask,
             self.stochastic_rounding,
-            self._block_error() if self.nvfp4_use_4over6 else "",
+            error,
         )
-
-    def _block_error(self) -> str:
-        """The error by which 4over6 chooses."""
-        mode = self.nvfp4_4over6_err_mode
-        return FAST_ERRORS[mode] if env.flag("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH") else mode
 
     def is_quantizable(self, inp: Tensor) -> bool:
         # As in the original: callers such as a gather then quantize the whole tensor.
@@ -260,14 +258,10 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
 def _uniform(matrix: Tensor, spec: QuantizeSpec) -> tuple[Tensor, Tensor]:
     """Uniform float32 in [0, 1) for the directions that are rounded, [M, K] and [K, M]; empty for the others."""
     rows, depth = matrix.shape
-    rounds_rows = spec.rowwise or spec.transposes
-    rounds_columns = spec.columnwise and not spec.transposes
-
-    def uniform(first: int, second: int, needed: bool) -> Tensor:
-        shape = (first, second) if needed else (0, 0)
-        return torch.rand(shape, dtype=torch.float32, device=matrix.device)
-
-    return uniform(rows, depth, rounds_rows), uniform(depth, rows, rounds_columns)
+    of_rows = (rows, depth) if spec.rowwise or spec.transposes else (0, 0)
+    of_columns = (depth, rows) if spec.columnwise and not spec.transposes else (0, 0)
+    place = {"dtype": torch.float32, "device": matrix.device}
+    return torch.rand(of_rows, **place), torch.rand(of_columns, **place)
 
 
 def _make_nvfp4_tensor_in_reduce_ex(*values: Any) -> NVFP4Tensor:

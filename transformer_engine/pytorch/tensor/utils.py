@@ -1,4 +1,4 @@
-"""What distributed optimizers do with quantized weights: replace their buffers, and write them from master weights."""
+"""Functions of distributed optimizers for quantized weights: replace buffers, and write weights from masters."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def quantize_master_weights(
         _shard(*parts) for parts in zip(model_weights, master_weights, start_offsets, targets, strict=True)
     ]
     with torch.no_grad():
-        write_shards(shards, _group(group))
+        if group is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+            group = torch.distributed.group.WORLD
+        write_shards(shards, group)
         for weight in model_weights:
             forget_initial_values(weight)
             if not manual_post_all_gather_processing:
@@ -90,13 +92,6 @@ def _shard(weight: QuantizedTensor, master: Tensor | None, start: int | None, ta
         )
     rowwise, columnwise = target if isinstance(target, (tuple, list)) else (target, None)
     return Shard(weight, values.to(weight.dtype), start, (rowwise, columnwise))
-
-
-def _group(group: Any) -> Any:
-    """The ranks that a weight is cut over; None: this one alone."""
-    if group is not None or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return group
-    return torch.distributed.group.WORLD
 
 
 def clear_columnwise_cache(tensor: QuantizedTensor | Sequence[QuantizedTensor]) -> None:

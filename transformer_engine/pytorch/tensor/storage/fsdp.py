@@ -20,11 +20,6 @@ from ...primitives.quantize import Quantized
 from .quantized_tensor_storage import QuantizedTensorStorage
 
 
-def row_granularity(storage: QuantizedTensorStorage) -> int:
-    """Rows can be cut and joined at multiples of this; 1 where any row will do."""
-    return storage.row_granularity()
-
-
 def row_slice(storage: QuantizedTensorStorage, start: int, stop: int) -> QuantizedTensorStorage | None:
     """storage[start:stop] along dimension 0, codes shared; None where that would cut a block of one scale."""
     shape = storage.shape

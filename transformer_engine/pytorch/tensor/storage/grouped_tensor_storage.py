@@ -188,19 +188,20 @@ class GroupedTensorStorage(QuantizedTensorStorage):
 
     def members(self) -> list[Any]:
         """The members: storages, or plain tensors, of views of the buffers."""
-        return [self._member(member) for member in self._members]
-
-    def _member(self, member: GroupMember) -> Any:
-        parts = {p.buffer: self._at(p) for p in member.places if getattr(self, p.buffer) is not None}
-        if member.rebuild is None:
-            return parts["rowwise_data"]
-        keywords = member.rebuild.storage_class.TENSORS.values()
-        scale = parts.get("scale_inv", parts.get("columnwise_scale_inv"))
-        if scale is not None and torch.compiler.is_compiling():
-            scale = (
-                scale.clone()
-            )  # products take no scale at 4 bytes from another, and see no address while traced
-        return member.rebuild([scale if k == ONE_SCALE else parts.get(BUFFERS[k]) for k in keywords])
+        members: list[Any] = []
+        for member in self._members:
+            parts = {p.buffer: self._at(p) for p in member.places if getattr(self, p.buffer) is not None}
+            if member.rebuild is None:
+                members.append(parts["rowwise_data"])
+                continue
+            keywords = member.rebuild.storage_class.TENSORS.values()
+            scale = parts.get("scale_inv", parts.get("columnwise_scale_inv"))
+            if scale is not None and torch.compiler.is_compiling():
+                # Products need aligned scales, and addresses are unknown during tracing.
+                scale = scale.clone()
+            tensors = [scale if k == ONE_SCALE else parts.get(BUFFERS[k]) for k in keywords]
+            members.append(member.rebuild(tensors))
+        return members
 
     def _at(self, place: Place) -> Tensor:
         buffer: Tensor = getattr(self, place.buffer)
