@@ -136,7 +136,7 @@ def test_wrong_arguments_raise_with_the_remedy(device):
         dropout_backward(x, torch.zeros(16, dtype=torch.uint8, device=device), 0.5)
     with pytest.raises(ValueError, match="make them alike"):
         bias_dropout_add_forward(x, None, x[:2], 0.5)
-    with pytest.raises(ValueError, match="one number a feature"):
+    with pytest.raises(ValueError, match="one number per feature"):
         bias_dropout_add_forward(x, x[0, :2], x, 0.5)
 
 

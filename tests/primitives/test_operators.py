@@ -61,7 +61,7 @@ def gradient_case() -> Case:
 
 def quantize_case(name: str, scaled: bool = False) -> Case:
     x, scale = torch.randn(M, N, dtype=HALF), torch.ones(1) if scaled else None
-    request = quantization.Request(SPECS[name], (M, N), HALF, x.device, scaled)
+    request = quantization.QuantizeRequest(SPECS[name], (M, N), HALF, x.device, scaled)
     return quantization.TABLE, request, (x, scale, None, None, None)
 
 

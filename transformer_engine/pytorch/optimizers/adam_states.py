@@ -42,7 +42,7 @@ class AdamStates(CopiedWhole):
     def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
         """A state as float32 numbers (remainders: int16), distributed as the parameter is.
 
-        skip_unscale   as it is kept
+        skip_unscale   return the stored state
         """
         self._renew_master(param)
         state = self.state[param][state_name]
@@ -144,10 +144,10 @@ class AdamStates(CopiedWhole):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, of whatever dtypes the states are kept in here; one of torch.optim.AdamW
-        too, whose number of steps stands with each parameter: ValueError unless it is one in a group.
+        """Load a result of `state_dict` into states of any dtype, or a state dict of torch.optim.AdamW.
 
-        A state that cannot be loaded is refused before any of it replaces something.
+        torch counts steps per parameter; ValueError unless they are equal in a group. A state that cannot be loaded is
+        rejected before any state changes.
         """
         steps = check_saved(state_dict, self.param_groups, self.defaults, self.master_weights)
         super().load_state_dict(state_dict)
@@ -184,7 +184,7 @@ class AdamStates(CopiedWhole):
     def master_values(self, param: Tensor) -> Tensor:
         """float32: the parameter's master, whatever it is kept in; RuntimeError without master_weights."""
         if not self.master_weights:
-            raise RuntimeError("there are no masters; say FusedAdam(master_weights=True)")
+            raise RuntimeError("there are no masters; use FusedAdam(master_weights=True)")
         if param not in self.state or "master_param" not in self.state[param]:
             self.initialize_state(param)
         if self._keeps_remainder(param):
@@ -202,7 +202,7 @@ def _is_own(local: Tensor) -> bool:
 
 
 def numbers_of(parameter: Tensor) -> Tensor:
-    """float32: what a parameter of fewer bits stands for."""
+    """Return the values of a parameter of fewer bits in float32."""
     if isinstance(parameter, QuantizedTensor):
         return parameter.dequantize(dtype=torch.float32)
     return parameter.to(torch.float32)

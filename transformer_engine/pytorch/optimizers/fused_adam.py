@@ -250,7 +250,7 @@ class FusedAdam(AdamStates):
         return loss
 
     def _lists(self, grads: list[Tensor | None], bucket: Bucket) -> Checked:
-        """[gradients, parameters, moments, moments(, masters)] as they are kept, checked."""
+        """Return the stored [gradients, parameters, moments, moments(, masters)], checked."""
         of_members = grads if len(grads) == len(bucket.params) else [grads[place] for place in bucket.members]
         try:
             kept = [[state[name] for state in bucket.states] for name in self._names(bucket)]

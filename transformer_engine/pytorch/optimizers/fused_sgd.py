@@ -37,7 +37,7 @@ class FusedSGD(CopiedWhole):
     """Gradient descent with momentum, dampening, Nesterov's form and weight decay; the numbers of torch.optim.SGD.
 
     wd_after_momentum         weight decay is added behind the momentum
-    materialize_master_grads  taken for its callers' sake: gradients are read as they are
+    materialize_master_grads  without effect: gradients are read in their dtype
     most_recent_scale         gradients are divided by it, once; scale_set_by_backward is cleared with it
     """
 

@@ -174,7 +174,7 @@ class DelayedScalingRecipeState(RecipeState):
         return scale_snapshot(self.scale_in_place) if torch.compiler.is_compiling() else self.scale_in_place
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is a state of its own: it has to be registered for updates itself."""
+        """Return the attributes of a copy, which must be registered for updates separately."""
         return {**self.__dict__, "registration": None}
 
     @property

@@ -204,7 +204,7 @@ def _default_name() -> str:
 
 
 def default_recipe() -> Recipe:
-    """The shared instance of the default recipe, by what the hardware computes without emulation."""
+    """Return the shared instance of the default recipe for the formats of the hardware, without emulation."""
     if not _DEFAULTS:
         defaults.demand_readable()
     return _DEFAULTS[_default_name()]

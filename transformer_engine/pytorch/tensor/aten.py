@@ -36,7 +36,7 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _dequantized(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Dequantize the arguments, run, and quantize again what the operation wrote into."""
+    """Dequantize the arguments, run the operation, and quantize the tensors that it wrote to."""
     if func.is_view and torch.is_inference_mode_enabled():
         # See _view_like; also, only tensors that are not inference tensors count their writes.
         with torch.inference_mode(False):
@@ -114,7 +114,7 @@ def _handles(*operations: Any) -> Callable[[_Handler], _Handler]:
 
 @_handles(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def _alias(tensor: Any) -> Any:
-    """The same payload. User attributes come along: a module's conversion replaces a parameter by what it detaches."""
+    """Share the payload and copy user attributes: a module's conversion replaces a parameter by its detached alias."""
     return same_place(tensor, _carried(tensor, _view_like(tensor, tensor.as_storage())))
 
 

@@ -1,4 +1,4 @@
-"""What the block-scaled quantizers share: codes, scales = quantize(x [M, K], spec), packed into their storage."""
+"""The base of block-scaled quantizers: codes, scales = quantize(x [M, K], spec), packed into their storage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DIRECTIONS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwis
 
 
 def values_of(tensor: QuantizedTensor, names: Sequence[str]) -> tuple[Any, ...]:
-    """The tensor's fields; its dtype and shape are those that it presents."""
+    """Return the tensor's fields, with its nominal dtype and shape."""
     return tuple(getattr(tensor, name if name in ("dtype", "shape") else f"_{name}") for name in names)
 
 
@@ -37,8 +37,8 @@ class BlockScalingQuantizer(Quantizer):
     """Quantizes from the tensor alone: no state, so equal settings mean equal quantizers.
 
     TENSOR     the class of its tensors
-    MULTIPLE   what the last dimension must be divisible by and, column-wise, the product of the others
-    VECTORS    are tensors of fewer than two dimensions taken, as a matrix of one row?
+    MULTIPLE   divisor of the last dimension and, column-wise, of the product of the others
+    VECTORS    whether tensors of fewer than two dimensions are supported, as a matrix of one row
     """
 
     TENSOR: ClassVar[type[QuantizedTensor]]
@@ -86,7 +86,7 @@ class BlockScalingQuantizer(Quantizer):
         return storage.mapped(Tensor.pin_memory) if pin_memory else storage
 
     def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the values that column-wise codes of a tensor [..., K] stand for: [K, ...], or the same."""
+        """Return the shape of the values of column-wise codes of a tensor [..., K]: [K, ...], or [..., K]."""
         storage = self.TENSOR.STORAGE
         assert issubclass(storage, BlockScaledStorage)
         return (*shape[-1:], *shape[:-1]) if storage.COLUMNS_TRANSPOSED else tuple(shape)

@@ -91,7 +91,7 @@ def check_keywords(cls: type[Any], by_place: tuple[Any, ...]) -> None:
     """TypeError for a class without a payload, and for parts of a payload that are not given by their keywords."""
     if not hasattr(cls, "STORAGE"):
         raise TypeError(
-            f"{cls.__name__} names no STORAGE, the class of its payload; let what a custom quantizer makes be a "
+            f"{cls.__name__} names no STORAGE, the class of its payload; let a custom quantizer return a "
             "QuantizedTensorStorage"
         )
     if len(by_place) > 2 or any(isinstance(value, Tensor) for value in by_place):

@@ -33,7 +33,7 @@ class RecordsScale:
         return self._buffers()[1]
 
     def copy(self) -> Any:
-        """Return a quantizer whose usages can change alone, with buffers of its own that hold the same values."""
+        """Return a quantizer whose usages can change alone, with copies of the buffers."""
         twin: Any = super().copy()  # pyright: ignore[reportAttributeAccessIssue]
         if self._recorded is not None:
             amax, scale = self._recorded

@@ -181,7 +181,7 @@ class Float8Quantizer(_PerTensorQuantizer):
 
     @property
     def scale(self) -> Tensor:
-        """float32 [1]: what a value is multiplied by."""
+        """float32 [1], the factor of the values."""
         if self._state is not None:
             return self._state.scale[self._index : self._index + 1]
         assert self._scale is not None

@@ -1,7 +1,7 @@
 """Quantized weights [M, K] written from flat shards of their high-precision masters, scaled as if from the whole.
 
 Each rank of a group owns a run of a weight's elements. Maxima are reduced over the group in one collective, so that
-every rank holds all scales, and the codes of its own run; gathering the codes is the caller's.
+every rank holds all scales, and the codes of its run; the caller gathers the codes.
 """
 
 from __future__ import annotations

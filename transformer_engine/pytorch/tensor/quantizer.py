@@ -196,7 +196,7 @@ class Quantizer:
     def update_quantized(
         self, src: Tensor, dst: QuantizedTensorStorage, *, noop_flag: Tensor | None = None
     ) -> Any:
-        """Quantize src into dst's buffers, in the directions dst has; a set device flag leaves dst as it is."""
+        """Quantize src into dst's buffers, in the directions dst has; a set device flag leaves dst unchanged."""
         if not isinstance(dst, QuantizedTensorStorage):
             raise TypeError(
                 f"out={described(dst)} is a {type(dst).__name__}; give a tensor made by "
@@ -235,7 +235,7 @@ class Quantizer:
         return storage if self.internal else self.wrap(storage, requires_grad=requires_grad)
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Choose the directions of later quantizations; None leaves one as it is."""
+        """Choose the directions of later quantizations; None leaves a direction unchanged."""
         rows = self.rowwise_usage if rowwise is None else to_bool("rowwise", rowwise)
         columns = self.columnwise_usage if columnwise is None else to_bool("columnwise", columnwise)
         self.rowwise_usage, self.columnwise_usage = rows, columns

@@ -78,7 +78,7 @@ def write(values: Tensor, target: Any) -> None:
 
 
 def write_quantized(source: QuantizedTensorStorage, target: Any) -> None:
-    """`write` of values whose codes and scales target can take as they are."""
+    """`write` of values whose codes and scales can be copied to target."""
     place: _Place | None = vars(target).get(ROWS_OF)
     if place is None:
         target.copy_from_storage(source)

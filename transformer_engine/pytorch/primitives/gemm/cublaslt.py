@@ -21,7 +21,7 @@ from .cublaslt_plan import CublasPlan, NoAlgorithm, plan_for
 from .cublaslt_problem import NO_BIAS, NO_SCALE, CublasProblem
 from .request import EPILOGUES, Epilogue, GemmRequest
 
-_ROWS = 16  # what an extent of an FP8 operand must be a multiple of
+_ROWS = 16  # divisor of an extent of an FP8 operand
 _BLOCK = 128
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 # cublasLtMatmulMatrixScale_t: SCALAR_32F, VEC128_32F, BLK128x128_32F

@@ -1,11 +1,11 @@
-"""GELU, its gradient and FP8 results inside cuBLASLt's product, for what the library's documentation lists.
+"""GELU, its gradient and FP8 results inside cuBLASLt's product, where the library supports them.
 
 Sources: cuBLAS documentation, cublasLtMatmul, cublasLtMatmulDescAttributes_t and cublasLtEpilogue_t. An activation's
 input lies in memory in the result's dtype, its rows a multiple of 8 elements apart. An FP8 result is that of FP8
 operands with tensor scales, E5M2 only where an operand is; with p the float32 product, its bias added, the codes are
 p times the scale, saturated, and the maximum is that of |p|.
 
-Matrices at addresses that are no multiples of 256 bytes (parts of larger tensors) have a plan for their own alignment,
+Matrices at addresses that are not multiples of 256 bytes (parts of larger tensors) have a plan for their own alignment,
 down to 16 bytes; below that, or where the library has no algorithm for it, the parts are computed apart.
 """
 

@@ -41,7 +41,7 @@ class Attached(NamedTuple):
 
     bias    [N], added
     aux     [M, N]: the activation's input, written by GELU_AUX and read by DGELU
-    scale   float32 [1], what the result is multiplied by before it is cast to FP8
+    scale   float32 [1], factor of the result before the cast to FP8
     amax    float32 [1], written: the maximum of the absolute values that are multiplied by it
     """
 
@@ -54,7 +54,7 @@ class Attached(NamedTuple):
 class Way(NamedTuple):
     """Everything that starting a plan takes except addresses, for `runtime/generated_pass.py`.
 
-    idle        descriptors to take from and to give back to; describe makes one where there is none
+    idle        idle descriptors; describe creates one if the list is empty
     attributes  the numbers of POINTERS
     layouts     left, right, result; the address of the algorithm
     """

@@ -68,7 +68,7 @@ def send(
     """(y [rows, H], row_probs [rows]): y[row] = x[token], row_probs[row] = probs[token, column].
 
     A row that nothing is sent to is zero, and so is, with probs, one whose probability is 0.
-    every_row   every row is sent something, nobody needs to look
+    every_row   every row receives a token, so that no row needs a check
     """
     key = _key("send", (routes.tokens, x.shape[1]), x, routes, rows, probs, every_row)
     return TABLE.bound(key)(x, routes.map, routes.pad_offsets, probs)

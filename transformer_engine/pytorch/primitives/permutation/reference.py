@@ -20,7 +20,7 @@ class Routes(NamedTuple):
     layout       MASK: map int32 [T, 2 E + 1], a token's rows, the highest first, from E on the experts they belong to,
                  at 2 E how many they are; other cells hold anything. A column is an expert.
                  INDEX: map int32 [J * T], row of token t's route j at j * T + t, -1 where it is dropped; a column is j
-    pad_offsets  by mask: int64 [E], what is added to an expert's rows
+    pad_offsets  by mask: int64 [E], offsets of the experts' rows
     """
 
     map: Tensor
@@ -75,7 +75,7 @@ def map_of_mask(mask: Tensor) -> Tensor:
     counts = ones.sum(0)
     rows = (counts.cumsum(0) - counts) + ones.cumsum(0) - ones
     number = ones.sum(1, keepdim=True)
-    place = torch.where(ones != 0, number - ones.cumsum(1), 2 * experts + 1)  # the last cell is cut off
+    place = torch.where(ones != 0, number - ones.cumsum(1), 2 * experts + 1)  # the last cell is sliced off
     cells = torch.full((tokens, 2 * experts + 2), -1, dtype=torch.int32, device=mask.device)
     expert = torch.arange(experts, dtype=torch.int32, device=mask.device).expand(tokens, experts)
     cells.scatter_(1, place, rows.int())
@@ -155,7 +155,9 @@ def _origins(routes: Routes, rows: int) -> tuple[Tensor, Tensor]:
         there = row >= 0
         column = torch.arange(columns, device=device)[:, None].expand(columns, tokens)
         token = torch.arange(tokens, device=device).expand(columns, tokens)
-    target = torch.where(there & (row >= 0) & (row < rows), row, rows).reshape(-1)  # the last is cut off
+    target = torch.where(there & (row >= 0) & (row < rows), row, rows).reshape(
+        -1
+    )  # the last element is sliced off
     tokens_of = torch.full((rows + 1,), tokens, device=device)
     columns_of = torch.zeros(rows + 1, dtype=torch.long, device=device)
     tokens_of = tokens_of.scatter(0, target, token.reshape(-1))[:rows]

@@ -89,7 +89,7 @@ def quantize_as(x: Tensor, cast: Cast | None) -> Tensor | Quantized: ...
 
 
 def quantize_as(x: Tensor, cast: Cast | None) -> Tensor | Quantized:
-    """x [M, K] in the codes that a cast asks for; x where none is asked for."""
+    """Return the codes of x [M, K] by a cast; x for None."""
     return x if cast is None else quantize(x, cast.spec, multiplier=cast.multiplier, record=cast.record)
 
 

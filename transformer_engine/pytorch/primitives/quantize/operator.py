@@ -59,7 +59,7 @@ def operator_of(quantize: Callable[..., Quantized]) -> Callable[[QuantizeRequest
 
 
 def _separate(made: Quantized, spec: QuantizeSpec, measures: bool) -> list[Tensor]:
-    """The results of an operator, which share no storage with each other or with what it was given."""
+    """Return the results of an operator, which share no storage with each other or with the arguments."""
     results = [made.codes, made.codes_t]
     if spec.format.block is None:
         results += [made.scale if spec.rowwise else made.scale_t]

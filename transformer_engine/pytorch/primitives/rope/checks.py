@@ -1,4 +1,4 @@
-"""What a rotation is given fits: layout, head, ranks, and a table of angles that reaches as far as the positions."""
+"""Checks of the arguments of a rotation: layout, head, ranks, and a table of angles for all positions."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class RopeRequest(NamedTuple):
     """One call, as a backend sees it before it says yes or no.
 
     operation     forward, backward; qkv_forward, qkv_backward
-    x             shape and strides of what is rotated, or of the joint tensor; of qkv_backward, of dk
+    x             shape and strides of the rotated tensor, or of the joint tensor; of qkv_backward, of dk
     angles        shapes of the angles, of q and of k
     sequences     of a packed tensor
     sizes         how a group's features split, of a joint tensor

@@ -21,7 +21,7 @@ class Choice(NamedTuple):
     score    SOFTMAX, SIGMOID, SQRTSOFTPLUS of the logits; SOFTMAX_AFTER: the logits, and a softmax over those chosen
     whole    weights are those of all experts, which add up to 1; else of those chosen
     groups   (how many, how many of them are chosen from, by the sum of their k / that many largest); None: one
-    scale    what the weights of those chosen are multiplied by
+    scale    factor of the weights of chosen experts
     map      BYTES uint8 [T, E], BITS uint8 [T, ceil(E / 8)], expert e in bit e % 8 of byte e // 8, or INDICES, [T, k]
     """
 
@@ -36,7 +36,7 @@ class Choice(NamedTuple):
 class RouterRequest(NamedTuple):
     """One operation: "choose", "gradient" and "margins" of logits [T, E], the "loss" of probabilities [rows, columns].
 
-    dtype   of the logits or probabilities that are read;  made  of what is made of them
+    dtype   of the logits or probabilities that are read;  made  dtype of the results
     keeps   are scores kept for the gradient?
     factor  of a loss; dynamic: it is yet to be divided by a number of tokens on the device, squared
     bins    of a histogram of margins

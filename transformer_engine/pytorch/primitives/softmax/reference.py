@@ -67,7 +67,7 @@ def backward(dy: Tensor, y: Tensor, scale: float, causal: str | None) -> Tensor:
 
 
 def _hidden(x: Tensor, causal: str) -> Tensor:
-    """[q, k]: is the key behind what the query sees?"""
+    """Return whether each key [q, k] is hidden from the query."""
     query = torch.arange(x.shape[-2], device=x.device)
     key = torch.arange(x.shape[-1], device=x.device)
     shift = shift_of(causal, x.shape)

@@ -1,4 +1,4 @@
-"""IdentityTensorStorage: values [..., K] as they are; both directions are views of them."""
+"""IdentityTensorStorage: unquantized values [..., K]; both directions are views of them."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ class QuantizedTensorStorage:
         return Quantized(*rowwise[:2], *columnwise[:2], maxima, columnwise.amax)
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Create or drop directions in place; None leaves one as it is."""
+        """Create or drop directions in place; None leaves a direction unchanged."""
         usages = self.get_usages()
         rowwise = usages["rowwise"] if rowwise_usage is None else rowwise_usage
         columnwise = usages["columnwise"] if columnwise_usage is None else columnwise_usage
