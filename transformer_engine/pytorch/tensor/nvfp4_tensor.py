@@ -228,7 +228,16 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
         amax = amax_t = None
         if self.with_amax_reduction:
             amax, amax_t = self._reduced_maxima(matrix, spec)
-        random = _uniform(matrix, spec) if spec.stochastic else None
+        random = None
+        if spec.stochastic:
+            # Uniform in [0, 1), [M, K] and [K, M] for the directions that are rounded; empty for the others.
+            rows, depth = matrix.shape
+            of_rows = (rows, depth) if spec.rowwise or spec.transposes else (0, 0)
+            of_columns = (depth, rows) if spec.columnwise and not spec.transposes else (0, 0)
+            random = (
+                torch.rand(of_rows, dtype=torch.float32, device=matrix.device),
+                torch.rand(of_columns, dtype=torch.float32, device=matrix.device),
+            )
         return quantize(matrix, spec, amax=amax, amax_t=amax_t, random=random)
 
     def _reduced_maxima(self, matrix: Tensor, spec: QuantizeSpec) -> tuple[Tensor | None, Tensor | None]:
@@ -253,15 +262,6 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
             (self.with_rht, self.with_random_sign_mask, self.with_2d_quantization, self.stochastic_rounding),
             (self.row_scaled_nvfp4, self.nvfp4_use_4over6, self.nvfp4_e4m3_max, self.nvfp4_4over6_err_mode),
         )
-
-
-def _uniform(matrix: Tensor, spec: QuantizeSpec) -> tuple[Tensor, Tensor]:
-    """Uniform float32 in [0, 1) for the directions that are rounded, [M, K] and [K, M]; empty for the others."""
-    rows, depth = matrix.shape
-    of_rows = (rows, depth) if spec.rowwise or spec.transposes else (0, 0)
-    of_columns = (depth, rows) if spec.columnwise and not spec.transposes else (0, 0)
-    place = {"dtype": torch.float32, "device": matrix.device}
-    return torch.rand(of_rows, **place), torch.rand(of_columns, **place)
 
 
 def _make_nvfp4_tensor_in_reduce_ex(*values: Any) -> NVFP4Tensor:

@@ -64,9 +64,19 @@ def quantize_master_weights(
             "give one of each for every weight"
         )
     targets = [None] * len(model_weights) if fsdp_shard_model_weights is None else fsdp_shard_model_weights
-    shards = [
-        _shard(*parts) for parts in zip(model_weights, master_weights, start_offsets, targets, strict=True)
-    ]
+    shards = []
+    for weight, master, start, target in zip(
+        model_weights, master_weights, start_offsets, targets, strict=True
+    ):
+        values = torch.empty(0, device=weight.device) if master is None else master.detach().reshape(-1)
+        start = 0 if start is None or master is None else start
+        if start + values.numel() > weight.numel():
+            raise ValueError(
+                f"elements {start}:{start + values.numel()} are outside of a weight of {weight.numel()} elements; "
+                "check start_offsets"
+            )
+        rowwise, columnwise = target if isinstance(target, (tuple, list)) else (target, None)
+        shards.append(Shard(weight, values.to(weight.dtype), start, (rowwise, columnwise)))
     with torch.no_grad():
         if group is None and torch.distributed.is_available() and torch.distributed.is_initialized():
             group = torch.distributed.group.WORLD
@@ -80,18 +90,6 @@ def quantize_master_weights(
 
 
 cast_master_weights_to_fp8 = quantize_master_weights
-
-
-def _shard(weight: QuantizedTensor, master: Tensor | None, start: int | None, target: Any) -> Shard:
-    values = torch.empty(0, device=weight.device) if master is None else master.detach().reshape(-1)
-    start = 0 if start is None or master is None else start
-    if start + values.numel() > weight.numel():
-        raise ValueError(
-            f"elements {start}:{start + values.numel()} are outside of a weight of {weight.numel()} elements; "
-            "check start_offsets"
-        )
-    rowwise, columnwise = target if isinstance(target, (tuple, list)) else (target, None)
-    return Shard(weight, values.to(weight.dtype), start, (rowwise, columnwise))
 
 
 def clear_columnwise_cache(tensor: QuantizedTensor | Sequence[QuantizedTensor]) -> None:

@@ -42,7 +42,10 @@ def request_of(
 def bind(request: ColumnSumsRequest) -> Callable[..., Any]:
     """Return x -> sums or, with a cast, (x, multiplier, record) -> (codes, sums)."""
     wide, dtype = torch.promote_types(request.dtype, torch.float32), request.result
-    sums: Callable[[Tensor], Tensor] = lambda x: x.sum(0, dtype=wide).to(dtype)  # noqa: E731
+
+    def sums(x: Tensor) -> Tensor:
+        return x.sum(0, dtype=wide).to(dtype)
+
     return sums if request.cast is None else with_cast(request, sums)
 
 

@@ -171,20 +171,14 @@ def _operator_of(request: RouterRequest) -> Operator:
         return made.given(factor=request.factor)
     if request.operation == "margins":
         return made.given(k=request.choice.k)
-    if request.operation == "gradient":
-        shell = functools.partial(_with_choice, request)
-        return Operator(functools.partial(shell, made.call), functools.partial(shell, made.results))
-    shell = functools.partial(_three, request)
-    return Operator(functools.partial(shell, made.call), functools.partial(shell, made.results))
 
+    def run(call: Any, *tensors: Tensor | None) -> Any:
+        if request.operation == "gradient":
+            return call(*tensors, request.made, *request.choice)
+        probs, map, scores = call(*tensors, request.made, request.keeps, *request.choice)
+        return probs, None if request.choice.map == INDICES else map, scores if request.keeps else None
 
-def _with_choice(request: RouterRequest, call: Any, *tensors: Tensor | None) -> Any:
-    return call(*tensors, request.made, *request.choice)
-
-
-def _three(request: RouterRequest, call: Any, *tensors: Tensor | None) -> Any:
-    probs, map, scores = call(*tensors, request.made, request.keeps, *request.choice)
-    return probs, None if request.choice.map == INDICES else map, scores if request.keeps else None
+    return Operator(functools.partial(run, made.call), functools.partial(run, made.results))
 
 
 TABLE: Table[RouterRequest] = Table(

@@ -84,7 +84,11 @@ def _four_or_six(
     """
     tile_amax = tiles.tile_amax(cut)
     base = torch.div(tile_amax, torch.full_like(tile_amax, E2M1.maximum)) * encode_scale
-    six, four = (_candidate(cut, wanted, encode_scale) for wanted in (base, base * 1.5))
+    candidates = []
+    for wanted in (base, base * 1.5):
+        scale = cast(wanted, E4M3)
+        candidates.append((encode_e2m1(cut * tiles.spread(_multiplier(scale, encode_scale))), scale))
+    six, four = candidates
     error_six, error_four = (
         _tile_error(cut, codes, scale, measure, form, amax, encode_scale) for codes, scale in (six, four)
     )
@@ -92,12 +96,6 @@ def _four_or_six(
     codes = torch.where(tiles.spread(takes_four), four[0], six[0])
     scales = torch.where(takes_four, four[1].view(torch.uint8), six[1].view(torch.uint8))
     return codes, scales.view(torch.float8_e4m3fn)
-
-
-def _candidate(cut: Tensor, wanted: Tensor, encode_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes, block scales) of tiles for the block scales wanted."""
-    block_scale = cast(wanted, E4M3)
-    return encode_e2m1(cut * tiles.spread(_multiplier(block_scale, encode_scale))), block_scale
 
 
 def _tile_error(
