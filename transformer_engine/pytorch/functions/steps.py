@@ -94,7 +94,7 @@ def operand_of(value: Any, transposed: bool) -> Operand:
         return plain(matrix.t() if transposed else matrix)
     if type(value) is Symbol:
         matrix = as_matrix(value)  # pyright: ignore[reportArgumentType]
-        return SymbolicOperand.of(plain(matrix.t() if transposed else matrix))
+        return SymbolicOperand(*plain(matrix.t() if transposed else matrix))
     operand = turned(value)
     return SymbolicOperand(*operand) if type(operand.codes) is Symbol else operand
 

@@ -86,7 +86,7 @@ def _gemm_epilogue(table: Table[FusedRequest], request: FusedRequest) -> Callabl
     widths = {GELU: (1, 2), GELU_GRADIENT: (2,), CODES: (1,)}[request.kind]  # bytes of an operand's element
     if asked and product.a_element.itemsize in widths and product.dtype.itemsize == 2:
         return _results(table, request)
-    return composed.BACKEND.bind(request)
+    return composed.bind(request)
 
 
 def _norm(table: Table[NormRequest], request: NormRequest) -> Callable[..., Any]:

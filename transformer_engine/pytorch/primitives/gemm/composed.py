@@ -132,6 +132,9 @@ def codes(records: bool, a: Operand, b: Operand, epilogue: Epilogue, cast: Cast)
 _KINDS: dict[str, Callable[..., Any]] = {GELU: gelu, GELU_GRADIENT: gelu_gradient, CODES: codes}
 
 
-BACKEND: Backend[FusedRequest] = Backend(
-    "composed", takes=KINDS, bind=lambda request: functools.partial(_KINDS[request.kind], request.second)
-)
+def bind(request: FusedRequest) -> Callable[..., Any]:
+    """Return the function of the request's kind, called without its first argument."""
+    return functools.partial(_KINDS[request.kind], request.second)
+
+
+BACKEND: Backend[FusedRequest] = Backend("composed", takes=KINDS, bind=bind)
