@@ -5,7 +5,6 @@ They join the table of `functions/steps.py`, so that its executor runs passes of
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,54 +16,16 @@ from ..functions.stacks import members_of, stacked_gradient
 from ..functions.steps import OPERATIONS, leading_shape
 from ..primitives.dropout import draw_seed, dropout_backward, dropout_forward
 from ..primitives.gemm import as_matrix
+from ..runtime.symbols import Symbol
 from ..runtime.tracing import result_in
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 
 Shape = tuple[int, ...]
 
 
-def _leading(env: Any, s: None, x: Tensor) -> tuple[Shape]:
-    return (tuple(x.shape[:-1]),)
-
-
-def _shape(env: Any, s: None, x: Tensor) -> tuple[Shape]:
-    return (tuple(x.shape),)
-
-
-def _rows(env: Any, width: int | None, x: Tensor) -> tuple[Tensor]:
-    return (as_matrix(x) if width is None else x.reshape(-1, width),)
-
-
 def _unflatten(env: Any, s: None, y: Tensor, leading: Shape) -> tuple[Tensor]:
-    return (result_in(y, (*leading_shape(leading, y.shape[0]), y.shape[-1])),)
-
-
-def _reshape(env: Any, s: None, x: Tensor, shape: Shape) -> tuple[Tensor]:
-    return (x.reshape(shape),)
-
-
-def _to_shape(env: Any, shape: Shape, x: Tensor) -> tuple[Tensor]:
-    return (x.reshape(shape),)
-
-
-def _to_dtype(env: Any, dtype: torch.dtype, x: Tensor) -> tuple[Tensor]:
-    return (x.to(dtype),)
-
-
-def _alias(env: Any, s: None, x: Tensor) -> tuple[Tensor]:
-    return (x.detach(),)
-
-
-def _values(env: Any, s: None, x: Any) -> tuple[Tensor]:
-    return (x.dequantize() if isinstance(x, QuantizedTensorStorage) else x,)
-
-
-def _quantize_values(env: Any, s: Named, x: Tensor) -> tuple[Any]:
-    return (env.objects[s.operation, s.slot].quantize(x),)
-
-
-def _constant_scale(env: Any, constant: float, x: Tensor) -> tuple[Tensor]:
-    return (x * constant,)
+    shape = (*leading_shape(leading, y.shape[0]), y.shape[-1])
+    return (y.view(shape) if type(y) is Symbol else result_in(y, shape),)
 
 
 def _row_scale(env: Any, s: None, y: Tensor, scales: Tensor) -> tuple[Tensor]:
@@ -121,18 +82,6 @@ def _dropout(env: Any, s: Dropout, x: Tensor) -> tuple[Tensor, Tensor]:
     return dropout_forward(x, p, seed=draw_seed(x.device))
 
 
-def _dropout_backward(env: Any, s: Dropout, dy: Tensor, mask: Tensor) -> tuple[Tensor]:
-    return (dropout_backward(dy, mask, env.objects[s.dropout, "p"]),)
-
-
-def _copy(env: Any, s: None, x: Tensor) -> tuple[Tensor]:
-    return (x.clone(),)
-
-
-def _split_sizes(env: Any, s: Named, x: Tensor) -> tuple[Shape]:
-    return (env.objects[s.operation, s.slot],)
-
-
 def _split(env: Any, count: int, x: Tensor, rows: Shape) -> tuple[Tensor, ...]:
     total = sum(rows)
     return tuple((x if total == x.shape[0] else x[:total]).split(rows))
@@ -153,14 +102,6 @@ def _concatenate_into(env: Any, s: Named, x: Tensor, *matrices: Tensor) -> tuple
     return (handed_out(buffer),)
 
 
-def _unbind(env: Any, count: int, x: Any) -> tuple[Any, ...]:
-    return tuple(members_of(x))
-
-
-def _stack(env: Any, s: Named, *members: Tensor | None) -> tuple[Tensor | None]:
-    return (stacked_gradient(members, env.objects[s.operation, s.slot]),)
-
-
 def _add_scaled_bias(env: Any, s: None, y: Tensor, bias: Tensor, scales: Tensor) -> tuple[Tensor]:
     return ((y.float() + scales.reshape(-1, 1).float() * bias.float()).to(y.dtype),)
 
@@ -176,17 +117,17 @@ def _scaled_bias_backward(
 
 OPERATIONS.update(
     {
-        "leading": _leading,
-        "shape": _shape,
-        "rows": _rows,
+        "leading": lambda env, s, x: (tuple(x.shape[:-1]),),
+        "shape": lambda env, s, x: (tuple(x.shape),),
+        "rows": lambda env, width, x: (as_matrix(x) if width is None else x.reshape(-1, width),),
         "unflatten": _unflatten,
-        "reshape": _reshape,
-        "to_shape": _to_shape,
-        "to_dtype": _to_dtype,
-        "alias": _alias,
-        "values": _values,
-        "quantize_values": _quantize_values,
-        "constant_scale": _constant_scale,
+        "reshape": lambda env, s, x, shape: (x.reshape(shape),),
+        "to_shape": lambda env, shape, x: (x.reshape(shape),),
+        "to_dtype": lambda env, dtype, x: (x.to(dtype),),
+        "alias": lambda env, s, x: (x.detach(),),
+        "values": lambda env, s, x: (x.dequantize() if isinstance(x, QuantizedTensorStorage) else x,),
+        "quantize_values": lambda env, s, x: (env.objects[s.operation, s.slot].quantize(x),),
+        "constant_scale": lambda env, constant, x: (x * constant,),
         "row_scale": _row_scale,
         "row_scale_backward": _row_scale_backward,
         "block_order": _block_order,
@@ -195,16 +136,17 @@ OPERATIONS.update(
         "situ_glu": _situ_glu,
         "situ_glu_backward": _situ_glu_backward,
         "dropout": _dropout,
-        "dropout_backward": _dropout_backward,
-        "split_sizes": _split_sizes,
+        "dropout_backward": lambda env, s, dy, mask: (
+            dropout_backward(dy, mask, env.objects[s.dropout, "p"]),
+        ),
+        "split_sizes": lambda env, s, x: (env.objects[s.operation, s.slot],),
         "split": _split,
         "concatenate": _concatenate,
         "concatenate_into": _concatenate_into,
-        "copy": _copy,
-        "unbind": _unbind,
-        "stack": _stack,
+        "copy": lambda env, s, x: (x.clone(),),
+        "unbind": lambda env, count, x: tuple(members_of(x)),
+        "stack": lambda env, s, *members: (stacked_gradient(members, env.objects[s.operation, s.slot]),),
         "add_scaled_bias": _add_scaled_bias,
         "scaled_bias_backward": _scaled_bias_backward,
     }
 )
-TABLE: dict[str, Callable[..., tuple[Any, ...]]] = OPERATIONS

@@ -9,7 +9,7 @@ import torch
 from ....common.passes.linear import LinearFacts, backward_steps, forward_steps
 from ....common.passes.step import Step
 from ....common.passes.vocabulary import ColumnSum, Named
-from ..pass_builder import Backward, Contribution, Forward, Kept, PassBuilder, Value
+from ..pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPart, PassBuilder, Value
 
 GRAD_INPUT_BUFFER_KEY = "grad_input"
 OUTPUT_BUFFER_KEY = "output"
@@ -62,7 +62,7 @@ class GroupedContribution(Contribution):
         steps.steps.append(Step("split", (x, rows), parts, count))
         return list(parts)
 
-    def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
+    def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
         x = steps.matrix(steps.converted(x, self.convert))
         rows = steps.one("split_sizes", (x.name,), f"{name}.rows_of_groups", Named(name, "rows"))
         parts = self._parts(steps, f"{name}.x_of", x.name, rows)
@@ -91,9 +91,9 @@ class GroupedContribution(Contribution):
         settings = Named(name, OUTPUT_BUFFER_KEY) if self.output_buffer else None
         op = "concatenate_into" if self.output_buffer else "concatenate"
         steps.steps.append(Step(op, (x.name, *outputs), (f"{name}.y",), settings))
-        return Forward(Value(f"{name}.y", x.leading), tuple(saved))
+        return ForwardPart(Value(f"{name}.y", x.leading), tuple(saved))
 
-    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
         dy = steps.matrix(dy)
         count = len(self.groups)
         rows = kept.saved[0]
@@ -134,7 +134,7 @@ class GroupedContribution(Contribution):
             if not self.grad_bias:
                 biases = [None] * count
             grads += self._stacked(steps, name, "bias", biases, self.stacked_bias)
-        return Backward(grad_input, self._in_order(grads), extra)
+        return BackwardPart(grad_input, self._in_order(grads), extra)
 
     def _in_order(self, grads: list[str | None]) -> tuple[str | None, ...]:
         """Return gradients in the order of the parameters: weight0, bias0, weight1, .. unless one kind is stacked."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,8 +22,8 @@ from ...quantization.model_init import current_model_init
 from ...runtime.device import canonical_device, is_meta
 from ...tensor.initial_values import keep_initial_values
 from ...tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
-from ..chain import Call, TensorFacts
-from ..pass_builder import ChainEnvironment, Contribution
+from ..chain import ChainEnvironment, InputFacts, OperationCall
+from ..pass_builder import Contribution
 from ..step_operation import StepOperation
 from .basic_linear import check_input, check_main_grad, parameter_dtype
 from .grouped_contribution import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, GroupedContribution
@@ -56,6 +56,7 @@ class GroupedLinear(StepOperation):
         RuntimeError: `single_grouped_weight` inside of `quantized_model_init`.
     """
 
+    _shown = {name: name for name in ("num_groups", "in_features", "out_features")} | {"bias": "has_bias"}
     option_names = frozenset({OUTPUT_BUFFER_KEY, GRAD_INPUT_BUFFER_KEY})
 
     def __init__(
@@ -180,7 +181,7 @@ class GroupedLinear(StepOperation):
         ]
 
     def _weights(self) -> list[Any]:
-        """Return what the gradient of each group's weight is accumulated into."""
+        """Return the tensor that receives the gradient of each group's weight."""
         if self.single_grouped_weight:
             return [StackMember(self.weight, i) for i in range(self.num_groups)]
         return [getattr(self, f"weight{i}") for i in range(self.num_groups)]
@@ -205,9 +206,16 @@ class GroupedLinear(StepOperation):
                 if parameter.requires_grad:
                     check_main_grad("GroupedLinear", parameter)
 
+    def call_facts(self, extra_inputs: tuple[Tensor, ...]) -> Hashable:
+        """Return the rows of each group, which decide how rows are split and whether formats fit."""
+        delayed = self.wgrad_store.delay_wgrad_compute()
+        held = delayed or self._accumulate_into_main_grad or self.single_grouped_weight
+        weights = tuple([id(self._parameters[name]) for name in self.parameter_names]) if held else None
+        return tuple(extra_inputs[0].reshape(-1).tolist()), delayed, weights
+
     def contribute(
-        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
-    ) -> tuple[Contribution, TensorFacts]:
+        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
+    ) -> tuple[Contribution, InputFacts]:
         check_input("GroupedLinear", x, self.in_features)
         self._check_extra(x, call)
         rows = _rows_of_groups(call.extra_tensors[0], math.prod(x.shape[:-1]))
@@ -236,9 +244,9 @@ class GroupedLinear(StepOperation):
             self.single_grouped_bias,
             *buffers,
         )
-        return contribution, TensorFacts((*x.shape[:-1], self.out_features), dtype, x.device)
+        return contribution, InputFacts((*x.shape[:-1], self.out_features), dtype, x.device)
 
-    def _check_extra(self, x: TensorFacts, call: Call) -> None:
+    def _check_extra(self, x: InputFacts, call: OperationCall) -> None:
         if math.prod(call.extra[0].shape) != self.num_groups:
             raise ValueError(
                 f"GroupedLinear has {self.num_groups} groups, but got split sizes {list(call.extra[0].shape)}; give "
@@ -256,7 +264,7 @@ class GroupedLinear(StepOperation):
     def _specs(
         self,
         name: str,
-        call: Call,
+        call: OperationCall,
         environment: ChainEnvironment,
         dtype: torch.dtype,
         weights: list[Any],
@@ -288,7 +296,7 @@ class GroupedLinear(StepOperation):
         return tuple(facts)
 
     def _caller_buffers(
-        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment, dtype: torch.dtype
+        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment, dtype: torch.dtype
     ) -> tuple[bool, bool]:
         shape = torch.Size((*x.shape[:-1], self.out_features))
         output, grad_input = call.options.get(OUTPUT_BUFFER_KEY), call.options.get(GRAD_INPUT_BUFFER_KEY)
@@ -324,12 +332,6 @@ class GroupedLinear(StepOperation):
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], object]) -> None:
         """Call a function without arguments whenever `backward_dw` has finished."""
         self._wgrad_hooks.append(hook)
-
-    def extra_repr(self) -> str:
-        return (
-            f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.has_bias}"
-        )
 
 
 def _rows_of_groups(sizes: Tensor, total: int) -> tuple[int, ...]:
