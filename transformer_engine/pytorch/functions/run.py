@@ -17,7 +17,7 @@ from ...common.passes.schedule import buffers, freed_after
 from ...common.passes.step import Pass
 from ...common.passes.vocabulary import Cast
 from ..offload.marks import active as offloading
-from ..offload.marks import keep_weight, whole_now
+from ..offload.marks import keep_weight, mark_ready
 from .linear_spec import Environment
 from .saving import arrives
 from .steps import OPERATIONS
@@ -159,7 +159,7 @@ def run(schedule: Schedule, env: Environment, given: list[Any]) -> tuple[list[An
         if offloads:
             for place in saved:
                 if place not in schedule.saved_weights:
-                    whole_now(values[place])
+                    mark_ready(values[place])
     kept = [values[place] for place in schedule.saved]
     if offloads:
         for place in schedule.saved_weights:

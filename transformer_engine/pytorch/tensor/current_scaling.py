@@ -1,8 +1,9 @@
-"""The maximum and the scale of the last tensor that a quantizer of current scaling quantized."""
+"""Mixins of quantizers that scale a tensor by its own maximum: recording of the last scale, reduction over a group."""
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class RecordsScale:
         return self._buffers()[1]
 
     def copy(self) -> Any:
-        """Return a quantizer whose usages can change alone, with buffers of its own that hold the same values."""
+        """Return a quantizer whose usages can change alone, with copies of the buffers."""
         twin: Any = super().copy()  # pyright: ignore[reportAttributeAccessIssue]
         if self._recorded is not None:
             amax, scale = self._recorded
@@ -58,3 +59,32 @@ class RecordsScale:
         if inverse is not None and largest is not None:
             scale.copy_(inverse.reshape(1).reciprocal())
             amax.copy_(largest.reshape(1))
+
+
+Q = TypeVar("Q", bound="ReducesMaximum")
+
+
+class ReducesMaximum:
+    """with_amax_reduction: maxima are those over amax_reduction_group, so that all shards get the same scale."""
+
+    with_amax_reduction: bool
+    amax_reduction_group: torch.distributed.ProcessGroup | None
+
+    def reducing_over(self: Q, group: torch.distributed.ProcessGroup) -> Q:
+        """This quantizer, or a copy of it that reduces over the group."""
+        if self.with_amax_reduction and self.amax_reduction_group is group:
+            return self
+        together = copy.copy(self)
+        together.with_amax_reduction, together.amax_reduction_group = True, group
+        return together
+
+    def over_the_group(self, maxima: torch.Tensor) -> torch.Tensor:
+        """The maxima of this rank's shard, replaced by those of the group."""
+        torch.distributed.all_reduce(
+            maxima, op=torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group
+        )
+        return maxima
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A process group lives as long as its process.
+        return self.__dict__ | {"amax_reduction_group": None, "with_amax_reduction": False}

@@ -1,8 +1,8 @@
-"""What quantizers depended on in the first run of a recomputed function, given back to them in its second run.
+"""States of quantizers in the first run of a recomputed function, which its second run reads.
 
 A `ReplayStates` belongs to the graph node that will run the function again: the first run fills it, every second run
-reads it from its beginning, and it is freed with the node. Nothing is kept on a module, so a forward that is dropped
-or raises leaves nothing behind, and forwards that wait for their backward at the same time do not mix.
+reads it from its beginning, and it is freed with the node. No state is kept on a module, so that a forward that is
+dropped or raises leaves no state behind, and forwards with a pending backward do not mix.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .autocast import here
 
-# What `Quantizer.replay_state` returned, for every product of one call of a module, and every quantizer of it.
+# Results of `Quantizer.replay_state`, for every product of one call of a module and every quantizer of the product.
 CallStates = Sequence[tuple[tuple[Tensor, ...], ...]]
 
 
@@ -39,7 +39,7 @@ class ReplayStates:
 
 
 class FirstInFirstOut(ReplayStates):
-    """For callers that mark both runs by hand and so have no node: the oldest call is given back, once."""
+    """States for callers that mark both runs by hand and have no node: each call returns the oldest state, once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,8 +64,8 @@ class FirstInFirstOut(ReplayStates):
         return sum([len(queue) for queue in self._queues.values()])
 
 
-class Run:
-    """One run of a recomputed function: where its states go, or come from, and how many were taken."""
+class RecomputedRun:
+    """One run of a recomputed function: the states that it writes or reads, and the number of reads per module."""
 
     def __init__(self, states: ReplayStates, again: bool):
         self.states = states
@@ -78,18 +78,18 @@ class Run:
         return self.states.call(module, number)
 
 
-class _Thread(threading.local):
+class _RunningFunctions(threading.local):
     """The recomputed functions that a thread is running, outermost first."""
 
     def __init__(self) -> None:
-        self.runs: list[Run] = []
+        self.runs: list[RecomputedRun] = []
 
 
-_thread = _Thread()
+_thread = _RunningFunctions()
 marked_by_hand = FirstInFirstOut()
 
 
-def runs() -> list[Run]:
+def runs() -> list[RecomputedRun]:
     """The runs of recomputed functions that this thread is in, outermost first."""
     return _thread.runs
 
@@ -97,7 +97,7 @@ def runs() -> list[Run]:
 class running(AbstractContextManager):
     """with running(states, again): ...   # one run of a recomputed function, in this thread
 
-    marked   False: neither mark is set, as where the function will not be run a second time
+    marked   False: neither mark is set, for a function that will not run a second time
     """
 
     def __init__(self, states: ReplayStates, again: bool, marked: bool = True):
@@ -110,7 +110,7 @@ class running(AbstractContextManager):
         holder = here()
         self._before = (holder.recomputes, holder.recomputing)
         holder.recomputes, holder.recomputing = self._marked, self._again
-        _thread.runs.append(Run(self._states, self._again))
+        _thread.runs.append(RecomputedRun(self._states, self._again))
 
     def __exit__(self, *exception: object) -> None:
         _thread.runs.pop()

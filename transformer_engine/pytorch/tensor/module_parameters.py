@@ -1,12 +1,14 @@
-"""{name: plain tensor} = plain_state_dict(module): codes and scales under names of their own, for files of tensors.
+"""Quantized parameters of modules: plain state dictionaries for files of tensors, and conversion of dtypes.
 
-A quantized parameter `weight` stands under `weight::Float8Tensor.E4M3::_data`, `..::_scale_inv`: the class, the element
-and the attribute. safetensors and the like hold nothing but tensors; the bytes come back as they were.
+`plain_state_dict` stores a quantized parameter `weight` under `weight::Float8Tensor.E4M3::_data` and
+`weight::Float8Tensor.E4M3::_scale_inv`: the class, the element and the attribute. safetensors and similar formats hold
+only tensors; loading restores equal bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
@@ -97,3 +99,31 @@ def _together(name: str, own: Any, payload: dict[str, Tensor]) -> Any:
         for part in parts:
             getattr(made, part).copy_(given[part])
     return made
+
+
+_MARK = "_keeps_quantized_parameters"
+
+
+def keep_quantized_parameters() -> None:
+    """Replace `float`, `half` and `bfloat16` of torch.nn.Module by methods that keep quantized parameters quantized.
+
+    `tensor.float()` of a quantized tensor dequantizes, and torch's modules convert parameters through that method. The
+    new methods change only the nominal dtype of quantized parameters, and behave the same for every other tensor.
+    """
+
+    def conversion(
+        dtype: torch.dtype, original: Callable[[nn.Module], nn.Module]
+    ) -> Callable[[nn.Module], nn.Module]:
+        @wraps(original)
+        def convert(self: nn.Module) -> nn.Module:
+            if not any(isinstance(tensor, QuantizedTensor) for tensor in self.parameters()):
+                return original(self)
+            return self._apply(lambda t: t.to(dtype=dtype) if t.is_floating_point() else t)
+
+        setattr(convert, _MARK, True)
+        return convert
+
+    for name, dtype in (("float", torch.float32), ("half", torch.float16), ("bfloat16", torch.bfloat16)):
+        original = getattr(nn.Module, name)
+        if not hasattr(original, _MARK):
+            setattr(nn.Module, name, conversion(dtype, original))
