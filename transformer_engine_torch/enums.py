@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from transformer_engine.common.attention_enums import (
+from transformer_engine.common.enums import (
     NVTE_Bias_Type,
     NVTE_Mask_Type,
     NVTE_QKV_Format,

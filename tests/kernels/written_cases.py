@@ -51,8 +51,7 @@ from transformer_engine.common.kernels import (
     transpose,
 )
 from transformer_engine.common.kernels.launch import NUMBER, WRITTEN, Launch
-from transformer_engine.common.labels import Labels
-from transformer_engine.common.steps import Adam, Sgd
+from transformer_engine.common.operation_settings import Adam, Labels, Sgd
 
 Case = tuple[str, Launch, tuple["str | None", ...]]
 

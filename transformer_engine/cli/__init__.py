@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 from .._version import __version__
-from ..common import env, extras
+from ..common import env, optional
 
 if TYPE_CHECKING:
     import typer
@@ -114,7 +114,7 @@ def _load(name: str) -> TyperCommand:
 
 def _refusing(name: str) -> Callable[[], None]:
     def refuse() -> None:
-        sys.exit(f"te {name} needs torch; install with {extras.command('cli')}")
+        sys.exit(f"te {name} needs torch; install with {optional.install_command('cli')}")
 
     refuse.__doc__ = "Needs torch, which is not installed."
     return refuse
@@ -135,7 +135,7 @@ def main() -> None:
     if missing:
         # An installation with JAX alone is not told to install torch.
         alone = find_spec("torch") is None and find_spec("jax") is not None
-        remedy = extras.command("cli-jax" if alone else "cli")
+        remedy = optional.install_command("cli-jax" if alone else "cli")
         sys.exit(f"te needs {', '.join(missing)}; install with {remedy}")
     try:
         if sys.argv[1:2] != ["doctor"]:  # which says it among the rest

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._version import __version__
-from ..common import extras
+from ..common import optional
 from ..common.dispatch import LATER
 from ..pytorch.runtime.device import cuda_version, get_cudnn_version, get_device_compute_capability, has_cuda
 from .jax_machine import JaxMachine, jax_machine
@@ -26,9 +26,9 @@ from .survey import Survey, survey
 LIBRARIES = {
     "torch": "not installed; pip install torch",
     "triton": "not installed; it comes with the CUDA builds of torch",
-    "nvmath-python": f"not installed; {extras.command('cuda')}",
-    "nvidia-cudnn-frontend": f"not installed; {extras.command('cuda')}",
-    "flash-attn-4": f"not installed; {extras.command('flash')}",
+    "nvmath-python": f"not installed; {optional.install_command('cuda')}",
+    "nvidia-cudnn-frontend": f"not installed; {optional.install_command('cuda')}",
+    "flash-attn-4": f"not installed; {optional.install_command('flash')}",
 }
 
 

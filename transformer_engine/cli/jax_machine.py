@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 
-from ..common import extras, optional
+from ..common import optional
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class JaxMachine:
 def jax_machine() -> JaxMachine:
     """The facts about JAX on this machine; starts its backends where it is installed."""
     if not optional.installed("jax"):
-        return JaxMachine(devices=f"not installed; {extras.command('jax')}")
+        return JaxMachine(devices=f"not installed; {optional.install_command('jax')}")
     versions = {name: _version(name) for name in ("jax", "jaxlib", "flax")}
     refusal = optional.failure("transformer_engine.jax")
     if refusal is not None:
@@ -52,4 +52,4 @@ def _version(name: str) -> str:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
-        return f"not installed; {extras.command('jax')}"
+        return f"not installed; {optional.install_command('jax')}"

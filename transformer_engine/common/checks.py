@@ -13,7 +13,7 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Any
 
-from .described import described as described
+from .numbers import described as described
 from .numbers import to_bool
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from ...common import extras, optional
+from ...common import optional
 from ...common.recipe import Recipe
 
 # What a run in each needs, and the extra that brings it.
@@ -30,7 +30,9 @@ def missing_for(framework: str) -> str | None:
     missing = [name for name in names if not optional.installed(name)]
     if not missing:
         return None
-    return f"--framework {framework} needs {', '.join(missing)}; install with {extras.command(extra)}"
+    return (
+        f"--framework {framework} needs {', '.join(missing)}; install with {optional.install_command(extra)}"
+    )
 
 
 def has_gpu(framework: str) -> bool:

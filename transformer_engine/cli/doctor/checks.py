@@ -11,7 +11,7 @@ from typing import Literal
 
 from packaging.version import Version
 
-from ...common import extras, frameworks
+from ...common import frameworks, optional
 from . import clients
 from .clients import PACKAGE
 from .environment import FLASH4, Environment
@@ -26,7 +26,7 @@ ORIGINALS = (
     "transformer-engine-cu13",
 )
 FLASH = {"flash_attn": "flash-attn", "flash_attn_interface": "flash-attn-3", FLASH4[0]: FLASH4[1]}
-REINSTALL = f"pip uninstall -y {PACKAGE} until none is left, then {extras.command('pytorch')}"
+REINSTALL = f"pip uninstall -y {PACKAGE} until none is left, then {optional.install_command('pytorch')}"
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _package(e: Environment) -> Answer:
         yield (
             "problem",
             f"the code in {e.folder} runs without the metadata of a package, which several clients ask for",
-            extras.command("pytorch"),
+            optional.install_command("pytorch"),
         )
     elif len({each.version for each in found}) > 1:
         versions = ", ".join(f"{each.version} in {each.place}" for each in found)
@@ -96,7 +96,7 @@ def _package(e: Environment) -> Answer:
 
 def _original(e: Environment) -> Answer:
     there = [f"{name} {e.version_of(name)}" for name in ORIGINALS if e.version_of(name) is not None]
-    remedy = f"pip uninstall -y {PACKAGE} {' '.join(ORIGINALS)}, then {extras.command('pytorch')}"
+    remedy = f"pip uninstall -y {PACKAGE} {' '.join(ORIGINALS)}, then {optional.install_command('pytorch')}"
     if there:
         words = f"the original is installed beside this package, over the same files: {', '.join(there)}"
         yield "problem", words, remedy
@@ -119,14 +119,14 @@ def _jax(e: Environment) -> Answer:
     if e.jax_devices:
         if e.driver is not None and e.jax_devices == ("cpu",):
             words = "JAX computes on the CPU, although there is an NVIDIA driver"
-            yield "note", words, extras.command("jax-cuda13")
+            yield "note", words, optional.install_command("jax-cuda13")
         else:
             yield "good", f"devices of JAX: {', '.join(e.jax_devices)}", ""
 
 
 def _framework(e: Environment, framework: frameworks.Framework) -> Answer:
     """The packages of a framework, in versions that work, and does our side of it import?"""
-    remedy = extras.command(framework.extra)
+    remedy = optional.install_command(framework.extra)
     missing = [package.name for package in framework.packages if e.version_of(package.name) is None]
     if missing:
         words = f"{', '.join(missing)} not installed: transformer_engine.{framework.module} cannot be used"
@@ -187,11 +187,11 @@ def _libraries(e: Environment) -> Answer:
     ):
         version = e.version_of(name)
         if version is None:
-            yield "note", f"{name} is not installed, which brings {brings}", extras.command("cuda")
+            yield "note", f"{name} is not installed, which brings {brings}", optional.install_command("cuda")
         elif module in e.failures:
-            yield "problem", e.failures[module], extras.command("cuda")
+            yield "problem", e.failures[module], optional.install_command("cuda")
         elif name == "nvidia-cudnn-frontend" and Version(version).release[:2] != (1, 23):
-            yield "problem", f"{name} {version} is not 1.23", extras.command("cuda")
+            yield "problem", f"{name} {version} is not 1.23", optional.install_command("cuda")
         else:
             yield "good", f"{name} {version}", ""
     if e.gpu.cudnn < (9, 13, 1):
@@ -218,17 +218,17 @@ def _command(e: Environment) -> Answer:
     if missing:
         words = f"{', '.join(missing)} not installed: no command but te doctor runs"
         # Who has JAX alone is not told to install torch's gigabytes.
-        yield "note", words, extras.command("cli-jax" if has_jax and not has_torch else "cli")
+        yield "note", words, optional.install_command("cli-jax" if has_jax and not has_torch else "cli")
         return
     if has_torch:
         yield "good", "all commands run", ""
     else:
         words = "torch not installed: no command but te train --framework jax and te doctor runs"
-        yield "note", words, extras.command("cli")
+        yield "note", words, optional.install_command("cli")
     lacking = [name for name in ("optax", "orbax-checkpoint") if e.version_of(name) is None]
     if has_jax and lacking:
         words = f"{', '.join(lacking)} not installed, which te train --framework jax needs"
-        yield "note", words, extras.command("cli-jax")
+        yield "note", words, optional.install_command("cli-jax")
 
 
 def _clients(e: Environment) -> Answer:

@@ -160,7 +160,7 @@ def _failure(module: str) -> str | None:
     try:
         return optional.failure(module)
     except Exception as error:
-        return optional.described(module, error)
+        return optional.failed_import(module, error)
 
 
 def _asked(ours: str, name: str, ask: Callable[[], T], failures: dict[str, str]) -> T | None:

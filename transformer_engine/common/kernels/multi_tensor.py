@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..steps import Adam, Sgd
+from ..operation_settings import Adam, Sgd
 from .launch import NUMBER, READ, WRITTEN, Launch, Output, Table
 
 CHUNK = 8192  # elements a program works on

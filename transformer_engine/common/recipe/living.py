@@ -8,8 +8,8 @@ import weakref
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from ..unused_variables import warn_of_unused
-from . import defaults
+from ..warning import warn_of_unused
+from .field_checks import demand_readable_defaults
 
 _living: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -51,7 +51,7 @@ def recipe_class(cls: RecipeClass) -> RecipeClass:
 
     @functools.wraps(strict)
     def __init__(self, *args: Any, **keywords: Any) -> None:
-        defaults.demand_readable()
+        demand_readable_defaults()
         warn_of_unused()
         unknown = [name for name in keywords if name not in known]
         if unknown:

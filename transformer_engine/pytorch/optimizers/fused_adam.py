@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import to_bool
-from ...common.steps import Adam
+from ...common.operation_settings import Adam
 from ..tensor.quantized_tensor import QuantizedTensor
 from . import states
 from .adam_checks import (

@@ -8,7 +8,7 @@ from operator import is_
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ...common.steps import Adam
+from ...common.operation_settings import Adam
 from ..functions.multi_tensor import adam_checked
 from ..primitives.multi_tensor import Extents, adam_step
 from .multi_tensor_apply import Checked, local_tensors, worked_on

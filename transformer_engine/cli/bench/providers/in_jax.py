@@ -9,7 +9,7 @@ from importlib import import_module
 
 import torch
 
-from ....common import extras, optional
+from ....common import optional
 from ..cases import QUANTIZATIONS, RECIPES, Case
 from .provider import Builder, Provider
 
@@ -38,16 +38,16 @@ def _builders(module: str, *more: str) -> dict[str, Builder]:
 def _refuses(device: torch.device) -> str | None:
     """Both frameworks have to compute on the same kind of device, or figures would stand beside others' of another."""
     if not optional.installed("flax"):
-        return f"flax is not installed; {extras.command('jax')}"
+        return f"flax is not installed; {optional.install_command('jax')}"
     has_gpu = import_module("transformer_engine.jax.platform").has_gpu()
     if has_gpu and device.type != "cuda":
         return "jax finds a GPU but torch finds none; install torch for CUDA, or set JAX_PLATFORMS=cpu"
     if device.type == "cuda" and not has_gpu:
-        return f"jax finds no GPU; {extras.command('jax-cuda13')}"
+        return f"jax finds no GPU; {optional.install_command('jax-cuda13')}"
     return None
 
 
-_OPTIONS = {"module": "jax", "remedy": extras.command("jax")}
+_OPTIONS = {"module": "jax", "remedy": optional.install_command("jax")}
 
 JAX = Provider(
     "jax",

@@ -12,7 +12,7 @@ from ....common import optional
 from ....common.checks import described
 from ...conversion import DecoderConfig
 from ...conversion.families import family_named
-from ...conversion.families.settings import Settings
+from ...conversion.settings import Settings
 from .hooks import of_callers
 from .injection import InjectedForward
 

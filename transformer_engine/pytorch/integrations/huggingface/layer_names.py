@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...conversion import DecoderConfig
 from ...conversion.families import family_named
-from ...conversion.layouts import Layout
+from ...conversion.layouts import WeightLayout
 from ...tensor import QuantizedTensor
 
 _THEIR_LAYER = "model.layers.{i}."
@@ -31,12 +31,12 @@ _PLACES = {
 
 
 @dataclass(frozen=True)
-class Match:
+class LayerTensor:
     """One tensor of a converted layer, made of those of the stock layer."""
 
     ours: str
     theirs: tuple[str, ...]
-    layout: Layout
+    layout: WeightLayout
 
     @property
     def is_renamed(self) -> bool:
@@ -55,7 +55,7 @@ class Said:
 class LayerNames:
     """The tensors of a layer, of which a model without biases, for example, has some only."""
 
-    matches: tuple[Match, ...]
+    matches: tuple[LayerTensor, ...]
 
     @staticmethod
     def of(model_type: str, decoder: DecoderConfig) -> LayerNames:
@@ -64,7 +64,9 @@ class LayerNames:
             for place, ours in _PLACES.items():
                 if row.ours.startswith(place):
                     theirs = tuple(name.removeprefix(_THEIR_LAYER) for name in row.theirs)
-                    matches.append(Match(ours + row.ours.removeprefix(place), theirs, row.layout(decoder)))
+                    matches.append(
+                        LayerTensor(ours + row.ours.removeprefix(place), theirs, row.layout(decoder))
+                    )
                     break
         return LayerNames(tuple(matches))
 
@@ -115,7 +117,7 @@ class LayerNames:
         """(ours, theirs), one part of ours after the other."""
         return ((match.ours, name) for match in self.matches for name in match.theirs)
 
-    def _renamed(self) -> Iterator[Match]:
+    def _renamed(self) -> Iterator[LayerTensor]:
         return (match for match in self.matches if match.is_renamed)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ....common.labels import Labels
+from ....common.operation_settings import Labels
 from .request import CrossEntropyRequest
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ....common.formats import ceil_div
-from ....common.labels import Labels
+from ....common.operation_settings import Labels
 
 
 class CrossEntropyRequest(NamedTuple):

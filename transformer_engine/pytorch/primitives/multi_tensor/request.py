@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ....common.steps import Adam, Sgd
+from ....common.operation_settings import Adam, Sgd
 
 
 class MultiTensorRequest(NamedTuple):
