@@ -42,7 +42,7 @@ from .cast import torch_dtype
 from .checks import output_or_none, quantizer_or_none, sequence, whole_numbers, with_axes
 
 
-class _Steps(NamedTuple):
+class _AfterProduct(NamedTuple):
     """Steps after a product: D = activation(alpha * product + beta * D + bias).
 
     Attributes:
@@ -125,7 +125,7 @@ def generic_gemm(
     added = None if grad or bias is None or not bias.numel() else bias.view(-1)
     _check_extents(a, b, D, None if added is None else bias)
     _check_blocks(a, b, grad and bias is not None, split)
-    steps = _Steps(alpha, beta, added, gelu, gelu_in, grad)
+    steps = _AfterProduct(alpha, beta, added, gelu, gelu_in, grad)
     plain_result = not gelu and alpha == 1.0 and not isinstance(D, QuantizedTensorStorage)
     compute: Any = _product if plain_result else _product_in_steps
     result, before = compute(a, b, D, dtype, split, steps)
@@ -142,7 +142,7 @@ def generic_gemm(
 
 
 def _product(
-    a: Operand, b: Operand, D: Tensor | None, dtype: torch.dtype, split: bool, steps: _Steps
+    a: Operand, b: Operand, D: Tensor | None, dtype: torch.dtype, split: bool, steps: _AfterProduct
 ) -> tuple[Tensor, None]:
     """Compute b @ a.T + beta * D + bias in one product, into D if it is given."""
     if D is not None and steps.beta not in (0.0, 1.0):
@@ -152,7 +152,7 @@ def _product(
 
 
 def _product_in_steps(
-    a: Operand, b: Operand, D: Any, dtype: torch.dtype, split: bool, steps: _Steps
+    a: Operand, b: Operand, D: Any, dtype: torch.dtype, split: bool, steps: _AfterProduct
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the result in float32 (float64 for a float64 result), rounded once; write a plain D.
 

@@ -33,9 +33,9 @@ def refused(source: Path) -> str:
     ("changed", "sentence"),
     [
         ({Q: None}, f"lacks {Q}; convert the checkpoint that its config.json belongs to"),
-        ({"more": torch.ones(2)}, "also holds more, which its model has not"),
+        ({"more": torch.ones(2)}, "also holds more, which its model lacks"),
         ({Q: torch.ones(64, 32)}, f"{Q} is [64, 32], its config makes it [64, 64]"),
-        ({Q: torch.ones(64, 64, dtype=torch.int8)}, f"{Q} is torch.int8, which is no weight's"),
+        ({Q: torch.ones(64, 64, dtype=torch.int8)}, f"{Q} is torch.int8, which is not a dtype of weights"),
     ],
     ids=["missing", "over", "shape", "dtype"],
 )
@@ -76,7 +76,7 @@ def test_names_without_their_prefix_are_read(tmp_path: Path):
         ({"hidden_act": "relu"}, "hidden_act='relu' is not computed by TransformerLayer; it takes silu"),
         ({"hidden_size": None}, "has no 'hidden_size'; take the config.json that belongs to the weights"),
         ({"vocab_size": "many"}, "vocab_size='many' is not a whole number"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn' is not known"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn' is not supported"),
         ({"num_key_value_heads": 3}, "groups=3 does not divide heads=4"),
         ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not read"),
     ],
