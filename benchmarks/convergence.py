@@ -25,11 +25,16 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 import transformer_engine
-from transformer_engine.cli.demo.config import HIGH_PRECISION, RECIPES, Config, resolve
+from transformer_engine.cli.demo.config import (
+    FRAMEWORKS,
+    HIGH_PRECISION,
+    RECIPES,
+    Config,
+    learning_rate,
+    resolve,
+)
 from transformer_engine.cli.demo.data import Corpus, load_corpus
-from transformer_engine.cli.demo.frameworks import FRAMEWORKS
 from transformer_engine.cli.demo.plot import smooth
-from transformer_engine.cli.demo.schedule import learning_rate
 from transformer_engine.cli.demo.trainer import EVALUATION_BATCHES, runs_of
 
 SIZES = {

@@ -25,10 +25,16 @@ import torch
 from record import chosen_of, parser, write
 
 import transformer_engine.pytorch as te
-from transformer_engine.cli.demo.config import HIGH_PRECISION, RECIPES, Config, Execution, resolve
+from transformer_engine.cli.demo.config import (
+    HIGH_PRECISION,
+    RECIPES,
+    Config,
+    Execution,
+    learning_rate,
+    resolve,
+)
 from transformer_engine.cli.demo.data import Corpus, load_corpus
 from transformer_engine.cli.demo.run import Run
-from transformer_engine.cli.demo.schedule import learning_rate
 
 SIZES = {
     "cuda": {"steps": 200, "batch": 8, "sequence": 1024, "layers": 6, "hidden": 1024, "heads": 16},

@@ -12,12 +12,12 @@ from transformer_engine.cli.demo.config import (
     HIGH_PRECISION,
     RECIPES,
     Config,
+    learning_rate,
     make_recipe,
     resolve,
     restore,
 )
 from transformer_engine.cli.demo.optimizer import MasterAdamW
-from transformer_engine.cli.demo.schedule import learning_rate
 
 
 def config(**changes: Any) -> Config:

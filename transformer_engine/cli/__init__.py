@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
@@ -108,16 +107,13 @@ def _load(name: str) -> TyperCommand:
         single.command(name)(getattr(import_module(command.module, __package__), name))
     else:
         options = {"allow_extra_args": True, "ignore_unknown_options": True}
-        single.command(name, context_settings=options)(_refusing(name))
+
+        def refuse() -> None:
+            """Needs torch, which is not installed."""
+            sys.exit(f"te {name} needs torch; install with {optional.install_command('cli')}")
+
+        single.command(name, context_settings=options)(refuse)
     return typer.main.get_command(single)  # pyright: ignore[reportReturnType]
-
-
-def _refusing(name: str) -> Callable[[], None]:
-    def refuse() -> None:
-        sys.exit(f"te {name} needs torch; install with {optional.install_command('cli')}")
-
-    refuse.__doc__ = "Needs torch, which is not installed."
-    return refuse
 
 
 def main() -> None:
@@ -138,7 +134,7 @@ def main() -> None:
         remedy = optional.install_command("cli-jax" if alone else "cli")
         sys.exit(f"te needs {', '.join(missing)}; install with {remedy}")
     try:
-        if sys.argv[1:2] != ["doctor"]:  # which says it among the rest
+        if sys.argv[1:2] != ["doctor"]:  # which reports it with the other findings
             env.check_all()
     except ValueError as error:
         sys.exit(f"error: {error}")

@@ -85,7 +85,14 @@ def _row(case: Case, provider: Provider, device: torch.device, roofs: Roofs, eff
         sentence = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         return Row(case.name, case.family, case.recipe, provider.name, error=sentence)
     finally:
-        _release(device)
+        # The next case must find an empty device and a compiler without history: after eight modules in one process
+        # torch.compile would run the ninth uncompiled.
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
     timing = figures.timing
     work = case.moved or case.operations
     return Row(
@@ -102,16 +109,3 @@ def _row(case: Case, provider: Provider, device: torch.device, roofs: Roofs, eff
         cached_s=figures.cached_s,
         fp8_calls=figures.fp8_calls,
     )
-
-
-def _release(device: torch.device) -> None:
-    """Give back what a case held: the next one is to find an empty device, and a compiler without a history.
-
-    After eight modules in one process torch.compile would run the ninth uncompiled.
-    """
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()

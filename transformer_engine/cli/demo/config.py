@@ -1,12 +1,69 @@
-"""What a demonstration run is: sizes, schedule and recipe, checked before anything is built."""
+"""The configuration of a demonstration run: framework, recipe, sizes and schedule, checked before the run is built.
+
+A command with one framework works without the other, so neither is imported at module level.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields
+from importlib import import_module
 from typing import Any
 
+from ...common import optional
 from ...common import recipe as recipes
-from .frameworks import FRAMEWORKS, default_framework, has_gpu, recipes_here
+
+# Libraries that a run in each framework needs, and the extra that installs them.
+NEEDED = {
+    "torch": (("torch",), "cli"),
+    "jax": (("jax", "flax", "optax", "orbax"), "cli-jax"),
+}
+FRAMEWORKS = tuple(NEEDED)
+CLIP = 1.0  # norm that gradients are clipped to
+BETAS = (0.9, 0.95)
+DECAY = 0.1  # weight decay of matrices; vectors have none
+
+
+def default_framework() -> str:
+    """Return torch if it is installed, else jax."""
+    return FRAMEWORKS[0] if optional.installed(FRAMEWORKS[0]) else FRAMEWORKS[1]
+
+
+def missing_for(framework: str) -> str | None:
+    """Return which libraries a run lacks and the command that installs them, or None."""
+    names, extra = NEEDED[framework]
+    missing = [name for name in names if not optional.installed(name)]
+    if not missing:
+        return None
+    return (
+        f"--framework {framework} needs {', '.join(missing)}; install with {optional.install_command(extra)}"
+    )
+
+
+def has_gpu(framework: str) -> bool:
+    """Return whether the framework finds a GPU."""
+    if framework == "torch":
+        return import_module("torch").cuda.is_available()
+    return import_module("transformer_engine.jax.platform").has_gpu()
+
+
+def recipes_here() -> dict[str, type[recipes.Recipe]]:
+    """Return {name on the command line: recipe} of the installed framework, of torch if both are installed."""
+    if optional.installed("torch"):
+        families: Any = import_module("transformer_engine.pytorch.quantization").all_families()
+        return {family.name: family.recipe for family in families if family.samples}
+    rows: Any = import_module("transformer_engine.jax.quantize.recipes").FAMILIES
+    return {family.name: family.recipe for family in rows.values()}
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Linear warm-up over the first tenth (at most 100 steps), then a cosine down to a tenth of the peak."""
+    warmup = max(1, min(100, steps // 10))
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
 
 HIGH_PRECISION = "high_precision"
 RECIPES = (*recipes_here(), "none")
@@ -43,14 +100,14 @@ CUDA_SIZES: dict[str, Any] = {
 
 
 def check_seed(seed: int) -> None:
-    """ValueError for a seed whose batches could be drawn from another's numbers."""
+    """Raise ValueError for a seed whose batches would overlap those of another."""
     if not -SEEDS < seed < SEEDS:
         raise ValueError(f"seed={seed} is too large; give a number between -{SEEDS} and {SEEDS}")
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that decides the losses of a run; a checkpoint carries it."""
+    """All settings that determine the losses of a run; checkpoints store it."""
 
     recipe: str
     device: str
@@ -71,7 +128,11 @@ class Config:
         if self.recipe not in RECIPES:
             raise ValueError(f"recipe {self.recipe!r} does not exist; choose one of {', '.join(RECIPES)}")
         for field in fields(self):
-            self._check_type(field.name, field.type)
+            value, kind = getattr(self, field.name), KINDS[str(field.type)]
+            if not isinstance(value, kind) or isinstance(value, bool):  # of a checkpoint, for example
+                raise ValueError(
+                    f"{field.name}={value!r} is a {type(value).__name__}; it must be {field.type}"
+                )
         for name, choices in (("optimizer", OPTIMIZERS), ("framework", FRAMEWORKS)):
             value = getattr(self, name)
             if value not in choices:
@@ -97,27 +158,16 @@ class Config:
             )
         if not 0 < self.learning_rate < 1:
             raise ValueError(f"lr={self.learning_rate} is outside 0 < lr < 1; 0.001 is a usual value")
-        if self.framework == "jax":
-            self._check_jax()
+        only_torch = {"--experts": self.experts, "--optimizer fused_adam": self.optimizer == "fused_adam"}
+        for option, is_set in only_torch.items():
+            if self.framework == "jax" and is_set:
+                raise ValueError(
+                    f"{option} is of the demonstration in torch; leave it out, or take --framework torch"
+                )
         if self.device == "cuda" and not has_gpu(self.framework):
             raise ValueError(
                 f"device 'cuda' was asked for but {self.framework} finds no CUDA device; use --device cpu"
             )
-
-    def _check_jax(self) -> None:
-        """ValueError for what the demonstration in JAX does not have."""
-        absent = {"--experts": self.experts, "--optimizer fused_adam": self.optimizer == "fused_adam"}
-        for option, asked in absent.items():
-            if asked:
-                raise ValueError(
-                    f"{option} is of the demonstration in torch; leave it out, or take --framework torch"
-                )
-
-    def _check_type(self, name: str, annotation: Any) -> None:
-        """ValueError unless the field is of its type: a checkpoint may have been written by anyone."""
-        value, kind = getattr(self, name), KINDS[annotation]
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise ValueError(f"{name}={value!r} is a {type(value).__name__}; it must be {annotation}")
 
     @property
     def feed_forward(self) -> int:

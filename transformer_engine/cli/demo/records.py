@@ -73,7 +73,7 @@ def _record(path: Path, number: int, line: str) -> Progress:
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """How one run ended: losses in nats a byte, speed over all its steps without evaluation."""
 
     name: str
@@ -83,8 +83,8 @@ class Result:
     seconds: float
 
 
-def summarize(config: Config, history: list[Progress]) -> list[Result]:
-    """One Result a run: the training loss is the mean of the last twentieth of the steps (at least ten).
+def summarize(config: Config, history: list[Progress]) -> list[RunResult]:
+    """One RunResult a run: the training loss is the mean of the last twentieth of the steps (at least ten).
 
     The tokens a second are those of the median step: the first ones compile kernels.
     """
@@ -94,7 +94,7 @@ def summarize(config: Config, history: list[Progress]) -> list[Result]:
     for name in config.runs:
         seconds = [record.seconds[name] for record in history]
         results.append(
-            Result(
+            RunResult(
                 name=name,
                 train=sum(record.loss[name] for record in last) / len(last),
                 validation=final.get(name, float("nan")),

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from ..failure import writing
-from .config import Config, Execution
+from .config import Config, Execution, learning_rate
 from .data import Batch, Corpus
 from .records import WITHOUT_METRICS, Progress, read_metrics
-from .schedule import learning_rate
 
 EVALUATION_BATCHES = 32
 PLAINLY = Execution()
@@ -133,22 +132,18 @@ class Trainer:
                 self.runs[self.config.runs[0]].observe(self.observed_path)
         while not self.finished and not stop():
             records = self._advance()
-            self._note(records)
+            with writing(
+                self.metrics_path, "free some space there and continue with --resume, or choose another --out"
+            ):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with self.metrics_path.open("a") as metrics:
+                    metrics.writelines(record.as_json() for record in records)
             self.history.extend(records)
             observe(records[-1])
             if self.step % max(1, self.config.steps // 4) == 0 and not self.finished:
                 self.save()
         self.save()
         return self.finished
-
-    def _note(self, records: list[Progress]) -> None:
-        """Append records to the metrics; Failure where that cannot be written."""
-        with writing(
-            self.metrics_path, "free some space there and continue with --resume, or choose another --out"
-        ):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with self.metrics_path.open("a") as metrics:
-                metrics.writelines(record.as_json() for record in records)
 
     def _advance(self) -> list[Progress]:
         """Every run takes the next few steps, up to the next evaluation at most."""
@@ -158,7 +153,10 @@ class Trainer:
         end = min(self.step + chunk, self.config.steps, (self.step // interval + 1) * interval)
         steps = range(self.step, end)
         rates = [learning_rate(step, self.config.steps, self.config.learning_rate) for step in steps]
-        batches = [self._batch(step) for step in steps]
+        batches = [
+            self.corpus.batch(self.config.seed, step, self.config.batch, self.config.sequence)
+            for step in steps
+        ]
         losses: dict[str, list[float]] = {}
         seconds: dict[str, float] = {}
         for name, run in self.runs.items():
@@ -180,9 +178,6 @@ class Trainer:
             )
             for index, (step, rate) in enumerate(zip(steps, rates, strict=True))
         ]
-
-    def _batch(self, step: int) -> Batch:
-        return self.corpus.batch(self.config.seed, step, self.config.batch, self.config.sequence)
 
     def save(self) -> None:
         """Everything the next step depends on."""

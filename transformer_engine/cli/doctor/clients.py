@@ -1,4 +1,4 @@
-"""Programs that look for the engine: which are installed, how each looks, and will it find this package?"""
+"""Client libraries of the engine: which are installed, how each detects it, and whether it detects this package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from .environment import Distribution, Environment
+from .environment import Distribution, Installation
 
 PACKAGE = "transformer-engine"
 
@@ -60,7 +60,7 @@ def takes(specifier: str, version: str) -> bool:
     return Requirement(f"{PACKAGE}{specifier}").specifier.contains(Version(version), prereleases=True)
 
 
-def installed(environment: Environment) -> list[tuple[str, Distribution, Client | None]]:
+def installed(environment: Installation) -> list[tuple[str, Distribution, Client | None]]:
     """(name, distribution, row of CLIENTS) of everything that looks for the engine or requires it."""
     rows = {client.name: client for client in CLIENTS}
     return [

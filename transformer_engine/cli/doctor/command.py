@@ -1,6 +1,6 @@
-"""`te doctor`: print the findings, problems with their remedies; the exit code is 1 where there is a problem.
+"""`te doctor`: prints the findings and remedies; the exit code is 1 if there is a problem.
 
-It runs on the standard library and this package alone, so that it can say what else is missing.
+It needs only the standard library and this package, so that it can report everything that is missing.
 """
 
 from __future__ import annotations
