@@ -29,7 +29,7 @@ from transformer_engine.cli.demo.config import (
     FRAMEWORKS,
     HIGH_PRECISION,
     RECIPES,
-    Config,
+    RunConfig,
     learning_rate,
     resolve,
 )
@@ -71,7 +71,7 @@ class Row:
         return abs(self.difference) <= self.limit
 
 
-def train(name: str, config: Config, corpus: Corpus) -> Curve:
+def train(name: str, config: RunConfig, corpus: Corpus) -> Curve:
     """Train one model to the end."""
     run = runs_of(config.framework).Run(name, config)
     start = time.perf_counter()
@@ -112,7 +112,7 @@ def _deviation(values: list[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def markdown(config: Config, curves: list[Curve], rows: list[Row], machine: str) -> str:
+def markdown(config: RunConfig, curves: list[Curve], rows: list[Row], machine: str) -> str:
     """The table as a page of its own."""
     seeds = len({curve.seed for curve in curves})
     experts = f", {config.experts} experts" if config.experts else ""
@@ -136,7 +136,7 @@ def markdown(config: Config, curves: list[Curve], rows: list[Row], machine: str)
     return "\n".join(lines) + "\n"
 
 
-def plot(path: Path, config: Config, curves: list[Curve]) -> None:
+def plot(path: Path, config: RunConfig, curves: list[Curve]) -> None:
     """Mean training loss over the seeds above, relative difference from high precision below."""
     means = {}
     for name in trained(curves):

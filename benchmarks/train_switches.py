@@ -28,8 +28,8 @@ import transformer_engine.pytorch as te
 from transformer_engine.cli.demo.config import (
     HIGH_PRECISION,
     RECIPES,
-    Config,
     Execution,
+    RunConfig,
     learning_rate,
     resolve,
 )
@@ -92,7 +92,7 @@ def main() -> None:
     write(chosen.json, config={**sizes, "device": device}, rows=rows)
 
 
-def trained(variant: Variant, config: Config, corpus: Corpus) -> dict[str, Any]:
+def trained(variant: Variant, config: RunConfig, corpus: Corpus) -> dict[str, Any]:
     """The row of a variant: a training to its end, then a validation."""
     gc.collect()
     if config.device == "cuda":
@@ -116,7 +116,7 @@ def trained(variant: Variant, config: Config, corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def _steps(run: Run, config: Config, corpus: Corpus) -> tuple[list[float], list[float]]:
+def _steps(run: Run, config: RunConfig, corpus: Corpus) -> tuple[list[float], list[float]]:
     """(the loss of every step, the seconds of a step by chunk)"""
     losses: list[float] = []
     seconds: list[float] = []

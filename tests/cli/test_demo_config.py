@@ -11,7 +11,7 @@ from transformer_engine.cli.demo.config import (
     CPU_SIZES,
     HIGH_PRECISION,
     RECIPES,
-    Config,
+    RunConfig,
     learning_rate,
     make_recipe,
     resolve,
@@ -20,7 +20,7 @@ from transformer_engine.cli.demo.config import (
 from transformer_engine.cli.demo.optimizer import MasterAdamW
 
 
-def config(**changes: Any) -> Config:
+def config(**changes: Any) -> RunConfig:
     return resolve("cpu", {"hidden": 64, "heads": 2, **changes})
 
 

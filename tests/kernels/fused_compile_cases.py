@@ -113,7 +113,7 @@ def block_launches() -> Iterator[tuple[str, Launch, Pointers]]:
     made = {"codes": CODES, "scale": SCALAR, "y": None, "mean": SCALAR, "rstdev": SCALAR, "eps": "fp32"}
     for width in (4096, 5120, 20480):
         alone = both._replace(columnwise=False)
-        rows = norm.Rows(8192, width, width, "bfloat16", 1e-5, False, True, 132)
+        rows = norm.NormRows(8192, width, width, "bfloat16", 1e-5, False, True, 132)
         launch = norm.forward(rows, None, alone)
         yield f"norm_blocks_{width}", launch, {**given, **made}
 

@@ -131,7 +131,7 @@ def norms() -> Iterator[Case]:
     for centered in (False, True):
         beta = HALF if centered else None
         for width in (1024, 5120, 9000, 20480):
-            plain = norm.Rows(64, width, width, "bfloat16", 1e-5, False, centered, 3)
+            plain = norm.NormRows(64, width, width, "bfloat16", 1e-5, False, centered, 3)
             name = f"norm {width} centered={centered}"
             yield name, norm.forward(plain), (HALF, HALF, beta, None, None)
             yield f"{name} measured", norm.forward(plain), (HALF, HALF, beta, None, FLOAT)

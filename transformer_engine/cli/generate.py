@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from .demo import checkpoint
-from .demo.config import HIGH_PRECISION, Config, saved_config
+from .demo.config import HIGH_PRECISION, RunConfig, saved_config
 from .demo.model import ByteGPT
 from .demo.sample import generate as draw
 from .failure import fitting, reporting
@@ -94,7 +94,7 @@ class _Shown:
         return f", {(len(timed) - 1) / (timed[-1] - timed[0]):,.0f} tokens/s"
 
 
-def load(path: Path, device: str, high_precision: bool) -> tuple[ByteGPT, Config]:
+def load(path: Path, device: str, high_precision: bool) -> tuple[ByteGPT, RunConfig]:
     """The model of a checkpoint that te train wrote, on a device; ValueError where there is none."""
     if not path.is_file():
         raise ValueError(

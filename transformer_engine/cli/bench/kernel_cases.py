@@ -55,12 +55,12 @@ def kernel_call(kernel: str, rows: int, width: int, limits: GpuLimits) -> Kernel
     found = _program(kernel, rows, width, limits)
     if found is not None:
         return found
-    from ...common.kernels.program import Program, Step
+    from ...common.kernels.program import Program, ProgramStep
 
     launch, given = _launch(kernel, rows, width, limits)
     names = tuple(None if one is None else f"given {place}" for place, one in enumerate(given))
     made = tuple(None if one is None else f"made {place}" for place, one in enumerate(launch.outputs))
-    program = Program(tuple(filter(None, names)), (Step(launch, names, made),), made)
+    program = Program(tuple(filter(None, names)), (ProgramStep(launch, names, made),), made)
     return KernelCall(program, tuple(one for one in given if one is not None))
 
 
@@ -76,7 +76,7 @@ def _program(kernel: str, rows: int, width: int, limits: GpuLimits) -> KernelCal
         )
         return KernelCall(program, (x, ((1,), FLOAT)))
     if kernel == "norm_codes":
-        matrix = norm.Rows(rows, width, width, HALF, 1e-5, False, False, limits.processors)
+        matrix = norm.NormRows(rows, width, width, HALF, 1e-5, False, False, limits.processors)
         return KernelCall(norm_codes.one_scale(matrix, scaling), (x, weight, None, ((1,), FLOAT), None))
     if kernel == "norm_backward":
         program = norm.backward(
@@ -122,7 +122,7 @@ def _launch(
     if kernel == "square_blocks":
         return block_cast.square_blocks((rows, width), E4M3, True, True, **SCALES), (x,)  # pyright: ignore
     if kernel == "norm":
-        matrix = norm.Rows(rows, width, width, HALF, 1e-5, False, False, limits.processors)
+        matrix = norm.NormRows(rows, width, width, HALF, 1e-5, False, False, limits.processors)
         return norm.forward(matrix), (x, ((width,), HALF), None, None, None)
     if kernel == "swiglu":
         return activation.forward("swiglu", True, rows, half, width, HALF, CONSTANTS), (x,)

@@ -68,7 +68,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 HIGH_PRECISION = "high_precision"
 RECIPES = (*recipes_here(), "none")
 OPTIMIZERS = ("adamw", "fused_adam")
-# Types of the fields of Config as they are written there.
+# Types of the fields of RunConfig as they are written there.
 KINDS: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "int": (int,),
@@ -106,7 +106,7 @@ def check_seed(seed: int) -> None:
 
 
 @dataclass(frozen=True)
-class Config:
+class RunConfig:
     """All settings that determine the losses of a run; checkpoints store it."""
 
     recipe: str
@@ -209,7 +209,7 @@ class Execution:
     offload_layers: int = 0
     observe: bool = False
 
-    def check(self, config: Config) -> None:
+    def check(self, config: RunConfig) -> None:
         """ValueError for what cannot be had together, or with a model of this depth or framework."""
         if config.framework == "jax" and self != Execution():
             raise ValueError(
@@ -229,8 +229,8 @@ class Execution:
             )
 
 
-def resolve(device: str, given: dict[str, Any]) -> Config:
-    """A Config for "auto", "cpu" or "cuda": the values given that are not None, else the device's sizes."""
+def resolve(device: str, given: dict[str, Any]) -> RunConfig:
+    """A RunConfig for "auto", "cpu" or "cuda": the values given that are not None, else the device's sizes."""
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device {device!r} does not exist; choose auto, cpu or cuda")
     chosen = {name: value for name, value in given.items() if value is not None}
@@ -238,13 +238,13 @@ def resolve(device: str, given: dict[str, Any]) -> Config:
     if device == "auto":
         device = "cuda" if has_gpu(framework) else "cpu"
     sizes = CUDA_SIZES if device == "cuda" else CPU_SIZES
-    return Config(**{"recipe": "delayed", "device": device, **sizes, **chosen})
+    return RunConfig(**{"recipe": "delayed", "device": device, **sizes, **chosen})
 
 
 def restore(
     saved: dict[str, Any], device: str, given: dict[str, Any], source: str = "the checkpoint"
-) -> Config:
-    """The Config of a checkpoint; a contradicting option raises: the continuation would not be exact."""
+) -> RunConfig:
+    """The RunConfig of a checkpoint; a contradicting option raises: the continuation would not be exact."""
     config = saved_config(saved, source)
     asked = {**given, "device": None if device == "auto" else device}
     for name, value in asked.items():
@@ -256,14 +256,14 @@ def restore(
     return config
 
 
-def saved_config(saved: dict[str, Any], source: str) -> Config:
-    """The Config in source, fields of other versions left out; ValueError, naming source, where it is none."""
-    known = {field.name for field in fields(Config)}
+def saved_config(saved: dict[str, Any], source: str) -> RunConfig:
+    """The RunConfig in source, fields of other versions left out; ValueError, naming source, where it is none."""
+    known = {field.name for field in fields(RunConfig)}
     missing = sorted(known - set(saved) - {"seed", "data", "experts", "optimizer", "framework"})
     if missing:
         raise ValueError(f"the config in {source} has no {missing[0]!r}; train again without --resume")
     try:
-        return Config(**{name: value for name, value in saved.items() if name in known})
+        return RunConfig(**{name: value for name, value in saved.items() if name in known})
     except ValueError as error:
         raise ValueError(f"the config in {source} does not work: {error}") from None
 

@@ -20,7 +20,7 @@ from ...pytorch.router import (
     fused_topk_with_score_function,
 )
 from ...pytorch.runtime.double_backward import once_differentiable
-from .config import Config
+from .config import RunConfig
 
 CHOSEN = 2  # experts of a token
 BALANCE = (
@@ -35,7 +35,7 @@ class MixtureOfExperts(nn.Module):
     the gradient holds that of the loss that balances experts; what is reported as the loss stays that of the text.
     """
 
-    def __init__(self, config: Config, deviation: float):
+    def __init__(self, config: RunConfig, deviation: float):
         super().__init__()
         device, dtype, count = config.device, getattr(torch, config.precision), config.experts
         inner = (
@@ -75,7 +75,7 @@ class MixtureOfExperts(nn.Module):
 class ExpertsLayer(nn.Module):
     """y = h + experts(norm(h)), h = x + attention(norm(x)); causal, as the dense layers of the demonstration."""
 
-    def __init__(self, config: Config, number: int, deviation: float):
+    def __init__(self, config: RunConfig, number: int, deviation: float):
         super().__init__()
         self.attention = te.MultiheadAttention(
             config.hidden,

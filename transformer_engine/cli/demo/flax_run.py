@@ -16,7 +16,7 @@ from jax import Array
 
 from ... import jax as te
 from . import flax_checkpoint
-from .config import BETAS, CLIP, DECAY, Config, Execution, make_recipe
+from .config import BETAS, CLIP, DECAY, Execution, RunConfig, make_recipe
 from .data import Batch
 from .flax_model import ByteGPT, initial_variables, mean_loss
 
@@ -38,7 +38,7 @@ class Run:
 
     observation = None
 
-    def __init__(self, name: str, config: Config, execution: Execution = PLAINLY):
+    def __init__(self, name: str, config: RunConfig, execution: Execution = PLAINLY):
         execution.check(config)
         self.name, self.config = name, config
         with self._device():
@@ -131,7 +131,7 @@ def _adamw() -> optax.GradientTransformation:
 
 
 @functools.partial(jax.jit, static_argnames=("config", "name"))
-def _initial_state(key: Array, *, config: Config, name: str) -> TrainingState:
+def _initial_state(key: Array, *, config: RunConfig, name: str) -> TrainingState:
     with _precision(name):
         variables = initial_variables(config, key)
     params = variables.pop("params")
@@ -139,7 +139,7 @@ def _initial_state(key: Array, *, config: Config, name: str) -> TrainingState:
 
 
 def _loss_of(
-    params: Any, scaling: Any, inputs: Array, targets: Array, key: Array, config: Config, name: str
+    params: Any, scaling: Any, inputs: Array, targets: Array, key: Array, config: RunConfig, name: str
 ) -> Array:
     with _precision(name):
         return mean_loss(config, {"params": params, **scaling}, inputs, targets, key)
@@ -150,7 +150,14 @@ _loss = jax.jit(_loss_of, static_argnames=("config", "name"))
 
 @functools.partial(jax.jit, static_argnames=("config", "name"), donate_argnums=0)
 def _step(
-    state: TrainingState, inputs: Array, targets: Array, rate: Array, key: Array, *, config: Config, name: str
+    state: TrainingState,
+    inputs: Array,
+    targets: Array,
+    rate: Array,
+    key: Array,
+    *,
+    config: RunConfig,
+    name: str,
 ) -> tuple[TrainingState, Array]:
     """The next state and the loss before it; the gradient with respect to scales and histories is their next value."""
     differentiated = jax.value_and_grad(_loss_of, argnums=(0, 1))
@@ -163,7 +170,7 @@ def _step(
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnums=1)
-def _following(params: Any, cache: Any, byte: Array, key: Array, *, config: Config) -> tuple[Any, Array]:
+def _following(params: Any, cache: Any, byte: Array, key: Array, *, config: RunConfig) -> tuple[Any, Array]:
     """The cache with one more byte, and a draw of the byte behind it."""
     variables = {"params": params, "cache": cache}
     logits, changed = ByteGPT(config).apply(variables, byte[None, None], decode=True, mutable=["cache"])

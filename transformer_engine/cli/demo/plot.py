@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from .config import HIGH_PRECISION, Config
+from .config import HIGH_PRECISION, RunConfig
 from .records import Progress
 
 COLOURS = {HIGH_PRECISION: "#555555"}
@@ -26,7 +26,7 @@ def smooth(values: list[float]) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def plot_losses(path: Path, config: Config, history: list[Progress]) -> None:
+def plot_losses(path: Path, config: RunConfig, history: list[Progress]) -> None:
     """Draw history to path; one panel only when nothing was quantized."""
     compared = len(config.runs) == 2
     figure = Figure(figsize=(8, 6 if compared else 4), dpi=130, layout="constrained")
@@ -69,7 +69,7 @@ def plot_losses(path: Path, config: Config, history: list[Progress]) -> None:
     figure.savefig(path)
 
 
-def _difference(panel, config: Config, history: list[Progress]) -> None:
+def _difference(panel, config: RunConfig, history: list[Progress]) -> None:
     """100 * (recipe - high precision) / high precision, with the one-percent band."""
     name, base = config.runs
     ratio = [100 * (record.loss[name] / record.loss[base] - 1) for record in history]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .config import Config
+from .config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class RunResult:
     seconds: float
 
 
-def summarize(config: Config, history: list[Progress]) -> list[RunResult]:
+def summarize(config: RunConfig, history: list[Progress]) -> list[RunResult]:
     """One RunResult a run: the training loss is the mean of the last twentieth of the steps (at least ten).
 
     The tokens a second are those of the median step: the first ones compile kernels.

@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import pytorch as te
 from ...pytorch.quantization import check_recipe_support
 from . import checkpoint
-from .config import Config, Execution, make_recipe
+from .config import Execution, RunConfig, make_recipe
 from .data import Batch
 from .model import ByteGPT
 from .optimizer import OPTIMIZERS
@@ -25,7 +25,7 @@ PLAINLY = Execution()
 class Run:
     """One model with its optimizer and the recipe it computes under."""
 
-    def __init__(self, name: str, config: Config, execution: Execution = PLAINLY):
+    def __init__(self, name: str, config: RunConfig, execution: Execution = PLAINLY):
         self.config, self.recipe = config, make_recipe(name)
         supported, reason = (True, "") if self.recipe is None else check_recipe_support(self.recipe)
         if not supported:

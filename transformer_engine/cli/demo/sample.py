@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from ... import pytorch as te
-from .config import Config, check_seed
+from .config import RunConfig, check_seed
 from .model import ByteGPT, parameter_dtype
 
 
 @torch.no_grad()
 def generate(
     model: ByteGPT,
-    config: Config,
+    config: RunConfig,
     prompt: bytes,
     count: int,
     *,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from ..failure import writing
-from .config import Config, Execution, learning_rate
+from .config import Execution, RunConfig, learning_rate
 from .data import Batch, Corpus
 from .records import WITHOUT_METRICS, Progress, read_metrics
 
@@ -23,7 +23,7 @@ class Run(Protocol):
 
     observation: Any
 
-    def __init__(self, name: str, config: Config, execution: Execution = PLAINLY): ...
+    def __init__(self, name: str, config: RunConfig, execution: Execution = PLAINLY): ...
 
     @property
     def parameters(self) -> int:
@@ -85,12 +85,12 @@ def runs_of(framework: str) -> Runs:
 
 
 class Trainer:
-    """Trains every run of a Config and writes folder/metrics.jsonl and folder/checkpoint.
+    """Trains every run of a RunConfig and writes folder/metrics.jsonl and folder/checkpoint.
 
     Of an execution that observes, the first run is observed, to folder/observed.jsonl.
     """
 
-    def __init__(self, config: Config, corpus: Corpus, folder: Path, execution: Execution = PLAINLY):
+    def __init__(self, config: RunConfig, corpus: Corpus, folder: Path, execution: Execution = PLAINLY):
         execution.check(config)
         self.config, self.corpus, self.folder, self.execution = config, corpus, folder, execution
         self.step = 0

@@ -20,7 +20,7 @@ from ..launching import run as run_launch
 from ..partitioning import broadcast_factors, strides_over_scores
 
 if TYPE_CHECKING:
-    from ....common.kernels.attention_problem import Problem
+    from ....common.kernels.attention_problem import AttentionProblem
 
 Triple = tuple[int, int, int]
 
@@ -155,8 +155,8 @@ class _Attention(Kernel):
         first = given.row[:1].astype(jnp.uint32) * (sequences * q.shape[2])
         return jnp.concatenate((given.words, first))
 
-    def problem(self, q: Array, k: Array, v: Array, given: Given) -> Problem:
-        from ....common.kernels.attention_problem import Problem
+    def problem(self, q: Array, k: Array, v: Array, given: Given) -> AttentionProblem:
+        from ....common.kernels.attention_problem import AttentionProblem
 
         facts = self.facts
         (batch, queries, heads, size), (_, keys, groups, _), size_v = q.shape, k.shape, v.shape[3]
@@ -164,7 +164,7 @@ class _Attention(Kernel):
         levels = (0, 1, 0) if facts.packed else (heads * queries, 1, queries)
         if facts.packed:
             levels = (0, heads, 1)
-        return Problem(
+        return AttentionProblem(
             dtype=q.dtype.name, batch=rows, heads=heads, groups=groups, seqlen_q=queries, seqlen_kv=keys,
             size_qk=size, size_v=size_v, scales=(facts.scale, facts.scale if facts.pre_scaled else 1.0),
             window=facts.window, bottom_right=facts.bottom_right, dropout=facts.dropout, page_size=0,

@@ -26,7 +26,7 @@ from ..several_axes import call_on_axes, with_rows
 from .request import How, NormCodesRequest
 
 if TYPE_CHECKING:
-    from ....common.kernels.norm import Rows
+    from ....common.kernels.norm import NormRows
 
 _WIDEST_CENTERED = (
     4096  # columns of a LayerNorm that makes the codes of blocks: beyond, its registers do not suffice
@@ -70,12 +70,12 @@ class _Norm(Kernel):
         statistic = jax.ShapeDtypeStruct(x.shape[:1], jnp.float32)
         return (*made, *[statistic for _ in self.statistics])
 
-    def rows(self, x: Array) -> Rows:
-        from ....common.kernels.norm import Rows  # it imports triton
+    def rows(self, x: Array) -> NormRows:
+        from ....common.kernels.norm import NormRows  # it imports triton
 
         rows, width = x.shape
         norms = (self.epsilon, self.zero_centered, self.centered)
-        return Rows(rows, width, width, x.dtype.name, *norms, processors().count)
+        return NormRows(rows, width, width, x.dtype.name, *norms, processors().count)
 
 
 @dataclass(frozen=True)
