@@ -1,9 +1,9 @@
 """transformer_engine_torch: the flat names that callers of the original's extension module use.
 
-Thin adapters: every function here calls what the modules of transformer_engine.pytorch are made of.
+Thin adapters over the primitives of transformer_engine.pytorch.
 """
 
-from transformer_engine.pytorch import requirements  # isort: skip  (says what is missing, first)
+from transformer_engine.pytorch import requirements  # isort: skip  (reports missing dependencies first)
 
 from transformer_engine.common import absent
 from transformer_engine.pytorch.functions.multi_tensor import (

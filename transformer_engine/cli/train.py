@@ -161,7 +161,7 @@ def _check_replacing(folder: Path, resume: bool, overwrite: bool) -> None:
 def _prepare(folder: Path, device: str, given: dict[str, Any], execution: Execution, resume: bool) -> Trainer:
     """A trainer at its first step, or where the folder's checkpoint left off."""
     if not resume:
-        _demand(given["framework"] or default_framework())  # before its devices are asked for
+        _demand(given["framework"] or default_framework())  # before its devices are queried
         config = resolve(device, given)
         trainer = Trainer(config, load_corpus(config.data, config.sequence), folder, execution)
         with writing(folder, ELSEWHERE):

@@ -15,7 +15,7 @@ DType = enum.IntEnum(
 
 
 class NVTE_Bias_Type(enum.IntEnum):
-    """What is added to the attention's logits."""
+    """Bias of the attention's logits."""
 
     NVTE_NO_BIAS = 0
     NVTE_PRE_SCALE_BIAS = 1
@@ -35,7 +35,7 @@ class NVTE_Mask_Type(enum.IntEnum):
 
 
 class NVTE_Softmax_Type(enum.IntEnum):
-    """What the softmax's denominator holds besides the keys."""
+    """Additional terms of the softmax's denominator."""
 
     NVTE_VANILLA_SOFTMAX = 0
     NVTE_OFF_BY_ONE_SOFTMAX = 1
@@ -57,7 +57,7 @@ class NVTE_QKV_Format(enum.IntEnum):
 
 
 class NVTE_QKV_Layout(enum.IntEnum):
-    """How queries, keys and values lie in memory; 3 or 2 stands where they are interleaved."""
+    """Memory layouts of queries, keys and values; 3 or 2 marks interleaved ones."""
 
     NVTE_SB3HD = 0
     NVTE_SBH3D = 1

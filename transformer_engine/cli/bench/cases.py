@@ -13,7 +13,7 @@ from typing import Any
 from ...pytorch.quantization import all_families
 from .kernel_cases import KERNELS
 
-# Recipes of modules; the first is no recipe, parameters and arithmetic in bfloat16.
+# Recipes of modules; the first means no recipe: parameters and arithmetic in bfloat16.
 RECIPES = ("bf16", *(family.name for family in all_families() if family.samples))
 # A recipe may quantize to more than one format.
 QUANTIZATIONS = {sample.name: (family.name, sample) for family in all_families() for sample in family.samples}
@@ -27,7 +27,7 @@ class Case:
 
     name        family and passes ("f": forward, "fb": forward and backward), recipe, sizes: the key of a comparison
     recipe      one of RECIPES, or of QUANTIZATIONS in the family quantize
-    arguments   what a provider's builder of the family takes
+    arguments   arguments of a provider's builder of the family
     backward    run the backward pass too
     operations  floating-point operations of the matrix products; 0 where bytes count
     moved       bytes that have to be read and written once; 0 where operations count

@@ -33,7 +33,7 @@ PROFILED = 9  # calls
 
 @dataclass(frozen=True)
 class JaxWorkload:
-    """What a provider built for a case.
+    """The workload that a provider built for a case.
 
     function   y from parameters, state and inputs
     state      its gradient is its next value, as of scales and histories; a call is given the one before's
@@ -76,7 +76,7 @@ class JaxWorkload:
 
 @contextmanager
 def _cache_on_disk() -> Iterator[None]:
-    """JAX's cache of compiled programs in a folder of its own, empty at first."""
+    """Use a new, empty folder for JAX's cache of compiled programs."""
     wanted = {
         "jax_compilation_cache_dir": "",
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -166,9 +166,9 @@ def _on_the_gpu(call: _CompiledCall, host: float) -> float | None:
 
 
 def _calls(profile: Any) -> list[float]:
-    """Nanoseconds that every call's kernels ran on the streams of the GPUs, but for that of torch, which sleeps before.
+    """Return the nanoseconds of each call's kernels on the GPUs' streams, except torch's stream, which sleeps.
 
-    Where the profiler has not seen torch sleep, all calls have their mean.
+    If the profiler missed the sleep of torch, all calls get the mean.
     """
     sleeps, spans = [], []
     for plane in profile.planes:

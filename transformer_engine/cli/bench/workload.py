@@ -15,7 +15,7 @@ from .measure import Effort, Figures, measure, peak_mib
 
 @dataclass(frozen=True)
 class Workload:
-    """What a provider built for a case.
+    """The workload that a provider built for a case.
 
     function   a module or a plain function
     inputs     its arguments; the floating-point ones get gradients in a backward step
@@ -67,7 +67,7 @@ class Workload:
 
 
 def routed_tokens(case: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens [T, hidden], bool [T, experts] of those that take each token of a case, and probabilities [T, experts]."""
+    """Tokens [T, hidden], the routing map bool [T, experts] of a case, and probabilities [T, experts]."""
     a = case.arguments
     shape = (a["tokens"], a["experts"])
     chosen = torch.rand(*shape, device=device).topk(a["places"], dim=1).indices

@@ -68,7 +68,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 HIGH_PRECISION = "high_precision"
 RECIPES = (*recipes_here(), "none")
 OPTIMIZERS = ("adamw", "fused_adam")
-# Types of the fields of RunConfig as they are written there.
+# Types of the fields of RunConfig, by annotation.
 KINDS: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "int": (int,),
@@ -202,7 +202,7 @@ class Execution:
 
     graphs           capture the model's calls as CUDA graphs
     offload_layers   activations of so many layers wait in host memory
-    observe          look at the tensors of the first of every ten steps
+    observe          observe the tensors in every tenth step
     """
 
     graphs: bool = False
@@ -269,7 +269,7 @@ def saved_config(saved: dict[str, Any], source: str) -> RunConfig:
 
 
 def make_recipe(name: str) -> recipes.Recipe | None:
-    """The recipe that a run's name stands for; None computes in the parameters' own precision."""
+    """Return the recipe of a run's name, or None for high precision."""
     if name in ("none", HIGH_PRECISION):
         return None
     # A short window: the activations of a new model grow quickly in its first steps.

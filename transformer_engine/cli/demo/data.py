@@ -110,7 +110,7 @@ def _files(root: Path) -> list[Path]:
 
 
 def _read(files: list[Path], root: Path) -> list[bytes]:
-    """The files that are UTF-8 text; ValueError when there is none or when they exceed the limit."""
+    """Read the files with UTF-8 text; ValueError if there are none or they exceed the limit."""
     pieces: list[bytes] = []
     total = 0
     for file in files:

@@ -32,7 +32,7 @@ class MixtureOfExperts(nn.Module):
     """y [.., hidden] = sum of probability * fc2_e(swiglu(fc1_e(norm(x)))) over the two experts of a token.
 
     The router stays in float32: with one output an expert it is little work, and decides for whole tokens. In training
-    the gradient holds that of the loss that balances experts; what is reported as the loss stays that of the text.
+    the gradient includes that of the load-balancing loss, which the reported loss excludes.
     """
 
     def __init__(self, config: RunConfig, deviation: float):
@@ -104,7 +104,7 @@ class ExpertsLayer(nn.Module):
 
 
 class _Beside(torch.autograd.Function):
-    """y as it is; the loss beside it is differentiated as if it had been added to the one that training starts from."""
+    """y unchanged; the gradient of `loss` is computed as if it were added to the training loss."""
 
     @staticmethod
     def forward(ctx, y, loss):

@@ -13,7 +13,7 @@ from jax import Array
 from ...jax import flax as te_flax
 from .config import VOCABULARY, RunConfig
 
-# Fields of every block; what a module computes in follows from its inputs, parameters are float32.
+# Fields of every block; modules compute in the dtype of their inputs, parameters are float32.
 _BLOCK: dict[str, Any] = {
     "layernorm_type": "rmsnorm",
     "layernorm_epsilon": 1e-5,

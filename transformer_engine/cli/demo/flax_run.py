@@ -67,7 +67,7 @@ class Run:
         return [float(loss) for loss in losses]
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Mean loss over batches, by the scales as they are."""
+        """Return the mean loss over batches, without updating scales."""
         params, scaling, _ = self.state
         with self._device():
             losses = [
@@ -94,7 +94,7 @@ class Run:
         return bytes(text[len(prompt) :])
 
     def observe(self, log: Path) -> None:
-        """Execution refuses it before."""
+        """Unsupported; `Execution.check` rejects it earlier."""
         raise NotImplementedError("--observe is of the demonstration in torch; take --framework torch")
 
     def state_dict(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class ByteGPT(nn.Module):
         nn.init.normal_(self.head.weight, std=0.02)
 
     def forward(self, tokens: Tensor, cache: te.InferenceParams | None = None) -> Tensor:
-        """logits for tokens [batch, sequence]; with a cache, tokens are those that follow the cached ones."""
+        """logits for tokens [batch, sequence]; with a cache, tokens follow the cached ones."""
         length = tokens.shape[1] if cache is None else cache.max_sequence_length
         positions = self.rotary(length)
         hidden = self.embedding(tokens)

@@ -100,7 +100,7 @@ class FusedAdamW:
         self.adam.load_state_dict(state["fused_adam"])
 
 
-# The optimizers by name, as `te train --optimizer` has them.
+# The optimizers of `te train --optimizer`.
 OPTIMIZERS: dict[str, type[MasterAdamW | FusedAdamW]] = {"adamw": MasterAdamW, "fused_adam": FusedAdamW}
 
 

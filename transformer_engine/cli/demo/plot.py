@@ -17,7 +17,7 @@ RECIPE_COLOUR = "#c2410c"
 def smooth(values: list[float]) -> list[float]:
     """Mean over a window of about a thirtieth of the curve round each value.
 
-    At the steep start the window is cut off; at the end it stays whole, since a few steps' noise is no trend.
+    The window is truncated at the steep start, but not at the end, where a few steps' noise would look like a trend.
     """
     reach = len(values) // 60
     last = len(values) - 2 * reach - 1

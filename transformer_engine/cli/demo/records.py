@@ -1,4 +1,4 @@
-"""The records of a run: a line of metrics.jsonl a step, and what they add up to."""
+"""The records of a run, one line of metrics.jsonl per step, and their summary."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Run:
             te.graphed(self.model)
 
     def observe(self, log: Path) -> None:
-        """Look at the tensors of the first of every ten steps from here on."""
+        """Observe the tensors in every tenth step from now on."""
         self.observation = te.observe(self.model, log=log)
 
     def precision(self) -> te.autocast:

@@ -95,7 +95,7 @@ class _CachedStep:
         self.cache.pre_step(OrderedDict({0: fresh.shape[1]}))
         if fresh.shape[1] > 1 or not fresh.is_cuda:
             return self._forward(fresh)
-        if not self.warm:  # compiles what the capture must find compiled
+        if not self.warm:  # compiles the kernels before the capture
             self.warm = True
             return self._forward(fresh)
         if self.graph is None:

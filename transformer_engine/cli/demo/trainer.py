@@ -43,7 +43,7 @@ class Run(Protocol):
         ...
 
     def observe(self, log: Path) -> None:
-        """Look at the tensors of the first of every ten steps from here on."""
+        """Observe the tensors in every tenth step from now on."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -62,12 +62,12 @@ class Runs(Protocol):
 
     @staticmethod
     def save(path: Path, state: dict[str, Any]) -> None:
-        """Write the state of the runs to path; what was there stays whole until that is complete."""
+        """Write the state of the runs to path; an earlier checkpoint is replaced when the new one is complete."""
         ...
 
     @staticmethod
     def load(path: Path) -> dict[str, Any]:
-        """The state in path; ValueError, naming the path, for what is no checkpoint of te train."""
+        """Load the state; ValueError for a path that te train did not write."""
         ...
 
     @staticmethod

@@ -15,7 +15,7 @@ PACKAGE = "transformer-engine"
 
 @dataclass(frozen=True)
 class Client:
-    """A distribution that looks for the engine without requiring it; `by` is what it asks."""
+    """A distribution that detects the engine without requiring it; `by` is how it does."""
 
     name: str
     by: str
@@ -48,7 +48,7 @@ def pins(found: Distribution) -> str | None:
     for line in found.requires:
         try:
             need = Requirement(line)
-        except InvalidRequirement:  # old packages write what is no requirement by the standard
+        except InvalidRequirement:  # old packages have requirements that do not follow the standard
             continue
         if canonicalize_name(need.name) == PACKAGE:
             return str(need.specifier)
@@ -56,7 +56,7 @@ def pins(found: Distribution) -> str | None:
 
 
 def takes(specifier: str, version: str) -> bool:
-    """Is this version one of those that a client asks for?"""
+    """Return whether a client's specifier contains this version."""
     return Requirement(f"{PACKAGE}{specifier}").specifier.contains(Version(version), prereleases=True)
 
 

@@ -16,7 +16,7 @@ SIGNS = {"good": "ok  ", "note": "note", "problem": "FAIL"}
 
 
 def run(as_json: bool) -> int:
-    """Print what was found, as lines or as JSON; the exit code."""
+    """Print the findings as lines or as JSON and return the exit code."""
     findings = examine(gather())
     print(as_text(findings) if not as_json else json.dumps(as_dict(findings), indent=2))
     return 0 if healthy(findings) else 1

@@ -69,11 +69,11 @@ class Installation:
     version        of the code that runs, and `folder`, where it lies
     distributions  by normalized name; several where the metadata of several versions is there
     copies         folder and version of other packages called transformer_engine on the path
-    extension      the file that `import transformer_engine_torch` would load, None where there is none
-    failures       module: why its import fails, of those that are installed; torch.cuda, jax.devices: why they raise
+    extension      the file that `import transformer_engine_torch` would load, or None
+    failures       why the import of an installed module fails, and why torch.cuda and jax.devices raise
     driver         version of NVIDIA's driver, None without one
     jax_devices    platforms of JAX's devices
-    variables      what is wrong with an environment variable, None if nothing is
+    variables      error of an environment variable, or None
     cache          why the folder of the cache cannot be written, None if it can
     """
 
@@ -133,7 +133,7 @@ def _distributions() -> dict[str, tuple[Distribution, ...]]:
     found: dict[str, list[Distribution]] = {}
     for each in metadata.distributions():
         name = each.metadata["Name"]
-        if name is None:  # what is left of a package that was half removed
+        if name is None:  # the remainder of a partly removed package
             continue
         made = Distribution(each.version, str(each.locate_file("")), tuple(each.requires or ()))
         same = found.setdefault(canonicalize_name(name), [])

@@ -119,7 +119,7 @@ def _describe(record: Any) -> str:
 
 
 class Recipe:
-    """What all recipes share: one predicate a family, true for subclasses too."""
+    """The base of all recipes, with one predicate per family, which is true for subclasses too."""
 
     fp8_format: Format
 
@@ -377,11 +377,11 @@ class NVFP4BlockScaling(Recipe):
 @recipe_class
 @dataclass(repr=False)
 class CustomRecipe(Recipe):
-    """qfactory(role) -> quantizer, asked once for every quantizer slot of a module.
+    """qfactory(role) -> quantizer, called once for every quantizer slot of a module.
 
     The role is a str ("linear_input", "linear_weight", "linear_output", "linear_grad_output" or
     "linear_grad_input") with the fields module_type, tensor_type and name; None where a module says so.
-    It answers with a quantizer or a DelayedScalingRequest; None leaves the tensor in high precision.
+    It returns a quantizer, a DelayedScalingRequest, or None to keep the tensor in high precision.
     quantization_alignment: rows that padding of grouped inputs rounds up to.
     """
 

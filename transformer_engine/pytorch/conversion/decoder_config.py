@@ -1,4 +1,4 @@
-"""DecoderConfig: what a causal decoder is made of, as data that every family of checkpoints is translated to."""
+"""DecoderConfig: the configuration of a causal decoder, to which the configs of all families are converted."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from ...common.numbers import to_float, to_int
 
 
 class StepKind(Enum):
-    """What a step runs."""
+    """The pass that a step runs."""
 
     FORWARD = "forward"
     BACKWARD = "backward"

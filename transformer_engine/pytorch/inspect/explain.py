@@ -32,8 +32,8 @@ def explain(
         function: A module or another callable.
         args: Positional arguments of the call.
         backward: Also run the backward pass of the first tensor that the call returns. No `.grad` is modified.
-        steps: Also report the steps of every pass of Linear, LayerNormLinear, LayerNormMLP and GroupedLinear: what
-            each makes, by which backend, and what is saved.
+        steps: Also report the steps of every pass of Linear, LayerNormLinear, LayerNormMLP and GroupedLinear:
+            results, backends and saved tensors.
         kwargs: Keyword arguments of the call.
 
     Raises:

@@ -56,10 +56,10 @@ class MemoryPlan:
     parameters     and buffers, and the state of the recipe
     gradients      of parameters
     weight_copies  weights as quantized for the products
-    activations    what the forward pass left for the backward and is still there
+    activations    tensors that the forward pass saved and the backward pass has not freed
     boundary       the model's input and output, and their gradients
     transient      everything else: results and operands under way
-    workspace      what the libraries of products keep
+    workspace      workspaces of the libraries of products
     saved          activations after the forward pass, all of them
     modules        by module
     """

@@ -28,7 +28,7 @@ BUILDERS = Builders()
 
 
 def recipe_named(name: str, **options: Any) -> recipes.Recipe | None:
-    """The recipe with its defaults but for the options; None for bf16."""
+    """Return the recipe with these options, or None for bf16."""
     return None if name == RECIPES[0] else family_named(name).recipe(**options)
 
 
@@ -195,7 +195,7 @@ def _layer_variant(case: Case, device: torch.device) -> Workload:
 
 
 class OffloadedStack(torch.nn.Module):
-    """y = layers(x), what the first of them save waiting on the host; on a CPU it is there already."""
+    """y = layers(x); the saved tensors of the first layers are offloaded to the host, except on a CPU."""
 
     def __init__(self, layers: Sequence[torch.nn.Module], offloaded: int):
         super().__init__()
@@ -337,7 +337,7 @@ def parameters_of(case: Case, device: torch.device) -> list[torch.nn.Parameter]:
 
 
 def stepping(optimizer: torch.optim.Optimizer) -> Workload:
-    """One step of an optimizer; its first parameter is what comes out."""
+    """Return the workload of one optimizer step, whose result is the first parameter."""
 
     def step() -> Tensor:
         optimizer.step()
