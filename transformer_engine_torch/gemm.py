@@ -120,7 +120,10 @@ def generic_gemm(
     _check_combination(D, quantizer, gelu, gelu_in, grad, accumulate, beta)
     # A beta of 0 ignores the values of D, even NaN.
     beta = (1.0 if beta is None else beta) if accumulate else 0.0
-    dtype = _output_dtype(A, D, output_dtype)
+    if D is not None:
+        dtype = D.dtype
+    else:
+        dtype = A.dtype if output_dtype is None else torch_dtype(output_dtype)
     b, a = _operands(A, transA, B, transB)
     added = None if grad or bias is None or not bias.numel() else bias.view(-1)
     _check_extents(a, b, D, None if added is None else bias)
@@ -325,12 +328,6 @@ def te_general_grouped_gemm(
             before.copy_(done[2].view(before.shape))
         gradients.append(done[1])
     return gradients
-
-
-def _output_dtype(A: Any, D: Any, asked: DType | int | torch.dtype | None) -> torch.dtype:
-    if D is not None:
-        return D.dtype
-    return A.dtype if asked is None else torch_dtype(asked)
 
 
 def _operands(A: Any, transA: bool, B: Any, transB: bool) -> tuple[Operand, Operand]:

@@ -39,14 +39,14 @@ class Workload:
 
     def step(self, backward: bool) -> Callable[[], None]:
         """One forward pass without gradients, or one forward and backward pass that fills every .grad anew."""
-        return self._training_step() if backward else self._forward_step()
+        if backward:
+            return self._training_step()
 
-    def _forward_step(self) -> Callable[[], None]:
-        def step() -> None:
+        def forward_step() -> None:
             with torch.no_grad(), self.context():
                 self.function(*self.inputs, **self.keywords)
 
-        return step
+        return forward_step
 
     def _training_step(self) -> Callable[[], None]:
         inputs = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in self.inputs)

@@ -6,7 +6,6 @@ import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from .config import RunConfig
 
@@ -49,13 +48,6 @@ WITHOUT_METRICS = (
 )
 
 
-def _is(kind: type, value: Any) -> bool:
-    """Is value of a kind, a dict one of numbers?"""
-    if kind is dict:
-        return isinstance(value, dict) and all(isinstance(number, (int, float)) for number in value.values())
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
 def _record(path: Path, number: int, line: str) -> Progress:
     """The record in a line of a metrics file."""
     try:
@@ -65,7 +57,13 @@ def _record(path: Path, number: int, line: str) -> Progress:
     kinds = {"step": int, "learning_rate": float, "loss": dict, "seconds": dict, "validation": dict}
     known = content if isinstance(content, dict) else {}
     optional = {"validation": {}}
-    wrong = [name for name, kind in kinds.items() if not _is(kind, {**optional, **known}.get(name))]
+    wrong = []
+    for name, kind in kinds.items():
+        value = {**optional, **known}.get(name)
+        numbers = value.values() if isinstance(value, dict) else ()
+        valid = isinstance(value, kind) and not isinstance(value, bool)
+        if not valid or not all(isinstance(number, (int, float)) for number in numbers):
+            wrong.append(name)
     wrong += [name for name in known if name not in kinds]
     if wrong:
         raise ValueError(f"line {number} of {path} has no good {wrong[0]!r}; {WITHOUT_METRICS}")
