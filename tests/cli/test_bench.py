@@ -244,7 +244,7 @@ def test_on_a_cpu_the_command_says_so():
         (["--only", "absent"], "no case is left"),
         (["--provider", "other"], "provider 'other' does not exist; choose from te, torch"),
         (["--json", "/absent/a.json"], "--json /absent/a.json: there is no folder /absent"),
-        (["--compare", "/absent/a.json", "/absent/b.json"], "/absent/a.json is no readable JSON file"),
+        (["--compare", "/absent/a.json", "/absent/b.json"], "/absent/a.json is not a readable JSON file"),
     ],
 )
 def test_a_wrong_option_is_one_sentence_and_exit_code_2(arguments: list[str], message: str):

@@ -117,11 +117,11 @@ def _absent_shard(folder: Path) -> None:
     ("damage", "sentence"),
     [
         (_shortened, "lies from byte"),
-        (_garbage, "cannot be read as safetensors: it is cut short, or another kind of file"),
+        (_garbage, "cannot be read as safetensors: it is truncated or has another format"),
         (_pickled, "holds pytorch_model.bin, a pickle, which can run code when it is read"),
         (_no_settings, "holds neither config.json nor transformer_engine.json"),
         (_no_json, "config.json cannot be read as JSON"),
-        (_absent_shard, "names '../absent', which is no file beside it"),
+        (_absent_shard, "names '../absent', which is not a file in the same folder"),
     ],
 )
 def test_a_damaged_folder_is_named_with_what_to_do(damage, sentence: str, tmp_path: Path):
@@ -132,7 +132,7 @@ def test_a_damaged_folder_is_named_with_what_to_do(damage, sentence: str, tmp_pa
 
 def test_a_folder_that_is_there_is_left_alone(tmp_path: Path):
     folder = write_checkpoint(tmp_path / "theirs", "llama")
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="exists; give the name of a new folder"):
         conversion.convert(folder, folder)
 
 
