@@ -286,7 +286,9 @@ def test_a_comparison_without_a_common_case_is_refused(tmp_path: Path):
 def test_a_file_without_cases_is_refused(tmp_path: Path):
     path = tmp_path / "other.json"
     path.write_text('{"losses": [1, 2]}')
-    with pytest.raises(ValueError, match=r"other.json does not hold a list of cases; give a file that te bench"):
+    with pytest.raises(
+        ValueError, match=r"other.json does not hold a list of cases; give a file that te bench"
+    ):
         read(path)
 
 
