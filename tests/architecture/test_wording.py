@@ -35,7 +35,7 @@ def test_no_file_names_a_path_of_one_machine():
 
 
 def test_no_message_installs_the_package_from_an_index():
-    """By its name an index has the original: extras are installed from a checkout (common/extras.py)."""
+    """By its name an index has the original: extras are installed from a checkout (common/optional.py)."""
     for path in tracked_text_files():
         if (ROOT / "benchmarks" / "results") in path.parents:  # records of runs, as they were printed
             continue

@@ -8,7 +8,7 @@ from by_kernels import Kernels
 from support.kernels import DEVICE, runs_kernels, sized
 from support.tolerances import DTYPES, ROUNDED
 
-from transformer_engine.common.labels import Labels
+from transformer_engine.common.operation_settings import Labels
 from transformer_engine.pytorch.primitives import cross_entropy
 from transformer_engine.pytorch.primitives.cross_entropy import (
     CrossEntropyRequest,

@@ -8,7 +8,7 @@ from by_kernels import Kernels
 from support.kernels import DEVICE, runs_kernels, sized
 from support.tolerances import DTYPES, MULTIPLIED, UNIT
 
-from transformer_engine.common.steps import Adam, Sgd
+from transformer_engine.common.operation_settings import Adam, Sgd
 from transformer_engine.pytorch.primitives import multi_tensor
 from transformer_engine.pytorch.primitives.multi_tensor import (
     MultiTensorRequest,

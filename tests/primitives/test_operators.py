@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from transformer_engine.common import dispatch
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
-from transformer_engine.common.labels import Labels
+from transformer_engine.common.operation_settings import Labels
 from transformer_engine.pytorch.primitives import column_sums as sums
 from transformer_engine.pytorch.primitives import cross_entropy as losses
 from transformer_engine.pytorch.primitives import quantize as quantization

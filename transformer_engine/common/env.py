@@ -377,7 +377,7 @@ def check_all() -> None:
 
 
 def texts(names: tuple[str, ...]) -> tuple[str | None, ...]:
-    """The texts of variables as they are, None where unset: what a cached decision has to be keyed by."""
+    """Return the texts of variables, None if unset, as the key of a cached decision."""
     return tuple(map(os.environ.get, names))
 
 
@@ -404,7 +404,7 @@ def watch_in_eager_mode(name: str) -> Callable[[], str | bytes | None]:
 def generation() -> int:
     """A number that is another one whenever a variable of the table that anything reads has changed: for keys.
 
-    Nothing tells of a write to os.environ, so each question looks: 0.4 us while none of them is set, 1 us otherwise.
+    os.environ reports no writes, so each call reads it: 0.4 us while no variable is set, 1 us otherwise.
     """
     global _texts, _generation
     texts = () if _none_is_set(_READ) else tuple(map(_stored_text, _READ_IN_ORDER))
@@ -415,7 +415,7 @@ def generation() -> int:
 
 
 def renew() -> None:
-    """Make generation() another number: whoever keys a decision by it decides again."""
+    """Change generation(), so that decisions keyed by it are repeated."""
     global _generation
     _generation += 1
 
@@ -432,19 +432,19 @@ def flag(name: str) -> bool:
 
 
 def keep_cublas_repeatable() -> None:
-    """Give cuBLAS workspaces of a fixed size, without which torch does not call it repeatable, unless it has some."""
+    """Set a fixed workspace size of cuBLAS, which torch requires for deterministic results, unless one is set."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def cache_directory() -> Path:
-    """The user's folder for what is measured or planned once: TE_CACHE_DIR, or the desktop's convention for caches."""
+    """Return the user's cache folder: TE_CACHE_DIR, or the XDG convention."""
     chosen = get("TE_CACHE_DIR")
     if chosen:
         return Path(str(chosen)).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "transformer_engine"
 
 
-# As os.environ stores them. A live view of its keys says at once that none of them is set, which is the usual case.
+# As os.environ stores them. A live view of its keys is the fastest test of the usual case that no variable is set.
 _READ_IN_ORDER = _stored_names(
     tuple(v.name for v in VARIABLES.values() if not v.meaning.startswith("Accepted"))
 )

@@ -27,8 +27,7 @@ from .cross_entropy import fused_linear_cross_entropy, parallel_cross_entropy
 from .distributed import CudaRNGStatesTracker, checkpoint
 from .functions import by_name
 from .graph import graphed, make_graphed_callables
-from .inspect.autotune import autotune
-from .inspect.deterministic import deterministic
+from .inspect.algorithms import autotune, deterministic
 from .inspect.explain import explain
 from .inspect.memory_plan import memory_plan
 from .inspect.observation import Observation, observe

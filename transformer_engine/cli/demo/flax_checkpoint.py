@@ -1,7 +1,7 @@
 """A checkpoint is a folder: about.json and the arrays of every run by orbax, replaced whole, read without running code.
 
-The folder is written beside the old one and takes its place by renaming. Between the two renames the old one lies in
-NAME.old, where `load` finds it.
+The folder is written next to the old one and replaces it by two renames. Between them the old one is NAME.old, where
+`load` finds it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _write(folder: Path, state: dict[str, Any]) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The state in path, arrays as NumPy's; ValueError, naming the path, for what is no checkpoint of te train."""
+    """Load the state with NumPy arrays; ValueError for a folder that te train did not write."""
     remedy = "leave --resume out to start this run again, or fix --name"
     _restore_old(path)
     if path.is_file():
@@ -85,7 +85,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def _restore_old(path: Path) -> None:
-    """Bring back what a program that ended between the two renames has left aside."""
+    """Restore the old folder if a program ended between the two renames."""
     old = _beside(path, "old")
     if old.is_dir() and not path.exists():
         try:

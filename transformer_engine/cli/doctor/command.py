@@ -1,6 +1,6 @@
-"""`te doctor`: print the findings, problems with their remedies; the exit code is 1 where there is a problem.
+"""`te doctor`: prints the findings and remedies; the exit code is 1 if there is a problem.
 
-It runs on the standard library and this package alone, so that it can say what else is missing.
+It needs only the standard library and this package, so that it can report everything that is missing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SIGNS = {"good": "ok  ", "note": "note", "problem": "FAIL"}
 
 
 def run(as_json: bool) -> int:
-    """Print what was found, as lines or as JSON; the exit code."""
+    """Print the findings as lines or as JSON and return the exit code."""
     findings = examine(gather())
     print(as_text(findings) if not as_json else json.dumps(as_dict(findings), indent=2))
     return 0 if healthy(findings) else 1

@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..formats import FLOAT32_MAX, Element, ceil_div
 from . import tile
 from .launch import Launch, Output, codes_dtype
-from .program import Program, Step, step
+from .program import Program, ProgramStep, step
 from .rounding import given_multiplier, magnitude_bits, scale_from_amax
 
 VALUE_FOR_INF = tl.constexpr(FLOAT32_MAX)
@@ -42,7 +42,7 @@ class OneScale(NamedTuple):
         both = ("codes_t", "scale") if self.columnwise else (None, None)
         return ("codes", "scale", *both, "record" if self.records else "amax")
 
-    def after(self, values: str, shape: tuple[int, int]) -> Step:
+    def after(self, values: str, shape: tuple[int, int]) -> ProgramStep:
         """The cast of values [M, K], which lie in memory, by the maximum that has been found."""
         launch = cast(
             shape, self.element, True, self.columnwise, power_of_two=self.power_of_two, epsilon=self.epsilon
@@ -285,7 +285,7 @@ def one_scale(
     if amax == SCALES:
         given = ("x",)
         steps = (
-            Step(absolute_maximum(shape[0] * shape[1], overlaps=overlaps), given, ("amax",)),
+            ProgramStep(absolute_maximum(shape[0] * shape[1], overlaps=overlaps), given, ("amax",)),
             step(cast(*plain, follows=overlaps, **scaling), ("x", None, "amax"), names),
         )
     elif amax == MEASURED:

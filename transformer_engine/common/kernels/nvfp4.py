@@ -29,7 +29,7 @@ from .fp4_blocks import (
     takes_four,
 )
 from .launch import Launch, Output
-from .program import Program, Step, step
+from .program import Program, ProgramStep, step
 from .rounding import as_float, magnitude_bits
 
 _TILE = 64
@@ -338,14 +338,14 @@ def program(
     given += ("amax",) if amax_given else ()
     given += ("amax_t",) if amax_t_given else ()
     tensor_maximum = absolute_maximum(shape[0] * shape[1])
-    steps: list[Step] = []
+    steps: list[ProgramStep] = []
     amax: str | None = "amax"
     if options.per_row:
         if rowwise and not amax_given:
-            steps.append(Step(row_maxima(shape), ("x",), ("amax",)))
+            steps.append(ProgramStep(row_maxima(shape), ("x",), ("amax",)))
         amax = "amax" if rowwise else None
     elif not amax_given and (rowwise or not options.hadamard):
-        steps.append(Step(tensor_maximum, ("x",), ("amax",)))
+        steps.append(ProgramStep(tensor_maximum, ("x",), ("amax",)))
     elif not amax_given:
         amax = None
     amax_t = amax
@@ -353,7 +353,7 @@ def program(
         amax_t = "amax_t"
         if not amax_t_given:
             measure = transformed_maximum(shape, options.random_sign) if options.hadamard else tensor_maximum
-            steps.append(Step(measure, ("x",), ("amax_t",)))
+            steps.append(ProgramStep(measure, ("x",), ("amax_t",)))
     names = ("codes", "scale", "codes_t", "scale_t")
     last = step(blocks(shape, rowwise, columnwise, options), ("x", amax, amax_t, "random", "random_t"), names)
     maxima = (amax if rowwise else None, amax_t if columnwise else None)

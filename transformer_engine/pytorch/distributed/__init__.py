@@ -1,4 +1,4 @@
-"""Ranks working together: collectives, the tensor-parallel boundary, random states, recomputation."""
+"""Distributed training: collectives, tensor parallelism, random states, recomputation."""
 
 from ...common.formats import TENSOR_FORMATS
 from .collectives import (
@@ -54,7 +54,7 @@ __all__ = [
     "world_size",
 ]
 
-# What callers ask the class of a handle for: has the gather of packed codes, of whichever format, to be finished?
+# Callers test with these names of the original whether a handle is a gather of packed codes.
 globals().update(
     {
         f"_{form.name.upper()}AllGatherAsyncHandle": DeferredGather

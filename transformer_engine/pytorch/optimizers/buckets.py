@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ...common.steps import Adam
+from ...common.operation_settings import Adam
 from ..functions.multi_tensor import adam_checked
 from ..primitives.multi_tensor import Extents, adam_step
 from ..tensor.quantized_tensor import QuantizedTensor

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from ...common.numbers import to_bool
-from ...common.steps import Adam
+from ...common.operation_settings import Adam
 from ..functions.multi_tensor import device_rates
 from ..primitives.multi_tensor import adam_rates, on_device
 from ..tensor.quantized_tensor import QuantizedTensor

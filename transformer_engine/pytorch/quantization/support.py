@@ -14,7 +14,8 @@ from typing import Any
 from ...common import env
 from ...common.checks import described
 from ...common.numbers import to_bool
-from ...common.recipe import Recipe, defaults
+from ...common.recipe import Recipe
+from ...common.recipe.field_checks import defaults_are_readable, demand_readable_defaults
 from ..runtime.device import cuda_version, get_device_compute_capability, has_cuda
 from ..runtime.tracing import constant_while_tracing
 from .family import Family, Requirement, all_families, family_of
@@ -194,7 +195,7 @@ _DEFAULTS: dict[str, Recipe] = {}
 
 def prepare_default(family: Family) -> None:
     """Build the shared instance of a family that may be the default."""
-    if defaults.are_readable():
+    if defaults_are_readable():
         _DEFAULTS[family.name] = family.recipe(backward_override=None)  # pyright: ignore[reportCallIssue]
 
 
@@ -206,7 +207,7 @@ def _default_name() -> str:
 def default_recipe() -> Recipe:
     """Return the shared instance of the default recipe for the formats of the hardware, without emulation."""
     if not _DEFAULTS:
-        defaults.demand_readable()
+        demand_readable_defaults()
     return _DEFAULTS[_default_name()]
 
 

@@ -13,8 +13,8 @@ from ...conversion import DecoderConfig
 from ...module.layernorm_linear import LayerNormLinear
 from ...module.linear import Linear
 from ...module.rmsnorm import RMSNorm
-from .made_empty import norm_of, norm_place_of, place_of, unfilled
-from .rotary_angles import Turns
+from .convertible import norm_of, norm_place_of, place_of, unfilled
+from .hooks import Turns
 
 # Attributes of a stock attention that its calls read, and that callers may have set.
 SET_BY_CALLERS = ("scaling", "attention_dropout", "is_causal")

@@ -12,6 +12,8 @@ from ...attention.rope import apply_fused_qkv_rotary_pos_emb
 from ...distributed import checkpoint
 from .cached import CachedAttention
 from .equivalents import (
+    CrossAttentionSubmodules,
+    SelfAttentionSubmodules,
     built,
     process_groups,
     ranks_of,
@@ -19,7 +21,6 @@ from .equivalents import (
     setting,
 )
 from .rotation import Forms, check_reach, concentration, embeddings_of, rotated
-from .submodules import CrossAttentionSubmodules, SelfAttentionSubmodules
 
 
 class Attention(CachedAttention, ABC):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Operator, Table
-from ....common.labels import Labels
+from ....common.operation_settings import Labels
 from ...runtime.launching import operator
 from . import reference, triton
 from .reference import CrossEntropyRequest, strips_of

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ....common.formats import ceil_div
-from ....common.labels import Labels
+from ....common.operation_settings import Labels
 
 
 class CrossEntropyRequest(NamedTuple):

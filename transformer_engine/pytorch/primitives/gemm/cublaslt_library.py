@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ....common import extras, optional
+from ....common import optional
 from ...runtime.tracing import constant_while_tracing
 
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA recommends for compute capability 9.0; smaller GPUs need less
@@ -37,7 +37,7 @@ def missing() -> str | None:
 @functools.cache
 def _missing() -> str | None:
     if not optional.installed("nvmath"):
-        return f"nvmath-python is not installed ({extras.command('cuda')})"
+        return f"nvmath-python is not installed ({optional.install_command('cuda')})"
     try:
         version = bindings().get_version()
     except optional.FAILURES as error:

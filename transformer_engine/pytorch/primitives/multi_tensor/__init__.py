@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Table
-from ....common.steps import Adam, Sgd
+from ....common.operation_settings import Adam, Sgd
 from . import reference, triton
 from .addresses import Extents
 from .reference import MultiTensorRequest, halves, joined

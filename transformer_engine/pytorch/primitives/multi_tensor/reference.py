@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ....common.steps import Adam, Sgd
+from ....common.operation_settings import Adam, Sgd
 
 
 class MultiTensorRequest(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ....common.memory import Memory
-from ....common.steps import Adam, Sgd
+from ....common.operation_settings import Adam, Sgd
 from ...runtime.launching import DTYPE_NAMES, refuses_elementwise, run
 from . import reference
 from .addresses import Extents, Lists, chunks_of

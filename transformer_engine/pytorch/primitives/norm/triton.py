@@ -16,7 +16,7 @@ from ..quantize.format_row import as_float32
 from .reference import NormRequest, with_cast
 
 if TYPE_CHECKING:
-    from ....common.kernels.norm import Rows
+    from ....common.kernels.norm import NormRows
     from ....common.kernels.program import Program
 
 _WIDEST_CENTERED = 4096  # columns of a LayerNorm that makes the codes of blocks
@@ -70,13 +70,15 @@ def _forward(request: NormRequest) -> Callable[..., tuple[Tensor, ...]]:
     return layernorm if request.centered else rmsnorm
 
 
-def _rows(request: NormRequest) -> Rows:
-    from ....common.kernels.norm import Rows  # it imports triton
+def _rows(request: NormRequest) -> NormRows:
+    from ....common.kernels.norm import NormRows  # it imports triton
 
     rows, width = request.shape
     processors = launching.processors(request.device.index).count
     stride, dtype = _row_stride(request.shape, request.strides), DTYPE_NAMES[request.dtype]
-    return Rows(rows, width, stride, dtype, request.eps, request.zero_centered, request.centered, processors)
+    return NormRows(
+        rows, width, stride, dtype, request.eps, request.zero_centered, request.centered, processors
+    )
 
 
 def _row_stride(shape: tuple[int, int], strides: tuple[int, ...]) -> int:

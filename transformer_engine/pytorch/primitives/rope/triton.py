@@ -71,7 +71,7 @@ def _unpack(request: RopeRequest) -> Callable[..., tuple[Tensor, Tensor, Tensor]
     launch, leading = _packed(request, *request.x, False), shape[:-2]
 
     def unpack(qkv: Tensor, *given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = run(launch, (rows_dense(qkv), *_ready(*given)))
+        q, k, v = run(launch, (*_ready(*given), rows_dense(qkv)))[:3]
         return (
             q.view(*leading, *q.shape[2:]),
             k.view(*leading, *k.shape[2:]),
@@ -90,10 +90,9 @@ def _pack(request: RopeRequest) -> Callable[..., Tensor]:
     launch = _packed(request, joint.shape, joint.stride(), True)
 
     def pack(dq: Tensor, dk: Tensor, dv: Tensor, *given: Tensor | None) -> Tensor:
-        dqkv = empty_joint(dk, sizes)
         gradients = (dq.contiguous(), dk.contiguous(), dv.contiguous())
-        run(launch, (dqkv, *_ready(*given), *gradients))
-        return dqkv
+        (dqkv,) = run(launch, (*_ready(*given), None, *gradients))
+        return dqkv.view(*dk.shape[:-1], sum(sizes))
 
     return pack
 
@@ -112,12 +111,12 @@ def _ready(
 
 def _packed(request: RopeRequest, shape: torch.Size, strides: tuple[int, ...], transposed: bool) -> Launch:
     """Of a joint tensor of this shape and these strides."""
-    from ....common.kernels import rope  # it imports triton
+    from ....common.kernels import rope_packed  # it imports triton
 
     spec, (q_angles, k_angles) = request.spec, request.angles
     shape, strides = _four(shape, strides, spec.tensor_format)
     q_size, width, v_width = request.sizes
-    return rope.rotate_packed(
+    return rope_packed.rotate_packed(
         (shape[0], shape[1]),
         (shape[2], q_size // width),
         (width, v_width),

@@ -1,4 +1,7 @@
-"""y = softmax(scale * x) of attention logits, whole, masked or causal, and its gradient, by the extension's names."""
+"""Softmax of scaled attention logits (unmasked, masked or causal) and dropout, under the extension's names.
+
+The mask of dropout has one bit per element, uint8 [ceil(elements / 8)].
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ from torch import Tensor
 
 from transformer_engine.common.checks import number
 from transformer_engine.common.numbers import to_float
+from transformer_engine.pytorch.primitives.dropout import dropout_backward, dropout_forward
 from transformer_engine.pytorch.primitives.softmax import scaled_softmax_backward as softmax_backward
 from transformer_engine.pytorch.primitives.softmax import scaled_softmax_forward as softmax_forward
 from transformer_engine.pytorch.runtime.checks import floating, same_shape, tensor
+
+from .checks import output_or_none, values
 
 
 def scaled_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
@@ -83,3 +89,29 @@ def _scale(scale_factor: float, **scores: Tensor) -> float:
         if value is not first:
             same_shape(name, value, "its gradient", first)
     return scale
+
+
+def dropout_fwd(input: Tensor, dropout_probability: float, out: Tensor | None = None) -> list[Tensor]:
+    """Return [y, mask] with y = input / (1 - p) where an element is kept, and 0 elsewhere."""
+    p = _probability(dropout_probability)
+    values(input=input)
+    output_or_none("out", out, input)
+    return list(dropout_forward(input, p, out=out))
+
+
+def dropout_bwd(
+    grad_output: Tensor, mask: Tensor, dropout_probability: float, grad_input: Tensor | None = None
+) -> Tensor:
+    """Return the gradient of the input of `dropout_fwd`, for its mask."""
+    p = _probability(dropout_probability)
+    values(grad_output=grad_output)
+    tensor("mask", mask)
+    output_or_none("grad_input", grad_input, grad_output)
+    return dropout_backward(grad_output, mask, p, out=grad_input)
+
+
+def _probability(dropout_probability: float) -> float:
+    p = to_float("dropout_probability", dropout_probability)
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout_probability={p} is outside 0 .. 1; give the share of elements to drop")
+    return p

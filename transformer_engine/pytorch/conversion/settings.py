@@ -1,34 +1,34 @@
-"""Settings: another library's config.json, read value by value; what is missing or strange is named."""
+"""Settings: the config.json of another library, read value by value; errors name a missing or invalid value."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ....common.checks import described
-from ....common.numbers import to_bool
-from ..decoder_config import DecoderConfig, RotaryConfig
+from ...common.checks import described
+from ...common.numbers import to_bool
+from .decoder_config import DecoderConfig, RotaryConfig
 
 
 class Settings:
-    """The content of a config.json; `source` is what messages call it."""
+    """The content of a config.json; `source` is its name in error messages."""
 
     def __init__(self, content: Mapping[str, Any], source: str):
         self.content, self.source = content, source
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A whole number; the default stands for one that is missing or null."""
+        """Return a whole number; a missing or null setting has the default."""
         return self._value(name, default, (int,), "a whole number")
 
     def number(self, name: str, default: float | None = None) -> float:
         return float(self._value(name, default, (int, float), "a number"))
 
     def switch(self, name: str, default: bool) -> bool:
-        """The truth value of a setting, as transformers reads it: null is false, a missing setting the default."""
+        """Return the truth value of a setting as transformers reads it: null is false."""
         return to_bool(f"{self.source}: {name}", self.content.get(name, default))
 
     def choice(self, name: str, default: str, choices: Mapping[str, str]) -> str:
-        """What the choice called name stands for here."""
+        """Return the entry of `choices` for the setting `name`."""
         value = self.content.get(name) or default
         if value not in choices:
             raise ValueError(
@@ -38,7 +38,7 @@ class Settings:
         return choices[value]
 
     def demand(self, name: str, allowed: Collection[Any], why: str) -> None:
-        """ValueError unless the setting is one of the allowed ones, or is missing."""
+        """Raise ValueError for a setting outside the allowed values; a missing setting is valid."""
         value = self.content.get(name)
         if value is not None and value not in allowed:
             raise ValueError(f"{self.source}: {name}={described(value)}: {why}")
@@ -57,7 +57,7 @@ class Settings:
 
 
 def llama_like(settings: Settings, **different: Any) -> DecoderConfig:
-    """The settings that Llama brought, with those in which a family differs."""
+    """Return the config of a family with the setting names of Llama; `different` overrides fields."""
     layers, heads = settings.integer("num_hidden_layers"), settings.integer("num_attention_heads")
     hidden = settings.integer("hidden_size")
     common: dict[str, Any] = {
@@ -81,10 +81,10 @@ def llama_like(settings: Settings, **different: Any) -> DecoderConfig:
 
 
 def rotary(settings: Settings) -> RotaryConfig:
-    """rope_theta and rope_scaling, or rope_parameters, which later releases make of both."""
+    """Read rope_theta and rope_scaling, or rope_parameters, which replaces both in later releases of transformers."""
     given = settings.content.get("rope_parameters") or settings.content.get("rope_scaling") or {}
     if not isinstance(given, Mapping):
-        raise ValueError(f"{settings.source}: rope_scaling={described(given)} is no object; repair it")
+        raise ValueError(f"{settings.source}: rope_scaling={described(given)} is not an object; repair it")
     scaling = Settings(given, f"{settings.source}, rope_scaling")
     base = scaling.number("rope_theta", settings.number("rope_theta", 10000.0))
     kind = given.get("rope_type", given.get("type", "default"))
@@ -105,12 +105,12 @@ def rotary(settings: Settings) -> RotaryConfig:
             scaling.integer("original_max_position_embeddings"),
         )
     raise ValueError(
-        f"{settings.source}: rope_type={described(kind)} is not known; default, linear and llama3 are"
+        f"{settings.source}: rope_type={described(kind)} is not supported; default, linear and llama3 are"
     )
 
 
 def windows(settings: Settings, window: int | None, layers: int) -> tuple[int | None, ...]:
-    """The window of each layer: of those that layer_types calls sliding, else of all."""
+    """Return the window of each layer; with `layer_types`, only sliding layers have one."""
     kinds = settings.content.get("layer_types")
     if kinds is None or window is None:
         return (window,) * layers

@@ -1,4 +1,4 @@
-"""What running callables to warm them up changes, put back afterwards: nothing of it counts as a step."""
+"""state_restored: saves and restores the state that warm-up runs change, so that they do not count as steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 
 @dataclass(frozen=True)
 class _Scales:
-    """A module's delayed-scaling states of one direction, and copies of what they held."""
+    """The delayed-scaling states of a module in one direction, and copies of their values."""
 
     module: TransformerEngineBaseModule | RecipeSlots
     direction: str
@@ -36,8 +36,8 @@ class _Scales:
         copies = tuple((state.scale.clone(), state.amax_history.clone()) for state in states)
         return _Scales(module, direction, states, copies)
 
-    def put_back(self) -> None:
-        """The values into the states; states that were made since continue them as the first call makes them."""
+    def restore(self) -> None:
+        """Restore the values; states that were created since are reset and inherit from those they replace."""
         for state, (scale, history) in zip(self.states, self.copies, strict=True):
             state.scale.copy_(scale)
             state.amax_history.copy_(history)
@@ -60,7 +60,7 @@ def delayed_states_of(layer: TransformerEngineBaseModule | RecipeSlots, directio
 
 @dataclass(frozen=True)
 class _Values:
-    """Tensors that are written in place, and copies of them."""
+    """Tensors that are modified in place, and copies of their values."""
 
     tensors: tuple[Tensor, ...]
     copies: tuple[Tensor, ...]
@@ -70,14 +70,14 @@ class _Values:
         held = tuple(tensors)
         return _Values(held, tuple(tensor.detach().clone() for tensor in held))
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         with torch.no_grad():
             for tensor, copy in zip(self.tensors, self.copies, strict=True):
                 tensor.copy_(copy)
 
 
 class _RandomStates:
-    """Where all random states are; generators stay the same objects, which graphs have registered."""
+    """All random states; the generator objects, which graphs register, are not replaced."""
 
     def __init__(self) -> None:
         self.cpu = torch.get_rng_state()
@@ -88,7 +88,7 @@ class _RandomStates:
         ]
         self.tensors = {name: state.clone() for name, state in states.items() if isinstance(state, Tensor)}
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda)
@@ -100,7 +100,7 @@ class _RandomStates:
 
 
 def _accumulators(module: torch.nn.Module) -> Iterator[Tensor]:
-    """The buffers that fused weight gradients go to."""
+    """Iterate over the buffers that accumulate fused weight gradients."""
     for layer in module.modules():
         if getattr(layer, "fuse_wgrad_accumulation", False) or getattr(
             layer, "_accumulate_into_main_grad", False
@@ -111,25 +111,9 @@ def _accumulators(module: torch.nn.Module) -> Iterator[Tensor]:
                     yield main_grad
 
 
-def _cached_weights(layers: Iterable[torch.nn.Module]) -> Iterator[Tensor]:
-    """What quantized weights are kept in, for the later microbatches of the step that made them."""
-    for layer in layers:
-        if isinstance(layer, TransformerEngineBaseModule):
-            for kept in layer.numerics.workspaces.values():
-                if isinstance(kept, QuantizedTensorStorage):
-                    yield from (part for part in kept.as_storage().flatten()[0] if part is not None)
-
-
-def _scales_of_others() -> Iterator[Tensor]:
-    """All that takes part in updates of scales: an autocast inside of a module ends with one of all modules."""
-    for pool in delayed_scaling.pools().values():
-        for state in pool.states:
-            yield from (state.scale_in_place, state.amax_history)
-
-
 @contextmanager
-def left_as_it_was(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Whatever runs in the block, scales, buffers, cached weights, gradients and random states are as before."""
+def state_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Restore scales, buffers, cached weights, gradients and random states after the block."""
     roots = list(modules)
     layers = {id(layer): layer for root in roots for layer in root.modules()}.values()
     scales = [
@@ -140,8 +124,19 @@ def left_as_it_was(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     ]
     values = _Values.of(buffer for root in roots for buffer in root.buffers())
     sums = _Values.of({id(t): t for root in roots for t in _accumulators(root)}.values())
-    weights = _Values.of(_cached_weights(layers))
-    others = _Values.of(_scales_of_others())
+    workspaces = [
+        workspace
+        for layer in layers
+        if isinstance(layer, TransformerEngineBaseModule)
+        for workspace in layer.numerics.workspaces.values()
+        if isinstance(workspace, QuantizedTensorStorage)
+    ]
+    weights = _Values.of(
+        part for workspace in workspaces for part in workspace.as_storage().flatten()[0] if part is not None
+    )
+    # Scales of other modules too: an autocast inside of a module ends with an update of all modules.
+    pooled = [state for pool in delayed_scaling.pools().values() for state in pool.states]
+    others = _Values.of(tensor for state in pooled for tensor in (state.scale_in_place, state.amax_history))
     gradients = [(parameter, parameter.grad) for root in roots for parameter in root.parameters()]
     said = [p for root in roots for p in root.parameters() if hasattr(p, _SAID)]
     before = [getattr(p, _SAID) for p in said]
@@ -149,9 +144,9 @@ def left_as_it_was(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
-        random.put_back()
+        random.restore()
         for kept in (others, *scales, values, sums, weights):
-            kept.put_back()
+            kept.restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient
         for parameter, value in zip(said, before, strict=True):

@@ -1,11 +1,11 @@
-"""Block: a callable with tensors that stay in their places, and its passes as bodies that a recorder can record.
+"""StaticBlock: a callable with static tensors, whose passes a recorder can record.
 
     forward           outputs = callable(inputs), under the autocast that it is captured with
     backward          gradients of inputs and parameters, of static gradients of the outputs
-    weight_gradients  what delay_wgrad_compute=True has put off
+    weight_gradients  the weight gradients that delay_wgrad_compute=True postpones
 
-Bodies read and write the same tensors every time. They change nothing that a replay would not: scales are updated by
-whoever replays.
+The passes read and write the same tensors in every call. They have no effect that a replay lacks: the code that replays
+also updates the scales.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from ..module.base import TransformerEngineBaseModule
 from ..module.linear_base import ProductsModule
 from ..ops.basic import GroupedLinear as GroupedOperation
 from ..quantization.autocast import AutocastState, autocast
-from .caching import called_as, flagged, layers_with_weights, microbatch
+from .caching import flagged, microbatch, with_first_microbatch
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """The structure of what a callable returned, its leaves that are no tensors, and which of the others have a
-    gradient."""
+    """The structure of a return value, its leaves that are not tensors, and which tensors are differentiable."""
 
     structure: pytree.TreeSpec
     constants: tuple[Any, ...]
@@ -45,20 +44,20 @@ class Outputs:
         )
 
     def of_tensors(self, tensors: Sequence[Tensor | None]) -> Any:
-        """What the callable would have returned."""
+        """Rebuild the return value of the callable from the output tensors."""
         leaves = [c if t is None else t for c, t in zip(self.constants, tensors, strict=True)]
         return pytree.tree_unflatten(leaves, self.structure)
 
 
 @dataclass
-class Block:
-    """One callable on its own static tensors.
+class StaticBlock:
+    """A callable with static input tensors.
 
-    call         what runs: a function, or a module's own forward
-    module       the module that it is of; None: a plain function
-    inputs       static tensors in the places of `structure`, that of (args, kwargs); `constants` are its other leaves
-    quantization the autocast that it runs under
-    caches       are quantized weights kept over the microbatches of a step?
+    call         the function, or the forward of the module
+    module       the module; None for a function
+    inputs       static tensors at `positions` among the leaves of `structure` (args, kwargs); `constants` is the rest
+    quantization the autocast of the capture
+    caches       whether quantized weights are reused by the microbatches of a step
     """
 
     call: Callable[..., Any]
@@ -80,19 +79,20 @@ class Block:
     def __post_init__(self) -> None:
         if self.module is not None:
             self.parameters = tuple(p for p in self.module.parameters() if p.requires_grad)
-        self.layers = layers_with_weights(self.module)
+        modules = () if self.module is None else self.module.modules()
+        self.layers = [layer for layer in modules if isinstance(layer, ProductsModule)]
         if not self.constants:
             self.positions = tuple(range(len(self.inputs)))
             self.constants = (None,) * len(self.inputs)
 
     @property
     def surface(self) -> list[Tensor]:
-        """What the backward could make gradients of: inputs, then parameters."""
+        """The tensors that may receive gradients: inputs, then parameters."""
         return [*self.inputs, *self.parameters]
 
     @property
     def delayed(self) -> list[TransformerEngineBaseModule | GroupedOperation]:
-        """The modules that put their weight gradients off."""
+        """The modules that postpone their weight gradients."""
         return [
             layer
             for layer in (() if self.module is None else self.module.modules())
@@ -100,21 +100,21 @@ class Block:
         ]
 
     def arguments(self, tensors: Sequence[Tensor] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) of these tensors, by default of the static ones."""
+        """Return (args, kwargs) with the given tensors, by default the static inputs."""
         leaves = list(self.constants)
         for position, tensor in zip(self.positions, self.inputs if tensors is None else tensors, strict=True):
             leaves[position] = tensor
         return pytree.tree_unflatten(leaves, self.structure)
 
     def forward(self, first: bool | None = False) -> list[Tensor | None]:
-        """The leaves of the outputs, which the next `backward` is of.
+        """Run the callable and return the leaves of its outputs.
 
-        first   where weights are cached: has this call to make them?
+        first   with cached weights: whether this call quantizes them
         """
         state = self.quantization
         args, kwargs = self.arguments()
         if self.caches and first is not None and isinstance(self.module, ProductsModule):
-            args, kwargs = called_as(first, self.module, args, kwargs)  # no hook sees its call
+            args, kwargs = with_first_microbatch(first, self.module, args, kwargs)  # no hook sees its call
         with ExitStack() as blocks:
             blocks.enter_context(torch.set_grad_enabled(self.training))
             blocks.enter_context(flagged(self.caches))
@@ -128,7 +128,7 @@ class Block:
         return [leaf if isinstance(leaf, Tensor) else None for leaf in leaves]
 
     def prepare_grad_outputs(self) -> None:
-        """A static gradient for each output that has one, once the forward has shown which those are."""
+        """Allocate a static gradient for each differentiable output of the forward pass."""
         if not self.grad_outputs:
             self.grad_outputs = [
                 torch.zeros_like(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
@@ -136,7 +136,7 @@ class Block:
             ]
 
     def backward(self) -> list[Tensor | None]:
-        """For each tensor of the surface its gradient; None where there is none."""
+        """Return the gradient of each tensor of the surface, or None."""
         assert self.outputs is not None
         made, self._made = self._made, []
         roots = [o for o, has in zip(made, self.outputs.differentiable, strict=True) if has]
@@ -156,27 +156,24 @@ class Block:
             )
         grads = [next(found) if tensor.requires_grad else None for tensor in self.surface]
         if not self.allow_unused_input:
-            self._check_all_used(grads)
+            for i, (tensor, grad) in enumerate(zip(self.inputs, grads, strict=False)):
+                if tensor.requires_grad and grad is None:
+                    raise RuntimeError(
+                        f"input {i} wants a gradient, but no output depends on it; pass it without, or set "
+                        "allow_unused_input=True"
+                    )
         return grads
 
-    def _check_all_used(self, grads: list[Tensor | None]) -> None:
-        for i, (tensor, grad) in enumerate(zip(self.inputs, grads, strict=False)):
-            if tensor.requires_grad and grad is None:
-                raise RuntimeError(
-                    f"input {i} wants a gradient, but no output depends on it; pass it without, or set "
-                    "allow_unused_input=True"
-                )
-
     def weight_gradients(self) -> list[Tensor | None]:
-        """For each parameter the gradient that was put off; None where it was not, or went to main_grad."""
+        """Return each parameter's postponed gradient; None if it was not postponed, or was added to main_grad."""
         before = [parameter.grad for parameter in self.parameters]
         hooks = [(layer, layer._wgrad_hooks) for layer in self.delayed]
         try:
             for parameter in self.parameters:
                 parameter.grad = None
             for layer, _ in hooks:
-                layer._wgrad_hooks = []  # they belong to a gradient that has arrived, which is at the replay
-                type(layer).backward_dw(layer)  # pyright: ignore[reportArgumentType]  # not the instance's door
+                layer._wgrad_hooks = []  # they run at the replay, when the gradient exists
+                type(layer).backward_dw(layer)  # pyright: ignore[reportArgumentType]  # the method of the class: `backward_dw` of a graphed module is replaced
             return [parameter.grad for parameter in self.parameters]
         finally:
             for parameter, grad in zip(self.parameters, before, strict=True):
@@ -185,5 +182,5 @@ class Block:
                 layer._wgrad_hooks = own
 
     def forget(self) -> None:
-        """Drop the graph of a forward whose backward will not be asked for."""
+        """Drop the autograd graph of a forward pass without a backward pass."""
         self._made = []

@@ -1,12 +1,21 @@
-"""Enumerations of attention by the names and numbers of the original's headers, which both frameworks have."""
+"""Enumerations of the original's headers, by name and number: element types, and the settings of attention."""
 
 from __future__ import annotations
 
 import enum
 
+DType = enum.IntEnum(
+    "DType",
+    {
+        "kByte": 0, "kInt32": 2, "kInt64": 3, "kFloat32": 4, "kFloat16": 5, "kBFloat16": 6, "kFloat8E4M3": 7,
+        "kFloat8E5M2": 8, "kFloat8E8M0": 9, "kFloat4E2M1": 10,
+    },
+    module="transformer_engine_jax",
+)  # fmt: skip
+
 
 class NVTE_Bias_Type(enum.IntEnum):
-    """What is added to the attention's logits."""
+    """Bias of the attention's logits."""
 
     NVTE_NO_BIAS = 0
     NVTE_PRE_SCALE_BIAS = 1
@@ -26,7 +35,7 @@ class NVTE_Mask_Type(enum.IntEnum):
 
 
 class NVTE_Softmax_Type(enum.IntEnum):
-    """What the softmax's denominator holds besides the keys."""
+    """Additional terms of the softmax's denominator."""
 
     NVTE_VANILLA_SOFTMAX = 0
     NVTE_OFF_BY_ONE_SOFTMAX = 1
@@ -48,7 +57,7 @@ class NVTE_QKV_Format(enum.IntEnum):
 
 
 class NVTE_QKV_Layout(enum.IntEnum):
-    """How queries, keys and values lie in memory; 3 or 2 stands where they are interleaved."""
+    """Memory layouts of queries, keys and values; 3 or 2 marks interleaved ones."""
 
     NVTE_SB3HD = 0
     NVTE_SBH3D = 1
