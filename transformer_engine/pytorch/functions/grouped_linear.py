@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.passes.vocabulary import Cast, ColumnSum, Layer, Product
+from ...common.passes.vocabulary import CastSettings, ColumnSum, Layer, Product
 from ..primitives.column_sums import column_sums
 from ..primitives.gemm import Epilogue, gemm
 from ..primitives.grouped_gemm import (
@@ -108,7 +108,7 @@ def _call_of(env: Environment, layer: str) -> GroupedCall:
     return call
 
 
-def _cast(env: Environment, s: Cast, x: Any) -> tuple[Any, Any]:
+def _cast(env: Environment, s: CastSettings, x: Any) -> tuple[Any, Any]:
     call = _call_of(env, s.layer)
     if call.layout is not None:
         return _cast_at_once(call, call.layout, s, x)
@@ -132,7 +132,7 @@ def _cast(env: Environment, s: Cast, x: Any) -> tuple[Any, Any]:
     )
 
 
-def _cast_at_once(call: GroupedCall, groups: Groups, s: Cast, x: Any) -> tuple[Any, Any]:
+def _cast_at_once(call: GroupedCall, groups: Groups, s: CastSettings, x: Any) -> tuple[Any, Any]:
     quantizer: Any = getattr(call.spec.quantizers, s.tensor)
     if s.tensor == "weight":
         codes, scale, codes_t, scale_t = call.cached or quantizer.matrices(

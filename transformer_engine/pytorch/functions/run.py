@@ -15,7 +15,7 @@ from ...common.memory import Memory
 from ...common.passes.grouped import PREFIX
 from ...common.passes.schedule import buffers, freed_after
 from ...common.passes.step import Pass
-from ...common.passes.vocabulary import Cast
+from ...common.passes.vocabulary import CastSettings
 from ..offload.marks import active as offloading
 from ..offload.marks import keep_weight, mark_ready
 from .linear_spec import Environment
@@ -109,7 +109,7 @@ def _is_weight(pass_: Pass, name: str) -> bool:
         return name.endswith("weight")
     step = pass_.steps[maker]
     return step.op.removeprefix(PREFIX) == "convert" or (
-        isinstance(step.settings, Cast) and step.settings.tensor == "weight"
+        isinstance(step.settings, CastSettings) and step.settings.tensor == "weight"
     )
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import to_bool
+from ..functions.by_name import LayerNormLinearByName as _LayerNormLinear
 from ..functions.by_name import (
     NormByName,
-    _LayerNormLinear,
     called_by_name,
     general_gemm,
     refuse_quantized,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import to_bool
-from ..functions.by_name import _Linear, called_by_name, general_gemm, refuse_quantized
+from ..functions.by_name import LinearByName as _Linear
+from ..functions.by_name import called_by_name, general_gemm, refuse_quantized
 from ..functions.linear import linear, prepared
 from ..functions.linear_spec import LinearSpec
 from ..functions.weight_gradient import WeightGradStore

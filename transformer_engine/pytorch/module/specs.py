@@ -42,7 +42,7 @@ class Facts(NamedTuple):
         return issubclass(self.kind, QuantizedTensorStorage)
 
 
-class Run(NamedTuple):
+class EqualFacts(NamedTuple):
     """Facts of consecutive parameters that agree in them, as they stand in a key; see `ProductsModule.spec`."""
 
     facts: tuple[Any, ...] | None

@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Kind:
+class CoreSettings:
     """What calls of one DotProductAttention have in common; causal: a window without a limit is another one then."""
 
     heads: int
@@ -47,9 +47,9 @@ class Cores:
     """The DotProductAttentions of one layer."""
 
     def __init__(self) -> None:
-        self._made: dict[Kind, DotProductAttention] = {}
+        self._made: dict[CoreSettings, DotProductAttention] = {}
 
-    def of(self, kind: Kind) -> DotProductAttention:
+    def of(self, kind: CoreSettings) -> DotProductAttention:
         """That of a kind, made at its first call."""
         core = self._made.get(kind)
         if core is None:
@@ -69,12 +69,14 @@ def _make_while_tracing(name: str, text: str) -> bool:
     if not hasattr(_traced, name):
         numbers = [float.fromhex(part) for part in text.split()]
         setattr(
-            _traced, name, Kind(*[int(n) for n in numbers[:4]], *numbers[4:6], causal=bool(numbers[6])).made()
+            _traced,
+            name,
+            CoreSettings(*[int(n) for n in numbers[:4]], *numbers[4:6], causal=bool(numbers[6])).made(),
         )
     return True
 
 
-def core_of(module: torch.nn.Module, kind: Kind) -> DotProductAttention:
+def core_of(module: torch.nn.Module, kind: CoreSettings) -> DotProductAttention:
     """The module's DotProductAttention of a kind; a compiler has it made by a call that it takes for a constant."""
     if not torch.compiler.is_compiling():
         cores = module.__dict__.get("_te_cores")

@@ -15,8 +15,8 @@ from torch import Tensor
 from ....common.checks import described
 from ...attention import DotProductAttention
 from . import masks, sdpa
-from .core import DTYPES, Cores, Kind, attend, in_autocast
-from .layouts import Layout, layout_of
+from .core import DTYPES, Cores, CoreSettings, attend, in_autocast
+from .layouts import HeadLayout, layout_of
 from .stats import count
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class InjectedForward:
 class Replacement:
     """out [b, h, q, d_v] of torch's scaled_dot_product_attention, of queries, keys and values of one layer."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: HeadLayout) -> None:
         self.layout = layout
         self.cores = Cores()
         self.warned = False
@@ -96,7 +96,7 @@ class Replacement:
     def core(self, dropout: float, causal: bool) -> DotProductAttention:
         """The layer's DotProductAttention with a dropout, for masks that are causal or for the others."""
         a = self.layout
-        return self.cores.of(Kind(a.heads, a.groups, a.size, a.size_v, a.scale, dropout, causal))
+        return self.cores.of(CoreSettings(a.heads, a.groups, a.size, a.size_v, a.scale, dropout, causal))
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
