@@ -1,6 +1,6 @@
 """y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g for consecutive groups of rows, differentiable, in one node.
 
-The passes are those of a linear layer over groups (`common/passes/grouped.py`); the functions of their steps join the
+The passes are those of a linear layer over groups (`common/passes/linear.py`); the functions of their steps join the
 table of `steps.py`. If `GroupedCall.layout` is given, a step is one launch for all groups, and the buffers hold
 operands of `primitives/grouped_gemm`. Otherwise it loops over the groups, buffers hold lists of one value per group,
 and results have the bits of a loop of linear layers.
@@ -28,7 +28,7 @@ from ..primitives.grouped_gemm import (
     product_of_rows,
 )
 from ..primitives.grouped_quantize import row_sums
-from ..runtime.applying import applier
+from ..runtime.autograd import applier
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .caller_buffers import handed_out, readable
 from .grouped_call import GroupedCall, GroupedSpec, members_of, stacked_gradient

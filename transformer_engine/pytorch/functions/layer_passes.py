@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ...common.memory import Memory
-from ...common.passes.grouped import over_groups
-from ...common.passes.linear import LinearFacts, linear_passes
+from ...common.passes.linear import LinearFacts, linear_passes, over_groups
 from ...common.passes.norm_linear import NormFacts, norm_linear_passes, norm_mlp_passes
 from ...common.passes.rules import (
     ACTIVATION_GRADIENT_IN_PRODUCT,

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...common.recipe import Recipe
 from ..functions.scale_update import ScaleUpdate, in_a_backward, of_the_pass
 from ..functions.weight_gradient import WeightGradStore, _dummy_wgrads, dummy_gradient  # noqa: F401
+from ..primitives.gemm.cublaslt_library import _cublas_workspace, get_workspace  # noqa: F401
 from ..quantization import (
     QuantizerRole,
     check_extra_state,
@@ -30,14 +31,12 @@ from ..tensor.quantizer import Quantizer
 from . import forward_protocol as protocol
 from . import loading
 from .config import Config, configured
-from .initial_values import empty_like
 from .numerics import Numerics, new_tracing_key, of_the_last_call, of_traced_call, traced_update
-from .parameters import InitMethod, ParameterInit, default_init_method
+from .parameters import InitMethod, ParameterInit, default_init_method, empty_like
 from .products import ProductQuantizers, slots
 from .repetition import may_be_repeated, refuse_other_repetition, repeatable
 from .specs import common_dtype
 from .userbuffers import UserBufferQuantizationMode, destroy_ub, initialize_ub  # noqa: F401
-from .workspace import _cublas_workspace, get_workspace  # noqa: F401
 
 # The accumulation flags of the original for delayed scaling, under the names that its users read.
 _2X_ACC_FPROP = False

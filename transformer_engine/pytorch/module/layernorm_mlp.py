@@ -26,7 +26,7 @@ from ._common import apply_normalization
 from .arguments import accepts
 from .config import configured
 from .linear_base import OverlapOptions, ProductsConfig, ProductsModule
-from .norm_parameters import mark_norm_parameters, register_norm_parameters
+from .normalization import mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod, ParameterInit, default_init_method, parameter_of
 from .specs import Call, Facts, check_call, product_spec, quantizable, scale_update
 

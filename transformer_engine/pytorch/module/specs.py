@@ -20,7 +20,7 @@ from ..distributed.tensor_parallel import TensorParallel
 from ..functions.linear_spec import LinearSpec
 from ..functions.scale_update import OF_THE_PASS, ScaleUpdate
 from ..functions.weight_gradient import WeightGradient, WeightGradStore
-from ..runtime.backward_thread import keep_backward_here
+from ..runtime.autograd import keep_backward_here
 from ..runtime.warn_once import warn_once
 from ..tensor.quantizer import Quantizer
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage

@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ...common.memory import Memory
-from ...common.passes.grouped import over_groups
-from ...common.passes.linear import LinearFacts
+from ...common.passes.linear import LinearFacts, over_groups
 from ...common.passes.rules import (
     ACCUMULATED_PRODUCT,
     BIAS_IN_PRODUCT,

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...common.formats import round_up
 from ...common.kernels.launch import ALIGNMENT, Handle, starter
 from .device import only_device
-from .scratch import Life, Plan, plan
 from .symbols import Called, Form, Instructions, Made, Multiplied, NotListed, Numbers, Started, Symbol
 from .zeros import numbers
 
@@ -148,7 +148,7 @@ class _Writer:
             last.update((buffer, number) for buffer in _read(step) if buffer not in answered)
         return last
 
-    def _scratch(self) -> Plan:
+    def _scratch(self) -> ScratchPlan:
         """Return the offsets of small buffers that are not results in one shared allocation."""
         lives = [
             Life(step.buffer, number, self.last[step.buffer], _elements(step.form) * step.form.dtype.itemsize)
@@ -156,8 +156,8 @@ class _Writer:
             if isinstance(step, Made) and step.buffer in self.last
         ]
         small = [life for life in lives if life.bytes <= _SMALL // 4]
-        planned = plan(small)
-        return planned if len(small) > 1 and planned.bytes <= _SMALL else Plan({}, 0)
+        planned = plan_scratch(small)
+        return planned if len(small) > 1 and planned.bytes <= _SMALL else ScratchPlan({}, 0)
 
     def _steps(self) -> list[tuple[Any, list[str]]]:
         """Return the instructions, each with the lines that delete buffers after it."""
@@ -310,3 +310,45 @@ def _elements(form: Form) -> int:
     """Return the number of elements from the first to the last of a form."""
     reach = [(size - 1) * stride for size, stride in zip(form.shape, form.strides, strict=True)]
     return sum(reach) + 1
+
+
+_APART = 256  # bytes; the most that a product's algorithm asks of a pointer
+
+
+class Life(NamedTuple):
+    """A buffer of so many bytes, from the step that makes it to the one that reads it last."""
+
+    buffer: int
+    first: int
+    last: int
+    bytes: int
+
+
+class ScratchPlan(NamedTuple):
+    """Offset of each buffer in one allocation of so many bytes."""
+
+    offsets: dict[int, int]
+    bytes: int
+
+
+def plan_scratch(lives: Sequence[Life]) -> ScratchPlan:
+    """Place buffers of a few steps in one allocation, apart if their lives overlap.
+
+    Each buffer gets the lowest offset that is free during its whole life, in the order of the first steps.
+    """
+    offsets: dict[int, int] = {}
+    placed: list[Life] = []
+    for life in sorted(lives, key=lambda life: life.first):
+        taken = sorted(
+            (offsets[other.buffer], offsets[other.buffer] + other.bytes)
+            for other in placed
+            if life.first <= other.last
+        )
+        offset = 0
+        for begin, end in taken:
+            if offset + life.bytes <= begin:
+                break
+            offset = max(offset, round_up(end, _APART))
+        offsets[life.buffer] = offset
+        placed.append(life)
+    return ScratchPlan(offsets, max((offsets[life.buffer] + life.bytes for life in placed), default=0))

@@ -6,11 +6,13 @@ are no children of the layer, whose checkpoints stay those of the stock model, a
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
+from ....common import env
 from ...attention import DotProductAttention
 from ...runtime.tracing import constant_while_tracing
 from .masks import Masking
@@ -119,3 +121,31 @@ def in_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+logger = logging.getLogger(__name__)
+
+_counts = {"te_hits": 0, "fallback_mask": 0, "fallback_scale_mismatch": 0, "fallback_input": 0}
+_logged_every = env.watch("TE_ATTENTION_LOG_EVERY")
+
+
+def get_te_attention_stats() -> dict[str, int]:
+    """A copy of the counters."""
+    return dict(_counts)
+
+
+def reset_te_attention_stats() -> None:
+    """Every counter is 0 again."""
+    for name in _counts:
+        _counts[name] = 0
+
+
+def count(name: str) -> None:
+    """One more attention of that name; with TE_ATTENTION_LOG_EVERY=n each n-th call logs all counters."""
+    if torch.compiler.is_compiling():
+        return
+    _counts[name] += 1
+    if _logged_every() is not None:
+        every = int(env.get("TE_ATTENTION_LOG_EVERY") or 0)
+        if every > 0 and sum(_counts.values()) % every == 0:
+            logger.info("attentions so far: %s", _counts)

@@ -15,9 +15,8 @@ from torch import Tensor
 from ....common.checks import described
 from ...attention import DotProductAttention
 from . import masks, sdpa
-from .core import DTYPES, Cores, CoreSettings, attend, in_autocast
+from .core import DTYPES, Cores, CoreSettings, attend, count, in_autocast
 from .layouts import HeadLayout, layout_of
-from .stats import count
 
 logger = logging.getLogger(__name__)
 

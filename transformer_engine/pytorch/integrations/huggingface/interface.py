@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ....common import optional
 from . import masks
-from .core import CoreSettings, attend, core_of, in_autocast
-from .stats import count
+from .core import CoreSettings, attend, core_of, count, in_autocast
 
 NAME = "transformer_engine"
 
