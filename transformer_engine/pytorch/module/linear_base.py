@@ -275,7 +275,7 @@ class ProductsModule(TransformerEngineBaseModule):
             return self._specs[key] if undisturbed() else type(self).build(key)
         except (AttributeError, TypeError) as error:
             stumbled = error
-        self._refuse(inp, tensors, options)  # says it better, where it is the input's fault
+        self._refuse(inp, tensors, options)  # raises a clearer error if the input is at fault
         raise stumbled
 
     def _key(

@@ -127,7 +127,12 @@ class Normalization(NormalizationOperation):
             sequence_parallel=sequence_parallel,
         )
         self._norm = Norm(self.kind, eps, zero_centered_gamma)
-        self._sm_margins = _margins(sm_margin)
+        # One margin per stage; an environment variable that is not 0 takes precedence.
+        margins: Mapping[str, int] = (
+            sm_margin if isinstance(sm_margin, Mapping) else dict.fromkeys(_STAGES, sm_margin)
+        )
+        from_environment = {stage: margin for stage, margin in environment_margins().items() if margin}
+        self._sm_margins: dict[str, int] = {**margins, **from_environment}
         allocation = {"device": canonical_device(device), "dtype": dtype or torch.get_default_dtype()}
         self.weight = torch.nn.Parameter(torch.empty(self.normalized_shape, **allocation))
         if self.has_bias:
@@ -212,15 +217,6 @@ def _renamed(old_name: str, old, new_name: str, new):
     return old
 
 
-def _margins(sm_margin: int | Mapping[str, int]) -> dict[str, int]:
-    """One margin a stage, the environment's where it names one."""
-    margins = dict(sm_margin) if isinstance(sm_margin, Mapping) else dict.fromkeys(_STAGES, sm_margin)
-    return margins | {stage: margin for stage, margin in environment_margins().items() if margin}
-
-
-_SHORT = {"forward": "fwd", "backward": "bwd", "inference": "inf"}
-
-
 def register_norm_parameters(
     module: TransformerEngineBaseModule,
     features: int,
@@ -229,9 +225,10 @@ def register_norm_parameters(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """gamma [features] starts so that it multiplies by one; beta [features], zeros, for LayerNorm only."""
-    for stage, margin in environment_margins().items():  # fwd_ln_sm_margin and so on, which callers look for
-        setattr(module, f"{_SHORT[stage]}_ln_sm_margin", margin)
+    """Register layer_norm_weight [features], initially a factor of 1, and for LayerNorm layer_norm_bias, zeros."""
+    margins = environment_margins()
+    for stage, short in (("forward", "fwd"), ("backward", "bwd"), ("inference", "inf")):
+        setattr(module, f"{short}_ln_sm_margin", margins[stage])  # attributes that callers read
     gamma = torch.nn.Parameter(torch.empty(features, dtype=dtype, device=device))
     fill = torch.nn.init.zeros_ if zero_centered else torch.nn.init.ones_
     module.register_parameter("layer_norm_weight", gamma, ParameterInit(fill))

@@ -62,10 +62,6 @@ class PrecisionRequest(NamedTuple):
     asked: bool
 
 
-def _refuses_quantized(request: PrecisionRequest) -> str | None:
-    return fp8_refusal(*request[:4]) if request.asked else None
-
-
 def _refuses_high_precision(request: PrecisionRequest) -> str | None:
     reason = fp8_refusal(*request[:4])
     if reason is None:
@@ -78,19 +74,14 @@ def _refuses_high_precision(request: PrecisionRequest) -> str | None:
 TABLE: Table[PrecisionRequest] = Table(
     "precision",
     (
-        Backend("quantized", refuses=_refuses_quantized),
+        Backend("quantized", refuses=lambda request: fp8_refusal(*request[:4]) if request.asked else None),
         Backend("high_precision", refuses=_refuses_high_precision),
     ),
     describe=PrecisionRequest,
 )
 
 
-def kind_of(recipe: Recipe) -> str | None:
-    """How a recipe finds its scales, where the worth of it has been measured."""
-    return family_of(recipe).measured_as
-
-
 def quantizes(recipe: Recipe, m: int, n: int, k: int) -> bool:
-    """Is a layer of these extents to be quantized under the recipe?"""
-    kind = kind_of(recipe)
+    """Return whether a layer of these extents is quantized under the recipe; always, unless its time is measured."""
+    kind = family_of(recipe).measured_as
     return kind is None or TABLE.choose((m, n, k, kind, env.flag("NVTE_FP8_AUTO"))) == "quantized"

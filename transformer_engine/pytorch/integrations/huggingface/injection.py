@@ -106,7 +106,10 @@ class Replacement:
         k, v = self._once(k), self._once(v)
         refusal = self._refusal(q, k, v, scale)
         if refusal is None:
-            masking = self._masking(q, k, attn_mask, is_causal)
+            if attn_mask is None:
+                masking = masks.without_tensor(is_causal, q.shape[2], k.shape[2], self.layout.window)
+            elif not is_causal:
+                masking = masks.of_mask(attn_mask, q.shape[0])
             refusal = "fallback_mask" if masking is None else None
         count(refusal or "te_hits")
         if masking is None or refusal is not None:
@@ -141,11 +144,6 @@ class Replacement:
             self._warn_of_scale(asked)
             return "fallback_scale_mismatch"
         return None
-
-    def _masking(self, q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> masks.Masking | None:
-        if mask is None:
-            return masks.without_tensor(causal, q.shape[2], k.shape[2], self.layout.window)
-        return None if causal else masks.of_mask(mask, q.shape[0])
 
     def _warn_of_scale(self, scale: float) -> None:
         if self.warned or torch.compiler.is_compiling():
