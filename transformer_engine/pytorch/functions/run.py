@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...common.memory import Memory
+from ...common.passes.grouped import PREFIX
 from ...common.passes.schedule import buffers, freed_after
 from ...common.passes.step import Pass
 from ...common.passes.vocabulary import Cast
@@ -107,7 +108,9 @@ def _is_weight(pass_: Pass, name: str) -> bool:
     if maker is None:
         return name.endswith("weight")
     step = pass_.steps[maker]
-    return step.op == "convert" or (isinstance(step.settings, Cast) and step.settings.tensor == "weight")
+    return step.op.removeprefix(PREFIX) == "convert" or (
+        isinstance(step.settings, Cast) and step.settings.tensor == "weight"
+    )
 
 
 _schedules: Memory[Pass, Schedule] = Memory(_scheduled, 4096)

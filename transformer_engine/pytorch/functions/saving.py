@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..offload.marks import active as offloading
 from ..offload.marks import arrived, asking_early, read_late, tensors_of
+from ..primitives.grouped_gemm import GroupedOperand
 from ..primitives.operand import Operand
 from ..runtime.double_backward import once_differentiable
 from ..runtime.symbols import Symbol
@@ -20,7 +21,8 @@ from ..tensor.custom_operand import CustomOperand
 from ..tensor.quantizer import Matrix
 from .scale_update import ScaleUpdate
 
-Saved = Operand | Matrix | Tensor | None
+# A list holds one value per group of a grouped layer.
+Saved = Operand | Matrix | Tensor | GroupedOperand | list[Any] | None
 _VALUES = True  # the form of a tensor that is saved as it is
 
 
@@ -53,6 +55,9 @@ def arrives(*saved: Saved) -> None:
     """Wait for the values of buffers of an early `restore`."""
     if offloading.used and not torch.compiler.is_compiling():
         for operand in saved:
+            if isinstance(operand, list):
+                arrives(*operand)
+                continue
             for tensor in operand.tensors() if isinstance(operand, CustomOperand) else tensors_of(operand):
                 arrived(tensor)
 
@@ -90,8 +95,14 @@ def pack(*operands: Saved) -> tuple[list[Tensor | None], list[Any]]:
         elif isinstance(operand, Matrix):
             tensors.append(operand.values)
             forms.append(())
+        elif isinstance(operand, list):
+            parts, of_groups = operand, None
+            if not all([isinstance(member, Tensor) for member in operand]):  # noqa: C419 - a list is faster
+                parts, of_groups = pack(*operand)
+            tensors += parts
+            forms.append([len(parts), of_groups])
         else:
-            assert isinstance(operand, CustomOperand)
+            assert isinstance(operand, CustomOperand | GroupedOperand)
             parts, together = operand.take_apart()
             tensors += parts
             forms.append(together)
@@ -128,6 +139,11 @@ def unpack(tensors: Sequence[Tensor | None], forms: list[Any]) -> list[Any]:
         elif form is _VALUES:
             operands.append(tensors[start])
             start += 1
+        elif isinstance(form, list):
+            count, of_groups = form
+            members = tensors[start : start + count]
+            operands.append([*members] if of_groups is None else unpack(members, of_groups))
+            start += count
         elif not form:
             operands.append(Matrix(tensors[start]))  # pyright: ignore[reportArgumentType]
             start += 1

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ...common.checks import described, switch
+from ..primitives.grouped_gemm import GroupedOperand
 from ..primitives.operand import Operand
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix
@@ -74,7 +75,7 @@ def mark_not_offload(*tensors: Tensor | QuantizedTensorStorage | None) -> None:
         setattr(part, STAYS, True)
 
 
-def whole_now(saved: Operand | Matrix | Tensor | None) -> None:
+def whole_now(saved: Any) -> None:
     """What a layer inside of a context saves of its input has its values from here on; nothing outside of one."""
     if active.synchronizer is None or torch.compiler.is_compiling():
         return
@@ -140,18 +141,22 @@ def arrived(tensor: Tensor | None) -> None:
             arrive()
 
 
-def keep_weight(weight: Operand | Matrix | Tensor | None) -> None:
+def keep_weight(weight: Any) -> None:
     """What a layer saves of its weight stays on the device: it is there anyway, or made anew in every step."""
     for values in tensors_of(weight):
         setattr(values, STAYS, True)
 
 
-def tensors_of(saved: Operand | Matrix | Tensor | None) -> list[Tensor]:
+def tensors_of(saved: Any) -> list[Tensor]:
     """The tensors of a saved operand or matrix that may be worth moving: maxima per row may be, a single one is not."""
     if isinstance(saved, Operand):
         per_row = saved.format is not None and saved.format.row_scaled
         parts = (saved.codes, saved.scale, saved.amax if per_row else None)
         return [part for part in parts if part is not None]
+    if isinstance(saved, list):
+        return [tensor for member in saved for tensor in tensors_of(member)]
+    if isinstance(saved, GroupedOperand):
+        return [tensor for tensor in saved.tensors() if tensor is not None]
     values = saved.values if isinstance(saved, Matrix) else saved
     return [values] if isinstance(values, Tensor) else []
 
