@@ -93,7 +93,17 @@ def test_the_examples_of_the_quickstart_in_torch_run():
 
 
 @pytest.mark.parametrize(
-    "page", ["checkpoints.md", "install.md", "megatron.md", "observe.md", "ops.md", "training.md"]
+    "page",
+    [
+        "attention.md",
+        "checkpoints.md",
+        "install.md",
+        "megatron.md",
+        "numerics.md",
+        "observe.md",
+        "ops.md",
+        "training.md",
+    ],
 )
 def test_the_examples_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_checkpoint(tmp_path / "Llama-3.2-1B", "llama-3.1")
