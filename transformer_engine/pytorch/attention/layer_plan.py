@@ -16,6 +16,7 @@ from torch import Tensor
 from ...common import env
 from ...common.dispatch import undisturbed
 from ...common.memory import Memory
+from ..functions.attention.context_parallel.attention import check_divisible
 from ..primitives.attention.choose import check
 from ..primitives.rope import Positions, RopeSpec, check_rotation
 from ..quantization.autocast import AutocastState
@@ -213,7 +214,11 @@ def _checked_sequences(key: Key) -> Sequences | None:
     if of_core is None:
         return None
     call, sequences = of_core.described()
-    check(call)
+    context = of_core.config.context
+    if context is None:
+        check(call)
+    else:
+        check_divisible(call, context)
     return sequences
 
 

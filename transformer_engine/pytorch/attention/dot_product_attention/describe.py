@@ -14,7 +14,7 @@ from ...primitives.attention import mask as masks
 from ...primitives.attention.call import QKV_FORMATS, AttentionCall
 from .arguments import check_bias, check_cache, check_tensors, one_of
 from .sequences import Cached, Sequences, cached_sequences, given_sequences, unknown_sequences
-from .settings import AttentionArguments, AttentionConfig
+from .settings import AttentionArguments, AttentionConfig, TensorFacts, is_tensor
 
 
 def describe_sequences(
@@ -39,6 +39,8 @@ def describe_sequences(
     q, k, v = qkv
     tensor_format = config.qkv_format if a.qkv_format is None else a.qkv_format
     one_of("qkv_format", tensor_format, QKV_FORMATS)
+    if config.context is not None:
+        (q, k, v), a = whole_sequence(config, tensor_format, qkv, a)
     check_tensors(q, k, v, tensor_format, config)
     mask = masks.resolve(
         mask_name(config, a),
@@ -74,9 +76,11 @@ def describe_call(
     The other arguments are those of `describe_sequences`; so are the errors.
     """
     mask, sequences = describe_sequences(config, qkv, a, cached, same_lengths)
+    q_format = kv_format = config.qkv_format if a.qkv_format is None else a.qkv_format
+    if config.context is not None:
+        qkv, a = whole_sequence(config, q_format, qkv, a)
     q, k, v = qkv
     queries, keys, bias = sequences.queries, sequences.keys, a.core_attention_bias
-    q_format = kv_format = config.qkv_format if a.qkv_format is None else a.qkv_format
     page_size = 0
     if cached is not None:
         k, v, kv_format, page_size = cached.key, cached.value, cached.tensor_format, cached.page_size
@@ -119,6 +123,32 @@ def describe_call(
     )
     check_bias(call, bias)
     return call, sequences
+
+
+def whole_sequence(
+    config: AttentionConfig, tensor_format: str, qkv: tuple[Any, Any, Any], a: AttentionArguments
+) -> tuple[tuple[Any, Any, Any], AttentionArguments]:
+    """Describe the tensors of all ranks that share a sequence, given those of one rank.
+
+    Lengths and padding masks are those of the whole sequences already. A bias and an arbitrary mask have the rank's
+    queries as rows, and all keys as columns.
+    """
+    context = config.context
+    assert context is not None
+    axis = 1 if tensor_format == "bshd" else 0
+    tensors = tuple(_lengthened(x, axis, context.size) if len(x.shape) > 1 else x for x in qkv)
+    bias, mask = a.core_attention_bias, a.attention_mask
+    if bias is not None and len(bias.shape) == 4 and bias.shape[2] != 1:
+        a = a._replace(core_attention_bias=_lengthened(bias, 2, context.size))
+    if mask_name(config, a) == "arbitrary" and is_tensor(mask) and len(mask.shape) >= 2 and mask.shape[-2] != 1:  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+        a = a._replace(attention_mask=_lengthened(mask, len(mask.shape) - 2, context.size))  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    return tensors, a  # pyright: ignore[reportReturnType]
+
+
+def _lengthened(x: Any, axis: int, size: int) -> Any:
+    shape = list(x.shape)
+    shape[axis] *= size
+    return TensorFacts(torch.Size(shape), x.dtype, x.device, x.requires_grad)
 
 
 def mask_name(config: AttentionConfig, a: AttentionArguments) -> str:

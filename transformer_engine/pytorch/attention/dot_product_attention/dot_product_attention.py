@@ -14,6 +14,7 @@ from ....common.numbers import to_bool
 from ....common.recipe import Recipe
 from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ...functions.attention.autograd import Attending, AttentionExecution, Projection, apart, attend
+from ...functions.attention.context_parallel.groups import context_groups
 from ...functions.attention.fp8 import RecomputedFP8Attention, choose_fp8
 from ...functions.attention.fp8_attention import AttentionQuantizers, FP8Attention
 from ...module.arguments import accepts, head_sizes
@@ -25,9 +26,9 @@ from ...primitives.attention.call import AttentionCall, AttentionInputs
 from ...quantization import QuantizerRole
 from ...quantization.autocast import AutocastState, current, here_in_eager_mode
 from ...runtime.device import canonical_device, is_meta
+from ...runtime.warn_once import warn_once
 from ..inference import InferenceParams
 from .arguments import RULES, accept_older_state, bound_score_mod, check_heads, unpacked
-from .context_parallel_group import check_context_parallel_group
 from .fp8_recipe import attention_recipe, attention_roles, backward_asked_for, scaling_of
 from .last_choice import last_choice as _attention_backends
 from .plan import MAX_PLANS, PLAIN, AttentionPlan, CheckedArguments, check_arguments, plan_of, prepare
@@ -186,11 +187,18 @@ class DotProductAttention(TransformerEngineBaseModule):
         self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
         """Set the ranks that share the sequence; None or one rank if this rank has all of it."""
-        check_context_parallel_group(cp_group, cp_stream, cp_comm_type)
-        self.cp_group = cp_group
-        self.cp_global_ranks = cp_global_ranks
-        self.cp_stream = cp_stream
-        self.cp_comm_type = cp_comm_type
+        context = context_groups(cp_group, cp_stream, cp_comm_type)
+        if context is None and cp_stream is not None:
+            warn_once(
+                "cp_stream",
+                "cp_stream has no effect without a cp_group of several ranks: the sequence is not shared. Leave it None",
+            )
+        config = self._config
+        given = (cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+        # Clients set an unchanged group before every call; plans are cached by the identity of the record.
+        if given != (config.cp_group, config.cp_global_ranks, config.cp_stream, config.cp_comm_type):
+            names = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
+            self._configure(**dict(zip(names, given, strict=True)))
 
     def forward(
         self,

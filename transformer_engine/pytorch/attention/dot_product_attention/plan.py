@@ -16,6 +16,7 @@ from torch import Tensor
 from ....common import env
 from ....common.dispatch import undisturbed
 from ....common.memory import Memory
+from ...functions.attention.context_parallel.attention import ContextParallelAttention, choose_context_parallel
 from ...primitives.attention.call import AttentionCall, AttentionInputs
 from ...primitives.attention.choose import choose
 from ...primitives.attention.operators import choose_when_traced
@@ -49,7 +50,7 @@ class AttentionPlan(NamedTuple):
     """
 
     call: AttentionCall
-    backend: Bound
+    backend: Bound | ContextParallelAttention
     sequences: Sequences
     tensors: tuple[Any, ...] = ()
 
@@ -111,7 +112,9 @@ _TENSORS = PlanKey._fields.index("q_shape")
 def plan_of(key: Key) -> AttentionPlan:
     """Plan the call of a `PlanKey`, after every check."""
     call, sequences = PlanKey(*key).described()
-    plan = AttentionPlan(call, choose(call), sequences, key[_TENSORS:])
+    context = key[0].context
+    backend = choose(call) if context is None else choose_context_parallel(call, context)
+    plan = AttentionPlan(call, backend, sequences, key[_TENSORS:])
     if call.device_type == "cuda":
         keep_backward_here()
     return plan

@@ -1,0 +1,193 @@
+"""All-to-all: ranks exchange heads for tokens, so that each computes all tokens of its part of the heads.
+
+The exchange is a differentiable permutation around an unmodified attention, which therefore supports everything that
+the attention supports. Tensors that belong to heads (sinks, slopes, a bias) are divided in the same way: rank j of n
+computes the heads [j h / n, (j + 1) h / n).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ....primitives.attention.call import AttentionCall, AttentionInputs
+from ....runtime.double_backward import once_differentiable, transposed
+from .groups import all_gather, all_to_all, reduce_scatter
+from .layout import TokenOrder
+
+
+class HeadExchange:
+    """The exchange of one call.
+
+    Args:
+        call: Attention of the whole sequence.
+        group: Group of the exchange.
+        size, rank: Ranks of the group, and this one.
+        bounds_q, bounds_kv: Packed sequences: cumulative lengths [b + 1] of the tokens of all ranks of the group.
+    """
+
+    def __init__(
+        self,
+        call: AttentionCall,
+        group: Any,
+        size: int,
+        rank: int,
+        bounds_q: Tensor | None = None,
+        bounds_kv: Tensor | None = None,
+    ):
+        self.call, self.group, self.size, self.rank = call, group, size, rank
+        self.queries = TokenOrder(call.q_format, size, bounds_q)
+        self.keys = TokenOrder(call.kv_format, size, bounds_kv)
+
+    def enter(self, inputs: AttentionInputs) -> AttentionInputs:
+        """Return the tensors of this rank's heads, for all tokens of the group."""
+        orders = (self.queries, self.keys, self.keys)
+        q, k, v = _Exchange.apply(self, orders, True, inputs.q, inputs.k, inputs.v)  # pyright: ignore[reportGeneralTypeIssues]
+        masked = inputs.masked
+        if masked is not None:
+            if masked.dim() >= 2 and masked.shape[-2] != 1:
+                masked = self._gathered_rows(masked)
+            if masked.dim() >= 3:
+                masked = self._own_heads(masked, masked.dim() - 3)
+        bias = inputs.bias
+        if bias is not None:
+            if bias.shape[-2] != 1:
+                bias = _GatheredRows.apply(self, bias)
+            else:
+                bias = _Shared.apply(self.group, bias)
+            bias = self._own_heads(bias, 1)  # pyright: ignore[reportArgumentType]
+        slopes = inputs.slopes
+        if slopes is not None:
+            slopes = self._own_heads(slopes, slopes.dim() - 1).contiguous()
+        sink = inputs.sink
+        if sink is not None:
+            sink = self._own_heads(_Shared.apply(self.group, sink), 0).contiguous()  # pyright: ignore[reportArgumentType]
+        return inputs._replace(q=q, k=k, v=v, masked=masked, bias=bias, slopes=slopes, sink=sink)
+
+    def leave(self, output: Tensor) -> Tensor:
+        """Return the output [.., h * d_v] of this rank's tokens and all heads."""
+        heads = self.call.heads // self.size
+        (output,) = _Exchange.apply(self, (self.queries,), False, output.unflatten(-1, (heads, -1)))  # pyright: ignore[reportGeneralTypeIssues]
+        return output.flatten(-2)
+
+    def all_heads(self, x: Tensor) -> Tensor:
+        """Return [h] of each rank's [h / n]."""
+        return all_gather(x, self.group, self.size)().flatten(0, 1)
+
+    def _own_heads(self, x: Tensor, axis: int) -> Tensor:
+        return x if x.shape[axis] == 1 != self.call.heads else x.chunk(self.size, axis)[self.rank]
+
+    def _gathered_rows(self, x: Tensor) -> Tensor:
+        """Return the rows [.., s_q, s_kv] of all ranks of a tensor that has the rank's queries as rows."""
+        parts = all_gather(x.movedim(-2, 0), self.group, self.size)()
+        return TokenOrder("sbhd", self.size).whole(parts).movedim(0, -2)
+
+
+def exchanged_call(call: AttentionCall, size: int, rank: int) -> AttentionCall:
+    """Return the attention of the heads of one of `size` ranks."""
+    shapes: dict[str, Any] = {}
+    for name, axis in (("bias_shape", 1), ("masked_shape", -3), ("slopes_shape", -1)):
+        shape = getattr(call, name)
+        if shape is not None and len(shape) >= -axis and shape[axis] != 1:
+            divided = list(shape)
+            divided[axis] //= size
+            shape = tuple(divided)
+        shapes[name] = shape
+    heads = call.heads // size
+    score_mod = None if call.score_mod is None else OwnHeads(call.score_mod, rank * heads)
+    return replace(call, heads=heads, groups=call.groups // size, score_mod=score_mod, **shapes)
+
+
+class OwnHeads:
+    """A score_mod that is called with the numbers of this rank's heads among all heads."""
+
+    def __init__(self, score_mod: Callable[..., Tensor], first: int):
+        self._key = (score_mod, first)
+
+    def __call__(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        score_mod, first = self._key
+        return score_mod(score, b, h + first, i, j)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OwnHeads) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+def _exchange(
+    exchange: HeadExchange, orders: tuple[TokenOrder, ...], to_heads: bool, tensors: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """Exchange tokens for heads, or heads for tokens; transfers are under way while the next tensor is packed."""
+    size, pending = exchange.size, []
+    for order, x in zip(orders, tensors, strict=True):
+        if to_heads:
+            parts = x.unflatten(-2, (size, -1)).movedim(-3, 0)
+        else:
+            parts = order.parts(x)
+        pending.append(all_to_all(parts, exchange.group))
+    if to_heads:
+        return tuple(order.whole(wait()) for order, wait in zip(orders, pending, strict=True))
+    return tuple(wait().movedim(0, -3).flatten(-3, -2) for wait in pending)
+
+
+class _Exchange(torch.autograd.Function):
+    """Autograd node of the exchange, a permutation of the elements of all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: HeadExchange, orders: tuple[TokenOrder, ...], to_heads: bool, *tensors: Tensor
+    ) -> Any:
+        ctx.exchange, ctx.orders, ctx.to_heads = exchange, orders, to_heads
+        return _exchange(exchange, orders, to_heads, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        exchange, orders, to_heads = ctx.exchange, ctx.orders, ctx.to_heads
+
+        def back(*grads: Tensor) -> tuple[Tensor, ...]:
+            return _exchange(exchange, orders, not to_heads, grads)
+
+        def there(*tensors: Tensor) -> tuple[Tensor, ...]:
+            return _exchange(exchange, orders, to_heads, tensors)
+
+        found = transposed(back, there, *grads)
+        return None, None, None, *(found if isinstance(found, tuple) else (found,))
+
+
+class _GatheredRows(torch.autograd.Function):
+    """Rows of all ranks of a bias whose rows are the rank's queries; its gradient is summed over ranks and heads."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: HeadExchange, x: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        return exchange._gathered_rows(x)
+
+    @staticmethod
+    @once_differentiable("context-parallel attention")
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        exchange = ctx.exchange
+        parts = TokenOrder("sbhd", exchange.size).parts(grad.movedim(-2, 0))
+        own = reduce_scatter(parts.float(), exchange.group).to(grad.dtype)
+        return None, own.movedim(0, -2)
+
+
+class _Shared(torch.autograd.Function):
+    """A tensor that all ranks hold: its gradient is summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Any, x: Tensor) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable("context-parallel attention")
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        total = grad.float()
+        dist.all_reduce(total, group=ctx.group)
+        return None, total.to(grad.dtype)
