@@ -429,15 +429,19 @@ def test_unavailable_options_are_refused(option, device):
         DotProductAttention(2, 4, qkv_format="bshd")(*qkv(device), **{option: lambda *_: None})
 
 
-def test_context_parallel_groups_of_one_rank_are_taken_and_larger_ones_refused(monkeypatch):
+def test_context_parallel_groups_of_one_rank_are_accepted_and_errors_change_nothing(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group.ranks)
     alone, two = SimpleNamespace(ranks=1), SimpleNamespace(ranks=2)
     module = DotProductAttention(2, 4, cp_group=alone)
     module.set_context_parallel_group(None, None, None, "all_gather")
     assert module.cp_comm_type == "all_gather"
-    with pytest.raises(NotImplementedError, match="over 4 ranks is not available"):
-        module.set_context_parallel_group([two, two], [0, 1, 2, 3], None, "a2a+p2p")
-    assert module.cp_group is None
+    with pytest.raises(ValueError, match="cp_group holds 2 groups, of sizes .2, 2.; cp_comm_type='p2p' takes one"):
+        module.set_context_parallel_group([two, two], [0, 1, 2, 3], None, "p2p")
+    with pytest.raises(ValueError, match="cp_comm_type='a2a.p2p' takes a list of two"):
+        module.set_context_parallel_group(two, [0, 1], None, "a2a+p2p")
+    with pytest.raises(ValueError, match="cp_comm_type='ring'; choose one of p2p"):
+        module.set_context_parallel_group(two, [0, 1], None, "ring")
+    assert module.cp_group is None and module.cp_comm_type == "all_gather"
 
 
 def test_checkpoints_with_the_extra_state_elsewhere_or_nowhere_load(device):

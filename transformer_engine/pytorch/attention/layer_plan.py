@@ -17,6 +17,7 @@ from ...common import env
 from ...common.dispatch import undisturbed
 from ...common.memory import Memory
 from ..functions.attention.context_parallel.attention import check_divisible
+from ..functions.attention.context_parallel.groups import ContextGroups
 from ..primitives.attention.choose import check
 from ..primitives.rope import Positions, RopeSpec, check_rotation
 from ..quantization.autocast import AutocastState
@@ -158,9 +159,9 @@ def check_layer_call(
     Raises:
         TypeError, ValueError: The call cannot be computed.
     """
-    rotation = None
+    rotation, ours = None, isinstance(core, DotProductAttention)
     if rotary_pos_emb is not None:
-        rotation = _rotation_of_call(config, rotary_pos_emb, arguments)
+        rotation = _rotation_of_call(config, core._config.context if ours else None, rotary_pos_emb, arguments)
     if tracing:
         check_encoder(config, encoder_output)
         return rotation, None
@@ -177,7 +178,7 @@ def check_layer_call(
     turned = None if rotation is None else rotation.facts()
     device = x.device
     inputs = (x.shape, x.dtype, device, autocast_dtype(device.type), encoder)
-    checked, ours = PLAIN, isinstance(core, DotProductAttention)
+    checked = PLAIN
     if ours and arguments is not NOTHING_GIVEN:
         checked = check_arguments(core._config, arguments, lambda: _projections(config, *inputs))
     key = (
@@ -243,10 +244,11 @@ def check_encoder(config: MultiheadAttentionConfig, encoder_output: Any) -> Any:
 
 def _rotation_of_call(
     config: MultiheadAttentionConfig,
+    context: ContextGroups | None,
     rotary_pos_emb: Tensor | tuple[Tensor, Tensor],
     arguments: AttentionArguments,
 ) -> Rotation:
-    """Return the rotation of queries and keys.
+    """Return the rotation of queries and keys; context-parallel ranks rotate by the positions of their chunks.
 
     Raises:
         TypeError: The angles are not floating-point tensors.
@@ -255,9 +257,10 @@ def _rotation_of_call(
     rotary_pos_emb = accepted_angles(rotary_pos_emb)
     if arguments.inference_params is not None:
         check_cache_kind(arguments.inference_params)
+    ranks = (1, 0) if context is None else (context.size, context.rank)
     return rotation_of(
         rotary_pos_emb,
-        RopeSpec(config.qkv_format, config.rotary_pos_interleaved),
+        RopeSpec(config.qkv_format, config.rotary_pos_interleaved, *ranks),
         config.attention_type == "self",
         arguments.inference_params,
         (arguments.cu_seqlens_q, arguments.cu_seqlens_kv),
