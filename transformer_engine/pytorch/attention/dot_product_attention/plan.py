@@ -294,6 +294,8 @@ def _find(
     if memory is None:
         config, training, gradient = settings
         modes = (gradient, deterministic, checked.cached, checked.same_lengths)
+        if config.context is not None:
+            return _shared_outside_of_graphs(config, training, qkv, a, *modes)
         call, sequences = describe_call(config, training, qkv, a, *modes)
         return AttentionPlan(call, choose_when_traced(call), sequences)
     q, k, v = qkv
@@ -320,6 +322,14 @@ def _find(
     if not undisturbed():
         return plan_of(key)
     return memory[key] if a.score_mod is None else SCORE_MOD_PLANS[key]
+
+
+@torch.compiler.disable
+def _shared_outside_of_graphs(config: AttentionConfig, *described: Any) -> AttentionPlan:
+    """Plan an attention of context-parallel ranks in eager mode: it communicates, which ends a compiled graph."""
+    call, sequences = describe_call(config, *described)
+    assert config.context is not None
+    return AttentionPlan(call, choose_context_parallel(call, config.context), sequences)
 
 
 def _step(

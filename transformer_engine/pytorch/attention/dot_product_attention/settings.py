@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -50,12 +49,14 @@ class AttentionConfig(ModuleConfig):
     cp_comm_type: str = "p2p"
     _scale_text: str = field(init=False, default="")
     _dropout_text: str = field(init=False, default="")
+    _context: ContextGroups | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         derived = {
             "attn_mask_type": canonical_name(self.attn_mask_type),
             "_scale_text": text_of_number(self.softmax_scale),
             "_dropout_text": text_of_number(self.attention_dropout),
+            "_context": context_groups(self.cp_group, self.cp_stream, self.cp_comm_type),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
@@ -65,10 +66,10 @@ class AttentionConfig(ModuleConfig):
         """Query heads of this tensor-parallel rank."""
         return self.num_attention_heads // self.tp_size
 
-    @functools.cached_property
+    @property
     def context(self) -> ContextGroups | None:
         """Groups of the ranks that share a sequence; None if this rank has all of it."""
-        return context_groups(self.cp_group, self.cp_stream, self.cp_comm_type)
+        return self._context
 
     def scale_and_dropout(self, training: bool) -> tuple[float, float]:
         """Return softmax_scale and the dropout in force; constants in a graph, whose compiler would use symbols."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import cast
 
+import torch
+
 from .....common.dispatch import Unsupported
 from ....primitives.attention.call import AttentionCall, AttentionInputs, AttentionResult
 from ....primitives.attention.choose import NoBackend, choose
@@ -38,6 +40,7 @@ class ContextParallelAttention:
         """Name of the backend."""
         return self.inner.name
 
+    @torch.compiler.disable
     def __call__(self, call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
         """Return o [.., h * d_v] of the rank's queries, differentiable in q, k, v, bias and sink."""
         groups = self.groups
