@@ -14,8 +14,9 @@ from ....primitives.attention.passes import Bound
 from ....runtime.device_checks import demand
 from ..autograd import attend
 from .all_to_all import HeadExchange, exchanged_call
-from .blocks import BlockAttention, block_attention
+from .blocks import plan_blocks
 from .groups import ContextGroups
+from .passes import BlockAttention
 from .schedule import TABLE
 
 
@@ -108,7 +109,7 @@ def choose_context_parallel(call: AttentionCall, groups: ContextGroups) -> Conte
         inner = exchanged_call(call, groups.heads_size, groups.heads_rank)
     if groups.ring_size == 1:
         return ContextParallelAttention(groups, scheme, inner, cast(Bound, choose(inner)))
-    blocks = block_attention(inner, groups, scheme == "all_gather")
+    blocks = BlockAttention(plan_blocks(inner, groups, scheme == "all_gather"))
     return ContextParallelAttention(
         groups, scheme if groups.heads_size == 1 else f"a2a+{scheme}", inner, blocks
     )
