@@ -44,8 +44,16 @@ class Case:
     def __str__(self) -> str:
         shown = [self.comm, str(self.size), self.layout, self.mask]
         shown += [str(self.window)] * (self.window is not None) + [f"g{self.groups}"] * (self.groups != 8)
-        shown += [f"{n}={v}" for n, v in (("bias", self.bias), ("d", self.head_dim), ("s", self.softmax)) if v not in (None, (8, 8), "vanilla")]
-        shown += [name for name in ("alibi", "arbitrary", "mask_tensor", "max_logit", "recompute") if getattr(self, name)]
+        shown += [
+            f"{n}={v}"
+            for n, v in (("bias", self.bias), ("d", self.head_dim), ("s", self.softmax))
+            if v not in (None, (8, 8), "vanilla")
+        ]
+        shown += [
+            name
+            for name in ("alibi", "arbitrary", "mask_tensor", "max_logit", "recompute")
+            if getattr(self, name)
+        ]
         shown += ["padded"] * (self.padded is not None) + ["lengths"] * (self.lengths is not None)
         shown += ["cross"] * (self.keys is not None) + [str(self.dtype)[6:]] * (self.dtype != torch.float32)
         return " ".join(shown)
@@ -104,7 +112,10 @@ def exact(case: Case) -> dict[str, Tensor]:
     out = torch.zeros(*given["q"].shape[:2], case.head_dim[1], dtype=torch.float64)
     for number, (start_q, start_k, real_q, real_k) in enumerate(sequences(case)):
         q = leaves["q"][start_q : start_q + real_q].transpose(0, 1)
-        k, v = (leaves[x][start_k : start_k + real_k].transpose(0, 1).repeat_interleave(each, 0) for x in ("k", "v"))
+        k, v = (
+            leaves[x][start_k : start_k + real_k].transpose(0, 1).repeat_interleave(each, 0)
+            for x in ("k", "v")
+        )
         i, j = torch.arange(real_q)[:, None], torch.arange(real_k)[None]
         bottom_right = "bottom_right" in case.mask or "causal" not in case.mask
         behind = j - i - (real_k - real_q if bottom_right else 0)
@@ -129,7 +140,11 @@ def exact(case: Case) -> dict[str, Tensor]:
         blind = ~visible.any(-1)
         logits = logits.masked_fill(blind[:, None], 0.0)
         if case.softmax != "vanilla":
-            sink = leaves["sink"] if case.softmax == "learnable" else torch.zeros(case.heads, dtype=torch.float64)
+            sink = (
+                leaves["sink"]
+                if case.softmax == "learnable"
+                else torch.zeros(case.heads, dtype=torch.float64)
+            )
             logits = torch.cat((sink[:, None, None].expand(-1, real_q, 1), logits), dim=-1)
         p = torch.softmax(logits, -1)[..., -real_k:].masked_fill(blind[:, None], 0.0)
         rows = torch.zeros_like(out)
@@ -207,7 +222,9 @@ def shared(case: Case, rank: int) -> dict[str, Tensor]:
     rows, columns = (held_tokens(lengths, case.size, rank) for lengths in (lengths_q, lengths_k))
     names = ("q", "k", "v")
     local = {
-        name: in_layout(given[name][rows if name == "q" else columns], case.layout, case.batch).requires_grad_()
+        name: in_layout(
+            given[name][rows if name == "q" else columns], case.layout, case.batch
+        ).requires_grad_()
         for name in names
     }
     arguments: dict[str, Any] = dict(case.arguments)
@@ -221,7 +238,9 @@ def shared(case: Case, rank: int) -> dict[str, Tensor]:
         arguments["attention_mask"] = given["masked"][:, :, of_row]
     if case.mask_tensor:
         assert case.lengths is not None
-        arguments["attention_mask"] = (torch.arange(case.tokens) >= torch.tensor(case.lengths)[:, None])[:, None, None]
+        arguments["attention_mask"] = (torch.arange(case.tokens) >= torch.tensor(case.lengths)[:, None])[
+            :, None, None
+        ]
     elif "padding" in case.mask:
         real = [(x[2], x[3]) for x in sequences(case)]
         cu_q = cumulative(tuple(x for x, _ in real))
@@ -229,7 +248,9 @@ def shared(case: Case, rank: int) -> dict[str, Tensor]:
         if case.keys_lengths or case.keys:
             arguments["cu_seqlens_kv"] = cumulative(tuple(x for _, x in real))
         if case.padded:
-            arguments |= dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), cumulative(case.padded))
+            arguments |= dict.fromkeys(
+                ("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), cumulative(case.padded)
+            )
     module = attention_of(case, group)
     if case.softmax == "learnable":
         module.softmax_offset = torch.nn.Parameter(given["sink"].clone())

@@ -31,7 +31,10 @@ from transformer_engine.pytorch.functions.attention.context_parallel.layout impo
     order_of_ranks,
 )
 from transformer_engine.pytorch.functions.attention.context_parallel.merge import merge
-from transformer_engine.pytorch.functions.attention.context_parallel.schedule import gathered_blocks, ring_blocks
+from transformer_engine.pytorch.functions.attention.context_parallel.schedule import (
+    gathered_blocks,
+    ring_blocks,
+)
 from transformer_engine.pytorch.primitives.attention.call import AttentionCall
 from transformer_engine.pytorch.primitives.attention.mask import Mask
 
@@ -184,7 +187,9 @@ def _layer(layout: str) -> te.TransformerLayer:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "comm"), [("sbhd", "p2p"), ("bshd", "all_gather"), ("thd", "p2p"), ("thd", "a2a")])
+@pytest.mark.parametrize(
+    ("layout", "comm"), [("sbhd", "p2p"), ("bshd", "all_gather"), ("thd", "p2p"), ("thd", "a2a")]
+)
 def test_a_layer_rotates_and_attends_by_the_positions_of_its_rank(layout, comm):
     lengths = (8, 16) if layout == "thd" else (16,)
     shape = (24,) if layout == "thd" else (16, 2) if layout == "sbhd" else (2, 16)
@@ -294,7 +299,9 @@ def _seen(block, length_q: int, length_k: int, rows: list[int], columns: list[in
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (0, 0), (3, 0), (9, 0), (4, 2), (-1, 5), (0, 7), (40, 40)])
+@pytest.mark.parametrize(
+    "window", [(-1, -1), (-1, 0), (0, 0), (3, 0), (9, 0), (4, 2), (-1, 5), (0, 7), (40, 40)]
+)
 @pytest.mark.parametrize("bottom_right", [False, True])
 def test_blocks_of_all_ranks_are_every_visible_pair_once(size, window, bottom_right):
     length_q, length_k = 4 * size, 6 * size
@@ -351,4 +358,6 @@ def test_token_orders_are_inverses_and_halves_are_all_tokens():
     assert order_of_ranks(bounds, 40, 4).sort().values.tolist() == list(range(40))
     halves = torch.cat([half_of_sequences(bounds, 40, half) for half in (0, 1)])
     assert halves.sort().values.tolist() == list(range(40))
-    assert packed(in_layout(torch.arange(24.0).reshape(24, 1, 1), "sbhd", 2), "sbhd").flatten().tolist() == list(range(24))
+    assert packed(
+        in_layout(torch.arange(24.0).reshape(24, 1, 1), "sbhd", 2), "sbhd"
+    ).flatten().tolist() == list(range(24))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,7 @@ def run_on_threads(function: Callable[[int], Any], size: int) -> list[Any]:
             if dist.is_initialized():
                 dist.destroy_process_group()
 
+    hook = sys.excepthook  # init_process_group wraps it in every thread
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     _install_threaded_pg()
     try:
@@ -49,6 +51,7 @@ def run_on_threads(function: Callable[[int], Any], size: int) -> list[Any]:
         ProcessLocalGroup.reset()
         _uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        sys.excepthook = hook
     if errors:
         raise errors[0][1]
     return results

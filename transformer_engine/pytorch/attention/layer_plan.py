@@ -161,7 +161,9 @@ def check_layer_call(
     """
     rotation, ours = None, isinstance(core, DotProductAttention)
     if rotary_pos_emb is not None:
-        rotation = _rotation_of_call(config, core._config.context if ours else None, rotary_pos_emb, arguments)
+        rotation = _rotation_of_call(
+            config, core._config.context if ours else None, rotary_pos_emb, arguments
+        )
     if tracing:
         check_encoder(config, encoder_output)
         return rotation, None

@@ -136,16 +136,25 @@ def whole_sequence(
     context = config.context
     assert context is not None
     axis = 1 if tensor_format == "bshd" else 0
+    held = qkv[0].shape[axis] if len(qkv[0].shape) > 1 else 0
     tensors = tuple(_lengthened(x, axis, context.size) if len(x.shape) > 1 else x for x in qkv)
-    bias, mask = a.core_attention_bias, a.attention_mask
-    if bias is not None and len(bias.shape) == 4 and bias.shape[2] != 1:
-        a = a._replace(core_attention_bias=_lengthened(bias, 2, context.size))
-    if mask_name(config, a) == "arbitrary" and is_tensor(mask) and len(mask.shape) >= 2 and mask.shape[-2] != 1:  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-        a = a._replace(attention_mask=_lengthened(mask, len(mask.shape) - 2, context.size))  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    given = {"core_attention_bias": a.core_attention_bias}
+    if mask_name(config, a) == "arbitrary":
+        given["attention_mask"] = a.attention_mask  # pyright: ignore[reportArgumentType]
+    for name, x in given.items():
+        if not is_tensor(x) or len(x.shape) < 2 or x.shape[-2] == 1 or tensor_format == "thd":  # pyright: ignore[reportOptionalMemberAccess]
+            continue
+        if x.shape[-2] != held:  # pyright: ignore[reportOptionalMemberAccess]
+            raise ValueError(
+                f"{name} {list(x.shape)} has {x.shape[-2]} rows; a context-parallel rank gives the rows of its own "  # pyright: ignore[reportOptionalMemberAccess]
+                f"{held} queries, in their order, and the columns of all keys"
+            )
+        a = a._replace(**{name: _lengthened(x, x.ndim - 2, context.size)})  # pyright: ignore[reportOptionalMemberAccess]
     return tensors, a  # pyright: ignore[reportReturnType]
 
 
-def _lengthened(x: Any, axis: int, size: int) -> Any:
+def _lengthened(x: Any, axis: int, size: int) -> TensorFacts:
+    """Describe a tensor whose axis is `size` times as long."""
     shape = list(x.shape)
     shape[axis] *= size
     return TensorFacts(torch.Size(shape), x.dtype, x.device, x.requires_grad)

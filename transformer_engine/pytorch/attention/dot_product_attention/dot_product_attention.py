@@ -14,6 +14,8 @@ from ....common.numbers import to_bool
 from ....common.recipe import Recipe
 from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ...functions.attention.autograd import Attending, AttentionExecution, Projection, apart, attend
+from ...functions.attention.context_parallel.attention import ContextParallelAttention
+from ...functions.attention.context_parallel.fp8 import FP8ContextAttention
 from ...functions.attention.context_parallel.groups import context_groups
 from ...functions.attention.fp8 import RecomputedFP8Attention, choose_fp8
 from ...functions.attention.fp8_attention import AttentionQuantizers, FP8Attention
@@ -341,11 +343,16 @@ class DotProductAttention(TransformerEngineBaseModule):
                 self.check_repetition(state)
         recipe = attention_recipe(state.recipe) if state.enabled and not call.cached else None
         if recipe is not None:
-            attending = self._in_fp8(state, recipe, call, bool(fp8_output), bf16_backward)
+            shared = backend if isinstance(backend, ContextParallelAttention) else None
+            inner = call if shared is None else shared.inner_call
+            fp8 = self._in_fp8(state, recipe, inner, bool(fp8_output), bf16_backward)
+            attending = fp8
+            if shared is not None:
+                attending = FP8ContextAttention(shared, fp8, backward_asked_for(bf16_backward))
             if recompute:
                 attending = RecomputedFP8Attention(attending)
             if not tracing:
-                _attention_backends.seen = (call, attending)
+                _attention_backends.seen = (call, fp8)
         elif fp8_output:
             raise ValueError(
                 "fp8_output=True needs an FP8 attention; run under autocast with fp8_dpa or fp8_mha in the recipe"
@@ -378,6 +385,11 @@ class DotProductAttention(TransformerEngineBaseModule):
                 the faster one.
         """
         scaling = scaling_of(recipe)
+        if self._config.context is not None and not getattr(recipe, "reduce_amax", True):
+            raise ValueError(
+                f"reduce_amax=False in {type(recipe).__name__} with {self._config.context.size} context-parallel "
+                "ranks, whose codes need one scale; set reduce_amax=True, and an amax_reduction_group with all ranks"
+            )
         if recipe is not state.recipe:
             state = state._replace(recipe=recipe)
         products = self._product_quantizers(state)

@@ -16,7 +16,10 @@ from torch import Tensor
 from ....common import env
 from ....common.dispatch import undisturbed
 from ....common.memory import Memory
-from ...functions.attention.context_parallel.attention import ContextParallelAttention, choose_context_parallel
+from ...functions.attention.context_parallel.attention import (
+    ContextParallelAttention,
+    choose_context_parallel,
+)
 from ...primitives.attention.call import AttentionCall, AttentionInputs
 from ...primitives.attention.choose import choose
 from ...primitives.attention.operators import choose_when_traced

@@ -43,11 +43,15 @@ class HeadExchange:
         self.call, self.group, self.size, self.rank = call, group, size, rank
         self.queries = TokenOrder(call.q_format, size, bounds_q)
         self.keys = TokenOrder(call.kv_format, size, bounds_kv)
+        self.orders = (self.queries, self.keys, self.keys)
 
     def enter(self, inputs: AttentionInputs) -> AttentionInputs:
         """Return the tensors of this rank's heads, for all tokens of the group."""
-        orders = (self.queries, self.keys, self.keys)
-        q, k, v = _Exchange.apply(self, orders, True, inputs.q, inputs.k, inputs.v)  # pyright: ignore[reportGeneralTypeIssues]
+        q, k, v = _Exchange.apply(self, self.orders, True, inputs.q, inputs.k, inputs.v)  # pyright: ignore[reportGeneralTypeIssues]
+        return self.enter_others(inputs)._replace(q=q, k=k, v=v)
+
+    def enter_others(self, inputs: AttentionInputs) -> AttentionInputs:
+        """Return the inputs with the parts of masks, bias, slopes and sink that belong to this rank's heads."""
         masked = inputs.masked
         if masked is not None:
             if masked.dim() >= 2 and masked.shape[-2] != 1:
@@ -67,7 +71,7 @@ class HeadExchange:
         sink = inputs.sink
         if sink is not None:
             sink = self._own_heads(_Shared.apply(self.group, sink), 0).contiguous()  # pyright: ignore[reportArgumentType]
-        return inputs._replace(q=q, k=k, v=v, masked=masked, bias=bias, slopes=slopes, sink=sink)
+        return inputs._replace(masked=masked, bias=bias, slopes=slopes, sink=sink)
 
     def leave(self, output: Tensor) -> Tensor:
         """Return the output [.., h * d_v] of this rank's tokens and all heads."""
@@ -120,7 +124,7 @@ class OwnHeads:
         return hash(self._key)
 
 
-def _exchange(
+def exchange_tokens(
     exchange: HeadExchange, orders: tuple[TokenOrder, ...], to_heads: bool, tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
     """Exchange tokens for heads, or heads for tokens; transfers are under way while the next tensor is packed."""
@@ -144,17 +148,17 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, exchange: HeadExchange, orders: tuple[TokenOrder, ...], to_heads: bool, *tensors: Tensor
     ) -> Any:
         ctx.exchange, ctx.orders, ctx.to_heads = exchange, orders, to_heads
-        return _exchange(exchange, orders, to_heads, tensors)
+        return exchange_tokens(exchange, orders, to_heads, tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         exchange, orders, to_heads = ctx.exchange, ctx.orders, ctx.to_heads
 
         def back(*grads: Tensor) -> tuple[Tensor, ...]:
-            return _exchange(exchange, orders, not to_heads, grads)
+            return exchange_tokens(exchange, orders, not to_heads, grads)
 
         def there(*tensors: Tensor) -> tuple[Tensor, ...]:
-            return _exchange(exchange, orders, to_heads, tensors)
+            return exchange_tokens(exchange, orders, to_heads, tensors)
 
         found = transposed(back, there, *grads)
         return None, None, None, *(found if isinstance(found, tuple) else (found,))

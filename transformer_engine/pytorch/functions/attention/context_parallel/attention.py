@@ -45,14 +45,11 @@ class ContextParallelAttention:
     def __call__(self, call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
         """Return o [.., h * d_v] of the rank's queries, differentiable in q, k, v, bias and sink."""
         groups = self.groups
-        if call.packed:
-            self._check_lengths(call, inputs)
+        self.check_lengths(call, inputs)
         if groups.heads_size == 1:
             assert isinstance(self.inner, BlockAttention)
             return self.inner(self.inner_call, inputs)
-        starts = inputs.starts_q, inputs.starts_kv
-        bounds = (None if x is None else x // groups.ring_size for x in starts)
-        exchange = HeadExchange(call, groups.heads_group, groups.heads_size, groups.heads_rank, *bounds)
+        exchange = self.exchange(call, inputs)
         own = exchange.enter(inputs)
         if isinstance(self.inner, BlockAttention):
             result = self.inner(self.inner_call, own)
@@ -61,8 +58,16 @@ class ContextParallelAttention:
         max_logit = None if result.max_logit is None else exchange.all_heads(result.max_logit)
         return AttentionResult(exchange.leave(result.output), max_logit)
 
-    def _check_lengths(self, call: AttentionCall, inputs: AttentionInputs) -> None:
+    def exchange(self, call: AttentionCall, inputs: AttentionInputs) -> HeadExchange:
+        """Return the exchange of heads of a call."""
+        groups, starts = self.groups, (inputs.starts_q, inputs.starts_kv)
+        bounds = (None if x is None else x // groups.ring_size for x in starts)
+        return HeadExchange(call, groups.heads_group, groups.heads_size, groups.heads_rank, *bounds)
+
+    def check_lengths(self, call: AttentionCall, inputs: AttentionInputs) -> None:
         """Check the lengths of packed sequences, as far as their values are read (see `device_checks`)."""
+        if not call.packed:
+            return
         for name, starts in (("q", inputs.starts_q), ("kv", inputs.starts_kv)):
             demand(divides, (starts,), name, 2 * self.groups.size)
             if inputs.starts_kv is inputs.starts_q:

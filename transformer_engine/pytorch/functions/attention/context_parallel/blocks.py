@@ -74,7 +74,9 @@ def block_call(call: AttentionCall, block: Block, size: int) -> AttentionCall:
     else:
         rows, columns = (part.stop - part.first for part in (block.queries, block.keys))
     shapes = [
-        None if shape is None else (*shape[:-2], *(1 if old == 1 else new for old, new in zip(shape[-2:], (rows, columns))))
+        None
+        if shape is None
+        else (*shape[:-2], *(1 if old == 1 else new for old, new in zip(shape[-2:], (rows, columns))))
         for shape in (call.bias_shape, call.masked_shape)
     ]
     diagonal = block.mask.name == "padding_causal" and block.queries == block.keys

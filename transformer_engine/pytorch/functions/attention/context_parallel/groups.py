@@ -71,14 +71,18 @@ def context_groups(cp_group: Any, cp_stream: Any, cp_comm_type: str) -> ContextG
         return None
     if len(members) != (2 if hierarchical else 1):
         wanted = (
-            "a list of two: the group of the all-to-all, then that of the ring" if hierarchical else "one group"
+            "a list of two: the group of the all-to-all, then that of the ring"
+            if hierarchical
+            else "one group"
         )
         raise ValueError(
             f"cp_group holds {len(members)} groups, of sizes {sizes}; cp_comm_type={cp_comm_type!r} takes {wanted}"
         )
     ranks = [dist.get_rank(group) for group in members]
     if min(ranks) < 0:
-        raise ValueError(f"this process is not a member of cp_group (ranks {ranks}); give a group that contains it")
+        raise ValueError(
+            f"this process is not a member of cp_group (ranks {ranks}); give a group that contains it"
+        )
     heads = hierarchical or cp_comm_type == "a2a"
     first, last = (members[0], sizes[0], ranks[0]), (members[-1], sizes[-1], ranks[-1])
     alone = (None, 1, 0)

@@ -39,7 +39,9 @@ def partitioned_indices(cu_seqlens: Tensor, tokens: int, size: int, rank: int) -
     # Tokens behind the last sequence are divided into equal parts.
     tail = (tokens - bounds[-1]) // size
     behind = torch.arange(tokens // size, device=bounds.device) - bounds[-1] // size
-    return torch.where(behind < 0, bounds[sequence] + number * chunk + position, bounds[-1] + rank * tail + behind)
+    return torch.where(
+        behind < 0, bounds[sequence] + number * chunk + position, bounds[-1] + rank * tail + behind
+    )
 
 
 def order_of_ranks(cu_seqlens: Tensor, tokens: int, size: int) -> Tensor:

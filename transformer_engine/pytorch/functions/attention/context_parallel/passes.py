@@ -90,9 +90,7 @@ def forward(
     gathers = plan.gathers and inputs.sink is None
     output = q.new_zeros((*q.shape[:-1], call.head_dim_v), dtype=call.dtype if gathers else wide)
     batch = () if call.packed else (call.batch,)
-    lse = torch.full(
-        (*batch, call.heads, tokens.queries.size), -torch.inf, dtype=wide, device=q.device
-    )
+    lse = torch.full((*batch, call.heads, tokens.queries.size), -torch.inf, dtype=wide, device=q.device)
     merged, states = MergedAttention(tokens.queries, output, lse), []
     max_logit = q.new_full((call.heads,), -torch.inf, dtype=torch.float32) if call.max_logit else None
     for step, (k, v) in zip(plan.steps, _keys_of_steps(plan, inputs), strict=True):
@@ -151,7 +149,10 @@ def backward(
             travelling = ring.send(sums)
     if travelling is not None:
         sums = travelling()
-        grad_k, grad_v = sums[: inputs.k.numel()].view(inputs.k.shape), sums[inputs.k.numel() :].view(inputs.v.shape)
+        grad_k, grad_v = (
+            sums[: inputs.k.numel()].view(inputs.k.shape),
+            sums[inputs.k.numel() :].view(inputs.v.shape),
+        )
     else:
         order = TokenOrder(call.kv_format, groups.ring_size, inputs.starts_kv)
         grad_k, grad_v = (
@@ -179,9 +180,7 @@ def _add_columns(x: Tensor, spans: Sequence[Part], columns: Tensor) -> None:
         first += size
 
 
-def _sink_gradient(
-    plan: BlockPlan, sink: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor
-) -> Tensor:
+def _sink_gradient(plan: BlockPlan, sink: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor) -> Tensor:
     """Return -sum p_sink sum(do o) over the tokens of all ranks, as the exchange of heads does."""
     inner = (grad_output.float() * output.float()).sum(dim=-1, keepdim=True)
     axis = 1 if plan.call.q_format == "bshd" else 0

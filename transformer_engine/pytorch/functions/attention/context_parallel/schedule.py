@@ -253,7 +253,9 @@ def _refuses_exchange(request: ContextRequest) -> str | None:
     ranks = request.heads_size * request.ring_size
     for name, heads in (("query", call.heads), ("key and value", call.groups)):
         if heads % ranks:
-            return f"{heads} {name} heads cannot be divided among {ranks} ranks; use a divisor of {heads} ranks"
+            return (
+                f"{heads} {name} heads cannot be divided among {ranks} ranks; use a divisor of {heads} ranks"
+            )
     return None
 
 
