@@ -358,7 +358,7 @@ def test_unknown_names_list_the_known_ones(device):
     for option in ("attention_type", "softmax_type", "qkv_format"):
         with pytest.raises(ValueError, match=f"{option}='x' does not exist; choose one of"):
             DotProductAttention(2, 4, **{option: "x"})
-    with pytest.raises(ValueError, match="cp_comm_type='x'"):
+    with pytest.raises(ValueError, match=r"cp_comm_type='x'"):
         DotProductAttention(2, 4, cp_comm_type="x")
     with pytest.raises(ValueError, match="core_attention_bias_type='x'"):
         DotProductAttention(2, 4, qkv_format="bshd")(*qkv(device), core_attention_bias_type="x")
@@ -435,11 +435,13 @@ def test_context_parallel_groups_of_one_rank_are_accepted_and_errors_change_noth
     module = DotProductAttention(2, 4, cp_group=alone)
     module.set_context_parallel_group(None, None, None, "all_gather")
     assert module.cp_comm_type == "all_gather"
-    with pytest.raises(ValueError, match="cp_group holds 2 groups, of sizes .2, 2.; cp_comm_type='p2p' takes one"):
+    with pytest.raises(
+        ValueError, match=r"cp_group holds 2 groups, of sizes .2, 2.; cp_comm_type='p2p' takes one"
+    ):
         module.set_context_parallel_group([two, two], [0, 1, 2, 3], None, "p2p")
-    with pytest.raises(ValueError, match="cp_comm_type='a2a.p2p' takes a list of two"):
+    with pytest.raises(ValueError, match=r"cp_comm_type='a2a.p2p' takes a list of two"):
         module.set_context_parallel_group(two, [0, 1], None, "a2a+p2p")
-    with pytest.raises(ValueError, match="cp_comm_type='ring'; choose one of p2p"):
+    with pytest.raises(ValueError, match=r"cp_comm_type='ring'; choose one of p2p"):
         module.set_context_parallel_group(two, [0, 1], None, "ring")
     assert module.cp_group is None and module.cp_comm_type == "all_gather"
 

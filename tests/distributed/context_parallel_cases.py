@@ -15,7 +15,7 @@ from transformer_engine.pytorch import DotProductAttention
 
 @dataclass(frozen=True)
 class Case:
-    """One attention: `tokens` of each of `batch` sequences, or packed sequences of the given real and padded lengths."""
+    """One attention: `tokens` of each of `batch` sequences, or packed sequences of real and padded lengths."""
 
     comm: str = "p2p"
     size: int = 2

@@ -20,8 +20,8 @@ from context_parallel_cases import (
     shared,
 )
 from ranks import run_on_ranks
-from threaded_ranks import run_on_threads
 from support.tolerances import ATTENDED, assert_as_good_as
+from threaded_ranks import run_on_threads
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.dispatch import tables

@@ -36,62 +36,144 @@ THD = {"layout": "thd", "mask": "padding_causal"}
 # (attention, tokens per rank of queries, of keys, arguments, message)
 CALLS = {
     "odd number of tokens": (
-        Case(), 7, None, {}, "14 tokens of queries cannot be divided into 2 . 2 = 4 chunks.*pad the sequence to 16 tokens, 8 per rank",
+        Case(),
+        7,
+        None,
+        {},
+        "14 tokens of queries cannot be divided into 2 . 2 = 4.*pad the sequence to 16 tokens, 8 per rank",
     ),
-    "odd number of tokens under a2a": (Case(comm="a2a"), 5, None, {}, "10 tokens of queries.*pad the sequence to 12"),
+    "odd number of tokens under a2a": (
+        Case(comm="a2a"),
+        5,
+        None,
+        {},
+        "10 tokens of queries.*pad the sequence to 12",
+    ),
     "odd number of keys": (
-        Case(comm="all_gather", keys=14), 8, 7, {}, "14 tokens of keys cannot be divided.*pad the sequence to 16 tokens",
+        Case(comm="all_gather", keys=14),
+        8,
+        7,
+        {},
+        "14 tokens of keys cannot be divided.*pad the sequence to 16 tokens",
     ),
     "heads under a2a": (
-        Case(comm="a2a", heads=3, groups=3), None, None, {}, "3 query heads cannot be divided among 2 ranks; use a divisor of 3",
+        Case(comm="a2a", heads=3, groups=3),
+        None,
+        None,
+        {},
+        "3 query heads cannot be divided among 2 ranks; use a divisor of 3",
     ),
     "groups under a2a": (
-        Case(comm="a2a", groups=1), None, None, {}, "1 key and value heads cannot be divided among 2 ranks",
+        Case(comm="a2a", groups=1),
+        None,
+        None,
+        {},
+        "1 key and value heads cannot be divided among 2 ranks",
     ),
     "packed length": (
-        Case(**THD), 8, None, _bounds(6, 10), "sequence 0 has 6 tokens, which cannot be divided into 4 chunks.*pad it to 8 tokens.*cu_seqlens_q_padded",
+        Case(**THD),
+        8,
+        None,
+        _bounds(6, 10),
+        "sequence 0 has 6 tokens, which cannot be divided into 4.*pad it to 8 tokens.*cu_seqlens_q_padded",
     ),
     "padded packed length": (
-        Case(**THD), 8, None,
-        _bounds(6, 9) | {"cu_seqlens_q_padded": cumulative((6, 10)), "cu_seqlens_kv_padded": cumulative((6, 10))},
+        Case(**THD),
+        8,
+        None,
+        _bounds(6, 9)
+        | {"cu_seqlens_q_padded": cumulative((6, 10)), "cu_seqlens_kv_padded": cumulative((6, 10))},
         "sequence 0 has 6 tokens, which cannot be divided into 4 chunks",
     ),
-    "packed bounds of the rank": (Case(**THD), 8, None, _bounds(8, 24), "cu_seqlens_q ends with 32, the packed tensor has 16"),
+    "packed bounds of the rank": (
+        Case(**THD),
+        8,
+        None,
+        _bounds(8, 24),
+        "cu_seqlens_q ends with 32, the packed tensor has 16",
+    ),
     "packed bias": (
-        Case(**THD), 8, None,
-        _bounds(8, 8) | {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": torch.zeros(1, 1, 8, 16), "max_seqlen_q": 16, "max_seqlen_kv": 16},
+        Case(**THD),
+        8,
+        None,
+        _bounds(8, 8)
+        | {
+            "core_attention_bias_type": "post_scale_bias",
+            "core_attention_bias": torch.zeros(1, 1, 16, 16),
+            "max_seqlen_q": 16,
+            "max_seqlen_kv": 16,
+        },
         "post_scale_bias.*with qkv_format='thd' and 2 context-parallel ranks",
     ),
     "bias rows of the whole sequence": (
-        Case(), None, None,
+        Case(),
+        None,
+        None,
         {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": torch.zeros(1, 1, 16, 16)},
         "core_attention_bias .1, 1, 16, 16. has 16 rows; a context-parallel rank gives the rows of its own 8 queries",
     ),
     "mask rows of the whole sequence": (
-        Case(mask="arbitrary"), None, None, {"attention_mask": torch.zeros(2, 1, 16, 16, dtype=torch.bool)},
+        Case(mask="arbitrary"),
+        None,
+        None,
+        {"attention_mask": torch.zeros(2, 1, 16, 16, dtype=torch.bool)},
         "attention_mask .2, 1, 16, 16. has 16 rows; a context-parallel rank gives the rows of its own 8",
     ),
     "padding mask of the rank's tokens": (
-        Case(mask="padding"), None, None, {"attention_mask": torch.zeros(2, 1, 1, 8, dtype=torch.bool)},
+        Case(mask="padding"),
+        None,
+        None,
+        {"attention_mask": torch.zeros(2, 1, 1, 8, dtype=torch.bool)},
         "attention_mask of q is .2, 1, 1, 8., a padding mask is .2, 1, 1, 16.",
     ),
     "unequal packed lengths under a causal mask": (
-        Case(**THD), 8, None, {"cu_seqlens_q": cumulative((8, 8)), "cu_seqlens_kv": cumulative((4, 12)), "max_seqlen_q": 16, "max_seqlen_kv": 16},
+        Case(**THD),
+        8,
+        None,
+        {
+            "cu_seqlens_q": cumulative((8, 8)),
+            "cu_seqlens_kv": cumulative((4, 12)),
+            "max_seqlen_q": 16,
+            "max_seqlen_kv": 16,
+        },
         "queries and .* keys; a causal mask of context-parallel ranks needs the same lengths",
     ),
     "packed window without an exchange of heads": (
-        Case(layout="thd", mask="padding", window=(2, 2), groups=1), 8, None, _bounds(8, 8),
+        Case(layout="thd", mask="padding", window=(2, 2), groups=1),
+        8,
+        None,
+        _bounds(8, 8),
         "No context-parallel scheme is available for cp_comm_type='p2p'.*window_size=.2, 2..*1 key and value heads",
     ),
     "slopes of ALiBi without an exchange of heads": (
-        Case(groups=1), None, None, {"core_attention_bias_type": "alibi"}, "slopes of ALiBi.*1 key and value heads",
+        Case(groups=1),
+        None,
+        None,
+        {"core_attention_bias_type": "alibi"},
+        "slopes of ALiBi.*1 key and value heads",
     ),
     "score_mod without an exchange of heads": (
-        Case(groups=1), None, None, {"score_mod": lambda score, b, h, i, j: score}, "score_mod reads positions.*1 key and value heads",
+        Case(groups=1),
+        None,
+        None,
+        {"score_mod": lambda score, b, h, i, j: score},
+        "score_mod reads positions.*1 key and value heads",
     ),
-    "codes without a recipe": (Case(), None, None, {"fp8_output": True}, "fp8_output=True needs an FP8 attention"),
-    "keys of other sequences": (Case(), 8, None, {"cu_seqlens_q": cumulative((16,))}, "cu_seqlens_q has 1 sequences"),
-}  # fmt: skip
+    "codes without a recipe": (
+        Case(),
+        None,
+        None,
+        {"fp8_output": True},
+        "fp8_output=True needs an FP8 attention",
+    ),
+    "keys of other sequences": (
+        Case(),
+        8,
+        None,
+        {"cu_seqlens_q": cumulative((16,))},
+        "cu_seqlens_q has 1 sequences",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -121,7 +203,7 @@ def test_a_cache_of_whole_sequences_is_not_shared():
         cache = te.InferenceParams(2, 32, 2, 8, torch.float32)
         cache.pre_step({0: 8, 1: 8})
         with pytest.raises(
-            ValueError, match="inference_params with a context-parallel group of 2 ranks.*None"
+            ValueError, match=r"inference_params with a context-parallel group of 2 ranks.*None"
         ):
             module(*(torch.randn(2, 8, 2, 8) for _ in range(3)), inference_params=cache)
 
@@ -170,7 +252,7 @@ def test_a_second_derivative_names_the_operation():
 
 def test_helpers_reject_ranks_outside_of_the_group_and_other_formats():
     bounds = cumulative((8, 8))
-    with pytest.raises(ValueError, match="rank=2 is outside 0..1"):
+    with pytest.raises(ValueError, match=r"rank=2 is outside 0..1"):
         get_cu_seqlens_on_cp_rank(bounds, bounds // 2, 2, 2, True, True)
     with pytest.raises(ValueError, match="qvk_format='bshd'"):
         get_batch_on_this_cp_rank(bounds, None, None, None, qvk_format="bshd")
@@ -180,9 +262,9 @@ def test_errors_under_a_recipe_leave_its_state_unchanged():
     def run(rank):
         case = Case(heads=4, groups=4)
         module = attention_of(case, dist.group.WORLD)
-        with te.autocast(enabled=True, recipe=DelayedScaling(fp8_dpa=True)):
-            with pytest.raises(ValueError, match="14 tokens"):
-                module(*_qkv(case, 7))
+        recipe = DelayedScaling(fp8_dpa=True)
+        with te.autocast(enabled=True, recipe=recipe), pytest.raises(ValueError, match="14 tokens"):
+            module(*_qkv(case, 7))
         return "scaling_fwd" in module.fp8_meta
 
     assert run_on_threads(run, 2) == [False, False]

@@ -150,7 +150,7 @@ def test_delayed_scaling_needs_amaxes_of_all_ranks():
     def run(rank):
         recipe = DelayedScaling(fp8_dpa=True, reduce_amax=False)
         with pytest.raises(
-            ValueError, match="reduce_amax=False .* 2 context-parallel ranks.*set reduce_amax=True"
+            ValueError, match=r"reduce_amax=False .* 2 context-parallel ranks.*set reduce_amax=True"
         ):
             _run(CASE, recipe, rank)
 

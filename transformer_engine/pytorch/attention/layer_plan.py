@@ -160,17 +160,16 @@ def check_layer_call(
         TypeError, ValueError: The call cannot be computed.
     """
     rotation, ours = None, isinstance(core, DotProductAttention)
+    context = core._config.context if ours else None
     if rotary_pos_emb is not None:
-        rotation = _rotation_of_call(
-            config, core._config.context if ours else None, rotary_pos_emb, arguments
-        )
+        rotation = _rotation_of_call(config, context, rotary_pos_emb, arguments)
     if tracing:
         check_encoder(config, encoder_output)
         return rotation, None
     if (config.attention_type == "cross") != (encoder_output is not None):
         check_encoder(config, encoder_output)
     if state.enabled and (recipe := attention_recipe(state.recipe)) is not None:
-        scaling_of(recipe)
+        scaling_of(recipe, context)
     if type(x) not in _PLAIN_TENSORS or not x.is_floating_point():
         floating("hidden_states", x)
     encoder = None

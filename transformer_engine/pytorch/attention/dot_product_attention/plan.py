@@ -26,6 +26,7 @@ from ...primitives.attention.operators import choose_when_traced
 from ...primitives.attention.passes import Bound
 from ...primitives.attention.visible import default_slopes
 from ...runtime.backward_thread import keep_backward_here
+from ...runtime.tracing import in_eager_mode
 from ..inference import CachedKeysValues
 from .arguments import check_cache, check_slopes, check_tensors, settled, sink_of
 from .describe import describe_call, describe_sequences, mask_name
@@ -327,7 +328,7 @@ def _find(
     return memory[key] if a.score_mod is None else SCORE_MOD_PLANS[key]
 
 
-@torch.compiler.disable
+@in_eager_mode
 def _shared_outside_of_graphs(config: AttentionConfig, *described: Any) -> AttentionPlan:
     """Plan an attention of context-parallel ranks in eager mode: it communicates, which ends a compiled graph."""
     call, sequences = describe_call(config, *described)

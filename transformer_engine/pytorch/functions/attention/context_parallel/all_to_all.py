@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ....primitives.attention.call import AttentionCall, AttentionInputs
 from ....runtime.double_backward import once_differentiable, transposed
-from .groups import all_gather, all_to_all, reduce_scatter
+from .groups import ContextGroups, all_gather, all_to_all, reduce_scatter
 from .layout import TokenOrder
 
 
@@ -26,23 +26,17 @@ class HeadExchange:
 
     Args:
         call: Attention of the whole sequence.
-        group: Group of the exchange.
-        size, rank: Ranks of the group, and this one.
-        bounds_q, bounds_kv: Packed sequences: cumulative lengths [b + 1] of the tokens of all ranks of the group.
+        groups: Groups of the rank.
+        bounds: Packed sequences: cumulative lengths [b + 1] of queries, and of keys, of all ranks of the exchange.
     """
 
     def __init__(
-        self,
-        call: AttentionCall,
-        group: Any,
-        size: int,
-        rank: int,
-        bounds_q: Tensor | None = None,
-        bounds_kv: Tensor | None = None,
+        self, call: AttentionCall, groups: ContextGroups, bounds: tuple[Tensor | None, Tensor | None]
     ):
-        self.call, self.group, self.size, self.rank = call, group, size, rank
-        self.queries = TokenOrder(call.q_format, size, bounds_q)
-        self.keys = TokenOrder(call.kv_format, size, bounds_kv)
+        self.call = call
+        self.group, self.size, self.rank = groups.heads_group, groups.heads_size, groups.heads_rank
+        self.queries = TokenOrder(call.q_format, self.size, bounds[0])
+        self.keys = TokenOrder(call.kv_format, self.size, bounds[1])
         self.orders = (self.queries, self.keys, self.keys)
 
     def enter(self, inputs: AttentionInputs) -> AttentionInputs:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import cast
-
-import torch
 
 from .....common.dispatch import Unsupported
 from ....primitives.attention.call import AttentionCall, AttentionInputs, AttentionResult
 from ....primitives.attention.choose import NoBackend, choose
 from ....primitives.attention.passes import Bound
 from ....runtime.device_checks import demand
+from ....runtime.tracing import in_eager_mode
 from ..autograd import attend
 from .all_to_all import HeadExchange, exchanged_call
 from .blocks import plan_blocks
@@ -41,7 +41,7 @@ class ContextParallelAttention:
         """Name of the backend."""
         return self.inner.name
 
-    @torch.compiler.disable
+    @in_eager_mode
     def __call__(self, call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
         """Return o [.., h * d_v] of the rank's queries, differentiable in q, k, v, bias and sink."""
         groups = self.groups
@@ -60,9 +60,11 @@ class ContextParallelAttention:
 
     def exchange(self, call: AttentionCall, inputs: AttentionInputs) -> HeadExchange:
         """Return the exchange of heads of a call."""
-        groups, starts = self.groups, (inputs.starts_q, inputs.starts_kv)
-        bounds = (None if x is None else x // groups.ring_size for x in starts)
-        return HeadExchange(call, groups.heads_group, groups.heads_size, groups.heads_rank, *bounds)
+        starts_q, starts_kv = (
+            None if starts is None else starts // self.groups.ring_size
+            for starts in (inputs.starts_q, inputs.starts_kv)
+        )
+        return HeadExchange(call, self.groups, (starts_q, starts_kv))
 
     def check_lengths(self, call: AttentionCall, inputs: AttentionInputs) -> None:
         """Check the lengths of packed sequences, as far as their values are read (see `device_checks`)."""
@@ -146,7 +148,7 @@ def check_divisible(call: AttentionCall, groups: ContextGroups) -> None:
 
 def divides(bounds: list[int], name: str, chunks: int) -> None:
     """Raise ValueError unless the lengths of packed sequences are multiples of the number of chunks."""
-    for index, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for index, (begin, end) in enumerate(pairwise(bounds)):
         if (end - begin) % chunks:
             padded = -(-(end - begin) // chunks) * chunks
             raise ValueError(

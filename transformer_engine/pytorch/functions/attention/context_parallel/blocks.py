@@ -76,7 +76,7 @@ def block_call(call: AttentionCall, block: Block, size: int) -> AttentionCall:
     shapes = [
         None
         if shape is None
-        else (*shape[:-2], *(1 if old == 1 else new for old, new in zip(shape[-2:], (rows, columns))))
+        else (*shape[:-2], *(min(old, new) for old, new in zip(shape[-2:], (rows, columns), strict=True)))
         for shape in (call.bias_shape, call.masked_shape)
     ]
     diagonal = block.mask.name == "padding_causal" and block.queries == block.keys

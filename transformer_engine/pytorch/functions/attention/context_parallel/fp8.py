@@ -1,9 +1,9 @@
 """FP8 attention of ranks that share a sequence: the codes of q, k and v travel, under one scale for all ranks.
 
 Delayed scaling has one scale if the recipe reduces amaxes over a group that contains the ranks; current scaling takes
-the maximum over the ranks. Values travel instead where they are needed themselves: for a backward pass in high precision,
-and under recipes that scale blocks, which quantize afterwards. Partial outputs are merged as values in float32, and
-gradients travel as values.
+the maximum over the ranks. Values travel instead where they are needed themselves: for a backward pass in high
+precision, and under recipes that scale blocks, which quantize afterwards. Partial outputs are merged as values in
+float32, and gradients travel as values.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ....primitives.attention.call import Attended, AttentionCall, AttentionInputs, AttentionResult, Gradients
 from ....runtime.double_backward import once_differentiable
+from ....runtime.tracing import in_eager_mode
 from ....tensor.float8_tensor import Float8Tensor, Float8TensorStorage
 from ....tensor.quantized_tensor import QuantizedTensor
 from ....tensor.quantizer import Quantizer
@@ -54,7 +55,7 @@ class FP8ContextAttention:
         """Return the attention with other quantizers."""
         return replace(self, fp8=self.fp8.with_quantizers(quantizers))
 
-    @torch.compiler.disable
+    @in_eager_mode
     def __call__(self, call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
         """Return o [.., h * d_v], differentiable in q, k, v, bias and sink."""
         shared, groups = self.shared, self.shared.groups

@@ -78,7 +78,7 @@ def get_cu_seqlens_on_cp_rank(
     first_half: bool,
     second_half: bool,
 ) -> Tensor:
-    """Return the cumulative lengths of the real tokens that a rank holds, its chunks of a sequence joined, int32 [b + 1].
+    """Return the cumulative lengths of the real tokens that a rank holds, its two chunks joined, int32 [b + 1].
 
     Args:
         cu_seqlens: Cumulative lengths of the real tokens of whole sequences, which padding follows.

@@ -18,7 +18,7 @@ from ....primitives.attention.call import Attended, AttentionCall, AttentionInpu
 from ....primitives.attention.operators import BIAS, SINK
 from ....runtime.double_backward import once_differentiable
 from ..autograd import SavedAttention, attention_backward, attention_forward
-from .blocks import BlockPlan, BoundBlock, block_inputs, columns_of, rows_of, tokens_of
+from .blocks import BlockPlan, BoundBlock, block_inputs, rows_of, tokens_of
 from .groups import Ring, all_gather, reduce_scatter
 from .layout import TokenOrder
 from .merge import MergedAttention, per_token
@@ -71,9 +71,13 @@ def _keys_of_steps(plan: BlockPlan, inputs: AttentionInputs) -> Iterator[tuple[T
         whole = [order.whole(wait()) for wait in pending]
         yield whole[0], whole[1]
         return
-    flat = torch.cat((k.reshape(-1), v.reshape(-1)))
-    for arrived in Ring(groups).circulate(flat):
-        yield arrived[: k.numel()].view(k.shape), arrived[k.numel() :].view(v.shape)
+    for arrived in Ring(groups).circulate(torch.cat((k.reshape(-1), v.reshape(-1)))):
+        yield _two_of(arrived, k, v)
+
+
+def _two_of(flat: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the two tensors, of the shapes of k and v, in a flat one."""
+    return flat[: k.numel()].view(k.shape), flat[k.numel() :].view(v.shape)
 
 
 def forward(
@@ -127,7 +131,7 @@ def backward(
     ring, travelling, sums = Ring(groups), None, grad_q
     for step, (k, v) in zip(plan.steps, _keys_of_steps(plan, inputs), strict=True):
         sums = grad_q.new_zeros(k.numel() + v.numel())
-        grad_k, grad_v = sums[: k.numel()].view(k.shape), sums[k.numel() :].view(v.shape)
+        grad_k, grad_v = _two_of(sums, k, v)
         for bound in step:
             queries, last = bound.block.queries, lse.dim() - 1
             attended = Attended(
