@@ -88,6 +88,28 @@ class GroupedLinear(nn.Module):
         return F.grouped_mm(x, self.weight.transpose(-2, -1), offs=self.ends)
 
 
+class ScaledExperts(nn.Module):
+    """y = fc2(scales * silu(a) * b), (a, b) = fc1(x), of groups of equal size."""
+
+    def __init__(self, groups: int, rows: int, hidden: int, inner: int, device: torch.device):
+        super().__init__()
+        self.fc1 = GroupedLinear(groups, rows, hidden, 2 * inner, device)
+        self.fc2 = GroupedLinear(groups, rows, inner, hidden, device)
+
+    def forward(self, x: Tensor, scales: Tensor) -> Tensor:
+        a, b = self.fc1(x).chunk(2, dim=-1)
+        return self.fc2((F.silu(a) * b * scales.unsqueeze(-1)).to(x.dtype))
+
+
+def _gelu_mlp(hidden: int, inner: int, options: dict[str, Any]) -> nn.Module:
+    return nn.Sequential(
+        nn.LayerNorm(hidden, **options),
+        nn.Linear(hidden, inner, **options),
+        nn.GELU(approximate="tanh"),
+        nn.Linear(inner, hidden, **options),
+    )
+
+
 def _random(device: torch.device, *shape: int) -> Tensor:
     return torch.randn(*shape, device=device, dtype=BF16)
 
@@ -136,13 +158,19 @@ def _layernorm_mlp(case: Case, device: torch.device) -> Workload:
     if a["activation"] == "swiglu":
         module: nn.Module = GatedMLP(a["hidden"], a["inner"], options)
     else:
-        module = nn.Sequential(
-            nn.LayerNorm(a["hidden"], **options),
-            nn.Linear(a["hidden"], a["inner"], **options),
-            nn.GELU(approximate="tanh"),
-            nn.Linear(a["inner"], a["hidden"], **options),
-        )
+        module = _gelu_mlp(a["hidden"], a["inner"], options)
     return Workload(module, (_random(device, a["rows"], 1, a["hidden"]),))
+
+
+@BUILDERS.of("ops")
+def _ops(case: Case, device: torch.device) -> Workload:
+    a = case.arguments
+    if a["groups"] is None:
+        module: nn.Module = _gelu_mlp(a["hidden"], a["inner"], {"device": device, "dtype": BF16})
+        return Workload(module, (_random(device, a["rows"], a["hidden"]),))
+    module = ScaledExperts(a["groups"], a["rows"], a["hidden"], a["inner"], device)
+    scales = torch.rand(a["rows"], device=device)
+    return Workload(module, (_random(device, a["rows"], a["hidden"]),), {"scales": scales})
 
 
 @BUILDERS.of("grouped_linear")
@@ -300,7 +328,7 @@ def _compiled(build: Builder) -> Builder:
 
 # The library calls of these are opaque to the compiler, as is a number of rows that the data decide: the figures would
 # be those of the plain rows.
-LEFT_AS_THEY_ARE = ("attention", "grouped_linear", "permute", "adam", "sgd")
+LEFT_AS_THEY_ARE = ("attention", "grouped_linear", "ops", "permute", "adam", "sgd")
 
 PLAIN = Provider("torch", ("bf16",), BUILDERS, quantizations=("delayed",))
 COMPILED = Provider(
