@@ -211,7 +211,8 @@ class FP8BlockPasses(BlockPasses):
     def backward(
         self, bound: BoundBlock, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
     ) -> Gradients:
-        fp8, inputs, codes = self._of(bound), self._presented(inputs), [None] * 4
+        fp8, inputs = self._of(bound), self._presented(inputs)
+        codes: list[Any] = [None] * 4
         if not fp8.passes.high_precision:
             codes = [codes_of(x, fp8.quantizers.qkv) for x in inputs[:3]]
             codes.append(fp8.quantizers.output.encode(attended.output.flatten(-2), True, False))
