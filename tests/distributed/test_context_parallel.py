@@ -227,7 +227,7 @@ def test_a_layer_rotates_and_attends_by_the_positions_of_its_rank(layout, comm):
 
 
 def _dropped_out(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output of a rank with dropout, and <dout, out> beside <dv, v> summed over the ranks."""
+    """Output of a rank with dropout, and <dout, out> and <dv, v>, summed over the ranks."""
     case = Case(comm="p2p", size=2, tokens=32)
     given, rows = problem(case), held_tokens((32, 32), 2, rank)
     q, k, v = (in_layout(given[name][rows], "sbhd", 2).double().requires_grad_() for name in "qkv")

@@ -118,7 +118,7 @@ def test_current_scaling_has_the_scale_of_one_device():
 
 @pytest.mark.parametrize("comm", ["p2p", "a2a"])
 def test_projections_that_make_codes_share_a_scale(comm):
-    """Under fp8_mha the projection of each rank has a maximum of its own."""
+    """Under fp8_mha the projection of each rank has its own maximum."""
     recipe = Float8CurrentScaling(fp8_dpa=True, fp8_mha=True)
 
     def layer() -> te.MultiheadAttention:

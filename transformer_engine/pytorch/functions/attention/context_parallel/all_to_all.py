@@ -54,17 +54,14 @@ class HeadExchange:
                 masked = self._own_heads(masked, masked.dim() - 3)
         bias = inputs.bias
         if bias is not None:
-            if bias.shape[-2] != 1:
-                bias = _GatheredRows.apply(self, bias)
-            else:
-                bias = _Shared.apply(self.group, bias)
+            bias = _Shared.apply(self, bias.shape[-2] != 1, bias)
             bias = self._own_heads(bias, 1)  # pyright: ignore[reportArgumentType]
         slopes = inputs.slopes
         if slopes is not None:
             slopes = self._own_heads(slopes, slopes.dim() - 1).contiguous()
         sink = inputs.sink
         if sink is not None:
-            sink = self._own_heads(_Shared.apply(self.group, sink), 0).contiguous()  # pyright: ignore[reportArgumentType]
+            sink = self._own_heads(_Shared.apply(self, False, sink), 0).contiguous()  # pyright: ignore[reportArgumentType]
         return inputs._replace(masked=masked, bias=bias, slopes=slopes, sink=sink)
 
     def leave(self, output: Tensor) -> Tensor:
@@ -158,34 +155,21 @@ class _Exchange(torch.autograd.Function):
         return None, None, None, *(found if isinstance(found, tuple) else (found,))
 
 
-class _GatheredRows(torch.autograd.Function):
-    """Rows of all ranks of a bias whose rows are the rank's queries; its gradient is summed over ranks and heads."""
-
-    @staticmethod
-    def forward(ctx: Any, exchange: HeadExchange, x: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        return exchange._gathered_rows(x)
-
-    @staticmethod
-    @once_differentiable("context-parallel attention")
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        exchange = ctx.exchange
-        parts = TokenOrder("sbhd", exchange.size).parts(grad.movedim(-2, 0))
-        own = reduce_scatter(parts.float(), exchange.group).to(grad.dtype)
-        return None, own.movedim(0, -2)
-
-
 class _Shared(torch.autograd.Function):
-    """A tensor that all ranks hold: its gradient is summed over the ranks."""
+    """A bias, its rows gathered, or a sink that all ranks hold; the gradient is summed over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, group: Any, x: Tensor) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+    def forward(ctx: Any, exchange: HeadExchange, gathers_rows: bool, x: Tensor) -> Tensor:
+        ctx.exchange, ctx.gathers_rows = exchange, gathers_rows
+        return exchange._gathered_rows(x) if gathers_rows else x.view_as(x)
 
     @staticmethod
     @once_differentiable("context-parallel attention")
     def backward(ctx: Any, grad: Tensor) -> Any:
-        total = grad.float()
-        dist.all_reduce(total, group=ctx.group)
-        return None, total.to(grad.dtype)
+        exchange, total = ctx.exchange, grad.float()
+        if ctx.gathers_rows:
+            parts = TokenOrder("sbhd", exchange.size).parts(total.movedim(-2, 0))
+            total = reduce_scatter(parts, exchange.group).movedim(0, -2)
+        else:
+            dist.all_reduce(total, group=exchange.group)
+        return None, None, total.to(grad.dtype)

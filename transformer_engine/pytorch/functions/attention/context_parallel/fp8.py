@@ -46,10 +46,7 @@ class FP8ContextAttention:
     fp8: FP8Attention
     asked: bool | None
 
-    @property
-    def quantizers(self) -> AttentionQuantizers:
-        """Quantizers of the attention."""
-        return self.fp8.quantizers
+    quantizers = property(lambda self: self.fp8.quantizers)
 
     def with_quantizers(self, quantizers: AttentionQuantizers) -> FP8ContextAttention:
         """Return the attention with other quantizers."""
@@ -67,7 +64,7 @@ class FP8ContextAttention:
             return self._in_blocks(inputs)
         exchange = shared.exchange(call, inputs)
         if isinstance(shared.inner, BlockAttention):
-            # Values are exchanged: the ranks of the ring share a scale, those that exchange heads do not.
+            # Values are exchanged: the ranks of the ring share a scale, ranks that exchange heads do not.
             result = self._in_blocks(exchange.enter(_of_values(inputs)))
             output = exchange.leave(_values(result.output))
         elif self._backward_reads_values or self.fp8.scaling not in TENSOR_SCALING:
@@ -254,18 +251,20 @@ class _FP8BlockAttention(torch.autograd.Function):
         scales = [] if storages is None else [storage._scale_inv for storage in storages]  # pyright: ignore[reportAttributeAccessIssue]
         ctx.scales = len(scales)
         ctx.save_for_backward(*sent, *scales, output, merged.lse, *states)
-        if max_logit is not None:
-            ctx.mark_non_differentiable(max_logit)
+        ctx.mark_non_differentiable(*(x for x in (max_logit,) if x is not None))
         return output, max_logit
 
     @staticmethod
     @once_differentiable("FP8 attention")
     def backward(ctx: Any, grad_output: Tensor, *_: Any) -> Any:
-        plan, fp8 = ctx.plan, ctx.fp8
-        count, saved = len(AttentionInputs._fields), ctx.saved_tensors
-        inputs, scales = AttentionInputs(*saved[:count]), saved[count : count + ctx.scales]
-        output, lse, *states = saved[count + ctx.scales :]
-        storages = None
+        plan, fp8, storages = ctx.plan, ctx.fp8, None
+        fields = len(AttentionInputs._fields)
+        saved, last = ctx.saved_tensors, fields + ctx.scales
+        inputs, scales, (output, lse, *states) = (
+            AttentionInputs(*saved[:fields]),
+            saved[fields:last],
+            saved[last:],
+        )
         if ctx.like is not None:
             storages = [
                 Float8TensorStorage(x, scale, **constants)

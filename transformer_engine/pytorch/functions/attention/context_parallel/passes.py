@@ -1,7 +1,7 @@
 """The passes of a rank over the blocks of its queries, with keys that circulate in a ring or are gathered.
 
-Each block is an ordinary attention of its own backend. The backward pass of a block reads the merged output and
-log-sum-exp, so that its gradients are the block's share. Saved are the rank's own tensors only.
+Each block is an ordinary attention, computed by the backend of its call. The backward pass of a block reads the merged
+output and log-sum-exp, so that its gradients are the block's share. Saved are the rank's own tensors only.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class BlockAttention:
 
 
 def _keys_of_steps(plan: BlockPlan, inputs: AttentionInputs) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the keys and values of each step; the transfer of the next ones is under way meanwhile."""
+    """Yield the keys and values of each step; the next ones are transferred at the same time."""
     k, v, groups, call = inputs.k, inputs.v, plan.groups, plan.call
     if plan.gathers:
         order = TokenOrder(call.kv_format, groups.ring_size, inputs.starts_kv)

@@ -1,7 +1,7 @@
 """Which blocks of an attention a rank computes in which step, as pure data of the call, the ring size and the rank.
 
 The attention of a rank's queries to all keys is a set of blocks, each a part of the queries against a part of the keys
-of one transfer, under a mask of its own; `merge` combines their results. The blocks of every rank together are the
+of one transfer, under its own mask; `merge` combines their results. The blocks of every rank together are the
 whole attention, which tests check for any size without processes.
 """
 
