@@ -210,7 +210,9 @@ def test_the_originals_question_has_our_answer(monkeypatch):
     assert get_attention_backend(biased) == (False, None, False, None, True, [False, False, True])
     on_fp8 = AttentionParams(fp8=True, fp8_meta={"recipe": Float8CurrentScaling(fp8_dpa=True)})
     assert get_attention_backend(on_fp8) == (False, None, False, None, True, [False, False, True])
-    assert get_attention_backend(AttentionParams(context_parallel=True)) == get_attention_backend(AttentionParams())
+    assert get_attention_backend(AttentionParams(context_parallel=True)) == get_attention_backend(
+        AttentionParams()
+    )
     monkeypatch.setenv("NVTE_FUSED_ATTN_BACKEND", "2")
     assert get_attention_backend(AttentionParams())[-1] == [False, False, True]
     monkeypatch.delenv("NVTE_FUSED_ATTN_BACKEND")

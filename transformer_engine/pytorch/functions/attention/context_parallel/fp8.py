@@ -213,7 +213,8 @@ class FP8BlockPasses(BlockPasses):
         if not fp8.passes.high_precision:
             codes = [codes_of(x, fp8.quantizers.qkv) for x in inputs[:3]]
             codes.append(fp8.quantizers.output.encode(attended.output.flatten(-2), True, False))
-        rounded = Rounded(*codes, attended.output, attended.lse, attended.rng_state, None)  # pyright: ignore[reportArgumentType]
+        q, k, v, output = codes
+        rounded = Rounded(q, k, v, output, attended.output, attended.lse, attended.rng_state, None)
         return fp8.passes.backward(fp8, inputs, rounded, grad_output.contiguous())
 
     def _of(self, bound: BoundBlock) -> FP8Attention:
