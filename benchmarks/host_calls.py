@@ -13,6 +13,7 @@ See `pretended_gpu` for what is real. Two trees are compared by running this fil
 from __future__ import annotations
 
 import cProfile
+import functools
 import gc
 import os
 import pstats
@@ -85,8 +86,8 @@ def _layer() -> torch.nn.Module:
     )  # fmt: skip
 
 
-def _grouped() -> torch.nn.Module:
-    return te.GroupedLinear(4, WIDTH, WIDTH, bias=False, params_dtype=torch.bfloat16)
+def _grouped(groups: int) -> torch.nn.Module:
+    return te.GroupedLinear(groups, WIDTH, WIDTH, bias=False, params_dtype=torch.bfloat16)
 
 
 def _norm() -> torch.nn.Module:
@@ -133,7 +134,9 @@ def cases() -> Iterator[Case]:
         for name, build in modules.items():
             yield case(f"{name}/{kind}/f", build, kind, False)
             yield case(f"{name}/{kind}/fb", build, kind, True)
-        yield case(f"grouped_linear/{kind}/fb", _grouped, kind, True, m_splits=[ROWS // 4] * 4)
+        for groups in (4, 8, 64):
+            name, build = f"grouped_linear_{groups}", functools.partial(_grouped, groups)
+            yield case(f"{name}/{kind}/fb", build, kind, True, m_splits=[ROWS // groups] * groups)
     for kind in ("delayed", "current", "block"):
         yield case(f"linear/{kind}/fb_first", _linear, kind, True, is_first_microbatch=True)
         yield case(f"linear/{kind}/fb_later", _linear, kind, True, is_first_microbatch=False)

@@ -279,7 +279,7 @@ def test_passes_of_a_linear_layer_fit_together(facts: LinearFacts):
     if facts.plain:
         facts = LinearFacts(
             **{
-                **{name: getattr(facts, name) for name in LinearFacts.__slots__},
+                **{name: getattr(facts, name) for name in LinearFacts._fields},
                 "backward": "quantized",
                 "keep_input": False,
             }

@@ -32,6 +32,7 @@ from transformer_engine.jax.attention import (
     reorder_causal_load_balancing,
 )
 from transformer_engine.jax.primitives import kernels
+from transformer_engine.jax.primitives.partitioning import ShardingRule
 
 TOKENS, HEADS, DIM = 32, 4, 8
 
@@ -137,10 +138,7 @@ def sequence_case(mesh: Mesh, strategy, balanced, layout, mask, softmax, window=
 class DoubledAndSummed(kernels.Kernel):
     """A stand-in for a kernel: (2 x [rows, width], sums of columns), lowered for a CPU too."""
 
-    rule = "r w -> r w, w"
-    sizes = {}
-    replicated = ("w",)
-    summed = (1,)
+    rule = ShardingRule("r w -> r w, w", ("w",), summed=(1,))
 
     def results(self, x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape[1:], x.dtype)

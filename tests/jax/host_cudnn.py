@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from transformer_engine.jax.attention import AttnBiasType, AttnMaskType
 from transformer_engine.jax.primitives import kernels
-from transformer_engine.jax.primitives.attention import Call, cudnn
+from transformer_engine.jax.primitives.attention import AttentionOperands, cudnn
 
 BATCH, TOKENS, HEADS, GROUPS, DIM = 4, 8, 8, 4, 16
 
@@ -71,7 +71,7 @@ def step(mask, q, k, v, bias, lengths):
 
     def loss(q, k, v, bias):
         kind = AttnBiasType.NO_BIAS if bias is None else AttnBiasType.POST_SCALE_BIAS
-        call = Call(
+        call = AttentionOperands(
             q, k, v, bias, kind, mask, None, lambda: None, lengths, 0.3, None, None, None,
             lambda: (lengths, lengths, lengths, lengths), None,
         )  # fmt: skip

@@ -203,7 +203,7 @@ def main() -> None:
                 found[f"codes: {name} {member}"] = codes_case(name, member)
     if everything:
         found["random"] = random_case()
-    if launching.refuses_kernels() is None:
+    if launching.kernels_unsupported_reason() is None:
         found["lowered"] = lowered_case(RECIPES["current"])
     print(json.dumps(found))
 

@@ -20,7 +20,7 @@ from transformer_engine.jax.primitives import kernels
 from transformer_engine.jax.primitives.gemm import decoded, reference
 from transformer_engine.jax.primitives.kernels import Kernel, call
 from transformer_engine.jax.primitives.operand import Operand
-from transformer_engine.jax.primitives.partitioning import extent, named
+from transformer_engine.jax.primitives.partitioning import ShardingRule, extent, named
 from transformer_engine.jax.primitives.quantize import QuantizeSpec, quantize
 from transformer_engine.jax.primitives.several_axes import OverVmap, SeveralAxes, call_on_axes
 from transformer_engine.jax.primitives.softmax import reference as literal_softmax
@@ -33,11 +33,7 @@ Shape = jax.ShapeDtypeStruct
 class Measured(Kernel):
     """x [r, w] -> x * 2, its transpose, max|x| [1]"""
 
-    @property
-    def rule(self):
-        return "r w -> r w, w r, o"
-
-    maxed = (2,)
+    rule = ShardingRule("r w -> r w, w r, o", maxed=(2,))
 
     def results(self, x):
         return Shape(x.shape, x.dtype), Shape(x.shape[::-1], x.dtype), Shape((1,), x.dtype)
@@ -55,11 +51,7 @@ class Blocks(Kernel):
     @property
     def rule(self):
         k = extent("k", self.shape[1], 16)
-        return f"m {k.whole} -> m {k.blocks}"
-
-    @property
-    def extents(self):
-        return (extent("k", self.shape[1], 16),)
+        return ShardingRule.of_extents(f"m {k.whole} -> m {k.blocks}", k)
 
     def results(self, *operands):
         (x,) = operands
@@ -75,12 +67,7 @@ class Blocks(Kernel):
 class Product(Kernel):
     """a [m, k], b [n, k] -> a @ b.T, of parts of k summed"""
 
-    @property
-    def rule(self):
-        return "m k, n k -> m n"
-
-    summed = (0,)
-    led_by_results = True
+    rule = ShardingRule("m k, n k -> m n", led_by_results=True, summed=(0,))
 
     def under_vmap(self, mapped):
         return OverVmap(self, tuple(mapped)), (True,)
@@ -119,13 +106,7 @@ class Heads(Kernel):
 
     @property
     def rule(self):
-        return "b (g r) s, b g s -> b (g r) s, b g"
-
-    whole = ("r", "s")
-
-    @property
-    def sizes(self):
-        return {"g": 4, "r": self.members}
+        return ShardingRule("b (g r) s, b g s -> b (g r) s, b g", ("r", "s"), {"g": 4, "r": self.members})
 
     def results(self, *operands):
         q, k = operands
@@ -137,7 +118,7 @@ class Heads(Kernel):
 
 
 @dataclass(frozen=True)
-class Masked(softmax.Forward):
+class Masked(softmax.SoftmaxForward):
     """The masked softmax, literally: a device's part of the mask is to fit its part of the scores."""
 
     def run(self, x, hidden=None):

@@ -27,7 +27,7 @@ from transformer_engine.common import recipe
 from transformer_engine.common.dispatch import Backend, Table
 from transformer_engine.common.formats import FLOAT8
 from transformer_engine.jax.primitives import gemm, kernels
-from transformer_engine.jax.primitives.gemm import decoded, float8, plain, reference
+from transformer_engine.jax.primitives.gemm import decoded, float8, reference
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "mlp_hidden_size": 96, "num_attention_heads": 8, "num_gqa_groups": 4,
@@ -65,11 +65,11 @@ def as_on_cuda() -> None:
         return None if request.a_format == request.b_format == FLOAT8 else "an operand is not in codes"
 
     def refuses_blocks(request) -> str | None:
-        return decoded.refuses(dataclasses.replace(request, platform="cuda"))
+        return decoded.unsupported_reason(dataclasses.replace(request, platform="cuda"))
 
     scaled = Backend("scaled", refuses=refuses, bind=lambda request: float8.run_scaled)
     blocks = Backend("decoded", refuses=refuses_blocks, bind=decoded.BACKEND.bind)
-    gemm.TABLE = Table("jax_gemm", (scaled, blocks, plain.BACKEND, reference.BACKEND))
+    gemm.TABLE = Table("jax_gemm", (scaled, blocks, reference.DOT, reference.BACKEND))
     mlir.register_lowering(kernels._kernel, kernels._lowered, platform="cpu")
 
 

@@ -96,7 +96,7 @@ def pytest_configure() -> None:
     triton_interpreter.InterpreterBuilder.create_dot = _dot
     np.seterr(all="ignore")  # kernels divide by the maximum of nothing
     launching._call = _record
-    launching.refuses_kernels = lambda: None
+    launching.kernels_unsupported_reason = lambda: None
     jax.ffi.ffi_call = _ffi_call
     lax.platform_dependent = lambda *arrays, default, cuda=None, **elsewhere: (cuda or default)(*arrays)
     platforms.has_gpu = lambda: True

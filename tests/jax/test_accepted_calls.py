@@ -18,7 +18,7 @@ from transformer_engine.common.warning import forget_issued
 from transformer_engine.jax import cpp_extensions, quantize, sharding
 from transformer_engine.jax.dense import dense
 from transformer_engine.jax.flax.transformer import LoRAScope, _canonicalize_lora_scope, rotary_pos_emb
-from transformer_engine.jax.primitives.quantize.formats import mxfp8
+from transformer_engine.jax.primitives.quantize.formats import tile_scaled
 from transformer_engine.jax.quantize import QuantizeLayout, QuantizerFactory, QuantizerSet, ScalingMode
 from transformer_engine.jax.softmax import SoftmaxFusionType, softmax
 
@@ -283,7 +283,7 @@ def test_flags_of_xla_are_python_values(monkeypatch, text):
 def test_partial_blocks_of_mxfp8_warn_once_for_all_shapes():
     with pytest.warns(UserWarning, match="quantized to MXFP8") as seen:
         for rows in (33, 34, 35):
-            mxfp8.check(rows, 64, None)
+            tile_scaled.check_mxfp8(rows, 64, None)
     assert len(seen) == 1
 
 

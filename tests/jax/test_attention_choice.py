@@ -55,7 +55,7 @@ def requests(platform: str) -> Iterator[AttentionRequest]:
 def h200(monkeypatch):
     """The libraries of an H200 with cuDNN 9.19, as far as choices ask for them."""
     monkeypatch.setattr(
-        triton, "refuses_on", lambda platform, name: None if platform == "cuda" else "no GPU here"
+        triton, "unsupported_on", lambda platform, name: None if platform == "cuda" else "no GPU here"
     )
     monkeypatch.setattr(cudnn, "compute_capability", lambda: 90)
     for name, said in (("library_failure", None), ("failure", None), ("library_version", 91900)):
@@ -82,13 +82,13 @@ def test_on_a_gpu_the_reference_takes_scores_by_a_function_and_biases_of_packed_
 
 
 def test_where_results_have_to_repeat_gradients_are_not_cudnn_s(h200, monkeypatch):
-    request = next(request for request in requests("cuda") if cudnn.refuses(request) is None)
+    request = next(request for request in requests("cuda") if cudnn.unsupported_reason(request) is None)
     forward = request._replace(training=False)
     taken = [TABLE.chosen(one) for one in (request, forward)]
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     assert taken == ["cudnn", "cudnn"]
     assert [TABLE.chosen(one) for one in (request, forward)] == ["triton", "cudnn"]
-    assert "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0" in (cudnn.refuses(request) or "")
+    assert "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0" in (cudnn.unsupported_reason(request) or "")
 
 
 @pytest.mark.parametrize(
@@ -102,6 +102,6 @@ def test_where_results_have_to_repeat_gradients_are_not_cudnn_s(h200, monkeypatc
     ],
 )
 def test_short_sequences_prefer_the_triton_kernels(queries, keys, tokens, layout, first, h200):
-    request = next(request for request in requests("cuda") if cudnn.refuses(request) is None)
+    request = next(request for request in requests("cuda") if cudnn.unsupported_reason(request) is None)
     asked = request._replace(queries=queries, keys=keys, tokens=tokens, layout=layout)
     assert TABLE.candidates(asked)[0].name == first

@@ -19,7 +19,7 @@ from transformer_engine.jax.attention import (
     fused_attn,
 )
 from transformer_engine.jax.primitives.attention import AttentionRequest, attention_parts
-from transformer_engine.jax.primitives.attention.seen import cleared
+from transformer_engine.jax.primitives.attention.cudnn_packed import cleared
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("as_users_compile")]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -18,7 +18,7 @@ from transformer_engine.common import dispatch, recipe
 from transformer_engine.jax import attention, cpp_extensions, quantize, sharding
 from transformer_engine.jax.flax.module import Softmax
 from transformer_engine.jax.flax.transformer import rotary_pos_emb
-from transformer_engine.jax.primitives import custom_calls
+from transformer_engine.jax.primitives import launching
 from transformer_engine.jax.quantize import ScalingMode
 
 ARRAYS = {
@@ -69,7 +69,7 @@ def state(value) -> dict[str, object]:
         "recipe": quantize.get_global_quantize_recipe(),
         "mesh resource": sharding._resource.get(),
         "rules": nn.get_logical_axis_rules(),
-        "kernels": dict(custom_calls._said),
+        "kernels": dict(launching._switched),
         "experts": te.ep._bootstrap,
         "backends": [dispatch.forced(name) for name in ("jax_gemm", "jax_quantize", "jax_norm")],
         "environment": dict(os.environ),

@@ -27,9 +27,9 @@ from transformer_engine.jax.cpp_extensions.normalization import NormFwdPrimitive
 from transformer_engine.jax.debug.experimental import inspect_array, load_array_dump
 from transformer_engine.jax.nnx import bridged, state_type, value_and_grad
 from transformer_engine.jax.platform import has_gpu
-from transformer_engine.jax.primitives import custom_calls
-from transformer_engine.jax.primitives.custom_calls import switched_off
-from transformer_engine.jax.primitives.gemm import flag, float8
+from transformer_engine.jax.primitives import launching
+from transformer_engine.jax.primitives.gemm import float8
+from transformer_engine.jax.primitives.launching import switched_off
 from transformer_engine.jax.version_utils import jax_version_meet_requirement
 
 DELAYED = recipe.DelayedScaling(amax_history_len=4)
@@ -163,7 +163,7 @@ def test_kernels_are_switched_off_by_their_names(monkeypatch):
 
 
 def test_a_primitive_is_switched_off_by_its_class(monkeypatch):
-    monkeypatch.setattr(custom_calls, "_said", {})
+    monkeypatch.setattr(launching, "_switched", {})
     assert GemmPrimitive.enabled() and NormFwdPrimitive.enabled()
     GemmPrimitive.set_enabled(False)
     assert not GemmPrimitive.enabled() and NormFwdPrimitive.enabled()
@@ -252,9 +252,9 @@ def test_a_score_mod_of_one_record_is_that_of_its_arguments():
 
 
 def test_a_missing_flag_of_xla_is_said_once(monkeypatch):
-    monkeypatch.setattr(flag, "has_gpu", lambda: True)
+    monkeypatch.setattr(float8, "has_gpu", lambda: True)
     monkeypatch.setenv("XLA_FLAGS", "")
-    flag._warn.cache_clear()
+    float8._warn.cache_clear()
     request = float8.GemmRequest(
         None, None, jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e4m3fn), 16, 16, 16, jnp.dtype(jnp.bfloat16),
         "cuda", 90, False,
@@ -263,7 +263,7 @@ def test_a_missing_flag_of_xla_is_said_once(monkeypatch):
         float8.bind_direct(request)
         float8.bind_direct(request)
     assert len([w for w in seen if w.category is UserWarning]) == 1
-    flag._warn.cache_clear()
+    float8._warn.cache_clear()
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
     assert get_xla_flag("--xla_gpu_enable_triton_gemm") is False
 

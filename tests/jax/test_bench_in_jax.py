@@ -90,7 +90,9 @@ def test_a_call_takes_the_state_that_the_call_before_has_left():
     assert y.shape == params["kernel"].shape == x.shape == (128, 128)
 
 
-@pytest.mark.skipif(launching.refuses_kernels() is not None, reason="no kernel can be lowered for CUDA here")
+@pytest.mark.skipif(
+    launching.kernels_unsupported_reason() is not None, reason="no kernel can be lowered for CUDA here"
+)
 def test_both_frameworks_start_a_kernel_of_every_family_from_the_same_record():
     known = cases(["bf16"], True, ["kernel"])
     assert len(known) >= 12

@@ -12,11 +12,11 @@ import pytest
 from transformer_engine.common import optional
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
 from transformer_engine.jax.primitives import launching
-from transformer_engine.jax.primitives.gemm import TABLE, codes_product, gemm, gluon
+from transformer_engine.jax.primitives.gemm import TABLE, codes_product, gemm
 from transformer_engine.jax.primitives.gemm.request import GemmRequest
 from transformer_engine.jax.primitives.operand import Operand
 
-REFUSAL = launching.refuses_kernels()
+REFUSAL = launching.kernels_unsupported_reason()
 needs_bridge = pytest.mark.skipif(
     REFUSAL is not None, reason=f"no kernel can be lowered for CUDA here: {REFUSAL}"
 )
@@ -58,8 +58,8 @@ def shapes(second, m, n, k):
 ])  # fmt: skip
 def test_what_it_refuses_and_why(change):
     fields, sentence = change
-    assert gluon.refuses(REQUEST) is None
-    assert sentence in (gluon.refuses(dataclasses.replace(REQUEST, **fields)) or "")
+    assert codes_product.gluon_unsupported_reason(REQUEST) is None
+    assert sentence in (codes_product.gluon_unsupported_reason(dataclasses.replace(REQUEST, **fields)) or "")
 
 
 @needs_bridge
@@ -67,17 +67,21 @@ def test_a_triton_without_gluon_or_with_its_interpreter_is_refused(monkeypatch):
     import triton
 
     monkeypatch.setattr(triton, "__version__", "3.5.1")
-    assert "triton 3.5.1; the Gluon of 3.6 and 3.7 is known" in (gluon.refuses(REQUEST) or "")
+    assert "triton 3.5.1; the Gluon of 3.6 and 3.7 is known" in (
+        codes_product.gluon_unsupported_reason(REQUEST) or ""
+    )
     monkeypatch.undo()
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
-    assert "Gluon has no interpreter" in (gluon.refuses(REQUEST) or "")
+    assert "Gluon has no interpreter" in (codes_product.gluon_unsupported_reason(REQUEST) or "")
     failure = optional.failure
     monkeypatch.setattr(
         optional, "failure",
         lambda module, *names: f"{module} has no {names[0]}" if "gluon" in module else failure(module, *names),
     )  # fmt: skip
-    assert "gluon.language.nvidia.hopper has no warpgroup_mma" in (gluon.refuses(REQUEST) or "")
+    assert "gluon.language.nvidia.hopper has no warpgroup_mma" in (
+        codes_product.gluon_unsupported_reason(REQUEST) or ""
+    )
 
 
 def test_what_it_binds_is_one_function_so_that_products_alike_are_traced_once():
@@ -117,7 +121,7 @@ def test_a_part_of_a_device_that_does_not_fit_it_goes_to_the_other_kernel(n, ker
         "run",
         lambda launch, *rest: started.append(launch.kernel.fn.__name__) or run(launch, *rest),
     )
-    product = codes_product.Product(BFLOAT16, True, 1, 2 * n, 400, by_groups=True)
+    product = codes_product.CodesProduct(BFLOAT16, True, 1, 2 * n, 400, by_groups=True)
     a, scale_a, b, scale_b = shapes(BLOCK_1D, 3800, n, 400)
     transposed = [jax.ShapeDtypeStruct(x.shape[::-1], x.dtype) for x in (scale_a, scale_b)]
     (out,) = jax.eval_shape(product.run, a, b, *transposed)

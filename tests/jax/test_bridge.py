@@ -22,7 +22,7 @@ from transformer_engine.jax.primitives import launching
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (ROOT, ROOT / "tests", ROOT / "tests" / "jax", ROOT / "tests" / "kernels")
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; import lowering_cases; lowering_cases.main()"
-REFUSAL = launching.refuses_kernels()
+REFUSAL = launching.kernels_unsupported_reason()
 needs_bridge = pytest.mark.skipif(
     REFUSAL is not None, reason=f"no kernel can be lowered for CUDA here: {REFUSAL}"
 )

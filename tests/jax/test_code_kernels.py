@@ -24,13 +24,13 @@ from transformer_engine.jax.primitives.activation_codes import activation_backwa
 from transformer_engine.jax.primitives.activation_codes import triton as activation_codes
 from transformer_engine.jax.primitives.norm import triton as norms
 from transformer_engine.jax.primitives.norm_codes import triton as norm_codes
-from transformer_engine.jax.primitives.partitioning import Rule
+from transformer_engine.jax.primitives.partitioning import ParsedRule
 from transformer_engine.jax.primitives.quantize import Cast
 from transformer_engine.jax.primitives.scale_update import triton as scale_update
 from transformer_engine.jax.primitives.several_axes import OverVmap, SeveralAxes
 from transformer_engine.jax.quantize import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
 
-REFUSAL = launching.refuses_kernels()
+REFUSAL = launching.kernels_unsupported_reason()
 needs_bridge = pytest.mark.skipif(
     REFUSAL is not None, reason=f"no kernel can be lowered for CUDA here: {REFUSAL}"
 )
@@ -52,41 +52,47 @@ X, DY, ROWS, GAMMA = shape(256, 2, 384), shape(256, 384), shape(256, 384), shape
 def kernels_with_operands():
     for name, spec in SPECS.items():
         scale = [ONE] * (spec.format == FLOAT8)
-        yield f"forward {name}", activation_codes.Forward(NAMES, PARAMS, spec, (256, 384), 384), [X, *scale]
+        yield (
+            f"forward {name}",
+            activation_codes.ActivationCodes(NAMES, PARAMS, spec, (256, 384), 384),
+            [X, *scale],
+        )
         for sums in (None, "bfloat16"):
-            kernel = activation_codes.Backward(NAMES, PARAMS, spec, (256, 768), 384, sums)
+            kernel = activation_codes.GradientCodes(NAMES, PARAMS, spec, (256, 768), 384, sums)
             yield f"backward {name} sums={sums}", kernel, [DY, X, *scale]
-    yield "measured", activation_codes.Measured(NAMES, PARAMS, False), [X]
-    yield "measured backward", activation_codes.Measured(NAMES, PARAMS, True, "bfloat16"), [DY, X]
-    yield "plain", activations.Forward(NAMES, PARAMS), [X]
-    yield "plain backward", activations.Backward(NAMES, PARAMS), [DY, X]
+    yield "measured", activation_codes.MeasuredActivation(NAMES, PARAMS, False), [X]
+    yield "measured backward", activation_codes.MeasuredActivation(NAMES, PARAMS, True, "bfloat16"), [DY, X]
+    yield "plain", activations.ActivationForward(NAMES, PARAMS), [X]
+    yield "plain backward", activations.ActivationBackward(NAMES, PARAMS), [DY, X]
     for centered in (False, True):
         given = [ROWS, GAMMA, *[GAMMA] * centered]
         for both in (False, True):
-            kernel = norm_codes.Scaled(centered, False, 1e-5, QuantizeSpec(FLOAT8, E4M3, columnwise=both))
+            kernel = norm_codes.ScaledNormCodes(
+                centered, False, 1e-5, QuantizeSpec(FLOAT8, E4M3, columnwise=both)
+            )
             yield f"norm {centered} {both}", kernel, [*given, ONE]
         statistics = [shape(256, dtype=jnp.float32)] * (1 + centered)
         for adds in (False, True):
-            backward = norms.Backward(centered, False, "bfloat16", adds)
+            backward = norms.NormBackward(centered, False, "bfloat16", adds)
             yield f"norm backward {centered} {adds}", backward, [*[ROWS] * (2 + adds), GAMMA, *statistics]
-        yield f"norm measured {centered}", norm_codes.Measured(centered, False, 1e-5), given
-        blocks = norm_codes.RowBlocks(centered, False, 1e-5, QuantizeSpec(BLOCK_1D, E4M3))
+        yield f"norm measured {centered}", norm_codes.MeasuredNorm(centered, False, 1e-5), given
+        blocks = norm_codes.BlockNormCodes(centered, False, 1e-5, QuantizeSpec(BLOCK_1D, E4M3))
         yield f"norm blocks {centered}", blocks, given
     for states in (1, 3, 6):
-        kernel = scale_update.Advance(True, (448.0,) * states, 0.0)
+        kernel = scale_update.AdvanceScales(True, (448.0,) * states, 0.0)
         history = shape(16, dtype=jnp.float32)
         yield f"{states} states", kernel, [*[history] * states, *[ONE] * (2 * states)]
 
 
 def test_a_rule_has_a_factor_for_every_axis_of_a_kernels_arrays():
     for name, kernel, operands in kernels_with_operands():
-        rule, results = Rule.of(kernel.rule), kernel.results(*operands)
+        rule, results = ParsedRule.of(kernel.rule.text), kernel.results(*operands)
         for arrays, said in ((operands, rule.operands), (results, rule.results)):
-            assert [array.ndim for array in arrays] == [len(axes) for axes in said], (name, kernel.rule)
-        assert all(place < len(results) for place in (*kernel.summed, *kernel.maxed)), name
-        for place in kernel.maxed:
+            assert [array.ndim for array in arrays] == [len(axes) for axes in said], (name, kernel.rule.text)
+        assert all(place < len(results) for place in (*kernel.rule.summed, *kernel.rule.maxed)), name
+        for place in kernel.rule.maxed:
             assert results[place].shape == (1,), name
-        for place in kernel.summed:
+        for place in kernel.rule.summed:
             assert kernel.in_parts.results(*operands)[place].dtype == jnp.float32, name
 
 
@@ -94,8 +100,9 @@ def test_what_wraps_a_kernel_knows_its_results_as_the_kernel_does():
     """The maximum of parts, where one of them forgot it, would be a device's own."""
     for case, kernel, operands in kernels_with_operands():
         for wrapped in (SeveralAxes(kernel, ()), OverVmap(kernel, (True,) * len(operands))):
-            for fact in ("name", "led_by_results", "summed", "maxed"):
-                assert getattr(wrapped, fact) == getattr(kernel, fact), (case, wrapped, fact)
+            assert wrapped.name == kernel.name, (case, wrapped)
+            for fact in ("led_by_results", "summed", "maxed"):
+                assert getattr(wrapped.rule, fact) == getattr(kernel.rule, fact), (case, wrapped, fact)
             assert wrapped.in_parts == dataclasses.replace(wrapped, kernel=kernel.in_parts), (case, wrapped)
 
 
@@ -149,7 +156,7 @@ def test_both_products_of_an_mlp_advance_their_states():
 def test_what_a_kernel_does_not_quantize_has_a_reason(monkeypatch):
     for module in ("activation.triton", "quantize.triton"):
         monkeypatch.setattr(
-            f"transformer_engine.jax.primitives.{module}.refuses_on", lambda platform, name: None
+            f"transformer_engine.jax.primitives.{module}.unsupported_on", lambda platform, name: None
         )
     seen = []
     with observing(lambda operation, request: seen.append((operation, request))):
@@ -161,6 +168,6 @@ def test_what_a_kernel_does_not_quantize_has_a_reason(monkeypatch):
                 x,
             )
     requests = [request for operation, request in seen if operation == ACTIVATION_CODES.operation]
-    reasons = [activation_codes.refuses(request) for request in requests]
+    reasons = [activation_codes.unsupported_reason(request) for request in requests]
     assert any("format mxfp8" in (reason or "") for reason in reasons)
     assert any("no multiple of 128" in (reason or "") for reason in reasons)

@@ -22,7 +22,7 @@ from transformer_engine.jax.primitives.grouped_quantize import triton as grouped
 from transformer_engine.jax.primitives.kernels import call
 from transformer_engine.jax.primitives.norm_codes import norm_codes
 from transformer_engine.jax.primitives.quantize import Cast, quantize
-from transformer_engine.jax.primitives.scale_update import State, advance_states
+from transformer_engine.jax.primitives.scale_update import ScaleState, advance_states
 from transformer_engine.jax.quantize import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
 from transformer_engine.pytorch.primitives.scale_update import reference as torch_update
 
@@ -132,7 +132,7 @@ def test_a_multiplier_of_0_is_read_as_1(directions):
 
 
 def test_a_state_of_0_without_a_maximum_advances_to_1():
-    state = State(jnp.zeros(4), jnp.zeros(1), jnp.zeros(1))
+    state = ScaleState(jnp.zeros(4), jnp.zeros(1), jnp.zeros(1))
     for backend in ("triton", "reference"):
         with use_backend(jax_scale_update=backend):
             ((history, scale),) = jax.jit(lambda: advance_states([state], "max", (448.0,), 0.0))()
@@ -206,7 +206,8 @@ def test_states_advance_by_the_bytes_of_the_torch_reference(algorithm, length, m
     history[0] = [0.0, np.inf, np.nan, 3e38, 1.0, 0.5, 2.0]
     scale = rng.random(7, np.float32)
     states = [
-        State(jnp.asarray(history[:, i]), jnp.asarray(scale[i : i + 1]), jnp.asarray(history[:1, i])) for i in range(7)
+        ScaleState(jnp.asarray(history[:, i]), jnp.asarray(scale[i : i + 1]), jnp.asarray(history[:1, i]))
+        for i in range(7)
     ]  # fmt: skip
     with use_backend(jax_scale_update="triton"):
         made = jax.jit(lambda states: advance_states(states, algorithm, maxima, margin))(states)
@@ -242,8 +243,8 @@ def test_maxima_of_groups_found_apart_make_the_same_codes(sizes):
 
     @jax.jit
     def apart(x, rows):
-        (amax,) = call(grouped_kernels.Maxima(), x, rows)
-        codes, scale = call(grouped_kernels.Rows(E5M2, scaling, "amax"), x, rows, amax)
+        (amax,) = call(grouped_kernels.GroupMaxima(), x, rows)
+        codes, scale = call(grouped_kernels.GroupedRowsCast(E5M2, scaling, "amax"), x, rows, amax)
         return RowCodes(codes, scale, amax)
 
     with use_backend(jax_grouped_quantize_rows="triton"):
@@ -258,11 +259,11 @@ def test_states_of_groups_advance_as_those_of_every_group(algorithm):
         [jnp.asarray(draw.uniform(0, 9, (5, *shape)), jnp.float32) for _ in range(2)] for shape in ((6,), (), ())
     )  # fmt: skip
     amaxes[0] = amaxes[0].at[2].set(0).at[3].set(jnp.inf)
-    states = [State(*one) for one in zip(histories, scales, amaxes, strict=True)]
+    states = [ScaleState(*one) for one in zip(histories, scales, amaxes, strict=True)]
     maxima, margin = (448.0, 57344.0), 1.0
 
     def of_group(state, group):
-        return State(state.history[group], state.scale[group : group + 1], state.amax[group : group + 1])
+        return ScaleState(state.history[group], state.scale[group : group + 1], state.amax[group : group + 1])
 
     alone = [
         advance_states([of_group(state, group) for state in states], algorithm, maxima, margin)

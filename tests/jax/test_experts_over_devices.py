@@ -54,7 +54,7 @@ def test_codes_and_states_of_parts_are_bit_for_bit_those_of_the_whole(found, cas
 
 
 def test_a_step_on_a_mesh_with_one_axis_more_is_kernels_on_gpus(found):
-    if (reason := launching.refuses_kernels()) is not None:
+    if (reason := launching.kernels_unsupported_reason()) is not None:
         pytest.skip(f"no kernel can be lowered for CUDA here: {reason}")
     assert found["lowered"]["ragged_all_to_all"] >= 4, "rows there and back, and their gradients"
 

@@ -14,7 +14,7 @@ from transformer_engine.jax.layernorm import layernorm
 from transformer_engine.jax.primitives import activation as activations
 from transformer_engine.jax.primitives import launching, norm, rope, softmax
 
-REFUSAL = launching.refuses_kernels()
+REFUSAL = launching.kernels_unsupported_reason()
 pytestmark = pytest.mark.skipif(
     REFUSAL is not None, reason=f"no kernel can be lowered for CUDA here: {REFUSAL}"
 )

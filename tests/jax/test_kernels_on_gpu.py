@@ -38,7 +38,7 @@ def test_first_of_all_a_kernel_can_be_handed_to_xla_here():
     assert has_gpu() or INTERPRETED, (
         f"jax sees no GPU, only {jax.devices()}; install jax-cuda13-plugin and jax-cuda13-pjrt of jax {jax.__version__}"
     )
-    assert launching.refuses_kernels() is None, launching.refuses_kernels()
+    assert launching.kernels_unsupported_reason() is None, launching.kernels_unsupported_reason()
 
 
 def test_second_a_kernel_runs_and_its_result_begins_at_zero():

@@ -12,8 +12,8 @@ import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 from transformer_engine.common import recipe
 from transformer_engine.jax import ep, permutation, router
+from transformer_engine.jax.cpp_extensions.topk import topk
 from transformer_engine.jax.moe import moe
-from transformer_engine.jax.primitives.topk import topk
 
 T, E, H, F = 24, 8, 16, 12
 

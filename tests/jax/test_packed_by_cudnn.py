@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.interpreters import mlir
 
-from transformer_engine.jax.primitives.attention import alike, cudnn_packed, seen
+from transformer_engine.jax.primitives.attention import alignment, cudnn_packed
 
 library = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
 BATCH, TOKENS, HEADS, GROUPS, DIM, SCALE = 2, 16, 4, 2, 64, 0.2
@@ -68,9 +68,10 @@ def stand_in(monkeypatch):
         mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=True), platform="cpu")
     monkeypatch.setattr(library, "check_cudnn_version", lambda: 91900)
     monkeypatch.setattr(library, "check_compute_capability", lambda least: True)
-    monkeypatch.setattr(alike, "call", lambda kernel, *arrays: kernel.run(*arrays))
-    monkeypatch.setattr(seen, "cleared", lambda x, there, groups: jnp.where(there[:, :, None, None], x, 0))
-    monkeypatch.setattr(cudnn_packed, "cleared", seen.cleared)
+    monkeypatch.setattr(alignment, "call", lambda kernel, *arrays: kernel.run(*arrays))
+    monkeypatch.setattr(
+        cudnn_packed, "cleared", lambda x, seen, groups: jnp.where(seen[:, :, None, None], x, 0)
+    )
 
 
 @pytest.mark.usefixtures("stand_in")

@@ -42,7 +42,9 @@ from transformer_engine.jax.attention import SequenceDescriptor as Descriptor
 from transformer_engine.jax.dense import grouped_dense
 from transformer_engine.jax.primitives import launching
 from transformer_engine.jax.primitives.attention.request import AttentionRequest
-from transformer_engine.jax.primitives.attention.triton import refuses as attention_refuses
+from transformer_engine.jax.primitives.attention.triton import (
+    unsupported_reason as attention_unsupported_reason,
+)
 from transformer_engine.jax.primitives.attention.triton_kernels import head_factors
 from transformer_engine.jax.primitives.gemm import TABLE, decoded, gemm
 from transformer_engine.jax.primitives.gemm.codes_product import one_group
@@ -50,7 +52,8 @@ from transformer_engine.jax.primitives.gemm.request import GemmRequest
 from transformer_engine.jax.primitives.grouped_gemm import grouped_contraction, grouped_gemm
 from transformer_engine.jax.primitives.operand import Operand
 from transformer_engine.jax.primitives.partitioning import (
-    Rule,
+    ParsedRule,
+    ShardingRule,
     extent,
     in_order,
     placement,
@@ -60,7 +63,7 @@ from transformer_engine.jax.primitives.quantize import quantize
 from transformer_engine.jax.quantize import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
 
 ROOT = Path(__file__).resolve().parents[2]
-REFUSAL = launching.refuses_kernels()
+REFUSAL = launching.kernels_unsupported_reason()
 needs_bridge = pytest.mark.skipif(
     REFUSAL is not None, reason=f"no kernel can be lowered for CUDA here: {REFUSAL}"
 )
@@ -156,7 +159,7 @@ def test_an_axis_of_the_mesh_cuts_what_operands_agree_on_or_else_what_the_result
     a, b, out, cuts, reduced
 ):
     operands, results = [proposed(a, 16, 32), proposed(b, 24, 32)], [proposed(out, 16, 24)]
-    placed = placement("m k, n k -> m n", {}, (), MESH, operands, results)
+    placed = placement(ShardingRule("m k, n k -> m n", led_by_results=True), MESH, operands, results)
     wanted = [tuple("tp" if factor == cuts else None for factor in axes) for axes in ("mk", "nk", "mn")]
     assert [tuple(one.spec) for one in (*placed.operands, *placed.results)] == wanted
     assert placed.reduced == (reduced,)
@@ -197,7 +200,7 @@ def test_a_sequence_over_devices_is_attended_to_by_kernels_of_one_device():
 
 
 def test_a_rule_tells_factors_and_the_sizes_that_no_axis_tells():
-    assert Rule.of("r (k b), w -> k r").operands == ((("r",), ("k", "b")), (("w",),))
+    assert ParsedRule.of("r (k b), w -> k r").operands == ((("r",), ("k", "b")), (("w",),))
     assert unknown_sizes("r (k b) -> k r, (k c)", {"k": 2, "b": 3, "c": 4}) == {"b": 3, "c": 4}
     assert extent("m", 256, 128).whole == "(m min)"
     assert extent("m", 200, 128).replicated == extent("m", 128, 128).replicated == ("m", "min", "mhalf")
@@ -351,7 +354,7 @@ def test_devices_decode_codes_in_blocks_that_no_kernel_multiplies_or_say_why_not
     codes = jnp.dtype(jnp.float8_e4m3fn)
     request = GemmRequest(MXFP8, MXFP8, codes, codes, 64, 32, 96, jnp.dtype(jnp.bfloat16), "cuda", 90, True)
     request = dataclasses.replace(request, **change)
-    assert decoded.refuses(request) == sentence
+    assert decoded.unsupported_reason(request) == sentence
     taken = next(one.name for one in TABLE.candidates(request) if one.refusal(request) is None)
     assert taken == ("decoded" if sentence is None else "reference")
 
@@ -426,16 +429,16 @@ def test_both_passes_of_attention_are_kernels_on_cuda_and_may_be_cut(kind, group
 
 def test_what_our_attention_does_not_take_has_a_reason(monkeypatch):
     monkeypatch.setattr(
-        "transformer_engine.jax.primitives.attention.triton.refuses_on", lambda platform, name: None
+        "transformer_engine.jax.primitives.attention.triton.unsupported_on", lambda platform, name: None
     )
     request = AttentionRequest(
         jnp.dtype(jnp.bfloat16), QKVLayout.THD_THD_THD, AttnBiasType.NO_BIAS, AttnMaskType.PADDING_MASK,
         AttnSoftmaxType.VANILLA_SOFTMAX, 0.0, 4, 4, 64, 64, 64, 64, None, True, "cuda",
     )  # fmt: skip
-    assert attention_refuses(request) is None
+    assert attention_unsupported_reason(request) is None
     for change, reason in (
         ({"dtype": jnp.dtype(jnp.float8_e4m3fn)}, "it takes bfloat16"), ({"head_dim": 512}, "512 elements > 256"),
         ({"modified": True}, "a score_mod"), ({"bias": AttnBiasType.POST_SCALE_BIAS}, "a bias of packed rows"),
         ({"queries": 0}, "without elements"),
     ):  # fmt: skip
-        assert reason in (attention_refuses(request._replace(**change)) or "")
+        assert reason in (attention_unsupported_reason(request._replace(**change)) or "")

@@ -18,7 +18,7 @@ from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E4M3, E5M2, FLOAT8
 from transformer_engine.common.quantize_spec import QuantizeSpec
 from transformer_engine.jax.dense import dense, grouped_dense
-from transformer_engine.jax.primitives.gemm import codes_product, gemm, gluon
+from transformer_engine.jax.primitives.gemm import codes_product, gemm
 from transformer_engine.jax.primitives.grouped_gemm import grouped_contraction, grouped_gemm
 from transformer_engine.jax.primitives.operand import Operand
 from transformer_engine.jax.primitives.quantize import quantize
@@ -86,7 +86,6 @@ TILES = ((4, 16, 16), (144, 80, 256), (300, 272, 400), (2052, 2576, 1552))
 @pytest.mark.parametrize("name", ["blocks-by-squares", "blocks-by-blocks"])
 def test_groups_of_warps_multiply_codes_as_the_reference_does(name, dtype, monkeypatch):
     monkeypatch.setattr(codes_product, "idle", lambda m, n: None)
-    monkeypatch.setattr(gluon, "idle", lambda m, n: None)
     first, second = PAIRS[name]
     for m, n, k in TILES:
         found = products_by(
@@ -119,7 +118,7 @@ SCALED = """
 import json, jax, jax.numpy as jnp, numpy as np
 import test_products_on_gpu as tests
 from transformer_engine.common.dispatch import use_backend
-from transformer_engine.jax.primitives.gemm import codes_product, gemm, gluon
+from transformer_engine.jax.primitives.gemm import codes_product, gemm
 a, b = tests.operand(tests.FLOAT8, tests.E4M3, 1, 256, 512), tests.operand(tests.FLOAT8, tests.E4M3, 2, 128, 512)
 found, texts = [], []
 for backend in ("scaled", "reference"):

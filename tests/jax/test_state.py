@@ -33,7 +33,7 @@ from transformer_engine.jax.quantize import (
     noop_quantizer_set,
     recipes,
 )
-from transformer_engine.jax.quantize.sharing import merged_over
+from transformer_engine.jax.quantize.sharing import over_devices
 from transformer_engine.pytorch.primitives.scale_update import reference as torch_update
 
 pytestmark = pytest.mark.usefixtures("as_users_compile")
@@ -271,7 +271,7 @@ def test_states_of_devices_that_read_nothing_do_not_count(read):
         following = jax.tree.map(lambda leaf: jnp.where(reads, leaf, 0), quantizer)
 
         def loss(quantizer):
-            over = merged_over(quantizer, ("devices",))
+            over = over_devices(quantizer, ("devices",), merges=True)
             return sum(
                 (a * b).sum() for a, b in zip(jax.tree.leaves(over), jax.tree.leaves(following), strict=True)
             )

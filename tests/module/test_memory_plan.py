@@ -42,7 +42,7 @@ from transformer_engine.pytorch.primitives.rope import (
     rope_qkv_backward,
     rope_qkv_forward,
 )
-from transformer_engine.pytorch.primitives.rope.request import Positions, RopeSpec
+from transformer_engine.pytorch.primitives.rope.reference import Positions, RopeSpec
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, delayed_scaling
 
 BF16 = torch.bfloat16

@@ -108,7 +108,7 @@ def compare(actual: Any, expected: Any, bound: float, names: str) -> None:
 
 
 def check(described: list[Any], name: str, device: torch.device) -> None:
-    recipe = RECIPES[name]()
+    recipe = RECIPES[name]
     chain, kinds, _ = build(described, device, torch.float32)
     if not len(chain):
         return

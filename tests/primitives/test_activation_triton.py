@@ -105,4 +105,4 @@ def test_compiled_code_reaches_the_same_kernels_without_a_graph_break():
 
 def test_a_tensor_on_the_cpu_is_refused_with_the_reason():
     request = ActivationRequest("gelu", False, torch.Size((2, 8)), (8, 1), torch.float32, torch.device("cpu"))
-    assert "on cpu" in (triton.refuses(request) or "")
+    assert "on cpu" in (triton.unsupported_reason(request) or "")

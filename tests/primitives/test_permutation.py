@@ -206,7 +206,7 @@ class TestKernels:
 )
 def test_the_kernels_refuse_what_they_cannot_by_name(changes, reason):
     request = permutation.PermutationRequest("map", (8, 4), torch.bool, torch.device("cpu"))
-    assert reason in triton.refuses(request._replace(**changes))
+    assert reason in triton.unsupported_reason(request._replace(**changes))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the compiler needs no interpreter")

@@ -232,4 +232,4 @@ def test_a_tensor_on_the_cpu_is_refused_with_the_reason():
         torch.device("cpu"),
         RopeSpec("sbhd"),
     )
-    assert "on cpu" in (triton.refuses(request) or "")
+    assert "on cpu" in (triton.unsupported_reason(request) or "")

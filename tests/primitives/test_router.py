@@ -218,4 +218,4 @@ class TestKernels:
 )
 def test_the_kernels_refuse_what_they_cannot_by_name(changes, reason):
     request = router.RouterRequest("choose", (8, 4), torch.float32, torch.float32, torch.device("cpu"))
-    assert reason in triton.refuses(request._replace(**changes))
+    assert reason in triton.unsupported_reason(request._replace(**changes))

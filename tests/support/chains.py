@@ -10,15 +10,8 @@ from hypothesis import strategies
 from torch import Tensor
 from torch.nn import functional
 
-from transformer_engine.common.recipe import (
-    CustomRecipe,
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    Recipe,
-)
+from support import layers
+from transformer_engine.common.recipe import CustomRecipe, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from transformer_engine.pytorch import Float8CurrentScalingQuantizer, IdentityQuantizer, ops
 
 
@@ -31,16 +24,10 @@ def _mixed_quantizers(role: Any) -> Any:
     return Float8CurrentScalingQuantizer(kind, "cuda" if torch.cuda.is_available() else "cpu")
 
 
-RECIPES: dict[str, Callable[[], Recipe | None]] = {
-    "none": lambda: None,
-    "delayed": DelayedScaling,
-    "current": Float8CurrentScaling,
-    "block": Float8BlockScaling,
-    "mxfp8": MXFP8BlockScaling,
-    "nvfp4": lambda: NVFP4BlockScaling(disable_stochastic_rounding=True),
-    "custom": lambda: CustomRecipe(qfactory=_mixed_quantizers),
-    "high_precision": lambda: Float8CurrentScaling(backward_override="high_precision"),
-    "dequantized": lambda: MXFP8BlockScaling(backward_override="dequantized"),
+RECIPES: dict[str, Recipe | None] = layers.RECIPES | {
+    "custom": CustomRecipe(qfactory=_mixed_quantizers),
+    "high_precision": Float8CurrentScaling(backward_override="high_precision"),
+    "dequantized": MXFP8BlockScaling(backward_override="dequantized"),
 }
 
 

@@ -1,4 +1,4 @@
-"""y [..., h] = product over i of f_i(x [..., i, h]), in FP8 where a quantizer is given."""
+"""y [..., h] = product over i of f_i(x [..., i, h]), quantized if a quantizer is given."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from jax import Array
 from ..common.checks import described
 from .checks import check_optional, check_values
 from .primitives.activation import ACTIVATIONS, ActivationParams, activation_backward, activation_forward
+from .products import quantized_identity
 from .quantize.quantizers import Quantizer
-from .quantized_identity import quantized_identity
-from .varying import vary_alike
+from .quantize.sharing import vary_alike
 
 __all__ = ["ActivationParams", "activation", "is_known"]
 
 
 def is_known(activation_type: Sequence[Any]) -> bool:
-    """Is this one of the activations that have names?"""
+    """Return whether this is the name of an activation."""
     return tuple(activation_type) in ACTIVATIONS
 
 
@@ -30,11 +30,18 @@ def activation(
     quantizer: Quantizer | None = None,
     act_params: ActivationParams | Mapping[str, float] | None = None,
 ) -> Array:
-    """y [..., h] in x's dtype of x [..., n_act, h], n_act being the number of names.
+    """Return y [..., h] in x's dtype.
 
-    activation_type   ("gelu",), ("silu", "linear"), ..; a pair multiplies the two
-    quantizer         y passes through its codes; differentiable: its cotangent is its next state
-    act_params        limit, alpha and glu_linear_offset of ("clamped_silu", "clamped_linear")
+    Args:
+        x: Values [..., n_act, h], n_act the number of names.
+        activation_type: Names such as ("gelu",) or ("silu", "linear"); a pair multiplies the two.
+        quantizer: Quantizer through whose codes y passes, or None. It is differentiable: its cotangent is its next
+            state.
+        act_params: limit, alpha and glu_linear_offset of ("clamped_silu", "clamped_linear").
+
+    Raises:
+        TypeError: An argument has another type.
+        ValueError: activation_type is unknown, or x has another shape.
     """
     check_values("x", x)
     names = check_activation(activation_type, x.shape)
@@ -45,7 +52,7 @@ def activation(
 
 
 def check_activation(activation_type: Sequence[str], shape: Sequence[int]) -> tuple[str, ...]:
-    """The names, which must be an activation's; ValueError for others, or where shape is not [..., n_act, h]."""
+    """Return the names; raise ValueError for unknown names, or if shape is not [..., n_act, h]."""
     if isinstance(activation_type, str) or not isinstance(activation_type, Sequence):
         raise TypeError(
             f"activation_type={described(activation_type)}; give a tuple of names, such as ('gelu',)"
@@ -64,12 +71,7 @@ def _activation(x: Array, names: tuple[str, ...], params: ActivationParams) -> A
     return activation_forward(x, names, params)
 
 
-def _activation_fwd(x: Array, names: tuple[str, ...], params: ActivationParams) -> tuple[Array, Array]:
-    return activation_forward(x, names, params), x
-
-
-def _activation_bwd(names: tuple[str, ...], params: ActivationParams, x: Array, dy: Array) -> tuple[Array]:
-    return (activation_backward(dy, x, names, params),)
-
-
-_activation.defvjp(_activation_fwd, _activation_bwd)
+_activation.defvjp(
+    lambda x, names, params: (activation_forward(x, names, params), x),
+    lambda names, params, x, dy: (activation_backward(dy, x, names, params),),
+)

@@ -1,4 +1,4 @@
-"""with block(..): what is written as a generator, as an object that may be entered again, also within itself."""
+"""Context managers from generator functions that can be entered several times, also within themselves."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import ParamSpec
 Arguments = ParamSpec("Arguments")
 
 
-class Block(ContextDecorator):
-    """What `with` enters; every time it does, a generator of its own runs to its yield."""
+class ReusableContext(ContextDecorator):
+    """Context manager that can be entered several times; each entry runs a new generator to its yield."""
 
     def __init__(self, begin: Callable[[], AbstractContextManager[None]]):
         self._begin = begin
@@ -32,18 +32,21 @@ class Block(ContextDecorator):
         return entered[last][1].__exit__(kind, error, trace)
 
 
-# Innermost last; of this thread or task alone, as the settings are that a block puts back.
-_entered: ContextVar[tuple[tuple[Block, AbstractContextManager[None]], ...]] = ContextVar(
+# Innermost last; local to the thread or task, like the settings that a context restores.
+_entered: ContextVar[tuple[tuple[ReusableContext, AbstractContextManager[None]], ...]] = ContextVar(
     "transformer_engine_jax_blocks", default=()
 )
 
 
-def reusable(function: Callable[Arguments, Iterator[None]]) -> Callable[Arguments, Block]:
-    """contextlib.contextmanager, but for objects that are entered several times; a decorator too."""
+def reusable(function: Callable[Arguments, Iterator[None]]) -> Callable[Arguments, ReusableContext]:
+    """Convert a generator function to a context manager, as `contextlib.contextmanager`.
+
+    The returned objects can be entered several times and used as decorators.
+    """
     begin = contextmanager(function)
 
     @functools.wraps(function)
-    def block(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Block:
-        return Block(functools.partial(begin, *args, **kwargs))
+    def block(*args: Arguments.args, **kwargs: Arguments.kwargs) -> ReusableContext:
+        return ReusableContext(functools.partial(begin, *args, **kwargs))
 
     return block

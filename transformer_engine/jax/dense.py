@@ -1,4 +1,4 @@
-"""y = x @ kernel + bias over any axes, in the precision that a set of quantizers asks for."""
+"""y = x @ kernel + bias over any axes, in the precision of a set of quantizers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..common.checks import switch
-from .bias import biased
 from .checks import check_axis_names, check_axis_pairs, check_bias, check_instance, check_values
 from .collective import CollectiveOpSet, noop_collective_op_set
 from .grouped_dense import grouped_dense
 from .products import (
+    biased,
     column_operand,
     encode,
     forward_product,
@@ -25,11 +25,11 @@ from .products import (
 )
 from .quantize.grouped import check_ungrouped
 from .quantize.quantizers import QuantizerSet, advanced_together, as_cotangent, noop_quantizer_set
+from .quantize.sharing import vary_alike
 from .residual import taken_along
 from .sharding import with_sharding_constraint_by_logical_axes
-from .sources import Source, Values
+from .sources import OperandSource, ValuesSource
 from .undifferentiated import constant, like, undifferentiated
-from .varying import vary_alike
 
 __all__ = ["dense", "grouped_dense"]
 
@@ -48,14 +48,24 @@ def dense(
     collective_op_set: CollectiveOpSet = noop_collective_op_set,
     quantizer_set: QuantizerSet = noop_quantizer_set,
 ) -> Array:
-    """y [*batch, *features] = x @ kernel (+ bias [*features]), in x's dtype.
+    """Return y [*batch, *features] = x @ kernel + bias [*features] in x's dtype.
 
-    contracting_dims          axes of x and of kernel that are summed over
-    transpose_batch_sequence  is the sequence in front of the batch? Any order computes the same
-    input_axes, kernel_axes, output_axes   logical names of the axes, for sharding
-    collective_op_set         what surrounds the product: XLA places it as axes are laid, the values are the same
-    quantizer_set             differentiable: the cotangent of its state is the state of the next step
-    Without quantizers the kernel is cast to x's dtype. Raises ValueError for extents that do not match.
+    Args:
+        x: Input, float32, bfloat16 or float16.
+        kernel: Kernel; without quantizers it is cast to x's dtype.
+        bias: Bias, or None.
+        contracting_dims: Axes of x and of kernel that are contracted.
+        transpose_batch_sequence: Whether the sequence is before the batch; the result does not depend on it.
+        input_axes: Logical names of the axes of x, for sharding.
+        kernel_axes: Logical names of the axes of kernel.
+        output_axes: Logical names of the axes of y.
+        collective_op_set: Collective operations around the product. XLA places them by the shardings; the values do not
+            depend on it.
+        quantizer_set: Quantizers. The set is differentiable: the cotangent of its state is the state of the next step.
+
+    Raises:
+        TypeError: An argument has another type.
+        ValueError: Extents do not match.
     """
     x_dims, kernel_dims = check_contraction(x, kernel, contracting_dims)
     check_instance("collective_op_set", collective_op_set, CollectiveOpSet)
@@ -74,17 +84,17 @@ def dense(
     x = jnp.moveaxis(x, x_dims, range(x.ndim - contracted, x.ndim))
     kernel = jnp.moveaxis(kernel, kernel_dims, range(contracted))
     shape = (*x.shape[: x.ndim - contracted], *kernel.shape[contracted:])
-    # A vector, all of whose axes are contracted, is multiplied as a matrix of one row or one column.
+    # An array whose axes are all contracted is multiplied as a matrix of one row or one column.
     x = x if x.ndim > contracted else x[None]
     kernel = kernel if kernel.ndim > contracted else kernel[..., None]
     if quantizer_set.is_noop:
         kernel = kernel.astype(x.dtype)
-    y = product_of(Values(), (x,), kernel, quantizer_set, contracted).reshape(shape)
+    y = product_of(ValuesSource(), (x,), kernel, quantizer_set, contracted).reshape(shape)
     return with_sharding_constraint_by_logical_axes(biased(y, bias), output_axes)
 
 
 def check_contraction(x: Array, kernel: Array, dims: Dims) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The contracted axes counted from the front; an error where they do not fit together."""
+    """Return the contracted axes as non-negative integers; raise TypeError or ValueError if they do not match."""
     check_values("x", x)
     check_values("kernel", kernel)
     check_axis_pairs("contracting_dims", dims)
@@ -113,11 +123,16 @@ def check_contraction(x: Array, kernel: Array, dims: Dims) -> tuple[tuple[int, .
 
 
 def product_of(
-    source: Source, given: tuple[Any, ...], kernel: Array, quantizer_set: QuantizerSet, contracted: int
+    source: OperandSource, given: tuple[Any, ...], kernel: Array, quantizer_set: QuantizerSet, contracted: int
 ) -> Array:
-    """y [*batch, *features] = operand @ kernel, the operand [*batch, *contracted] being made of given by its source.
+    """Return y [*batch, *features] = operand @ kernel.
 
-    contracted   how many axes are summed over: the operand's last, the kernel's first
+    Args:
+        source: Computes the operand [*batch, *contracted] from given.
+        given: Inputs of the source.
+        kernel: Kernel [*contracted, *features].
+        quantizer_set: Quantizers of the operand, the kernel and the output gradient.
+        contracted: Number of contracted axes, the operand's last and the kernel's first.
     """
     (given, kernel), quantizer_set = vary_alike((given, kernel), quantizer_set)
     made: Any = _product(source, contracted, given, kernel, quantizer_set)
@@ -128,16 +143,16 @@ def product_of(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(
-    source: Source, contracted: int, given: tuple[Any, ...], kernel: Array, quantizer_set: QuantizerSet
+    source: OperandSource, contracted: int, given: tuple[Any, ...], kernel: Array, quantizer_set: QuantizerSet
 ) -> tuple[Array, tuple[Array, ...]]:
     return _product_fwd(source, contracted, given, kernel, quantizer_set)[0]
 
 
 def _product_fwd(
-    source: Source, contracted: int, given: tuple[Any, ...], kernel: Array, quantizers: QuantizerSet
+    source: OperandSource, contracted: int, given: tuple[Any, ...], kernel: Array, quantizers: QuantizerSet
 ) -> tuple[tuple[Array, tuple[Array, ...]], Any]:
     dtype, of, passed = given[0].dtype, (given, kernel), source.passed(given)
-    # Arrays without elements carry shapes and dtypes of the gradients.
+    # Arrays without elements contain the shapes and dtypes of the gradients.
     likes = jax.tree.map(like, of)
     if not quantizers.is_noop:
         (given, kernel), quantizers = constant((of, quantizers))
@@ -153,16 +168,17 @@ def _product_fwd(
     return (y, passed), (saved, (x_like, *likes), quantizers, (made.amax, kernel_amax), made.saved)
 
 
-def _product_bwd(source: Source, contracted: int, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+def _product_bwd(source: OperandSource, contracted: int, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     (x_columns, kernel_rows), (x_like, given, kernel_like), quantizers, amaxes, kept = residuals
     batch, of = x_like.ndim - 1 - contracted, (cotangents, given, kernel_like)
     if not quantizers.is_noop:
         cotangents = constant(cotangents)
     dy, passed = cotangents
-    codes, amax = encode(gradient_quantizer(quantizers.dgrad, dy), dy, batch)
+    quantizer, transposes_late = gradient_quantizer(quantizers.dgrad, dy)
+    codes, amax = encode(quantizer, dy, batch)
     dtypes = x_like.dtype, kernel_like.dtype
-    dx, dkernel = gradient_products(codes, batch, kernel_rows, x_columns, dtypes)
-    # The three states advance here, in one operation, because the last of their maxima is known here.
+    dx, dkernel = gradient_products(codes, transposes_late, batch, kernel_rows, x_columns, dtypes)
+    # The three states advance here, in one operation: the last of their maxima is known here.
     states = (quantizers.x, quantizers.kernel, quantizers.dgrad)
     following = as_cotangent(QuantizerSet(*advanced_together(states, (*amaxes, amax))))
     made = (source.gradients(kept, dx, passed), dkernel)

@@ -1,4 +1,4 @@
-"""explain(function, *args): which backend every operation of a traced call chose, and why the others were not taken."""
+"""explain(function, *args): which backend each operation of a call uses, and why others are unsupported."""
 
 from __future__ import annotations
 
@@ -16,17 +16,25 @@ __all__ = ["Explanation", "explain"]
 
 
 def explain(function: Callable[..., Any], *args: Any, backward: bool = True, **kwargs: Any) -> Explanation:
-    """Trace function(*args, **kwargs), `model.apply` for example, and report the choice of every operation's backend.
+    """Trace function(*args, **kwargs) and report which backend every operation uses.
 
-    backward   also trace the gradient of the sum of its first result, with respect to args
     Nothing is computed. Each choice is reported for this machine and for the other platform that the program may be
-    lowered for; requests say which.
+    lowered for; the requests name the platform.
+
+    Args:
+        function: Function of arrays, such as `model.apply`.
+        *args: Arguments of the function.
+        backward: Whether to also trace the gradient of the sum of the first result with respect to args.
+        **kwargs: Keyword arguments of the function.
+
+    Returns:
+        The choices and the reasons why other backends are unsupported.
     """
     checked_function("function", function)
     switch("backward", backward)
     traced: Any = function
     if hasattr(function, "lower") and hasattr(function, "__wrapped__"):
-        traced = function.__wrapped__  # what jax.jit has traced before would not ask again
+        traced = function.__wrapped__  # a cached trace of jax.jit would not choose backends again
 
     def run(*args: Any) -> Any:
         if not backward:

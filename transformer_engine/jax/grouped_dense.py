@@ -31,8 +31,8 @@ from .quantize.grouped import (
 )
 from .quantize.quantizers import QuantizerSet, as_cotangent, noop_quantizer_set
 from .quantize.scaling_modes import TensorUsage
+from .quantize.sharing import vary_alike
 from .undifferentiated import constant, like, undifferentiated
-from .varying import vary_alike
 
 __all__ = ["grouped_dense"]
 

@@ -12,10 +12,10 @@ from ..common.checks import described, switch
 from ..common.checks import epsilon as check_epsilon
 from .checks import check_optional, check_shaped, check_values
 from .primitives.norm import norm_backward, norm_forward
+from .products import quantized_identity
 from .quantize.quantizers import Quantizer
-from .quantized_identity import quantized_identity
+from .quantize.sharing import vary_alike
 from .residual import goes_round, taken_along
-from .varying import vary_alike
 
 __all__ = ["canonicalize_norm_type", "layernorm"]
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from jax import Array
 
 from ..common.checks import switch
-from .bias import biased
 from .checks import check_axis_names, check_bias, check_values
 from .dense import check_contraction, dense, product_of
 from .layernorm import check_norm, layernorm
+from .products import biased
 from .quantize.grouped import check_ungrouped
 from .quantize.quantizers import QuantizerSet, noop_quantizer_set
 from .residual import goes_round
 from .sharding import with_sharding_constraint_by_logical_axes
-from .sources import Norm
+from .sources import NormSource
 
 __all__ = ["layernorm_dense"]
 
@@ -48,7 +48,7 @@ def layernorm_dense(
         check_axis_names("dot_input_axes", dot_input_axes, x.ndim)
         check_axis_names("kernel_axes", kernel_axes, kernel.ndim)
         how = (name == "layernorm", zero_centered_gamma, float(epsilon), dot_input_axes)
-        norm = Norm(*how, passes=goes_round(x))
+        norm = NormSource(*how, passes=goes_round(x))
         kernel = with_sharding_constraint_by_logical_axes(kernel, kernel_axes)
         return biased(product_of(norm, (x, gamma, beta), kernel, quantizer_set, 1), bias)
     normalized = layernorm(x, gamma, beta, norm_type, zero_centered_gamma, epsilon)

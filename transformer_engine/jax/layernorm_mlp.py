@@ -11,17 +11,17 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ..common.checks import described, switch, text_or_none
 from .activation import ActivationParams, activation, check_activation
-from .bias import biased
 from .checks import check_axis_names, check_bias, check_instance, check_values
 from .collective import CollectiveOpSet, noop_collective_op_set
 from .dense import check_contraction, dense
 from .layernorm import check_norm, layernorm
+from .products import biased
 from .quantize.grouped import check_ungrouped
 from .quantize.quantizers import QuantizerSet, noop_quantizer_set
-from .quantized_mlp import Plan, quantized_mlp
+from .quantized_mlp import MLPSpec, quantized_mlp
 from .residual import goes_round
 from .sharding import with_sharding_constraint_by_logical_axes
-from .sources import Activation, Norm
+from .sources import ActivationSource, NormSource
 
 __all__ = ["layernorm_mlp"]
 
@@ -80,12 +80,12 @@ def layernorm_mlp(
         for place, (kernel, (input_axes, kernel_axes)) in enumerate(zip(kernels, axes, strict=True), 1):
             check_axis_names(f"dot_{place}_input_axes", input_axes, x.ndim)
             check_axis_names(f"kernel_{place}_axes", kernel_axes, kernel.ndim)
-        how = (name == "layernorm", zero_centered_gamma, float(epsilon), dot_1_input_axes)
-        norm = Norm(*how, passes=goes_round(x))
-        between = Activation(names, ActivationParams.of(activation_params), dot_2_input_axes)
+        options = (name == "layernorm", zero_centered_gamma, float(epsilon), dot_1_input_axes)
+        norm = NormSource(*options, passes=goes_round(x))
+        between = ActivationSource(names, ActivationParams.of(activation_params), dot_2_input_axes)
         laid = [with_sharding_constraint_by_logical_axes(k, a[1]) for k, a in zip(kernels, axes, strict=True)]
         y = quantized_mlp(
-            Plan(norm, between, ffn1_ckpt_name), (x, gamma, beta), laid, biases[0], quantizer_sets
+            MLPSpec(norm, between, ffn1_ckpt_name), (x, gamma, beta), laid, biases[0], quantizer_sets
         )
         return checkpoint_name(biased(y, biases[1]), ffn2_ckpt_name)
     normalized = layernorm(x, gamma, beta, norm_type, zero_centered_gamma, epsilon)

@@ -1,4 +1,4 @@
-"""The manual axes of shard_map that arrays vary over, as far as it keeps count, and arrays that vary alike."""
+"""Manual mesh axes of shard_map that arrays vary over, and casts to varying arrays."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import jax
 
 
 def varying_alike(*arrays: Any) -> Any:
-    """The arrays (trees of them), each of which varies over every manual axis that one of them varies over.
+    """Return the pytrees of arrays, cast to vary over every manual axis that one of them varies over.
 
-    In shard_map, by its default check_vma, a gradient has to vary over the axes that its argument does. A rule of ours
-    answers each device's part, also of a parameter that all devices share; JAX adds the parts of one that was cast.
+    In shard_map with check_vma, its default, a gradient must vary over the axes of its argument. A derivative rule of
+    this package returns each device's part, even for a parameter that all devices share; JAX adds the parts of a
+    parameter that was cast.
     """
     axes = varies_over(arrays)
     return vary_over(axes, arrays) if axes else arrays
 
 
 def vary_over(axes: frozenset[str], arrays: Any) -> Any:
-    """The arrays (a tree), each of which varies over these manual axes."""
+    """Return a pytree of arrays, cast to vary over these manual axes."""
 
     def cast(leaf: Any) -> Any:
         missing = tuple(sorted(axes - varies_over(leaf)))
@@ -28,11 +29,13 @@ def vary_over(axes: frozenset[str], arrays: Any) -> Any:
 
 
 def varies_over(arrays: Any) -> frozenset[str]:
-    """The manual axes over which one of these arrays (a tree) varies, as far as shard_map keeps count."""
+    """Return the manual axes over which an array of a pytree varies, if shard_map tracks them (check_vma)."""
     return frozenset[str]().union(*(manual_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(arrays)))
 
 
 def manual_axes(aval: Any) -> frozenset[str]:
-    """The manual axes over which an array of this type varies."""
-    kind = getattr(aval, "manual_axis_type", None)  # its name from jax 0.10.2 on; before 0.12 some say vma
+    """Return the manual axes over which an array of this type varies."""
+    kind = getattr(
+        aval, "manual_axis_type", None
+    )  # its name from jax 0.10.2 on; some versions before 0.12 have vma
     return getattr(aval, "vma", frozenset()) if kind is None else kind.varying

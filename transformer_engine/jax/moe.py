@@ -19,7 +19,7 @@ from .grouped_dense import checked_kernel, plus_bias, product
 from .permutation import aligned, routing_map_to_selected_experts, token_combine, token_dispatch
 from .quantize.grouped import ALL_HERE, GroupedQuantizer, RowAxes, group_of_rows
 from .quantize.quantizers import QuantizerSet, noop_quantizer_set
-from .quantize.sharing import alike_over
+from .quantize.sharing import over_devices
 from .router import fused_moe_aux_loss, fused_topk_with_score_function
 from .sharding import (
     automatic_axes,
@@ -288,4 +288,4 @@ def _of_own(quantizers: QuantizerSet, count: int, axes: tuple[str, ...]) -> Quan
     """The part of a set that belongs to this device's experts, whose states devices along axes share."""
     parts = (quantizers.x, quantizers.kernel, quantizers.dgrad)
     own = [None if part is None else GroupedQuantizer(part.quantizer, count) for part in parts]
-    return alike_over(QuantizerSet(*own), axes)
+    return over_devices(QuantizerSet(*own), axes, merges=False)

@@ -1,6 +1,6 @@
-"""The three products of a linear layer, and the operands that they take from quantized tensors.
+"""The three products of a linear layer, their operands from quantized tensors, and the bias.
 
-x [M, K] (axes *batch, *contracted), kernel [K, N] (axes *contracted, *features), dy [M, N], all axes kept apart:
+x [M, K] (axes *batch, *contracted), kernel [K, N] (axes *contracted, *features), dy [M, N]; axes are not merged:
     y  [M, N] = x.rows @ kernel.columns.T
     dx [M, K] = dy.rows @ kernel.rows.T
     dw [K, N] = x.columns @ dy.columns.T
@@ -11,21 +11,23 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import jax
 from jax import Array, lax
 
 from ..common import env
 from .checks import is_symbolic
 from .primitives.gemm import gemm
 from .primitives.operand import Operand, plain, turned
-from .quantize.quantizers import Quantizer
+from .quantize.quantizers import Quantizer, advanced_together, as_cotangent
 from .quantize.scaling_modes import QuantizeLayout, TensorUsage
 from .quantize.tensors import NoScaleTensor, ScaledTensor, ScaledTensor1x, positive_axis
+from .undifferentiated import constant, undifferentiated
 
 Tensor = ScaledTensor | NoScaleTensor
 
 
 def encode(quantizer: Quantizer | None, x: Array, flatten_axis: int) -> tuple[Tensor, Array | None]:
-    """x in both directions as its quantizer makes them, and its absolute maximum; x itself without one."""
+    """Quantize x in the directions of its quantizer, if any; return the tensor and its absolute maximum."""
     if quantizer is None:
         return NoScaleTensor(x), None
     return quantizer.encode(x, flatten_axis=flatten_axis)
@@ -38,24 +40,31 @@ def encode(quantizer: Quantizer | None, x: Array, flatten_axis: int) -> tuple[Te
 LATE_ELEMENTS = 1 << 26
 
 
-def gradient_quantizer(quantizer: Quantizer | None, gradient: Array) -> Quantizer | None:
-    """Return the quantizer of an output gradient, for its rows alone if `gradient_products` makes the columns.
+def gradient_quantizer(quantizer: Quantizer | None, gradient: Array) -> tuple[Quantizer | None, bool]:
+    """Decide in which directions an output gradient is quantized.
 
     The columns of a tensor with one scale are the transpose of its rows, bit for bit.
+
+    Returns:
+        The quantizer, for rows only if the columns are transposed late; and whether `gradient_products` transposes them
+        after dx.
     """
-    if quantizer is None or not quantizer.scaling_mode.is_tensor_scaling() or not _is_large(gradient):
-        return quantizer
-    both = quantizer.q_layout.has_rowwise and quantizer.q_layout.has_colwise
-    return replace(quantizer, q_layout=QuantizeLayout.ROWWISE) if both else quantizer
+    if quantizer is None or not quantizer.scaling_mode.is_tensor_scaling():
+        return quantizer, False
+    large = not is_symbolic(gradient.size) and gradient.size >= LATE_ELEMENTS
+    if not large or not quantizer.q_layout.has_rowwise:
+        return quantizer, False
+    return replace(quantizer, q_layout=QuantizeLayout.ROWWISE), True
 
 
 def gradient_products(
-    dy: Tensor, batch: int, kernel_rows: Operand, x_columns: Operand, dtypes: tuple[Any, Any]
-) -> tuple[Array, Array]:
+    dy: Tensor, transposes_late: bool, batch: int, kernel_rows: Operand, x_columns: Operand, dtypes: tuple[Any, Any]
+) -> tuple[Array, Array]:  # fmt: skip
     """Compute dx and dw of a linear layer.
 
     Args:
         dy: Output gradient [*M, *N], encoded by its `gradient_quantizer`.
+        transposes_late: Whether the codes of dy are transposed after dx is computed; see `gradient_quantizer`.
         batch: Number of axes of M.
         kernel_rows: Kernel, to be contracted over N.
         x_columns: Input of the layer, to be contracted over M.
@@ -64,23 +73,14 @@ def gradient_products(
     Returns:
         dx [*M, *K] and dw [*K, *N].
     """
-    dx = gradient_product(row_operand(dy, batch), kernel_rows, dtypes[0])
-    if (
-        isinstance(dy, ScaledTensor1x)
-        and not dy.is_colwise
-        and dy.scaling_mode.is_tensor_scaling()
-        and _is_large(dy.data)
-    ):
+    dx = gemm(row_operand(dy, batch), kernel_rows, dtypes[0])
+    if transposes_late:
         dy, dx = lax.optimization_barrier((dy, dx))
-    return dx, gradient_product(x_columns, column_operand(dy, batch), dtypes[1])
-
-
-def _is_large(gradient: Array) -> bool:
-    return not is_symbolic(gradient.size) and gradient.size >= LATE_ELEMENTS
+    return dx, gemm(x_columns, column_operand(dy, batch), dtypes[1])
 
 
 def row_operand(tensor: Tensor, flatten_axis: int) -> Operand:
-    """[*rows, *columns], to be contracted over its columns."""
+    """Return the operand [*rows, *columns] that is contracted over the columns."""
     if isinstance(tensor, NoScaleTensor):
         return plain(tensor.data, positive_axis(flatten_axis, tensor.ndim))
     if isinstance(tensor, ScaledTensor1x) and tensor.is_colwise:
@@ -89,7 +89,7 @@ def row_operand(tensor: Tensor, flatten_axis: int) -> Operand:
 
 
 def column_operand(tensor: Tensor, flatten_axis: int) -> Operand:
-    """[*columns, *rows], to be contracted over the rows."""
+    """Return the operand [*columns, *rows] that is contracted over the rows."""
     if isinstance(tensor, NoScaleTensor):
         axis = positive_axis(flatten_axis, tensor.ndim)
         return plain(turned(tensor.data, axis), tensor.ndim - axis)
@@ -98,21 +98,43 @@ def column_operand(tensor: Tensor, flatten_axis: int) -> Operand:
         and not tensor.is_colwise
         and tensor.scaling_mode.is_tensor_scaling()
     ):
-        # One scale a tensor: the codes of both directions are the same.
+        # With one scale per tensor the codes of both directions are equal.
         rows = tensor.operand()
         return replace(rows, codes=turned(rows.codes, rows.axis), axis=rows.codes.ndim - rows.axis)
     if isinstance(tensor, ScaledTensor1x) and not tensor.is_colwise:
-        # Block scales of the other direction do not factor out of this product: the values of the codes are multiplied.
+        # Block scales of the other direction are not factors of this product: it multiplies the values of the codes.
         axis = positive_axis(flatten_axis, tensor.ndim)
         return plain(turned(tensor.values(), axis), tensor.ndim - axis)
     return tensor.get_tensor(TensorUsage.LHS_TRANS).operand()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def forward_product(x: Operand, kernel: Operand, dtype: Any) -> Array:
-    """y [*M, *N] = x [*M, *K] @ kernel [*N, *K].T in dtype."""
+    """Return y [*M, *N] = x [*M, *K] @ kernel [*N, *K].T in dtype."""
     return gemm(x, kernel, dtype, exact=env.flag("NVTE_FP8_GEMM_HIGH_PRECISION_ACCUMULATION"))
 
 
-def gradient_product(a: Operand, b: Operand, dtype: Any) -> Array:
-    """A product of the backward pass: a [*M, *K] @ b [*N, *K].T in dtype, partial sums in float32."""
-    return gemm(a, b, dtype)
+@jax.custom_vjp
+def quantized_identity(x: Array, quantizer: Quantizer) -> Array:
+    """Return y = dequantize(quantize(x)); the gradient of x is that of y, that of the quantizer its next state."""
+    return _forward(x, quantizer)[0]
+
+
+def _forward(x: Array, quantizer: Quantizer) -> tuple[Array, Any]:
+    quantizer = constant(quantizer)
+    tensor, amax = quantizer.encode(constant(x))
+    (following,) = advanced_together((quantizer,), (amax,))
+    y = tensor.dequantize()  # pyright: ignore[reportAttributeAccessIssue]
+    return undifferentiated(y, x), following
+
+
+quantized_identity.defvjp(_forward, lambda following, dy: (dy, as_cotangent(following)))
+
+
+def biased(y: Array, bias: Array | None) -> Array:
+    """Return y [*batch, *features] + bias [*features] in y's dtype; y without a bias.
+
+    The axes are expanded explicitly: jax_numpy_rank_promotion may be "raise".
+    """
+    if bias is None:
+        return y
+    return y + lax.expand_dims(bias.astype(y.dtype), range(y.ndim - bias.ndim))

@@ -1,7 +1,8 @@
-"""A residual connection round a norm: the gradient that goes round is added in the kernel of the norm's gradient.
+"""Residual connections around a norm: the kernel of the norm's gradient adds the gradient that bypasses the block.
 
-x + block(norm(x)) reads x twice, and JAX would add both gradients in a kernel of its own. So the norm answers with x
-too, whoever adds reads that, and the norm's rule is given both gradients: dx = dnorm + dy in float32, rounded once.
+x + block(norm(x)) reads x twice, and JAX would add both gradients in another kernel. Therefore the norm returns x too,
+the addition reads that x, and the norm's derivative rule receives both gradients: dx = dnorm + dy in float32, rounded
+once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jax import Array
 
 @dataclass(eq=False)
 class Residual:
-    """What goes round a block of x: x itself until a norm of it has answered with it."""
+    """The value that bypasses a block of x: x itself, then the x that a norm of it returned."""
 
     x: Array
     value: Array
@@ -27,9 +28,9 @@ _AROUND: ContextVar[Residual | None] = ContextVar("residual", default=None)
 
 @contextmanager
 def around(x: Array, read: bool) -> Iterator[Residual]:
-    """The residual of a block that is traced within: the first norm of this very array takes x along.
+    """Register the residual of a block that is traced in the context: the first norm of this array returns x too.
 
-    read   will its value be? What goes round and is read by nobody would have a gradient of zeros, which is added.
+    read: whether the value is read; the norm would add a gradient of zeros otherwise.
     """
     made = Residual(x, x)
     token = _AROUND.set(made if read else None)
@@ -40,14 +41,14 @@ def around(x: Array, read: bool) -> Iterator[Residual]:
 
 
 def goes_round(x: Array) -> bool:
-    """Is a norm of x to answer with x too, through `taken_along`?"""
+    """Return whether a norm of x must return x too; see `taken_along`."""
     found = _AROUND.get()
     return found is not None and found.x is x and found.value is x
 
 
 def taken_along(passed: tuple[Array, ...]) -> None:
-    """Makes what a rule of differentiation answered beside its result what goes round; () where nothing does."""
+    """Store the x that a derivative rule returned as the residual's value; passed is () without a residual."""
     for value in passed:
         found = _AROUND.get()
-        assert found is not None, "`goes_round` has said so"
+        assert found is not None, "`goes_round` returned True"
         found.value = value

@@ -1,13 +1,13 @@
-"""What the first operand of a product is: values as they lie in memory, a norm of them, or an activation of them.
+"""Sources of the first operand of a product: values, a norm of them, or an activation of them.
 
-A quantized operand is made in the kernel that makes its values. What a backward pass keeps is the codes and what the
-norm or the activation began with; their result is not kept beside them.
+The kernel that computes the values quantizes the operand. A backward pass saves the codes and the inputs of the norm or
+the activation, not their result.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -23,51 +23,52 @@ from .sharding import with_sharding_constraint_by_logical_axes
 Axes = tuple[str | None, ...] | None
 
 
-class Made(NamedTuple):
-    """An operand, its absolute maximum where a state asks for it, and what its gradient needs."""
+class SourceOperand(NamedTuple):
+    """An operand, its absolute maximum if a state needs it, and the residuals of its gradient."""
 
     tensor: Tensor
     amax: Array | None
     saved: Any
 
 
-class Source(Protocol):
-    """Hashable: a static argument of the rules of differentiation."""
+class OperandSource:
+    """Computes the operand of a product from its inputs. Hashable, as a static argument of derivative rules."""
 
-    def make(self, given: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int) -> Made:
-        """The operand [*batch, *contracted], made of given; flatten_axis: where the contracted axes begin."""
-        ...
+    def make(self, given: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int) -> SourceOperand:
+        """Return the operand [*batch, *contracted]; flatten_axis: where the contracted axes begin."""
+        raise NotImplementedError
 
     def passed(self, given: tuple[Any, ...]) -> tuple[Array, ...]:
-        """What is given and goes round the product, see `residual`."""
-        ...
+        """Return the inputs that bypass the product; see `residual`."""
+        return ()
 
     def gradients(self, saved: Any, gradient: Array, passed: tuple[Array, ...]) -> tuple[Any, ...]:
-        """Of what was given, by the gradients of the operand and of what was passed."""
-        ...
+        """Return the gradients of the inputs from the gradients of the operand and of the passed inputs."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Values:
-    """x itself."""
+class ValuesSource(OperandSource):
+    """The operand is x."""
 
-    def make(self, given: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int) -> Made:
+    def make(self, given: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int) -> SourceOperand:
         (x,) = given
-        return Made(*encode(quantizer, x, flatten_axis), None)
-
-    def passed(self, given: tuple[Any, ...]) -> tuple[Array, ...]:
-        return ()
+        return SourceOperand(*encode(quantizer, x, flatten_axis), None)
 
     def gradients(self, saved: Any, gradient: Array, passed: tuple[Array, ...]) -> tuple[Any, ...]:
         return (gradient,)
 
 
 @dataclass(frozen=True)
-class Norm:
-    """layernorm(x, gamma, beta) if centered, else rmsnorm(x, gamma).
+class NormSource(OperandSource):
+    """The operand is layernorm(x, gamma, beta) if centered, otherwise rmsnorm(x, gamma).
 
-    axes     names of those of its result
-    passes   x goes round the product
+    Attributes:
+        centered: Whether the norm is a layernorm.
+        zero_centered: Whether the scale is gamma + 1.
+        epsilon: Added to the variance.
+        axes: Logical names of the operand's axes.
+        passes: Whether x bypasses the product.
     """
 
     centered: bool
@@ -76,17 +77,17 @@ class Norm:
     axes: Axes = None
     passes: bool = False
 
-    def make(self, given: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int) -> Made:
+    def make(self, given: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int) -> SourceOperand:
         x, gamma, beta = given
-        how = (self.centered, self.zero_centered, self.epsilon)
+        options = (self.centered, self.zero_centered, self.epsilon)
         cast = None if quantizer is None else quantizer.cast()
         if quantizer is None or cast is None:
-            y, mean, rstdev = norm_forward(x, gamma, beta, *how)
+            y, mean, rstdev = norm_forward(x, gamma, beta, *options)
             tensor, amax = encode(quantizer, y, flatten_axis)
         else:
-            codes, mean, rstdev = norm_codes(x, gamma, beta, cast, *how)
-            tensor, amax = quantizer.taken(codes, x.shape, x.dtype, flatten_axis)
-        return Made(_laid(tensor, self.axes), amax, (x, gamma, beta, mean, rstdev))
+            codes, mean, rstdev = norm_codes(x, gamma, beta, cast, *options)
+            tensor, amax = quantizer.from_codes(codes, x.shape, x.dtype, flatten_axis)
+        return SourceOperand(_sharded(tensor, self.axes), amax, (x, gamma, beta, mean, rstdev))
 
     def passed(self, given: tuple[Any, ...]) -> tuple[Array, ...]:
         return given[:1] if self.passes else ()
@@ -98,14 +99,14 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Activation:
-    """The product of activations by name of x [*batch, n, F]; axes: names of those of its result."""
+class ActivationSource(OperandSource):
+    """The operand is the product of activations of x [*batch, n, F]; axes: logical names of the operand's axes."""
 
     names: tuple[str, ...]
     params: ActivationParams
     axes: Axes = None
 
-    def make(self, given: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int) -> Made:
+    def make(self, given: tuple[Any, ...], quantizer: Quantizer | None, flatten_axis: int) -> SourceOperand:
         (x,) = given
         cast = None if quantizer is None else quantizer.cast()
         if quantizer is None or cast is None:
@@ -113,11 +114,8 @@ class Activation:
             tensor, amax = encode(quantizer, y, flatten_axis)
         else:
             codes = activation_codes(x, cast, self.names, self.params)
-            tensor, amax = quantizer.taken(codes, (*x.shape[:-2], x.shape[-1]), x.dtype, flatten_axis)
-        return Made(_laid(tensor, self.axes), amax, x)
-
-    def passed(self, given: tuple[Any, ...]) -> tuple[Array, ...]:
-        return ()
+            tensor, amax = quantizer.from_codes(codes, (*x.shape[:-2], x.shape[-1]), x.dtype, flatten_axis)
+        return SourceOperand(_sharded(tensor, self.axes), amax, x)
 
     def gradients(self, saved: Any, gradient: Array, passed: tuple[Array, ...]) -> tuple[Any, ...]:
         gradient = with_sharding_constraint_by_logical_axes(gradient, self.axes)
@@ -126,7 +124,7 @@ class Activation:
     def encoded_gradient(
         self, saved: Array, gradient: Array, quantizer: Quantizer | None, sums: Any | None
     ) -> tuple[Tensor, Array | None, Array | None]:
-        """The gradient of x in both directions, its maximum, and sums over the batch [n, F] as dtype `sums`, if any."""
+        """Return the quantized gradient of x, its maximum, and its sums over the batch [n, F] in dtype sums, if any."""
         gradient = with_sharding_constraint_by_logical_axes(gradient, self.axes)
         cast = None if quantizer is None else quantizer.cast()
         if quantizer is None or cast is None:
@@ -135,12 +133,12 @@ class Activation:
             total = None if sums is None else dx.astype(jnp.float32).sum(axis=rows).astype(sums)
             return *encode(quantizer, dx, -2), total
         codes, total = activation_backward_codes(gradient, saved, cast, self.names, self.params, sums)
-        tensor, amax = quantizer.taken(codes, saved.shape, saved.dtype, -2)
+        tensor, amax = quantizer.from_codes(codes, saved.shape, saved.dtype, -2)
         return tensor, amax, total
 
 
-def _laid(tensor: Tensor, axes: Axes) -> Tensor:
-    """The operand laid over the mesh as the names of its axes say: codes are exchanged, not values."""
+def _sharded(tensor: Tensor, axes: Axes) -> Tensor:
+    """Shard the operand by the logical names of its axes, so that devices exchange codes instead of values."""
     if not axes:
         return tensor
     return tensor.apply_sharding_constraint_by_logical_axes(axes)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,8 +1,8 @@
-"""What is made of codes has no derivative, and who asks for one is told so.
+"""Results computed from codes have no derivative, and an attempt to differentiate them raises an error.
 
-JAX would not: it transposes a conversion to FP8 by rounding the cotangent itself to FP8, without a scale, so that
-1e-4 comes back as 0; and what is read off bits counts as a constant. Rules of differentiation are themselves
-differentiated where a second derivative is asked for.
+JAX would not raise: it transposes a conversion to FP8 by rounding the cotangent to FP8 without a scale, so that 1e-4
+becomes 0, and it treats values that are computed from bits as constants. Derivative rules are differentiated themselves
+for second derivatives.
 """
 
 from __future__ import annotations
@@ -13,27 +13,28 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-Made = TypeVar("Made")
+Tree = TypeVar("Tree")
 
 
-def constant(tree: Made) -> Made:
-    """The arrays of a pytree as the makers of codes read them: kernels have no rule of differentiation to ask."""
+def constant(tree: Tree) -> Tree:
+    """Return a pytree without derivatives, for quantization, whose kernels have no derivative rules."""
     return lax.stop_gradient(tree)
 
 
-def undifferentiated(made: Made, of: Any) -> Made:
-    """The arrays of a pytree as they are, made of codes of the arrays `of`.
+def undifferentiated(made: Tree, of: Any) -> Tree:
+    """Return a pytree that was computed from codes of the arrays `of`, and raise an error if it is differentiated.
 
-    NotImplementedError where a cotangent reaches them and `of` is differentiated. What is made and goes through
-    `stop_gradient`, or is no part of the function that is differentiated, disturbs nobody.
+    Raises:
+        NotImplementedError: A cotangent reaches the arrays, and `of` is differentiated. Arrays after `stop_gradient`,
+            or outside of the differentiated function, do not raise.
     """
     tied: Any = _tied(made, of)
     return tied
 
 
-@jax.jit  # one program, whose result is empty: step by step an eager caller would copy the array
+@jax.jit  # one program with an empty result: in eager mode the separate operations would copy the array
 def like(array: Array) -> Array:
-    """[0, *shape]: no elements, but the shape and dtype of an array, and to JAX something that depends on it."""
+    """Return an array [0, *shape] without elements, with the dtype of an array, that depends on it for JAX."""
     return jnp.expand_dims(array, 0)[:0]
 
 
@@ -42,11 +43,7 @@ def _tied(made: Any, of: Any) -> Any:
     return made
 
 
-def _forward(made: Any, of: Any) -> tuple[Any, Any]:
-    return made, of
-
-
-def _refuse(of: Any, cotangent: Any) -> Any:
+def _raise(of: Any, cotangent: Any) -> Any:
     shapes = ", ".join(f"{list(array.shape)} {array.dtype}" for array in jax.tree.leaves(of))
     raise NotImplementedError(
         f"what was made of codes, of {shapes}, is differentiated, and codes have no derivative. For a second "
@@ -55,4 +52,4 @@ def _refuse(of: Any, cotangent: Any) -> Any:
     )
 
 
-_tied.defvjp(_forward, _refuse)
+_tied.defvjp(lambda made, of: (made, of), _raise)

@@ -66,7 +66,7 @@ from .quantized_tensor import prepare_for_saving, restore_from_func_ctx, restore
 from .runtime.device import get_cudnn_version, get_device_compute_capability
 from .runtime.device_checks import check
 from .tensor import QuantizedTensor, QuantizedTensorStorage, Quantizer
-from .tensor.plain_state import load_plain_state_dict, plain_state_dict
+from .tensor.module_parameters import load_plain_state_dict, plain_state_dict
 from .transformer import TransformerLayer
 from .utils import deinterleave_glu_tensor, interleave_glu_tensor
 

@@ -6,7 +6,6 @@ prefix. A builder emits the plain sequence of operations; rules (`rules.py`) mer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from .rules import without_identity_casts
@@ -18,9 +17,8 @@ HIGH_PRECISION: Literal["high_precision"] = "high_precision"
 DEQUANTIZED: Literal["dequantized"] = "dequantized"
 
 
-@dataclass(frozen=True, slots=True)
-class LinearFacts:
-    """The facts of a linear layer that decide its steps.
+class LinearFacts(NamedTuple):
+    """The facts of a linear layer that decide its steps; also the key by which its passes are cached.
 
     Attributes:
         layer: Name of the layer in the executor's environment, and the prefix of its buffers.

@@ -27,6 +27,9 @@ rowwise operand [M, K] or the columnwise operand [K, M] of a matrix [M, K]; a pr
 | `all_gather.begin`, `all_reduce.begin`, `reduce_scatter.begin` | x | pending | `Collective` |
 | `all_gather.wait`, `all_reduce.wait`, `reduce_scatter.wait` | pending | y | `Collective` |
 
+`grouped_cast`, `grouped_convert`, `grouped_dequantize`, `grouped_product`, `grouped_weight_gradient` and
+`grouped_column_sum` are the operations of these names over groups of rows (`grouped.py`), with the same settings.
+
 Operations that only sequences of operations (`te.ops`) contribute; `Named` names an object of their environment:
 
 | op | inputs | results | settings |
@@ -50,14 +53,11 @@ Operations that only sequences of operations (`te.ops`) contribute; `Named` name
 | `situ_glu` | x | y | constants |
 | `situ_glu_backward` | dy, x | dx | constants |
 | `copy` | x | a copy of x | None |
-| `split_sizes` | x | rows of each group of x | `Named` rows |
-| `split` | x, rows | one matrix per group | number of groups |
-| `concatenate` | x, matrices.. | one matrix with the rows of x | None |
-| `concatenate_into` | x, matrices.. | the same in a buffer of the caller | `Named` buffer |
-| `unbind` | stack | one matrix or vector per group | number of groups |
-| `stack` | gradients.. | gradient of a stack | `Named` gradient |
-| `add_scaled_bias` | y, bias, scales | y + scales[:, None] * bias | None |
-| `scaled_bias_backward` | dy, bias, scales | dbias, dscales | dtype of dbias |
+| `copy_into` | x | a copy of x in a buffer of the caller | `Named` buffer |
+| `members` | matrices or vectors.. | list of one per group | None |
+| `apart` | list of one per group | matrices or vectors.. | None |
+| `grouped_scaled_bias` | y, biases, scales | y_g + scales_g[:, None] * bias_g of each group g | `Layer` |
+| `grouped_scaled_bias_backward` | dy, biases, scales | dbiases, dscales [M, 1] | `Layer` |
 
 Where `settings.cast` is not None, the operation quantizes what it makes: two results, the rowwise and the columnwise
 codes, take the place of the first result (of `column_sum`: they precede the sums).

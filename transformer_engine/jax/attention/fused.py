@@ -21,7 +21,7 @@ from ..context_parallel.reorder import CPStrategy
 from ..context_parallel.ring import ring_attention
 from ..manual_axes import varies_over
 from ..platform import has_gpu
-from ..primitives.attention import TABLE, AttentionRequest, Call, attention
+from ..primitives.attention import TABLE, AttentionOperands, AttentionRequest, attention
 from ..primitives.attention.descriptor import SequenceDescriptor, segments_at_most
 from ..primitives.attention.enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, check_kinds
 from ..primitives.attention.masks import Window, check_window, checked_tokens, hidden_keys, reads_mask
@@ -99,7 +99,7 @@ def fused_attn(
         score_mod, score_mod_bprop, (score_mod_tensors, score_mod_bprop_tensors), qkv_layout, attn_bias_type,
         attn_mask_type, softmax_type, others,
     )  # fmt: skip
-    call = Call(
+    call = AttentionOperands(
         query, key, value, bias, attn_bias_type, attn_mask_type, window,
         functools.partial(_hidden, sequence_descriptor, attn_mask_type, qkv_layout, window, plan, extents),
         _lengths(sequence_descriptor, attn_mask_type, extents), scaling_factor,
@@ -111,11 +111,11 @@ def fused_attn(
         None if seed is None or not is_training or not dropout_probability
         else functools.partial(jax.random.bits, seed, (3,), jnp.uint32),
     )  # fmt: skip
-    request = _request(query, key, value, qkv_layout, attn_bias_type, attn_mask_type, softmax_type)
-    request = request._replace(
-        dropout=dropout_probability, window=window, training=is_training, modified=score_mod is not None,
-        rows=_rows(sequence_descriptor, attn_mask_type, qkv_layout, window),
-        segments=segments_at_most(sequence_descriptor, max_segments_per_seq),
+    request = AttentionRequest(
+        query.dtype, qkv_layout, attn_bias_type, attn_mask_type, softmax_type, dropout_probability, query.shape[2],
+        key.shape[2], query.shape[1], key.shape[1], query.shape[3], value.shape[3], window, is_training, "cpu",
+        _rows(sequence_descriptor, attn_mask_type, qkv_layout, window), score_mod is not None,
+        segments_at_most(sequence_descriptor, max_segments_per_seq),
     )  # fmt: skip
     out = (
         attention(request, call)
@@ -150,12 +150,18 @@ def fused_attn_thd(
 def _over_devices(
     plan: ContextParallel,
     request: AttentionRequest,
-    call: Call,
+    call: AttentionOperands,
     descriptor: SequenceDescriptor | Array | None,
     extents: tuple[int, int, int],
 ) -> Array:
-    """Tokens laid over plan.axis: parts of one device's attention where they serve, else the reference."""
-    if _has_parts(request, call):
+    """Compute attention with tokens sharded over plan.axis, by parts if they support the call."""
+    # Parts compute whole rows where every query attends to all keys, or to those up to its own position.
+    causal = request.mask.is_causal() and request.queries == request.keys
+    plain = causal or (not request.mask.is_causal() and request.window is None)
+    plain = plain and request.rows == "whole" and not request.layout.is_thd()
+    # A derivative rule inside our shard_map cannot make gradients vary over the axes of an outer one.
+    inside = varies_over((call.query, call.key, call.value))
+    if plain and call.bias is None and call.dropped is None and not inside:
         whole = request._replace(
             mask=AttnMaskType.CAUSAL_MASK if request.mask.is_causal() else AttnMaskType.NO_MASK,
             softmax=AttnSoftmaxType.VANILLA_SOFTMAX, dropout=0.0,
@@ -176,30 +182,20 @@ def _over_devices(
         return ring_attention(
             plan, call.query, call.key, call.value, segments, call.mask_type, call.window, call.scale, call.sink
         )  # fmt: skip
-    query, key, value = (_laid(x, plan.axis) for x in (call.query, call.key, call.value))
-    # Asked for whole, keys and values are gathered by XLA, their gradients scattered.
-    laid = replace(call, query=query, key=_laid(key, None), value=_laid(value, None))
-    return _laid(attention(request._replace(tokens="spread"), laid), plan.axis)
+    query, key, value = (_constrained(x, plan.axis) for x in (call.query, call.key, call.value))
+    # Keys and values are replicated: XLA gathers them, and scatters their gradients.
+    replicated = replace(call, query=query, key=_constrained(key, None), value=_constrained(value, None))
+    return _constrained(attention(request._replace(tokens="spread"), replicated), plan.axis)
 
 
-def _has_parts(request: AttentionRequest, call: Call) -> bool:
-    """Does every query see all keys, or all up to its own place or the last of them, of whole rows and nothing else?"""
-    causal = request.mask.is_causal() and request.queries == request.keys
-    plain = causal or (not request.mask.is_causal() and request.window is None)
-    plain = plain and request.rows == "whole" and not request.layout.is_thd()
-    # A rule of differentiation within our shard_map cannot say that gradients vary over the axes of one around it.
-    inside = varies_over((call.query, call.key, call.value))
-    return plain and call.bias is None and call.dropped is None and not inside
-
-
-def _laid(x: Array, axis: str | None) -> Array:
-    """x [b, s, h, d] with its tokens over an axis of the mesh, or whole; the others lie as XLA likes."""
+def _constrained(x: Array, axis: str | None) -> Array:
+    """Shard the tokens of x [b, s, h, d] over a mesh axis, or replicate them; XLA shards the other axes."""
     free = PartitionSpec.UNCONSTRAINED
     return with_sharding_constraint(x, PartitionSpec(free, axis, free, free))
 
 
 def _is_mask(descriptor: SequenceDescriptor | Array | None) -> bool:
-    """Is it neither absent nor a SequenceDescriptor? Masks may be arrays of numpy too."""
+    """Return whether a descriptor is a mask, which may be an array of NumPy."""
     return descriptor is not None and not isinstance(descriptor, SequenceDescriptor)
 
 
@@ -214,7 +210,7 @@ def _hidden(
     if plan is None or _is_mask(descriptor):
         return hidden_of(descriptor, mask_type, layout, window, extents)
     segments = plan.segments(descriptor, mask_type, layout, extents)
-    # Places of bottom-right masks are counted from the end already.
+    # Positions of bottom-right masks are counted from the end already.
     kind = AttnMaskType.PADDING_CAUSAL_MASK if mask_type.is_causal() else AttnMaskType.PADDING_MASK
     return hidden_keys(kind, window, segments, *extents[1:])
 
@@ -315,7 +311,7 @@ def hidden_of(
     window: Window | None,
     extents: tuple[int, int, int],
 ) -> Array | None:
-    """True where a key is not seen, of a descriptor or a mask; extents are (batch, queries, keys)."""
+    """Return the mask of hidden keys of a descriptor or a mask; extents are (batch, queries, keys)."""
     batch, queries, keys = extents
     if isinstance(descriptor, SequenceDescriptor):
         segments = None
@@ -329,18 +325,3 @@ def hidden_of(
         return hidden
     given = descriptor.astype(bool)
     return given if hidden is None else given | hidden
-
-
-def _request(
-    query: Array,
-    key: Array,
-    value: Array,
-    layout: QKVLayout,
-    bias: AttnBiasType,
-    mask: AttnMaskType,
-    softmax: AttnSoftmaxType,
-) -> AttentionRequest:
-    return AttentionRequest(
-        query.dtype, layout, bias, mask, softmax, 0.0, query.shape[2], key.shape[2], query.shape[1], key.shape[1],
-        query.shape[3], value.shape[3], None, True, "cpu",
-    )  # fmt: skip

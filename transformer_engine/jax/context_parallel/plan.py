@@ -23,11 +23,15 @@ from .reorder import CPStrategy, ReorderStrategy, order_of_tokens
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """One attention over `devices` devices of the mesh axis `axis`.
+    """An attention over the devices of a mesh axis.
 
-    ring       keys and values go round; else every device gathers all of them
-    balanced   tokens lie in the order of `reorder_causal_load_balancing`: chunks swapped, or of packed rows in stripes
-    stripe     tokens of a stripe
+    Attributes:
+        axis: Name of the mesh axis.
+        devices: Number of devices.
+        ring: Whether keys and values move around a ring; otherwise every device gathers all of them.
+        balanced: Whether tokens are in the order of `reorder_causal_load_balancing`: swapped chunks, or stripes of
+            packed rows.
+        stripe: Tokens per stripe.
     """
 
     axis: str
@@ -38,24 +42,24 @@ class ContextParallel:
 
     @property
     def neighbours(self) -> list[tuple[int, int]]:
-        """(device, the one that it hands on to), all the way round."""
+        """Pairs (device, next device) of the ring."""
         return [(rank, (rank + 1) % self.devices) for rank in range(self.devices)]
 
     def moves(self, distance: int) -> dict[tuple[int, int], list[tuple[int, int]]]:
-        """{(place, place): [(device, device)]}, by which every chunk comes to where the one `distance` behind it lies.
+        """Return {(place, place): [(device, device)]}, the moves of every chunk to the chunk `distance` after it.
 
-        Balanced, a device holds two chunks of whole rows, r and 2n - 1 - r, at places 0 and 1; else one.
+        A balanced device holds two chunks of whole rows, r and 2n - 1 - r, at places 0 and 1; otherwise one chunk.
         """
         count = 2 * self.devices if self.balanced else self.devices
-        lies = [(c, 0) if c < self.devices else (2 * self.devices - 1 - c, 1) for c in range(count)]
+        positions = [(c, 0) if c < self.devices else (2 * self.devices - 1 - c, 1) for c in range(count)]
         found: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for chunk in range(max(0, -distance), min(count, count - distance)):
-            (device, place), (other, there) = lies[chunk], lies[chunk + distance]
+            (device, place), (other, there) = positions[chunk], positions[chunk + distance]
             found.setdefault((place, there), []).append((device, other))
         return found
 
     def order(self, tokens: int, packed: bool) -> np.ndarray:
-        """Which token of the sequence stands at each place."""
+        """Return the index of the token at each position of the sharded sequence."""
         if tokens % self.devices:
             raise ValueError(
                 f"{tokens} tokens over {self.devices} devices of {self.axis!r}; pad them to a multiple of it"
@@ -73,13 +77,13 @@ class ContextParallel:
         layout: QKVLayout,
         extents: tuple[int, int, int],
     ) -> Segments:
-        """The sequence and the place of every token as it lies, counted from the end for bottom-right masks."""
+        """Return the sequence and position of every token in sharded order; from the end for bottom-right masks."""
         batch, queries, keys = extents
         orders = [self.order(tokens, layout.is_thd()) for tokens in (queries, keys)]
         if isinstance(descriptor, SequenceDescriptor) and (mask_type.is_padding() or layout.is_thd()):
             found = descriptor.segments(batch, queries, keys)
             if not descriptor.segment_ids[0].size:
-                # Lengths and offsets are those of the sequence in its order; ids and places of the tokens as they lie.
+                # Lengths and offsets describe the original order; segment ids and positions the sharded order.
                 found = Segments(*(part[:, orders[i % 2]] for i, part in enumerate(found)))
         else:
             ones = [jnp.ones((batch, tokens), jnp.int32) for tokens in (queries, keys)]
@@ -111,7 +115,12 @@ def plan_of(
     text_or_none("context_parallel_axis", axis)
     whole_or_none("stripe_size", stripe_size)
     check_automatic_axis("context_parallel_axis", axis or None)
-    used = axis or _axis_of_resource()
+    used: str | None = axis
+    if not axis:
+        used = mesh_resource_or_default().cp_resource
+        # The axis may be absent, or manual inside a shard_map.
+        if used is not None and not (is_mesh_available() and used in automatic_axes()):
+            used = None
     devices = get_mesh_axis_size(used)
     ring = strategy is CPStrategy.RING
     if stripe_size is not None and stripe_size > 1 and (ring or not layout.is_thd() or not balanced):
@@ -123,9 +132,3 @@ def plan_of(
     if not axis and not balanced and any(length % devices for length in tokens):
         return None
     return ContextParallel(used, devices, ring, balanced, stripe_size or 1)
-
-
-def _axis_of_resource() -> str | None:
-    """The context-parallel axis of the MeshResource in force; None if absent, or manual inside a shard_map."""
-    axis = mesh_resource_or_default().cp_resource
-    return axis if axis is not None and is_mesh_available() and axis in automatic_axes() else None

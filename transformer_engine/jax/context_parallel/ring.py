@@ -1,7 +1,7 @@
-"""out = softmax(scale * q @ k.T) @ v, with queries where they are and keys and values going round the devices.
+"""out = softmax(scale * q @ k.T) @ v with local queries, and keys and values that move around a ring of devices.
 
-After n steps every device has seen all keys. The softmax is kept as a running maximum, sum and product
-(arXiv:2310.01889); JAX differentiates through the steps.
+After n steps every device has received all keys. The state of the softmax is a running maximum, sum and product
+(arXiv:2310.01889). JAX differentiates through the steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .plan import ContextParallel
 
 
 class _Running(NamedTuple):
-    """Of every query [b, h, q]: the greatest score so far, the sum of weights, and their product with values."""
+    """For every query [b, h, q]: the greatest score so far, the sum of weights, and their product with values."""
 
     greatest: Array
     total: Array
@@ -34,8 +34,8 @@ def ring_attention(
     plan: ContextParallel, query: Array, key: Array, value: Array, segments: Segments, mask_type: AttnMaskType,
     window: Window | None, scale: float, sink: Array | None,
 ) -> Array:  # fmt: skip
-    """out [b, q, h, dv] of arrays whose tokens are laid over plan.axis; segments as `plan.segments` makes them."""
-    # Bottom-right places are counted from the end already.
+    """Return out [b, q, h, dv] of arrays whose tokens are sharded over plan.axis; segments: see `plan.segments`."""
+    # Positions of bottom-right masks are counted from the end already.
     kind = AttnMaskType.PADDING_CAUSAL_MASK if mask_type.is_causal() else AttnMaskType.PADDING_MASK
 
     def local(query: Array, key: Array, value: Array, sink: Any, segments: Segments) -> Array:
@@ -50,8 +50,8 @@ def ring_attention(
 
     def gradients(*arguments: Any) -> tuple[Any, ...]:
         *given, segments, dout = arguments
-        # In here JAX forgets what varies around in some operations (products among them) and keeps it in others: types
-        # of gradients agree where it is forgotten from the start.
+        # Inside, some operations of JAX (products among them) drop the outer varying axes and others keep them. The
+        # types of gradients agree if the axes are dropped at the start.
         *given, dout = (None if x is None else x * jnp.ones((), x.dtype) for x in (*given, dout))
         _, pullback = jax.vjp(functools.partial(local, segments=segments), *given)
         *of_tokens, dsink = pullback(dout)
@@ -62,6 +62,7 @@ def ring_attention(
 
 
 def _mapped(plan: ContextParallel, function: Any, given: Any, made: Any) -> Any:
+    """Return a function mapped over plan.axis, with partition specs of its arguments and results."""
     return jax.jit(
         jax.shard_map(
             function,
@@ -75,9 +76,9 @@ def _mapped(plan: ContextParallel, function: Any, given: Any, made: Any) -> Any:
 
 
 def _within(axes: frozenset[str], run: Any, backward: Any) -> Any:
-    """The ring within a shard_map that counts what varies over axes, as JAX does not count in a shard_map within it.
+    """Return the ring for use inside a shard_map that tracks varying axes, which JAX does not track in a nested one.
 
-    The rule stands outside of the inner one, and says what gradients vary over; it computes the forward again.
+    The derivative rule is outside of the nested shard_map and casts the gradients; it recomputes the forward pass.
     """
 
     @jax.custom_vjp
@@ -98,7 +99,13 @@ def _local(
     batch, queries, heads, _ = query.shape
     groups = key.shape[2]
     grouped = query.reshape(batch, queries, groups, heads // groups, -1)
-    running = _begin((batch, heads, queries), value.shape[-1], sink)
+    rows = (batch, heads, queries, 1)
+    if sink is None:
+        greatest, total = jnp.full(rows, -jnp.inf), jnp.zeros(rows, jnp.float32)
+    else:  # a score without a value
+        greatest = lax.stop_gradient(jnp.broadcast_to(sink, rows))
+        total = jnp.exp(sink - greatest)
+    running = _Running(greatest, total, jnp.zeros((*rows[:3], value.shape[-1]), jnp.float32))
     travelling = (key, value, segments.key, segments.key_position)
     for step in range(plan.devices):
         keys, values, ids, places = travelling
@@ -114,17 +121,8 @@ def _local(
     return jnp.moveaxis(out, 1, 2).astype(query.dtype)
 
 
-def _begin(rows: tuple[int, int, int], value_dim: int, sink: Array | None) -> _Running:
-    """Before the first keys: nothing, or the sink, a score without a value."""
-    product = jnp.zeros((*rows, value_dim), jnp.float32)
-    if sink is None:
-        return _Running(jnp.full((*rows, 1), -jnp.inf), jnp.zeros((*rows, 1), jnp.float32), product)
-    greatest = lax.stop_gradient(jnp.broadcast_to(sink, (*rows, 1)))
-    return _Running(greatest, jnp.exp(sink - greatest), product)
-
-
 def _added(running: _Running, scores: Array, hidden: Array | None, values: Array) -> _Running:
-    """The running softmax with the keys of one device."""
+    """Add the keys of one device to the running softmax."""
     if hidden is not None:
         scores = jnp.where(hidden, -jnp.inf, scores)
     greatest = jnp.maximum(running.greatest, lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
@@ -133,7 +131,7 @@ def _added(running: _Running, scores: Array, hidden: Array | None, values: Array
     kept = jnp.exp(running.greatest - shift)
     batch, heads, queries, keys = weights.shape
     groups = values.shape[2]
-    # Weights in the values' dtype, as on one device.
+    # Weights have the dtype of the values, as on one device.
     narrow = weights.astype(values.dtype).reshape(batch, groups, heads // groups, queries, keys)
     part = jnp.einsum("bgrqk,bkgd->bgrqd", narrow, values, preferred_element_type=jnp.float32)
     product = running.product * kept + part.reshape(batch, heads, queries, -1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from ..primitives import custom_calls
+from ..primitives import launching
 
 __all__ = ["BasePrimitive", "register_primitive"]
 
@@ -15,12 +15,12 @@ class BasePrimitive:
     @classmethod
     def enabled(cls) -> bool:
         """Return whether newly traced programs use the kernel for the calls that it supports."""
-        return custom_calls.switched_off(cls.__name__) is None
+        return launching.switched_off(cls.__name__) is None
 
     @classmethod
     def set_enabled(cls, enabled: bool) -> None:
         """Enable or disable the kernel, regardless of the environment; traced programs do not change."""
-        custom_calls.switch(cls.__name__, enabled)
+        launching.switch(cls.__name__, enabled)
 
 
 def register_primitive(cls: type) -> NoReturn:

@@ -1,7 +1,7 @@
 """Flax (linen) modules of transformer_engine.jax."""
 
 from .attention import DotProductAttention
-from .axis_rules import extend_logical_axis_rules
+from .base import extend_logical_axis_rules
 from .dense_general import DenseGeneral
 from .layernorm_dense_general import LayerNormDenseGeneral
 from .layernorm_mlp import LayerNormMLP

@@ -13,9 +13,10 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from ...common import env
-from ...common.checks import described, drop_rate, switch, whole
+from ...common.checks import described, drop_rate, member, switch, whole
 from ..attention.arguments import check_attention, dropout_of, separated, sink_of
 from ..attention.fused import fused_attn, hidden_of, is_fused_attn_kernel_available
+from ..checks import broadcasts, check_values
 from ..context_parallel.plan import plan_of
 from ..context_parallel.reorder import CPStrategy
 from ..primitives.attention import reference
@@ -30,7 +31,44 @@ from ..primitives.attention.enums import (
 from ..primitives.attention.masks import Window, check_window, checked_tokens
 from ..primitives.attention.score_mod import check_functions
 from ..sharding import HEAD_AXES
+from ..softmax import SoftmaxFusionType, check_scores, scaled_softmax
 from .base import check_call, parameter
+
+
+class Softmax(nn.Module):
+    """p [b, h, q, k] in the scores' dtype: softmax(scale_factor * (scores + bias)); hidden keys are exactly zero."""
+
+    scale_factor: float = 1.0
+    softmax_fusion_type: SoftmaxFusionType = SoftmaxFusionType.SCALED
+    softmax_type: AttnSoftmaxType = AttnSoftmaxType.VANILLA_SOFTMAX
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs: Array,
+        mask: Array | None = None,
+        bias: Array | None = None,
+        softmax_offset: Array | None = None,
+    ) -> Array:
+        """inputs [b, h, q, k], of which a bias may have 1 in place of an extent; a mask's True hides a key;
+        softmax_offset [1, h, 1, 1] of LEARNABLE_SOFTMAX.
+        """
+        check_call(self, inputs=inputs)
+        member("softmax_type", self.softmax_type, AttnSoftmaxType)
+        member("softmax_fusion_type", self.softmax_fusion_type, SoftmaxFusionType)
+        check_scores(inputs, self.scale_factor)
+        if bias is not None:
+            check_values("bias", bias)
+            if not broadcasts(bias.shape, inputs.shape):
+                raise ValueError(
+                    f"bias has shape {bias.shape}; it must be {inputs.shape}, or 1 in place of an extent"
+                )
+        sink = sink_of(self.softmax_type, softmax_offset, inputs.shape[1])
+        scores = inputs if bias is None else inputs.astype(jnp.float32) + bias.astype(jnp.float32)
+        masked = self.softmax_fusion_type is SoftmaxFusionType.SCALED_MASKED
+        # A masked softmax without a mask is a plain one, as layers whose mask is optional rely on.
+        kind = SoftmaxFusionType.SCALED if masked and mask is None else self.softmax_fusion_type
+        return scaled_softmax(scores, mask, self.scale_factor, kind, sink).astype(inputs.dtype)
 
 
 def softmax_offset(module: nn.Module, softmax_type: AttnSoftmaxType, heads: int) -> Array | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -15,13 +15,14 @@ from flax import linen as nn
 from flax.core import tracers
 from jax import Array
 
-from ...common.checks import function, function_or_none, number_or_none, switch, text_or_none
+from ...common.checks import described, function, function_or_none, number_or_none, switch, text_or_none
 from ...common.recipe import Recipe
 from ..checks import check_axis_names, check_floating, check_values
 from ..quantize.config import QuantizeConfig, get_global_quantize_recipe
 from ..quantize.factory import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
 from ..quantize.quantizers import QuantizerSet, noop_quantizer_set
 from ..quantize.sharing import one_and_rest
+from ..sharding import get_sharding_map_logic_axis_to_mesh_axis
 
 Initializer = Callable[..., Array]
 Axes = tuple[str | None, ...]
@@ -198,3 +199,36 @@ class TransformerEngineBase(nn.Module):
             data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
             return QuantizeMeta(stochastic_rounding_rng_state=data)
         return QuantizeMeta()
+
+
+Rules = Sequence[tuple[str, str | None]]
+
+
+def extend_logical_axis_rules(rules: Rules) -> tuple[tuple[str, str | None], ...]:
+    """The rules, and behind them a rule for each axis name of transformer_engine.jax.sharding.
+
+    Raises ValueError where a name of this engine is mapped to another mesh axis than the MeshResource says, and
+    TypeError for rules that are no pairs of names.
+    """
+    ours = get_sharding_map_logic_axis_to_mesh_axis()
+    extended: list[tuple[str, str | None]] = []
+    if isinstance(rules, (str, Mapping)) or not isinstance(rules, Iterable):
+        raise TypeError(f"rules={described(rules)}; give a sequence of pairs of an axis name and a mesh axis")
+    for rule in rules:
+        if (
+            not isinstance(rule, (tuple, list))
+            or len(rule) != 2
+            or not isinstance(rule[0], str)
+            or not (rule[1] is None or isinstance(rule[1], str))
+        ):
+            raise TypeError(
+                f"rules hold {described(rule)}; give pairs of an axis name and a mesh axis or None"
+            )
+        name, axis = rule
+        if name in ours and ours[name] != axis:
+            raise ValueError(
+                f"rules map {name!r} to {axis!r}, the MeshResource to {ours[name]!r}; leave the rule out"
+            )
+        extended.append((name, axis))
+    known = {name for name, _ in extended}
+    return (*extended, *((name, axis) for name, axis in ours.items() if name not in known))

@@ -10,8 +10,8 @@ from flax import linen as nn
 from jax import Array
 
 from ...common.checks import whole, whole_numbers
-from ..bias import biased
 from ..dense import dense
+from ..products import biased
 from .base import Initializer, TransformerEngineBase, check_call, kernel_initializer, parameter
 from .low_rank import _canonicalize_tuple, _normalize_axes, low_rank_term
 

@@ -10,9 +10,9 @@ from flax import linen as nn
 from jax import Array
 
 from ...common.checks import positive, whole
-from ..bias import biased
 from ..dense import dense
 from ..layernorm_dense import layernorm_dense
+from ..products import biased
 from ..quantize.config import get_global_quantize_recipe
 from ..quantize.quantizers import QuantizerSet
 from .base import Axes, Initializer, TransformerEngineBase, check_call, kernel_initializer, parameter

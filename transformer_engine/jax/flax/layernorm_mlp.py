@@ -13,10 +13,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ...common.checks import described, switch, whole
 from ..activation import ActivationParams, activation, is_known
-from ..bias import biased
 from ..checks import check_rate
 from ..dense import dense
 from ..layernorm_mlp import layernorm_mlp
+from ..products import biased
 from ..quantize.config import get_global_quantize_recipe
 from ..quantize.quantizers import QuantizerSet
 from .base import Axes, Initializer, TransformerEngineBase, check_call, kernel_initializer, parameter

@@ -1,13 +1,13 @@
 """Modules of dense layers and norms, at the original's path."""
 
 from ...common import absent
+from .attention import Softmax
 from .base import TransformerEngineBase
 from .dense_general import DenseGeneral
 from .layernorm_dense_general import LayerNormDenseGeneral
 from .layernorm_mlp import LayerNormMLP
 from .low_rank import _apply_low_rank_adaptation, _normalize_axes
 from .norm import LayerNorm
-from .softmax import Softmax
 
 __all__ = [
     "DenseGeneral",

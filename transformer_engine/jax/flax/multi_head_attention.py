@@ -33,7 +33,7 @@ from .base import Initializer, check_call, kernel_initializer
 from .dense_general import DenseGeneral
 from .kv_cache import KeyValueCache
 from .layernorm_dense_general import LayerNormDenseGeneral
-from .lora_scope import _canonicalize_lora_scope
+from .low_rank import _canonicalize_lora_scope
 from .positions import rotated, rotated_packed
 
 _FORMER_NAMES = {

@@ -30,7 +30,7 @@ from .attention import DotProductAttention
 from .base import Initializer, check_call, kernel_initializer
 from .dense_general import check_shared_axes
 from .layernorm_mlp import LayerNormMLP, check_activations
-from .lora_scope import LoRAScope, _canonicalize_lora_scope
+from .low_rank import LoRAScope, _canonicalize_lora_scope
 from .multi_head_attention import MultiHeadAttention
 from .norm import LayerNorm
 from .positions import RelativePositionBiases, rotary_pos_emb

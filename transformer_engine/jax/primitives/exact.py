@@ -1,7 +1,8 @@
-"""Arithmetic on float32 scales in integers: IEEE results, subnormal ones included, on every device.
+"""Arithmetic of float32 scales in integers: IEEE results, subnormal ones included, on every device.
 
-XLA flushes subnormal float32 to zero on a CPU, and divides with an error of two units on a GPU; scales decide about
-every bit of the codes, so theirs is done here. Operands are >= 0, infinite or NaN; arrays of scales are small.
+XLA flushes subnormal float32 numbers to zero on a CPU, and divides with an error of two units on a GPU. Every bit of
+the codes depends on the scales, so their arithmetic is done here. Operands are >= 0, infinite or NaN; arrays of scales
+are small.
 
 n and d below are mantissas in [2^23, 2^24): a value is n * 2^(e - 23).
 """
@@ -19,22 +20,22 @@ _LEADING = 0x00800000
 
 
 def bits_of(values: Array) -> Array:
-    """int32 bits of float32 values."""
+    """Return the int32 bits of float32 values."""
     return lax.bitcast_convert_type(values, jnp.int32)
 
 
 def float_of(bits: Array) -> Array:
-    """float32 values of int32 bits."""
+    """Return the float32 values of int32 bits."""
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def bits_of_constant(value: float) -> int:
-    """int32 bits of a number rounded to float32."""
+    """Return the int32 bits of a number rounded to float32."""
     return int(np.float32(value).view(np.int32))
 
 
 def magnitude_bits(x: Array) -> Array:
-    """int32 bits of |x| as float32, exactly: they order as the magnitudes do, with NaN above infinity."""
+    """Return the int32 bits of |x| as float32, exactly; ordered as the magnitudes, with NaN above infinity."""
     if x.dtype == jnp.bfloat16:
         # bfloat16 is float32 without its lower half; a conversion would flush subnormal values.
         return (lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.int32) & 0x7FFF) << 16
@@ -42,15 +43,15 @@ def magnitude_bits(x: Array) -> Array:
 
 
 def largest_over(amax: Array, axes: tuple[str, ...]) -> Array:
-    """The greatest of the devices' amaxes, float32, along mesh axes that are manual here; NaN if one is NaN.
+    """Return the maximum of float32 amaxes over manual mesh axes; NaN if one is NaN.
 
-    By their bits: not every maximum of floats keeps NaN, or subnormal values.
+    Bits are compared, because a maximum of floats may drop NaN or subnormal values.
     """
     return float_of(lax.pmax(bits_of(amax), axes)) if axes else amax
 
 
 def divide(numerator: Array | float, denominator: Array) -> Array:
-    """numerator / denominator in float32, correctly rounded."""
+    """Return numerator / denominator in float32, correctly rounded."""
     a, b = bits_of(jnp.asarray(numerator, jnp.float32)), bits_of(denominator)
     n, n_exponent = _normalized(a)
     d, d_exponent = _normalized(b)
@@ -70,12 +71,12 @@ def divide(numerator: Array | float, denominator: Array) -> Array:
 
 
 def reciprocal(values: Array) -> Array:
-    """1 / values in float32, correctly rounded."""
+    """Return 1 / values in float32, correctly rounded."""
     return divide(1.0, values)
 
 
 def multiply(first: Array, second: Array | float) -> Array:
-    """first * second in float32, correctly rounded."""
+    """Return first * second in float32, correctly rounded."""
     a, b = bits_of(first), bits_of(jnp.asarray(second, jnp.float32))
     n, n_exponent = _normalized(a)
     d, d_exponent = _normalized(b)
@@ -93,7 +94,7 @@ def multiply(first: Array, second: Array | float) -> Array:
 
 
 def scaled(values: Array, scale: Array) -> Array:
-    """values * scale, right also where a scale is subnormal (a product that is so may still come out as zero)."""
+    """Return values * scale, correct for subnormal scales too; a subnormal product may still become zero."""
     tiny = bits_of(scale) < bits_of_constant(2.0**-100)
     enlarged = jnp.where(tiny, multiply(scale, 2.0**24), scale)
     # Both factors vary, so that XLA cannot merge them into one, which would be subnormal again.
@@ -101,18 +102,21 @@ def scaled(values: Array, scale: Array) -> Array:
 
 
 def _normalized(bits: Array) -> tuple[Array, Array]:
-    """(mantissa uint32 in [2^23, 2^24), exponent int32) of positive finite float32 bits, subnormal ones too."""
+    """Return mantissa (uint32 in [2^23, 2^24)) and exponent (int32) of positive finite float32 bits."""
     field = bits >> 23
     mantissa = bits & _MANTISSA
     missing = jnp.maximum(lax.clz(mantissa) - 8, 0)
     n = jnp.where(field == 0, mantissa << missing, mantissa | _LEADING)
     exponent = jnp.where(field == 0, -126 - missing, field - 127)
-    # Zero has no leading bit; any mantissa does, for its result is replaced.
+    # Zero has no leading bit; any mantissa will do, since its result is replaced.
     return jnp.where(n == 0, _LEADING, n).astype(jnp.uint32), exponent
 
 
 def _rounded(q: Array, exponent: Array, inexact: Array) -> Array:
-    """float32 bits of q * 2^(exponent - 26), q uint32 in [2^25, 2^27), ties to even; inexact: bits follow q's last."""
+    """Return the float32 bits of q * 2^(exponent - 26), ties to even; q uint32 in [2^25, 2^27).
+
+    inexact: whether nonzero bits follow the last bit of q.
+    """
     small = q < (1 << 26)
     q = jnp.where(small, q << 1, q)
     field = exponent + 127 - small.astype(jnp.int32)

@@ -1,8 +1,8 @@
-"""results = kernel(*arrays): a Triton kernel as a primitive of JAX, made when a program is lowered for CUDA.
+"""results = kernel(*arrays): a Triton kernel as a primitive of JAX, compiled when a program is lowered for CUDA.
 
-Tracing asks for shapes alone, so that a program traced on a CPU compiles no kernel and still has its kernels where it
-is lowered for CUDA. There the partitioner learns by a Shardy rule which axes it may cut; under vmap a kernel runs
-once for each element.
+Tracing needs shapes only. A program that is traced on a CPU therefore compiles no kernel, and still contains its
+kernels where it is lowered for CUDA. The lowering registers a Shardy rule, which tells the partitioner the axes that it
+may shard. Under `vmap` a kernel runs once for each element, unless it defines `under_vmap`.
 """
 
 from __future__ import annotations
@@ -24,73 +24,50 @@ from jax.sharding import PartitionSpec
 from ..manual_axes import manual_axes, varying_alike
 from ..sharding import mesh_of_devices
 from . import exact
-from .partitioning import Extent, in_order, mesh_of, named, placement, unknown_sizes, warn_of_no_mesh
+from .partitioning import ShardingRule, in_order, mesh_of, named, placement, unknown_sizes, warn_of_no_mesh
 
 Shape = jax.ShapeDtypeStruct
 
 
 class Kernel:
-    """What computes; hashable.
-
-    whole    factors that are not cut
-    led_by_results   is it results that say where an axis of the mesh cuts, if operands are cut differently by it?
-    summed   results that devices make parts of, which are added up
-    maxed    results that devices make parts of, of which the greatest counts
-    """
-
-    whole: tuple[str, ...] = ()
-    led_by_results: bool = False
-    summed: tuple[int, ...] = ()
-    maxed: tuple[int, ...] = ()
+    """A computation on arrays; subclasses are hashable."""
 
     @property
     def name(self) -> str:
-        """What an error calls it."""
+        """Name in error messages."""
         return type(self).__name__
 
     @property
-    def rule(self) -> str:
-        """Factors of the axes of operands and results, as Shardy writes them: "r w, w -> r w"."""
+    def rule(self) -> ShardingRule:
+        """How devices share the operands and the results."""
         raise NotImplementedError
 
-    @property
-    def extents(self) -> tuple[Extent, ...]:
-        """The axes that blocks lie along."""
-        return ()
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Sizes of the factors that share an axis with another."""
-        return {name: size for one in self.extents for name, size in one.sizes.items()}
-
-    @property
-    def replicated(self) -> tuple[str, ...]:
-        """Factors of the rule that are not cut, those of extents with a block that is not full among them."""
-        words = self.rule.replace(",", " ").split()
-        blocks = (name for one in self.extents for name in one.replicated)
-        return (*self.whole, *(name for name in blocks if name in words))
-
     def under_vmap(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]] | None:
-        """The kernel of arrays of which some have one axis more in front, and which results do; None: there is none."""
+        """Return the kernel for arrays of which some have a batch axis in front, and which results have one.
+
+        The default, None, runs the kernel once for each element of the batch.
+        """
         return None
 
     @property
     def in_parts(self) -> Kernel:
-        """The kernel of a device's part, whose summed results are wide: they are added up, and rounded then."""
+        """The kernel of one device's part, whose summed results are float32: they are added, then rounded."""
         return self
 
     def results(self, *operands: Any) -> tuple[Shape, ...]:
-        """Shapes and dtypes of what run answers."""
+        """Return the shapes and dtypes of the results."""
         raise NotImplementedError
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        """arrays of any extents -> the kernel's results, as calls of the bridge."""
+        """Compute the results for arrays of any extents, as calls of `launching`."""
         raise NotImplementedError
 
 
 def sums_dtype(*dtypes: Any) -> str:
-    """The dtype in which a kernel writes the sums that become arrays of dtypes: theirs, if they have one that kernels
-    write, else float32. Rounded behind the kernel, each would take one of XLA's.
+    """Return the dtype in which a kernel writes sums that become arrays of dtypes.
+
+    The common dtype if kernels write it, otherwise float32. A conversion after the kernel would be an operation of XLA
+    for each array.
     """
     names = {jnp.dtype(dtype).name for dtype in dtypes}
     return names.pop() if len(names) == 1 and names <= {"float32", "bfloat16", "float16"} else "float32"
@@ -101,7 +78,7 @@ _kernel.multiple_results = True
 
 
 def call(kernel: Kernel, *arrays: Array) -> tuple[Array, ...]:
-    """The kernel's results; only to be run, or lowered, on CUDA."""
+    """Return the results of a kernel; the program must run on CUDA, or be lowered for CUDA."""
     return tuple(_kernel.bind(*varying_alike(*arrays), kernel=kernel))
 
 
@@ -111,14 +88,14 @@ def _compiled(kernel: Kernel) -> Callable[..., list[Any]]:
 
 
 def run_compiled(program: Callable[..., Any], *arrays: Array) -> Any:
-    """What a jitted primitive makes, also where jit is switched off: it would come back to its own rule for ever."""
+    """Run a jitted primitive, also if jit is disabled: its rule for eager calls would call itself without end."""
     with jax.disable_jit(False):
         return program(*arrays)
 
 
 @_kernel.def_impl
 def _outside_of_jit(*arrays: Array, kernel: Kernel) -> list[Any]:
-    """A program of the one kernel, as any primitive of JAX runs where nothing is jitted."""
+    """Compile and run a program of one kernel, as JAX does for any primitive outside of jit."""
     return run_compiled(_compiled(kernel), *arrays)
 
 
@@ -127,13 +104,11 @@ def _shapes(*operands: Any, kernel: Kernel) -> list[Any]:
     results = kernel.results(*operands)
     if not operands:
         return [ShapedArray(one.shape, one.dtype) for one in results]
-    return [result_like(operands[0], one) for one in results]  # `call` lets all vary alike
+    return [result_like(operands[0], one) for one in results]  # `call` makes all operands vary alike
 
 
 def result_like(operand: Any, result: Shape) -> ShapedArray:
-    """What a primitive says of its result: inside shard_map it varies over the axes that the operands do; else what
-    devices hold parts of passed for shared.
-    """
+    """Return the abstract value of a result; inside shard_map it varies over the same mesh axes as the operand."""
     if not manual_axes(operand):
         return ShapedArray(result.shape, result.dtype)
     return operand.update(
@@ -151,6 +126,7 @@ def _batched(arrays: Any, axes: Any, *, kernel: Kernel) -> tuple[Any, tuple[int 
 
 
 def _mapped_in_front(arrays: Any, axes: Any) -> tuple[list[bool], list[Array]]:
+    """Return which arrays have a batch axis, and the arrays with that axis in front."""
     mapped = [axis is not None for axis in axes]
     return mapped, [
         jnp.moveaxis(x, axis, 0) if is_mapped else x
@@ -159,7 +135,16 @@ def _mapped_in_front(arrays: Any, axes: Any) -> tuple[list[bool], list[Array]]:
 
 
 def batched_in_turn(run: Callable[..., Any], arrays: Any, axes: Any) -> tuple[Any, int]:
-    """(results of run, stacked in front, 0): run once for each element of the axes that vmap maps, None elsewhere."""
+    """Batching rule that runs once per element.
+
+    Args:
+        run: Function of the arrays without batch axes.
+        arrays: Arrays.
+        axes: Batch axis of each array, None for an array without one.
+
+    Returns:
+        The results stacked along a first axis, and 0, their batch axis.
+    """
     mapped, moved = _mapped_in_front(arrays, axes)
 
     def one(parts: Any) -> Any:
@@ -187,7 +172,8 @@ def _on_one_device(*arrays: Array, kernel: Kernel) -> list[Array]:
 
 
 def _on_many(*arrays: Array, kernel: Kernel, within_shard_map: bool = False) -> list[Array]:
-    """The kernel on every device's part of its arrays."""
+    """Run the kernel on each device's part of the arrays."""
+    rule = kernel.rule
 
     def run(*arrays: Array) -> tuple[Array, ...]:
         return kernel.run(*arrays)
@@ -195,39 +181,35 @@ def _on_many(*arrays: Array, kernel: Kernel, within_shard_map: bool = False) -> 
     def partition(mesh: Any, operands: Any, results: Any) -> tuple[Any, ...]:
         operands, results = named(mesh, operands), named(mesh, results)
         mesh = mesh_of(operands, within_shard_map)
-        placed = placement(
-            kernel.rule,
-            kernel.sizes,
-            kernel.replicated,
-            mesh,
-            operands,
-            results if kernel.led_by_results else (),
-        )
+        placed = placement(rule, mesh, operands, results)
 
         def local(*arrays: Array) -> tuple[Array, ...]:
-            made = map(reduced, range(len(results)), kernel.in_parts.run(*arrays), placed.reduced)
-            return tuple(part.astype(result.dtype) for part, result in zip(made, results, strict=True))
+            made = []
+            for index, (part, axes) in enumerate(
+                zip(kernel.in_parts.run(*arrays), placed.reduced, strict=True)
+            ):
+                if axes and index in rule.summed:
+                    part = lax.psum(part, axes)
+                elif index in rule.maxed:
+                    part = exact.largest_over(part, axes)
+                made.append(part.astype(results[index].dtype))
+            return tuple(made)
 
         return mesh, local, placed.results, placed.operands
 
-    def reduced(place: int, part: Array, axes: tuple[str, ...]) -> Array:
-        if axes and place in kernel.summed:
-            return lax.psum(part, axes)
-        return exact.largest_over(part, axes) if place in kernel.maxed else part
-
-    cut: Any = custom_partitioning(run)
-    cut.def_partition(
+    sharded: Any = custom_partitioning(run)
+    sharded.def_partition(
         partition=partition,
         decode_shardings=False,  # see `named`
-        sharding_rule=kernel.rule,
-        need_replication_factors=in_order(kernel.rule, kernel.replicated),
-        **unknown_sizes(kernel.rule, kernel.sizes),
+        sharding_rule=rule.text,
+        need_replication_factors=in_order(rule.text, rule.replicated),
+        **unknown_sizes(rule.text, rule.sizes),
     )
-    return list(cut(*arrays))
+    return list(sharded(*arrays))
 
 
 def _lowered(context: Any, *values: Any, kernel: Kernel) -> Any:
-    """On several devices cut by the partitioner, which has to know them; it does not where a program is exported."""
+    """Lower a kernel; on several known devices the partitioner shards it, but not in a program that is exported."""
     context = _with_devices(context)
     placed = context.module_context.axis_context
     devices = getattr(placed, "device_assignment", None)
@@ -240,10 +222,10 @@ def _lowered(context: Any, *values: Any, kernel: Kernel) -> Any:
 
 
 def _with_devices(context: Any) -> Any:
-    """The context with the devices of the mesh in use, where jax names none.
+    """Return the context with the devices of the current mesh if JAX names none.
 
-    It names them in programs with certain primitives alone, cuDNN's among them; without, a kernel is one whole to the
-    partitioner, which gathers all that it reads.
+    JAX names them only in programs with certain primitives, such as cuDNN's. Without them the partitioner would gather
+    all operands of a kernel on every device.
     """
     module = context.module_context
     placed = module.axis_context

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ...common import env, optional
-from ...common.kernels.launch import Launch, Output, missing
+from ...common.checks import switch as check_switch
+from ...common.kernels.launch import Launch, missing
 from ...common.kernels.program import Program
 from ..platform import compute_capability, has_gpu
-from .custom_calls import switched_off
 
 if TYPE_CHECKING:
     from ...common.kernels.compiled import Compiled
@@ -33,19 +33,59 @@ _TARGET = "triton_kernel_call_ffi"
 _CLASSES = ("TritonKernel", "TritonKernelCall", "create_array_parameter", "create_scalar_parameter")
 
 
-def refuses_kernels() -> str | None:
+_SWITCHES = "NVTE_JAX_CUSTOM_CALLS"
+_switched: dict[str, bool] = {}  # by `switch`, for this process
+
+
+def switch(primitive: str, on: bool) -> None:
+    """Enable or disable kernels by the original's name of a primitive, whatever NVTE_JAX_CUSTOM_CALLS contains."""
+    check_switch("enabled", on)
+    _switched[primitive] = bool(on)
+
+
+def switched_off(primitive: str) -> str | None:
+    """Return the reason why the kernels of a primitive are disabled, or None.
+
+    NVTE_JAX_CUSTOM_CALLS is "false" for all kernels, or a list such as "Name=false,Other=true".
+
+    Raises:
+        ValueError: The variable has another form.
+    """
+    if primitive in _switched:
+        return None if _switched[primitive] else f"{primitive}.set_enabled(False) was called"
+    value = str(env.get(_SWITCHES) or "true")
+    if "=" not in value:
+        return f"{_SWITCHES}={value}" if not _truth(value) else None
+    for entry in value.split(","):
+        name, separator, word = entry.partition("=")
+        if not separator:
+            raise ValueError(
+                f"{_SWITCHES}={value!r}: {entry!r} is no Name=true or Name=false; separate them by ','"
+            )
+        off = not _truth(word)
+        if off and name.strip() == primitive:
+            return f"{_SWITCHES} sets {primitive}=false"
+    return None
+
+
+def _truth(word: str) -> bool:
+    word = word.strip().lower()
+    if word not in ("true", "false", "1", "0"):
+        raise ValueError(f"{_SWITCHES}: {word!r} is neither true nor false; say one of them")
+    return word in ("true", "1")
+
+
+def kernels_unsupported_reason() -> str | None:
     """Return the reason why XLA cannot launch Triton kernels in this process, or None."""
-    if (reason := missing()) is not None:
-        return reason
-    return _bridge_failure()
+    return missing() or _bridge_failure()
 
 
-def refuses_on(platform: str, primitive: str) -> str | None:
+def unsupported_on(platform: str, primitive: str) -> str | None:
     """Return the reason why a program for a platform cannot contain a Triton kernel, or None.
 
     Args:
         platform: Platform of the program, "cpu" or "cuda".
-        primitive: Name of the kernel's switch; see `custom_calls`.
+        primitive: Name of the kernel's switch; see `switch`.
     """
     if platform != "cuda":
         return f"it needs a CUDA device, the program is for {platform}"
@@ -53,7 +93,7 @@ def refuses_on(platform: str, primitive: str) -> str | None:
         return (
             "this process has no GPU; set TE_JAX_KERNELS=1 for programs that are lowered for CUDA elsewhere"
         )
-    return switched_off(primitive) or refuses_kernels()
+    return switched_off(primitive) or kernels_unsupported_reason()
 
 
 @functools.cache
@@ -95,13 +135,23 @@ def run(
         The outputs, None for an absent one, followed by the inputs written in place, in the order of
         `launch.in_place`.
     """
-    _check(launch, inputs)
+    name = launch.kernel.fn.__name__
+    if launch.tables:
+        raise NotImplementedError(
+            f"{name} reads addresses from a table, and arrays of JAX have no addresses; stack them"
+        )
+    assert len(inputs) == launch.inputs, f"{name} requires {launch.inputs} tensors, {len(inputs)} were passed"
     made = _outputs(launch, shapes)
     # An output with a nonzero initial value is a filled operand, and so are the outputs before it.
     filled = max(
         [i + 1 for i, output in enumerate(launch.outputs) if output is not None and output.begins], default=0
     )
-    operands = [*inputs, *[_filled(o, s) for o, s in zip(launch.outputs[:filled], made, strict=False)]]
+    operands = [*inputs]
+    for output, shape in zip(launch.outputs[:filled], made, strict=False):
+        if output is None or shape is None:
+            operands.append(None)
+        else:
+            operands.append(lax.full(shape.shape, output.begins or 0, shape.dtype))
     written = [*launch.in_place, *range(len(inputs), len(inputs) + filled)]
     written = [place for place in written if operands[place] is not None]
     given = [place for place, operand in enumerate(operands) if operand is not None]
@@ -157,15 +207,6 @@ def perform(
     ]
 
 
-def _check(launch: Launch, inputs: Sequence[Array | None]) -> None:
-    name = launch.kernel.fn.__name__
-    if launch.tables:
-        raise NotImplementedError(
-            f"{name} reads addresses from a table, and arrays of JAX have no addresses; stack the arrays"
-        )
-    assert len(inputs) == launch.inputs, f"{name} requires {launch.inputs} tensors, {len(inputs)} were passed"
-
-
 def _outputs(
     launch: Launch, shapes: Sequence[jax.ShapeDtypeStruct | None]
 ) -> list[jax.ShapeDtypeStruct | None]:
@@ -185,13 +226,6 @@ def _outputs(
     return made
 
 
-def _filled(output: Output | None, shape: jax.ShapeDtypeStruct | None) -> Array | None:
-    """Return an array of an output's initial value, or None for an absent output."""
-    if output is None or shape is None:
-        return None
-    return lax.full(shape.shape, output.begins or 0, shape.dtype)
-
-
 def _call(
     launch: Launch,
     inputs: Sequence[Array | None],
@@ -203,7 +237,9 @@ def _call(
     """Return the serialized kernel call, and the bytes of scratch memory per program of the grid."""
     from ...common.kernels.compiled import compiled
 
-    dtypes = [None if x is None else _dtype_of(x) for x in (*inputs, *made)]
+    names = [None if x is None else jnp.dtype(x.dtype).name for x in (*inputs, *made)]
+    # uint32 pairs are int64 for a kernel, since JAX disables int64 by default.
+    dtypes = ["int64" if name == "uint32" else name for name in names]
     kernel = compiled(launch, dtypes, compute_capability())
     sizes = [prod(shape.shape) * shape.dtype.itemsize for shape in fresh]
     begins = (*[0] * operands, *[size if zero else 0 for size, zero in zip(sizes, zeroed, strict=True)])
@@ -228,24 +264,14 @@ def _packed(kernel: Compiled, grid: tuple[int, ...], begins: tuple[int, ...]) ->
     parameters += [bridge.create_scalar_parameter(scalar.value, scalar.kind) for scalar in kernel.scalars]
     if kernel.scratch:
         parameters.append(bridge.create_array_parameter(0, 16))
-    call = bridge.TritonKernelCall(_kernel(kernel), *grid, parameters)
-    return zlib.compress(call.to_proto(kernel.name, b""), level=1)
-
-
-def _dtype_of(x: Any) -> str:
-    """Return the name of the dtype that a kernel reads: int64 for uint32 pairs, since JAX disables int64 by default."""
-    name = jnp.dtype(x.dtype).name
-    return "int64" if name == "uint32" else name
-
-
-def _kernel(kernel: Any) -> Any:
-    """Return jaxlib's record of a compiled kernel; jaxlib 0.11 adds the size and alignment of scratch memory."""
     # name, warps, CTAs per cluster, shared memory, PTX, Triton IR (for dumps), compute capability
     fields = (kernel.name, kernel.warps, 1, kernel.shared_memory, kernel.ptx, "", kernel.capability)
     try:
-        return _bridge().TritonKernel(*fields)
-    except TypeError:
-        return _bridge().TritonKernel(*fields, 0, 1)
+        compiled = bridge.TritonKernel(*fields)
+    except TypeError:  # jaxlib 0.11 adds the size and alignment of scratch memory
+        compiled = bridge.TritonKernel(*fields, 0, 1)
+    call = bridge.TritonKernelCall(compiled, *grid, parameters)
+    return zlib.compress(call.to_proto(kernel.name, b""), level=1)
 
 
 def _in_order(

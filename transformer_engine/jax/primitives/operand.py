@@ -1,4 +1,4 @@
-"""Operand: a matrix [rows, K] as a product reads it, quantized or not, whose rows and K may be several axes each."""
+"""Operand: a matrix [rows, K] of a product, quantized or not, whose rows and K may be several axes each."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ from ...common.formats import TensorFormat
 )
 @dataclass(frozen=True)
 class Operand:
-    """codes [*rows, *K]; the contracted axes K come last.
+    """A matrix [*rows, *K] with the contracted axes K last.
 
-    Axes stay apart as they were given, since devices may hold parts of any of them; scales are those of the matrix.
+    Axes are not merged, since any of them may be sharded; scales are those of the matrix.
 
-    codes   in a float8 dtype or float4_e2m1fn, or high precision when format is None
-    scale   what a code is multiplied by: float32 [1], [rows, ceil(K/128)] or [ceil(rows/128), ceil(K/128)];
-            MXFP8: float8_e8m0fnu [rows, ceil(K/32)]; NVFP4: float8_e4m3fn [rows, ceil(K/16)]
-    amax    NVFP4 only: float32 [1], the absolute maximum from which the second-level scale follows, or [rows] where the
-            format has one scale per row
-    dtype   the nominal high-precision dtype of the values
-    axis    where the contracted axes begin
-    hadamard  whether the values were Hadamard transformed along the contracted axes; a product of two transformed
-              operands equals the product of the original values
+    Attributes:
+        codes: Codes in a float8 dtype or float4_e2m1fn; values if format is None.
+        scale: Factors of the codes: float32 [1], [rows, ceil(K/128)] or [ceil(rows/128), ceil(K/128)]; MXFP8:
+            float8_e8m0fnu [rows, ceil(K/32)]; NVFP4: float8_e4m3fn [rows, ceil(K/16)].
+        amax: NVFP4 only: the absolute maximum that determines the second-level scale, float32 [1], or [rows] if the
+            format has one scale per row.
+        format: Format of the codes, None for values.
+        dtype: Nominal high-precision dtype of the values.
+        axis: Where the contracted axes begin.
+        hadamard: Whether the values are Hadamard transformed along the contracted axes. A product of two transformed
+            operands equals the product of the original values.
     """
 
     codes: Array
@@ -46,37 +48,37 @@ class Operand:
 
     @property
     def rows(self) -> int:
+        """Number of rows."""
         return matrix_shape(self.codes.shape, self.axis)[0]
 
     @property
     def depth(self) -> int:
-        """K, the number of contracted elements."""
+        """Number of contracted elements K."""
         return matrix_shape(self.codes.shape, self.axis)[1]
 
     def matrix(self) -> Operand:
-        """The same with one axis of rows and one contracted."""
+        """Return the operand with one axis of rows and one contracted axis."""
         return replace(self, codes=self.codes.reshape(self.rows, self.depth), axis=1)
 
 
 def plain(values: Array, axis: int = 1) -> Operand:
-    """High-precision values [*rows, *K] as an operand, whose contracted axes begin at axis."""
+    """Return values [*rows, *K] as an operand whose contracted axes begin at axis."""
     return Operand(values, dtype=values.dtype, axis=axis)
 
 
 def matrix_shape(shape: Sequence[int], axis: int) -> tuple[int, int]:
-    """(rows, columns) of [*rows, *columns], whose columns begin at axis."""
+    """Return (rows, columns) of a shape [*rows, *columns] whose columns begin at axis."""
     return prod(shape[:axis]), prod(shape[axis:])
 
 
 def turned(x: Array, axis: int) -> Array:
-    """x [*rows, *columns], whose columns begin at axis, as [*columns, *rows]."""
+    """Transpose x [*rows, *columns], whose columns begin at axis, to [*columns, *rows]."""
     return x.transpose(*range(axis, x.ndim), *range(axis))
 
 
-Axes = Sequence[int]
-
-
-def contraction(a: Operand, b: Operand) -> tuple[tuple[Axes, Axes], tuple[Axes, Axes]]:
-    """lax.dot_general's dimension numbers of a [*M, *K] and b [*N, *K]."""
+def contraction(
+    a: Operand, b: Operand
+) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[()], tuple[()]]]:
+    """Return the dimension numbers of `lax.dot_general` for a [*M, *K] and b [*N, *K]."""
     last = tuple(range(a.axis, a.codes.ndim)), tuple(range(b.axis, b.codes.ndim))
     return last, ((), ())

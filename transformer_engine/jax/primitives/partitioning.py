@@ -1,7 +1,8 @@
-"""Which axes of a mesh cut a kernel's operands and results, from the rule that Shardy is given.
+"""How devices share the operands and results of a kernel.
 
-A rule names the factors of every axis, "r (k b) -> k r": an axis of k * b elements is cut between blocks of b, by what
-cuts k. Shardy follows the rule as far as it can; here operands and results are held to it.
+A rule of Shardy names the factors of every axis: "r (k b) -> k r". An axis of k * b elements is sharded between blocks
+of b, over the mesh axes that shard k. Shardy follows the rule as far as it can; `placement` enforces it on operands and
+results.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import functools
 import re
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
@@ -24,47 +25,115 @@ Axes = tuple[str, ...]
 Factors = tuple[str, ...]
 
 
-class Rule(NamedTuple):
+class Extent(NamedTuple):
+    """One axis of a matrix in rules.
+
+    Attributes:
+        whole: Factors of the axis of elements.
+        blocks: Factors of the axis of blocks.
+        bytes: Factors of the axis of bytes, where a byte holds two elements.
+        sizes: Sizes of the factors within blocks, and of the factors that count them.
+        replicated: Factors that are not sharded.
+    """
+
+    whole: str
+    blocks: str
+    bytes: str
+    sizes: dict[str, int]
+    replicated: tuple[str, ...]
+
+
+def extent(name: str, size: int, block: int) -> Extent:
+    """Return an axis that may be sharded between blocks; not sharded if its last block is partial or its only one."""
+    if block == 1:
+        return Extent(name, name, name, {}, ())
+    inner, half = f"{name}in", f"{name}half"
+    if size % block or size == block:  # Shardy rejects a factor of one element beside another
+        return Extent(name, inner, half, {}, (name, inner, half))
+    sizes = {name: size // block, inner: block, half: block // 2}
+    return Extent(f"({name} {inner})", name, f"({name} {half})", sizes, ())
+
+
+@dataclass(frozen=True)
+class ShardingRule:
+    """How devices share the arrays of a kernel.
+
+    Attributes:
+        text: Factors of the axes of operands and results, as Shardy writes them: "r w, w -> r w".
+        replicated: Factors that are not sharded.
+        sizes: Sizes of the factors that share an axis with another factor.
+        led_by_results: Whether the shardings of the results decide if a mesh axis shards operands differently.
+        summed: Indices of results of which each device computes a term of the sum.
+        maxed: Indices of results of which each device computes a candidate for the maximum.
+    """
+
+    text: str
+    replicated: tuple[str, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    led_by_results: bool = False
+    summed: tuple[int, ...] = ()
+    maxed: tuple[int, ...] = ()
+
+    @classmethod
+    def of_extents(
+        cls, text: str, *extents: Extent, whole: Sequence[str] = (), **options: Any
+    ) -> ShardingRule:
+        """Return a rule whose text contains the factors of extents; the factors `whole` are not sharded either."""
+        words = text.replace(",", " ").split()
+        partial = (name for one in extents for name in one.replicated if name in words)
+        sizes = {name: size for one in extents for name, size in one.sizes.items()}
+        return cls(text, (*whole, *partial), sizes, **options)
+
+
+class ParsedRule(NamedTuple):
     """The factors of every axis of the operands and of the results."""
 
     operands: tuple[tuple[Factors, ...], ...]
     results: tuple[tuple[Factors, ...], ...]
 
     @classmethod
-    def of(cls, text: str) -> Rule:
-        operands, results = (side.split(",") for side in text.split("->"))
-        return cls(*(tuple(_axes(array) for array in side) for side in (operands, results)))
+    def of(cls, text: str) -> ParsedRule:
+        """Parse a rule: the array "r (k b)" has the axes (("r",), ("k", "b"))."""
+        return cls(
+            *(
+                tuple(
+                    tuple(
+                        tuple(axis.split())
+                        for groups in re.findall(r"\(([^)]*)\)|(\S+)", array)
+                        for axis in groups
+                        if axis
+                    )
+                    for array in side.split(",")
+                )
+                for side in text.split("->")
+            )
+        )
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """All of them, as they follow each other."""
+        """All factors in the order of their first occurrence."""
         arrays = (*self.operands, *self.results)
         return tuple(dict.fromkeys(factor for array in arrays for axis in array for factor in axis))
 
 
-def _axes(array: str) -> tuple[Factors, ...]:
-    """ "r (k b)" -> (("r",), ("k", "b"))"""
-    return tuple(
-        tuple(one.split()) for found in re.findall(r"\(([^)]*)\)|(\S+)", array) for one in found if one
-    )
-
-
-def unknown_sizes(text: str, sizes: dict[str, int]) -> dict[str, int]:
-    """The sizes of those factors of a rule that no axis tells."""
-    rule = Rule.of(text)
+def unknown_sizes(text: str, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the sizes of the factors of a rule that are not the only factor of any axis."""
+    rule = ParsedRule.of(text)
     axes = [axis for array in (*rule.operands, *rule.results) for axis in array]
-    told = {factor for axis in axes if len(axis) == 1 for factor in axis}
-    return {name: sizes[name] for axis in axes for name in axis if name not in told}
+    known = {factor for axis in axes if len(axis) == 1 for factor in axis}
+    return {name: sizes[name] for axis in axes for name in axis if name not in known}
 
 
 def in_order(text: str, factors: Sequence[str]) -> tuple[str, ...]:
-    """Factors as they follow each other in a rule, which Shardy demands of those that it is told not to cut."""
-    return tuple(factor for factor in Rule.of(text).factors if factor in factors)
+    """Return factors in the order of a rule, which Shardy requires of replicated factors."""
+    return tuple(factor for factor in ParsedRule.of(text).factors if factor in factors)
 
 
 def broadcast_factors(name: str, shape: Sequence[int], whole: Sequence[tuple[str, int]]) -> str:
-    """The factors of an array that is broadcast to axes `whole`, (factor, extent) each: theirs, and where it has one
-    element for all of an axis one of its own, called by its name. Devices cut it as they cut what it is broadcast to.
+    """Return the factors of an array that broadcasts to the axes `whole`, pairs of a factor and an extent.
+
+    An axis of one element that broadcasts has a factor of its own, which begins with name. The other axes are sharded
+    as those that the array broadcasts to.
     """
     return " ".join(
         factor if size == extent else f"{name}{place}"
@@ -73,9 +142,7 @@ def broadcast_factors(name: str, shape: Sequence[int], whole: Sequence[tuple[str
 
 
 def strides_over_scores(array: Any | None) -> tuple[int, int, int, int]:
-    """Strides over [b, h, q, k] of an array as it lies in memory; 0 along an axis that has one element for all, and
-    where nothing is given.
-    """
+    """Return strides over [b, h, q, k] of a contiguous array: 0 for axes of one element, and for a missing array."""
     if array is None:
         return 0, 0, 0, 0
     shape = array.shape
@@ -84,10 +151,12 @@ def strides_over_scores(array: Any | None) -> tuple[int, int, int, int]:
 
 @dataclass(frozen=True)
 class Placement:
-    """How a kernel's arrays lie on a mesh.
+    """Shardings of a kernel's arrays.
 
-    operands, results   one sharding an array; results that devices make parts of are whole
-    reduced             of every result, the axes whose devices make parts of it
+    Attributes:
+        operands: Sharding of each operand.
+        results: Sharding of each result; results that devices compute parts of are replicated.
+        reduced: For each result, the mesh axes over which devices compute parts of it.
     """
 
     operands: tuple[NamedSharding, ...]
@@ -95,72 +164,75 @@ class Placement:
     reduced: tuple[Axes, ...]
 
 
-def placement(
-    text: str,
-    sizes: dict[str, int],
-    replicated: Sequence[str],
-    mesh: Mesh,
-    operands: Sequence[Any],
-    results: Sequence[Any] = (),
-) -> Placement:
-    """The placement of operands, whose shardings Shardy proposes, and of results by the rule `text`.
-
-    sizes     of factors that lead an axis of several; replicated: factors that are not cut
-    results   with their shardings, of a kernel that they lead. An axis of the mesh that cuts several factors cuts
-              what operands are contracted over and agree on; else what the results want; else the first operand's
-    """
-    rule = Rule.of(text)
-    cuts: dict[str, Axes] = dict.fromkeys(replicated, ())
-    proposed = [*_proposals(rule.operands, operands)]
-    if results:
-        first = [one for one in proposed if one.factor in _agreed(rule, proposed)]
-        proposed = [*first, *_proposals(rule.results, results), *proposed]
-    for factor, extent, axes in proposed:
-        parts = prod(mesh.shape[axis] for axis in axes)
-        free = not any(set(axes) & set(others) for others in cuts.values())
-        if axes and free and factor not in cuts and sizes.get(factor, extent) % parts == 0:
-            cuts[factor] = axes
-    used = {axis for axes in cuts.values() for axis in axes}
-
-    def laid(factors: tuple[Factors, ...]) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec(*(cuts.get(axis[0], ()) or None for axis in factors)))
-
-    reduced = tuple(
-        tuple(sorted(used - {name for axis in factors for name in cuts.get(axis[0], ())}))
-        for factors in rule.results
-    )
-    return Placement(tuple(map(laid, rule.operands)), tuple(map(laid, rule.results)), reduced)
-
-
 class _Proposal(NamedTuple):
-    """The mesh axes that one array would have an axis cut by, whose extent is that of its factors together."""
+    """The mesh axes that would shard an axis of an array whose first factor is `factor`; extent: size of the axis."""
 
     factor: str
     extent: int
     axes: Axes
 
 
+def placement(
+    rule: ShardingRule, mesh: Mesh, operands: Sequence[Any], results: Sequence[Any] = ()
+) -> Placement:
+    """Place operands, whose shardings Shardy proposes, and results by a rule.
+
+    Args:
+        rule: Rule of the kernel.
+        mesh: Mesh of the program.
+        operands: Operands with their proposed shardings.
+        results: Results with their proposed shardings, which are read if rule.led_by_results. Then a mesh axis that
+            would shard several factors shards those that operands contract and agree on; otherwise what the results
+            propose; otherwise what the first operand proposes.
+
+    Returns:
+        The shardings of all arrays.
+    """
+    parsed = ParsedRule.of(rule.text)
+    cuts: dict[str, Axes] = dict.fromkeys(rule.replicated, ())
+    proposed = [*_proposals(parsed.operands, operands)]
+    if rule.led_by_results and results:
+        kept = {factor for axes in parsed.results for factor, *_ in axes}
+        found: dict[str, list[Axes]] = {}
+        for factor, _, axes in proposed:
+            found.setdefault(factor, []).append(axes)
+        agreed = {name for name, cut in found.items() if name not in kept and len(cut) > 1 == len(set(cut))}
+        first = [one for one in proposed if one.factor in agreed]
+        proposed = [*first, *_proposals(parsed.results, results), *proposed]
+    for factor, extent, axes in proposed:
+        parts = prod(mesh.shape[axis] for axis in axes)
+        free = not any(set(axes) & set(others) for others in cuts.values())
+        if axes and free and factor not in cuts and rule.sizes.get(factor, extent) % parts == 0:
+            cuts[factor] = axes
+    used = {axis for axes in cuts.values() for axis in axes}
+    of_operands, of_results = (
+        tuple(
+            NamedSharding(mesh, PartitionSpec(*(cuts.get(axis[0], ()) or None for axis in factors)))
+            for factors in side
+        )
+        for side in parsed
+    )
+    reduced = tuple(
+        tuple(sorted(used - {name for axis in factors for name in cuts.get(axis[0], ())}))
+        for factors in parsed.results
+    )
+    return Placement(of_operands, of_results, reduced)
+
+
 def _proposals(rule: Sequence[tuple[Factors, ...]], arrays: Sequence[Any]) -> Iterator[_Proposal]:
+    """Yield the proposals of one side of a rule, axis by axis."""
     for factors, array in zip(rule, arrays, strict=True):
-        cuts = [*_axes_of(array.sharding), *[()] * len(factors)]
-        for (factor, *_), extent, axes in zip(factors, array.shape, cuts, strict=False):
+        spec = [*getattr(array.sharding, "spec", ()), *[None] * len(factors)]
+        for (factor, *_), extent, part in zip(factors, array.shape, spec, strict=False):
+            axes = () if part is None else part if isinstance(part, tuple) else (part,)
             yield _Proposal(factor, extent, axes)
 
 
-def _agreed(rule: Rule, proposed: Sequence[_Proposal]) -> set[str]:
-    """The contracted factors that several operands have, all cut alike."""
-    kept = {factor for axes in rule.results for factor, *_ in axes}
-    found: dict[str, list[Axes]] = {}
-    for factor, _, axes in proposed:
-        found.setdefault(factor, []).append(axes)
-    return {name for name, cuts in found.items() if name not in kept and len(cuts) > 1 == len(set(cuts))}
-
-
 def named(mesh: Mesh, arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """The arrays that the partitioner proposes, their shardings by the names of the mesh's axes, where it has any.
+    """Return the arrays that the partitioner proposes, with shardings by the names of the mesh axes if it has any.
 
-    Shardy may cut an axis by a part of one of the mesh, as 4 blocks by 2 of its 8 devices: jax finds no name for that
-    and raises. It stands as whole here, so that devices exchange it.
+    Shardy may shard an axis over part of a mesh axis, as 4 blocks over 2 of its 8 devices. JAX has no name for this
+    and raises. Here such an axis is replicated, so that devices exchange it.
     """
     if mesh.empty:
         return tuple(arrays)
@@ -170,12 +242,13 @@ def named(mesh: Mesh, arrays: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _spec(mesh: Mesh, array: Any) -> PartitionSpec:
+    """Return the sharding of an array by names of mesh axes; axes sharded over part of a mesh axis are replicated."""
     sharding = array.sharding._to_xla_hlo_sharding(len(array.shape))
     if not sharding.is_tiled():
         return PartitionSpec()
     tiles = sharding.tile_assignment_dimensions()
     devices = np.asarray(sharding.tile_assignment_devices())
-    # Of every device of the mesh the tile that it holds, along each axis of the array.
+    # For every device of the mesh, the index of its tile along each axis of the array.
     places = np.empty((mesh.size, len(tiles)), np.int64)
     places[devices] = np.stack(np.unravel_index(np.arange(mesh.size), tiles), axis=1)
     places = places.reshape(*mesh.devices.shape, len(tiles))
@@ -185,7 +258,7 @@ def _spec(mesh: Mesh, array: Any) -> PartitionSpec:
 
 
 def _cuts(mesh: Mesh, places: np.ndarray, tiles: int) -> Axes:
-    """The mesh axes along which the places of devices [*mesh] differ; none where a part of one makes the difference."""
+    """Return the mesh axes along which the tile indices [*mesh] differ; none if only part of an axis shards them."""
     steps = {
         name: int(np.ptp(places, axis=axis).max()) for axis, name in enumerate(mesh.axis_names) if tiles > 1
     }
@@ -194,9 +267,12 @@ def _cuts(mesh: Mesh, places: np.ndarray, tiles: int) -> Axes:
 
 
 def mesh_of(operands: Sequence[Any], within_shard_map: bool) -> Mesh:
-    """The mesh that operands lie on; one of all their devices, without names that cut anything, where none is known.
+    """Return the mesh of operands; if none is known, a mesh of all their devices that shards nothing.
 
-    within_shard_map   where jax names no axes that it leaves to XLA, and the caller can do nothing about it
+    Args:
+        operands: Operands with shardings.
+        within_shard_map: Whether the kernel is called inside `shard_map`. JAX does not name the axes that it leaves to
+            XLA there, so no warning is given.
     """
     for operand in operands:
         if isinstance(operand.sharding, NamedSharding) and isinstance(operand.sharding.mesh, Mesh):
@@ -209,44 +285,12 @@ def mesh_of(operands: Sequence[Any], within_shard_map: bool) -> Mesh:
 
 @functools.cache
 def warn_of_no_mesh() -> None:
-    """Once a process, of a program over several devices whose mesh nobody names.
+    """Warn once per process about a program over several devices without a mesh.
 
-    jax enters filters of warnings while it compiles, by which Python forgets what it has said: every kernel would warn.
+    The cache is necessary: JAX enters warning filters while it compiles, which reset Python's record of warnings.
     """
     warnings.warn(
         "a program over several devices was compiled without a mesh in force: every device computes the whole of its "
-        "kernels; enter the mesh by jax.set_mesh(mesh), or `with mesh:`",
+        "kernels; enter the mesh with jax.set_mesh(mesh), or `with mesh:`",
         stacklevel=3,
     )
-
-
-def _axes_of(sharding: Any) -> list[Axes]:
-    """The mesh axes that cut each axis of an array."""
-    spec = getattr(sharding, "spec", ())
-    return [() if part is None else part if isinstance(part, tuple) else (part,) for part in spec]
-
-
-class Extent(NamedTuple):
-    """One axis of a matrix in rules.
-
-    whole, blocks, bytes   its elements, its blocks, its elements two to a byte
-    sizes                  of the factors that stand within blocks, and of those that count them
-    replicated             factors that are not cut
-    """
-
-    whole: str
-    blocks: str
-    bytes: str
-    sizes: dict[str, int]
-    replicated: tuple[str, ...]
-
-
-def extent(name: str, size: int, block: int) -> Extent:
-    """An axis that may be cut between blocks; not at all where the last of them is not full, or there is one alone."""
-    if block == 1:
-        return Extent(name, name, name, {}, ())
-    inner, half = f"{name}in", f"{name}half"
-    if size % block or size == block:  # Shardy refuses a factor of one element beside another
-        return Extent(name, inner, half, {}, (name, inner, half))
-    sizes = {name: size // block, inner: block, half: block // 2}
-    return Extent(f"({name} {inner})", name, f"({name} {half})", sizes, ())

@@ -1,13 +1,13 @@
-"""A kernel of matrices on arrays whose rows and columns are several axes each.
+"""Kernels of matrices on arrays whose rows and columns are several axes each.
 
-An axis of 2 f elements made of [2, f] cannot be cut where devices hold parts of f: each holds two pieces of it, and
-the partitioner would gather the whole. So axes stay apart between kernels, and each device makes the matrices of its
-own part, which moves nothing.
+An axis of 2 f elements that is made of the axes [2, f] cannot be sharded if f is: each device would hold two pieces of
+it, and the partitioner would gather the whole axis. Axes therefore stay separate between kernels, and each device makes
+matrices of its own part, which moves no data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -16,12 +16,12 @@ import jax
 from jax import Array
 
 from .kernels import Kernel, call
-from .partitioning import Factors, Rule
+from .partitioning import ParsedRule, ShardingRule
 
 
 @dataclass(frozen=True)
 class _OfAnother(Kernel):
-    """What a kernel on other arrays has of the kernel that it runs, as results of both follow each other alike."""
+    """A kernel that runs another kernel on other arrays; the results of both have the same order."""
 
     kernel: Kernel
 
@@ -30,61 +30,45 @@ class _OfAnother(Kernel):
         return self.kernel.name
 
     @property
-    def led_by_results(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.kernel.led_by_results
-
-    @property
-    def summed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.kernel.summed
-
-    @property
-    def maxed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.kernel.maxed
-
-    @property
     def in_parts(self) -> Kernel:
         return replace(self, kernel=self.kernel.in_parts)
 
 
 @dataclass(frozen=True)
 class SeveralAxes(_OfAnother):
-    """kernel, on arrays that have several axes in the place of one.
+    """A kernel on arrays that have several axes in place of one.
 
-    ahead   (factor of the kernel's rule, the extents of the axes in front of its last one), of which blocks lie along
-            the last
+    Attributes:
+        ahead: Pairs of a factor of the kernel's rule and the extents of its axes before the last one. Blocks of a
+            factor are along its last axis.
     """
 
     ahead: tuple[tuple[str, tuple[int, ...]], ...]
 
     @property
-    def rule(self) -> str:
-        inner = Rule.of(self.kernel.rule)
-        operands, results = (
-            ", ".join(" ".join(self._axes(axes)) for axes in side) for side in (inner.operands, inner.results)
+    def rule(self) -> ShardingRule:
+        inner, ahead = self.kernel.rule, dict(self.ahead)
+
+        def names(factor: str) -> list[str]:
+            count = 1 + len(ahead.get(factor, ()))
+            return [factor] if count == 1 else [f"{factor}_{place}" for place in range(count)]
+
+        sides = []
+        for side in ParsedRule.of(inner.text):
+            arrays = []
+            for axes in side:
+                made = []
+                for factor, *others in axes:
+                    *first, last = names(factor)
+                    made += [*first, f"({' '.join((last, *others))})" if others else last]
+                arrays.append(" ".join(made))
+            sides.append(", ".join(arrays))
+        return replace(
+            inner,
+            text=" -> ".join(sides),
+            replicated=tuple(name for factor in inner.replicated for name in names(factor)),
+            sizes={names(name)[-1]: size // prod(ahead.get(name, ())) for name, size in inner.sizes.items()},
         )
-        return f"{operands} -> {results}"
-
-    def _axes(self, axes: tuple[Factors, ...]) -> Iterator[str]:
-        for factor, *others in axes:
-            *first, last = self._names(factor)
-            yield from first
-            yield f"({' '.join((last, *others))})" if others else last
-
-    def _names(self, factor: str) -> list[str]:
-        count = self._count(factor)
-        return [factor] if count == 1 else [f"{factor}_{place}" for place in range(count)]
-
-    def _count(self, factor: str) -> int:
-        return 1 + len(dict(self.ahead).get(factor, ()))
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        sizes, ahead = self.kernel.sizes, dict(self.ahead)
-        return {self._names(name)[-1]: size // prod(ahead.get(name, ())) for name, size in sizes.items()}
-
-    @property
-    def replicated(self) -> tuple[str, ...]:
-        return tuple(name for factor in self.kernel.replicated for name in self._names(factor))
 
     def under_vmap(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]] | None:
         of_all = self.kernel.under_vmap(mapped)
@@ -102,24 +86,26 @@ class SeveralAxes(_OfAnother):
         return tuple(one.reshape(shape) for shape, one in zip(shapes, made, strict=True))
 
     def _merged(self, arrays: Sequence[Any]) -> Iterator[tuple[tuple[int, ...], Any]]:
-        """The shape that the kernel knows of each array, and the array."""
-        for axes, x in zip(Rule.of(self.kernel.rule).operands, arrays, strict=True):
+        """Yield the shape of each array for the inner kernel, and the array."""
+        ahead = dict(self.ahead)
+        for axes, x in zip(ParsedRule.of(self.kernel.rule.text).operands, arrays, strict=True):
             extents = iter(x.shape)
-            yield tuple(prod(next(extents) for _ in range(self._count(factors[0]))) for factors in axes), x
+            counts = (1 + len(ahead.get(factor, ())) for factor, *_ in axes)
+            yield tuple(prod(next(extents) for _ in range(count)) for count in counts), x
 
     def _split(self, shapes: Sequence[tuple[int, ...]], arrays: Sequence[Any]) -> Iterator[tuple[int, ...]]:
-        """The kernel's shapes of results, with the axes that factors have in these operands."""
-        rule = Rule.of(self.kernel.rule)
-        ahead = _ahead(rule, {factor: self._count(factor) for factor, _ in self.ahead}, arrays)
+        """Return the inner kernel's result shapes with the several axes that the factors have in these operands."""
+        rule = ParsedRule.of(self.kernel.rule.text)
+        ahead = _ahead(rule, {factor: 1 + len(extents) for factor, extents in self.ahead}, arrays)
         return (_with_axes(axes, shape, ahead) for axes, shape in zip(rule.results, shapes, strict=True))
 
 
-def _ahead(rule: Rule, counts: dict[str, int], arrays: Sequence[Any]) -> dict[str, tuple[int, ...]]:
-    """What stands in front of the last axis of each factor that several stand for."""
+def _ahead(rule: ParsedRule, counts: Mapping[str, int], arrays: Sequence[Any]) -> dict[str, tuple[int, ...]]:
+    """Return the extents before the last axis of each factor that has several axes."""
     found: dict[str, tuple[int, ...]] = {}
     for axes, x in zip(rule.operands, arrays, strict=True):
         extents = iter(x.shape)
-        if len(axes) == x.ndim:  # in one axis each
+        if len(axes) == x.ndim:  # one axis each
             continue
         for factor, *_ in axes:
             *first, _ = (next(extents) for _ in range(counts.get(factor, 1)))
@@ -128,9 +114,9 @@ def _ahead(rule: Rule, counts: dict[str, int], arrays: Sequence[Any]) -> dict[st
 
 
 def _with_axes(
-    axes: tuple[Factors, ...], shape: tuple[int, ...], ahead: dict[str, tuple[int, ...]]
+    axes: tuple[tuple[str, ...], ...], shape: tuple[int, ...], ahead: Mapping[str, tuple[int, ...]]
 ) -> tuple[int, ...]:
-    """The shape of an array of one axis a factor, with those that stand for it."""
+    """Return the shape of an array of one axis per factor, with the several axes of each factor."""
     return tuple(
         extent
         for (factor, *_), size in zip(axes, shape, strict=True)
@@ -141,29 +127,22 @@ def _with_axes(
 
 @dataclass(frozen=True)
 class OverVmap(_OfAnother):
-    """A kernel of plain operations where arrays that are mapped have one axis more in front, as results do."""
+    """A kernel of plain JAX operations on arrays of which the mapped ones, and all results, have a first batch axis."""
 
     mapped: tuple[bool, ...]
 
     @property
-    def rule(self) -> str:
-        operands, results = (side.split(",") for side in self.kernel.rule.split("->"))
+    def rule(self) -> ShardingRule:
+        inner = self.kernel.rule
+        operands, results = (side.split(",") for side in inner.text.split("->"))
         name = "v"
-        while name in Rule.of(self.kernel.rule).factors:
+        while name in ParsedRule.of(inner.text).factors:
             name += "v"
         mapped = (f"{name} " * is_mapped + one for one, is_mapped in zip(operands, self.mapped, strict=True))
-        return f"{', '.join(mapped)} -> {', '.join(f'{name} {one}' for one in results)}"
-
-    @property
-    def replicated(self) -> tuple[str, ...]:
-        return self.kernel.replicated
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return self.kernel.sizes
+        return replace(inner, text=f"{', '.join(mapped)} -> {', '.join(f'{name} {one}' for one in results)}")
 
     def under_vmap(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]]:
-        return OverVmap(self, tuple(mapped)), (True,) * len(Rule.of(self.rule).results)
+        return OverVmap(self, tuple(mapped)), (True,) * len(ParsedRule.of(self.rule.text).results)
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         (size,) = {x.shape[0] for x, is_mapped in zip(operands, self.mapped, strict=True) if is_mapped}
@@ -180,38 +159,51 @@ class OverVmap(_OfAnother):
         return jax.vmap(self.kernel.run, in_axes=axes)(*arrays)
 
 
+class OperationsKernel(Kernel):
+    """Base of kernels of plain JAX operations with one result.
+
+    They are kernels for the partitioner only: devices exchange the operands, not values that are computed from them.
+    """
+
+    def under_vmap(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]]:
+        return OverVmap(self, tuple(mapped)), (True,)
+
+
 def with_rows(x: Array, others: int) -> tuple[Array, int]:
-    """x [*rows, ..] with `others` axes behind its rows, and the number of rows' axes, at least one."""
+    """Return x [*rows, ..] with `others` axes after its rows, and the number of its axes of rows, at least one."""
     x = x if x.ndim > others else x[None]
     return x, x.ndim - others
 
 
-def call_on_axes(kernel: Kernel, counts: dict[str, int], *arrays: Array) -> tuple[Array, ...]:
-    """The kernel's results of arrays that have counts[factor] axes in the place of one, see `kernels.call`.
+def call_on_axes(kernel: Kernel, counts: Mapping[str, int], *arrays: Array) -> tuple[Array, ...]:
+    """Return the results of a kernel on arrays that have counts[factor] axes in place of one; see `kernels.call`.
 
-    An array may have one axis each all the same. So have results where the last of several axes holds no blocks, or
-    none but a single one.
+    An array may still have one axis per factor. So have the results where the last of several axes contains no whole
+    number of blocks, or one block only.
     """
-    rule = Rule.of(kernel.rule)
+    outer = kernel.rule
+    rule = ParsedRule.of(outer.text)
     counts = {factor: count for factor, count in counts.items() if count > 1}
     ahead = _ahead(rule, counts, arrays)
-    for factor in [factor for factor in ahead if factor in kernel.sizes]:
-        blocks, rest = divmod(kernel.sizes[factor], prod(ahead[factor]))
-        if rest or blocks == 1:  # Shardy refuses a factor of one element beside another
+    for factor in [factor for factor in ahead if factor in outer.sizes]:
+        blocks, rest = divmod(outer.sizes[factor], prod(ahead[factor]))
+        if rest or blocks == 1:  # Shardy rejects a factor of one element beside another
             arrays = _in_one(rule, factor, counts, arrays)
             del ahead[factor]
             counts = {name: count for name, count in counts.items() if name != factor}
     if not ahead:
         return call(kernel, *arrays)
-    laid = (
+    several = (
         x.reshape(_with_axes(axes, x.shape, ahead)) if len(axes) == x.ndim else x
         for axes, x in zip(rule.operands, arrays, strict=True)
     )
-    return call(SeveralAxes(kernel, tuple(ahead.items())), *laid)
+    return call(SeveralAxes(kernel, tuple(ahead.items())), *several)
 
 
-def _in_one(rule: Rule, factor: str, counts: dict[str, int], arrays: Sequence[Array]) -> tuple[Array, ...]:
-    """The arrays with the axes that stand for a factor made one."""
+def _in_one(
+    rule: ParsedRule, factor: str, counts: Mapping[str, int], arrays: Sequence[Array]
+) -> tuple[Array, ...]:
+    """Return the arrays with the axes of one factor merged."""
     made = []
     for axes, x in zip(rule.operands, arrays, strict=True):
         if len(axes) != x.ndim:

@@ -30,8 +30,8 @@ from .quantizers import (
     QuantizerSet,
     noop_quantizer_set,
 )
-from .scale_of_amax import compute_scale_from_amax
 from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode, TensorSource, TensorUsage
+from .settings import compute_scale_from_amax
 from .sharing import fan_out
 from .tensors import (
     AbstractBaseTensor,

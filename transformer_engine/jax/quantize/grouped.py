@@ -1,14 +1,14 @@
 """Quantizers of matrices in groups: rows [M, K] in ragged groups, or a stack [G, *rows, *columns].
 
-One scale a tensor becomes one a group. Blocks lie as in the whole matrix: one that reaches over the boundary of two
-groups has one scale for both, and so does the second level of NVFP4 for all groups of rows.
+One scale per tensor becomes one per group. Blocks are those of the whole matrix: a block across the boundary of two
+groups has one scale for both, and so has the second level of NVFP4 for all groups of rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,10 +42,11 @@ __all__ = [
 
 
 class RowAxes(NamedTuple):
-    """Mesh axes, manual here, along which devices hold other rows that one maximum is to be of.
+    """Manual mesh axes over which the rows of a maximum are sharded.
 
-    of_group   rows of the same group
-    of_all     rows of any group
+    Attributes:
+        of_group: Axes that shard the rows of one group.
+        of_all: Axes that shard the rows of all groups.
     """
 
     of_group: tuple[str, ...] = ()
@@ -58,9 +59,11 @@ ALL_HERE = RowAxes()
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["quantizer"], meta_fields=["n_groups"])
 @dataclass
 class GroupedQuantizer:
-    """One way to quantize n_groups tensors.
+    """Quantizer of n_groups tensors.
 
-    quantizer   the settings of all; of delayed scaling its scale is [G] and its history [G, length]
+    Attributes:
+        quantizer: Settings of all groups; for delayed scaling, scale [G] and amax_history [G, length].
+        n_groups: Number of groups G.
     """
 
     quantizer: Quantizer
@@ -91,7 +94,7 @@ class GroupedQuantizer:
         flatten_axis: int = -1,
         group_sizes: Array | None = None,
     ) -> GroupedScaledTensor1x | ScaledTensor2x:
-        """x [M, K] with group_sizes [G], or a stack [G, ..]; delayed scaling is brought one step forward."""
+        """Quantize x [M, K] with group_sizes [G], or a stack [G, ..]; a state of delayed scaling advances one step."""
         check_values("x", x)
         for name, asked in (("is_rowwise", is_rowwise), ("is_colwise", is_colwise)):
             switch(name, asked)
@@ -111,10 +114,10 @@ class GroupedQuantizer:
         flatten_axis: int = -1,
         over: RowAxes = ALL_HERE,
     ) -> tuple[GroupedScaledTensor1x | ScaledTensor2x, Array | None]:
-        """(tensor, the absolute maximum of every group or None) without a change of state.
+        """Return the tensor, and the absolute maximum of every group or None, without a change of state.
 
-        over   where devices hold other rows: scales that are made of maxima are made of those of all; the maxima that
-               a state is to see stay the device's own until `groups_advanced_together`
+        Scales from maxima follow from the maxima over the mesh axes `over`. The returned maxima are those of this
+        device; `groups_advanced_together` reduces them.
         """
         self._check(x, group_sizes, flatten_axis)
         options = (is_rowwise, is_colwise, dq_dtype, flatten_axis)
@@ -128,28 +131,32 @@ class GroupedQuantizer:
         return _grouped(tensor, group_sizes), amax
 
     def advanced(self, amaxes: Array | None) -> GroupedQuantizer:
-        """The quantizer of the next step: all groups in one operation."""
+        """Return the quantizer of the next step; all groups advance in one operation."""
         (following,) = groups_advanced_together((self,), (amaxes,))
         assert following is not None
         return following
 
     def _stack(self, x: Array, options: tuple[Any, ...]) -> tuple[Any, Array | None]:
-        stateful = isinstance(self.quantizer, DelayedScaleQuantizer)
-
-        def one(x: Array, quantizer: Quantizer) -> Any:
-            return quantizer.encode(x, *options)
-
-        state = self.quantizer
+        """Quantize a stack [G, ..] with the quantizer of each group."""
+        state, axis = self.quantizer, None
         if isinstance(state, DelayedScaleQuantizer):
-            state = dataclasses.replace(state, scale=state.scale[:, None])
-        tensors, amaxes = jax.vmap(one, in_axes=(0, 0 if stateful else None))(x, state)
+            state, axis = dataclasses.replace(state, scale=state.scale[:, None]), 0
+        each: Any = jax.vmap(lambda x, quantizer: quantizer.encode(x, *options), in_axes=(0, axis))
+        tensors, amaxes = each(x, state)
         return _grouped(tensors, None), amaxes
 
     def _matrices(
         self, x: Array, is_rowwise: bool | None, is_colwise: bool | None, dq_dtype: Any
     ) -> tuple[Any, Array]:
-        """One scale a matrix of a stack [G, R, C], all in one operation."""
-        given = self._multipliers(lambda: exact.float_of(exact.magnitude_bits(x).max(axis=(1, 2), initial=0)))
+        """Quantize a stack [G, R, C] with one scale per matrix, in one operation."""
+        quantizer: Any = self.quantizer
+        if isinstance(quantizer, DelayedScaleQuantizer):
+            given = quantizer.scale
+        else:
+            amaxes = exact.float_of(exact.magnitude_bits(x).max(axis=(1, 2), initial=0))
+            maximum = element_of(quantizer.q_dtype).maximum
+            options = {"power_of_two": quantizer.power_of_two, "epsilon": quantizer.epsilon}
+            given = settled(scale_from_amax(settled(amaxes), maximum, **options))
         directions = self._directions(is_rowwise, is_colwise)
         made = quantize_stack(x, given, element_of(self.quantizer.q_dtype), *directions)
         codes = (made.codes, made.codes_t)
@@ -164,7 +171,7 @@ class GroupedQuantizer:
         dq_dtype: Any,
         over: tuple[str, ...],
     ) -> tuple[Any, Array]:
-        """One scale a group: codes = cast(x * scale of the row's group)."""
+        """Quantize rows with one scale per group: codes = cast(x * multiplier of the row's group)."""
         quantizer: Any = self.quantizer
         delayed = isinstance(quantizer, DelayedScaleQuantizer)
         scaling = () if delayed else (quantizer.power_of_two, quantizer.epsilon)
@@ -174,15 +181,6 @@ class GroupedQuantizer:
         rowwise, colwise = self._directions(is_rowwise, is_colwise)
         codes = made.codes if rowwise else None, made.codes.T if colwise else None
         return self._tensors(codes, made.scale, made.amax, group_sizes, x, dq_dtype), made.amax
-
-    def _multipliers(self, amaxes: Callable[[], Array]) -> Array:
-        """float32 [G] that values are multiplied by: the state's, or what this step's maxima ask for."""
-        quantizer: Any = self.quantizer
-        if isinstance(quantizer, DelayedScaleQuantizer):
-            return quantizer.scale
-        maximum = element_of(quantizer.q_dtype).maximum
-        options = {"power_of_two": quantizer.power_of_two, "epsilon": quantizer.epsilon}
-        return settled(scale_from_amax(settled(amaxes()), maximum, **options))
 
     def _directions(self, is_rowwise: bool | None, is_colwise: bool | None) -> tuple[bool, bool]:
         rowwise, colwise = self.quantizer.directions(is_rowwise, is_colwise)
@@ -201,7 +199,7 @@ class GroupedQuantizer:
         x: Array,
         dq_dtype: Any,
     ) -> GroupedScaledTensor1x | ScaledTensor2x:
-        """The directions of x that were made, each group with one scale."""
+        """Return the quantized directions of x, with one scale per group."""
         dtype = x.dtype if dq_dtype is None else check_floating("dq_dtype", dq_dtype)
         name = self.quantizer.checkpoint_name
         if name is not None:
@@ -240,7 +238,7 @@ class GroupedQuantizer:
 
 
 def check_ungrouped(name: str, quantizers: Any) -> None:
-    """TypeError unless this is a QuantizerSet of single tensors, as a product without groups takes."""
+    """Raise TypeError unless this is a QuantizerSet of single tensors, for a product without groups."""
     check_instance(name, quantizers, QuantizerSet)
     for member in ("x", "kernel", "dgrad"):
         quantizer = getattr(quantizers, member)
@@ -256,9 +254,9 @@ def groups_advanced_together(
     amaxes: Sequence[Array | None],
     over: tuple[str, ...] = (),
 ) -> tuple[GroupedQuantizer | None, ...]:
-    """The quantizers of the next step; states that are alike, of all their groups, advance in one operation.
+    """Return the quantizers of the next step; states of equal shape and options advance in one operation.
 
-    over   mesh axes, manual here, along which devices hold other rows of the same groups, whose maxima count
+    over: manual mesh axes that shard the rows of the groups; the maxima are reduced over them.
     """
     states = [None if quantizer is None else quantizer.quantizer for quantizer in quantizers]
     following = advanced_together(states, _of_devices(states, amaxes, over) if over else amaxes)
@@ -271,7 +269,7 @@ def groups_advanced_together(
 def _of_devices(
     states: Sequence[Quantizer | None], amaxes: Sequence[Array | None], over: tuple[str, ...]
 ) -> list[Array | None]:
-    """The amaxes that states are to see, of all devices' rows: one exchange for all of them."""
+    """Reduce the maxima that states read over mesh axes, in one exchange for all of them."""
     seen = {
         place: amax
         for place, (state, amax) in enumerate(zip(states, amaxes, strict=True))
@@ -286,7 +284,7 @@ def _of_devices(
 
 
 def _grouped(tensor: Any, group_sizes: Array | None) -> Any:
-    """The tensor of one quantizer, or what vmap made of it, with its groups."""
+    """Return the tensor of one quantizer, or of `vmap` over quantizers, as a grouped tensor."""
     if isinstance(tensor, ScaledTensor2x):
         parts: Any = (tensor.rowwise_tensor, tensor.colwise_tensor)
         return ScaledTensor2x(*(_grouped(part, group_sizes) for part in parts))

@@ -11,7 +11,7 @@ from .quantizers import (
     QuantizerSet,
     noop_quantizer_set,
 )
-from .scale_of_amax import compute_scale_from_amax
+from .settings import compute_scale_from_amax
 
 __all__ = [
     "BlockScaleQuantizer",

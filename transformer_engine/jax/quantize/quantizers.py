@@ -24,7 +24,7 @@ from ..checks import check_floating, check_values
 from ..primitives import quantize as primitive
 from ..primitives.operand import turned
 from ..primitives.quantize import Cast
-from ..primitives.scale_update import State, advance_states
+from ..primitives.scale_update import ScaleState, advance_states
 from ..undifferentiated import constant, undifferentiated
 from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode
 from .settings import check_settings, element_of, key_of
@@ -124,7 +124,7 @@ class Quantizer:
         """How an operation quantizes its own result as `encode` would; None where it cannot."""
         return Cast(self.spec(self.q_layout.has_rowwise, self.q_layout.has_colwise))
 
-    def taken(
+    def from_codes(
         self, made: primitive.Quantized, shape: tuple[int, ...], dtype: Any, flatten_axis: int
     ) -> tuple[ScaledTensor, Array | None]:
         """What `encode` answers of a result [*shape], from the codes that its operation made by `cast`."""
@@ -337,7 +337,7 @@ def advanced_together(
         states: list[Any] = [quantizers[place] for place in places]
         advanced = advance_states(
             [
-                State(state.amax_history, state.scale, jnp.reshape(amaxes[place], -1))  # pyright: ignore
+                ScaleState(state.amax_history, state.scale, jnp.reshape(amaxes[place], -1))  # pyright: ignore
                 for place, state in zip(places, states, strict=True)
             ],
             algorithm.value,

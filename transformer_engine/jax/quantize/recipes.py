@@ -27,7 +27,7 @@ X, KERNEL, DGRAD = TensorSource.X, TensorSource.KERNEL, TensorSource.DGRAD
 
 
 @dataclass(frozen=True)
-class Family:
+class RecipeFamily:
     """Properties of one class of recipe.
 
     Attributes:
@@ -70,17 +70,13 @@ def _check_delayed(recipe: recipes.DelayedScaling) -> None:
         )
 
 
-def _delayed(recipe: recipes.DelayedScaling, source: TensorSource) -> dict[str, Any]:
-    assert isinstance(recipe.amax_compute_algo, str)
-    return {"margin": float(recipe.margin), "amax_compute_algo": AmaxComputeAlgo(recipe.amax_compute_algo)}
-
-
-def _params(
-    recipe: recipes.Float8CurrentScaling | recipes.Float8BlockScaling, source: TensorSource
-) -> recipes.QParams:
-    if source is DGRAD:
-        return recipe.fp8_quant_bwd_grad
-    return recipe.fp8_quant_fwd_weight if source is KERNEL else recipe.fp8_quant_fwd_inp
+def _params(recipe: Any, source: TensorSource) -> recipes.QParams:
+    """Return the options of a tensor in a recipe that has them for each tensor."""
+    if isinstance(recipe, recipes.NVFP4BlockScaling):
+        params = (recipe.fp4_quant_fwd_inp, recipe.fp4_quant_fwd_weight, recipe.fp4_quant_bwd_grad)
+    else:
+        params = (recipe.fp8_quant_fwd_inp, recipe.fp8_quant_fwd_weight, recipe.fp8_quant_bwd_grad)
+    return params[(X, KERNEL, DGRAD).index(source)]
 
 
 def _scale_options(
@@ -99,19 +95,8 @@ def _block_mode(recipe: recipes.Float8BlockScaling, source: TensorSource) -> Sca
     return ScalingMode.BLOCK_2D_SCALING if dimensions[source] == 2 else ScalingMode.BLOCK_1D_SCALING
 
 
-def _mxfp8_mode(recipe: recipes.MXFP8BlockScaling, source: TensorSource) -> ScalingMode:
-    square = recipe.enable_2d_quantization and source is KERNEL
-    return ScalingMode.MXFP8_2D_SCALING if square else ScalingMode.MXFP8_1D_SCALING
-
-
-def _nvfp4_params(recipe: recipes.NVFP4BlockScaling, source: TensorSource) -> recipes.QParams:
-    if source is DGRAD:
-        return recipe.fp4_quant_bwd_grad
-    return recipe.fp4_quant_fwd_weight if source is KERNEL else recipe.fp4_quant_fwd_inp
-
-
 def _nvfp4_mode(recipe: recipes.NVFP4BlockScaling, source: TensorSource) -> ScalingMode:
-    square = _nvfp4_params(recipe, source).fp4_2d_quantization
+    square = _params(recipe, source).fp4_2d_quantization
     to_256 = bool(_four_over_six(recipe, source)) and _concerns(recipe.nvfp4_4over6_e4m3_use_256, source)
     if recipe.row_scaled_activation and source is X:
         return ScalingMode.NVFP4_ROWS_256_SCALING if to_256 else ScalingMode.NVFP4_ROWS_SCALING
@@ -131,7 +116,7 @@ def _four_over_six(recipe: recipes.NVFP4BlockScaling, source: TensorSource) -> s
 
 
 def _nvfp4_options(recipe: recipes.NVFP4BlockScaling, source: TensorSource) -> dict[str, Any]:
-    params = _nvfp4_params(recipe, source)
+    params = _params(recipe, source)
     transforms = params.random_hadamard_transform and not params.fp4_2d_quantization
     return {"use_rht": transforms, "four_over_six": _four_over_six(recipe, source)}
 
@@ -150,28 +135,42 @@ def _check_nvfp4(recipe: recipes.NVFP4BlockScaling) -> None:
             )
 
 
-FAMILIES: dict[type[recipes.Recipe], Family] = {
+FAMILIES: dict[type[recipes.Recipe], RecipeFamily] = {
     family.recipe: family
     for family in (
-        Family(
+        RecipeFamily(
             "delayed",
             recipes.DelayedScaling,
             lambda recipe, source: ScalingMode.DELAYED_TENSOR_SCALING,
-            _delayed,
+            lambda recipe, source: {
+                "margin": float(recipe.margin),
+                "amax_compute_algo": AmaxComputeAlgo(recipe.amax_compute_algo),
+            },
             89,
             check=_check_delayed,
             stateful=True,
         ),
-        Family(
+        RecipeFamily(
             "current",
             recipes.Float8CurrentScaling,
             lambda recipe, source: ScalingMode.CURRENT_TENSOR_SCALING,
             _scale_options,
             89,
         ),
-        Family("block", recipes.Float8BlockScaling, _block_mode, _scale_options, 90),
-        Family("mxfp8", recipes.MXFP8BlockScaling, _mxfp8_mode, lambda recipe, source: {}, 100, 120),
-        Family(
+        RecipeFamily("block", recipes.Float8BlockScaling, _block_mode, _scale_options, 90),
+        RecipeFamily(
+            "mxfp8",
+            recipes.MXFP8BlockScaling,
+            lambda recipe, source: (
+                ScalingMode.MXFP8_2D_SCALING
+                if recipe.enable_2d_quantization and source is KERNEL
+                else ScalingMode.MXFP8_1D_SCALING
+            ),
+            lambda recipe, source: {},
+            100,
+            120,
+        ),
+        RecipeFamily(
             "nvfp4",
             recipes.NVFP4BlockScaling,
             _nvfp4_mode,
@@ -199,7 +198,7 @@ QUANTIZERS: dict[ScalingMode, type[Quantizer]] = {
 }
 
 
-def family_of(recipe: recipes.Recipe) -> Family:
+def family_of(recipe: recipes.Recipe) -> RecipeFamily:
     """Return the family of a recipe or of a subclass.
 
     Raises:
@@ -214,7 +213,7 @@ def family_of(recipe: recipes.Recipe) -> Family:
     )
 
 
-def checked_family(recipe: recipes.Recipe) -> Family:
+def checked_family(recipe: recipes.Recipe) -> RecipeFamily:
     """Return the family of a recipe.
 
     Raises:
@@ -284,7 +283,7 @@ def make_quantizer(
     )
 
 
-def unsupported_reason(family: Family, gpu_id: int = 0) -> str | None:
+def unsupported_reason(family: RecipeFamily, gpu_id: int = 0) -> str | None:
     """Return the reason why this machine supports a recipe neither in hardware nor by emulation, or None."""
     if is_emulating():
         return None

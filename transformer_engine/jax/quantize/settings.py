@@ -1,17 +1,20 @@
-"""Checks and conversions of the settings of quantizers."""
+"""Checks and conversions of the settings of quantizers, and the scale of delayed scaling."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from ...common.checks import described, epsilon, exponent, member, one_of, switch, text_or_none
 from ...common.formats import E2M1, E4M3, E5M2, Element
 from ..checks import check_array, check_dtype
+from ..primitives.scale_update import advance_scales
 from .scaling_modes import AmaxComputeAlgo, QuantizeLayout, ScalingMode
 
 _ELEMENTS: dict[Any, Element] = {
@@ -22,7 +25,7 @@ _ELEMENTS: dict[Any, Element] = {
 
 
 def element_of(dtype: Any) -> Element:
-    """The element that a dtype holds; ValueError for one that is not narrow."""
+    """Return the element type of a dtype of codes; raise ValueError for another dtype."""
     found = check_dtype("q_dtype", dtype)
     element = _ELEMENTS.get(found)
     if element is None:
@@ -53,30 +56,27 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
 
 
 def _check_state(name: str, value: Any, kind: Any) -> None:
-    """TypeError or ValueError unless a state is an array of at least one axis that holds numbers of this kind."""
+    """Raise TypeError or ValueError unless a state is an array of this kind of numbers with at least one axis."""
     check_array(name, value)
     if not jnp.issubdtype(value.dtype, kind) or jnp.dtype(value.dtype).itemsize < 2 or not value.ndim:
         wanted = "float32" if kind is jnp.floating else "uint32, such as jax.random.key_data(key)"
         raise ValueError(f"{name} is {described(value)}; give an array [n] of {wanted}")
 
 
-def _check_pair(scale: Any, history: Any) -> None:
-    """ValueError unless there is a scale a history: [1] and [length], or [.., n] or [.., n, 1] and [.., n, length]."""
-    of = tuple(history.shape[:-1])
-    if not history.shape[-1] or tuple(scale.shape) not in (of, (*of, 1)):
-        raise ValueError(
-            f"scale has shape {list(scale.shape)} and amax_history {list(history.shape)}; give one scale a history, "
-            "such as [1] and [1024]"
-        )
-
-
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """ValueError or TypeError unless settings, by their names, are such as a quantizer has."""
+    """Raise ValueError or TypeError unless settings, by their names, are valid for a quantizer."""
     for name, value in settings.items():
         if name in _CHECKS:
             _CHECKS[name](name, value)
     if "amax_history" in settings:
-        _check_pair(settings["scale"], settings["amax_history"])
+        scale, history = settings["scale"], settings["amax_history"]
+        shape = tuple(history.shape[:-1])
+        # One scale per history: [1] and [length], or [.., n] or [.., n, 1] and [.., n, length].
+        if not history.shape[-1] or tuple(scale.shape) not in (shape, (*shape, 1)):
+            raise ValueError(
+                f"scale has shape {list(scale.shape)} and amax_history {list(history.shape)}; "
+                "give one scale a history, such as [1] and [1024]"
+            )
 
 
 def key_of(words: Array) -> Array:
@@ -89,3 +89,33 @@ def key_of(words: Array) -> Array:
     for place in range(words.size):
         key = jax.random.fold_in(key, words[place])
     return key
+
+
+def compute_scale_from_amax(
+    amax: Array, q_dtype: Any, margin: float = 0.0, scale: Array | None = None
+) -> Array:
+    """Return the scale of delayed scaling, (max of q_dtype / amax) / 2^margin, as float32 [1].
+
+    Args:
+        amax: Absolute maximum, a number or an array of one.
+        q_dtype: dtype of the codes.
+        margin: Exponent of the margin.
+        scale: Result if amax is 0, infinite or NaN, with 1 in place of 0; None means 1.
+    """
+    exponent("margin", margin)
+    amax = _one_number("amax", amax)
+    old = jnp.ones(1, jnp.float32) if scale is None else _one_number("scale", scale)
+    _, computed = advance_scales(
+        jnp.zeros((1, 1), jnp.float32), old, amax, "most_recent", (element_of(q_dtype).maximum,), margin
+    )
+    return computed
+
+
+def _one_number(name: str, value: Any) -> Array:
+    """Return a number as float32 [1]; raise TypeError unless value is one real number, or an array of one."""
+    dtype = getattr(value, "dtype", None)
+    kinds = (jnp.floating, jnp.integer)
+    real = isinstance(value, Real) if dtype is None else any(jnp.issubdtype(dtype, kind) for kind in kinds)
+    if not real or np.size(value) != 1:
+        raise TypeError(f"{name}={described(value)}; give one number, or an array [1] of it")
+    return jnp.asarray(value, jnp.float32).reshape(1)

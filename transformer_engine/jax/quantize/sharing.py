@@ -1,4 +1,9 @@
-"""One state read several times in a step: by a shared kernel, in micro-batches, under a scan."""
+"""States that are read several times in a step, by shared kernels, in micro-batches or under a scan, or on devices.
+
+In shard_map with `check_vma=True`, JAX requires that a gradient varies over the same mesh axes as its argument. The
+gradient of a parameter that all devices share is a sum: the transpose of the cast that makes the parameter vary. The
+gradient of a state, its next state, is not a sum; next states merge as in `fan_out`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,7 @@ from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
 from ...common.checks import described, whole
+from ..manual_axes import varies_over, vary_over
 from .grouped import GroupedQuantizer
 from .quantizers import DelayedScaleQuantizer, Quantizer, QuantizerSet, as_cotangent
 
@@ -22,12 +28,18 @@ _SCALE, _HISTORY = "_scale", "_amax_history"  # how the leaves of a collection e
 
 
 def fan_out(quantizer_set: State, n: int) -> tuple[State, ...]:
-    """n copies of a quantizer set, of one quantizer, or of a model's state, one for each use of it within a step.
+    """Return n copies of a quantizer set, of a quantizer, or of a model's state, one for each use within a step.
 
-    quantizer_set   or the variables {"fp8_metas": ..} of a model that is applied several times in one step
-    The cotangent of a quantizer is its next state, and JAX adds the cotangents of what is used several times: the sum
-    of scales is no scale. Of copies the next states merge instead: the larger amax, hence the smaller scale. Copies
-    that were not used do not count; where none was, the state stays as it is. Raises TypeError for what is no state.
+    The cotangent of a quantizer is its next state. JAX adds the cotangents of an argument that is used several times,
+    but a sum of scales is not a scale. The next states of copies merge instead: the larger amax, hence the smaller
+    scale. Unused copies do not count; if none is used, the state does not change.
+
+    Args:
+        quantizer_set: Quantizers, or the variables {"fp8_metas": ..} of a model that is applied several times.
+        n: Number of copies.
+
+    Raises:
+        TypeError: quantizer_set is not a state.
     """
     whole("n", n)
     if isinstance(quantizer_set, Mapping):
@@ -41,7 +53,7 @@ def fan_out(quantizer_set: State, n: int) -> tuple[State, ...]:
 
 
 def _of_collections(collections: Any, n: int) -> tuple[Any, ...]:
-    """n copies of nested dicts, in which every `*_scale` has its `*_amax_history` next to it."""
+    """Return n copies of nested dicts, in which every `*_scale` has a `*_amax_history` beside it."""
     pairs = pairs_of_leaves(collections)
     leaves, tree = jax.tree.flatten(collections)
     if pairs is None:
@@ -83,18 +95,18 @@ def pairs_of_leaves(collections: Any) -> list[tuple[int, int]] | None:
 
 
 def one_and_rest(quantizer_set: State) -> tuple[State, State]:
-    """Two copies, of which a product reads the first, and the second is for uses that may follow.
+    """Return two copies: the first for a product, the second for possible later uses.
 
-    Where none does, the first one's next state is taken as it is: its kernels then update the state's own memory.
+    If the second is not used, the next state of the first is the result, and its kernel can update the state in place.
     """
     return _copies(2, True)(quantizer_set)
 
 
 @functools.cache
 def _copies(n: int, certain: bool) -> Any:
-    """state -> n of it, whose cotangents merge; a copy that nothing read costs nothing.
+    """Return state -> n copies, whose cotangents merge; an unused copy costs nothing.
 
-    certain   a copy whose cotangent is no symbolic zero has been read; else its values tell
+    certain: whether every copy whose cotangent is not a symbolic zero was used; otherwise its values decide.
     """
 
     @jax.custom_vjp
@@ -113,7 +125,7 @@ def _copies(n: int, certain: bool) -> Any:
 
 
 def _by_quantizer(function: Callable[..., Any], *states: Any) -> Any:
-    """function of the quantizers that have one place in states that are alike: sets, tuples, or one quantizer each."""
+    """Apply a function to corresponding quantizers of equal structures: sets, tuples, or single quantizers."""
     if isinstance(states[0], QuantizerSet):
         parts = zip(*((state.x, state.kernel, state.dgrad) for state in states), strict=True)
         return QuantizerSet(*(function(*each) for each in parts))
@@ -122,14 +134,15 @@ def _by_quantizer(function: Callable[..., Any], *states: Any) -> Any:
     return function(*states)
 
 
-def merged_over(quantizer_set: Devices, axes: tuple[str, ...]) -> Devices:
-    """The set, or quantizer, within shard_map, whose next states merge over devices along axes as in `fan_out`."""
-    return _over(axes, True)(quantizer_set) if axes else quantizer_set
+def over_devices(quantizer_set: Devices, axes: tuple[str, ...], merges: bool) -> Devices:
+    """Return a quantizer set, or quantizer, for use inside shard_map, with the gradient of one state.
 
-
-def alike_over(quantizer_set: Devices, axes: tuple[str, ...]) -> Devices:
-    """The set, or quantizer, within shard_map, whose next states are the same on all devices along axes."""
-    return _over(axes, False)(quantizer_set) if axes else quantizer_set
+    Args:
+        quantizer_set: The set or quantizer.
+        axes: Manual mesh axes over which the state is the same.
+        merges: Whether the next states of the devices merge as in `fan_out`; otherwise they must be equal.
+    """
+    return _over(axes, merges)(quantizer_set) if axes else quantizer_set
 
 
 @functools.cache
@@ -139,7 +152,7 @@ def _over(axes: tuple[str, ...], merges: bool) -> Any:
         return state
 
     def backward(_: None, following: Any) -> tuple[Any]:
-        # shard_map adds what copies answer, so that one of them answers for all.
+        # shard_map adds the cotangents of the devices, so all but one of them are zero.
         first = lax.axis_index(axes) == 0
         return (_by_quantizer(lambda one: _of_devices(one, axes, first, merges), following),)
 
@@ -154,7 +167,7 @@ def _of_devices(state: Any, axes: tuple[str, ...], first: Array, merges: bool) -
         return state
     merged = {"scale": state.scale, "amax_history": state.amax_history}
     if merges:
-        # A device that left the state unread (by lax.cond, say) answers 0, which does not count; 0 where none read it.
+        # The cotangent of a device that did not read the state (in a lax.cond) is 0, which does not count.
         scale = lax.pmin(jnp.where(state.scale > 0, state.scale, jnp.inf), axes)
         merged = {
             "scale": jnp.where(jnp.isinf(scale), 0, scale), "amax_history": lax.pmax(state.amax_history, axes),
@@ -173,9 +186,12 @@ def _merged(state: Any, following: Sequence[Any], certain: bool) -> Any:
         return state
     if certain and len(read) == 1:
         return dataclasses.replace(read[0], amax_history=_instantiated(read[0].amax_history))
-    scale, history = functools.reduce(
-        _of_both, [(copy.scale, _instantiated(copy.amax_history)) for copy in read]
-    )
+    scale, history = read[0].scale, _instantiated(read[0].amax_history)
+    for copy in read[1:]:
+        # A scale is 0 in a copy that was not used.
+        both_used = (scale > 0) & (copy.scale > 0)
+        scale = jnp.where(both_used, jnp.minimum(scale, copy.scale), jnp.maximum(scale, copy.scale))
+        history = jnp.maximum(history, _instantiated(copy.amax_history))
     used = scale > 0
     leaves = {
         "scale": jnp.where(used, scale, state.scale),
@@ -188,13 +204,29 @@ def _merged(state: Any, following: Sequence[Any], certain: bool) -> Any:
     return jax.tree.unflatten(tree, [leaves[name] for name in state.STATE])
 
 
-def _of_both(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Scale and history of two copies; a scale is above zero but for a copy that was not used."""
-    both_used = (one[0] > 0) & (other[0] > 0)
-    scale = jnp.where(both_used, jnp.minimum(one[0], other[0]), jnp.maximum(one[0], other[0]))
-    return scale, jnp.maximum(one[1], other[1])
-
-
 def _instantiated(leaf: Any) -> Array:
     symbolic: Any = SymbolicZero
     return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, symbolic) else leaf
+
+
+Values = TypeVar("Values")
+States = TypeVar("States")
+
+
+def vary_alike(values: Values, states: States = None) -> tuple[Values, States]:
+    """Return arguments of one operation that all vary over the mesh axes that any of them varies over.
+
+    Args:
+        values: Pytree of arrays.
+        states: Quantizers or quantizer sets.
+    """
+    axes = varies_over((values, states))
+    return (vary_over(axes, values), _states_over(axes, states)) if axes else (values, states)
+
+
+def _states_over(axes: frozenset[str], states: Any) -> Any:
+    """Return states that vary over axes; their next states merge over the axes that they did not vary over."""
+    if isinstance(states, (tuple, list)):
+        return tuple(_states_over(axes, state) for state in states)
+    common = axes.difference(*(varies_over(leaf) for leaf in jax.tree.leaves(states)))
+    return over_devices(vary_over(axes, states), tuple(sorted(common)), merges=True)

@@ -184,16 +184,14 @@ class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
         if self.transposed:
             axis = self.ndim - positive_axis(self.flatten_axis, self.ndim)
             names = (*names[axis:], *names[:axis])
-        return self._with(data=with_sharding_constraint_by_logical_axes(self.data, names))
+        leaves, tree = jax.tree.flatten(self)
+        data = with_sharding_constraint_by_logical_axes(self.data, names)
+        return jax.tree.unflatten(tree, [data, *leaves[1:]])
 
     def checkpoint(self, quantizer: object) -> ScaledTensor1x:
         """Return the tensor with its leaves named for recomputation policies if the quantizer has a name."""
         name = getattr(quantizer, "checkpoint_name", None)
         return self if name is None else jax.tree.map(lambda leaf: checkpoint_name(leaf, name), self)
-
-    def _with(self, data: Array) -> ScaledTensor1x:
-        leaves, tree = jax.tree.flatten(self)
-        return jax.tree.unflatten(tree, [data, *leaves[1:]])
 
 
 @functools.partial(

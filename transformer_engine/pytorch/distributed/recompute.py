@@ -26,7 +26,7 @@ from ...common.checks import function_or_none, one_of
 from ...common.numbers import to_bool
 from ..constants import dist_group_type
 from ..quantization.autocast import here, reinstate, snapshot
-from ..quantization.replay import ReplayStates, marked_by_hand, running
+from ..quantization.recompute_states import ReplayStates, marked_by_hand, running
 from ..runtime.checks import group_or_none
 from ..runtime.device import has_cuda
 from ..runtime.double_backward import once_differentiable

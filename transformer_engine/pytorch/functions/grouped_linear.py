@@ -1,119 +1,268 @@
-"""y_i [M_i, N] = x_i [M_i, K] @ w_i [N, K].T + b_i for consecutive groups of rows: a linear layer's passes per group.
+"""y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g for consecutive groups of rows, differentiable, in one node.
 
-Every group has its own quantizers and its own products, so that the result equals a loop of linear layers bit for
-bit; the groups share one node of the autograd graph.
+The passes are those of a linear layer over groups (`common/passes/grouped.py`); the functions of their steps join the
+table of `steps.py`. If `GroupedCall.layout` is given, a step is one launch for all groups, and the buffers hold
+operands of `primitives/grouped_gemm`. Otherwise it loops over the groups, buffers hold lists of one value per group,
+and results have the bits of a loop of linear layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .caller_buffers import NO_BUFFERS, CallerBuffers, handed_out, readable
-from .linear_spec import LinearSpec
-from .run import run
-from .saving import backward_of, restore, save
-from .scale_update import ScaleUpdate
-from .stacks import members_of, stacked_gradient
-from .weight_gradient import WeightGradient
+from ...common.passes.vocabulary import Cast, ColumnSum, Layer, Product
+from ..primitives.column_sums import column_sums
+from ..primitives.gemm import Epilogue, gemm
+from ..primitives.grouped_gemm import (
+    GroupedColumns,
+    GroupedMatrices,
+    GroupedRows,
+    Groups,
+    Matrices,
+    irregular,
+    product_of_columns,
+    product_of_rows,
+)
+from ..primitives.grouped_quantize import row_sums
+from ..runtime.applying import applier
+from ..tensor.quantized_tensor import QuantizedTensorStorage
+from .caller_buffers import handed_out, readable
+from .grouped_call import GroupedCall, GroupedSpec, members_of, stacked_gradient
+from .layer import backward_of_layer, forward_of, infer
+from .layer_passes import LayerPasses, layer_passes, linear_facts
+from .linear_operands import input_operands, weight_operands
+from .linear_spec import LINEAR, Environment, LinearSpec
+from .saving import backward_of
+from .steps import OPERATIONS, operand_of
+from .weight_gradient import WeightGradient, main_grad_of
 
 
-@dataclass(frozen=True)
-class GroupedLinearSpec:
-    """A call of a GroupedLinear whose groups are multiplied one by one.
-
-    Attributes:
-        rows: Number of rows of each group.
-        groups: Spec of each group's linear layer.
-        needs_grad: Some tensor needs a gradient.
-        buffers: Where the caller wants the results.
-        stacked_weight: The weights of all groups are one parameter [n, N, K].
-        stacked_bias: The biases of all groups are one parameter [n, N].
-        scale_update: What delayed scaling updates after the backward pass.
-    """
-
-    rows: tuple[int, ...]
-    groups: tuple[LinearSpec, ...]
-    needs_grad: bool = True
-    buffers: CallerBuffers = NO_BUFFERS
-    stacked_weight: bool = False
-    stacked_bias: bool = False
-    scale_update: ScaleUpdate | None = None
+def passes_over_groups(groups: Sequence[LinearSpec], bias: bool) -> LayerPasses:
+    """Return the passes of a layer whose groups have these specs: a gradient is computed if some group needs it."""
+    first = groups[0]
+    facts = linear_facts(first, LINEAR, bias)._replace(
+        grad_weight=any(group.needs_grad_weight for group in groups),
+        grad_bias=any(group.needs_grad_bias for group in groups),
+        plain=all(group.plain for group in groups),
+    )
+    return layer_passes("grouped", (facts,), ())
 
 
 def grouped_linear(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], spec: GroupedLinearSpec
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, call: GroupedCall
 ) -> Tensor:
-    """Compute y [sum M_i, N], differentiable in x, every weight and every bias; a stack is one entry of its list."""
-    if spec.needs_grad:
-        return _GroupedLinear.apply(x, spec, *weights, *biases)  # pyright: ignore[reportReturnType]
-    return _forward(x, weights, biases, spec)[0]
+    """Compute y [sum M_g, N] of x [sum M_g, K], differentiable in x, every weight and every bias.
+
+    Args:
+        x: The rows of all groups.
+        weights: Weight [N, K] of each group, or one stack [n, N, K].
+        biases: Bias [N] of each group, or one stack [n, N]; None to add none.
+        call: The settings.
+    """
+    if call.spec.needs_grad:
+        return _apply(x, call, len(weights), *weights, *(biases or ()))
+    return infer(call, _inputs(call.spec, x, weights, biases))[0]
 
 
-def _forward(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], spec: GroupedLinearSpec
-) -> tuple[Tensor, list[Any]]:
-    """Return y and the saved buffers of all groups."""
-    if spec.stacked_weight:
-        weights = members_of(weights[0])
-    if spec.stacked_bias and biases[0] is not None:
-        biases = members_of(biases[0])
-    outputs: list[Tensor] = []
-    saved: list[Any] = []
-    for part, weight, bias, group in zip(x.split(spec.rows), weights, biases, spec.groups, strict=True):
-        passes = group.passes
-        schedule = passes.forward if spec.needs_grad else passes.inference
-        env = group.environment((), tuple(part.shape[:-1]))
-        (y,), kept = run(schedule, env, [part, weight] if bias is None else [part, weight, bias])
-        outputs.append(y)
-        saved += kept
-    return _joined(outputs, spec.buffers.output), saved
-
-
-def _joined(parts: list[Tensor], buffer: Tensor | None) -> Tensor:
-    return torch.cat(parts) if buffer is None else handed_out(torch.cat(parts, out=buffer))
+def _inputs(
+    spec: GroupedSpec, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None
+) -> tuple[Any, Any, Any]:
+    """Return the inputs of the forward pass: one buffer of all weights, and one of all biases."""
+    bias = None if not biases else biases[0] if spec.stacked_bias else list(biases)
+    return x, weights[0] if spec.stacked_weight else list(weights), bias
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, spec: GroupedLinearSpec, *parameters: Tensor | None) -> Tensor:
-        count = 1 if spec.stacked_weight else len(spec.rows)
-        weights: Any = parameters[:count]
-        biases: Any = parameters[count:]
-        y, saved = _forward(x, weights, biases, spec)
-        save(ctx, (), saved, spec.scale_update)
-        ctx.spec = spec
-        ctx.dtypes = (weights[0].dtype, (weights if biases[0] is None else biases)[0].dtype)
-        return y
+    def forward(ctx: Any, x: Tensor, call: GroupedCall, count: int, *parameters: Tensor) -> Any:
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.counts = (count, len(biases))
+        dtypes = (weights[0].dtype, (biases or weights)[0].dtype)
+        return forward_of(ctx, call, _inputs(call.spec, x, weights, biases), (dtypes,))[0]
 
     @staticmethod
     @backward_of("GroupedLinear")
     def backward(ctx: Any, grad_output: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        spec: GroupedLinearSpec = ctx.spec
-        _, saved = restore(ctx)
-        if spec.buffers.grad_input is not None:
-            grad_output = readable(grad_output, spec.buffers.grad_input)
-        inputs: list[Tensor] = []
-        weights: list[Tensor | None] = []
-        biases: list[Tensor | None] = []
-        for part, group in zip(grad_output.split(spec.rows), spec.groups, strict=True):
-            schedule = group.passes.backward
-            taken = schedule.given - 1
-            given = [part, *saved[:taken]]
-            del saved[:taken]
-            env = group.environment((ctx.dtypes,), tuple(part.shape[:-1]))
-            (dx, dw, db), _ = run(schedule, env, given)
-            if dx is not None:
-                inputs.append(dx)
-            weights.append(dw)
-            biases.append(db)
-        grad_input = _joined(inputs, spec.buffers.grad_input) if inputs else None
-        if spec.stacked_weight:
-            weights = [stacked_gradient(weights, spec.groups[0].weight_gradient)]
-        if spec.stacked_bias:
-            biases = [stacked_gradient(biases, WeightGradient())]
-        return grad_input, None, *weights, *biases
+        buffer = ctx.spec.buffers.grad_input
+        if buffer is not None:
+            grad_output = readable(grad_output, buffer)
+        grad_input, *of_parameters = backward_of_layer(ctx, (grad_output,))
+        grads: list[Tensor | None] = []
+        for gradient, count in zip(of_parameters, ctx.counts, strict=True):
+            if isinstance(gradient, list):
+                grads += gradient
+            else:
+                grads += (gradient,) if count == 1 else (None,) * count
+        return grad_input, None, None, *grads
+
+
+_apply = applier(_GroupedLinear)
+
+
+def _call_of(env: Environment, layer: str) -> GroupedCall:
+    call: Any = env.linears[layer]
+    return call
+
+
+def _cast(env: Environment, s: Cast, x: Any) -> tuple[Any, Any]:
+    call = _call_of(env, s.layer)
+    if call.layout is not None:
+        return _cast_at_once(call, call.layout, s, x)
+    if s.tensor == "weight":
+        members = zip(members_of(x), call.groups, strict=True)
+        pairs = [weight_operands(weight, group, s.columnwise) for weight, group in members]
+    else:
+        pairs: list[Any] = []
+        for part, group in zip(call.rows_of(x), call.groups, strict=True):
+            columnwise = s.columnwise and group.needs_grad_weight
+            if not (s.rowwise or columnwise):  # a frozen weight, and no gradient of the input
+                pairs.append((None, None))
+            elif s.tensor == "input" and s.rowwise:
+                pairs.append(input_operands(part, group.input, columnwise))
+            else:
+                quantizer = group.input if s.tensor == "input" else group.grad_output
+                pairs.append(quantizer.operands(part, s.rowwise, columnwise))
+    return (
+        [pair[0] for pair in pairs] if s.rowwise else None,
+        [pair[1] for pair in pairs] if s.columnwise else None,
+    )
+
+
+def _cast_at_once(call: GroupedCall, groups: Groups, s: Cast, x: Any) -> tuple[Any, Any]:
+    quantizer: Any = getattr(call.spec.quantizers, s.tensor)
+    if s.tensor == "weight":
+        codes, scale, codes_t, scale_t = call.cached or quantizer.matrices(
+            Matrices.of(members_of(x)), s.rowwise, s.columnwise
+        )
+        return (
+            GroupedMatrices(codes=codes, scale=scale, format=quantizer.format) if s.rowwise else None,
+            GroupedMatrices(codes=codes_t, scale=scale_t, format=quantizer.format) if s.columnwise else None,
+        )
+    codes, scale, codes_t, scale_t = quantizer.rows(x.contiguous(), groups, s.rowwise, s.columnwise)
+    return (
+        GroupedRows(codes, scale, quantizer.format) if s.rowwise else None,
+        GroupedColumns(codes_t, scale_t, quantizer.format) if s.columnwise else None,
+    )
+
+
+def _convert(env: Environment, s: Layer, x: Any) -> tuple[Any]:
+    call = _call_of(env, s.layer)
+    dtype = call.dtype
+    if call.layout is not None:
+        return (x,)  # one launch reads weights of the input's dtype only
+    if isinstance(x, Tensor) and not isinstance(x, QuantizedTensorStorage):
+        return (x.to(dtype),)
+    return (
+        [
+            member.dequantize(dtype=dtype) if isinstance(member, QuantizedTensorStorage) else member.to(dtype)
+            for member in members_of(x)
+        ],
+    )
+
+
+def _dequantize(env: Environment, s: Layer, x: Any) -> tuple[Any]:
+    single = OPERATIONS["dequantize"]
+    return ([single(env, s, member)[0] for member in x],) if isinstance(x, list) else single(env, s, x)
+
+
+def _product(env: Environment, s: Product, a: Any, b: Any, bias: Any = None) -> tuple[Tensor]:
+    call = _call_of(env, s.layer)
+    buffer = call.buffers.output if s.kind == "forward" else call.buffers.grad_input
+    exact = getattr(call.groups[0].accumulation, s.kind)
+    if call.layout is None:
+        dtype, (left_turned, right_turned) = call.dtype, s.turned
+        epilogue = Epilogue(dtype, exact=exact)
+        biases = [None] * len(call.groups) if bias is None else members_of(bias)
+        parts = [
+            gemm(
+                operand_of(left, left_turned),
+                operand_of(right, right_turned),
+                epilogue if added is None else Epilogue(dtype, bias=added, exact=exact),
+            )
+            for left, right, added in zip(call.rows_of(a), members_of(b), biases, strict=True)
+        ]
+        y = call.joined(parts, buffer)
+    else:
+        rows = GroupedRows(a.contiguous()) if isinstance(a, Tensor) else a
+        matrices = b
+        if not isinstance(b, GroupedMatrices):
+            matrices = GroupedMatrices(Matrices.of(members_of(b)), transposed=s.turned[1])
+        stack = torch.stack(bias) if isinstance(bias, list) else bias
+        y = product_of_rows(rows, matrices, call.layout, call.dtype, bias=stack, exact=exact, out=buffer)
+    return (y if buffer is None else handed_out(y),)
+
+
+def _weight_gradient(env: Environment, s: Product, dy: Any, x: Any) -> tuple[Any]:
+    """One gradient per group, or that of the stack."""
+    call, dtype = _call_of(env, s.layer), env.dtypes[s.layer][0]
+    if call.layout is not None:
+        dy, x = [GroupedColumns(m.contiguous()) if isinstance(m, Tensor) else m for m in (dy, x)]
+        return (_weight_gradients_at_once(call, call.layout, dy, x, dtype),)
+    grads: list[Tensor | None] = []
+    for left, right, group in zip(call.rows_of(dy), call.rows_of(x), call.groups, strict=True):
+        gradient = None
+        if group.needs_grad_weight:
+            operands = operand_of(left, s.turned[0]), operand_of(right, s.turned[1])
+            gradient = group.weight_gradient.compute(*operands, group.accumulation.grad_weight, dtype)
+        grads.append(gradient)
+    if call.spec.stacked_weight:
+        return (stacked_gradient(grads, call.groups[0].weight_gradient),)
+    return (grads,)
+
+
+def _weight_gradients_at_once(
+    call: GroupedCall, groups: Groups, dy: GroupedColumns, x: GroupedColumns, dtype: torch.dtype
+) -> Any:
+    """dw_g [N, K] = dy_g.T @ x_g: views of one stack, or accumulated into every main_grad."""
+    exact = call.groups[0].accumulation.grad_weight
+    gradients = [group.weight_gradient for group in call.groups]
+    n, k = call.spec.extents
+    if not gradients[0].fused:
+        stack = torch.empty(groups.count, n, k, dtype=dtype, device=dy.codes.device)
+        product_of_columns(dy, x, groups, (n, k), stack, exact=exact)
+        return stack if call.spec.stacked_weight else list(stack.unbind(0))
+    results = [main_grad_of(gradient.parameter) for gradient in gradients]
+    overwritten = [
+        gradient.overwrite or getattr(gradient.parameter, "overwrite_main_grad", False)
+        for gradient in gradients
+    ]
+    overwrite = all(overwritten)
+    if not overwrite:
+        for result, starts_anew in zip(results, overwritten, strict=True):
+            if starts_anew:
+                result.zero_()
+    if irregular(results) is None:
+        product_of_columns(dy, x, groups, (n, k), results, accumulate=not overwrite, exact=exact)
+    else:
+        stack = torch.empty(groups.count, n, k, dtype=results[0].dtype, device=dy.codes.device)
+        product_of_columns(dy, x, groups, (n, k), stack, exact=exact)
+        for result, gradient in zip(results, stack.unbind(0), strict=True):
+            result.copy_(gradient) if overwrite else result.add_(gradient)
+    if call.spec.stacked_weight:
+        return stacked_gradient((), gradients[0])
+    return [gradient._placeholder(dtype) for gradient in gradients]
+
+
+def _column_sum(env: Environment, s: ColumnSum, x: Tensor) -> tuple[Any]:
+    """The gradient of each group's bias, or that of the stack."""
+    call, dtype = _call_of(env, s.layer), env.dtypes[s.layer][1]
+    if call.layout is not None:
+        stack = row_sums(x.contiguous(), call.layout).to(dtype)
+        return (stack if call.spec.stacked_bias else list(stack.unbind(0)),)
+    parts = zip(call.rows_of(x), call.groups, strict=True)
+    sums = [column_sums(part, dtype) if group.needs_grad_bias else None for part, group in parts]
+    return (stacked_gradient(sums, WeightGradient()) if call.spec.stacked_bias else sums,)
+
+
+OPERATIONS.update(
+    grouped_cast=_cast,
+    grouped_convert=_convert,
+    grouped_dequantize=_dequantize,
+    grouped_product=_product,
+    grouped_weight_gradient=_weight_gradient,
+    grouped_column_sum=_column_sum,
+)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ...common.memory import Memory
+from ...common.passes.grouped import over_groups
 from ...common.passes.linear import LinearFacts, linear_passes
 from ...common.passes.norm_linear import NormFacts, norm_linear_passes, norm_mlp_passes
 from ...common.passes.rules import (
@@ -28,7 +29,7 @@ from ...common.passes.vocabulary import Activation, Cast, ColumnSum, Product
 from ..primitives.quantize import Cast as KernelCast
 from ..runtime.tracing import constant_while_tracing
 from ..tensor.quantizer import Quantizer
-from .linear_spec import LinearSpec, gradient_cast, sums_over_ranks
+from .linear_spec import LINEAR, LinearSpec, gradient_cast, sums_over_ranks
 from .run import Schedule, schedule_of
 
 
@@ -55,10 +56,10 @@ def fusion(rule: Rule, layer: str, tensor: str = "") -> str:
     return f"{rule.name}: {layer}.{tensor}"
 
 
-def linear_facts(spec: LinearSpec, layer: str, bias: bool) -> tuple[Any, ...]:
-    """Return the fields of `LinearFacts` for a spec."""
+def linear_facts(spec: LinearSpec, layer: str = LINEAR, bias: bool = False) -> LinearFacts:
+    """Return the facts of a linear layer that decide its steps."""
     parallel = spec.parallel
-    return (
+    return LinearFacts(
         layer,
         bias,
         parallel.mode if spec.communicates and parallel.size > 1 else None,
@@ -99,7 +100,7 @@ def _cast_of_product(quantizer: Quantizer, spec: LinearSpec, mode: str) -> Kerne
 @constant_while_tracing
 def layer_passes(
     kind: str,
-    linears: tuple[tuple[Any, ...], ...],
+    linears: tuple[LinearFacts, ...],
     allowed: tuple[str, ...],
     norm: tuple[bool, ...] = (),
     activation: str = "",
@@ -107,8 +108,8 @@ def layer_passes(
     """Return the schedules of a layer, built at the first call with these arguments.
 
     Args:
-        kind: "linear", "norm_linear" or "norm_mlp".
-        linears: Fields of `LinearFacts` of each linear layer.
+        kind: "linear", "grouped", "norm_linear" or "norm_mlp".
+        linears: Facts of each linear layer.
         allowed: Merges that are wanted, by `fusion`.
         norm: Fields of `NormFacts` of a layer with a norm.
         activation: Name of the activation of a layer with one.
@@ -117,9 +118,8 @@ def layer_passes(
 
 
 def _built(key: tuple[Any, ...]) -> LayerPasses:
-    kind, linears, allowed, norm, activation = key
-    facts = [LinearFacts(*fields) for fields in linears]
-    if kind == "linear":
+    kind, facts, allowed, norm, activation = key
+    if kind in ("linear", "grouped"):
         made = linear_passes(facts[0])
     elif kind == "norm_linear":
         made = norm_linear_passes(NormFacts(*norm), facts[0])
@@ -130,6 +130,8 @@ def _built(key: tuple[Any, ...]) -> LayerPasses:
         return rule == BIAS_IN_PRODUCT.name or f"{rule}: {_merged_for(rule, producer, reader)}" in allowed
 
     forward, backward = (overlap(fuse(pass_, is_allowed)) for pass_ in made)
+    if kind == "grouped":
+        forward, backward = over_groups(forward, (facts[0].layer,)), over_groups(backward, (facts[0].layer,))
     inference = needed_for(forward, forward.results, ())
     again = needed_for(forward, (), forward.saved)
     return LayerPasses(

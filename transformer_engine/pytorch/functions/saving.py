@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..offload.marks import active as offloading
-from ..offload.marks import arrived, asking_early, read_late, tensors_of
+from ..offload.marks import deferred_waits, save_deferred, tensors_of, wait_for
+from ..primitives.grouped_gemm import GroupedOperand
 from ..primitives.operand import Operand
 from ..runtime.double_backward import once_differentiable
 from ..runtime.symbols import Symbol
@@ -20,7 +21,8 @@ from ..tensor.custom_operand import CustomOperand
 from ..tensor.quantizer import Matrix
 from .scale_update import ScaleUpdate
 
-Saved = Operand | Matrix | Tensor | None
+# A list holds one value per group of a grouped layer.
+Saved = Operand | Matrix | Tensor | GroupedOperand | list[Any] | None
 _VALUES = True  # the form of a tensor that is saved as it is
 
 
@@ -36,7 +38,7 @@ def save(
 def keep(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
     """Call save_for_backward, for a backward pass that may ask for the tensors early."""
     if offloading.synchronizer is not None and not torch.compiler.is_compiling():
-        tensors = [read_late(tensor) for tensor in tensors]
+        tensors = [save_deferred(tensor) for tensor in tensors]
     ctx.save_for_backward(*tensors)
 
 
@@ -53,8 +55,11 @@ def arrives(*saved: Saved) -> None:
     """Wait for the values of buffers of an early `restore`."""
     if offloading.used and not torch.compiler.is_compiling():
         for operand in saved:
+            if isinstance(operand, list):
+                arrives(*operand)
+                continue
             for tensor in operand.tensors() if isinstance(operand, CustomOperand) else tensors_of(operand):
-                arrived(tensor)
+                wait_for(tensor)
 
 
 def backward_of(operation: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -90,8 +95,14 @@ def pack(*operands: Saved) -> tuple[list[Tensor | None], list[Any]]:
         elif isinstance(operand, Matrix):
             tensors.append(operand.values)
             forms.append(())
+        elif isinstance(operand, list):
+            parts, of_groups = operand, None
+            if not all([isinstance(member, Tensor) for member in operand]):  # noqa: C419 - a list is faster
+                parts, of_groups = pack(*operand)
+            tensors += parts
+            forms.append([len(parts), of_groups])
         else:
-            assert isinstance(operand, CustomOperand)
+            assert isinstance(operand, CustomOperand | GroupedOperand)
             parts, together = operand.take_apart()
             tensors += parts
             forms.append(together)
@@ -113,7 +124,7 @@ def take_saved(ctx: Any) -> tuple[Any, ...]:
 def take_early(ctx: Any) -> tuple[Any, ...]:
     """Return `take_saved` of tensors that may still be on the host: call `arrives` before reading them."""
     if offloading.used and not torch.compiler.is_compiling():
-        with asking_early():
+        with deferred_waits():
             return take_saved(ctx)
     return take_saved(ctx)
 
@@ -128,6 +139,11 @@ def unpack(tensors: Sequence[Tensor | None], forms: list[Any]) -> list[Any]:
         elif form is _VALUES:
             operands.append(tensors[start])
             start += 1
+        elif isinstance(form, list):
+            count, of_groups = form
+            members = tensors[start : start + count]
+            operands.append([*members] if of_groups is None else unpack(members, of_groups))
+            start += count
         elif not form:
             operands.append(Matrix(tensors[start]))  # pyright: ignore[reportArgumentType]
             start += 1

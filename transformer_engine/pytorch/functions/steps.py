@@ -19,7 +19,7 @@ from ..primitives.activation import activation_backward, activation_forward
 from ..primitives.column_sums import column_sums
 from ..primitives.gemm import Epilogue, as_matrix, gemm, gemm_gelu, gemm_gelu_gradient
 from ..primitives.gemm.listed import SymbolicOperand
-from ..primitives.gemm.request import Layout
+from ..primitives.gemm.request import MatrixLayout
 from ..primitives.operand import Operand, plain
 from ..primitives.quantize import dequantize
 from ..runtime.symbols import Symbol
@@ -79,7 +79,7 @@ def _dense(env: Environment, s: None, x: Any) -> tuple[Tensor]:
     if x.is_contiguous():
         return (x,)
     x = as_matrix(x)
-    return (x if Layout.of(x).stride else x.contiguous(),)
+    return (x if MatrixLayout.of(x.shape, x.stride()).stride else x.contiguous(),)
 
 
 def _convert(env: Environment, s: Layer, x: Any) -> tuple[Tensor]:
@@ -94,9 +94,9 @@ def operand_of(value: Any, transposed: bool) -> Operand:
         return plain(matrix.t() if transposed else matrix)
     if type(value) is Symbol:
         matrix = as_matrix(value)  # pyright: ignore[reportArgumentType]
-        return SymbolicOperand.of(plain(matrix.t() if transposed else matrix))
+        return SymbolicOperand(*plain(matrix.t() if transposed else matrix))
     operand = turned(value)
-    return SymbolicOperand.of(operand) if type(operand.codes) is Symbol else operand
+    return SymbolicOperand(*operand) if type(operand.codes) is Symbol else operand
 
 
 def _product(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..primitives.gemm.tuning_switch import Switch
+from ..primitives.gemm.request import Switch
 from .deterministic import refuse_timing
 
 

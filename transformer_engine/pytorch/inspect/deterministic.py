@@ -9,7 +9,7 @@ import torch
 
 from ...common import env
 from ...common.checks import switch
-from ..primitives.gemm.tuning_switch import Switch, wanted
+from ..primitives.gemm.request import Switch, wanted
 from ..runtime.determinism import is_demanded
 
 

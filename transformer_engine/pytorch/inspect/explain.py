@@ -104,6 +104,9 @@ def _form(value: Any) -> str:
     if isinstance(value, Operand):
         name = str(value.codes.dtype).removeprefix("torch.") if value.format is None else value.format.name
         return f"{name} {[value.rows, value.depth]}"
+    if isinstance(value, list):
+        forms = list(dict.fromkeys([_form(member) for member in value]))
+        return f"{len(value)} groups: " + ", ".join(forms[:3] + ["..."] * (len(forms) > 3))
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return type(value).__name__

@@ -20,7 +20,7 @@ from ..attention import DotProductAttention
 from ..functions import weight_gradient
 from ..primitives.activation import ActivationRequest, gradient_fuses
 from ..primitives.gemm import composed, cublaslt_library
-from ..primitives.gemm.fused_request import CODES, GELU, GELU_GRADIENT, FusedRequest
+from ..primitives.gemm.composed import CODES, GELU, GELU_GRADIENT, FusedRequest
 from ..primitives.norm import NormRequest
 from ..primitives.norm import triton as norm
 from ..primitives.quantize import CastRequest, Quantized, QuantizeSpec
@@ -28,7 +28,7 @@ from ..primitives.quantize.fused_codes import in_row_blocks
 from ..quantization import delayed_scaling
 from ..quantization.autocast import reinstate, snapshot
 from ..runtime.double_backward import once_differentiable
-from ..tensor.allocation import empty_quantized
+from ..tensor.elements import empty_quantized
 
 
 @contextmanager

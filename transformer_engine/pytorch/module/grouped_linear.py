@@ -2,42 +2,50 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...common.dispatch import undisturbed
-from ...common.memory import Memory
 from ...common.numbers import to_bool
+from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..functions.by_name import _GroupedLinear, called_by_name, general_gemm, refuse_quantized
 from ..functions.caller_buffers import NO_BUFFERS, CallerBuffers, check_buffers, check_separate
-from ..functions.grouped_linear import GroupedLinearSpec, grouped_linear
-from ..functions.grouped_together import grouped_linear_together
+from ..functions.grouped_call import GroupedCall, GroupedSpec, members_of
+from ..functions.grouped_linear import grouped_linear
+from ..functions.grouped_quantizer import GroupedQuantizer
+from ..functions.grouped_way import AT_ONCE, FLAGGED_WEIGHTS, IRREGULAR, RECOMPUTATION, TABLE
 from ..functions.linear_spec import LinearSpec
-from ..functions.scale_update import of_the_pass
-from ..functions.stacks import members_of
 from ..functions.weight_gradient import WeightGradStore
-from ..quantization.autocast import current, here_in_eager_mode
+from ..primitives.grouped_gemm import Matrices, groups_of
+from ..primitives.grouped_quantize import GroupedQuantized
+from ..quantization.global_state import FP8GlobalStateManager, is_captured
 from ..runtime.device import canonical_device, is_meta
 from ..runtime.replaceable import watched
 from .arguments import accepts, switch
 from .config import configured
-from .grouped_keywords import check_device_splits, honoured, uses_grouped_tensor
-from .grouped_parameters import create_parameters, group_weights, load_other_form, mark_parameters, names_of
-from .grouped_path import TogetherPath, fitting_group_specs, group_specs
+from .grouped_parameters import (
+    check_device_splits,
+    create_parameters,
+    group_weights,
+    load_other_form,
+    mark_parameters,
+    names_of,
+    single_parameters,
+    uses_grouped_tensor,
+)
+from .grouped_spec import build
 from .linear_base import SIZES, LinearConfig, ProductsModule, check_parallel_mode
-from .numerics import traced_update
+from .numerics import made_to_keep
 from .parameters import InitMethod, ParameterInit, default_init_method
-from .products import UNQUANTIZED, ModuleRecipe, ProductQuantizers
 from .row_groups import check_dense, rows_of_groups
-from .specs import product_refusal, scale_update
+from .specs import product_refusal
 
-_KEPT = 64  # the most calls whose groups' specs a module keeps
+_ALL_WEIGHTS = "all weights"  # their key among the module's cached weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +72,7 @@ class GroupedLinear(ProductsModule):
     """
 
     quantized_as = "grouped_linear"
+    build = staticmethod(build)
     _config: GroupedLinearConfig
     num_gemms: int
     use_grouped_tensor: bool
@@ -99,7 +108,7 @@ class GroupedLinear(ProductsModule):
                 f"bias=True with tp_size={tp_size} and parallel_mode='row' would be added {tp_size} times; "
                 "set return_bias=True or bias=False"
             )
-        single = honoured(
+        single = single_parameters(
             single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias
         )
         self._configure(
@@ -133,8 +142,6 @@ class GroupedLinear(ProductsModule):
         fill = ParameterInit(init_method or default_init_method, get_rng_state_tracker, rng_tracker_name)
         create_parameters(self, fill, options)
         self.register_load_state_dict_pre_hook(load_other_form)
-        self._together = TogetherPath(self)
-        self._groups: Memory[Any, tuple[LinearSpec, ...]] = Memory(fitting_group_specs, _KEPT)
         self.reset_parameters(defer_init=is_meta(device))
 
     @property
@@ -155,7 +162,6 @@ class GroupedLinear(ProductsModule):
             return
         group_weights(self)
         self.numerics.workspaces.clear()
-        self._together = TogetherPath(self)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         super().reset_parameters(defer_init=defer_init)
@@ -196,21 +202,111 @@ class GroupedLinear(ProductsModule):
         no_buffers = out is None and dgrad_out is None
         buffers = NO_BUFFERS if no_buffers else self._caller_buffers(inp, out, dgrad_out)
         config, shape = self._config, inp.shape
-        flat = inp
-        if len(shape) != 2 and shape[-1:] == (config.in_features,):
-            flat = inp.reshape(-1, config.in_features)
-        if not torch.compiler.is_compiling() and not _replaced.names:
-            state = here_in_eager_mode().state
-            self.check_repetition(state)
-            planned = self._together.plan(flat, m_splits, is_first_microbatch, state)
-            if planned is not None:
-                weights, biases, groups, spec = planned
-                spec = spec if no_buffers else spec._replace(buffers=buffers)
-                added = None if config.return_bias else biases
-                y = grouped_linear_together(flat, weights, added, groups, spec)
-                y = y if flat is inp else y.view(*shape[:-1], config.out_features)
-                return (y, self._of_each_group(biases or [])) if config.return_bias else y
-        return self._one_by_one(inp, m_splits, is_first_microbatch, buffers)
+        tensors: tuple[Any, ...] = self._tensors()
+        spec: GroupedSpec = self.spec(inp, tensors, (is_first_microbatch,), any_rows=True)
+        flat = inp if len(shape) == 2 else inp.reshape(-1, config.in_features)
+        count = len(config.weight_names)
+        weights, dtype = tensors[:count], spec.groups[0].dtype
+        biases: list[Any] = []
+        if config.use_bias:
+            biases = [bias if bias.dtype is dtype else bias.to(dtype) for bias in tensors[count:]]
+        call = self._call(spec, flat, m_splits, weights, is_first_microbatch, buffers)
+        added = None if config.return_bias else biases
+        y = (_by_name if _replaced.names else grouped_linear)(flat, weights, added, call)
+        y = y if flat is inp else y.view(*shape[:-1], config.out_features)
+        if not config.return_bias:
+            return y
+        return y, list(biases[0].unbind(0)) if biases and config.single_grouped_bias else biases
+
+    def _call(
+        self,
+        spec: GroupedSpec,
+        x: Tensor,
+        m_splits: Sequence[int] | Tensor,
+        weights: tuple[Any, ...],
+        is_first_microbatch: bool | None,
+        buffers: CallerBuffers,
+    ) -> GroupedCall:
+        """Return the call of a kind with these numbers of rows and these cached weights."""
+        groups, count = spec.groups, self.num_gemms
+        if self._is_at_once(spec, x, weights):
+            if len(m_splits) != count:
+                raise ValueError(
+                    f"m_splits has {len(m_splits)} numbers for {count} groups; give one number per group"
+                )
+            splits = m_splits if isinstance(m_splits, Tensor) else tuple(m_splits)
+            layout, cached = groups_of(splits, x.shape[0], x.device), None
+            if is_first_microbatch is not None and spec.quantizers.weight is not None:
+                columnwise = groups[0].needs_grad_input
+                cached = self._weights_at_once(
+                    weights, spec.quantizers.weight, columnwise, is_first_microbatch
+                )
+            return GroupedCall(spec, groups, (), layout, buffers, cached)
+        if is_first_microbatch:
+            self.numerics.workspaces.pop(_ALL_WEIGHTS, None)
+        rows = tuple(m_splits.tolist() if isinstance(m_splits, Tensor) else m_splits)
+        if len(rows) != count or sum(rows) != x.shape[0] or min(rows) < 0:
+            raise ValueError(
+                f"m_splits={list(rows)} must be {count} numbers >= 0 that add up to the {x.shape[0]} rows"
+            )
+        if spec.unquantized:
+            groups = self._fitting(spec, rows)
+        if is_first_microbatch is not None:
+            members = members_of(weights[0]) if spec.stacked_weight else weights
+            groups = tuple(
+                [
+                    self.with_cached_weight(f"weight{i}", member, group, is_first_microbatch)
+                    for i, (member, group) in enumerate(zip(members, groups, strict=True))
+                ]
+            )
+        return GroupedCall(spec, groups, rows, None, buffers)
+
+    def _is_at_once(self, spec: GroupedSpec, x: Tensor, weights: tuple[Any, ...]) -> bool:
+        """Return whether all groups are computed in one launch per step."""
+        if torch.compiler.is_compiling() or _replaced.names:
+            return False
+        features, has_rows = (), x.shape[0] > 0
+        if spec.at_once:
+            state = self.numerics.state
+            if state.enabled and is_fp8_activation_recompute_enabled():
+                features += (RECOMPUTATION,)
+            flag = FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor
+            if flag is not None and is_captured(state):
+                features += (FLAGGED_WEIGHTS,)
+            misplaced = any([weight.data_ptr() % 16 for weight in weights])  # noqa: C419 - a list is faster
+            if misplaced or not all(map(Tensor.is_contiguous, weights)):
+                features += (IRREGULAR,)
+        if undisturbed():
+            return spec.at_once and not features and has_rows
+        way = spec.way
+        return TABLE.choose((way[0] + features, *way[1:3], has_rows, *way[4:])) == AT_ONCE
+
+    def _fitting(self, spec: GroupedSpec, rows: tuple[int, ...]) -> tuple[LinearSpec, ...]:
+        """Return the specs of the groups, in high precision where the format does not support a group's rows."""
+        n, k = spec.extents
+        groups = []
+        for group, unquantized, m in zip(spec.groups, spec.unquantized, rows, strict=True):
+            reason = product_refusal(group, m, k, n)
+            if reason is not None:
+                self._warn_once(
+                    "group", f"GroupedLinear runs groups in high precision: {reason}; pad their rows"
+                )
+            groups.append(group if reason is None else unquantized)
+        return tuple(groups)
+
+    def _weights_at_once(
+        self, weights: tuple[Any, ...], quantizer: GroupedQuantizer, columnwise: bool, first: bool
+    ) -> GroupedQuantized:
+        """Return all weights as quantized for the first microbatch of a step."""
+        workspaces: dict[str, Any] = self.numerics.workspaces
+        cached = workspaces.get(_ALL_WEIGHTS)
+        if first or cached is None or (columnwise and cached.codes_t is None):
+            stacked = self._config.single_grouped_weight
+            matrices = Matrices.of(members_of(weights[0]) if stacked else weights)
+            cached = made_to_keep(lambda: quantizer.matrices(matrices, True, columnwise))
+            workspaces.clear()
+            workspaces[_ALL_WEIGHTS] = cached
+        return cached
 
     def _caller_buffers(self, inp: Tensor, out: Tensor | None, dgrad_out: Tensor | None) -> CallerBuffers:
         """Return the caller's buffers as matrices.
@@ -234,107 +330,13 @@ class GroupedLinear(ProductsModule):
             check_separate("dgrad_out", buffers.grad_input, operands)
         return buffers.counted_apart_from(inp)
 
-    def _one_by_one(
-        self,
-        inp: Tensor,
-        m_splits: Sequence[int] | Tensor,
-        is_first_microbatch: bool | None,
-        buffers: CallerBuffers,
-    ) -> Tensor | tuple[Tensor, list[Tensor]]:
-        tensors = self._tensors()
-        self._refuse(inp, tensors, (is_first_microbatch,))
-        rows = tuple(m_splits.tolist()) if isinstance(m_splits, Tensor) else tuple(m_splits)
-        flat = inp.reshape(-1, self.in_features)
-        if len(rows) != self.num_gemms or sum(rows) != flat.shape[0] or min(rows) < 0:
-            raise ValueError(
-                f"m_splits={list(rows)} must be {self.num_gemms} numbers >= 0 that add up to the {flat.shape[0]} rows"
-            )
-        count = len(self._config.weight_names)
-        weights: list[Any] = list(tensors[:count])
-        spec = self._spec(inp, tensors, rows, is_first_microbatch)
-        if is_first_microbatch is not None:
-            spec = replace(spec, groups=self._with_cached_weights(spec, weights, is_first_microbatch))
-        if buffers is not NO_BUFFERS:
-            spec = replace(spec, buffers=buffers)
-        dtype = spec.groups[0].dtype
-        biases = [bias.to(dtype) for bias in tensors[count:] if bias is not None]
-        added: list[Any] = biases if biases and not self.return_bias else [None] * len(rows)
-        grouped = _by_name if _replaced.names else grouped_linear
-        y = grouped(flat, weights, added, spec)
-        y = y.view(*inp.shape[:-1], self.out_features)
-        return (y, self._of_each_group(biases)) if self.return_bias else y
-
-    def _of_each_group(self, biases: list[Tensor]) -> list[Tensor]:
-        return list(biases[0].unbind(0)) if biases and self.single_grouped_bias else biases
-
-    def _spec(
-        self,
-        inp: Tensor,
-        tensors: tuple[Tensor | None, ...],
-        rows: tuple[int, ...],
-        is_first_microbatch: bool | None,
-    ) -> GroupedLinearSpec:
-        """Return the spec of a call whose groups are multiplied one by one.
-
-        The groups' specs do not depend on their numbers of rows, which differ in every call, and are cached.
-        """
-        state = current()
-        self._together.forget_weights(is_first_microbatch)
-        products = self._product_quantizers(state)
-        active = self.numerics.active
-        if not state.enabled or active is None:
-            active = ModuleRecipe(products)
-        call = self._key(inp, tensors, (is_first_microbatch,), active)
-        if torch.compiler.is_compiling():
-            begin = functools.partial(traced_update, self, self.tracing_key, state.group)
-        else:
-            begin = of_the_pass
-        update = scale_update(call._replace(begin=begin), call.wants)
-        fits = self._fits(products, rows) if state.enabled else (True,) * len(rows)
-        if products is active.products and not torch.compiler.is_compiling() and undisturbed():
-            kind, shape, *facts = call.x
-            groups = self._groups[call._replace(x=(kind, shape[-1:], *facts)), fits]
-        else:
-            chosen = zip(products, fits, strict=True)
-            groups = group_specs(call, tuple([product if fit else UNQUANTIZED for product, fit in chosen]))
-        config = self._config
-        stacked_bias = config.single_grouped_bias and config.use_bias and not config.return_bias
-        return GroupedLinearSpec(
-            rows,
-            groups,
-            call.wants,
-            stacked_weight=config.single_grouped_weight,
-            stacked_bias=stacked_bias,
-            scale_update=update,
-        )
-
-    def _fits(self, products: tuple[ProductQuantizers, ...], rows: tuple[int, ...]) -> tuple[bool, ...]:
-        """Return for each group whether the format supports its sizes, with one warning where it does not."""
-        fits = []
-        for product, m in zip(products, rows, strict=True):
-            reason = product_refusal(product, m, self.in_features, self.out_features)
-            if reason is not None:
-                self._warn_once(
-                    "group", f"GroupedLinear runs groups in high precision: {reason}; pad their rows"
-                )
-            fits.append(reason is None)
-        return tuple(fits)
-
-    def _with_cached_weights(
-        self, spec: GroupedLinearSpec, weights: list[Tensor], first: bool
-    ) -> tuple[LinearSpec, ...]:
-        members = members_of(weights[0]) if spec.stacked_weight else weights
-        return tuple(
-            self.with_cached_weight(f"weight{i}", member, group, first)
-            for i, (member, group) in enumerate(zip(members, spec.groups, strict=True))
-        )
-
     def _tensors(self) -> tuple[Tensor | None, ...]:
         """All weights, then all biases."""
-        weights = [getattr(self, name) for name in self._config.weight_names]
-        if not self.use_bias:
-            return (*weights, *[None] * len(self._config.bias_names))
-        return (*weights, *[getattr(self, name) for name in self._config.bias_names])
+        config, held = self._config, self._parameters
+        if not config.use_bias:
+            weights = [held[name] if name in held else getattr(self, name) for name in config.weight_names]
+            return (*weights, *[None] * len(config.bias_names))
+        return tuple([held[name] if name in held else getattr(self, name) for name in config._tensors])
 
     def _accepted_splits(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> Sequence[int] | Tensor:
         """Return the rows of each group as ints, or as the tensor of whole numbers that was given.
@@ -359,23 +361,21 @@ class GroupedLinear(ProductsModule):
         )
 
 
-def _by_name(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], spec: GroupedLinearSpec
-) -> Tensor:
-    """`grouped_linear` by what stands in this file's names."""
-    for group in spec.groups:
+def _by_name(x: Tensor, weights: Sequence[Any], biases: Sequence[Any] | None, call: GroupedCall) -> Tensor:
+    """Compute `grouped_linear` by the functions that this file's names are bound to."""
+    for group in call.groups:
         refuse_quantized(group, _replaced.names, "GroupedLinear")
-    if spec.buffers is not NO_BUFFERS:
+    if call.buffers is not NO_BUFFERS:
         raise NotImplementedError(
             "out and dgrad_out while a name of GroupedLinear's file is replaced; leave them None"
         )
-    if spec.stacked_weight:
-        weights = list(weights[0].unbind(0))
-    if spec.stacked_bias and biases[0] is not None:
-        biases = list(biases[0].unbind(0))
-    spec = replace(spec, stacked_weight=False, stacked_bias=False)
+    if call.spec.stacked_weight:
+        weights = weights[0].unbind(0)
+    if call.spec.stacked_bias and biases:
+        biases = biases[0].unbind(0)
+    added = biases or [None] * len(weights)
     file = sys.modules[__name__]
-    return called_by_name(_GroupedLinear, torch.is_grad_enabled(), x, spec, file, *weights, *biases)
+    return called_by_name(_GroupedLinear, torch.is_grad_enabled(), x, call, file, *weights, *added)
 
 
 _replaced = watched(__name__, {"_GroupedLinear": _GroupedLinear, "general_gemm": general_gemm})

@@ -1,23 +1,69 @@
 """Parameters of a GroupedLinear: weight0 [N, K], bias0 [N], weight1, .., or one weight [n, N, K] and one bias [n, N].
 
-A checkpoint of either form loads into the other.
+A checkpoint of either form loads into the other. The keywords that choose the form, and one tensor for the numbers of
+rows, are read here.
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...common import env
+from ...common.numbers import to_bool
 from ..distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ..tensor.grouped_tensor import GroupedTensor
 from ..tensor.initial_values import initial_values_of, keep_initial_values
 from ..tensor.quantized_tensor import QuantizedTensor
 from .linear_base import LinearConfig, ProductsModule
 from .parameters import InitMethod, ParameterInit
+
+_SINGLE = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
+_FUSED = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"
+
+
+def single_parameters(**asked: bool) -> dict[str, bool]:
+    """Return single_grouped_weight and single_grouped_bias; without their variable they are False, with a warning."""
+    names = [name for name, wanted in asked.items() if wanted]
+    if not names or env.get(_SINGLE):
+        return asked
+    warnings.warn(
+        f"{names[0]}=True has no effect without {_SINGLE}=1; the layer has one parameter per group",
+        UserWarning,
+        stacklevel=3,
+    )
+    return dict.fromkeys(asked, False)
+
+
+def uses_grouped_tensor(value: Any) -> bool:
+    """Return use_grouped_tensor as a bool; None follows the deprecated variable, which warns."""
+    if value is None:
+        if env.get(_FUSED):
+            warnings.warn(
+                f"{_FUSED} is deprecated; give use_grouped_tensor=True", FutureWarning, stacklevel=3
+            )
+        return bool(env.get(_FUSED))
+    return to_bool("use_grouped_tensor", value)
+
+
+def check_device_splits(m_splits: Sequence[int] | Tensor, device: torch.device) -> None:
+    """Raise ValueError if a layer that must not wait for the GPU gets numbers of rows that are not on the GPU."""
+    if device.type != "cuda":
+        return
+    if not isinstance(m_splits, Tensor) or not m_splits.is_cuda or m_splits.dtype != torch.int64:
+        found = (
+            f"{m_splits.dtype} on {m_splits.device}"
+            if isinstance(m_splits, Tensor)
+            else f"a {type(m_splits).__name__}"
+        )
+        raise ValueError(
+            f"m_splits is {found}; with use_grouped_tensor=True give int64 on the GPU, or leave the keyword False"
+        )
 
 
 def names_of(kind: str, count: int, single: bool) -> tuple[str, ...]:

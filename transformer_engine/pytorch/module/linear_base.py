@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,9 +28,10 @@ from ..runtime.warn_once import warn_once
 from .base import ModuleConfig, TransformerEngineBaseModule
 from .config import configured
 from .numerics import of_traced_call, traced_update
+from .parameters import parameter_of
 from .products import ModuleRecipe, ProductQuantizers, unquantized
 from .repetition import may_be_repeated, repeatable
-from .specs import Call, Held, check_call, facts_of, quantizable
+from .specs import Call, Held, Run, check_call, facts_of, quantizable
 
 _KEPT = 64  # what a module keeps of calls that it may meet again
 _is_compiling = torch.compiler.is_compiling
@@ -117,6 +120,19 @@ def check_parallel_mode(mode: str | None, tp_size: int, in_features: int, out_fe
         raise ValueError(f"tp_size={tp_size} does not divide {sharded[0]}={sharded[1]}; pad it to {padded}")
 
 
+_facts = operator.attrgetter("__class__", "shape", "dtype", "device", "requires_grad")
+
+
+def _runs(tensors: tuple[Tensor | None, ...]) -> tuple[Run, ...]:
+    """Return the facts of the tensors, with one entry for consecutive tensors of the same kind."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    found = itertools.groupby(map(_facts, given))
+    runs = [Run(facts, len(list(members))) for facts, members in found]
+    if len(given) < len(tensors):  # a layer without biases
+        runs.append(Run(None, len(tensors) - len(given)))
+    return tuple(runs)
+
+
 def _role(kept: str) -> property:
     """Return a property for a boundary role; assigning a different role resets the quantizers."""
 
@@ -202,8 +218,22 @@ class ProductsModule(TransformerEngineBaseModule):
     output_quantizer_role = _role("_output_role")
     grad_input_quantizer_role = _role("_grad_input_role")
 
-    def spec(self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Any:
-        """build(key) of a call: made in the first call, found in those that agree in all that it may depend on."""
+    def spec(
+        self,
+        inp: Tensor,
+        tensors: tuple[Tensor | None, ...],
+        options: tuple[Any, ...],
+        any_rows: bool = False,
+    ) -> Any:
+        """Return build(key) of a call, made in the first call with this key.
+
+        Args:
+            inp: The input.
+            tensors: The parameters, named by `config._tensors`.
+            options: The switches of forward, named by `config._options`.
+            any_rows: The spec does not depend on the number of rows. The key then has one entry for consecutive
+                parameters of the same kind, so that a look-up takes little longer with many groups.
+        """
         if _is_compiling():
             return self._traced_spec(inp, tensors, options)
         thread = here_in_eager_mode()
@@ -231,8 +261,10 @@ class ProductsModule(TransformerEngineBaseModule):
                 env.generation(),
                 store,
                 self._holders() if store is not None or config.fuse_wgrad_accumulation else None,
-                (type(inp), inp.shape, inp.dtype, device, inp.requires_grad),
-                tuple(
+                (type(inp), inp.shape[-1:] if any_rows else inp.shape, inp.dtype, device, inp.requires_grad),
+                _runs(tensors)
+                if any_rows
+                else tuple(
                     [
                         None if t is None else (type(t), t.shape, t.dtype, t.device, t.requires_grad)
                         for t in tensors
@@ -308,7 +340,7 @@ class ProductsModule(TransformerEngineBaseModule):
 
     def _holders(self) -> tuple[tuple[Held, ...], ...]:
         return tuple(
-            [tuple([Held(getattr(self, name)) for name in names]) for names in self._config._weights]
+            [tuple([Held(parameter_of(self, name)) for name in names]) for names in self._config._weights]
         )
 
     def quantizable_products(

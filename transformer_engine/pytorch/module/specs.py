@@ -42,6 +42,13 @@ class Facts(NamedTuple):
         return issubclass(self.kind, QuantizedTensorStorage)
 
 
+class Run(NamedTuple):
+    """Facts of consecutive parameters that agree in them, as they stand in a key; see `ProductsModule.spec`."""
+
+    facts: tuple[Any, ...] | None
+    count: int
+
+
 class Held:
     """A parameter that a gradient is accumulated into, in a key: equal to itself alone, and kept alive by it."""
 
@@ -169,7 +176,7 @@ def common_dtype(
     return x
 
 
-def product_refusal(product: ProductQuantizers, m: int, k: int, n: int) -> str | None:
+def product_refusal(product: ProductQuantizers | LinearSpec, m: int, k: int, n: int) -> str | None:
     """Why a format cannot take x [m, k], w [n, k] or dy [m, n]; None when it can take all three."""
     for quantizer, extents in (
         (product.input, (m, k)),

@@ -9,34 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..functions.normalization import Norm
 from ..functions.run import run
 from ..functions.saving import pack, unpack
+from ..primitives.activation import ActivationParams
 from ..quantization.autocast import AutocastState, current
 from ..runtime.device import autocast_dtype
 from ..tensor.quantized_tensor import QuantizedTensorStorage
+from . import step_functions as step_functions  # the executor finds their functions in its table
 from .chain_plans import (
     BackwardKey,
     BackwardPlan,
-    ForwardPlan,
     GradFacts,
-    Member,
+    PassMember,
     backward_plan,
     forward_plan,
+    traced_plans,
 )
-from .pass_builder import ChainEnvironment
-from .step_functions import TABLE
-
-assert set(TABLE) >= {"rows", "unflatten"}, "the executor has the functions of these passes"
 
 
-class TensorFacts(NamedTuple):
-    """What an operation's contribution may depend on of its input."""
+class InputFacts(NamedTuple):
+    """Metadata of an operation's input, on which its contribution may depend."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -44,14 +43,35 @@ class TensorFacts(NamedTuple):
     quantized: bool = False
 
     @staticmethod
-    def of(x: Any) -> TensorFacts:
+    def of(x: Any) -> InputFacts:
         """Return the facts of a tensor, plain or quantized."""
-        return TensorFacts(tuple(x.shape), x.dtype, x.device, isinstance(x, QuantizedTensorStorage))
+        return InputFacts(tuple(x.shape), x.dtype, x.device, isinstance(x, QuantizedTensorStorage))
 
 
 @dataclass(slots=True)
-class Call:
-    """What a contribution may depend on beside the input and the operation.
+class ChainEnvironment:
+    """The objects that settings of steps refer to by the name of an operation; see `functions.steps.Environment`.
+
+    Attributes:
+        linears: Specs of linear layers, and boundaries of collectives.
+        dtypes: Dtypes of the gradients of weight and bias.
+        norms: Normalizations.
+        activations: Names and parameters of activations.
+        objects: Everything else, by operation and slot: quantizers, dropout probabilities.
+        leading: Unused; results keep their dimensions in buffers.
+    """
+
+    linears: dict[str, Any] = field(default_factory=dict)
+    dtypes: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
+    norms: dict[str, Norm] = field(default_factory=dict)
+    activations: dict[str, tuple[str, ActivationParams]] = field(default_factory=dict)
+    objects: dict[tuple[str, str], Any] = field(default_factory=dict)
+    leading: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class OperationCall:
+    """Facts of a call on which a contribution may depend, in addition to the input and the operation.
 
     Attributes:
         state: The autocast state.
@@ -69,16 +89,16 @@ class Call:
     traced: bool
     saves: bool
     grad_input: bool
-    extra: tuple[TensorFacts, ...]
+    extra: tuple[InputFacts, ...]
     extra_tensors: tuple[Tensor, ...]
     options: dict[str, Any]
 
 
 class StepState(NamedTuple):
-    """What the forward pass of an operation leaves in its context beside tensors."""
+    """Non-tensor state that the forward pass of an operation leaves in its context."""
 
     environment: ChainEnvironment
-    member: Member
+    member: PassMember
     saved: tuple[tuple[str | None, str | None], ...]
     forms: list[Any]
     constants: dict[int, Any]
@@ -89,6 +109,11 @@ class _Unfused:
     """Whether passes are built without rules, which tests compare with."""
 
     blocks = 0
+
+
+def rules_apply() -> bool:
+    """Return whether rules merge the steps of passes, which is so outside of `unfused` blocks."""
+    return not _Unfused.blocks
 
 
 @contextmanager
@@ -125,13 +150,46 @@ def run_forward(
         The output, and the extra outputs by operation.
     """
     environment = ChainEnvironment() if environment is None else environment
-    facts, state = TensorFacts.of(x), current()
-    members: list[Member] = []
+    members, parameters = describe(ops, ctxs, x, extra_inputs, options, environment, first)
     given: list[Any] = [x]
+    for tensors, extra in zip(parameters, extra_inputs, strict=True):
+        given += [*tensors, *extra]
+    quantized, traced_plan = isinstance(x, QuantizedTensorStorage), None
+    if torch.compiler.is_compiling():
+        plan, traced_plan = traced_plans(members, quantized, rules_apply())
+    else:
+        plan = forward_plan(members, quantized, rules_apply())
+    (output, *extra_outputs), saved = run(plan.schedule, environment, given)  # pyright: ignore
+    at = 0
+    for ctx, member, pairs in zip(ctxs, members, plan.saved, strict=True):
+        if ctx.requires_grad:
+            _save(ctx, environment, member, pairs, saved[at : at + len(pairs)], traced_plan)
+        at += len(pairs)
+    made = iter(extra_outputs)
+    return output, [tuple([next(made) for _ in range(count)]) for count in plan.extra_outputs]
+
+
+def describe(
+    ops: Sequence[Any],
+    ctxs: Sequence[Any],
+    x: Any,
+    extra_inputs: Sequence[Sequence[Tensor]],
+    options: Sequence[dict[str, Any]],
+    environment: ChainEnvironment,
+    first: int = 0,
+) -> tuple[tuple[PassMember, ...], list[list[Tensor]]]:
+    """Let operations describe themselves for one call; see `run_forward`.
+
+    Returns:
+        The members of the passes, and by operation the parameters that its steps read.
+    """
+    facts, state = InputFacts.of(x), current()
+    members: list[PassMember] = []
+    tensors: list[list[Tensor]] = []
     traced, narrowed = torch.compiler.is_compiling(), autocast_dtype(x.device.type)
     for i, (op, ctx) in enumerate(zip(ops, ctxs, strict=True)):
-        extra = tuple([TensorFacts.of(tensor) for tensor in extra_inputs[i]])
-        call = Call(
+        extra = tuple([InputFacts.of(tensor) for tensor in extra_inputs[i]])
+        call = OperationCall(
             state,
             narrowed,
             traced,
@@ -144,19 +202,11 @@ def run_forward(
         check_options(op, options[i])
         contribution, facts = op.contribute(str(first + i), facts, call, environment)
         parameters = op.pass_parameters()
-        names = tuple(parameters)
-        members.append(Member(str(first + i), contribution, names, len(extra), ctx.requires_grad))
-        given += [*parameters.values(), *extra_inputs[i]]
-    plan = forward_plan(tuple(members), isinstance(x, QuantizedTensorStorage), not _Unfused.blocks)
-    traced_plan = _plan_while_tracing(plan, members) if traced else None
-    (output, *extra_outputs), saved = run(plan.schedule, environment, given)  # pyright: ignore
-    at = 0
-    for ctx, member, pairs in zip(ctxs, members, plan.saved, strict=True):
-        if ctx.requires_grad:
-            _save(ctx, environment, member, pairs, saved[at : at + len(pairs)], traced_plan)
-        at += len(pairs)
-    made = iter(extra_outputs)
-    return output, [tuple([next(made) for _ in range(count)]) for count in plan.extra_outputs]
+        tensors.append(list(parameters.values()))
+        members.append(
+            PassMember(str(first + i), contribution, tuple(parameters), len(extra), ctx.requires_grad)
+        )
+    return tuple(members), tensors
 
 
 def check_options(op: Any, options: dict[str, Any]) -> None:
@@ -169,25 +219,10 @@ def check_options(op: Any, options: dict[str, Any]) -> None:
         )
 
 
-def _plan_while_tracing(plan: ForwardPlan, members: Sequence[Member]) -> BackwardPlan | None:
-    """Return the backward pass of a forward pass that a compiler traces.
-
-    The graph of a backward pass may write to no cache. All gradients of extra outputs are there, and none is written
-    in place.
-    """
-    reached = [i for i, member in enumerate(members) if member.saves]
-    if not reached:
-        return None
-    extra = tuple([(GradFacts(False),) * plan.extra_outputs[i] for i in reached])
-    saved = tuple([plan.saved[i] for i in reached])
-    key = BackwardKey(tuple([members[i] for i in reached]), saved, extra, False)
-    return backward_plan(key, not _Unfused.blocks)
-
-
 def _save(
     ctx: Any,
     env: ChainEnvironment,
-    member: Member,
+    member: PassMember,
     pairs: Any,
     saved: list[Any],
     traced_plan: BackwardPlan | None,
@@ -231,10 +266,10 @@ def run_backward(
     environment = states[0].environment
     plan = states[0].traced_plan
     if plan is None:
-        facts = tuple([tuple([_grad_facts(grad) for grad in grads]) for grads in grad_extra_outputs])
+        facts = tuple([tuple([grad_facts(grad) for grad in grads]) for grads in grad_extra_outputs])
         quantized = isinstance(grad_output, QuantizedTensorStorage)
         members, pairs = tuple([s.member for s in states]), tuple([s.saved for s in states])
-        plan = backward_plan(BackwardKey(members, pairs, facts, quantized), not _Unfused.blocks)
+        plan = backward_plan(BackwardKey(members, pairs, facts, quantized), rules_apply())
     buffers: dict[str, Any] = {"dy": grad_output}
     for ctx, state, grads in zip(ctxs, states, grad_extra_outputs, strict=True):
         for (_, source), value in zip(state.saved, _saved_values(ctx), strict=True):
@@ -251,7 +286,8 @@ def run_backward(
     return grad_input, parameters, [tuple([next(made) for _ in range(n)]) for n in plan.extra_inputs]
 
 
-def _grad_facts(grad: Tensor | None) -> GradFacts | None:
+def grad_facts(grad: Tensor | None) -> GradFacts | None:
+    """Return the facts of the gradient of an extra output; None if it is absent."""
     if grad is None:
         return None
     # Autograd may pass an expanded gradient, whose elements share memory.

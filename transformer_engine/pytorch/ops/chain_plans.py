@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-
 from ...common.memory import Memory
+from ...common.passes.grouped import over_groups
+from ...common.passes.linear import LinearFacts
 from ...common.passes.rules import (
     ACCUMULATED_PRODUCT,
     BIAS_IN_PRODUCT,
@@ -25,7 +25,8 @@ from ...common.passes.rules import (
 from ...common.passes.step import Pass, Step
 from ...common.passes.vocabulary import Cast, ColumnSum
 from ..functions.run import Schedule, schedule_of
-from .pass_builder import Backward, Contribution, Forward, Kept, PassBuilder, Value
+from ..runtime.tracing import constant_while_tracing
+from .pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPart, PassBuilder, Value
 
 RULES = (
     BIAS_IN_PRODUCT,
@@ -40,7 +41,7 @@ _DENSE = frozenset({"dense", "activation_backward", "norm_backward", "product", 
 _KEPT = 512
 
 
-class Member(NamedTuple):
+class PassMember(NamedTuple):
     """One operation of a pass: its name in the pass, contribution, parameters, numbers of extra tensors, and whether
     it saves anything."""
 
@@ -69,7 +70,7 @@ class GradFacts(NamedTuple):
 class BackwardKey(NamedTuple):
     """A kind of backward pass, by operation: members, saved buffers, and gradients of the extra outputs."""
 
-    members: tuple[Member, ...]
+    members: tuple[PassMember, ...]
     saved: tuple[tuple[tuple[str | None, str | None], ...], ...]
     extra: tuple[tuple[GradFacts | None, ...], ...]
     quantized: bool
@@ -106,7 +107,7 @@ def _operation(layer: str) -> str:
     return layer.partition(".")[0]
 
 
-def _plan_forward(key: tuple[tuple[Member, ...], bool, bool]) -> ForwardPlan:
+def _plan_forward(key: tuple[tuple[PassMember, ...], bool, bool]) -> ForwardPlan:
     members, quantized, fused = key
     x = f"{members[0].name}.x"
     steps, value = PassBuilder(), Value(x, None, quantized)
@@ -114,7 +115,7 @@ def _plan_forward(key: tuple[tuple[Member, ...], bool, bool]) -> ForwardPlan:
     for member in members:
         inputs += [f"{member.name}.{parameter}" for parameter in member.parameters]
         inputs += [f"{member.name}.extra{i}" for i in range(member.extra_inputs)]
-        part: Forward = member.contribution.forward(steps, member.name, value)
+        part: ForwardPart = member.contribution.forward(steps, member.name, value)
         value = part.output
         parts.append(part if member.saves else part._replace(saved=()))
     output = value.name if value.quantized else steps.shaped(value).name
@@ -125,6 +126,7 @@ def _plan_forward(key: tuple[tuple[Member, ...], bool, bool]) -> ForwardPlan:
     read = without_identity_casts(made, _is_plain(contributions))
     if fused:
         read = fuse(read, _allowed(contributions), RULES)
+    read = over_groups(read, _over_groups(members))
     pairs = iter(zip(saved, read.saved, strict=True))
     return ForwardPlan(
         schedule_of(read),
@@ -134,6 +136,10 @@ def _plan_forward(key: tuple[tuple[Member, ...], bool, bool]) -> ForwardPlan:
     )
 
 
+def _over_groups(members: tuple[PassMember, ...]) -> list[str]:
+    return [member.name for member in members if member.contribution.over_groups]
+
+
 def _is_plain(contributions: dict[str, Contribution]) -> Callable[[Cast], bool]:
     return lambda cast: contributions[_operation(cast.layer)].is_plain(cast.layer)
 
@@ -141,7 +147,7 @@ def _is_plain(contributions: dict[str, Contribution]) -> Callable[[Cast], bool]:
 def _plan_backward(key: tuple[BackwardKey, bool]) -> BackwardPlan:
     (members, saved, extra, quantized), fused = key
     steps, value = PassBuilder(".backward"), Value("dy", None, quantized)
-    parts: list[Backward] = []
+    parts: list[BackwardPart] = []
     inputs = ["dy"]
     columns: list[Step] = []
     for member, kept, given in reversed(list(zip(members, saved, extra, strict=True))):
@@ -152,7 +158,7 @@ def _plan_backward(key: tuple[BackwardKey, bool]) -> BackwardPlan:
         names = tuple([name for name, _ in kept])
         writable = tuple([facts is not None and facts.writable for facts in given])
         contribution = member.contribution.with_writable_gradients(writable)
-        part = contribution.backward(steps, member.name, value, Kept(names, tuple(grads)))
+        part = contribution.backward(steps, member.name, value, BackwardInputs(names, tuple(grads)))
         parts.insert(0, part)
         for name, source in kept:
             if source is not None and source not in inputs:
@@ -168,26 +174,21 @@ def _plan_backward(key: tuple[BackwardKey, bool]) -> BackwardPlan:
     extras = [
         None if made is None else steps.shaped(made).name for part in parts for made in part.grad_extra_inputs
     ]
-    made_pass = Pass(tuple(inputs), (grad_input, *parameters, *extras), (), (*_unique(columns), *steps.steps))
+    # A buffer may be saved by several operations.
+    read_columns = {step.results: step for step in columns}.values()
+    made_pass = Pass(tuple(inputs), (grad_input, *parameters, *extras), (), (*read_columns, *steps.steps))
     contributions = {member.name: member.contribution for member in members}
-    read = _without_dense(without_identity_casts(made_pass, _is_plain_or_column(contributions)))
+    is_plain = _is_plain(contributions)
+    read = _without_dense(without_identity_casts(made_pass, lambda cast: not cast.tensor or is_plain(cast)))
     if fused:
         read = fuse(read, _allowed(contributions), RULES)
+    read = over_groups(read, _over_groups(members))
     return BackwardPlan(
         schedule_of(read),
         tuple([len(part.grad_parameters) for part in parts]),
         tuple([len(part.grad_extra_inputs) for part in parts]),
         read,
     )
-
-
-def _unique(columns: list[Step]) -> list[Step]:
-    return list({step.results: step for step in columns}.values())
-
-
-def _is_plain_or_column(contributions: dict[str, Contribution]) -> Callable[[Cast], bool]:
-    plain = _is_plain(contributions)
-    return lambda cast: not cast.tensor or plain(cast)
 
 
 def _without_dense(pass_: Pass) -> Pass:
@@ -210,7 +211,7 @@ _forward_plans: Memory[Any, ForwardPlan] = Memory(_plan_forward, _KEPT)
 _backward_plans: Memory[Any, BackwardPlan] = Memory(_plan_backward, _KEPT)
 
 
-def forward_plan(members: tuple[Member, ...], quantized: bool, fused: bool) -> ForwardPlan:
+def forward_plan(members: tuple[PassMember, ...], quantized: bool, fused: bool) -> ForwardPlan:
     """Return the forward pass of operations, built at the first call.
 
     Args:
@@ -218,10 +219,60 @@ def forward_plan(members: tuple[Member, ...], quantized: bool, fused: bool) -> F
         quantized: The input is quantized.
         fused: Apply rules.
     """
-    key = (members, quantized, fused)
-    return _plan_forward(key) if torch.compiler.is_compiling() else _forward_plans[key]
+    return _forward_plans[members, quantized, fused]
 
 
 def backward_plan(key: BackwardKey, fused: bool) -> BackwardPlan:
     """Return the backward pass of operations, built at the first call; see `forward_plan`."""
-    return _plan_backward((key, fused)) if torch.compiler.is_compiling() else _backward_plans[(key, fused)]
+    return _backward_plans[key, fused]
+
+
+def traced_plans(
+    members: tuple[PassMember, ...], quantized: bool, fused: bool
+) -> tuple[ForwardPlan, BackwardPlan | None]:
+    """Return both passes of operations that a compiler traces, which takes them as constants.
+
+    The graph of a backward pass has all gradients of extra outputs, and writes none in place.
+    """
+    described = [
+        (m.name, _constant_of(m.contribution), m.parameters, m.extra_inputs, m.saves) for m in members
+    ]
+    return _constant_plans(tuple(described), quantized, fused)
+
+
+def _constant_of(value: Any) -> Any:
+    """Return a frozen record, and those in it, as a constant of the compiler: (class name, field..)."""
+    if type(value) is tuple:
+        return ("tuple", *[_constant_of(part) for part in value])
+    names = getattr(type(value), "__match_args__", None)
+    if names is None:
+        return value
+    return (type(value).__name__, *[_constant_of(getattr(value, name)) for name in names])
+
+
+def _record_of(constant: Any, kinds: dict[str, Any]) -> Any:
+    """Return the record of a constant."""
+    if type(constant) is not tuple:
+        return constant
+    name, *fields = constant
+    made = [_record_of(field, kinds) for field in fields]
+    return tuple(made) if name == "tuple" else kinds[name](*made)
+
+
+@constant_while_tracing
+def _constant_plans(
+    described: tuple[Any, ...], quantized: bool, fused: bool
+) -> tuple[ForwardPlan, BackwardPlan | None]:
+    kinds = {kind.__name__: kind for kind in (Contribution, LinearFacts, *Contribution.__subclasses__())}
+    kinds |= Contribution.records
+    members = tuple(
+        [PassMember(name, _record_of(constant, kinds), *rest) for name, constant, *rest in described]
+    )
+    plan = forward_plan(members, quantized, fused)
+    reached = [i for i, member in enumerate(members) if member.saves]
+    if not reached:
+        return plan, None
+    extra = tuple([(GradFacts(False),) * plan.extra_outputs[i] for i in reached])
+    saved = tuple([plan.saved[i] for i in reached])
+    key = BackwardKey(tuple([members[i] for i in reached]), saved, extra, False)
+    return plan, backward_plan(key, fused)

@@ -12,15 +12,24 @@ from ..functions.saving import keep, take_saved
 from ..functions.scale_update import ScaleUpdate
 from ..quantization.autocast import AutocastState
 from ..runtime.double_backward import once_differentiable
-from .chain import run_backward, run_forward
+from .chain import ChainEnvironment, run_backward, run_forward
 from .links import Links
 from .operation import BasicOperation, FusibleOperation, OperationContext
-from .pass_builder import ChainEnvironment
 from .step_operation import contributes_backward, contributes_forward
 from .tracing import update_of
 
 # Operations in order, each with the indices of its basic operations.
 Fused = list[tuple[FusibleOperation, list[int]]]
+
+
+def contexts_of(count: int, first: int, x: Tensor) -> list[OperationContext]:
+    """Return contexts of operations, of which the first to be reached by the backward pass is given."""
+    return [
+        OperationContext(
+            requires_grad=i >= first, input_requires_grad=i > first or (i == first == 0 and x.requires_grad)
+        )
+        for i in range(count)
+    ]
 
 
 class ChainRun:
@@ -52,13 +61,7 @@ class ChainRun:
     def forward(self, x: Tensor, extra_inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Any]]:
         """Return (main output, extra outputs for the caller..), and the tensors to save."""
         count = len(self.basic_ops)
-        self.contexts = [
-            OperationContext(
-                requires_grad=i >= self.first,
-                input_requires_grad=i > self.first or (i == self.first == 0 and x.requires_grad),
-            )
-            for i in range(count)
-        ]
+        self.contexts = contexts_of(count, self.first, x)
         environment = ChainEnvironment()
         given = self.links.given(extra_inputs)
         outputs: list[tuple[Any, ...]] = [()] * count
@@ -86,7 +89,7 @@ class ChainRun:
             ctx._saved_range = (len(saved), len(saved) + len(tensors))
             ctx.to_save = None
             saved += tensors
-        return (x, *self.links.returned(outputs)), saved
+        return (x, *[outputs[slot.op][slot.index] for slot in self.links.public_outputs]), saved
 
     def _run_opaque(
         self, op: FusibleOperation, indices: list[int], x: Tensor, received: list[Any], options: list[Any]
@@ -118,19 +121,16 @@ class ChainRun:
         del saved  # the contexts own the tensors from here on
         parameters: list[tuple[Any, ...]] = [(None,) * n for n in self.parameters]
         extra_inputs: list[tuple[Any, ...]] = [(None,) * op.num_extra_inputs for op in self.basic_ops]
-        given = self.links.given_gradients(grad_extra)
+        given = dict(zip(self.links.public_outputs, grad_extra, strict=True))
         dy: Any = grad_output
         apart = _apart(self.backward_ops, self._backward_of_steps)
         reached = [entry for entry in apart if entry[1][-1] >= self.first]
 
         def joins(before: Sequence[int], behind: Sequence[int]) -> bool:
-            same = _environment(self.contexts, before) is _environment(self.contexts, behind)
-            return (
-                same
-                and self._stepwise(before)
-                and self._stepwise(behind)
-                and not self.links.connects(before, behind)
-            )
+            if not (self._stepwise(before) and self._stepwise(behind)) or self.links.connects(before, behind):
+                return False
+            states: list[Any] = [self.contexts[indices[-1]].step_state for indices in (before, behind)]  # pyright: ignore
+            return states[0].environment is states[1].environment
 
         for segment in reversed(_segments(reached, joins)):
             indices = [i for _, members in segment for i in members]
@@ -143,13 +143,18 @@ class ChainRun:
                     ctxs, dy, basic_op_grad_extra_outputs=grads
                 )
             for i, of_parameters, of_inputs in zip(indices, made, extra, strict=True):
-                self._check_gradients(i, tuple(of_parameters))
                 parameters[i], extra_inputs[i] = tuple(of_parameters), tuple(of_inputs)
+                if len(parameters[i]) != self.parameters[i]:
+                    raise RuntimeError(
+                        f"the backward pass of {type(self.basic_ops[i]).__name__} returned {len(parameters[i])} "
+                        f"parameter gradients for {self.parameters[i]} parameters; return one for each parameter, None "
+                        "where there is none"
+                    )
                 contexts[i].saved_tensors = None
         if count and self.first > 0:
             dy = None
         flat = [grad for group in parameters for grad in group]
-        return dy, flat, self.links.public_gradients(extra_inputs)
+        return dy, flat, [extra_inputs[slot.op][slot.index] for slot in self.links.public_inputs]
 
     def _backward_of_steps(self, op: FusibleOperation) -> bool:
         """Return whether an operation's backward pass is made of steps, of forward passes that were too."""
@@ -166,14 +171,6 @@ class ChainRun:
         own = all(contributes_backward(self.basic_ops[i]) for i in indices)
         return own and self._have_steps(indices) and not self._opaque_backward.intersection(indices)
 
-    def _check_gradients(self, index: int, grads: tuple[Any, ...]) -> None:
-        if len(grads) != self.parameters[index]:
-            raise RuntimeError(
-                f"the backward pass of {type(self.basic_ops[index]).__name__} returned {len(grads)} parameter "
-                "gradients "
-                f"for {self.parameters[index]} parameters; return one for each parameter, None where there is none"
-            )
-
 
 def _apart(ops: Fused, of_steps: Callable[[FusibleOperation], bool]) -> Fused:
     """Replace fused operations that contribute steps by their basic operations, whose steps the rules merge."""
@@ -187,7 +184,7 @@ def _apart(ops: Fused, of_steps: Callable[[FusibleOperation], bool]) -> Fused:
 
 
 def _segments(ops: Fused, joins: Callable[[Sequence[int], Sequence[int]], bool]) -> list[Fused]:
-    """Cut a chain into runs of operations: joins(indices before, indices behind) is True where a run goes on."""
+    """Cut a chain into runs of operations: joins(before, behind) is True within a run."""
     segments: list[Fused] = []
     for op, indices in ops:
         before = [i for _, members in segments[-1] for i in members] if segments else []
@@ -213,11 +210,6 @@ def _restored(contexts: Sequence[OperationContext], saved: Sequence[Any]) -> lis
     return restored
 
 
-def _environment(contexts: Any, indices: Sequence[int]) -> Any:
-    state = getattr(contexts[indices[-1]], "step_state", None)
-    return None if state is None else state.environment
-
-
 def _keep_storage(tensors: Sequence[Any]) -> None:
     """Mark tensors whose memory an operation must not free after use."""
     if torch.compiler.is_compiling():
@@ -235,7 +227,7 @@ class FusedChain(torch.autograd.Function):
         keep(ctx, saved)
         ctx.call = call
         ctx.scale_update = update_of(call.basic_ops, call.state)
-        outputs = _distinct(results, (x, *tensors))
+        outputs = distinct(results, (x, *tensors))
         ctx.mark_non_differentiable(*[y for y in outputs if not y.is_floating_point()])
         ctx.set_materialize_grads(torch.compiler.is_compiling())
         ctx.output = (outputs[0].shape, outputs[0].dtype, outputs[0].device)
@@ -255,7 +247,7 @@ class FusedChain(torch.autograd.Function):
         return grad_input, None, *parameters, *extra
 
 
-def _distinct(results: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+def distinct(results: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
     """Return results that are different objects, and none of the inputs, for autograd to attach its history to."""
     seen = {id(tensor) for tensor in inputs}
     made: list[Tensor] = []

@@ -8,17 +8,29 @@ whose steps are merged by rules (`chain.py`). All other operations run by their 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...common import env
+from ...common.dispatch import undisturbed
 from ...common.recipe import DelayedScaling, Recipe
-from ..quantization.autocast import AutocastState, current
-from .chain_run import ChainRun, Fused, FusedChain
+from ..functions.scale_update import in_a_backward
+from ..quantization.autocast import AutocastState, current, here_in_eager_mode
+from ..runtime.device import autocast_dtype
+from ..tensor.quantized_tensor import QuantizedTensorStorage
+from .chain import ChainEnvironment, describe, rules_apply
+from .chain_plans import forward_plan
+from .chain_run import ChainRun, Fused, FusedChain, contexts_of
 from .links import Links
 from .operation import BasicOperation, FusibleOperation
-from .tracing import following
+from .prepared_chain import Fusions, PreparedChain
+from .step_operation import contributes_backward, contributes_forward
+from .tracing import NOT_FOLLOWED, followed_by, following
+
+_MOST_PREPARED = 64  # kinds of calls of a chain; calls of ever new shapes empty the table
 
 Fusion = Callable[..., list[FusibleOperation]]
 
@@ -56,6 +68,22 @@ class OperationFuser:
         self.recipe_type: type[Recipe] | None = None
         self._fused_for: Any = None
         self._is_first_forward = True
+        # Chains that may be prepared: every operation contributes steps, and no channel connects two of them.
+        self._contributes = not self._links.sources and all(
+            contributes_forward(op) and contributes_backward(op) for op in self._basic_ops
+        )
+        self._with_facts = [type(op).call_facts is not BasicOperation.call_facts for op in self._basic_ops]
+        self._prepared: dict[tuple[Any, ...], PreparedChain | None] = {}
+        self._registered = self._registered_now()
+        self._followed = NOT_FOLLOWED
+
+    def _registered_now(self) -> tuple[list[Fusion], list[Fusion], list[Fusion]]:
+        """Return the registered fusion functions: of both passes, of forward passes, of backward passes."""
+        return (
+            [*self.forward_backward_fusion_functions],
+            [*self.forward_fusion_functions],
+            [*self.backward_fusion_functions],
+        )
 
     @property
     def _basic_op_params(self) -> list[list[torch.nn.Parameter]]:
@@ -91,19 +119,47 @@ class OperationFuser:
                 f"got {len(extra_inputs)} extra inputs, but the operations read {self.num_extra_inputs}; give one "
                 "tensor for each extra input, in the order of the operations"
             )
-        options = [{}] * self._num_basic_ops if basic_op_kwargs is None else basic_op_kwargs
-        if len(options) != self._num_basic_ops:
+        if basic_op_kwargs is not None and len(basic_op_kwargs) != self._num_basic_ops:
             raise ValueError(
-                f"basic_op_kwargs has {len(options)} entries for {self._num_basic_ops} basic operations; give one dict "
-                "for each"
+                f"basic_op_kwargs has {len(basic_op_kwargs)} entries for {self._num_basic_ops} basic operations; give "
+                "one dict for each"
             )
         if self._is_first_forward:
-            self._prepare()
+            for op in self._ops:
+                op.pre_first_fuser_forward()
+            self._ops, self._is_first_forward = self._basic_ops, False
+        if self._contributes and not torch.compiler.is_compiling() and not any(basic_op_kwargs or ()):
+            thread = here_in_eager_mode()
+            state = thread.state
+            recipe = state.recipe if state.enabled or state.calibrating else None
+            if not self._followed.is_current(recipe, state.group, self._basic_ops):
+                self._followed = followed_by(self._basic_ops, state)
+            repeats = self._followed.stateful and (thread.recomputes or in_a_backward())
+            if undisturbed() and not repeats:
+                key, given = self._key(state, input, extra_inputs)
+                chain = self._prepared.get(key)
+                if chain is None and key not in self._prepared:
+                    chain = self._prepare(key, state, input, extra_inputs)
+                if chain is not None:
+                    if chain.fusions.key is not self._fused_for:
+                        self._forward_ops, self._backward_ops, self.recipe_type, self._fused_for = (
+                            chain.fusions
+                        )
+                        self.first_op_requiring_backward = chain.first
+                    for check in chain.checks:
+                        check()
+                    return chain(given)
+        return self._run_segments(input, extra_inputs, basic_op_kwargs)
+
+    def _run_segments(
+        self, x: Tensor, extra_inputs: tuple[Tensor, ...], basic_op_kwargs: list[dict[str, Any]] | None
+    ) -> Any:
+        """Run a chain that is not prepared: operations of users, channels, recomputation, tracing."""
+        options = [{}] * self._num_basic_ops if basic_op_kwargs is None else basic_op_kwargs
         state = current()
         following(self._basic_ops, state)
         parameters = self._basic_op_params
-        records = torch.is_grad_enabled()
-        first = self._first_requiring_backward(records, input, parameters, extra_inputs)
+        first = self._first_requiring_backward(x, parameters, extra_inputs)
         self._fuse(first, state)
         for op, indices in self._forward_ops:
             op.pre_fuser_forward(requires_grad=indices[-1] >= first)
@@ -118,22 +174,111 @@ class OperationFuser:
             state,
         )
         if first < self._num_basic_ops:
-            results = FusedChain.apply(input, call, *flat, *extra_inputs)
+            results = FusedChain.apply(x, call, *flat, *extra_inputs)
         else:
-            results = call.forward(input, extra_inputs)[0]
+            results = call.forward(x, extra_inputs)[0]
         made: Any = results
         return made if len(made) > 1 else made[0]
 
-    def _prepare(self) -> None:
-        for op in self._ops:
-            op.pre_first_fuser_forward()
-        self._is_first_forward = False
+    def _key(
+        self, state: AutocastState, x: Tensor, extra_inputs: tuple[Tensor, ...]
+    ) -> tuple[tuple[Any, ...], list[Any]]:
+        """Return everything that a prepared chain depends on, and the inputs of its forward pass.
+
+        A write to an attribute of an operation changes its `_revision`, and so does another recipe.
+        """
+        both, forward, backward = self._registered
+        if (
+            self.forward_fusion_functions != forward
+            or self.backward_fusion_functions != backward
+            or self.forward_backward_fusion_functions != both
+        ):
+            self._prepared.clear()
+            self._registered = self._registered_now()
+        device = x.device
+        key: list[Any] = [
+            torch.is_grad_enabled(),
+            autocast_dtype(device.type),
+            env.generation(),
+            state.enabled,
+            rules_apply(),
+            (type(x), x.shape, x.dtype, device, x.requires_grad),
+        ]
+        given: list[Any] = [x]
+        at = 0
+        for op, has_facts in zip(self._basic_ops, self._with_facts, strict=True):
+            key += (op._revision, op.training)
+            for tensor in op._parameters.values():
+                if tensor is None:
+                    key.append(None)
+                else:
+                    given.append(tensor)
+                    key.append(
+                        (type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
+                    )
+            extra: tuple[Tensor, ...] = ()
+            if op.num_extra_inputs:
+                extra = extra_inputs[at : at + op.num_extra_inputs]
+                at += op.num_extra_inputs
+                given += extra
+                key += [(type(t), t.shape, t.dtype, t.device, t.requires_grad) for t in extra]
+            if has_facts:
+                key.append(op.call_facts(extra))
+        return tuple(key), given
+
+    def _prepare(
+        self, key: tuple[Any, ...], state: AutocastState, x: Tensor, extra_inputs: tuple[Tensor, ...]
+    ) -> PreparedChain | None:
+        """Return the prepared chain of a key, built in its first call; None if it does not run as one pass.
+
+        All operations contribute steps; fused operations of users may not.
+        """
+        parameters = self._basic_op_params
+        first = self._first_requiring_backward(x, parameters, extra_inputs)
+        self._fuse(first, state)
+        chain = None
+        if all(contributes_forward(op) for op, _ in self._forward_ops) and all(
+            contributes_backward(op) for op, _ in self._backward_ops
+        ):
+            for op, indices in self._forward_ops:
+                op.pre_fuser_forward(requires_grad=indices[-1] >= first)
+            environment, extra = ChainEnvironment(), self._links.given(extra_inputs)
+            contexts = contexts_of(self._num_basic_ops, first, x)
+            options: list[dict[str, Any]] = [{}] * self._num_basic_ops
+            members, read = describe(self._basic_ops, contexts, x, extra, options, environment)  # pyright: ignore
+            # Gradients are returned in the order of the parameters.
+            if all(
+                list(map(id, own)) == list(map(id, held)) for own, held in zip(read, parameters, strict=True)
+            ):
+                plan = forward_plan(members, isinstance(x, QuantizedTensorStorage), rules_apply())
+                counts = tuple(map(len, parameters))
+                fusions = Fusions(self._forward_ops, self._backward_ops, self.recipe_type, self._fused_for)
+                stateful = state.enabled and self._followed.stateful
+                chain = PreparedChain(
+                    members, counts, plan, environment, first, stateful, x.device, rules_apply()
+                )
+                chain.fusions, chain.checks = fusions, self._repeated_checks(first)
+        if len(self._prepared) >= _MOST_PREPARED:
+            self._prepared.clear()
+        self._prepared[key] = chain
+        return chain
+
+    def _repeated_checks(self, first: int) -> tuple[Callable[[], None], ...]:
+        """Return the checks before a forward pass that depend on more than the key of a prepared chain."""
+        return tuple(
+            [
+                partial(op.pre_fuser_forward, requires_grad=i >= first)
+                for i, op in enumerate(self._basic_ops)
+                if type(op).pre_fuser_forward is not FusibleOperation.pre_fuser_forward
+                and getattr(op, "_accumulate_into_main_grad", True)
+            ]
+        )
 
     def _first_requiring_backward(
-        self, records: bool, x: Tensor, parameters: list[list[Any]], extra_inputs: tuple[Tensor, ...]
+        self, x: Tensor, parameters: list[list[Any]], extra_inputs: tuple[Tensor, ...]
     ) -> int:
         """Return the index of the first operation with a gradient to compute; their number if there is none."""
-        if not records:
+        if not torch.is_grad_enabled():
             return self._num_basic_ops
         if x.requires_grad:
             return 0
@@ -149,16 +294,7 @@ class OperationFuser:
         recipe = state.recipe if state.enabled else None
         length = recipe.amax_history_len if isinstance(recipe, DelayedScaling) else None
         override = getattr(recipe, "backward_override", None)
-        registered = tuple(
-            [
-                tuple(functions)
-                for functions in (
-                    self.forward_backward_fusion_functions,
-                    self.forward_fusion_functions,
-                    self.backward_fusion_functions,
-                )
-            ]
-        )
+        registered = self._registered_now()
         key = (type(recipe), length, override, first, registered)
         if key == self._fused_for:
             return

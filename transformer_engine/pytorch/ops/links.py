@@ -117,14 +117,6 @@ class Links:
                     "operation reads; return a tensor"
                 )
 
-    def returned(self, outputs: list[tuple[Any, ...]]) -> list[Tensor]:
-        """Return the extra outputs for the caller."""
-        return [outputs[slot.op][slot.index] for slot in self.public_outputs]
-
-    def given_gradients(self, grads: Sequence[Tensor | None]) -> dict[Slot, Tensor | None]:
-        """Return the gradients of the caller's extra outputs."""
-        return dict(zip(self.public_outputs, grads, strict=True))
-
     def gradients_of_outputs(
         self, op: int, given: dict[Slot, Tensor | None], extra_inputs: list[tuple[Any, ...]]
     ) -> tuple[Tensor | None, ...]:
@@ -139,7 +131,3 @@ class Links:
                     total = grad if total is None else total + grad
             sums.append(total)
         return tuple(sums)
-
-    def public_gradients(self, extra_inputs: list[tuple[Any, ...]]) -> list[Tensor | None]:
-        """Return the gradients of the extra inputs that the caller gave."""
-        return [extra_inputs[slot.op][slot.index] for slot in self.public_inputs]

@@ -9,8 +9,9 @@ package describe themselves as steps of a pass instead (`step_operation.py`).
 
 from __future__ import annotations
 
+import itertools
 from abc import ABCMeta, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -20,6 +21,8 @@ from torch import Tensor
 from ..tensor.quantizer import Quantizer
 from .channels import Channels
 from .recipe_slots import RecipeSlots
+
+_revisions = itertools.count(1)
 
 
 @dataclass
@@ -135,14 +138,21 @@ class FusibleOperation(torch.nn.Module, metaclass=ABCMeta):
         Returns:
             The output, or a tuple of the output and the extra outputs.
         """
-        members = len(self.basic_operations())
-        if members != 1 and kwargs:
+        members = self.basic_operations()
+        if kwargs and len(members) != 1:
             raise ValueError(
-                f"{type(self).__name__} stands for {members} basic operations and takes no keyword arguments, but got "
-                f"{', '.join(sorted(kwargs))}; put it in a Sequential and use op_kwargs"
+                f"{type(self).__name__} stands for {len(members)} basic operations and takes no keyword arguments, but "
+                f"got {', '.join(sorted(kwargs))}; put it in a Sequential and use op_kwargs"
             )
-        make: Callable[..., Any] = type(self)._fuser
-        return make([self])(input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
+        fuser: Any = self.__dict__.get("_own_fuser")
+        if fuser is None or fuser._basic_ops != members:
+            fuser = type(self)._fuser([self])
+            object.__setattr__(self, "_own_fuser", fuser)
+        return fuser(input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy makes a fuser of its own."""
+        return {name: value for name, value in self.__dict__.items() if name != "_own_fuser"}
 
     def basic_operations(self) -> list[BasicOperation]:
         """Return the basic operations that this operation stands for, in order."""
@@ -163,14 +173,36 @@ class BasicOperation(Channels, RecipeSlots, FusibleOperation, metaclass=ABCMeta)
         num_extra_outputs: Number of extra output tensors.
     """
 
+    # Attributes that the representation shows, by the name of the argument.
+    _shown: ClassVar[dict[str, str]] = {}
+
+    # Another number after each write to an attribute; parameters and `training` are compared by themselves.
+    _revision: int = 0
+
     def __init__(self) -> None:
         torch.nn.Module.__init__(self)
         self._begin_recipe_slots()
         self._begin_channels()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name != "training" and not isinstance(value, Tensor):
+            object.__setattr__(self, "_revision", next(_revisions))
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        object.__setattr__(self, "_revision", next(_revisions))
+
+    def call_facts(self, extra_inputs: tuple[Tensor, ...]) -> Hashable:
+        """Return what the steps of a call depend on beside attributes, and metadata of inputs and parameters."""
+        return None
+
     @property
     def is_fused_op(self) -> bool:
         return False
+
+    def extra_repr(self) -> str:
+        return ", ".join([f"{name}={getattr(self, attribute)}" for name, attribute in self._shown.items()])
 
     def basic_operations(self) -> list[BasicOperation]:
         return [self]
@@ -286,7 +318,7 @@ class FusedOperation(FusibleOperation):
         return True
 
     def basic_operations(self) -> list[BasicOperation]:
-        return list(self.basic_ops)  # pyright: ignore[reportReturnType]
+        return list(self.basic_ops._modules.values())  # pyright: ignore[reportReturnType]
 
     def get_input_quantizer(self) -> Quantizer | None:
         return self.basic_operations()[0].get_input_quantizer()

@@ -9,14 +9,12 @@ tensor; objects that steps need at run time (quantizers, groups, parameters of a
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from ...common.passes.step import Step
-from ..functions.normalization import Norm
-from ..primitives.activation import ActivationParams
 
 
 class Value(NamedTuple):
@@ -32,27 +30,6 @@ class Value(NamedTuple):
     name: str
     leading: str | None = None
     quantized: bool = False
-
-
-@dataclass(slots=True)
-class ChainEnvironment:
-    """The objects that settings of steps refer to by the name of an operation; see `functions.steps.Environment`.
-
-    Attributes:
-        linears: Specs of linear layers, and boundaries of collectives.
-        dtypes: Dtypes of the gradients of weight and bias.
-        norms: Normalizations.
-        activations: Names and parameters of activations.
-        objects: Everything else, by operation and slot: quantizers, dropout probabilities.
-        leading: Unused; results keep their dimensions in buffers.
-    """
-
-    linears: dict[str, Any] = field(default_factory=dict)
-    dtypes: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
-    norms: dict[str, Norm] = field(default_factory=dict)
-    activations: dict[str, tuple[str, ActivationParams]] = field(default_factory=dict)
-    objects: dict[tuple[str, str], Any] = field(default_factory=dict)
-    leading: tuple[int, ...] = ()
 
 
 class PassBuilder:
@@ -117,8 +94,8 @@ class PassBuilder:
         return Value(self._once("to_dtype", value.name, dtype), value.leading)
 
 
-class Forward(NamedTuple):
-    """What an operation adds to a forward pass.
+class ForwardPart(NamedTuple):
+    """Results of an operation's part of a forward pass.
 
     Attributes:
         output: The main output.
@@ -131,8 +108,8 @@ class Forward(NamedTuple):
     extra_outputs: tuple[Value, ...] = ()
 
 
-class Backward(NamedTuple):
-    """What an operation adds to a backward pass.
+class BackwardPart(NamedTuple):
+    """Results of an operation's part of a backward pass.
 
     Attributes:
         grad_input: Gradient of the main input; None if it is not needed.
@@ -145,12 +122,12 @@ class Backward(NamedTuple):
     grad_extra_inputs: tuple[Value | None, ...] = ()
 
 
-class Kept(NamedTuple):
-    """What an operation's part of a backward pass reads beside the gradient of its output.
+class BackwardInputs(NamedTuple):
+    """Inputs of an operation's part of a backward pass, apart from the gradient of its output.
 
     Attributes:
         saved: Buffers that its part of the forward pass saved, by position.
-        grad_extra_outputs: Gradients of its extra outputs; None for those that are absent.
+        grad_extra_outputs: Gradients of its extra outputs; None if absent.
     """
 
     saved: tuple[str | None, ...]
@@ -163,15 +140,22 @@ class Contribution:
 
     Parameters of the operation are the buffers "{name}.{parameter}" of a forward pass, extra inputs "{name}.extra{i}".
     The base class is the identity.
+
+    Attributes:
+        records: Classes of the frozen records in fields of contributions, by name.
+        over_groups: The linear layer of the operation has a weight per group of rows.
     """
 
-    def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
-        """Append the steps of the forward pass."""
-        return Forward(x)
+    records: ClassVar[dict[str, type]] = {}
+    over_groups: ClassVar[bool] = False
 
-    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
+    def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
+        """Append the steps of the forward pass."""
+        return ForwardPart(x)
+
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
         """Append the steps of the backward pass, which reads what `kept` names."""
-        return Backward(dy)
+        return BackwardPart(dy)
 
     def with_writable_gradients(self, writable: tuple[bool, ...]) -> Contribution:
         """Return the contribution for gradients of extra outputs that may be written in place, or not."""

@@ -24,7 +24,7 @@ from ..quantization.extra_state import (
     load_extra_state,
 )
 from ..quantization.family import family_of
-from ..quantization.replay import runs
+from ..quantization.recompute_states import runs
 from ..quantization.resizable_state import ResizableState
 from ..runtime.device import canonical_device
 from ..tensor.quantizer import Quantizer
@@ -64,7 +64,8 @@ class RecipeSlots:
         """A copy has a name of its own."""
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        state: dict[str, Any] = self.__getstate__()  # pyright: ignore[reportAttributeAccessIssue]
+        copied.__dict__.update(copy.deepcopy(state, memo))
         copied._begin_key()
         return copied
 
@@ -84,7 +85,7 @@ class RecipeSlots:
             index: Index of the quantizer, less than `num_quantizers(mode)`.
 
         Raises:
-            ValueError: There is no such quantizer.
+            ValueError: The quantizer does not exist.
         """
         count = self.num_quantizers(mode)
         if not 0 <= index < count:

@@ -150,6 +150,8 @@ class Sequential(torch.nn.Module):
         groups = self._module_groups
         if groups is None:
             groups = self._module_groups = self._make_module_groups()
+        if len(groups) == 1 and not op_kwargs and isinstance(groups[0], OperationFuser):
+            return groups[0](input, *extra_inputs)
         options = self._options(op_kwargs)
         wanted = sum([group.num_extra_inputs for group in groups if isinstance(group, OperationFuser)])
         if len(extra_inputs) != wanted:

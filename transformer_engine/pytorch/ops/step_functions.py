@@ -5,66 +5,28 @@ They join the table of `functions/steps.py`, so that its executor runs passes of
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...common.passes.vocabulary import Dropout, Named
+from ...common.passes.vocabulary import Dropout, Layer, Named
 from ..functions.caller_buffers import handed_out
-from ..functions.stacks import members_of, stacked_gradient
+from ..functions.grouped_call import GroupedCall, members_of, stacked_gradient
 from ..functions.steps import OPERATIONS, leading_shape
+from ..functions.weight_gradient import WeightGradient
 from ..primitives.dropout import draw_seed, dropout_backward, dropout_forward
 from ..primitives.gemm import as_matrix
+from ..runtime.symbols import Symbol
 from ..runtime.tracing import result_in
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 
 Shape = tuple[int, ...]
 
 
-def _leading(env: Any, s: None, x: Tensor) -> tuple[Shape]:
-    return (tuple(x.shape[:-1]),)
-
-
-def _shape(env: Any, s: None, x: Tensor) -> tuple[Shape]:
-    return (tuple(x.shape),)
-
-
-def _rows(env: Any, width: int | None, x: Tensor) -> tuple[Tensor]:
-    return (as_matrix(x) if width is None else x.reshape(-1, width),)
-
-
 def _unflatten(env: Any, s: None, y: Tensor, leading: Shape) -> tuple[Tensor]:
-    return (result_in(y, (*leading_shape(leading, y.shape[0]), y.shape[-1])),)
-
-
-def _reshape(env: Any, s: None, x: Tensor, shape: Shape) -> tuple[Tensor]:
-    return (x.reshape(shape),)
-
-
-def _to_shape(env: Any, shape: Shape, x: Tensor) -> tuple[Tensor]:
-    return (x.reshape(shape),)
-
-
-def _to_dtype(env: Any, dtype: torch.dtype, x: Tensor) -> tuple[Tensor]:
-    return (x.to(dtype),)
-
-
-def _alias(env: Any, s: None, x: Tensor) -> tuple[Tensor]:
-    return (x.detach(),)
-
-
-def _values(env: Any, s: None, x: Any) -> tuple[Tensor]:
-    return (x.dequantize() if isinstance(x, QuantizedTensorStorage) else x,)
-
-
-def _quantize_values(env: Any, s: Named, x: Tensor) -> tuple[Any]:
-    return (env.objects[s.operation, s.slot].quantize(x),)
-
-
-def _constant_scale(env: Any, constant: float, x: Tensor) -> tuple[Tensor]:
-    return (x * constant,)
+    shape = (*leading_shape(leading, y.shape[0]), y.shape[-1])
+    return (y.view(shape) if type(y) is Symbol else result_in(y, shape),)
 
 
 def _row_scale(env: Any, s: None, y: Tensor, scales: Tensor) -> tuple[Tensor]:
@@ -121,72 +83,46 @@ def _dropout(env: Any, s: Dropout, x: Tensor) -> tuple[Tensor, Tensor]:
     return dropout_forward(x, p, seed=draw_seed(x.device))
 
 
-def _dropout_backward(env: Any, s: Dropout, dy: Tensor, mask: Tensor) -> tuple[Tensor]:
-    return (dropout_backward(dy, mask, env.objects[s.dropout, "p"]),)
-
-
-def _copy(env: Any, s: None, x: Tensor) -> tuple[Tensor]:
-    return (x.clone(),)
-
-
-def _split_sizes(env: Any, s: Named, x: Tensor) -> tuple[Shape]:
-    return (env.objects[s.operation, s.slot],)
-
-
-def _split(env: Any, count: int, x: Tensor, rows: Shape) -> tuple[Tensor, ...]:
-    total = sum(rows)
-    return tuple((x if total == x.shape[0] else x[:total]).split(rows))
-
-
-def _concatenate(env: Any, s: None, x: Tensor, *matrices: Tensor) -> tuple[Tensor]:
-    """Concatenate the results of groups of x; rows of x that belong to no group give zeros."""
-    rest = x.shape[0] - sum([matrix.shape[0] for matrix in matrices])
-    if rest:
-        matrices = (*matrices, matrices[0].new_zeros(rest, matrices[0].shape[1]))
-    return (torch.cat(matrices),)
-
-
-def _concatenate_into(env: Any, s: Named, x: Tensor, *matrices: Tensor) -> tuple[Tensor]:
+def _copy_into(env: Any, s: Named, x: Tensor) -> tuple[Tensor]:
     buffer = env.objects[s.operation, s.slot]
-    made = _concatenate(env, None, x, *matrices)[0]
-    buffer.copy_(made)
+    buffer.copy_(x)
     return (handed_out(buffer),)
 
 
-def _unbind(env: Any, count: int, x: Any) -> tuple[Any, ...]:
-    return tuple(members_of(x))
+def _scaled_bias(env: Any, s: Layer, y: Tensor, biases: Any, scales: Tensor) -> tuple[Tensor]:
+    """y + scales * bias of each group, in float32."""
+    call: GroupedCall = env.linears[s.layer]
+    parts = zip(call.rows_of(y), members_of(biases), call.rows_of(scales), strict=True)
+    return (
+        call.joined([(part.float() + rows.float() * bias.float()).to(y.dtype) for part, bias, rows in parts]),
+    )
 
 
-def _stack(env: Any, s: Named, *members: Tensor | None) -> tuple[Tensor | None]:
-    return (stacked_gradient(members, env.objects[s.operation, s.slot]),)
-
-
-def _add_scaled_bias(env: Any, s: None, y: Tensor, bias: Tensor, scales: Tensor) -> tuple[Tensor]:
-    return ((y.float() + scales.reshape(-1, 1).float() * bias.float()).to(y.dtype),)
-
-
-def _scaled_bias_backward(
-    env: Any, dtype: torch.dtype, dy: Tensor, bias: Tensor, scales: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(gradient of the bias [N], gradient of the scales [M, 1])"""
-    wide = dy.float()
-    grad_bias = (wide * scales.reshape(-1, 1).float()).sum(0).to(dtype)
-    return grad_bias, (wide @ bias.float()).to(scales.dtype).unsqueeze(1)
+def _scaled_bias_backward(env: Any, s: Layer, dy: Tensor, biases: Any, scales: Tensor) -> tuple[Any, Tensor]:
+    """(gradients of the biases [N], gradient of the scales [M, 1])"""
+    call: GroupedCall = env.linears[s.layer]
+    grads, grad_scales = [], []
+    for part, bias, rows in zip(call.rows_of(dy), members_of(biases), call.rows_of(scales), strict=True):
+        wide = part.float()
+        grads.append((wide * rows.float()).sum(0).to(env.dtypes[s.layer][1]))
+        grad_scales.append((wide @ bias.float()).to(scales.dtype).unsqueeze(1))
+    of_biases = stacked_gradient(grads, WeightGradient()) if call.spec.stacked_bias else grads
+    return of_biases, call.joined(grad_scales)
 
 
 OPERATIONS.update(
     {
-        "leading": _leading,
-        "shape": _shape,
-        "rows": _rows,
+        "leading": lambda env, s, x: (tuple(x.shape[:-1]),),
+        "shape": lambda env, s, x: (tuple(x.shape),),
+        "rows": lambda env, width, x: (as_matrix(x) if width is None else x.reshape(-1, width),),
         "unflatten": _unflatten,
-        "reshape": _reshape,
-        "to_shape": _to_shape,
-        "to_dtype": _to_dtype,
-        "alias": _alias,
-        "values": _values,
-        "quantize_values": _quantize_values,
-        "constant_scale": _constant_scale,
+        "reshape": lambda env, s, x, shape: (x.reshape(shape),),
+        "to_shape": lambda env, shape, x: (x.reshape(shape),),
+        "to_dtype": lambda env, dtype, x: (x.to(dtype),),
+        "alias": lambda env, s, x: (x.detach(),),
+        "values": lambda env, s, x: (x.dequantize() if isinstance(x, QuantizedTensorStorage) else x,),
+        "quantize_values": lambda env, s, x: (env.objects[s.operation, s.slot].quantize(x),),
+        "constant_scale": lambda env, constant, x: (x * constant,),
         "row_scale": _row_scale,
         "row_scale_backward": _row_scale_backward,
         "block_order": _block_order,
@@ -195,16 +131,14 @@ OPERATIONS.update(
         "situ_glu": _situ_glu,
         "situ_glu_backward": _situ_glu_backward,
         "dropout": _dropout,
-        "dropout_backward": _dropout_backward,
-        "split_sizes": _split_sizes,
-        "split": _split,
-        "concatenate": _concatenate,
-        "concatenate_into": _concatenate_into,
-        "copy": _copy,
-        "unbind": _unbind,
-        "stack": _stack,
-        "add_scaled_bias": _add_scaled_bias,
-        "scaled_bias_backward": _scaled_bias_backward,
+        "dropout_backward": lambda env, s, dy, mask: (
+            dropout_backward(dy, mask, env.objects[s.dropout, "p"]),
+        ),
+        "copy": lambda env, s, x: (x.clone(),),
+        "members": lambda env, s, *members: (list(members),),
+        "apart": lambda env, s, members: tuple(members),
+        "copy_into": _copy_into,
+        "grouped_scaled_bias": _scaled_bias,
+        "grouped_scaled_bias_backward": _scaled_bias_backward,
     }
 )
-TABLE: dict[str, Callable[..., tuple[Any, ...]]] = OPERATIONS

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..runtime.device import canonical_device
 from ..tensor.quantizer import Quantizer
-from .chain import Call, TensorFacts, run_backward, run_forward
+from .chain import ChainEnvironment, InputFacts, OperationCall, run_backward, run_forward
 from .operation import BasicOperation, FusedOperation, FusibleOperation, OperationContext
-from .pass_builder import ChainEnvironment, Contribution
+from .pass_builder import Contribution
 
 
 class StepOperation(BasicOperation, metaclass=ABCMeta):
@@ -32,8 +32,8 @@ class StepOperation(BasicOperation, metaclass=ABCMeta):
 
     @abstractmethod
     def contribute(
-        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
-    ) -> tuple[Contribution, TensorFacts]:
+        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
+    ) -> tuple[Contribution, InputFacts]:
         """Describe the operation for one call.
 
         Args:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._guards import TracingContext
 
-from ...common.recipe import description_of, recipe_described_as
+from ...common.recipe import Recipe, description_of, recipe_described_as, revision_of
 from ..functions.scale_update import ScaleUpdate, of_the_pass
+from ..quantization import delayed_scaling
 from ..quantization.autocast import AutocastState
 from ..runtime.tracing import constant_while_tracing
 from .recipe_slots import RecipeSlots, by_key
@@ -30,23 +31,60 @@ def following(ops: Sequence[RecipeSlots], state: AutocastState) -> None:
         elif recipe is not None:
             _follow_while_tracing(op._replay_key, description_of(recipe), state.group)
         elif op._served is not None:
-            _leave_while_tracing(op._replay_key)
+            _follow_while_tracing(op._replay_key, None, None)
+
+
+class Followed(NamedTuple):
+    """The recipe that operations use, by which a later call sees whether they still do.
+
+    Attributes:
+        recipe, revision, group: The recipe of the autocast state, its revision, and the group.
+        served: `_served` of each operation.
+        stateful: An operation has scales that change between calls.
+        pools: The states that are updated together; another object after any has been registered.
+    """
+
+    recipe: Any
+    revision: Any
+    group: Any
+    served: list[Any]
+    stateful: bool
+    pools: Any
+
+    def is_current(self, recipe: Recipe | None, group: Any, ops: Sequence[RecipeSlots]) -> bool:
+        """Return whether operations use a recipe of a group already."""
+        if recipe is not self.recipe or revision_of(recipe) is not self.revision:
+            return False
+        if recipe is not None and group is not self.group:
+            return False
+        if self.stateful and self.pools is not delayed_scaling.pools():
+            return False
+        return [op._served for op in ops] == self.served
+
+
+NOT_FOLLOWED = Followed(object(), None, None, [], False, None)
+
+
+def followed_by(ops: Sequence[RecipeSlots], state: AutocastState) -> Followed:
+    """Let operations use the recipe of an autocast state; return the record of it."""
+    following(ops, state)
+    recipe = state.recipe if state.enabled or state.calibrating else None
+    stateful = any(op.has_scaling_state() for op in ops)
+    served = [op._served for op in ops]
+    return Followed(recipe, revision_of(recipe), state.group, served, stateful, delayed_scaling.pools())
 
 
 @constant_while_tracing
-def _follow_while_tracing(key: str, recipe: str, group: Any) -> bool:
-    by_key[key].follow(AutocastState(True, False, recipe_described_as(recipe), group))
-    return True
-
-
-@constant_while_tracing
-def _leave_while_tracing(key: str) -> bool:
-    by_key[key].follow(AutocastState())
+def _follow_while_tracing(key: str, recipe: str | None, group: Any) -> bool:
+    state = (
+        AutocastState() if recipe is None else AutocastState(True, False, recipe_described_as(recipe), group)
+    )
+    by_key[key].follow(state)
     return True
 
 
 def update_of(ops: Sequence[RecipeSlots], state: AutocastState) -> ScaleUpdate | None:
-    """Return what the backward pass of operations updates under delayed scaling, or None."""
+    """Return the scale update after a backward pass of operations under delayed scaling, or None."""
     if not state.enabled:
         return None
     stateful = [op for op in ops if op.has_scaling_state()]

@@ -133,7 +133,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
 
     @classmethod
     def of_members(cls, members: Sequence[Tensor]) -> GroupedTensor:
-        """A group that holds a copy of these matrices, all plain or all of one format: their codes, as they are."""
+        """Return a group with copies of these matrices, all plain or all of one format; codes are copied unchanged."""
         shapes = [tuple(member.shape) for member in members]
         quantizers = [m.writer() for m in members if isinstance(m, QuantizedTensor)]
         if not members or len(quantizers) not in (0, len(members)):

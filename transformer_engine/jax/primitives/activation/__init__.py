@@ -7,7 +7,7 @@ from jax import Array
 from ....common.dispatch import Table
 from ..platforms import compute
 from . import reference, triton
-from .request import ACTIVATIONS, ActivationParams, ActivationRequest
+from .reference import ACTIVATIONS, ActivationParams, ActivationRequest
 
 __all__ = [
     "ACTIVATIONS",
@@ -22,7 +22,13 @@ TABLE: Table[ActivationRequest] = Table("jax_activation", (triton.BACKEND, refer
 
 
 def activation_forward(x: Array, names: tuple[str, ...], params: ActivationParams) -> Array:
-    """y [..., F] in x's dtype, computed in float32."""
+    """Return y [..., F] in x's dtype, computed in float32.
+
+    Args:
+        x: Values [..., n, F], n the number of names.
+        names: One of `ACTIVATIONS`.
+        params: Constants of the clamped activation.
+    """
     return compute(
         TABLE, lambda platform: ActivationRequest("forward", names, x.dtype, x.size, platform), x, names=names,
         params=params,
@@ -30,7 +36,7 @@ def activation_forward(x: Array, names: tuple[str, ...], params: ActivationParam
 
 
 def activation_backward(dy: Array, x: Array, names: tuple[str, ...], params: ActivationParams) -> Array:
-    """dx [..., n, F] in x's dtype."""
+    """Return dx [..., n, F] in x's dtype, of dy [..., F] and the arguments of `activation_forward`."""
     return compute(
         TABLE, lambda platform: ActivationRequest("backward", names, x.dtype, x.size, platform), dy, x, names=names,
         params=params,

@@ -1,21 +1,81 @@
-"""y [..., F] = product over i of f_i(x [..., i, F]) in float32.
+"""Request of an activation, and its float32 reference: y [..., F] = product over i of f_i(x [..., i, F]).
 
-Sources: GELU with tanh, arXiv:1606.08415; gated units, arXiv:2002.05202; squared ReLU, arXiv:2109.08668;
-clamped SwiGLU, the open-weight GPT-OSS model, arXiv:2508.10925.
+Sources: GELU with tanh, arXiv:1606.08415; gated units, arXiv:2002.05202; squared ReLU, arXiv:2109.08668; clamped
+SwiGLU, the open-weight GPT-OSS model, arXiv:2508.10925.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ....common.checks import described, number
 from ....common.dispatch import Backend
-from .request import ActivationParams, ActivationRequest
+
+_NAMES = ("gelu", "silu", "relu", "quick_gelu", "squared_relu")
+ACTIVATIONS = (
+    *((name,) for name in _NAMES),
+    *((name, "linear") for name in _NAMES),
+    ("clamped_silu", "clamped_linear"),
+)
+
+
+@dataclass(frozen=True)
+class ActivationParams:
+    """Constants of ("clamped_silu", "clamped_linear"); the other activations have none."""
+
+    limit: float = 7.0
+    alpha: float = 1.702
+    glu_linear_offset: float = 1.0
+
+    @classmethod
+    def of(cls, params: ActivationParams | Mapping[str, float] | None) -> ActivationParams:
+        """Return the constants of a record, of a dict, or the defaults.
+
+        Raises:
+            TypeError: params is neither a dict nor a record, or a value is not a number.
+            ValueError: A key of the dict is not a constant.
+        """
+        if isinstance(params, cls):
+            return params
+        if params is not None and not isinstance(params, Mapping):
+            raise TypeError(
+                f"activation_params={described(params)} is a {type(params).__name__}; give a dict of limit, alpha and "
+                "glu_linear_offset, or None"
+            )
+        given = dict(params or {})
+        unknown = sorted(set(given) - set(cls.__dataclass_fields__))
+        if unknown:
+            known = ", ".join(cls.__dataclass_fields__)
+            raise ValueError(f"activation_params has no {unknown[0]!r}; choose from {known}")
+        for key, value in given.items():
+            number(f"activation_params[{key!r}]", value)
+        return cls(**{key: float(value) for key, value in given.items()})
+
+
+class ActivationRequest(NamedTuple):
+    """Properties of an activation that determine its backend.
+
+    Attributes:
+        operation: "forward" or "backward".
+        names: Names of the activation.
+        dtype: dtype of x.
+        elements: Number of elements of x.
+        platform: Platform of the program, "cpu" or "cuda".
+    """
+
+    operation: str
+    names: tuple[str, ...]
+    dtype: jnp.dtype
+    elements: int
+    platform: str
+
 
 _CURVES: dict[str, Callable[[Array, ActivationParams], Array]] = {
     "gelu": lambda x, p: jax.nn.gelu(x, approximate=True),
@@ -24,13 +84,9 @@ _CURVES: dict[str, Callable[[Array, ActivationParams], Array]] = {
     "quick_gelu": lambda x, p: x * jax.nn.sigmoid(1.702 * x),
     "squared_relu": lambda x, p: jnp.square(jax.nn.relu(x)),
     "linear": lambda x, p: x,
-    "clamped_silu": lambda x, p: _swish(jnp.minimum(x, p.limit), p.alpha),
+    "clamped_silu": lambda x, p: (clamped := jnp.minimum(x, p.limit)) * jax.nn.sigmoid(p.alpha * clamped),
     "clamped_linear": lambda x, p: jnp.clip(x, -p.limit, p.limit) + p.glu_linear_offset,
 }
-
-
-def _swish(x: Array, alpha: float) -> Array:
-    return x * jax.nn.sigmoid(alpha * x)
 
 
 def _value(x: Array, names: tuple[str, ...], params: ActivationParams) -> Array:
@@ -46,7 +102,7 @@ forward = functools.partial(jax.jit, static_argnames=("names", "params"))(_value
 
 @functools.partial(jax.jit, static_argnames=("names", "params"))
 def backward(dy: Array, x: Array, names: tuple[str, ...], params: ActivationParams) -> Array:
-    """dx = dy * f'(x)."""
+    """Return dx = dy * f'(x)."""
     _, pullback = jax.vjp(lambda x: _value(x, names, params), x)
     return pullback(dy)[0]
 

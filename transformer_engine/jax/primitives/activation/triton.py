@@ -14,9 +14,10 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ..kernels import Kernel
-from ..launching import refuses_on, run
+from ..launching import run, unsupported_on
+from ..partitioning import ShardingRule
 from ..several_axes import call_on_axes, with_rows
-from .request import ActivationParams, ActivationRequest
+from .reference import ActivationParams, ActivationRequest
 
 # Names of the activations in common/kernels.
 _CURVES = {
@@ -25,11 +26,11 @@ _CURVES = {
 }  # fmt: skip
 
 
-def refuses(request: ActivationRequest) -> str | None:
+def unsupported_reason(request: ActivationRequest) -> str | None:
     if request.elements == 0:
         return "an array without elements"
     name = "ActLuPrimitive" if request.operation == "forward" else "DActLuDBiasQuantizePrimitive"
-    return refuses_on(request.platform, name)
+    return unsupported_on(request.platform, name)
 
 
 @dataclass(frozen=True)
@@ -38,31 +39,25 @@ class ActivationKernel(Kernel):
 
     names: tuple[str, ...]
     params: ActivationParams
-    whole = ("n",)
 
     @property
-    def gated(self) -> bool:
-        return len(self.names) == 2
+    def curve(self) -> tuple[str, bool]:
+        """Name of the activation in the kernels' module, and whether a gate multiplies it."""
+        return _CURVES[self.names[0]], len(self.names) == 2
 
     @property
     def constants(self) -> tuple[float, float, float]:
         """Constants of the clamped activations: limit, alpha and linear offset."""
         return self.params.limit, self.params.alpha, self.params.glu_linear_offset
 
-    def curve(self, module: Any) -> str:
-        """Return the name of the activation in the kernels' module."""
-        name = _CURVES[self.names[0]]
-        assert name in module.CURVES, name
-        return name
-
 
 @dataclass(frozen=True)
-class Forward(ActivationKernel):
+class ActivationForward(ActivationKernel):
     """x [rows, n, width] -> y [rows, width]"""
 
     @property
-    def rule(self) -> str:
-        return "r n w -> r w"
+    def rule(self) -> ShardingRule:
+        return ShardingRule("r n w -> r w", ("n",))
 
     def results(self, x: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         return (jax.ShapeDtypeStruct((x.shape[0], x.shape[2]), x.dtype),)
@@ -71,19 +66,17 @@ class Forward(ActivationKernel):
         from ....common.kernels import activation  # it imports triton
 
         rows, parts, width = x.shape
-        launch = activation.forward(
-            self.curve(activation), self.gated, rows, width, parts * width, x.dtype.name, self.constants
-        )
+        launch = activation.forward(*self.curve, rows, width, parts * width, x.dtype.name, self.constants)
         return (run(launch, [x.reshape(rows, parts * width)])[0],)  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True)
-class Backward(ActivationKernel):
+class ActivationBackward(ActivationKernel):
     """(dy [rows, width], x [rows, n, width]) -> dx like x"""
 
     @property
-    def rule(self) -> str:
-        return "r w, r n w -> r n w"
+    def rule(self) -> ShardingRule:
+        return ShardingRule("r w, r n w -> r n w", ("n",))
 
     def results(self, dy: Any, x: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         return (jax.ShapeDtypeStruct(x.shape, x.dtype),)
@@ -93,8 +86,8 @@ class Backward(ActivationKernel):
 
         rows, parts, width = x.shape
         launch = activation.backward(
-            self.curve(activation), self.gated, rows, width, (width, parts * width), x.dtype.name, self.constants
-        )  # fmt: skip
+            *self.curve, rows, width, (width, parts * width), x.dtype.name, self.constants
+        )
         # dx reuses the memory of x: at the peak of a layer's backward pass they are the two largest arrays.
         (dx,) = run(launch, [dy, x.reshape(rows, parts * width)], reuses={1: 0})
         assert dx is not None
@@ -104,18 +97,18 @@ class Backward(ActivationKernel):
 def forward(x: Array, names: tuple[str, ...], params: ActivationParams) -> Array:
     """See `activation_forward`."""
     matrix, count = with_rows(x, 2)
-    (y,) = call_on_axes(Forward(names, params), {"r": count}, matrix)
+    (y,) = call_on_axes(ActivationForward(names, params), {"r": count}, matrix)
     return y.reshape(*x.shape[:-2], x.shape[-1])
 
 
 def backward(dy: Array, x: Array, names: tuple[str, ...], params: ActivationParams) -> Array:
     """See `activation_backward`."""
     (matrix, count), (gradient, _) = with_rows(x, 2), with_rows(dy, 1)
-    (dx,) = call_on_axes(Backward(names, params), {"r": count}, gradient, matrix)
+    (dx,) = call_on_axes(ActivationBackward(names, params), {"r": count}, gradient, matrix)
     return dx.reshape(x.shape)
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {"forward": forward, "backward": backward}
 BACKEND = Backend[ActivationRequest](
-    "triton", refuses=refuses, bind=lambda request: OPERATIONS[request.operation]
+    "triton", refuses=unsupported_reason, bind=lambda request: OPERATIONS[request.operation]
 )

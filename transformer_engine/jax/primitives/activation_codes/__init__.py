@@ -13,7 +13,7 @@ from ..kernels import sums_dtype
 from ..platforms import compute
 from ..quantize import Cast, Quantized, Request
 from . import separate, triton
-from .request import ActivationCodesRequest, How
+from .separate import ActivationCodesRequest, CodedActivation
 
 __all__ = ["TABLE", "ActivationCodesRequest", "activation_backward_codes", "activation_codes"]
 
@@ -21,31 +21,33 @@ TABLE: Table[ActivationCodesRequest] = Table("jax_activation_codes", (triton.BAC
 
 
 def activation_codes(x: Array, cast: Cast, names: tuple[str, ...], params: ActivationParams) -> Quantized:
-    """Codes of y [*rows, F], see `Quantized`, y rounded to x's dtype.
+    """Return the codes of y [*rows, F] rounded to x's dtype; see `Quantized`.
 
-    On a GPU they are made where y is, which is never stored, unless one scale is to be made of its maximum.
+    On a GPU the kernel that computes y writes the codes, and y is not stored. With one scale from the maximum of y, the
+    kernel stores y, and a second kernel writes the codes.
     """
-    how = How(names, params, cast.spec)
+    coded = CodedActivation(names, params, cast.spec)
     return compute(
-        TABLE, lambda platform: _request("forward", x, cast, how, platform), x, cast.multiplier, how=how
+        TABLE, lambda platform: _request("forward", x, cast, coded, platform), x, cast.multiplier, coded=coded
     )
 
 
 def activation_backward_codes(
     dy: Array, x: Array, cast: Cast, names: tuple[str, ...], params: ActivationParams, sums: Any | None
 ) -> tuple[Quantized, Array | None]:
-    """Codes of dx [*rows, n, F], see `Quantized`, and the sums of its columns [n, F] in dtype `sums`, if asked."""
-    how = How(names, params, cast.spec, None if sums is None else sums_dtype(sums))
+    """Return the codes of dx [*rows, n, F], see `Quantized`, and its column sums [n, F] in dtype `sums`, if any."""
+    coded = CodedActivation(names, params, cast.spec, None if sums is None else sums_dtype(sums))
     codes, total = compute(
-        TABLE, lambda platform: _request("backward", x, cast, how, platform), dy, x, cast.multiplier, how=how
-    )
+        TABLE, lambda platform: _request("backward", x, cast, coded, platform), dy, x, cast.multiplier, coded=coded
+    )  # fmt: skip
     return codes, None if total is None else total.astype(sums)
 
 
-def _request(operation: str, x: Array, cast: Cast, how: How, platform: str) -> ActivationCodesRequest:
-    width = x.shape[-1] * (len(how.names) if operation == "backward" else 1)
-    made = Request(
-        cast.spec, (prod(x.shape[:-2]), width), x.dtype, platform, cast.multiplier is not None, max(x.ndim - 2, 1)
-    )  # fmt: skip
-    activation = ActivationRequest(operation, how.names, x.dtype, x.size, platform)
-    return ActivationCodesRequest(activation, made, x.shape[-1], how.sums is not None)
+def _request(
+    operation: str, x: Array, cast: Cast, coded: CodedActivation, platform: str
+) -> ActivationCodesRequest:
+    width = x.shape[-1] * (len(coded.names) if operation == "backward" else 1)
+    shape, given = (prod(x.shape[:-2]), width), cast.multiplier is not None
+    made = Request(cast.spec, shape, x.dtype, platform, given, max(x.ndim - 2, 1))
+    activation = ActivationRequest(operation, coded.names, x.dtype, x.size, platform)
+    return ActivationCodesRequest(activation, made, x.shape[-1], coded.sums is not None)

@@ -1,34 +1,68 @@
-"""The activation, or its gradient, then the quantization of what it answers."""
+"""Request of an activation's codes, and the backend that computes the values and their codes in two steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
 from ....common.dispatch import Backend
-from ..activation import activation_backward, activation_forward
-from ..quantize import Quantized, quantize
+from ..activation import ActivationParams, ActivationRequest, activation_backward, activation_forward
+from ..quantize import Quantized, QuantizeSpec, Request, quantize
 from ..several_axes import with_rows
-from .request import ActivationCodesRequest, How
 
 
-def forward(x: Array, multiplier: Array | None, how: How) -> Quantized:
+@dataclass(frozen=True)
+class CodedActivation:
+    """An activation and the quantization of its result.
+
+    Attributes:
+        names: Names of the activation.
+        params: Constants of the activation.
+        spec: Format of the codes.
+        sums: dtype of the column sums of the gradient, None without them.
+    """
+
+    names: tuple[str, ...]
+    params: ActivationParams
+    spec: QuantizeSpec
+    sums: str | None = None
+
+
+class ActivationCodesRequest(NamedTuple):
+    """An operation on x [rows, n, width], and the quantization of its result.
+
+    Attributes:
+        activation: The operation.
+        cast: The quantization.
+        width: Width of x.
+        sums: Whether a backward also computes the column sums of the gradient.
+    """
+
+    activation: ActivationRequest
+    cast: Request
+    width: int
+    sums: bool = False
+
+
+def forward(x: Array, multiplier: Array | None, coded: CodedActivation) -> Quantized:
     """See `activation_codes`."""
-    y = activation_forward(x, how.names, how.params)
-    of_rows, axis = with_rows(y, 1)
-    return quantize(of_rows, how.spec, multiplier=multiplier, axis=axis)
+    y, axis = with_rows(activation_forward(x, coded.names, coded.params), 1)
+    return quantize(y, coded.spec, multiplier=multiplier, axis=axis)
 
 
-def backward(dy: Array, x: Array, multiplier: Array | None, how: How) -> tuple[Quantized, Array | None]:
+def backward(
+    dy: Array, x: Array, multiplier: Array | None, coded: CodedActivation
+) -> tuple[Quantized, Array | None]:
     """See `activation_backward_codes`."""
-    dx, axis = with_rows(activation_backward(dy, x, how.names, how.params), 2)
+    dx, axis = with_rows(activation_backward(dy, x, coded.names, coded.params), 2)
     sums = None
-    if how.sums is not None:
-        sums = dx.astype(jnp.float32).sum(axis=tuple(range(axis))).astype(how.sums)
-    return quantize(dx, how.spec, multiplier=multiplier, axis=axis), sums
+    if coded.sums is not None:
+        sums = dx.astype(jnp.float32).sum(axis=tuple(range(axis))).astype(coded.sums)
+    return quantize(dx, coded.spec, multiplier=multiplier, axis=axis), sums
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {"forward": forward, "backward": backward}

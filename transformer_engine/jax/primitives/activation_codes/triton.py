@@ -23,25 +23,28 @@ from ...platform import processors
 from ..activation import triton as activation
 from ..activation.triton import ActivationKernel
 from ..launching import perform, run
-from ..partitioning import Extent, extent
-from ..quantize import FORMATS, Quantized, QuantizeSpec, Request, fused_codes, jax_dtype
-from ..quantize.spec import Given
+from ..partitioning import Extent, ShardingRule, extent
+from ..quantize import FORMATS, Quantized, QuantizeSpec, Request, jax_dtype
+from ..quantize import triton as quantization
+from ..quantize.spec import QuantizeInputs
 from ..several_axes import call_on_axes, with_rows
-from .request import ActivationCodesRequest, How
+from .separate import ActivationCodesRequest, CodedActivation
 
 _LIMIT = 1 << 24  # offsets inside a tile of 128 rows are 32-bit integers
 _BLOCK = 128
 _ONE = jax.ShapeDtypeStruct((1,), jnp.float32)
 
 
-def refuses(request: ActivationCodesRequest) -> str | None:
-    if (reason := activation.refuses(request.activation) or fused_codes.refuses(request.cast)) is not None:
+def unsupported_reason(request: ActivationCodesRequest) -> str | None:
+    reason = activation.unsupported_reason(request.activation)
+    reason = reason or quantization.unsupported_in_producer(request.cast)
+    if reason is not None:
         return reason
     spec, backward = request.cast.spec, request.activation.operation == "backward"
     columns = request.width * len(request.activation.names)
     if columns >= _LIMIT:
         return f"{columns} columns reach {_LIMIT}"
-    if not backward or not fused_codes.in_blocks(spec):
+    if not backward or not spec.format.block:
         return None
     if len(request.activation.names) == 2 and request.width % _BLOCK:
         return f"width={request.width}, no multiple of {_BLOCK}: a block would contain elements of both gate and unit"
@@ -52,7 +55,7 @@ def refuses(request: ActivationCodesRequest) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Codes(ActivationKernel):
+class _ActivationCodes(ActivationKernel):
     """Base of the kernels that write codes of y [rows, width], or of dx [rows, n, width].
 
     Attributes:
@@ -66,41 +69,34 @@ class _Codes(ActivationKernel):
     width: int
 
     @property
-    def square(self) -> bool:
-        """Whether square blocks share a scale."""
-        return self.spec.format == BLOCK_2D
-
-    @property
-    def extents(self) -> tuple[Extent, ...]:
+    def extents(self) -> tuple[Extent, Extent]:
         """Axes of rows and of columns, in blocks that are not sharded."""
-        if not fused_codes.in_blocks(self.spec):
+        if not self.spec.format.block:
             return extent("r", self.shape[0], 1), extent("w", self.width, 1)
-        down = _BLOCK if self.square or self.spec.columnwise else 1
+        down = _BLOCK if self.spec.format == BLOCK_2D or self.spec.columnwise else 1
         return extent("r", self.shape[0], down), extent("w", self.width, _BLOCK)
 
-    @property
-    def maxed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return () if fused_codes.in_blocks(self.spec) else (2 + self.spec.columnwise,)
+    def sharing(self, given: str, unit: str, *sums: str) -> ShardingRule:
+        """Return the rule of a kernel.
 
-    def coded_axes(self, unit: str) -> list[str]:
-        """Return the axes of the arrays of `coded` in a rule; unit is "n " for an axis before the columns, or ""."""
+        Args:
+            given: Axes of an operand before x, followed by ", "; or "".
+            unit: "n " for an axis before the columns of the codes, or "".
+            *sums: Axes of the column sums, if any.
+        """
         (r, w), spec = self.extents, self.spec
         codes, codes_t = f"{r.whole} {unit}{w.whole}", [f"{unit}{w.whole} {r.whole}"] * spec.columnwise
-        if not fused_codes.in_blocks(spec):
-            return [codes, *codes_t, "i", "o"]
-        rows, columns = (r.blocks, w.blocks) if self.square else (r.whole, w.whole)
-        return [
-            codes,
-            f"{rows} {unit}{w.blocks}",
-            *codes_t,
-            *[f"{unit}{columns} {r.blocks}"] * spec.columnwise,
-        ]
-
-    @property
-    def x_and_scale(self) -> str:
-        """Axes of x and, without blocks, of the scale, in a rule."""
-        r, w = self.extents
-        return f"{r.whole} n {w.whole}" + ("" if fused_codes.in_blocks(self.spec) else ", s")
+        x = f"{given}{r.whole} n {w.whole}"
+        if not spec.format.block:
+            made, maxed = [codes, *codes_t, "i", "o"], (2 + spec.columnwise,)
+            x += ", s"
+        else:
+            rows, columns = (r.blocks, w.blocks) if spec.format == BLOCK_2D else (r.whole, w.whole)
+            scale_t = [f"{unit}{columns} {r.blocks}"] * spec.columnwise
+            made, maxed = [codes, f"{rows} {unit}{w.blocks}", *codes_t, *scale_t], ()
+        text = f"{x} -> {', '.join([*made, *sums])}"
+        summed = tuple(range(len(made), len(made) + len(sums)))
+        return ShardingRule.of_extents(text, r, w, whole=("n",), summed=summed, maxed=maxed)
 
     def machine(self, bytes_read: int) -> Any:
         """Return the properties of the GPU that determine tile sizes."""
@@ -111,72 +107,78 @@ class _Codes(ActivationKernel):
 
 
 @dataclass(frozen=True)
-class Forward(_Codes):
-    """(x, [multiplier [1]]) -> `coded` of y [rows, width]"""
+class ActivationCodes(_ActivationCodes):
+    """(x, [multiplier [1]]) -> `coded_shapes` of y [rows, width]"""
 
     @property
-    def rule(self) -> str:
-        return f"{self.x_and_scale} -> {', '.join(self.coded_axes(''))}"
+    def rule(self) -> ShardingRule:
+        return self.sharing("", "")
 
     def results(self, x: Any, *_: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return coded(self.spec, x.shape[0], x.shape[2])
+        return coded_shapes(self.spec, x.shape[0], x.shape[2])
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import activation as curves
-        from ....common.kernels import activation_codes  # they import triton
+        from ....common.kernels import activation_codes  # it imports triton
 
         x, *multiplier = arrays
         rows, parts, width = x.shape
-        plain = (self.curve(curves), self.gated, (rows, width), parts * width)
-        if fused_codes.in_blocks(self.spec):
-            blocks = fused_codes.blocks(self.spec, x.dtype)
+        plain = (*self.curve, (rows, width), parts * width)
+        if self.spec.format.block:
+            blocks = quantization.blocks(self.spec, x.dtype)
             machine = self.machine(parts * x.dtype.itemsize)
             program = activation_codes.forward_blocks(*plain, self.constants, blocks, machine)
         else:
-            cast = fused_codes.one_scale(self.spec)
+            cast = quantization.one_scale(self.spec)
             program = activation_codes.forward(*plain, x.dtype.name, self.constants, cast)
         return _coded_results(program, self.spec, [x.reshape(rows, parts * width), *multiplier])
 
 
 @dataclass(frozen=True)
-class Backward(_Codes):
-    """(dy [rows, width], x, [multiplier [1]]) -> `coded` of dx [rows, n, width], [column sums of dx in dtype sums]"""
+class GradientCodes(_ActivationCodes):
+    """(dy [rows, width], x, [multiplier [1]]) -> `coded_shapes` of dx [rows, n, width], [column sums of dx]
+
+    Attributes:
+        sums: dtype of the column sums, or None to omit them.
+    """
 
     sums: str | None
 
     @property
-    def in_parts(self) -> Backward:
+    def in_parts(self) -> GradientCodes:
         return dataclasses.replace(self, sums=None if self.sums is None else "float32")
 
     @property
-    def rule(self) -> str:
+    def rule(self) -> ShardingRule:
         r, w = self.extents
-        results = [*self.coded_axes("n "), *[f"n {w.whole}"] * (self.sums is not None)]
-        return f"{r.whole} {w.whole}, {self.x_and_scale} -> {', '.join(results)}"
-
-    @property
-    def summed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        coded = 2 + 2 * self.spec.columnwise if fused_codes.in_blocks(self.spec) else 3 + self.spec.columnwise
-        return () if self.sums is None else (coded,)
+        sums = [] if self.sums is None else [f"n {w.whole}"]
+        return self.sharing(f"{r.whole} {w.whole}, ", "n ", *sums)
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         rows, parts, width = operands[1].shape
-        in_units = _in_units(coded(self.spec, rows, parts * width), self.spec, parts)
-        return (*in_units, *_sums(parts, width, self.sums))
+        per_direction = 2 if self.spec.format.block else 1
+        made = []
+        for index, one in enumerate(coded_shapes(self.spec, rows, parts * width)):
+            shape = one.shape
+            # The axis n * width becomes two: row-wise [.., n, ..], column-wise [n, .., ..].
+            if index < per_direction:
+                shape = (shape[0], parts, shape[1] // parts)
+            elif index < 2 * per_direction and self.spec.columnwise:
+                shape = (parts, shape[0] // parts, shape[1])
+            made.append(jax.ShapeDtypeStruct(shape, one.dtype))
+        return (*made, *_sums(parts, width, self.sums))
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import activation as curves
-        from ....common.kernels import activation_codes  # they import triton
+        from ....common.kernels import activation_codes  # it imports triton
 
         dy, x, *multiplier = arrays
         rows, parts, width = x.shape
-        plain = (self.curve(curves), self.gated, (rows, width), (width, parts * width))
-        if fused_codes.in_blocks(self.spec):
-            blocks = fused_codes.blocks(self.spec, x.dtype)
+        plain = (*self.curve, (rows, width), (width, parts * width))
+        if self.spec.format.block:
+            blocks = quantization.blocks(self.spec, x.dtype)
             machine = self.machine(dy.dtype.itemsize + parts * x.dtype.itemsize)
             program = activation_codes.backward_blocks(*plain, self.constants, blocks, self.sums, machine)
         else:
-            cast = fused_codes.one_scale(self.spec)
+            cast = quantization.one_scale(self.spec)
             program = activation_codes.backward(*plain, x.dtype.name, self.constants, cast, self.sums)
         arrays = _coded_results(program, self.spec, [dy, x.reshape(rows, parts * width), *multiplier])
         return tuple(
@@ -185,7 +187,7 @@ class Backward(_Codes):
 
 
 @dataclass(frozen=True)
-class Measured(ActivationKernel):
+class MeasuredActivation(ActivationKernel):
     """x [rows, n, width] -> max|y| [1], y [rows, width]; with backward (dy, x) -> max|dx| [1], dx, [sums [n, width]]
 
     Attributes:
@@ -195,21 +197,16 @@ class Measured(ActivationKernel):
 
     backward: bool
     sums: str | None = None
-    maxed = (0,)
 
     @property
-    def in_parts(self) -> Measured:
+    def in_parts(self) -> MeasuredActivation:
         return dataclasses.replace(self, sums=None if self.sums is None else "float32")
 
     @property
-    def summed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return () if self.sums is None else (2,)
-
-    @property
-    def rule(self) -> str:
-        if not self.backward:
-            return "r n w -> o, r w"
-        return f"r w, r n w -> {', '.join(['o', 'r n w', *['n w'] * (self.sums is not None)])}"
+    def rule(self) -> ShardingRule:
+        sums = ["n w"] * (self.sums is not None)
+        text = f"r w, r n w -> {', '.join(['o', 'r n w', *sums])}" if self.backward else "r n w -> o, r w"
+        return ShardingRule(text, ("n",), maxed=(0,), summed=(2,) if sums else ())
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         rows, parts, width = operands[-1].shape
@@ -218,13 +215,12 @@ class Measured(ActivationKernel):
         return (_ONE, values, *_sums(parts, width, self.sums))
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import activation as curves
         from ....common.kernels import activation_cast, column_sums  # they import triton
 
         x = arrays[-1]
         rows, parts, width = x.shape
         flat = x.reshape(rows, parts * width)
-        plain = (self.curve(curves), self.gated, (rows, width))
+        plain = (*self.curve, (rows, width))
         if not self.backward:
             launch = activation_cast.forward(
                 *plain, parts * width, x.dtype.name, self.constants, None, False, measures=True
@@ -249,7 +245,7 @@ def _sums(parts: int, width: int, dtype: str | None) -> list[jax.ShapeDtypeStruc
     return [] if dtype is None else [jax.ShapeDtypeStruct((parts, width), jnp.dtype(dtype))]
 
 
-def coded(spec: QuantizeSpec, rows: int, width: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+def coded_shapes(spec: QuantizeSpec, rows: int, width: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Return the shapes of the arrays that represent a quantized matrix [rows, width].
 
     Returns:
@@ -258,7 +254,7 @@ def coded(spec: QuantizeSpec, rows: int, width: int) -> tuple[jax.ShapeDtypeStru
     """
     dtype = jax_dtype(spec.element)
     shapes = [jax.ShapeDtypeStruct((rows, width), dtype)]
-    if not fused_codes.in_blocks(spec):
+    if not spec.format.block:
         shapes += [jax.ShapeDtypeStruct((width, rows), dtype)] * spec.columnwise
         return (*shapes, _ONE, _ONE)
     down = _BLOCK if spec.format == BLOCK_2D else 1
@@ -270,67 +266,51 @@ def coded(spec: QuantizeSpec, rows: int, width: int) -> tuple[jax.ShapeDtypeStru
 
 
 def _coded_results(program: Program, spec: QuantizeSpec, inputs: list[Array]) -> tuple[Array, ...]:
-    """Run a program and return its results in the order of `coded`, followed by the sums."""
+    """Run a program and return its results in the order of `coded_shapes`, followed by the sums."""
     given: list[Array | None] = [*inputs, *[None] * (len(program.inputs) - len(inputs))]
     codes, scale, codes_t, scale_t, *rest = perform(program, given)
-    arrays = (codes, scale, codes_t, scale_t) if fused_codes.in_blocks(spec) else (codes, codes_t, scale)
+    arrays = (codes, scale, codes_t, scale_t) if spec.format.block else (codes, codes_t, scale)
     return tuple(array for array in (*arrays, *rest) if array is not None)
 
 
-def _in_units(
-    shapes: tuple[jax.ShapeDtypeStruct, ...], spec: QuantizeSpec, parts: int
-) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Split the axis n * width of `coded` shapes: row-wise [.., n, ..], column-wise [n, .., ..]."""
-    per_direction = 2 if fused_codes.in_blocks(spec) else 1
-    split = []
-    for index, (shape, dtype) in enumerate((one.shape, one.dtype) for one in shapes):
-        if index < per_direction:
-            shape = (shape[0], parts, shape[1] // parts)
-        elif index < 2 * per_direction and spec.columnwise:
-            shape = (parts, shape[0] // parts, shape[1])
-        split.append(jax.ShapeDtypeStruct(shape, dtype))
-    return tuple(split)
-
-
-def forward(x: Array, scale: Array | None, how: How, cast: Request) -> Quantized:
+def forward(x: Array, scale: Array | None, coded: CodedActivation, cast: Request) -> Quantized:
     """See `activation_codes`."""
     x, count = with_rows(x, 2)
     counts = {"r": count}
-    if scale is None and not fused_codes.in_blocks(how.spec):
-        amax, y = call_on_axes(Measured(how.names, how.params, False), counts, x)
-        return FORMATS[how.spec.format.name].plan(cast)(y, Given(amax=amax))
-    kernel = Forward(how.names, how.params, how.spec, cast.shape, x.shape[-1])
-    return _quantized(
-        call_on_axes(kernel, counts, x, *_multiplier(scale)), how.spec, cast, (*x.shape[:-2], x.shape[-1])
-    )
+    if scale is None and not coded.spec.format.block:
+        amax, y = call_on_axes(MeasuredActivation(coded.names, coded.params, False), counts, x)
+        return FORMATS[coded.spec.format.name].quantize_by_kernels(y, QuantizeInputs(amax=amax), cast)
+    kernel = ActivationCodes(coded.names, coded.params, coded.spec, cast.shape, x.shape[-1])
+    multiplier = [] if scale is None else [scale.astype(jnp.float32).reshape(1)]
+    results = call_on_axes(kernel, counts, x, *multiplier)
+    return _quantized(results, coded.spec, cast, (*x.shape[:-2], x.shape[-1]))
 
 
 def backward(
-    dy: Array, x: Array, scale: Array | None, how: How, cast: Request
+    dy: Array, x: Array, scale: Array | None, coded: CodedActivation, cast: Request
 ) -> tuple[Quantized, Array | None]:
     """See `activation_backward_codes`."""
     (x, count), (dy, _) = with_rows(x, 2), with_rows(dy, 1)
     counts = {"r": count}
-    if scale is None and not fused_codes.in_blocks(how.spec):
-        amax, dx, *total = call_on_axes(Measured(how.names, how.params, True, how.sums), counts, dy, x)
-        quantized = FORMATS[how.spec.format.name].plan(cast)(dx, Given(amax=amax))
+    if scale is None and not coded.spec.format.block:
+        kernel = MeasuredActivation(coded.names, coded.params, True, coded.sums)
+        amax, dx, *total = call_on_axes(kernel, counts, dy, x)
+        row = FORMATS[coded.spec.format.name]
+        quantized = row.quantize_by_kernels(dx, QuantizeInputs(amax=amax), cast)
         return quantized, total[0] if total else None
-    kernel = Backward(how.names, how.params, how.spec, cast.shape, x.shape[-1], how.sums)
-    results = list(call_on_axes(kernel, counts, dy, x, *_multiplier(scale)))
-    total = None if how.sums is None else results.pop()
-    return _quantized(results, how.spec, cast, x.shape), total
-
-
-def _multiplier(scale: Array | None) -> list[Array]:
-    return [] if scale is None else [scale.astype(jnp.float32).reshape(1)]
+    kernel = GradientCodes(coded.names, coded.params, coded.spec, cast.shape, x.shape[-1], coded.sums)
+    multiplier = [] if scale is None else [scale.astype(jnp.float32).reshape(1)]
+    results = list(call_on_axes(kernel, counts, dy, x, *multiplier))
+    total = None if coded.sums is None else results.pop()
+    return _quantized(results, coded.spec, cast, x.shape), total
 
 
 def _quantized(
     arrays: Sequence[Array], spec: QuantizeSpec, cast: Request, shape: tuple[int, ...]
 ) -> Quantized:
-    """Return arrays in the order of `coded` as a record; codes have the given shape, scales that of a matrix."""
-    if fused_codes.in_blocks(spec):
-        flat = coded(spec, *cast.shape)
+    """Return arrays in the order of `coded_shapes` as a record; codes have the given shape, scales that of a matrix."""
+    if spec.format.block:
+        flat = coded_shapes(spec, *cast.shape)
         codes = Quantized(*(one.reshape(flat[i].shape) if i % 2 else one for i, one in enumerate(arrays)))
         return codes.with_axes(shape, cast.axis)
     codes, *codes_t, scale, amax = arrays
@@ -340,10 +320,8 @@ def _quantized(
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {"forward": forward, "backward": backward}
-
-
-def bind(request: ActivationCodesRequest) -> Callable[..., Any]:
-    return functools.partial(OPERATIONS[request.activation.operation], cast=request.cast)
-
-
-BACKEND = Backend[ActivationCodesRequest]("triton", refuses=refuses, bind=bind)
+BACKEND = Backend[ActivationCodesRequest](
+    "triton",
+    refuses=unsupported_reason,
+    bind=lambda request: functools.partial(OPERATIONS[request.activation.operation], cast=request.cast),
+)

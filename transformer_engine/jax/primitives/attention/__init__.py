@@ -15,9 +15,9 @@ from ..platforms import bind_by_platform, differentiable_by_platform
 from . import cudnn, reference, triton
 from .enums import AttnBiasType
 from .masks import hidden_keys
-from .request import AttentionRequest, Call, Parts
+from .request import AttentionOperands, AttentionRequest, Parts
 
-__all__ = ["TABLE", "AttentionRequest", "Call", "Parts", "attention", "attention_parts"]
+__all__ = ["TABLE", "AttentionOperands", "AttentionRequest", "Parts", "attention", "attention_parts"]
 
 # The Triton kernels are preferred if both sequences have at most this length. Forward and backward on an H200, cuDNN
 # 9.19 compared with the kernels: 4 x 128 tokens, 16 heads of 64: GPU 26 and 15 us, host 140 and 72 us; 4 x 512 tokens:
@@ -40,7 +40,7 @@ TABLE: Table[AttentionRequest] = Table(
 )
 
 
-def attention(request: AttentionRequest, call: Call) -> Array:
+def attention(request: AttentionRequest, call: AttentionOperands) -> Array:
     """Compute attention with the backend of the platform that the program is lowered for.
 
     Args:
@@ -54,28 +54,28 @@ def attention(request: AttentionRequest, call: Call) -> Array:
     on_cuda, on_cpu = calls["cuda"], calls["cpu"]
     if on_cuda is on_cpu:
         return on_cpu(call)
-    if not _reads_operands_only(request, call):
+    whole = request.rows == request.tokens == "whole" and not request.layout.is_thd()
+    closures = (
+        call.draw,
+        call.dropped,
+        call.modified,
+    )  # they close over arrays of dropout and of a score_mod
+    if not whole or any(closure is not None for closure in closures) or not isinstance(call.scale, float):
         return lax.platform_dependent(cuda=lambda: on_cuda(call), default=lambda: on_cpu(call))
+    # The call reads query, key, value, bias and sink only.
     cuda, default = (_WholeRows(run, request, call.bias_type, call.scale) for run in (on_cuda, on_cpu))
     arrays = (call.query, call.key, call.value, call.bias, call.sink)
     return differentiable_by_platform(*arrays, cuda=cuda, default=default)
-
-
-def _reads_operands_only(request: AttentionRequest, call: Call) -> bool:
-    """Return whether the call reads no arrays other than query, key, value, bias and sink."""
-    whole = request.rows == request.tokens == "whole" and not request.layout.is_thd()
-    closures = (call.draw, call.dropped, call.modified)  # close over arrays of dropout and of a score_mod
-    return whole and all(closure is None for closure in closures) and isinstance(call.scale, float)
 
 
 @dataclass(frozen=True)
 class _WholeRows:
     """Attention of whole rows with one backend, as a function of arrays that compares by value.
 
-    The function rebuilds the `Call`, whose callables would compare by identity.
+    The function rebuilds the `AttentionOperands`, whose callables would compare by identity.
     """
 
-    run: Callable[[Call], Array]
+    run: Callable[[AttentionOperands], Array]
     request: AttentionRequest
     bias_type: AttnBiasType
     scale: float
@@ -86,7 +86,7 @@ class _WholeRows:
         mask, window = self.request.mask, self.request.window
         hidden = functools.partial(hidden_keys, mask, window, None, query.shape[1], key.shape[1])
         return self.run(
-            Call(
+            AttentionOperands(
                 query=query, key=key, value=value, bias=bias, bias_type=self.bias_type, mask_type=mask, window=window,
                 hidden=hidden, lengths=None, scale=self.scale, sink=sink, dropped=None, modified=None,
                 bounds=_no_bounds, draw=None,

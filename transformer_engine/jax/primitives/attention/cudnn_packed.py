@@ -1,10 +1,12 @@
-"""cuDNN's fused attention of packed rows, or of parts: the only reader of the private module of jax that has it."""
+"""Fused attention of cuDNN for packed rows and for parts: the only reader of JAX's private module that provides it."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+from dataclasses import dataclass
 from importlib.metadata import version
+from math import prod
 from types import ModuleType
 from typing import Any
 
@@ -13,8 +15,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from ....common import optional
-from .alike import alike, apart
-from .seen import cleared
+from ..kernels import Kernel, call
+from ..launching import kernels_unsupported_reason, run
+from ..partitioning import ShardingRule
+from .alignment import align, isolate
+from .triton_kernels import head_factors
 
 _MODULE = "jax._src.cudnn.fused_attention_stablehlo"
 _WANTED = ("q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "scale", "mask_type", "qkv_layout")
@@ -28,7 +33,7 @@ def _module() -> ModuleType:
 
 @functools.cache
 def failure() -> str | None:
-    """Why this jax cannot be asked, None if it can."""
+    """Return the reason why this version of JAX does not provide the call, or None."""
     if (reason := optional.failure(_MODULE)) is not None:
         return reason
     call = getattr(_module(), "dot_product_attention", None)
@@ -39,7 +44,7 @@ def failure() -> str | None:
 
 @functools.cache
 def library_failure() -> str | None:
-    """Why cuDNN itself is not there, None if it is."""
+    """Return the reason why cuDNN is unavailable, or None."""
     if (reason := optional.failure(_MODULE)) is not None:
         return reason
     try:
@@ -50,7 +55,7 @@ def library_failure() -> str | None:
 
 
 def library_version() -> int:
-    """The version of cuDNN as one number, 91900 for 9.19; of a process that has it."""
+    """Return the version of cuDNN, which must be available, as a number: 91900 for 9.19."""
     return int(_module().check_cudnn_version())
 
 
@@ -62,46 +67,50 @@ def attend(
     scale: float,
     causal: bool,
 ) -> Array:
-    """out [b, q, h, d]; bounds as `SequenceDescriptor.bounds` makes them; rows of no sequence are zero."""
+    """Return out [b, q, h, d]; bounds: see `SequenceDescriptor.bounds`. Tokens of no sequence are zero."""
     lengths_q, lengths_kv, starts_q, starts_kv = bounds
     seen = _inside(starts_q, lengths_q, query.shape[1]), _inside(starts_kv, lengths_kv, key.shape[1])
-    given = (
-        _or_absent(lengths_q, lengths_q), _or_absent(lengths_kv, lengths_q),
-        _with_end(_or_absent(starts_q, lengths_q)), _with_end(_or_absent(starts_kv, lengths_q)), *seen,
-    )  # fmt: skip
-    query, key, value, _, given = alike(query, key, value, None, given)
-    return apart(_packed(query, key, value, given, float(scale), causal), key.shape[2])
+    # cuDNN reads -1 as an absent sequence; starts have one more entry, the end of the last sequence.
+    lengths = [jnp.where(lengths_q > 0, one, -1) for one in (lengths_q, lengths_kv)]
+    starts = [
+        jnp.pad(jnp.where(lengths_q > 0, one, -1), ((0, 0), (0, 1)), constant_values=-1)
+        for one in (starts_q, starts_kv)
+    ]
+    query, key, value, _, given = align(query, key, value, None, (*lengths, *starts, *seen))
+    return isolate(_packed(query, key, value, given, float(scale), causal), key.shape[2])
 
 
-Given = tuple[Array, ...]  # lengths and starts of queries and keys, and which tokens are a sequence's
+PackedBounds = tuple[
+    Array, ...
+]  # lengths and starts of queries and keys, and which tokens belong to a sequence
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _packed(query: Array, key: Array, value: Array, given: Given, scale: float, causal: bool) -> Array:
-    """jax's call; where nobody is cuDNN leaves what lay in memory, in the result and in gradients: zero here.
+def _packed(query: Array, key: Array, value: Array, given: PackedBounds, scale: float, causal: bool) -> Array:
+    """Call cuDNN, and clear the tokens of no sequence, which it leaves uninitialized in the result and in gradients.
 
-    The backward pass is given the cleared result, so that it is cleared where it lies; jax's own rule would keep the
-    other one for it, and what is kept is not written.
+    The backward pass receives the cleared result, so that the kernel clears it in place. JAX's own rule would save the
+    uncleared result, which must not be overwritten.
     """
     return cleared(_call(query, key, value, given, scale, causal, False), given[4], key.shape[2])
 
 
 def _call(
-    query: Array, key: Array, value: Array, given: Given, scale: float, causal: bool, levels: bool
+    query: Array, key: Array, value: Array, given: PackedBounds, scale: float, causal: bool, levels: bool
 ) -> Any:
     return _module().dot_product_attention(
         query, key, value, q_seqlen=given[0], kv_seqlen=given[1], q_offsets=given[2], kv_offsets=given[3],
-        scale=scale, mask_type=_mask_of(causal), qkv_layout="BTNH", return_residual=levels,
+        scale=scale, mask_type=_padding_mask(causal), qkv_layout="BTNH", return_residual=levels,
     )  # fmt: skip
 
 
-def _mask_of(causal: bool) -> Any:
+def _padding_mask(causal: bool) -> Any:
     kinds = _module().MaskType
     return kinds.PADDING_CAUSAL if causal else kinds.PADDING
 
 
 def _forward(
-    query: Array, key: Array, value: Array, given: Given, scale: float, causal: bool
+    query: Array, key: Array, value: Array, given: PackedBounds, scale: float, causal: bool
 ) -> tuple[Array, Any]:
     out, level = _call(query, key, value, given, scale, causal, True)
     out = cleared(out, given[4], key.shape[2])
@@ -115,7 +124,7 @@ def _backward(scale: float, causal: bool, saved: Any, dout: Array) -> tuple[Any,
     groups = key.shape[2]
     others = (absent, *bounds, absent, absent)
     dout = cleared(dout, seen_q, groups)
-    dq, dk, dv = _gradients(query, key, value, others, out, level, dout, scale, _mask_of(causal))
+    dq, dk, dv = _gradients(query, key, value, others, out, level, dout, scale, _padding_mask(causal))
     seen = (seen_q, seen_kv, seen_kv)
     return *(cleared(dx, of, groups) for dx, of in zip((dq, dk, dv), seen, strict=True)), None
 
@@ -133,7 +142,7 @@ _RULE_OPTIONAL = {"is_training", "cudnn_version", "score_mod"}  # jax 0.10 and 0
 
 @functools.cache
 def part_failure() -> str | None:
-    """Why this jax cannot be asked for parts of an attention, None if it can."""
+    """Return the reason why this version of JAX does not provide parts of an attention, or None."""
     if (reason := failure()) is not None:
         return reason
     if "return_residual" not in inspect.signature(_module().dot_product_attention).parameters:
@@ -157,7 +166,7 @@ def forward_part(query: Array, key: Array, value: Array, scale: float, causal: b
 def backward_part(
     query: Array, key: Array, value: Array, out: Array, level: Array, dout: Array, scale: float, causal: bool
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """See `Parts`: jax's rule of the gradient, given an output and a level that other keys have a share in."""
+    """See `Parts`: JAX's gradient rule, for an output and a level that also depend on other keys."""
     mask = _module().MaskType.CAUSAL if causal else _module().MaskType.NO_MASK
     absent = (jnp.zeros(0, query.dtype),) * 7
     return _gradients(query, key, value, absent, out, level, dout, float(scale), mask)
@@ -167,11 +176,11 @@ def _gradients(
     query: Array, key: Array, value: Array, others: tuple[Array, ...], out: Array, level: Array, dout: Array,
     scale: float, mask: Any,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """dq, dk, dv by jax's rule; others: bias, lengths and starts of queries and keys, two tables of pages."""
+    """Return dq, dk, dv by JAX's rule; others: bias, lengths and starts of queries and keys, two tables of pages."""
     module = _module()
     rule = getattr(module, _RULE)
     names = inspect.signature(rule).parameters
-    own = ((),) if "score_mod" in names else ()  # what a score_mod reads
+    own = ((),) if "score_mod" in names else ()  # operands of a score_mod
     values = {
         "scale": scale, "seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False), "mask_type": mask,
         "layout": module._normalize_layout("BTNH").value, "sliding_window_length": None, "score_mod": None,
@@ -183,16 +192,47 @@ def _gradients(
 
 
 def _inside(starts: Array, lengths: Array, tokens: int) -> Array:
-    """[b, tokens]: does a token belong to a sequence?"""
-    place = jnp.arange(tokens, dtype=jnp.int32)
+    """Return bool [b, tokens]: whether a token belongs to a sequence."""
+    index = jnp.arange(tokens, dtype=jnp.int32)
     begins = starts[:, :, None]
-    return ((place >= begins) & (place < begins + lengths[:, :, None])).any(axis=1)
+    return ((index >= begins) & (index < begins + lengths[:, :, None])).any(axis=1)
 
 
-def _or_absent(values: Array, lengths: Array) -> Array:
-    """-1 where there is no sequence."""
-    return jnp.where(lengths > 0, values, -1)
+@dataclass(frozen=True)
+class ClearUnseen(Kernel):
+    """(x [b, s, h, d], seen uint8 [b, s]) -> x, 0 where seen is 0; writes only those tokens, in place.
+
+    Sharded along batches and groups of heads, like cuDNN's call.
+
+    Attributes:
+        groups: Heads of keys.
+        members: Heads of x per head of keys.
+    """
+
+    groups: int
+    members: int
+
+    @property
+    def rule(self) -> ShardingRule:
+        axes = f"b s {head_factors(self.groups, self.members)} d"
+        text = f"{axes}, b s -> {axes}"
+        replicated = tuple(name for name in ("s", "d", "r") if name in text)
+        return ShardingRule(text, replicated, {"g": self.groups, "r": self.members})
+
+    def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return (jax.ShapeDtypeStruct(operands[0].shape, operands[0].dtype),)
+
+    def run(self, *arrays: Array) -> tuple[Array, ...]:
+        from ....common.kernels import packed_sequences  # it imports triton
+
+        x, seen = arrays
+        (made,) = run(packed_sequences.zero_unseen(seen.size, prod(x.shape[2:])), [x, seen])
+        assert made is not None
+        return (made,)
 
 
-def _with_end(starts: Array) -> Array:
-    return jnp.pad(starts, ((0, 0), (0, 1)), constant_values=-1)
+def cleared(x: Array, seen: Array, groups: int) -> Array:
+    """Return x where seen, bool [b, s], is True, and 0 elsewhere; for programs that are lowered for CUDA."""
+    if kernels_unsupported_reason() is not None:
+        return jnp.where(seen[:, :, None, None], x, 0)
+    return call(ClearUnseen(groups, x.shape[2] // groups), x, seen.astype(jnp.uint8))[0]

@@ -1,4 +1,4 @@
-"""out = softmax(scale * q @ k.T + bias) @ v, literally: for every mask, bias and sink, differentiated by JAX."""
+"""Reference: out = softmax(scale * q @ k.T + bias) @ v for every mask, bias and sink, differentiated by JAX."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ....common.dispatch import Backend
 from ..softmax import masked_softmax
 from .enums import AttnBiasType, AttnMaskType
 from .masks import Window, hidden_keys
-from .request import AttentionRequest, Call, Parts
+from .request import AttentionOperands, AttentionRequest, Parts
 
 
 def attend(
@@ -30,14 +30,23 @@ def attend(
     wide_scores: bool = True,
     modified: Callable[[Array], Array] | None = None,
 ) -> Array:
-    """out [b, q, h, dv] in query's dtype, of query [b, q, h, d], key [b, k, g, d] and value [b, k, g, dv]; g divides h.
+    """Compute attention.
 
-    bias          [1 or b, 1 or h, q, k], added before the scores are scaled or after it
-    hidden        True where a key is not seen; a row that sees no key is zero
-    sink          float32 [1, h or 1, 1, 1]: one more score in the denominator
-    dropped       probabilities [b, h, q, k] -> those that are left
-    modified      scores [b, h, q, k] -> the scores that the softmax takes
-    wide_scores   scores in float32; else rounded to query's dtype before the softmax
+    Args:
+        query: [b, q, h, d].
+        key: [b, k, g, d]; g divides h.
+        value: [b, k, g, dv].
+        bias: [1 or b, 1 or h, q, k], or None.
+        bias_type: Whether the bias is added before or after the scores are scaled.
+        hidden: Mask, True where a key is hidden, or None. A row without visible keys is zero.
+        scale: Factor of the scores.
+        sink: Additional score in the denominator, float32 [1, h or 1, 1, 1], or None.
+        dropped: Applies dropout to probabilities [b, h, q, k], or None.
+        wide_scores: Whether scores are float32; otherwise they are rounded to query's dtype before the softmax.
+        modified: Maps the scores to those of the softmax, or None.
+
+    Returns:
+        out [b, q, h, dv] in query's dtype.
     """
     batch, queries, heads, _ = query.shape
     groups = key.shape[2]
@@ -61,8 +70,8 @@ def attend(
     return out.reshape(batch, queries, heads, value.shape[-1]).astype(query.dtype)
 
 
-def run(call: Call) -> Array:
-    """The attention of a call."""
+def run(call: AttentionOperands) -> Array:
+    """Compute the attention of a call."""
     return attend(
         call.query, call.key, call.value, call.bias, call.bias_type, call.hidden(), call.scale, call.sink, call.dropped,
         modified=call.modified,
@@ -72,7 +81,7 @@ def run(call: Call) -> Array:
 def _weights(
     query: Array, key: Array, level: Array | None, scale: float, mask: AttnMaskType, window: Window | None
 ) -> tuple[Array, Array]:
-    """exp(scores - level) float32 [b, g, r, q, k], and the level [b, h, q], by default that of these keys."""
+    """Return exp(scores - level) float32 [b, g, r, q, k], and the level [b, h, q], by default that of these keys."""
     batch, queries, heads, size = query.shape
     groups, keys = key.shape[2], key.shape[1]
     grouped = query.reshape(batch, queries, groups, heads // groups, size)
@@ -88,7 +97,7 @@ def _weights(
 def forward_part(
     query: Array, key: Array, value: Array, scale: float, mask: AttnMaskType, window: Window | None = None
 ) -> tuple[Array, Array]:
-    """See `Parts`; scores of these queries and keys alone are in memory."""
+    """See `Parts`; memory holds the scores of these queries and keys only."""
     weights, level = _weights(query, key, None, scale, mask, window)
     # Weights in the values' dtype, as in `attend`.
     out = jnp.einsum(
@@ -118,8 +127,8 @@ def backward_part(
 def bind(request: AttentionRequest) -> Any:
     if request.tokens != "part":
         return run
-    facts = {"mask": request.mask, "window": request.window}
-    return Parts(functools.partial(forward_part, **facts), functools.partial(backward_part, **facts))
+    options = {"mask": request.mask, "window": request.window}
+    return Parts(functools.partial(forward_part, **options), functools.partial(backward_part, **options))
 
 
 BACKEND = Backend[AttentionRequest]("reference", bind=bind)

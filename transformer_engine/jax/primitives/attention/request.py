@@ -1,4 +1,4 @@
-"""What backends judge of an attention, and what they are given."""
+"""Records of an attention: its request, its operands, and functions of a part of the keys."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from .enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
 
 
 class AttentionRequest(NamedTuple):
-    """Shapes, dtypes and options of one call; never values.
+    """Shapes, dtypes and options of a call that determine its backend.
 
-    rows       what says which tokens belong together: "whole" rows, "lengths", "segments" or a "mask"
-    segments   sequences that a packed row has at most
-    modified   does a score_mod stand between scores and softmax?
-    tokens     "whole" sequences on one device; a "part" of the keys, as `Parts` computes it; or "spread" over devices,
-               with what parts do not have
+    Attributes:
+        rows: Which tokens belong together: "whole" rows, "lengths", "segments" or a "mask".
+        segments: Largest number of sequences of a packed row.
+        modified: Whether a score_mod is applied between the scores and the softmax.
+        tokens: "whole" sequences on one device; a "part" of the keys, see `Parts`; or "spread" over devices, with
+            options that parts do not support.
     """
 
     dtype: jnp.dtype
@@ -42,23 +43,24 @@ class AttentionRequest(NamedTuple):
     segments: int = 1
     tokens: str = "whole"
 
-    def refuses_tokens(self) -> str | None:
-        """Why kernels of one device do not take tokens that lie over several."""
-        if self.tokens == "spread":
-            return (
-                "tokens over devices with packed or padded rows, a bias, dropout, a window without a causal mask, a "
-                "causal mask of other keys than queries, or a shard_map with check_vma around; parts of an attention "
-                "have none"
-            )
-        return None
+
+def spread_unsupported_reason(request: AttentionRequest) -> str | None:
+    """Return the reason why kernels of one device do not support tokens that are spread over devices, or None."""
+    if request.tokens == "spread":
+        return (
+            "tokens over devices with packed or padded rows, a bias, dropout, a window without a causal mask, a causal "
+            "mask of other keys than queries, or a shard_map with check_vma around; parts of an attention have none"
+        )
+    return None
 
 
 class Parts(NamedTuple):
-    """Attention to some of the keys, of which an attention to all of them is put together.
+    """Functions of attention to some of the keys, from which an attention to all keys is assembled.
 
-    forward    (q, k, v, scale) -> out [b, q, h, dv] in q's dtype, level float32 [b, h, q]: log(sum(exp(scores)))
-    backward   (q, k, v, out, level, dout, scale) -> dq, dk, dv: the part of these keys in the gradients of the whole
-               attention, whose output and level are given
+    Attributes:
+        forward: (q, k, v, scale) -> out [b, q, h, dv] in q's dtype, level float32 [b, h, q] = log(sum(exp(scores))).
+        backward: (q, k, v, out, level, dout, scale) -> dq, dk, dv: the share of these keys in the gradients of the
+            whole attention, whose output and level are given.
     """
 
     forward: Callable[..., tuple[Array, Array]]
@@ -66,13 +68,14 @@ class Parts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Call:
-    """The arrays of one attention, and what is done with them; see `reference.attend` and `fused_attn`.
+class AttentionOperands:
+    """The arrays of an attention, and functions that compute further arrays; see `reference.attend` and `fused_attn`.
 
-    hidden    all that hides keys: mask, window and sequences
-    lengths   of queries and keys [b], where they alone hide tokens
-    bounds    of packed rows, see `SequenceDescriptor.bounds`
-    draw      32-bit words [3] of the key that dropout draws from; None without dropout
+    Attributes:
+        hidden: Returns the mask of hidden keys, from the mask, the window and the sequences.
+        lengths: Lengths of queries and keys [b], if only lengths hide tokens.
+        bounds: Returns the bounds of packed rows; see `SequenceDescriptor.bounds`.
+        draw: Returns 32-bit words [3] of the random key of dropout; None without dropout.
     """
 
     query: Array

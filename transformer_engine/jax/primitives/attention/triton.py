@@ -1,6 +1,6 @@
-"""out = softmax(scale * q @ k.T + bias) @ v by kernels of our own, which keep no scores: what cuDNN refuses.
+"""out = softmax(scale * q @ k.T + bias) @ v with our kernels, which store no scores.
 
-Packed rows [b, s, h, d] are one stretch of b * s tokens, in which every sequence has its place.
+Packed rows [b, s, h, d] are b * s contiguous tokens for the kernels; every sequence has a start and a length.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from jax import Array
 from ....common.dispatch import Backend
 from ...manual_axes import varying_alike
 from ..kernels import call as call_kernel
-from ..launching import refuses_on
+from ..launching import unsupported_on
 from .enums import AttnBiasType, AttnMaskType
 from .masks import Window
-from .request import AttentionRequest, Call, Parts
-from .triton_kernels import Backward, Facts, Forward, Given
+from .request import AttentionOperands, AttentionRequest, Parts, spread_unsupported_reason
+from .triton_kernels import AttentionBackward, AttentionForward, AttentionOptions, OptionalOperands
 
 _LARGEST_HEAD = 256
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
-def refuses(request: AttentionRequest) -> str | None:
-    if (reason := request.refuses_tokens()) is not None:
+def unsupported_reason(request: AttentionRequest) -> str | None:
+    if (reason := spread_unsupported_reason(request)) is not None:
         return reason
-    if (reason := refuses_on(request.platform, "FusedAttnFwdPrimitive")) is not None:
+    if (reason := unsupported_on(request.platform, "FusedAttnFwdPrimitive")) is not None:
         return reason
     if request.dtype not in _DTYPES:
         return f"{request.dtype}; it takes bfloat16, float16 and float32"
@@ -43,18 +43,11 @@ def refuses(request: AttentionRequest) -> str | None:
     return None
 
 
-def bind(request: AttentionRequest) -> Any:
-    if request.tokens != "part":
-        return functools.partial(run, request=request)
-    facts = {"mask": request.mask, "window": request.window}
-    return Parts(functools.partial(forward_part, **facts), functools.partial(backward_part, **facts))
-
-
 def forward_part(
     query: Array, key: Array, value: Array, scale: float, mask: AttnMaskType, window: Window | None
 ) -> tuple[Array, Array]:
     """See `Parts`."""
-    _, saved = _forward(_part(scale, mask, window), query, key, value, Given())
+    _, saved = _forward(_part(scale, mask, window), query, key, value, OptionalOperands())
     *_, out, level = saved
     return out, level
 
@@ -63,27 +56,27 @@ def backward_part(
     query: Array, key: Array, value: Array, out: Array, level: Array, dout: Array, scale: float, mask: AttnMaskType,
     window: Window | None,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """See `Parts`: the kernels' own gradients, of an output and a level that other keys have a share in."""
-    saved = (query, key, value, Given(), out, level)
+    """See `Parts`: the gradients of the kernels, for an output and a level that also depend on other keys."""
+    saved = (query, key, value, OptionalOperands(), out, level)
     dq, dk, dv, _ = _backward(_part(scale, mask, window), saved, dout)
     return dq, dk, dv
 
 
-def _part(scale: float, mask: AttnMaskType, window: Window | None) -> Facts:
+def _part(scale: float, mask: AttnMaskType, window: Window | None) -> AttentionOptions:
     left, right = (-1, -1) if window is None else window
-    return Facts(float(scale), False, (left, 0 if mask.is_causal() else right), False, 0.0, False)
+    return AttentionOptions(float(scale), False, (left, 0 if mask.is_causal() else right), False, 0.0, False)
 
 
-def run(call: Call, request: AttentionRequest) -> Array:
-    """out [b, q, h, dv]; rows of no sequence are zero."""
+def run(call: AttentionOperands, request: AttentionRequest) -> Array:
+    """Return out [b, q, h, dv]; tokens of no sequence are zero."""
     packed = request.layout.is_thd()
     masked = request.rows == "mask" or (request.rows == "segments" and not packed)
     left, right = (-1, -1) if call.window is None else call.window
     if call.mask_type.is_causal():
         right = 0
     if masked:
-        left, right = -1, -1  # the mask holds it all
-    facts = Facts(
+        left, right = -1, -1  # the mask contains the window
+    options = AttentionOptions(
         scale=float(call.scale),
         pre_scaled=call.bias_type is AttnBiasType.PRE_SCALE_BIAS,
         window=(left, right),
@@ -96,7 +89,7 @@ def run(call: Call, request: AttentionRequest) -> Array:
     if bounds is None:
         lengths = call.lengths if request.rows == "lengths" and call.lengths is not None else (None, None)
         bounds = (*lengths, None, None)
-    given = Given(
+    given = OptionalOperands(
         bounds[0],
         bounds[1],
         bounds[2],
@@ -107,31 +100,43 @@ def run(call: Call, request: AttentionRequest) -> Array:
         None if call.draw is None else call.draw(),
         None if call.draw is None else jnp.arange(call.query.shape[0], dtype=jnp.int32),
     )
-    return attend(facts, *varying_alike(call.query, call.key, call.value, given))
+    return attend(options, *varying_alike(call.query, call.key, call.value, given))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(facts: Facts, query: Array, key: Array, value: Array, given: Given) -> Array:
-    """The kernels' attention; differentiable by query, key, value, and a bias and a sink that are given."""
-    return _forward(facts, query, key, value, given)[0]
+def attend(
+    options: AttentionOptions, query: Array, key: Array, value: Array, given: OptionalOperands
+) -> Array:
+    """Compute attention with the kernels; differentiable in query, key, value, and a given bias and sink."""
+    return _forward(options, query, key, value, given)[0]
 
 
-def _forward(facts: Facts, query: Array, key: Array, value: Array, given: Given) -> tuple[Array, Any]:
-    kernel = Forward(facts, *given.described(query, key))
-    out, lse = call_kernel(kernel, query, key, value, *given.there())
+def _forward(
+    options: AttentionOptions, query: Array, key: Array, value: Array, given: OptionalOperands
+) -> tuple[Array, Any]:
+    kernel = AttentionForward(options, *given.described(query, key))
+    out, lse = call_kernel(kernel, query, key, value, *given.present())
     return out, (query, key, value, given, out, lse)
 
 
-def _backward(facts: Facts, saved: Any, dout: Array) -> tuple[Any, ...]:
+def _backward(options: AttentionOptions, saved: Any, dout: Array) -> tuple[Any, ...]:
     query, key, value, given, out, lse = saved
-    kernel = Backward(facts, *given.described(query, key))
-    arrays = (query, key, value, *given.there(), out, dout, lse)
+    kernel = AttentionBackward(options, *given.described(query, key))
+    arrays = (query, key, value, *given.present(), out, dout, lse)
     dq, dk, dv, *rest = call_kernel(kernel, *arrays)
     dbias = rest.pop(0) if given.bias is not None else None
     dsink = rest.pop(0).sum(axis=0) if given.sink is not None else None
-    return dq, dk, dv, Given(bias=dbias, sink=dsink)
+    return dq, dk, dv, OptionalOperands(bias=dbias, sink=dsink)
 
 
 attend.defvjp(_forward, _backward)
 
-BACKEND = Backend[AttentionRequest]("triton", refuses=refuses, bind=bind)
+
+def bind(request: AttentionRequest) -> Any:
+    if request.tokens != "part":
+        return functools.partial(run, request=request)
+    options = {"mask": request.mask, "window": request.window}
+    return Parts(functools.partial(forward_part, **options), functools.partial(backward_part, **options))
+
+
+BACKEND = Backend[AttentionRequest]("triton", refuses=unsupported_reason, bind=bind)

@@ -1,11 +1,13 @@
-"""The kernels of common/kernels/attention.py and their gradients, as primitives that devices may share.
+"""The kernels of common/kernels/attention.py and their gradients, as primitives that devices share.
 
-Batches and heads may be cut. The numbers that dropout draws depend on the place of a sequence in the whole batch, so
-that they do not depend on how it is cut; heads are not, where it draws.
+Batches and heads may be sharded. The random numbers of dropout depend on the index of a sequence in the whole batch, so
+that they do not depend on the sharding of batches; with dropout, heads are not sharded.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,21 +19,23 @@ from ...platform import processors
 from ..kernels import Kernel
 from ..launching import perform
 from ..launching import run as run_launch
-from ..partitioning import broadcast_factors, strides_over_scores
+from ..partitioning import ShardingRule, broadcast_factors, strides_over_scores
 
 if TYPE_CHECKING:
     from ....common.kernels.attention_problem import Problem
 
-Triple = tuple[int, int, int]
-
 
 @dataclass(frozen=True)
-class Facts:
-    """The options of one attention.
+class AttentionOptions:
+    """Options of an attention.
 
-    pre_scaled   the bias is added before scores are scaled
-    window       (left, right), -1: unlimited; a causal mask is right = 0
-    packed       rows hold several sequences, given by their lengths and starts
+    Attributes:
+        scale: Factor of the scores.
+        pre_scaled: Whether the bias is added before the scores are scaled.
+        window: (left, right) visible keys, -1 for no limit; a causal mask is right = 0.
+        bottom_right: Whether the diagonal ends at the last query and the last key.
+        dropout: Dropout probability.
+        packed: Whether rows contain several sequences, given by their lengths and starts.
     """
 
     scale: float
@@ -42,16 +46,19 @@ class Facts:
     packed: bool
 
 
-class Given(NamedTuple):
-    """What an attention may be given beside queries, keys and values.
+class OptionalOperands(NamedTuple):
+    """Operands of an attention besides queries, keys and values.
 
-    lengths_q, lengths_kv   int32 [b], of packed rows [b, n]
-    starts_q, starts_kv     int32 [b, n], the first token of every sequence in its row
-    masked                  uint8 [b or 1, h or 1, q, k], 1 hides a key
-    bias                    [b or 1, h or 1, q or 1, k or 1]
-    sink                    float32 [h]
-    words                   uint32 [3] of a random key
-    row                     int32 [b], the place of every row in the batch
+    Attributes:
+        lengths_q: Lengths of the sequences of queries, int32 [b]; of packed rows [b, n].
+        lengths_kv: Lengths of the sequences of keys.
+        starts_q: First token of every sequence of queries in its packed row, int32 [b, n].
+        starts_kv: First token of every sequence of keys.
+        masked: uint8 [b or 1, h or 1, q, k], 1 hides a key.
+        bias: [b or 1, h or 1, q or 1, k or 1].
+        sink: float32 [h].
+        words: uint32 [3] of a random key.
+        row: Index of every row in the batch, int32 [b].
     """
 
     lengths_q: Array | None = None
@@ -64,11 +71,12 @@ class Given(NamedTuple):
     words: Array | None = None
     row: Array | None = None
 
-    def there(self) -> tuple[Array, ...]:
+    def present(self) -> tuple[Array, ...]:
+        """Return the operands that are not None."""
         return tuple(array for array in self if array is not None)
 
     def described(self, query: Array, key: Array) -> tuple[tuple[str | None, ...], tuple[int, int]]:
-        """The factors of what is given, and the heads of keys and of queries a head of keys."""
+        """Return the factors of the operands, and the numbers of heads of keys and of queries per head of keys."""
         groups = key.shape[2]
         batch, heads = query.shape[0], query.shape[2]
         head = head_factors(groups, heads // groups)
@@ -87,57 +95,50 @@ class Given(NamedTuple):
 
 
 def head_factors(groups: int, members: int) -> str:
-    """The factors of the queries' heads, members of them to each of the groups; Shardy refuses one of one element."""
+    """Return the factors of the heads of queries, members per group; Shardy rejects a factor of one element."""
     return "g" if members == 1 else "r" if groups == 1 else "(g r)"
 
 
 @dataclass(frozen=True)
-class _Attention(Kernel):
-    """factors: of what is given, None for what is not; heads: of keys, and of queries to each of them"""
+class _AttentionKernel(Kernel):
+    """Base of the kernels of an attention.
 
-    facts: Facts
+    Attributes:
+        options: Options of the attention.
+        factors: Factors of the optional operands, None for an absent one.
+        heads: Number of heads of keys, and of queries per head of keys.
+    """
+
+    options: AttentionOptions
     factors: tuple[str | None, ...]
     heads: tuple[int, int]
 
-    @property
-    def head(self) -> str:
-        return head_factors(*self.heads)
-
-    @property
-    def operands(self) -> str:
+    def sharing(self, more: Sequence[str], made: Sequence[str], summed: tuple[int, ...] = ()) -> ShardingRule:
+        """Return the rule of a kernel with more operands after the optional ones, and the results made."""
         given = [one for one in self.factors if one is not None]
-        return ", ".join((f"b s {self.head} d", "b t g d", "b t g e", *given))
+        operands = (f"b s {head_factors(*self.heads)} d", "b t g d", "b t g e", *given, *more)
+        text = f"{', '.join(operands)} -> {', '.join(made)}"
+        never = {"s", "t", "d", "e", "r", "n", "w"} | ({"g"} if self.options.dropout else set())
+        sizes = dict(zip("gr", self.heads, strict=True)) if self.heads[1] > 1 else {}
+        replicated = tuple(sorted(never.intersection(re.findall(r"\w+", text))))
+        return ShardingRule(text, replicated, sizes, summed=summed)
 
     @property
     def levels(self) -> str:
-        return f"b s {self.head}" if self.facts.packed else f"b {self.head} s"
+        """Factors of the logarithms of the softmax denominators: [b, h, q], of packed rows [b, q, h]."""
+        head = head_factors(*self.heads)
+        return f"b s {head}" if self.options.packed else f"b {head} s"
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        return dict(zip("gr", self.heads, strict=True)) if self.heads[1] > 1 else {}
-
-    @property
-    def replicated(self) -> tuple[str, ...]:
-        words = set(self.rule.replace("(", " ").replace(")", " ").replace(",", " ").split())
-        never = {"s", "t", "d", "e", "r", "n", "w"} | ({"g"} if self.facts.dropout else set())
-        return tuple(sorted(words & never))
-
-    def given(self, arrays: tuple[Array, ...]) -> tuple[Given, tuple[Array, ...]]:
-        """What was given, and what follows it."""
+    def given(self, arrays: tuple[Array, ...]) -> tuple[OptionalOperands, tuple[Array, ...]]:
+        """Split arrays into the optional operands and the arrays after them."""
         remaining = iter(arrays)
-        found = Given(*(None if one is None else next(remaining) for one in self.factors))
+        found = OptionalOperands(*(None if one is None else next(remaining) for one in self.factors))
         return found, tuple(remaining)
 
-    def levels_of(self, query: Any) -> jax.ShapeDtypeStruct:
-        """lse: [b, h, q], of packed rows [b, q, h]."""
-        batch, queries, heads, _ = query.shape
-        shape = (batch, queries, heads) if self.facts.packed else (batch, heads, queries)
-        return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-    def sources(self, q: Array, k: Array, v: Array, given: Given) -> list[Array | None]:
-        """What every kernel reads first."""
+    def sources(self, q: Array, k: Array, v: Array, given: OptionalOperands) -> list[Array | None]:
+        """Return the first inputs of every kernel."""
         bounds: list[Array | None] = [*given[:4]]
-        if self.facts.packed:
+        if self.options.packed:
             lengths, starts = given[:2], given[2:4]
             begins = [
                 x + jnp.arange(x.shape[0])[:, None] * y.shape[1]
@@ -147,59 +148,60 @@ class _Attention(Kernel):
             bounds = [x.ravel().astype(jnp.int32) for x in (*lengths, *begins)]  # pyright: ignore
         return [q, k, v, *bounds, None, None, given.masked, given.bias, None]
 
-    def random(self, q: Array, given: Given) -> Array | None:
-        """int64 [2] in words: a seed, and where the numbers of this part of the batch begin."""
+    def random(self, q: Array, given: OptionalOperands) -> Array | None:
+        """Return int64 [2] as uint32 words: a seed, and the offset of the numbers of this part of the batch."""
         if given.words is None or given.row is None:
             return None
-        sequences = 1 if given.lengths_q is None or not self.facts.packed else given.lengths_q.shape[1]
+        sequences = 1 if given.lengths_q is None or not self.options.packed else given.lengths_q.shape[1]
         first = given.row[:1].astype(jnp.uint32) * (sequences * q.shape[2])
         return jnp.concatenate((given.words, first))
 
-    def problem(self, q: Array, k: Array, v: Array, given: Given) -> Problem:
+    def problem(self, q: Array, k: Array, v: Array, given: OptionalOperands) -> Problem:
+        """Return the extents, strides and options as the kernels take them."""
         from ....common.kernels.attention_problem import Problem
 
-        facts = self.facts
+        options = self.options
         (batch, queries, heads, size), (_, keys, groups, _), size_v = q.shape, k.shape, v.shape[3]
-        rows = batch if not facts.packed or given.lengths_q is None else given.lengths_q.size
-        levels = (0, 1, 0) if facts.packed else (heads * queries, 1, queries)
-        if facts.packed:
-            levels = (0, heads, 1)
+        rows = batch if not options.packed or given.lengths_q is None else given.lengths_q.size
+        levels = (0, heads, 1) if options.packed else (heads * queries, 1, queries)
         return Problem(
             dtype=q.dtype.name, batch=rows, heads=heads, groups=groups, seqlen_q=queries, seqlen_kv=keys,
-            size_qk=size, size_v=size_v, scales=(facts.scale, facts.scale if facts.pre_scaled else 1.0),
-            window=facts.window, bottom_right=facts.bottom_right, dropout=facts.dropout, page_size=0,
+            size_qk=size, size_v=size_v, scales=(options.scale, options.scale if options.pre_scaled else 1.0),
+            window=options.window, bottom_right=options.bottom_right, dropout=options.dropout, page_size=0,
             q=self.strides(queries, heads, size), k=self.strides(keys, groups, size),
             v=self.strides(keys, groups, size_v), out=self.strides(queries, heads, size_v), lse=levels,
             masked=strides_over_scores(given.masked), bias=strides_over_scores(given.bias), outer=(0, 0),
-            varied=given.masked is not None or given.bias is not None or facts.dropout > 0.0,
+            varied=given.masked is not None or given.bias is not None or options.dropout > 0.0,
             shared_memory=processors().shared_memory,
-            tokens=(batch * queries, batch * keys) if facts.packed else None,
+            tokens=(batch * queries, batch * keys) if options.packed else None,
         )  # fmt: skip
 
-    def strides(self, tokens: int, heads: int, size: int) -> Triple:
-        """(batch, token, head) of an array [b, tokens, heads, size]."""
-        return 0 if self.facts.packed else tokens * heads * size, heads * size, size
+    def strides(self, tokens: int, heads: int, size: int) -> tuple[int, int, int]:
+        """Return the strides (batch, token, head) of an array [b, tokens, heads, size]."""
+        return 0 if self.options.packed else tokens * heads * size, heads * size, size
 
 
 @dataclass(frozen=True)
-class Forward(_Attention):
-    """(q [b, q, h, d], k [b, k, g, d], v [b, k, g, e], what is given) -> out [b, q, h, e], lse"""
+class AttentionForward(_AttentionKernel):
+    """(q [b, q, h, d], k [b, k, g, d], v [b, k, g, e], optional operands) -> out [b, q, h, e], lse"""
 
     @property
-    def rule(self) -> str:
-        return f"{self.operands} -> b s {self.head} e, {self.levels}"
+    def rule(self) -> ShardingRule:
+        return self.sharing([], [f"b s {head_factors(*self.heads)} e", self.levels])
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         query, _, value = operands[:3]
+        batch, queries, heads, _ = query.shape
         out = jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype)
-        return out, self.levels_of(query)
+        levels = (batch, queries, heads) if self.options.packed else (batch, heads, queries)
+        return out, jax.ShapeDtypeStruct(levels, jnp.float32)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
         from ....common.kernels import attention  # it imports triton
 
         q, k, v, *rest = arrays
         given, _ = self.given(tuple(rest))
-        launch = attention.forward(self.problem(q, k, v, given), False, True, self.facts.packed)
+        launch = attention.forward(self.problem(q, k, v, given), False, True, self.options.packed)
         inputs = [*self.sources(q, k, v, given), given.sink, self.random(q, given), None]
         out, lse, _ = run_launch(launch, inputs, self.results(q, k, v))
         assert out is not None and lse is not None
@@ -207,21 +209,18 @@ class Forward(_Attention):
 
 
 @dataclass(frozen=True)
-class Backward(_Attention):
-    """(what the forward took, out, dout, lse) -> dq, dk, dv, [dbias], [dsink [b, h]]"""
+class AttentionBackward(_AttentionKernel):
+    """(operands of the forward, out, dout, lse) -> dq, dk, dv, [dbias], [dsink [b, h]]"""
 
     @property
-    def rule(self) -> str:
+    def rule(self) -> ShardingRule:
         bias, sink = self.factors[5:7]
-        made = [f"b s {self.head} d", "b t g d", "b t g e"]
+        head = head_factors(*self.heads)
+        made = [f"b s {head} d", "b t g d", "b t g e"]
         made += [] if bias is None else [bias]
-        made += [] if sink is None else [f"b {self.head}"]
-        out = f"b s {self.head} e"
-        return f"{self.operands}, {out}, {out}, {self.levels} -> {', '.join(made)}"
-
-    @property
-    def summed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return () if self.factors[5] is None else (3,)
+        made += [] if sink is None else [f"b {head}"]
+        out = f"b s {head} e"
+        return self.sharing([out, out, self.levels], made, () if bias is None else (3,))
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         q, k, v, *rest = operands
@@ -237,9 +236,10 @@ class Backward(_Attention):
 
         q, k, v, *rest = arrays
         given, (out, dout, lse) = self.given(tuple(rest))
-        problem, packed = self.problem(q, k, v, given), self.facts.packed
+        problem, packed = self.problem(q, k, v, given), self.options.packed
         parts = problem.key_parts(attention_backward.keys_tile(problem)[1], processors().count)
-        strides = [self._part_strides(x, parts) for x in (k, v)]
+        # (part, batch, token, head) of the gradients of keys and values
+        strides = [(x.shape[3], *self.strides(x.shape[1], x.shape[2], parts * x.shape[3])) for x in (k, v)]
         bias, bias_shape = None, ()
         if given.bias is not None:
             bias, bias_shape = attention_bias.added(problem, given.bias.shape)
@@ -253,36 +253,22 @@ class Backward(_Attention):
             "delta": jax.ShapeDtypeStruct(lse.shape, lse.dtype),
             "dq": jax.ShapeDtypeStruct(q.shape, q.dtype),
         }
-        into |= {name: _in_parts(x, parts) for name, x in (("dk", k), ("dv", v))}
+        for name, x in (("dk", k), ("dv", v)):
+            in_parts = jax.ShapeDtypeStruct((*x.shape[:3], parts, x.shape[3]), jnp.float32)
+            into[name] = jax.ShapeDtypeStruct(x.shape, x.dtype) if parts == 1 else in_parts
         if given.bias is not None:
             whole = bias_shape == given.bias.shape
             into["dbias"] = jax.ShapeDtypeStruct(bias_shape, given.bias.dtype if whole else jnp.float32)
         inputs = [*self.sources(q, k, v, given), self.random(q, given), out, dout, lse, given.sink]
         made: dict[str, Array] = dict(zip(program.into, perform(program, inputs, into), strict=True))  # pyright: ignore
-        grads = [made["dq"], *(_summed(made[name], x, parts) for name, x in (("dk", k), ("dv", v)))]
+        grads = [made["dq"]]
+        for name, x in (("dk", k), ("dv", v)):
+            grads.append(made[name] if parts == 1 else made[name].sum(axis=3).astype(x.dtype))
         if given.bias is not None:
-            grads.append(_to_size(made["dbias"], given.bias))
+            dbias = made["dbias"]
+            sizes = zip(dbias.shape, given.bias.shape, strict=True)
+            axes = tuple(axis for axis, (found, wanted) in enumerate(sizes) if found != wanted)
+            grads.append(dbias.sum(axis=axes, keepdims=True).astype(given.bias.dtype) if axes else dbias)
         if given.sink is not None:
             grads.append(made["dsink"].sum(axis=2).reshape(q.shape[0], -1, q.shape[2]).sum(axis=1))
         return tuple(grads)
-
-    def _part_strides(self, x: Array, parts: int) -> tuple[int, int, int, int]:
-        """(part, batch, token, head) of the gradient of keys or values."""
-        _, tokens, heads, size = x.shape
-        return size, *self.strides(tokens, heads, parts * size)
-
-
-def _in_parts(x: Array, parts: int) -> jax.ShapeDtypeStruct:
-    if parts == 1:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return jax.ShapeDtypeStruct((*x.shape[:3], parts, x.shape[3]), jnp.float32)
-
-
-def _summed(made: Array, x: Array, parts: int) -> Array:
-    return made if parts == 1 else made.sum(axis=3).astype(x.dtype)
-
-
-def _to_size(made: Array, bias: Array) -> Array:
-    """A gradient summed over the axes that the bias has one element for."""
-    axes = tuple(i for i, (n, m) in enumerate(zip(made.shape, bias.shape, strict=True)) if n != m)
-    return made.sum(axis=axes, keepdims=True).astype(bias.dtype) if axes else made

@@ -14,7 +14,7 @@ from ..operand import Operand
 from ..platforms import WithOptions, bind_by_platform, by_platform
 from ..quantize import decoded as decoded_values
 from ..quantize import inverse_transform
-from . import decoded, float8, gluon, plain, reference, triton
+from . import codes_product, decoded, float8, reference
 from .request import GemmRequest
 
 __all__ = ["TABLE", "GemmRequest", "gemm"]
@@ -23,10 +23,10 @@ TABLE: Table[GemmRequest] = Table(
     "jax_gemm",
     (
         float8.SCALED,
-        gluon.BACKEND,
-        triton.BACKEND,
+        codes_product.GLUON,
+        codes_product.TRITON,
         float8.DIRECT,
-        plain.BACKEND,
+        reference.DOT,
         decoded.BACKEND,
         reference.BACKEND,
     ),
@@ -57,7 +57,11 @@ def gemm(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool = True) -> Array:
         extents = " and ".join(" x ".join(map(str, shape)) for shape in contracted)
         raise ValueError(f"the operands contract {extents} elements; both must end in the same K")
     if a.hadamard is not b.hadamard:
-        a, b = _transformed_back(a), _transformed_back(b)
+        transformed = a if a.hadamard else b
+        values = decoded_values(transformed)
+        matrix = inverse_transform(values.reshape(transformed.rows, transformed.depth))
+        restored = Operand(matrix.reshape(values.shape), dtype=transformed.dtype, axis=transformed.axis)
+        a, b = (restored, b) if a.hadamard else (a, restored)
     dtype = jnp.dtype(dtype)
     calls = bind_by_platform(TABLE, lambda platform: GemmRequest.of(a, b, dtype, exact, platform))
     options = (("dtype", dtype), ("exact", exact))
@@ -65,15 +69,6 @@ def gemm(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool = True) -> Array:
     if cuda == cpu:
         return checkpoint_name(_on_every_platform(a, b, cpu), NAME)
     return checkpoint_name(by_platform(a, b, cuda=cuda, default=cpu), NAME)
-
-
-def _transformed_back(operand: Operand) -> Operand:
-    """Return the operand without the Hadamard transform, as float32 values; unchanged if it is not transformed."""
-    if not operand.hadamard:
-        return operand
-    values = decoded_values(operand)
-    restored = inverse_transform(values.reshape(operand.rows, operand.depth)).reshape(values.shape)
-    return Operand(restored, dtype=operand.dtype, axis=operand.axis)
 
 
 @functools.partial(jax.jit, static_argnames=("product",))

@@ -1,7 +1,15 @@
-"""A product of FP8 codes by kernels of ours, as a primitive: how devices cut it, and which kernel runs."""
+"""Products of FP8 codes with our kernels, as a primitive: how devices share it, which kernel runs, and both backends.
+
+triton: the kernels of common/kernels/grouped_gemm.py, with one group of rows. XLA has no form for block scales, and
+takes long to compile one scale per tensor without its flag.
+
+gluon: the kernel of common/kernels/block_product.py for block scales, on Hopper.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,38 +17,52 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ....common.formats import BLOCK_1D, ceil_div
+from ....common import optional
+from ....common.dispatch import Backend
+from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, ceil_div
 from ...platform import processors
 from ..kernels import Kernel
-from ..launching import run
+from ..launching import run, unsupported_on
 from ..operand import Operand
-from ..partitioning import Extent, extent
+from ..partitioning import ShardingRule, extent
 from ..several_axes import call_on_axes
+from .float8 import is_triton_off, warn_of_the_flag
+from .request import GemmRequest
 
 _BLOCK = 128
+_RESULTS = (jnp.bfloat16, jnp.float16, jnp.float32)
+_BLOCK_FORMATS = ((BLOCK_1D, BLOCK_2D), (BLOCK_1D, BLOCK_1D))
+_GLUON = "triton.experimental.gluon.language.nvidia.hopper"
+_GLUON_VERSIONS = ("3.6", "3.7")  # of Triton, whose Gluon is experimental and changes between versions
 
 
 def multiplied(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool, by_groups: bool = False) -> Array:
-    """a [*M, *K] @ b [*N, *K].T in dtype; by_groups: see `Product`."""
+    """Return a [*M, *K] @ b [*N, *K].T in dtype; by_groups: see `CodesProduct`."""
     assert a.scale is not None and b.scale is not None
     scales, blocks = (a.scale, b.scale), None
     if a.format == BLOCK_1D:
         blocks = 1 if b.format == BLOCK_1D else _BLOCK
         scales = (a.scale.T, b.scale.T if blocks == 1 else b.scale)
-    kernel = Product(dtype, exact, blocks, b.rows, a.depth, by_groups)
+    kernel = CodesProduct(dtype, exact, blocks, b.rows, a.depth, by_groups)
     counts = {"m": a.axis, "n": b.axis, "k": a.codes.ndim - a.axis}
     out = call_on_axes(kernel, counts, a.codes, b.codes, *scales)[0]
     return out.reshape(*a.codes.shape[: a.axis], *b.codes.shape[: b.axis])
 
 
 @dataclass(frozen=True)
-class Product(Kernel):
+class CodesProduct(Kernel):
     """(a [M, K], b [N, K], scale of a, scale of b) -> out [M, N]
 
-    Scales are [1] and [1]; or [ceil(K/128), M] with [ceil(N/128), ceil(K/128)] or, in rows too, [ceil(K/128), N].
-    blocks   how many extents of b share a scale: None one scale a tensor, 128 or 1
-    exact    one scale a tensor: partial sums are promoted to float32 every 128 elements
-    by_groups   blocks: by the kernel of block_product.py, whose warps work in groups, where a device's part fits it
+    Scales are [1] and [1]; or [ceil(K/128), M] with [ceil(N/128), ceil(K/128)]; or [ceil(K/128), M] with
+    [ceil(K/128), N].
+
+    Attributes:
+        dtype: dtype of the product.
+        exact: With one scale per tensor: whether partial sums are promoted to float32 every 128 elements.
+        blocks: Rows of b that share a scale, 128 or 1; None for one scale per tensor.
+        n: Rows of b in the whole product.
+        k: Contracted elements of the whole product.
+        by_groups: Whether the kernel of block_product.py runs, whose warps work in groups, if a device's part fits it.
     """
 
     dtype: jnp.dtype
@@ -49,50 +71,41 @@ class Product(Kernel):
     n: int
     k: int
     by_groups: bool = False
-    led_by_results = True
-    summed = (0,)
 
     @property
-    def extents(self) -> tuple[Extent, Extent]:
+    def rule(self) -> ShardingRule:
         if self.blocks is None:
-            return extent("n", self.n, 1), extent("k", self.k, 1)
-        return extent("n", self.n, self.blocks), extent("k", self.k, _BLOCK)
-
-    @property
-    def rule(self) -> str:
-        n, k = self.extents
-        scales = "p, q"
-        if self.blocks is not None:
-            scales = f"{k.blocks} m, " + (
-                f"{k.blocks} {n.whole}" if self.blocks == 1 else f"{n.blocks} {k.blocks}"
-            )
-        return f"m {k.whole}, {n.whole} {k.whole}, {scales} -> m {n.whole}"
+            n, k = extent("n", self.n, 1), extent("k", self.k, 1)
+            scales = "p, q"
+        else:
+            n, k = extent("n", self.n, self.blocks), extent("k", self.k, _BLOCK)
+            scale_b = f"{k.blocks} {n.whole}" if self.blocks == 1 else f"{n.blocks} {k.blocks}"
+            scales = f"{k.blocks} m, {scale_b}"
+        text = f"m {k.whole}, {n.whole} {k.whole}, {scales} -> m {n.whole}"
+        return ShardingRule.of_extents(text, n, k, led_by_results=True, summed=(0,))
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         return (jax.ShapeDtypeStruct((operands[0].shape[0], operands[1].shape[0]), self.dtype),)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
         (m, k), n = arrays[0].shape, arrays[1].shape[0]
-        if self.by_groups and (unfit(m, n, k) or idle(m, n)) is None:
-            return (self._run_by_groups(*arrays),)
-        return (self._run_as_one_group(*arrays),)
-
-    def _run_by_groups(self, a: Array, b: Array, scale_a: Array, scale_b: Array) -> Array:
+        if not self.by_groups or (unfit(m, n, k) or idle(m, n)) is not None:
+            return (self._run_as_one_group(*arrays),)
         from ....common.kernels.block_product import product  # it imports triton
 
-        (m, k), n = a.shape, b.shape[0]
         launch = product(m, n, k, self.dtype.name, by_row=self.blocks == 1, processors=processors().count)
-        (out,) = run(launch, [a, b, scale_a, scale_b])
+        (out,) = run(launch, arrays)
         assert out is not None
-        return out
+        return (out,)
 
     def _run_as_one_group(self, a: Array, b: Array, scale_a: Array, scale_b: Array) -> Array:
+        """Run the kernels of grouped_gemm.py on one group of rows."""
         from ....common.kernels import grouped_gemm as kernels  # it imports triton
 
         (m, k), n = a.shape, b.shape[0]
         shared_memory = processors().shared_memory
         if self.blocks == 1:
-            # Both operands are contracted along their rows: the kernel of gradients of weights.
+            # Both operands have scales per row: the kernel for the gradients of weights.
             padding = ((0, 0), (0, -k % _BLOCK))
             a, b = (x if k % _BLOCK == 0 else jnp.pad(x, padding) for x in (a, b))
             launch = kernels.product_of_columns(
@@ -118,7 +131,7 @@ class Product(Kernel):
 
 
 def unfit(m: int, n: int, k: int) -> str | None:
-    """Why the kernel of block_product.py does not take a product of these extents, None if it does."""
+    """Return the reason why the kernel of block_product.py does not support these extents, or None."""
     if n % 16 or k % 16:
         return f"N={n} or K={k} is not a multiple of 16"
     if m % 4:
@@ -129,9 +142,9 @@ def unfit(m: int, n: int, k: int) -> str | None:
 
 
 def idle(m: int, n: int) -> str | None:
-    """Why the tiles of block_product.py leave too much of the GPU idle, None if they do not."""
-    # H200, microseconds of the other kernel and of this one, by tiles. With squares of b: 64 tiles 26.0 and 33.5,
-    # 96: 46.5 and 34.1, 128: 44.0 and 31.2, 160: 61.0 and 55.6, 192: 62.8 and 54.4, 200: 74.2 and 55.3. With a scale a
+    """Return the reason why the tiles of block_product.py leave too much of the GPU idle, or None."""
+    # H200, microseconds of the other kernel and of this one, by tiles. With square blocks of b: 64 tiles 26.0 and 33.5,
+    # 96: 46.5 and 34.1, 128: 44.0 and 31.2, 160: 61.0 and 55.6, 192: 62.8 and 54.4, 200: 74.2 and 55.3. With scales per
     # row: 24.9 and 37.8, 47.7 and 38.1, 49.0 and 38.7, 72.0 and 71.6, 72.0 and 72.6, 85.1 and 72.3.
     tiles, count = ceil_div(m, 2 * _BLOCK) * ceil_div(n, _BLOCK), processors().count
     if 10 * tiles < 7 * ceil_div(tiles, count) * count:
@@ -140,9 +153,71 @@ def idle(m: int, n: int) -> str | None:
 
 
 def one_group(rows: int) -> Array:
-    """The layout of one group of rows: its first row and its end, its first tile and their end, its tiles' group."""
+    """Return the layout of one group: its first row and end, its first tile and end, and the group of each tile."""
     tiles = ceil_div(rows, _BLOCK)
     groups = lax.iota(jnp.int32, rows // _BLOCK + 1) >= tiles
-    # Operations, no constant: jax partitions no function over devices that holds one.
+    # Operations instead of a constant: JAX does not partition a function that contains one.
     ends = [lax.full((1,), end, jnp.int32) for end in (0, rows, 0, tiles)]
     return lax.concatenate([*ends, groups.astype(jnp.int32)], 0)
+
+
+def unsupported_reason(request: GemmRequest) -> str | None:
+    if (reason := unsupported_on(request.platform, "GemmPrimitive")) is not None:
+        return reason
+    if request.capability < 89:
+        return f"compute capability {request.capability / 10} < 8.9 has no FP8 tensor cores"
+    formats = (request.a_format, request.b_format)
+    if None in formats:
+        return "an operand is not quantized"
+    if formats != (FLOAT8, FLOAT8) and formats not in _BLOCK_FORMATS:
+        return "it takes one scale a tensor, or 1x128 blocks times 128x128 or 1x128 blocks"
+    if formats == (FLOAT8, FLOAT8) and is_triton_off():
+        return "one scale a tensor, which XLA hands to cuBLASLt"
+    if request.n % 16 or request.k % 16:
+        return f"N={request.n} or K={request.k} is not a multiple of 16"
+    if 0 in (request.m, request.n, request.k):
+        return "a product without elements"
+    if request.dtype not in _RESULTS:
+        return f"a result in {request.dtype}; it writes bfloat16, float16 and float32"
+    return None
+
+
+def bind(request: GemmRequest) -> Callable[..., Array]:
+    if request.a_format == FLOAT8:
+        warn_of_the_flag(request)
+    return multiplied
+
+
+TRITON = Backend[GemmRequest]("triton", refuses=unsupported_reason, bind=bind)
+
+
+def gluon_unsupported_reason(request: GemmRequest) -> str | None:
+    if (reason := unsupported_on(request.platform, "GemmPrimitive")) is not None:
+        return reason
+    if request.capability != 90:
+        return f"compute capability {request.capability / 10} != 9.0: it is written in instructions of Hopper"
+    if (request.a_format, request.b_format) not in _BLOCK_FORMATS:
+        return "it takes 1x128 blocks times 128x128 or 1x128 blocks"
+    if 0 in (request.m, request.n, request.k):
+        return "a product without elements"
+    if (reason := unfit(request.m, request.n, request.k) or idle(request.m, request.n)) is not None:
+        return reason
+    if request.dtype not in _RESULTS:
+        return f"a result in {request.dtype}; it writes bfloat16, float16 and float32"
+    return _missing_gluon()
+
+
+def _missing_gluon() -> str | None:
+    """Return the reason why Gluon is unavailable, or None; called last, since it imports triton."""
+    if (reason := optional.failure(_GLUON, "warpgroup_mma", "tma", "mbarrier")) is not None:
+        return reason
+    from triton import __version__, knobs
+
+    if not __version__.startswith(_GLUON_VERSIONS):
+        return f"triton {__version__}; the Gluon of {' and '.join(_GLUON_VERSIONS)} is known"
+    return "TRITON_INTERPRET=1: Gluon has no interpreter" if knobs.runtime.interpret else None
+
+
+# One object for all requests: equal functions are traced once.
+_RUN_GLUON = functools.partial(multiplied, by_groups=True)
+GLUON = Backend[GemmRequest]("gluon", refuses=gluon_unsupported_reason, bind=lambda request: _RUN_GLUON)

@@ -1,14 +1,17 @@
-"""FP8 products with one scale a tensor on NVIDIA GPUs, in the two forms that XLA hands to cuBLASLt.
+"""FP8 products with one scale per tensor on NVIDIA GPUs, in the two forms that XLA passes to cuBLASLt.
 
-scaled   dot(codes * scale, codes * scale) in bfloat16: one library call, scales inside, where XLA's own Triton
-         products are off; where they are on, XLA computes it in bfloat16 without a word
-direct   dot(codes, codes) * scales: the scales come after it; without the flag each shape takes long to compile
+scaled: dot(codes * scale, codes * scale) in bfloat16, one library call that applies the scales, if XLA's own Triton
+products are disabled. If they are enabled, XLA computes it in bfloat16 without a warning.
+
+direct: dot(codes, codes) * scales, with the scales applied to the sums. Without the flag each shape takes long to
+compile.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,22 +22,38 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from ....common.dispatch import Backend
 from ....common.formats import FLOAT8
-from ..custom_calls import switched_off
-from ..kernels import Kernel
+from ...platform import has_gpu, xla_flag
+from ..launching import switched_off
 from ..operand import Operand
-from ..several_axes import OverVmap, call_on_axes
-from .flag import FLAG, is_triton_off, warn_of_the_flag
+from ..partitioning import ShardingRule
+from ..several_axes import OperationsKernel, call_on_axes
 from .request import GemmRequest
 
+FLAG = "xla_gpu_enable_triton_gemm"
 _LAST_AXES = (((1,), (1,)), ((), ()))
 
 
-def bind_direct(request: GemmRequest) -> Callable[..., Array]:
-    warn_of_the_flag(request)
-    return run_direct
+def is_triton_off() -> bool:
+    """Return whether XLA leaves products to libraries, which FP8 products in cuBLASLt require."""
+    return xla_flag(FLAG) in ("false", "0")
 
 
-def _refuses(request: GemmRequest) -> str | None:
+def warn_of_the_flag(request: GemmRequest) -> None:
+    """Warn once per process, on a GPU, about a product that the flag would make faster."""
+    if has_gpu() and request.dtype == jnp.bfloat16 and not is_triton_off():
+        _warn()
+
+
+@functools.cache
+def _warn() -> None:
+    warnings.warn(
+        f"set XLA_FLAGS=--{FLAG}=false before jax starts: without it FP8 products with one scale a tensor do not reach "
+        "cuBLASLt, and those that XLA computes itself take about 30 s a shape to compile",
+        stacklevel=2,
+    )
+
+
+def unsupported_reason(request: GemmRequest) -> str | None:
     if request.platform != "cuda":
         return f"it needs a CUDA device, the program is for {request.platform}"
     if (reason := switched_off("GemmPrimitive")) is not None:
@@ -56,8 +75,8 @@ def _refuses(request: GemmRequest) -> str | None:
     return None
 
 
-def refuses_scaled(request: GemmRequest) -> str | None:
-    if (reason := _refuses(request)) is not None:
+def scaled_unsupported_reason(request: GemmRequest) -> str | None:
+    if (reason := unsupported_reason(request)) is not None:
         return reason
     if not is_triton_off():
         return f"XLA would compute it in bfloat16; set XLA_FLAGS=--{FLAG}=false before jax starts"
@@ -67,40 +86,48 @@ def refuses_scaled(request: GemmRequest) -> str | None:
 
 
 @dataclass(frozen=True)
-class Product(Kernel):
+class Float8Product(OperationsKernel):
     """(codes a [M, K], codes b [N, K], scale of a [1], scale of b [1]) -> out [M, N]
 
-    A kernel for the partitioner's sake alone: codes are what devices exchange, where it would have them exchange the
-    values that a product dequantizes; and every device's part is a product of matrices, as XLA knows it by.
-    direct   are scales applied to the sums?
+    Devices exchange codes instead of dequantized values, and every device's part is a product of matrices, the form
+    that XLA recognizes.
+
+    Attributes:
+        dtype: dtype of the product.
+        exact: Whether partial sums are promoted to float32.
+        direct: Whether the scales are applied to the sums.
     """
 
     dtype: jnp.dtype
     exact: bool
     direct: bool
-    led_by_results = True
-    summed = (0,)
 
     @property
-    def rule(self) -> str:
-        return "m k, n k, p, q -> m n"
+    def rule(self) -> ShardingRule:
+        return ShardingRule("m k, n k, p, q -> m n", led_by_results=True, summed=(0,))
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         a, b, *_ = operands
         return (jax.ShapeDtypeStruct((a.shape[0], b.shape[0]), self.dtype),)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        (a, b), (scale_a, scale_b) = map(_row_by_row, arrays[:2]), arrays[2:]
+        # Codes [rows, K] are row-major, as cuBLASLt reads them. XLA would choose column-major codes where devices
+        # exchange them along K, and transpose them twice. Of square matrices that share a scale it would transpose one
+        # between its two conversions, where it recognizes no FP8 product.
+        (a, b), (scale_a, scale_b) = (
+            [with_layout_constraint(codes, Layout((0, 1))) for codes in arrays[:2]],
+            arrays[2:],
+        )
         precision = lax.Precision.HIGHEST if self.exact else lax.Precision.DEFAULT
         dot = functools.partial(lax.dot_general, dimension_numbers=_LAST_AXES, precision=precision)
         if self.direct:
             # Without preferred_element_type the result would be FP8.
             sums = dot(a, b, preferred_element_type=jnp.float32)
             return ((sums * (scale_a * scale_b)).astype(self.dtype),)
-        # XLA takes a scalar's conversion to dtype and back to float32 away, and cuBLASLt reads the float32 one. Without
-        # the barrier the reshape of an array [1] would move between the two, and the scale be rounded to bfloat16. Both
-        # pass one barrier, which belongs to this product: products that share an operand would else share its
-        # dequantized values, and XLA would make one product of them, in bfloat16.
+        # XLA removes the conversion of a scalar to dtype and back to float32, and cuBLASLt reads the float32 scalar.
+        # Without the barrier the reshape of an array [1] would move between the two conversions, and the scale would be
+        # rounded to bfloat16. Both scales pass one barrier, which belongs to this product: products that share an
+        # operand would otherwise share its dequantized values, and XLA would compute one product of them, in bfloat16.
         scales = lax.optimization_barrier((scale_a.reshape(()), scale_b.reshape(())))
         values = (
             codes.astype(self.dtype) * scale.astype(self.dtype)
@@ -108,32 +135,24 @@ class Product(Kernel):
         )
         return (dot(*values, preferred_element_type=self.dtype),)
 
-    def under_vmap(self, mapped: Sequence[bool]) -> tuple[Kernel, tuple[bool, ...]]:
-        return OverVmap(self, tuple(mapped)), (True,)
 
-
-def run_scaled(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
-    return _run(Product(dtype, exact, False), a, b)
-
-
-def run_direct(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
-    return _run(Product(dtype, exact, True), a, b)
-
-
-def _run(product: Product, a: Operand, b: Operand) -> Array:
+def run(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool, direct: bool) -> Array:
+    """Return the product a @ b.T; see `Float8Product`."""
     assert a.scale is not None and b.scale is not None
     counts = {"m": a.axis, "n": b.axis, "k": a.codes.ndim - a.axis}
-    return call_on_axes(product, counts, a.codes, b.codes, a.scale.reshape(1), b.scale.reshape(1))[0]
+    scales = a.scale.reshape(1), b.scale.reshape(1)
+    return call_on_axes(Float8Product(dtype, exact, direct), counts, a.codes, b.codes, *scales)[0]
 
 
-def _row_by_row(codes: Array) -> Array:
-    """The codes [rows, K] as cuBLASLt wants them in memory, before anything is made of them.
-
-    XLA would lay codes that devices exchange along K column by column, and turn them there and back; and of square
-    matrices that share a scale it would turn one between its two conversions, where it knows no FP8 product.
-    """
-    return with_layout_constraint(codes, Layout((0, 1)))
+# One object per form: equal functions are traced once.
+run_scaled = functools.partial(run, direct=False)
+run_direct = functools.partial(run, direct=True)
 
 
-SCALED = Backend[GemmRequest]("scaled", refuses=refuses_scaled, bind=lambda request: run_scaled)
-DIRECT = Backend[GemmRequest]("direct", refuses=_refuses, bind=bind_direct)
+def bind_direct(request: GemmRequest) -> Callable[..., Array]:
+    warn_of_the_flag(request)
+    return run_direct
+
+
+SCALED = Backend[GemmRequest]("scaled", refuses=scaled_unsupported_reason, bind=lambda request: run_scaled)
+DIRECT = Backend[GemmRequest]("direct", refuses=unsupported_reason, bind=bind_direct)

@@ -1,7 +1,11 @@
-"""The literal product in float32, for every format and device: the oracle, and the emulation on a CPU."""
+"""Products by XLA: of values in their dtype, and in float32 for every format and device.
+
+The float32 product is the reference, and the emulation on a CPU.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -15,15 +19,22 @@ from .request import GemmRequest
 
 
 def run(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
-    """sum_k a[m, k] b[n, k] in float32, m, n and k being several axes each.
+    """Return sum_k a[m, k] b[n, k] in float32, rounded to dtype; m, n and k may be several axes each.
 
-    One scale for a whole tensor is applied to the sum, block scales before it. Where an operand has a second-level
-    scale per row, the second level of both is applied to the sum.
+    A scale of a whole tensor is applied to the sum, block scales are applied before it. If an operand has a
+    second-level scale per row, the second level of both operands is applied to the sum.
     """
     per_row = any(operand.format is not None and operand.format.row_scaled for operand in (a, b))
-    of_a, of_b = (_values(_at_unit_amax(operand) if per_row else operand) for operand in (a, b))
+    values = []
+    for operand in (a, b):
+        form = operand.format
+        if per_row and form is not None and form.unit_amax is not None and operand.amax is not None:
+            # Omits the second-level scale.
+            operand = replace(operand, amax=jnp.full(operand.amax.shape, form.unit_amax, jnp.float32))
+        one_scale = form is None or form == FLOAT8
+        values.append(operand.codes.astype(jnp.float32) if one_scale else decoded(operand))
     # HIGHEST: float32 operands would be rounded to TF32 on a GPU.
-    product = lax.dot_general(of_a, of_b, contraction(a, b), precision=lax.Precision.HIGHEST)
+    product = lax.dot_general(values[0], values[1], contraction(a, b), precision=lax.Precision.HIGHEST)
     if per_row:
         product = _with_second_level(product, a, b)
     for operand in (a, b):
@@ -33,18 +44,10 @@ def run(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
     return product.astype(dtype)
 
 
-def _at_unit_amax(operand: Operand) -> Operand:
-    """The operand with its second-level scale left out; itself where the format has none."""
-    unit = None if operand.format is None else operand.format.unit_amax
-    if unit is None or operand.amax is None:
-        return operand
-    return replace(operand, amax=jnp.full(operand.amax.shape, unit, jnp.float32))
-
-
 def _with_second_level(product: Array, a: Operand, b: Operand) -> Array:
-    """product [*M, *N] of operands `_at_unit_amax`, times the maxima of a and b divided by each format's unit_amax.
+    """Return a product [*M, *N] without second-level scales times the maxima of a and b, over each format's unit_amax.
 
-    Where one of the operands has a single maximum, the two are multiplied first and the product by that vector.
+    If one of the operands has a single maximum, the maxima are multiplied first, and the product by that vector.
     """
     ranges = 1.0
     factors: list[Array] = []
@@ -65,10 +68,26 @@ def _with_second_level(product: Array, a: Operand, b: Operand) -> Array:
     return product
 
 
-def _values(operand: Operand) -> Array:
-    if operand.format is None or operand.format == FLOAT8:
-        return operand.codes.astype(jnp.float32)
-    return decoded(operand)
+def unsupported_reason(request: GemmRequest) -> str | None:
+    if request.a_format is not None or request.b_format is not None:
+        return "an operand is quantized"
+    return None
 
 
+def run_values(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
+    product = lax.dot_general(a.codes, b.codes, contraction(a, b), preferred_element_type=jnp.float32)
+    return product.astype(dtype)
+
+
+def run_narrow(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
+    """Let cuBLASLt sum in float32 and round once; XLA would write float32 and round in another kernel."""
+    return lax.dot_general(a.codes, b.codes, contraction(a, b), preferred_element_type=dtype)
+
+
+def bind_values(request: GemmRequest) -> Callable[..., Array]:
+    narrow = request.platform == "cuda" and request.a_element == request.b_element == request.dtype
+    return run_narrow if narrow else run_values
+
+
+DOT = Backend[GemmRequest]("dot", refuses=unsupported_reason, bind=bind_values)
 BACKEND = Backend[GemmRequest]("reference", bind=lambda request: run)

@@ -1,4 +1,4 @@
-"""What backends judge of a product."""
+"""Request of a matrix product."""
 
 from __future__ import annotations
 
@@ -13,11 +13,20 @@ from ..operand import Operand
 
 @dataclass(frozen=True)
 class GemmRequest:
-    """The facts: formats, element types, extents, the result's dtype and the platform; never values.
+    """Properties of a product a @ b.T that determine its backend.
 
-    platform     "cuda" or "cpu": what the program is lowered for, whatever the machine that traces it
-    capability   ten times the GPU's compute capability
-    exact        partial sums are promoted to float32; False allows the tensor cores' faster accumulation
+    Attributes:
+        a_format: Format of a, None for values.
+        b_format: Format of b, None for values.
+        a_element: dtype of a's codes or values.
+        b_element: dtype of b's codes or values.
+        m: Rows of a.
+        n: Rows of b.
+        k: Contracted elements.
+        dtype: dtype of the product.
+        platform: Platform of the program, "cpu" or "cuda", whatever the machine that traces it.
+        capability: Compute capability of the GPU, times ten.
+        exact: Whether partial sums are promoted to float32; False allows the faster accumulation of the tensor cores.
     """
 
     a_format: TensorFormat | None
@@ -34,16 +43,17 @@ class GemmRequest:
 
     @classmethod
     def of(cls, a: Operand, b: Operand, dtype: jnp.dtype, exact: bool, platform: str) -> GemmRequest:
+        """Return the request of a product of two operands."""
         return cls(
-            a.format,
-            b.format,
-            a.codes.dtype,
-            b.codes.dtype,
-            a.rows,
-            b.rows,
-            a.depth,
-            dtype,
-            platform,
-            compute_capability(),
-            exact,
+            a_format=a.format,
+            b_format=b.format,
+            a_element=a.codes.dtype,
+            b_element=b.codes.dtype,
+            m=a.rows,
+            n=b.rows,
+            k=a.depth,
+            dtype=dtype,
+            platform=platform,
+            capability=compute_capability(),
+            exact=exact,
         )

@@ -1,4 +1,4 @@
-"""Products of rows in groups with one matrix a group, and the gradients of those matrices."""
+"""Products of rows in groups with one matrix per group, and the gradients of those matrices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jax import Array
 from ....common.dispatch import Table
 from ..platforms import compute
 from . import reference, triton
-from .request import GroupedGemmRequest, Scales
+from .reference import GroupedGemmRequest, Scales
 
 __all__ = ["TABLE", "GroupedGemmRequest", "Scales", "grouped_contraction", "grouped_gemm"]
 
@@ -24,11 +24,17 @@ def grouped_gemm(
     features_first: bool = False,
     exact: bool = True,
 ) -> Array:
-    """out [M, N] in dtype: rows of group g of a [M, K] @ b[g] of b [G, K, N]; rows behind the last group are zero.
+    """Return out [M, N]: the rows of group g of a, times b[g]; rows after the last group are zero.
 
-    scales           float32 [G] of a and of b, where they are codes
-    features_first   b is [G, N, K]
-    exact            partial sums of codes are promoted to float32; False allows the tensor cores' faster accumulation
+    Args:
+        a: Values or codes [M, K].
+        b: Values or codes [G, K, N].
+        group_sizes: Rows per group, integers [G].
+        dtype: dtype of the result.
+        scales: float32 [G] of a and of b, if they are codes.
+        features_first: Whether b is [G, N, K].
+        exact: Whether partial sums of codes are promoted to float32; False allows the faster accumulation of the tensor
+            cores.
     """
     groups, n = b.shape[0], b.shape[1 if features_first else 2]
     dtype = jnp.dtype(dtype)
@@ -44,7 +50,7 @@ def grouped_gemm(
 def grouped_contraction(
     a: Array, b: Array, group_sizes: Array, dtype: jnp.dtype, scales: Scales = None
 ) -> Array:
-    """out [G, K, N] in dtype: out[g] = (rows of group g of a [M, K]).T @ (those of b [M, N]); scales as above."""
+    """Return out [G, K, N]: out[g] = (rows of group g of a [M, K]).T @ (those of b [M, N]); see `grouped_gemm`."""
     groups, dtype = group_sizes.shape[0], jnp.dtype(dtype)
     return compute(
         TABLE,

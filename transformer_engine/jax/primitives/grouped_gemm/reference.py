@@ -1,10 +1,10 @@
-"""Grouped products by XLA's ragged products, in float32."""
+"""Request of a grouped product, and its float32 reference with the ragged products of XLA."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,38 @@ from jax.interpreters import ad, batching, mlir
 from ....common.dispatch import Backend
 from ...manual_axes import varying_alike
 from ..kernels import batched_in_turn, result_like, run_compiled
-from .request import GroupedGemmRequest, Scales
+
+# Scales of the codes of both operands, one per group; None for values.
+Scales = tuple[Array, Array] | None
+
+
+class GroupedGemmRequest(NamedTuple):
+    """Properties of a grouped product that determine its backend.
+
+    Attributes:
+        groups: Number of groups G.
+        m: Number of rows.
+        n: Columns of the result.
+        k: Columns of a.
+        dtype: dtype of the operands.
+        result: dtype of the result.
+        contracts_rows: Whether the rows are contracted; see `grouped_contraction`.
+        features_first: Whether b is [G, N, K] instead of [G, K, N].
+        scaled: Whether the operands are FP8 codes with one scale per group.
+        platform: Platform of the program, "cpu" or "cuda".
+    """
+
+    groups: int
+    m: int
+    n: int
+    k: int
+    dtype: jnp.dtype
+    result: jnp.dtype
+    contracts_rows: bool
+    features_first: bool
+    scaled: bool
+    platform: str
+
 
 _CONTRACT_ROWS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
@@ -38,7 +69,7 @@ def of_rows(
     if features_first:
         b = jnp.swapaxes(b, 1, 2)
     if scales is not None:
-        # Both scales of a group belong to its matrix.
+        # Both scales of a group are applied to its matrix.
         a, b = a.astype(jnp.float32), b.astype(jnp.float32) * (scales[0] * scales[1])[:, None, None]
     return _product(_rows, a, b, group_sizes).astype(dtype)
 
@@ -53,20 +84,16 @@ def over_rows(a: Array, b: Array, group_sizes: Array, scales: Scales, dtype: jnp
     return product.astype(dtype)
 
 
-# JAX has no rule of a ragged product under vmap unless all operands are mapped alike, and no derivative of one that
-# contracts rows. Both products are linear in either operand, and each is the other's transpose.
+# JAX has no vmap rule for a ragged product unless all operands are mapped alike, and no derivative for one that
+# contracts rows. Both products are linear in either operand, and each is the transpose of the other.
 _rows = Primitive("transformer_engine_grouped_rows")  # [M, K], [G, K, N], sizes [G] -> [M, N]
 _contraction = Primitive("transformer_engine_grouped_contraction")  # [M, K], [M, N], sizes [G] -> [G, K, N]
 
 
 def _product(primitive: Primitive, a: Array, b: Array, group_sizes: Array) -> Array:
-    """The product, in float32, of operands that may have two dtypes where one is a cotangent."""
+    """Return the product in float32; the operands have two dtypes if one is a cotangent."""
     dtype = jnp.promote_types(a.dtype, b.dtype)
     return primitive.bind(*varying_alike(a.astype(dtype), b.astype(dtype), group_sizes))
-
-
-def _turned(stack: Array) -> Array:
-    return jnp.swapaxes(stack, 1, 2)
 
 
 def _define(
@@ -76,8 +103,14 @@ def _define(
     transpose_of_a: _Transpose,
     transpose_of_b: _Transpose,
 ) -> None:
-    """What JAX asks of a product that is linear in a and in b; a transpose makes a's cotangent of (b, dout, sizes), or
-    b's of (a, dout, sizes).
+    """Register the rules of JAX for a product that is linear in a and in b.
+
+    Args:
+        primitive: The product (a, b, group_sizes).
+        run: Computes the product.
+        shape_of: Returns the shape of the product.
+        transpose_of_a: (b, dout, group_sizes) -> cotangent of a.
+        transpose_of_b: (a, dout, group_sizes) -> cotangent of b.
     """
     compiled = jax.jit(primitive.bind)
     primitive.def_impl(functools.partial(run_compiled, compiled))
@@ -113,14 +146,14 @@ _define(
     _rows,
     lambda a, b, group_sizes: lax.ragged_dot(a, b, group_sizes, **_IN_FLOAT32),
     lambda a, b, group_sizes: (a.shape[0], b.shape[2]),
-    lambda b, dout, group_sizes: _product(_rows, dout, _turned(b), group_sizes),
+    lambda b, dout, group_sizes: _product(_rows, dout, jnp.swapaxes(b, 1, 2), group_sizes),
     lambda a, dout, group_sizes: _product(_contraction, a, dout, group_sizes),
 )
 _define(
     _contraction,
     lambda a, b, group_sizes: lax.ragged_dot_general(a, b, group_sizes, _CONTRACT_ROWS, **_IN_FLOAT32),
     lambda a, b, group_sizes: (group_sizes.shape[0], a.shape[1], b.shape[1]),
-    lambda b, dout, group_sizes: _product(_rows, b, _turned(dout), group_sizes),
+    lambda b, dout, group_sizes: _product(_rows, b, jnp.swapaxes(dout, 1, 2), group_sizes),
     lambda a, dout, group_sizes: _product(_rows, a, dout, group_sizes),
 )
 

@@ -1,8 +1,7 @@
-"""Grouped products by the kernels of common/kernels/grouped_gemm.py: all groups in one launch, whatever their sizes."""
+"""Grouped products with the kernels of common/kernels/grouped_gemm.py: all groups in one launch, of any sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +13,17 @@ from ....common.dispatch import Backend
 from ....common.formats import E4M3, E5M2
 from ...platform import compute_capability, processors
 from ..kernels import Kernel, call
-from ..launching import refuses_on, run
-from .request import GroupedGemmRequest, Scales
+from ..launching import run, unsupported_on
+from ..partitioning import ShardingRule
+from .reference import GroupedGemmRequest, Scales
 
 _HALVES = (jnp.bfloat16, jnp.float16)
 _ELEMENTS = {jnp.dtype(jnp.float8_e4m3fn): E4M3, jnp.dtype(jnp.float8_e5m2): E5M2}
 _RESULTS = (*_HALVES, jnp.float32)
 
 
-def refuses(request: GroupedGemmRequest) -> str | None:
-    if (reason := refuses_on(request.platform, "GroupedGemmPrimitive")) is not None:
+def unsupported_reason(request: GroupedGemmRequest) -> str | None:
+    if (reason := unsupported_on(request.platform, "GroupedGemmPrimitive")) is not None:
         return reason
     if request.scaled:
         if request.dtype not in _ELEMENTS:
@@ -43,19 +43,18 @@ def refuses(request: GroupedGemmRequest) -> str | None:
 
 
 @dataclass(frozen=True)
-class OfRows(Kernel):
-    """(a [M, K], b [G, K, N] or [G, N, K], sizes [G], [scales [G] of a, of b]) -> out [M, N], 0 behind the groups"""
+class GroupedRowsProduct(Kernel):
+    """(a [M, K], b [G, K, N] or [G, N, K], sizes [G], [scales [G] of a, of b]) -> out [M, N], 0 after the last group"""
 
     dtype: jnp.dtype
     features_first: bool
     scaled: bool
     exact: bool
-    whole = ("m", "g")
-    summed = (0,)
 
     @property
-    def rule(self) -> str:
-        return f"m k, g {'n k' if self.features_first else 'k n'}, g{', g, g' * self.scaled} -> m n"
+    def rule(self) -> ShardingRule:
+        matrix = "n k" if self.features_first else "k n"
+        return ShardingRule(f"m k, g {matrix}, g{', g, g' * self.scaled} -> m n", ("m", "g"), summed=(0,))
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         a, b = operands[:2]
@@ -79,19 +78,19 @@ class OfRows(Kernel):
 
 
 @dataclass(frozen=True)
-class OverRows(Kernel):
+class GroupedContraction(Kernel):
     """(a [M, K], b [M, N], sizes [G], [scales [G] of a, of b]) -> out [G, K, N]
 
-    Tensor cores take FP8 with the contracted axis last: codes are laid anew, group by group, [K, rows] and [N, rows].
+    Tensor cores need FP8 operands with the contracted axis last: codes are transposed group by group, to [K, rows] and
+    [N, rows].
     """
 
     dtype: jnp.dtype
     scaled: bool
-    whole = ("m", "g")
 
     @property
-    def rule(self) -> str:
-        return f"m k, m n, g{', g, g' * self.scaled} -> g k n"
+    def rule(self) -> ShardingRule:
+        return ShardingRule(f"m k, m n, g{', g, g' * self.scaled} -> g k n", ("m", "g"))
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         a, b, sizes = operands[:3]
@@ -118,7 +117,7 @@ class OverRows(Kernel):
 
 
 def _columns(codes: Array, layout: Array, groups: int) -> Array:
-    """FP8 codes [M, K] -> [K, rows of a group rounded up to 128], one group after the other: a cast by one."""
+    """Transpose FP8 codes [M, K] group by group to [K, rows rounded up to 128], by a cast with the scale 1."""
     from ....common.kernels import grouped_cast, grouped_layout
 
     element = _ELEMENTS[codes.dtype]
@@ -129,7 +128,7 @@ def _columns(codes: Array, layout: Array, groups: int) -> Array:
     made = jax.ShapeDtypeStruct(
         (grouped_layout.tiles_at_most(rows, groups) * grouped_layout.TILE_ROWS * depth,), codes.dtype
     )
-    # The scale that a group's maximum asks for is 1 where the maximum is the element's greatest.
+    # A group whose maximum is the largest number of the element type has the scale 1.
     amax = jnp.full(groups, element.maximum, jnp.float32)
     _, turned, _ = run(launch, [codes, None, layout, None, amax], [None, made, None])
     assert turned is not None
@@ -137,6 +136,7 @@ def _columns(codes: Array, layout: Array, groups: int) -> Array:
 
 
 def _layout(sizes: Array, rows: int) -> Array:
+    """Return the layout of rows in groups, as the kernels read it."""
     from ....common.kernels.grouped_layout import layout_of
 
     (layout,) = run(layout_of(rows, sizes.shape[0]), [sizes])
@@ -145,7 +145,7 @@ def _layout(sizes: Array, rows: int) -> Array:
 
 
 def _slots(scale: Array, width: int) -> Array:
-    """[G] -> [G, width], the scale in front."""
+    """Pad scales [G] to [G, width]."""
     return jnp.pad(scale.reshape(-1, 1), ((0, 0), (0, width - 1)))
 
 
@@ -153,18 +153,18 @@ def of_rows(
     a: Array, b: Array, group_sizes: Array, scales: Scales, dtype: jnp.dtype, features_first: bool, exact: bool
 ) -> Array:  # fmt: skip
     """See `grouped_gemm`."""
-    kernel = OfRows(jnp.dtype(dtype), features_first, scales is not None, exact)
+    kernel = GroupedRowsProduct(jnp.dtype(dtype), features_first, scales is not None, exact)
     return call(kernel, a, b, group_sizes, *(scales or ()))[0]
 
 
 def over_rows(a: Array, b: Array, group_sizes: Array, scales: Scales, dtype: jnp.dtype) -> Array:
     """See `grouped_contraction`."""
-    kernel = OverRows(jnp.dtype(dtype), scales is not None)
+    kernel = GroupedContraction(jnp.dtype(dtype), scales is not None)
     return call(kernel, a, b, group_sizes, *(scales or ()))[0]
 
 
-def bind(request: GroupedGemmRequest) -> Callable[..., Array]:
-    return over_rows if request.contracts_rows else of_rows
-
-
-BACKEND = Backend[GroupedGemmRequest]("triton", refuses=refuses, bind=bind)
+BACKEND = Backend[GroupedGemmRequest](
+    "triton",
+    refuses=unsupported_reason,
+    bind=lambda request: over_rows if request.contracts_rows else of_rows,
+)

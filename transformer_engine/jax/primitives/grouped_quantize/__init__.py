@@ -1,4 +1,4 @@
-"""FP8 codes of a stack of matrices, one multiplier a matrix, in both directions; and of rows in groups."""
+"""FP8 codes of a stack of matrices, one multiplier per matrix, in both directions; and of rows in groups."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from ....common.dispatch import Table
 from ....common.formats import Element
 from ..platforms import compute
 from . import reference, triton
-from .reference import group_of_rows, of_rows
-from .request import RowCodes, RowsRequest, StackCodes, StackRequest
+from .reference import RowCodes, RowsRequest, StackCodes, StackRequest, group_of_rows, of_rows
 
 __all__ = [
     "ROWS",
@@ -32,7 +31,7 @@ ROWS: Table[RowsRequest] = Table("jax_grouped_quantize_rows", (triton.ROWS, refe
 def quantize_stack(
     x: Array, multiplier: Array, element: Element, rowwise: bool = True, columnwise: bool = True
 ) -> StackCodes:
-    """codes [G, R, C] = saturate(x [G, R, C] * multiplier [G]), their transposes [G, C, R], and every maximum.
+    """Quantize a stack: codes [G, R, C] = saturate(x [G, R, C] * multiplier [G]), their transposes, and the maxima.
 
     A multiplier of 0 is read as 1.
     """
@@ -53,13 +52,17 @@ def quantize_rows(
     epsilon: float = 0.0,
     over: tuple[str, ...] = (),
 ) -> RowCodes:
-    """codes [M, K] = saturate(x [M, K] * multiplier of the row's group), and every group's maximum.
+    """Quantize rows in groups: codes [M, K] = saturate(x [M, K] * multiplier of the row's group), and the maxima.
 
-    multiplier           float32 [G]; None: made of the maxima, by power_of_two and epsilon
-    group_sizes          int32 [G], rows a group; rows behind their sum have codes by 1 and count in no maximum
-    over                 mesh axes, manual here, along which devices hold other rows of the same groups: multipliers
-                         that are made of maxima are made of those of all rows; next to given ones, maxima stay this
-                         device's
+    Args:
+        x: Values [M, K].
+        group_sizes: Rows per group, int32 [G]. Rows after the last group use the multiplier 1 and no maximum.
+        multiplier: float32 [G]; None derives the multipliers from the maxima.
+        element: Element type of the codes.
+        power_of_two: Whether derived multipliers are powers of two.
+        epsilon: Least maximum for derived multipliers.
+        over: Manual mesh axes over which the rows of the groups are sharded: derived multipliers follow from the maxima
+            over all rows. With given multipliers, the maxima are those of this device.
     """
     rows, columns = x.shape
     given = None if multiplier is None else multiplier.astype(jnp.float32)

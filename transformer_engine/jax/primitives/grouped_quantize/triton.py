@@ -1,4 +1,4 @@
-"""Codes of a stack, and of rows in groups, by one launch of common/kernels/grouped_cast.py."""
+"""Codes of a stack of matrices, and of rows in groups, with one launch of common/kernels/grouped_cast.py."""
 
 from __future__ import annotations
 
@@ -14,33 +14,23 @@ from ....common.dispatch import Backend
 from ....common.formats import Element
 from .. import exact
 from ..kernels import Kernel, call
-from ..launching import refuses_on, run
+from ..launching import run, unsupported_on
+from ..partitioning import ShardingRule
 from ..quantize import jax_dtype
-from .request import RowCodes, RowsRequest, StackCodes, StackRequest
-
-_VALUES = (jnp.float32, jnp.bfloat16, jnp.float16)
+from .reference import RowCodes, RowsRequest, StackCodes, StackRequest
 
 
-def _refuses(request: StackRequest | RowsRequest) -> str | None:
-    if (reason := refuses_on(request.platform, "GroupedQuantizePrimitive")) is not None:
+def unsupported_reason(request: StackRequest | RowsRequest) -> str | None:
+    if (reason := unsupported_on(request.platform, "GroupedQuantizePrimitive")) is not None:
         return reason
     if 0 in request[:3]:
         return "groups without elements"
-    return None if request.dtype in _VALUES else f"{request.dtype}; it takes float32, bfloat16 and float16"
-
-
-def refuses(request: StackRequest) -> str | None:
-    if (reason := _refuses(request)) is not None:
-        return reason
-    if odd := [extent for extent in (request.rows, request.columns) if extent % 16]:
-        return f"an extent of {odd[0]} is not a multiple of 16"
-    return None
-
-
-def refuses_rows(request: RowsRequest) -> str | None:
-    if (reason := _refuses(request)) is not None:
-        return reason
-    return f"{request.columns} columns are no multiple of 16" if request.columns % 16 else None
+    if request.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"{request.dtype}; it takes float32, bfloat16 and float16"
+    if isinstance(request, RowsRequest):
+        return f"{request.columns} columns are no multiple of 16" if request.columns % 16 else None
+    odd = [extent for extent in (request.rows, request.columns) if extent % 16]
+    return f"an extent of {odd[0]} is not a multiple of 16" if odd else None
 
 
 @dataclass(frozen=True)
@@ -51,18 +41,14 @@ class Stack(Kernel):
     directions: tuple[bool, bool]
 
     @property
-    def rule(self) -> str:
-        made = [axes for axes, there in zip(("g r c", "g c r"), self.directions, strict=True) if there]
-        return f"g r c, g -> {', '.join([*made, 'g', 'g'])}"
-
-    @property
-    def maxed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return (sum(self.directions) + 1,)
+    def rule(self) -> ShardingRule:
+        made = [axes for axes, present in zip(("g r c", "g c r"), self.directions, strict=True) if present]
+        return ShardingRule(f"g r c, g -> {', '.join([*made, 'g', 'g'])}", maxed=(len(made) + 1,))
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         groups, rows, columns = operands[0].shape
         shapes = zip(((groups, rows, columns), (groups, columns, rows)), self.directions, strict=True)
-        codes = [jax.ShapeDtypeStruct(shape, jax_dtype(self.element)) for shape, there in shapes if there]
+        codes = [jax.ShapeDtypeStruct(shape, jax_dtype(self.element)) for shape, present in shapes if present]
         return (*codes, *[jax.ShapeDtypeStruct((groups,), jnp.float32)] * 2)
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
@@ -74,7 +60,7 @@ class Stack(Kernel):
             (rows, columns), groups, False, self.element, 1, 0, False, 0.0, *self.directions,
             records=True, zero_is_one=True,
         )  # fmt: skip
-        launch = dataclasses.replace(launch, tables=(), handles={})  # the matrices lie one behind the other
+        launch = dataclasses.replace(launch, tables=(), handles={})  # the matrices are contiguous
         amax = jnp.zeros(groups, jnp.float32)
         *codes, scale, amax = run(launch, [x, None, None, multiplier, amax])
         assert scale is not None and amax is not None
@@ -84,23 +70,20 @@ class Stack(Kernel):
 def quantize(x: Array, multiplier: Array, element: Element, directions: tuple[bool, bool]) -> StackCodes:
     """See `quantize_stack`."""
     made = iter(call(Stack(element, directions), x, multiplier))
-    rows, columns = (next(made) if there else None for there in directions)
+    rows, columns = (next(made) if present else None for present in directions)
     return StackCodes(rows, columns, next(made), next(made))
 
 
-BACKEND = Backend[StackRequest]("triton", refuses=refuses, bind=lambda request: quantize)
+BACKEND = Backend[StackRequest]("triton", refuses=unsupported_reason, bind=lambda request: quantize)
 
 
 @dataclass(frozen=True)
-class Maxima(Kernel):
+class GroupMaxima(Kernel):
     """(x [M, K], sizes [G]) -> max|x| of every group's rows [G]"""
 
-    whole = ("m", "g")
-    maxed = (0,)
-
     @property
-    def rule(self) -> str:
-        return "m k, g -> g"
+    def rule(self) -> ShardingRule:
+        return ShardingRule("m k, g -> g", ("m", "g"), maxed=(0,))
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         return (jax.ShapeDtypeStruct(operands[1].shape, jnp.float32),)
@@ -118,11 +101,14 @@ class Maxima(Kernel):
 
 
 @dataclass(frozen=True)
-class Rows(Kernel):
+class GroupedRowsCast(Kernel):
     """(x [M, K], sizes [G], [multiplier or amax [G]]) -> codes [M, K], scale [G], [amax [G]]
 
-    scaling   power_of_two and epsilon of multipliers that are made of the maxima
-    given     "multiplier", "amax", or None: maxima are found here, as they are beside a multiplier
+    Attributes:
+        element: Element type of the codes.
+        scaling: power_of_two and epsilon of multipliers that are derived from the maxima.
+        given: The last operand, "multiplier" or "amax", or None without it. The kernel finds the maxima unless they are
+            given.
     """
 
     element: Element
@@ -130,26 +116,15 @@ class Rows(Kernel):
     given: str | None
 
     @property
-    def finds(self) -> bool:
-        """Are maxima found here?"""
-        return self.given != "amax"
-
-    @property
-    def maxed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return (2,) if self.finds else ()
-
-    @property
-    def whole(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return ("m", "g", "k") if self.given is None else ("m", "g")
-
-    @property
-    def rule(self) -> str:
-        return f"m k, g{', g' * (self.given is not None)} -> m k, g{', g' * self.finds}"
+    def rule(self) -> ShardingRule:
+        finds = self.given != "amax"
+        text = f"m k, g{', g' * (self.given is not None)} -> m k, g{', g' * finds}"
+        return ShardingRule(text, ("m", "g", "k")[: 2 + (self.given is None)], maxed=(2,) * finds)
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         x, sizes = operands[:2]
         codes = jax.ShapeDtypeStruct(x.shape, jax_dtype(self.element))
-        return (codes, *[jax.ShapeDtypeStruct(sizes.shape, jnp.float32)] * (1 + self.finds))
+        return (codes, *[jax.ShapeDtypeStruct(sizes.shape, jnp.float32)] * (1 + (self.given != "amax")))
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
         from ....common.kernels import grouped_cast  # it imports triton
@@ -172,7 +147,7 @@ class Rows(Kernel):
         codes, _, scale, *recorded = run(launch, [x, None, layout, factor, amax])
         amax = recorded[0] if recorded else amax
         assert codes is not None and scale is not None and amax is not None
-        return (codes, scale[:, 0], *(amax,) * self.finds)
+        return (codes, scale[:, 0], *(amax,) * (self.given != "amax"))
 
 
 def quantize_rows(
@@ -181,12 +156,12 @@ def quantize_rows(
 ) -> RowCodes:  # fmt: skip
     """See `quantize_rows`."""
     if multiplier is not None:
-        return RowCodes(*call(Rows(element, scaling, "multiplier"), x, group_sizes, multiplier))
+        return RowCodes(*call(GroupedRowsCast(element, scaling, "multiplier"), x, group_sizes, multiplier))
     if not over:
-        return RowCodes(*call(Rows(element, scaling, None), x, group_sizes))
-    amax = exact.largest_over(call(Maxima(), x, group_sizes)[0], over)
-    codes, scale = call(Rows(element, scaling, "amax"), x, group_sizes, amax)
+        return RowCodes(*call(GroupedRowsCast(element, scaling, None), x, group_sizes))
+    amax = exact.largest_over(call(GroupMaxima(), x, group_sizes)[0], over)
+    codes, scale = call(GroupedRowsCast(element, scaling, "amax"), x, group_sizes, amax)
     return RowCodes(codes, scale, amax)
 
 
-ROWS = Backend[RowsRequest]("triton", refuses=refuses_rows, bind=lambda request: quantize_rows)
+ROWS = Backend[RowsRequest]("triton", refuses=unsupported_reason, bind=lambda request: quantize_rows)

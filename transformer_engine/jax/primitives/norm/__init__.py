@@ -8,7 +8,7 @@ from ....common.dispatch import Table
 from ..kernels import sums_dtype
 from ..platforms import compute
 from . import reference, triton
-from .request import NormRequest
+from .reference import NormRequest
 
 __all__ = ["TABLE", "NormRequest", "norm_backward", "norm_forward"]
 
@@ -18,9 +18,18 @@ TABLE: Table[NormRequest] = Table("jax_norm", (triton.BACKEND, reference.BACKEND
 def norm_forward(
     x: Array, gamma: Array, beta: Array | None, centered: bool, zero_centered: bool, epsilon: float
 ) -> tuple[Array, Array | None, Array]:
-    """y in x's dtype; mean (None unless centered) and rstdev, float32 [..., 1].
+    """Return y = layernorm(x) or rmsnorm(x).
 
-    centered   layernorm, with mean and beta; else rmsnorm
+    Args:
+        x: Values [..., width].
+        gamma: Scale [width].
+        beta: Bias [width] of a layernorm, or None.
+        centered: Whether the norm is a layernorm; otherwise an rmsnorm.
+        zero_centered: Whether the scale is gamma + 1.
+        epsilon: Added to the variance.
+
+    Returns:
+        y in x's dtype; mean (None unless centered) and rstdev, float32 [..., 1].
     """
     return compute(
         TABLE, lambda platform: NormRequest.of("forward", x, platform), x, gamma, beta, centered=centered,
@@ -38,9 +47,9 @@ def norm_backward(
     zero_centered: bool,
     add: Array | None = None,
 ) -> tuple[Array, Array, Array | None]:
-    """dx (+ add, like x) in x's dtype, dgamma and dbeta [width] in gamma's and beta's, sums of float32.
+    """Return dx + add in x's dtype, and dgamma and dbeta [width] in the dtypes of gamma and beta, sums of float32.
 
-    dbeta is None without beta; add joins in float32, before dx is rounded.
+    dbeta is None without beta. add has the shape of x and is added in float32, before dx is rounded.
     """
     dtype = sums_dtype(*(parameter.dtype for parameter in (gamma, beta) if parameter is not None))
     dx, dgamma, dbeta = compute(

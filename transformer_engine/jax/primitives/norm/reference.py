@@ -1,4 +1,6 @@
-"""y = (x - E[x]) * rsqrt(Var[x] + eps) * gamma + beta and y = x * rsqrt(E[x²] + eps) * gamma, in float32.
+"""Request of a norm, and its float32 reference.
+
+y = (x - E[x]) * rsqrt(Var[x] + eps) * gamma + beta (layernorm) and y = x * rsqrt(E[x²] + eps) * gamma (rmsnorm).
 
 Layer Normalization: Ba, Kiros, Hinton, arXiv:1607.06450. Root Mean Square Layer Normalization: Zhang,
 Sennrich, arXiv:1910.07467. The variance is that of the centred values (two passes): a large mean does not cancel it
@@ -9,27 +11,50 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from ....common.dispatch import Backend
-from .request import NormRequest
+
+
+class NormRequest(NamedTuple):
+    """Properties of a norm over the last axis of an array that determine its backend.
+
+    Attributes:
+        operation: "forward" or "backward".
+        width: Size of the last axis.
+        dtype: dtype of the array.
+        rows: Product of the other axes.
+        platform: Platform of the program, "cpu" or "cuda".
+    """
+
+    operation: str
+    width: int
+    dtype: jnp.dtype
+    rows: int
+    platform: str
+
+    @classmethod
+    def of(cls, operation: str, x: Array, platform: str) -> NormRequest:
+        """Return the request of an operation on x."""
+        return cls(operation, x.shape[-1], x.dtype, prod(x.shape[:-1]), platform)
 
 
 @functools.partial(jax.jit, static_argnames=("centered", "zero_centered", "epsilon"))
 def forward(
     x: Array, gamma: Array, beta: Array | None, centered: bool, zero_centered: bool, epsilon: float
 ) -> tuple[Array, Array | None, Array]:
-    """y = (x - mean) * rstdev * gamma + beta; mean, rstdev float32 [..., 1]."""
+    """Return y = (x - mean) * rstdev * gamma + beta, mean and rstdev; see `norm_forward`."""
     wide = x.astype(jnp.float32)
     mean = wide.mean(axis=-1, keepdims=True) if centered else None
     if mean is not None:
         wide = wide - mean
     rstdev = lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + epsilon)
-    y = wide * rstdev * _gamma(gamma, zero_centered, x.ndim)
+    y = wide * rstdev * _of_rank(gamma, x.ndim, zero_centered)
     if beta is not None:
         y = y + _of_rank(beta, x.ndim)
     return y.astype(x.dtype), mean, rstdev
@@ -40,13 +65,13 @@ def backward(
     dy: Array, x: Array, mean: Array | None, rstdev: Array, gamma: Array, add: Array | None, zero_centered: bool,
     dtype: str,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """dx = rstdev * (g - E[g] - xhat * E[g * xhat]) + add, g = dy * gamma, E[g] of layernorm alone.
+    """Return dx = rstdev * (g - E[g] - xhat * E[g * xhat]) + add, dgamma = Σ dy * xhat and dbeta = Σ dy.
 
-    dgamma = Σ dy * xhat
+    g = dy * gamma; rmsnorm has no term E[g].
     """
     wide, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
     normalized = (wide if mean is None else wide - mean) * rstdev
-    g = dy * _gamma(gamma, zero_centered, x.ndim)
+    g = dy * _of_rank(gamma, x.ndim, zero_centered)
     inner = g - normalized * (g * normalized).mean(axis=-1, keepdims=True)
     if mean is not None:
         inner = inner - g.mean(axis=-1, keepdims=True)
@@ -58,14 +83,10 @@ def backward(
     return dx.astype(x.dtype), dgamma.astype(dtype), dbeta.astype(dtype)
 
 
-def _gamma(gamma: Array, zero_centered: bool, ndim: int) -> Array:
-    wide = _of_rank(gamma, ndim)
+def _of_rank(parameter: Array, ndim: int, zero_centered: bool = False) -> Array:
+    """Return a parameter [width] as float32 [1, .., width]: jax_numpy_rank_promotion may be "raise"."""
+    wide = lax.expand_dims(parameter.astype(jnp.float32), range(ndim - 1))
     return wide + 1.0 if zero_centered else wide
-
-
-def _of_rank(parameter: Array, ndim: int) -> Array:
-    """A parameter [width] as float32 [1, .., width], for jax_numpy_rank_promotion may be "raise"."""
-    return lax.expand_dims(parameter.astype(jnp.float32), range(ndim - 1))
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {"forward": forward, "backward": backward}

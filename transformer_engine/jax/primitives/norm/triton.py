@@ -1,4 +1,4 @@
-"""The norms by the kernels of common/kernels/norm.py, on matrices [rows, width] whose rows may be several axes."""
+"""Norms with the kernels of common/kernels/norm.py, on matrices [rows, width] whose rows may be several axes."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from jax import Array
 from ....common.dispatch import Backend
 from ...platform import processors
 from ..kernels import Kernel
-from ..launching import perform, refuses_on, run
+from ..launching import perform, run, unsupported_on
+from ..partitioning import ShardingRule
 from ..several_axes import call_on_axes, with_rows
-from .request import NormRequest
+from .reference import NormRequest
 
 
-def refuses(request: NormRequest) -> str | None:
+def unsupported_reason(request: NormRequest) -> str | None:
     if request.rows == 0:
         return "an array without rows"
     name = "NormFwdPrimitive" if request.operation == "forward" else "NormBwdPrimitive"
-    return refuses_on(request.platform, name)
+    return unsupported_on(request.platform, name)
 
 
 @dataclass(frozen=True)
-class _Norm(Kernel):
-    """A norm, which needs whole rows."""
+class _NormKernel(Kernel):
+    """Base of the kernels of a norm, whose rows are not sharded along the width."""
 
     centered: bool
     zero_centered: bool
-    whole = ("w",)
 
 
 @dataclass(frozen=True)
-class Forward(_Norm):
+class NormForward(_NormKernel):
     """(x [rows, width], gamma, [beta]) -> y, [mean [rows]], rstdev [rows]"""
 
     epsilon: float
 
     @property
-    def rule(self) -> str:
-        return "r w, w, w -> r w, r, r" if self.centered else "r w, w -> r w, r"
+    def rule(self) -> ShardingRule:
+        return ShardingRule("r w, w, w -> r w, r, r" if self.centered else "r w, w -> r w, r", ("w",))
 
     def results(self, x: Any, *_: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         statistic = jax.ShapeDtypeStruct(x.shape[:1], jnp.float32)
@@ -60,23 +60,21 @@ class Forward(_Norm):
 
 
 @dataclass(frozen=True)
-class Backward(_Norm):
+class NormBackward(_NormKernel):
     """(dy, x, [add] [rows, width], gamma, [mean], rstdev) -> dx, dgamma, [dbeta]; dtype: of the last two"""
 
     dtype: str
     adds: bool = False
 
     @property
-    def summed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return (1, 2) if self.centered else (1,)
-
-    @property
-    def rule(self) -> str:
+    def rule(self) -> ShardingRule:
         matrices = ", ".join(["r w"] * (3 if self.adds else 2))
-        return f"{matrices}, w, r, r -> r w, w, w" if self.centered else f"{matrices}, w, r -> r w, w"
+        others = "w, r, r -> r w, w, w" if self.centered else "w, r -> r w, w"
+        summed = (1, 2) if self.centered else (1,)
+        return ShardingRule(f"{matrices}, {others}", ("w",), summed=summed)
 
     @property
-    def in_parts(self) -> Backward:
+    def in_parts(self) -> NormBackward:
         return dataclasses.replace(self, dtype="float32")
 
     def results(self, dy: Any, x: Any, *_: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -106,7 +104,7 @@ def forward(
     """See `norm_forward`."""
     given = (gamma, beta) if centered and beta is not None else (gamma,)
     of_rows, count = with_rows(x, 1)
-    kernel = Forward(centered, zero_centered, epsilon)
+    kernel = NormForward(centered, zero_centered, epsilon)
     y, *statistics = call_on_axes(kernel, {"r": count}, of_rows, *given)
     rows = (*x.shape[:-1], 1)
     mean = statistics[0].reshape(rows) if centered else None
@@ -122,11 +120,13 @@ def backward(
     added = () if add is None else (with_rows(add, 1)[0],)
     found = (rstdev,) if mean is None else (mean, rstdev)
     statistics = (one.reshape(of_rows.shape[:-1]) for one in found)
-    kernel = Backward(mean is not None, zero_centered, dtype, add is not None)
+    kernel = NormBackward(mean is not None, zero_centered, dtype, add is not None)
     made = call_on_axes(kernel, {"r": count}, gradient, of_rows, *added, gamma, *statistics)
     dbeta = made[2] if mean is not None else jnp.zeros_like(made[1])
     return made[0].reshape(x.shape), made[1], dbeta
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {"forward": forward, "backward": backward}
-BACKEND = Backend[NormRequest]("triton", refuses=refuses, bind=lambda request: OPERATIONS[request.operation])
+BACKEND = Backend[NormRequest](
+    "triton", refuses=unsupported_reason, bind=lambda request: OPERATIONS[request.operation]
+)

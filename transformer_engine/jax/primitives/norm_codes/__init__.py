@@ -11,7 +11,7 @@ from ..norm import NormRequest
 from ..platforms import compute
 from ..quantize import Cast, Quantized, Request
 from . import separate, triton
-from .request import How, NormCodesRequest
+from .separate import CodedNorm, NormCodesRequest
 
 __all__ = ["TABLE", "NormCodesRequest", "norm_codes"]
 
@@ -27,10 +27,10 @@ def norm_codes(
     zero_centered: bool,
     epsilon: float,
 ) -> tuple[Quantized, Array | None, Array]:
-    """Codes of y [*rows, width], see `Quantized`, y rounded to x's dtype; mean (None unless centered) and rstdev.
+    """Return the codes of y [*rows, width] rounded to x's dtype, see `Quantized`; mean (None unless centered), rstdev.
 
-    On a GPU they are made where y is, which is never stored, unless one scale is to be made of its maximum: that is
-    found on the way.
+    On a GPU the kernel that computes y writes the codes, and y is not stored. With one scale from the maximum of y, the
+    kernel stores y and finds the maximum, and a second kernel writes the codes. See `norm_forward` for the arguments.
     """
     shape = (prod(x.shape[:-1]), x.shape[-1])
 
@@ -38,5 +38,5 @@ def norm_codes(
         made = Request(cast.spec, shape, x.dtype, platform, cast.multiplier is not None, max(x.ndim - 1, 1))
         return NormCodesRequest(NormRequest.of("forward", x, platform), made, centered)
 
-    how = How(centered, zero_centered, epsilon, cast.spec)
-    return compute(TABLE, request, x, gamma, beta, cast.multiplier, how=how)
+    coded = CodedNorm(centered, zero_centered, epsilon, cast.spec)
+    return compute(TABLE, request, x, gamma, beta, cast.multiplier, coded=coded)

@@ -1,24 +1,49 @@
-"""The norm, then the quantization of what it answers."""
+"""Request of a norm's codes, and the backend that computes the values and their codes in two steps."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from jax import Array
 
 from ....common.dispatch import Backend
-from ..norm import norm_forward
-from ..quantize import Quantized, quantize
+from ..norm import NormRequest, norm_forward
+from ..quantize import Quantized, QuantizeSpec, Request, quantize
 from ..several_axes import with_rows
-from .request import How, NormCodesRequest
+
+
+@dataclass(frozen=True)
+class CodedNorm:
+    """A norm and the quantization of its result; see `norm_codes`."""
+
+    centered: bool
+    zero_centered: bool
+    epsilon: float
+    spec: QuantizeSpec
+
+
+class NormCodesRequest(NamedTuple):
+    """A norm of a matrix [rows, width], and the quantization of its result.
+
+    Attributes:
+        norm: The norm.
+        cast: The quantization.
+        centered: Whether the norm is a layernorm; otherwise an rmsnorm.
+    """
+
+    norm: NormRequest
+    cast: Request
+    centered: bool
 
 
 def run(
-    x: Array, gamma: Array, beta: Array | None, multiplier: Array | None, how: How
+    x: Array, gamma: Array, beta: Array | None, multiplier: Array | None, coded: CodedNorm
 ) -> tuple[Quantized, Array | None, Array]:
     """See `norm_codes`."""
-    y, mean, rstdev = norm_forward(x, gamma, beta, how.centered, how.zero_centered, how.epsilon)
-    of_rows, axis = with_rows(y, 1)
-    made = quantize(of_rows, how.spec, multiplier=multiplier, axis=axis)
-    return made, mean, rstdev
+    y, mean, rstdev = norm_forward(x, gamma, beta, coded.centered, coded.zero_centered, coded.epsilon)
+    y, axis = with_rows(y, 1)
+    return quantize(y, coded.spec, multiplier=multiplier, axis=axis), mean, rstdev
 
 
 BACKEND = Backend[NormCodesRequest]("separate", bind=lambda request: run)

@@ -1,12 +1,12 @@
-"""Codes where the kernel of common/kernels/norm.py makes the values, which holds whole rows of x [rows, width].
+"""Norms and their codes in one kernel of common/kernels/norm.py, which holds whole rows of x [rows, width].
 
-By a given scale, in blocks of 1 x 128 in rows alone, or by the maximum that the kernel has found, in a second pass.
+With a given multiplier, with a scale per 1 x 128 block of rows, or, in a second pass, with the maximum that the kernel
+finds.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,25 +20,27 @@ from ...platform import processors
 from ..kernels import Kernel
 from ..launching import perform, run
 from ..norm import triton as norm
-from ..quantize import FORMATS, Quantized, QuantizeSpec, Request, fused_codes, jax_dtype
-from ..quantize.spec import Given
+from ..partitioning import ShardingRule
+from ..quantize import FORMATS, Quantized, QuantizeSpec, Request, jax_dtype
+from ..quantize import triton as quantization
+from ..quantize.spec import QuantizeInputs
 from ..several_axes import call_on_axes, with_rows
-from .request import How, NormCodesRequest
+from .separate import CodedNorm, NormCodesRequest
 
 if TYPE_CHECKING:
     from ....common.kernels.norm import Rows
 
-_WIDEST_CENTERED = (
-    4096  # columns of a LayerNorm that makes the codes of blocks: beyond, its registers do not suffice
-)
+# Columns of a LayerNorm that writes codes with block scales; wider ones need too many registers.
+_WIDEST_CENTERED = 4096
 _ONE = jax.ShapeDtypeStruct((1,), jnp.float32)
 
 
-def refuses(request: NormCodesRequest) -> str | None:
-    if (reason := norm.refuses(request.norm) or fused_codes.refuses(request.cast)) is not None:
+def unsupported_reason(request: NormCodesRequest) -> str | None:
+    reason = norm.unsupported_reason(request.norm) or quantization.unsupported_in_producer(request.cast)
+    if reason is not None:
         return reason
     spec = request.cast.spec
-    if not fused_codes.in_blocks(spec):
+    if not spec.format.block:
         return None
     if spec.format != BLOCK_1D or spec.columnwise:
         return "blocks that span rows; the kernel that makes y holds single rows"
@@ -50,27 +52,31 @@ def refuses(request: NormCodesRequest) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Norm(Kernel):
+class _CodedNormKernel(Kernel):
     """(x [rows, width], gamma, [beta], ..) -> .., [mean [rows]], rstdev [rows]"""
 
     centered: bool
     zero_centered: bool
     epsilon: float
-    whole = ("w",)
 
-    @property
-    def given(self) -> str:
-        return "r w, w, w" if self.centered else "r w, w"
+    def sharing(self, given: str, made: list[str], **options: Any) -> ShardingRule:
+        """Return the rule of a kernel.
 
-    @property
-    def statistics(self) -> list[str]:
-        return ["r", "r"] if self.centered else ["r"]
+        Args:
+            given: Axes of the operands after beta, preceded by ", "; or "".
+            made: Axes of the results before the statistics.
+            **options: Options of the rule.
+        """
+        operands, statistics = ("r w, w, w", ["r", "r"]) if self.centered else ("r w, w", ["r"])
+        return ShardingRule(f"{operands}{given} -> {', '.join([*made, *statistics])}", **options)
 
     def with_statistics(self, x: Any, *made: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return the shapes of results followed by those of the statistics."""
         statistic = jax.ShapeDtypeStruct(x.shape[:1], jnp.float32)
-        return (*made, *[statistic for _ in self.statistics])
+        return (*made, *[statistic] * (1 + self.centered))
 
     def rows(self, x: Array) -> Rows:
+        """Return the norm as the kernels take it."""
         from ....common.kernels.norm import Rows  # it imports triton
 
         rows, width = x.shape
@@ -79,19 +85,15 @@ class _Norm(Kernel):
 
 
 @dataclass(frozen=True)
-class Scaled(_Norm):
-    """(x, gamma, [beta], multiplier [1]) -> codes, [codes_t], what a code is multiplied by [1], max|y| [1], .."""
+class ScaledNormCodes(_CodedNormKernel):
+    """(x, gamma, [beta], multiplier [1]) -> codes, [codes_t], scale [1], max|y| [1], statistics"""
 
     spec: QuantizeSpec
 
     @property
-    def rule(self) -> str:
+    def rule(self) -> ShardingRule:
         codes = ["r w", "w r"] if self.spec.columnwise else ["r w"]
-        return f"{self.given}, s -> {', '.join([*codes, 'i', 'o', *self.statistics])}"
-
-    @property
-    def maxed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return (2 + self.spec.columnwise,)
+        return self.sharing(", s", [*codes, "i", "o"], replicated=("w",), maxed=(len(codes) + 1,))
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         x, dtype = operands[0], jax_dtype(self.spec.element)
@@ -103,21 +105,19 @@ class Scaled(_Norm):
         from ....common.kernels import norm_codes  # it imports triton
 
         x, gamma, *beta, multiplier = arrays
-        program = norm_codes.one_scale(self.rows(x), fused_codes.one_scale(self.spec))
+        program = norm_codes.one_scale(self.rows(x), quantization.one_scale(self.spec))
         inputs = [x, gamma, beta[0] if beta else None, multiplier, None]
         codes, scale, codes_t, _, amax, *statistics = perform(program, inputs)
         return tuple(made for made in (codes, codes_t, scale, amax, *statistics) if made is not None)
 
 
 @dataclass(frozen=True)
-class Measured(_Norm):
-    """(x, gamma, [beta]) -> max|y| [1], y like x, .."""
-
-    maxed = (0,)
+class MeasuredNorm(_CodedNormKernel):
+    """(x, gamma, [beta]) -> max|y| [1], y like x, statistics"""
 
     @property
-    def rule(self) -> str:
-        return f"{self.given} -> {', '.join(['o', 'r w', *self.statistics])}"
+    def rule(self) -> ShardingRule:
+        return self.sharing("", ["o", "r w"], replicated=("w",), maxed=(0,))
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         x = operands[0]
@@ -132,16 +132,14 @@ class Measured(_Norm):
 
 
 @dataclass(frozen=True)
-class RowBlocks(_Norm):
-    """(x, gamma, [beta]) -> codes, what codes are multiplied by [rows, ceil(width / 128)], .."""
+class BlockNormCodes(_CodedNormKernel):
+    """(x, gamma, [beta]) -> codes, scales [rows, ceil(width / 128)], statistics"""
 
-    whole = ("w", "b")
     spec: QuantizeSpec
 
     @property
-    def rule(self) -> str:
-        made = ["r w", "r b", *self.statistics]
-        return f"{self.given} -> {', '.join(made)}"
+    def rule(self) -> ShardingRule:
+        return self.sharing("", ["r w", "r b"], replicated=("w", "b"))
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         x = operands[0]
@@ -153,38 +151,38 @@ class RowBlocks(_Norm):
         from ....common.kernels import norm_codes  # it imports triton
 
         x, gamma, *beta = arrays
-        program = norm_codes.row_blocks(self.rows(x), fused_codes.blocks(self.spec, x.dtype))
+        program = norm_codes.row_blocks(self.rows(x), quantization.blocks(self.spec, x.dtype))
         made = perform(program, [x, gamma, beta[0] if beta else None])
         return tuple(array for array in made if array is not None)
 
 
-def bind(request: NormCodesRequest) -> Callable[..., Any]:
-    return functools.partial(_run, cast=request.cast)
-
-
-def _run(
-    x: Array, gamma: Array, beta: Array | None, scale: Array | None, how: How, cast: Request
+def run_codes(
+    x: Array, gamma: Array, beta: Array | None, scale: Array | None, coded: CodedNorm, cast: Request
 ) -> tuple[Quantized, Array | None, Array]:
     """See `norm_codes`."""
-    norm_of, spec = (how.centered, how.zero_centered, how.epsilon), how.spec
+    options, spec = (coded.centered, coded.zero_centered, coded.epsilon), coded.spec
     of_rows, count = with_rows(x, 1)
     given = [of_rows, gamma, *([] if beta is None else [beta])]
     counts = {"r": count}
-    if fused_codes.in_blocks(spec):
-        codes, scales, *statistics = call_on_axes(RowBlocks(*norm_of, spec), counts, *given)
+    if spec.format.block:
+        codes, scales, *statistics = call_on_axes(BlockNormCodes(*options, spec), counts, *given)
         made = Quantized(codes, scales.reshape(cast.shape[0], -1))
     elif scale is not None:
         multiplier = scale.astype(jnp.float32).reshape(1)
-        codes, *rest = call_on_axes(Scaled(*norm_of, spec), counts, *given, multiplier)
+        codes, *rest = call_on_axes(ScaledNormCodes(*options, spec), counts, *given, multiplier)
         codes_t = rest.pop(0) if spec.columnwise else None
         inverse, amax, *statistics = rest
         made = Quantized(codes, inverse, codes_t, inverse if spec.columnwise else None, amax)
     else:
-        amax, y, *statistics = call_on_axes(Measured(*norm_of), counts, *given)
-        made = FORMATS[spec.format.name].plan(cast)(y, Given(amax=amax))
+        amax, y, *statistics = call_on_axes(MeasuredNorm(*options), counts, *given)
+        made = FORMATS[spec.format.name].quantize_by_kernels(y, QuantizeInputs(amax=amax), cast)
     shape = (*x.shape[:-1], 1)
-    mean = statistics[0].reshape(shape) if how.centered else None
+    mean = statistics[0].reshape(shape) if coded.centered else None
     return made, mean, statistics[-1].reshape(shape)
 
 
-BACKEND = Backend[NormCodesRequest]("triton", refuses=refuses, bind=bind)
+BACKEND = Backend[NormCodesRequest](
+    "triton",
+    refuses=unsupported_reason,
+    bind=lambda request: functools.partial(run_codes, cast=request.cast),
+)

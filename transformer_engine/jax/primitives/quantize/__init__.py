@@ -13,11 +13,10 @@ from ....common.dispatch import Table
 from ..operand import Operand, matrix_shape
 from ..platforms import compute
 from . import reference, tiles, triton
-from .casting import Cast
-from .float8 import absolute_maximum, cast, given_multiplier, scale_from_amax
+from .elements import absolute_maximum, cast, given_multiplier, scale_from_amax
 from .formats import FORMATS
 from .hadamard import hadamard_transform, inverse_transform
-from .spec import Given, Quantized, QuantizeSpec, Request, jax_dtype
+from .spec import Cast, Quantized, QuantizeInputs, QuantizeSpec, Request, jax_dtype
 
 __all__ = [
     "FORMATS",
@@ -53,19 +52,40 @@ def quantize(
     axis: int | None = None,
     over: tuple[str, ...] = (),
 ) -> Quantized:
-    """x [*M, *K] -> codes and scales of the directions that spec asks for.
+    """Quantize x [*M, *K] in the directions of spec.
 
-    multiplier  FLOAT8: multiply by this instead of one made from the absolute maximum (delayed scaling); 0 is read as 1
-    amax      FLOAT8, NVFP4: the absolute maximum to use
-    amax_t    NVFP4: the same for the columnwise direction
-    random    NVFP4, stochastic: uniform float32 in [0, 1), shaped as the rowwise codes and as the columnwise, or as
-              matrices [M, K] and [K, M] (two_dimensional: the first alone, the columnwise codes being its transpose)
-    axis      where K begins; None: x is a matrix. Codes keep x's axes, [*M, *K] and [*K, *M], so that devices may hold
-              parts of any of them
-    over      FLOAT8, NVFP4: mesh axes, manual here, along which devices hold parts of the matrix that x is one of: the
-              maxima that are measured are those of all parts. A block lies in one part
+    Args:
+        x: Values, float32, bfloat16 or float16.
+        spec: Format, options and directions.
+        multiplier: FLOAT8: multiplier in place of one derived from the absolute maximum (delayed scaling); 0 is read
+            as 1.
+        amax: FLOAT8, NVFP4: absolute maximum in place of the measured one.
+        amax_t: NVFP4: the same for the columnwise direction.
+        random: NVFP4, stochastic: uniform float32 in [0, 1) of the shape of the rowwise and of the columnwise codes, or
+            matrices [M, K] and [K, M]. If two_dimensional, only the first is read: the columnwise codes are its
+            transpose.
+        axis: Where K begins; None for a matrix. Codes keep the axes of x, [*M, *K] and [*K, *M], so that any of them
+            may be sharded.
+        over: FLOAT8, NVFP4: manual mesh axes over which the matrix is sharded, of which x is one shard. Measured maxima
+            are those of all shards. A block must lie in one shard.
+
+    Returns:
+        Codes and scales.
+
+    Raises:
+        ValueError: axis leaves no rows or no columns, the format does not support the shape, or an input is missing or
+            not used by the format.
+        TypeError: x has another dtype.
     """
-    axis = _columns_of(x, axis)
+    if axis is None and x.ndim != 2:
+        raise ValueError(
+            f"x has shape {x.shape}; quantize takes a matrix [M, K], reshape it or say by axis where its columns begin"
+        )
+    axis = 1 if axis is None else axis
+    if not 0 < axis < x.ndim:
+        raise ValueError(
+            f"axis={axis} leaves no rows or no columns of x {x.shape}; give one from 1 to {x.ndim - 1}"
+        )
     shape = matrix_shape(x.shape, axis)
     _check(x, axis, spec, multiplier, random)
     if spec.stochastic and random is not None:
@@ -73,12 +93,12 @@ def quantize(
         random = random[0].reshape(x.shape), None if random[1] is None else random[1].reshape(turned_shape)
     return compute(
         TABLE, lambda platform: Request(spec, shape, x.dtype, platform, multiplier is not None, axis), x,
-        Given(multiplier, amax, amax_t, random, over),
+        QuantizeInputs(multiplier, amax, amax_t, random, over),
     )  # fmt: skip
 
 
 def dequantize(operand: Operand) -> Array:
-    """values [*rows, *K] = codes * scale, in float32 with one final rounding to operand.dtype."""
+    """Return values [*rows, *K] = codes * scale, computed in float32 and rounded once to operand.dtype."""
     form = operand.format
     if form is None:
         return operand.codes.astype(operand.dtype)
@@ -90,7 +110,7 @@ def dequantize(operand: Operand) -> Array:
 
 
 def decoded(operand: Operand) -> Array:
-    """values [*rows, *K] in float32 of an operand that has scales."""
+    """Return values [*rows, *K] in float32 of an operand that has scales."""
     form, codes, scale = operand.format, operand.codes, operand.scale
     assert form is not None and scale is not None
     if form.block is not None:
@@ -98,20 +118,6 @@ def decoded(operand: Operand) -> Array:
         scale = scale.reshape(tiles.counts(shape, axis, form.block))
         operand = replace(operand, codes=codes.reshape(shape), axis=axis)
     return FORMATS[form.name].dequantize(operand, scale).reshape(codes.shape)
-
-
-def _columns_of(x: Array, axis: int | None) -> int:
-    """Where the columns of x begin; ValueError where there are none, or no rows."""
-    if axis is None and x.ndim != 2:
-        raise ValueError(
-            f"x has shape {x.shape}; quantize takes a matrix [M, K], reshape it or say by axis where its columns begin"
-        )
-    axis = 1 if axis is None else axis
-    if not 0 < axis < x.ndim:
-        raise ValueError(
-            f"axis={axis} leaves no rows or no columns of x {x.shape}; give one from 1 to {x.ndim - 1}"
-        )
-    return axis
 
 
 def _check(
@@ -128,7 +134,8 @@ def _check(
             f"a multiplier was given for format {spec.format.name}, which makes one a block; give none, or use FLOAT8"
         )
     rows, depth = matrix_shape(x.shape, axis)
-    FORMATS[spec.format.name].check(rows, depth, spec)
+    if (check := FORMATS[spec.format.name].check) is not None:
+        check(rows, depth, spec)
     if spec.stochastic:
         _check_random((x.shape[:axis], x.shape[axis:]), spec, random)
 

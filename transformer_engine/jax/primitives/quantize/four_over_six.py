@@ -16,8 +16,7 @@ from ....common.formats import E2M1, E4M3
 from ....common.quantize_spec import FAST_MAE, FAST_MSE, MSE
 from .. import exact
 from . import tiles
-from .e2m1 import encode_e2m1
-from .float8 import cast
+from .elements import cast, encode_e2m1
 
 Coding = tuple[Array, Array, Array]  # codes of tiles, their scales, the error of each tile
 

@@ -11,12 +11,11 @@ SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 def hadamard_transform(x: Array, random_sign: bool = True) -> Array:
-    """y [..., 16 n]: every 16 elements of the last axis transformed in float32, then rounded to x's dtype.
+    """Transform every 16 elements of the last axis of x [..., 16 n] in float32, rounded to x's dtype.
 
-    Four rounds of sums and differences instead of a product: the order of additions, and so the bits, are the
+    Four rounds of sums and differences instead of a product: the order of additions, and therefore the bits, are the
     same on every device.
     """
-    _check(x)
     groups = _groups(x)
     if random_sign:
         groups = groups * _signs(groups.ndim)
@@ -24,8 +23,7 @@ def hadamard_transform(x: Array, random_sign: bool = True) -> Array:
 
 
 def inverse_transform(y: Array, random_sign: bool = True) -> Array:
-    """x of y = hadamard_transform(x): H / 4 is its own inverse, the signs follow it."""
-    _check(y)
+    """Return x of y = hadamard_transform(x): H / 4 is its own inverse, the signs follow it."""
     groups = _butterflies(_groups(y)) * 0.25
     if random_sign:
         groups = groups * _signs(groups.ndim)
@@ -33,21 +31,18 @@ def inverse_transform(y: Array, random_sign: bool = True) -> Array:
 
 
 def _signs(ndim: int) -> np.ndarray:
-    """float32 [1, .., 1, 16], of as many axes as what they multiply: broadcasts by rank may be forbidden."""
+    """Return the signs, float32 [1, .., 1, 16] with ndim axes: jax_numpy_rank_promotion may be "raise"."""
     return np.asarray(SIGNS, np.float32).reshape((1,) * (ndim - 1) + (GROUP,))
 
 
-def _check(x: Array) -> None:
+def _groups(x: Array) -> Array:
+    """Convert [.., 16 n] to float32 [.., n, 16]; the other axes stay separate, since they may be sharded."""
     depth = x.shape[-1]
     if depth % GROUP:
         raise ValueError(
             f"the Hadamard transform takes groups of {GROUP}, {depth} elements are not a multiple; pad them"
         )
-
-
-def _groups(x: Array) -> Array:
-    """[.., 16 n] -> float32 [.., n, 16], other axes as they are: devices may hold parts of them."""
-    return x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // GROUP, GROUP)
+    return x.astype(jnp.float32).reshape(*x.shape[:-1], depth // GROUP, GROUP)
 
 
 def _butterflies(groups: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Every format in plain jnp operations: float32, literal, on any device, for any request."""
+"""Every format in plain jnp operations: float32, on any device, for any request."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from jax import Array
 from ....common.dispatch import Backend
 from ..operand import turned
 from . import tiles
-from .format_row import PlannedCall
 from .formats import FORMATS
-from .spec import Given, Quantized, QuantizeSpec, Request
+from .spec import Quantized, QuantizeInputs, QuantizeSpec, Request
 
 
-# Compiled as one program also where the caller is eager: operation by operation it takes seconds.
+# Compiled as one program also in eager mode, where it would take seconds operation by operation.
 @functools.partial(jax.jit, static_argnames=("spec", "axis"))
-def run(x: Array, given: Given, spec: QuantizeSpec, axis: int = 1) -> Quantized:
-    """x [*M, *K] -> the directions that spec asks for."""
+def run(x: Array, given: QuantizeInputs, spec: QuantizeSpec, axis: int = 1) -> Quantized:
+    """Quantize x [*M, *K] in the directions of spec."""
     form = FORMATS[spec.format.name]
     if spec.format.block is not None:
         assert spec.tile is not None
         down, along = spec.tile
-        # The columns' codes have the tile turned.
+        # The tile of the columnwise codes is the transposed one.
         kept, at = tiles.cut_apart(x.shape, axis, (max(down, along) if spec.columnwise else down, along))
         return form.quantize(x.reshape(kept), spec, given, at).with_axes(x.shape, axis)
     made = form.quantize(x, replace(spec, rowwise=True, columnwise=False), given, axis)
@@ -38,8 +37,6 @@ def run(x: Array, given: Given, spec: QuantizeSpec, axis: int = 1) -> Quantized:
     )
 
 
-def _bind(request: Request) -> PlannedCall:
-    return functools.partial(run, spec=request.spec, axis=request.axis)
-
-
-BACKEND = Backend[Request]("reference", bind=_bind)
+BACKEND = Backend[Request](
+    "reference", bind=lambda request: functools.partial(run, spec=request.spec, axis=request.axis)
+)

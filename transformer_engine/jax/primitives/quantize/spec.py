@@ -1,8 +1,9 @@
-"""What a quantization answers, and the request that its backends judge."""
+"""Records of quantizations: request, inputs, results, the cast of an operation's own result, and format rows."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,17 +11,38 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ....common.formats import E2M1, E4M3, E5M2, Element
+from ....common.formats import E2M1, E4M3, E5M2, Element, TensorFormat
 from ....common.quantize_spec import QuantizeSpec
+from ..operand import Operand
 
-__all__ = ["Given", "QuantizeSpec", "Quantized", "Request", "jax_dtype"]
+__all__ = [
+    "Cast",
+    "FormatRow",
+    "QuantizeInputs",
+    "QuantizeSpec",
+    "Quantized",
+    "Request",
+    "jax_dtype",
+]
 
 _DTYPES = {E4M3.name: jnp.float8_e4m3fn, E5M2.name: jnp.float8_e5m2, E2M1.name: jnp.float4_e2m1fn}
 
 
 def jax_dtype(element: Element) -> jnp.dtype:
-    """The dtype that holds an element's codes."""
+    """Return the dtype of an element's codes."""
     return jnp.dtype(_DTYPES[element.name])
+
+
+class Cast(NamedTuple):
+    """How an operation quantizes its own result.
+
+    Attributes:
+        spec: Format of the codes.
+        multiplier: FLOAT8: multiplier [1], of which 0 is read as 1; None derives it from the absolute maximum.
+    """
+
+    spec: QuantizeSpec
+    multiplier: Array | None = None
 
 
 @functools.partial(
@@ -29,8 +51,8 @@ def jax_dtype(element: Element) -> jnp.dtype:
     meta_fields=["over"],
 )
 @dataclass(frozen=True)
-class Given:
-    """What a quantization may be given beside the matrix: see `quantize`."""
+class QuantizeInputs:
+    """Optional inputs of a quantization; see `quantize`."""
 
     multiplier: Array | None = None
     amax: Array | None = None
@@ -40,14 +62,17 @@ class Given:
 
 
 class Quantized(NamedTuple):
-    """The matrix [M, K] in narrow codes; None where a direction was not asked for.
+    """Codes and scales of a matrix [M, K]; None for a direction that was not requested.
 
-    Codes have the axes of what was quantized, [*M, *K] and [*K, *M].
+    Codes have the axes of the quantized array, [*M, *K] and [*K, *M].
 
-    codes    [M, K];   scale    how `Operand` describes it for [M, K]
-    codes_t  [K, M];   scale_t  the same for the transposed matrix [K, M]
-    amax     float32 [1]: FLOAT8 and NVFP4, the absolute maximum that the row direction was scaled by
-    amax_t   float32 [1]: NVFP4, the same for the column direction, after the Hadamard transform if any
+    Attributes:
+        codes: Codes [M, K].
+        scale: Scales for [M, K]; see `Operand`.
+        codes_t: Codes [K, M] of the transpose.
+        scale_t: Scales for [K, M].
+        amax: FLOAT8 and NVFP4: the absolute maximum, float32 [1], that scaled the row direction.
+        amax_t: NVFP4: the same for the column direction, after the Hadamard transform if any.
     """
 
     codes: Array | None = None
@@ -58,16 +83,22 @@ class Quantized(NamedTuple):
     amax_t: Array | None = None
 
     def with_axes(self, shape: tuple[int, ...], axis: int) -> Quantized:
-        """The same with codes of an array of that shape, whose columns begin at axis."""
+        """Return the same with codes of an array of this shape, whose columns begin at axis."""
         codes_t = None if self.codes_t is None else self.codes_t.reshape(*shape[axis:], *shape[:axis])
         return self._replace(codes=None if self.codes is None else self.codes.reshape(shape), codes_t=codes_t)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a backend may decide on: the spec, the matrix's shape and dtype, and the platform; never its values.
+    """Properties of a quantization that determine its backend.
 
-    axis    where the columns of the array begin, whose rows and columns may be several axes each
+    Attributes:
+        spec: Format of the codes.
+        shape: Shape of the matrix.
+        dtype: dtype of the matrix.
+        platform: Platform of the program, "cpu" or "cuda".
+        multiplier_given: Whether the caller passes a multiplier.
+        axis: Where the columns of the array begin; its rows and columns may be several axes each.
     """
 
     spec: QuantizeSpec
@@ -76,3 +107,23 @@ class Request:
     platform: str
     multiplier_given: bool = False
     axis: int = 1
+
+
+@dataclass(frozen=True)
+class FormatRow:
+    """The maths of one format.
+
+    Attributes:
+        format: Description of the format.
+        quantize: Reference: codes of x [*M, *K], whose K begins at an axis, by float32 operations on any device. With
+            one scale for all elements, x has any shape and the codes have the same shape, whatever the direction.
+        dequantize: (operand, its scales along its axes) -> values [*rows, *K] in float32.
+        quantize_by_kernels: Computes a request for an array with kernels.
+        check: (rows, depth, spec) raises ValueError if the shape is unsupported; None supports all shapes.
+    """
+
+    format: TensorFormat
+    quantize: Callable[[Array, QuantizeSpec, QuantizeInputs, int], Quantized]
+    dequantize: Callable[[Operand, Array], Array]
+    quantize_by_kernels: Callable[[Array, QuantizeInputs, Request], Quantized]
+    check: Callable[[int, int, QuantizeSpec], None] | None = None

@@ -1,7 +1,7 @@
-"""Matrices [R, K] cut into tiles of (r, c) elements: [ceil(R/r), r, ceil(K/c), c], padded with zeros.
+"""Matrices [R, K] as tiles of (r, c) elements, [ceil(R/r), r, ceil(K/c), c], padded with zeros; scales of tiles.
 
-R and K may be several axes each, [*R, *K] with K from `axis` on, of which the last ones are cut: devices may hold parts
-of any of them.
+R and K may be several axes each, [*R, *K] with K from `axis` on. The last axis of each is split into tiles, so that any
+axis may be sharded.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ....common.formats import ceil_div, round_up
+from ....common.quantize_spec import QuantizeSpec
 from .. import exact
+from ..operand import matrix_shape
 
 Scales = TypeVar("Scales", Array, tuple[Array, Array])
 
 
 def cut_apart(shape: tuple[int, ...], axis: int, tile: tuple[int, int]) -> tuple[tuple[int, ...], int]:
-    """(the axes [*R, *K] that tiles are cut from, where K begins): several are one where tiles would lie on two."""
+    """Return the axes [*R, *K] that are split into tiles, and where K begins.
+
+    The axes of one side are merged if a tile would cover elements of two of them.
+    """
     sides = shape[:axis], shape[axis:]
     rows, columns = (
         side if side[-1] % size == 0 else (prod(side),) for side, size in zip(sides, tile, strict=True)
@@ -29,13 +34,13 @@ def cut_apart(shape: tuple[int, ...], axis: int, tile: tuple[int, int]) -> tuple
 
 
 def counts(shape: tuple[int, ...], axis: int, tile: tuple[int, int]) -> tuple[int, ...]:
-    """How many tiles lie along each axis."""
+    """Return the number of tiles along each axis."""
     rows, columns = shape[:axis], shape[axis:]
     return (*rows[:-1], ceil_div(rows[-1], tile[0]), *columns[:-1], ceil_div(columns[-1], tile[1]))
 
 
 def cut(x: Array, tile: tuple[int, int], axis: int = 1) -> Array:
-    """[*R, *K] -> [.., ceil(R/r), r, .., ceil(K/c), c] of the same dtype; zeros fill the last tiles."""
+    """Split [*R, *K] into tiles [.., ceil(R/r), r, .., ceil(K/c), c]; zeros fill the last tiles."""
     widths = [0] * x.ndim
     for place, size in ((axis - 1, tile[0]), (x.ndim - 1, tile[1])):
         widths[place] = round_up(x.shape[place], size) - x.shape[place]
@@ -46,48 +51,55 @@ def cut(x: Array, tile: tuple[int, int], axis: int = 1) -> Array:
 
 
 def join(tiles: Array, shape: tuple[int, ...], axis: int = 1) -> Array:
-    """[.., ceil(R/r), r, .., ceil(K/c), c] -> [*R, *K], the padding cut off."""
+    """Join tiles [.., ceil(R/r), r, .., ceil(K/c), c] to [*R, *K] without the padding."""
     rows, columns = tiles.shape[: axis + 1], tiles.shape[axis + 1 :]
     merged = [(*side[:-2], side[-2] * side[-1]) for side in (rows, columns)]
     return tiles.reshape(*merged[0], *merged[1])[tuple(slice(size) for size in shape)]
 
 
 def tile_amax(tiles: Array, axis: int = 1) -> Array:
-    """max|x| of every tile, float32 [.., ceil(R/r), .., ceil(K/c)]; NaN where a tile holds one."""
+    """Return max|x| of every tile, float32 [.., ceil(R/r), .., ceil(K/c)]; NaN where a tile has one."""
     bits = jnp.max(exact.magnitude_bits(tiles), axis=(axis, tiles.ndim - 1), initial=0)
     return exact.float_of(bits)
 
 
 def spread(values: Array, axis: int = 1) -> Array:
-    """One value a tile [.., ceil(R/r), .., ceil(K/c)] -> [.., ceil(R/r), 1, .., ceil(K/c), 1], to multiply tiles by."""
+    """Expand one value per tile to [.., ceil(R/r), 1, .., ceil(K/c), 1], to multiply tiles by it."""
     return jnp.expand_dims(values, (axis, values.ndim + 1))
 
 
-def repeat_rows(values: Array, rows_a_tile: int, rows: int, axis: int = 1) -> Array:
-    """[.., ceil(R/r), *n] -> [.., R, *n]: each row of tiles' values for every row that it covers."""
-    repeated = jnp.repeat(values, rows_a_tile, axis=axis - 1)
-    return lax.slice_in_dim(repeated, 0, rows, axis=axis - 1)
+def matrix_of_scales(
+    scale: Array | None, spec: QuantizeSpec, shape: tuple[int, ...], axis: int
+) -> Array | None:
+    """Return the scales of an array [*R, *K] of this shape as a matrix, as in `Operand`; None without scales.
+
+    The 2-D variant of a format whose scales belong to rows repeats the scale of a tile for each of its rows.
+    """
+    if scale is None:
+        return None
+    if spec.two_dimensional and spec.tile is not None:
+        repeated = jnp.repeat(scale, spec.tile[0], axis=axis - 1)
+        scale = lax.slice_in_dim(repeated, 0, shape[axis - 1], axis=axis - 1)
+    return scale.reshape(matrix_shape(scale.shape, axis))
 
 
 def settled(scales: Scales) -> Scales:
-    """The scales, computed once: XLA would compute them anew for every element that they multiply."""
+    """Return the scales, computed once: XLA would recompute them for every element that they multiply."""
     return lax.platform_dependent(scales, cpu=_sorted_into_place, default=lax.optimization_barrier)
 
 
 def _sorted_into_place(scales: Scales) -> Scales:
-    """Scales of whole tensors through a sort by their places, which XLA fuses with nothing; tables behind a barrier.
+    """Return scales of whole tensors through a sort by their indices, which XLA does not fuse; others with a barrier.
 
-    The barrier is gone when XLA fuses for a CPU: a step of a small model under current scaling took 0.12 s with it,
-    0.03 s with the sort (0.03 s in float32).
+    XLA removes the barrier before it fuses for a CPU: a step of a small model under current scaling took 0.12 s with
+    the barrier, 0.03 s with the sort (0.03 s in float32).
     """
-    return jax.tree.map(lambda s: _sorted(s) if _is_number(s) else lax.optimization_barrier(s), scales)
-
-
-def _is_number(scale: Array) -> bool:
-    return scale.size == 1 and scale.dtype == jnp.float32
+    return jax.tree.map(_sorted, scales)
 
 
 def _sorted(scale: Array) -> Array:
-    places = lax.iota(jnp.int32, 2)  # of two copies: a sort of one element is no operation
-    _, bits = lax.sort((places, jnp.tile(exact.bits_of(scale.reshape(1)), 2)), num_keys=1)
+    if scale.size != 1 or scale.dtype != jnp.float32:
+        return lax.optimization_barrier(scale)
+    indices = lax.iota(jnp.int32, 2)  # of two copies: XLA removes the sort of one element
+    _, bits = lax.sort((indices, jnp.tile(exact.bits_of(scale.reshape(1)), 2)), num_keys=1)
     return exact.float_of(bits[:1]).reshape(scale.shape)

@@ -1,22 +1,37 @@
-"""Quantization on NVIDIA GPUs by Triton kernels, bit-equal to the reference."""
+"""Quantization on NVIDIA GPUs by Triton kernels, bit-equal to the reference, and by kernels that produce the values.
+
+Where a kernel quantizes its own result, codes, scales and maxima equal those of two steps: the result is rounded to its
+dtype before it is scaled.
+"""
 
 from __future__ import annotations
 
+import functools
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+from jax import Array
+
 from ....common.dispatch import Backend
+from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
 from ...platform import compute_capability
-from ..launching import refuses_on
-from .format_row import PlannedCall
+from ..launching import unsupported_on
+from .elements import value_for_inf
 from .formats import FORMATS
-from .spec import Request
+from .spec import Quantized, QuantizeInputs, QuantizeSpec, Request
+
+if TYPE_CHECKING:
+    from ....common.kernels.block_cast import Blocks
+    from ....common.kernels.cast import OneScale
 
 _LIMIT = 1 << 24  # offsets inside a tile of 128 rows are 32-bit integers
 _CAPABILITY = 90  # below, Triton rounds a cast to FP8 twice, or has none
 _NAMES = ("QuantizePrimitive", "DBiasQuantizePrimitive")
 
 
-def refuses(request: Request) -> str | None:
+def unsupported_reason(request: Request) -> str | None:
     for name in _NAMES:
-        if (reason := refuses_on(request.platform, name)) is not None:
+        if (reason := unsupported_on(request.platform, name)) is not None:
             return reason
     if (capability := compute_capability()) < _CAPABILITY:
         return f"compute capability {capability / 10} < 9.0: Triton rounds a cast to FP8 twice there, or has none"
@@ -28,8 +43,40 @@ def refuses(request: Request) -> str | None:
     return None
 
 
-def _bind(request: Request) -> PlannedCall:
-    return FORMATS[request.spec.format.name].plan(request)
+def run(x: Array, given: QuantizeInputs, request: Request) -> Quantized:
+    """Compute a request with the kernels of its format."""
+    return FORMATS[request.spec.format.name].quantize_by_kernels(x, given, request)
 
 
-BACKEND: Backend[Request] = Backend("triton", refuses=refuses, bind=_bind)
+BACKEND: Backend[Request] = Backend(
+    "triton",
+    refuses=unsupported_reason,
+    bind=lambda request: functools.partial(run, request=request),
+)
+
+
+def unsupported_in_producer(request: Request) -> str | None:
+    """Return the reason why no kernel that produces values can quantize them, or None."""
+    if request.spec.format not in (FLOAT8, BLOCK_1D, BLOCK_2D):
+        return f"format {request.spec.format.name}; kernels make codes of FLOAT8 and of blocks where values are made"
+    if not request.spec.rowwise:
+        return "column-wise codes alone; kernels make row-wise ones too"
+    return unsupported_reason(request)
+
+
+def one_scale(spec: QuantizeSpec) -> OneScale:
+    """Return a spec for kernels, for a given multiplier, of which 0 is read as 1; the maximum is a result."""
+    from ....common.kernels.cast import OneScale  # it imports triton
+
+    return OneScale(
+        spec.element, spec.columnwise, True, False, spec.power_of_two, spec.epsilon, zero_is_one=True
+    )
+
+
+def blocks(spec: QuantizeSpec, dtype: jnp.dtype) -> Blocks:
+    """Return a spec with block scales for kernels, for a result that is rounded to dtype."""
+    from ....common.kernels.block_cast import Blocks  # it imports triton
+
+    square = spec.format == BLOCK_2D
+    scaling = (spec.power_of_two, spec.epsilon, value_for_inf(dtype))
+    return Blocks(spec.element, spec.columnwise, square, *scaling)

@@ -10,7 +10,7 @@ from jax import Array
 from ....common.dispatch import Table
 from ..platforms import compute
 from . import reference, triton
-from .request import RopeRequest
+from .reference import RopeRequest
 
 __all__ = ["TABLE", "RopeRequest", "rotate", "rotate_packed"]
 

@@ -1,15 +1,31 @@
-"""(a, b) -> (a cos - b sin, b cos + a sin) for every pair, in float32; RoFormer, arXiv:2104.09864."""
+"""Request of a rotation, and its float32 reference: (a, b) -> (a cos - b sin, b cos + a sin); arXiv:2104.09864."""
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from ....common.dispatch import Backend
-from .request import RopeRequest
+
+
+class RopeRequest(NamedTuple):
+    """Properties of a rotation that determine its backend.
+
+    Attributes:
+        shape: Shape of x, [b, s, h, d]; [b, s, 3, h * d] if packed.
+        dtype: dtype of x.
+        platform: Platform of the program, "cpu" or "cuda".
+        packed: Whether x contains the queries, keys and values of a joint projection.
+    """
+
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    platform: str
+    packed: bool = False
 
 
 @functools.partial(jax.jit, static_argnames=("interleaved", "sequence_first", "back"))
@@ -35,7 +51,7 @@ def run(x: Array, angles: Array, interleaved: bool, sequence_first: bool, back: 
 def run_packed(
     *arrays: Array, heads: int, interleaved: bool, sequence_first: bool, back: bool
 ) -> tuple[Array, ...]:
-    """(packed, angles) -> q, k, v, see `rotate_packed`; with back (dq, dk, dv, angles) -> the gradient of packed."""
+    """See `rotate_packed`; with back, (dq, dk, dv, angles) -> the gradient of packed."""
     *values, angles = arrays
     rotate = functools.partial(
         run, angles=angles, interleaved=interleaved, sequence_first=sequence_first, back=back

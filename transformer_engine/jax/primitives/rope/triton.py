@@ -11,36 +11,37 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ..kernels import Kernel, call
-from ..launching import refuses_on, run
-from .request import RopeRequest
+from ..launching import run, unsupported_on
+from ..partitioning import ShardingRule
+from .reference import RopeRequest
 
 
-def refuses(request: RopeRequest) -> str | None:
+def unsupported_reason(request: RopeRequest) -> str | None:
     if 0 in request.shape:
         return "an array without elements"
-    return refuses_on(request.platform, "RotaryPrimitive")
+    return unsupported_on(request.platform, "RotaryPrimitive")
 
 
 @dataclass(frozen=True)
-class Rotation(Kernel):
+class RotationKernel(Kernel):
     """(x [outer, inner, heads, features], angles [positions, features]) -> y"""
 
     interleaved: bool
     sequence_first: bool
     back: bool
-    whole = ("s", "d", "p", "e")
 
     @property
-    def rule(self) -> str:
+    def rule(self) -> ShardingRule:
         axes = "s b h d" if self.sequence_first else "b s h d"
-        return f"{axes}, p e -> {axes}"
+        return ShardingRule(f"{axes}, p e -> {axes}", ("s", "d", "p", "e"))
 
-    def results(self, x: Any, angles: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return (jax.ShapeDtypeStruct(x.shape, x.dtype),)
+    def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return (jax.ShapeDtypeStruct(operands[0].shape, operands[0].dtype),)
 
-    def run(self, x: Array, angles: Array) -> tuple[Array, ...]:
+    def run(self, *arrays: Array) -> tuple[Array, ...]:
         from ....common.kernels import rope  # it imports triton
 
+        x, angles = arrays
         outer, inner, heads, features = x.shape
         launch = rope.rotate(
             (outer, inner, heads, features), (inner * heads * features, heads * features, features),
@@ -51,7 +52,7 @@ class Rotation(Kernel):
 
 
 @dataclass(frozen=True)
-class PackedRotation(Kernel):
+class PackedRotationKernel(RotationKernel):
     """(packed [outer, inner, 3, heads * width], angles [positions, width]) -> q, k, v [outer, inner, heads, width]
 
     With back, (dq, dk, dv, angles) -> the gradient of packed.
@@ -59,23 +60,17 @@ class PackedRotation(Kernel):
 
     heads: int
     width: int
-    interleaved: bool
-    sequence_first: bool
-    back: bool
-    whole = ("s", "t", "d", "p", "e")
 
     @property
-    def rule(self) -> str:
+    def rule(self) -> ShardingRule:
         tokens = "s b" if self.sequence_first else "b s"
         # Shardy rejects an axis that is split into a factor of one element and another factor.
         row = "d" if self.heads == 1 else "(h d)"
         apart = ", ".join([f"{tokens} h d"] * 3)
         joint = f"{tokens} t {row}"
-        return f"{apart}, p e -> {joint}" if self.back else f"{joint}, p e -> {apart}"
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {"t": 3, "h": self.heads, "d": self.width}
+        text = f"{apart}, p e -> {joint}" if self.back else f"{joint}, p e -> {apart}"
+        sizes = {"t": 3, "h": self.heads, "d": self.width}
+        return ShardingRule(text, ("s", "t", "d", "p", "e"), sizes)
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         x = operands[0]
@@ -112,7 +107,7 @@ def _angle_of_each_feature(angles: Array, interleaved: bool) -> Array:
 
 def rotate(x: Array, angles: Array, interleaved: bool, sequence_first: bool, back: bool) -> Array:
     """See `rope.rotate`."""
-    kernel = Rotation(interleaved, sequence_first, back)
+    kernel = RotationKernel(interleaved, sequence_first, back)
     return call(kernel, x, _angle_of_each_feature(angles, interleaved))[0]
 
 
@@ -122,10 +117,10 @@ def rotate_packed(
     """See `reference.run_packed`."""
     *values, angles = arrays
     width = values[0].shape[-1] // (1 if back else heads)
-    kernel = PackedRotation(heads, width, interleaved, sequence_first, back)
+    kernel = PackedRotationKernel(interleaved, sequence_first, back, heads, width)
     return call(kernel, *values, _angle_of_each_feature(angles, interleaved))
 
 
 BACKEND = Backend[RopeRequest](
-    "triton", refuses=refuses, bind=lambda request: rotate_packed if request.packed else rotate
+    "triton", refuses=unsupported_reason, bind=lambda request: rotate_packed if request.packed else rotate
 )

@@ -1,4 +1,4 @@
-"""scale = (fp8_max / amax) / 2^margin for several delayed-scaling states, and their histories moved on by one step."""
+"""Update of several delayed-scaling states: scale = (fp8_max / amax) / 2^margin, and histories advanced by one step."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from jax import Array
 from ....common.dispatch import Table
 from ..platforms import compute
 from . import reference, triton
-from .reference import advance_scales
-from .request import ScaleUpdateRequest
+from .reference import ScaleUpdateRequest, advance_scales
 
-__all__ = ["TABLE", "ScaleUpdateRequest", "State", "advance_scales", "advance_states"]
+__all__ = ["TABLE", "ScaleState", "ScaleUpdateRequest", "advance_scales", "advance_states"]
 
 TABLE: Table[ScaleUpdateRequest] = Table("jax_scale_update", (triton.BACKEND, reference.BACKEND))
 
 
-class State(NamedTuple):
-    """history float32 [length] and scale [1] of one tensor, or [G, length] and [G] of G groups; amax like the scale."""
+class ScaleState(NamedTuple):
+    """History float32 [length] and scale [1] of one tensor, or [G, length] and [G] of G groups; amax like the scale."""
 
     history: Array
     scale: Array
@@ -27,11 +26,11 @@ class State(NamedTuple):
 
 
 def advance_states(
-    states: Sequence[State], algorithm: str, maxima: tuple[float, ...], margin: float
+    states: Sequence[ScaleState], algorithm: str, maxima: tuple[float, ...], margin: float
 ) -> list[tuple[Array, Array]]:
-    """(history, scale) of every state after this step, as of `advance_scales`; they are not moved together for it.
+    """Return (history, scale) of every state after this step; see `advance_scales`.
 
-    All are of as many groups and steps.
+    All states must have the same number of groups and steps. A kernel reads them without copying them together.
     """
     length, groups = states[0].history.shape[-1], states[0].scale.shape[0]
     made = compute(

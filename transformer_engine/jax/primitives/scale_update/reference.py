@@ -1,8 +1,9 @@
-"""The step in jnp operations: all states at once, with the bits of the PyTorch reference."""
+"""Request of a scale update, and its reference in jnp operations: all states at once, bit-equal to PyTorch's."""
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,29 @@ from ....common.dispatch import Backend
 from ....common.formats import FLOAT32_MAX
 from .. import exact
 from ..quantize import given_multiplier
-from .request import ScaleUpdateRequest
+
+
+class ScaleUpdateRequest(NamedTuple):
+    """Properties of an update that determine its backend.
+
+    Attributes:
+        states: Number of states.
+        length: Length of their histories.
+        platform: Platform of the program, "cpu" or "cuda".
+        groups: Number of groups of each state.
+    """
+
+    states: int
+    length: int
+    platform: str = "cpu"
+    groups: int = 1
 
 
 def scale_of(amax: Array, scale: Array, maxima: tuple[float, ...], margin: float) -> Array:
-    """(fp8_max / amax) / 2^margin, at most FLOAT32_MAX; where amax is 0, inf or NaN the old scale, of which 0 is 1."""
+    """Return (fp8_max / amax) / 2^margin, at most FLOAT32_MAX.
+
+    Where amax is 0, infinite or NaN, the scale is the old one, with 1 in place of 0.
+    """
     computed = exact.divide(jnp.asarray(np.asarray(maxima, np.float32)), amax)
     if margin:
         computed = exact.divide(computed, jnp.full(amax.shape, 2.0**margin, jnp.float32))
@@ -36,11 +55,17 @@ def advance_scales(
     maxima: tuple[float, ...],
     margin: float,
 ) -> tuple[Array, Array]:
-    """histories float32 [n, length], scales [n] and the amaxes [n] of this step -> both after it.
+    """Return the histories and scales after a step.
 
-    algorithm   "max" over the history, or "most_recent"
-    maxima      the greatest number of each state's element
-    The amax takes place 0, which then becomes the last; place 1 is dropped, and place 0 is cleared.
+    The amax is written to index 0, which then becomes the last; index 1 is dropped, and index 0 is cleared.
+
+    Args:
+        histories: float32 [n, length].
+        scales: float32 [n].
+        amaxes: Absolute maxima of this step, float32 [n].
+        algorithm: "max" over the history, or "most_recent".
+        maxima: Largest number of each state's element type.
+        margin: Exponent of the margin.
     """
     latest = exact.bits_of(amaxes)[:, None]
     steps = jnp.concatenate((latest, exact.bits_of(histories)[:, 1:]), axis=1)
@@ -48,14 +73,14 @@ def advance_scales(
     new_scales = scale_of(exact.float_of(reference), scales, maxima, margin)
     cleared = jnp.zeros_like(latest)
     moved = cleared if steps.shape[1] == 1 else jnp.concatenate((cleared, steps[:, 2:], latest), axis=1)
-    # Once a step, not once for every reader of a scale.
+    # Computed once per step, not once for every reader of a scale.
     return lax.optimization_barrier((exact.float_of(moved), new_scales))
 
 
 def run(
     states: tuple[tuple[Array, Array, Array], ...], algorithm: str, maxima: tuple[float, ...], margin: float
 ) -> tuple[tuple[Array, Array], ...]:
-    """(history, scale) of every state (history, scale, amax) as they are shaped, made as those of one stack."""
+    """Return (history, scale) of every state (history, scale, amax) in their shapes, computed as one stack."""
     histories, scales, amaxes = zip(*states, strict=True)
     shape, groups = histories[0].shape, scales[0].shape[0]
     rows = jnp.concatenate([history.reshape(groups, -1) for history in histories])

@@ -15,24 +15,29 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ..kernels import Kernel, call
-from ..launching import refuses_on, run
-from .request import ScaleUpdateRequest
+from ..launching import run, unsupported_on
+from ..partitioning import ShardingRule
+from .reference import ScaleUpdateRequest
 
 _LONGEST = 1 << 13  # steps that one program holds in registers
 _STATES = 6  # per launch: `delayed_scaling.STATES`, whose file imports triton
 
 
-def refuses(request: ScaleUpdateRequest) -> str | None:
+def unsupported_reason(request: ScaleUpdateRequest) -> str | None:
     if request.length > _LONGEST:
         return f"a history of {request.length} steps; the kernel holds up to {_LONGEST}"
-    return refuses_on(request.platform, "QuantizePrimitive")
+    return unsupported_on(request.platform, "QuantizePrimitive")
 
 
 @dataclass(frozen=True)
-class Advance(Kernel):
-    """New histories [length] and scales [1] of up to six states from the old ones and this step's maxima [1].
+class AdvanceScales(Kernel):
+    """Up to six histories [length], then scales [1], then this step's maxima [1] -> new histories, new scales
 
-    grouped   the states have G groups: histories [G, length], scales and maxima [G]
+    Attributes:
+        takes_maximum: Whether a scale follows from the maximum of the history; otherwise from this step's maximum.
+        maxima: Largest number of each state's element type.
+        margin: Exponent of the margin.
+        grouped: Whether the states have G groups: histories [G, length], scales and maxima [G].
     """
 
     takes_maximum: bool
@@ -41,15 +46,12 @@ class Advance(Kernel):
     grouped: bool = False
 
     @property
-    def whole(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return ("h",) if self.grouped else ("h", "s", "a")
-
-    @property
-    def rule(self) -> str:
+    def rule(self) -> ShardingRule:
         history, scale, amax = ("g h", "g", "g") if self.grouped else ("h", "s", "a")
         states = len(self.maxima)
         new = [*[history] * states, *[scale] * states]
-        return f"{', '.join([*new, *[amax] * states])} -> {', '.join(new)}"
+        text = f"{', '.join([*new, *[amax] * states])} -> {', '.join(new)}"
+        return ShardingRule(text, ("h",) if self.grouped else ("h", "s", "a"))
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         old = operands[: 2 * len(self.maxima)]
@@ -76,9 +78,9 @@ def advance(
     for first in range(0, len(states), _STATES):
         some, theirs = states[first : first + _STATES], maxima[first : first + _STATES]
         arrays = [array for group in zip(*some, strict=True) for array in group]
-        results = call(Advance(algorithm == "max", theirs, margin, arrays[0].ndim == 2), *arrays)
+        results = call(AdvanceScales(algorithm == "max", theirs, margin, arrays[0].ndim == 2), *arrays)
         made += zip(results[: len(some)], results[len(some) :], strict=True)
     return tuple(made)
 
 
-BACKEND = Backend[ScaleUpdateRequest]("triton", refuses=refuses, bind=lambda request: advance)
+BACKEND = Backend[ScaleUpdateRequest]("triton", refuses=unsupported_reason, bind=lambda request: advance)

@@ -7,7 +7,7 @@ from jax import Array
 from ....common.dispatch import Table
 from ..platforms import bind_by_platform, differentiable_by_platform
 from . import reference, triton
-from .request import SoftmaxRequest
+from .reference import SoftmaxRequest
 
 __all__ = ["TABLE", "SoftmaxRequest", "masked_softmax"]
 

@@ -1,12 +1,29 @@
-"""The literal softmax in float32, which JAX differentiates."""
+"""Request of a softmax, and its float32 reference, which JAX differentiates."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from ....common.dispatch import Backend
-from .request import SoftmaxRequest
+
+
+class SoftmaxRequest(NamedTuple):
+    """Properties of a softmax that determine its backend.
+
+    Attributes:
+        shape: Shape of the scores, [b, h, q, k].
+        hidden: Whether a mask hides keys.
+        sink: Whether the denominator has an additional score.
+        platform: Platform of the program, "cpu" or "cuda".
+    """
+
+    shape: tuple[int, ...]
+    hidden: bool
+    sink: bool
+    platform: str
 
 
 def run(scores: Array, hidden: Array | None, sink: Array | None) -> Array:
@@ -16,7 +33,7 @@ def run(scores: Array, hidden: Array | None, sink: Array | None) -> Array:
     greatest = scores.max(axis=-1, keepdims=True, initial=-jnp.inf)
     if sink is not None:
         greatest = jnp.maximum(greatest, sink)
-    # The shift leaves the result as it is and has no gradient; a row that sees nothing has no greatest score.
+    # The shift does not change the result and has no gradient. A row without visible keys has no greatest score.
     greatest = lax.stop_gradient(jnp.where(jnp.isfinite(greatest), greatest, 0.0))
     weights = jnp.exp(scores - greatest)
     total = weights.sum(axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""The masked softmax by the kernels of common/kernels/softmax.py, and its gradient dx = p * (dp - sum(dp * p))."""
+"""Masked softmax with the kernels of common/kernels/softmax.py; its gradient is dx = p * (dp - sum(dp * p))."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from jax import Array
 
 from ....common.dispatch import Backend
 from ..kernels import Kernel, call
-from ..launching import refuses_on, run
-from ..partitioning import broadcast_factors, strides_over_scores
-from .request import SoftmaxRequest
+from ..launching import run, unsupported_on
+from ..partitioning import ShardingRule, broadcast_factors, strides_over_scores
+from .reference import SoftmaxRequest
 
 _LIMIT = 1 << 31  # rows are numbered in 32 bits
 
 
-def refuses(request: SoftmaxRequest) -> str | None:
+def unsupported_reason(request: SoftmaxRequest) -> str | None:
     if request.sink:
         return "a sink; the kernel has none"
     if len(request.shape) != 4 or 0 in request.shape:
@@ -27,22 +27,23 @@ def refuses(request: SoftmaxRequest) -> str | None:
     if batch * heads * queries >= _LIMIT:
         return f"{request.shape} has {_LIMIT} rows or more"
     name = "ScaledMaskedSoftmaxFwdPrimitive" if request.hidden else "ScaledSoftmaxFwdPrimitive"
-    return refuses_on(request.platform, name)
+    return unsupported_on(request.platform, name)
 
 
 @dataclass(frozen=True)
-class Forward(Kernel):
+class SoftmaxForward(Kernel):
     """(x [b, h, q, k], [hidden uint8, with 1 in place of an extent]) -> p
 
-    mask   the factors of hidden's axes; None: nothing is hidden
+    Attributes:
+        mask: Factors of hidden's axes; None without a mask.
     """
 
     mask: str | None
-    whole = ("q", "k")
 
     @property
-    def rule(self) -> str:
-        return "b h q k -> b h q k" if self.mask is None else f"b h q k, {self.mask} -> b h q k"
+    def rule(self) -> ShardingRule:
+        mask = "" if self.mask is None else f", {self.mask}"
+        return ShardingRule(f"b h q k{mask} -> b h q k", ("q", "k"))
 
     def results(self, x: Any, *_: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         return (jax.ShapeDtypeStruct(x.shape, x.dtype),)
@@ -55,14 +56,12 @@ class Forward(Kernel):
 
 
 @dataclass(frozen=True)
-class Backward(Kernel):
+class SoftmaxBackward(Kernel):
     """(dp, p [b, h, q, k]) -> dx"""
 
-    whole = ("q", "k")
-
     @property
-    def rule(self) -> str:
-        return "b h q k, b h q k -> b h q k"
+    def rule(self) -> ShardingRule:
+        return ShardingRule("b h q k, b h q k -> b h q k", ("q", "k"))
 
     def results(self, dp: Any, p: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         return (jax.ShapeDtypeStruct(p.shape, p.dtype),)
@@ -78,21 +77,15 @@ class Backward(Kernel):
 def softmax(scores: Array, hidden: Array | None) -> Array:
     """See `masked_softmax`; hidden uint8 of four axes."""
     if hidden is None:
-        return call(Forward(None), scores)[0]
+        return call(SoftmaxForward(None), scores)[0]
     mask = broadcast_factors("m", hidden.shape, [*zip("bhqk", scores.shape, strict=True)])
-    return call(Forward(mask), scores, hidden)[0]
+    return call(SoftmaxForward(mask), scores, hidden)[0]
 
 
-def _forward(scores: Array, hidden: Array | None) -> tuple[Array, Array]:
-    p = softmax(scores, hidden)
-    return p, p
-
-
-def _backward(p: Array, dp: Array) -> tuple[Array, None]:
-    return call(Backward(), dp, p)[0], None
-
-
-softmax.defvjp(_forward, _backward)
+softmax.defvjp(
+    lambda scores, hidden: ((p := softmax(scores, hidden)), p),
+    lambda p, dp: (call(SoftmaxBackward(), dp, p)[0], None),
+)
 
 
 def run_masked(scores: Array, hidden: Array | None, sink: Array | None) -> Array:
@@ -102,4 +95,4 @@ def run_masked(scores: Array, hidden: Array | None, sink: Array | None) -> Array
     return softmax(scores, hidden)
 
 
-BACKEND = Backend[SoftmaxRequest]("triton", refuses=refuses, bind=lambda request: run_masked)
+BACKEND = Backend[SoftmaxRequest]("triton", refuses=unsupported_reason, bind=lambda request: run_masked)

@@ -18,8 +18,8 @@ from ....common.passes.vocabulary import Activation as ActivationSettings
 from ....common.passes.vocabulary import Named
 from ...primitives.activation import ACTIVATIONS, ActivationParams
 from ...tensor.float8_tensor import Float8CurrentScalingQuantizer
-from ..chain import Call, TensorFacts
-from ..pass_builder import Backward, ChainEnvironment, Contribution, Forward, Kept, PassBuilder, Value
+from ..chain import ChainEnvironment, InputFacts, OperationCall
+from ..pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPart, PassBuilder, Value
 from ..step_operation import StepOperation
 from .basic_linear import DTYPES
 
@@ -50,7 +50,7 @@ class ActivationContribution(Contribution):
     scaled: bool = False
     grad_scales: bool = False
 
-    def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
+    def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
         x = steps.matrix(steps.converted(x, self.convert))
         if self.interleave is not None:
             blocks = (-1, 2, self.interleave)
@@ -60,17 +60,17 @@ class ActivationContribution(Contribution):
         if self.cached:
             saved = steps.one("quantize_values", (x.name,), f"{name}.cached", Named(name, "cached"))
         if not self.scaled:
-            return Forward(Value(y, x.leading), (saved,))
+            return ForwardPart(Value(y, x.leading), (saved,))
         scales = f"{name}.extra0"
         scaled = steps.one("row_scale", (y, scales), f"{name}.scaled")
-        return Forward(Value(scaled, x.leading), (saved, scales))
+        return ForwardPart(Value(scaled, x.leading), (saved, scales))
 
     def _activation(self, steps: PassBuilder, name: str, x: str, y: str) -> str:
         if self.constants is not None:
             return steps.one("situ_glu", (x,), y, self.constants)
         return steps.one("activation", (x,), y, ActivationSettings(name, self.kind))
 
-    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
         dy = steps.matrix(dy)
         x = kept.saved[0]
         assert x is not None
@@ -91,7 +91,7 @@ class ActivationContribution(Contribution):
             )
         if self.interleave is not None:
             dx = steps.one("block_order", (dx,), f"{name}.dx_blocks", (2, -1, self.interleave))
-        return Backward(steps.converted(Value(dx, dy.leading), self.convert_gradient), (), extra)
+        return BackwardPart(steps.converted(Value(dx, dy.leading), self.convert_gradient), (), extra)
 
 
 class ActivationOperation(StepOperation):
@@ -122,8 +122,8 @@ class ActivationOperation(StepOperation):
         return ActivationParams()
 
     def contribute(
-        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
-    ) -> tuple[Contribution, TensorFacts]:
+        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
+    ) -> tuple[Contribution, InputFacts]:
         dtype = call.autocast or x.dtype
         kind = type(self).__name__
         if dtype not in DTYPES:
@@ -148,7 +148,9 @@ class ActivationOperation(StepOperation):
         environment.activations[name] = (self.kind, self.activation_params())
         cached = self.cache_quantized_input and call.saves
         if cached:
-            environment.objects[name, "cached"] = _cache_quantizer(x.device)
+            environment.objects[name, "cached"] = Float8CurrentScalingQuantizer(
+                torch.float8_e4m3fn, x.device, rowwise=True, columnwise=False
+            )
         convert = None if dtype == x.dtype else dtype
         contribution = ActivationContribution(
             self.kind,
@@ -160,11 +162,7 @@ class ActivationOperation(StepOperation):
             self.scaled,
             self.scaled and call.saves,
         )
-        return contribution, TensorFacts(shape, dtype, x.device)
-
-
-def _cache_quantizer(device: torch.device) -> Float8CurrentScalingQuantizer:
-    return Float8CurrentScalingQuantizer(torch.float8_e4m3fn, device, rowwise=True, columnwise=False)
+        return contribution, InputFacts(shape, dtype, x.device)
 
 
 def interleave_size(size: Any) -> int | None:

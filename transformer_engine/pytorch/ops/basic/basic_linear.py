@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,17 +13,18 @@ from torch import Tensor
 from ....common.numbers import to_bool, to_int
 from ...distributed.collectives import world_size
 from ...distributed.tensor_parallel import TensorParallel
+from ...functions.layer_passes import linear_facts
 from ...functions.weight_gradient import WeightGradient
 from ...quantization import QuantizerRole
 from ...quantization.model_init import current_model_init
 from ...runtime.device import canonical_device, is_meta
 from ...tensor.initial_values import keep_initial_values
 from ...tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
-from ..chain import Call, TensorFacts
-from ..pass_builder import ChainEnvironment, Contribution
+from ..chain import ChainEnvironment, InputFacts, OperationCall
+from ..pass_builder import Contribution
 from ..step_operation import StepOperation
 from .functional_linear import functional_backward, functional_forward
-from .linear_contribution import Codes, LinearContribution, fitting, linear_facts, linear_spec
+from .linear_contribution import LinearContribution, ProducerCasts, fitting, linear_spec
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -60,6 +61,7 @@ class BasicLinear(StepOperation):
         ValueError: An unsupported dtype or mode, or a size that the group does not divide.
     """
 
+    _shown = {"in_features": "in_features", "out_features": "out_features"}
     parameter_names = ("weight",)
     weight: Tensor
 
@@ -176,9 +178,13 @@ class BasicLinear(StepOperation):
         if self._accumulate_into_main_grad and requires_grad and self.weight.requires_grad:
             check_main_grad("BasicLinear", self.weight)
 
+    def call_facts(self, extra_inputs: tuple[Tensor, ...]) -> Hashable:
+        # Prepared passes hold a weight whose gradient they accumulate.
+        return id(self.weight) if self._accumulate_into_main_grad else None
+
     def contribute(
-        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
-    ) -> tuple[Contribution, TensorFacts]:
+        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
+    ) -> tuple[Contribution, InputFacts]:
         weight = self.weight
         check_input("BasicLinear", x, self.local_in_features)
         dtype = call.autocast or weight.dtype
@@ -204,12 +210,12 @@ class BasicLinear(StepOperation):
         environment.dtypes[name] = (weight.dtype, weight.dtype)
         contribution = LinearContribution(
             linear_facts(spec),
-            Codes.of(spec),
+            ProducerCasts.of(spec),
             None if x.dtype == dtype else dtype,
             None if quantized or weight.dtype == dtype or not plain else dtype,
             None if x.dtype == dtype else x.dtype,
         )
-        return contribution, TensorFacts(shape, dtype, x.device)
+        return contribution, InputFacts(shape, dtype, x.device)
 
     def _output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         parallel = self._parallel
@@ -220,9 +226,6 @@ class BasicLinear(StepOperation):
             elif parallel.mode == "row":
                 leading[0] //= parallel.size
         return (*leading, self.local_out_features)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}"
 
     _functional_forward = staticmethod(functional_forward)
     _functional_backward = staticmethod(functional_backward)
@@ -258,7 +261,7 @@ def check_main_grad(kind: str, weight: Any) -> None:
     )
 
 
-def check_input(kind: str, x: TensorFacts, features: int) -> None:
+def check_input(kind: str, x: InputFacts, features: int) -> None:
     """Raise ValueError or TypeError unless a linear product can read an input."""
     if not x.shape or x.shape[-1] != features:
         raise ValueError(

@@ -12,8 +12,8 @@ from ....common.numbers import to_bool, to_int
 from ....common.passes.vocabulary import ColumnSum
 from ...distributed.collectives import world_size
 from ...runtime.device import canonical_device, is_meta
-from ..chain import Call, TensorFacts
-from ..pass_builder import Backward, ChainEnvironment, Contribution, Forward, Kept, PassBuilder, Value
+from ..chain import ChainEnvironment, InputFacts, OperationCall
+from ..pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPart, PassBuilder, Value
 from ..step_operation import StepOperation
 from .basic_linear import check_input, parameter_dtype
 
@@ -30,18 +30,18 @@ class BiasContribution(Contribution):
     convert: torch.dtype | None
     grad: bool
 
-    def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
+    def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
         x = steps.matrix(x)
         bias = steps.converted(Value(f"{name}.bias"), self.convert).name
-        return Forward(Value(steps.one("add_bias", (x.name, bias), f"{name}.y"), x.leading))
+        return ForwardPart(Value(steps.one("add_bias", (x.name, bias), f"{name}.y"), x.leading))
 
-    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
         dy = steps.values(dy)
         dense = Value(steps.one("dense", (dy.name,), f"{name}.dy"), dy.leading)
         sums = None
         if self.grad:
             sums = steps.one("column_sum", (dense.name,), f"{name}.db", ColumnSum(name))
-        return Backward(dense, (sums,))
+        return BackwardPart(dense, (sums,))
 
 
 class Bias(StepOperation):
@@ -58,6 +58,7 @@ class Bias(StepOperation):
         ValueError: An unsupported dtype, or a size that the group does not divide.
     """
 
+    _shown = {"size": "_size"}
     parameter_names = ("bias",)
     bias: Tensor
 
@@ -90,13 +91,10 @@ class Bias(StepOperation):
             self.bias.zero_()
 
     def contribute(
-        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
-    ) -> tuple[Contribution, TensorFacts]:
+        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
+    ) -> tuple[Contribution, InputFacts]:
         bias = self.bias
         check_input("Bias", x, self.local_size)
         environment.dtypes[name] = (bias.dtype, bias.dtype)
         convert = None if bias.dtype == x.dtype else x.dtype
         return BiasContribution(convert, call.saves and bias.requires_grad), x._replace(quantized=False)
-
-    def extra_repr(self) -> str:
-        return f"size={self._size}"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ....common.passes.vocabulary import Collective
 from ...distributed.collectives import world_size
 from ...distributed.tensor_parallel import TensorParallel
-from ..chain import Call, TensorFacts
-from ..pass_builder import Backward, ChainEnvironment, Contribution, Forward, Kept, PassBuilder, Value
+from ..chain import ChainEnvironment, InputFacts, OperationCall
+from ..pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPart, PassBuilder, Value
 from ..step_operation import StepOperation
 
 # Steps whose first result nothing else reads later.
@@ -36,13 +38,13 @@ class CollectiveContribution(Contribution):
     collective: str
     gradient: str | None
 
-    def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
-        return Forward(_communicated(steps, self.collective, name, x, f"{name}.y"))
+    def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
+        return ForwardPart(_communicated(steps, self.collective, name, x, f"{name}.y"))
 
-    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
         if self.gradient is None:
-            return Backward(dy)
-        return Backward(_communicated(steps, self.gradient, name, dy, f"{name}.dx"))
+            return BackwardPart(dy)
+        return BackwardPart(_communicated(steps, self.gradient, name, dy, f"{name}.dx"))
 
 
 def _communicated(steps: PassBuilder, collective: str, name: str, x: Value, made: str) -> Value:
@@ -69,16 +71,19 @@ class CollectiveOperation(StepOperation):
         super().__init__()
         self.process_group = process_group
 
+    def call_facts(self, extra_inputs: tuple[Tensor, ...]) -> Hashable:
+        return world_size(self.process_group)
+
     def contribute(
-        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
-    ) -> tuple[Contribution, TensorFacts]:
+        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
+    ) -> tuple[Contribution, InputFacts]:
         size = world_size(self.process_group)
         if size == 1:
             return Contribution(), x
         group = torch.distributed.group.WORLD if self.process_group is None else self.process_group
         environment.linears[name] = Boundary(TensorParallel("row", group, size, True))
         shape = (self.rows(x.shape[0], size), *x.shape[1:])
-        return CollectiveContribution(self.collective, self.gradient), TensorFacts(shape, x.dtype, x.device)
+        return CollectiveContribution(self.collective, self.gradient), InputFacts(shape, x.dtype, x.device)
 
     def rows(self, rows: int, size: int) -> int:
         """Return the first dimension of the output for that of the input."""

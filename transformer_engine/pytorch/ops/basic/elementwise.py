@@ -11,8 +11,8 @@ from ....common.passes.step import Step
 from ....common.passes.vocabulary import Dropout as DropoutSettings
 from ....common.passes.vocabulary import Named
 from ...quantization import QuantizerRole
-from ..chain import Call, TensorFacts
-from ..pass_builder import Backward, ChainEnvironment, Contribution, Forward, Kept, PassBuilder, Value
+from ..chain import ChainEnvironment, InputFacts, OperationCall
+from ..pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPart, PassBuilder, Value
 from ..step_operation import StepOperation
 
 
@@ -20,8 +20,8 @@ class Identity(StepOperation):
     """y = x."""
 
     def contribute(
-        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
-    ) -> tuple[Contribution, TensorFacts]:
+        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
+    ) -> tuple[Contribution, InputFacts]:
         return Contribution(), x
 
 
@@ -31,14 +31,14 @@ class ReshapeContribution(Contribution):
 
     shape: tuple[int, ...]
 
-    def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
+    def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
         x = steps.shaped(x)
         before = steps.one("shape", (x.name,), f"{name}.before")
-        return Forward(Value(steps.one("to_shape", (x.name,), f"{name}.y", self.shape)), (before,))
+        return ForwardPart(Value(steps.one("to_shape", (x.name,), f"{name}.y", self.shape)), (before,))
 
-    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
         dx = steps.one("reshape", (steps.shaped(dy).name, kept.saved[0]), f"{name}.dx")
-        return Backward(Value(dx))
+        return BackwardPart(Value(dx))
 
 
 class Reshape(StepOperation):
@@ -48,13 +48,15 @@ class Reshape(StepOperation):
         shape: The new shape; one dimension may be -1.
     """
 
+    _shown = {"shape": "_shape"}
+
     def __init__(self, shape: Iterable[int]) -> None:
         super().__init__()
         self._shape = tuple([to_int("shape", size) for size in shape])
 
     def contribute(
-        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
-    ) -> tuple[Contribution, TensorFacts]:
+        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
+    ) -> tuple[Contribution, InputFacts]:
         shape = list(self._shape)
         known = math.prod([size for size in shape if size != -1])
         total = math.prod(x.shape)
@@ -65,10 +67,7 @@ class Reshape(StepOperation):
             )
         if -1 in shape:
             shape[shape.index(-1)] = total // known if known else 0
-        return ReshapeContribution(self._shape), TensorFacts(tuple(shape), x.dtype, x.device)
-
-    def extra_repr(self) -> str:
-        return f"shape={self._shape}"
+        return ReshapeContribution(self._shape), InputFacts(tuple(shape), x.dtype, x.device)
 
 
 @dataclass(frozen=True)
@@ -77,14 +76,14 @@ class ScaleContribution(Contribution):
 
     scale: float
 
-    def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
+    def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
         x = steps.values(x)
-        return Forward(Value(steps.one("constant_scale", (x.name,), f"{name}.y", self.scale), x.leading))
+        return ForwardPart(Value(steps.one("constant_scale", (x.name,), f"{name}.y", self.scale), x.leading))
 
-    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
         dy = steps.values(dy)
         dx = steps.one("constant_scale", (dy.name,), f"{name}.dx", self.scale)
-        return Backward(Value(dx, dy.leading))
+        return BackwardPart(Value(dx, dy.leading))
 
 
 class ConstantScale(StepOperation):
@@ -94,33 +93,32 @@ class ConstantScale(StepOperation):
         scale: The factor.
     """
 
+    _shown = {"scale": "scale"}
+
     def __init__(self, scale: float) -> None:
         super().__init__()
         self.scale = to_float("scale", scale)
 
     def contribute(
-        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
-    ) -> tuple[Contribution, TensorFacts]:
+        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
+    ) -> tuple[Contribution, InputFacts]:
         return ScaleContribution(float(self.scale)), x._replace(quantized=False)
-
-    def extra_repr(self) -> str:
-        return f"scale={self.scale}"
 
 
 @dataclass(frozen=True)
 class DropoutContribution(Contribution):
     """Steps of Dropout."""
 
-    def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
+    def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
         x = steps.values(x)
         y, mask = f"{name}.y", f"{name}.mask"
         steps.steps.append(Step("dropout", (x.name,), (y, mask), DropoutSettings(name)))
-        return Forward(Value(y, x.leading), (mask,))
+        return ForwardPart(Value(y, x.leading), (mask,))
 
-    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
         dy = steps.values(dy)
         dx = steps.one("dropout_backward", (dy.name, kept.saved[0]), f"{name}.dx", DropoutSettings(name))
-        return Backward(Value(dx, dy.leading))
+        return BackwardPart(Value(dx, dy.leading))
 
 
 class Dropout(StepOperation):
@@ -133,6 +131,8 @@ class Dropout(StepOperation):
         ValueError: p is not in [0, 1].
     """
 
+    _shown = {"p": "dropout_probability"}
+
     def __init__(self, p: float) -> None:
         super().__init__()
         self.dropout_probability = to_float("p", p)
@@ -140,15 +140,12 @@ class Dropout(StepOperation):
             raise ValueError(f"p={p} is not a probability; give a number in [0, 1]")
 
     def contribute(
-        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
-    ) -> tuple[Contribution, TensorFacts]:
+        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
+    ) -> tuple[Contribution, InputFacts]:
         if not self.training or self.dropout_probability == 0.0:
             return Contribution(), x
         environment.objects[name, "p"] = self.dropout_probability
         return DropoutContribution(), x._replace(quantized=False)
-
-    def extra_repr(self) -> str:
-        return f"p={self.dropout_probability}"
 
 
 @dataclass(frozen=True)
@@ -158,19 +155,19 @@ class QuantizeContribution(Contribution):
     output: bool
     gradient: bool
 
-    def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
+    def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
         if not self.output or x.quantized:
-            return Forward(x)
+            return ForwardPart(x)
         x = steps.shaped(x)
         y = steps.one("quantize_values", (x.name,), f"{name}.y", Named(name, "output"))
-        return Forward(Value(y, None, True))
+        return ForwardPart(Value(y, None, True))
 
-    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
         if not self.gradient or dy.quantized:
-            return Backward(dy)
+            return BackwardPart(dy)
         dy = steps.shaped(dy)
         dx = steps.one("quantize_values", (dy.name,), f"{name}.dx", Named(name, "gradient"))
-        return Backward(Value(dx, None, True))
+        return BackwardPart(Value(dx, None, True))
 
 
 class Quantize(StepOperation):
@@ -180,6 +177,8 @@ class Quantize(StepOperation):
         forward: Quantize the output.
         backward: Quantize the gradient of the input, unless the recipe has a `backward_override`.
     """
+
+    _shown = {"forward": "_quantize_forward", "backward": "_quantize_backward"}
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
         super().__init__()
@@ -196,8 +195,8 @@ class Quantize(StepOperation):
         return [QuantizerRole("", tensor, "")] * self.num_quantizers(mode)
 
     def contribute(
-        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
-    ) -> tuple[Contribution, TensorFacts]:
+        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
+    ) -> tuple[Contribution, InputFacts]:
         recipe = call.state.recipe if call.state.enabled else None
         if recipe is None:
             return Contribution(), x
@@ -206,14 +205,11 @@ class Quantize(StepOperation):
             self._quantize_forward, self._quantize_backward and override is None and call.saves
         )
         if contribution.output:
-            quantizer = self.forward_quantizers()[0]
+            quantizer = self.forward_quantizers()[0].copy()  # calls without a backward pass have other usages
             quantizer.set_usage(rowwise=True, columnwise=call.saves and override is None)
             environment.objects[name, "output"] = quantizer
         if contribution.gradient:
-            quantizer = self._quantizers["backward"][0]
+            quantizer = self._quantizers["backward"][0].copy()
             quantizer.set_usage(rowwise=True, columnwise=True)
             environment.objects[name, "gradient"] = quantizer
         return contribution, x._replace(quantized=x.quantized or contribution.output)
-
-    def extra_repr(self) -> str:
-        return f"forward={self._quantize_forward}, backward={self._quantize_backward}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ....common.numbers import to_bool
-from ..chain import Call, TensorFacts
-from ..pass_builder import Backward, ChainEnvironment, Contribution, Forward, Kept, PassBuilder, Value
+from ..chain import ChainEnvironment, InputFacts, OperationCall
+from ..pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPart, PassBuilder, Value
 from ..step_operation import StepOperation
 
 
@@ -16,18 +16,18 @@ class AddContribution(Contribution):
 
     in_place: bool
 
-    def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
+    def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
         x = steps.matrix(x)
         extra = f"{name}.extra0"
         if not self.in_place:
             other = steps.rows(extra)
-            return Forward(Value(steps.one("add", (x.name, other), f"{name}.y"), x.leading))
+            return ForwardPart(Value(steps.one("add", (x.name, other), f"{name}.y"), x.leading))
         total = steps.rows(steps.one("alias", (extra,), f"{name}.total"))
         steps.one("accumulate", (total, x.name), f"{name}.y")
-        return Forward(Value(f"{name}.y", x.leading))
+        return ForwardPart(Value(f"{name}.y", x.leading))
 
-    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
-        return Backward(dy, (), (dy,))
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
+        return BackwardPart(dy, (), (dy,))
 
 
 class AddExtraInput(StepOperation):
@@ -39,26 +39,24 @@ class AddExtraInput(StepOperation):
     """
 
     num_extra_inputs = 1
+    _shown = {"in_place": "_in_place"}
 
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()
         self._in_place = to_bool("in_place", in_place)
 
     def contribute(
-        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
-    ) -> tuple[Contribution, TensorFacts]:
+        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
+    ) -> tuple[Contribution, InputFacts]:
         (extra,) = call.extra
         if extra.shape != x.shape:
             raise ValueError(
                 f"AddExtraInput adds an extra input {list(extra.shape)} to an input {list(x.shape)}; give both the "
                 "same shape"
             )
-        return AddContribution(self._in_place), TensorFacts(
+        return AddContribution(self._in_place), InputFacts(
             x.shape, extra.dtype if self._in_place else x.dtype, x.device
         )
-
-    def extra_repr(self) -> str:
-        return f"in_place={self._in_place}"
 
 
 @dataclass(frozen=True)
@@ -68,22 +66,22 @@ class ExtraOutputContribution(Contribution):
     in_place: bool
     writable: bool = False
 
-    def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
-        return Forward(x, (), (x,))
+    def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
+        return ForwardPart(x, (), (x,))
 
     def with_writable_gradients(self, writable: tuple[bool, ...]) -> Contribution:
         return replace(self, writable=writable[0])
 
-    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
         (extra,) = kept.grad_extra_outputs
         if extra is None:
-            return Backward(dy)
+            return BackwardPart(dy)
         dy, other = steps.matrix(dy), steps.rows(extra.name)
         if self.in_place and self.writable:
             steps.one("accumulate", (other, dy.name), f"{name}.dx")
         else:
             steps.one("add", (dy.name, other), f"{name}.dx")
-        return Backward(Value(f"{name}.dx", dy.leading))
+        return BackwardPart(Value(f"{name}.dx", dy.leading))
 
 
 class MakeExtraOutput(StepOperation):
@@ -96,15 +94,13 @@ class MakeExtraOutput(StepOperation):
     """
 
     num_extra_outputs = 1
+    _shown = {"in_place": "_in_place"}
 
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()
         self._in_place = to_bool("in_place", in_place)
 
     def contribute(
-        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
-    ) -> tuple[Contribution, TensorFacts]:
+        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
+    ) -> tuple[Contribution, InputFacts]:
         return ExtraOutputContribution(self._in_place), x
-
-    def extra_repr(self) -> str:
-        return f"in_place={self._in_place}"

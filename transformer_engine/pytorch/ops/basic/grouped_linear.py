@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,23 +11,24 @@ import torch
 from torch import Tensor
 
 from ....common.numbers import to_bool, to_int
-from ....common.passes.linear import LinearFacts
 from ....common.recipe import Recipe
 from ...distributed.tensor_parallel import TensorParallel
 from ...functions.caller_buffers import check_buffers
-from ...functions.stacks import StackMember
+from ...functions.grouped_call import GroupedCall, GroupedQuantizers, GroupedSpec, StackMember
+from ...functions.layer_passes import linear_facts
+from ...functions.linear_spec import LinearSpec, changed
 from ...functions.weight_gradient import WeightGradient, WeightGradStore
 from ...quantization import QuantizerRole
 from ...quantization.model_init import current_model_init
 from ...runtime.device import canonical_device, is_meta
 from ...tensor.initial_values import keep_initial_values
 from ...tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
-from ..chain import Call, TensorFacts
-from ..pass_builder import ChainEnvironment, Contribution
+from ..chain import ChainEnvironment, InputFacts, OperationCall
+from ..pass_builder import Contribution
 from ..step_operation import StepOperation
 from .basic_linear import check_input, check_main_grad, parameter_dtype
 from .grouped_contribution import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, GroupedContribution
-from .linear_contribution import fitting, linear_facts, linear_spec
+from .linear_contribution import fitting, linear_spec
 
 
 class GroupedLinear(StepOperation):
@@ -56,6 +57,7 @@ class GroupedLinear(StepOperation):
         RuntimeError: `single_grouped_weight` inside of `quantized_model_init`.
     """
 
+    _shown = {name: name for name in ("num_groups", "in_features", "out_features")} | {"bias": "has_bias"}
     option_names = frozenset({OUTPUT_BUFFER_KEY, GRAD_INPUT_BUFFER_KEY})
 
     def __init__(
@@ -180,7 +182,7 @@ class GroupedLinear(StepOperation):
         ]
 
     def _weights(self) -> list[Any]:
-        """Return what the gradient of each group's weight is accumulated into."""
+        """Return the tensor that receives the gradient of each group's weight."""
         if self.single_grouped_weight:
             return [StackMember(self.weight, i) for i in range(self.num_groups)]
         return [getattr(self, f"weight{i}") for i in range(self.num_groups)]
@@ -205,40 +207,61 @@ class GroupedLinear(StepOperation):
                 if parameter.requires_grad:
                     check_main_grad("GroupedLinear", parameter)
 
+    def call_facts(self, extra_inputs: tuple[Tensor, ...]) -> Hashable:
+        """Return the rows of each group, which decide how rows are split and whether formats fit."""
+        delayed = self.wgrad_store.delay_wgrad_compute()
+        held = delayed or self._accumulate_into_main_grad or self.single_grouped_weight
+        weights = tuple([id(self._parameters[name]) for name in self.parameter_names]) if held else None
+        return tuple(extra_inputs[0].reshape(-1).tolist()), delayed, weights
+
     def contribute(
-        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
-    ) -> tuple[Contribution, TensorFacts]:
+        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
+    ) -> tuple[Contribution, InputFacts]:
         check_input("GroupedLinear", x, self.in_features)
         self._check_extra(x, call)
         rows = _rows_of_groups(call.extra_tensors[0], math.prod(x.shape[:-1]))
-        environment.objects[name, "rows"] = rows
         weights = self._weights()
         first = getattr(self, self.parameter_names[0])
         bias = (
             self._parameters.get("bias" if self.single_grouped_bias else "bias0") if self.has_bias else None
         )
         dtype = call.autocast or first.dtype
-        groups = self._specs(name, call, environment, dtype, weights, first, bias, rows)
         grad_bias = call.saves and bias is not None and bias.requires_grad
+        groups = self._specs(call, dtype, weights, first, rows, grad_bias)
+        needs_grad = call.saves and any([call.grad_input, *[p.requires_grad for p in self.parameters()]])
+        spec = GroupedSpec(
+            groups=groups,
+            unquantized=(),
+            passes=None,
+            extents=(self.out_features, self.in_features),
+            stacked_weight=self.single_grouped_weight,
+            stacked_bias=self.single_grouped_bias,
+            at_once=False,
+            way=None,
+            quantizers=GroupedQuantizers(),
+            needs_grad=needs_grad,
+            scale_update=None,
+        )
+        unassigned = math.prod(x.shape[:-1]) - sum(rows)
+        environment.linears[name] = GroupedCall(spec, groups, rows, unassigned=unassigned)
+        environment.dtypes[name] = (first.dtype, first.dtype if bias is None else bias.dtype)
         buffers = self._caller_buffers(name, x, call, environment, dtype)
-        plain = groups[0].plain
         contribution = GroupedContribution(
-            groups,
+            linear_facts(groups[0])._replace(plain=all(group.plain for group in groups)),
+            self.num_groups,
             bias is not None,
             grad_bias,
             self._scale_bias,
             None if x.dtype == dtype else dtype,
-            dtype if plain and first.dtype != dtype else None,
             None if x.dtype == dtype else x.dtype,
-            first.dtype if bias is None else bias.dtype,
-            None if bias is None or bias.dtype == dtype else dtype,
+            bias is not None and bias.dtype != dtype,
             self.single_grouped_weight,
             self.single_grouped_bias,
             *buffers,
         )
-        return contribution, TensorFacts((*x.shape[:-1], self.out_features), dtype, x.device)
+        return contribution, InputFacts((*x.shape[:-1], self.out_features), dtype, x.device)
 
-    def _check_extra(self, x: TensorFacts, call: Call) -> None:
+    def _check_extra(self, x: InputFacts, call: OperationCall) -> None:
         if math.prod(call.extra[0].shape) != self.num_groups:
             raise ValueError(
                 f"GroupedLinear has {self.num_groups} groups, but got split sizes {list(call.extra[0].shape)}; give "
@@ -255,22 +278,20 @@ class GroupedLinear(StepOperation):
 
     def _specs(
         self,
-        name: str,
-        call: Call,
-        environment: ChainEnvironment,
+        call: OperationCall,
         dtype: torch.dtype,
         weights: list[Any],
         first: Any,
-        bias: Any,
         rows: tuple[int, ...],
-    ) -> tuple[LinearFacts, ...]:
-        """Put the spec of each group's product into the environment and return its facts."""
+        grad_bias: bool,
+    ) -> tuple[LinearSpec, ...]:
+        """Return the spec of each group's product."""
         needs = (call.saves and call.grad_input, call.saves and first.requires_grad)
         active = call.state.enabled or call.state.calibrating
         forward = self.forward_quantizers() if active else []
         backward = self._quantizers["backward"]
         quantized = isinstance(first, QuantizedTensorStorage)
-        facts: list[LinearFacts] = []
+        specs: list[LinearSpec] = []
         store = self.wgrad_store if self.wgrad_store.delay_wgrad_compute() else None
         for i in range(self.num_groups):
             given = (*forward[2 * i : 2 * i + 2], backward[i]) if forward else None
@@ -280,15 +301,11 @@ class GroupedLinear(StepOperation):
             gradient = WeightGradient((weights[i],), self._accumulate_into_main_grad, False, store)
             plain = given is None and not quantized
             spec = linear_spec(call, dtype, given, TensorParallel(), gradient, needs, plain)
-            environment.linears[f"{name}.{i}"] = spec
-            environment.dtypes[f"{name}.{i}"] = (first.dtype, first.dtype if bias is None else bias.dtype)
-            environment.objects[name, "weight gradient"] = gradient
-            environment.objects[name, "bias gradient"] = WeightGradient()
-            facts.append(linear_facts(spec))
-        return tuple(facts)
+            specs.append(changed(spec, needs_grad_bias=grad_bias))
+        return tuple(specs)
 
     def _caller_buffers(
-        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment, dtype: torch.dtype
+        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment, dtype: torch.dtype
     ) -> tuple[bool, bool]:
         shape = torch.Size((*x.shape[:-1], self.out_features))
         output, grad_input = call.options.get(OUTPUT_BUFFER_KEY), call.options.get(GRAD_INPUT_BUFFER_KEY)
@@ -324,12 +341,6 @@ class GroupedLinear(StepOperation):
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], object]) -> None:
         """Call a function without arguments whenever `backward_dw` has finished."""
         self._wgrad_hooks.append(hook)
-
-    def extra_repr(self) -> str:
-        return (
-            f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.has_bias}"
-        )
 
 
 def _rows_of_groups(sizes: Tensor, total: int) -> tuple[int, ...]:

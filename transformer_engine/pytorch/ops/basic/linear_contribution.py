@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,12 +18,12 @@ from ...functions.weight_gradient import WeightGradient
 from ...primitives.activation import ACTIVATIONS, gradient_fuses
 from ...runtime.warn_once import warn_once
 from ...tensor.quantizer import Calibrating, Quantizer
-from ..chain import Call
-from ..pass_builder import Backward, Contribution, Forward, Kept, PassBuilder, Value
+from ..chain import OperationCall
+from ..pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPart, PassBuilder, Value
 
 
 @dataclass(frozen=True)
-class Codes:
+class ProducerCasts:
     """Which of a layer's matrices the kernel that makes them may quantize.
 
     Attributes:
@@ -40,14 +40,14 @@ class Codes:
     beside_sums: bool = False
 
     @staticmethod
-    def of(spec: LinearSpec) -> Codes:
-        """Return what the quantizers of a layer ask of kernels."""
+    def of(spec: LinearSpec) -> ProducerCasts:
+        """Return the casts that the quantizers of a layer allow in other kernels."""
         cast = gradient_cast(spec)
         if cast is None:
-            return Codes(input_cast(spec) is not None)
+            return ProducerCasts(input_cast(spec) is not None)
         kind: TensorFormat = cast.spec.format
         one_scale = cast.multiplier is None and kind.block is None
-        return Codes(input_cast(spec) is not None, True, one_scale, gradient_fuses(cast.spec, True))
+        return ProducerCasts(input_cast(spec) is not None, True, one_scale, gradient_fuses(cast.spec, True))
 
     def allows(self, tensor: str, producer: Step, sums: bool) -> bool:
         """Return whether a producer may make the codes of a tensor; see `Contribution.takes_codes`."""
@@ -60,6 +60,9 @@ class Codes:
         settings: Any = producer.settings
         gated = ACTIVATIONS[settings.kind].gated
         return not (self.one_scale and gated) and (not sums or self.beside_sums)
+
+
+Contribution.records["ProducerCasts"] = ProducerCasts
 
 
 @dataclass(frozen=True)
@@ -76,31 +79,31 @@ class LinearContribution(Contribution):
     """
 
     facts: LinearFacts
-    codes: Codes = Codes()
+    codes: ProducerCasts = ProducerCasts()
     convert_input: torch.dtype | None = None
     convert_weight: torch.dtype | None = None
     convert_gradient: torch.dtype | None = None
     parameter: str = "weight"
 
-    def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
+    def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
         x = steps.converted(x, self.convert_input)
         if self.facts.plain:
             x = steps.values(x)
         leading = steps.leading(x)
         weight = steps.converted(Value(f"{name}.{self.parameter}"), self.convert_weight).name
-        part = forward_steps(replace(self.facts, layer=name), x.name, weight, None)
+        part = forward_steps(self.facts._replace(layer=name), x.name, weight, None)
         steps.steps += part.steps
-        return Forward(Value(part.output, leading), (part.saved_input, part.saved_weight))
+        return ForwardPart(Value(part.output, leading), (part.saved_input, part.saved_weight))
 
-    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
         leading = steps.leading(dy)
         saved_input, saved_weight = kept.saved
-        part = backward_steps(replace(self.facts, layer=name), dy.name, saved_input, saved_weight)
+        part = backward_steps(self.facts._replace(layer=name), dy.name, saved_input, saved_weight)
         steps.steps += part.steps
         grad_input = None
         if part.grad_input is not None:
             grad_input = steps.converted(Value(part.grad_input, leading), self.convert_gradient)
-        return Backward(grad_input, (part.grad_weight,))
+        return BackwardPart(grad_input, (part.grad_weight,))
 
     def is_plain(self, layer: str) -> bool:
         return self.facts.plain
@@ -129,7 +132,7 @@ def fitting(kind: str, quantizers: Sequence[Quantizer], m: int, k: int, n: int, 
 
 
 def linear_spec(
-    call: Call,
+    call: OperationCall,
     dtype: torch.dtype,
     quantizers: Sequence[Quantizer] | None,
     parallel: TensorParallel,
@@ -146,7 +149,7 @@ def linear_spec(
         parallel: The boundary to the tensor-parallel group.
         gradient: Where the weight gradient goes.
         needs: Whether the gradients of input and weight are needed.
-        plain: Matrices are multiplied as they are.
+        plain: Matrices are multiplied unquantized.
     """
     state = call.state
     used: Sequence[Quantizer] = (IDENTITY, IDENTITY, IDENTITY)
@@ -169,17 +172,4 @@ def linear_spec(
         traced=call.traced,
         communicates=parallel.mode is not None and parallel.size > 1,
         plain=plain,
-    )
-
-
-def linear_facts(spec: LinearSpec) -> LinearFacts:
-    """Return the facts of a product that decide its steps."""
-    parallel = spec.parallel
-    return LinearFacts(
-        grad_input=spec.needs_grad_input,
-        grad_weight=spec.needs_grad_weight,
-        plain=spec.plain,
-        backward=spec.backward,
-        mode=parallel.mode if spec.communicates else None,
-        sequence=parallel.sequence,
     )

@@ -16,8 +16,8 @@ from ....common.passes.vocabulary import Norm as NormSettings
 from ...functions.normalization import Norm
 from ...runtime.device import canonical_device, is_meta
 from ...runtime.warn_once import warn_once
-from ..chain import Call, TensorFacts
-from ..pass_builder import Backward, ChainEnvironment, Contribution, Forward, Kept, PassBuilder, Value
+from ..chain import ChainEnvironment, InputFacts, OperationCall
+from ..pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPart, PassBuilder, Value
 from ..step_operation import StepOperation
 
 _STAGES = ("forward", "backward", "inference")
@@ -42,14 +42,14 @@ class NormContribution(Contribution):
     convert: torch.dtype | None = None
     convert_gradient: torch.dtype | None = None
 
-    def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
+    def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
         x = steps.converted(x, self.convert)
         weight, bias = f"{name}.weight", f"{name}.bias" if self.has_bias else None
         y, mean, rstdev = [f"{name}.{made}" for made in ("y", "mean", "rstdev")]
         if self.width is None:
             x = steps.matrix(x)
             steps.steps.append(Step("norm", (x.name, weight, bias), (y, mean, rstdev), NormSettings(name)))
-            return Forward(Value(y, x.leading), (x.name, mean, rstdev, weight))
+            return ForwardPart(Value(y, x.leading), (x.name, mean, rstdev, weight))
         x = steps.shaped(x)
         shape = steps.one("shape", (x.name,), f"{name}.shape")
         rows = steps.one("rows", (x.name,), f"{name}.rows", self.width)
@@ -57,9 +57,9 @@ class NormContribution(Contribution):
         bias = None if bias is None else steps.one("to_shape", (bias,), f"{name}.bias_flat", (-1,))
         steps.steps.append(Step("norm", (rows, weight, bias), (y, mean, rstdev), NormSettings(name)))
         output = steps.one("reshape", (y, shape), f"{name}.y_shaped")
-        return Forward(Value(output), (rows, mean, rstdev, weight, shape))
+        return ForwardPart(Value(output), (rows, mean, rstdev, weight, shape))
 
-    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
         x, mean, rstdev, weight = kept.saved[:4]
         if self.width is None:
             dy = steps.matrix(dy)
@@ -76,7 +76,7 @@ class NormContribution(Contribution):
             assert self.shape is not None
             grads = [steps.one("to_shape", (grad,), f"{grad}_shaped", self.shape) for grad in grads]
             dx = Value(steps.one("reshape", (made[0], kept.saved[4]), f"{name}.dx_shaped"))
-        return Backward(steps.converted(dx, self.convert_gradient), tuple(grads))
+        return BackwardPart(steps.converted(dx, self.convert_gradient), tuple(grads))
 
 
 class NormalizationOperation(StepOperation):
@@ -95,8 +95,8 @@ class NormalizationOperation(StepOperation):
     zero_centered_gamma: bool
 
     def contribute(
-        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
-    ) -> tuple[Contribution, TensorFacts]:
+        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
+    ) -> tuple[Contribution, InputFacts]:
         shape, count = tuple(self.weight.shape), self.weight.dim()
         if x.shape[-count:] != shape:
             raise ValueError(
@@ -114,7 +114,7 @@ class NormalizationOperation(StepOperation):
             convert,
             None if convert is None else x.dtype,
         )
-        return contribution, TensorFacts(x.shape, dtype, x.device)
+        return contribution, InputFacts(x.shape, dtype, x.device)
 
 
 class _Normalization(NormalizationOperation):
@@ -213,15 +213,15 @@ class L2Contribution(Contribution):
 
     eps: float
 
-    def forward(self, steps: PassBuilder, name: str, x: Value) -> Forward:
+    def forward(self, steps: PassBuilder, name: str, x: Value) -> ForwardPart:
         x = steps.matrix(x)
         y, rstdev = f"{name}.y", f"{name}.rstdev"
         steps.steps.append(Step("l2_norm", (x.name,), (y, rstdev), self.eps))
-        return Forward(Value(y, x.leading), (x.name, rstdev))
+        return ForwardPart(Value(y, x.leading), (x.name, rstdev))
 
-    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: Kept) -> Backward:
+    def backward(self, steps: PassBuilder, name: str, dy: Value, kept: BackwardInputs) -> BackwardPart:
         dy = steps.matrix(dy)
-        return Backward(
+        return BackwardPart(
             Value(steps.one("l2_norm_backward", (dy.name, *kept.saved), f"{name}.dx"), dy.leading)
         )
 
@@ -235,6 +235,8 @@ class L2Normalization(StepOperation):
         micro_batch_size: Accepted for compatibility, without effect.
     """
 
+    _shown = {"eps": "eps"}
+
     def __init__(
         self, *, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None
     ) -> None:
@@ -242,9 +244,6 @@ class L2Normalization(StepOperation):
         self.eps = to_float("eps", eps)
 
     def contribute(
-        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
-    ) -> tuple[Contribution, TensorFacts]:
+        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
+    ) -> tuple[Contribution, InputFacts]:
         return L2Contribution(self.eps), x._replace(quantized=False)
-
-    def extra_repr(self) -> str:
-        return f"eps={self.eps}"

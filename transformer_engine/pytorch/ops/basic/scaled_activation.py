@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
+from torch import Tensor
+
 from ....common.numbers import to_bool, to_float
 from ...primitives.activation import ActivationParams
-from ..chain import Call, TensorFacts
-from ..pass_builder import ChainEnvironment, Contribution
+from ..chain import ChainEnvironment, InputFacts, OperationCall
+from ..pass_builder import Contribution
 from .activation import ActivationOperation, ClampedSwiGLU, bound, interleave_size
 
 
@@ -82,6 +86,9 @@ class ScaledClampedQGeGLU(_ScaledGLU):
             glu_interleave_size=glu_interleave_size,
         )
 
+    def call_facts(self, extra_inputs: tuple[Tensor, ...]) -> Hashable:
+        return self._clamped._revision
+
     def activation_params(self) -> ActivationParams:
         return self._clamped.activation_params()
 
@@ -132,8 +139,8 @@ class ScaledSReLU(ScaledActivation):
         super().__init__(activation_recompute_in_mlp=activation_recompute_in_mlp)
 
     def contribute(
-        self, name: str, x: TensorFacts, call: Call, environment: ChainEnvironment
-    ) -> tuple[Contribution, TensorFacts]:
+        self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
+    ) -> tuple[Contribution, InputFacts]:
         if self.activation_recompute_in_mlp:
             raise RuntimeError(
                 "activation_recompute_in_mlp=True needs a fused grouped MLP, which this device does not have; set it "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,7 +64,7 @@ class ForwardLinearBiasAdd(StepFusedOperation):
         add: The in-place addition.
     """
 
-    def __init__(self, *, linear: BasicLinear, bias: Bias | None, add: AddExtraInput) -> None:
+    def __init__(self, *, linear: BasicLinear, bias: Bias | None = None, add: AddExtraInput) -> None:
         super().__init__(_given(linear, bias, add))
 
 
@@ -147,113 +148,113 @@ class UserbuffersBackwardLinear(UserbuffersForwardLinear):
     """The backward pass of `UserbuffersForwardLinear`."""
 
 
-def _replaced(ops: Ops, match: Callable[[Ops], StepFusedOperation | None]) -> Ops:
-    """Replace the operations that `match` recognizes at the beginning of a list, greedily from left to right."""
+class Pattern(NamedTuple):
+    """Consecutive operations that a fused operation replaces.
+
+    Attributes:
+        fused: The fused operation.
+        kinds: Classes of the operations.
+        names: Their keyword arguments in the constructor of the fused operation.
+        sharded: Tensor-parallel mode of the product that excludes it.
+        in_place: The residual connection must be in place (True) or must not be (False); None for either.
+        narrow: The weight must have dtype float16 or bfloat16.
+        userbuffers: The product must have `userbuffers_options`.
+    """
+
+    fused: Callable[..., StepFusedOperation]
+    kinds: tuple[type, ...]
+    names: tuple[str, ...]
+    sharded: str | None = None
+    in_place: bool | None = None
+    narrow: bool = False
+    userbuffers: bool = False
+
+    def replacement(self, ops: Ops) -> StepFusedOperation | None:
+        """Return the fused operation of the first of some operations; None if they do not match."""
+        found: list[Any] = ops[: len(self.kinds)]
+        if [isinstance(op, kind) for op, kind in zip(found, self.kinds, strict=False)] != [True] * len(
+            self.kinds
+        ):
+            return None
+        for op in found:
+            if isinstance(op, BasicLinear):
+                fits = (
+                    (self.sharded is None or op.tensor_parallel_mode != self.sharded)
+                    and (not self.narrow or op.weight.dtype in (torch.float16, torch.bfloat16))
+                    and (not self.userbuffers or op._userbuffers_options is not None)
+                )
+            elif isinstance(op, (AddExtraInput, MakeExtraOutput)):
+                fits = self.in_place in (None, op._in_place)
+            else:
+                fits = True
+            if not fits:
+                return None
+        return self.fused(**dict(zip(self.names, found, strict=True)))
+
+
+def _userbuffers(fused: type[UserbuffersForwardLinear]) -> tuple[Pattern, ...]:
+    rows = (
+        ((BasicLinear, Bias, ReduceScatter), ("linear", "bias", "reduce_scatter")),
+        ((BasicLinear, Bias), ("linear", "bias")),
+        ((BasicLinear, ReduceScatter), ("linear", "reduce_scatter")),
+        ((BasicLinear,), ("linear",)),
+    )
+    return tuple([Pattern(fused, kinds, names, userbuffers=True) for kinds, names in rows])
+
+
+_ADD = ForwardLinearBiasAdd
+_LINEAR, _LINEAR_BIAS = (BasicLinear,), (BasicLinear, Bias)
+# Patterns in the order in which they are applied; the first of a row that matches replaces operations.
+FORWARD: tuple[tuple[Pattern, ...], ...] = (
+    _userbuffers(UserbuffersForwardLinear),
+    (
+        Pattern(
+            _ADD, (*_LINEAR_BIAS, AddExtraInput), ("linear", "bias", "add"), sharded="row", in_place=True
+        ),
+        Pattern(_ADD, (BasicLinear, AddExtraInput), ("linear", "add"), sharded="row", in_place=True),
+    ),
+    (Pattern(ForwardLinearBiasActivation, _LINEAR_BIAS, ("linear", "bias"), sharded="row", narrow=True),),
+    (
+        Pattern(
+            ForwardLinearScaleAdd,
+            (BasicLinear, ConstantScale, AddExtraInput),
+            ("linear", "scale", "add"),
+            sharded="row",
+            in_place=True,
+        ),
+    ),
+)
+BACKWARD: tuple[tuple[Pattern, ...], ...] = (
+    _userbuffers(UserbuffersBackwardLinear),
+    (
+        Pattern(
+            BackwardLinearAdd,
+            (MakeExtraOutput, BasicLinear),
+            ("backward_add", "linear"),
+            sharded="column",
+            in_place=True,
+        ),
+    ),
+    (Pattern(BackwardLinearScale, (BasicLinear, ConstantScale), ("linear", "scale"), sharded="column"),),
+)
+BACKWARD_NORMS = (
+    Pattern(BackwardAddRMSNorm, (MakeExtraOutput, RMSNorm), ("add", "rmsnorm"), in_place=False),
+)
+
+
+def fuse(ops: Ops, *, recipe: Recipe | None, patterns: tuple[Pattern, ...]) -> Ops:
+    """Replace operations that match one of some patterns, greedily from left to right."""
+    if patterns[0].userbuffers and (
+        world_size() == 1 or getattr(recipe, "backward_override", None) is not None
+    ):
+        return ops
     made: Ops = []
     at = 0
     while at < len(ops):
-        fused = match(ops[at : at + 4])
+        fused = next(filter(None, (pattern.replacement(ops[at:]) for pattern in patterns)), None)
         made.append(ops[at] if fused is None else fused)
         at += 1 if fused is None else len(fused.basic_ops)
     return made
-
-
-def _are(ops: Sequence[FusibleOperation], *kinds: type | tuple[type, ...]) -> bool:
-    return len(ops) >= len(kinds) and all(isinstance(op, kind) for op, kind in zip(ops, kinds, strict=False))
-
-
-def _userbuffers(kind: type[UserbuffersForwardLinear], ops: Ops, recipe: Recipe | None) -> Ops:
-    if world_size() == 1 or getattr(recipe, "backward_override", None) is not None:
-        return ops
-
-    def match(window: Ops) -> StepFusedOperation | None:
-        first: Any = window[0]
-        if not isinstance(first, BasicLinear) or first._userbuffers_options is None:
-            return None
-        rest: list[Any] = window[1:]
-        bias = rest.pop(0) if _are(rest, Bias) else None
-        scatter = rest[0] if _are(rest, ReduceScatter) else None
-        return kind(linear=first, bias=bias, reduce_scatter=scatter)
-
-    return _replaced(ops, match)
-
-
-def fuse_userbuffers_forward_linear(ops: Ops, *, recipe: Recipe | None) -> Ops:
-    """Insert UserbuffersForwardLinear for products with `userbuffers_options`."""
-    return _userbuffers(UserbuffersForwardLinear, ops, recipe)
-
-
-def fuse_userbuffers_backward_linear(ops: Ops, *, recipe: Recipe | None) -> Ops:
-    """Insert UserbuffersBackwardLinear for products with `userbuffers_options`."""
-    return _userbuffers(UserbuffersBackwardLinear, ops, recipe)
-
-
-def fuse_forward_linear_bias_add(ops: Ops, *, recipe: Recipe | None) -> Ops:
-    """Insert ForwardLinearBiasAdd for a product, an optional bias and an in-place addition."""
-
-    def match(window: Ops) -> StepFusedOperation | None:
-        first, *rest = window
-        if not isinstance(first, BasicLinear) or first.tensor_parallel_mode == "row":
-            return None
-        bias: Any = rest.pop(0) if _are(rest, Bias) else None
-        if not _are(rest, AddExtraInput) or not rest[0]._in_place:  # pyright: ignore
-            return None
-        return ForwardLinearBiasAdd(linear=first, bias=bias, add=rest[0])  # pyright: ignore
-
-    return _replaced(ops, match)
-
-
-def fuse_forward_linear_bias_activation(ops: Ops, *, recipe: Recipe | None) -> Ops:
-    """Insert ForwardLinearBiasActivation for a product in float16 or bfloat16 and a bias."""
-
-    def match(window: Ops) -> StepFusedOperation | None:
-        if not _are(window, BasicLinear, Bias):
-            return None
-        linear: Any = window[0]
-        if linear.tensor_parallel_mode == "row" or linear.weight.dtype not in (torch.float16, torch.bfloat16):
-            return None
-        return ForwardLinearBiasActivation(linear=linear, bias=window[1])  # pyright: ignore[reportArgumentType]
-
-    return _replaced(ops, match)
-
-
-def fuse_forward_linear_scale_add(ops: Ops, *, recipe: Recipe | None) -> Ops:
-    """Insert ForwardLinearScaleAdd for a product, a scaling and an in-place addition."""
-
-    def match(window: Ops) -> StepFusedOperation | None:
-        if not _are(window, BasicLinear, ConstantScale, AddExtraInput):
-            return None
-        linear, scale, add = window[:3]
-        if linear.tensor_parallel_mode == "row" or not add._in_place:  # pyright: ignore
-            return None
-        return ForwardLinearScaleAdd(linear=linear, scale=scale, add=add)  # pyright: ignore[reportArgumentType]
-
-    return _replaced(ops, match)
-
-
-def fuse_backward_linear_add(ops: Ops, *, recipe: Recipe | None) -> Ops:
-    """Insert BackwardLinearAdd for an in-place extra output and a product."""
-
-    def match(window: Ops) -> StepFusedOperation | None:
-        if not _are(window, MakeExtraOutput, BasicLinear):
-            return None
-        made, linear = window[:2]
-        if not made._in_place or linear.tensor_parallel_mode == "column":  # pyright: ignore
-            return None
-        return BackwardLinearAdd(backward_add=made, linear=linear)  # pyright: ignore[reportArgumentType]
-
-    return _replaced(ops, match)
-
-
-def fuse_backward_linear_scale(ops: Ops, *, recipe: Recipe | None) -> Ops:
-    """Insert BackwardLinearScale for a product and a scaling."""
-
-    def match(window: Ops) -> StepFusedOperation | None:
-        if not _are(window, BasicLinear, ConstantScale) or window[0].tensor_parallel_mode == "column":  # pyright: ignore
-            return None
-        return BackwardLinearScale(scale=window[1], linear=window[0])  # pyright: ignore[reportArgumentType]
-
-    return _replaced(ops, match)
 
 
 def fuse_backward_activation_bias(ops: Ops, *, recipe: Recipe | None) -> Ops:
@@ -263,9 +264,10 @@ def fuse_backward_activation_bias(ops: Ops, *, recipe: Recipe | None) -> Ops:
     made: Ops = []
     at = 0
     while at < len(ops):
+        bias, activation = [*ops[at : at + 2], None][:2]
         quantizes = bool(made) and made[-1].get_grad_output_quantizer() is not None
-        if quantizes and _are(ops[at:], Bias, (GELU, ReLU)):
-            made.append(BackwardActivationBias(bias=ops[at], activation=ops[at + 1]))  # pyright: ignore
+        if quantizes and isinstance(bias, Bias) and isinstance(activation, (GELU, ReLU)):
+            made.append(BackwardActivationBias(bias=bias, activation=activation))
             at += 2
         else:
             made.append(ops[at])
@@ -273,31 +275,11 @@ def fuse_backward_activation_bias(ops: Ops, *, recipe: Recipe | None) -> Ops:
     return made
 
 
-def fuse_backward_add_rmsnorm(ops: Ops, *, recipe: Recipe | None) -> Ops:
-    """Insert BackwardAddRMSNorm for an extra output and an RMSNorm."""
-
-    def match(window: Ops) -> StepFusedOperation | None:
-        if not _are(window, MakeExtraOutput, RMSNorm) or window[0]._in_place:  # pyright: ignore
-            return None
-        return BackwardAddRMSNorm(add=window[0], rmsnorm=window[1])  # pyright: ignore[reportArgumentType]
-
-    return _replaced(ops, match)
-
-
 def register_fusions() -> None:
     """Register the fusions of this package, in the order in which they are applied."""
-    for function in (
-        fuse_userbuffers_forward_linear,
-        fuse_forward_linear_bias_add,
-        fuse_forward_linear_bias_activation,
-        fuse_forward_linear_scale_add,
-    ):
-        register_forward_fusion(function)
-    for function in (
-        fuse_userbuffers_backward_linear,
-        fuse_backward_linear_add,
-        fuse_backward_linear_scale,
-        fuse_backward_activation_bias,
-        fuse_backward_add_rmsnorm,
-    ):
-        register_backward_fusion(function)
+    for patterns in FORWARD:
+        register_forward_fusion(partial(fuse, patterns=patterns))
+    for patterns in BACKWARD:
+        register_backward_fusion(partial(fuse, patterns=patterns))
+    register_backward_fusion(fuse_backward_activation_bias)
+    register_backward_fusion(partial(fuse, patterns=BACKWARD_NORMS))

@@ -30,7 +30,7 @@ COMPUTE_TF32 = 77
 
 @constant_while_tracing
 def missing() -> str | None:
-    """Why cuBLASLt cannot be called, or None."""
+    """Return the reason why cuBLASLt cannot be called, or None."""
     return _missing()
 
 

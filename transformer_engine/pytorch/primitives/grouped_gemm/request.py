@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch import Tensor
 from ....common.formats import TensorFormat
 from ...runtime.device import get_device_compute_capability
 from .groups import Groups, Matrices
+
+# (tensors that were saved, and possibly others behind them) -> (operand, number of its tensors)
+Rebuilt = Callable[[list[Any]], tuple[Any, int]]
 
 
 class GroupedRows(NamedTuple):
@@ -25,6 +29,14 @@ class GroupedRows(NamedTuple):
     scale: Tensor | None = None
     format: TensorFormat | None = None
 
+    def tensors(self) -> list[Tensor | None]:
+        """Return the tensors that a backward pass saves."""
+        return [self.codes, self.scale]
+
+    def take_apart(self) -> tuple[list[Tensor | None], Rebuilt]:
+        """Return these tensors, and the function that makes the operand of them."""
+        return self.tensors(), functools.partial(_rebuilt, GroupedRows, self.format)
+
 
 class GroupedColumns(NamedTuple):
     """The same, contracted along the rows of each group.
@@ -37,6 +49,14 @@ class GroupedColumns(NamedTuple):
     codes: Tensor
     scale: Tensor | None = None
     format: TensorFormat | None = None
+
+    def tensors(self) -> list[Tensor | None]:
+        """Return the tensors that a backward pass saves."""
+        return [self.codes, self.scale]
+
+    def take_apart(self) -> tuple[list[Tensor | None], Rebuilt]:
+        """Return these tensors, and the function that makes the operand of them."""
+        return self.tensors(), functools.partial(_rebuilt, GroupedColumns, self.format)
 
 
 class GroupedMatrices(NamedTuple):
@@ -53,6 +73,14 @@ class GroupedMatrices(NamedTuple):
     scale: Tensor | None = None
     format: TensorFormat | None = None
 
+    def tensors(self) -> list[Tensor | None]:
+        """Return the tensors that a backward pass saves; only codes are saved in this form."""
+        return [self.codes, self.scale]
+
+    def take_apart(self) -> tuple[list[Tensor | None], Rebuilt]:
+        """Return these tensors, and the function that makes the operand of them."""
+        return self.tensors(), functools.partial(_rebuilt, _of_codes, self.format)
+
     @property
     def extents(self) -> tuple[int, int]:
         """(N, K)"""
@@ -68,6 +96,20 @@ class GroupedMatrices(NamedTuple):
             return self.codes.dtype
         assert self.matrices is not None
         return self.matrices.dtype
+
+
+GroupedOperand = GroupedRows | GroupedColumns | GroupedMatrices
+
+
+def _of_codes(codes: Tensor, scale: Tensor, tensor_format: TensorFormat) -> GroupedMatrices:
+    return GroupedMatrices(codes=codes, scale=scale, format=tensor_format)
+
+
+def _rebuilt(
+    make: Callable[..., Any], tensor_format: TensorFormat | None, tensors: list[Any]
+) -> tuple[Any, int]:
+    codes, scale = tensors[:2]
+    return make(codes, scale, tensor_format), 2
 
 
 class GroupedProduct(NamedTuple):

@@ -10,18 +10,18 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ...runtime.launching import DTYPE_NAMES, refuses_elementwise, rows_dense, run
-from .request import RopeRequest
+from .reference import RopeRequest
 
 if TYPE_CHECKING:
     from ....common.kernels.launch import Launch
 
 
-def refuses(request: RopeRequest) -> str | None:
+def unsupported_reason(request: RopeRequest) -> str | None:
     return refuses_elementwise(request.device, request.dtype)
 
 
 def bind(request: RopeRequest) -> Callable[..., Any]:
-    """What `reference.bind` answers, on the same tensors."""
+    """Return a callable with the arguments and results of `reference.bind`."""
     if request.operation == "qkv_forward":
         return _unpack(request)
     return _pack(request) if request.operation == "qkv_backward" else _rotate(request)
@@ -143,7 +143,7 @@ def _four(shape: torch.Size, strides: tuple[int, ...], layout: str) -> tuple[tor
 
 
 def empty_parts(qkv: Tensor, sizes: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for q, k and v of a joint tensor."""
+    """Allocate q, k and v of a joint tensor."""
     *leading, groups, _ = qkv.shape
     return (
         qkv.new_empty(*leading, groups * (sizes[0] // sizes[1]), sizes[1]),
@@ -153,8 +153,8 @@ def empty_parts(qkv: Tensor, sizes: tuple[int, int, int]) -> tuple[Tensor, Tenso
 
 
 def empty_joint(dk: Tensor, sizes: tuple[int, int, int]) -> Tensor:
-    """Room for the joint gradient."""
+    """Allocate the joint gradient."""
     return dk.new_empty(*dk.shape[:-1], sizes[0] + sizes[1] + sizes[2])
 
 
-BACKEND: Backend[RopeRequest] = Backend("triton", refuses=refuses, bind=bind, opaque=True)
+BACKEND: Backend[RopeRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)

@@ -43,7 +43,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Member:
+class GroupMember:
     """One matrix: its shape, the places of its tensors, and how to rebuild its storage (None: a plain tensor)."""
 
     shape: tuple[int, ...]
@@ -81,7 +81,7 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return torch.empty(tensor.shape, device="meta").stride()
 
 
-def extents_of(members: Sequence[Member], device: torch.device) -> dict[str, Any]:
+def extents_of(members: Sequence[GroupMember], device: torch.device) -> dict[str, Any]:
     """first_dims, last_dims [n] and tensor_offsets [n + 1] of members whose shapes differ."""
     if len({member.shape for member in members}) == 1:
         return {}
@@ -225,7 +225,7 @@ def placed_members(
     buffers: Mapping[str, Tensor | None],
     dtype: torch.dtype,
     offsets: Offsets,
-) -> tuple[Member, ...]:
+) -> tuple[GroupMember, ...]:
     """Return the members of buffers that the caller filled, or will fill.
 
     Args:
@@ -259,7 +259,7 @@ def placed_members(
                 begin = begin * tensor.numel() // max(prod(shape), 1)  # codes may be packed
             places.append(Place(buffer, begin, tuple(tensor.shape), dense_stride(tensor)))
             ends[buffer] = max(ends.get(buffer, 0), begin + tensor.numel())
-        members.append(Member(tuple(shape), tuple(places), rebuild_of(example)))
+        members.append(GroupMember(tuple(shape), tuple(places), rebuild_of(example)))
     for buffer, end in ends.items():
         held = buffers[buffer]
         if held is None or held.numel() < end:

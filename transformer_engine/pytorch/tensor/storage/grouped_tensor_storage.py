@@ -21,7 +21,7 @@ from .grouped_layout import (
     COLUMNWISE,
     ONE_SCALE,
     ROWWISE,
-    Member,
+    GroupMember,
     Offsets,
     Place,
     check_variant,
@@ -78,7 +78,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
 
     rowwise_data: Tensor | None
     columnwise_data: Tensor | None
-    _members: tuple[Member, ...]
+    _members: tuple[GroupMember, ...]
 
     def __init__(
         self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, *,
@@ -92,7 +92,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         columnwise_scale_inv_offsets: Sequence[int] | Tensor | None = None, requires_grad: bool = False,
         stride: Sequence[int] | None = None, with_gemm_swizzled_scales: bool = False,
         row_scaled_nvfp4: bool = False, nvfp4_use_4over6: bool = False, nvfp4_e4m3_max: int = 448,
-        members: tuple[Member, ...] | None = None, rowwise_data: Tensor | None = None,
+        members: tuple[GroupMember, ...] | None = None, rowwise_data: Tensor | None = None,
     ):  # fmt: skip
         self.rowwise_data = data if rowwise_data is None else rowwise_data
         self.columnwise_data, self.columnwise_scale_inv = columnwise_data, columnwise_scale_inv
@@ -150,7 +150,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
             for buffer, tensor in held.items():
                 places.append(Place(buffer, ends[buffer], tuple(tensor.shape), dense_stride(tensor)))
                 ends[buffer] += tensor.numel()
-            made.append(Member(tuple(member.shape), tuple(places), rebuild_of(member)))
+            made.append(GroupMember(tuple(member.shape), tuple(places), rebuild_of(member)))
         device = next(iter(parts[0].values())).device
         group = cls(members=tuple(made), quantizer=quantizer, dtype=dtype, **extents_of(made, device))
         for buffer, end in ends.items():
@@ -176,7 +176,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         members, begin = [], 0
         for shape in map(tuple, shapes):
             stride = torch.empty(shape, device="meta").stride()
-            members.append(Member(shape, (Place("rowwise_data", begin, shape, stride),), None))
+            members.append(GroupMember(shape, (Place("rowwise_data", begin, shape, stride),), None))
             begin += prod(shape)
         return cls(
             members=tuple(members),
@@ -188,19 +188,20 @@ class GroupedTensorStorage(QuantizedTensorStorage):
 
     def members(self) -> list[Any]:
         """The members: storages, or plain tensors, of views of the buffers."""
-        return [self._member(member) for member in self._members]
-
-    def _member(self, member: Member) -> Any:
-        parts = {p.buffer: self._at(p) for p in member.places if getattr(self, p.buffer) is not None}
-        if member.rebuild is None:
-            return parts["rowwise_data"]
-        keywords = member.rebuild.storage_class.TENSORS.values()
-        scale = parts.get("scale_inv", parts.get("columnwise_scale_inv"))
-        if scale is not None and torch.compiler.is_compiling():
-            scale = (
-                scale.clone()
-            )  # products take no scale at 4 bytes from another, and see no address while traced
-        return member.rebuild([scale if k == ONE_SCALE else parts.get(BUFFERS[k]) for k in keywords])
+        members: list[Any] = []
+        for member in self._members:
+            parts = {p.buffer: self._at(p) for p in member.places if getattr(self, p.buffer) is not None}
+            if member.rebuild is None:
+                members.append(parts["rowwise_data"])
+                continue
+            keywords = member.rebuild.storage_class.TENSORS.values()
+            scale = parts.get("scale_inv", parts.get("columnwise_scale_inv"))
+            if scale is not None and torch.compiler.is_compiling():
+                # Products need aligned scales, and addresses are unknown during tracing.
+                scale = scale.clone()
+            tensors = [scale if k == ONE_SCALE else parts.get(BUFFERS[k]) for k in keywords]
+            members.append(member.rebuild(tensors))
+        return members
 
     def _at(self, place: Place) -> Tensor:
         buffer: Tensor = getattr(self, place.buffer)

@@ -1,9 +1,9 @@
-"""FORMATS[name]: every file of this folder gives the rows of its formats; the folder is the table."""
+"""FORMATS[name]: every file of this folder defines the rows of its formats (`ROWS`)."""
 
 from __future__ import annotations
 
 from .....common.folder import modules_of
-from ..format_row import FormatRow
+from ..spec import FormatRow
 
 FORMATS: dict[str, FormatRow] = {
     row.format.name: row for module in modules_of(__name__, __path__) for row in module.ROWS

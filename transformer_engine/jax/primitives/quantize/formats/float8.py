@@ -1,37 +1,148 @@
-"""FP8 with one float32 scale for the whole matrix: given, or made from its absolute maximum."""
+"""FP8 with one float32 scale per matrix: reference and kernels.
+
+A given multiplier takes one kernel, which also finds the maximum; otherwise another kernel finds the maximum first.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .....common.formats import FLOAT8
+from .....common.formats import FLOAT8, Element
 from ... import exact
+from ...kernels import Kernel
+from ...launching import perform, run
 from ...operand import Operand
-from .. import float8, tiles
-from ..format_row import FormatRow
-from ..spec import Given, Quantized, QuantizeSpec
-from ..triton_float8 import plan
+from ...partitioning import ShardingRule
+from ...several_axes import call_on_axes
+from .. import elements, tiles
+from ..spec import FormatRow, Quantized, QuantizeInputs, QuantizeSpec, Request, jax_dtype
+
+_ONE = jax.ShapeDtypeStruct((1,), jnp.float32)
 
 
-def quantize(x: Array, spec: QuantizeSpec, given: Given, axis: int) -> Quantized:
-    """x of any shape -> codes like x, one scale [1], and the maximum; the codes of both directions are the same."""
+def quantize(x: Array, spec: QuantizeSpec, given: QuantizeInputs, axis: int) -> Quantized:
+    """Return codes of the shape of x, one scale [1] and the maximum; the codes of both directions are equal."""
     amax = given.amax
     if amax is None:
-        amax = exact.largest_over(float8.absolute_maximum(x), given.over)
+        amax = exact.largest_over(elements.absolute_maximum(x), given.over)
     if given.multiplier is not None:
-        multiplier = float8.given_multiplier(given.multiplier)
+        multiplier = elements.given_multiplier(given.multiplier)
     else:
-        multiplier = float8.scale_from_amax(
+        multiplier = elements.scale_from_amax(
             amax, spec.element.maximum, power_of_two=spec.power_of_two, epsilon=spec.epsilon
         )
     multiplier, scale = tiles.settled((multiplier, exact.reciprocal(multiplier.astype(jnp.float32))))
-    return Quantized(float8.encode(x, spec.element, multiplier), scale, amax=amax)
+    return Quantized(elements.encode(x, spec.element, multiplier), scale, amax=amax)
 
 
 def dequantize(operand: Operand, scale: Array) -> Array:
-    """codes * scale."""
+    """Return codes * scale."""
     return exact.scaled(operand.codes.astype(jnp.float32), scale)
 
 
-ROWS = (FormatRow(FLOAT8, quantize, dequantize, plan=plan),)
+@dataclass(frozen=True)
+class Maximum(Kernel):
+    """x [rows, width] -> max|x| [1], or of every row [rows] if by_rows"""
+
+    by_rows: bool = False
+
+    @property
+    def rule(self) -> ShardingRule:
+        return ShardingRule(f"r w -> {'r' if self.by_rows else 'o'}", maxed=(0,))
+
+    def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        rows = operands[0].shape[0] if self.by_rows else 1
+        return (jax.ShapeDtypeStruct((rows,), jnp.float32),)
+
+    def run(self, *arrays: Array) -> tuple[Array, ...]:
+        from .....common.kernels import cast, nvfp4  # they import triton
+
+        (x,) = arrays
+        launch = nvfp4.row_maxima(x.shape) if self.by_rows else cast.absolute_maximum(x.size)
+        (amax,) = run(launch, arrays)
+        assert amax is not None
+        return (amax,)
+
+
+@dataclass(frozen=True)
+class ScaledCast(Kernel):
+    """(x [rows, width], multiplier or maximum [1]) -> [codes], [codes_t], scale [1], [maximum [1]]
+
+    Attributes:
+        element: Element type of the codes.
+        rowwise: Whether codes [rows, width] are a result.
+        columnwise: Whether codes [width, rows] are a result.
+        measures: Whether the second operand is a multiplier, of which 0 is read as 1, and max|x| is a result; otherwise
+            the operand is the maximum, from which the kernel derives the multiplier.
+        power_of_two: Whether the derived multiplier is a power of two.
+        epsilon: Least maximum for the derived multiplier.
+    """
+
+    element: Element
+    rowwise: bool
+    columnwise: bool
+    measures: bool
+    power_of_two: bool
+    epsilon: float
+
+    @property
+    def rule(self) -> ShardingRule:
+        codes = ["r w"] * self.rowwise + ["w r"] * self.columnwise
+        made = [*codes, "i", *["o"] * self.measures]
+        return ShardingRule(f"r w, s -> {', '.join(made)}", maxed=(len(codes) + 1,) * self.measures)
+
+    def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        rows, width = operands[0].shape
+        dtype = jax_dtype(self.element)
+        shapes = [(rows, width)] * self.rowwise + [(width, rows)] * self.columnwise
+        codes = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+        return (*codes, *[_ONE] * (1 + self.measures))
+
+    def run(self, *arrays: Array) -> tuple[Array, ...]:
+        from .....common.kernels import cast  # it imports triton
+
+        x, given = arrays
+        rows, width = x.shape
+        program = cast.one_scale(
+            (rows, width), self.element, self.rowwise, self.columnwise,
+            cast.MEASURED if self.measures else cast.GIVEN, power_of_two=self.power_of_two, epsilon=self.epsilon,
+            zero_is_one=self.measures,
+        )  # fmt: skip
+        inputs = [x, given] if self.measures else [x, None, given]
+        codes, scale, codes_t, scale_t, amax = perform(program, inputs)
+        made = (codes, codes_t, scale if self.rowwise else scale_t, amax if self.measures else None)
+        return tuple(array for array in made if array is not None)
+
+
+def quantize_by_kernels(x: Array, given: QuantizeInputs, request: Request) -> Quantized:
+    """Compute a request with kernels."""
+    spec = request.spec
+    directions, axis = (spec.element, spec.rowwise, spec.columnwise), request.axis
+    counts = {"r": axis, "w": x.ndim - axis}
+    if given.multiplier is not None:
+        kernel, number = ScaledCast(*directions, True, False, 0.0), given.multiplier
+    else:
+        kernel = ScaledCast(*directions, False, spec.power_of_two, spec.epsilon)
+        number = given.amax
+        if number is None:
+            number = exact.largest_over(call_on_axes(Maximum(), counts, x)[0], given.over)
+    number = number.astype(jnp.float32).reshape(1)
+    made = list(call_on_axes(kernel, counts, x, number))
+    codes = made.pop(0) if spec.rowwise else None
+    codes_t = made.pop(0) if spec.columnwise else None
+    scale, found = made[0], exact.largest_over(made[1], given.over) if kernel.measures else number
+    return Quantized(
+        codes,
+        scale if spec.rowwise else None,
+        codes_t,
+        scale if spec.columnwise else None,
+        found if given.amax is None else given.amax,
+    )
+
+
+ROWS = (FormatRow(FLOAT8, quantize, dequantize, quantize_by_kernels),)

@@ -18,50 +18,44 @@ from ... import exact
 from ...kernels import Kernel
 from ...launching import run
 from ...operand import Operand, turned
-from ...partitioning import Extent, extent
+from ...partitioning import ShardingRule, extent
 from ...several_axes import call_on_axes
 from .. import four_over_six, tiles
-from ..e2m1 import encode_e2m1
-from ..float8 import absolute_maximum, cast, row_maxima
-from ..format_row import FormatRow, PlannedCall
+from ..elements import absolute_maximum, cast, encode_e2m1, row_maxima
 from ..hadamard import GROUP, hadamard_transform
-from ..spec import Given, Quantized, QuantizeSpec, Request
-from ..tile_scaled import matrix_of_scales, turned_shape
-from ..triton_float8 import Maximum
-
-
-def _range(form: TensorFormat) -> float:
-    """6 times the largest block scale."""
-    assert form.unit_amax is not None
-    return form.unit_amax
+from ..spec import FormatRow, Quantized, QuantizeInputs, QuantizeSpec, Request
+from .float8 import Maximum
 
 
 def _at_most_largest(scale: Array) -> Array:
+    """Return float32 scales with the largest finite number in place of infinity."""
     bits = exact.bits_of(scale)
     return exact.float_of(jnp.where(bits == exact.INFINITY, exact.bits_of_constant(FLOAT32_MAX), bits))
-
-
-def global_encode_scale(amax: Array, form: TensorFormat) -> Array:
-    """S = 6 * (largest block scale) / amax, at most FLOAT32_MAX; 1 where amax or S is 0."""
-    scale = exact.bits_of(_at_most_largest(exact.divide(_range(form), amax)))
-    idle = (exact.bits_of(amax) == 0) | (scale == 0)
-    return exact.float_of(jnp.where(idle, exact.bits_of_constant(1.0), scale))
-
-
-def global_decode_scale(amax: Array, form: TensorFormat) -> Array:
-    """g = amax / (6 * largest block scale): a value is code * block scale * g."""
-    return exact.divide(amax, jnp.full(amax.shape, _range(form), jnp.float32))
 
 
 def encode(
     x: Array, spec: QuantizeSpec, form: TensorFormat, amax: Array, random: Array | None, axis: int
 ) -> tuple[Array, Array]:
-    """x [*R, *K], amax [1] or per row [prod(R)] -> codes float4_e2m1fn [*R, *K], block scales e4m3
-    [.., ceil(R/r), .., ceil(K/16)]."""
-    assert spec.tile is not None
+    """Quantize x [*R, *K] in one direction.
+
+    Args:
+        x: Values.
+        spec: Format and options.
+        form: Format of this direction; form.unit_amax is 6 times the largest block scale.
+        amax: Absolute maxima, float32 [1], or per row [prod(R)].
+        random: Uniform numbers for stochastic rounding, or None.
+        axis: Where K begins.
+
+    Returns:
+        Codes float4_e2m1fn [*R, *K], and block scales float8_e4m3fn [.., ceil(R/r), .., ceil(K/16)].
+    """
+    assert spec.tile is not None and form.unit_amax is not None
     cut = tiles.cut(x, spec.tile, axis)
     amax = over_tiles(amax, form, x.shape, axis)
-    encode_scale = tiles.settled(global_encode_scale(amax, form))
+    # S = 6 * (largest block scale) / amax, at most FLOAT32_MAX; 1 where amax or S is 0.
+    scale_bits = exact.bits_of(_at_most_largest(exact.divide(form.unit_amax, amax)))
+    idle = (exact.bits_of(amax) == 0) | (scale_bits == 0)
+    encode_scale = tiles.settled(exact.float_of(jnp.where(idle, exact.bits_of_constant(1.0), scale_bits)))
 
     def multiplier_of(scale: Array) -> Array:
         decode = exact.multiply(scale.astype(jnp.float32), exact.reciprocal(encode_scale))
@@ -69,7 +63,7 @@ def encode(
 
     if spec.four_over_six:
         codes, block_scale = four_over_six.encode(
-            cut, axis, spec.four_over_six, _range(form), amax, encode_scale, multiplier_of
+            cut, axis, spec.four_over_six, form.unit_amax, amax, encode_scale, multiplier_of
         )
         return tiles.join(codes, x.shape, axis), block_scale
     amax_tiles = tiles.tile_amax(cut, axis)
@@ -82,14 +76,14 @@ def encode(
 
 
 def over_tiles(amax: Array, form: TensorFormat, shape: tuple[int, ...], axis: int) -> Array:
-    """The maxima of an array [*R, *K], [1] or per row [prod(R)], with as many dimensions as the array."""
+    """Return the maxima of an array [*R, *K], [1] or per row [prod(R)], with as many dimensions as the array."""
     if form.row_scaled:
         return amax.reshape(*shape[:axis], *(1,) * (len(shape) - axis))
     return amax.reshape((1,) * len(shape))
 
 
-def quantize(x: Array, spec: QuantizeSpec, given: Given, axis: int) -> Quantized:
-    """x [*M, *K] -> codes, block scales and maxima of the directions that spec asks for."""
+def quantize(x: Array, spec: QuantizeSpec, given: QuantizeInputs, axis: int) -> Quantized:
+    """Quantize x [*M, *K], whose K begins at axis, in the directions of spec."""
     amax, amax_t = given.amax, given.amax_t
     random_rows, random_columns = (
         given.random if spec.stochastic and given.random is not None else (None, None)
@@ -115,18 +109,18 @@ def quantize(x: Array, spec: QuantizeSpec, given: Given, axis: int) -> Quantized
             codes_t, scales_t = encode(x_t, spec, form.columnwise, amax_t, random_columns, x.ndim - axis)
     return Quantized(
         codes=codes if spec.rowwise else None,
-        scale=matrix_of_scales(scales, spec, x.shape, axis) if spec.rowwise else None,
+        scale=tiles.matrix_of_scales(scales, spec, x.shape, axis) if spec.rowwise else None,
         codes_t=codes_t,
-        scale_t=matrix_of_scales(scales_t, spec, turned_shape(x.shape, axis), x.ndim - axis),
+        scale_t=tiles.matrix_of_scales(scales_t, spec, (*x.shape[axis:], *x.shape[:axis]), x.ndim - axis),
         amax=amax if spec.rowwise else None,
         amax_t=amax_t if spec.columnwise else None,
     )
 
 
 def dequantize(operand: Operand, scale: Array) -> Array:
-    """code * block scale * global scale."""
+    """Return code * block scale * g, with g = amax / (6 * largest block scale)."""
     form = operand.format
-    assert form is not None and form.block is not None
+    assert form is not None and form.block is not None and form.unit_amax is not None
     if operand.amax is None:
         raise ValueError(
             f"an {form.name} operand needs the tensor's amax for its second scale, which is None; "
@@ -137,12 +131,13 @@ def dequantize(operand: Operand, scale: Array) -> Array:
     # The first product has at most 6 significant bits and is exact, so only the second rounds.
     spread = tiles.spread(scale.astype(jnp.float32), axis)
     amax = over_tiles(operand.amax, form, operand.codes.shape, axis)
-    values = exact.scaled(codes * spread, tiles.spread(global_decode_scale(amax, form), axis))
+    global_scale = exact.divide(amax, jnp.full(amax.shape, form.unit_amax, jnp.float32))
+    values = exact.scaled(codes * spread, tiles.spread(global_scale, axis))
     return tiles.join(values, operand.codes.shape, axis)
 
 
 def check(rows: int, depth: int, spec: QuantizeSpec) -> None:
-    """ValueError where codes do not fill bytes, or rows the transform's groups."""
+    """Raise ValueError if codes do not fill whole bytes, or rows are not whole groups of the transform."""
     if spec.rowwise and depth % 2:
         raise ValueError(f"K={depth} FP4 codes do not fill whole bytes; pad K to a multiple of 2")
     if spec.columnwise and rows % 2:
@@ -156,19 +151,20 @@ def check(rows: int, depth: int, spec: QuantizeSpec) -> None:
 
 @dataclass(frozen=True)
 class TransformedMaximum(Kernel):
-    """x [M, K] -> max|transform of x.T| [1]; rows: M, whose groups are not cut"""
+    """x [M, K] -> max|transform of x.T| [1]
+
+    Attributes:
+        random_sign: Whether the transform multiplies by signs.
+        rows: M of the whole matrix; shards contain whole groups of it.
+    """
 
     random_sign: bool
     rows: int
-    maxed = (0,)
 
     @property
-    def rule(self) -> str:
-        return f"{self.extents[0].whole} k -> o"
-
-    @property
-    def extents(self) -> tuple[Extent, ...]:
-        return (extent("m", self.rows, GROUP),)
+    def rule(self) -> ShardingRule:
+        rows = extent("m", self.rows, GROUP)
+        return ShardingRule.of_extents(f"{rows.whole} k -> o", rows, maxed=(0,))
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         return (jax.ShapeDtypeStruct((1,), jnp.float32),)
@@ -183,33 +179,15 @@ class TransformedMaximum(Kernel):
 
 
 @dataclass(frozen=True)
-class RowMaxima(Kernel):
-    """x [M, K] -> max|x| of every row [M]"""
-
-    maxed = (0,)
-
-    @property
-    def rule(self) -> str:
-        return "m k -> m"
-
-    def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return (jax.ShapeDtypeStruct((operands[0].shape[0],), jnp.float32),)
-
-    def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from .....common.kernels import nvfp4  # it imports triton
-
-        rows, depth = arrays[0].shape
-        (amax,) = run(nvfp4.row_maxima((rows, depth)), arrays)
-        assert amax is not None
-        return (amax,)
-
-
-@dataclass(frozen=True)
-class Blocks(Kernel):
+class NVFP4Blocks(Kernel):
     """(x [M, K], [amax], [amax_t], [random [M, K]], [random_t [K, M]]) -> [codes, scale], [codes_t, scale_t]
 
-    Codes lie two to a byte, uint8 [M, K / 2]. shape: of the whole matrix, whose blocks are not cut.
-    given   which of the four are
+    A byte holds two codes: uint8 [M, K / 2].
+
+    Attributes:
+        spec: Format, options and directions.
+        shape: Shape of the whole matrix; shards contain whole blocks of it.
+        given: Which of the four optional operands are present.
     """
 
     spec: QuantizeSpec
@@ -217,25 +195,20 @@ class Blocks(Kernel):
     given: tuple[bool, bool, bool, bool]
 
     @property
-    def extents(self) -> tuple[Extent, Extent]:
-        turned = self.spec.columnwise or self.spec.two_dimensional
-        return extent("m", self.shape[0], GROUP if turned else 1), extent("k", self.shape[1], GROUP)
-
-    @property
-    def rule(self) -> str:
-        m, k = self.extents
-        matrix, turned = f"{m.whole} {k.whole}", f"{k.whole} {m.whole}"
+    def rule(self) -> ShardingRule:
+        columns_have_blocks = self.spec.columnwise or self.spec.two_dimensional
+        m = extent("m", self.shape[0], GROUP if columns_have_blocks else 1)
+        k = extent("k", self.shape[1], GROUP)
+        matrix, transposed = f"{m.whole} {k.whole}", f"{k.whole} {m.whole}"
         maxima = m.whole if self.spec.format.row_scaled else "p"
-        takes = [
-            matrix,
-            *(one for one, there in zip((maxima, "q", matrix, turned), self.given, strict=True) if there),
-        ]
+        optional = zip((maxima, "q", matrix, transposed), self.given, strict=True)
+        takes = [matrix, *(one for one, present in optional if present)]
         made = []
         if self.spec.rowwise:
             made += [f"{m.whole} {k.bytes}", f"{m.whole} {k.blocks}"]
         if self.spec.columnwise:
             made += [f"{k.whole} {m.bytes}", f"{k.whole} {m.blocks}"]
-        return f"{', '.join(takes)} -> {', '.join(made)}"
+        return ShardingRule.of_extents(f"{', '.join(takes)} -> {', '.join(made)}", m, k)
 
     def results(self, *operands: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         rows, depth = operands[0].shape
@@ -251,57 +224,53 @@ class Blocks(Kernel):
         spec, (x, *rest) = self.spec, arrays
         rows, depth = x.shape
         remaining = iter(rest)
-        inputs = [next(remaining) if there else None for there in self.given]
+        inputs = [next(remaining) if present else None for present in self.given]
         launch = nvfp4.blocks((rows, depth), spec.rowwise, spec.columnwise, nvfp4.Options.of(spec))
         return tuple(array for array in run(launch, [x, *inputs]) if array is not None)
 
 
 def _unpacked(codes: Array | None) -> Array | None:
-    """uint8 [.., C / 2], low half first -> float4_e2m1fn [.., C]."""
+    """Convert uint8 [.., C / 2], low half first, to float4_e2m1fn [.., C]."""
     if codes is None:
         return None
     halves = jnp.stack((codes & 15, codes >> 4), axis=-1).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
     return lax.bitcast_convert_type(halves.astype(jnp.uint4), jnp.float4_e2m1fn)
 
 
-def plan(request: Request) -> PlannedCall:
-    """The codes, scales and maxima of matrices, as one spec asks for them."""
+def quantize_by_kernels(x: Array, given: QuantizeInputs, request: Request) -> Quantized:
+    """Compute a request with kernels."""
     spec = request.spec
-
-    def quantize(x: Array, given: Given) -> Quantized:
-        counts = {"m": request.axis, "k": x.ndim - request.axis}
-        amax, amax_t = _maxima(x, spec, given, counts)
-        random = given.random if spec.stochastic and given.random is not None else (None, None)
-        of_columns = random[1]
-        if spec.transposes and random[0] is not None:
-            of_columns = turned(random[0], request.axis)
-        # Of columns alone the kernel reads no number of the rows, and the reverse.
-        used = (
-            amax if spec.rowwise else None, amax_t if spec.columnwise else None,
-            random[0] if spec.rowwise else None, of_columns if spec.columnwise else None,
-        )  # fmt: skip
-        kernel = Blocks(spec, request.shape, tuple(one is not None for one in used))  # pyright: ignore
-        made = list(call_on_axes(kernel, counts, x, *(one for one in used if one is not None)))
-        rows = (made.pop(0), made.pop(0)) if spec.rowwise else (None, None)
-        columns = (made.pop(0), made.pop(0)) if spec.columnwise else (None, None)
-        scale, scale_t = (
-            None if one is None else one.reshape(size, ceil_div(depth, GROUP))
-            for one, (size, depth) in ((rows[1], request.shape), (columns[1], request.shape[::-1]))
-        )
-        codes = Quantized(_unpacked(rows[0]), scale, _unpacked(columns[0]), scale_t, used[0], used[1])
-        return codes.with_axes(x.shape, request.axis)
-
-    return quantize
+    counts = {"m": request.axis, "k": x.ndim - request.axis}
+    amax, amax_t = _maxima(x, spec, given, counts)
+    random = given.random if spec.stochastic and given.random is not None else (None, None)
+    of_columns = random[1]
+    if spec.transposes and random[0] is not None:
+        of_columns = turned(random[0], request.axis)
+    # For columns alone the kernel reads no number of the rows, and the reverse.
+    used = (
+        amax if spec.rowwise else None, amax_t if spec.columnwise else None,
+        random[0] if spec.rowwise else None, of_columns if spec.columnwise else None,
+    )  # fmt: skip
+    kernel = NVFP4Blocks(spec, request.shape, tuple(one is not None for one in used))  # pyright: ignore
+    made = list(call_on_axes(kernel, counts, x, *(one for one in used if one is not None)))
+    rows = (made.pop(0), made.pop(0)) if spec.rowwise else (None, None)
+    columns = (made.pop(0), made.pop(0)) if spec.columnwise else (None, None)
+    scale, scale_t = (
+        None if one is None else one.reshape(size, ceil_div(depth, GROUP))
+        for one, (size, depth) in ((rows[1], request.shape), (columns[1], request.shape[::-1]))
+    )
+    codes = Quantized(_unpacked(rows[0]), scale, _unpacked(columns[0]), scale_t, used[0], used[1])
+    return codes.with_axes(x.shape, request.axis)
 
 
 def _maxima(
-    x: Array, spec: QuantizeSpec, given: Given, counts: dict[str, int]
+    x: Array, spec: QuantizeSpec, given: QuantizeInputs, counts: dict[str, int]
 ) -> tuple[Array | None, Array | None]:
-    """float32 [1] of both directions, or [M] of rows with scales of their own; measured where they are not given."""
+    """Return the maxima of both directions, float32 [1], or [M] for one scale per row; those not given are measured."""
     amax, amax_t = given.amax, given.amax_t
     if spec.format.row_scaled:
         if amax is None and spec.rowwise:
-            (amax,) = call_on_axes(RowMaxima(), counts, x)
+            (amax,) = call_on_axes(Maximum(by_rows=True), {"r": counts["m"], "w": counts["k"]}, x)
             amax = amax.reshape(-1)
         if amax_t is None and spec.columnwise:
             (amax_t,) = call_on_axes(Maximum(), {"r": counts["m"], "w": counts["k"]}, x)
@@ -319,4 +288,6 @@ def _maxima(
     return amax, amax_t
 
 
-ROWS = tuple(FormatRow(form, quantize, dequantize, plan, check) for form in NVFP4_FORMATS.values())
+ROWS = tuple(
+    FormatRow(form, quantize, dequantize, quantize_by_kernels, check) for form in NVFP4_FORMATS.values()
+)

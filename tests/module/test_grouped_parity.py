@@ -1,0 +1,103 @@
+"""GroupedLinear with random settings: the bits of a loop of Linear layers, results, gradients and scaling states."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from support.layers import RECIPES, same
+
+import transformer_engine.pytorch as te
+
+IN, OUT = 128, 64
+CASES = 24
+
+
+class Case:
+    """A random layer, its recipe and calls; a loop of Linear layers with the same parameters.
+
+    Args:
+        seed: Chooses everything.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        choose = random.Random(seed)
+        self.recipe = RECIPES[choose.choice(sorted(RECIPES))]
+        self.groups = choose.choice([1, 2, 5])
+        self.frozen = {i for i in range(self.groups) if choose.random() < 0.2}
+        self.needs_grad_input = choose.random() < 0.8
+        self.first = choose.choice([None, None, True])
+        options = {"bias": choose.random() < 0.5, "fuse_wgrad_accumulation": choose.random() < 0.3}
+        options["save_original_input"] = choose.random() < 0.3 and not isinstance(
+            self.recipe, te.recipe.DelayedScaling
+        )
+        options["delay_wgrad_compute"] = choose.random() < 0.3 and not self.frozen
+        dtype = choose.choice([torch.float32, torch.bfloat16])
+        self.options = {**options, "params_dtype": dtype, "device": device}
+        self.layer = te.GroupedLinear(self.groups, IN, OUT, **self.options)
+        self.linears = [te.Linear(IN, OUT, **self.options) for _ in range(self.groups)]
+        for i, linear in enumerate(self.linears):
+            for kind in ("weight", "bias") if options["bias"] else ("weight",):
+                own = getattr(self.layer, f"{kind}{i}")
+                for parameter in (own, getattr(linear, kind)):
+                    parameter.data = own.data.clone()
+                    parameter.main_grad = torch.ones_like(parameter, dtype=torch.float32)
+                    parameter.requires_grad_(i not in self.frozen)
+        self.splits = [
+            [choose.choice([0, 32, 64, 96]) for _ in range(self.groups - 1)] + [32] for _ in range(2)
+        ]
+        generator = torch.Generator().manual_seed(seed)
+        self.inputs = [
+            torch.randn(sum(rows), IN, generator=generator).to(device, dtype) for rows in self.splits
+        ]
+        self.grads = [
+            torch.randn(sum(rows), OUT, generator=generator).to(device, dtype) for rows in self.splits
+        ]
+
+    def trained(self, layers: list[Any], grouped: bool) -> list[torch.Tensor | None]:
+        """Return results, gradients and scaling states of two steps."""
+        seen: list[torch.Tensor | None] = []
+        for rows, values, grad in zip(self.splits, self.inputs, self.grads, strict=True):
+            x = values.clone().requires_grad_(self.needs_grad_input)
+            with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+                if grouped:
+                    y = layers[0](x, rows, is_first_microbatch=self.first)
+                else:
+                    parts = zip(layers, x.split(rows), strict=True)
+                    y = torch.cat([layer(part, is_first_microbatch=self.first) for layer, part in parts])
+            if y.requires_grad:
+                y.backward(grad)
+                for layer in layers if self.options["delay_wgrad_compute"] else ():
+                    layer.backward_dw()
+            seen += [y.detach(), x.grad]
+        for i in range(self.groups):
+            for kind in ("weight", "bias") if self.options["bias"] else ("weight",):
+                parameter = getattr(layers[0], f"{kind}{i}") if grouped else getattr(layers[i], kind)
+                seen += [parameter.grad, parameter.main_grad]
+        return seen + self._states(layers, grouped)
+
+    def _states(self, layers: list[Any], grouped: bool) -> list[torch.Tensor]:
+        if not isinstance(self.recipe, te.recipe.DelayedScaling):
+            return []
+        found: list[torch.Tensor] = []
+        for key, slots in (("scaling_fwd", 3), ("scaling_bwd", 2)):
+            for layer in layers:
+                state = layer.fp8_meta[key]
+                for i in range(self.groups if grouped else 1):
+                    columns = slice(slots * i, slots * (i + 1))
+                    found += [state.scale[columns], state.amax_history[:, columns]]
+        return found
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_random_settings_give_the_bits_of_a_loop_of_linears(seed, device):
+    case = Case(seed, device)
+    ours = case.trained([case.layer], True)
+    theirs = case.trained(list(case.linears), False)
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine is None) == (other is None)
+        if mine is not None and other is not None:
+            assert same([mine], [other])

@@ -1,0 +1,96 @@
+"""Prints {chain and recipe: what differs} between steps and compiled passes of chains, on a GPU that does nothing.
+
+See `tests/module/generated_launches.py`: memory holds symbols of the kernels that wrote it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "module"))
+import generated_launches
+from generated_launches import memory, read
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.dispatch import observing
+from transformer_engine.pytorch import ops
+
+PLACE = {"device": "cpu", "dtype": torch.bfloat16}
+CHAINS = {
+    "linear": lambda: [ops.Linear(512, 512, **PLACE)],
+    "mlp": lambda: [
+        ops.LayerNorm(512, **PLACE), ops.Linear(512, 512, **PLACE), ops.GELU(), ops.Linear(512, 512, **PLACE),
+    ],
+    "residual": lambda: [
+        ops.MakeExtraOutput(), ops.RMSNorm(512, **PLACE), ops.Linear(512, 1024, bias=False, **PLACE), ops.SwiGLU(),
+        ops.BasicLinear(512, 512, **PLACE), ops.Identity(),
+    ],
+}  # fmt: skip
+STEPS = 7  # the fourth is compiled in both passes
+
+
+def step(chain: Any, recipe: Any, observed: bool = False) -> dict[str, Any]:
+    """Return the symbols of results, gradients and states after a step."""
+    x = torch.zeros(128, 1, 512, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.zeros(128, 1, 512, dtype=torch.bfloat16)
+    dy_extra = torch.zeros(128, 1, 512, dtype=torch.bfloat16)
+    states = {
+        f"{number}.{mode}.{place}.{name}": getattr(state, name)
+        for number, op in enumerate(chain.modules())
+        if isinstance(op, ops.BasicOperation)
+        for mode in ("forward", "backward")
+        for place, state in enumerate(op.delayed_states(mode))
+        for name in ("scale_in_place", "amax_history")
+    }
+    given = {"x": x, "dy": dy, "dy_extra": dy_extra, **states, **dict(chain.named_parameters())}
+    memory.clear()
+    for name, tensor in given.items():
+        memory[tensor.data_ptr()] = name
+    for parameter in chain.parameters():
+        parameter.grad = None
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        if observed:
+            with observing(lambda operation, request: None):  # runs the steps
+                made = chain(x)
+        else:
+            made = chain(x)
+    outputs = made if isinstance(made, tuple) else (made,)
+    # An extra output is the input, and its gradient is added by torch, which computes no symbols.
+    torch.autograd.backward(outputs[0], dy)
+    left = {"y": outputs[0], "dx": x.grad, **states}
+    left |= {f"d{name}": parameter.grad for name, parameter in chain.named_parameters()}
+    return {name: read(tensor.data_ptr()) for name, tensor in left.items()}
+
+
+def differences(name: str, kind: str) -> str | None:
+    chain, recipe = ops.Sequential(*CHAINS[name]()), generated_launches.host_calls.RECIPES[kind]()
+    step(chain, recipe)  # the first call makes the states, which have no names before
+    expected = step(chain, recipe, observed=True)
+    found = [step(chain, recipe) for _ in range(STEPS)]
+    (prepared,) = [made for made in chain._module_groups[0]._prepared.values() if made is not None]  # pyright: ignore
+    assert prepared.compiled is not None
+    compiled = [
+        [pass_kind.reason for pass_kind in made.kinds.values() if pass_kind.generated is None]
+        + [None] * (not made.kinds)
+        for made in prepared.compiled.passes
+    ]
+    if any(compiled):
+        return f"not compiled: {compiled}"
+    if "?" in expected.values():
+        return f"{expected}"
+    for number, made in enumerate(found):
+        unlike = [part for part in expected if made[part] != expected[part]]
+        if unlike:
+            return f"step {number}: {unlike}"
+    return None
+
+
+if __name__ == "__main__":
+    generated_launches.pretend()
+    cases = [(name, kind) for name in CHAINS for kind in generated_launches.host_calls.RECIPES]
+    print(json.dumps({"/".join(case): differences(*case) for case in cases}))

@@ -1,0 +1,310 @@
+"""Prepared chains: a warm call builds nothing, and everything that a chain depends on takes effect in the next call."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.layers import same
+from support.programs import output_without_gpu
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
+from transformer_engine.pytorch import ops
+from transformer_engine.pytorch.ops.fuser import OperationFuser
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PLACE = {"device": DEVICE, "dtype": torch.float32}
+
+
+def mlp() -> ops.Sequential:
+    torch.manual_seed(0)
+    return ops.Sequential(
+        ops.LayerNorm(64, **PLACE), ops.Linear(64, 128, **PLACE), ops.ClampedSwiGLU(), ops.Dropout(0.0),
+        ops.Linear(64, 64, **PLACE), ops.ConstantScale(2.0),
+    )  # fmt: skip
+
+
+def step(
+    chain: Any, recipe: Any = None, x: torch.Tensor | None = None, grad: bool = True
+) -> list[torch.Tensor]:
+    """Return the output and all gradients of one pass."""
+    chain.zero_grad()
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE) if x is None else x
+    leaf = x.detach().clone().requires_grad_(grad)
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        y = chain(leaf)
+    if not y.requires_grad:
+        return [y]
+    y.float().square().mean().backward()
+    grads = [tensor.grad for tensor in (leaf, *chain.parameters()) if tensor.grad is not None]
+    return [y.detach(), *[g.clone() for g in grads]]
+
+
+def warm(chain: Any, recipe: Any = None) -> list[torch.Tensor]:
+    return [step(chain, recipe) for _ in range(3)][-1]
+
+
+def contributions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that receives the name of each operation that describes itself."""
+    made: list[str] = []
+    for kind in (ops.BasicLinear, ops.Bias, ops.LayerNorm, ops.ClampedSwiGLU, ops.ConstantScale):
+        contribute = kind.contribute
+
+        def counted(self: Any, *given: Any, contribute: Any = contribute) -> Any:
+            made.append(type(self).__name__)
+            return contribute(self, *given)
+
+        monkeypatch.setattr(kind, "contribute", counted)
+    return made
+
+
+@pytest.mark.parametrize("recipe", [None, DelayedScaling(), Float8CurrentScaling(), MXFP8BlockScaling()])
+def test_a_warm_call_builds_nothing(recipe, emulated, monkeypatch):
+    chain, made = mlp(), contributions(monkeypatch)
+    warm(chain, recipe)
+    assert made
+    made.clear()
+    step(chain, recipe)
+    with torch.no_grad(), te.autocast(enabled=recipe is not None, recipe=recipe):
+        chain(torch.zeros(32, 64, device=DEVICE))
+        first = len(made)
+        chain(torch.zeros(32, 64, device=DEVICE))
+    assert first == len(made) and not step(chain, recipe)[0].isnan().any() and len(made) == first
+
+
+def _replace_parameter(chain: Any) -> None:
+    chain[1].weight = torch.nn.Parameter(chain[1].weight.detach() * 2)
+
+
+def _write_data(chain: Any) -> None:
+    for parameter in chain.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def _replace_operation(chain: Any) -> None:
+    chain[2] = ops.SwiGLU()
+
+
+MUTATIONS: dict[str, Callable[[Any], Any]] = {
+    "scale": lambda chain: setattr(chain[5], "scale", 3.0),
+    "eps": lambda chain: setattr(chain[0], "eps", 0.5),
+    "zero_centered_gamma": lambda chain: setattr(chain[0], "zero_centered_gamma", True),
+    "limit": lambda chain: setattr(chain[2], "limit", 0.25),
+    "interleaved": lambda chain: setattr(chain[2], "glu_interleave_size", 32),
+    "dropout": lambda chain: setattr(chain[3], "dropout_probability", 1.0),
+    "replaced parameter": _replace_parameter,
+    "frozen parameter": lambda chain: chain[4].weight.requires_grad_(False),
+    "frozen chain": lambda chain: chain.requires_grad_(False),
+    "moved": lambda chain: chain[4].to(torch.bfloat16),
+    "written data": _write_data,
+    "replaced operation": _replace_operation,
+    "removed operation": lambda chain: chain.pop(5),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["none", "current"])
+def test_a_mutation_takes_effect_in_the_next_call(name, recipe, emulated):
+    chain = mlp()
+    before = warm(chain, recipe)
+    MUTATIONS[name](chain)
+    fresh = copy.deepcopy(chain)
+    after = step(chain, recipe)
+    assert same(after, step(fresh, recipe))
+    assert same(after, step(chain, recipe)) and not same(after, before)
+
+
+def test_evaluation_mode_takes_effect_in_the_next_call():
+    chain = ops.Sequential(ops.Dropout(1.0), ops.Identity())
+    x = torch.ones(4, 64, device=DEVICE)
+    for _ in range(2):
+        assert not chain(x).any() and torch.equal(chain.eval()(x), x)
+        chain.train()
+
+
+def test_constants_of_a_child_take_effect_in_the_next_call():
+    op = ops.ScaledClampedQGeGLU()
+    x, scales = torch.ones(4, 8, device=DEVICE), torch.ones(4, device=DEVICE)
+    before = [op(x, scales) for _ in range(2)][-1]
+    op._clamped.alpha = 3.0
+    assert not torch.equal(op(x, scales), before)
+    assert torch.equal(op(x, scales), copy.deepcopy(op)(x, scales))
+
+
+def test_recipes_take_effect_in_the_next_call(emulated):
+    chain = mlp()
+    recipes = [None, Float8CurrentScaling(), MXFP8BlockScaling(), None]
+    expected = [warm(mlp(), recipe) for recipe in recipes]
+    for _ in range(2):
+        for recipe, results in zip(recipes, expected, strict=True):
+            assert same(step(chain, recipe), results)
+    written = Float8CurrentScaling()
+    exact = [warm(mlp(), Float8CurrentScaling(use_power_2_scales=value)) for value in (False, True)]
+    assert same(step(chain, written), exact[0]) and not same(*exact)
+    written.use_power_2_scales = True
+    assert same(step(chain, written), exact[1])
+
+
+def test_scales_of_delayed_scaling_advance_as_without_preparing(emulated):
+    prepared, built = mlp(), mlp()
+    for number in range(4):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(number)).to(DEVICE) * 2**number
+        found = step(prepared, DelayedScaling(amax_history_len=2), x)
+        for group in built._module_groups or []:
+            group._prepared.clear()
+        assert same(found, step(built, DelayedScaling(amax_history_len=2), x))
+
+
+def test_inputs_and_modes_take_effect_in_the_next_call():
+    chain = mlp()
+    fresh = copy.deepcopy(chain)
+    warm(chain)
+    x = torch.randn(16, 64, device=DEVICE)
+    assert same(step(chain, None, x), step(fresh, None, x))
+    assert same(step(chain, None, x, grad=False), step(copy.deepcopy(fresh), None, x, grad=False))
+    assert len(step(chain, None, x)) == len(step(chain, None, x, grad=False)) + 1
+    with torch.no_grad():
+        assert not chain(x).requires_grad
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert chain(x).dtype == torch.bfloat16
+    assert chain(x).dtype == torch.float32 and chain(x).requires_grad
+
+
+def test_hooks_run_in_warm_calls():
+    chain, seen = mlp(), []
+    expected = warm(chain)
+    handles = [
+        chain.register_forward_hook(lambda module, given, y: seen.append("module")),
+        chain[1].weight.register_hook(lambda grad: seen.append("gradient")),
+    ]
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (seen.append("saved"), t.clone())[1], lambda t: t
+    ):
+        assert same(step(chain), expected)
+    assert seen.count("module") == seen.count("gradient") == 1 and seen.count("saved") > 4
+    for handle in handles:
+        handle.remove()
+    seen.clear()
+    assert same(step(chain), expected) and not seen
+
+
+class Negated(ops.FusedOperation):
+    """A user's fused operation in place of one ConstantScale, with another sign."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **others):
+        return -input_ * self.basic_ops[0].scale, [()]
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **others):
+        return -grad_output * self.basic_ops[0].scale, [()], [()]
+
+
+def _negated(given, *, recipe):
+    return [Negated([op]) if type(op) is ops.ConstantScale else op for op in given]
+
+
+def test_a_fusion_that_is_registered_later_takes_effect_in_the_next_call(monkeypatch):
+    chain = mlp()
+    before = warm(chain)
+    with monkeypatch.context() as patch:
+        patch.setattr(OperationFuser, "forward_backward_fusion_functions", [])
+        ops.register_forward_backward_fusion(_negated)
+        assert torch.equal(step(chain)[0], -before[0])
+        assert type(chain._module_groups[0]._forward_ops[-1][0]) is Negated
+    assert same(step(chain), before)
+
+
+def test_a_missing_gradient_buffer_raises_in_a_warm_call():
+    chain = ops.Sequential(ops.Linear(64, 64, bias=False, accumulate_into_main_grad=True, **PLACE))
+    weight: Any = chain[0].weight
+    weight.main_grad = torch.zeros_like(weight)
+    warm(chain)
+    assert weight.main_grad.any()
+    weight.main_grad = None
+    with pytest.raises(RuntimeError, match="main_grad"):
+        step(chain)
+
+
+def test_gradients_go_to_the_buffer_of_a_replaced_weight():
+    chain = ops.Sequential(ops.BasicLinear(64, 64, accumulate_into_main_grad=True, **PLACE))
+    for _ in range(2):
+        chain[0].weight = weight = torch.nn.Parameter(chain[0].weight.detach().clone())
+        weight.main_grad = torch.zeros_like(weight)  # pyright: ignore[reportAttributeAccessIssue]
+        warm(chain)
+        assert weight.main_grad.any()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_rows_of_groups_take_effect_in_the_next_call():
+    grouped = ops.GroupedLinear(2, 64, 32, **PLACE)
+    chain, x = ops.Sequential(grouped), torch.randn(8, 64, device=DEVICE)
+    for rows in ([4, 4], [4, 4], [1, 7], [8, 0], [4, 4]):
+        sizes = torch.tensor(rows)
+        parts = [part @ getattr(grouped, f"weight{i}").t() for i, part in enumerate(x.split(rows))]
+        expected = torch.cat([part + getattr(grouped, f"bias{i}") for i, part in enumerate(parts)])
+        torch.testing.assert_close(chain(x, sizes), expected)
+    with pytest.raises(ValueError, match="do not fit"):
+        chain(x, torch.tensor([8, 1]))
+
+
+def test_absent_gradients_of_extra_outputs():
+    chain = ops.Sequential(ops.ConstantScale(2.0), ops.MakeExtraOutput(in_place=True), ops.ConstantScale(3.0))
+    x = torch.ones(4, 64, device=DEVICE, requires_grad=True)
+    for used, expected in (("both", 8.0), ("main", 6.0), ("extra", 2.0), ("expanded", 8.0), ("both", 8.0)):
+        x.grad = None
+        y, extra = chain(x)
+        if used in ("both", "expanded"):
+            (y.sum() + (extra.sum() if used == "expanded" else (extra * 1).sum())).backward()
+        else:
+            (y if used == "main" else extra).sum().backward()
+        assert torch.equal(x.grad, torch.full_like(x, expected))
+
+
+def test_threads_share_a_prepared_chain(emulated):
+    chain = mlp()
+    recipes = [None, Float8CurrentScaling()]
+    expected = [warm(copy.deepcopy(chain), recipe) for recipe in recipes]
+    results: dict[int, list[torch.Tensor]] = {}
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+
+    def work(number: int) -> None:
+        leaf = x.clone().requires_grad_()
+        for _ in range(5):
+            leaf.grad = None
+            with te.autocast(enabled=False):
+                y = chain(leaf)
+            (grad,) = torch.autograd.grad(y.square().mean(), leaf)
+            results[number] = [y.detach(), grad]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    for found in results.values():
+        assert same(found, expected[0][:2])
+    assert same(step(chain, recipes[1]), expected[1])
+
+
+def test_copies_prepare_their_own_chains():
+    op = ops.Linear(64, 64, **PLACE)
+    x = torch.randn(4, 64, device=DEVICE)
+    y = op(x)
+    copied = copy.deepcopy(op)
+    with torch.no_grad():
+        copied.weight.zero_()
+    assert torch.equal(op(x), y) and torch.equal(copied(x), copied.bias.expand(4, 64))
+    assert op._own_fuser is not copied._own_fuser
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_compiled_chains_start_the_kernels_of_their_steps():
+    found = json.loads(output_without_gpu("tests/ops/generated_chains.py").splitlines()[-1])
+    assert len(found) == 12
+    assert {case: what for case, what in found.items() if what is not None} == {}

@@ -1,0 +1,31 @@
+"""Passes over groups of rows: y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g for every group g in one step each.
+
+The steps are those of one linear layer (`linear.py`). In a pass over groups the same operation works on all groups at
+once: matrices of rows hold the rows of all groups one after another, and a buffer of weights, biases or operands holds
+one value per group. The executor chooses one launch for all groups or a loop over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from .step import Pass, Step
+
+PREFIX = "grouped_"
+_OVER_GROUPS = frozenset({"cast", "convert", "dequantize", "product", "weight_gradient", "column_sum"})
+
+
+def over_groups(pass_: Pass, layers: Collection[str]) -> Pass:
+    """Return a pass in which the operations of some linear layers work on groups of rows.
+
+    Args:
+        pass_: The pass, after rules have been applied: rules know the operations of a single layer only.
+        layers: Names of the linear layers that have a weight per group.
+    """
+    steps = [
+        Step(PREFIX + step.op, step.inputs, step.results, step.settings)
+        if step.op in _OVER_GROUPS and getattr(step.settings, "layer", None) in layers
+        else step
+        for step in pass_.steps
+    ]
+    return Pass(pass_.inputs, pass_.results, pass_.saved, tuple(steps))

@@ -1,0 +1,158 @@
+"""The spec of a kind of call of GroupedLinear, and why a call is computed in a loop over the groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...common import env
+from ..distributed.tensor_parallel import TensorParallel
+from ..functions.grouped_call import GroupedQuantizers, GroupedSpec, StackMember
+from ..functions.grouped_linear import passes_over_groups
+from ..functions.grouped_quantizer import grouped
+from ..functions.grouped_way import (
+    AT_ONCE,
+    CALIBRATION,
+    DELAYED_WEIGHT_GRADIENTS,
+    IRREGULAR,
+    KEPT_INPUT,
+    OTHER_BACKWARD,
+    OTHER_PARAMETERS,
+    QUANTIZED_PARAMETERS,
+    SINGLE_QUANTIZERS,
+    TABLE,
+)
+from ..functions.linear_spec import LinearSpec, changed
+from .products import UNQUANTIZED, ModuleRecipe, ProductQuantizers
+from .specs import Call, Facts, Run, check_call, product_spec, scale_update
+
+_asked_for = env.watch_in_eager_mode("NVTE_USE_CUTLASS_GROUPED_GEMM")
+_UNMERGED = GroupedQuantizers()
+
+
+def build(key: tuple[Any, ...]) -> GroupedSpec:
+    """Return the spec of a kind of call."""
+    call = Call(*key)
+    runs = [run for run in call.tensors if isinstance(run, Run)]
+    if runs:
+        call = call._replace(tensors=tuple([run.facts for run in runs for _ in range(run.count)]))
+    config: Any = call.config
+    check_call(call, config.in_features)
+    count, parameters = config.num_gemms, call.parameters
+    of_weights, of_biases = parameters[: len(config.weight_names)], parameters[len(config.weight_names) :]
+    groups = _groups(call, call.active.products, of_weights, of_biases)
+    quantizes = call.active.quantizes
+    features, quantizers, way, at_once = (), _UNMERGED, None, False
+    if not call.traced:
+        quantizers = _merged(call.active) if quantizes else _UNMERGED
+        features = _features(call, of_weights, of_biases, quantizers)
+        way = _way(call, features, of_weights[0])
+        at_once = TABLE.name_of(way) == AT_ONCE
+    return GroupedSpec(
+        groups,
+        _groups(call, (UNQUANTIZED,) * count, of_weights, of_biases) if quantizes else (),
+        passes_over_groups(groups, config.use_bias and not config.return_bias),
+        (config.out_features, config.in_features),
+        config.single_grouped_weight,
+        config.single_grouped_bias and config.use_bias and not config.return_bias,
+        at_once,
+        way,
+        quantizers,
+        call.wants,
+        scale_update(call, call.wants),
+    )
+
+
+def _groups(
+    call: Call,
+    products: tuple[ProductQuantizers, ...],
+    of_weights: Sequence[Facts | None],
+    of_biases: Sequence[Facts | None],
+) -> tuple[LinearSpec, ...]:
+    """Return the spec of each group's product. Communication is the caller's."""
+    config: Any = call.config
+    count = config.num_gemms
+    weights = list(of_weights) * count if config.single_grouped_weight else of_weights
+    biases = list(of_biases) * count if config.single_grouped_bias else of_biases
+    first = product_spec(call, 0, products[0], TensorParallel(), (False, False, False), None, weights[0])
+    made: list[LinearSpec] = []
+    for i, (product, weight, bias) in enumerate(zip(products, weights, biases, strict=True)):
+        assert weight is not None
+        gradient = first.weight_gradient
+        if call.holders is not None:
+            (held,) = call.holders[i]
+            holder = StackMember(held.parameter, i) if config.single_grouped_weight else held.parameter
+            gradient = replace(gradient, parameters=(holder,))
+        made.append(
+            changed(
+                first,
+                input=product.input,
+                weight=product.weight,
+                grad_output=product.grad_output,
+                weight_gradient=gradient,
+                needs_grad_input=call.gradients and call.input.requires_grad,
+                needs_grad_weight=call.gradients and weight.requires_grad,
+                needs_grad_bias=call.gradients
+                and bias is not None
+                and bias.requires_grad
+                and not config.return_bias,
+                plain=product is UNQUANTIZED and not (weight.is_quantized or call.input.is_quantized),
+            )
+        )
+    return tuple(made)
+
+
+def _merged(active: ModuleRecipe) -> GroupedQuantizers:
+    """Return the quantizers of each tensor of all groups as one; none if those of some tensor cannot be merged."""
+    products = active.products
+    made = GroupedQuantizers(
+        grouped([product.input for product in products], False),
+        grouped([product.weight for product in products], True),
+        grouped([product.grad_output for product in products], False),
+    )
+    return _UNMERGED if None in made else made
+
+
+def _features(
+    call: Call,
+    of_weights: Sequence[Facts | None],
+    of_biases: Sequence[Facts | None],
+    quantizers: GroupedQuantizers,
+) -> tuple[str, ...]:
+    """Return the features of every call of this kind that one launch per step does not support."""
+    config: Any = call.config
+    kinds = {facts.kind for facts in (*of_weights, *of_biases) if facts is not None}
+    found = {
+        DELAYED_WEIGHT_GRADIENTS: call.store is not None,
+        KEPT_INPUT: config.save_original_input,
+        QUANTIZED_PARAMETERS: config.primary_weights_in_fp8,
+        CALIBRATION: not call.active.quantizes and call.active.recipe is not None,
+        OTHER_PARAMETERS: not kinds <= {torch.nn.Parameter},
+        IRREGULAR: len(set(of_weights)) > 1 or len(set(of_biases)) > 1,
+        SINGLE_QUANTIZERS: call.active.quantizes and quantizers is _UNMERGED,
+        OTHER_BACKWARD: call.active.backward != "quantized",
+    }
+    return tuple([feature for feature, used in found.items() if used])
+
+
+def _way(call: Call, features: tuple[str, ...], weight: Facts | None) -> tuple[Any, ...]:
+    """Return the request of `grouped_way.TABLE` for a call with rows."""
+    config: Any = call.config
+    x = call.input
+    assert weight is not None
+    return (
+        features,
+        None if _asked_for() is None else env.get("NVTE_USE_CUTLASS_GROUPED_GEMM"),
+        x.kind in (torch.Tensor, torch.nn.Parameter),
+        True,
+        x.shape[-1],
+        x.dtype,
+        x.device,
+        (config.out_features, config.in_features),
+        weight.device,
+        call.autocast or weight.dtype,
+        None if call.active.quantizes else weight.dtype,
+    )

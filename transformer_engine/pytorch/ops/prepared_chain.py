@@ -1,0 +1,247 @@
+"""PreparedChain: the passes of a whole chain for one kind of call, and their autograd function.
+
+A chain whose operations all contribute steps runs as one forward and one backward pass. Everything about these passes
+that does not depend on tensor values is prepared once per key of a call (`OperationFuser`): steps, specs, quantizers,
+the layout of saved buffers. On a GPU warm calls run the compiled passes of `functions/compiled.py`. Other chains go
+through `chain_run.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..functions.compiled import CompiledLayer, CompiledPass, compiles_on
+from ..functions.linear_spec import LinearSpec, backward_quantizers
+from ..functions.run import run
+from ..functions.saving import keep, pack, take_early, unpack
+from ..functions.scale_update import of_the_pass
+from ..runtime.applying import applier
+from ..runtime.double_backward import once_differentiable
+from ..tensor.quantized_tensor import QuantizedTensorStorage
+from .chain import ChainEnvironment, grad_facts
+from .chain_plans import BackwardKey, BackwardPlan, ForwardPlan, GradFacts, PassMember, backward_plan
+from .chain_run import Fused, distinct
+
+# Steps of forward passes whose launches and products, and those of their backward passes, a compiled pass may list.
+_LISTED = frozenset(
+    {
+        "accumulate", "activation", "add", "add_bias", "alias", "cast", "convert", "leading", "norm", "product", "rows",
+        "unflatten", "values",
+    }
+)  # fmt: skip
+
+
+class Fusions(NamedTuple):
+    """The operations of both passes, as clients inspect them; the class of the recipe, and the key of the fusion."""
+
+    forward: Fused
+    backward: Fused
+    recipe_type: Any
+    key: Any
+
+
+class PreparedChain:
+    """The passes of a chain for one key.
+
+    Args:
+        members: The operations.
+        parameters: Number of parameters of each operation.
+        plan: The forward pass.
+        environment: What its steps and those of the backward pass refer to.
+        first: Index of the first operation that the backward pass reaches.
+        updates_scales: The backward pass ends with an update of delayed-scaling states.
+        device: Device of the tensors.
+        fused: Rules have merged the steps.
+
+    Attributes:
+        fusions: The operations that the fuser shows after a call.
+        checks: Functions that check parameters before every call.
+    """
+
+    __slots__ = (
+        "_backward_plans",
+        "checks",
+        "compiled",
+        "environment",
+        "first",
+        "fused",
+        "fusions",
+        "members",
+        "outputs",
+        "parameters",
+        "plan",
+        "updates_scales",
+    )
+
+    def __init__(
+        self,
+        members: tuple[PassMember, ...],
+        parameters: tuple[int, ...],
+        plan: ForwardPlan,
+        environment: ChainEnvironment,
+        first: int,
+        updates_scales: bool,
+        device: torch.device,
+        fused: bool,
+    ) -> None:
+        self.members, self.parameters, self.plan = members, parameters, plan
+        self.environment, self.first, self.updates_scales = environment, first, updates_scales
+        self.fused = fused
+        self.outputs = 1 + sum(plan.extra_outputs)
+        self.fusions = Fusions([], [], None, None)
+        self.checks: tuple[Callable[[], None], ...] = ()
+        self._backward_plans: dict[Any, tuple[BackwardPlan, tuple[int, ...], tuple[int, ...]]] = {}
+        self.compiled = self._compiled(device) if compiles_on(device) else None
+
+    def _compiled(self, device: torch.device) -> CompiledLayer | None:
+        """Return the compiled passes; None if the steps do more than launch kernels and products."""
+        specs: list[LinearSpec] = list(self.environment.linears.values())
+        if not _LISTED.issuperset([step.op for step in self.plan.steps.steps]):
+            return None
+        if any(spec.traced or spec.communicates for spec in specs):
+            return None
+        quantizers = [quantizer for spec in specs for quantizer in (spec.input, spec.weight)]
+        # A gradient that is delayed, or added to main_grad, has effects that a compiled pass would not repeat.
+        returned = all(
+            not spec.weight_gradient.fused and spec.weight_gradient.store is None for spec in specs
+        )
+        of_backward = [quantizer for spec in specs for quantizer in backward_quantizers(spec)]
+        forward = CompiledPass(_forward_pass, device, quantizers)
+        return CompiledLayer(forward, CompiledPass(_backward_pass, device if returned else None, of_backward))
+
+    def __call__(self, given: list[Any]) -> Any:
+        """Run the chain.
+
+        Args:
+            given: The main input, then the parameters and the extra inputs of each operation.
+
+        Returns:
+            The main output, or a tuple of the main output and the extra outputs.
+        """
+        if self.first < len(self.members):
+            results = _prepared(self, *given)
+        elif self.compiled is None:
+            results = _forward_pass(given, self)[0]
+        else:
+            results = self.compiled.forward(given, self)[0]
+        return results if self.outputs > 1 else results[0]
+
+    def backward_of(self, grads: Sequence[Any]) -> tuple[BackwardPlan, tuple[int, ...], tuple[int, ...]]:
+        """Return the backward pass for gradients of the outputs, built at the first call of its kind.
+
+        Returns:
+            The pass; the places of its inputs among gradients and saved buffers; and for each input of the forward
+            pass the place of its gradient among the results, -1 for None.
+        """
+        dy, *extra = grads
+        kind = (isinstance(dy, QuantizedTensorStorage), *[grad_facts(grad) for grad in extra])
+        found = self._backward_plans.get(kind)
+        if found is None:
+            found = self._backward_plans[kind] = self._build_backward(kind)
+        return found
+
+    def _build_backward(self, kind: tuple[Any, ...]) -> tuple[BackwardPlan, tuple[int, ...], tuple[int, ...]]:
+        quantized, facts = kind[0], iter(kind[1:])
+        of_outputs: list[tuple[GradFacts | None, ...]] = [
+            tuple([next(facts) for _ in range(count)]) for count in self.plan.extra_outputs
+        ]
+        reached = range(self.first, len(self.members))
+        key = BackwardKey(
+            tuple([self.members[i] for i in reached]),
+            tuple([self.plan.saved[i] for i in reached]),
+            tuple([of_outputs[i] for i in reached]),
+            quantized,
+        )
+        plan = backward_plan(key, self.fused)
+        places: dict[str | None, int] = {"dy": 0}
+        for i, count in enumerate(self.plan.extra_outputs):
+            places.update({f"{self.members[i].name}.grad_extra{n}": len(places) + n for n in range(count)})
+        start = self.outputs
+        for pairs in self.plan.saved:
+            places.update({source: start + n for n, (_, source) in enumerate(pairs)})
+            start += len(pairs)
+        order = [-1 if self.first else 0]
+        parameter, extra_input = 1, 1 + sum(plan.parameters)
+        for i, member in enumerate(self.members):
+            counts = self.parameters[i], member.extra_inputs
+            if i < self.first:
+                order += [-1] * sum(counts)
+                continue
+            assert (plan.parameters[i - self.first], plan.extra_inputs[i - self.first]) in (
+                counts,
+                (counts[0], 0),
+            )
+            order += range(parameter, parameter + counts[0])
+            parameter += counts[0]
+            made = plan.extra_inputs[i - self.first]
+            order += [*range(extra_input, extra_input + made), *[-1] * (counts[1] - made)]
+            extra_input += made
+        return plan, tuple([places[name] for name in plan.steps.inputs]), tuple(order)
+
+
+def _forward_pass(given: list[Any], chain: PreparedChain) -> tuple[tuple[Any, ...], Any]:
+    """Return the outputs and the tensors to save; and the non-tensor parts of the saved buffers."""
+    results, saved = run(chain.plan.schedule, chain.environment, given)  # pyright: ignore[reportArgumentType]
+    if not saved:
+        return tuple(results), ((), {})
+    constants = {i: value for i, value in enumerate(saved) if type(value) in (tuple, torch.Size)}
+    tensors, forms = pack(*[None if i in constants else value for i, value in enumerate(saved)])
+    return (*results, *tensors), (forms, constants)
+
+
+def _backward_pass(given: list[Any], chain: PreparedChain, ctx: Any) -> tuple[tuple[Any, ...], None]:
+    """Return the gradients of the forward pass' inputs from those of its outputs and the saved tensors."""
+    count = chain.outputs
+    forms, constants = ctx.forms
+    plan, places, order = chain.backward_of(given[:count])
+    values = given[:count] + unpack(given[count:], forms)
+    given.clear()
+    for i, constant in constants.items():
+        values[count + i] = constant
+    inputs = [values[place] for place in places]
+    del values
+    results, _ = run(plan.schedule, chain.environment, inputs)  # pyright: ignore[reportArgumentType]
+    return tuple([None if place < 0 else results[place] for place in order]), None
+
+
+class _PreparedChain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, chain: PreparedChain, *tensors: Any) -> Any:
+        ctx.chain = chain
+        ctx.scale_update = update = of_the_pass() if chain.updates_scales else None
+        if chain.compiled is None:
+            made, ctx.forms = _forward_pass([*tensors], chain)
+            keep(ctx, made[chain.outputs :])
+        else:
+            made, kind = chain.compiled.forward([*tensors], chain)
+            chain.compiled.save(ctx, made[chain.outputs :], kind, update)
+        outputs = distinct(made[: chain.outputs], tensors)
+        constant = [y for y in outputs if not y.is_floating_point()]
+        if constant:
+            ctx.mark_non_differentiable(*constant)
+        ctx.set_materialize_grads(False)
+        y = outputs[0]
+        ctx.output = y.shape, y.dtype, y.device
+        return outputs
+
+    @staticmethod
+    @once_differentiable("Sequential")
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        chain: PreparedChain = ctx.chain
+        if grads[0] is None:  # only extra outputs were used
+            shape, dtype, device = ctx.output
+            grads = (torch.zeros(shape, dtype=dtype, device=device), *grads[1:])
+        if chain.compiled is None:
+            results = _backward_pass([*grads, *take_early(ctx)], chain, ctx)[0]
+        else:
+            results = chain.compiled.backward(ctx, grads, chain)
+        if ctx.scale_update is not None:
+            ctx.scale_update.run()
+        return None, *results
+
+
+_prepared = applier(_PreparedChain)
