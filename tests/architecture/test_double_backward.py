@@ -17,6 +17,7 @@ TWICE = {
     "runtime.double_backward._LinearMap",
     "runtime.double_backward._Refusal",  # it is the refusal
     "functions.activation._Activation",
+    "functions.attention.context_parallel.all_to_all._Exchange",
     "functions.dropout._BiasAdd",
     "functions.dropout._BiasDropoutAdd",
     "functions.dropout._Dropout",
