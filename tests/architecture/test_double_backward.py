@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from source import modules, nodes
+from tests.architecture.source import modules, nodes
 
 # Functions whose backward autograd may record; tests/module/test_double_backward.py compares each with float64.
 TWICE = {

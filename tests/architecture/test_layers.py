@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 
 import pytest
-import source
-from source import circles, imports, loaded_by, modules, nodes, tree
+
+from tests.architecture import source
+from tests.architecture.source import circles, imports, loaded_by, modules, nodes, tree
 
 # The longest prefix decides. Layers as in docs/architecture.md.
 LAYERS = {

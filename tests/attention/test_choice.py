@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_oracle import cumulative, padding_mask
 
+from tests.attention.attention_oracle import cumulative, padding_mask
 from transformer_engine.common import optional
 from transformer_engine.common.dispatch import Unsupported, use_backend
 from transformer_engine.common.kernels.launch import MISSING

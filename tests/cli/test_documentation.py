@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_models import write_checkpoint
 
 import transformer_engine
+from tests.conversion.tiny_models import write_checkpoint
 from transformer_engine.cli.demo.config import CPU_SIZES, CUDA_SIZES
 from transformer_engine.common import env
 

@@ -12,10 +12,11 @@ import traceback
 import warnings
 from typing import Any
 
-import megatron_cases
 import torch
 import torch.distributed as dist
-from ranked import said_by_the_first
+
+from tests.clients import megatron_cases
+from tests.clients.ranked import said_by_the_first
 
 # (communication, settings of the model, whether our attention layer replaces Megatron's)
 CASES: dict[str, tuple[str, dict[str, Any], bool]] = {

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from processes import once, output
-from support.programs import ROOT
+
+from tests.clients.processes import once, output
+from tests.support.programs import ROOT
 
 HERE = Path(__file__).parent
 LOSSES = ("float32", "bfloat16", "delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4", "fp8_parameters", "llama",

@@ -8,7 +8,9 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from context_parallel_cases import (
+
+import transformer_engine.pytorch as te
+from tests.distributed.context_parallel_cases import (
     Case,
     attention_of,
     exact,
@@ -19,11 +21,9 @@ from context_parallel_cases import (
     problem,
     shared,
 )
-from ranks import run_on_ranks
-from support.tolerances import ATTENDED, assert_as_good_as
-from threaded_ranks import run_on_threads
-
-import transformer_engine.pytorch as te
+from tests.distributed.ranks import run_on_ranks
+from tests.distributed.threaded_ranks import run_on_threads
+from tests.support.tolerances import ATTENDED, assert_as_good_as
 from transformer_engine.common.dispatch import tables
 from transformer_engine.pytorch.functions.attention.context_parallel.layout import (
     TokenOrder,

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from context_parallel_cases import Case, attention_of, cumulative
-from threaded_ranks import run_on_threads
 
 import transformer_engine.pytorch as te
+from tests.distributed.context_parallel_cases import Case, attention_of, cumulative
+from tests.distributed.threaded_ranks import run_on_threads
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.attention.dot_product_attention.context_parallel import (
     get_batch_on_this_cp_rank,

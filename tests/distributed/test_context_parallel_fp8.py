@@ -8,7 +8,9 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from context_parallel_cases import (
+
+import transformer_engine.pytorch as te
+from tests.distributed.context_parallel_cases import (
     Case,
     attention_of,
     exact,
@@ -19,10 +21,8 @@ from context_parallel_cases import (
     problem,
     shared,
 )
-from support.tolerances import assert_as_good_as
-from threaded_ranks import run_on_threads
-
-import transformer_engine.pytorch as te
+from tests.distributed.threaded_ranks import run_on_threads
+from tests.support.tolerances import assert_as_good_as
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 
 CASE = Case(tokens=64, heads=4, groups=4, head_dim=(16, 16), dtype=torch.bfloat16)

@@ -7,8 +7,8 @@ import socket
 import subprocess
 import sys
 
-from support.pages import DOCS, examples
-from support.programs import search_path
+from tests.support.pages import DOCS, examples
+from tests.support.programs import search_path
 
 
 def test_the_example_runs_on_two_processes_as_printed(tmp_path):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_oracle import cumulative
 
 import transformer_engine_torch as tex
+from tests.attention.attention_oracle import cumulative
 from transformer_engine.pytorch.attention import RotaryPositionEmbedding, apply_rotary_pos_emb
 
 SBHD, BSHD, THD = (tex.NVTE_QKV_Format[f"NVTE_{name}"] for name in ("SBHD", "BSHD", "THD"))
