@@ -1,4 +1,4 @@
-"""Writes the table of docs/support.json into docs/support.md and README.md; --check only compares.
+"""Writes the table of docs/support.json into docs/support.md; --check only compares.
 
 python docs/support_table.py [--check]
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from generated import ROOT, write
 
-PAGES = (ROOT / "docs" / "support.md", ROOT / "README.md")
+PAGE = ROOT / "docs" / "support.md"
 
 
 def table(support: dict[str, Any]) -> str:
@@ -32,4 +32,4 @@ def table(support: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     rows = table(json.loads((ROOT / "docs" / "support.json").read_text()))
-    sys.exit(write(__file__, {page: {"support table": rows} for page in PAGES}))
+    sys.exit(write(__file__, {PAGE: {"support table": rows}}))

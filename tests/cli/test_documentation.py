@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tiny_models import write_checkpoint
 
+import transformer_engine
 from transformer_engine.cli.demo.config import CPU_SIZES, CUDA_SIZES
 from transformer_engine.common import env
 
@@ -36,6 +37,11 @@ def test_a_generated_page_is_that_of_its_source(script: str):
         cwd=ROOT,
     )
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_citation_has_the_version_of_the_package():
+    version = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.M)
+    assert version is not None and version[1] == transformer_engine.__version__
 
 
 def test_the_page_of_environment_variables_names_each_once():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -58,13 +57,39 @@ def test_the_quickstart_runs_as_printed_without_torch_and_triton():
         "import sys; sys.modules['torch'] = sys.modules['triton'] = None\n" + examples("quickstart.md")[1]
     )
     checks = (
-        "\nassert jnp.isfinite(loss)"
-        "\nassert jax.tree.map(jnp.shape, param_grads) == {'kernel': (HIDDEN, HIDDEN), 'bias': (HIDDEN,)}, param_grads"
-        "\nassert set(other_grads['fp8_metas']) == set(other_variables['fp8_metas'])"
+        "\nassert losses[-1] < 0.9 * losses[0], losses"
+        "\nassert jax.tree.structure(state) == jax.tree.structure({'fp8_metas': variables['fp8_metas']})"
+        "\nassert float(state['fp8_metas']['x_scale'][0]) != 1.0"
     )
-    checks = checks.replace("param_grads)", "flax.linen.meta.unbox(param_grads))", 1)
     done = subprocess.run([sys.executable, "-c", program + checks], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_program_with_the_older_name_of_autocast_runs():
+    """`fp8_autocast(fp8_recipe=)`, all other collections differentiated together, operation by operation."""
+    import flax
+    import jax
+    import jax.numpy as jnp
+
+    import transformer_engine.jax as te
+    import transformer_engine.jax.flax as te_flax
+    from transformer_engine.common import recipe
+
+    x = jax.random.normal(jax.random.PRNGKey(3), [4, 16, 32], jnp.float32)
+    with te.fp8_autocast(
+        enabled=True, fp8_recipe=recipe.DelayedScaling(margin=0, fp8_format=recipe.Format.HYBRID)
+    ):
+        dense = te_flax.DenseGeneral(features=32)
+        others, params = flax.core.pop(dense.init(jax.random.PRNGKey(4), x), "params")
+        step = jax.value_and_grad(
+            lambda params, others: dense.apply({"params": params, **others}, x).mean(), (0, 1)
+        )
+        for _ in range(2):
+            loss, (gradients, other_gradients) = step(params, others)
+    assert jnp.isfinite(loss)
+    shapes = jax.tree.map(jnp.shape, flax.linen.meta.unbox(gradients))
+    assert shapes == {"kernel": (32, 32), "bias": (32,)}
+    assert other_gradients["fp8_metas"].keys() == others["fp8_metas"].keys()
 
 
 def test_the_front_page_s_example_gives_gradients_and_the_next_state():
@@ -77,12 +102,6 @@ def test_the_front_page_s_example_gives_gradients_and_the_next_state():
     assert names["state"]["fp8_metas"]["x_scale"][0] == jnp.float32(
         448
     )  # the largest code over a maximum of 1
-
-
-def test_the_quickstart_is_the_one_of_the_original():
-    """Word for word: the digest is that of the block in the README of Transformer Engine."""
-    digest = hashlib.sha256(examples("quickstart.md")[1].encode()).hexdigest()
-    assert digest == "8badd4d4015696d34e63a8df508bd55b149b78ea77bc5f8f463cab79758fe740"
 
 
 @pytest.mark.slow

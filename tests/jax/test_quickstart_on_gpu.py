@@ -1,4 +1,4 @@
-"""The JAX block of the quickstart on a GPU, with XLA's default flags and the recommended one: the loss of a CPU."""
+"""A dense layer under delayed scaling on a GPU, with XLA's default flags and the recommended one: the loss of a CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-from support.pages import examples
 
 from transformer_engine.jax.platform import has_gpu
 
@@ -17,9 +16,21 @@ pytestmark = [
     pytest.mark.skipif(not has_gpu(), reason="what XLA compiles for CUDA is looked at, on a GPU alone"),
 ]
 RECOMMENDED = "--xla_gpu_enable_triton_gemm=false"
-CHECKS = """
+PROGRAM = """
 import json
 from collections import Counter
+import flax, jax, jax.numpy as jnp
+import transformer_engine.jax as te, transformer_engine.jax.flax as te_flax
+from transformer_engine.common import recipe
+inp = jax.random.normal(jax.random.key(1), (32, 128, 1024), jnp.float32)
+fp8_recipe = recipe.DelayedScaling(fp8_format=recipe.Format.HYBRID)
+with te.fp8_autocast(enabled=True, fp8_recipe=fp8_recipe):
+    model = te_flax.DenseGeneral(features=1024)
+    other_variables, params = flax.core.pop(model.init(jax.random.key(0), inp), "params")
+    def loss_fn(params, others, inp):
+        return model.apply({"params": params, **others}, inp).mean()
+    fwd_bwd_fn = jax.value_and_grad(loss_fn, argnums=(0, 1))
+    loss, _ = fwd_bwd_fn(params, other_variables, inp)
 with te.fp8_autocast(enabled=True, fp8_recipe=fp8_recipe):
     of_all = jax.value_and_grad(loss_fn, argnums=(0, 1, 2))
     texts = [jax.jit(f).lower(params, other_variables, inp).compile().as_text() for f in (fwd_bwd_fn, of_all)]
@@ -38,7 +49,7 @@ print(json.dumps({
 
 def ran(**environment: str) -> dict:
     done = subprocess.run(
-        [sys.executable, "-c", examples("quickstart.md")[1] + CHECKS], capture_output=True, text=True,
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True,
         env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -55,7 +66,7 @@ def test_the_loss_is_that_of_a_cpu_and_the_step_holds_three_products_of_fp8(flag
     found = ran(XLA_FLAGS=flags)
     assert found["loss"] == pytest.approx(loss_on_a_cpu, abs=1e-5)
     if flags:
-        # Nobody reads the gradient of the quickstart's input, and XLA leaves its product out.
+        # Nobody reads the gradient of the input, and XLA leaves its product out.
         assert found["library"] == [2, 3]
     else:
         assert found["products"] == {"triton": 3}, "without the flag our kernels compute them"
