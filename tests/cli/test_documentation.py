@@ -19,7 +19,14 @@ OPTIONS = {"sequence": "--seq", "learning_rate": "--lr"}
 
 
 @pytest.mark.parametrize(
-    "script", ["support_table.py", "performance_table.py", "environment_table.py", "jax_goals_table.py"]
+    "script",
+    [
+        "layers_table.py",
+        "support_table.py",
+        "performance_table.py",
+        "environment_table.py",
+        "jax_goals_table.py",
+    ],
 )
 def test_a_generated_page_is_that_of_its_source(script: str):
     result = subprocess.run(

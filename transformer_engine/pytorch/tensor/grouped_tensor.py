@@ -234,4 +234,6 @@ def _make_grouped_tensor_in_reduce_ex(members: Sequence[Tensor]) -> GroupedTenso
     return GroupedTensor.of_members(members)
 
 
+GroupedTensorStorage.tensor_class = GroupedTensor
+GroupedTensorStorage.stack_quantizer = staticmethod(stack_quantizer)
 PICKLED = (_make_grouped_tensor_in_reduce_ex,)
