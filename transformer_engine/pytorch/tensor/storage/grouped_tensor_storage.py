@@ -74,9 +74,11 @@ class GroupedTensorStorage(QuantizedTensorStorage):
     }
     CONSTANTS = {"_members": "members", "_quantizer": "quantizer", "_dtype": "dtype"}
 
-    # `GroupedTensor`, and the function that returns the quantizer of a group: assigned by their module, which builds on
-    # this one.
-    tensor_class: ClassVar[Any]
+    # The module of `GroupedTensor`, which builds on this one, assigns the constructors and the function that returns
+    # the quantizer of a group.
+    make_grouped_tensor: ClassVar[Any]
+    make_grouped_tensor_with_shapes: ClassVar[Any]
+    make_grouped_tensor_from_rowwise_data: ClassVar[Any]
     stack_quantizer: ClassVar[Any]
     rowwise_data: Tensor | None
     columnwise_data: Tensor | None
@@ -388,18 +390,6 @@ class GroupedTensorStorage(QuantizedTensorStorage):
                     kept = value if noop_flag is None else torch.where(noop_flag != 0, into, value.to(into))
                     into.copy_(kept)
         return held
-
-    @classmethod
-    def make_grouped_tensor(cls, *arguments: Any, **keywords: Any) -> Any:
-        return cls.tensor_class.make_grouped_tensor(*arguments, **keywords)
-
-    @classmethod
-    def make_grouped_tensor_with_shapes(cls, *arguments: Any, **keywords: Any) -> Any:
-        return cls.tensor_class.make_grouped_tensor_with_shapes(*arguments, **keywords)
-
-    @classmethod
-    def make_grouped_tensor_from_rowwise_data(cls, *arguments: Any, **keywords: Any) -> Any:
-        return cls.tensor_class.make_grouped_tensor_from_rowwise_data(*arguments, **keywords)
 
     @staticmethod
     def make_tensor_offsets(split_dims: Sequence[int], common_dim: int) -> list[int]:
