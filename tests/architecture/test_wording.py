@@ -7,7 +7,8 @@ import re
 import subprocess
 
 import pytest
-from source import ROOT, modules, nodes
+
+from tests.architecture.source import ROOT, modules, nodes
 
 # One word for taking one of several, `choose`; docs/architecture.md. The other names are the original's.
 OTHER_WORDS_FOR_CHOOSING = re.compile(

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.programs import search_path
 from typer.testing import CliRunner
 
+from tests.support.programs import search_path
 from transformer_engine import __version__, cli
 from transformer_engine.cli.doctor import environment as gathering
 from transformer_engine.cli.doctor.checks import CHECKS, Finding, as_dict, as_text, examine, healthy, main

@@ -12,7 +12,7 @@ from transformer_engine import cli
 from transformer_engine.cli.demo.config import RunConfig, resolve
 from transformer_engine.cli.demo.data import load_corpus
 from transformer_engine.cli.demo.model import ByteGPT
-from transformer_engine.cli.demo.sample import _cache, _CachedStep
+from transformer_engine.cli.demo.sample import CachedStep, cache_of
 from transformer_engine.cli.demo.trainer import Trainer
 from transformer_engine.cli.generate import load
 
@@ -99,7 +99,7 @@ def test_a_wrong_option_is_one_sentence_and_exit_code_2(arguments: list[str], me
 
 def stepwise(model: ByteGPT, config: RunConfig, text: torch.Tensor, page_size: int | None) -> torch.Tensor:
     """Logits behind byte 5, 6, ... of text [1, n], each from a cached step."""
-    step = _CachedStep(model, _cache(config, page_size))
+    step = CachedStep(model, cache_of(config, page_size))
     fresh = [text[:, :5], *text[:, 5:].split(1, dim=1)]
     return torch.cat([step(part).clone() for part in fresh])
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import SETTINGS, weights, write_checkpoint
 
+from tests.conversion.tiny_models import SETTINGS, weights, write_checkpoint
 from transformer_engine.common.optional import installed
 from transformer_engine.pytorch import conversion
 from transformer_engine.pytorch.conversion.safetensors import Described, SafetensorsFile, Shards, write

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.recorder import RerunRecorder
 
+from tests.support.recorder import RerunRecorder
 from transformer_engine.pytorch.graphs import automatic, build
 
 

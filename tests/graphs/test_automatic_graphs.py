@@ -7,9 +7,9 @@ import pickle
 
 import pytest
 import torch
-from support.layers import RECIPES, layer_of
 
 import transformer_engine.pytorch as te
+from tests.support.layers import RECIPES, layer_of
 from transformer_engine.pytorch.graphs import automatic
 from transformer_engine.pytorch.graphs.signature import SameObject, standing_of
 

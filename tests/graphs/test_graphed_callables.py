@@ -8,9 +8,9 @@ import warnings
 
 import pytest
 import torch
-from support.layers import RECIPES, layer_of
 
 import transformer_engine.pytorch as te
+from tests.support.layers import RECIPES, layer_of
 from transformer_engine.pytorch import graph
 from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
 from transformer_engine.pytorch.graphs import arguments

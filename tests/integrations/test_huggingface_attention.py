@@ -12,12 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.tolerances import ATTENDED
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention
 
 import transformer_engine.pytorch as te
+from tests.support.tolerances import ATTENDED
 from transformer_engine.common import recipe
 from transformer_engine.pytorch.integrations.huggingface import (
     get_te_attention_stats,

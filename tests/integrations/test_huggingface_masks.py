@@ -7,10 +7,10 @@ import random
 
 import pytest
 import torch
-from support.tolerances import ATTENDED
 from torch.nn import functional as F
 
 import transformer_engine.pytorch as te
+from tests.support.tolerances import ATTENDED
 from transformer_engine.pytorch.integrations.huggingface import masks
 from transformer_engine.pytorch.integrations.huggingface.core import CoreSettings, attend
 

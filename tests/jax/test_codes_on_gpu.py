@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from bits import assert_same_bytes, matrix
 
+from tests.jax.bits import assert_same_bytes, matrix
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E4M3, E5M2, FLOAT8
 from transformer_engine.common.quantize_spec import QuantizeSpec

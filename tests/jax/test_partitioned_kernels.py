@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from support.tolerances import LAYERS_OVER_DEVICES
 
+from tests.support.tolerances import LAYERS_OVER_DEVICES
 from transformer_engine.common.formats import (
     BLOCK_1D,
     BLOCK_2D,
@@ -72,10 +72,9 @@ needs_bridge = pytest.mark.skipif(
 def printed_by(program: str) -> tuple[dict, str]:
     """What a program on eight host devices prints, and what it says on stderr."""
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "jax")))
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "jax" / program)], capture_output=True, text=True,
-        env=os.environ | flags | {"PYTHONPATH": paths},
+        env=os.environ | flags | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr

@@ -6,8 +6,7 @@ import json
 from collections.abc import Iterator
 from functools import partial
 
-from compile_cases import count, ptx_of
-
+from tests.kernels.compile_cases import count, ptx_of
 from transformer_engine.common.formats import E4M3, FLOAT32_MAX
 from transformer_engine.common.kernels import (
     activation_cast,

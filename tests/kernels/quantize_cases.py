@@ -10,11 +10,10 @@ from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parent))
 
-import interpreter
 import torch
 
+from tests.kernels import interpreter
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
 from transformer_engine.common.kernels import cast
 from transformer_engine.pytorch.primitives.quantize import (

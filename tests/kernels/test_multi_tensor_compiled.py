@@ -16,8 +16,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("aligned", [True, False])
 def test_a_thread_moves_16_bytes_at_once_where_every_tensor_is_aligned(aligned):
-    from compile_cases import ptx_of
-
+    from tests.kernels.compile_cases import ptx_of
     from transformer_engine.common.kernels import multi_tensor
     from transformer_engine.common.operation_settings import Adam
 

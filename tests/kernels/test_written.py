@@ -57,8 +57,7 @@ def test_a_launch_declares_the_tables_that_its_kernel_takes_addresses_from(facts
 
 
 def test_what_a_record_leaves_out_or_adds_is_seen():
-    from written_cases import FLOAT, HALF, SHAPE, facts_of
-
+    from tests.kernels.written_cases import FLOAT, HALF, SHAPE, facts_of
     from transformer_engine.common.formats import E4M3
     from transformer_engine.common.kernels import cast
 

@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parent))
 
-from attention_compile_cases import problem
-from written_pointers import code_of, pointers_of
-
+from tests.kernels.attention_compile_cases import problem
+from tests.kernels.written_pointers import code_of, pointers_of
 from transformer_engine.common.formats import E4M3, FLOAT32_MAX
 from transformer_engine.common.kernels import (
     activation,

@@ -7,8 +7,8 @@ import io
 
 import pytest
 import torch
-from support.layers import QUANTIZED, RECIPES, same
 
+from tests.support.layers import QUANTIZED, RECIPES, same
 from transformer_engine.common.recipe import CustomRecipe
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.module.grouped_linear import GroupedLinear

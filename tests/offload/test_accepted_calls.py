@@ -8,9 +8,9 @@ import copy
 import numpy
 import pytest
 import torch
-from support.link import RecordedLink
 
 import transformer_engine.pytorch as te
+from tests.support.link import RecordedLink
 from transformer_engine.common import warning
 from transformer_engine.pytorch.offload import hooks, marks
 

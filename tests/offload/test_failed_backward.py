@@ -9,8 +9,8 @@ import threading
 
 import pytest
 import torch
-from support.link import RecordedLink
 
+from tests.support.link import RecordedLink
 from transformer_engine.pytorch.offload import hooks, marks
 from transformer_engine.pytorch.offload.hooks import OffloadContext
 from transformer_engine.pytorch.offload.synchronizer import (

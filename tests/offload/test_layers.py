@@ -7,10 +7,10 @@ import copy
 
 import pytest
 import torch
-from support.layers import RECIPES, layer_of
-from support.link import RecordedLink
 
 import transformer_engine.pytorch as te
+from tests.support.layers import RECIPES, layer_of
+from tests.support.link import RecordedLink
 from transformer_engine.pytorch.functions import layer as layers
 from transformer_engine.pytorch.functions import run
 from transformer_engine.pytorch.offload import hooks, marks

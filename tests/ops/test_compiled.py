@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.layers import RECIPES
-from support.recorder import RerunRecorder
-from support.tolerances import relative_error
 
 import transformer_engine.pytorch as te
+from tests.support.layers import RECIPES
+from tests.support.recorder import RerunRecorder
+from tests.support.tolerances import relative_error
 from transformer_engine.pytorch import ops
 from transformer_engine.pytorch.graphs import automatic, build
 

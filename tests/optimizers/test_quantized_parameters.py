@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.layers import QUANTIZED, RECIPES
 
 import transformer_engine.pytorch as te
+from tests.support.layers import QUANTIZED, RECIPES
 from transformer_engine.common.recipe import MXFP8BlockScaling
 from transformer_engine.pytorch.optimizers import FusedAdam
 from transformer_engine.pytorch.tensor.utils import replace_raw_data

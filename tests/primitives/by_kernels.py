@@ -8,9 +8,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from support.kernels import INTERPRETED
 from torch import Tensor
 
+from tests.support.kernels import INTERPRETED
 from transformer_engine.common.dispatch import Table, binding, use_backend
 from transformer_engine.pytorch.primitives.activation import DEFAULT_PARAMS
 from transformer_engine.pytorch.primitives.activation import triton as activation_triton

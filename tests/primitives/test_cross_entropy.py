@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_kernels import Kernels
-from support.kernels import DEVICE, runs_kernels, sized
-from support.tolerances import DTYPES, ROUNDED
 
+from tests.primitives.by_kernels import Kernels
+from tests.support.kernels import DEVICE, runs_kernels, sized
+from tests.support.tolerances import DTYPES, ROUNDED
 from transformer_engine.common.operation_settings import Labels
 from transformer_engine.pytorch.primitives import cross_entropy
 from transformer_engine.pytorch.primitives.cross_entropy import (

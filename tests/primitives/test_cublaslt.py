@@ -11,8 +11,8 @@ import threading
 
 import pytest
 import torch
-from cublaslt_on_cpu import ALGORITHMS, REFUSED, installed
 
+from tests.primitives.cublaslt_on_cpu import ALGORITHMS, REFUSED, installed
 from transformer_engine.common import formats
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.memory import Memory

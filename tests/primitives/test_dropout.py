@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_kernels import Kernels
-from support.kernels import DEVICE, runs_kernels, sized
-from support.tolerances import DTYPES
 
+from tests.primitives.by_kernels import Kernels
+from tests.support.kernels import DEVICE, runs_kernels, sized
+from tests.support.tolerances import DTYPES
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.functions.dropout import bias_dropout_add, dropout
 from transformer_engine.pytorch.primitives import dropout as dropout_module

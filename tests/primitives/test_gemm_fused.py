@@ -9,8 +9,8 @@ from functools import partial
 
 import pytest
 import torch
-from cublaslt_on_cpu import installed
 
+from tests.primitives.cublaslt_on_cpu import installed
 from transformer_engine.common import formats
 from transformer_engine.common.dispatch import Refusal, observing, use_backend
 from transformer_engine.pytorch.primitives.gemm import (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_kernels import Kernels
-from support.kernels import INTERPRETED
 
+from tests.primitives.by_kernels import Kernels
+from tests.support.kernels import INTERPRETED
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.primitives import kv_cache
 from transformer_engine.pytorch.primitives.kv_cache import (

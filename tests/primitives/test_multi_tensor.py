@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_kernels import Kernels
-from support.kernels import DEVICE, runs_kernels, sized
-from support.tolerances import DTYPES, MULTIPLIED, UNIT
 
+from tests.primitives.by_kernels import Kernels
+from tests.support.kernels import DEVICE, runs_kernels, sized
+from tests.support.tolerances import DTYPES, MULTIPLIED, UNIT
 from transformer_engine.common.operation_settings import Adam, Sgd
 from transformer_engine.pytorch.primitives import multi_tensor
 from transformer_engine.pytorch.primitives.multi_tensor import (

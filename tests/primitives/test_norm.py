@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from support.tolerances import DTYPES, ROUNDED
 
+from tests.support.tolerances import DTYPES, ROUNDED
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.primitives import norm
 from transformer_engine.pytorch.primitives.norm.reference import NormRequest

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from by_kernels import Kernels
-from support.kernels import DEVICE, INTERPRETED, runs_kernels, sized
-from support.tolerances import DTYPES, SUMMED
 
+from tests.primitives.by_kernels import Kernels
+from tests.support.kernels import DEVICE, INTERPRETED, runs_kernels, sized
+from tests.support.tolerances import DTYPES, SUMMED
 from transformer_engine.common.dispatch import Unsupported, use_backend
 from transformer_engine.pytorch.primitives import norm
 from transformer_engine.pytorch.primitives.norm import triton

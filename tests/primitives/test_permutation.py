@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_kernels import Kernels, Reference
-from support.kernels import DEVICE, INTERPRETED, runs_kernels, sized
-from support.tolerances import DTYPES, SUMMED, UNIT
 
+from tests.primitives.by_kernels import Kernels, Reference
+from tests.support.kernels import DEVICE, INTERPRETED, runs_kernels, sized
+from tests.support.tolerances import DTYPES, SUMMED, UNIT
 from transformer_engine.pytorch.primitives import permutation
 from transformer_engine.pytorch.primitives.permutation import (
     INDEX,

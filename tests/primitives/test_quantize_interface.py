@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import quantized
-from support.quantized import assert_same, sample, uniform
 
+from tests.support import quantized
+from tests.support.quantized import assert_same, sample, uniform
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.formats import (
     E2M1,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_kernels import Kernels, Reference
-from support.kernels import DEVICE, runs_kernels, sized
-from support.tolerances import CURVED, UNIT
 
+from tests.primitives.by_kernels import Kernels, Reference
+from tests.support.kernels import DEVICE, runs_kernels, sized
+from tests.support.tolerances import CURVED, UNIT
 from transformer_engine.pytorch.primitives import router
 from transformer_engine.pytorch.primitives.router import (
     BITS,

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from by_kernels import Kernels
-from support.kernels import INTERPRETED
 
 import transformer_engine.pytorch as te
+from tests.primitives.by_kernels import Kernels
+from tests.support.kernels import INTERPRETED
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.primitives import statistics
 from transformer_engine.pytorch.primitives.operand import COLS, ROWS

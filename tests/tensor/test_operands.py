@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quantizer_cases import DETERMINISTIC, State, quantizer_of
 
+from tests.tensor.quantizer_cases import DETERMINISTIC, State, quantizer_of
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.primitives.operand import COLS, ROWS, Operand
 from transformer_engine.pytorch.primitives.quantize import quantize_as

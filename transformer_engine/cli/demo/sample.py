@@ -53,18 +53,7 @@ def generate(
     text = torch.tensor([list(prompt)], device=device)
     step = None
     if cached:
-        cache = te.InferenceParams(
-            max_batch_size=1,
-            max_sequence_length=config.sequence,
-            num_heads_kv=config.heads,
-            head_dim_k=config.hidden // config.heads,
-            dtype=parameter_dtype(config),
-            is_paged=page_size is not None,
-            page_size=page_size,
-            qkv_format="bshd",
-            device=config.device,
-        )
-        step = _CachedStep(model, cache)
+        step = CachedStep(model, cache_of(config, page_size))
     fresh = text
     for _ in range(count):
         logits = model(text)[:, -1] if step is None else step(fresh)
@@ -80,7 +69,22 @@ def generate(
     return bytes(text[0, len(prompt) :].tolist())
 
 
-class _CachedStep:
+def cache_of(config: RunConfig, page_size: int | None) -> te.InferenceParams:
+    """Return a cache of keys and values for one text, in pages of `page_size` bytes unless it is None."""
+    return te.InferenceParams(
+        max_batch_size=1,
+        max_sequence_length=config.sequence,
+        num_heads_kv=config.heads,
+        head_dim_k=config.hidden // config.heads,
+        dtype=parameter_dtype(config),
+        is_paged=page_size is not None,
+        page_size=page_size,
+        qkv_format="bshd",
+        device=config.device,
+    )
+
+
+class CachedStep:
     """logits [1, 256] of the byte that follows those given so far; a single byte on CUDA is one graph replay.
 
     A small model's step is many short kernels: started one by one they take longer on the host than on the GPU.

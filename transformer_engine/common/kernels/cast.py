@@ -13,9 +13,10 @@ from ..formats import FLOAT32_MAX, Element, ceil_div
 from . import tile
 from .launch import Launch, Output, codes_dtype
 from .program import Program, ProgramStep, step
-from .rounding import given_multiplier, magnitude_bits, scale_from_amax
+from .rounding import as_float, given_multiplier, magnitude_bits, scale_from_amax
 
 VALUE_FOR_INF = tl.constexpr(FLOAT32_MAX)
+_ROWS, _COLUMNS = 8, 256  # the tile of `row_maximum_kernel`
 
 
 class OneScale(NamedTuple):
@@ -187,6 +188,19 @@ def cast_transpose_kernel(
         _record(amax, tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd))))
 
 
+@triton.jit
+def row_maximum_kernel(x, amax, M, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """amax [M] = max|x| of every row of x [M, K], NaN for a row with a NaN."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    bits = tl.zeros((ROWS, COLUMNS), tl.int32)
+    for start in range(0, K, COLUMNS):
+        inside = (row < M)[:, None] & (start + column < K)[None, :]
+        values = tl.load(x + (row[:, None] * K + (start + column)[None, :]), mask=inside, other=0.0)
+        bits = tl.maximum(bits, magnitude_bits(values))
+    tl.store(amax + row, as_float(tl.max(bits, 1)), mask=row < M)
+
+
 @functools.lru_cache(maxsize=4096)
 def absolute_maximum(size: int, *, overlaps: bool = False) -> Launch:
     """Inputs: x, any shape of size elements, contiguous; outputs: amax float32 [1].
@@ -203,6 +217,15 @@ def absolute_maximum(size: int, *, overlaps: bool = False) -> Launch:
         constants=(block, size % block == 0, overlaps),
         warps=warps,
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def row_maxima(shape: tuple[int, int]) -> Launch:
+    """Inputs: x [M, K] contiguous; outputs: amax float32 [M]."""
+    rows, _ = shape
+    grid = (ceil_div(rows, _ROWS), 1, 1)
+    outputs = (Output((rows,), "float32"),)
+    return Launch(row_maximum_kernel, grid, outputs, shape, (_ROWS, _COLUMNS), warps=4)
 
 
 @functools.lru_cache(maxsize=4096)

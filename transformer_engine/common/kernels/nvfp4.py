@@ -15,7 +15,7 @@ import triton.language as tl
 from ..formats import ceil_div
 from ..quantize_spec import QuantizeSpec
 from . import tile
-from .cast import absolute_maximum
+from .cast import absolute_maximum, row_maxima
 from .fp4_blocks import (
     BLOCK,
     ERRORS,
@@ -33,7 +33,6 @@ from .program import Program, ProgramStep, step
 from .rounding import as_float, magnitude_bits
 
 _TILE = 64
-_MAXIMUM_ROWS, _MAXIMUM_COLUMNS = 8, 256
 
 
 @triton.jit
@@ -219,19 +218,6 @@ def block_kernel(
 
 
 @triton.jit
-def row_maximum_kernel(x, amax, M, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """amax [M] = max|x| of every row of x [M, K], NaN where a row has one."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    bits = tl.zeros((ROWS, COLUMNS), tl.int32)
-    for start in range(0, K, COLUMNS):
-        inside = (row < M)[:, None] & (start + column < K)[None, :]
-        values = tl.load(x + (row[:, None] * K + (start + column)[None, :]), mask=inside, other=0.0)
-        bits = tl.maximum(bits, magnitude_bits(values))
-    tl.store(amax + row, as_float(tl.max(bits, 1)), mask=row < M)
-
-
-@triton.jit
 def transformed_maximum_kernel(
     x, amax, M, K, RANDOM_SIGN: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr
 ):
@@ -255,15 +241,6 @@ def transformed_maximum(shape: tuple[int, int], random_sign: bool) -> Launch:
     constants = (random_sign, _TILE, _even(shape))
     outputs = (Output((1,), "float32", begins=0.0),)
     return Launch(transformed_maximum_kernel, _grid(shape), outputs, shape, constants, warps=4)
-
-
-@functools.lru_cache(maxsize=4096)
-def row_maxima(shape: tuple[int, int]) -> Launch:
-    """Inputs: x [M, K] contiguous; outputs: amax float32 [M]."""
-    rows, _ = shape
-    grid = (ceil_div(rows, _MAXIMUM_ROWS), 1, 1)
-    outputs = (Output((rows,), "float32"),)
-    return Launch(row_maximum_kernel, grid, outputs, shape, (_MAXIMUM_ROWS, _MAXIMUM_COLUMNS), warps=4)
 
 
 @dataclass(frozen=True)

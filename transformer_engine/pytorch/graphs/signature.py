@@ -27,7 +27,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _BOOKKEEPING = frozenset(vars(torch.nn.Module()))
 _VALUES = frozenset((*CONSTANTS, complex, bytes, torch.memory_format, torch.layout))
 # Attributes of this package's layers that are not in their `_config` and that a capture freezes.
-_BESIDE_CONFIG = ("cp_group", "forward", "score_mod")
+_BESIDE_CONFIG = ("forward", "score_mod")
 
 
 class ArgumentLeaves(NamedTuple):

@@ -234,4 +234,11 @@ def _make_grouped_tensor_in_reduce_ex(members: Sequence[Tensor]) -> GroupedTenso
     return GroupedTensor.of_members(members)
 
 
+for _name in ("", "_with_shapes", "_from_rowwise_data"):
+    setattr(
+        GroupedTensorStorage,
+        f"make_grouped_tensor{_name}",
+        getattr(GroupedTensor, f"make_grouped_tensor{_name}"),
+    )
+GroupedTensorStorage.stack_quantizer = staticmethod(stack_quantizer)
 PICKLED = (_make_grouped_tensor_in_reduce_ex,)

@@ -107,7 +107,13 @@ class AttentionExecution(NamedTuple):
     tp_group: Any
 
 
-Attending = Bound | FP8Attention | RecomputedFP8Attention
+# Anything else in the place of a backend, such as the attention of context-parallel ranks, is differentiable by itself.
+Attending = (
+    Bound
+    | FP8Attention
+    | RecomputedFP8Attention
+    | Callable[[AttentionCall, AttentionInputs], AttentionResult]
+)
 
 
 def attend(

@@ -130,6 +130,9 @@ class CoreAttention(attentions.DotProductAttention):
         cp_comm_type: str | None = None, softmax_scale: float | None = None, pg_collection: Any = None,
     ) -> None:  # fmt: skip
         tp_group = None if pg_collection is None else pg_collection.tp
+        cp_comm_type = cp_comm_type or "p2p"
+        # "a2a+p2p" takes Megatron's hierarchical groups.
+        cp_group = getattr(pg_collection, "hcp" if cp_comm_type == "a2a+p2p" else "cp", None)
         super().__init__(
             config.num_attention_heads,
             config.kv_channels,
@@ -143,6 +146,8 @@ class CoreAttention(attentions.DotProductAttention):
             get_rng_state_tracker=rng_tracker(),
             layer_number=layer_number,
             attention_type=attention_type,
+            cp_group=cp_group,
+            cp_comm_type=cp_comm_type,
             softmax_scale=softmax_scale,
             softmax_type=config.softmax_type,
             return_max_logit=config.qk_clip,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -268,17 +267,3 @@ def placed_members(
                 f"shapes {[tuple(shape) for shape in shapes]} need {end}"
             )
     return tuple(members)
-
-
-def grouped_tensor_module() -> Any:
-    """Return the module of `GroupedTensor`, which builds on the storage and therefore is imported at its first use."""
-    return importlib.import_module("...grouped_tensor", __name__)
-
-
-def of_tensor_class(name: str) -> Any:
-    """Return a class method that calls the class method of the same name of `GroupedTensor`."""
-
-    def call(cls: type, *arguments: Any, **keywords: Any) -> Any:
-        return getattr(grouped_tensor_module().GroupedTensor, name)(*arguments, **keywords)
-
-    return classmethod(call)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,10 +27,8 @@ from .grouped_layout import (
     check_variant,
     dense_stride,
     extents_of,
-    grouped_tensor_module,
     make_tensor_offsets,
     member_shapes,
-    of_tensor_class,
     parts_of,
     placed_members,
     rebuild_of,
@@ -76,6 +74,12 @@ class GroupedTensorStorage(QuantizedTensorStorage):
     }
     CONSTANTS = {"_members": "members", "_quantizer": "quantizer", "_dtype": "dtype"}
 
+    # The module of `GroupedTensor`, which builds on this one, assigns the constructors and the function that returns
+    # the quantizer of a group.
+    make_grouped_tensor: ClassVar[Any]
+    make_grouped_tensor_with_shapes: ClassVar[Any]
+    make_grouped_tensor_from_rowwise_data: ClassVar[Any]
+    stack_quantizer: ClassVar[Any]
     rowwise_data: Tensor | None
     columnwise_data: Tensor | None
     _members: tuple[GroupMember, ...]
@@ -129,7 +133,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
                 setattr(self, name, held.reshape(-1))
         buffers = {name: getattr(self, name) for name in (*ROWWISE, *COLUMNWISE)}
         self._members = placed_members(shapes, quantizer, buffers, self._dtype, offsets)
-        self._quantizer = grouped_tensor_module().stack_quantizer(quantizer, shapes)
+        self._quantizer = self.stack_quantizer(quantizer, shapes)
         for name, numbers in extents_of(self._members, self.device).items():
             if getattr(self, name) is None:
                 setattr(self, name, numbers)
@@ -386,10 +390,6 @@ class GroupedTensorStorage(QuantizedTensorStorage):
                     kept = value if noop_flag is None else torch.where(noop_flag != 0, into, value.to(into))
                     into.copy_(kept)
         return held
-
-    make_grouped_tensor = of_tensor_class("make_grouped_tensor")
-    make_grouped_tensor_with_shapes = of_tensor_class("make_grouped_tensor_with_shapes")
-    make_grouped_tensor_from_rowwise_data = of_tensor_class("make_grouped_tensor_from_rowwise_data")
 
     @staticmethod
     def make_tensor_offsets(split_dims: Sequence[int], common_dim: int) -> list[int]:
