@@ -145,20 +145,25 @@ def start(launch: Launch, tensors: Tensors, device: int, made: Tensors = ()) -> 
     The device must be the current one. A tensor that the kernel's constants make unnecessary is None. Outputs that
     were allocated as the record says may come as `made` instead: their dtypes and alignment are known.
     """
-    pointers: Pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-    # With everything that Triton specialises on and the record leaves open.
-    key: tuple[Any, ...] = (device, *[None if tensor is None else tensor.dtype for tensor in tensors])
+    pointers: Pointers = []
+    key: list[Any] = [device]  # with everything that Triton specialises on and the record leaves open
     together = 0
-    for pointer in pointers:
-        if pointer:
+    for tensor in tensors:
+        if tensor is None:
+            pointers.append(None)
+            key.append(None)
+        else:
+            pointer = tensor.data_ptr()
             together |= pointer
+            pointers.append(pointer)
+            key.append(tensor.dtype)
     if together % ALIGNMENT:
-        key += tuple([pointer is None or pointer % ALIGNMENT == 0 for pointer in pointers])
-    if made:
-        pointers += [None if tensor is None else tensor.data_ptr() for tensor in made]
-    handle = launch.handles.get(key)
+        key.extend([pointer is None or pointer % ALIGNMENT == 0 for pointer in pointers])
+    for tensor in made:
+        pointers.append(None if tensor is None else tensor.data_ptr())
+    handle = launch.handles.get(tuple(key))
     if handle is None:
-        handle = launch.handles[key] = _compile(launch, (*tensors, *made))
+        handle = launch.handles[tuple(key)] = _compile(launch, (*tensors, *made))
     handle(device, pointers, tensors, made)
     return handle
 
