@@ -25,11 +25,16 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 import transformer_engine
-from transformer_engine.cli.demo.config import HIGH_PRECISION, RECIPES, Config, resolve
+from transformer_engine.cli.demo.config import (
+    FRAMEWORKS,
+    HIGH_PRECISION,
+    RECIPES,
+    RunConfig,
+    learning_rate,
+    resolve,
+)
 from transformer_engine.cli.demo.data import Corpus, load_corpus
-from transformer_engine.cli.demo.frameworks import FRAMEWORKS
 from transformer_engine.cli.demo.plot import smooth
-from transformer_engine.cli.demo.schedule import learning_rate
 from transformer_engine.cli.demo.trainer import EVALUATION_BATCHES, runs_of
 
 SIZES = {
@@ -66,7 +71,7 @@ class Row:
         return abs(self.difference) <= self.limit
 
 
-def train(name: str, config: Config, corpus: Corpus) -> Curve:
+def train(name: str, config: RunConfig, corpus: Corpus) -> Curve:
     """Train one model to the end."""
     run = runs_of(config.framework).Run(name, config)
     start = time.perf_counter()
@@ -107,7 +112,7 @@ def _deviation(values: list[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def markdown(config: Config, curves: list[Curve], rows: list[Row], machine: str) -> str:
+def markdown(config: RunConfig, curves: list[Curve], rows: list[Row], machine: str) -> str:
     """The table as a page of its own."""
     seeds = len({curve.seed for curve in curves})
     experts = f", {config.experts} experts" if config.experts else ""
@@ -131,7 +136,7 @@ def markdown(config: Config, curves: list[Curve], rows: list[Row], machine: str)
     return "\n".join(lines) + "\n"
 
 
-def plot(path: Path, config: Config, curves: list[Curve]) -> None:
+def plot(path: Path, config: RunConfig, curves: list[Curve]) -> None:
     """Mean training loss over the seeds above, relative difference from high precision below."""
     means = {}
     for name in trained(curves):

@@ -20,7 +20,7 @@ from record import GPU, chosen_of, options, parser, write
 
 import transformer_engine.pytorch as te
 from transformer_engine.cli.bench.measure import measure
-from transformer_engine.cli.demo.config import RECIPES, Config
+from transformer_engine.cli.demo.config import RECIPES, RunConfig
 from transformer_engine.cli.demo.experts import CHOSEN, MixtureOfExperts
 from transformer_engine.cli.demo.model import parameter_dtype
 from transformer_engine.pytorch.module.row_groups import alignment
@@ -71,7 +71,9 @@ def main() -> None:
 
 def measured(step: Step) -> dict[str, float]:
     """Milliseconds of the whole and of its products, and the share that is not products."""
-    config = Config(step.recipe, "cuda", 1, 1, 32, 1, step.hidden, step.hidden // 64, 1e-3, experts=EXPERTS)
+    config = RunConfig(
+        step.recipe, "cuda", 1, 1, 32, 1, step.hidden, step.hidden // 64, 1e-3, experts=EXPERTS
+    )
     layer = MixtureOfExperts(config, 0.02)
     x = torch.randn(step.tokens, step.hidden, device=GPU, dtype=parameter_dtype(config))
     run = trained(step, layer, x)

@@ -141,7 +141,7 @@ def tuned_row(case: Case) -> dict[str, object]:
     """GPU ms with the heuristic's first algorithm and with the one that tuning prefers, and how long tuning took."""
     a, b, epilogue = case[1:4]
     problem = cublaslt.problem_of(GemmRequest.of(a, b, epilogue))
-    first, best = cublaslt_plan.Plan(problem), cublaslt_plan.Plan(problem)
+    first, best = cublaslt_plan.CublasPlan(problem), cublaslt_plan.CublasPlan(problem)
     begin = time.perf_counter()
     best.adopt(tuning._fastest(best, a, b, epilogue))
     torch.cuda.synchronize()

@@ -25,10 +25,16 @@ import torch
 from record import chosen_of, parser, write
 
 import transformer_engine.pytorch as te
-from transformer_engine.cli.demo.config import HIGH_PRECISION, RECIPES, Config, Execution, resolve
+from transformer_engine.cli.demo.config import (
+    HIGH_PRECISION,
+    RECIPES,
+    Execution,
+    RunConfig,
+    learning_rate,
+    resolve,
+)
 from transformer_engine.cli.demo.data import Corpus, load_corpus
 from transformer_engine.cli.demo.run import Run
-from transformer_engine.cli.demo.schedule import learning_rate
 
 SIZES = {
     "cuda": {"steps": 200, "batch": 8, "sequence": 1024, "layers": 6, "hidden": 1024, "heads": 16},
@@ -86,7 +92,7 @@ def main() -> None:
     write(chosen.json, config={**sizes, "device": device}, rows=rows)
 
 
-def trained(variant: Variant, config: Config, corpus: Corpus) -> dict[str, Any]:
+def trained(variant: Variant, config: RunConfig, corpus: Corpus) -> dict[str, Any]:
     """The row of a variant: a training to its end, then a validation."""
     gc.collect()
     if config.device == "cuda":
@@ -110,7 +116,7 @@ def trained(variant: Variant, config: Config, corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def _steps(run: Run, config: Config, corpus: Corpus) -> tuple[list[float], list[float]]:
+def _steps(run: Run, config: RunConfig, corpus: Corpus) -> tuple[list[float], list[float]]:
     """(the loss of every step, the seconds of a step by chunk)"""
     losses: list[float] = []
     seconds: list[float] = []

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/environment.md from transformer_engine/common/env.py; --check only compares.
+"""Write the tables of docs/environment.md from transformer_engine/common/env.py; --check only compares.
 
 python docs/environment_table.py [--check]
 """
@@ -23,7 +23,7 @@ TITLES = {
 
 
 def value(row: Variable, shown: object) -> str:
-    """A value as it is written in a shell."""
+    """Return a value in shell syntax."""
     if shown is None:
         return "unset"
     text = str(int(shown)) if row.kind is bool and isinstance(shown, bool) else str(shown)
@@ -31,16 +31,16 @@ def value(row: Variable, shown: object) -> str:
 
 
 def values(row: Variable) -> str:
-    """What a variable may be set to."""
+    """Return the valid values of a variable."""
     if row.kind is bool:
         return "`0`, `1`"
     if row.kind is int:
-        return "a whole number"
+        return "an integer"
     return "any text" if row.choices is None else ", ".join(value(row, choice) for choice in row.choices)
 
 
 def read() -> str:
-    """A table a group of the variables that something reads."""
+    """Return one table per group of the variables that the package reads."""
     parts = []
     for group, rows in GROUPS.items():
         kept = [row for row in rows if not row.meaning.startswith(ACCEPTED)]
@@ -51,9 +51,9 @@ def read() -> str:
 
 
 def accepted() -> str:
-    """One table of the variables that are known and change nothing."""
+    """Return one table of the variables that are accepted without effect."""
     kept = [row for rows in GROUPS.values() for row in rows if row.meaning.startswith(ACCEPTED)]
-    lines = ["| variable | what happens instead |", "| --- | --- |"]
+    lines = ["| variable | reason that it has no effect |", "| --- | --- |"]
     lines += [f"| `{row.name}` | {row.meaning.removeprefix(ACCEPTED)} |" for row in kept]
     return "\n".join(lines) + "\n"
 

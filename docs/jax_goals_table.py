@@ -1,4 +1,4 @@
-"""Writes the table of docs/benchmarks.md that says which goals JAX reaches on an H200; --check only compares.
+"""Write the table in docs/benchmarks.md of the goals that JAX reaches on an H200; --check only compares.
 
 python docs/jax_goals_table.py [--check]
 """
@@ -16,7 +16,7 @@ FIGURES = ROOT / "benchmarks" / "results" / "jax_h200.json"
 
 
 def table(goals: list[dict[str, Any]]) -> str:
-    """A line a goal, in the order of the file."""
+    """Return one line per goal, in the order of the file."""
     lines = ["| case | goal | found | | |", "| --- | ---: | ---: | --- | --- |"]
     for goal in goals:
         found = "" if goal["found"] is None else f"{goal['found']:.3g}"

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/performance.md from the records in benchmarks/results/; --check only compares.
+"""Write the tables of docs/performance.md from the records in benchmarks/results/; --check only compares.
 
 python docs/performance_table.py [--check]
 """
@@ -33,7 +33,7 @@ def kernels(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def decode(rows: list[dict[str, Any]]) -> list[str]:
-    """Microseconds of one decoding step and its share of the copy's rate, a column for each implementation."""
+    """Microseconds of one decoding step and its share of the copy's rate, one column per implementation."""
     names = list(dict.fromkeys(row["by"] for row in rows))
     lines = ["| batch, context | " + " | ".join(names) + " |", "|" + " --- |" * (len(names) + 1)]
     for case in dict.fromkeys(row["case"] for row in rows):
@@ -54,7 +54,7 @@ FILES = {"attention": "attention_te_bench_h200.json"}
 
 
 def sections() -> dict[str, str]:
-    """{name: table} of the page."""
+    """Return {name: table} of the page."""
     records = {
         name: json.loads((RESULTS / FILES.get(name, f"{name}_h200.json")).read_text()) for name in TABLES
     }

@@ -1,4 +1,4 @@
-"""Writes the table of docs/support.json into docs/support.md; --check only compares.
+"""Write the table of docs/support.json into docs/support.md; --check only compares.
 
 python docs/support_table.py [--check]
 """
@@ -15,7 +15,7 @@ PAGE = ROOT / "docs" / "support.md"
 
 
 def table(support: dict[str, Any]) -> str:
-    """The groups of support.json as one Markdown table and a legend."""
+    """Return the groups of support.json as one Markdown table and a legend."""
     columns = support["columns"]
     lines = [
         f"| | {' | '.join(columns.values())} | |",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from numbers import Integral
 
-from transformer_engine.common.attention_enums import (
+from transformer_engine.common.checks import described
+from transformer_engine.common.enums import (
+    DType,
     NVTE_Bias_Type,
     NVTE_Mask_Type,
     NVTE_QKV_Format,
     NVTE_QKV_Layout,
     NVTE_Softmax_Type,
 )  # fmt: skip
-from transformer_engine.common.checks import described
-from transformer_engine.common.dtypes import DType
 from transformer_engine.jax.attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
 from transformer_engine.jax.cpp_extensions.attention import FusedAttnHelper
 

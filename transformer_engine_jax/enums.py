@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import enum
 
-from transformer_engine.common.attention_enums import (
+from transformer_engine.common.enums import (
+    DType,
     NVTE_Bias_Type,
     NVTE_Mask_Type,
     NVTE_QKV_Format,
     NVTE_QKV_Layout,
     NVTE_Softmax_Type,
 )  # fmt: skip
-from transformer_engine.common.dtypes import DType
 
 __all__ = [
     "DType", "JAXX_Collective_Op", "JAXX_Quantize_Layout", "JAXX_Routing_Map_Format", "JAXX_Scaling_Mode",

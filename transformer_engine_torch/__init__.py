@@ -1,9 +1,9 @@
 """transformer_engine_torch: the flat names that callers of the original's extension module use.
 
-Thin adapters: every function here calls what the modules of transformer_engine.pytorch are made of.
+Thin adapters over the primitives of transformer_engine.pytorch.
 """
 
-from transformer_engine.pytorch import requirements  # isort: skip  (says what is missing, first)
+from transformer_engine.pytorch import requirements  # isort: skip  (reports missing dependencies first)
 
 from transformer_engine.common import absent
 from transformer_engine.pytorch.functions.multi_tensor import (
@@ -78,10 +78,6 @@ from .context_parallel import (
     thd_second_half_lse_correction,
     thd_sequence_order_to_cp_rank_order,
 )
-from .dropout import (
-    dropout_bwd,
-    dropout_fwd,
-)
 from .enums import (
     DType,
     FP8BwdTensors,
@@ -92,10 +88,19 @@ from .enums import (
     NVTE_QKV_Format,
     NVTE_QKV_Layout,
     NVTE_Softmax_Type,
+    device_supports_multicast,
+    get_cudnn_version,
+    ubuf_built_with_mpi,
 )
 from .gemm import generic_gemm, te_general_grouped_gemm
-from .kv_cache import convert_bshd_to_thd, convert_thd_to_bshd, copy_to_kv_cache, mha_fill
-from .machine import device_supports_multicast, get_cudnn_version, ubuf_built_with_mpi
+from .kv_cache import (
+    convert_bshd_to_thd,
+    convert_thd_to_bshd,
+    copy_to_kv_cache,
+    fa_prepare_bwd,
+    fa_prepare_fwd,
+    mha_fill,
+)
 from .norm import (
     layernorm_bwd,
     layernorm_fwd,
@@ -103,7 +108,6 @@ from .norm import (
     rmsnorm_bwd_add,
     rmsnorm_fwd,
 )
-from .packing import fa_prepare_bwd, fa_prepare_fwd
 from .permutation import (
     fused_multi_row_padding,
     fused_multi_row_unpadding,
@@ -129,7 +133,9 @@ from .router import (
     fused_topk_with_score_function_fwd,
 )
 from .scaling import FP8TensorMeta, fused_amax_and_scale_update_after_reduction
-from .softmax import (
+from .softmax_and_dropout import (
+    dropout_bwd,
+    dropout_fwd,
     scaled_aligned_causal_masked_softmax_backward,
     scaled_aligned_causal_masked_softmax_forward,
     scaled_masked_softmax_backward,

@@ -34,7 +34,7 @@ def given_or_quantized(tensor: Tensor, quantizer: Any, output: Any = None) -> An
 
 
 def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
-    """The quantized tensor, written into output if that is given; noop float32 [1] != 0 leaves output as it is."""
+    """Quantize a tensor, into output if given; with noop float32 [1] != 0, output is unchanged."""
     if quantizer is None:
         raise TypeError("quantizer=None quantizes nothing; give an instance of a Quantizer")
     quantizer_or_none(quantizer)

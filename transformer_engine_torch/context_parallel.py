@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transformer_engine.pytorch.attention.dot_product_attention.context_parallel.partition import (
+from transformer_engine.pytorch.functions.attention.context_parallel.layout import (
     order_of_ranks,
     partitioned_indices,
     places,

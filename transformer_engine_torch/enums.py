@@ -1,10 +1,12 @@
-"""Enumerations by the names and numbers of the original's headers: pickles and callers compare the numbers."""
+"""Enumerations of the original's headers, whose numbers pickles and callers compare; versions and build features."""
 
 from __future__ import annotations
 
 import enum
 
-from transformer_engine.common.attention_enums import (
+import torch
+
+from transformer_engine.common.enums import (
     NVTE_Bias_Type,
     NVTE_Mask_Type,
     NVTE_QKV_Format,
@@ -50,3 +52,18 @@ class FP8BwdTensors(enum.IntEnum):
     GRAD_INPUT2 = 3
     GRAD_OUTPUT3 = 4
     GRAD_INPUT3 = 5
+
+
+def get_cudnn_version() -> int:
+    """Return cuDNN's version as a number, 91900 for 9.19.0; 0 if torch has no cuDNN."""
+    return torch.backends.cudnn.version() or 0
+
+
+def device_supports_multicast(device_id: int = -1) -> bool:
+    """Return False: there are no userbuffers over multicast memory."""
+    return False
+
+
+def ubuf_built_with_mpi() -> bool:
+    """Return False: there are no userbuffers."""
+    return False

@@ -29,10 +29,9 @@ from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.primitives.activation import activation_backward, activation_forward
 from transformer_engine.pytorch.primitives.column_sums import column_sums
 from transformer_engine.pytorch.primitives.gemm import Epilogue, gemm
-from transformer_engine.pytorch.primitives.operand import Operand, plain
+from transformer_engine.pytorch.primitives.operand import COLS, ROWS, Operand, plain
 from transformer_engine.pytorch.runtime.checks import floating, tensor_or_none
 from transformer_engine.pytorch.runtime.warn_once import warn_once
-from transformer_engine.pytorch.tensor.axis import COLS, ROWS
 from transformer_engine.pytorch.tensor.storage.quantized_tensor_storage import (
     QuantizedTensorStorage,
     plain_matrix,
@@ -42,7 +41,7 @@ from .cast import torch_dtype
 from .checks import output_or_none, quantizer_or_none, sequence, whole_numbers, with_axes
 
 
-class _Steps(NamedTuple):
+class _AfterProduct(NamedTuple):
     """Steps after a product: D = activation(alpha * product + beta * D + bias).
 
     Attributes:
@@ -120,12 +119,15 @@ def generic_gemm(
     _check_combination(D, quantizer, gelu, gelu_in, grad, accumulate, beta)
     # A beta of 0 ignores the values of D, even NaN.
     beta = (1.0 if beta is None else beta) if accumulate else 0.0
-    dtype = _output_dtype(A, D, output_dtype)
+    if D is not None:
+        dtype = D.dtype
+    else:
+        dtype = A.dtype if output_dtype is None else torch_dtype(output_dtype)
     b, a = _operands(A, transA, B, transB)
     added = None if grad or bias is None or not bias.numel() else bias.view(-1)
     _check_extents(a, b, D, None if added is None else bias)
     _check_blocks(a, b, grad and bias is not None, split)
-    steps = _Steps(alpha, beta, added, gelu, gelu_in, grad)
+    steps = _AfterProduct(alpha, beta, added, gelu, gelu_in, grad)
     plain_result = not gelu and alpha == 1.0 and not isinstance(D, QuantizedTensorStorage)
     compute: Any = _product if plain_result else _product_in_steps
     result, before = compute(a, b, D, dtype, split, steps)
@@ -142,7 +144,7 @@ def generic_gemm(
 
 
 def _product(
-    a: Operand, b: Operand, D: Tensor | None, dtype: torch.dtype, split: bool, steps: _Steps
+    a: Operand, b: Operand, D: Tensor | None, dtype: torch.dtype, split: bool, steps: _AfterProduct
 ) -> tuple[Tensor, None]:
     """Compute b @ a.T + beta * D + bias in one product, into D if it is given."""
     if D is not None and steps.beta not in (0.0, 1.0):
@@ -152,7 +154,7 @@ def _product(
 
 
 def _product_in_steps(
-    a: Operand, b: Operand, D: Any, dtype: torch.dtype, split: bool, steps: _Steps
+    a: Operand, b: Operand, D: Any, dtype: torch.dtype, split: bool, steps: _AfterProduct
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the result in float32 (float64 for a float64 result), rounded once; write a plain D.
 
@@ -325,12 +327,6 @@ def te_general_grouped_gemm(
             before.copy_(done[2].view(before.shape))
         gradients.append(done[1])
     return gradients
-
-
-def _output_dtype(A: Any, D: Any, asked: DType | int | torch.dtype | None) -> torch.dtype:
-    if D is not None:
-        return D.dtype
-    return A.dtype if asked is None else torch_dtype(asked)
 
 
 def _operands(A: Any, transA: bool, B: Any, transB: bool) -> tuple[Operand, Operand]:

@@ -1,4 +1,4 @@
-"""Key-value caches and the two layouts of sequences: copy_to_kv_cache, convert_thd_to_bshd, convert_bshd_to_thd."""
+"""Key-value caches and conversions of layouts: padded and packed sequences, interleaved queries, keys and values."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from torch import Tensor
 from transformer_engine.pytorch.primitives.attention.layout import bshd_to_thd, thd_to_bshd
 from transformer_engine.pytorch.primitives.attention.sequence_rules import are_bounds
 from transformer_engine.pytorch.primitives.kv_cache import append, check_append
+from transformer_engine.pytorch.runtime.checks import same_shape, tensor
 from transformer_engine.pytorch.runtime.device_checks import demand
 
+from .checks import with_axes
 from .enums import NVTE_QKV_Format
 
 _FORMATS = {
@@ -20,10 +22,12 @@ _FORMATS = {
 
 
 def format_name(qkv_format: NVTE_QKV_Format | int | str) -> str:
-    """ "sbhd", "bshd" or "thd" of the enumeration, its number or the name itself; ValueError for others."""
+    """Return "sbhd", "bshd" or "thd" for a member of the enumeration, its number or name; ValueError for others."""
     name = qkv_format if isinstance(qkv_format, str) else _FORMATS.get(NVTE_QKV_Format(qkv_format))
     if name is None or name not in _FORMATS.values():
-        raise ValueError(f"qkv_format={qkv_format!r} is none of {', '.join(_FORMATS.values())}; convert it")
+        raise ValueError(
+            f"qkv_format={qkv_format!r} is not supported; convert it to one of {', '.join(_FORMATS.values())}"
+        )
     return name
 
 
@@ -42,16 +46,16 @@ def copy_to_kv_cache(
     max_pages_per_seq: int,
     is_non_paged: bool,
 ) -> None:
-    """Write new keys and values [sbhd, bshd or thd] behind the cached ones of b sequences, in place.
+    """Append new keys and values [sbhd, bshd or thd] to the cached ones of b sequences, in place.
 
     k_cache, v_cache   [sequences, max_seq_len, h, d], or [pages, page size, h, d] unless is_non_paged
     page_table         int32 [b, max_pages_per_seq]; is_non_paged: int32 [b], the row from which the cached keys
-                       and values of each sequence are moved to its own (None: they are there)
+                       and values of each sequence are moved to its own row (None: no move)
     cu_new_lens, cu_cached_lens   int32 [b + 1], cumulative; the cached lengths count the new tokens
-    max_ctx_len        no sequence brings more new tokens
+    max_ctx_len        maximum number of new tokens of a sequence
 
-    Raises ValueError, before anything is written, for lengths and pages that do not fit; of those on a GPU this is
-    known with TE_CHECK=1 alone. Unchecked, tokens without a place and tokens of pages that do not exist are left out.
+    Raises ValueError, before any write, for invalid lengths and pages; those on a GPU are checked with TE_CHECK=1 only.
+    Unchecked, tokens beyond the cache and tokens of missing pages are skipped.
     """
     for name, new, cache in (("k", new_k, k_cache), ("v", new_v, v_cache)):
         if new.shape[-2:] != cache.shape[-2:] or not cache.is_contiguous():
@@ -85,22 +89,49 @@ def _are_rows(rows: list[int], limit: int) -> None:
 
 
 def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len: int) -> Tensor:
-    """[b, max_seq_len, h, d] of packed tokens [t, h, d]; zeros behind each sequence."""
+    """Convert packed tokens [t, h, d] to [b, max_seq_len, h, d], padded with zeros."""
     bounds = cu_seqlens[: b + 1]
     demand(are_bounds, (bounds, None), "cu_seqlens", tensor.shape[0], max_seq_len)
     return thd_to_bshd(tensor, bounds, bounds[1:] - bounds[:-1], max_seq_len)
 
 
 def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, t: int) -> Tensor:
-    """Packed tokens [t, h, d] of [b, s, h, d]; tokens behind the last sequence are zero."""
+    """Convert [b, s, h, d] to packed tokens [t, h, d]; tokens after the last sequence are zero."""
     demand(are_bounds, (cu_seqlens, None), "cu_seqlens", t, tensor.shape[1])
     return bshd_to_thd(tensor, cu_seqlens, cu_seqlens[1:] - cu_seqlens[:-1], t)
 
 
 def mha_fill(tensor: Tensor, value: float | Tensor) -> None:
-    """tensor[:] = value; for a tensor value int [1], the rows of tensor from that one on become 0. In place."""
+    """Set tensor[:] = value in place; with a tensor int [1] as value, set the rows from that index on to 0."""
     if not isinstance(value, Tensor):
         tensor.fill_(value)
         return
     row = torch.arange(tensor.shape[0], device=tensor.device)
     tensor.masked_fill_((row >= value).view(-1, *[1] * (tensor.dim() - 1)), 0)
+
+
+def fa_prepare_fwd(qkvi: Tensor) -> Tensor:
+    """Separate queries, keys and values [3, b, s, h, d] of an interleaved buffer [s, b, h, 3 d].
+
+    qkvi is the buffer, or its queries [s, b, h, d] as a view of it.
+    """
+    tensor("qkvi", qkvi)
+    if qkvi.dim() != 4:
+        raise ValueError(f"qkvi is {list(qkvi.shape)}; give [s, b, h, 3 d], or its queries as a view of it")
+    size = qkvi.shape[-1]
+    if qkvi.stride(2) == 3 * size:
+        qkvi = qkvi.as_strided((*qkvi.shape[:3], 3 * size), qkvi.stride())
+    elif size % 3:
+        raise ValueError(
+            f"qkvi {list(qkvi.shape)} neither ends in 3 * d features nor is a view of one that does; give either"
+        )
+    return qkvi.unflatten(-1, (3, -1)).permute(3, 1, 0, 2, 4).contiguous()
+
+
+def fa_prepare_bwd(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Interleave gradients q, k, v [b, s, h, d] to [s, b, h, 3 d]; the inverse of fa_prepare_fwd."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        with_axes(name, x, 3)
+    for name, x in (("k", k), ("v", v)):
+        same_shape(name, x, "q", q)
+    return torch.stack((q, k, v), dim=-2).flatten(-2).transpose(0, 1).contiguous()

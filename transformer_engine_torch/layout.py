@@ -1,4 +1,4 @@
-"""What the name of a qkv layout says: "sbhd_sb2hd" has queries [s, b, h, d] and keys, values in one [s, b, 2, g, d]."""
+"""The layouts of queries, keys and values by name: "sbhd_sb2hd" has q [s, b, h, d] and k, v in one [s, b, 2, g, d]."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def fused_rope_forward(
     input: Tensor, freqs: Tensor, start_positions: Tensor | None, qkv_format: Format, interleaved: bool,
     cu_seqlens: Tensor | None, cp_size: int, cp_rank: int,
 ) -> Tensor:  # fmt: skip
-    """input [.., h, d] turned by the angles freqs float32 [s, 1, 1, d] of its tokens' positions."""
+    """Rotate input [.., h, d] by the angles freqs float32 [s, 1, 1, d] of its tokens' positions."""
     spec = _spec(qkv_format, interleaved, cp_size, cp_rank)
     return rope.rope_forward(*_checked(input, freqs, Positions(start_positions, cu_seqlens), spec))
 
@@ -29,7 +29,7 @@ def fused_rope_backward(
     output_grads: Tensor, freqs: Tensor, start_positions: Tensor | None, qkv_format: Format,
     interleaved: bool, cu_seqlens: Tensor | None, cp_size: int, cp_rank: int,
 ) -> Tensor:  # fmt: skip
-    """The gradient of fused_rope_forward's input."""
+    """Return the gradient of the input of fused_rope_forward."""
     spec = _spec(qkv_format, interleaved, cp_size, cp_rank)
     return rope.rope_backward(*_checked(output_grads, freqs, Positions(start_positions, cu_seqlens), spec))
 
@@ -39,7 +39,7 @@ def fused_qkv_rope_forward(
     qkv_split_arg_list: Sequence[int], qkv_format: Format, interleaved: bool, cp_size: int,
     cp_rank: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(q, k, v) of qkv [.., groups, q_size + k_size + v_size], q and k turned; a head has k_size features."""
+    """Split qkv [.., groups, q_size + k_size + v_size] into q, k, v and rotate q and k; a head has k_size features."""
     spec = _spec(qkv_format, interleaved, cp_size, cp_rank)
     sizes = three_sizes(qkv_split_arg_list)
     positions = Positions(start_positions)
@@ -60,7 +60,7 @@ def fused_qkv_rope_backward(
     qkv_split_arg_list: Sequence[int], qkv_format: Format, interleaved: bool, cp_size: int,
     cp_rank: int, *, start_positions: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The gradient of fused_qkv_rope_forward's input; start_positions where the forward pass had them."""
+    """Return the gradient of the input of fused_qkv_rope_forward, with its start_positions."""
     spec = _spec(qkv_format, interleaved, cp_size, cp_rank)
     sizes = three_sizes(qkv_split_arg_list)
     positions = Positions(start_positions)
@@ -91,11 +91,11 @@ def _spec(qkv_format: Format, interleaved: bool, cp_size: int, cp_rank: int) -> 
 def _checked(
     x: Tensor, freqs: Tensor, positions: Positions, spec: RopeSpec
 ) -> tuple[Tensor, Tensor, Positions, RopeSpec]:
-    """The arguments of a rotation; TypeError or ValueError for such as do not fit."""
+    """Validate and return the arguments of a rotation."""
     check_rotation(x, freqs, positions, spec, x.shape[-1])
     return x, _angles(freqs), positions, spec
 
 
 def _angles(freqs: Tensor) -> Tensor:
-    """[positions, d] of [positions, 1, 1, d]."""
+    """Reshape [positions, 1, 1, d] to [positions, d]."""
     return freqs.reshape(freqs.shape[0], freqs.shape[-1])

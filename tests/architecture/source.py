@@ -45,7 +45,8 @@ def is_package(name: str) -> bool:
 def imports(name: str) -> list[tuple[str, int]]:
     """(imported module of ours, line) for every import statement in a module.
 
-    Imports under TYPE_CHECKING and inside of functions count: who reads a file follows them like any other.
+    Imports under TYPE_CHECKING, inside of functions and by `import_module` of a constant name count: who reads a file
+    follows them like any other.
     """
     found: list[tuple[str, int]] = []
     for node in nodes(modules()[name]):
@@ -56,7 +57,41 @@ def imports(name: str) -> list[tuple[str, int]]:
             for alias in node.names:
                 full = f"{base}.{alias.name}"
                 found.append((full if full in modules() else base, node.lineno))
+        elif isinstance(node, ast.Call) and _called(node) == "import_module":
+            target = _constant_target(name, node)
+            found += [] if target is None else [(target, node.lineno)]
     return [(target, line) for target, line in found if target.split(".")[0] in PACKAGES]
+
+
+def computed_imports(name: str) -> list[int]:
+    """Lines on which a module imports by `import_module` a module whose name is no constant."""
+    return [
+        node.lineno
+        for node in nodes(modules()[name])
+        if isinstance(node, ast.Call)
+        and _called(node) in ("import_module", "__import__")
+        and _constant_target(name, node) is None
+    ]
+
+
+def _called(node: ast.Call) -> str:
+    """The last part of the name that a call calls."""
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
+def _constant_target(name: str, node: ast.Call) -> str | None:
+    """The absolute name of the module that an `import_module` of a constant names; else None."""
+    given = node.args[0] if node.args else None
+    if not isinstance(given, ast.Constant):
+        return None
+    target = str(given.value)
+    above = len(target) - len(target.lstrip("."))
+    if not above:
+        return target
+    # Relative to __name__ or to __package__, as the second argument says.
+    of_package = is_package(name) or "__package__" in ast.dump(node.args[1])
+    parts = name.split(".")[: None if is_package(name) or not of_package else -1]
+    return ".".join([*parts[: len(parts) - (above - 1)], target.lstrip(".")])
 
 
 def loaded_by(name: str) -> set[str]:

@@ -6,7 +6,8 @@ import ast
 import importlib
 
 import pytest
-from source import modules, tree
+
+from tests.architecture.source import modules, tree
 
 ALIASES = [n for n, p in modules().items() if (ast.get_docstring(tree(p)) or "").startswith("Alias of")]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from source import modules, nodes
-
+from tests.architecture.source import modules, nodes
 from transformer_engine.common import dispatch
 
 # Atomics whose result does not depend on the order of arrival.

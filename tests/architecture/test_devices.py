@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 
 import pytest
-from source import modules, nodes
+
+from tests.architecture.source import modules, nodes
 
 # Of torch's functions that make a tensor from numbers alone, those that a default device moves.
 MAKERS = {

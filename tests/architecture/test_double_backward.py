@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from source import modules, nodes
+from tests.architecture.source import modules, nodes
 
 # Functions whose backward autograd may record; tests/module/test_double_backward.py compares each with float64.
 TWICE = {
@@ -17,6 +17,7 @@ TWICE = {
     "runtime.double_backward._LinearMap",
     "runtime.double_backward._Refusal",  # it is the refusal
     "functions.activation._Activation",
+    "functions.attention.context_parallel.all_to_all._Exchange",
     "functions.dropout._BiasAdd",
     "functions.dropout._BiasDropoutAdd",
     "functions.dropout._Dropout",

@@ -8,7 +8,8 @@ import re
 import tokenize
 
 import pytest
-from source import modules, nodes, text
+
+from tests.architecture.source import modules, nodes, text
 
 # common/formats.py, common/recipe, common/env.py (variables named after it), its files under quantize/formats, tensor
 # and tensor/storage, quantization/families.py, its factory for custom recipes, and the alias that lists what callers of

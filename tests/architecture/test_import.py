@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import torch
-from source import modules
 
 import transformer_engine.pytorch as te
+from tests.architecture.source import modules
 from transformer_engine.pytorch.runtime.tracing import constant_while_tracing
 
 # Packages and subpackages that take long to import. Programs that need them import them, or a feature does when used.

@@ -5,82 +5,10 @@ from __future__ import annotations
 import ast
 
 import pytest
-import source
-from source import circles, imports, loaded_by, modules, nodes, tree
 
-# The longest prefix decides. Layers as in docs/architecture.md.
-LAYERS = {
-    "transformer_engine": 12,
-    "transformer_engine._version": 0,
-    "transformer_engine.common": 0,
-    "transformer_engine.pytorch": 11,  # the package's __init__ gathers the public names of all layers
-    "transformer_engine.pytorch.constants": 1,
-    "transformer_engine.pytorch.runtime": 1,
-    "transformer_engine.pytorch.primitives": 2,
-    "transformer_engine.pytorch.tensor": 3,
-    "transformer_engine.pytorch.quantization": 4,
-    "transformer_engine.pytorch.custom_recipes": 5,
-    "transformer_engine.pytorch.distributed": 5,
-    "transformer_engine.pytorch.offload": 5,
-    "transformer_engine.pytorch.functions": 7,
-    "transformer_engine.pytorch.module": 8,
-    "transformer_engine.pytorch.attention": 9,
-    "transformer_engine.pytorch.transformer": 9,
-    "transformer_engine.pytorch.transformer_settings": 9,
-    "transformer_engine.pytorch.cross_entropy": 8,
-    "transformer_engine.pytorch.permutation": 8,
-    "transformer_engine.pytorch.router": 8,
-    "transformer_engine.pytorch.optimizers": 8,
-    "transformer_engine.pytorch.ops": 8,
-    "transformer_engine.pytorch.conversion": 10,
-    "transformer_engine.pytorch.graphs": 10,
-    "transformer_engine.pytorch.inspect": 10,
-    "transformer_engine.pytorch.integrations": 10,
-    "transformer_engine.jax": 11,
-    "transformer_engine.jax.requirements": 0,
-    "transformer_engine.jax.platform": 1,
-    "transformer_engine.jax.sharding": 1,
-    "transformer_engine.jax.checks": 1,
-    "transformer_engine.jax.blocks": 1,
-    "transformer_engine.jax.manual_axes": 1,
-    "transformer_engine.jax.undifferentiated": 1,
-    "transformer_engine.jax.residual": 1,
-    "transformer_engine.jax.primitives": 2,
-    "transformer_engine.jax.quantize": 4,
-    "transformer_engine.jax.products": 7,
-    "transformer_engine.jax.sources": 7,
-    "transformer_engine.jax.quantized_mlp": 7,
-    "transformer_engine.jax.dense": 7,
-    "transformer_engine.jax.grouped_dense": 7,
-    "transformer_engine.jax.router": 7,
-    "transformer_engine.jax.permutation": 7,
-    "transformer_engine.jax.ep": 7,
-    "transformer_engine.jax.moe": 7,
-    "transformer_engine.jax.activation": 7,
-    "transformer_engine.jax.layernorm": 7,
-    "transformer_engine.jax.layernorm_dense": 7,
-    "transformer_engine.jax.layernorm_mlp": 7,
-    "transformer_engine.jax.softmax": 7,
-    "transformer_engine.jax.attention": 7,
-    "transformer_engine.jax.context_parallel": 6,
-    "transformer_engine.jax.collective": 7,
-    "transformer_engine.jax.nnx": 9,
-    "transformer_engine.jax.explain": 10,
-    "transformer_engine.jax.checkpoint_policies": 10,
-    "transformer_engine.jax.version_utils": 10,
-    "transformer_engine.jax.debug": 10,
-    "transformer_engine.jax.cpp_extensions": 10,
-    "transformer_engine.jax.flax": 8,
-    "transformer_engine.cli": 11,
-    "transformer_engine_torch": 11,
-    "transformer_engine_jax": 12,
-}
-
-
-def layer(name: str) -> int:
-    while name not in LAYERS:
-        name = name.rpartition(".")[0]
-    return LAYERS[name]
+from tests.architecture import source
+from tests.architecture.layers_of_modules import layer
+from tests.architecture.source import circles, computed_imports, imports, loaded_by, modules, nodes, tree
 
 
 def test_a_module_imports_nothing_above_its_layer():
@@ -91,6 +19,41 @@ def test_a_module_imports_nothing_above_its_layer():
         if layer(target) > layer(name)
     ]
     assert not upward, "\n".join(upward)
+
+
+# Modules that import what a table or the user names.
+IMPORTS_BY_A_TABLE = {
+    "transformer_engine": "frameworks and aliases, on first access",
+    "transformer_engine.cli": "the module of a command, when it runs",
+    "transformer_engine.cli.bench.providers.in_jax": "one builder for each framework",
+    "transformer_engine.cli.demo.trainer": "one loop for each framework",
+    "transformer_engine.common.folder": "the modules of the caller's own folder",
+    "transformer_engine.common.optional": "other libraries",
+    "transformer_engine.pytorch": "its own subpackages, on first access",
+    "transformer_engine.pytorch.integrations.megatron.equivalents": "modules of Megatron-core",
+}
+
+
+def test_an_import_by_name_names_a_constant():
+    computed = {name: lines for name in modules() if (lines := computed_imports(name))}
+    assert computed.keys() == IMPORTS_BY_A_TABLE.keys(), computed
+
+
+def test_an_import_by_name_counts_as_an_import(tmp_path, monkeypatch):
+    (tmp_path / "a.py").write_text(
+        "import importlib\n"
+        "b = importlib.import_module('..other.b', __name__)\n"
+        "c = importlib.import_module('.c', __package__)\n"
+        "d = importlib.import_module(f'{b}.d')\n"
+    )
+    names = ("transformer_engine.inner.c", "transformer_engine.other.b")
+    found = dict.fromkeys(names, tmp_path / "other.py") | {"transformer_engine.inner.a": tmp_path / "a.py"}
+    monkeypatch.setattr(source, "modules", lambda: found)
+    assert imports("transformer_engine.inner.a") == [
+        ("transformer_engine.inner.other.b", 2),
+        ("transformer_engine.inner.c", 3),
+    ]
+    assert computed_imports("transformer_engine.inner.a") == [4]
 
 
 def _below(*packages: str) -> list[str]:

@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from source import ROOT, tree
+
+from tests.architecture.source import ROOT, tree
 
 PAGE = ROOT / "docs" / "architecture.md"
 FOLDERS = (

@@ -5,8 +5,9 @@ from __future__ import annotations
 import subprocess
 
 import pytest
-from repeats import repeated
-from source import PACKAGES, ROOT
+
+from tests.architecture.repeats import repeated
+from tests.architecture.source import PACKAGES, ROOT
 
 # Pairs of files. Most of those left are lists of a kernel's or a public function's arguments, 14 of them of te.ops, in
 # whose constructors and passes signatures are those of the original.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from source import modules, nodes, text, tree
+from tests.architecture.source import modules, nodes, text, tree
 
 FILE_LINES = 400
 FUNCTION_LINES = 60

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from packaging.version import Version
-from source import ROOT
 
+from tests.architecture.source import ROOT
 from transformer_engine import __version__
 
 

@@ -7,7 +7,8 @@ import re
 import subprocess
 
 import pytest
-from source import ROOT, modules, nodes
+
+from tests.architecture.source import ROOT, modules, nodes
 
 # One word for taking one of several, `choose`; docs/architecture.md. The other names are the original's.
 OTHER_WORDS_FOR_CHOOSING = re.compile(
@@ -35,7 +36,7 @@ def test_no_file_names_a_path_of_one_machine():
 
 
 def test_no_message_installs_the_package_from_an_index():
-    """By its name an index has the original: extras are installed from a checkout (common/extras.py)."""
+    """By its name an index has the original: extras are installed from a checkout (common/optional.py)."""
     for path in tracked_text_files():
         if (ROOT / "benchmarks" / "results") in path.parents:  # records of runs, as they were printed
             continue

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from attention_oracle import cumulative, padding_mask
 from torch import Tensor
 
+from tests.attention.attention_oracle import cumulative, padding_mask
 from transformer_engine.common.dispatch import Unsupported, use_backend
 from transformer_engine.pytorch.attention import DotProductAttention
 from transformer_engine.pytorch.primitives.attention import reference

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_oracle import cumulative, padding_mask
 
+from tests.attention.attention_oracle import cumulative, padding_mask
 from transformer_engine.common import optional
 from transformer_engine.common.dispatch import Unsupported, use_backend
 from transformer_engine.common.kernels.launch import MISSING
@@ -210,7 +210,9 @@ def test_the_originals_question_has_our_answer(monkeypatch):
     assert get_attention_backend(biased) == (False, None, False, None, True, [False, False, True])
     on_fp8 = AttentionParams(fp8=True, fp8_meta={"recipe": Float8CurrentScaling(fp8_dpa=True)})
     assert get_attention_backend(on_fp8) == (False, None, False, None, True, [False, False, True])
-    assert get_attention_backend(AttentionParams(context_parallel=True))[-1] == [False, False, False]
+    assert get_attention_backend(AttentionParams(context_parallel=True)) == get_attention_backend(
+        AttentionParams()
+    )
     monkeypatch.setenv("NVTE_FUSED_ATTN_BACKEND", "2")
     assert get_attention_backend(AttentionParams())[-1] == [False, False, True]
     monkeypatch.delenv("NVTE_FUSED_ATTN_BACKEND")
@@ -358,7 +360,7 @@ def test_unknown_names_list_the_known_ones(device):
     for option in ("attention_type", "softmax_type", "qkv_format"):
         with pytest.raises(ValueError, match=f"{option}='x' does not exist; choose one of"):
             DotProductAttention(2, 4, **{option: "x"})
-    with pytest.raises(ValueError, match="cp_comm_type='x'"):
+    with pytest.raises(ValueError, match=r"cp_comm_type='x'"):
         DotProductAttention(2, 4, cp_comm_type="x")
     with pytest.raises(ValueError, match="core_attention_bias_type='x'"):
         DotProductAttention(2, 4, qkv_format="bshd")(*qkv(device), core_attention_bias_type="x")
@@ -429,15 +431,21 @@ def test_unavailable_options_are_refused(option, device):
         DotProductAttention(2, 4, qkv_format="bshd")(*qkv(device), **{option: lambda *_: None})
 
 
-def test_context_parallel_groups_of_one_rank_are_taken_and_larger_ones_refused(monkeypatch):
+def test_context_parallel_groups_of_one_rank_are_accepted_and_errors_change_nothing(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group.ranks)
     alone, two = SimpleNamespace(ranks=1), SimpleNamespace(ranks=2)
     module = DotProductAttention(2, 4, cp_group=alone)
     module.set_context_parallel_group(None, None, None, "all_gather")
     assert module.cp_comm_type == "all_gather"
-    with pytest.raises(NotImplementedError, match="over 4 ranks is not available"):
-        module.set_context_parallel_group([two, two], [0, 1, 2, 3], None, "a2a+p2p")
-    assert module.cp_group is None
+    with pytest.raises(
+        ValueError, match=r"cp_group holds 2 groups, of sizes .2, 2.; cp_comm_type='p2p' takes one"
+    ):
+        module.set_context_parallel_group([two, two], [0, 1, 2, 3], None, "p2p")
+    with pytest.raises(ValueError, match=r"cp_comm_type='a2a.p2p' takes a list of two"):
+        module.set_context_parallel_group(two, [0, 1], None, "a2a+p2p")
+    with pytest.raises(ValueError, match=r"cp_comm_type='ring'; choose one of p2p"):
+        module.set_context_parallel_group(two, [0, 1], None, "ring")
+    assert module.cp_group is None and module.cp_comm_type == "all_gather"
 
 
 def test_checkpoints_with_the_extra_state_elsewhere_or_nowhere_load(device):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_oracle import cumulative
-from test_compile import compiled, sample
 
+from tests.attention.attention_oracle import cumulative
+from tests.attention.test_compile import compiled, sample
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.attention import DotProductAttention, MultiheadAttention
 from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from attention_oracle import cumulative
 from torch import Tensor
 
+from tests.attention.attention_oracle import cumulative
 from transformer_engine.common import optional
 from transformer_engine.pytorch.functions.attention.fp8 import FORWARD
 from transformer_engine.pytorch.primitives.attention import mask as masks

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_cudnn import PACKED, request
 
+from tests.attention.test_cudnn import PACKED, request
 from transformer_engine.pytorch.primitives.attention.backends import (
     cudnn,
     cudnn_fp8,
@@ -495,7 +495,7 @@ def test_a_shape_without_an_engine_is_the_same_error_and_leaves_no_file(library,
 @pytest.mark.parametrize("options", [{}, {"mask": "padding_causal", "same_lengths": True, **PACKED}])
 def test_a_plan_from_disk_computes_the_same_bits(options, monkeypatch, tmp_path, caplog):
     pytest.importorskip("cudnn")
-    from test_cudnn import inputs_of
+    from tests.attention.test_cudnn import inputs_of
 
     monkeypatch.setenv("TE_CUDNN_PLAN_CACHE", "1")
     monkeypatch.setenv("TE_CACHE_DIR", str(tmp_path / "cache"))

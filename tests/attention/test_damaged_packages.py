@@ -9,7 +9,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from support.programs import search_path
+
+from tests.support.programs import search_path
 
 # module -> (distribution, version, the file that raises)
 PACKAGES = {

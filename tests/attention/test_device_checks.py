@@ -8,9 +8,9 @@ import sys
 
 import pytest
 import torch
-from support.programs import search_path
 
 import transformer_engine.pytorch as te
+from tests.support.programs import search_path
 from transformer_engine.pytorch.runtime import device_checks
 from transformer_engine.pytorch.runtime.device_checks import Waiting, collect, demand
 

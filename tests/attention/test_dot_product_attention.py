@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from attention_oracle import attend, cumulative, padding_mask, visibility
-from support.tolerances import ATTENDED
 
+from tests.attention.attention_oracle import attend, cumulative, padding_mask, visibility
+from tests.support.tolerances import ATTENDED
 from transformer_engine.common.dispatch import Unsupported, use_backend
 from transformer_engine.pytorch.attention import DotProductAttention
 from transformer_engine.pytorch.distributed import CudaRNGStatesTracker

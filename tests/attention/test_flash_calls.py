@@ -6,11 +6,11 @@ import sys
 import types
 from dataclasses import replace
 
-import flash_library
 import pytest
 import torch
-from attention_oracle import cumulative
 
+from tests.attention import flash_library
+from tests.attention.attention_oracle import cumulative
 from transformer_engine.common import optional
 from transformer_engine.pytorch.primitives.attention import reference
 from transformer_engine.pytorch.primitives.attention.backends import flash2, flash3, flash4

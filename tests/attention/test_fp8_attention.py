@@ -6,10 +6,10 @@ import io
 
 import pytest
 import torch
-from attention_oracle import cumulative
 from torch import Tensor
 
 import transformer_engine.pytorch as te
+from tests.attention.attention_oracle import cumulative
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.recipe import (
     DelayedScaling,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_oracle import attend, cumulative, visibility
-from support.tolerances import ATTENDED
 from torch.nn.functional import layer_norm, linear
 
+from tests.attention.attention_oracle import attend, cumulative, visibility
+from tests.support.tolerances import ATTENDED
 from transformer_engine.pytorch.attention import (
     FusedMLAQUpProjRopeQuant,
     MultiheadAttention,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_oracle import cumulative
 
+from tests.attention.attention_oracle import cumulative
 from transformer_engine.common.dispatch import Backend
 from transformer_engine.pytorch.attention import DotProductAttention
 from transformer_engine.pytorch.attention.dot_product_attention.utils import AttentionParams

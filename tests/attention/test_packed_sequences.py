@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_oracle import cumulative, padding_mask
 
+from tests.attention.attention_oracle import cumulative, padding_mask
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.attention import DotProductAttention
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from transformer_engine.common.kernels import attention, attention_backward, attention_delta
-from transformer_engine.common.kernels.attention_problem import Problem
+from transformer_engine.common.kernels.attention_problem import AttentionProblem
 from transformer_engine.common.kernels.launch import Launch, Output
 from transformer_engine.pytorch.runtime.launching import processors, run_into
 
@@ -44,10 +44,10 @@ def _starts(lengths: tuple[int, ...]) -> tuple[list[int], int]:
     return starts, end + BEHIND
 
 
-def _problem(tokens: tuple[int, int], case: dict, device: torch.device) -> Problem:
+def _problem(tokens: tuple[int, int], case: dict, device: torch.device) -> AttentionProblem:
     q, k, v = ((0, heads * size, size) for heads, size in ((HEADS, SIZE), (GROUPS, SIZE), (GROUPS, SIZE_V)))
     out = (0, HEADS * SIZE_V, SIZE_V)
-    return Problem(
+    return AttentionProblem(
         dtype="float32", batch=len(LENGTHS_Q), heads=HEADS, groups=GROUPS, seqlen_q=tokens[0], seqlen_kv=tokens[1],
         size_qk=SIZE, size_v=SIZE_V, scales=(0.3, 1.0), window=case.get("window", (-1, -1)),
         bottom_right=case.get("bottom_right", False), dropout=case.get("dropout", 0.0), page_size=0, q=q, k=k, v=v,
@@ -70,7 +70,7 @@ def _made(launch: Launch, inputs: tuple, like: tuple, device: torch.device) -> l
 
 
 def _results(
-    problem: Problem, tokens: tuple[int, int], case: dict, device: torch.device
+    problem: AttentionProblem, tokens: tuple[int, int], case: dict, device: torch.device
 ) -> list[torch.Tensor]:
     """out, lse, tops, delta, [dsink], dq, dk, dv."""
     generator = torch.Generator().manual_seed(3)

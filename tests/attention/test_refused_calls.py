@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
-from attention_oracle import cumulative
 
 import transformer_engine.pytorch as te
+from tests.attention.attention_oracle import cumulative
 from transformer_engine.common.recipe import DelayedScaling, NVFP4BlockScaling
 from transformer_engine.pytorch import (
     DotProductAttention,

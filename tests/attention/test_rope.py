@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from attention_oracle import cumulative
 
+from tests.attention.attention_oracle import cumulative
 from transformer_engine.pytorch.attention import RotaryPositionEmbedding, apply_rotary_pos_emb
 from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb
 

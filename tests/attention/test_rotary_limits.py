@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_oracle import cumulative
-from support.sequences import int32, refuses
 
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
+from tests.attention.attention_oracle import cumulative
+from tests.support.sequences import int32, refuses
 from transformer_engine.pytorch import InferenceParams, MultiheadAttention, RotaryPositionEmbedding
 from transformer_engine.pytorch.attention import apply_rotary_pos_emb
 from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_oracle import cumulative
-from support.sequences import int32, refuses
 
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
+from tests.attention.attention_oracle import cumulative
+from tests.support.sequences import int32, refuses
 from transformer_engine.pytorch import DotProductAttention, InferenceParams
 from transformer_engine.pytorch.attention.kv_cache import NonPagedKVCacheManager
 from transformer_engine.pytorch.attention.kv_cache_paged import PagedKVCacheManager

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_oracle import cumulative, padding_mask
 from torch.nn.attention.flex_attention import flex_attention
 
+from tests.attention.attention_oracle import cumulative, padding_mask
 from transformer_engine.pytorch.primitives.attention import reference
 from transformer_engine.pytorch.primitives.attention.backends import flex, torch_cudnn, torch_flash
 from transformer_engine.pytorch.primitives.attention.call import (

@@ -7,8 +7,8 @@ import os
 
 import pytest
 import torch
-from triton_cases import PLAIN, Case, build, literal, pairs, philox_kept
 
+from tests.attention.triton_cases import PLAIN, Case, build, literal, pairs, philox_kept
 from transformer_engine.pytorch.primitives.attention.backends import triton, triton_decode
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from original_states import RELEASES, SLOTS, histories, saved, saved_in_high_precision, scales, stateless
 
 import transformer_engine.pytorch as te
+from tests.checkpoints.original_states import (
+    RELEASES,
+    SLOTS,
+    histories,
+    saved,
+    saved_in_high_precision,
+    scales,
+    stateless,
+)
 from transformer_engine.common import recipe as recipes
 
 STATELESS = (

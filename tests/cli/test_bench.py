@@ -244,7 +244,7 @@ def test_on_a_cpu_the_command_says_so():
         (["--only", "absent"], "no case is left"),
         (["--provider", "other"], "provider 'other' does not exist; choose from te, torch"),
         (["--json", "/absent/a.json"], "--json /absent/a.json: there is no folder /absent"),
-        (["--compare", "/absent/a.json", "/absent/b.json"], "/absent/a.json is no readable JSON file"),
+        (["--compare", "/absent/a.json", "/absent/b.json"], "/absent/a.json is not a readable JSON file"),
     ],
 )
 def test_a_wrong_option_is_one_sentence_and_exit_code_2(arguments: list[str], message: str):
@@ -286,7 +286,9 @@ def test_a_comparison_without_a_common_case_is_refused(tmp_path: Path):
 def test_a_file_without_cases_is_refused(tmp_path: Path):
     path = tmp_path / "other.json"
     path.write_text('{"losses": [1, 2]}')
-    with pytest.raises(ValueError, match=r"other.json holds no list of cases; give a file that te bench"):
+    with pytest.raises(
+        ValueError, match=r"other.json does not hold a list of cases; give a file that te bench"
+    ):
         read(path)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_models import write_checkpoint
 from typer.testing import CliRunner
 
+from tests.conversion.tiny_models import write_checkpoint
 from transformer_engine import cli
 
 

@@ -11,16 +11,16 @@ from transformer_engine.cli.demo.config import (
     CPU_SIZES,
     HIGH_PRECISION,
     RECIPES,
-    Config,
+    RunConfig,
+    learning_rate,
     make_recipe,
     resolve,
     restore,
 )
 from transformer_engine.cli.demo.optimizer import MasterAdamW
-from transformer_engine.cli.demo.schedule import learning_rate
 
 
-def config(**changes: Any) -> Config:
+def config(**changes: Any) -> RunConfig:
     return resolve("cpu", {"hidden": 64, "heads": 2, **changes})
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from transformer_engine.cli.demo.config import RECIPES, Config, resolve
+from transformer_engine.cli.demo.config import RECIPES, RunConfig, resolve
 from transformer_engine.cli.demo.data import Corpus, load_corpus
 from transformer_engine.cli.demo.experts import MixtureOfExperts
 from transformer_engine.cli.demo.model import ByteGPT
@@ -25,7 +25,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return load_corpus(str(path), SIZES["sequence"])
 
 
-def tiny(recipe: str = "delayed", **changes) -> Config:
+def tiny(recipe: str = "delayed", **changes) -> RunConfig:
     return resolve("cpu", {**SIZES, "recipe": recipe, **changes})
 
 

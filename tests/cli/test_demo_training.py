@@ -13,7 +13,7 @@ import torch
 
 import transformer_engine.pytorch as te
 from transformer_engine.cli.demo import checkpoint
-from transformer_engine.cli.demo.config import HIGH_PRECISION, RECIPES, Config, Execution, resolve
+from transformer_engine.cli.demo.config import HIGH_PRECISION, RECIPES, Execution, RunConfig, resolve
 from transformer_engine.cli.demo.data import Corpus, load_corpus
 from transformer_engine.cli.demo.plot import plot_losses, smooth
 from transformer_engine.cli.demo.records import Progress, read_metrics, summarize
@@ -22,7 +22,7 @@ from transformer_engine.cli.demo.trainer import Trainer
 SIZES: dict[str, Any] = {"steps": 6, "batch": 2, "sequence": 32, "layers": 1, "hidden": 32, "heads": 1}
 
 
-def tiny(recipe: str = "delayed", **changes: Any) -> Config:
+def tiny(recipe: str = "delayed", **changes: Any) -> RunConfig:
     return resolve("cpu", {**SIZES, "recipe": recipe, **changes})
 
 

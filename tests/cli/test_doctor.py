@@ -11,15 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.programs import search_path
 from typer.testing import CliRunner
 
+from tests.support.programs import search_path
 from transformer_engine import __version__, cli
 from transformer_engine.cli.doctor import environment as gathering
-from transformer_engine.cli.doctor.checks import CHECKS, Finding, examine, healthy
+from transformer_engine.cli.doctor.checks import CHECKS, Finding, as_dict, as_text, examine, healthy, main
 from transformer_engine.cli.doctor.clients import CLIENTS, installed, pins
-from transformer_engine.cli.doctor.command import as_dict, as_text, main
-from transformer_engine.cli.doctor.environment import Distribution, Environment, Gpu, gather
+from transformer_engine.cli.doctor.environment import Distribution, Gpu, Installation, gather
 
 
 def having(**versions: str) -> dict[str, tuple[Distribution, ...]]:
@@ -36,7 +35,7 @@ LIBRARIES = having(
     rich="14",
     matplotlib="3.10",
 )
-H200 = Environment(
+H200 = Installation(
     distributions=LIBRARIES,
     extension="transformer_engine_torch/__init__.py",
     driver="580.65.06",
@@ -52,17 +51,17 @@ CPU = replace(
 )
 
 
-def with_another(environment: Environment, **versions: str) -> Environment:
+def with_another(environment: Installation, **versions: str) -> Installation:
     """The environment with these versions installed."""
     return replace(environment, distributions={**environment.distributions, **having(**versions)})
 
 
-def said(environment: Environment, check: str) -> list[Finding]:
+def said(environment: Installation, check: str) -> list[Finding]:
     return [finding for finding in examine(environment) if finding.check == check]
 
 
 @pytest.mark.parametrize("environment", [H200, CPU], ids=["H200", "CPU"])
-def test_a_sound_environment_has_no_problem(environment: Environment):
+def test_a_sound_environment_has_no_problem(environment: Installation):
     findings = examine(environment)
     assert healthy(findings)
     assert {finding.check for finding in findings} <= {check.name for check in CHECKS}
@@ -295,10 +294,10 @@ def test_text_and_json_say_the_same():
 
 
 def test_the_command_prints_json_and_exits_by_what_it_found(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("transformer_engine.cli.doctor.command.gather", lambda: CPU)
+    monkeypatch.setattr("transformer_engine.cli.doctor.checks.gather", lambda: CPU)
     sound = CliRunner().invoke(cli.application(), ["doctor", "--json"])
     assert sound.exit_code == 0 and json.loads(sound.stdout)["healthy"] is True
-    monkeypatch.setattr("transformer_engine.cli.doctor.command.gather", lambda: PROBLEMS["a variable"][0])
+    monkeypatch.setattr("transformer_engine.cli.doctor.checks.gather", lambda: PROBLEMS["a variable"][0])
     broken = CliRunner().invoke(cli.application(), ["doctor"])
     assert broken.exit_code == 1 and "NVTE_DEBUG='x'" in broken.stdout
 

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_models import write_checkpoint
 
 import transformer_engine
+from tests.conversion.tiny_models import write_checkpoint
 from transformer_engine.cli.demo.config import CPU_SIZES, CUDA_SIZES
 from transformer_engine.common import env
 
@@ -19,7 +19,14 @@ OPTIONS = {"sequence": "--seq", "learning_rate": "--lr"}
 
 
 @pytest.mark.parametrize(
-    "script", ["support_table.py", "performance_table.py", "environment_table.py", "jax_goals_table.py"]
+    "script",
+    [
+        "layers_table.py",
+        "support_table.py",
+        "performance_table.py",
+        "environment_table.py",
+        "jax_goals_table.py",
+    ],
 )
 def test_a_generated_page_is_that_of_its_source(script: str):
     result = subprocess.run(
@@ -93,7 +100,17 @@ def test_the_examples_of_the_quickstart_in_torch_run():
 
 
 @pytest.mark.parametrize(
-    "page", ["checkpoints.md", "install.md", "megatron.md", "observe.md", "ops.md", "training.md"]
+    "page",
+    [
+        "attention.md",
+        "checkpoints.md",
+        "install.md",
+        "megatron.md",
+        "numerics.md",
+        "observe.md",
+        "ops.md",
+        "training.md",
+    ],
 )
 def test_the_examples_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_checkpoint(tmp_path / "Llama-3.2-1B", "llama-3.1")

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.programs import search_path
 from typer.testing import CliRunner
 
+from tests.support.programs import search_path
 from transformer_engine import cli
 from transformer_engine.cli.demo import checkpoint, records
 

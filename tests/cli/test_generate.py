@@ -9,10 +9,10 @@ import torch
 from typer.testing import CliRunner
 
 from transformer_engine import cli
-from transformer_engine.cli.demo.config import Config, resolve
+from transformer_engine.cli.demo.config import RunConfig, resolve
 from transformer_engine.cli.demo.data import load_corpus
 from transformer_engine.cli.demo.model import ByteGPT
-from transformer_engine.cli.demo.sample import _cache, _CachedStep
+from transformer_engine.cli.demo.sample import CachedStep, cache_of
 from transformer_engine.cli.demo.trainer import Trainer
 from transformer_engine.cli.generate import load
 
@@ -97,9 +97,9 @@ def test_a_wrong_option_is_one_sentence_and_exit_code_2(arguments: list[str], me
     assert "Traceback" not in result.output
 
 
-def stepwise(model: ByteGPT, config: Config, text: torch.Tensor, page_size: int | None) -> torch.Tensor:
+def stepwise(model: ByteGPT, config: RunConfig, text: torch.Tensor, page_size: int | None) -> torch.Tensor:
     """Logits behind byte 5, 6, ... of text [1, n], each from a cached step."""
-    step = _CachedStep(model, _cache(config, page_size))
+    step = CachedStep(model, cache_of(config, page_size))
     fresh = [text[:, :5], *text[:, 5:].split(1, dim=1)]
     return torch.cat([step(part).clone() for part in fresh])
 
@@ -119,6 +119,6 @@ def test_cached_steps_have_the_logits_of_the_whole_text(page_size: int | None, d
 
 def test_loading_gives_the_trained_model(runs: Path):
     model, config = load(runs / "tiny" / "checkpoint", "cpu", True)
-    assert isinstance(model, ByteGPT) and isinstance(config, Config)
+    assert isinstance(model, ByteGPT) and isinstance(config, RunConfig)
     saved = torch.load(runs / "tiny" / "checkpoint", weights_only=True)["runs"]["high_precision"]["model"]
     assert torch.equal(model.head.weight, saved["head.weight"])

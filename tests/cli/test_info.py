@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from transformer_engine import cli
 from transformer_engine.cli.demo.config import RECIPES
-from transformer_engine.cli.jax_machine import fp8_route, jax_machine
+from transformer_engine.cli.info import fp8_route, jax_machine
 from transformer_engine.cli.survey import Survey, survey
 from transformer_engine.common import optional
 from transformer_engine.common.dispatch import tables, undisturbed

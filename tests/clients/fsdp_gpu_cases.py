@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranked import said_by_the_first
 
 import transformer_engine.pytorch as te
+from tests.clients.ranked import said_by_the_first
 from transformer_engine.common import recipe as recipes
 
 WIDTH, LENGTH, BATCH, STEPS = 256, 128, 2, 6

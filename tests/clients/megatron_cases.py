@@ -20,9 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import megatron_dynamic
 import torch
 import torch.distributed as dist
+
+from tests.clients import megatron_dynamic
 
 VOCABULARY, LENGTH, BATCH = 96, 32, 2
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}

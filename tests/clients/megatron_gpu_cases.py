@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_cases import BF16, LLAMA
-from ranked import said_by_the_first
+
+from tests.clients.megatron_cases import BF16, LLAMA
+from tests.clients.ranked import said_by_the_first
 
 VOCABULARY, LENGTH, BATCH, STEPS = 512, 128, 2, 6
 MICROBATCHES = 2

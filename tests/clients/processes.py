@@ -15,8 +15,9 @@ import uuid
 from pathlib import Path
 
 import pytest
-from support import programs
-from support.programs import search_path
+
+from tests.support import programs
+from tests.support.programs import search_path
 
 WITH_TORCH_211 = {"composer", "torchvision", "thunder", "looseversion", "physicsnemo", "warp", "pyvers"}
 ATTEMPTS = 3

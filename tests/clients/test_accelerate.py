@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import installed
 import pytest
 import torch
 
 import transformer_engine.pytorch as te
+from tests.clients import installed
 
 pytestmark = [*installed.needs("accelerate", "transformers"), installed.EMULATED]
 

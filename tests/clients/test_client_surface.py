@@ -7,7 +7,8 @@ import json
 from typing import Any
 
 import pytest
-from walk_surface import SURFACE
+
+from tests.clients.walk_surface import SURFACE
 
 CLIENTS: dict[str, Any] = json.loads(SURFACE.read_text())
 

@@ -6,12 +6,12 @@ import copy
 import pickle
 from typing import Any
 
-import installed
 import pytest
 import torch
 from torch import Tensor, nn
 
 import transformer_engine.pytorch as te
+from tests.clients import installed
 from transformer_engine.common.recipe import (
     DelayedScaling,
     Float8BlockScaling,

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.tolerances import ATTENDED
 
 import transformer_engine.pytorch as te
+from tests.support.tolerances import ATTENDED
 from transformer_engine.common import recipe
 from transformer_engine.pytorch.integrations.huggingface import (
     get_te_attention_stats,

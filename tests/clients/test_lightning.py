@@ -6,12 +6,12 @@ import importlib
 import importlib.util
 from typing import Any
 
-import installed
 import pytest
 import torch
 from torch import Tensor, nn
 
 import transformer_engine.pytorch as te
+from tests.clients import installed
 
 # One code under two names: the package lightning, or pytorch_lightning and lightning_fabric.
 WHOLE = importlib.util.find_spec("lightning") is not None

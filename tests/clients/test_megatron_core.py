@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from processes import output
-from support.programs import ROOT
+
+from tests.clients.processes import once, output
+from tests.support.programs import ROOT
 
 HERE = Path(__file__).parent
 LOSSES = ("float32", "bfloat16", "delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4", "fp8_parameters", "llama",
@@ -111,3 +112,11 @@ def test_the_example_of_the_page_runs(tmp_path):
     page = (ROOT / "docs" / "megatron.md").read_text()
     (example,) = re.findall(r"```python-clients\n(.*?)```", page, re.DOTALL)
     output(["-c", example], tmp_path)
+
+
+@pytest.mark.parametrize("case", ["p2p", "all_gather", "a2a", "p2p own attention"])
+def test_two_context_parallel_ranks_compute_what_one_rank_computes(case):
+    said = json.loads(once([str(HERE / "megatron_context_parallel_cases.py")], 2).splitlines()[-1])
+    differences = of(said, case)
+    assert differences["losses"] <= 1e-5
+    assert differences["gradients"] <= 1e-5

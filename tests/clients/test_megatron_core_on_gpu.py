@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import processes
 import pytest
 import torch
+
+from tests.clients import processes
 
 CASES = str(Path(__file__).parent / "megatron_gpu_cases.py")
 EMULATED = ("mxfp8", "nvfp4")  # by bfloat16 products, where the hardware lacks the format

@@ -7,10 +7,11 @@ import json
 import re
 from pathlib import Path
 
-import processes
 import pytest
 import torch
-from support.programs import ROOT
+
+from tests.clients import processes
+from tests.support.programs import ROOT
 
 CASES = str(Path(__file__).parent / "fsdp_gpu_cases.py")
 RECIPES = ["delayed", "current", "block"]

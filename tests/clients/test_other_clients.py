@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-from processes import run
-from support.programs import ROOT
-from test_small_clients import NEEDED
+
+from tests.clients.processes import run
+from tests.clients.test_small_clients import NEEDED
+from tests.support.programs import ROOT
 
 EXAMPLES = re.findall(
     r"```python-clients\n(.*?)```", (ROOT / "docs" / "other_clients.md").read_text(), re.DOTALL

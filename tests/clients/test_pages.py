@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-import installed
-import processes
 import pytest
-from support.programs import ROOT
+
+from tests.clients import installed, processes
+from tests.support.programs import ROOT
 
 PAGES = {
     "accelerate": ("accelerate", "transformers"),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import installed
 import pytest
 import torch
 from torch import Tensor, nn
 
 import transformer_engine.pytorch as te
+from tests.clients import installed
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
 pytestmark = [*installed.needs("peft", "transformers"), installed.EMULATED]

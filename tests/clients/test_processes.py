@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 
-import processes
 import pytest
+
+from tests.clients import processes
 
 PROGRAM = (
     "import os; print(os.getpid(), os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ.get('WORD'))"

@@ -7,12 +7,12 @@ import importlib
 import inspect
 
 import pytest
-import signatures
 import torch
-from signatures import UNKNOWN
 
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
+from tests.clients import signatures
+from tests.clients.signatures import UNKNOWN
 from transformer_engine.common import recipe
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch.attention.dot_product_attention.utils import (

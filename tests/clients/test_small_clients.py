@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from processes import run
-from small_cases import CASES
+
+from tests.clients.processes import run
+from tests.clients.small_cases import CASES
 
 NEEDED = {
     "esm": ("esm", "attr", "accelerate", "pandas"),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import installed
 import pytest
 import torch
 from torch import nn
 
 import transformer_engine.pytorch as te
+from tests.clients import installed
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
 pytestmark = [

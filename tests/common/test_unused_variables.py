@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from transformer_engine.common import env, unused_variables
+from transformer_engine.common import env, warning
 from transformer_engine.common.recipe import DelayedScaling
 
 ACCEPTED = [row for row in env.VARIABLES.values() if row.meaning.startswith("Accepted; ")]
@@ -18,7 +18,7 @@ ACCEPTED = [row for row in env.VARIABLES.values() if row.meaning.startswith("Acc
 def unset(monkeypatch):
     for row in ACCEPTED:
         monkeypatch.delenv(row.name, raising=False)
-    monkeypatch.setattr(unused_variables, "_warned", set())
+    monkeypatch.setattr(warning, "_warned", set())
 
 
 def messages(make=DelayedScaling):
@@ -56,12 +56,12 @@ def test_each_variable_is_warned_about():
     finally:
         for row in ACCEPTED:
             del os.environ[row.name]
-    assert found == {row.name for row in ACCEPTED} - unused_variables._MET
+    assert found == {row.name for row in ACCEPTED} - warning._MET
     assert len(found) >= 25
 
 
 def test_variables_whose_purpose_is_met_are_in_the_table():
-    assert {row.name for row in ACCEPTED} >= unused_variables._MET
+    assert {row.name for row in ACCEPTED} >= warning._MET
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import transformers
-from tiny_models import COLUMNS, GOLDEN, SETTINGS, tokens, weights
+
+from tests.conversion.tiny_models import COLUMNS, GOLDEN, SETTINGS, tokens, weights
 
 
 def theirs(name: str) -> torch.nn.Module:

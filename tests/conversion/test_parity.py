@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.tolerances import ATTENDED
-from tiny_models import COLUMNS, SETTINGS, golden, tokens, weights, write_checkpoint
 
 import transformer_engine.pytorch as te
+from tests.conversion.tiny_models import COLUMNS, SETTINGS, golden, tokens, weights, write_checkpoint
+from tests.support.tolerances import ATTENDED
 from transformer_engine.common.optional import installed
 from transformer_engine.pytorch import conversion
 from transformer_engine.pytorch.conversion.safetensors import Shards
@@ -33,7 +33,7 @@ def test_logits_are_those_that_transformers_made(name: str, model: conversion.De
 )
 @FAMILIES
 def test_logits_are_those_that_transformers_makes(name: str, model: conversion.Decoder, device: torch.device):
-    from record_logits import logits
+    from tests.conversion.record_logits import logits
 
     torch.testing.assert_close(model(tokens().to(device)).cpu(), logits(name), **ATTENDED)
 
@@ -44,7 +44,8 @@ def test_logits_are_those_that_transformers_makes(name: str, model: conversion.D
 @FAMILIES
 def test_transformers_reads_what_was_converted_back(name: str, tmp_path: Path):
     import transformers
-    from record_logits import theirs
+
+    from tests.conversion.record_logits import theirs
 
     conversion.convert(write_checkpoint(tmp_path / "theirs", name), tmp_path / "ours")
     conversion.convert(tmp_path / "ours", tmp_path / "back")

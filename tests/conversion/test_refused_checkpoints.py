@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import SETTINGS, weights, write_checkpoint
 
+from tests.conversion.tiny_models import SETTINGS, weights, write_checkpoint
 from transformer_engine.common.optional import installed
 from transformer_engine.pytorch import conversion
 from transformer_engine.pytorch.conversion.safetensors import Described, SafetensorsFile, Shards, write
@@ -33,9 +33,9 @@ def refused(source: Path) -> str:
     ("changed", "sentence"),
     [
         ({Q: None}, f"lacks {Q}; convert the checkpoint that its config.json belongs to"),
-        ({"more": torch.ones(2)}, "also holds more, which its model has not"),
+        ({"more": torch.ones(2)}, "also holds more, which its model lacks"),
         ({Q: torch.ones(64, 32)}, f"{Q} is [64, 32], its config makes it [64, 64]"),
-        ({Q: torch.ones(64, 64, dtype=torch.int8)}, f"{Q} is torch.int8, which is no weight's"),
+        ({Q: torch.ones(64, 64, dtype=torch.int8)}, f"{Q} is torch.int8, which is not a dtype of weights"),
     ],
     ids=["missing", "over", "shape", "dtype"],
 )
@@ -76,7 +76,7 @@ def test_names_without_their_prefix_are_read(tmp_path: Path):
         ({"hidden_act": "relu"}, "hidden_act='relu' is not computed by TransformerLayer; it takes silu"),
         ({"hidden_size": None}, "has no 'hidden_size'; take the config.json that belongs to the weights"),
         ({"vocab_size": "many"}, "vocab_size='many' is not a whole number"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn' is not known"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn' is not supported"),
         ({"num_key_value_heads": 3}, "groups=3 does not divide heads=4"),
         ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not read"),
     ],
@@ -117,11 +117,11 @@ def _absent_shard(folder: Path) -> None:
     ("damage", "sentence"),
     [
         (_shortened, "lies from byte"),
-        (_garbage, "cannot be read as safetensors: it is cut short, or another kind of file"),
+        (_garbage, "cannot be read as safetensors: it is truncated or has another format"),
         (_pickled, "holds pytorch_model.bin, a pickle, which can run code when it is read"),
         (_no_settings, "holds neither config.json nor transformer_engine.json"),
         (_no_json, "config.json cannot be read as JSON"),
-        (_absent_shard, "names '../absent', which is no file beside it"),
+        (_absent_shard, "names '../absent', which is not a file in the same folder"),
     ],
 )
 def test_a_damaged_folder_is_named_with_what_to_do(damage, sentence: str, tmp_path: Path):
@@ -132,7 +132,7 @@ def test_a_damaged_folder_is_named_with_what_to_do(damage, sentence: str, tmp_pa
 
 def test_a_folder_that_is_there_is_left_alone(tmp_path: Path):
     folder = write_checkpoint(tmp_path / "theirs", "llama")
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="exists; give the name of a new folder"):
         conversion.convert(folder, folder)
 
 

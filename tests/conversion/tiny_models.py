@@ -12,8 +12,8 @@ from torch import Tensor
 
 from transformer_engine.pytorch.conversion.correspondence import Correspondence
 from transformer_engine.pytorch.conversion.families import family_named
-from transformer_engine.pytorch.conversion.families.settings import Settings
 from transformer_engine.pytorch.conversion.safetensors import Described, write_shards
+from transformer_engine.pytorch.conversion.settings import Settings
 
 GOLDEN = Path(__file__).with_name("golden_logits.json")
 VOCABULARY = 97

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_on_ranks
 
+from tests.distributed.ranks import run_on_ranks
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.distributed import (
     _NVFP4AllGatherAsyncHandle,

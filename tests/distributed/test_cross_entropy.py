@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_on_ranks
 
+from tests.distributed.ranks import run_on_ranks
 from transformer_engine.pytorch import parallel_cross_entropy
 
 IDS = 26

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import run_on_ranks
-from sharded_cases import RECIPES, Run, gathered_bytes, train
 
 import transformer_engine.pytorch as te
+from tests.distributed.ranks import run_on_ranks
+from tests.distributed.sharded_cases import RECIPES, Run, gathered_bytes, train
 
 EVERY_FORMAT = {
     "resharded": Run(accumulate=2),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from ranks import run_on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import transformer_engine.pytorch as te
+from tests.distributed.ranks import run_on_ranks
 from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch.optimizers import FusedAdam
 from transformer_engine.pytorch.tensor.utils import post_all_gather_processing, quantize_master_weights

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import run_on_ranks
 
+from tests.distributed.ranks import run_on_ranks
 from transformer_engine.common import warning
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch.distributed import (

@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
-from support.layers import RECIPES, layer_of, same
 
 import transformer_engine.pytorch as te
+from tests.support.layers import RECIPES, layer_of, same
 from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
 from transformer_engine.pytorch.quantization import emulate
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch.distributed import activation_recompute_forward, checkpoint
-from transformer_engine.pytorch.quantization import DelayedScalingRequest, replay
+from transformer_engine.pytorch.quantization import DelayedScalingRequest, recompute_states
 from transformer_engine.pytorch.quantization.autocast import current
 
 WIDTH = 32
@@ -222,14 +222,14 @@ def test_a_graph_that_is_retained_repeats_its_first_run_twice(reentrant, device)
 @BOTH
 def test_states_live_as_long_as_the_node_that_repeats_them(reentrant, device):
     layer, kept = te.Linear(WIDTH, WIDTH, device=device), []
-    keep = replay.ReplayStates.keep
+    keep = recompute_states.ReplayStates.keep
 
     def watching(self, module, states):
         kept.append(weakref.ref(states[0][0][0]))
         keep(self, module, states)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay.ReplayStates, "keep", watching)
+        patch.setattr(recompute_states.ReplayStates, "keep", watching)
         outputs = []
         for _ in range(50):
             with te.autocast(recipe=RECIPES["delayed"]()):
@@ -240,7 +240,7 @@ def test_states_live_as_long_as_the_node_that_repeats_them(reentrant, device):
     gc.collect()
     assert sum(ref() is not None for ref in kept) == 10
     assert not any("replay" in name for name in vars(layer))
-    assert len(replay.marked_by_hand) == 0
+    assert len(recompute_states.marked_by_hand) == 0
 
 
 @BOTH
@@ -282,7 +282,7 @@ def test_runs_that_are_marked_by_hand_are_paired_oldest_first(device):
     for x, y in zip(inputs, first, strict=True):
         with te.autocast(recipe=recipe), activation_recompute_forward(True, True):
             assert torch.equal(layer(x), y)
-    assert len(replay.marked_by_hand) == 0
+    assert len(recompute_states.marked_by_hand) == 0
 
 
 # Checkpoints of other libraries.

@@ -6,9 +6,9 @@ import gc
 
 import torch
 import torch.distributed as dist
-from ranks import run_on_ranks
 
 import transformer_engine.pytorch as te
+from tests.distributed.ranks import run_on_ranks
 from transformer_engine.common.recipe import DelayedScaling
 
 WIDTH = 32

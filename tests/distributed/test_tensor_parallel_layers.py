@@ -7,9 +7,9 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_on_ranks
-from support.layers import RECIPES
 
+from tests.distributed.ranks import run_on_ranks
+from tests.support.layers import RECIPES
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
 from transformer_engine.pytorch.module.linear import Linear

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_oracle import cumulative
 
 import transformer_engine_torch as tex
+from tests.attention.attention_oracle import cumulative
 from transformer_engine.pytorch.attention import RotaryPositionEmbedding, apply_rotary_pos_emb
 
 SBHD, BSHD, THD = (tex.NVTE_QKV_Format[f"NVTE_{name}"] for name in ("SBHD", "BSHD", "THD"))
@@ -62,7 +62,7 @@ def test_a_paged_cache_without_a_table_is_refused(device):
     x, lens = sample(device, 1, 1, 1, 2), cumulative([1], device)
     with pytest.raises(ValueError, match="a paged cache needs page_table"):
         tex.copy_to_kv_cache(x, x, x, x, None, lens, lens, BSHD, 1, 1, 1, 1, False)
-    with pytest.raises(ValueError, match="is none of sbhd, bshd, thd"):
+    with pytest.raises(ValueError, match="convert it to one of sbhd, bshd, thd"):
         tex.copy_to_kv_cache(x, x, x, x, None, lens, lens, tex.NVTE_QKV_Format.NVTE_BHSD, 1, 1, 1, 1, True)
 
 

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from attention_oracle import attend, cumulative, visibility
 
 import transformer_engine_torch as tex
+from tests.attention.attention_oracle import attend, cumulative, visibility
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
 from transformer_engine.pytorch.constants import TE_DType

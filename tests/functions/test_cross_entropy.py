@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.tolerances import DTYPES, ROUNDED, assert_as_good_as
 from torch.nn.functional import cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_engine.pytorch as te
+from tests.support.tolerances import DTYPES, ROUNDED, assert_as_good_as
 from transformer_engine.pytorch import fused_linear_cross_entropy, parallel_cross_entropy
 from transformer_engine.pytorch.functions.linear_cross_entropy import chunk_rows
 

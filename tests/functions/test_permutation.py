@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.tolerances import UNIT
 
 import transformer_engine.pytorch as te
+from tests.support.tolerances import UNIT
 from transformer_engine.pytorch import moe_permute, moe_permute_with_probs, moe_unpermute
 
 T, E, K, H = 24, 6, 2, 64

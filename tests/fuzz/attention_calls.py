@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from bad_values import NOT_A_TENSOR, Call, Made
-from forward_calls import RECIPES, of_forward, tensor
 
 import transformer_engine.pytorch as te
+from tests.fuzz.bad_values import NOT_A_TENSOR, Call, Made
+from tests.fuzz.forward_calls import RECIPES, of_forward, tensor
 
 TOKENS = 12
 OFF: dict[str, Any] = {"attention_dropout": 0.0, "device": "cpu"}

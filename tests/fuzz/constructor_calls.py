@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from bad_values import (
+
+import transformer_engine.pytorch as te
+from tests.fuzz.bad_values import (
     COUNT,
     DEVICE,
     DTYPE,
@@ -27,8 +29,6 @@ from bad_values import (
     Call,
     Made,
 )
-
-import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
 from transformer_engine.pytorch.attention.qk_norm import L2Normalization
 from transformer_engine.pytorch.distributed import CudaRNGStatesTracker, activation_recompute_forward

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from bad_values import FLAG, NUMBER, OPTIONAL_SIZE, REQUIRED_SIZE, WORD, Call, Made
-from forward_calls import WRONG_KIND, tensor
 
 import transformer_engine.pytorch as te
+from tests.fuzz.bad_values import FLAG, NUMBER, OPTIONAL_SIZE, REQUIRED_SIZE, WORD, Call, Made
+from tests.fuzz.forward_calls import WRONG_KIND, tensor
 from transformer_engine.pytorch import optimizers, router
 
 ROUTES = torch.tensor([[1, 0], [1, 1], [0, 1], [1, 0]])

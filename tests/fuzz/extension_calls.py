@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from bad_values import EPS, FLAG, NAME, NUMBER, RATE, WORD, Call, Made
-from forward_calls import WRONG_KIND, tensor
 
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
+from tests.fuzz.bad_values import EPS, FLAG, NAME, NUMBER, RATE, WORD, Call, Made
+from tests.fuzz.forward_calls import WRONG_KIND, tensor
 from transformer_engine.pytorch import cpp_extensions
 
 PLAIN = ("gelu", "qgelu", "relu", "srelu", "silu")

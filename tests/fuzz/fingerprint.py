@@ -17,12 +17,12 @@ import torch
 
 from transformer_engine.common import dispatch
 from transformer_engine.pytorch.distributed import rng
-from transformer_engine.pytorch.primitives.gemm import tuning_switch
+from transformer_engine.pytorch.primitives.gemm.request import Switch
 from transformer_engine.pytorch.quantization import (
     FP8GlobalStateManager,
     delayed_scaling,
     model_init,
-    replay,
+    recompute_states,
     support,
 )
 from transformer_engine.pytorch.quantization.autocast import here, snapshot
@@ -62,12 +62,17 @@ def _process() -> dict[str, Any]:
         "model init": model_init.current_model_init(),
         "pools": delayed_scaling.pools(),
         "emulation": support._switch,
-        "recomputation": (here().recomputes, here().recomputing, replay.runs(), replay.marked_by_hand),
+        "recomputation": (
+            here().recomputes,
+            here().recomputing,
+            recompute_states.runs(),
+            recompute_states.marked_by_hand,
+        ),
         "checks of numbers on a device": list(device_checks._waiting),
         "callers' flags": FP8GlobalStateManager.quantization_state,
         "forced backends": dict(dispatch._forced),
         "observers": list(dispatch._observers),
-        "autotune": tuning_switch.Switch.depth,
+        "autotune": Switch.depth,
         "gradients on": torch.is_grad_enabled(),
         "torch.autocast": torch.is_autocast_enabled("cpu"),
         "default dtype": torch.get_default_dtype(),

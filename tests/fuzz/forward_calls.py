@@ -7,9 +7,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from bad_values import FLAG, NAME, NAN, NOT_A_TENSOR, WINDOW, WORD, Call, Made
 
 import transformer_engine.pytorch as te
+from tests.fuzz.bad_values import FLAG, NAME, NAN, NOT_A_TENSOR, WINDOW, WORD, Call, Made
 from transformer_engine.common import recipe
 from transformer_engine.pytorch.attention.qk_norm import L2Normalization
 from transformer_engine.pytorch.module.softmax import FusedScaleMaskSoftmax

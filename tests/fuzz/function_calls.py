@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from bad_values import COUNT, DEVICE, FLAG, FUNCTION, GROUP, NAME, RECIPE, SIZE, WORD, Call, Made
-from extension_calls import extension_calls
-from forward_calls import WRONG_KIND, tensor
 
 import transformer_engine.pytorch as te
+from tests.fuzz.bad_values import COUNT, DEVICE, FLAG, FUNCTION, GROUP, NAME, RECIPE, SIZE, WORD, Call, Made
+from tests.fuzz.extension_calls import extension_calls
+from tests.fuzz.forward_calls import WRONG_KIND, tensor
 from transformer_engine.pytorch import distributed
 from transformer_engine.pytorch.distributed import tensor_parallel
 

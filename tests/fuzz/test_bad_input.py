@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attention_calls import attention_calls
-from bad_values import Made, names_it, shown
-from constructor_calls import constructor_calls
-from expert_calls import expert_calls
-from fingerprint import differences, fingerprint
-from forward_calls import forward_calls
-from function_calls import function_calls
-from training_calls import training_calls
 
 import transformer_engine
+from tests.fuzz.attention_calls import attention_calls
+from tests.fuzz.bad_values import Made, names_it, shown
+from tests.fuzz.constructor_calls import constructor_calls
+from tests.fuzz.expert_calls import expert_calls
+from tests.fuzz.fingerprint import differences, fingerprint
+from tests.fuzz.forward_calls import forward_calls
+from tests.fuzz.function_calls import function_calls
+from tests.fuzz.training_calls import training_calls
 
 SOURCES = Path(transformer_engine.__file__).resolve().parents[1]
 TABLES = (constructor_calls, forward_calls, attention_calls, function_calls, training_calls, expert_calls)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from bad_values import FLAG, GROUP, NUMBER, SIZE, Call, Made
-from forward_calls import WRONG_KIND, tensor
 
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
+from tests.fuzz.bad_values import FLAG, GROUP, NUMBER, SIZE, Call, Made
+from tests.fuzz.forward_calls import WRONG_KIND, tensor
 
 SMOOTHING = (-0.1, float("nan"), "0.1", None)
 IGNORED = (2.5, "16", None, [16])

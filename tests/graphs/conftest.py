@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from support.recorder import RerunRecorder
 
-from transformer_engine.pytorch.graphs import automatic, recorder
+from tests.support.recorder import RerunRecorder
+from transformer_engine.pytorch.graphs import automatic, build
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +17,6 @@ def _emulation(emulated):
 def rerun(monkeypatch):
     """What make_graphed_callables and te.graphed record with: all its recorders' logs in one."""
     made = RerunRecorder()
-    monkeypatch.setattr(recorder, "recorder_here", lambda pool=None: made)
+    monkeypatch.setattr(build, "recorder_here", lambda pool=None: made)
     monkeypatch.setattr(automatic, "records", lambda device: True)
     return made

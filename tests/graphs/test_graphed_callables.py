@@ -8,9 +8,9 @@ import warnings
 
 import pytest
 import torch
-from support.layers import RECIPES, layer_of
 
 import transformer_engine.pytorch as te
+from tests.support.layers import RECIPES, layer_of
 from transformer_engine.pytorch import graph
 from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
 from transformer_engine.pytorch.graphs import arguments
@@ -882,7 +882,7 @@ def test_what_lies_beside_the_gpu_is_refused():
 
     def asked(module, x):
         samples = arguments.samples_of((x,), None, True, 1, False)
-        return arguments.Asked((module,), (0,), samples, (), None, (), None, (), True)
+        return arguments.CaptureRequest((module,), (0,), samples, (), None, (), None, (), True)
 
     module = _layer("Linear")
     with pytest.raises(ValueError, match=r"sample 0 holds a tensor on cpu; .* give samples on it"):

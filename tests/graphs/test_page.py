@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from support.pages import examples, run
+from tests.support.pages import examples, run
 
 
 def test_the_examples_run(capsys):

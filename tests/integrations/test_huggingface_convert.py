@@ -16,10 +16,14 @@ import transformer_engine.pytorch as te
 from transformer_engine.common import optional
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch.conversion import DecoderConfig
-from transformer_engine.pytorch.integrations.huggingface.causal_loss import causal_loss
+from transformer_engine.pytorch.integrations.huggingface.convert import causal_loss
+from transformer_engine.pytorch.integrations.huggingface.hooks import (
+    enter_recipe,
+    give_angles,
+    give_cosines,
+    leave_recipe,
+)
 from transformer_engine.pytorch.integrations.huggingface.layer_names import LayerNames
-from transformer_engine.pytorch.integrations.huggingface.rotary_angles import give_angles, give_cosines
-from transformer_engine.pytorch.integrations.huggingface.under_recipe import enter_recipe, leave_recipe
 from transformer_engine.pytorch.quantization.autocast import current
 
 _SIZES = {

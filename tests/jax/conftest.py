@@ -11,7 +11,8 @@ if getattr(find_spec("jax"), "origin", None) is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     import jax
-    from compiled import compile_quickly
+
+    from tests.jax.compiled import compile_quickly
 
     compile_quickly(True)
 

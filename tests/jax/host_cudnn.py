@@ -7,13 +7,13 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
-from compiled import compile_quickly
-from host_compositions import mesh_of
-from host_devices import difference
 from jax._src.cudnn import fused_attention_stablehlo as library
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tests.jax.compiled import compile_quickly
+from tests.jax.host_compositions import mesh_of
+from tests.jax.host_devices import difference
 from transformer_engine.jax.attention import AttnBiasType, AttnMaskType
 from transformer_engine.jax.primitives import kernels
 from transformer_engine.jax.primitives.attention import AttentionOperands, cudnn

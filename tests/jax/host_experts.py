@@ -10,14 +10,14 @@ import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
-from compiled import compile_quickly
 from flax import linen as nn
-from host_compositions import mesh_of
-from host_devices import difference
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
+from tests.jax.compiled import compile_quickly
+from tests.jax.host_compositions import mesh_of
+from tests.jax.host_devices import difference
 from transformer_engine.common import recipe
 from transformer_engine.jax.primitives import launching
 from transformer_engine.jax.quantize import GroupedQuantizer, QuantizerFactory

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from compiled import compile_quickly
 from jax import lax
 from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from tests.jax.compiled import compile_quickly
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, MXFP8, NVFP4
 from transformer_engine.jax import ep
 from transformer_engine.jax.primitives import kernels

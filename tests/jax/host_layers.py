@@ -15,14 +15,14 @@ import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
-from compiled import compile_quickly
 from flax import linen as nn
-from host_devices import difference
 from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
+from tests.jax.compiled import compile_quickly
+from tests.jax.host_devices import difference
 from transformer_engine.common import recipe
 from transformer_engine.common.dispatch import Backend, Table
 from transformer_engine.common.formats import FLOAT8

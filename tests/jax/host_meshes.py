@@ -11,14 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from compiled import compile_quickly
 from flax import linen as nn
-from host_compositions import mesh_of
-from host_devices import difference
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
+from tests.jax.compiled import compile_quickly
+from tests.jax.host_compositions import mesh_of
+from tests.jax.host_devices import difference
 from transformer_engine.common import recipe
 from transformer_engine.jax import attention, permutation, router, sharding
 from transformer_engine.jax.layernorm_mlp import layernorm_mlp

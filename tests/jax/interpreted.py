@@ -6,7 +6,6 @@ here: operands, then results, in the order of the kernel's pointers; then the op
 
 from __future__ import annotations
 
-import interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 from jax import lax
 from triton.runtime import interpreter as triton_interpreter
 
+from tests.kernels import interpreter
 from transformer_engine.jax.primitives import kernels, launching, platforms
 
 _NAMES = {

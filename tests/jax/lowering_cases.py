@@ -7,8 +7,8 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import written_cases
 
+from tests.kernels import written_cases
 from transformer_engine.common.kernels.launch import Launch
 from transformer_engine.jax.primitives import launching
 

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from test_transformer import relative, turned
 
 import transformer_engine.jax.flax as te_flax
+from tests.jax.test_transformer import relative, turned
 from transformer_engine.jax.router import fused_topk_with_score_function
 
 zeros, ones = nn.initializers.zeros, nn.initializers.ones

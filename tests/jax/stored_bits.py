@@ -17,8 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bits import jax_bytes, matrix, to_torch, torch_bytes, without_nan_signs
 
+from tests.jax.bits import jax_bytes, matrix, to_torch, torch_bytes, without_nan_signs
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
 from transformer_engine.common.quantize_spec import QuantizeSpec
 from transformer_engine.jax.primitives import quantize

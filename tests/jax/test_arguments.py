@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_bad_calls import attend, ones
 
 import transformer_engine.jax.flax as te_flax
+from tests.jax.test_bad_calls import attend, ones
 from transformer_engine.jax import attention, permutation, router
 from transformer_engine.jax.debug import experimental
 from transformer_engine.jax.dense import grouped_dense

@@ -9,8 +9,8 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from compiled import values_and_gradients
 
+from tests.jax.compiled import values_and_gradients
 from transformer_engine.common.dispatch import observing
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E4M3, FLOAT8, MXFP8
 from transformer_engine.common.quantize_spec import QuantizeSpec

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from bits import assert_same_bytes, matrix
 
+from tests.jax.bits import assert_same_bytes, matrix
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E4M3, E5M2, FLOAT8
 from transformer_engine.common.quantize_spec import QuantizeSpec
@@ -212,12 +212,11 @@ def test_states_advance_by_the_bytes_of_the_torch_reference(algorithm, length, m
     with use_backend(jax_scale_update="triton"):
         made = jax.jit(lambda states: advance_states(states, algorithm, maxima, margin))(states)
     for place, (ours, fp8_max) in enumerate(zip(made, maxima, strict=True)):
-        want = torch_update._next(
-            torch.from_numpy(history[:, place : place + 1]), torch.from_numpy(scale[place : place + 1]), algorithm,
-            fp8_max, margin, keep_idle=False,
-        )  # fmt: skip
-        assert_same_bytes(ours[0], want[0].ravel(), f"history {place}")
-        assert_same_bytes(ours[1], want[1], f"scale {place}")
+        maxima_of = torch.from_numpy(history[:, place : place + 1])
+        amax = torch_update.amax_of(maxima_of, algorithm)
+        want = torch_update.scale_of(amax, torch.from_numpy(scale[place : place + 1]), fp8_max, margin)
+        assert_same_bytes(ours[0], torch_update.rolled(maxima_of).ravel(), f"history {place}")
+        assert_same_bytes(ours[1], want, f"scale {place}")
 
 
 @pytest.mark.parametrize("given", [True, False])

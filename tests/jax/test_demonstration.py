@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from transformer_engine import cli
 from transformer_engine.cli.demo import flax_checkpoint, flax_run
-from transformer_engine.cli.demo.config import HIGH_PRECISION, RECIPES, Config, resolve
+from transformer_engine.cli.demo.config import HIGH_PRECISION, RECIPES, RunConfig, resolve
 from transformer_engine.cli.demo.data import Corpus, load_corpus
 from transformer_engine.cli.demo.records import Progress, read_metrics
 from transformer_engine.cli.demo.trainer import Trainer
@@ -27,7 +27,7 @@ SIZES = {"steps": 8, "batch": 2, "sequence": 32, "layers": 1, "hidden": 32, "hea
 TEXT = "".join(f"def function_{i}(x):\n    return x + {i}\n\n" for i in range(300))
 
 
-def tiny(recipe: str = "delayed", **changes: Any) -> Config:
+def tiny(recipe: str = "delayed", **changes: Any) -> RunConfig:
     return resolve("cpu", {**SIZES, "recipe": recipe, **changes})
 
 
@@ -59,7 +59,7 @@ def killed_after(step: int):
     return observe
 
 
-def continued(config: Config, corpus: Corpus, folder: Path) -> Trainer:
+def continued(config: RunConfig, corpus: Corpus, folder: Path) -> Trainer:
     trainer = Trainer(config, corpus, folder)
     trainer.load(flax_checkpoint.load(trainer.checkpoint_path))
     return trainer

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.pages import examples
+
+from tests.support.pages import examples
 
 HERE = Path(__file__).resolve().parent
 
@@ -31,16 +32,17 @@ def test_a_scanned_decoder_with_rope_and_grouped_queries_learns_to_count():
 
 def test_experts_on_four_devices_learn():
     program = examples("jax_examples.md")[2].replace(
-        "import flax\n", "from compiled import compile_quickly\ncompile_quickly(True)\nimport flax\n", 1
+        "import flax\n",
+        "from tests.jax.compiled import compile_quickly\ncompile_quickly(True)\nimport flax\n",
+        1,
     )
     checks = (
         "\nassert losses[-1] < 0.8 * losses[0], losses"
         "\nassert received.shape == (4,) and int(received.sum()) == 2 * 8 * 16"
     )
-    paths = os.pathsep.join((str(HERE.parents[1]), str(HERE)))
     done = subprocess.run(
         [sys.executable, "-c", program + checks], capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"PYTHONPATH": str(HERE.parents[1]), "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 

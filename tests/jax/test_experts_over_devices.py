@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from host_experts import RECIPES
-from test_sharding import PROGRAM, printed_by
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
+from tests.jax.host_experts import RECIPES
+from tests.jax.test_sharding import PROGRAM, printed_by
 from transformer_engine.common import recipe
 from transformer_engine.jax.primitives import launching
 

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.programs import search_path
+
+from tests.support.programs import search_path
 
 ROOT = Path(__file__).parents[2]
 FILES = tuple(f"tests/jax/test_{name}_on_gpu.py" for name in ("kernels", "codes", "products", "attention"))
@@ -22,10 +23,9 @@ FEW = (
 
 def run(*options: str) -> str:
     """What the tests marked gpu of these files say."""
-    folders = (ROOT / "tests", ROOT / "tests" / "jax", ROOT / "tests" / "kernels")
-    paths, elsewhere = search_path(*folders), {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
-    environment = os.environ | elsewhere | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths}
-    plugins = ("-p", "interpreted", "-p", "no:cacheprovider")
+    elsewhere = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | elsewhere | {"TRITON_INTERPRET": "1", "PYTHONPATH": search_path()}
+    plugins = ("-p", "tests.jax.interpreted", "-p", "no:cacheprovider")
     command = [sys.executable, "-m", "pytest", "-q", "-x", *plugins, "-m", "gpu", *options]
     finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stdout + finished.stderr

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled import values_and_gradients
 
+from tests.jax.compiled import values_and_gradients
 from transformer_engine.common import env
 from transformer_engine.jax.activation import activation
 from transformer_engine.jax.layernorm import layernorm

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from bits import assert_same_bytes, matrix, to_torch
 from jax.sharding import AxisType, PartitionSpec
-from support.tolerances import ROUNDED
-from test_quantize_bits import CHOSEN, SPECS, fits, random_numbers, theirs_forced, torch_spec
 
+from tests.jax.bits import assert_same_bytes, matrix, to_torch
+from tests.jax.test_quantize_bits import CHOSEN, SPECS, fits, random_numbers, theirs_forced, torch_spec
+from tests.support.tolerances import ROUNDED
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.formats import E4M3, FLOAT8
 from transformer_engine.common.quantize_spec import QuantizeSpec

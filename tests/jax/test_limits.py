@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, PartitionSpec
-from test_bad_calls import attend, ones
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
+from tests.jax.test_bad_calls import attend, ones
 from transformer_engine.common import recipe
 from transformer_engine.jax import permutation, quantize, sharding
 from transformer_engine.jax.attention import SequenceDescriptor

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.tolerances import EQUAL_CODES_OVER_DEVICES
-from test_sharding import printed_by
+
+from tests.jax.test_sharding import printed_by
+from tests.support.tolerances import EQUAL_CODES_OVER_DEVICES
 
 PROGRAM = Path(__file__).with_name("host_meshes.py")
 WAYS = ("with mesh", "set_mesh", "shard_map")

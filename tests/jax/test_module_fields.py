@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from plain_layers import PLAIN, Buckets
-from test_transformer import BATCH, DECODER, HEADS, HIDDEN, TOKENS, data
 
 import transformer_engine.jax.flax as te_flax
+from tests.jax.plain_layers import PLAIN, Buckets
+from tests.jax.test_transformer import BATCH, DECODER, HEADS, HIDDEN, TOKENS, data
 
 normal, uniform = nn.initializers.normal, nn.initializers.uniform
 CLAMPED = ("clamped_silu", "clamped_linear")

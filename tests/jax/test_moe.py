@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled import values_and_gradients, variables_of
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
+from tests.jax.compiled import values_and_gradients, variables_of
 from transformer_engine.common import recipe
 from transformer_engine.jax import ep, permutation, router
 from transformer_engine.jax.cpp_extensions.topk import topk

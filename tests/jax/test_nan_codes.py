@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from bits import NUMPY_DTYPES, jax_bytes, to_torch, torch_bytes
 
+from tests.jax.bits import NUMPY_DTYPES, jax_bytes, to_torch, torch_bytes
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.formats import E2M1, E4M3, E5M2, FLOAT8, NVFP4
 from transformer_engine.jax.primitives import quantize as ours

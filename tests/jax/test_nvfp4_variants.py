@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from support.nvfp4_random import CONTENTS, matrix
 
+from tests.support.nvfp4_random import CONTENTS, matrix
 from transformer_engine.common.formats import E2M1, NVFP4, NVFP4_256, NVFP4_ROWS, NVFP4_ROWS_256
 from transformer_engine.common.quantize_spec import FAST_MSE, MAE, MSE
 from transformer_engine.common.recipe import NVFP4BlockScaling

@@ -16,19 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from support.tolerances import LAYERS_OVER_DEVICES
 
-from transformer_engine.common.formats import (
-    BLOCK_1D,
-    BLOCK_2D,
-    E2M1,
-    E4M3,
-    FLOAT8,
-    MXFP8,
-    NVFP4,
-    NVFP4_256,
-    NVFP4_ROWS,
-)
+from tests.support.tolerances import LAYERS_OVER_DEVICES
+from transformer_engine.common import formats
+from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, FLOAT8
 from transformer_engine.common.quantize_spec import QuantizeSpec
 from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.jax.attention import (
@@ -72,10 +63,9 @@ needs_bridge = pytest.mark.skipif(
 def printed_by(program: str) -> tuple[dict, str]:
     """What a program on eight host devices prints, and what it says on stderr."""
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "jax")))
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "jax" / program)], capture_output=True, text=True,
-        env=os.environ | flags | {"PYTHONPATH": paths},
+        env=os.environ | flags | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
@@ -221,14 +211,14 @@ SPECS = {
     "current": (QuantizeSpec(FLOAT8, E4M3, columnwise=True), False, 2),
     "blocks": (QuantizeSpec(BLOCK_1D, E4M3, columnwise=True), False, 1),
     "squares": (QuantizeSpec(BLOCK_2D, E4M3, columnwise=True), False, 1),
-    "mxfp8": (QuantizeSpec(MXFP8, E4M3, columnwise=True), False, 1),
-    "nvfp4": (QuantizeSpec(NVFP4, E2M1, columnwise=True, hadamard=True, stochastic=True), False, 3),
+    "mxfp8": (QuantizeSpec(formats.MXFP8, E4M3, columnwise=True), False, 1),
+    "nvfp4": (QuantizeSpec(formats.NVFP4, E2M1, columnwise=True, hadamard=True, stochastic=True), False, 3),
     "4over6": (
-        QuantizeSpec(NVFP4_256, E2M1, columnwise=True, two_dimensional=True, four_over_six="MSE"),
+        QuantizeSpec(formats.NVFP4_256, E2M1, columnwise=True, two_dimensional=True, four_over_six="MSE"),
         False,
         2,
     ),
-    "rows": (QuantizeSpec(NVFP4_ROWS, E2M1, columnwise=True), False, 3),
+    "rows": (QuantizeSpec(formats.NVFP4_ROWS, E2M1, columnwise=True), False, 3),
 }
 
 
@@ -342,17 +332,19 @@ def test_products_of_codes_may_be_cut(forms, depth, monkeypatch):
     ("change", "sentence"),
     [
         ({}, None),
-        ({"a_format": NVFP4, "b_format": NVFP4}, None),
+        ({"a_format": formats.NVFP4, "b_format": formats.NVFP4}, None),
         ({"platform": "cpu"}, "it needs a CUDA device, the program is for cpu"),
         ({"a_format": FLOAT8}, "an operand has no block scales"),
         ({"b_format": None}, "an operand has no block scales"),
-        ({"b_format": NVFP4}, "scales of 32 and of 16 contracted elements"),
+        ({"b_format": formats.NVFP4}, "scales of 32 and of 16 contracted elements"),
         ({"n": 0}, "a product without elements"),
     ],
 )  # fmt: skip
 def test_devices_decode_codes_in_blocks_that_no_kernel_multiplies_or_say_why_not(change, sentence):
     codes = jnp.dtype(jnp.float8_e4m3fn)
-    request = GemmRequest(MXFP8, MXFP8, codes, codes, 64, 32, 96, jnp.dtype(jnp.bfloat16), "cuda", 90, True)
+    request = GemmRequest(
+        formats.MXFP8, formats.MXFP8, codes, codes, 64, 32, 96, jnp.dtype(jnp.bfloat16), "cuda", 90, True
+    )
     request = dataclasses.replace(request, **change)
     assert decoded.unsupported_reason(request) == sentence
     taken = next(one.name for one in TABLE.candidates(request) if one.refusal(request) is None)

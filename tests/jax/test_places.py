@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_sharding import printed_by
+
+from tests.jax.test_sharding import printed_by
 
 
 @pytest.fixture(scope="module")

@@ -116,7 +116,7 @@ def test_the_direct_product_of_xla_is_the_reference():
 
 SCALED = """
 import json, jax, jax.numpy as jnp, numpy as np
-import test_products_on_gpu as tests
+from tests.jax import test_products_on_gpu as tests
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.jax.primitives.gemm import codes_product, gemm
 a, b = tests.operand(tests.FLOAT8, tests.E4M3, 1, 256, 512), tests.operand(tests.FLOAT8, tests.E4M3, 2, 128, 512)

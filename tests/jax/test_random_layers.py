@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from plain_layers import PLAIN, Buckets
-from test_module_fields import EXCLUDED, OF_A_LAYER, SIZES, keys
-from test_transformer import DECODER, HEADS, data
 
 import transformer_engine.jax.flax as te_flax
+from tests.jax.plain_layers import PLAIN, Buckets
+from tests.jax.test_module_fields import EXCLUDED, OF_A_LAYER, SIZES, keys
+from tests.jax.test_transformer import DECODER, HEADS, data
 
 COUNT = 60
 RATES = {

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled import values_and_gradients
 
 import transformer_engine.jax.flax as te_flax
+from tests.jax.compiled import values_and_gradients
 from transformer_engine.jax.attention import (
     AttnBiasType,
     AttnMaskType,

@@ -35,7 +35,7 @@ def printed_by(program: Path, *options: str) -> dict:
     environment = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join((str(program.parents[2]), str(program.parent))),
+        "PYTHONPATH": str(program.parents[2]),
     }
     done = subprocess.run(
         [sys.executable, str(program), *options], capture_output=True, text=True, env=environment

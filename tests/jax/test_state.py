@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from bits import assert_same_bytes
 from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
+from tests.jax.bits import assert_same_bytes
 from transformer_engine.common import recipe
 from transformer_engine.jax.dense import dense
 from transformer_engine.jax.primitives.scale_update import advance_scales

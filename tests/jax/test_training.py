@@ -9,13 +9,13 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from compiled import variables_of
 from flax import linen as nn
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
+from tests.jax.compiled import variables_of
 from transformer_engine.common import recipe
 
 RECIPE = recipe.DelayedScaling(amax_history_len=4)

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled import variables_of
 from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
+from tests.jax.compiled import variables_of
 from transformer_engine.common import recipe
 from transformer_engine.jax.flax.transformer import (
     LoRAScope,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import host_compositions as compositions
-import host_experts as experts
 import jax
 import pytest
 
 import transformer_engine.jax as te
+from tests.jax import host_compositions as compositions
+from tests.jax import host_experts as experts
 from transformer_engine.common import recipe
 from transformer_engine.jax.attention import AttnMaskType, AttnSoftmaxType, CPStrategy, QKVLayout
 

@@ -21,7 +21,7 @@ from transformer_engine.common.kernels import (
     attention_decode,
     attention_delta,
 )
-from transformer_engine.common.kernels.attention_problem import Problem
+from transformer_engine.common.kernels.attention_problem import AttentionProblem
 from transformer_engine.common.kernels.launch import Launch
 
 # Compute capability -> bytes of shared memory that a program may have.
@@ -34,12 +34,14 @@ POINTERS = {
 }
 
 
-def problem(shared_memory: int, *, queries: int = 4096, page: int = 0, biased: bool = False) -> Problem:
+def problem(
+    shared_memory: int, *, queries: int = 4096, page: int = 0, biased: bool = False
+) -> AttentionProblem:
     """Sequences of 4096 keys, heads of 128."""
     heads, groups, size = 32, 8, 128
     strides = (queries * heads * size, heads * size, size)
     keys = (4096 * groups * size, groups * size, size)
-    return Problem(
+    return AttentionProblem(
         dtype="bfloat16",
         batch=2,
         heads=heads,

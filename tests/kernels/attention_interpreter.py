@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from interpreter import repair
 from triton.runtime import interpreter
 
+from tests.kernels.interpreter import repair
 from transformer_engine.pytorch.primitives.attention.backends import triton, triton_decode
 from transformer_engine.pytorch.runtime.launching import Processors
 

@@ -53,7 +53,7 @@ def launches() -> Iterator[tuple[str, Launch, dict[str, str | None]]]:
         "rows": nvfp4.Options(per_row=True, four_over_six="fast MSE"),
     }.items():
         yield f"nvfp4_4over6_{name}", nvfp4.blocks(SHAPE, True, True, options), fourbit
-    yield "nvfp4_row_maxima", nvfp4.row_maxima(SHAPE), {"x": VALUES, "amax": SCALAR}
+    yield "row_maxima", cast.row_maxima(SHAPE), {"x": VALUES, "amax": SCALAR}
 
 
 def ptx_of(launch: Launch, pointers: dict[str, str | None], capability: int) -> tuple[str, int]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from compile_cases import ptx_of
-from written_cases import experts
+from tests.kernels.compile_cases import ptx_of
+from tests.kernels.written_cases import experts
 
 
 def main() -> None:

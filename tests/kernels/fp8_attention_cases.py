@@ -9,12 +9,11 @@ from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parent))
 
-import interpreter
 import torch
 from torch import Tensor
 
+from tests.kernels import interpreter
 from transformer_engine.common.kernels import fp8_attention
 from transformer_engine.common.kernels.launch import start
 from transformer_engine.common.kernels.packed_sequences import zero_behind_launch

@@ -6,8 +6,7 @@ import json
 from collections.abc import Iterator
 from functools import partial
 
-from compile_cases import count, ptx_of
-
+from tests.kernels.compile_cases import count, ptx_of
 from transformer_engine.common.formats import E4M3, FLOAT32_MAX
 from transformer_engine.common.kernels import (
     activation_cast,
@@ -15,7 +14,7 @@ from transformer_engine.common.kernels import (
     column_sums,
     dropout,
     norm,
-    rope,
+    rope_packed,
     softmax,
     transpose,
 )
@@ -50,21 +49,25 @@ def plain_launches() -> Iterator[tuple[str, Launch, Pointers]]:
     yield "bias_add", dropout.forward(1 << 20, 1024, "bfloat16", 0, 1.0, drops=False), added
     backward: Pointers = {"dy": VALUES, "mask": BYTES, "dx": VALUES, "factor": "fp32"}
     yield "dropout_backward", dropout.backward(1 << 20, "bfloat16", 1.1), backward
-    packed: Pointers = {
-        "packed": VALUES,
+    rotated: Pointers = {
         "q_angles": SCALAR,
         "k_angles": SCALAR,
         "start": None,
         "cu_seqlens": None,
+        "q": VALUES,
+        "k": VALUES,
+        "v": VALUES,
     }
     for transposed in (False, True):
-        launch = rope.rotate_packed(
+        launch = rope_packed.rotate_packed(
             (64, 2), (8, 4), (128, 128), (8192, 4096, 768), (64, 128, 128), 0, "bfloat16",
             layout="sbhd", interleaved=False, transposed=transposed, context=(1, 0),
         )  # fmt: skip
-        yield f"rope_packed_{transposed}", launch, {**packed, "q": VALUES, "k": VALUES, "v": VALUES}
-    launch = rope.join_rotated((64, 2), 8, 128, (64, 128), "bfloat16", layout="sbhd", interleaved=False)
-    yield "rope_join", launch, {"q": VALUES, "k": VALUES, "v": VALUES, "angles": SCALAR, "packed": VALUES}
+        packed: Pointers = {
+            "source": None if transposed else VALUES,
+            "gradient": VALUES if transposed else None,
+        }
+        yield f"rope_packed_{transposed}", launch, {**rotated, **packed}
     sums: Pointers = {"x": VALUES, "amax": SCALAR, "workspace": SCALAR}
     yield "column_sums", column_sums.column_sums(SHAPE, 4096, measures=True), sums
     yield "transpose", transpose.transpose(SHAPE), {"codes": BYTES, "codes_t": BYTES}
@@ -109,7 +112,7 @@ def block_launches() -> Iterator[tuple[str, Launch, Pointers]]:
     made = {"codes": CODES, "scale": SCALAR, "y": None, "mean": SCALAR, "rstdev": SCALAR, "eps": "fp32"}
     for width in (4096, 5120, 20480):
         alone = both._replace(columnwise=False)
-        rows = norm.Rows(8192, width, width, "bfloat16", 1e-5, False, True, 132)
+        rows = norm.NormRows(8192, width, width, "bfloat16", 1e-5, False, True, 132)
         launch = norm.forward(rows, None, alone)
         yield f"norm_blocks_{width}", launch, {**given, **made}
 

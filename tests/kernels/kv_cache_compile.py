@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 
-from compile_cases import ptx_of
-
+from tests.kernels.compile_cases import ptx_of
 from transformer_engine.common.kernels import kv_cache
 
 POINTERS = dict.fromkeys(("new_k", "new_v", "k_cache", "v_cache"), "*bf16")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from interpreter import repair
-
+from tests.kernels.interpreter import repair
 from transformer_engine.pytorch.runtime import launching
 
 

@@ -26,7 +26,7 @@ def sums(width: int, centered: bool, codes: str | None, records: bool) -> list[s
     """The layouts, written out, of the tensors of float32 that are summed; codes: one scale for all, or "blocks"."""
     blocks = BLOCKS if codes == "blocks" else None
     element = E4M3 if codes == "one scale" else None
-    rows = norm.Rows(8192, width, width, "bfloat16", 1e-5, False, centered, 132)
+    rows = norm.NormRows(8192, width, width, "bfloat16", 1e-5, False, centered, 132)
     launch = norm.forward(rows, element, blocks)
     pointers = {
         "x": VALUES,

@@ -9,13 +9,11 @@ from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
 
-import interpreter
 import torch
-from support.nvfp4_random import cases, differing
 
+from tests.kernels import interpreter
+from tests.support.nvfp4_random import cases, differing
 from transformer_engine.pytorch.runtime import launching
 
 

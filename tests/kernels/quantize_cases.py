@@ -10,20 +10,19 @@ from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parent))
 
-import interpreter
 import torch
 
+from tests.kernels import interpreter
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
 from transformer_engine.common.kernels import cast
 from transformer_engine.pytorch.primitives.quantize import (
     FORMATS,
     Quantized,
+    QuantizeRequest,
     QuantizeSpec,
-    Request,
-    reference,
 )
+from transformer_engine.pytorch.primitives.quantize.backends import REFERENCE
 from transformer_engine.pytorch.runtime import launching
 
 SPECS = {
@@ -63,8 +62,8 @@ def matrix(rows: int, depth: int, content: str, dtype: torch.dtype) -> torch.Ten
 
 def is_equal(spec: QuantizeSpec, x: torch.Tensor, scale: torch.Tensor | None) -> bool:
     random = (torch.rand(x.shape), torch.rand(x.shape[::-1])) if spec.stochastic else None
-    request = Request(spec, (x.shape[0], x.shape[1]), x.dtype, x.device, scale is not None)
-    expected = reference.BACKEND.bind(request)(x, scale, None, None, None, random)
+    request = QuantizeRequest(spec, (x.shape[0], x.shape[1]), x.dtype, x.device, scale is not None)
+    expected = REFERENCE.bind(request)(x, scale, None, None, None, random)
     plan = FORMATS[spec.format.name].plan
     assert plan is not None
     actual = plan(request)(x, scale, None, None, None, random)
@@ -79,11 +78,11 @@ def of_nothing() -> dict[tuple[float, str], bool]:
     zero, one = torch.zeros(1), torch.ones(1)
     for spec in (SPECS["float8"], SPECS["float8-both"]):
         shape, directions = (80, 130), (spec.element, spec.rowwise, spec.columnwise)
-        request = Request(spec, shape, x.dtype, x.device, True)
+        request = QuantizeRequest(spec, shape, x.dtype, x.device, True)
         for zero_is_one, read in ((False, zero), (True, one)):
             program = cast.one_scale(shape, *directions, cast.MEASURED, zero_is_one=zero_is_one)
             actual = Quantized(*launching.Performed(program, x.device)(x, zero))
-            expected = reference.BACKEND.bind(request)(x, read, None, None, None, None)
+            expected = REFERENCE.bind(request)(x, read, None, None, None, None)
             equal[float(read), "both" if spec.columnwise else "rows"] = all(
                 interpreter.same_bits(getattr(actual, name), getattr(expected, name))
                 for name in Quantized._fields

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.programs import search_path
+
+from tests.support.programs import search_path
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +29,7 @@ def compiled() -> dict[str, dict[str, int]]:
 
 
 def test_the_kernels_pass_their_tests_in_the_interpreter():
-    paths = search_path(ROOT / "tests" / "kernels")
+    paths = search_path()
     command = [
         sys.executable,
         "-m",
@@ -36,7 +37,7 @@ def test_the_kernels_pass_their_tests_in_the_interpreter():
         "-q",
         "-x",
         "-p",
-        "attention_interpreter",
+        "tests.kernels.attention_interpreter",
         "-p",
         "no:cacheprovider",
     ]

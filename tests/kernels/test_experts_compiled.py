@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.programs import search_path
+
+from tests.support.programs import search_path
 
 ROOT = Path(__file__).parents[2]
 

@@ -35,7 +35,7 @@ def test_interpreted_kernels_do_what_plain_torch_does():
 COMPILE = """
 import json, sys
 sys.path[:0] = [{root!r}, {here!r}]
-from compile_cases import CODES, SCALAR, VALUES, count, ptx_of
+from tests.kernels.compile_cases import CODES, SCALAR, VALUES, count, ptx_of
 from transformer_engine.common.kernels import fp8_attention, packed_sequences
 three = dict(q=VALUES, k=VALUES, v=VALUES, scale=SCALAR, history=SCALAR)
 three |= dict(codes_q=CODES, codes_k=CODES, codes_v=CODES, descales=SCALAR)

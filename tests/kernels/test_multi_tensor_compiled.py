@@ -16,10 +16,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("aligned", [True, False])
 def test_a_thread_moves_16_bytes_at_once_where_every_tensor_is_aligned(aligned):
-    from compile_cases import ptx_of
-
+    from tests.kernels.compile_cases import ptx_of
     from transformer_engine.common.kernels import multi_tensor
-    from transformer_engine.common.steps import Adam
+    from transformer_engine.common.operation_settings import Adam
 
     launch = multi_tensor.adam(3, ("float32",) * 4, Adam(), aligned)
     ptx, shared = ptx_of(launch, {"table": "*i64", "rates": "*fp32", "flag": None}, 90)

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.programs import search_path
+
+from tests.support.programs import search_path
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,8 +27,18 @@ FAMILIES = {
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_kernels_pass_their_tests_in_the_interpreter(family):
-    paths = search_path(ROOT / "tests" / "kernels")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "norm_interpreter", "-p", "no:cacheprovider"]
+    paths = search_path()
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "tests.kernels.norm_interpreter",
+        "-p",
+        "no:cacheprovider",
+    ]
     finished = subprocess.run(
         [*command, *(f"tests/primitives/test_{name}.py" for name in FAMILIES[family])],
         cwd=ROOT,

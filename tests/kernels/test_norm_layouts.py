@@ -38,9 +38,9 @@ def test_codes_of_a_norm_are_turned_by_the_kernel_that_moves_them_in_pairs(dtype
     from transformer_engine.common.formats import E4M3
     from transformer_engine.common.kernels import norm_codes
     from transformer_engine.common.kernels.cast import OneScale
-    from transformer_engine.common.kernels.norm import Rows
+    from transformer_engine.common.kernels.norm import NormRows
 
-    x = Rows(rows, width, width, dtype, 1e-5, False, False, 132)
+    x = NormRows(rows, width, width, dtype, 1e-5, False, False, 132)
     program = norm_codes.one_scale(x, OneScale(E4M3, True, True, False, False, 0.0))
     makers = [one.launch.kernel.fn.__name__ for one in program.steps if "codes_t" in one.outputs]
     assert makers == ["transpose_kernel"]

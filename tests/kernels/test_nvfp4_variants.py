@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-from support.nvfp4_random import CONTENTS, cases, differing, specs
-from test_interpreter import lines_of
+
+from tests.kernels.test_interpreter import lines_of
+from tests.support.nvfp4_random import CONTENTS, cases, differing, specs
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton==3.6.0)"

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.programs import search_path
+
+from tests.support.programs import search_path
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 def printed(*arguments: str, **variables: str) -> str:
     """What a Python of its own prints; its words where it fails."""
-    environment = {**os.environ, "PYTHONPATH": search_path(ROOT / "tests" / "kernels"), **variables}
+    environment = {**os.environ, "PYTHONPATH": search_path(), **variables}
     made = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
     )
@@ -28,7 +29,7 @@ def printed(*arguments: str, **variables: str) -> str:
 
 
 def test_the_kernels_pass_their_tests_in_the_interpreter():
-    options = ("-q", "-x", "-p", "norm_interpreter", "-p", "no:cacheprovider", "-k", "triton")
+    options = ("-q", "-x", "-p", "tests.kernels.norm_interpreter", "-p", "no:cacheprovider", "-k", "triton")
     interpreted = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     assert " passed" in printed(
         "-m", "pytest", *options, "tests/primitives/test_statistics.py", **interpreted

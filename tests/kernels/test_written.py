@@ -57,8 +57,7 @@ def test_a_launch_declares_the_tables_that_its_kernel_takes_addresses_from(facts
 
 
 def test_what_a_record_leaves_out_or_adds_is_seen():
-    from written_cases import FLOAT, HALF, SHAPE, facts_of
-
+    from tests.kernels.written_cases import FLOAT, HALF, SHAPE, facts_of
     from transformer_engine.common.formats import E4M3
     from transformer_engine.common.kernels import cast
 
@@ -91,30 +90,36 @@ def test_a_start_that_differs_from_its_record_is_refused(fault):
 class TestProgram:
     def steps(self):
         from transformer_engine.common.kernels import column_sums
-        from transformer_engine.common.kernels.program import Program, Step
+        from transformer_engine.common.kernels.program import Program, ProgramStep
 
         strips, total = column_sums.column_sums((128, 64), 64), column_sums.sum_columns((2, 64), "float32")
-        return Program, Step, strips, total
+        return Program, ProgramStep, strips, total
 
     def test_a_step_reads_only_what_is_given_or_made_before(self):
-        Program, Step, strips, total = self.steps()
-        late = (Step(total, ("partials",), ("sums", None)), Step(strips, ("x",), (None, "partials")))
+        Program, ProgramStep, strips, total = self.steps()
+        late = (
+            ProgramStep(total, ("partials",), ("sums", None)),
+            ProgramStep(strips, ("x",), (None, "partials")),
+        )
         with pytest.raises(ValueError, match=r"sum_partials reads 'partials'"):
             Program(("x",), late, ("sums",))
 
     def test_a_step_names_exactly_what_its_launch_makes(self):
-        Program, Step, strips, _ = self.steps()
+        Program, ProgramStep, strips, _ = self.steps()
         with pytest.raises(ValueError, match=r"column_sums_kernel makes None, and it is called 'amax'"):
-            Program(("x",), (Step(strips, ("x",), ("amax", "partials")),), ("partials",))
+            Program(("x",), (ProgramStep(strips, ("x",), ("amax", "partials")),), ("partials",))
 
     def test_a_result_is_made_by_a_step(self):
-        Program, Step, strips, _ = self.steps()
+        Program, ProgramStep, strips, _ = self.steps()
         with pytest.raises(ValueError, match=r"no step makes the result 'sums'"):
-            Program(("x",), (Step(strips, ("x",), (None, "partials")),), ("sums",))
+            Program(("x",), (ProgramStep(strips, ("x",), (None, "partials")),), ("sums",))
 
     def test_buffers_are_counted_in_the_order_in_which_they_come_to_be(self):
-        Program, Step, strips, total = self.steps()
-        ordered = (Step(strips, ("x",), (None, "partials")), Step(total, ("partials",), ("sums", None)))
+        Program, ProgramStep, strips, total = self.steps()
+        ordered = (
+            ProgramStep(strips, ("x",), (None, "partials")),
+            ProgramStep(total, ("partials",), ("sums", None)),
+        )
         program = Program(("x",), ordered, ("sums", None))
         # 0 is None, 1 is x; then two outputs a step.
         assert program.places == (((strips, (1,)), (total, (3,))), (4, 0))

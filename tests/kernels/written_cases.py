@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parent))
 
-from attention_compile_cases import problem
-from written_pointers import code_of, pointers_of
-
+from tests.kernels.attention_compile_cases import problem
+from tests.kernels.written_pointers import code_of, pointers_of
 from transformer_engine.common.formats import E4M3, FLOAT32_MAX
 from transformer_engine.common.kernels import (
     activation,
@@ -43,6 +41,7 @@ from transformer_engine.common.kernels import (
     packed_sequences,
     permutation,
     rope,
+    rope_packed,
     router,
     router_margins,
     routes,
@@ -51,8 +50,7 @@ from transformer_engine.common.kernels import (
     transpose,
 )
 from transformer_engine.common.kernels.launch import NUMBER, WRITTEN, Launch
-from transformer_engine.common.labels import Labels
-from transformer_engine.common.steps import Adam, Sgd
+from transformer_engine.common.operation_settings import Adam, Labels, Sgd
 
 Case = tuple[str, Launch, tuple["str | None", ...]]
 
@@ -131,7 +129,7 @@ def norms() -> Iterator[Case]:
     for centered in (False, True):
         beta = HALF if centered else None
         for width in (1024, 5120, 9000, 20480):
-            plain = norm.Rows(64, width, width, "bfloat16", 1e-5, False, centered, 3)
+            plain = norm.NormRows(64, width, width, "bfloat16", 1e-5, False, centered, 3)
             name = f"norm {width} centered={centered}"
             yield name, norm.forward(plain), (HALF, HALF, beta, None, None)
             yield f"{name} measured", norm.forward(plain), (HALF, HALF, beta, None, FLOAT)
@@ -161,19 +159,23 @@ def others() -> Iterator[Case]:
         rotated = rope.rotate((64, 1, 8, 96), (768, 0, 96), (64, 64), 3, "bfloat16", **options)
         yield f"rotate transposed={transposed}", rotated, (HALF, FLOAT, INDEX, INDEX)
         strides = (8192, 0, 768)
-        packed = rope.rotate_packed(
+        packed = rope_packed.rotate_packed(
             (64, 1), (8, 4), (128, 64), strides, (64, 64, 64), 3, "bfloat16", **options
         )
-        gradients = (HALF, HALF, HALF) if transposed else ()
-        inputs = (HALF, FLOAT, FLOAT, INDEX, INDEX, *gradients)
+        operands = (None, HALF, HALF, HALF) if transposed else (HALF,)
+        inputs = (FLOAT, FLOAT, INDEX, INDEX, *operands)
         yield f"rotate packed transposed={transposed}", packed, inputs
-    split = rope.rotate_packed(
-        (64, 2), (8, 1), (64, 64), (3072, 1536, 64), (64, 64, 64), 0, "bfloat16", layout="sbhd", interleaved=True,
-        transposed=False, context=(1, 0), offsets=(512, 1024),
-    )  # fmt: skip
-    yield "rotate a joint projection", split, (HALF, FLOAT, FLOAT, None, None)
-    joined = rope.join_rotated((64, 2), 8, 64, (64, 64), "bfloat16", layout="sbhd", interleaved=True)
-    yield "join rotated gradients", joined, (HALF, HALF, HALF, FLOAT)
+    for transposed in (False, True):
+        joint = rope_packed.rotate_packed(
+            (64, 2), (8, 1), (64, 64), (3072, 1536, 64), (64, 64, 64), 0, "bfloat16", layout="sbhd",
+            interleaved=True, transposed=transposed, context=(1, 0), offsets=(512, 1024),
+        )  # fmt: skip
+        operands = (None, HALF, HALF, HALF) if transposed else (HALF,)
+        yield (
+            f"rotate a joint projection transposed={transposed}",
+            joint,
+            (FLOAT, FLOAT, None, None, *operands),
+        )
     for paged in (False, True):
         strides = (0, 1024, 128) * 2
         sizes = {"capacity": 4096, "page_size": 64, "pages": 64, "table_stride": 64}

@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
-from support.layers import RECIPES, same, step
 
 import transformer_engine.pytorch as te
+from tests.support.layers import RECIPES, same, step
 from transformer_engine.common import env
 from transformer_engine.pytorch.attention import DotProductAttention, MultiheadAttention
 from transformer_engine.pytorch.module import precision, specs

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.layers import LAYERS, same, sample, step
-from support.plans import PlanByAddress
 
+from tests.support.layers import LAYERS, same, sample, step
+from tests.support.plans import PlanByAddress
 from transformer_engine.common.dispatch import Backend, observing, use_backend
 from transformer_engine.pytorch.primitives.gemm import TABLE
 from transformer_engine.pytorch.primitives.gemm.request import EPILOGUES

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.layers import HIDDEN, LAYERS, RECIPES, same, same_as_eager, sample, step
 
+from tests.support.layers import HIDDEN, LAYERS, RECIPES, same, same_as_eager, sample, step
 from transformer_engine.pytorch.distributed import checkpoint
 from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from support.layers import same_as_eager
 
 import transformer_engine.pytorch as te
+from tests.support.layers import same_as_eager
 
 HIDDEN, INNER, EXPERTS, K = 16, 24, 3, 2
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.cases import crossed
-from support.layers import RECIPES, same
 
+from tests.support.cases import crossed
+from tests.support.layers import RECIPES, same
 from transformer_engine.pytorch.attention import MultiheadAttention
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast
 from transformer_engine.pytorch.transformer import TransformerLayer

@@ -9,9 +9,9 @@ import io
 
 import pytest
 import torch
-from support.layers import RECIPES, layer_of
 
 import transformer_engine.pytorch as te
+from tests.support.layers import RECIPES, layer_of
 from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
 
 KINDS = [

@@ -6,9 +6,9 @@ import os
 
 import pytest
 import torch
-from support.layers import NAMES, RECIPES, call_of, layer_of, same
 
 import transformer_engine.pytorch as te
+from tests.support.layers import NAMES, RECIPES, call_of, layer_of, same
 from transformer_engine.common.recipe import NVFP4BlockScaling
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 

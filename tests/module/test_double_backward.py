@@ -7,9 +7,9 @@ import re
 
 import pytest
 import torch
-from support.layers import RECIPES, same
 
 import transformer_engine.pytorch as te
+from tests.support.layers import RECIPES, same
 from transformer_engine.common.recipe import DelayedScaling, Format
 from transformer_engine.pytorch.attention import DotProductAttention, MultiheadAttention, apply_rotary_pos_emb
 from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb

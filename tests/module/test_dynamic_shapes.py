@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.cases import crossed
-from support.layers import RECIPES, same_as_eager
 
 import transformer_engine.pytorch as te
+from tests.support.cases import crossed
+from tests.support.layers import RECIPES, same_as_eager
 from transformer_engine.common.recipe import Float8CurrentScaling, MMParams, description_of
 from transformer_engine.pytorch.attention import MultiheadAttention
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.layers import LAYERS, RECIPES, sample
 
 import transformer_engine.pytorch as te
+from tests.support.layers import LAYERS, RECIPES, sample
 from transformer_engine.pytorch.functions.run import watchers
 from transformer_engine.pytorch.quantization import emulate
 

@@ -6,9 +6,9 @@ import warnings
 
 import pytest
 import torch
-from support.layers import layer_of
 
 import transformer_engine.pytorch as te
+from tests.support.layers import layer_of
 
 KINDS = ["Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"]
 

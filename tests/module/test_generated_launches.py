@@ -6,7 +6,8 @@ import importlib.util
 import json
 
 import pytest
-from support.programs import output_without_gpu
+
+from tests.support.programs import output_without_gpu
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

@@ -6,8 +6,8 @@ import io
 
 import pytest
 import torch
-from support.layers import QUANTIZED, RECIPES, same, same_as_eager
 
+from tests.support.layers import QUANTIZED, RECIPES, same, same_as_eager
 from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
 from transformer_engine.pytorch.module.linear import Linear
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast, quantized_model_init

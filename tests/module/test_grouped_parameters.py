@@ -7,15 +7,15 @@ import io
 
 import pytest
 import torch
-from support.layers import QUANTIZED, RECIPES, same
 
+from tests.support.layers import QUANTIZED, RECIPES, same
 from transformer_engine.common.recipe import CustomRecipe
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
 from transformer_engine.pytorch.optimizers import FusedAdam
 from transformer_engine.pytorch.quantization import autocast, quantized_model_init
 from transformer_engine.pytorch.tensor import GroupedTensor, HybridQuantizer, MXFP8Quantizer, QuantizedTensor
-from transformer_engine.pytorch.tensor.plain_state import load_plain_state_dict, plain_state_dict
+from transformer_engine.pytorch.tensor.module_parameters import load_plain_state_dict, plain_state_dict
 
 GROUPS, IN, OUT = 4, 128, 64
 SPLITS = [32, 64, 0, 32]

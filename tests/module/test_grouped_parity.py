@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.layers import RECIPES, same
 
 import transformer_engine.pytorch as te
+from tests.support.layers import RECIPES, same
 
 IN, OUT = 128, 64
 CASES = 24

@@ -7,8 +7,8 @@ import importlib.util
 
 import pytest
 import torch
-from support.layers import RECIPES
 
+from tests.support.layers import RECIPES
 from transformer_engine.pytorch import explain
 from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
 from transformer_engine.pytorch.module.linear import Linear

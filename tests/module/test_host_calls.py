@@ -6,7 +6,8 @@ import importlib.util
 import json
 
 import pytest
-from support.programs import output_without_gpu
+
+from tests.support.programs import output_without_gpu
 
 # Functions of the package in one call of `benchmarks/host_calls.py`. Whoever makes a pass shorter lowers its line.
 MOST = {

@@ -8,9 +8,9 @@ import warnings
 
 import pytest
 import torch
-from support.cases import crossed
-from support.layers import HIDDEN, LAYERS, QUANTIZED, RECIPES, same, same_as_eager, sample, step
 
+from tests.support.cases import crossed
+from tests.support.layers import HIDDEN, LAYERS, QUANTIZED, RECIPES, same, same_as_eager, sample, step
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP

@@ -16,10 +16,9 @@ from torch.utils._pytree import tree_leaves
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, FLOAT8, MXFP8, NVFP4
-from transformer_engine.pytorch.inspect.memory_ledger import GRANULE, Ledger
+from transformer_engine.pytorch.inspect.memory_ledger import GRANULE, Ledger, scratch_of, sum_over_rows
 from transformer_engine.pytorch.inspect.memory_plan import MIB, memory_plan
 from transformer_engine.pytorch.inspect.planned_backends import planning
-from transformer_engine.pytorch.inspect.reduction_scratch import scratch_of, sum_over_rows
 from transformer_engine.pytorch.primitives import activation, norm, quantize
 from transformer_engine.pytorch.primitives.activation import ActivationParams
 from transformer_engine.pytorch.primitives.column_sums import column_sums
@@ -42,7 +41,7 @@ from transformer_engine.pytorch.primitives.rope import (
     rope_qkv_backward,
     rope_qkv_forward,
 )
-from transformer_engine.pytorch.primitives.rope.request import Positions, RopeSpec
+from transformer_engine.pytorch.primitives.rope.reference import Positions, RopeSpec
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, delayed_scaling
 
 BF16 = torch.bfloat16

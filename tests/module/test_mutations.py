@@ -11,9 +11,10 @@ import sys
 from types import ModuleType
 
 import pytest
-from support.layers import KINDS, NAMES, RECIPES, layer_of
-from support.memories import forget
-from support.mutations import (
+
+from tests.support.layers import KINDS, NAMES, RECIPES, layer_of
+from tests.support.memories import forget
+from tests.support.mutations import (
     NOT_CHANGED,
     agree,
     argument_of,
@@ -25,7 +26,6 @@ from support.mutations import (
     values_for,
     variables,
 )
-
 from transformer_engine.common.memory import Memory
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager

@@ -7,9 +7,9 @@ import pickle
 
 import pytest
 import torch
-from support.layers import HIDDEN, LAYERS, RECIPES, same, sample, step
 
 import transformer_engine.pytorch as te
+from tests.support.layers import HIDDEN, LAYERS, RECIPES, same, sample, step
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
 

@@ -7,10 +7,10 @@ import pickle
 
 import pytest
 import torch
-from support.layers import layer_of
-from support.link import RecordedLink
 
 import transformer_engine.pytorch as te
+from tests.support.layers import layer_of
+from tests.support.link import RecordedLink
 from transformer_engine.common.recipe import CustomRecipe, NVFP4BlockScaling
 from transformer_engine.pytorch.offload import marks
 from transformer_engine.pytorch.offload.hooks import OffloadContext

@@ -12,12 +12,12 @@ import llama_layers
 import pytest
 import torch
 from llama_layers import BF16, HEAD, HIDDEN, INNER, TOKENS
-from support.memories import forget
 from torch import nn
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import transformer_engine.pytorch as te
+from tests.support.memories import forget
 from transformer_engine.common import recipe as recipes
 from transformer_engine.common.dispatch import observing
 from transformer_engine.pytorch.inspect.memory_ledger import Ledger

@@ -9,9 +9,9 @@ import weakref
 
 import pytest
 import torch
-from support.layers import RECIPES
 
 import transformer_engine.pytorch as te
+from tests.support.layers import RECIPES
 from transformer_engine.common.memory import Memory
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.distributed import checkpoint

@@ -6,9 +6,9 @@ import warnings
 
 import pytest
 import torch
-from support.layers import RECIPES, call_of, layer_of
 
 import transformer_engine.pytorch as te
+from tests.support.layers import RECIPES, call_of, layer_of
 
 
 @pytest.mark.parametrize(

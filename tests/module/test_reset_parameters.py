@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
-from support.layers import RECIPES
 
 import transformer_engine.pytorch as te
+from tests.support.layers import RECIPES
 from transformer_engine.pytorch.attention import DotProductAttention
 from transformer_engine.pytorch.distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from transformer_engine.pytorch.quantization import autocast, quantized_model_init

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.layers import RECIPES
 
 import transformer_engine.pytorch as te
+from tests.support.layers import RECIPES
 from transformer_engine.pytorch.attention import MultiheadAttention
 from transformer_engine.pytorch.quantization import autocast
 

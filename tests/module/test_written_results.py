@@ -7,9 +7,9 @@ import weakref
 
 import pytest
 import torch
-from support.layers import KINDS, RECIPES, call_of, layer_of, same, sample
 
 import transformer_engine.pytorch as te
+from tests.support.layers import KINDS, RECIPES, call_of, layer_of, same, sample
 from transformer_engine.common.recipe import Float8CurrentScaling, MXFP8BlockScaling
 from transformer_engine.pytorch.quantization import autocast
 

@@ -8,11 +8,11 @@ import copy
 import numpy
 import pytest
 import torch
-from support.link import RecordedLink
 
 import transformer_engine.pytorch as te
+from tests.support.link import RecordedLink
 from transformer_engine.common import warning
-from transformer_engine.pytorch.offload import legacy, marks
+from transformer_engine.pytorch.offload import hooks, marks
 
 LAYERS = 3
 NO_GPU = "ignore:CPU offload. there is no GPU here"
@@ -41,7 +41,7 @@ def check(offloaded, context, synchronize):
     link = RecordedLink()
     synchronizer = context.offload_synchronizer
     sizes = (LAYERS, synchronizer.num_offloaded_layers)
-    first_version = isinstance(synchronizer, legacy.SynchronizedGroupOffloadHandler)
+    first_version = isinstance(synchronizer, hooks.SynchronizedGroupOffloadHandler)
     synchronizer.__init__(*(reversed(sizes) if first_version else sizes), link=link)
     plain = [te.Linear(32, 32, device="cpu") for _ in range(LAYERS)]
     found = trained(copy.deepcopy(plain), context, synchronize)

@@ -9,9 +9,9 @@ import threading
 
 import pytest
 import torch
-from support.link import RecordedLink
 
-from transformer_engine.pytorch.offload import legacy, marks
+from tests.support.link import RecordedLink
+from transformer_engine.pytorch.offload import hooks, marks
 from transformer_engine.pytorch.offload.hooks import OffloadContext
 from transformer_engine.pytorch.offload.synchronizer import (
     DefaultOffloadSynchronizer,
@@ -72,8 +72,8 @@ SYNCHRONIZERS = {
     "default": lambda link: OffloadContext(DefaultOffloadSynchronizer(LAYERS, 2, link=link)),
     "default, one layer stays": lambda link: OffloadContext(DefaultOffloadSynchronizer(LAYERS, 3, link=link)),
     "manual": lambda link: OffloadContext(ManualOffloadSynchronizer(LAYERS, link=link)),
-    "first form": lambda link: legacy.CpuOffloadHookWithOffloadHandler(
-        legacy.SynchronizedGroupOffloadHandler(2, LAYERS, link=link)
+    "first form": lambda link: hooks.CpuOffloadHookWithOffloadHandler(
+        hooks.SynchronizedGroupOffloadHandler(2, LAYERS, link=link)
     ),
 }
 every_synchronizer = pytest.mark.parametrize("kind", SYNCHRONIZERS)
@@ -95,8 +95,8 @@ def forward(layers, x, context):
     for layer in layers:
         with context:
             x = layer(x)
-        if isinstance(context, legacy.CpuOffloadHookWithOffloadHandler):
-            x = legacy.GroupCommitFunction.apply(x, context)
+        if isinstance(context, hooks.CpuOffloadHookWithOffloadHandler):
+            x = hooks.GroupCommitFunction.apply(x, context)
         else:
             x = context.synchronize(x)
     return x.square().sum()

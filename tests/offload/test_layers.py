@@ -7,13 +7,13 @@ import copy
 
 import pytest
 import torch
-from support.layers import RECIPES, layer_of
-from support.link import RecordedLink
 
 import transformer_engine.pytorch as te
+from tests.support.layers import RECIPES, layer_of
+from tests.support.link import RecordedLink
 from transformer_engine.pytorch.functions import layer as layers
 from transformer_engine.pytorch.functions import run
-from transformer_engine.pytorch.offload import legacy, marks
+from transformer_engine.pytorch.offload import hooks, marks
 from transformer_engine.pytorch.offload.hooks import OffloadContext
 from transformer_engine.pytorch.offload.synchronizer import (
     DefaultOffloadSynchronizer,
@@ -77,10 +77,10 @@ def test_what_is_said_to_be_whole_is_not_written_any_more(kind, recipe, monkeypa
 
     def noted(saved):
         seen.extend((values, values.clone()) for values in marks.tensors_of(saved))
-        marks.whole_now(saved)
+        marks.mark_ready(saved)
 
     for module in (layers, run):
-        monkeypatch.setattr(module, "whole_now", noted)
+        monkeypatch.setattr(module, "mark_ready", noted)
     context = OffloadContext(DefaultOffloadSynchronizer(LAYERS, OFFLOADED, link=RecordedLink()))
     x = torch.randn(TOKENS, BATCH, HIDDEN)
     _step(_model(kind), x, RECIPES[recipe], context, context.synchronize)
@@ -214,7 +214,7 @@ def test_the_first_form_commits_groups_and_gives_the_same_gradients(monkeypatch)
     without_gpu = pytest.warns(UserWarning, match="no GPU here")
     with contextlib.nullcontext() if torch.cuda.is_available() else without_gpu:
         context, commit = te.get_cpu_offload_context(True, OFFLOADED, LAYERS, True, False, True)
-    assert isinstance(context, legacy.CpuOffloadHookWithOffloadHandler)
+    assert isinstance(context, hooks.CpuOffloadHookWithOffloadHandler)
     link = RecordedLink()
     context.offload_handler.__init__(OFFLOADED, LAYERS, link=link)
     plain = _model("Linear")

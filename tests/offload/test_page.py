@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from support.pages import examples, run
-
+from tests.support.pages import examples, run
 from transformer_engine.pytorch.quantization import emulate
 
 

@@ -7,8 +7,8 @@ import weakref
 
 import pytest
 import torch
-from support.link import RecordedLink
 
+from tests.support.link import RecordedLink
 from transformer_engine.pytorch.cpu_offload import (
     DefaultOffloadSynchronizer,
     ManualOffloadSynchronizer,

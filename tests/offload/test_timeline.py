@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.link import TimedLink
 
 import transformer_engine.pytorch as te
+from tests.support.link import TimedLink
 from transformer_engine.pytorch.functions.steps import OPERATIONS
 from transformer_engine.pytorch.offload import marks
 from transformer_engine.pytorch.offload.hooks import OffloadContext

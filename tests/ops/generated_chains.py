@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "module"))
-import generated_launches
-from generated_launches import memory, read
-
 import transformer_engine.pytorch as te
+from tests.module import generated_launches
+from tests.module.generated_launches import memory, read
 from transformer_engine.common.dispatch import observing
 from transformer_engine.pytorch import ops
 

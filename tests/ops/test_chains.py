@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.chains import GATED, RECIPES, build, chains, run_plain
-from support.tolerances import UNIT, relative_error
 from torch import Tensor
 
 import transformer_engine.pytorch as te
+from tests.support.chains import GATED, RECIPES, build, chains, run_plain
+from tests.support.tolerances import UNIT, relative_error
 from transformer_engine.pytorch.ops.chain import unfused
 from transformer_engine.pytorch.quantization import emulate
 from transformer_engine.pytorch.tensor import QuantizedTensor

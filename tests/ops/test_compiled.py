@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.layers import RECIPES
-from support.recorder import RerunRecorder
-from support.tolerances import relative_error
 
 import transformer_engine.pytorch as te
+from tests.support.layers import RECIPES
+from tests.support.recorder import RerunRecorder
+from tests.support.tolerances import relative_error
 from transformer_engine.pytorch import ops
-from transformer_engine.pytorch.graphs import automatic, recorder
+from transformer_engine.pytorch.graphs import automatic, build
 
 PLACE = {"device": "cuda" if torch.cuda.is_available() else "cpu", "dtype": torch.float32}
 
@@ -55,7 +55,7 @@ def test_a_chain_compiles_without_graph_breaks(name, emulated):
 @pytest.mark.parametrize("name", ["none", "delayed", "current", "mxfp8"])
 def test_a_replayed_graph_equals_eager_calls(name, emulated, monkeypatch):
     rerun = RerunRecorder()
-    monkeypatch.setattr(recorder, "recorder_here", lambda pool=None: rerun)
+    monkeypatch.setattr(build, "recorder_here", lambda pool=None: rerun)
     monkeypatch.setattr(automatic, "records", lambda device: True)
     recipe = RECIPES[name]
     eager, module = chain(), chain()

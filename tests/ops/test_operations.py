@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.chains import ACTIVATIONS, GATED, SCALED, run_plain
-from support.tolerances import relative_error
 
 import transformer_engine.pytorch as te
+from tests.support.chains import ACTIVATIONS, GATED, SCALED, run_plain
+from tests.support.tolerances import relative_error
 from transformer_engine.pytorch import ops
 
 PLACE = {"device": "cuda" if torch.cuda.is_available() else "cpu", "dtype": torch.float32}

@@ -7,10 +7,10 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.ranks import run_on_ranks
-from support.tolerances import UNIT
 
 import transformer_engine.pytorch as te
+from tests.distributed.ranks import run_on_ranks
+from tests.support.tolerances import UNIT
 from transformer_engine.common.recipe import Float8CurrentScaling, MXFP8BlockScaling
 from transformer_engine.pytorch import ops
 from transformer_engine.pytorch.quantization import emulate

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.layers import same
-from support.programs import output_without_gpu
 
 import transformer_engine.pytorch as te
+from tests.support.layers import same
+from tests.support.programs import output_without_gpu
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 from transformer_engine.pytorch import ops
 from transformer_engine.pytorch.ops.fuser import OperationFuser

@@ -7,9 +7,9 @@ import inspect
 
 import pytest
 import torch
-from support.tolerances import UNIT
 
 import transformer_engine.pytorch as te
+from tests.support.tolerances import UNIT
 from transformer_engine.pytorch.optimizers import FusedAdam, fused_adam, multi_tensor_applier
 from transformer_engine.pytorch.primitives.multi_tensor import joined
 

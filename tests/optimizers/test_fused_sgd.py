@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from support.tolerances import UNIT
 
+from tests.support.tolerances import UNIT
 from transformer_engine.pytorch.optimizers import FusedSGD
 
 WAYS = [

@@ -56,8 +56,8 @@ BAD = {
     "lr NaN": ("lr", float("nan"), ValueError, "lr=nan is not finite"),
     "lr of two": ("lr", torch.tensor([0.1, 0.2]), (TypeError, ValueError), "lr=a Tensor of shape [2]"),
     "decay None": ("weight_decay", None, TypeError, "weight_decay=None must be a number"),
-    "maximize": ("maximize", True, RuntimeError, "maximize=True stands in a parameter group"),
-    "differentiable": ("differentiable", True, RuntimeError, "differentiable=True stands in"),
+    "maximize": ("maximize", True, RuntimeError, "maximize=True in a parameter group"),
+    "differentiable": ("differentiable", True, RuntimeError, "differentiable=True in"),
 }
 OF_ADAM = {
     "eps None": ("eps", None, TypeError, "eps=None must be a number"),
@@ -113,10 +113,10 @@ def test_a_number_written_into_the_same_object_is_judged_again():
 @pytest.mark.parametrize("setting", ["maximize", "differentiable"])
 def test_a_setting_that_no_kernel_computes_is_refused_where_a_group_is_given(kind, setting):
     other = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(RuntimeError, match=f"{setting}=True stands in a parameter group"):
+    with pytest.raises(RuntimeError, match=f"{setting}=True in a parameter group"):
         MAKERS[kind]([{"params": [other], setting: True}])
     optimizer = stepped(kind)
-    with pytest.raises(RuntimeError, match=f"{setting}=True stands in a parameter group"):
+    with pytest.raises(RuntimeError, match=f"{setting}=True in a parameter group"):
         optimizer.add_param_group({"params": [other], setting: True})
     assert len(optimizer.param_groups) == 2
     optimizer.add_param_group({"params": [other], setting: False, "foreach": True, "fused": None})
@@ -139,7 +139,7 @@ def test_a_state_of_torchs_that_steps_otherwise_is_refused_with_nothing_changed(
     give_gradients(theirs)
     theirs.step()
     before = everything(optimizer)
-    with pytest.raises(RuntimeError, match=f"{next(iter(options))}=True stands in a parameter group"):
+    with pytest.raises(RuntimeError, match=f"{next(iter(options))}=True in a parameter group"):
         optimizer.load_state_dict(theirs.state_dict())
     assert same(before, everything(optimizer))
 

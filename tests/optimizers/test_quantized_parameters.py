@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.layers import QUANTIZED, RECIPES
 
 import transformer_engine.pytorch as te
+from tests.support.layers import QUANTIZED, RECIPES
 from transformer_engine.common.recipe import MXFP8BlockScaling
 from transformer_engine.pytorch.optimizers import FusedAdam
 from transformer_engine.pytorch.tensor.utils import replace_raw_data
@@ -136,7 +136,7 @@ def test_without_masters_codes_of_delayed_scaling_step_and_others_are_refused(de
     recipe = MXFP8BlockScaling()
     model = model_of(recipe, device)
     before = model[0].bias.detach().clone()
-    with pytest.raises(RuntimeError, match=r"say FusedAdam\(master_weights=True\)"):
+    with pytest.raises(RuntimeError, match=r"use FusedAdam\(master_weights=True\)"):
         train(model, FusedAdam(model.parameters()), recipe, device, steps=1)
     assert torch.equal(model[0].bias.detach(), before)
     optimizer = FusedAdam(model.parameters(), master_weights=True, capturable=True)

@@ -8,15 +8,15 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from support.kernels import INTERPRETED
 from torch import Tensor
 
+from tests.support.kernels import INTERPRETED
 from transformer_engine.common.dispatch import Table, binding, use_backend
 from transformer_engine.pytorch.primitives.activation import DEFAULT_PARAMS
 from transformer_engine.pytorch.primitives.activation import triton as activation_triton
 from transformer_engine.pytorch.primitives.activation.request import request_of as activation_request
 from transformer_engine.pytorch.primitives.norm import triton as norm_triton
-from transformer_engine.pytorch.primitives.norm.request import request_of as norm_request
+from transformer_engine.pytorch.primitives.norm.reference import request_of as norm_request
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec
 
 

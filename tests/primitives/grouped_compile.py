@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 
-from compile_cases import count, ptx_of
-
+from tests.kernels.compile_cases import count, ptx_of
 from transformer_engine.common.formats import E4M3
 from transformer_engine.common.kernels import grouped_block_cast, grouped_cast, grouped_gemm
 from transformer_engine.common.kernels.launch import Launch

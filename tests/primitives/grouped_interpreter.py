@@ -9,11 +9,10 @@ from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 
-import interpreter
 import torch
 
+from tests.kernels import interpreter
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E4M3, E5M2, FLOAT8
 from transformer_engine.common.kernels import grouped_gemm as kernels
 from transformer_engine.common.kernels import grouped_layout, launch

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from support.tolerances import CURVED, DTYPES
 
+from tests.support.tolerances import CURVED, DTYPES
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.primitives.activation import (
     ACTIVATIONS,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_kernels import Kernels
-from support.kernels import DEVICE, runs_kernels, sized
-from support.tolerances import DTYPES, ROUNDED
 
-from transformer_engine.common.labels import Labels
+from tests.primitives.by_kernels import Kernels
+from tests.support.kernels import DEVICE, runs_kernels, sized
+from tests.support.tolerances import DTYPES, ROUNDED
+from transformer_engine.common.operation_settings import Labels
 from transformer_engine.pytorch.primitives import cross_entropy
 from transformer_engine.pytorch.primitives.cross_entropy import (
     CrossEntropyRequest,
@@ -17,7 +17,7 @@ from transformer_engine.pytorch.primitives.cross_entropy import (
     reference,
     triton,
 )
-from transformer_engine.pytorch.primitives.cross_entropy.request import strips_of
+from transformer_engine.pytorch.primitives.cross_entropy.reference import strips_of
 
 kernels = Kernels(cross_entropy, "cross_entropy")
 SHAPES = sized(
@@ -115,6 +115,6 @@ def test_rows_are_cut_where_there_are_few():
 def test_a_tensor_on_the_cpu_is_refused_with_the_reason():
     labels = Labels(IGNORED, 0.0, 0, 8)
     request = CrossEntropyRequest("statistics", 2, 8, torch.float32, torch.device("cpu"), labels)
-    assert "on cpu" in (triton.refuses(request) or "")
-    assert triton.refuses(request._replace(width=0)) == "there are no logits"
+    assert "on cpu" in (triton.unsupported_reason(request) or "")
+    assert triton.unsupported_reason(request._replace(width=0)) == "there are no logits"
     assert [v.backend for v in cross_entropy.TABLE.explain(request) if v.chosen] == ["reference"]

@@ -11,8 +11,8 @@ import threading
 
 import pytest
 import torch
-from cublaslt_on_cpu import ALGORITHMS, REFUSED, installed
 
+from tests.primitives.cublaslt_on_cpu import ALGORITHMS, REFUSED, installed
 from transformer_engine.common import formats
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.memory import Memory
@@ -26,9 +26,8 @@ from transformer_engine.pytorch.primitives.gemm import (
     gemm,
     plain,
     tuning,
-    tuning_switch,
 )
-from transformer_engine.pytorch.primitives.gemm.request import GemmRequest, Layout
+from transformer_engine.pytorch.primitives.gemm.request import GemmRequest, MatrixLayout, wanted
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec, dequantize, quantize
 
@@ -51,7 +50,7 @@ def request_of(a: Operand, b: Operand, epilogue: Epilogue) -> GemmRequest:
 
 def run(a: Operand, b: Operand, epilogue: Epilogue) -> torch.Tensor:
     request = request_of(a, b, epilogue)
-    assert cublaslt.refuses(request) is None
+    assert cublaslt.unsupported_reason(request) is None
     return cublaslt.plan_of(request).run(a, b, epilogue)
 
 
@@ -200,20 +199,20 @@ REFUSALS = {
     "a CUDA device": {"device": "cpu"},
     "subclass": {"native": False},
     "< 8.0": {"capability": (7, 5)},
-    "neither axis": {"a_layout": Layout(True, 0)},
+    "neither axis": {"a_layout": MatrixLayout(True, 0)},
     "dtypes differ": {"b_element": torch.float16},
     "operands are torch.float64": {"a_element": torch.float64, "b_element": torch.float64},
     "writes their dtype or float32": {"dtype": torch.float16},
     "one operand is quantized": {"a_format": formats.FLOAT8},
-    "rows of `out`": {"out_layout": Layout(False, 32)},
+    "rows of `out`": {"out_layout": MatrixLayout(False, 32)},
     "bias is torch.float64": {"bias": torch.float64},
 }
 FP8_REFUSALS = {
-    "multiple of 16 bytes": {"b_layout": Layout(True, 72)},
-    "K-contiguous": {"a_layout": Layout(False, 48)},
+    "multiple of 16 bytes": {"b_layout": MatrixLayout(True, 72)},
+    "K-contiguous": {"a_layout": MatrixLayout(False, 48)},
     "K=72": {"k": 72},
     "N=40": {"n": 40},
-    "no two E5M2": {"a_element": torch.float8_e5m2, "b_element": torch.float8_e5m2},
+    "two E5M2": {"a_element": torch.float8_e5m2, "b_element": torch.float8_e5m2},
     "do not mix": {"b_format": formats.BLOCK_1D},
     "mxfp8 x float8": {"a_format": formats.MXFP8},
     "two operands of 128x128": {"a_format": formats.BLOCK_2D, "b_format": formats.BLOCK_2D},
@@ -235,14 +234,14 @@ FP8_REFUSALS = {
 )
 def test_what_it_does_not_cover_is_refused_with_the_reason(library, pair, reason, change):
     request = request_of(*PAIRS[pair](), Epilogue(torch.bfloat16))
-    assert cublaslt.refuses(request) is None
-    assert reason in (cublaslt.refuses(dataclasses.replace(request, **change)) or "")
+    assert cublaslt.unsupported_reason(request) is None
+    assert reason in (cublaslt.unsupported_reason(dataclasses.replace(request, **change)) or "")
 
 
 def test_a_problem_without_an_algorithm_is_refused(library):
     library.algorithms = []
     request = request_of(*PAIRS["bf16"](), Epilogue(torch.bfloat16))
-    assert cublaslt.refuses(request) is None  # it plans nothing
+    assert cublaslt.unsupported_reason(request) is None  # it plans nothing
     assert "no algorithm" in cublaslt.bind(request).reason
 
 
@@ -334,12 +333,12 @@ def test_choices_of_two_processes_are_merged(tmp_path):
 
 def test_autotune_is_wanted_inside_the_block_or_by_the_environment(monkeypatch):
     monkeypatch.delenv("NVTE_AUTOTUNE", raising=False)
-    assert not tuning_switch.wanted()
+    assert not wanted()
     with autotune(), autotune():
-        assert tuning_switch.wanted()
-    assert not tuning_switch.wanted()
+        assert wanted()
+    assert not wanted()
     monkeypatch.setenv("NVTE_AUTOTUNE", "1")
-    assert tuning_switch.wanted()
+    assert wanted()
 
 
 def on_gpu(spec: QuantizeSpec | None, rows: int, depth: int) -> Operand:
@@ -360,7 +359,7 @@ GPU_PAIRS = {
 
 
 def skip_unless_taken(a: Operand, b: Operand, epilogue: Epilogue) -> None:
-    if reason := cublaslt.refuses(GemmRequest.of(a, b, epilogue)):
+    if reason := cublaslt.unsupported_reason(GemmRequest.of(a, b, epilogue)):
         pytest.skip(f"cublaslt: {reason}")
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_kernels import Kernels, activation_fuses, norm_fuses
-from support.kernels import DEVICE, INTERPRETED, runs_kernels, sized
-from support.tolerances import ROUNDED
 
+from tests.primitives.by_kernels import Kernels, activation_fuses, norm_fuses
+from tests.support.kernels import DEVICE, INTERPRETED, runs_kernels, sized
+from tests.support.tolerances import ROUNDED
 from transformer_engine.common.dispatch import observing, use_backend
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E4M3, E5M2, FLOAT8, MXFP8
 from transformer_engine.pytorch.primitives import activation, norm

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from by_kernels import Kernels, activation_fuses
-from support.kernels import DEVICE, INTERPRETED, runs_kernels, sized
-from support.tolerances import DTYPES, ROUNDED
 
+from tests.primitives.by_kernels import Kernels, activation_fuses
+from tests.support.kernels import DEVICE, INTERPRETED, runs_kernels, sized
+from tests.support.tolerances import DTYPES, ROUNDED
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.formats import BLOCK_1D, E4M3, E5M2, FLOAT8, MXFP8
 from transformer_engine.pytorch.primitives import activation, norm

@@ -9,8 +9,8 @@ from functools import partial
 
 import pytest
 import torch
-from cublaslt_on_cpu import installed
 
+from tests.primitives.cublaslt_on_cpu import installed
 from transformer_engine.common import formats
 from transformer_engine.common.dispatch import Refusal, observing, use_backend
 from transformer_engine.pytorch.primitives.gemm import (
@@ -24,8 +24,8 @@ from transformer_engine.pytorch.primitives.gemm import (
     gemm_gelu_gradient,
     plain,
 )
-from transformer_engine.pytorch.primitives.gemm.fused_request import CODES, GELU, GELU_GRADIENT, FusedRequest
-from transformer_engine.pytorch.primitives.gemm.request import Layout
+from transformer_engine.pytorch.primitives.gemm.composed import CODES, GELU, GELU_GRADIENT, FusedRequest
+from transformer_engine.pytorch.primitives.gemm.request import MatrixLayout
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import (
     Cast,
@@ -257,12 +257,12 @@ def test_the_operators_of_a_graph_compute_what_eager_mode_does(device):
     tensors = (a.codes, None, None, b.codes, None, None)
     for keeps in (True, False):
         made = fused._product_gelu_now(*tensors, bias, BF16, True, keeps)
-        fake = fused._product_gelu_fake(*tensors, bias, BF16, True, keeps)
+        fake = fused._product_gelu.results(*tensors, bias, BF16, True, keeps)
         expected = gemm_gelu(a, b, Epilogue(BF16, bias), keeps)
         assert [(t.shape, t.dtype) for t in fake] == [(t.shape, t.dtype) for t in made]
         assert all(torch.equal(t, e) for t, e in zip(made, expected, strict=False))
     made = fused._product_gelu_gradient_now(*tensors, x, BF16, True)
-    fake = fused._product_gelu_gradient_fake(*tensors, x, BF16, True)
+    fake = fused._product_gelu_gradient.results(*tensors, x, BF16, True)
     assert (fake.shape, fake.dtype) == (made.shape, made.dtype)
     assert torch.equal(made, gemm_gelu_gradient(a, b, x, Epilogue(BF16)))
 
@@ -303,7 +303,7 @@ def test_a_plan_describes_gelu(library, element, biased, dtype):
     exact = values_of(a) @ values_of(b).t() + (0.0 if not biased else epilogue.bias.to(dtype).double())
     for keeps in (True, False):
         request = on_h200(GELU, a, b, epilogue, keeps)
-        assert cublaslt_fused.refuses(request) is None
+        assert cublaslt_fused.unsupported_reason(request) is None
         y, x = cublaslt_fused.bind(request)(a, b, epilogue)
         close(y, gelu(exact), slack=1e-4)
         assert (x is None) is not keeps
@@ -317,7 +317,7 @@ def test_a_plan_describes_the_gradient_of_gelu(library, dtype):
     a, b = operand(M, K, "cpu", None, dtype), operand(N, K, "cpu", None, dtype)
     x = torch.randn(M, N + 8).to(dtype)[:, :N]
     request = on_h200(GELU_GRADIENT, a, b, Epilogue(dtype), False, x, dtype)
-    assert cublaslt_fused.refuses(request) is None
+    assert cublaslt_fused.unsupported_reason(request) is None
     dx = cublaslt_fused.bind(request)(a, b, Epilogue(dtype), x)
     close(dx, values_of(a) @ values_of(b).t() * slope(x.double()), slack=1e-4)
     assert library.started
@@ -330,7 +330,7 @@ def test_a_plan_describes_codes_and_their_maximum(library, dtype):
     epilogue = Epilogue(dtype, bias)
     exact = values_of(a) @ values_of(b).t() + bias.double()
     request = on_h200(CODES, a, b, epilogue, True, None, torch.float8_e4m3fn)
-    assert cublaslt_fused.refuses(request) is None
+    assert cublaslt_fused.unsupported_reason(request) is None
     record = torch.tensor([1e-3])
     codes = cublaslt_fused.bind(request)(
         a, b, epilogue, cast_to(formats.E4M3, torch.tensor([16.0]), record)
@@ -448,27 +448,29 @@ def test_what_the_library_does_not_list_is_refused_with_the_reason(library, reas
     dtype = {GELU: None, GELU_GRADIENT: BF16, CODES: torch.float8_e4m3fn}[kind]
     request = on_h200(kind, operand(M, K, "cpu"), operand(N, K, "cpu"), Epilogue(BF16), True, x, dtype)
     request = dataclasses.replace(request, product=dataclasses.replace(request.product, **change))
-    assert reason in (cublaslt_fused.refuses(request) or "")
+    assert reason in (cublaslt_fused.unsupported_reason(request) or "")
 
 
 def test_other_refusals_name_what_they_look_at(library):
     a, b = operand(M, K, "cpu", formats.E4M3), operand(N, K, "cpu", formats.E4M3)
     codes = on_h200(CODES, a, b, Epilogue(BF16), True, None, torch.float8_e5m2)
-    assert "E5M2 only where" in (cublaslt_fused.refuses(codes) or "")
+    assert "E5M2 only where" in (cublaslt_fused.unsupported_reason(codes) or "")
     x = torch.zeros(M, N, dtype=BF16)
     slow = on_h200(GELU_GRADIENT, a, b, Epilogue(BF16), False, x, BF16)
-    assert "twice as long" in (cublaslt_fused.refuses(slow) or "")
+    assert "twice as long" in (cublaslt_fused.unsupported_reason(slow) or "")
     unquantized = operand(M, K, "cpu"), operand(N, K, "cpu")
     gradient = on_h200(GELU_GRADIENT, *unquantized, Epilogue(BF16), False, x, BF16)
-    assert cublaslt_fused.refuses(gradient) is None
-    columns = dataclasses.replace(gradient, x=Layout(False, M))
-    assert "rows of the activation's input" in (cublaslt_fused.refuses(columns) or "")
+    assert cublaslt_fused.unsupported_reason(gradient) is None
+    columns = dataclasses.replace(gradient, x=MatrixLayout(False, M))
+    assert "rows of the activation's input" in (cublaslt_fused.unsupported_reason(columns) or "")
     with use_backend(quantize="reference"):
         forced = on_h200(GELU, a, b, Epilogue(BF16), True)
-    assert "use_backend(quantize='reference') is in force" in (cublaslt_fused.refuses(forced) or "")
+    assert "use_backend(quantize='reference') is in force" in (
+        cublaslt_fused.unsupported_reason(forced) or ""
+    )
     library.algorithms = []
     planned = on_h200(GELU, a, b, Epilogue(BF16), False)
-    assert cublaslt_fused.refuses(planned) is None
+    assert cublaslt_fused.unsupported_reason(planned) is None
     assert "no algorithm" in cublaslt_fused.bind(planned).reason
 
 
@@ -495,9 +497,9 @@ def test_the_library_takes_bfloat16_products_with_gelu(kind):
     bias = torch.zeros(384, device="cuda", dtype=BF16) if kind == GELU else None
     rest = (x, BF16) if kind == GELU_GRADIENT else (None, None)
     request = FusedRequest.of(kind, a, b, Epilogue(BF16, bias), kind == GELU, *rest)
-    if reason := cublaslt_fused.cublaslt.refuses(request.product):
+    if reason := cublaslt_fused.cublaslt.unsupported_reason(request.product):
         pytest.skip(f"cublaslt: {reason}")
-    assert cublaslt_fused.refuses(request) is None
+    assert cublaslt_fused.unsupported_reason(request) is None
     assert not isinstance(cublaslt_fused.bind(request), Refusal)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_kernels import Kernels
-from support.kernels import INTERPRETED
 
+from tests.primitives.by_kernels import Kernels
+from tests.support.kernels import INTERPRETED
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.primitives import kv_cache
 from transformer_engine.pytorch.primitives.kv_cache import (
@@ -162,6 +162,10 @@ def test_appending_traces_and_writes_in_a_compiled_graph():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
 def test_the_kernel_says_why_it_refuses(dtype):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert "needs a CUDA device" in str(triton.refuses(CacheRequest(torch.float32, torch.float32, cpu)))
+    assert "needs a CUDA device" in str(
+        triton.unsupported_reason(CacheRequest(torch.float32, torch.float32, cpu))
+    )
     for request in (CacheRequest(dtype, torch.float32, cuda), CacheRequest(torch.float32, dtype, cuda)):
-        assert str(dtype) in str(triton.refuses(request)) or "triton" in str(triton.refuses(request))
+        assert str(dtype) in str(triton.unsupported_reason(request)) or "triton" in str(
+            triton.unsupported_reason(request)
+        )

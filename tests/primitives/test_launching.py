@@ -10,7 +10,7 @@ import torch
 
 from transformer_engine.common.kernels import launch as records
 from transformer_engine.common.kernels.launch import Launch, Output
-from transformer_engine.common.kernels.program import Program, Step
+from transformer_engine.common.kernels.program import Program, ProgramStep
 from transformer_engine.pytorch.runtime.launching import perform, run, run_into
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -107,8 +107,8 @@ def test_a_program_hands_buffers_from_step_to_step_and_returns_what_it_is_asked_
     program = Program(
         ("x", "y"),
         (
-            Step(first, ("x", None), ("scratch", None)),
-            Step(second, ("scratch", "y", "x"), ("sums", "other")),
+            ProgramStep(first, ("x", None), ("scratch", None)),
+            ProgramStep(second, ("scratch", "y", "x"), ("sums", "other")),
         ),
         ("other", None, "sums"),
     )
@@ -125,7 +125,7 @@ def test_a_program_writes_into_what_the_caller_makes(started, device):
     second = record("second", 2, Output(None, "uint8"), None, Output((1,), "float32"))
     program = Program(
         ("x",),
-        (Step(first, ("x",), ("amax",)), Step(second, ("x", "amax"), ("codes", None, "scale"))),
+        (ProgramStep(first, ("x",), ("amax",)), ProgramStep(second, ("x", "amax"), ("codes", None, "scale"))),
         ("scale", "amax"),
         into=("codes",),
     )
@@ -136,4 +136,4 @@ def test_a_program_writes_into_what_the_caller_makes(started, device):
         assert measured[1] is amax and amax.tolist() == [0.0]
         assert tensors[1] is amax and tensors[2] is codes and tensors[3] is None and tensors[4] is scale
     with pytest.raises(ValueError, match=r"no step makes the result 'others'"):
-        Program(("x",), (Step(first, ("x",), ("amax",)),), ("amax",), into=("others",))
+        Program(("x",), (ProgramStep(first, ("x",), ("amax",)),), ("amax",), into=("others",))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_kernels import Kernels
-from support.kernels import DEVICE, runs_kernels, sized
-from support.tolerances import DTYPES, MULTIPLIED, UNIT
 
-from transformer_engine.common.steps import Adam, Sgd
+from tests.primitives.by_kernels import Kernels
+from tests.support.kernels import DEVICE, runs_kernels, sized
+from tests.support.tolerances import DTYPES, MULTIPLIED, UNIT
+from transformer_engine.common.operation_settings import Adam, Sgd
 from transformer_engine.pytorch.primitives import multi_tensor
 from transformer_engine.pytorch.primitives.multi_tensor import (
     MultiTensorRequest,
@@ -183,17 +183,17 @@ def test_the_first_bias_is_exact_in_float32():
 
 def test_what_the_kernels_do_not_take_is_said():
     kinds = (torch.float32, torch.float32)
-    assert "on cpu" in (triton.refuses(MultiTensorRequest("scale", CPU, kinds)) or "")
+    assert "on cpu" in (triton.unsupported_reason(MultiTensorRequest("scale", CPU, kinds)) or "")
     if triton.refuses_elementwise(torch.device("cpu"), torch.float32):
         request = MultiTensorRequest("adam", CPU, kinds, Adam())
         assert [v.backend for v in multi_tensor.TABLE.explain(request) if v.chosen] == ["reference"]
 
 
 def test_a_table_is_kept_while_its_tensors_stay_where_they_are(monkeypatch):
-    def all_lie_at(tensors, where, places):
+    def addresses_equal(tensors, where, places):
         return [tensors[place].data_ptr() for place in places] == where
 
-    monkeypatch.setattr(addresses, "_all_lie_at", all_lie_at)
+    monkeypatch.setattr(addresses, "_addresses_equal", addresses_equal)
     lists = [[torch.zeros(40), torch.zeros(7)], [torch.ones(40), torch.ones(7)]]
     extents = addresses.Extents((40, 7))
     first = addresses.chunks_of(lists, extents, 16)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from support.tolerances import DTYPES, ROUNDED
 
+from tests.support.tolerances import DTYPES, ROUNDED
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.primitives import norm
-from transformer_engine.pytorch.primitives.norm.request import NormRequest
+from transformer_engine.pytorch.primitives.norm.reference import NormRequest
 
 EPS = 1e-5
 ZERO_CENTERED = pytest.mark.parametrize("zero_centered", [False, True])

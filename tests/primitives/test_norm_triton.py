@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from by_kernels import Kernels
-from support.kernels import DEVICE, INTERPRETED, runs_kernels, sized
-from support.tolerances import DTYPES, SUMMED
 
+from tests.primitives.by_kernels import Kernels
+from tests.support.kernels import DEVICE, INTERPRETED, runs_kernels, sized
+from tests.support.tolerances import DTYPES, SUMMED
 from transformer_engine.common.dispatch import Unsupported, use_backend
 from transformer_engine.pytorch.primitives import norm
 from transformer_engine.pytorch.primitives.norm import triton
-from transformer_engine.pytorch.primitives.norm.request import NormRequest
+from transformer_engine.pytorch.primitives.norm.reference import NormRequest
 from transformer_engine.pytorch.runtime import launching
 
 kernels = Kernels(norm, "norm")
@@ -210,7 +210,7 @@ def _request(device="cuda", dtype=torch.bfloat16):
 
 
 def test_a_tensor_on_the_cpu_is_refused_with_the_reason():
-    assert "on cpu" in (triton.refuses(_request("cpu")) or "")
+    assert "on cpu" in (triton.unsupported_reason(_request("cpu")) or "")
     x = torch.randn(2, 8)
     with use_backend(norm="triton"), pytest.raises(Unsupported, match="needs a CUDA device"):
         norm.rmsnorm_forward(x, torch.ones(8), EPS, False)
@@ -218,12 +218,12 @@ def test_a_tensor_on_the_cpu_is_refused_with_the_reason():
 
 def test_a_missing_triton_is_a_refusal(monkeypatch):
     monkeypatch.setattr(launching, "missing", lambda: "triton is not installed")
-    assert triton.refuses(_request()) == "triton is not installed"
+    assert triton.unsupported_reason(_request()) == "triton is not installed"
 
 
 @pytest.mark.parametrize("capability, taken", [((7, 5), False), ((8, 0), True), ((9, 0), True)])
 def test_old_devices_and_float64_are_refused(monkeypatch, capability, taken):
     monkeypatch.setattr(launching, "missing", lambda: None)
     monkeypatch.setattr(launching, "get_device_compute_capability", lambda: capability)
-    assert (triton.refuses(_request()) is None) == taken
-    assert "float64" in (triton.refuses(_request(dtype=torch.float64)) or "")
+    assert (triton.unsupported_reason(_request()) is None) == taken
+    assert "float64" in (triton.unsupported_reason(_request(dtype=torch.float64)) or "")

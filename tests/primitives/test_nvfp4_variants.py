@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from support.nvfp4_random import cases
 
+from tests.support.nvfp4_random import cases
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.formats import (
     E2M1,

@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from transformer_engine.common import dispatch
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
-from transformer_engine.common.labels import Labels
+from transformer_engine.common.operation_settings import Labels
 from transformer_engine.pytorch.primitives import column_sums as sums
 from transformer_engine.pytorch.primitives import cross_entropy as losses
 from transformer_engine.pytorch.primitives import quantize as quantization
 from transformer_engine.pytorch.primitives.gemm import Epilogue, fused, plain, product
-from transformer_engine.pytorch.primitives.gemm.fused_request import GELU, GELU_GRADIENT, FusedRequest
+from transformer_engine.pytorch.primitives.gemm.composed import GELU, GELU_GRADIENT, FusedRequest
 from transformer_engine.pytorch.primitives.gemm.request import GemmRequest
 from transformer_engine.pytorch.primitives.quantize import QuantizeSpec
 
@@ -61,7 +61,7 @@ def gradient_case() -> Case:
 
 def quantize_case(name: str, scaled: bool = False) -> Case:
     x, scale = torch.randn(M, N, dtype=HALF), torch.ones(1) if scaled else None
-    request = quantization.Request(SPECS[name], (M, N), HALF, x.device, scaled)
+    request = quantization.QuantizeRequest(SPECS[name], (M, N), HALF, x.device, scaled)
     return quantization.TABLE, request, (x, scale, None, None, None)
 
 

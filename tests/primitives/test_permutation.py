@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_kernels import Kernels, Reference
-from support.kernels import DEVICE, INTERPRETED, runs_kernels, sized
-from support.tolerances import DTYPES, SUMMED, UNIT
 
+from tests.primitives.by_kernels import Kernels, Reference
+from tests.support.kernels import DEVICE, INTERPRETED, runs_kernels, sized
+from tests.support.tolerances import DTYPES, SUMMED, UNIT
 from transformer_engine.pytorch.primitives import permutation
 from transformer_engine.pytorch.primitives.permutation import (
     INDEX,
@@ -206,7 +206,7 @@ class TestKernels:
 )
 def test_the_kernels_refuse_what_they_cannot_by_name(changes, reason):
     request = permutation.PermutationRequest("map", (8, 4), torch.bool, torch.device("cpu"))
-    assert reason in triton.refuses(request._replace(**changes))
+    assert reason in triton.unsupported_reason(request._replace(**changes))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the compiler needs no interpreter")

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 import torch
-from support import quantized
-from support.quantized import assert_same, sample, uniform
 
+from tests.support import quantized
+from tests.support.quantized import assert_same, sample, uniform
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import Quantized, QuantizeSpec, dequantize, quantize
 

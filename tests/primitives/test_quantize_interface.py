@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import quantized
-from support.quantized import assert_same, sample, uniform
 
+from tests.support import quantized
+from tests.support.quantized import assert_same, sample, uniform
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.formats import (
     E2M1,
@@ -21,8 +21,8 @@ from transformer_engine.pytorch.primitives.operand import Operand, plain
 from transformer_engine.pytorch.primitives.quantize import (
     TABLE,
     Quantized,
+    QuantizeRequest,
     QuantizeSpec,
-    Request,
     absolute_maximum,
     dequantize,
     hadamard_transform,
@@ -192,7 +192,7 @@ class TestChoices:
 
     def test_the_reference_takes_every_request_by_name(self, device):
         x = sample(32, 48, device)
-        request = Request(SPECS["mxfp8"], (32, 48), x.dtype, x.device)
+        request = QuantizeRequest(SPECS["mxfp8"], (32, 48), x.dtype, x.device)
         reference = TABLE.named("reference")
         assert reference.refusal(request) is None
         with use_backend(quantize="reference"):

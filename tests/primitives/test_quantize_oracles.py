@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from support.quantized import raw
 
+from tests.support.quantized import raw
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
 from transformer_engine.pytorch.primitives.operand import Operand
 from transformer_engine.pytorch.primitives.quantize import (

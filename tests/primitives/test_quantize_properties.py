@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.quantized import raw
 
+from tests.support.quantized import raw
 from transformer_engine.common.formats import (
     BLOCK_1D,
     BLOCK_2D,

@@ -10,11 +10,11 @@ from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, E5
 from transformer_engine.pytorch.primitives.quantize import (
     TABLE,
     Quantized,
+    QuantizeRequest,
     QuantizeSpec,
-    Request,
     quantize,
-    triton,
 )
+from transformer_engine.pytorch.primitives.quantize.backends import TRITON
 from transformer_engine.pytorch.runtime import launching
 
 SPECS = {
@@ -249,16 +249,16 @@ def test_a_compiled_full_graph_keeps_the_kernels(name):
 )
 def test_what_the_kernels_cannot_do_is_refused_with_the_reason(device, dtype, reason, monkeypatch):
     monkeypatch.setattr(launching, "missing", lambda: None)
-    request = Request(QuantizeSpec(FLOAT8, E4M3), (16, 16), dtype, torch.device(device))
-    refusal = triton.refuses(request)
+    request = QuantizeRequest(QuantizeSpec(FLOAT8, E4M3), (16, 16), dtype, torch.device(device))
+    refusal = TRITON.refuses(request)
     assert refusal is not None and reason in refusal
 
 
 def test_a_missing_triton_is_a_refusal(monkeypatch):
     monkeypatch.setattr(launching, "missing", lambda: "triton is not installed")
-    request = Request(QuantizeSpec(FLOAT8, E4M3), (16, 16), torch.bfloat16, torch.device("cuda"))
-    assert triton.refuses(request) == "triton is not installed"
-    assert TABLE.backends[0] is triton.BACKEND
+    request = QuantizeRequest(QuantizeSpec(FLOAT8, E4M3), (16, 16), torch.bfloat16, torch.device("cuda"))
+    assert TRITON.refuses(request) == "triton is not installed"
+    assert TABLE.backends[0] is TRITON
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_a_missing_triton_is_a_refusal(monkeypatch):
 def test_architectures_without_a_correctly_rounded_cast_are_refused(capability, refused, monkeypatch):
     monkeypatch.setattr(launching, "missing", lambda: None)
     monkeypatch.setattr(launching, "get_device_compute_capability", lambda: capability)
-    request = Request(QuantizeSpec(FLOAT8, E4M3), (16, 16), torch.bfloat16, torch.device("cuda"))
-    refusal = triton.refuses(request)
+    request = QuantizeRequest(QuantizeSpec(FLOAT8, E4M3), (16, 16), torch.bfloat16, torch.device("cuda"))
+    refusal = TRITON.refuses(request)
     assert (refusal is not None) == refused
     assert refusal is None or f"{capability[0]}.{capability[1]}" in refusal

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_kernels import Kernels
-from support.kernels import DEVICE, runs_kernels, sized
-from support.tolerances import DTYPES, MULTIPLIED
 
+from tests.primitives.by_kernels import Kernels
+from tests.support.kernels import DEVICE, runs_kernels, sized
+from tests.support.tolerances import DTYPES, MULTIPLIED
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.attention.rope import ApplyPackedRope
 from transformer_engine.pytorch.primitives import rope
@@ -232,4 +232,4 @@ def test_a_tensor_on_the_cpu_is_refused_with_the_reason():
         torch.device("cpu"),
         RopeSpec("sbhd"),
     )
-    assert "on cpu" in (triton.refuses(request) or "")
+    assert "on cpu" in (triton.unsupported_reason(request) or "")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_kernels import Kernels, Reference
-from support.kernels import DEVICE, runs_kernels, sized
-from support.tolerances import CURVED, UNIT
 
+from tests.primitives.by_kernels import Kernels, Reference
+from tests.support.kernels import DEVICE, runs_kernels, sized
+from tests.support.tolerances import CURVED, UNIT
 from transformer_engine.pytorch.primitives import router
 from transformer_engine.pytorch.primitives.router import (
     BITS,
@@ -218,4 +218,4 @@ class TestKernels:
 )
 def test_the_kernels_refuse_what_they_cannot_by_name(changes, reason):
     request = router.RouterRequest("choose", (8, 4), torch.float32, torch.float32, torch.device("cpu"))
-    assert reason in triton.refuses(request._replace(**changes))
+    assert reason in triton.unsupported_reason(request._replace(**changes))

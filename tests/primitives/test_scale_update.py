@@ -79,7 +79,7 @@ def test_states_of_different_lengths_are_stepped_together(device):
 
 
 def test_the_kernel_says_which_states_it_does_not_take():
-    refuses = scale_update.triton.refuses
+    refuses = scale_update.triton.unsupported_reason
     assert "on cpu" in str(refuses(ScaleUpdateRequest("cpu", 16, 4)))
     if scale_update.triton.launch.MISSING is None:
         assert "differ in length" in str(refuses(ScaleUpdateRequest("cuda", None, 4)))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_kernels import Kernels
-from support.kernels import DEVICE, runs_kernels, sized
-from support.tolerances import DTYPES, ROUNDED
 
+from tests.primitives.by_kernels import Kernels
+from tests.support.kernels import DEVICE, runs_kernels, sized
+from tests.support.tolerances import DTYPES, ROUNDED
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.functions.softmax import scaled_softmax
 from transformer_engine.pytorch.module.softmax import FusedScaleMaskSoftmax
@@ -148,5 +148,5 @@ def test_compiled_code_reaches_the_same_kernels_without_a_graph_break():
 
 def test_a_tensor_on_the_cpu_is_refused_with_the_reason():
     request = SoftmaxRequest("forward", torch.Size((2, 8)), torch.float32, torch.device("cpu"), None)
-    assert "on cpu" in (triton.refuses(request) or "")
+    assert "on cpu" in (triton.unsupported_reason(request) or "")
     assert [v.backend for v in softmax.TABLE.explain(request) if v.chosen] == ["reference"]

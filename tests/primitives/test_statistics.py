@@ -6,15 +6,15 @@ import math
 
 import pytest
 import torch
-from by_kernels import Kernels
-from support.kernels import INTERPRETED
 
 import transformer_engine.pytorch as te
+from tests.primitives.by_kernels import Kernels
+from tests.support.kernels import INTERPRETED
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.pytorch.primitives import statistics
+from transformer_engine.pytorch.primitives.operand import COLS, ROWS
 from transformer_engine.pytorch.primitives.quantize import dequantize
 from transformer_engine.pytorch.primitives.statistics import FIELDS, new_row
-from transformer_engine.pytorch.tensor.axis import COLS, ROWS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 

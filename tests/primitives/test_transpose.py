@@ -30,7 +30,7 @@ def test_a_graph_has_the_same_bytes(device):
     torch._dynamo.reset()
     compiled = torch.compile(transposed_codes, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(codes), codes.t())
-    fake = transpose._results(codes)
+    fake = transpose._operator.results(codes)
     assert (fake.shape, fake.dtype) == (codes.t().shape, codes.dtype)
 
 
@@ -46,9 +46,9 @@ def test_the_kernel_says_what_it_does_not_take():
     for change, reason in (
         ({"dtype": torch.bfloat16}, "one byte"),
         ({"contiguous": False}, "not contiguous"),
-        ({"native": False}, "no plain tensor"),
+        ({"native": False}, "not a plain tensor"),
         ({"shape": (0, 8)}, "no codes"),
         ({"shape": (8, 1 << 24)}, "reaches"),
         ({"device": torch.device("cpu")}, "on cpu"),
     ):
-        assert reason in (transpose.triton.refuses(facts._replace(**change)) or "")
+        assert reason in (transpose.unsupported_reason(facts._replace(**change)) or "")

@@ -5,8 +5,8 @@ import pickle
 import pytest
 import torch
 import torch.distributed
-from ranks import run_on_ranks
 
+from tests.distributed.ranks import run_on_ranks
 from transformer_engine.common.formats import FLOAT32_MAX
 from transformer_engine.common.recipe import DelayedScaling, Format
 from transformer_engine.pytorch import quantization as q

@@ -12,20 +12,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import quantizer_cases
-import test_grouped_linear
-import test_linear_layers
-import test_operands
-import test_quantized_parameters
-import test_quantized_tensor
-import test_quantizers
-import test_row_sharding
-import test_saving
-import test_tensor_compile
 import torch
-from support import layers
 from torch import Tensor
 
+from tests.module import test_grouped_linear, test_linear_layers
+from tests.support import layers
+from tests.tensor import (
+    quantizer_cases,
+    test_operands,
+    test_quantized_parameters,
+    test_quantized_tensor,
+    test_quantizers,
+    test_row_sharding,
+    test_saving,
+    test_tensor_compile,
+)
 from transformer_engine.common.formats import TensorFormat, ceil_div
 from transformer_engine.common.recipe import Format, Recipe, recipe_class
 from transformer_engine.pytorch.constants import DType

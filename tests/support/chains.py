@@ -10,7 +10,7 @@ from hypothesis import strategies
 from torch import Tensor
 from torch.nn import functional
 
-from support import layers
+from tests.support import layers
 from transformer_engine.common.recipe import CustomRecipe, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from transformer_engine.pytorch import Float8CurrentScalingQuantizer, IdentityQuantizer, ops
 

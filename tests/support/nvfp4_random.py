@@ -12,10 +12,10 @@ from transformer_engine.common.quantize_spec import BLOCK_ERRORS
 from transformer_engine.pytorch.primitives.quantize import (
     FORMATS,
     Quantized,
+    QuantizeRequest,
     QuantizeSpec,
-    Request,
-    reference,
 )
+from transformer_engine.pytorch.primitives.quantize.backends import REFERENCE
 
 DIRECTIONS = ((True, True), (True, False), (False, True))
 # Around blocks of 16 and tiles of 64; a direction needs an even number of contracted elements.
@@ -91,11 +91,11 @@ def cases(count: int, device: str = "cpu") -> Iterator[tuple[str, QuantizeSpec, 
 
 def differing(spec: QuantizeSpec, x: torch.Tensor) -> list[str]:
     """The fields of `Quantized` in which the kernels' bits and the reference's differ on x's device."""
-    request = Request(spec, (x.shape[0], x.shape[1]), x.dtype, x.device)
+    request = QuantizeRequest(spec, (x.shape[0], x.shape[1]), x.dtype, x.device)
     plan = FORMATS[spec.format.name].plan
     assert plan is not None
     actual = plan(request)(x, None, None, None, None, None)
-    expected = reference.BACKEND.bind(request)(x, None, None, None, None, None)
+    expected = REFERENCE.bind(request)(x, None, None, None, None, None)
     return [
         name for name in Quantized._fields if not _same_bits(getattr(actual, name), getattr(expected, name))
     ]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from support.accepted_attention import all_attention_pairs
-from support.accepted_forms import HEADS, HIDDEN, OFF, Pair, all_pairs, heads_of, hidden, sample
-from support.documented_calls import DOCUMENTED, Documented
+from tests.support.accepted_attention import all_attention_pairs
+from tests.support.accepted_forms import HEADS, HIDDEN, OFF, Pair, all_pairs, heads_of, hidden, sample
+from tests.support.documented_calls import DOCUMENTED, Documented
 from transformer_engine.common import warning
 from transformer_engine.pytorch.module.drop_path import DropPath
 

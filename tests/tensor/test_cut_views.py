@@ -7,9 +7,9 @@ import io
 
 import pytest
 import torch
-from quantizer_cases import DETERMINISTIC, QUANTIZED, quantizer_of, values
 
 import transformer_engine.pytorch as te
+from tests.tensor.quantizer_cases import DETERMINISTIC, QUANTIZED, quantizer_of, values
 
 ROWS, COLUMNS = 256, 256
 # What cuts the blocks of every format, those with one scale for the whole tensor apart, whose rows are views.

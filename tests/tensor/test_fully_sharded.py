@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import torch
-from quantizer_cases import quantizer_of, values
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.distributed.ranks import run_on_ranks
+from tests.tensor.quantizer_cases import quantizer_of, values
 from transformer_engine.pytorch.tensor import QuantizedTensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
-from ranks import run_on_ranks
 
 FORMATS = ("current", "mxfp8", "block_2d", "nvfp4_2d")
 

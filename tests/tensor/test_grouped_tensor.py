@@ -7,9 +7,9 @@ import pickle
 
 import pytest
 import torch
-from quantizer_cases import DETERMINISTIC, QUANTIZED, quantizer_of, same_payload, values
 
 import transformer_engine.pytorch as te
+from tests.tensor.quantizer_cases import DETERMINISTIC, QUANTIZED, quantizer_of, same_payload, values
 from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor, GroupedTensorStorage
 
 GROUPED = [name for name in QUANTIZED if name != "hybrid"]

@@ -8,9 +8,9 @@ import pickle
 
 import pytest
 import torch
-from quantizer_cases import NAMES, quantizer_of, same_payload, values
 
 import transformer_engine.pytorch as te
+from tests.tensor.quantizer_cases import NAMES, quantizer_of, same_payload, values
 from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch.tensor.initial_values import keep_initial_values
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from quantizer_cases import payload, quantizer_of, same_payload, values
 
 import transformer_engine.pytorch as te
+from tests.distributed.ranks import run_on_ranks
+from tests.tensor.quantizer_cases import payload, quantizer_of, same_payload, values
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.tensor import (
     cast_master_weights_to_fp8,
@@ -21,9 +20,6 @@ from transformer_engine.pytorch.tensor import (
     replace_raw_data,
 )
 from transformer_engine.pytorch.tensor.utils import clear_columnwise_cache
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
-from ranks import run_on_ranks
 
 WEIGHTS = ("delayed", "current", "mxfp8", "mxfp8_2d", "block_2d", "nvfp4_2d")
 SHAPE = (160, 96)

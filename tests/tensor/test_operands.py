@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quantizer_cases import DETERMINISTIC, State, quantizer_of
 
+from tests.tensor.quantizer_cases import DETERMINISTIC, State, quantizer_of
 from transformer_engine.pytorch.constants import DType
-from transformer_engine.pytorch.primitives.operand import Operand
+from transformer_engine.pytorch.primitives.operand import COLS, ROWS, Operand
 from transformer_engine.pytorch.primitives.quantize import quantize_as
 from transformer_engine.pytorch.tensor import Float8Quantizer, HybridQuantizer, MXFP8Quantizer, NVFP4Quantizer
-from transformer_engine.pytorch.tensor.axis import COLS, ROWS
 from transformer_engine.pytorch.tensor.quantizer import Calibrating, Matrix, turned
 
 

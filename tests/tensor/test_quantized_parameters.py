@@ -8,9 +8,9 @@ import pickle
 
 import pytest
 import torch
-from quantizer_cases import DETERMINISTIC, NAMES, payload, quantizer_of, same_payload, values
 from torch import nn
 
+from tests.tensor.quantizer_cases import DETERMINISTIC, NAMES, payload, quantizer_of, same_payload, values
 from transformer_engine.pytorch.tensor import QuantizedTensor
 
 

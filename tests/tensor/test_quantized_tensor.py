@@ -6,7 +6,8 @@ import copy
 
 import pytest
 import torch
-from quantizer_cases import (
+
+from tests.tensor.quantizer_cases import (
     DETERMINISTIC,
     INDEPENDENT,
     NAMES,
@@ -17,7 +18,6 @@ from quantizer_cases import (
     same_payload,
     values,
 )
-
 from transformer_engine.pytorch.tensor import (
     COLS,
     ROWS,
@@ -27,7 +27,7 @@ from transformer_engine.pytorch.tensor import (
     QuantizedTensor,
     storage_of,
 )
-from transformer_engine.pytorch.tensor.cut_view import CutView
+from transformer_engine.pytorch.tensor.aten import CutView
 
 
 def quantized(name, device, *shape):

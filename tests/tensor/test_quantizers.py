@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from quantizer_cases import (
+
+from tests.tensor.quantizer_cases import (
     DETERMINISTIC,
     E4M3,
     E5M2,
@@ -18,7 +19,6 @@ from quantizer_cases import (
     same_payload,
     values,
 )
-
 from transformer_engine.common import recipe as recipes
 from transformer_engine.common.formats import E4M3 as ELEMENT_E4M3
 from transformer_engine.common.formats import FLOAT8

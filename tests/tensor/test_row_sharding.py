@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quantizer_cases import NAMES, QUANTIZED, payload, quantizer_of, same_payload, values
 
+from tests.tensor.quantizer_cases import NAMES, QUANTIZED, payload, quantizer_of, same_payload, values
 from transformer_engine.pytorch.tensor import COLS, ROWS, QuantizedTensor
 
 # Rows that no block of any direction crosses.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quantizer_cases import QUANTIZED, quantizer_of, values
+
+from tests.tensor.quantizer_cases import QUANTIZED, quantizer_of, values
 
 # What one element may be off by, relative to the largest of all: half a step of the coarsest format in use.
 OFF = {name: 0.3 if name.startswith("nvfp4") else 0.1 for name in QUANTIZED}

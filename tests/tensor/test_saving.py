@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from quantizer_cases import NAMES, quantizer_of, same_payload, values
 
+from tests.tensor.quantizer_cases import NAMES, quantizer_of, same_payload, values
 from transformer_engine.pytorch import quantized_tensor as alias
 from transformer_engine.pytorch.tensor import (
     QuantizedTensor,

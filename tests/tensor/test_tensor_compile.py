@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quantizer_cases import NAMES, quantizer_of, values
 
+from tests.tensor.quantizer_cases import NAMES, quantizer_of, values
 from transformer_engine.pytorch.primitives.quantize import dequantize
 from transformer_engine.pytorch.tensor import COLS, ROWS, QuantizedTensor, storage_of
 

@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 from .._version import __version__
-from ..common import env, extras
+from ..common import env, optional
 
 if TYPE_CHECKING:
     import typer
@@ -108,16 +107,13 @@ def _load(name: str) -> TyperCommand:
         single.command(name)(getattr(import_module(command.module, __package__), name))
     else:
         options = {"allow_extra_args": True, "ignore_unknown_options": True}
-        single.command(name, context_settings=options)(_refusing(name))
+
+        def refuse() -> None:
+            """Needs torch, which is not installed."""
+            sys.exit(f"te {name} needs torch; install with {optional.install_command('cli')}")
+
+        single.command(name, context_settings=options)(refuse)
     return typer.main.get_command(single)  # pyright: ignore[reportReturnType]
-
-
-def _refusing(name: str) -> Callable[[], None]:
-    def refuse() -> None:
-        sys.exit(f"te {name} needs torch; install with {extras.command('cli')}")
-
-    refuse.__doc__ = "Needs torch, which is not installed."
-    return refuse
 
 
 def main() -> None:
@@ -129,16 +125,16 @@ def main() -> None:
     if all(find_spec(name) is None for name in FRAMEWORKS):
         missing.insert(0, "torch")
     if missing and sys.argv[1:2] == ["doctor"]:
-        from .doctor.command import main as diagnose
+        from .doctor.checks import main as diagnose
 
         sys.exit(diagnose(sys.argv[2:]))
     if missing:
         # An installation with JAX alone is not told to install torch.
         alone = find_spec("torch") is None and find_spec("jax") is not None
-        remedy = extras.command("cli-jax" if alone else "cli")
+        remedy = optional.install_command("cli-jax" if alone else "cli")
         sys.exit(f"te needs {', '.join(missing)}; install with {remedy}")
     try:
-        if sys.argv[1:2] != ["doctor"]:  # which says it among the rest
+        if sys.argv[1:2] != ["doctor"]:  # which reports it with the other findings
             env.check_all()
     except ValueError as error:
         sys.exit(f"error: {error}")

@@ -1,4 +1,4 @@
-"""What a command says instead of a traceback: a sentence, and an exit code that is not 0."""
+"""Error messages of commands instead of tracebacks, with exit codes other than 0."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ BAD_OPTION, FAILED = 2, 1  # exit codes
 
 
 class Failure(Exception):
-    """Something outside of the program stands in the way; the message names it and what to do."""
+    """An error outside of the program; the message names it and the remedy."""
 
 
 @contextmanager
 def reporting(console: Console) -> Iterator[None]:
-    """Print the sentence of a ValueError (what the user gave) or a Failure, and leave with its exit code."""
+    """Print the message of a ValueError (invalid options) or a Failure, and exit with its code."""
     try:
         yield
     except (ValueError, Failure) as error:
@@ -29,7 +29,7 @@ def reporting(console: Console) -> Iterator[None]:
 
 @contextmanager
 def reporting_failures(console: Console) -> Iterator[None]:
-    """The same for a Failure alone, where a ValueError would be a fault of the program."""
+    """Like `reporting`, for a Failure only, where a ValueError would be a bug of the program."""
     try:
         yield
     except Failure:
@@ -39,7 +39,7 @@ def reporting_failures(console: Console) -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path, remedy: str) -> Iterator[None]:
-    """Failure, with the path and the remedy, where the system refuses to write."""
+    """Raise Failure with the path and the remedy if a write fails."""
     try:
         yield
     except OSError as error:
@@ -48,20 +48,16 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
 
 @contextmanager
 def fitting(remedy: str) -> Iterator[None]:
-    """Failure, with the remedy, where the GPU's memory does not suffice."""
+    """Raise Failure with the remedy if the GPU is out of memory."""
     try:
         yield
     except RuntimeError as error:
-        if not _is_out_of_memory(error):
+        # torch.OutOfMemoryError, or JAX's error with the status of XLA; either framework may be missing.
+        if type(error).__name__ != "OutOfMemoryError" and "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise Failure(f"the GPU's memory does not suffice; {remedy}") from None
 
 
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Is it torch.OutOfMemoryError, or JAX's error with XLA's word for it? Neither framework need be installed."""
-    return type(error).__name__ == "OutOfMemoryError" or "RESOURCE_EXHAUSTED" in str(error)
-
-
 def reason(error: OSError) -> str:
-    """The system's words for an error, without number and path."""
+    """Return the system's message of an error, without number and path."""
     return error.strerror or str(error)

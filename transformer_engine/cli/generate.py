@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from .demo import checkpoint
-from .demo.config import HIGH_PRECISION, Config, saved_config
+from .demo.config import HIGH_PRECISION, RunConfig, saved_config
 from .demo.model import ByteGPT
 from .demo.sample import generate as draw
 from .failure import fitting, reporting
@@ -70,7 +70,7 @@ def generate(
 class _Shown:
     """Prints the prompt and then bytes as text while they come, and takes the time of each.
 
-    The prompt waits for the first byte: options that are refused before it leave no half line.
+    The prompt is printed with the first byte, so that invalid options print no incomplete line.
     """
 
     def __init__(self, console: Console, prompt: bytes):
@@ -94,8 +94,8 @@ class _Shown:
         return f", {(len(timed) - 1) / (timed[-1] - timed[0]):,.0f} tokens/s"
 
 
-def load(path: Path, device: str, high_precision: bool) -> tuple[ByteGPT, Config]:
-    """The model of a checkpoint that te train wrote, on a device; ValueError where there is none."""
+def load(path: Path, device: str, high_precision: bool) -> tuple[ByteGPT, RunConfig]:
+    """Load the model of a checkpoint of te train on a device; ValueError if there is none."""
     if not path.is_file():
         raise ValueError(
             f"there is no checkpoint at {path}; write one with te train, or fix --name and --out"

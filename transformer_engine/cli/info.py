@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Annotated, Any
 
@@ -16,25 +16,24 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._version import __version__
-from ..common import extras
+from ..common import optional
 from ..common.dispatch import LATER
 from ..pytorch.runtime.device import cuda_version, get_cudnn_version, get_device_compute_capability, has_cuda
-from .jax_machine import JaxMachine, jax_machine
 from .survey import Survey, survey
 
 # Distribution name, and the sentence for a machine without it.
 LIBRARIES = {
     "torch": "not installed; pip install torch",
     "triton": "not installed; it comes with the CUDA builds of torch",
-    "nvmath-python": f"not installed; {extras.command('cuda')}",
-    "nvidia-cudnn-frontend": f"not installed; {extras.command('cuda')}",
-    "flash-attn-4": f"not installed; {extras.command('flash')}",
+    "nvmath-python": f"not installed; {optional.install_command('cuda')}",
+    "nvidia-cudnn-frontend": f"not installed; {optional.install_command('cuda')}",
+    "flash-attn-4": f"not installed; {optional.install_command('flash')}",
 }
 
 
 @dataclass(frozen=True)
-class Machine:
-    """The device and the libraries; a version that is missing is a sentence that says how to get it."""
+class MachineReport:
+    """The device and the libraries; a missing version is a sentence on its installation."""
 
     version: str
     python: str
@@ -55,12 +54,17 @@ def info(
         return
     console = Console(highlight=False)
     _print_machine(console, described)
-    _print_recipes(console, found)
+    table = Table("recipe", "runs", "products by", "why", title="recipes", title_justify="left")
+    for report in found.recipes:
+        table.add_row(report.recipe, report.status, ", ".join(report.products), escape(report.reason or ""))
+    console.print(table)
+    if any(report.status == "on request" for report in found.recipes):
+        console.print("on request: emulated once TE_EMULATE=1 is set or te.emulate() is called")
     _print_backends(console, found)
 
 
-def machine() -> Machine:
-    """The facts about this machine."""
+def machine() -> MachineReport:
+    """Return the facts about this machine."""
     if has_cuda():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         device, memory = properties.name, f"{properties.total_memory / 2**30:.0f} GiB"
@@ -74,12 +78,12 @@ def machine() -> Machine:
     )  # with its build, which the distribution's metadata may leave out
     versions["CUDA"] = _dotted(cuda_version(), "none: this torch is built without CUDA")
     versions["cuDNN"] = _dotted(get_cudnn_version(), "none: torch loads it with a CUDA device only")
-    return Machine(
+    return MachineReport(
         __version__, platform.python_version(), device, capability, memory, versions, jax_machine()
     )
 
 
-def as_dict(described: Machine, found: Survey) -> dict[str, Any]:
+def as_dict(described: MachineReport, found: Survey) -> dict[str, Any]:
     """The same facts as plain data: keys machine, recipes, operations and unused_operations."""
     return {
         "machine": asdict(described),
@@ -108,7 +112,7 @@ def _dotted(version: tuple[int, ...], sentence: str) -> str:
     return ".".join(map(str, version)) if any(version) else sentence
 
 
-def _print_machine(console: Console, described: Machine) -> None:
+def _print_machine(console: Console, described: MachineReport) -> None:
     table = Table(title=f"transformer-engine {described.version}", show_header=False, title_justify="left")
     rows = {
         "device": described.device,
@@ -125,17 +129,8 @@ def _print_machine(console: Console, described: Machine) -> None:
     console.print(table)
 
 
-def _print_recipes(console: Console, found: Survey) -> None:
-    table = Table("recipe", "runs", "products by", "why", title="recipes", title_justify="left")
-    for report in found.recipes:
-        table.add_row(report.recipe, report.status, ", ".join(report.products), escape(report.reason or ""))
-    console.print(table)
-    if any(report.status == "on request" for report in found.recipes):
-        console.print("on request: emulated once TE_EMULATE=1 is set or te.emulate() is called")
-
-
 def _names(recipes: Sequence[str], known: Sequence[str]) -> str:
-    """Recipes in a few words: any, with or without none, or their names."""
+    """Describe a set of recipes: "any or none", "any", or their names."""
     missing = [name for name in known if name not in recipes]
     if missing in ([], ["none"]):
         return "any or none" if not missing else "any"
@@ -165,3 +160,45 @@ def _print_backends(console: Console, found: Survey) -> None:
     )
     if found.unused:
         console.print(f"not used by a TransformerLayer: {', '.join(found.unused)}")
+
+
+@dataclass(frozen=True)
+class JaxMachine:
+    """Versions of jax, jaxlib and flax, devices, and the computation of FP8 products; without JAX, only `devices`."""
+
+    versions: Mapping[str, str] = field(default_factory=dict)
+    devices: str = ""
+    fp8: str = ""
+
+
+def jax_machine() -> JaxMachine:
+    """Return the facts about JAX on this machine; initializes its backends."""
+    if not optional.installed("jax"):
+        return JaxMachine(devices=f"not installed; {optional.install_command('jax')}")
+    versions = {
+        name: _version(name, f"not installed; {optional.install_command('jax')}")
+        for name in ("jax", "jaxlib", "flax")
+    }
+    reason = optional.failure("transformer_engine.jax")
+    if reason is not None:
+        return JaxMachine(versions, reason)
+    import jax
+
+    from ..jax import platform
+    from ..jax.primitives.gemm.float8 import FLAG
+
+    devices = ", ".join(f"{device.platform}:{device.id} ({device.device_kind})" for device in jax.devices())
+    capability = platform.compute_capability() if platform.has_gpu() else None
+    return JaxMachine(versions, devices, fp8_route(capability, FLAG, platform.xla_flag(FLAG)))
+
+
+def fp8_route(capability: int | None, flag: str, value: str | None) -> str:
+    """How FP8 products with one scale a tensor are computed; `capability` is ten times a GPU's, None on a CPU."""
+    said = f"--{flag} is {'not set' if value is None else value}"
+    if capability is None:
+        return f"reference, in float32 on the CPU; {said}"
+    if capability < 89:
+        return f"reference: compute capability {capability / 10} < 8.9; {said}"
+    if value in ("false", "0"):
+        return f"scaled: cuBLASLt takes codes and scales; {said}"
+    return f"direct: the scales come after cuBLASLt; {said}, set XLA_FLAGS=--{flag}=false before jax starts"

@@ -1,4 +1,4 @@
-"""What runs here: every recipe's training step of one small layer, seen through the tables of backends."""
+"""The recipes and backends of this machine, from a training step of a small layer under every recipe."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class RecipeReport:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One kind of request to an operation, the recipes that make it, and every backend's answer."""
+class OperationUse:
+    """A request to an operation, the recipes that make it, and the verdict on every backend."""
 
     operation: str
     recipes: tuple[str, ...]
@@ -47,35 +47,32 @@ class Finding:
 
 @dataclass(frozen=True)
 class Survey:
-    """The recipes, the findings, and the operations that a TransformerLayer did not ask for."""
+    """The recipes, the operations that a TransformerLayer uses, and the operations that it does not use."""
 
     recipes: tuple[RecipeReport, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[OperationUse, ...]
     unused: tuple[str, ...]
 
 
 def survey(device: str) -> Survey:
-    """Run one training step of a small TransformerLayer under every recipe; collect who was asked what."""
+    """Run one training step of a small TransformerLayer under every recipe and collect the requests."""
     reports: list[RecipeReport] = []
     asked: dict[tuple[str, tuple[Verdict, ...]], list[str]] = {}
     for name in RECIPES:
-        requests = _requests_of(name, device)
+        seen: dict[tuple[str, Any], None] = {}
+        with te.emulate(), observing(lambda operation, request: seen.setdefault((operation, request))):  # noqa: B023
+            _training_step(name, device)
+        requests = list(seen)
         answers = [(operation, tuple(tables[operation].explain(request))) for operation, request in requests]
         for answer in dict.fromkeys(answers):
             asked.setdefault(answer, []).append(name)
         reports.append(_report(name, requests))
-    findings = [Finding(operation, tuple(names), answers) for (operation, answers), names in asked.items()]
+    findings = [
+        OperationUse(operation, tuple(names), answers) for (operation, answers), names in asked.items()
+    ]
     findings.sort(key=lambda finding: finding.operation)
     used = {finding.operation for finding in findings}
     return Survey(tuple(reports), tuple(findings), tuple(sorted(set(tables) - used)))
-
-
-def _requests_of(name: str, device: str) -> list[tuple[str, Any]]:
-    """The distinct (operation, request) pairs of one training step under a recipe."""
-    seen: dict[tuple[str, Any], None] = {}
-    with te.emulate(), observing(lambda operation, request: seen.setdefault((operation, request))):
-        _training_step(name, device)
-    return list(seen)
 
 
 def _training_step(name: str, device: str) -> None:

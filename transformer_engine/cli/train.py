@@ -15,9 +15,19 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from .demo.config import HIGH_PRECISION, OPTIMIZERS, RECIPES, SEEDS, Execution, resolve, restore
+from .demo.config import (
+    FRAMEWORKS,
+    HIGH_PRECISION,
+    OPTIMIZERS,
+    RECIPES,
+    SEEDS,
+    Execution,
+    default_framework,
+    missing_for,
+    resolve,
+    restore,
+)
 from .demo.data import load_corpus
-from .demo.frameworks import FRAMEWORKS, default_framework, missing_for
 from .demo.plot import plot_losses
 from .demo.records import Progress as Record
 from .demo.records import summarize
@@ -114,7 +124,11 @@ def train(
     beside = "-jax" if (given["framework"] or default_framework()) == "jax" else ""
     folder = out / (name or (given["recipe"] or "delayed") + beside)
     with reporting(console), fitting(SMALLER):
-        _check_name(name)
+        if name and (name in (".", "..") or "/" in name or "\\" in name):
+            raise ValueError(
+                f"--name {name!r} is a path, and a run is one folder in that of --out; give a name without separators, "
+                "and the folder as --out"
+            )
         _check_replacing(folder, resume, overwrite)
         trainer = _prepare(folder, device.value, given, execution, resume)
     _describe(console, trainer)
@@ -129,15 +143,6 @@ def train(
         raise typer.Exit(130)
     with reporting_failures(console):
         _conclude(console, trainer)
-
-
-def _check_name(name: str | None) -> None:
-    """ValueError for a name that is a path: its run would lie elsewhere than in the folder of the runs."""
-    if name and (name in (".", "..") or "/" in name or "\\" in name):
-        raise ValueError(
-            f"--name {name!r} is a path, and a run is one folder in that of --out; give a name without separators, and "
-            "the folder as --out"
-        )
 
 
 def _check_replacing(folder: Path, resume: bool, overwrite: bool) -> None:
@@ -156,7 +161,7 @@ def _check_replacing(folder: Path, resume: bool, overwrite: bool) -> None:
 def _prepare(folder: Path, device: str, given: dict[str, Any], execution: Execution, resume: bool) -> Trainer:
     """A trainer at its first step, or where the folder's checkpoint left off."""
     if not resume:
-        _demand(given["framework"] or default_framework())  # before its devices are asked for
+        _demand(given["framework"] or default_framework())  # before its devices are queried
         config = resolve(device, given)
         trainer = Trainer(config, load_corpus(config.data, config.sequence), folder, execution)
         with writing(folder, ELSEWHERE):
@@ -165,21 +170,19 @@ def _prepare(folder: Path, device: str, given: dict[str, Any], execution: Execut
             trainer.observed_path.unlink(missing_ok=True)
         return trainer
     path = folder / "checkpoint"
-    kept_by = _keeper(path, given["framework"])
-    _demand(kept_by)
-    state = runs_of(kept_by).load(path)
+    # A checkpoint of torch is a file, one of JAX a folder, possibly not yet renamed.
+    if path.is_file():
+        framework = "torch"
+    elif path.is_dir() or path.with_name("checkpoint.old").is_dir():
+        framework = "jax"
+    else:
+        framework = given["framework"] or default_framework()
+    _demand(framework)
+    state = runs_of(framework).load(path)
     config = restore(state["config"], device, given, str(path))
     trainer = Trainer(config, load_corpus(config.data, config.sequence), folder, execution)
     trainer.load(state)
     return trainer
-
-
-def _keeper(path: Path, asked: str | None) -> str:
-    """The framework whose checkpoint lies at path: torch's is a file, JAX's a folder, or one left aside."""
-    if path.is_file():
-        return "torch"
-    folders = path.is_dir() or path.with_name("checkpoint.old").is_dir()
-    return "jax" if folders else asked or default_framework()
 
 
 def _demand(framework: str) -> None:

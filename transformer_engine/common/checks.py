@@ -13,19 +13,19 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Any
 
-from .described import described as described
+from .numbers import described as described
 from .numbers import to_bool
 
 
 def refuse_keywords(function: str, given: Collection[str], renamed: Mapping[str, str]) -> None:
-    """TypeError for keywords that a function does not take; an earlier name is told the present one."""
+    """Raise TypeError for unknown keywords; the message gives the present name of a renamed keyword."""
     for name in given:
         remedy = f"use {renamed[name]}=" if name in renamed else "leave it out"
         raise TypeError(f"{function}() takes no {name}=; {remedy}")
 
 
 def whole(name: str, value: Any, least: int = 1) -> None:
-    """Is value a whole number of at least `least`?"""
+    """Raise an error unless value is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}={described(value)} must be a whole number; give an int of at least {least}")
     if value < least:

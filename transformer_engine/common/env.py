@@ -97,13 +97,13 @@ _RECIPE = (
     _text(
         "NVTE_NVFP4_4OVER6_E4M3_USE_256",
         "all",
-        "Default of NVFP4BlockScaling.nvfp4_4over6_e4m3_use_256: where block scales end at 256, not 448.",
+        "Default of NVFP4BlockScaling.nvfp4_4over6_e4m3_use_256: tensors with block scales up to 256, not 448.",
         ("none", "weights", "activations", "all"),
     ),
     _text(
         "NVTE_NVFP4_4OVER6_ERR_MODE",
         "MAE",
-        "Default of NVFP4BlockScaling.nvfp4_4over6_err_mode: the error that decides between 4 and 6.",
+        "Default of NVFP4BlockScaling.nvfp4_4over6_err_mode: the error that each block minimizes.",
         ("MAE", "MSE"),
     ),
     _flag(
@@ -123,39 +123,39 @@ _QUANTIZATION = (
     _flag(
         "NVTE_FP8_GEMM_HIGH_PRECISION_ACCUMULATION",
         False,
-        "1: FP8 products of transformer_engine.jax's forward pass add partial sums in float32; those of the backward "
-        "pass always do.",
+        "1: FP8 products in the forward pass of transformer_engine.jax add partial sums in float32; the backward "
+        "pass always does.",
     ),
     _flag(
         "TE_EMULATE",
         None,
-        "1: compute formats that the hardware lacks by emulation; unset: only on a machine without a GPU.",
+        "1: emulate formats that the hardware does not support; unset: only on a machine without a GPU.",
     ),
     _text(
         "NVTE_JAX_CUSTOM_CALLS",
         None,
-        "JAX: true or false for all kernels, or Name=false,.. with the names of the original's primitives.",
+        "JAX: true or false for all kernels, or Name=false,.. with primitive names of the original.",
     ),
     _flag(
         "TE_JAX_KERNELS",
         False,
-        "1: JAX programs that are traced on a machine without a GPU get Triton kernels for CUDA, for export.",
+        "1: JAX programs traced on a machine without a GPU contain Triton kernels for CUDA, for export.",
     ),
     _flag(
         "NVTE_FP8_AUTO",
         False,
-        "1: a product whose operands cost more to quantize than FP8 saves is computed without quantization.",
+        "1: compute a product without quantization if quantizing its operands takes longer than FP8 saves.",
     ),
     _flag(
         "NVTE_UNFUSED_FP8_UPDATE",
         False,
-        "1: the delayed-scaling update rolls every history, also of tensors that were not quantized.",
+        "1: the delayed-scaling update rolls all histories, also for tensors that were not quantized.",
     ),
-    _flag("NVTE_STRICT_EXTRA_STATE", False, "1: a state dict without extra states does not load strictly."),
+    _flag("NVTE_STRICT_EXTRA_STATE", False, "1: strict loading of a state dict requires its extra states."),
     _flag(
         "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE",
         False,
-        "Accepted; module extra state is always read through an allow-list, which needs no permission.",
+        "Accepted; module extra state is always read through an allow-list, so no permission is needed.",
     ),
 )
 
@@ -163,7 +163,7 @@ _ATTENTION = (
     _number(
         "TE_ATTENTION_LOG_EVERY",
         0,
-        "n: each n-th attention of a Hugging Face model logs how many were computed here; 0: none.",
+        "n: every n-th attention of a Hugging Face model logs the counters; 0: no log.",
     ),
     _flag("NVTE_FLASH_ATTN", True, "0: never choose a flash-attention backend."),
     _flag("NVTE_FLASH_ATTN_V2", True, "0: never choose flash-attention 2."),
@@ -178,7 +178,9 @@ _ATTENTION = (
         ("0", "1", "2"),
     ),
     _flag(
-        "NVTE_FUSED_ATTN_USE_FAv2_BWD", False, "Accepted; the backward pass belongs to the forward's backend."
+        "NVTE_FUSED_ATTN_USE_FAv2_BWD",
+        False,
+        "Accepted; the backward pass uses the backend of its forward pass.",
     ),
     _flag(
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
@@ -188,7 +190,7 @@ _ATTENTION = (
     _flag(
         "NVTE_APPLY_QK_LAYER_SCALING",
         False,
-        "Accepted; attention scores are float32, which need no division by the layer's number.",
+        "Accepted; attention scores are float32 and need no division by the layer number.",
     ),
     _flag(
         "NVTE_MASKED_SOFTMAX_FUSION",
@@ -198,7 +200,7 @@ _ATTENTION = (
     _flag(
         "NVTE_UnfusedDPA_Emulate_FP8",
         False,
-        "Accepted; FP8 attention that no kernel takes is emulated without being asked.",
+        "Accepted; FP8 attention without a supporting kernel is always emulated.",
     ),
     _flag(
         "NVTE_FP8_DPA_BWD",
@@ -208,12 +210,12 @@ _ATTENTION = (
     _flag(
         "NVTE_DPA_FP8CS_O_in_F16",
         True,
-        "Accepted; the output of FP8 attention passes through FP8 codes, with current scaling too.",
+        "Accepted; the output of FP8 attention is rounded to FP8, also under current scaling.",
     ),
     _text(
         "NVTE_DPA_FP8_RECIPE",
         "",
-        "A recipe for attention alone; empty: the one of the surrounding autocast.",
+        "Recipe for attention only; empty: the recipe of the surrounding autocast.",
         ("", "F16", "DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling"),
     ),
     _flag("NVTE_DPA_FP8_RECIPE_DPA", False, "fp8_dpa of the recipe that NVTE_DPA_FP8_RECIPE names."),
@@ -241,105 +243,113 @@ _ATTENTION = (
     _flag(
         "TE_CUDNN_PLAN_CACHE",
         True,
-        "Keep cuDNN's attention plans in files under TE_CACHE_DIR, which later processes read instead of building.",
+        "1: store cuDNN's attention plans in files under TE_CACHE_DIR, for later processes.",
     ),
-    _flag("NVTE_BATCH_MHA_P2P_COMM", False, "Accepted; there is no ring of ranks to send along."),
-    _flag("NVTE_DEBUG", False, "1: log how attention backends are chosen."),
+    _flag("NVTE_BATCH_MHA_P2P_COMM", False, "Accepted; attention has no ring communication between ranks."),
+    _flag("NVTE_DEBUG", False, "1: log the choice of attention backends."),
     _number("NVTE_DEBUG_LEVEL", 0, "Detail of that log: 0 warnings, 1 choices, 2 every reason."),
 )
 
 _LAYERS = (
-    _flag("NVTE_TORCH_COMPILE", True, "Accepted; layers are compiled only in a caller's torch.compile."),
-    _flag("NVTE_BIAS_GELU_NVFUSION", True, "Accepted; the matrix product in front of GELU adds the bias."),
+    _flag("NVTE_TORCH_COMPILE", True, "Accepted; layers are compiled only by the caller's torch.compile."),
+    _flag("NVTE_BIAS_GELU_NVFUSION", True, "Accepted; the matrix product before GELU adds the bias."),
     _flag(
         "NVTE_BIAS_DROPOUT_FUSION",
         True,
         "Accepted; bias, dropout and residual addition of TransformerLayer are separate operations.",
     ),
     _flag("NVTE_GEMM_GELU_FUSION", False, "Accepted; no matrix product computes GELU in its epilogue."),
-    _number("NVTE_FWD_LAYERNORM_SM_MARGIN", 0, "fwd_ln_sm_margin of later norms, which no kernel needs."),
-    _number("NVTE_BWD_LAYERNORM_SM_MARGIN", 0, "bwd_ln_sm_margin of later norms, which no kernel needs."),
-    _number("NVTE_INF_LAYERNORM_SM_MARGIN", 0, "inf_ln_sm_margin of later norms, which no kernel needs."),
+    _number("NVTE_FWD_LAYERNORM_SM_MARGIN", 0, "fwd_ln_sm_margin of norms created later; no kernel uses it."),
+    _number("NVTE_BWD_LAYERNORM_SM_MARGIN", 0, "bwd_ln_sm_margin of norms created later; no kernel uses it."),
+    _number("NVTE_INF_LAYERNORM_SM_MARGIN", 0, "inf_ln_sm_margin of norms created later; no kernel uses it."),
     _flag(
         "NVTE_AUTOTUNE",
         False,
-        "1: time cuBLASLt's candidate algorithms once a shape and keep the choice in a file, as te.autotune().",
+        "1: time cuBLASLt's algorithms once per shape and store the choice in a file, as te.autotune() does.",
     ),
     _number("NVTE_EXT_MARGIN_SM", 0, "Accepted; matrix products leave no SMs free."),
-    _flag("NVTE_NORM_FWD_USE_CUDNN", False, "Accepted; there is one implementation of the norms a device."),
-    _flag("NVTE_NORM_BWD_USE_CUDNN", False, "Accepted; there is one implementation of the norms a device."),
+    _flag("NVTE_NORM_FWD_USE_CUDNN", False, "Accepted; each device has one implementation of the norms."),
+    _flag("NVTE_NORM_BWD_USE_CUDNN", False, "Accepted; each device has one implementation of the norms."),
     _flag(
         "NVTE_ZERO_CENTERED_GAMMA_IN_WTYPE",
         False,
-        "Accepted; a zero-centred norm weight gets its 1 added in float32.",
+        "Accepted; the 1 of a zero-centered norm weight is added in float32.",
     ),
     _flag(
         "NVTE_USE_CUTLASS_GROUPED_GEMM",
         None,
-        "0: GroupedLinear works group by group, with the bits of Linear; 1: all groups together, also on a CPU; "
-        "unset: together on a GPU.",
+        "0: GroupedLinear computes one group after another, with the bits of Linear; 1: all groups at once, also on a "
+        "CPU; unset: at once on a GPU.",
     ),
     _flag(
         "NVTE_CUTLASS_GROUPED_GEMM_WARN_FALLBACK", False, "Accepted; no grouped product warns of a fallback."
     ),
-    _flag("NVTE_GROUPED_LINEAR_SINGLE_PARAM", False, "1: single_grouped_* of GroupedLinear take effect."),
+    _flag(
+        "NVTE_GROUPED_LINEAR_SINGLE_PARAM",
+        False,
+        "1: enable single_grouped_weight and _bias of GroupedLinear.",
+    ),
     _flag("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", False, "Former name of use_grouped_tensor."),
-    _flag("NVTE_CUTEDSL_FUSED_GROUPED_MLP", False, "Accepted; there is no such fusion here."),
-    _flag("NVTE_FUSED_MLA_Q_UPROJ", False, "Accepted; there is no such fusion here."),
-    _flag("NVTE_CPU_OFFLOAD_V1", False, "1: get_cpu_offload_context returns its first form."),
+    _flag("NVTE_CUTEDSL_FUSED_GROUPED_MLP", False, "Accepted; this fusion is not implemented."),
+    _flag("NVTE_FUSED_MLA_Q_UPROJ", False, "Accepted; this fusion is not implemented."),
+    _flag("NVTE_CPU_OFFLOAD_V1", False, "1: get_cpu_offload_context returns the original's first interface."),
     _flag("NVTE_NVTX_ENABLED", False, "Accepted; no ranges are marked for profilers."),
-    _number("NVTE_PRINT_LAYER_NUMBER", 1, "Accepted; nothing is logged by layer."),
-    _number("NVTE_PRINT_RANK", 0, "Accepted; nothing is logged by rank."),
+    _number("NVTE_PRINT_LAYER_NUMBER", 1, "Accepted; nothing is logged per layer."),
+    _number("NVTE_PRINT_RANK", 0, "Accepted; nothing is logged per rank."),
 )
 
 _PLATFORM = (
     _text(
         "TE_CHECK",
         "0",
-        "1: sequence lengths, positions, pages and labels that lie on a GPU are checked too, without waiting for it; a "
-        "later call raises, or te.check(). 2: each call waits and raises itself. On a CPU they are always checked.",
+        "1: also check sequence lengths, positions, pages and labels on a GPU, without waiting for it; a later "
+        "call or te.check() raises the error. 2: each call waits and raises its own error. On a CPU all are checked.",
         ("0", "1", "2"),
     ),
     _flag(
         "TE_BACKWARD_THREADS",
         False,
-        "1: leave backward passes to torch's threads; unset: a process that uses one GPU runs them on its own.",
+        "1: run backward passes on torch's threads; unset: in a process with one GPU, on the calling thread.",
     ),
     _text(
         "TE_CACHE_DIR",
         None,
-        "Folder for what is measured or planned once; unset: transformer_engine in XDG_CACHE_HOME or ~/.cache.",
+        "Folder for cached measurements and plans; unset: transformer_engine in XDG_CACHE_HOME or ~/.cache.",
     ),
-    _text("NVTE_FRAMEWORK", None, "Accepted; PyTorch is imported where it is installed."),
-    _flag("NVTE_PROJECT_BUILDING", False, "Accepted; there are no shared objects whose loading to skip."),
-    _flag("NVTE_DISABLE_TRITON_AUTOTUNING", False, "Accepted; Triton kernels are sized by tables, untimed."),
-    _flag("NVTE_USE_PYTORCH_TRITON", False, "Accepted; both frameworks take the triton that is installed."),
+    _text("NVTE_FRAMEWORK", None, "Accepted; PyTorch is imported if it is installed."),
+    _flag("NVTE_PROJECT_BUILDING", False, "Accepted; the package loads no shared objects."),
+    _flag(
+        "NVTE_DISABLE_TRITON_AUTOTUNING", False, "Accepted; tile sizes of Triton kernels come from tables."
+    ),
+    _flag("NVTE_USE_PYTORCH_TRITON", False, "Accepted; both frameworks use the installed triton."),
     _text("NVTE_JAX_CUSTOM_CALLS_RE", None, "Accepted; name the primitives in NVTE_JAX_CUSTOM_CALLS."),
     _flag(
         "NVTE_JAX_ALL_REDUCE_IN_FP32",
         False,
-        "Accepted; XLA places the sums over devices, in the dtype it adds.",
+        "Accepted; XLA inserts the sums over devices, in the dtype of the summed values.",
     ),
-    _flag("NVTE_FUSED_RING_ATTENTION_USE_SCAN", False, "Accepted; the steps of a ring are written out."),
-    _flag("NVTE_JAX_ENFORCE_V2_GROUPED_GEMM", False, "Accepted; there is one product of rows in groups."),
+    _flag("NVTE_FUSED_RING_ATTENTION_USE_SCAN", False, "Accepted; the steps of a ring are unrolled."),
+    _flag("NVTE_JAX_ENFORCE_V2_GROUPED_GEMM", False, "Accepted; the grouped product has one implementation."),
     _flag("NVTE_USE_FAST_MATH", False, "Accepted; arithmetic is IEEE everywhere."),
     _flag("NVTE_DISABLE_NVRTC", False, "Accepted; nothing is compiled with NVRTC."),
     _flag("NVTE_UB_WITH_MPI", False, "Accepted; communication overlap starts without MPI."),
     _flag("NVTE_UBDEBUG", False, "Accepted; communication overlap has no debug mode."),
-    _flag("NVTE_AG_P2P_MULTI_ATOMIC", False, "Accepted; there is no atomic overlap."),
-    _flag("NVTE_RS_STRIDED_ATOMIC", False, "Accepted; there is no atomic overlap."),
+    _flag("NVTE_AG_P2P_MULTI_ATOMIC", False, "Accepted; atomic overlap is not implemented."),
+    _flag("NVTE_RS_STRIDED_ATOMIC", False, "Accepted; atomic overlap is not implemented."),
     _flag("NVTE_ENABLE_NVSHMEM", False, "Accepted; NVSHMEM is not used."),
-    _number("NVTE_EP_HANDLE_CACHE_SIZE", 0, "Accepted; there is no expert-parallel handle cache."),
+    _number("NVTE_EP_HANDLE_CACHE_SIZE", 0, "Accepted; expert parallelism has no handle cache."),
     _number("NVTE_TENSOR_HANDLE_POOL_SIZE_MB", 20, "Accepted; tensors have no handles in a pool."),
     _number("NVTE_GROUPED_TENSOR_HANDLE_POOL_SIZE_MB", 20, "Accepted; tensors have no handles in a pool."),
     _flag("NVTE_ENABLE_CUTEDSL_BACKEND", False, "Accepted; no kernel is written in CuTe DSL."),
     _flag("NVTE_CUDNN_MXFP8_NORM_OUTPUT_IN_INPUT_DTYPE", False, "Accepted; norms are not computed by cuDNN."),
-    _flag("NVTE_DEBUG_NUMERICS", False, "Accepted; te.observe reports on tensors."),
+    _flag("NVTE_DEBUG_NUMERICS", False, "Accepted; te.observe reports statistics of tensors."),
     _flag(
-        "NVTE_JAX_ENFORCE_TRITON_AUTOTUNING", False, "Accepted; Triton kernels are sized by tables, untimed."
+        "NVTE_JAX_ENFORCE_TRITON_AUTOTUNING",
+        False,
+        "Accepted; tile sizes of Triton kernels come from tables.",
     ),
-    _number("NVTE_RADIX_TOPK_THRESHOLD", 16, "Accepted; routers choose experts in one way."),
-    _number("NVTE_ONNX_KVCACHE_MAX_SEQ_LEN", 128, "Accepted; there is no export to ONNX."),
+    _number("NVTE_RADIX_TOPK_THRESHOLD", 16, "Accepted; the choice of experts has one implementation."),
+    _number("NVTE_ONNX_KVCACHE_MAX_SEQ_LEN", 128, "Accepted; export to ONNX is not implemented."),
 )
 
 GROUPS: dict[str, tuple[Variable, ...]] = {
@@ -377,7 +387,7 @@ def check_all() -> None:
 
 
 def texts(names: tuple[str, ...]) -> tuple[str | None, ...]:
-    """The texts of variables as they are, None where unset: what a cached decision has to be keyed by."""
+    """Return the texts of variables, None if unset, as the key of a cached decision."""
     return tuple(map(os.environ.get, names))
 
 
@@ -404,7 +414,7 @@ def watch_in_eager_mode(name: str) -> Callable[[], str | bytes | None]:
 def generation() -> int:
     """A number that is another one whenever a variable of the table that anything reads has changed: for keys.
 
-    Nothing tells of a write to os.environ, so each question looks: 0.4 us while none of them is set, 1 us otherwise.
+    os.environ reports no writes, so each call reads it: 0.4 us while no variable is set, 1 us otherwise.
     """
     global _texts, _generation
     texts = () if _none_is_set(_READ) else tuple(map(_stored_text, _READ_IN_ORDER))
@@ -415,7 +425,7 @@ def generation() -> int:
 
 
 def renew() -> None:
-    """Make generation() another number: whoever keys a decision by it decides again."""
+    """Change generation(), so that decisions keyed by it are repeated."""
     global _generation
     _generation += 1
 
@@ -432,19 +442,19 @@ def flag(name: str) -> bool:
 
 
 def keep_cublas_repeatable() -> None:
-    """Give cuBLAS workspaces of a fixed size, without which torch does not call it repeatable, unless it has some."""
+    """Set a fixed workspace size of cuBLAS, which torch requires for deterministic results, unless one is set."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def cache_directory() -> Path:
-    """The user's folder for what is measured or planned once: TE_CACHE_DIR, or the desktop's convention for caches."""
+    """Return the user's cache folder: TE_CACHE_DIR, or the XDG convention."""
     chosen = get("TE_CACHE_DIR")
     if chosen:
         return Path(str(chosen)).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "transformer_engine"
 
 
-# As os.environ stores them. A live view of its keys says at once that none of them is set, which is the usual case.
+# As os.environ stores them. A live view of its keys is the fastest test of the usual case that no variable is set.
 _READ_IN_ORDER = _stored_names(
     tuple(v.name for v in VARIABLES.values() if not v.meaning.startswith("Accepted"))
 )

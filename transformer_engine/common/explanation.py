@@ -1,4 +1,4 @@
-"""What `explain` answers: which backend every operation of a call chose, and why the others were not taken."""
+"""The result of `explain`: the backend that each operation of a call uses, and why the others are unsupported."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .dispatch import Verdict, observing, tables
 
 
 def chosen_of(verdicts: Iterable[Verdict]) -> str | None:
-    """The name of the backend that was chosen."""
+    """Return the name of the chosen backend."""
     return next((verdict.backend for verdict in verdicts if verdict.chosen), None)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """One kind of request to an operation, how often it was made, and every backend's answer in order."""
+    """A request to an operation, the number of its calls, and the verdict on every backend, in order."""
 
     operation: str
     request: Any
@@ -30,13 +30,13 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class StepReport:
+class PassStepReport:
     """One step of a layer's pass.
 
     Attributes:
         step: The step as text: results, operation, inputs and settings.
         results: Dtype and shape of each result; codes with their format.
-        backends: The operations that the step asked backends for, with the chosen one: "gemm: cublaslt".
+        backends: The operations that the step runs, with the chosen one: "gemm: cublaslt".
     """
 
     step: str
@@ -49,7 +49,7 @@ class PassReport:
     """The forward or backward pass of a layer: its steps, and the buffers that it saves for the backward pass."""
 
     name: str
-    steps: tuple[StepReport, ...]
+    steps: tuple[PassStepReport, ...]
     saved: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class Explanation:
 
 
 def explained(call: Callable[[], Any]) -> Explanation:
-    """Make the call, and report what every table was asked for and answered."""
+    """Run the call and report the requests to every table with their verdicts."""
     counts: dict[tuple[str, Any], int] = {}
 
     def see(operation: str, request: Any) -> None:

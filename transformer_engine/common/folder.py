@@ -1,4 +1,4 @@
-"""modules_of(package): the files of a folder, imported, where the folder itself is the list."""
+"""modules_of(package): imports all modules of a package, so that adding a file registers it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 
 def modules_of(package: str, path: Iterable[str], suffix: str = "") -> list[ModuleType]:
-    """The modules of a package whose names end in suffix, by name; call it with the package's __name__ and __path__."""
+    """Import the modules of a package (its __name__ and __path__) whose names end in suffix, in alphabetical order."""
     names = sorted(found.name for found in pkgutil.iter_modules(path) if found.name.endswith(suffix))
     return [importlib.import_module(f"{package}.{name}") for name in names]
 
 
 def exports_of(modules: Iterable[ModuleType]) -> dict[str, Any]:
-    """{name: object} of everything that the modules list in __all__."""
+    """Return {name: object} of all names in the __all__ of the modules."""
     return {name: getattr(module, name) for module in modules for name in module.__all__}

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
-from . import extras, optional
+from . import optional
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ JAX = Framework("jax", "jax", (3, 11), (Package("jax", "0.10.2", "0.13"), Packag
 def demand(framework: Framework) -> None:
     """ImportError unless Python and every package of the framework are there in a version that works."""
     name = f"transformer_engine.{framework.module}"
-    remedy = extras.command(framework.extra)
+    remedy = optional.install_command(framework.extra)
     if sys.version_info[:2] < framework.python:
         least, here = (".".join(map(str, v)) for v in (framework.python, sys.version_info[:2]))
         raise ImportError(

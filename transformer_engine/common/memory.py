@@ -1,8 +1,7 @@
-"""memory[key] = build(key): what earlier calls found out, kept for later ones with an equal key.
+"""memory[key] = build(key): a cache whose values depend on their keys only.
 
-An answer that is kept must not depend on anything but its key, or it is stale when that changes. So `build` gets the
-key and nothing else: it is a plain function of a module, with no closure, no default and no object bound to it through
-which it could read more. What the environment says goes into a key as `env.generation()`.
+A value that depends on anything else would be stale after a change. So `build` is a plain function of a module, without
+closure, defaults or bound object, and receives only the key. Keys include the environment as `env.generation()`.
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ V = TypeVar("V")
 
 
 class Memory(dict[K, V]):
-    """A dictionary that makes what it is asked for and has not got.
+    """A dict that builds missing values.
 
     build   value = build(*fixed, key); TypeError unless it is a plain function
-    most    entries that it holds at most: calls of ever new shapes empty it, rather than fill the process's memory
-    fixed   what is the same for every key; hashable, for what can change belongs into the key
+    most    maximum number of entries; a full cache is cleared, so that changing shapes do not fill the memory
+    fixed   arguments that are equal for all keys; hashable, because mutable values belong into the key
 
-    A warm look-up is that of a dict. An exception of build's is not kept: the next look-up builds again. A copy, or
-    what comes back from a pickle, begins empty.
+    A cache hit costs a dict look-up. Exceptions of `build` are not cached. Copies and unpickled caches are empty.
     """
 
     __slots__ = ("build", "fixed", "most")

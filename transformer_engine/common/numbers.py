@@ -16,12 +16,21 @@ import math
 from numbers import Integral, Real
 from typing import Any
 
-from .described import described
 from .warning import warn_once
 
+LONGEST = 80  # characters of a value that an error message repeats
 _SYMBOLS = ("SymInt", "SymFloat", "SymBool")
 _TRUE = ("1", "true", "t", "yes", "y", "on")
 _FALSE = ("0", "false", "f", "no", "n", "off")
+
+
+def described(value: Any) -> str:
+    """Return the type, shape and dtype of an array, and the repr of other values, truncated to `LONGEST` characters."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is not None and dtype is not None:
+        return f"a {type(value).__name__} of shape {list(shape)} and {dtype}"
+    text = repr(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({type(value).__name__})"
 
 
 def to_int(name: str, value: Any, least: int | None = None) -> int:

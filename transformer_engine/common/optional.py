@@ -1,7 +1,7 @@
-"""Libraries that need not be there: is one installed, and if its import fails, with which words.
+"""Optional libraries: whether they are installed, why an import fails, and how to install an extra.
 
-A library that cannot be used is a reason for its backend to refuse, never an error of a call. `installed` finds it
-without importing it; `failure` imports it, once a process, and is asked when nothing else speaks against the backend.
+A library that cannot be imported makes its backend unsupported; it never fails a call. `installed` looks for a library
+without importing it; `failure` imports it, once per process, after all other conditions of the backend hold.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ import importlib
 import importlib.util
 import sys
 
-# What the import of a damaged package raises: a part or a shared library that is missing, a name that moved.
+# Raised by the import of a damaged package: a submodule or shared library is missing, or a name has moved.
 FAILURES = (ImportError, OSError, AttributeError, RuntimeError)
 
 
 def installed(module: str) -> bool:
-    """Is there a top-level module of that name, whether or not it can be imported?"""
+    """Return whether a top-level module of that name exists, importable or not."""
     if module in sys.modules:
         return sys.modules[module] is not None
     return importlib.util.find_spec(module) is not None
 
 
 def failure(module: str, *names: str) -> str | None:
-    """Why a module, or one of these names in it, cannot be imported; None: it is imported."""
+    """Return why a module, or one of these names in it, cannot be imported; None after a successful import."""
     return _failure(module, names)
 
 
-# A tracing compiler takes the answer as a constant, as torch.compiler.assume_constant_result has it.
+# A tracing compiler treats the result as a constant, like that of torch.compiler.assume_constant_result.
 failure._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -36,14 +36,22 @@ def _failure(module: str, names: tuple[str, ...]) -> str | None:
     try:
         imported = importlib.import_module(module)
     except FAILURES as error:
-        return described(module, error)
+        return failed_import(module, error)
     for name in names:
         if not hasattr(imported, name):
             return f"{module} has no {name}; install a version that has, or uninstall it"
     return None
 
 
-def described(module: str, error: BaseException) -> str:
-    """The refusal that the failed import of a module is."""
+def failed_import(module: str, error: BaseException) -> str:
+    """Return the error message of a failed import of a module."""
     said = " ".join(str(error).split())
     return f"importing {module} failed: {type(error).__name__}: {said}; repair the package or uninstall it"
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra of pyproject.toml.
+
+    It installs from a checkout: package indexes hold the original under this package's name.
+    """
+    return f'pip install ".[{extra}]" in a checkout of this package'

@@ -27,8 +27,7 @@ from .cross_entropy import fused_linear_cross_entropy, parallel_cross_entropy
 from .distributed import CudaRNGStatesTracker, checkpoint
 from .functions import by_name
 from .graph import graphed, make_graphed_callables
-from .inspect.autotune import autotune
-from .inspect.deterministic import deterministic
+from .inspect.algorithms import autotune, deterministic
 from .inspect.explain import explain
 from .inspect.memory_plan import memory_plan
 from .inspect.observation import Observation, observe
@@ -66,7 +65,7 @@ from .quantized_tensor import prepare_for_saving, restore_from_func_ctx, restore
 from .runtime.device import get_cudnn_version, get_device_compute_capability
 from .runtime.device_checks import check
 from .tensor import QuantizedTensor, QuantizedTensorStorage, Quantizer
-from .tensor.plain_state import load_plain_state_dict, plain_state_dict
+from .tensor.module_parameters import load_plain_state_dict, plain_state_dict
 from .transformer import TransformerLayer
 from .utils import deinterleave_glu_tensor, interleave_glu_tensor
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..common.attention_enums import NVTE_QKV_Layout
+from ..common.enums import NVTE_QKV_Layout
 from ..common.formats import TENSOR_FORMATS
 
 

@@ -6,13 +6,13 @@ The way of a layer's tensors is in `offload/layer_state.py`, the times in `offlo
 from __future__ import annotations
 
 from .offload.context import get_cpu_offload_context
-from .offload.layer_state import OffloadableLayerState
-from .offload.legacy import (
+from .offload.hooks import (
     AsyncDoubleBufferGroupOffloadHandler,
     CpuOffloadHookWithOffloadHandler,
     GroupCommitFunction,
     SynchronizedGroupOffloadHandler,
 )
+from .offload.layer_state import OffloadableLayerState
 from .offload.marks import (
     is_cpu_offload_enabled,
     mark_activation_offload,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..common.checks import described
-from ..common.labels import Labels
 from ..common.numbers import to_bool, to_float, to_int
+from ..common.operation_settings import Labels
 from .constants import dist_group_type
 from .distributed.collectives import rank, world_size
 from .functions.cross_entropy import CrossEntropy, cross_entropy

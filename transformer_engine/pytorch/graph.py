@@ -16,11 +16,10 @@ from ..common.checks import described
 from ..common.recipe import DelayedScaling, Recipe
 from .constants import dist_group_type
 from .graphs import arguments, build
-from .graphs import recorder as recorders
-from .graphs.arguments import Asked, Options, Renamed
+from .graphs.arguments import CaptureRequest, GraphOptions, RenamedOption
 from .graphs.automatic import graphed
-from .graphs.door import Door, Eagerly, hung
-from .graphs.replayed import Replayed
+from .graphs.graphed_callable import EagerBlock, GraphedCallable
+from .graphs.recorded_block import RecordedBlock
 from .module.base import TransformerEngineBaseModule
 from .runtime.capture import (
     CudaRecorder,
@@ -69,7 +68,7 @@ def make_weak_ref(x: Any) -> Any:
 
 
 def graph_pool_handle() -> Any:
-    """A pool of memory for graphs to share, as `pool` of make_graphed_callables takes it."""
+    """Return a memory pool that graphs can share, for `pool` of make_graphed_callables."""
     return torch.cuda.graph_pool_handle()
 
 
@@ -85,7 +84,7 @@ def make_graphed_callables(
     _reuse_graph_input_output_buffers: bool = False, clone_param_grads_on_return: bool = True,
     pre_warmup_hook: Any = None, post_warmup_hook: Any = None, capture_time_hooks: Any = None,
 ) -> Any:  # fmt: skip
-    """The module, or the tuple of them, whose calls replay CUDA graphs, with the bits of calls without.
+    """Return the module or tuple of modules, whose calls now replay CUDA graphs, bit-equal to eager calls.
 
     sample_args, sample_kwargs   tensors of the shapes that calls will have, for each module of a tuple. The graphs read
                                  these very tensors. Among keywords None, a number, text, a dtype or a device may stand:
@@ -112,19 +111,21 @@ def make_graphed_callables(
     overwritten by the next one. Without a GPU the callables come back wrapped and run eagerly.
     """
     options = {
-        "enabled": Renamed("enabled", enabled, "fp8_enabled", fp8_enabled),
-        "calibrating": Renamed("calibrating", calibrating, "fp8_calibrating", fp8_calibrating),
-        "recipe": Renamed("recipe", recipe, "fp8_recipe", fp8_recipe),
-        "group": Renamed("amax_reduction_group", amax_reduction_group, "fp8_group", fp8_group),
-        "caches": Renamed("cache_quantized_params", cache_quantized_params, "fp8_weight_caching", fp8_weight_caching),
-    }  # fmt: skip
+        "enabled": RenamedOption("enabled", enabled, "fp8_enabled", fp8_enabled),
+        "calibrating": RenamedOption("calibrating", calibrating, "fp8_calibrating", fp8_calibrating),
+        "recipe": RenamedOption("recipe", recipe, "fp8_recipe", fp8_recipe),
+        "group": RenamedOption("amax_reduction_group", amax_reduction_group, "fp8_group", fp8_group),
+        "caches": RenamedOption(
+            "cache_quantized_params", cache_quantized_params, "fp8_weight_caching", fp8_weight_caching
+        ),
+    }
     chosen = {name: option.chosen() for name, option in options.items()}
-    asked = _asked(
+    request = _checked_request(
         modules,
         sample_args,
         sample_kwargs,
         chosen,
-        Options(
+        GraphOptions(
             num_warmup_iters,
             pool,
             allow_unused_input,
@@ -138,35 +139,44 @@ def make_graphed_callables(
         (_order, _num_layers_per_chunk),
         capture_time_hooks,
     )
-    recorder = recorders.recorder_here(pool)
+    recorder = build.recorder_here(pool)
     if isinstance(recorder, CudaRecorder):
-        arguments.check_places(asked)
-    blocks = build.blocks_of(asked)
+        arguments.check_places(request)
+    blocks = build.blocks_of(request)
     if recorder is None:
         warnings.warn(
             "CUDA graphs need a GPU, and there is none here: the callables run eagerly", stacklevel=2
         )
-        runs: list[Any] = [Eagerly(block) for block in blocks]
+        runs: list[Any] = [EagerBlock(block) for block in blocks]
     else:
-        graphs = [Replayed(block, asked.options.clones_gradients) for block in blocks]
-        runs = build.recorded(graphs, build.Plan.of(asked), recorder)
-    doors = [Door(run, sample) for run, sample in zip(runs, asked.samples, strict=True)]
-    if asked.chunks is not None:
-        return tuple(doors)
-    made = tuple(hung(door) for door in doors)
-    return made[0] if asked.single else made
+        graphs = [RecordedBlock(block, request.options.clones_gradients) for block in blocks]
+        runs = build.recorded(graphs, build.CapturePlan.of(request), recorder)
+    graphed_callables = [
+        GraphedCallable(run, sample) for run, sample in zip(runs, request.samples, strict=True)
+    ]
+    if request.chunks is not None:
+        return tuple(graphed_callables)
+    results: list[Any] = []
+    for replacement in graphed_callables:
+        module = replacement.module
+        if module is not None:
+            vars(module).update(
+                forward=replacement, backward_dw=replacement.backward_dw, reset=replacement.reset
+            )
+        results.append(replacement if module is None else module)
+    return results[0] if request.single else tuple(results)
 
 
-def _asked(
+def _checked_request(
     modules: Any,
     sample_args: Any,
     sample_kwargs: Any,
     chosen: dict[str, Any],
-    options: Options,
+    options: GraphOptions,
     schedule: tuple[Any, Any],
     hooks: Any,
-) -> Asked:
-    """The call, checked."""
+) -> CaptureRequest:
+    """Validate the arguments of make_graphed_callables."""
     callables, single = arguments.callables_of(modules)
     training = all(c.training for c in callables if isinstance(c, torch.nn.Module))
     options = arguments.check_options(options, schedule[0], training)
@@ -178,11 +188,11 @@ def _asked(
         chosen["enabled"], chosen["calibrating"], chosen["recipe"], chosen["group"], len(callables)
     )
     watching = arguments.hooks_of(hooks, len(callables))
-    return Asked(callables, which, samples, steps, chunks, quantizations, options, watching, single)
+    return CaptureRequest(callables, which, samples, steps, chunks, quantizations, options, watching, single)
 
 
 def save_fp8_tensors(modules: Any, recipe: Recipe | None) -> list[Any] | None:
-    """Copies of all scales and histories of delayed scaling, in the order of the modules; None under another recipe."""
+    """Copy all scales and amax histories of delayed scaling, in module order; returns None for other recipes."""
     if not isinstance(recipe, DelayedScaling):
         return None
     saved: list[Any] = []
@@ -194,13 +204,13 @@ def save_fp8_tensors(modules: Any, recipe: Recipe | None) -> list[Any] | None:
 
 
 def restore_fp8_tensors(modules: Any, fp8_tensors: list[Any] | None) -> None:
-    """Put back what `save_fp8_tensors` copied; states that were made since begin anew."""
+    """Restore the states that `save_fp8_tensors` copied; states created since then are reset."""
     if fp8_tensors is None:
         return
     layers = _quantized_layers(modules)
     if len(layers) != len(fp8_tensors):
         raise RuntimeError(
-            f"states of {len(fp8_tensors)} layers were saved, {len(layers)} are to be restored; give the same modules"
+            f"the saved states are of {len(fp8_tensors)} layers, the modules have {len(layers)}; give the same modules"
         )
     for layer, saved in zip(layers, fp8_tensors, strict=True):
         layer.reset_fp8_meta_tensors(saved if any(saved.values()) else None)
@@ -211,5 +221,5 @@ def _quantized_layers(modules: Any) -> list[TransformerEngineBaseModule]:
     given = modules if isinstance(modules, (tuple, list)) else (modules,)
     for module in given:
         if not isinstance(module, torch.nn.Module):
-            raise TypeError(f"{described(module)} is no module; give modules")
+            raise TypeError(f"{described(module)} is not a module; give modules")
     return [m for module in given for m in module.modules() if isinstance(m, TransformerEngineBaseModule)]

@@ -78,7 +78,9 @@ def moe_permute(
         warnings.warn(f"routing_map is {routing_map.dtype}; by index it is int32, converted", stacklevel=2)
         routing_map = routing_map.int()
     rows = min(rows, tokens * places) if rows > 0 else tokens * places
-    demand(check_experts, (_least(routing_map),))
+    # The lowest index, if reading it does not wait for a device.
+    least = routing_map.min() if routing_map.is_cpu and routing_map.numel() else None
+    demand(check_experts, (least,))
     row_id_map = rows_of_indices(routing_map, rows)
     return permute(inp, Routes(row_id_map, INDEX, tokens, places), rows, every_row=True)[0], row_id_map
 
@@ -182,7 +184,10 @@ def moe_unpermute(
     tensor_or_none("merging_probs", merging_probs)
     shape = None if restore_shape is None else _matrix_shape(restore_shape)
     if row_id_map.numel() == 0:
-        return _unpermuted_nothing(inp, merging_probs)
+        # No rows, in the autograd graph of the input and of the probabilities.
+        if merging_probs is None or not merging_probs.requires_grad:
+            return inp.clone()
+        return inp + merging_probs.reshape(-1)[:0].sum().to(inp.dtype)
     merging_probs = _merging_probs(merging_probs, map_type)
     places = _places(row_id_map, merging_probs, shape) if map_type == INDEX else 0
     routes = _routes_of(row_id_map, map_type, places, pad_offsets)
@@ -253,13 +258,6 @@ def _counted(routing_map: Tensor) -> Tensor:
 def _by_chunks(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Routes:
     demand(check_chunks, (split_sizes, sorted_index), inp.shape[0])
     return Routes(rows_of_chunks(split_sizes, sorted_index, inp.shape[0]), INDEX, inp.shape[0], 1)
-
-
-def _unpermuted_nothing(inp: Tensor, probs: Tensor | None) -> Tensor:
-    """Return the result of an empty map: no rows, in the graph of `inp` and of the probabilities."""
-    if probs is None or not probs.requires_grad:
-        return inp.clone()
-    return inp + probs.reshape(-1)[:0].sum().to(inp.dtype)
 
 
 def _merging_probs(probs: Tensor | None, map_type: str) -> Tensor | None:
@@ -336,11 +334,6 @@ def _routes_of(row_id_map: Tensor, map_type: str, places: int, pad_offsets: Tens
 
 def _no_map(inp: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.float32, device=inp.device)
-
-
-def _least(indices: Tensor) -> Tensor | None:
-    """Return the lowest index if reading it does not wait for a device."""
-    return indices.min() if indices.is_cpu and indices.numel() else None
 
 
 def _last_row(routes: Routes) -> Tensor | None:

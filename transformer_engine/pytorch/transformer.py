@@ -21,9 +21,9 @@ from .module.drop_path import DropPath, batch_dimension
 from .module.layernorm import LayerNorm
 from .module.layernorm_mlp import LayerNormMLP
 from .module.rmsnorm import RMSNorm
-from .runtime.bare_call import is_bare
 from .runtime.checks import tensor
 from .runtime.device import autocast_dtype
+from .runtime.replaceable import is_bare
 from .transformer_settings import (
     FIXED,
     LAYER_RULES,
@@ -265,7 +265,10 @@ class TransformerLayer(nn.Module):
         # fmt: on
         modes = (is_first_microbatch, checkpoint_core_attention, fast_zero_fill)
         self._check_cross(hidden_states, of_cross, encoder_output)
-        hidden_states = _in_autocast(hidden_states).contiguous()
+        dtype = autocast_dtype(hidden_states.device.type)
+        if dtype is not None:  # of torch.autocast, so that all residual sums have it
+            hidden_states = hidden_states.to(dtype)
+        hidden_states = hidden_states.contiguous()
         attended = _attend(self.self_attention, hidden_states, of_self, None, rotary_pos_emb, *modes)
         if self.parallel_attention_mlp:
             transformed = self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch)
@@ -339,9 +342,3 @@ def _attend(
         fast_zero_fill=fast_zero_fill,
         **arguments.as_keywords(),
     )
-
-
-def _in_autocast(hidden_states: Tensor) -> Tensor:
-    """Return hidden_states in torch.autocast's dtype if it is on, so that all residual sums are in it."""
-    dtype = autocast_dtype(hidden_states.device.type)
-    return hidden_states if dtype is None else hidden_states.to(dtype)

@@ -1,22 +1,24 @@
-"""The cases as data: name, sizes and recipe of a piece of work, and the operations and bytes that it must cost.
+"""The benchmark cases as data: name, sizes and recipe, and the minimal operations and bytes.
 
-Longer than 400 lines, because the families of one report stand in one table.
+Longer than 400 lines, because the families of one report are in one table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ...pytorch.quantization import all_families
 from .kernel_cases import KERNELS
 
-# Recipes of modules; the first is no recipe, parameters and arithmetic in bfloat16.
+# Recipes of modules; the first means no recipe: parameters and arithmetic in bfloat16.
 RECIPES = ("bf16", *(family.name for family in all_families() if family.samples))
 # A recipe may quantize to more than one format.
 QUANTIZATIONS = {sample.name: (family.name, sample) for family in all_families() for sample in family.samples}
 BYTES = 2  # of a bfloat16
+Families = Callable[[tuple[str, ...], bool], "Iterator[Case]"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Case:
 
     name        family and passes ("f": forward, "fb": forward and backward), recipe, sizes: the key of a comparison
     recipe      one of RECIPES, or of QUANTIZATIONS in the family quantize
-    arguments   what a provider's builder of the family takes
+    arguments   arguments of a provider's builder of the family
     backward    run the backward pass too
     operations  floating-point operations of the matrix products; 0 where bytes count
     moved       bytes that have to be read and written once; 0 where operations count
@@ -248,27 +250,19 @@ def _layer_small(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
         yield Case(name, "layer_small", recipe, {**sizes, "rotary": False})
 
 
-def _layer_graphed(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """The same layer, captured: what is left of its host time."""
-    for case in _layer_small(recipes, quick):
-        yield replace(case, name=case.name.replace("layer_small", "layer_graphed"), family="layer_graphed")
+def _layer_variant(
+    family: str, of: Families, work: float, recipes: tuple[str, ...], quick: bool
+) -> Iterator[Case]:
+    """The training passes of a layer in another mode of execution, with `work` times its operations.
 
-
-def _layer_recomputed(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """The layer under te.checkpoint, which keeps its input alone and runs the forward pass a second time."""
-    for case in _layer(recipes, quick):
+    layer_graphed      a small layer as a CUDA graph: the remaining host time
+    layer_recomputed   under te.checkpoint, which saves only the input and repeats the forward pass
+    layer_observed     in a step that te.observe reads, including the reading of the report
+    """
+    for case in of(recipes, quick):
         if case.backward:
-            again = case.operations * 4 / 3
-            name = case.name.replace("layer_fb", "layer_recomputed_fb")
-            yield replace(case, name=name, family="layer_recomputed", operations=again)
-
-
-def _layer_observed(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """The layer in a step that te.observe looks at, up to the reading of the results."""
-    for case in _layer(recipes, quick):
-        if case.backward:
-            name = case.name.replace("layer_fb", "layer_observed_fb")
-            yield replace(case, name=name, family="layer_observed")
+            name = case.name.replace(f"{case.family}_fb", f"{family}_fb")
+            yield replace(case, name=name, family=family, operations=case.operations * work)
 
 
 def _offload(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
@@ -358,11 +352,7 @@ def _adam(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
             backward=False,
             moved=7 * 4 * count * size,
         )
-    yield from _adam_of_codes(recipes, quick)
-
-
-def _adam_of_codes(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """bfloat16 gradients are read, float32 masters and moments read and written, codes in both directions written."""
+    # bfloat16 gradients are read, float32 masters and moments read and written, codes in both directions written.
     count, width = (2, 128) if quick else (15, 8192)
     for recipe in recipes:
         if recipe != "bf16":
@@ -388,7 +378,7 @@ def _sgd(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 def _kernel(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
     """One kernel of each family of common/kernels, which torch and JAX start from the same record."""
     rows, width = (128, 256) if quick else (8192, 8192)
-    for name, (_, moved) in KERNELS.items() if "bf16" in recipes else ():
+    for name, moved in KERNELS.items() if "bf16" in recipes else ():
         sizes = {"kernel": name, "rows": rows, "width": width}
         title = f"kernel/{name}/{rows}x{width}"
         yield Case(title, "kernel", "bf16", sizes, backward=False, moved=moved * rows * width)
@@ -398,7 +388,7 @@ def _product(rows: int, depth: int, width: int, backward: bool) -> float:
     return (6.0 if backward else 2.0) * rows * depth * width
 
 
-FAMILIES: dict[str, Callable[[tuple[str, ...], bool], Iterator[Case]]] = {
+FAMILIES: dict[str, Families] = {
     "quantize": _quantize,
     "norm": _norm,
     "linear": _linear,
@@ -410,9 +400,9 @@ FAMILIES: dict[str, Callable[[tuple[str, ...], bool], Iterator[Case]]] = {
     "attention": _attention,
     "layer": _layer,
     "layer_small": _layer_small,
-    "layer_graphed": _layer_graphed,
-    "layer_recomputed": _layer_recomputed,
-    "layer_observed": _layer_observed,
+    "layer_graphed": partial(_layer_variant, "layer_graphed", _layer_small, 1.0),
+    "layer_recomputed": partial(_layer_variant, "layer_recomputed", _layer, 4 / 3),
+    "layer_observed": partial(_layer_variant, "layer_observed", _layer, 1.0),
     "offload": _offload,
     "rope": _rope,
     "permute": _permute,

@@ -1,4 +1,4 @@
-"""`te bench`: measure the engine beside plain PyTorch and other libraries, or compare two files of figures."""
+"""`te bench`: measure the engine, plain PyTorch and other libraries, or compare two files of figures."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def bench(
 
 
 def _recipes(given: list[str] | None, device: torch.device) -> tuple[str, ...]:
-    """The recipes asked for, else those that the hardware computes; FP8 stands for all of them on a CPU."""
+    """Return the recipes of --recipe, by default those that the hardware supports; on a CPU, those of FP8."""
     for name in given or ():
         if name not in RECIPES:
             raise ValueError(f"recipe {name!r} does not exist; choose from {', '.join(RECIPES)}")
@@ -110,10 +110,10 @@ def _measure(
         console.print("torch finds no CUDA device: the figures are a CPU's, at small sizes")
     roofs = measure_roofs(device, effort)
     print_roofs(console, roofs)
-    refusals = {provider.name: provider.refusal(device) for provider in providers}
-    missing = {provider: refusal for provider, refusal in refusals.items() if refusal is not None}
-    for provider, refusal in missing.items():
-        console.print(f"without {provider}: {escape(refusal)}", soft_wrap=True)
+    reasons = {provider.name: provider.refusal(device) for provider in providers}
+    missing = {provider: reason for provider, reason in reasons.items() if reason is not None}
+    for provider, reason in missing.items():
+        console.print(f"without {provider}: {escape(reason)}", soft_wrap=True)
     rows: list[Row] = []
     try:
         with console.status("measuring") as status:

@@ -1,4 +1,4 @@
-"""Two files of figures side by side: for each case in both, the times and the ratio second / first."""
+"""Comparison of two files of figures: the figures of each common case and the ratio second / first."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Pair:
         return self.case.split("/")[0]
 
     def ratio(self, measure: str) -> float | None:
-        """second / first: below 1 the second file has the smaller figure; None when one of them has none."""
+        """Return second / first, below 1 if the second file has the smaller figure; None without both figures."""
         a, b = self.first.get(measure), self.second.get(measure)
         return b / a if a and b else None
 
@@ -48,13 +48,13 @@ def read(path: Path) -> dict[str, Figures]:
         content = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"{path} is no readable JSON file: {error}; give a file that te bench --json wrote"
+            f"{path} is not a readable JSON file: {error}; give a file that te bench --json wrote"
         ) from None
     rows = content.get("results") if isinstance(content, dict) else content
     if not isinstance(rows, list) or not all(
         isinstance(row, dict) and isinstance(row.get("case"), str) for row in rows
     ):
-        raise ValueError(f"{path} holds no list of cases; give a file that te bench --json wrote")
+        raise ValueError(f"{path} does not hold a list of cases; give a file that te bench --json wrote")
     found = {
         name: {
             row["case"]: _figures(row) for row in rows if row.get("provider", "te") == name and _figures(row)
@@ -65,12 +65,12 @@ def read(path: Path) -> dict[str, Figures]:
 
 
 def _figures(row: dict[str, Any]) -> dict[str, float]:
-    return {name: float(row[name]) for name in MEASURES if _is_figure(row.get(name))}
-
-
-def _is_figure(value: Any) -> bool:
-    """A time or an amount of memory: a number that a ratio can be made of."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+    values = {name: row.get(name) for name in MEASURES}
+    return {
+        name: float(value)
+        for name, value in values.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+    }
 
 
 def pairs(first: dict[str, Figures], second: dict[str, Figures]) -> list[Pair]:
@@ -89,7 +89,7 @@ def pairs(first: dict[str, Figures], second: dict[str, Figures]) -> list[Pair]:
 
 
 def geometric_mean(ratios: Iterable[float | None]) -> float | None:
-    """The n-th root of the product of the n ratios that are there."""
+    """Return the geometric mean of the ratios that are not None."""
     logarithms = [math.log(ratio) for ratio in ratios if ratio is not None]
     return math.exp(sum(logarithms) / len(logarithms)) if logarithms else None
 
@@ -108,7 +108,8 @@ def print_comparison(console: Console, first: Path, second: Path) -> None:
     for pair in shared:
         cells: list[str] = []
         for measure in MEASURES:
-            cells += [_plain(pair.first.get(measure)), _plain(pair.second.get(measure))]
+            figures = (pair.first.get(measure), pair.second.get(measure))
+            cells += ["" if figure is None else f"{figure:.4g}" for figure in figures]
             cells.append(_ratio(pair.ratio(measure)))
         table.add_row(pair.case, *cells)
     console.print(table)
@@ -127,10 +128,6 @@ def _means(shared: list[Pair]) -> Table:
         means = (geometric_mean(pair.ratio(measure) for pair in members) for measure in MEASURES)
         table.add_row(name, str(len(members)), *map(_ratio, means))
     return table
-
-
-def _plain(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
 
 
 def _ratio(value: float | None) -> str:

@@ -33,7 +33,7 @@ PROFILED = 9  # calls
 
 @dataclass(frozen=True)
 class JaxWorkload:
-    """What a provider built for a case.
+    """The workload that a provider built for a case.
 
     function   y from parameters, state and inputs
     state      its gradient is its next value, as of scales and histories; a call is given the one before's
@@ -52,7 +52,10 @@ class JaxWorkload:
         on_gpu = device.type == "cuda"
         with _cache_on_disk() if on_gpu else nullcontext():
             compiling, call = self._compiled(backward)
-            cached = self._again(backward) if on_gpu else None
+            cached = None
+            if on_gpu:
+                jax.clear_caches()  # programs that this process has traced and compiled
+                cached = self._compiled(backward)[0]
         timing = _timing(call, device, effort)
         plan = call.program.memory_analysis()
         beyond = plan.temp_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
@@ -64,20 +67,16 @@ class JaxWorkload:
             fp8_calls=call.program.as_text().count(FP8_CALL),
         )
 
-    def _compiled(self, backward: bool) -> tuple[float, _Call]:
+    def _compiled(self, backward: bool) -> tuple[float, _CompiledCall]:
         start = time.perf_counter()
         with self.context():
-            call = _Call(self, backward)
+            call = _CompiledCall(self, backward)
         return time.perf_counter() - start, call
-
-    def _again(self, backward: bool) -> float:
-        jax.clear_caches()  # what this process has traced and compiled
-        return self._compiled(backward)[0]
 
 
 @contextmanager
 def _cache_on_disk() -> Iterator[None]:
-    """JAX's cache of compiled programs in a folder of its own, empty at first."""
+    """Use a new, empty folder for JAX's cache of compiled programs."""
     wanted = {
         "jax_compilation_cache_dir": "",
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -96,7 +95,7 @@ def _cache_on_disk() -> Iterator[None]:
             compilation_cache.reset_cache()
 
 
-class _Call:
+class _CompiledCall:
     """One call of a compiled program: it takes the state that the call before has left, whose buffers it reuses."""
 
     def __init__(self, workload: JaxWorkload, backward: bool):
@@ -107,7 +106,18 @@ class _Call:
             key = jax.random.key(1)
             gradient = jax.tree.map(lambda leaf: jax.random.normal(key, leaf.shape, leaf.dtype), y)
             self.rest = (gradient, *self.rest)
-        step = _training_step(workload.function) if backward else _forward_step(workload.function)
+        function = workload.function
+
+        def forward_step(state: Any, params: Any, *inputs: Array) -> tuple[Any, Any]:
+            return state, function(params, state, *inputs)
+
+        def training_step(state: Any, gradient: Any, params: Any, *inputs: Array) -> tuple[Any, Any]:
+            y, pullback = jax.vjp(function, params, state, *inputs)
+            params_gradient, state, *inputs_gradient = pullback(gradient)
+            # Without y in the results XLA would remove the last product, which nothing else uses.
+            return state, (y, params_gradient, inputs_gradient)
+
+        step = training_step if backward else forward_step
         self.program: Any = jax.jit(step, donate_argnums=0).lower(self.state, *self.rest).compile()
 
     def __call__(self) -> Any:
@@ -115,24 +125,7 @@ class _Call:
         return results
 
 
-def _forward_step(function: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
-    def step(state: Any, params: Any, *inputs: Array) -> tuple[Any, Any]:
-        return state, function(params, state, *inputs)
-
-    return step
-
-
-def _training_step(function: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
-    def step(state: Any, gradient: Any, params: Any, *inputs: Array) -> tuple[Any, Any]:
-        y, pullback = jax.vjp(function, params, state, *inputs)
-        params_gradient, state, *inputs_gradient = pullback(gradient)
-        # Without y among the results XLA would leave out what computes it alone: the last product.
-        return state, (y, params_gradient, inputs_gradient)
-
-    return step
-
-
-def _timing(call: _Call, device: torch.device, effort: Effort) -> Timing:
+def _timing(call: _CompiledCall, device: torch.device, effort: Effort) -> Timing:
     for _ in range(effort.warmup):
         jax.block_until_ready(call())
     start = time.perf_counter()
@@ -145,20 +138,17 @@ def _timing(call: _Call, device: torch.device, effort: Effort) -> Timing:
     wall = 1e3 * (time.perf_counter() - start) / runs
     if device.type != "cuda":
         return Timing(None, None, wall)
-    cpu = statistics.median(_until_return(call) for _ in range(runs))
+    returned = []  # milliseconds until a call on an idle device returns
+    for _ in range(runs):
+        start = time.perf_counter()
+        results = call()
+        returned.append(1e3 * (time.perf_counter() - start))
+        jax.block_until_ready(results)
+    cpu = statistics.median(returned)
     return Timing(_on_the_gpu(call, 1e-3 * cpu), cpu, wall)
 
 
-def _until_return(call: _Call) -> float:
-    """Milliseconds until a call on an idle device returns."""
-    start = time.perf_counter()
-    results = call()
-    returned = 1e3 * (time.perf_counter() - start)
-    jax.block_until_ready(results)
-    return returned
-
-
-def _on_the_gpu(call: _Call, host: float) -> float | None:
+def _on_the_gpu(call: _CompiledCall, host: float) -> float | None:
     """Milliseconds of a call that kernels ran, the median; None where the profiler saw none.
 
     host   seconds that a call takes to be queued
@@ -176,9 +166,9 @@ def _on_the_gpu(call: _Call, host: float) -> float | None:
 
 
 def _calls(profile: Any) -> list[float]:
-    """Nanoseconds that every call's kernels ran on the streams of the GPUs, but for that of torch, which sleeps before.
+    """Return the nanoseconds of each call's kernels on the GPUs' streams, except torch's stream, which sleeps.
 
-    Where the profiler has not seen torch sleep, all calls have their mean.
+    If the profiler missed the sleep of torch, all calls get the mean.
     """
     sleeps, spans = [], []
     for plane in profile.planes:

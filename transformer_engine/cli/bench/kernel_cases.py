@@ -1,13 +1,12 @@
-"""One kernel of each family as a program that both frameworks start: what the bridge to XLA costs beside torch's.
+"""One kernel of each family as a program that both frameworks start: the overhead of XLA's bridge compared with torch.
 
-common/kernels imports triton, so that programs are made where they run.
+`common/kernels` imports triton, so programs are built only where they run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...common.formats import E4M3, FLOAT32_MAX
 
@@ -18,139 +17,125 @@ if TYPE_CHECKING:
 HALF, FLOAT = "bfloat16", "float32"
 CONSTANTS = (7.0, 1.702, 1.0)
 SCALES = {"power_of_two": False, "epsilon": 0.0, "value_for_inf": FLOAT32_MAX}
-Given = tuple[tuple[int, ...], str] | None
+ShapeAndDtype = tuple[tuple[int, ...], str] | None
+# Bytes moved per element of x, which has two bytes itself.
+KERNELS: dict[str, float] = {
+    "maximum": 2,
+    "swiglu": 3,
+    "swiglu_codes": 3,
+    "cast": 4,
+    "row_blocks": 4,
+    "square_blocks": 4,
+    "norm": 4,
+    "norm_codes": 4,
+    "softmax": 4,
+    "rope": 4,
+    "swiglu_backward": 5,
+    "norm_backward": 6,
+}
 
 
-class Machine(NamedTuple):
-    """Multiprocessors of the GPU, and the bytes of shared memory that one program may have."""
+class GpuLimits(NamedTuple):
+    """Multiprocessors of the GPU, and the bytes of shared memory available to one program."""
 
     processors: int
     shared_memory: int
 
 
 @dataclass(frozen=True)
-class Started:
-    """A program, and the shapes and dtypes of what it is given; None: nothing in that place."""
+class KernelCall:
+    """A program, and the shapes and dtypes of its inputs; None: no input at that position."""
 
     program: Program
-    given: tuple[Given, ...]
+    given: tuple[ShapeAndDtype, ...]
 
 
-def _alone(launch: Launch, *given: Given) -> Started:
-    from ...common.kernels.program import Program, Step
+def kernel_call(kernel: str, rows: int, width: int, limits: GpuLimits) -> KernelCall:
+    """Build the call of a kernel of KERNELS on x [rows, width]."""
+    found = _program(kernel, rows, width, limits)
+    if found is not None:
+        return found
+    from ...common.kernels.program import Program, ProgramStep
 
+    launch, given = _launch(kernel, rows, width, limits)
     names = tuple(None if one is None else f"given {place}" for place, one in enumerate(given))
     made = tuple(None if one is None else f"made {place}" for place, one in enumerate(launch.outputs))
-    program = Program(tuple(filter(None, names)), (Step(launch, names, made),), made)
-    return Started(program, tuple(one for one in given if one is not None))
+    program = Program(tuple(filter(None, names)), (ProgramStep(launch, names, made),), made)
+    return KernelCall(program, tuple(one for one in given if one is not None))
 
 
-def _maximum(rows: int, width: int, machine: Machine) -> Started:
-    from ...common.kernels import cast
+def _program(kernel: str, rows: int, width: int, limits: GpuLimits) -> KernelCall | None:
+    """Return the kernels that consist of several launches."""
+    from ...common.kernels import activation_codes, cast, norm, norm_codes
 
-    return _alone(cast.absolute_maximum(rows * width), ((rows, width), HALF))
-
-
-def _cast(rows: int, width: int, machine: Machine) -> Started:
-    from ...common.kernels import cast
-
-    program = cast.one_scale((rows, width), E4M3, True, True, cast.MEASURED, power_of_two=False, epsilon=0.0)
-    return Started(program, (((rows, width), HALF), ((1,), FLOAT)))
-
-
-def _row_blocks(rows: int, width: int, machine: Machine) -> Started:
-    from ...common.kernels import block_cast
-
-    launch = block_cast.row_blocks((rows, width), E4M3, True, True, processors=machine.processors, **SCALES)  # pyright: ignore
-    return _alone(launch, ((rows, width), HALF))
-
-
-def _square_blocks(rows: int, width: int, machine: Machine) -> Started:
-    from ...common.kernels import block_cast
-
-    return _alone(block_cast.square_blocks((rows, width), E4M3, True, True, **SCALES), ((rows, width), HALF))  # pyright: ignore
-
-
-def _rows(rows: int, width: int, machine: Machine) -> Any:
-    from ...common.kernels import norm
-
-    return norm.Rows(rows, width, width, HALF, 1e-5, False, False, machine.processors)
-
-
-def _norm(rows: int, width: int, machine: Machine) -> Started:
-    from ...common.kernels import norm
-
-    return _alone(
-        norm.forward(_rows(rows, width, machine)), ((rows, width), HALF), ((width,), HALF), *[None] * 3
-    )
+    x, weight = ((rows, width), HALF), ((width,), HALF)
+    scaling = cast.OneScale(E4M3, True, True, False, False, 0.0)
+    if kernel == "cast":
+        program = cast.one_scale(
+            (rows, width), E4M3, True, True, cast.MEASURED, power_of_two=False, epsilon=0.0
+        )
+        return KernelCall(program, (x, ((1,), FLOAT)))
+    if kernel == "norm_codes":
+        matrix = norm.NormRows(rows, width, width, HALF, 1e-5, False, False, limits.processors)
+        return KernelCall(norm_codes.one_scale(matrix, scaling), (x, weight, None, ((1,), FLOAT), None))
+    if kernel == "norm_backward":
+        program = norm.backward(
+            rows,
+            width,
+            (width, width, 0),
+            HALF,
+            FLOAT,
+            False,
+            False,
+            4,
+            limits.processors,
+            limits.shared_memory,
+        )
+        return KernelCall(program, (x, x, None, weight, None, ((rows,), FLOAT)))
+    if kernel == "swiglu_codes":
+        program = activation_codes.forward(
+            "swiglu", True, (rows, width // 2), width, HALF, CONSTANTS, scaling
+        )
+        return KernelCall(program, (x, ((1,), FLOAT), None))
+    return None
 
 
-def _norm_codes(rows: int, width: int, machine: Machine) -> Started:
-    from ...common.kernels import norm_codes
-    from ...common.kernels.cast import OneScale
+def _launch(
+    kernel: str, rows: int, width: int, limits: GpuLimits
+) -> tuple[Launch, tuple[ShapeAndDtype, ...]]:
+    """Return the launch of a kernel, and its inputs."""
+    from ...common.kernels import activation, block_cast, cast, norm, rope, softmax
 
-    program = norm_codes.one_scale(_rows(rows, width, machine), OneScale(E4M3, True, True, False, False, 0.0))
-    return Started(program, (((rows, width), HALF), ((width,), HALF), None, ((1,), FLOAT), None))
-
-
-def _norm_backward(rows: int, width: int, machine: Machine) -> Started:
-    from ...common.kernels import norm
-
-    strides = (width, width, 0)
-    program = norm.backward(
-        rows, width, strides, HALF, FLOAT, False, False, 4, machine.processors, machine.shared_memory
-    )
-    matrix = ((rows, width), HALF)
-    return Started(program, (matrix, matrix, None, ((width,), HALF), None, ((rows,), FLOAT)))
-
-
-def _swiglu(rows: int, width: int, machine: Machine) -> Started:
-    from ...common.kernels import activation
-
-    launch = activation.forward("swiglu", True, rows, width // 2, width, HALF, CONSTANTS)
-    return _alone(launch, ((rows, width), HALF))
-
-
-def _swiglu_backward(rows: int, width: int, machine: Machine) -> Started:
-    from ...common.kernels import activation
-
-    launch = activation.backward("swiglu", True, rows, width // 2, (width // 2, width), HALF, CONSTANTS)
-    return _alone(launch, ((rows, width // 2), HALF), ((rows, width), HALF))
-
-
-def _swiglu_codes(rows: int, width: int, machine: Machine) -> Started:
-    from ...common.kernels import activation_codes
-    from ...common.kernels.cast import OneScale
-
-    how = OneScale(E4M3, True, True, False, False, 0.0)
-    program = activation_codes.forward("swiglu", True, (rows, width // 2), width, HALF, CONSTANTS, how)
-    return Started(program, (((rows, width), HALF), ((1,), FLOAT), None))
-
-
-def _softmax(rows: int, width: int, machine: Machine) -> Started:
-    from ...common.kernels import softmax
-
-    shape = (1, max(1, rows * width // (2048 * 2048)), min(rows, 2048), 2048)
-    return _alone(softmax.forward(shape, (0, 0, 0, 0), HALF, 1.0, None), (shape, HALF), None)
-
-
-def _rope(rows: int, width: int, machine: Machine) -> Started:
-    from ...common.kernels import rope
-
-    heads = width // 128
+    x, half = ((rows, width), HALF), width // 2
+    if kernel == "maximum":
+        return cast.absolute_maximum(rows * width), (x,)
+    if kernel == "row_blocks":
+        launch = block_cast.row_blocks(
+            (rows, width),
+            E4M3,
+            True,
+            True,
+            processors=limits.processors,
+            **SCALES,  # pyright: ignore
+        )
+        return launch, (x,)
+    if kernel == "square_blocks":
+        return block_cast.square_blocks((rows, width), E4M3, True, True, **SCALES), (x,)  # pyright: ignore
+    if kernel == "norm":
+        matrix = norm.NormRows(rows, width, width, HALF, 1e-5, False, False, limits.processors)
+        return norm.forward(matrix), (x, ((width,), HALF), None, None, None)
+    if kernel == "swiglu":
+        return activation.forward("swiglu", True, rows, half, width, HALF, CONSTANTS), (x,)
+    if kernel == "swiglu_backward":
+        launch = activation.backward("swiglu", True, rows, half, (half, width), HALF, CONSTANTS)
+        return launch, (((rows, half), HALF), x)
+    if kernel == "softmax":
+        shape = (1, max(1, rows * width // (2048 * 2048)), min(rows, 2048), 2048)
+        return softmax.forward(shape, (0, 0, 0, 0), HALF, 1.0, None), ((shape, HALF), None)
+    assert kernel == "rope"
+    heads = (1, rows, width // 128, 128)
     launch = rope.rotate(
-        (1, rows, heads, 128), (rows * width, width, 128), (rows, 128), 0, HALF, layout="bshd", interleaved=False,
+        heads, (rows * width, width, 128), (rows, 128), 0, HALF, layout="bshd", interleaved=False,
         transposed=False, context=(1, 0),
     )  # fmt: skip
-    return _alone(launch, ((1, rows, heads, 128), HALF), ((rows, 128), FLOAT), None, None)
-
-
-# By bytes that are moved for one element of x, of two bytes itself.
-_BY_BYTES: dict[float, tuple[Callable[[int, int, Machine], Started], ...]] = {
-    2: (_maximum,),
-    3: (_swiglu, _swiglu_codes),
-    4: (_cast, _row_blocks, _square_blocks, _norm, _norm_codes, _softmax, _rope),
-    5: (_swiglu_backward,),
-    6: (_norm_backward,),
-}
-KERNELS = {start.__name__.strip("_"): (start, moved) for moved, kinds in _BY_BYTES.items() for start in kinds}
+    return launch, ((heads, HALF), ((rows, 128), FLOAT), None, None)

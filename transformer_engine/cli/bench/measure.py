@@ -1,9 +1,9 @@
-"""Measured: GPU, host and wall milliseconds of one call, and the memory that it takes beyond what was there.
+"""Measurement of one call: GPU, host and wall milliseconds, and the additional memory.
 
 gpu_ms    between two events around the call on the stream; the stream sleeps first, so that every launch is queued
           by the time that the first one runs, and the L2 cache holds other data
 cpu_ms    until the call returns to the host, its work queued
-eager_ms  of a call in a plain loop of calls: what a training step pays. The larger of the other two, roughly
+eager_ms  wall time of a call in a loop of calls, as in a training step; roughly the larger of the other two
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Timing(NamedTuple):
 
     @property
     def busiest(self) -> float:
-        """The time that a rate is counted over: the GPU's, or the wall's where there is no GPU."""
+        """The time that rates refer to: GPU time, or wall time without a GPU."""
         return self.eager_ms if self.gpu_ms is None else self.gpu_ms
 
 
 class Figures(NamedTuple):
-    """What is measured of a case.
+    """The figures of a case.
 
-    peak_mib   memory that a call takes beyond what was there
+    peak_mib   additional memory of a call
     compile_s  seconds until the call could be made, where a program was compiled for it
     cached_s   the same again, the program taken from the compiler's cache on disk
     fp8_calls  products of FP8 operands that the program hands to cuBLASLt
@@ -79,7 +79,11 @@ def measure(call: Callable[[], object], device: torch.device, effort: Effort = F
     host = time.perf_counter() - start
     torch.cuda.synchronize()
     runs = effort.runs(1e3 * (time.perf_counter() - start))
-    gpu, cpu = _queued(call, host, runs)
+    other = torch.empty(EVICTING, dtype=torch.uint8, device="cuda")
+    gpu, cpu = map(
+        statistics.median, zip(*[_queued_once(call, other, host) for _ in range(runs)], strict=True)
+    )
+    del other
     start = time.perf_counter()
     for _ in range(runs):
         call()
@@ -104,14 +108,6 @@ def measure_in_turns(calls: Sequence[Callable[[], object]], runs: int) -> list[f
         for call, seen in list(zip(calls, times, strict=True))[:: 1 if turn % 2 else -1]:
             seen.append(_queued_once(call, other, host)[0])
     return [statistics.median(seen) for seen in times]
-
-
-def _queued(call: Callable[[], object], host: float, runs: int) -> tuple[float, float]:
-    """(GPU ms, host ms) of calls that are wholly queued before they run; host: seconds that queueing takes."""
-    other = torch.empty(EVICTING, dtype=torch.uint8, device="cuda")
-    times = [_queued_once(call, other, host) for _ in range(runs)]
-    gpu, cpu = zip(*times, strict=True)
-    return statistics.median(gpu), statistics.median(cpu)
 
 
 def pause(other: torch.Tensor, host: float) -> None:

@@ -50,7 +50,7 @@ def families(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def print_rows(console: Console, rows: Sequence[Row]) -> None:
-    """One table a family: `of roof` is the rate as a part of what the machine reached on plain work.
+    """Print one table per family; `of roof` is the rate relative to the measured roof of the machine.
 
     Columns that no row of a family fills, such as GPU time on a CPU, are left out.
 
@@ -121,7 +121,7 @@ def print_roofs(console: Console, roofs: Roofs) -> None:
 
 
 def as_dict(rows: Iterable[Row], roofs: Roofs, missing: dict[str, str]) -> dict[str, Any]:
-    """What the JSON file holds: keys machine, torch, command, xla_flags, meaning, roofs, missing and results."""
+    """Return the content of the JSON file: machine, torch, command, xla_flags, meaning, roofs, missing and results."""
     described = machine()
     return {
         "machine": described.device,

@@ -18,13 +18,13 @@ from .roofs import Roofs
 
 @dataclass(frozen=True)
 class Row:
-    """The figures of a case by a provider; those that do not apply are None.
+    """The figures of a case by a provider; None if not applicable.
 
     gpu_ms, cpu_ms, eager_ms   see `measure`
     rate, unit   "TFLOP/s" of the products or "GB/s" of the bytes, over gpu_ms (eager_ms on a CPU)
     roof         rate as a part of this machine's measured roof
     peak_mib, compile_s, cached_s, fp8_calls   see `measure.Figures`
-    error        why there are no figures
+    error        reason for missing figures
     """
 
     case: str
@@ -45,11 +45,11 @@ class Row:
 
     @property
     def time_ms(self) -> float | None:
-        """GPU time, or wall time where there is no GPU."""
+        """GPU time, or wall time without a GPU."""
         return self.eager_ms if self.gpu_ms is None else self.gpu_ms
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields that have a value, figures rounded to what a measurement is worth."""
+        """Return the fields that are not None, with rounded figures."""
         values = {name: value for name, value in asdict(self).items() if value is not None}
         return {
             name: round(value, 4) if isinstance(value, float) else value for name, value in values.items()
@@ -85,7 +85,14 @@ def _row(case: Case, provider: Provider, device: torch.device, roofs: Roofs, eff
         sentence = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         return Row(case.name, case.family, case.recipe, provider.name, error=sentence)
     finally:
-        _release(device)
+        # The next case must find an empty device and a compiler without history: after eight modules in one process
+        # torch.compile would run the ninth uncompiled.
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
     timing = figures.timing
     work = case.moved or case.operations
     return Row(
@@ -102,16 +109,3 @@ def _row(case: Case, provider: Provider, device: torch.device, roofs: Roofs, eff
         cached_s=figures.cached_s,
         fp8_calls=figures.fp8_calls,
     )
-
-
-def _release(device: torch.device) -> None:
-    """Give back what a case held: the next one is to find an empty device, and a compiler without a history.
-
-    After eight modules in one process torch.compile would run the ninth uncompiled.
-    """
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()

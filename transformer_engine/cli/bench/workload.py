@@ -15,7 +15,7 @@ from .measure import Effort, Figures, measure, peak_mib
 
 @dataclass(frozen=True)
 class Workload:
-    """What a provider built for a case.
+    """The workload that a provider built for a case.
 
     function   a module or a plain function
     inputs     its arguments; the floating-point ones get gradients in a backward step
@@ -39,14 +39,14 @@ class Workload:
 
     def step(self, backward: bool) -> Callable[[], None]:
         """One forward pass without gradients, or one forward and backward pass that fills every .grad anew."""
-        return self._training_step() if backward else self._forward_step()
+        if backward:
+            return self._training_step()
 
-    def _forward_step(self) -> Callable[[], None]:
-        def step() -> None:
+        def forward_step() -> None:
             with torch.no_grad(), self.context():
                 self.function(*self.inputs, **self.keywords)
 
-        return step
+        return forward_step
 
     def _training_step(self) -> Callable[[], None]:
         inputs = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in self.inputs)
@@ -67,7 +67,7 @@ class Workload:
 
 
 def routed_tokens(case: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens [T, hidden], bool [T, experts] of those that take each token of a case, and probabilities [T, experts]."""
+    """Tokens [T, hidden], the routing map bool [T, experts] of a case, and probabilities [T, experts]."""
     a = case.arguments
     shape = (a["tokens"], a["experts"])
     chosen = torch.rand(*shape, device=device).topk(a["places"], dim=1).indices

@@ -30,14 +30,14 @@ def save(path: Path, state: dict[str, Any]) -> None:
             os.replace(partial, path)
         except (OSError, RuntimeError) as error:
             partial.unlink(missing_ok=True)
-            # torch's writer hides the system's error behind one of its own.
+            # torch's writer raises another error, with the system's error as its context.
             if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The state in path, tensors on the CPU; ValueError, naming the path, for what is no checkpoint of te train."""
+    """Load the state, with tensors on the CPU; ValueError for a file that te train did not write."""
     if not path.is_file():
         raise ValueError(
             f"there is no checkpoint at {path}; leave --resume out to start this run, or fix --name"
@@ -58,7 +58,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def _damage(path: Path) -> str | None:
-    """Why the file is no whole archive of torch.save; None when its checksums hold."""
+    """Return why the file is not a complete archive of torch.save, or None if its checksums match."""
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
@@ -70,7 +70,7 @@ def _damage(path: Path) -> str | None:
 
 
 def _refusal(state: Any) -> str | None:
-    """What a state lacks that te train would have written; None when it has all of it."""
+    """Return what differs from a state that te train writes, or None."""
     if not isinstance(state, dict):
         return f"it holds a {type(state).__name__}, not a dict"
     for name, kind in CONTENT.items():

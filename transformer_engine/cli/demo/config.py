@@ -1,17 +1,74 @@
-"""What a demonstration run is: sizes, schedule and recipe, checked before anything is built."""
+"""The configuration of a demonstration run: framework, recipe, sizes and schedule, checked before the run is built.
+
+A command with one framework works without the other, so neither is imported at module level.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields
+from importlib import import_module
 from typing import Any
 
+from ...common import optional
 from ...common import recipe as recipes
-from .frameworks import FRAMEWORKS, default_framework, has_gpu, recipes_here
+
+# Libraries that a run in each framework needs, and the extra that installs them.
+NEEDED = {
+    "torch": (("torch",), "cli"),
+    "jax": (("jax", "flax", "optax", "orbax"), "cli-jax"),
+}
+FRAMEWORKS = tuple(NEEDED)
+CLIP = 1.0  # norm that gradients are clipped to
+BETAS = (0.9, 0.95)
+DECAY = 0.1  # weight decay of matrices; vectors have none
+
+
+def default_framework() -> str:
+    """Return torch if it is installed, else jax."""
+    return FRAMEWORKS[0] if optional.installed(FRAMEWORKS[0]) else FRAMEWORKS[1]
+
+
+def missing_for(framework: str) -> str | None:
+    """Return which libraries a run lacks and the command that installs them, or None."""
+    names, extra = NEEDED[framework]
+    missing = [name for name in names if not optional.installed(name)]
+    if not missing:
+        return None
+    return (
+        f"--framework {framework} needs {', '.join(missing)}; install with {optional.install_command(extra)}"
+    )
+
+
+def has_gpu(framework: str) -> bool:
+    """Return whether the framework finds a GPU."""
+    if framework == "torch":
+        return import_module("torch").cuda.is_available()
+    return import_module("transformer_engine.jax.platform").has_gpu()
+
+
+def recipes_here() -> dict[str, type[recipes.Recipe]]:
+    """Return {name on the command line: recipe} of the installed framework, of torch if both are installed."""
+    if optional.installed("torch"):
+        families: Any = import_module("transformer_engine.pytorch.quantization").all_families()
+        return {family.name: family.recipe for family in families if family.samples}
+    rows: Any = import_module("transformer_engine.jax.quantize.recipes").FAMILIES
+    return {family.name: family.recipe for family in rows.values()}
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Linear warm-up over the first tenth (at most 100 steps), then a cosine down to a tenth of the peak."""
+    warmup = max(1, min(100, steps // 10))
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
 
 HIGH_PRECISION = "high_precision"
 RECIPES = (*recipes_here(), "none")
 OPTIMIZERS = ("adamw", "fused_adam")
-# Types of the fields of Config as they are written there.
+# Types of the fields of RunConfig, by annotation.
 KINDS: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "int": (int,),
@@ -43,14 +100,14 @@ CUDA_SIZES: dict[str, Any] = {
 
 
 def check_seed(seed: int) -> None:
-    """ValueError for a seed whose batches could be drawn from another's numbers."""
+    """Raise ValueError for a seed whose batches would overlap those of another."""
     if not -SEEDS < seed < SEEDS:
         raise ValueError(f"seed={seed} is too large; give a number between -{SEEDS} and {SEEDS}")
 
 
 @dataclass(frozen=True)
-class Config:
-    """Everything that decides the losses of a run; a checkpoint carries it."""
+class RunConfig:
+    """All settings that determine the losses of a run; checkpoints store it."""
 
     recipe: str
     device: str
@@ -71,7 +128,11 @@ class Config:
         if self.recipe not in RECIPES:
             raise ValueError(f"recipe {self.recipe!r} does not exist; choose one of {', '.join(RECIPES)}")
         for field in fields(self):
-            self._check_type(field.name, field.type)
+            value, kind = getattr(self, field.name), KINDS[str(field.type)]
+            if not isinstance(value, kind) or isinstance(value, bool):  # of a checkpoint, for example
+                raise ValueError(
+                    f"{field.name}={value!r} is a {type(value).__name__}; it must be {field.type}"
+                )
         for name, choices in (("optimizer", OPTIMIZERS), ("framework", FRAMEWORKS)):
             value = getattr(self, name)
             if value not in choices:
@@ -97,27 +158,16 @@ class Config:
             )
         if not 0 < self.learning_rate < 1:
             raise ValueError(f"lr={self.learning_rate} is outside 0 < lr < 1; 0.001 is a usual value")
-        if self.framework == "jax":
-            self._check_jax()
+        only_torch = {"--experts": self.experts, "--optimizer fused_adam": self.optimizer == "fused_adam"}
+        for option, is_set in only_torch.items():
+            if self.framework == "jax" and is_set:
+                raise ValueError(
+                    f"{option} is of the demonstration in torch; leave it out, or take --framework torch"
+                )
         if self.device == "cuda" and not has_gpu(self.framework):
             raise ValueError(
                 f"device 'cuda' was asked for but {self.framework} finds no CUDA device; use --device cpu"
             )
-
-    def _check_jax(self) -> None:
-        """ValueError for what the demonstration in JAX does not have."""
-        absent = {"--experts": self.experts, "--optimizer fused_adam": self.optimizer == "fused_adam"}
-        for option, asked in absent.items():
-            if asked:
-                raise ValueError(
-                    f"{option} is of the demonstration in torch; leave it out, or take --framework torch"
-                )
-
-    def _check_type(self, name: str, annotation: Any) -> None:
-        """ValueError unless the field is of its type: a checkpoint may have been written by anyone."""
-        value, kind = getattr(self, name), KINDS[annotation]
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise ValueError(f"{name}={value!r} is a {type(value).__name__}; it must be {annotation}")
 
     @property
     def feed_forward(self) -> int:
@@ -152,14 +202,14 @@ class Execution:
 
     graphs           capture the model's calls as CUDA graphs
     offload_layers   activations of so many layers wait in host memory
-    observe          look at the tensors of the first of every ten steps
+    observe          observe the tensors in every tenth step
     """
 
     graphs: bool = False
     offload_layers: int = 0
     observe: bool = False
 
-    def check(self, config: Config) -> None:
+    def check(self, config: RunConfig) -> None:
         """ValueError for what cannot be had together, or with a model of this depth or framework."""
         if config.framework == "jax" and self != Execution():
             raise ValueError(
@@ -179,8 +229,8 @@ class Execution:
             )
 
 
-def resolve(device: str, given: dict[str, Any]) -> Config:
-    """A Config for "auto", "cpu" or "cuda": the values given that are not None, else the device's sizes."""
+def resolve(device: str, given: dict[str, Any]) -> RunConfig:
+    """A RunConfig for "auto", "cpu" or "cuda": the values given that are not None, else the device's sizes."""
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device {device!r} does not exist; choose auto, cpu or cuda")
     chosen = {name: value for name, value in given.items() if value is not None}
@@ -188,13 +238,13 @@ def resolve(device: str, given: dict[str, Any]) -> Config:
     if device == "auto":
         device = "cuda" if has_gpu(framework) else "cpu"
     sizes = CUDA_SIZES if device == "cuda" else CPU_SIZES
-    return Config(**{"recipe": "delayed", "device": device, **sizes, **chosen})
+    return RunConfig(**{"recipe": "delayed", "device": device, **sizes, **chosen})
 
 
 def restore(
     saved: dict[str, Any], device: str, given: dict[str, Any], source: str = "the checkpoint"
-) -> Config:
-    """The Config of a checkpoint; a contradicting option raises: the continuation would not be exact."""
+) -> RunConfig:
+    """The RunConfig of a checkpoint; a contradicting option raises: the continuation would not be exact."""
     config = saved_config(saved, source)
     asked = {**given, "device": None if device == "auto" else device}
     for name, value in asked.items():
@@ -206,20 +256,20 @@ def restore(
     return config
 
 
-def saved_config(saved: dict[str, Any], source: str) -> Config:
-    """The Config in source, fields of other versions left out; ValueError, naming source, where it is none."""
-    known = {field.name for field in fields(Config)}
+def saved_config(saved: dict[str, Any], source: str) -> RunConfig:
+    """The RunConfig in source, fields of other versions left out; ValueError, naming source, where it is none."""
+    known = {field.name for field in fields(RunConfig)}
     missing = sorted(known - set(saved) - {"seed", "data", "experts", "optimizer", "framework"})
     if missing:
         raise ValueError(f"the config in {source} has no {missing[0]!r}; train again without --resume")
     try:
-        return Config(**{name: value for name, value in saved.items() if name in known})
+        return RunConfig(**{name: value for name, value in saved.items() if name in known})
     except ValueError as error:
         raise ValueError(f"the config in {source} does not work: {error}") from None
 
 
 def make_recipe(name: str) -> recipes.Recipe | None:
-    """The recipe that a run's name stands for; None computes in the parameters' own precision."""
+    """Return the recipe of a run's name, or None for high precision."""
     if name in ("none", HIGH_PRECISION):
         return None
     # A short window: the activations of a new model grow quickly in its first steps.

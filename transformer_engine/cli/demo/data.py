@@ -110,7 +110,7 @@ def _files(root: Path) -> list[Path]:
 
 
 def _read(files: list[Path], root: Path) -> list[bytes]:
-    """The files that are UTF-8 text; ValueError when there is none or when they exceed the limit."""
+    """Read the files with UTF-8 text; ValueError if there are none or they exceed the limit."""
     pieces: list[bytes] = []
     total = 0
     for file in files:
@@ -120,7 +120,11 @@ def _read(files: list[Path], root: Path) -> list[bytes]:
             raise ValueError(
                 f"{file} cannot be read: {reason(error)}; make it readable, or give another text with --data"
             ) from None
-        if b"\0" in data or not _is_utf8(data):
+        try:
+            data.decode("utf-8")
+        except UnicodeDecodeError:
+            continue
+        if b"\0" in data:
             continue
         total += len(data)
         if total > LIMIT:
@@ -133,11 +137,3 @@ def _read(files: list[Path], root: Path) -> list[bytes]:
             f"{root} holds no UTF-8 text; give a text file or a folder of text files with --data"
         )
     return pieces
-
-
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True

@@ -20,7 +20,7 @@ from ...pytorch.router import (
     fused_topk_with_score_function,
 )
 from ...pytorch.runtime.double_backward import once_differentiable
-from .config import Config
+from .config import RunConfig
 
 CHOSEN = 2  # experts of a token
 BALANCE = (
@@ -32,10 +32,10 @@ class MixtureOfExperts(nn.Module):
     """y [.., hidden] = sum of probability * fc2_e(swiglu(fc1_e(norm(x)))) over the two experts of a token.
 
     The router stays in float32: with one output an expert it is little work, and decides for whole tokens. In training
-    the gradient holds that of the loss that balances experts; what is reported as the loss stays that of the text.
+    the gradient includes that of the load-balancing loss, which the reported loss excludes.
     """
 
-    def __init__(self, config: Config, deviation: float):
+    def __init__(self, config: RunConfig, deviation: float):
         super().__init__()
         device, dtype, count = config.device, getattr(torch, config.precision), config.experts
         inner = (
@@ -75,7 +75,7 @@ class MixtureOfExperts(nn.Module):
 class ExpertsLayer(nn.Module):
     """y = h + experts(norm(h)), h = x + attention(norm(x)); causal, as the dense layers of the demonstration."""
 
-    def __init__(self, config: Config, number: int, deviation: float):
+    def __init__(self, config: RunConfig, number: int, deviation: float):
         super().__init__()
         self.attention = te.MultiheadAttention(
             config.hidden,
@@ -104,7 +104,7 @@ class ExpertsLayer(nn.Module):
 
 
 class _Beside(torch.autograd.Function):
-    """y as it is; the loss beside it is differentiated as if it had been added to the one that training starts from."""
+    """y unchanged; the gradient of `loss` is computed as if it were added to the training loss."""
 
     @staticmethod
     def forward(ctx, y, loss):

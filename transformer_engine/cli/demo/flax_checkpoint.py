@@ -1,7 +1,7 @@
 """A checkpoint is a folder: about.json and the arrays of every run by orbax, replaced whole, read without running code.
 
-The folder is written beside the old one and takes its place by renaming. Between the two renames the old one lies in
-NAME.old, where `load` finds it.
+The folder is written next to the old one and replaces it by two renames. Between them the old one is NAME.old, where
+`load` finds it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,13 @@ def save(path: Path, state: dict[str, Any]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
-            _write(partial, state)
+            with ocp.StandardCheckpointer() as checkpointer:
+                checkpointer.save((partial / "runs").absolute(), state["runs"])
+                checkpointer.wait_until_finished()
+            with (partial / "about.json").open("w") as file:
+                json.dump({name: state[name] for name in ABOUT}, file)
+                file.flush()
+                os.fsync(file.fileno())
         except OSError:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -45,18 +51,8 @@ def save(path: Path, state: dict[str, Any]) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _write(folder: Path, state: dict[str, Any]) -> None:
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save((folder / "runs").absolute(), state["runs"])
-        checkpointer.wait_until_finished()
-    with (folder / "about.json").open("w") as file:
-        json.dump({name: state[name] for name in ABOUT}, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def load(path: Path) -> dict[str, Any]:
-    """The state in path, arrays as NumPy's; ValueError, naming the path, for what is no checkpoint of te train."""
+    """Load the state with NumPy arrays; ValueError for a folder that te train did not write."""
     remedy = "leave --resume out to start this run again, or fix --name"
     _restore_old(path)
     if path.is_file():
@@ -85,7 +81,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def _restore_old(path: Path) -> None:
-    """Bring back what a program that ended between the two renames has left aside."""
+    """Restore the old folder if a program ended between the two renames."""
     old = _beside(path, "old")
     if old.is_dir() and not path.exists():
         try:

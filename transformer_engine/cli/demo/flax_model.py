@@ -11,9 +11,9 @@ from flax import linen as nn
 from jax import Array
 
 from ...jax import flax as te_flax
-from .config import VOCABULARY, Config
+from .config import VOCABULARY, RunConfig
 
-# Fields of every block; what a module computes in follows from its inputs, parameters are float32.
+# Fields of every block; modules compute in the dtype of their inputs, parameters are float32.
 _BLOCK: dict[str, Any] = {
     "layernorm_type": "rmsnorm",
     "layernorm_epsilon": 1e-5,
@@ -29,13 +29,13 @@ _BLOCK: dict[str, Any] = {
 _NORMAL = nn.initializers.normal(0.02)
 
 
-class ByteGPT(nn.Module):
+class FlaxByteGPT(nn.Module):
     """The torch demonstration's blocks: causal, rotary positions, RMSNorm and SwiGLU, no biases.
 
     The blocks' products follow the recipe in force where the model is traced; embedding, last norm and head do not.
     """
 
-    config: Config
+    config: RunConfig
 
     @nn.compact
     def __call__(self, tokens: Array, decode: bool = False) -> Array:
@@ -59,12 +59,12 @@ class ByteGPT(nn.Module):
         return hidden @ head.astype(dtype)
 
 
-def initial_variables(config: Config, key: Array) -> dict[str, Any]:
+def initial_variables(config: RunConfig, key: Array) -> dict[str, Any]:
     """The model's variables without boxes; residual branches shrink with depth, as in GPT-2.
 
     The sum of 2 * layers branches then keeps its variance.
     """
-    model = ByteGPT(config)
+    model = FlaxByteGPT(config)
     tokens = jnp.zeros((1, config.sequence), jnp.int32)
     variables: Any = nn.meta.unbox(model.init({"params": key, "sr_rng": key}, tokens))
     shrink = (2 * config.layers) ** -0.5
@@ -76,8 +76,8 @@ def initial_variables(config: Config, key: Array) -> dict[str, Any]:
     return {**variables, "params": jax.tree_util.tree_map_with_path(shrunk, variables["params"])}
 
 
-def mean_loss(config: Config, variables: Any, tokens: Array, targets: Array, key: Array) -> Array:
+def mean_loss(config: RunConfig, variables: Any, tokens: Array, targets: Array, key: Array) -> Array:
     """Mean cross-entropy in nats a byte, in float32; key: of stochastic rounding."""
-    logits = ByteGPT(config).apply(variables, tokens, rngs={"sr_rng": key})
+    logits = FlaxByteGPT(config).apply(variables, tokens, rngs={"sr_rng": key})
     losses = optax.softmax_cross_entropy_with_integer_labels(jnp.asarray(logits, jnp.float32), targets)
     return losses.mean()

@@ -16,17 +16,16 @@ from jax import Array
 
 from ... import jax as te
 from . import flax_checkpoint
-from .config import Config, Execution, make_recipe
+from .config import BETAS, CLIP, DECAY, Execution, RunConfig, make_recipe
 from .data import Batch
-from .flax_model import ByteGPT, initial_variables, mean_loss
-from .schedule import BETAS, CLIP, DECAY
+from .flax_model import FlaxByteGPT, initial_variables, mean_loss
 
 PLAINLY = Execution()
 TEMPERATURE = 0.7  # of samples
 load, save = flax_checkpoint.load, flax_checkpoint.save
 
 
-class State(NamedTuple):
+class TrainingState(NamedTuple):
     """All that a step changes: parameters, scales and histories, and the optimizer's moments."""
 
     params: Any
@@ -34,12 +33,12 @@ class State(NamedTuple):
     optimizer: Any
 
 
-class Run:
+class FlaxRun:
     """Trains one model; the parameters are float32, computed with in the precision of the config."""
 
     observation = None
 
-    def __init__(self, name: str, config: Config, execution: Execution = PLAINLY):
+    def __init__(self, name: str, config: RunConfig, execution: Execution = PLAINLY):
         execution.check(config)
         self.name, self.config = name, config
         with self._device():
@@ -68,7 +67,7 @@ class Run:
         return [float(loss) for loss in losses]
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Mean loss over batches, by the scales as they are."""
+        """Return the mean loss over batches, without updating scales."""
         params, scaling, _ = self.state
         with self._device():
             losses = [
@@ -81,7 +80,10 @@ class Run:
         """The bytes that follow a prompt, drawn with a KV cache, outside of any recipe."""
         text = list(prompt)
         with self._device():
-            cache = _empty_cache(self.config, len(prompt) + count)
+            tokens = jnp.zeros((1, len(prompt) + count), jnp.int32)
+            initialize = functools.partial(FlaxByteGPT(self.config).init, decode=True)
+            variables = jax.eval_shape(initialize, jax.random.key(0), tokens)
+            cache: Any = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), variables["cache"])
             for place in range(len(prompt) + count - 1):
                 key = jax.random.fold_in(self.key, place)
                 cache, drawn = _following(
@@ -92,7 +94,7 @@ class Run:
         return bytes(text[len(prompt) :])
 
     def observe(self, log: Path) -> None:
-        """Execution refuses it before."""
+        """Unsupported; `Execution.check` rejects it earlier."""
         raise NotImplementedError("--observe is of the demonstration in torch; take --framework torch")
 
     def state_dict(self) -> dict[str, Any]:
@@ -106,6 +108,9 @@ class Run:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         with self._device():
             self.state = flax_checkpoint.rebuilt(state, self.state)
+
+
+Run = FlaxRun  # the name by which the trainer finds the runs of a framework
 
 
 def continue_from(state: dict[str, Any]) -> None:
@@ -129,15 +134,15 @@ def _adamw() -> optax.GradientTransformation:
 
 
 @functools.partial(jax.jit, static_argnames=("config", "name"))
-def _initial_state(key: Array, *, config: Config, name: str) -> State:
+def _initial_state(key: Array, *, config: RunConfig, name: str) -> TrainingState:
     with _precision(name):
         variables = initial_variables(config, key)
     params = variables.pop("params")
-    return State(params, variables, _adamw().init(params))
+    return TrainingState(params, variables, _adamw().init(params))
 
 
 def _loss_of(
-    params: Any, scaling: Any, inputs: Array, targets: Array, key: Array, config: Config, name: str
+    params: Any, scaling: Any, inputs: Array, targets: Array, key: Array, config: RunConfig, name: str
 ) -> Array:
     with _precision(name):
         return mean_loss(config, {"params": params, **scaling}, inputs, targets, key)
@@ -148,8 +153,15 @@ _loss = jax.jit(_loss_of, static_argnames=("config", "name"))
 
 @functools.partial(jax.jit, static_argnames=("config", "name"), donate_argnums=0)
 def _step(
-    state: State, inputs: Array, targets: Array, rate: Array, key: Array, *, config: Config, name: str
-) -> tuple[State, Array]:
+    state: TrainingState,
+    inputs: Array,
+    targets: Array,
+    rate: Array,
+    key: Array,
+    *,
+    config: RunConfig,
+    name: str,
+) -> tuple[TrainingState, Array]:
     """The next state and the loss before it; the gradient with respect to scales and histories is their next value."""
     differentiated = jax.value_and_grad(_loss_of, argnums=(0, 1))
     loss, (gradients, scaling) = differentiated(
@@ -157,21 +169,14 @@ def _step(
     )
     updates, optimizer = _adamw().update(gradients, state.optimizer, state.params)
     params = jax.tree.map(lambda weight, update: weight - rate * update, state.params, updates)
-    return State(params, scaling, optimizer), loss
-
-
-def _empty_cache(config: Config, length: int) -> Any:
-    """A cache of keys and values for so many tokens."""
-    tokens = jnp.zeros((1, length), jnp.int32)
-    variables = jax.eval_shape(lambda key: ByteGPT(config).init(key, tokens, decode=True), jax.random.key(0))
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), variables["cache"])
+    return TrainingState(params, scaling, optimizer), loss
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnums=1)
-def _following(params: Any, cache: Any, byte: Array, key: Array, *, config: Config) -> tuple[Any, Array]:
+def _following(params: Any, cache: Any, byte: Array, key: Array, *, config: RunConfig) -> tuple[Any, Array]:
     """The cache with one more byte, and a draw of the byte behind it."""
     variables = {"params": params, "cache": cache}
-    logits, changed = ByteGPT(config).apply(variables, byte[None, None], decode=True, mutable=["cache"])
+    logits, changed = FlaxByteGPT(config).apply(variables, byte[None, None], decode=True, mutable=["cache"])
     return changed["cache"], jax.random.categorical(key, jnp.float32(logits[0, 0]) / TEMPERATURE)
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ... import pytorch as te
-from .config import VOCABULARY, Config
+from .config import VOCABULARY, RunConfig
 from .experts import ExpertsLayer
 
 
@@ -22,7 +22,7 @@ class ByteGPT(nn.Module):
     offload_layers   activations of so many blocks wait in host memory for the backward
     """
 
-    def __init__(self, config: Config, offload_layers: int = 0):
+    def __init__(self, config: RunConfig, offload_layers: int = 0):
         super().__init__()
         self.offloaded, self.arrived, *_ = te.get_cpu_offload_context(
             enabled=offload_layers > 0, num_layers=offload_layers, model_layers=config.layers
@@ -37,7 +37,7 @@ class ByteGPT(nn.Module):
         nn.init.normal_(self.head.weight, std=0.02)
 
     def forward(self, tokens: Tensor, cache: te.InferenceParams | None = None) -> Tensor:
-        """logits for tokens [batch, sequence]; with a cache, tokens are those that follow the cached ones."""
+        """logits for tokens [batch, sequence]; with a cache, tokens follow the cached ones."""
         length = tokens.shape[1] if cache is None else cache.max_sequence_length
         positions = self.rotary(length)
         hidden = self.embedding(tokens)
@@ -54,12 +54,12 @@ class ByteGPT(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def parameter_dtype(config: Config) -> torch.dtype:
+def parameter_dtype(config: RunConfig) -> torch.dtype:
     """torch's name for the precision of a config."""
     return getattr(torch, config.precision)
 
 
-def _block(config: Config, number: int) -> nn.Module:
+def _block(config: RunConfig, number: int) -> nn.Module:
     # Residual branches shrink with depth, as in GPT-2: the sum of 2 * layers branches keeps its variance.
     residual = 0.02 / (2 * config.layers) ** 0.5
     if config.experts:

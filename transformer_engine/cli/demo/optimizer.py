@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...pytorch.optimizers import FusedAdam
-from .schedule import BETAS, CLIP, DECAY
+from .config import BETAS, CLIP, DECAY
 
 
 class MasterAdamW:
@@ -17,7 +17,10 @@ class MasterAdamW:
 
     def __init__(self, parameters: Iterable[nn.Parameter]):
         self.parameters = list(parameters)
-        self.masters = [_master(parameter) for parameter in self.parameters]
+        self.masters = [
+            parameter if parameter.dtype == torch.float32 else parameter.detach().float().clone()
+            for parameter in self.parameters
+        ]
         matrices = [master for master in self.masters if master.dim() >= 2]
         vectors = [master for master in self.masters if master.dim() < 2]
         groups: list[dict[str, Any]] = [
@@ -97,7 +100,7 @@ class FusedAdamW:
         self.adam.load_state_dict(state["fused_adam"])
 
 
-# The optimizers by name, as `te train --optimizer` has them.
+# The optimizers of `te train --optimizer`.
 OPTIMIZERS: dict[str, type[MasterAdamW | FusedAdamW]] = {"adamw": MasterAdamW, "fused_adam": FusedAdamW}
 
 
@@ -119,7 +122,3 @@ def _misfit(saved: dict[str, Any], adam: torch.optim.Optimizer) -> str | None:
         if index not in range(len(ordered)) or shapes != [ordered[index].shape] * 2:
             return f"the optimizer's moments of parameter {index} have other shapes"
     return None
-
-
-def _master(parameter: nn.Parameter) -> Tensor:
-    return parameter if parameter.dtype == torch.float32 else parameter.detach().float().clone()

@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from .config import HIGH_PRECISION, Config
+from .config import HIGH_PRECISION, RunConfig
 from .records import Progress
 
 COLOURS = {HIGH_PRECISION: "#555555"}
@@ -17,7 +17,7 @@ RECIPE_COLOUR = "#c2410c"
 def smooth(values: list[float]) -> list[float]:
     """Mean over a window of about a thirtieth of the curve round each value.
 
-    At the steep start the window is cut off; at the end it stays whole, since a few steps' noise is no trend.
+    The window is truncated at the steep start, but not at the end, where a few steps' noise would look like a trend.
     """
     reach = len(values) // 60
     last = len(values) - 2 * reach - 1
@@ -26,7 +26,7 @@ def smooth(values: list[float]) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def plot_losses(path: Path, config: Config, history: list[Progress]) -> None:
+def plot_losses(path: Path, config: RunConfig, history: list[Progress]) -> None:
     """Draw history to path; one panel only when nothing was quantized."""
     compared = len(config.runs) == 2
     figure = Figure(figsize=(8, 6 if compared else 4), dpi=130, layout="constrained")
@@ -69,7 +69,7 @@ def plot_losses(path: Path, config: Config, history: list[Progress]) -> None:
     figure.savefig(path)
 
 
-def _difference(panel, config: Config, history: list[Progress]) -> None:
+def _difference(panel, config: RunConfig, history: list[Progress]) -> None:
     """100 * (recipe - high precision) / high precision, with the one-percent band."""
     name, base = config.runs
     ratio = [100 * (record.loss[name] / record.loss[base] - 1) for record in history]

@@ -1,4 +1,4 @@
-"""The records of a run: a line of metrics.jsonl a step, and what they add up to."""
+"""The records of a run, one line of metrics.jsonl per step, and their summary."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from .config import Config
+from .config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -49,13 +48,6 @@ WITHOUT_METRICS = (
 )
 
 
-def _is(kind: type, value: Any) -> bool:
-    """Is value of a kind, a dict one of numbers?"""
-    if kind is dict:
-        return isinstance(value, dict) and all(isinstance(number, (int, float)) for number in value.values())
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
 def _record(path: Path, number: int, line: str) -> Progress:
     """The record in a line of a metrics file."""
     try:
@@ -65,7 +57,13 @@ def _record(path: Path, number: int, line: str) -> Progress:
     kinds = {"step": int, "learning_rate": float, "loss": dict, "seconds": dict, "validation": dict}
     known = content if isinstance(content, dict) else {}
     optional = {"validation": {}}
-    wrong = [name for name, kind in kinds.items() if not _is(kind, {**optional, **known}.get(name))]
+    wrong = []
+    for name, kind in kinds.items():
+        value = {**optional, **known}.get(name)
+        numbers = value.values() if isinstance(value, dict) else ()
+        valid = isinstance(value, kind) and not isinstance(value, bool)
+        if not valid or not all(isinstance(number, (int, float)) for number in numbers):
+            wrong.append(name)
     wrong += [name for name in known if name not in kinds]
     if wrong:
         raise ValueError(f"line {number} of {path} has no good {wrong[0]!r}; {WITHOUT_METRICS}")
@@ -73,7 +71,7 @@ def _record(path: Path, number: int, line: str) -> Progress:
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """How one run ended: losses in nats a byte, speed over all its steps without evaluation."""
 
     name: str
@@ -83,8 +81,8 @@ class Result:
     seconds: float
 
 
-def summarize(config: Config, history: list[Progress]) -> list[Result]:
-    """One Result a run: the training loss is the mean of the last twentieth of the steps (at least ten).
+def summarize(config: RunConfig, history: list[Progress]) -> list[RunResult]:
+    """One RunResult a run: the training loss is the mean of the last twentieth of the steps (at least ten).
 
     The tokens a second are those of the median step: the first ones compile kernels.
     """
@@ -94,7 +92,7 @@ def summarize(config: Config, history: list[Progress]) -> list[Result]:
     for name in config.runs:
         seconds = [record.seconds[name] for record in history]
         results.append(
-            Result(
+            RunResult(
                 name=name,
                 train=sum(record.loss[name] for record in last) / len(last),
                 validation=final.get(name, float("nan")),

@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import pytorch as te
 from ...pytorch.quantization import check_recipe_support
 from . import checkpoint
-from .config import Config, Execution, make_recipe
+from .config import Execution, RunConfig, make_recipe
 from .data import Batch
 from .model import ByteGPT
 from .optimizer import OPTIMIZERS
@@ -25,7 +25,7 @@ PLAINLY = Execution()
 class Run:
     """One model with its optimizer and the recipe it computes under."""
 
-    def __init__(self, name: str, config: Config, execution: Execution = PLAINLY):
+    def __init__(self, name: str, config: RunConfig, execution: Execution = PLAINLY):
         self.config, self.recipe = config, make_recipe(name)
         supported, reason = (True, "") if self.recipe is None else check_recipe_support(self.recipe)
         if not supported:
@@ -38,7 +38,7 @@ class Run:
             te.graphed(self.model)
 
     def observe(self, log: Path) -> None:
-        """Look at the tensors of the first of every ten steps from here on."""
+        """Observe the tensors in every tenth step from now on."""
         self.observation = te.observe(self.model, log=log)
 
     def precision(self) -> te.autocast:

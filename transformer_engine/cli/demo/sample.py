@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from ... import pytorch as te
-from .config import Config, check_seed
+from .config import RunConfig, check_seed
 from .model import ByteGPT, parameter_dtype
 
 
 @torch.no_grad()
 def generate(
     model: ByteGPT,
-    config: Config,
+    config: RunConfig,
     prompt: bytes,
     count: int,
     *,
@@ -42,19 +42,26 @@ def generate(
         )
     check_seed(seed)
     if len(prompt) + count > config.sequence:
+        left = config.sequence - len(prompt)
         raise ValueError(
             f"{len(prompt)} + {count} bytes exceed the {config.sequence} positions that the model knows; "
-            f"{_remedy(config.sequence - len(prompt))}"
+            + (f"ask for at most {left} bytes" if left > 0 else "give a shorter prompt")
         )
     model.eval()
     generator = torch.Generator(device="cpu").manual_seed(seed)
     device = torch.device(config.device)
     text = torch.tensor([list(prompt)], device=device)
-    step = _CachedStep(model, _cache(config, page_size)) if cached else None
+    step = None
+    if cached:
+        step = CachedStep(model, cache_of(config, page_size))
     fresh = text
     for _ in range(count):
         logits = model(text)[:, -1] if step is None else step(fresh)
-        drawn = _draw(logits[0], temperature, generator)
+        likelihood = logits[0].float().cpu()
+        if temperature == 0:
+            drawn = likelihood.argmax()
+        else:
+            drawn = torch.multinomial(torch.softmax(likelihood / temperature, 0), 1, generator=generator)
         observe(int(drawn))
         fresh = drawn.view(1, 1).to(device)
         text = torch.cat([text, fresh], dim=1)
@@ -62,11 +69,22 @@ def generate(
     return bytes(text[0, len(prompt) :].tolist())
 
 
-def _remedy(left: int) -> str:
-    return f"ask for at most {left} bytes" if left > 0 else "give a shorter prompt"
+def cache_of(config: RunConfig, page_size: int | None) -> te.InferenceParams:
+    """Return a cache of keys and values for one text, in pages of `page_size` bytes unless it is None."""
+    return te.InferenceParams(
+        max_batch_size=1,
+        max_sequence_length=config.sequence,
+        num_heads_kv=config.heads,
+        head_dim_k=config.hidden // config.heads,
+        dtype=parameter_dtype(config),
+        is_paged=page_size is not None,
+        page_size=page_size,
+        qkv_format="bshd",
+        device=config.device,
+    )
 
 
-class _CachedStep:
+class CachedStep:
     """logits [1, 256] of the byte that follows those given so far; a single byte on CUDA is one graph replay.
 
     A small model's step is many short kernels: started one by one they take longer on the host than on the GPU.
@@ -81,7 +99,7 @@ class _CachedStep:
         self.cache.pre_step(OrderedDict({0: fresh.shape[1]}))
         if fresh.shape[1] > 1 or not fresh.is_cuda:
             return self._forward(fresh)
-        if not self.warm:  # compiles what the capture must find compiled
+        if not self.warm:  # compiles the kernels before the capture
             self.warm = True
             return self._forward(fresh)
         if self.graph is None:
@@ -94,25 +112,3 @@ class _CachedStep:
 
     def _forward(self, fresh: Tensor) -> Tensor:
         return self.model(fresh, self.cache)[:, -1]
-
-
-def _cache(config: Config, page_size: int | None) -> te.InferenceParams:
-    return te.InferenceParams(
-        max_batch_size=1,
-        max_sequence_length=config.sequence,
-        num_heads_kv=config.heads,
-        head_dim_k=config.hidden // config.heads,
-        dtype=parameter_dtype(config),
-        is_paged=page_size is not None,
-        page_size=page_size,
-        qkv_format="bshd",
-        device=config.device,
-    )
-
-
-def _draw(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    """One byte; temperature 0 takes the likeliest."""
-    logits = logits.float().cpu()
-    if temperature == 0:
-        return logits.argmax()
-    return torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=generator)

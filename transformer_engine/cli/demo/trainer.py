@@ -10,21 +10,20 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from ..failure import writing
-from .config import Config, Execution
+from .config import Execution, RunConfig, learning_rate
 from .data import Batch, Corpus
 from .records import WITHOUT_METRICS, Progress, read_metrics
-from .schedule import learning_rate
 
 EVALUATION_BATCHES = 32
 PLAINLY = Execution()
 
 
-class Run(Protocol):
+class ModelRun(Protocol):
     """One model with its optimizer and the recipe it computes under."""
 
     observation: Any
 
-    def __init__(self, name: str, config: Config, execution: Execution = PLAINLY): ...
+    def __init__(self, name: str, config: RunConfig, execution: Execution = PLAINLY): ...
 
     @property
     def parameters(self) -> int:
@@ -44,7 +43,7 @@ class Run(Protocol):
         ...
 
     def observe(self, log: Path) -> None:
-        """Look at the tensors of the first of every ten steps from here on."""
+        """Observe the tensors in every tenth step from now on."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -59,16 +58,16 @@ class Run(Protocol):
 class Runs(Protocol):
     """A framework's runs and how their checkpoints are kept."""
 
-    Run: type[Run]
+    Run: type[ModelRun]
 
     @staticmethod
     def save(path: Path, state: dict[str, Any]) -> None:
-        """Write the state of the runs to path; what was there stays whole until that is complete."""
+        """Write the state of the runs to path; an earlier checkpoint is replaced when the new one is complete."""
         ...
 
     @staticmethod
     def load(path: Path) -> dict[str, Any]:
-        """The state in path; ValueError, naming the path, for what is no checkpoint of te train."""
+        """Load the state; ValueError for a path that te train did not write."""
         ...
 
     @staticmethod
@@ -86,12 +85,12 @@ def runs_of(framework: str) -> Runs:
 
 
 class Trainer:
-    """Trains every run of a Config and writes folder/metrics.jsonl and folder/checkpoint.
+    """Trains every run of a RunConfig and writes folder/metrics.jsonl and folder/checkpoint.
 
     Of an execution that observes, the first run is observed, to folder/observed.jsonl.
     """
 
-    def __init__(self, config: Config, corpus: Corpus, folder: Path, execution: Execution = PLAINLY):
+    def __init__(self, config: RunConfig, corpus: Corpus, folder: Path, execution: Execution = PLAINLY):
         execution.check(config)
         self.config, self.corpus, self.folder, self.execution = config, corpus, folder, execution
         self.step = 0
@@ -133,22 +132,18 @@ class Trainer:
                 self.runs[self.config.runs[0]].observe(self.observed_path)
         while not self.finished and not stop():
             records = self._advance()
-            self._note(records)
+            with writing(
+                self.metrics_path, "free some space there and continue with --resume, or choose another --out"
+            ):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with self.metrics_path.open("a") as metrics:
+                    metrics.writelines(record.as_json() for record in records)
             self.history.extend(records)
             observe(records[-1])
             if self.step % max(1, self.config.steps // 4) == 0 and not self.finished:
                 self.save()
         self.save()
         return self.finished
-
-    def _note(self, records: list[Progress]) -> None:
-        """Append records to the metrics; Failure where that cannot be written."""
-        with writing(
-            self.metrics_path, "free some space there and continue with --resume, or choose another --out"
-        ):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with self.metrics_path.open("a") as metrics:
-                metrics.writelines(record.as_json() for record in records)
 
     def _advance(self) -> list[Progress]:
         """Every run takes the next few steps, up to the next evaluation at most."""
@@ -158,7 +153,10 @@ class Trainer:
         end = min(self.step + chunk, self.config.steps, (self.step // interval + 1) * interval)
         steps = range(self.step, end)
         rates = [learning_rate(step, self.config.steps, self.config.learning_rate) for step in steps]
-        batches = [self._batch(step) for step in steps]
+        batches = [
+            self.corpus.batch(self.config.seed, step, self.config.batch, self.config.sequence)
+            for step in steps
+        ]
         losses: dict[str, list[float]] = {}
         seconds: dict[str, float] = {}
         for name, run in self.runs.items():
@@ -180,9 +178,6 @@ class Trainer:
             )
             for index, (step, rate) in enumerate(zip(steps, rates, strict=True))
         ]
-
-    def _batch(self, step: int) -> Batch:
-        return self.corpus.batch(self.config.seed, step, self.config.batch, self.config.sequence)
 
     def save(self) -> None:
         """Everything the next step depends on."""

@@ -1,1 +1,1 @@
-"""`te doctor`: what stands in the way of this installation, and what to do about it."""
+"""`te doctor`: problems of this installation, and their remedies."""

@@ -1,20 +1,22 @@
-"""The checks of `te doctor`: each a row, a name and a function from the environment to findings.
+"""The checks of `te doctor`: a table of names and functions from the installation to findings.
 
-A finding is good, a note (something that could be had and is not) or a problem, which has a remedy.
+A finding is good, a note (an optional part is missing) or a problem with a remedy.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from packaging.version import Version
 
-from ...common import extras, frameworks
+from ...common import frameworks, optional
 from . import clients
 from .clients import PACKAGE
-from .environment import FLASH4, Environment
+from .environment import FLASH4, Installation, gather
 
 Status = Literal["good", "note", "problem"]
 
@@ -26,12 +28,12 @@ ORIGINALS = (
     "transformer-engine-cu13",
 )
 FLASH = {"flash_attn": "flash-attn", "flash_attn_interface": "flash-attn-3", FLASH4[0]: FLASH4[1]}
-REINSTALL = f"pip uninstall -y {PACKAGE} until none is left, then {extras.command('pytorch')}"
+REINSTALL = f"pip uninstall -y {PACKAGE} until none is left, then {optional.install_command('pytorch')}"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check says; `remedy` is empty where there is nothing to do."""
+    """A result of a check; `remedy` is empty if none is needed."""
 
     check: str
     status: Status
@@ -39,24 +41,24 @@ class Finding:
     remedy: str = ""
 
 
-Answer = Iterator[tuple[Status, str, str]]
+Results = Iterator[tuple[Status, str, str]]
 
 
 @dataclass(frozen=True)
 class Check:
-    """`examine` yields (status, what was found, remedy)."""
+    """A check; `examine` yields (status, description, remedy)."""
 
     name: str
-    examine: Callable[[Environment], Answer]
+    examine: Callable[[Installation], Results]
 
 
-def examine(environment: Environment) -> list[Finding]:
-    """All findings, in the order of the rows."""
+def examine(environment: Installation) -> list[Finding]:
+    """Return all findings, in the order of CHECKS."""
     return [Finding(check.name, *answer) for check in CHECKS for answer in check.examine(environment)]
 
 
 def healthy(findings: list[Finding]) -> bool:
-    """Is nothing a problem?"""
+    """Return whether no finding is a problem."""
     return all(finding.status != "problem" for finding in findings)
 
 
@@ -64,7 +66,7 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def _python(e: Environment) -> Answer:
+def _python(e: Installation) -> Results:
     least, most = PYTHONS
     if not least <= e.python <= most:
         words = f"Python {_dotted(e.python)}; {_dotted(least)} to {_dotted(most)} is supported"
@@ -73,13 +75,13 @@ def _python(e: Environment) -> Answer:
         yield "good", f"Python {_dotted(e.python)}", ""
 
 
-def _package(e: Environment) -> Answer:
+def _package(e: Installation) -> Results:
     found = e.distributions.get(PACKAGE, ())
     if not found:
         yield (
             "problem",
             f"the code in {e.folder} runs without the metadata of a package, which several clients ask for",
-            extras.command("pytorch"),
+            optional.install_command("pytorch"),
         )
     elif len({each.version for each in found}) > 1:
         versions = ", ".join(f"{each.version} in {each.place}" for each in found)
@@ -94,9 +96,9 @@ def _package(e: Environment) -> Answer:
         yield status, f"{version} is on the path too, in {folder}", "remove that folder from the path"
 
 
-def _original(e: Environment) -> Answer:
+def _original(e: Installation) -> Results:
     there = [f"{name} {e.version_of(name)}" for name in ORIGINALS if e.version_of(name) is not None]
-    remedy = f"pip uninstall -y {PACKAGE} {' '.join(ORIGINALS)}, then {extras.command('pytorch')}"
+    remedy = f"pip uninstall -y {PACKAGE} {' '.join(ORIGINALS)}, then {optional.install_command('pytorch')}"
     if there:
         words = f"the original is installed beside this package, over the same files: {', '.join(there)}"
         yield "problem", words, remedy
@@ -107,11 +109,7 @@ def _original(e: Environment) -> Answer:
         yield "good", "the original is not installed", ""
 
 
-def _torch(e: Environment) -> Answer:
-    yield from _framework(e, frameworks.PYTORCH)
-
-
-def _jax(e: Environment) -> Answer:
+def _jax(e: Installation) -> Results:
     yield from _framework(e, frameworks.JAX)
     if "jax.devices" in e.failures:
         remedy = "unset JAX_PLATFORMS, or give it platforms that this machine has; cpu is always there"
@@ -119,14 +117,14 @@ def _jax(e: Environment) -> Answer:
     if e.jax_devices:
         if e.driver is not None and e.jax_devices == ("cpu",):
             words = "JAX computes on the CPU, although there is an NVIDIA driver"
-            yield "note", words, extras.command("jax-cuda13")
+            yield "note", words, optional.install_command("jax-cuda13")
         else:
             yield "good", f"devices of JAX: {', '.join(e.jax_devices)}", ""
 
 
-def _framework(e: Environment, framework: frameworks.Framework) -> Answer:
+def _framework(e: Installation, framework: frameworks.Framework) -> Results:
     """The packages of a framework, in versions that work, and does our side of it import?"""
-    remedy = extras.command(framework.extra)
+    remedy = optional.install_command(framework.extra)
     missing = [package.name for package in framework.packages if e.version_of(package.name) is None]
     if missing:
         words = f"{', '.join(missing)} not installed: transformer_engine.{framework.module} cannot be used"
@@ -141,7 +139,7 @@ def _framework(e: Environment, framework: frameworks.Framework) -> Answer:
         yield "problem", e.failures[ours], remedy
 
 
-def _gpu(e: Environment) -> Answer:
+def _gpu(e: Installation) -> Results:
     if e.version_of("torch") is None:
         return
     if "torch.cuda" in e.failures:
@@ -165,7 +163,7 @@ def _gpu(e: Environment) -> Answer:
         )
 
 
-def _triton(e: Environment) -> Answer:
+def _triton(e: Installation) -> Results:
     status: Status = "note" if e.gpu.name is None else "problem"
     if "triton" in e.failures:
         yield status, e.failures["triton"], "pip install --force-reinstall triton"
@@ -177,7 +175,7 @@ def _triton(e: Environment) -> Answer:
         yield "good", "triton is not installed; it is needed on a GPU only", ""
 
 
-def _libraries(e: Environment) -> Answer:
+def _libraries(e: Installation) -> Results:
     """Bindings of cuBLASLt and cuDNN."""
     if e.gpu.name is None:
         return
@@ -187,11 +185,11 @@ def _libraries(e: Environment) -> Answer:
     ):
         version = e.version_of(name)
         if version is None:
-            yield "note", f"{name} is not installed, which brings {brings}", extras.command("cuda")
+            yield "note", f"{name} is not installed, which brings {brings}", optional.install_command("cuda")
         elif module in e.failures:
-            yield "problem", e.failures[module], extras.command("cuda")
+            yield "problem", e.failures[module], optional.install_command("cuda")
         elif name == "nvidia-cudnn-frontend" and Version(version).release[:2] != (1, 23):
-            yield "problem", f"{name} {version} is not 1.23", extras.command("cuda")
+            yield "problem", f"{name} {version} is not 1.23", optional.install_command("cuda")
         else:
             yield "good", f"{name} {version}", ""
     if e.gpu.cudnn < (9, 13, 1):
@@ -201,7 +199,7 @@ def _libraries(e: Environment) -> Answer:
         yield "good", f"cuDNN {_dotted(e.gpu.cudnn)}", ""
 
 
-def _flash(e: Environment) -> Answer:
+def _flash(e: Installation) -> Results:
     broken = [module for module in FLASH if module in e.failures]
     for module in broken:
         yield "problem", e.failures[module], f"pip uninstall {FLASH[module]}, or build it for this torch"
@@ -211,27 +209,27 @@ def _flash(e: Environment) -> Answer:
         yield "good", f"FlashAttention: {', '.join(there) or 'not installed, not needed'}", ""
 
 
-def _command(e: Environment) -> Answer:
+def _command(e: Installation) -> Results:
     """Which commands run: `te train` with either framework, the others with torch."""
     has_torch, has_jax = (e.version_of(name) is not None for name in ("torch", "jax"))
     missing = [name for name in ("typer", "rich", "matplotlib") if e.version_of(name) is None]
     if missing:
         words = f"{', '.join(missing)} not installed: no command but te doctor runs"
         # Who has JAX alone is not told to install torch's gigabytes.
-        yield "note", words, extras.command("cli-jax" if has_jax and not has_torch else "cli")
+        yield "note", words, optional.install_command("cli-jax" if has_jax and not has_torch else "cli")
         return
     if has_torch:
         yield "good", "all commands run", ""
     else:
         words = "torch not installed: no command but te train --framework jax and te doctor runs"
-        yield "note", words, extras.command("cli")
+        yield "note", words, optional.install_command("cli")
     lacking = [name for name in ("optax", "orbax-checkpoint") if e.version_of(name) is None]
     if has_jax and lacking:
         words = f"{', '.join(lacking)} not installed, which te train --framework jax needs"
-        yield "note", words, extras.command("cli-jax")
+        yield "note", words, optional.install_command("cli-jax")
 
 
-def _clients(e: Environment) -> Answer:
+def _clients(e: Installation) -> Results:
     for name, found, row in clients.installed(e):
         pin, label = clients.pins(found), f"{name} {found.version}"
         if pin and not clients.takes(pin, e.version):
@@ -243,14 +241,14 @@ def _clients(e: Environment) -> Answer:
             yield "good", f"{label} finds it by {row.by if row is not None else 'its requirement'}", ""
 
 
-def _variables(e: Environment) -> Answer:
+def _variables(e: Installation) -> Results:
     if e.variables is None:
         yield "good", "environment variables have values that they can have", ""
     else:
         yield "problem", e.variables, "docs/environment.md has the table"
 
 
-def _cache(e: Environment) -> Answer:
+def _cache(e: Installation) -> Results:
     if e.cache is None:
         yield "good", "the cache folder can be written", ""
     else:
@@ -262,7 +260,7 @@ CHECKS = (
     Check("python", _python),
     Check("package", _package),
     Check("original", _original),
-    Check("torch", _torch),
+    Check("torch", lambda e: _framework(e, frameworks.PYTORCH)),
     Check("gpu", _gpu),
     Check("triton", _triton),
     Check("libraries", _libraries),
@@ -273,3 +271,39 @@ CHECKS = (
     Check("variables", _variables),
     Check("cache", _cache),
 )
+
+
+SIGNS = {"good": "ok  ", "note": "note", "problem": "FAIL"}
+
+
+def run(as_json: bool) -> int:
+    """Print the findings as lines or as JSON and return the exit code."""
+    findings = examine(gather())
+    print(as_text(findings) if not as_json else json.dumps(as_dict(findings), indent=2))
+    return 0 if healthy(findings) else 1
+
+
+def as_text(findings: list[Finding]) -> str:
+    """One line a finding, its remedy below, and the sum."""
+    lines = []
+    for finding in findings:
+        lines.append(f"{SIGNS[finding.status]}  {finding.check:<16}{finding.said}")
+        if finding.remedy:
+            lines.append(f"      {'':<16}-> {finding.remedy}")
+    problems = sum(finding.status == "problem" for finding in findings)
+    lines.append("nothing stands in the way" if not problems else f"{problems} problem(s), marked FAIL")
+    return "\n".join(lines)
+
+
+def as_dict(findings: list[Finding]) -> dict[str, object]:
+    """The same for programs: keys healthy and findings."""
+    return {"healthy": healthy(findings), "findings": [asdict(finding) for finding in findings]}
+
+
+def main(arguments: list[str]) -> int:
+    """`te doctor` where the libraries of the command line are missing: no option but --json."""
+    unknown = [argument for argument in arguments if argument != "--json"]
+    if unknown:
+        print(f"error: te doctor takes no {unknown[0]}; it has --json alone", file=sys.stderr)
+        return 2
+    return run("--json" in arguments)

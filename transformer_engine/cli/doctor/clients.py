@@ -1,4 +1,4 @@
-"""Programs that look for the engine: which are installed, how each looks, and will it find this package?"""
+"""Client libraries of the engine: which are installed, how each detects it, and whether it detects this package."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from .environment import Distribution, Environment
+from .environment import Distribution, Installation
 
 PACKAGE = "transformer-engine"
 
 
 @dataclass(frozen=True)
 class Client:
-    """A distribution that looks for the engine without requiring it; `by` is what it asks."""
+    """A distribution that detects the engine without requiring it; `by` is how it does."""
 
     name: str
     by: str
@@ -48,7 +48,7 @@ def pins(found: Distribution) -> str | None:
     for line in found.requires:
         try:
             need = Requirement(line)
-        except InvalidRequirement:  # old packages write what is no requirement by the standard
+        except InvalidRequirement:  # old packages have requirements that do not follow the standard
             continue
         if canonicalize_name(need.name) == PACKAGE:
             return str(need.specifier)
@@ -56,11 +56,11 @@ def pins(found: Distribution) -> str | None:
 
 
 def takes(specifier: str, version: str) -> bool:
-    """Is this version one of those that a client asks for?"""
+    """Return whether a client's specifier contains this version."""
     return Requirement(f"{PACKAGE}{specifier}").specifier.contains(Version(version), prereleases=True)
 
 
-def installed(environment: Environment) -> list[tuple[str, Distribution, Client | None]]:
+def installed(environment: Installation) -> list[tuple[str, Distribution, Client | None]]:
     """(name, distribution, row of CLIENTS) of everything that looks for the engine or requires it."""
     rows = {client.name: client for client in CLIENTS}
     return [

@@ -1,6 +1,6 @@
-"""What an installation consists of, as data: `gather()` looks once, the checks read the record.
+"""The facts of an installation as data: `gather()` reads them once for all checks.
 
-Nothing here needs a framework: a package that is missing or broken is a fact like any other.
+This module needs no framework: a missing or damaged package is a fact like any other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...common import env, optional
 
 T = TypeVar("T")
 
-# Modules whose import is tried where they are installed.
+# Modules that are imported if they are installed.
 TRIED = (
     "torch",
     "triton",
@@ -37,7 +37,7 @@ TRIED = (
     "transformer_engine.pytorch",
     "transformer_engine.jax",
 )
-# Tried where its distribution is installed: FlashAttention 4 is a folder of a package that others fill, too.
+# Imported if its distribution is installed: FlashAttention 4 shares its package with others.
 FLASH4 = ("flash_attn.cute.interface", "flash-attn-4")
 _FRAMEWORK_OF = {"transformer_engine.pytorch": ("torch",), "transformer_engine.jax": ("jax", "flax")}
 _VERSION = re.compile(r"""__version__\s*=\s*["']([^"']+)""")
@@ -54,7 +54,7 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Gpu:
-    """What torch says of CUDA; `name` is None where it finds no device."""
+    """CUDA as torch reports it; `name` is None without a device."""
 
     build: tuple[int, int] = (0, 0)
     name: str | None = None
@@ -63,17 +63,17 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Environment:
+class Installation:
     """
     python         (major, minor) of the interpreter
     version        of the code that runs, and `folder`, where it lies
     distributions  by normalized name; several where the metadata of several versions is there
     copies         folder and version of other packages called transformer_engine on the path
-    extension      the file that `import transformer_engine_torch` would load, None where there is none
-    failures       module: why its import fails, of those that are installed; torch.cuda, jax.devices: why they raise
+    extension      the file that `import transformer_engine_torch` would load, or None
+    failures       why the import of an installed module fails, and why torch.cuda and jax.devices raise
     driver         version of NVIDIA's driver, None without one
     jax_devices    platforms of JAX's devices
-    variables      what is wrong with an environment variable, None if nothing is
+    variables      error of an environment variable, or None
     cache          why the folder of the cache cannot be written, None if it can
     """
 
@@ -96,19 +96,30 @@ class Environment:
         return found[0].version if found else None
 
 
-def gather() -> Environment:
+def gather() -> Installation:
     """The environment of this process."""
     folder = Path(__file__).resolve().parents[2]
     distributions = _distributions()
-    failures = _failures(distributions)
-    gpu = _asked("transformer_engine.pytorch", "torch.cuda", _gpu, failures)
-    jax_devices = _asked("transformer_engine.jax", "jax.devices", _jax_devices, failures)
-    return Environment(
+    tried = [module for module in TRIED if _is_installed(module)]
+    if FLASH4[1] in distributions:
+        tried.append(FLASH4[0])
+    failures: dict[str, str] = {}
+    for module in tried:
+        try:
+            reason = optional.failure(module)
+        except Exception as error:  # a damaged package may raise anything
+            reason = optional.failed_import(module, error)
+        if reason is not None:
+            failures[module] = reason
+    extension = importlib.util.find_spec("transformer_engine_torch")
+    gpu = _query("transformer_engine.pytorch", "torch.cuda", _gpu, failures)
+    jax_devices = _query("transformer_engine.jax", "jax.devices", _jax_devices, failures)
+    return Installation(
         python=sys.version_info[:2],
         folder=str(folder),
         distributions=distributions,
         copies=_copies(folder),
-        extension=_extension(),
+        extension=None if extension is None else extension.origin,
         failures=failures,
         driver=_driver(),
         gpu=gpu or Gpu(),
@@ -122,7 +133,7 @@ def _distributions() -> dict[str, tuple[Distribution, ...]]:
     found: dict[str, list[Distribution]] = {}
     for each in metadata.distributions():
         name = each.metadata["Name"]
-        if name is None:  # what is left of a package that was half removed
+        if name is None:  # the remainder of a partly removed package
             continue
         made = Distribution(each.version, str(each.locate_file("")), tuple(each.requires or ()))
         same = found.setdefault(canonicalize_name(name), [])
@@ -134,38 +145,17 @@ def _distributions() -> dict[str, tuple[Distribution, ...]]:
 def _copies(folder: Path) -> tuple[tuple[str, str], ...]:
     places = (Path(entry or ".").resolve() / "transformer_engine" for entry in sys.path)
     others = {place for place in places if (place / "__init__.py").is_file()} - {folder}
-    return tuple((str(place), _written_version(place)) for place in sorted(others))
+    copies = []
+    for place in sorted(others):
+        file = place / "_version.py"
+        written = _VERSION.search(file.read_text()) if file.is_file() else None
+        copies.append((str(place), written.group(1) if written else "another package"))
+    return tuple(copies)
 
 
-def _written_version(folder: Path) -> str:
-    file = folder / "_version.py"
-    said = _VERSION.search(file.read_text()) if file.is_file() else None
-    return said.group(1) if said else "another package"
-
-
-def _extension() -> str | None:
-    spec = importlib.util.find_spec("transformer_engine_torch")
-    return None if spec is None else spec.origin
-
-
-def _failures(distributions: Mapping[str, tuple[Distribution, ...]]) -> dict[str, str]:
-    tried = [module for module in TRIED if _there(module)]
-    if FLASH4[1] in distributions:
-        tried.append(FLASH4[0])
-    return {module: said for module in tried if (said := _failure(module)) is not None}
-
-
-def _failure(module: str) -> str | None:
-    """Why the import of a module fails, with whatever a damaged package raises."""
-    try:
-        return optional.failure(module)
-    except Exception as error:
-        return optional.described(module, error)
-
-
-def _asked(ours: str, name: str, ask: Callable[[], T], failures: dict[str, str]) -> T | None:
-    """What a library says of its devices; None without our side of it, and where it raises, with a failure."""
-    if not _usable(ours, failures):
+def _query(ours: str, name: str, ask: Callable[[], T], failures: dict[str, str]) -> T | None:
+    """Query the devices of a library; None if it is unusable, or raises, which is recorded as a failure."""
+    if not _is_installed(ours) or ours in failures:
         return None
     try:
         return ask()
@@ -174,12 +164,8 @@ def _asked(ours: str, name: str, ask: Callable[[], T], failures: dict[str, str])
         return None
 
 
-def _there(module: str) -> bool:
+def _is_installed(module: str) -> bool:
     return all(optional.installed(name) for name in _FRAMEWORK_OF.get(module, (module,)))
-
-
-def _usable(module: str, failures: Mapping[str, str]) -> bool:
-    return _there(module) and module not in failures
 
 
 def _gpu() -> Gpu:

@@ -11,7 +11,7 @@ from .block_cast import Blocks
 from .cast import OneScale
 from .column_sums import sum_strips
 from .launch import Launch
-from .program import Program, Step, step
+from .program import Program, ProgramStep, step
 
 _MADE = ("codes", "codes_t", "scale", "values")
 _BLOCKS = ("codes", "scale", "codes_t", "scale_t")
@@ -91,7 +91,7 @@ def backward_blocks(
 
 def _coded(
     launch: Launch, given: tuple[str, ...], shape: tuple[int, int], how: OneScale, rest: tuple[str, ...]
-) -> tuple[Step, ...]:
+) -> tuple[ProgramStep, ...]:
     """The kernel, and the cast of what it stores where a scale is to be made of the maximum that it finds."""
     if how.records:
         return (step(launch, given, (*_MADE, *rest)),)
@@ -101,7 +101,7 @@ def _coded(
 
 def _with_sums(
     given: tuple[str, ...],
-    steps: tuple[Step, ...],
+    steps: tuple[ProgramStep, ...],
     results: tuple[str | None, ...],
     launch: Launch,
     sums: str | None,

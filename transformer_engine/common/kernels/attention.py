@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..formats import ceil_div
-from .attention_problem import Problem, forward_tile
+from .attention_problem import AttentionProblem, forward_tile
 from .launch import Launch, Output
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -347,7 +347,9 @@ def attend(
         store_rows(target, first_row, out_token, stored, rest * inverse[:, None], ROWS, V_MAIN, V_REST, V)
 
 
-def forward(problem: Problem, max_logit: bool, keeps_lse: bool = True, packed: bool = False) -> Launch:
+def forward(
+    problem: AttentionProblem, max_logit: bool, keeps_lse: bool = True, packed: bool = False
+) -> Launch:
     """(q, k, v, lengths_q, lengths_kv, starts_q, starts_kv, masked_q, masked_kv, masked, bias, slopes, sink, rng,
     pages) -> out, lse if it is to be kept, tops float32 [b, h, tiles of the longest] when max_logit.
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .attention import LN_2, LOG2_E, at, extent, load_rows, logits, owned, store_rows, survives, visible_keys
-from .attention_problem import Problem, keys_tile, queries_tile
+from .attention_problem import AttentionProblem, keys_tile, queries_tile
 from .launch import Launch, Output
 
 
@@ -332,7 +332,7 @@ def grad_queries(
 
 
 def keys(
-    problem: Problem,
+    problem: AttentionProblem,
     dk: tuple[int, int, int, int],
     dv: tuple[int, int, int, int],
     parts: int,
@@ -353,7 +353,7 @@ def keys(
     return Launch(grad_keys, grid, (gradient, gradient), scalars, constants, warps)
 
 
-def queries(problem: Problem, dq: tuple[int, int, int], packed: bool = False) -> Launch:
+def queries(problem: AttentionProblem, dq: tuple[int, int, int], packed: bool = False) -> Launch:
     """(q, .., delta) -> dq, strides (batch, token, head); packed: tokens of no sequence are not visited."""
     block_rows, block_keys, warps, stages = queries_tile(problem)
     scalars = (*problem.scalars, *problem.out, *dq)

@@ -12,7 +12,7 @@ import triton.language as tl
 from ..formats import ceil_div
 from .attention import LN_2, LOG2_E, at, extent, load_rows
 from .attention_backward import grad_logits, statistics
-from .attention_problem import Problem, bias_tile
+from .attention_problem import AttentionProblem, bias_tile
 from .launch import Launch, Output
 
 
@@ -101,7 +101,7 @@ def grad_added(
     tl.store(pointers, total.to(dbias.dtype.element_ty), mask=inside)
 
 
-def added(problem: Problem, shape: tuple[int, ...]) -> tuple[Launch, tuple[int, ...]]:
+def added(problem: AttentionProblem, shape: tuple[int, ...]) -> tuple[Launch, tuple[int, ...]]:
     """((q, .., delta) -> dbias, dbias's shape); float32, to be summed, where that is larger than the bias's shape."""
     block_rows, block_keys, warps = bias_tile(problem)
     down, across = ceil_div(problem.seqlen_q, block_rows), ceil_div(problem.seqlen_kv, block_keys)

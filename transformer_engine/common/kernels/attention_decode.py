@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from ..formats import ceil_div
 from .attention import LOG2_E, at, extent, take_keys
-from .attention_problem import Problem, decode_tile
+from .attention_problem import AttentionProblem, decode_tile
 from .launch import Launch, Output
 
 
@@ -168,7 +168,7 @@ def merge(
     tl.store(target + column, output.to(out.dtype.element_ty), mask=stored)
 
 
-def stretches(problem: Problem, processors: int, splits: int = 0) -> tuple[Launch, int]:
+def stretches(problem: AttentionProblem, processors: int, splits: int = 0) -> tuple[Launch, int]:
     """((q, k, v, lengths_q, lengths_kv, starts_q, starts_kv, slopes, pages) -> partial, level, splits).
 
     splits   0: enough to fill the processors; partial is float32 [b, g, splits, rows, size_v]
@@ -194,7 +194,7 @@ def stretches(problem: Problem, processors: int, splits: int = 0) -> tuple[Launc
     return Launch(attend_stretch, grid, outputs, scalars, constants, warps), splits
 
 
-def merging(problem: Problem, splits: int, follows: bool, packed: bool = False) -> Launch:
+def merging(problem: AttentionProblem, splits: int, follows: bool, packed: bool = False) -> Launch:
     """(partial, level, sink | None, lengths_q, starts_q) -> out; packed: tokens of no sequence are not visited."""
     block = triton.next_power_of_2(problem.size_v)
     group = problem.heads // problem.groups
@@ -205,7 +205,7 @@ def merging(problem: Problem, splits: int, follows: bool, packed: bool = False) 
     return Launch(merge, grid, outputs, scalars, constants, warps=4, dependent=follows)
 
 
-def split_count(problem: Problem, blocks: int, keys: int, processors: int) -> int:
+def split_count(problem: AttentionProblem, blocks: int, keys: int, processors: int) -> int:
     """Stretches a sequence: two programs a processor, or 4096 keys a program if that is more of them."""
     # One sequence of 65536, H200: 16 or 33 of them 3.3 to 3.4 TB/s, 66 of them 2.9.
     filling = 2 * processors // (problem.batch * problem.groups * blocks)

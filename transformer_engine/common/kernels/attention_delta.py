@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..formats import ceil_div
 from .attention import LOG2_E, at, extent, load_rows, owned
-from .attention_problem import Problem
+from .attention_problem import AttentionProblem
 from .launch import Launch, Output
 
 
@@ -51,7 +51,7 @@ def row_products(
         tl.store(grad_sink + partial, -tl.sum(share * product, 0))
 
 
-def delta(problem: Problem, out: tuple[int, int, int], has_sink: bool = False) -> Launch:
+def delta(problem: AttentionProblem, out: tuple[int, int, int], has_sink: bool = False) -> Launch:
     """(out, grad_out, lse, sink | None, lengths_q, starts_q, masked_q) -> delta, grad_sink [b, h, tiles of the longest]
     | None; problem.out has grad_out's strides, out those of the output."""
     block = max(16, triton.next_power_of_2(problem.size_v))

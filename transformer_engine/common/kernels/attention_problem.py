@@ -9,7 +9,7 @@ from ..formats import ceil_div
 
 
 @dataclass(frozen=True)
-class Problem:
+class AttentionProblem:
     """One attention as numbers; strides are (batch, token, head), or those of a broadcast [b, h, i, j].
 
     window       (left, right), -1: unlimited
@@ -124,7 +124,7 @@ def halves(size: int) -> tuple[int, int]:
     return (2 * main, 0) if rest >= main else (main, rest)
 
 
-def forward_tile(problem: Problem) -> tuple[int, int, int, int]:
+def forward_tile(problem: AttentionProblem) -> tuple[int, int, int, int]:
     """(rows, keys, warps, stages) of the forward. TFLOP/s are an H200's, causal, bfloat16."""
     qk, v = problem.widths
     if problem.bytes == 4:
@@ -149,7 +149,7 @@ def forward_tile(problem: Problem) -> tuple[int, int, int, int]:
     return candidates[-1]
 
 
-def keys_tile(problem: Problem) -> tuple[int, int, int, int]:
+def keys_tile(problem: AttentionProblem) -> tuple[int, int, int, int]:
     """(rows, keys, warps, stages) of the gradients of keys and values."""
     width = sum(problem.widths)
     if width <= 128:
@@ -161,7 +161,7 @@ def keys_tile(problem: Problem) -> tuple[int, int, int, int]:
     return _fitting(problem, candidates)
 
 
-def queries_tile(problem: Problem) -> tuple[int, int, int, int]:
+def queries_tile(problem: AttentionProblem) -> tuple[int, int, int, int]:
     """(rows, keys, warps, stages) of the gradients of queries."""
     width = sum(problem.widths)
     if width <= 256:
@@ -171,7 +171,7 @@ def queries_tile(problem: Problem) -> tuple[int, int, int, int]:
     return _fitting(problem, candidates)
 
 
-def bias_tile(problem: Problem) -> tuple[int, int, int]:
+def bias_tile(problem: AttentionProblem) -> tuple[int, int, int]:
     """(rows, keys, warps) of the gradient of the bias."""
     width = sum(problem.widths)
     if problem.bytes == 4:
@@ -179,7 +179,7 @@ def bias_tile(problem: Problem) -> tuple[int, int, int]:
     return (64, 64, 4) if width <= 256 else (32, 32, 4)
 
 
-def decode_tile(problem: Problem, rows: int) -> tuple[int, int, int, int]:
+def decode_tile(problem: AttentionProblem, rows: int) -> tuple[int, int, int, int]:
     """(rows, keys, warps, stages): what is in flight matters, not the size of a product."""
     width = sum(problem.widths)
     block_rows = min(64, max(16, 1 << (rows - 1).bit_length()))
@@ -205,7 +205,7 @@ def decode_tile(problem: Problem, rows: int) -> tuple[int, int, int, int]:
 
 
 def _fitting(
-    problem: Problem, candidates: tuple[tuple[int, int, int, int], ...]
+    problem: AttentionProblem, candidates: tuple[tuple[int, int, int, int], ...]
 ) -> tuple[int, int, int, int]:
     """The first tile whose fixed operands, stages and tiles of logits fit the shared memory; float32 has its own."""
     if problem.bytes == 4:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from .attention_decode import merging, stretches
-from .attention_problem import Problem
+from .attention_problem import AttentionProblem
 from .launch import Launch
-from .program import Program, Step, step
+from .program import Program, ProgramStep, step
 
 _TENSORS = ("q", "k", "v")
 _BOUNDS = ("lengths_q", "lengths_kv", "starts_q", "starts_kv")
 SOURCES = (*_TENSORS, *_BOUNDS, "masked_q", "masked_kv", "masked", "bias", "slopes")
 
 
-def decoding(problem: Problem, processors: int, splits: int, follows: bool, packed: bool) -> Program:
+def decoding(problem: AttentionProblem, processors: int, splits: int, follows: bool, packed: bool) -> Program:
     """(q, k, v, the four bounds, slopes, pages, sink, and out, which the caller makes).
 
     splits    stretches a sequence, 0: enough to fill the processors
@@ -23,8 +23,8 @@ def decoding(problem: Problem, processors: int, splits: int, follows: bool, pack
     first, count = stretches(problem, processors, splits)
     last = merging(problem, count, follows, packed)
     steps = (
-        Step(first, given[:9], ("partial", "level")),
-        Step(last, ("partial", "level", "sink", "lengths_q", "starts_q"), ("out",)),
+        ProgramStep(first, given[:9], ("partial", "level")),
+        ProgramStep(last, ("partial", "level", "sink", "lengths_q", "starts_q"), ("out",)),
     )
     return Program(given, steps, (), ("out",))
 
@@ -37,10 +37,10 @@ def gradients(delta: Launch, queries: Launch, keys: Launch, bias: Launch | None)
     rows = ("out", "dout", "lse", "sink", "lengths_q", "starts_q", "masked_q")
     steps = [
         step(delta, rows, ("delta", "dsink")),
-        Step(queries, context, ("dq",)),
-        Step(keys, context, ("dk", "dv")),
+        ProgramStep(queries, context, ("dq",)),
+        ProgramStep(keys, context, ("dk", "dv")),
     ]
     if bias is not None:
-        steps.append(Step(bias, context, ("dbias",)))
+        steps.append(ProgramStep(bias, context, ("dbias",)))
     into = tuple(name for one in steps for name in one.outputs if name is not None)
     return Program(given, tuple(steps), (), into)

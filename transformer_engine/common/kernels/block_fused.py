@@ -166,7 +166,7 @@ class Machine(NamedTuple):
     bytes_read: int
 
 
-class Plan(NamedTuple):
+class FusedPlan(NamedTuple):
     """How a kernel is started.
 
     resident   programs a multiprocessor that share the tiles out; 0: a program for every tile
@@ -188,7 +188,7 @@ def forward(
     constants: tuple[float, float, float],
     blocks: Blocks,
     machine: Machine,
-    plan: Plan | None = None,
+    plan: FusedPlan | None = None,
 ) -> Launch:
     """Inputs: x [M, width] or [M, 2 * width]; outputs: codes, scale, codes_t, scale_t of f(x) [M, width]."""
     plan = plan or _plan(name, blocks)
@@ -207,7 +207,7 @@ def backward(
     blocks: Blocks,
     sums_columns: bool,
     machine: Machine,
-    plan: Plan | None = None,
+    plan: FusedPlan | None = None,
 ) -> Launch:
     """Inputs: dy [M, width] and x, of these strides; outputs: codes, scale, codes_t, scale_t of dx [M, N], and
     float32 sums [tiles of rows, N] of its columns, if asked for.
@@ -240,7 +240,7 @@ def _outputs(shape: tuple[int, int], blocks: Blocks) -> tuple[Output | None, ...
 
 
 def _tiling(
-    shape: tuple[int, int], blocks: Blocks, machine: Machine, plan: Plan
+    shape: tuple[int, int], blocks: Blocks, machine: Machine, plan: FusedPlan
 ) -> tuple[tuple[int, int, int, bool, bool], tuple[int, int, int]]:
     """(rows of a tile, band, stages, even number of rows?, whole tiles?) and the grid."""
     rows, width = shape
@@ -259,14 +259,14 @@ def _tiling(
 # 0.330 (of 128 registers, fewer than a tile needs), a program a tile 0.395 and 0.340, two programs of 4 warps 0.428 and
 # 0.263; separate steps 0.301 and 0.255. dx with its column sums: 0.676 and 0.367, with 16 warps 0.960 and 0.510, with
 # 4 warps 1.253 and 0.620; separate steps 0.696 and 0.392.
-_BOTH = Plan(8, 1, 3)
+_BOTH = FusedPlan(8, 1, 3)
 # dy itself with its column sums: 0.160, with 8 warps 0.237, with two stages 0.190; separate steps 0.225.
-_IDENTITY = Plan(4, 2, 3)
+_IDENTITY = FusedPlan(4, 2, 3)
 # Tiles of 32 rows, several programs a processor. f(x) of SwiGLU and GELU: 0.190 and 0.168; separate steps 0.252, 0.204.
-_ROWS = Plan(8, 0, 1)
+_ROWS = FusedPlan(8, 0, 1)
 
 
-def _plan(name: str, blocks: Blocks) -> Plan:
+def _plan(name: str, blocks: Blocks) -> FusedPlan:
     if not (blocks.columnwise or blocks.square):
         return _ROWS
     return _IDENTITY if name == "identity" else _BOTH

@@ -12,10 +12,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..formats import FLOAT32_MAX, Element, ceil_div
 from . import tile
 from .launch import Launch, Output, codes_dtype
-from .program import Program, Step, step
-from .rounding import given_multiplier, magnitude_bits, scale_from_amax
+from .program import Program, ProgramStep, step
+from .rounding import as_float, given_multiplier, magnitude_bits, scale_from_amax
 
 VALUE_FOR_INF = tl.constexpr(FLOAT32_MAX)
+_ROWS, _COLUMNS = 8, 256  # the tile of `row_maximum_kernel`
 
 
 class OneScale(NamedTuple):
@@ -42,7 +43,7 @@ class OneScale(NamedTuple):
         both = ("codes_t", "scale") if self.columnwise else (None, None)
         return ("codes", "scale", *both, "record" if self.records else "amax")
 
-    def after(self, values: str, shape: tuple[int, int]) -> Step:
+    def after(self, values: str, shape: tuple[int, int]) -> ProgramStep:
         """The cast of values [M, K], which lie in memory, by the maximum that has been found."""
         launch = cast(
             shape, self.element, True, self.columnwise, power_of_two=self.power_of_two, epsilon=self.epsilon
@@ -187,6 +188,19 @@ def cast_transpose_kernel(
         _record(amax, tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd))))
 
 
+@triton.jit
+def row_maximum_kernel(x, amax, M, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """amax [M] = max|x| of every row of x [M, K], NaN for a row with a NaN."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    bits = tl.zeros((ROWS, COLUMNS), tl.int32)
+    for start in range(0, K, COLUMNS):
+        inside = (row < M)[:, None] & (start + column < K)[None, :]
+        values = tl.load(x + (row[:, None] * K + (start + column)[None, :]), mask=inside, other=0.0)
+        bits = tl.maximum(bits, magnitude_bits(values))
+    tl.store(amax + row, as_float(tl.max(bits, 1)), mask=row < M)
+
+
 @functools.lru_cache(maxsize=4096)
 def absolute_maximum(size: int, *, overlaps: bool = False) -> Launch:
     """Inputs: x, any shape of size elements, contiguous; outputs: amax float32 [1].
@@ -203,6 +217,15 @@ def absolute_maximum(size: int, *, overlaps: bool = False) -> Launch:
         constants=(block, size % block == 0, overlaps),
         warps=warps,
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def row_maxima(shape: tuple[int, int]) -> Launch:
+    """Inputs: x [M, K] contiguous; outputs: amax float32 [M]."""
+    rows, _ = shape
+    grid = (ceil_div(rows, _ROWS), 1, 1)
+    outputs = (Output((rows,), "float32"),)
+    return Launch(row_maximum_kernel, grid, outputs, shape, (_ROWS, _COLUMNS), warps=4)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -285,7 +308,7 @@ def one_scale(
     if amax == SCALES:
         given = ("x",)
         steps = (
-            Step(absolute_maximum(shape[0] * shape[1], overlaps=overlaps), given, ("amax",)),
+            ProgramStep(absolute_maximum(shape[0] * shape[1], overlaps=overlaps), given, ("amax",)),
             step(cast(*plain, follows=overlaps, **scaling), ("x", None, "amax"), names),
         )
     elif amax == MEASURED:

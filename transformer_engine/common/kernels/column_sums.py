@@ -12,7 +12,7 @@ from ..formats import ceil_div
 from .activation_cast import store_column_sums
 from .launch import Launch, Output
 from .norm import maximum_before, record_maximum, sum_partials
-from .program import Program, Step, step
+from .program import Program, ProgramStep, step
 from .rounding import magnitude_bits
 
 
@@ -104,11 +104,11 @@ def sums_and_cast(shape: tuple[int, int], dtype: str, cast: Launch) -> Program:
     return Program(("x",), steps, (codes, rows, codes_t, columns, "amax", "sums"))
 
 
-def sum_strips(partials: Output | None, dtype: str) -> Step:
+def sum_strips(partials: Output | None, dtype: str) -> ProgramStep:
     """The sums [N] of a kernel's float32 partial sums [strips, N]."""
     assert partials is not None and partials.shape is not None
     strips, columns = partials.shape
-    return Step(sum_columns((strips, columns), dtype), ("partials",), ("sums", None))
+    return ProgramStep(sum_columns((strips, columns), dtype), ("partials",), ("sums", None))
 
 
 def sum_columns(partials: tuple[int, int], dtype: str) -> Launch:

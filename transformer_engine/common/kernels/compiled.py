@@ -106,13 +106,16 @@ def _compile(wanted: Wanted) -> Compiled:
         for name, dtype in zip(pointers, wanted.dtypes, strict=True)
         if dtype is not None
     }
-    kinds |= {name: _number_kind(value) for name, value in zip(numbers, wanted.scalars, strict=True)}
-    signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
     values = dict(zip(numbers, wanted.scalars, strict=True))
+    for name, value in values.items():
+        integer = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+        kinds[name] = "fp32" if isinstance(value, float) else integer
+    signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
+    multiples = {name for name, value in values.items() if isinstance(value, int) and value % _ALIGNMENT == 0}
     aligned = {
         (place,): [["tt.divisibility", _ALIGNMENT]]
         for place, name in enumerate(names)
-        if name not in constants and _is_aligned(values.get(name, 0))
+        if name not in constants and (name not in values or name in multiples)
     }
     made = triton.compile(
         _source(wanted.kernel)(wanted.kernel, signature, constants, aligned),
@@ -143,14 +146,3 @@ def _source(kernel: Any) -> Any:
 
 
 _COMPILED: Memory[Wanted, Compiled] = Memory(_compile, 4096)
-
-
-def _number_kind(value: int | float) -> str:
-    if isinstance(value, float):
-        return "fp32"
-    return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
-
-
-def _is_aligned(value: int | float) -> bool:
-    """Is a pointer (0 here), or a whole number, a multiple of 16?"""
-    return isinstance(value, int) and value % _ALIGNMENT == 0

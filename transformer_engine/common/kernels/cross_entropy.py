@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from ..formats import ceil_div
-from ..labels import Labels
+from ..operation_settings import Labels
 from .launch import Launch, Output
 
 _BLOCK = 8192  # columns a program holds at once: 16 KiB of bfloat16

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..formats import FLOAT32_MAX, ceil_div
-from .launch import NUMBER, WRITTEN, Launch, Output, Table
+from .launch import NUMBER, WRITTEN, AddressTable, Launch, Output
 from .rounding import given_multiplier
 
 _LARGEST = tl.constexpr(FLOAT32_MAX)
@@ -92,7 +92,7 @@ def advance(
             block,
         ),
         warps=8 if length * block > 1024 else 1,
-        tables=(Table(0, (WRITTEN, WRITTEN, NUMBER)),),
+        tables=(AddressTable(0, (WRITTEN, WRITTEN, NUMBER)),),
     )
 
 

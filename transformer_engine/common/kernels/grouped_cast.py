@@ -18,8 +18,8 @@ from . import tile
 from .cast import _record
 from .grouped_gemm import SCALE_SLOT, SLOT, base_of
 from .grouped_layout import TILE_ROWS, group_of_tile, group_or_none, row_behind, rows_of_group, tiles_at_most
-from .launch import READ, Launch, Output, Table, codes_dtype
-from .program import Program, Step, step
+from .launch import READ, AddressTable, Launch, Output, codes_dtype
+from .program import Program, ProgramStep, step
 from .rounding import given_multiplier, magnitude_bits, scale_from_amax
 
 WIDTH = tl.constexpr(TILE_ROWS)
@@ -341,16 +341,16 @@ def by_tensor(
     else:
         launch = cast(*plain, 0, 0, *rest, records=False)
         steps = (
-            Step(maximum(shape, groups, by_rows), given, ("amax",)),
+            ProgramStep(maximum(shape, groups, by_rows), given, ("amax",)),
             step(launch, (*given, None, "amax"), into),
         )
     made = tuple(name for name in into if name in steps[-1].outputs)
     return Program(given, steps, (), made)
 
 
-def tables_of(by_rows: bool) -> tuple[Table, ...]:
+def tables_of(by_rows: bool) -> tuple[AddressTable, ...]:
     """Matrices are found by their addresses."""
-    return () if by_rows else (Table(1, (READ,)),)
+    return () if by_rows else (AddressTable(1, (READ,)),)
 
 
 def codes_of(

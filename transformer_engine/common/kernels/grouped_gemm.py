@@ -17,7 +17,7 @@ import triton.language as tl
 from ..formats import ceil_div
 from . import tile
 from .grouped_layout import ROWS, group_of_tile, group_or_none, row_behind, rows_of_group, tiles_at_most
-from .launch import READ, WRITTEN, Launch, Output, Table
+from .launch import READ, WRITTEN, AddressTable, Launch, Output
 
 SCALE_SLOT = 4  # floats from one group's scale to the next: cuBLASLt takes scales at multiples of 16 bytes
 SLOT = tl.constexpr(SCALE_SLOT)
@@ -261,7 +261,7 @@ def product_of_rows(
             clears,
         ),
         warps,
-        tables=(Table(2, (READ,)),) if by_address else (),
+        tables=(AddressTable(2, (READ,)),) if by_address else (),
     )
 
 
@@ -302,7 +302,7 @@ def product_of_columns(
         ),
         warps,
         in_place=(6,) if accumulates and not by_address else (),
-        tables=(Table(5, (WRITTEN,)),) if by_address else (),
+        tables=(AddressTable(5, (WRITTEN,)),) if by_address else (),
     )
 
 

@@ -69,7 +69,7 @@ class Output:
     begins: float | None = None
 
 
-class Table(NamedTuple):
+class AddressTable(NamedTuple):
     """An input of addresses, int64 [entries] or [entries, columns], whose tensors the caller keeps alive.
 
     place     which of the inputs it is
@@ -115,7 +115,7 @@ class Launch:
     dependent: bool = False
     fuses: bool = True
     in_place: tuple[int, ...] = ()
-    tables: tuple[Table, ...] = ()
+    tables: tuple[AddressTable, ...] = ()
     handles: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
     makers: dict[Any, Any] = field(default_factory=dict, repr=False)
 

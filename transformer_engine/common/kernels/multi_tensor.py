@@ -16,8 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..steps import Adam, Sgd
-from .launch import NUMBER, READ, WRITTEN, Launch, Output, Table
+from ..operation_settings import Adam, Sgd
+from .launch import NUMBER, READ, WRITTEN, AddressTable, Launch, Output
 
 CHUNK = 8192  # elements a program works on
 _BLOCK = 2048  # of them at once: with 256 threads two 16-byte accesses a thread and list of float32
@@ -257,14 +257,14 @@ def _sgd(
 
 def scale(chunks: int, kinds: tuple[str, ...], aligned: bool) -> Launch:
     """(table [chunks, 3], factor float32 [1], flag int32 [1]) -> nothing: outputs and the flag are written"""
-    tables = (Table(0, (NUMBER, READ, WRITTEN)),)
+    tables = (AddressTable(0, (NUMBER, READ, WRITTEN)),)
     constants = (*kinds, aligned, CHUNK, _BLOCK)
     return Launch(_scale, (chunks, 1, 1), (), (), constants, _WARPS, in_place=(2,), tables=tables)
 
 
 def squares(chunks: int, kind: str, aligned: bool) -> Launch:
     """(table [chunks, 2], factor float32 [1] or None) -> partials float32 [chunks]"""
-    tables = (Table(0, (NUMBER, READ)),)
+    tables = (AddressTable(0, (NUMBER, READ)),)
     outputs = (Output((chunks,), "float32"),)
     return Launch(
         _squares, (chunks, 1, 1), outputs, (), (kind, aligned, CHUNK, _BLOCK), _WARPS, tables=tables
@@ -283,7 +283,7 @@ def adam(chunks: int, kinds: tuple[str, ...], how: Adam, aligned: bool) -> Launc
     elif kinds[4] == "int16":
         kinds = (kinds[0], "int16", *kinds[2:])  # the bits of a bfloat16
     constants = (*kinds, lists + 1, how.decoupled, aligned, CHUNK, _BLOCK)
-    tables = (Table(0, (NUMBER, READ, *(WRITTEN,) * (lists - 1))),)
+    tables = (AddressTable(0, (NUMBER, READ, *(WRITTEN,) * (lists - 1))),)
     return Launch(_adam, (chunks, 1, 1), (), (), constants, _WARPS, tables=tables)
 
 
@@ -297,4 +297,4 @@ def sgd(chunks: int, kinds: tuple[str, ...], how: Sgd, aligned: bool) -> Launch:
         kinds = (*kinds, None)
     constants = (*kinds, lists + 1, how.momentum, how.nesterov, how.first, how.late, aligned, CHUNK, _BLOCK)
     columns = (NUMBER, READ, WRITTEN, WRITTEN if how.momentum else READ, *(WRITTEN,) * (lists - 3))
-    return Launch(_sgd, (chunks, 1, 1), (), (), constants, _WARPS, tables=(Table(0, columns),))
+    return Launch(_sgd, (chunks, 1, 1), (), (), constants, _WARPS, tables=(AddressTable(0, columns),))

@@ -20,7 +20,7 @@ import triton.language as tl
 from ..formats import Element, ceil_div
 from .block_cast import Blocks
 from .launch import Launch, Output, codes_dtype
-from .program import Program, Step
+from .program import Program, ProgramStep
 from .rounding import as_float, given_multiplier, magnitude_bits, scale_from_amax
 
 WIDTH = tl.constexpr(128)  # of a block
@@ -484,7 +484,7 @@ def sum_partials(
             tl.store(dbeta + column, result.to(dbeta.dtype.element_ty), mask=inside)
 
 
-class Rows(NamedTuple):
+class NormRows(NamedTuple):
     """What every forward depends on: x [rows, width] and the elements between two of its rows, the norm, the GPU."""
 
     rows: int
@@ -498,7 +498,7 @@ class Rows(NamedTuple):
 
 
 def forward(
-    x: Rows,
+    x: NormRows,
     element: Element | None = None,
     blocks: Blocks | None = None,
     *,
@@ -587,8 +587,8 @@ def backward(
         constants = (32, 128, fitting(3, 32 * 128))
         second = Launch(column_sums, grid, (workspace,), scalars[:4], constants, warps=4)
         return _summed(
-            Step(first, _GIVEN, ("dx",)),
-            Step(second, ("dy", "x", "mean", "rstdev"), ("workspace",)),
+            ProgramStep(first, _GIVEN, ("dx",)),
+            ProgramStep(second, ("dy", "x", "mean", "rstdev"), ("workspace",)),
             sums=_sum_partials(programs, width, weight_dtype, centered),
         )
     block = triton.next_power_of_2(width)
@@ -598,7 +598,7 @@ def backward(
     constants = (zero_centered, block_rows, block, fitting(stages, block_rows * block), width <= 8192)
     first = Launch(backward_rows, (programs, 1, 1), (dx, workspace), scalars, constants, warps)
     return _summed(
-        Step(first, _GIVEN, ("dx", "workspace")),
+        ProgramStep(first, _GIVEN, ("dx", "workspace")),
         sums=_sum_partials(programs, width, weight_dtype, centered),
     )
 
@@ -606,10 +606,10 @@ def backward(
 _GIVEN = ("dy", "x", "add", "gamma", "mean", "rstdev")
 
 
-def _summed(*steps: Step, sums: Launch) -> Program:
+def _summed(*steps: ProgramStep, sums: Launch) -> Program:
     """The steps, which make dx and a workspace, and the sums of the workspace."""
     gradients = ("dgamma", None if sums.outputs[1] is None else "dbeta")
-    return Program(_GIVEN, (*steps, Step(sums, ("workspace",), gradients)), ("dx", *gradients))
+    return Program(_GIVEN, (*steps, ProgramStep(sums, ("workspace",), gradients)), ("dx", *gradients))
 
 
 # Shared memory that a program's reductions need beside its pipeline; 4.1 KB were seen.

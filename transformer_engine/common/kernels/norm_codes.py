@@ -5,8 +5,8 @@ from __future__ import annotations
 from .block_cast import Blocks
 from .cast import OneScale
 from .launch import Launch, codes_dtype
-from .norm import Rows, forward
-from .program import Program, Step, step
+from .norm import NormRows, forward
+from .program import Program, ProgramStep, step
 from .transpose import transpose
 
 _GIVEN = ("x", "gamma", "beta", "multiplier", "record")
@@ -14,7 +14,7 @@ _MADE = ("codes", "scale", "y", "mean", "rstdev")
 _STATISTICS = ("mean", "rstdev")
 
 
-def one_scale(x: Rows, how: OneScale) -> Program:
+def one_scale(x: NormRows, how: OneScale) -> Program:
     """(x, gamma, beta | None, multiplier | None, record | None) -> codes, scale, codes_t, scale_t, amax, mean, rstdev.
 
     The transpose is one of codes, a quarter of the bytes of y's, and has a kernel of its own also where x is so small
@@ -27,16 +27,16 @@ def one_scale(x: Rows, how: OneScale) -> Program:
         first = step(launch, _GIVEN, _MADE)
     else:
         first = step(launch, _GIVEN[:4], ("amax", *_MADE))
-    steps: list[Step] = [first]
+    steps: list[ProgramStep] = [first]
     if not how.given:
         steps.append(how.after("y", (x.rows, x.width)))
     elif how.columnwise:
         turn: Launch = transpose((x.rows, x.width), codes_dtype(how.element))
-        steps.append(Step(turn, ("codes",), ("codes_t",)))
+        steps.append(ProgramStep(turn, ("codes",), ("codes_t",)))
     return Program(_GIVEN, tuple(steps), (*how.results, *_statistics(x.centered)))
 
 
-def row_blocks(x: Rows, blocks: Blocks) -> Program:
+def row_blocks(x: NormRows, blocks: Blocks) -> Program:
     """(x, gamma, beta | None) -> codes, scale, None, None, None, mean, rstdev.
 
     The kernel that makes y holds whole rows, and so every 1 x 128 block of them.

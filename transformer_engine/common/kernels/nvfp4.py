@@ -15,7 +15,7 @@ import triton.language as tl
 from ..formats import ceil_div
 from ..quantize_spec import QuantizeSpec
 from . import tile
-from .cast import absolute_maximum
+from .cast import absolute_maximum, row_maxima
 from .fp4_blocks import (
     BLOCK,
     ERRORS,
@@ -29,11 +29,10 @@ from .fp4_blocks import (
     takes_four,
 )
 from .launch import Launch, Output
-from .program import Program, Step, step
+from .program import Program, ProgramStep, step
 from .rounding import as_float, magnitude_bits
 
 _TILE = 64
-_MAXIMUM_ROWS, _MAXIMUM_COLUMNS = 8, 256
 
 
 @triton.jit
@@ -219,19 +218,6 @@ def block_kernel(
 
 
 @triton.jit
-def row_maximum_kernel(x, amax, M, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """amax [M] = max|x| of every row of x [M, K], NaN where a row has one."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    bits = tl.zeros((ROWS, COLUMNS), tl.int32)
-    for start in range(0, K, COLUMNS):
-        inside = (row < M)[:, None] & (start + column < K)[None, :]
-        values = tl.load(x + (row[:, None] * K + (start + column)[None, :]), mask=inside, other=0.0)
-        bits = tl.maximum(bits, magnitude_bits(values))
-    tl.store(amax + row, as_float(tl.max(bits, 1)), mask=row < M)
-
-
-@triton.jit
 def transformed_maximum_kernel(
     x, amax, M, K, RANDOM_SIGN: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr
 ):
@@ -255,15 +241,6 @@ def transformed_maximum(shape: tuple[int, int], random_sign: bool) -> Launch:
     constants = (random_sign, _TILE, _even(shape))
     outputs = (Output((1,), "float32", begins=0.0),)
     return Launch(transformed_maximum_kernel, _grid(shape), outputs, shape, constants, warps=4)
-
-
-@functools.lru_cache(maxsize=4096)
-def row_maxima(shape: tuple[int, int]) -> Launch:
-    """Inputs: x [M, K] contiguous; outputs: amax float32 [M]."""
-    rows, _ = shape
-    grid = (ceil_div(rows, _MAXIMUM_ROWS), 1, 1)
-    outputs = (Output((rows,), "float32"),)
-    return Launch(row_maximum_kernel, grid, outputs, shape, (_MAXIMUM_ROWS, _MAXIMUM_COLUMNS), warps=4)
 
 
 @dataclass(frozen=True)
@@ -338,14 +315,14 @@ def program(
     given += ("amax",) if amax_given else ()
     given += ("amax_t",) if amax_t_given else ()
     tensor_maximum = absolute_maximum(shape[0] * shape[1])
-    steps: list[Step] = []
+    steps: list[ProgramStep] = []
     amax: str | None = "amax"
     if options.per_row:
         if rowwise and not amax_given:
-            steps.append(Step(row_maxima(shape), ("x",), ("amax",)))
+            steps.append(ProgramStep(row_maxima(shape), ("x",), ("amax",)))
         amax = "amax" if rowwise else None
     elif not amax_given and (rowwise or not options.hadamard):
-        steps.append(Step(tensor_maximum, ("x",), ("amax",)))
+        steps.append(ProgramStep(tensor_maximum, ("x",), ("amax",)))
     elif not amax_given:
         amax = None
     amax_t = amax
@@ -353,7 +330,7 @@ def program(
         amax_t = "amax_t"
         if not amax_t_given:
             measure = transformed_maximum(shape, options.random_sign) if options.hadamard else tensor_maximum
-            steps.append(Step(measure, ("x",), ("amax_t",)))
+            steps.append(ProgramStep(measure, ("x",), ("amax_t",)))
     names = ("codes", "scale", "codes_t", "scale_t")
     last = step(blocks(shape, rowwise, columnwise, options), ("x", amax, amax_t, "random", "random_t"), names)
     maxima = (amax if rowwise else None, amax_t if columnwise else None)

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ..formats import ceil_div
 from .launch import Launch, Output
-from .program import Program, Step, step
+from .program import Program, ProgramStep, step
 
 _CLEARED = 32  # rows that a program of clear_kernel looks at
 _TOGETHER = 4  # rows that a program of collect_kernel waits for at once
@@ -238,11 +238,11 @@ def send_weighted(
     return Program(given, steps, ("dy", None if dtypes[1] is None else "grad_weights"))
 
 
-def _clearing(rows: int, hidden: int, y: str, row_probs: str | None) -> Step:
+def _clearing(rows: int, hidden: int, y: str, row_probs: str | None) -> ProgramStep:
     block = min(triton.next_power_of_2(hidden), 128)
     grid = (ceil_div(rows, _CLEARED), 1, 1)
     launch = Launch(clear_kernel, grid, (), (rows, hidden), (_CLEARED, block), warps=4, in_place=(0, 1))
-    return Step(launch, (y, row_probs, "taken"), ())
+    return ProgramStep(launch, (y, row_probs, "taken"), ())
 
 
 def _tile(hidden: int) -> tuple[int, int]:

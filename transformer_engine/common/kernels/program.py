@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from .launch import Launch
 
 
-class Step(NamedTuple):
+class ProgramStep(NamedTuple):
     """One launch, and what its inputs and its outputs are called; None: not given, not made."""
 
     launch: Launch
@@ -17,10 +17,12 @@ class Step(NamedTuple):
     outputs: tuple[str | None, ...]
 
 
-def step(launch: Launch, inputs: tuple[str | None, ...], names: tuple[str, ...]) -> Step:
+def step(launch: Launch, inputs: tuple[str | None, ...], names: tuple[str, ...]) -> ProgramStep:
     """A launch, and the names of those of its outputs that it makes."""
     outputs = zip(names, launch.outputs, strict=True)
-    return Step(launch, inputs, tuple(name if output is not None else None for name, output in outputs))
+    return ProgramStep(
+        launch, inputs, tuple(name if output is not None else None for name, output in outputs)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +39,7 @@ class Program:
     """
 
     inputs: tuple[str, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[ProgramStep, ...]
     results: tuple[str | None, ...]
     into: tuple[str, ...] = ()
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)

@@ -5,12 +5,10 @@ contiguous. pair(x) is (-x2, x1) for each pair of features (x1, x2), which are n
 half the rotated width apart. angles is float32 [positions, rotated], contiguous. Features after the rotated ones are
 copied. The arithmetic is float32.
 
-Longer than 400 lines: the kernels of separate and of packed q, k and v share the functions of positions and heads.
+`rope_packed` rotates packed q, k and v with the same functions of positions and heads.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -33,7 +31,7 @@ def _packed_sequence(cu_seqlens, sequences, token, context_size, bisections):
 
 
 @triton.jit
-def _position(
+def token_position(
     start,
     cu_seqlens,
     token,
@@ -131,7 +129,7 @@ def rotate_kernel(
     token = tl.program_id(0)
     outer_index = token // inner
     inner_index = token % inner
-    position, valid = _position(
+    position, valid = token_position(
         start, cu_seqlens, token, outer_index, inner_index, positions, length, sequences, bisections,
         context_size, context_rank, LAYOUT, CONTEXT_PARALLEL, CLAMPS,
     )  # fmt: skip
@@ -141,147 +139,14 @@ def rotate_kernel(
     source = x + outer_index.to(tl.int64) * outer_stride + inner_index.to(tl.int64) * inner_stride
     source += head.to(tl.int64)[:, None] * head_stride
     target = y + token.to(tl.int64) * heads * features + head.to(tl.int64)[:, None] * features
-    _rotate_heads(
+    rotate_heads(
         source, target, angle, valid, head < heads, features, rotated, INTERLEAVED, TRANSPOSED, HAS_REST,
         BLOCK_HEADS, BLOCK_PAIRS, BLOCK_REST,
     )  # fmt: skip
 
 
 @triton.jit
-def rotate_packed_kernel(
-    packed,
-    q_angles,
-    k_angles,
-    start,
-    cu_seqlens,
-    q,
-    k,
-    v,
-    inner,
-    groups,
-    q_heads,
-    width,
-    v_width,
-    k_offset,
-    v_offset,
-    q_rotated,
-    k_rotated,
-    positions,
-    length,
-    sequences,
-    bisections,
-    outer_stride,
-    inner_stride,
-    group_stride,
-    context_size,
-    context_rank,
-    LAYOUT: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    CONTEXT_PARALLEL: tl.constexpr,
-    CLAMPS: tl.constexpr,
-    HAS_REST: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-    BLOCK_VALUES: tl.constexpr,
-):
-    """Rotate BLOCK_HEADS heads of q of one token, or BLOCK_GROUPS groups of k, and copy v.
-
-    A group of packed holds q_heads heads of q, and k and v at k_offset and v_offset elements after its first head of q.
-    With TRANSPOSED, q, k and v are gradients and packed is written. Along the grid's second axis the programs of q come
-    first.
-    """
-    token = tl.program_id(0)
-    outer_index = token // inner
-    inner_index = token % inner
-    position, valid = _position(
-        start, cu_seqlens, token, outer_index, inner_index, positions, length, sequences, bisections,
-        context_size, context_rank, LAYOUT, CONTEXT_PARALLEL, CLAMPS,
-    )  # fmt: skip
-    position = position.to(tl.int64)
-    base = packed + outer_index.to(tl.int64) * outer_stride + inner_index.to(tl.int64) * inner_stride
-    heads = groups * q_heads
-    blocks = tl.cdiv(heads, BLOCK_HEADS)
-    if tl.program_id(1) < blocks:
-        head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-        joint = base + ((head // q_heads).to(tl.int64) * group_stride + (head % q_heads) * width)[:, None]
-        apart = q + (token.to(tl.int64) * heads + head)[:, None] * width
-        angle = q_angles + position * q_rotated
-        if TRANSPOSED:
-            source = apart
-            target = joint
-        else:
-            source = joint
-            target = apart
-        _rotate_heads(
-            source, target, angle, valid, head < heads, width, q_rotated, INTERLEAVED, TRANSPOSED, HAS_REST,
-            BLOCK_HEADS, BLOCK_PAIRS, BLOCK_REST,
-        )  # fmt: skip
-    else:
-        # The names differ from those above, because a variable of both branches must have one type.
-        group = (tl.program_id(1) - blocks) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
-        joint_k = base + (group.to(tl.int64) * group_stride + k_offset)[:, None]
-        apart_k = k + (token.to(tl.int64) * groups + group)[:, None] * width
-        angle = k_angles + position * k_rotated
-        if TRANSPOSED:
-            source_k = apart_k
-            target_k = joint_k
-        else:
-            source_k = joint_k
-            target_k = apart_k
-        _rotate_heads(
-            source_k, target_k, angle, valid, group < groups, width, k_rotated, INTERLEAVED, TRANSPOSED, HAS_REST,
-            BLOCK_GROUPS, BLOCK_PAIRS, BLOCK_REST,
-        )  # fmt: skip
-        column = tl.arange(0, BLOCK_VALUES)[None, :]
-        joint_v = base + (group.to(tl.int64) * group_stride + v_offset)[:, None] + column
-        apart_v = v + (token.to(tl.int64) * groups + group)[:, None] * v_width + column
-        inside = (group < groups)[:, None] & (column < v_width)
-        if TRANSPOSED:
-            tl.store(joint_v, tl.load(apart_v, mask=inside), mask=inside)
-        else:
-            tl.store(apart_v, tl.load(joint_v, mask=inside), mask=inside)
-
-
-@triton.jit
-def join_rotated_kernel(
-    q,
-    k,
-    v,
-    angles,
-    packed,
-    inner,
-    groups,
-    width,
-    k_offset,
-    v_offset,
-    rotated,
-    positions,
-    length,
-    outer_stride,
-    inner_stride,
-    group_stride,
-    LAYOUT: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HAS_REST: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-    BLOCK_VALUES: tl.constexpr,
-):
-    """Write packed from the gradients of q, k and v: `rotate_packed_kernel` with its result as the last pointer."""
-    rotate_packed_kernel(
-        packed, angles, angles, None, None, q, k, v, inner, groups, 1, width, width, k_offset, v_offset,
-        rotated, rotated, positions, length, 0, 0, outer_stride, inner_stride, group_stride, 1, 0, LAYOUT,
-        INTERLEAVED, True, False, False, HAS_REST, BLOCK_HEADS, BLOCK_GROUPS, BLOCK_PAIRS, BLOCK_REST, BLOCK_VALUES,
-    )  # fmt: skip
-
-
-@triton.jit
-def _rotate_heads(
+def rotate_heads(
     source,
     target,
     angle,
@@ -373,132 +238,3 @@ def rotate(
     )
     grid = (outer * inner, ceil_div(heads, block_heads), 1)
     return Launch(rotate_kernel, grid, (Output(shape, dtype),), scalars, constants, warps=2)
-
-
-class _PackedBlocks(NamedTuple):
-    """Block sizes of `rotate_packed_kernel`.
-
-    Attributes:
-        heads: Heads of q per program.
-        groups: Heads of k and v per program.
-        pairs: Power of two from the number of pairs on.
-        rest: Features after the rotated ones, copied per iteration.
-        values: Power of two from the width of a head of v on.
-    """
-
-    heads: int
-    groups: int
-    pairs: int
-    rest: int
-    values: int
-
-
-def _packed_blocks(
-    heads: int, groups: int, widths: tuple[int, int], rotated: tuple[int, int]
-) -> _PackedBlocks:
-    pairs = triton.next_power_of_2(max(*rotated, 2) // 2)
-    values = triton.next_power_of_2(max(widths[1], 1))
-    block_heads = min(triton.next_power_of_2(heads), max(1, 2048 // pairs))
-    block_groups = min(triton.next_power_of_2(groups), max(1, 1024 // pairs), max(1, 2048 // values))
-    rest = widths[0] - min(rotated)
-    return _PackedBlocks(
-        block_heads,
-        block_groups,
-        pairs,
-        min(triton.next_power_of_2(max(rest, 1)), max(1, 4096 // block_heads)),
-        values,
-    )
-
-
-def rotate_packed(
-    tokens: tuple[int, int],
-    heads: tuple[int, int],
-    widths: tuple[int, int],
-    strides: tuple[int, int, int],
-    angles: tuple[int, int, int],
-    sequences: int,
-    dtype: str,
-    *,
-    layout: str,
-    interleaved: bool,
-    transposed: bool,
-    context: tuple[int, int],
-    clamps: bool = False,
-    offsets: tuple[int, int] | None = None,
-) -> Launch:
-    """(packed, q_angles, k_angles, start | None, cu_seqlens | None) -> q, k, v.
-
-    With transposed, q, k and v are inputs too (gradients), and packed is written in place.
-
-    Args:
-        tokens: Outer and inner extent.
-        heads: Groups, and query heads in each group.
-        widths: Elements of a head of q or k, and of v.
-        strides: Strides of packed along its outer, inner and group axes, in elements.
-        angles: Positions, rotated features of q, and of k.
-        sequences: Number of packed sequences; 0 unless the layout is thd.
-        dtype: Name of the dtype of packed, q, k and v.
-        layout: "sbhd", "bshd" or "thd".
-        interleaved: Pairs are neighbouring features; otherwise half the rotated width apart.
-        transposed: Apply the transpose of the rotation, for gradients.
-        context: Size and rank of context parallelism.
-        clamps: Positions outside of the table belong to padding and use the nearest angles; otherwise NaN.
-        offsets: Elements from the first head of q of a group to its k and its v; by default k and v follow q.
-    """
-    (outer, inner), (groups, q_heads), (width, v_width) = tokens, heads, widths
-    positions, q_rotated, k_rotated = angles
-    blocks = _packed_blocks(groups * q_heads, groups, widths, (q_rotated, k_rotated))
-    length = outer if layout == "sbhd" else inner
-    scalars = (
-        inner, groups, q_heads, width, v_width, *(offsets or (q_heads * width, (q_heads + 1) * width)), q_rotated,
-        k_rotated, positions, length, sequences, sequences.bit_length(), *strides, *context,
-    )  # fmt: skip
-    has_rest = width > min(q_rotated, k_rotated)
-    constants = (layout, interleaved, transposed, context[0] > 1, clamps, has_rest, *blocks)
-    grid = (outer * inner, ceil_div(groups * q_heads, blocks.heads) + ceil_div(groups, blocks.groups), 1)
-    outputs = tuple(
-        Output((outer, inner, count, size), dtype)
-        for count, size in ((groups * q_heads, width), (groups, width), (groups, v_width))
-    )
-    if transposed:
-        return Launch(rotate_packed_kernel, grid, (), scalars, constants, warps=2, in_place=(0,))
-    return Launch(rotate_packed_kernel, grid, outputs, scalars, constants, warps=2)
-
-
-def join_rotated(
-    tokens: tuple[int, int],
-    heads: int,
-    width: int,
-    angles: tuple[int, int],
-    dtype: str,
-    *,
-    layout: str,
-    interleaved: bool,
-) -> Launch:
-    """(dq, dk, dv, angles) -> gradient of the packed input of `rotate_packed`, [outer, inner, 3, heads * width].
-
-    Args:
-        tokens: Outer and inner extent.
-        heads: Heads of q, k and v.
-        width: Elements of a head.
-        angles: Positions and rotated features.
-        dtype: Name of the dtype of all matrices.
-        layout: "sbhd" or "bshd".
-        interleaved: Pairs are neighbouring features; otherwise half the rotated width apart.
-    """
-    (outer, inner), (positions, rotated) = tokens, angles
-    blocks = _packed_blocks(heads, heads, (width, width), (rotated, rotated))
-    row = heads * width
-    scalars = (
-        inner, heads, width, row, 2 * row, rotated, positions, outer if layout == "sbhd" else inner,
-        inner * 3 * row, 3 * row, width,
-    )  # fmt: skip
-    grid = (outer * inner, ceil_div(heads, blocks.heads) + ceil_div(heads, blocks.groups), 1)
-    return Launch(
-        join_rotated_kernel,
-        grid,
-        (Output((outer, inner, 3, row), dtype),),
-        scalars,
-        (layout, interleaved, width > rotated, *blocks),
-        warps=2,
-    )

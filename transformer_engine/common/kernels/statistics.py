@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..formats import ceil_div
 from .launch import Launch, Output
-from .program import Program, Step
+from .program import Program, ProgramStep
 
 # The statistics in their order; the first is a maximum, the others are sums.
 FIELDS = ("maximum", "underflow", "saturation", "signal", "noise", "nonfinite")
@@ -303,8 +303,8 @@ def statistics(shape: tuple[int, int], strides: tuple[int, int], codes: Codes) -
     )
     add = Launch(add_statistics, (1, 1, 1), (), (programs,), (_ADDED,), warps=4, in_place=(1,))
     steps = (
-        Step(measure, ("x", "codes", "scales", "second"), ("partials",)),
-        Step(add, ("partials", "kept"), ()),
+        ProgramStep(measure, ("x", "codes", "scales", "second"), ("partials",)),
+        ProgramStep(add, ("partials", "kept"), ()),
     )
     return Program(("x", "codes", "scales", "second", "kept"), steps, ())
 

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 from ..checks import exponent, number
 from ..numbers import parse_bool, parse_float, parse_int
-from . import defaults
 from .field_checks import (
     at_least,
     convert_fields,
+    default_of,
     instance_of_fields,
     member_of_value,
     require,
@@ -119,7 +119,7 @@ def _describe(record: Any) -> str:
 
 
 class Recipe:
-    """What all recipes share: one predicate a family, true for subclasses too."""
+    """The base of all recipes, with one predicate per family, which is true for subclasses too."""
 
     fp8_format: Format
 
@@ -214,7 +214,7 @@ class DelayedScaling(Recipe):
     reduce_amax: bool = True
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: str | None = defaults.of("NVTE_BACKWARD_OVERRIDE")
+    backward_override: str | None = default_of("NVTE_BACKWARD_OVERRIDE")
 
     def _check(self) -> None:
         require_fp8(self, (Format.E4M3, Format.HYBRID))
@@ -238,14 +238,14 @@ class Float8CurrentScaling(Recipe):
     The derived fields fp8_quant_* follow use_power_2_scales; assign to treat one kind of tensor apart.
     """
 
-    use_power_2_scales: bool = bool(defaults.of("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES"))
+    use_power_2_scales: bool = bool(default_of("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES"))
     fp8_format: Format = Format.HYBRID
     fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
     fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=True)
     fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: str | None = defaults.of("NVTE_BACKWARD_OVERRIDE")
+    backward_override: str | None = default_of("NVTE_BACKWARD_OVERRIDE")
     fp8_quant_fwd_inp: QParams = field(init=False)
     fp8_quant_fwd_weight: QParams = field(init=False)
     fp8_quant_bwd_grad: QParams = field(init=False)
@@ -267,7 +267,7 @@ class Float8BlockScaling(Recipe):
     No matrix product may have two operands of dimension 2, and partial sums are always split.
     """
 
-    use_f32_scales: bool = bool(defaults.of("NVTE_FP8_BLOCK_SCALING_FP32_SCALES"))
+    use_f32_scales: bool = bool(default_of("NVTE_FP8_BLOCK_SCALING_FP32_SCALES"))
     fp8_format: Format = Format.E4M3
     x_block_scaling_dim: int = 1
     w_block_scaling_dim: int = 2
@@ -277,7 +277,7 @@ class Float8BlockScaling(Recipe):
     fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: str | None = defaults.of("NVTE_BACKWARD_OVERRIDE")
+    backward_override: str | None = default_of("NVTE_BACKWARD_OVERRIDE")
     fp8_quant_fwd_inp: QParams = field(init=False)
     fp8_quant_fwd_weight: QParams = field(init=False)
     fp8_quant_bwd_grad: QParams = field(init=False)
@@ -316,7 +316,7 @@ class MXFP8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: str | None = defaults.of("NVTE_BACKWARD_OVERRIDE")
+    backward_override: str | None = default_of("NVTE_BACKWARD_OVERRIDE")
     enable_2d_quantization: bool = False
 
     def _check(self) -> None:
@@ -339,18 +339,18 @@ class NVFP4BlockScaling(Recipe):
     stochastically, weights share scales over 16 x 16 elements; each can be switched off.
     """
 
-    disable_rht: bool = bool(defaults.of("NVTE_NVFP4_DISABLE_RHT"))
-    disable_stochastic_rounding: bool = bool(defaults.of("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING"))
-    disable_2d_quantization: bool = bool(defaults.of("NVTE_NVFP4_DISABLE_2D_QUANTIZATION"))
-    row_scaled_activation: bool = bool(defaults.of("NVTE_NVFP4_ROW_SCALED_ACTIVATION"))
-    nvfp4_4over6: str = str(defaults.of("NVTE_NVFP4_4OVER6"))
-    nvfp4_4over6_e4m3_use_256: str = str(defaults.of("NVTE_NVFP4_4OVER6_E4M3_USE_256"))
-    nvfp4_4over6_err_mode: str = str(defaults.of("NVTE_NVFP4_4OVER6_ERR_MODE"))
+    disable_rht: bool = bool(default_of("NVTE_NVFP4_DISABLE_RHT"))
+    disable_stochastic_rounding: bool = bool(default_of("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING"))
+    disable_2d_quantization: bool = bool(default_of("NVTE_NVFP4_DISABLE_2D_QUANTIZATION"))
+    row_scaled_activation: bool = bool(default_of("NVTE_NVFP4_ROW_SCALED_ACTIVATION"))
+    nvfp4_4over6: str = str(default_of("NVTE_NVFP4_4OVER6"))
+    nvfp4_4over6_e4m3_use_256: str = str(default_of("NVTE_NVFP4_4OVER6_E4M3_USE_256"))
+    nvfp4_4over6_err_mode: str = str(default_of("NVTE_NVFP4_4OVER6_ERR_MODE"))
     fp4_format: Format = Format.E2M1
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: str | None = defaults.of("NVTE_BACKWARD_OVERRIDE")
+    backward_override: str | None = default_of("NVTE_BACKWARD_OVERRIDE")
     fp4_quant_fwd_inp: QParams = field(init=False)
     fp4_quant_fwd_weight: QParams = field(init=False)
     fp4_quant_bwd_grad: QParams = field(init=False)
@@ -377,11 +377,11 @@ class NVFP4BlockScaling(Recipe):
 @recipe_class
 @dataclass(repr=False)
 class CustomRecipe(Recipe):
-    """qfactory(role) -> quantizer, asked once for every quantizer slot of a module.
+    """qfactory(role) -> quantizer, called once for every quantizer slot of a module.
 
     The role is a str ("linear_input", "linear_weight", "linear_output", "linear_grad_output" or
     "linear_grad_input") with the fields module_type, tensor_type and name; None where a module says so.
-    It answers with a quantizer or a DelayedScalingRequest; None leaves the tensor in high precision.
+    It returns a quantizer, a DelayedScalingRequest, or None to keep the tensor in high precision.
     quantization_alignment: rows that padding of grouped inputs rounds up to.
     """
 
@@ -390,7 +390,7 @@ class CustomRecipe(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     quantization_alignment: int = 128
-    backward_override: str | None = defaults.of("NVTE_BACKWARD_OVERRIDE")
+    backward_override: str | None = default_of("NVTE_BACKWARD_OVERRIDE")
 
     def _check(self) -> None:
         if not callable(self.qfactory):

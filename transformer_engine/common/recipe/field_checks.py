@@ -1,4 +1,8 @@
-"""Conversion and validation of the fields of recipes; every error names the recipe's class and the field."""
+"""Defaults, conversion and validation of the fields of recipes; every error names the recipe's class and the field.
+
+Defaults come from environment variables, which are read once, when this module is imported. A value that cannot be read
+does not fail the import: the first recipe that is constructed raises the error.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,32 @@ from dataclasses import fields
 from enum import Enum
 from typing import Any
 
-from ..described import described
+from .. import env
+from ..numbers import described
 
 Converter = Callable[[str, Any], Any]
+
+_unreadable: list[str] = []
+
+
+def default_of(name: str) -> Any:
+    """Return the variable's value, or the table's default for a value that `demand_readable_defaults` rejects."""
+    try:
+        return env.get(name)
+    except ValueError as error:
+        _unreadable.append(str(error))
+        return env.variable(name).default
+
+
+def demand_readable_defaults() -> None:
+    """Raise ValueError for the first variable whose value could not be read at import."""
+    if _unreadable:
+        raise ValueError(_unreadable[0])
+
+
+def defaults_are_readable() -> bool:
+    """Return whether every variable had a valid value at import."""
+    return not _unreadable
 
 
 def convert_fields(record: Any, converters: Mapping[str, Converter]) -> None:

@@ -1,4 +1,4 @@
-"""Recipes that are in use: found by their description, told apart by their revision, changed by checked assignments."""
+"""Recipes in use: look-up by description, revisions, and validated assignments."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ import weakref
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from ..unused_variables import warn_of_unused
-from . import defaults
+from ..warning import warn_of_unused
+from .field_checks import demand_readable_defaults
 
 _living: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def description_of(recipe: Any) -> str:
-    """repr(recipe), which its constructor left on it: in a graph of dynamic shapes floats are symbols without text."""
+    """Return repr(recipe), which the constructor stored: floats of graphs with dynamic shapes have no repr."""
     known = getattr(recipe, "_description", None)
     return repr(recipe) if known is None else known
 
 
 def revision_of(recipe: Any) -> object:
-    """An object that is another one after each write to a field: who keeps what follows from a recipe compares it."""
+    """Return an object that is replaced on each write to a field; caches derived from a recipe compare it."""
     return getattr(recipe, "_description", None)
 
 
 def still_says(kept: Any, revision: object, recipe: Any) -> bool:
-    """Is recipe, in the same object or another, what `kept` was at that revision?"""
+    """Return whether a recipe equals the recipe `kept` at that revision."""
     return revision is revision_of(kept) and kept == recipe
 
 
 def recipe_described_as(description: str) -> Any:
-    """The living recipe whose repr is `description`: a compiler can hand on a string where it cannot an object."""
+    """Return the recipe in use with this repr; compilers can pass strings but not recipe objects."""
     for recipe in list(_living.values()):
         if repr(recipe) == description:
             return recipe
@@ -42,16 +42,13 @@ RecipeClass = TypeVar("RecipeClass", bound=type)
 
 
 def recipe_class(cls: RecipeClass) -> RecipeClass:
-    """Of every recipe: its instances are found by their description, and keywords of other versions are dropped.
-
-    Callers pass such keywords, which cost one warning.
-    """
+    """Class decorator of recipes: registers instances and drops keywords of other versions with a warning."""
     strict = cls.__init__
     known = frozenset(f.name for f in fields(cls) if f.init)
 
     @functools.wraps(strict)
     def __init__(self, *args: Any, **keywords: Any) -> None:
-        defaults.demand_readable()
+        demand_readable_defaults()
         warn_of_unused()
         unknown = [name for name in keywords if name not in known]
         if unknown:
@@ -81,10 +78,10 @@ def enroll(recipe: Any) -> None:
 
 
 def assign(recipe: Any, name: str, value: Any) -> None:
-    """recipe.name = value after construction: fields that follow from it follow, and what the constructor refuses is.
+    """Assign a field of a constructed recipe: update derived fields and validate as in the constructor.
 
-    Of a derived field (`fp8_quant_*`, `fp4_quant_*`) that changes which the written switch decides; what a caller has
-    assigned to the rest of it stays. A refused value leaves the recipe as it was.
+    Of the derived fields (`fp8_quant_*`, `fp4_quant_*`) only the parts that depend on the assigned switch change; other
+    assignments of the caller remain. An invalid value leaves the recipe unchanged.
     """
     before = dict(recipe.__dict__)
     derived = recipe._derived()

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ...common.checks import described, member
-from ...common.dtypes import DType
+from ...common.enums import DType
 from ..checks import check_dtype
 from ..platform import compute_capability, library_version, xla_flag
 

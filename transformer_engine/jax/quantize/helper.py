@@ -1,6 +1,6 @@
 """Alias of transformer_engine.jax.quantize.config under the original's path."""
 
-from ...common.dtypes import DType
+from ...common.enums import DType
 from .config import (
     NVTE_FP8_COLLECTION_NAME,
     QuantizeConfig,

@@ -16,6 +16,8 @@ from torch import Tensor
 from ...common import env
 from ...common.dispatch import undisturbed
 from ...common.memory import Memory
+from ..functions.attention.context_parallel.attention import check_divisible
+from ..functions.attention.context_parallel.groups import ContextGroups
 from ..primitives.attention.choose import check
 from ..primitives.rope import Positions, RopeSpec, check_rotation
 from ..quantization.autocast import AutocastState
@@ -157,16 +159,17 @@ def check_layer_call(
     Raises:
         TypeError, ValueError: The call cannot be computed.
     """
-    rotation = None
+    rotation, ours = None, isinstance(core, DotProductAttention)
+    context = core._config.context if ours else None
     if rotary_pos_emb is not None:
-        rotation = _rotation_of_call(config, rotary_pos_emb, arguments)
+        rotation = _rotation_of_call(config, context, rotary_pos_emb, arguments)
     if tracing:
         check_encoder(config, encoder_output)
         return rotation, None
     if (config.attention_type == "cross") != (encoder_output is not None):
         check_encoder(config, encoder_output)
     if state.enabled and (recipe := attention_recipe(state.recipe)) is not None:
-        scaling_of(recipe)
+        scaling_of(recipe, context)
     if type(x) not in _PLAIN_TENSORS or not x.is_floating_point():
         floating("hidden_states", x)
     encoder = None
@@ -176,7 +179,7 @@ def check_layer_call(
     turned = None if rotation is None else rotation.facts()
     device = x.device
     inputs = (x.shape, x.dtype, device, autocast_dtype(device.type), encoder)
-    checked, ours = PLAIN, isinstance(core, DotProductAttention)
+    checked = PLAIN
     if ours and arguments is not NOTHING_GIVEN:
         checked = check_arguments(core._config, arguments, lambda: _projections(config, *inputs))
     key = (
@@ -213,7 +216,11 @@ def _checked_sequences(key: Key) -> Sequences | None:
     if of_core is None:
         return None
     call, sequences = of_core.described()
-    check(call)
+    context = of_core.config.context
+    if context is None:
+        check(call)
+    else:
+        check_divisible(call, context)
     return sequences
 
 
@@ -238,10 +245,11 @@ def check_encoder(config: MultiheadAttentionConfig, encoder_output: Any) -> Any:
 
 def _rotation_of_call(
     config: MultiheadAttentionConfig,
+    context: ContextGroups | None,
     rotary_pos_emb: Tensor | tuple[Tensor, Tensor],
     arguments: AttentionArguments,
 ) -> Rotation:
-    """Return the rotation of queries and keys.
+    """Return the rotation of queries and keys; context-parallel ranks rotate by the positions of their chunks.
 
     Raises:
         TypeError: The angles are not floating-point tensors.
@@ -250,9 +258,10 @@ def _rotation_of_call(
     rotary_pos_emb = accepted_angles(rotary_pos_emb)
     if arguments.inference_params is not None:
         check_cache_kind(arguments.inference_params)
+    ranks = (1, 0) if context is None else (context.size, context.rank)
     return rotation_of(
         rotary_pos_emb,
-        RopeSpec(config.qkv_format, config.rotary_pos_interleaved),
+        RopeSpec(config.qkv_format, config.rotary_pos_interleaved, *ranks),
         config.attention_type == "self",
         arguments.inference_params,
         (arguments.cu_seqlens_q, arguments.cu_seqlens_kv),

@@ -84,7 +84,7 @@ def rotation_of(
     if starts_kv is None and shares_lengths:
         starts_kv = starts_q
     if gaps or before is not None:
-        spec = RopeSpec(spec.tensor_format, spec.interleaved, clamps=True)
+        spec = spec._replace(clamps=True)
     return Rotation(angles, spec, before, (starts_q, starts_kv))
 
 

@@ -1,4 +1,4 @@
-"""{our tensor: their tensors}: a family's table spelled out for one model, and checked against it both ways."""
+"""{our tensor: their tensors} of one model, built from the table of its family and checked in both directions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .decoder import Decoder
 from .decoder_config import DecoderConfig
-from .families.family import Family, Row
-from .layouts import Layout
+from .families import CheckpointFamily
+from .layouts import WeightLayout
 from .safetensors import Described
 
 EXTRA_STATE = "_extra_state"
@@ -19,12 +19,12 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Match:
-    """One tensor of ours, made of theirs."""
+class TensorMatch:
+    """One of our tensors and the tensors of theirs that it consists of."""
 
     ours: str
     theirs: tuple[str, ...]
-    layout: Layout
+    layout: WeightLayout
     shape: tuple[int, ...]
 
     def their_shapes(self) -> Shapes:
@@ -34,21 +34,22 @@ class Match:
 
 @dataclass(frozen=True)
 class Correspondence:
-    """Every tensor of a model, ours and theirs, exactly once."""
+    """Every tensor of a model, with its names on both sides."""
 
-    family: Family
-    matches: tuple[Match, ...]
+    family: CheckpointFamily
+    matches: tuple[TensorMatch, ...]
 
     @staticmethod
-    def of(family: Family, config: DecoderConfig) -> Correspondence:
-        """The rows of the family's table whose tensors the model has; together they are all of them."""
+    def of(family: CheckpointFamily, config: DecoderConfig) -> Correspondence:
+        """Match each tensor of the model with the row of the family's table."""
         shapes = shapes_of(Decoder(config, device="meta"))
         matches = []
         for row in family.rows:
             for number in range(config.layers) if "{i}" in row.ours else (0,):
-                match = _spelled_out(row, number, config, shapes)
-                if match is not None:
-                    matches.append(match)
+                ours = row.ours.format(i=number)
+                if ours in shapes:
+                    theirs = tuple(name.format(i=number) for name in row.theirs)
+                    matches.append(TensorMatch(ours, theirs, row.layout(config), shapes[ours]))
         assert sorted(match.ours for match in matches) == sorted(shapes), family.model_type
         return Correspondence(family, tuple(matches))
 
@@ -61,7 +62,7 @@ class Correspondence:
         return {name: shape for match in self.matches for name, shape in match.their_shapes().items()}
 
     def their_names(self, found: Mapping[str, object]) -> dict[str, str]:
-        """{name of the table: name in a file}: a file may leave the prefix out; tensors that follow are left out."""
+        """Return {name in the table: name in a file}; files may omit the prefix, and derived tensors are skipped."""
         prefix = self.family.prefix
         names = {}
         for name in found:
@@ -72,7 +73,7 @@ class Correspondence:
 
 
 def shapes_of(model: Decoder) -> Shapes:
-    """{name: shape} of a model's tensors, without the states of quantization."""
+    """Return {name: shape} of a model's tensors, without its quantization states."""
     return {
         name: tuple(tensor.shape)
         for name, tensor in model.state_dict().items()
@@ -80,22 +81,14 @@ def shapes_of(model: Decoder) -> Shapes:
     }
 
 
-def _spelled_out(row: Row, number: int, config: DecoderConfig, shapes: Shapes) -> Match | None:
-    ours = row.ours.format(i=number)
-    if ours not in shapes:
-        return None
-    theirs = tuple(name.format(i=number) for name in row.theirs)
-    return Match(ours, theirs, row.layout(config), shapes[ours])
-
-
 def check_tensors(found: Mapping[str, Described], expected: Shapes, source: str) -> None:
-    """ValueError unless the tensors found are those expected: none missing, none over, every shape as it must be."""
+    """Raise ValueError for missing or unexpected tensors, and for a shape or dtype that differs."""
     missing, over = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     remedy = "convert the checkpoint that its config.json belongs to"
     if missing:
         raise ValueError(f"{source} lacks {_listed(missing)}; {remedy}")
     if over:
-        raise ValueError(f"{source} also holds {_listed(over)}, which its model has not; {remedy}")
+        raise ValueError(f"{source} also holds {_listed(over)}, which its model lacks; {remedy}")
     for name, shape in expected.items():
         if found[name].shape != shape:
             raise ValueError(
@@ -103,8 +96,8 @@ def check_tensors(found: Mapping[str, Described], expected: Shapes, source: str)
             )
         if not found[name].dtype.is_floating_point or found[name].dtype.itemsize == 1:
             raise ValueError(
-                f"{source}: {name} is {found[name].dtype}, which is no weight's; convert the checkpoint in bfloat16, "
-                "float16 or float32"
+                f"{source}: {name} is {found[name].dtype}, which is not a dtype of weights; convert the checkpoint in "
+                "bfloat16, float16 or float32"
             )
 
 
@@ -114,5 +107,5 @@ def _listed(names: list[str]) -> str:
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:
-    """Are two tensors equal, bit for bit but for the sign of zero?"""
+    """Return whether two tensors are equal in shape, dtype and values."""
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)

@@ -25,11 +25,11 @@ _NORMS = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
 
 
 class Decoder(nn.Module):
-    """A causal language model of a DecoderConfig, in the dtype that it is made in; without dropout.
+    """A causal language model without dropout, described by a DecoderConfig.
 
-    Products of the layers follow the recipe in force. Embedding, last norm and head stay in the parameters' precision.
+    Matrix products of the layers follow the active recipe. Embedding, last norm and head keep the parameters' dtype.
 
-    source   where it was converted from: `{"family": .., "config": ..}`, which the way back needs; None: made here
+    source   the checkpoint it was converted from, `{"family": .., "config": ..}`, which `convert` needs; else None
     """
 
     def __init__(
@@ -57,32 +57,34 @@ class Decoder(nn.Module):
         self.norm = _NORMS[config.norm](
             config.hidden, eps=config.epsilon, zero_centered_gamma=config.zero_centered, **place
         )
-        self.head = None if config.tied else _head(config.hidden, config.vocabulary, fill, place)
+        self.head = None
+        if not config.tied:
+            self.head = nn.Linear(config.hidden, config.vocabulary, bias=False, device="meta")
+            self.head.weight = nn.Parameter(torch.empty(config.vocabulary, config.hidden, **place))
+            fill(self.head.weight)
 
     def forward(self, tokens: Tensor, cache: InferenceParams | None = None) -> Tensor:
-        """logits of tokens [b, s]; with a cache, tokens are those that follow the cached ones."""
+        """Return the logits of tokens [b, s]; with a cache, the tokens follow the cached ones."""
         hidden = self.embedding(tokens)
         angles = None
         if self.rotary is not None:
             angles = self.rotary(tokens.shape[1] if cache is None else cache.max_sequence_length)
         if self.position_embedding is not None:
-            hidden = hidden + self.position_embedding(self._places(tokens, cache))
+            length = tokens.shape[1]
+            if cache is None and length > self.config.positions:
+                raise ValueError(
+                    f"{length} tokens exceed the {self.config.positions} positions that have an embedding; give fewer"
+                )
+            positions = torch.arange(length, device=tokens.device)
+            if cache is not None:
+                positions = cache.get_seqlens_pre_step()[:, None] + positions
+            hidden = hidden + self.position_embedding(positions)
         if self.embedding_scale != 1.0:
             hidden = hidden * self.embedding_scale
         for layer in self.layers:
             hidden = layer(hidden, rotary_pos_emb=angles, inference_params=cache)
         hidden = self.norm(hidden)
         return F.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
-
-    def _places(self, tokens: Tensor, cache: InferenceParams | None) -> Tensor:
-        """The positions [s] or [b, s] of tokens."""
-        length = tokens.shape[1]
-        if cache is None and length > self.config.positions:
-            raise ValueError(
-                f"{length} tokens exceed the {self.config.positions} positions that have an embedding; give fewer"
-            )
-        places = torch.arange(length, device=tokens.device)
-        return places if cache is None else cache.get_seqlens_pre_step()[:, None] + places
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy of targets [b, s], in nats a token, in float32."""
@@ -92,9 +94,9 @@ class Decoder(nn.Module):
     def generate(
         self, prompt: Tensor, count: int, *, temperature: float = 1.0, seed: int = 0, cached: bool = True
     ) -> Tensor:
-        """tokens [b, p + count] that continue prompt [b, p], drawn from softmax(logits / temperature).
+        """Return tokens [b, p + count]: prompt [b, p], continued by draws from softmax(logits / temperature).
 
-        temperature 0 takes the likeliest; cached=False computes the whole sequence anew for every token.
+        temperature 0 takes the most likely token; cached=False recomputes the whole sequence for every token.
         """
         self._check_sampling(prompt, count, temperature)
         training = self.training
@@ -109,7 +111,12 @@ class Decoder(nn.Module):
                 else:
                     cache.pre_step(OrderedDict((i, fresh.shape[1]) for i in range(prompt.shape[0])))
                     logits = self(fresh, cache)
-                fresh = _drawn(logits[:, -1], temperature, generator).to(prompt)
+                logits = logits[:, -1].float().cpu()
+                if temperature == 0:
+                    drawn = logits.argmax(dim=-1, keepdim=True)
+                else:
+                    drawn = torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)
+                fresh = drawn.to(prompt)
                 tokens = torch.cat([tokens, fresh], dim=1)
             return tokens
         finally:
@@ -118,12 +125,12 @@ class Decoder(nn.Module):
     def _check_sampling(self, prompt: Tensor, count: int, temperature: float) -> None:
         if not isinstance(prompt, Tensor) or prompt.dim() != 2 or prompt.shape[1] == 0:
             raise ValueError(
-                f"prompt={described(prompt)} is no tensor [batch, tokens]; give at least one token"
+                f"prompt={described(prompt)} is not a tensor [batch, tokens]; give at least one token"
             )
         whole("count", count)
         number("temperature", temperature)
         if temperature < 0:
-            raise ValueError(f"temperature={temperature} is below 0; 0 takes the likeliest token")
+            raise ValueError(f"temperature={temperature} is below 0; 0 takes the most likely token")
         total = prompt.shape[1] + count
         if total > self.config.positions:
             raise ValueError(
@@ -144,25 +151,10 @@ class Decoder(nn.Module):
         )
 
 
-def _drawn(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    """One token [b, 1] of each row."""
-    logits = logits.float().cpu()
-    if temperature == 0:
-        return logits.argmax(dim=-1, keepdim=True)
-    return torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)
-
-
 def _embedding(rows: int, width: int, fill: Callable[[Tensor], Any], place: dict[str, Any]) -> nn.Embedding:
     embedding = nn.Embedding(rows, width, _weight=torch.empty(rows, width, **place))
     fill(embedding.weight)
     return embedding
-
-
-def _head(width: int, rows: int, fill: Callable[[Tensor], Any], place: dict[str, Any]) -> nn.Linear:
-    head = nn.Linear(width, rows, bias=False, device="meta")
-    head.weight = nn.Parameter(torch.empty(rows, width, **place))
-    fill(head.weight)
-    return head
 
 
 def _layer(
@@ -218,17 +210,15 @@ def _layer(
 
 
 def _rotary(config: RotaryConfig, size: int, device: torch.device) -> RotaryPositionEmbedding:
-    """Positions times frequencies; those that a family stretches are in no checkpoint."""
+    """Build the rotary embedding; checkpoints do not hold its frequencies, which `RotaryConfig` may scale."""
     rotary = RotaryPositionEmbedding(size, rotary_base=config.base)
     exponent = torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size
     frequency = 1.0 / (config.base**exponent)
-    rotary.register_buffer("inv_freq", _stretched(frequency, config).to(device), persistent=False)
-    return rotary
-
-
-def _stretched(frequency: Tensor, config: RotaryConfig) -> Tensor:
     if config.low is None or config.high is None or config.trained is None:
-        return frequency if config.factor == 1.0 else frequency / config.factor
-    turns = config.trained * frequency / (2 * math.pi)
-    kept = ((turns - config.low) / (config.high - config.low)).clamp(0.0, 1.0)
-    return (1.0 - kept) * frequency / config.factor + kept * frequency
+        frequency = frequency if config.factor == 1.0 else frequency / config.factor
+    else:
+        turns = config.trained * frequency / (2 * math.pi)
+        kept = ((turns - config.low) / (config.high - config.low)).clamp(0.0, 1.0)
+        frequency = (1.0 - kept) * frequency / config.factor + kept * frequency
+    rotary.register_buffer("inv_freq", frequency.to(device), persistent=False)
+    return rotary

@@ -1,9 +1,9 @@
-"""DecoderConfig: what a causal decoder is made of, as data that every family of checkpoints is translated to."""
+"""DecoderConfig: the configuration of a causal decoder, to which the configs of all families are converted."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ...common.checks import one_of, positive, whole
@@ -82,10 +82,6 @@ class DecoderConfig:
         for window in self.windows:
             if window is not None:
                 whole("window", window)
-
-    def as_dict(self) -> dict[str, Any]:
-        """What `read` makes an equal config of; JSON holds it."""
-        return asdict(self)
 
     @staticmethod
     def read(content: Mapping[str, Any], source: str) -> DecoderConfig:

@@ -1,4 +1,4 @@
-"""ours = join(theirs), theirs = split(ours): how one tensor of ours is made of those of another library, and back."""
+"""ours = join(theirs), theirs = split(ours): conversion between one of our tensors and those of another library."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 
-class Layout(ABC):
-    """Two functions that undo each other; values are moved, never computed."""
+class WeightLayout(ABC):
+    """Two inverse functions, which move values and compute none."""
 
     @abstractmethod
     def join(self, parts: list[Tensor]) -> Tensor:
-        """Our tensor of theirs, in the order of the table."""
+        """Build our tensor from theirs, given in the order of the table."""
 
     @abstractmethod
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """Their tensors of ours. On the meta device: their shapes."""
+        """Build their tensors from ours; on the meta device, to learn their shapes."""
 
 
 @dataclass(frozen=True)
-class Same(Layout):
+class Same(WeightLayout):
     """The same values in the same order."""
 
     def join(self, parts: list[Tensor]) -> Tensor:
@@ -33,7 +33,7 @@ class Same(Layout):
 
 
 @dataclass(frozen=True)
-class Transposed(Layout):
+class Transposed(WeightLayout):
     """A weight [in, out] of a library that multiplies x @ w; a bias is the same."""
 
     def join(self, parts: list[Tensor]) -> Tensor:
@@ -44,8 +44,8 @@ class Transposed(Layout):
 
 
 @dataclass(frozen=True)
-class Stacked(Layout):
-    """[gate; up]: equal parts, one under the other."""
+class Stacked(WeightLayout):
+    """[gate; up]: equal parts, concatenated along the first axis."""
 
     parts: int
 
@@ -57,8 +57,8 @@ class Stacked(Layout):
 
 
 @dataclass(frozen=True)
-class Grouped(Layout):
-    """[q; k; v] group by group, as a fused weight (or bias) holds them, of q [h d, ..], k [g d, ..], v [g d, ..]."""
+class Grouped(WeightLayout):
+    """The fused weight (or bias) [q; k; v] group by group, from q [h d, ..], k [g d, ..] and v [g d, ..]."""
 
     heads: int
     groups: int
@@ -74,8 +74,8 @@ class Grouped(Layout):
 
 
 @dataclass(frozen=True)
-class GroupedInOne(Layout):
-    """The same of one tensor [in, 3 h d] (or bias [3 h d]): all queries, all keys, all values."""
+class GroupedInOne(WeightLayout):
+    """`Grouped` from one tensor [in, 3 h d] (or bias [3 h d]) of all queries, all keys, all values."""
 
     grouped: Grouped
 

@@ -1,6 +1,6 @@
-"""tensors of a .safetensors file, one at a time: eight bytes of length, a JSON table {name: dtype, shape, place}, data.
+"""Reader and writer of .safetensors files: eight bytes of length, a JSON table {name: dtype, shape, offsets}, data.
 
-The format is small enough to be read without its library, which keeps this package free of compiled code.
+The format is simple enough to need no library, which keeps this package free of compiled code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ALIGNMENT = 8
 
 
 class Described(NamedTuple):
-    """What a file says of a tensor."""
+    """Dtype and shape of a tensor in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class Described(NamedTuple):
 
 
 class SafetensorsFile(NamedTuple):
-    """The table of a file; nothing of the data is in memory until `read` is called for it."""
+    """The table of a file; `read` loads one tensor into memory."""
 
     path: Path
     tensors: dict[str, Described]
@@ -54,13 +54,13 @@ class SafetensorsFile(NamedTuple):
 
     @staticmethod
     def open(path: Path) -> SafetensorsFile:
-        """The table of path; ValueError, naming it, for what is damaged or another kind of file."""
+        """Read the table of a file; ValueError for a damaged file or another format."""
         try:
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 size = path.stat().st_size
                 if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
-                    raise ValueError("it is cut short, or another kind of file")
+                    raise ValueError("it is truncated or has another format")
                 table = json.loads(file.read(length))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} cannot be read as safetensors: {error}; download it again") from None
@@ -73,7 +73,7 @@ class SafetensorsFile(NamedTuple):
         return SafetensorsFile(path, tensors, offsets)
 
     def read(self, name: str) -> Tensor:
-        """The tensor called name, in memory of its own."""
+        """Read one tensor into new memory."""
         described = self.tensors[name]
         if described.bytes == 0:
             return torch.empty(described.shape, dtype=described.dtype, device="cpu")
@@ -86,13 +86,13 @@ class SafetensorsFile(NamedTuple):
 
 
 def _entry(path: Path, name: str, entry: Any, room: int) -> tuple[Described, int]:
-    """A row of the table, and where its data begin."""
+    """Return an entry of the table and the offset of its data."""
     wrong = f"{path}: the entry of {name!r}"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(entry):
         raise ValueError(f"{wrong} has no dtype, shape and data_offsets; download it again")
     dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
-        raise ValueError(f"{wrong} has dtype {entry['dtype']!r}; known are {', '.join(_DTYPES)}")
+        raise ValueError(f"{wrong} has dtype {entry['dtype']!r}; supported are {', '.join(_DTYPES)}")
     shape, places = entry["shape"], entry["data_offsets"]
     if not (_counts(shape) and _counts(places) and len(places) == 2):
         raise ValueError(f"{wrong} has shape {shape!r} and data_offsets {places!r}; download it again")
@@ -110,7 +110,7 @@ def _counts(value: Any) -> bool:
 
 
 def write(path: Path, plan: Mapping[str, Described], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write a file of the tensors that plan describes, which come in its order and are let go one by one."""
+    """Write the tensors of a plan to a file, in the order of the plan, one at a time."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, described in plan.items():
@@ -135,7 +135,7 @@ def write(path: Path, plan: Mapping[str, Described], tensors: Iterable[tuple[str
 
 
 class Shards(NamedTuple):
-    """The tensors of a folder, in which file each of them is."""
+    """The tensors of a folder, and the file that holds each."""
 
     folder: Path
     files: dict[str, SafetensorsFile]
@@ -148,14 +148,22 @@ class Shards(NamedTuple):
 
     @staticmethod
     def open(folder: Path) -> Shards:
-        """All tensors of a folder's model.safetensors, or of the files that its index names; ValueError otherwise."""
+        """Open a folder's model.safetensors, or the files that its index names; ValueError if there is neither."""
         index = folder / "model.safetensors.index.json"
         single = folder / "model.safetensors"
         if single.is_file():
             file = SafetensorsFile.open(single)
             return Shards(folder, dict.fromkeys(file.tensors, file))
         if not index.is_file():
-            raise ValueError(_no_weights(folder))
+            other = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt*")))
+            if other:
+                raise ValueError(
+                    f"{folder} holds {other[0]}, a pickle, which can run code when it is read; save it again with "
+                    "save_pretrained(folder, safe_serialization=True)"
+                )
+            raise ValueError(
+                f"{folder} holds no model.safetensors and no index of such files; give the folder of a checkpoint"
+            )
         places = _weight_map(index)
         files = {name: SafetensorsFile.open(folder / name) for name in sorted(set(places.values()))}
         held = {name: file for file in files.values() for name in file.tensors}
@@ -181,22 +189,12 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise ValueError(f"{index} has no weight_map of names; download it again")
     for place in places.values():
         if Path(place).name != place or not (index.parent / place).is_file():
-            raise ValueError(f"{index} names {place!r}, which is no file beside it; download it")
+            raise ValueError(f"{index} names {place!r}, which is not a file in the same folder; download it")
     return places
 
 
-def _no_weights(folder: Path) -> str:
-    other = sorted(path.name for path in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.pt*"))
-    if other:
-        return (
-            f"{folder} holds {other[0]}, a pickle, which can run code when it is read; save it again with "
-            "save_pretrained(folder, safe_serialization=True)"
-        )
-    return f"{folder} holds no model.safetensors and no index of such files; give the folder of a checkpoint"
-
-
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ValueError, naming it, for anything else."""
+    """Read the object in a JSON file; ValueError for other content."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -209,7 +207,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_shards(
     folder: Path, plan: Mapping[str, Described], read: Iterator[tuple[str, Tensor]], most: int
 ) -> None:
-    """model.safetensors, or as many files of at most `most` bytes (one tensor at least) and the index of them."""
+    """Write model.safetensors, or several files of at most `most` bytes (and at least one tensor) with an index."""
     shards: list[dict[str, Described]] = [{}]
     for name, described in plan.items():
         taken = sum(other.bytes for other in shards[-1].values())
@@ -233,12 +231,12 @@ def write_shards(
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder that takes its name when everything in it is written; ValueError where the name is taken."""
+    """Create a folder under a temporary name and rename it after the block; ValueError if the folder exists."""
     if folder.exists():
-        raise ValueError(f"{folder} is there already; give the name of a folder that is not")
+        raise ValueError(f"{folder} exists; give the name of a new folder")
     partial = folder.with_name(folder.name + ".partial")
     if partial.exists():
-        raise ValueError(f"{partial} is left of a conversion that did not end; remove it")
+        raise ValueError(f"{partial} is left over from an interrupted conversion; remove it")
     partial.mkdir(parents=True)
     try:
         yield partial

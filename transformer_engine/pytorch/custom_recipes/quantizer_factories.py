@@ -1,7 +1,7 @@
-"""factory(role) -> the quantizer that a recipe has for the role: what a factory of one's own falls back to.
+"""factory(role) -> the quantizer of a recipe for the role, also as a fallback of custom factories.
 
 `CustomRecipe(qfactory=mxfp8_factory)` computes bit for bit what `MXFP8BlockScaling()` does, and so for the others. A
-role that says nothing of its tensor, or None, stands for an input. Every call makes a new quantizer.
+role without a tensor type, or None, means an input. Every call returns a new quantizer.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ __getattr__ = absent.getter(__name__)
 
 
 def high_precision_factory(role: QuantizerRole | None) -> Quantizer:
-    """A quantizer that leaves values as they are."""
+    """Return a quantizer that leaves values unchanged."""
     return IdentityQuantizer()
 
 
 def delayed_scaling_factory(role: QuantizerRole | None) -> DelayedScalingRequest:
-    """Asks for delayed scaling, whose scales and histories the module keeps."""
+    """Request delayed scaling, whose scales and histories the module holds."""
     return DelayedScalingRequest()
 
 
@@ -79,17 +79,12 @@ def _of_recipe(kind: type[Recipe], role: QuantizerRole | None) -> Quantizer:
     recipe = _recipe(kind)
     make = family_of(recipe).quantizer
     assert make is not None
-    tensor = _tensor_of(role)
+    tensor = getattr(role, "tensor_type", "")
+    if role is not None and not tensor:  # the role of a slot, which equals a string
+        tensor = next((t for t in (*FORWARD_TENSORS, *BACKWARD_TENSORS) if role == f"linear_{t}"), "")
+    tensor = tensor or "input"
     return make(recipe, "backward" if tensor in _GRADIENTS else "forward", tensor, canonical_device())
 
 
 # Of an attention, too: the gradients of its output, of its probabilities, and of query, key and value.
 _GRADIENTS = (*BACKWARD_TENSORS, "do", "dp", "dqkv")
-
-
-def _tensor_of(role: QuantizerRole | None) -> str:
-    """Its tensor; of the role of a module that gives none, that of the slot."""
-    named = getattr(role, "tensor_type", "")
-    if role is None or named:
-        return named or "input"
-    return next((t for t in (*FORWARD_TENSORS, *BACKWARD_TENSORS) if role == f"linear_{t}"), "input")

@@ -44,7 +44,7 @@ get_distributed_world_size, get_distributed_rank = (
 
 
 class AllOf:
-    """The work of several collectives: over when all of them are. Only NCCL ends those of a group in their order."""
+    """The handle of several collectives, which `wait` all; only NCCL completes those of a group in order."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
         self._works = works
@@ -55,13 +55,13 @@ class AllOf:
 
 
 class DeferredGather:
-    """The handle of a gather whose result is put together from what has arrived: quantized tensors, by `wait`.
+    """The handle of a gather of quantized tensors, whose `wait` builds the result from the received parts.
 
-    async_handle   of the collective; None where the caller coalesces it with others and waits for all of them
-    output         the result, whole after `wait`
+    async_handle   handle of the collective; None if the caller coalesces it with others and waits for all of them
+    output         the result, complete after `wait`
     """
 
-    # Callers that gather many at once set these to None, to let go of the buffers of the original's handle.
+    # Callers of several gathers set these to None, which frees buffers of the original's handle.
     columnwise_data_interleaved: None = None
     columnwise_scale_inv_interleaved: None = None
 
@@ -97,12 +97,10 @@ def gather_along_first_dim(
         external_coalescing: The caller coalesces collectives. The result is valid at the end of that block, a
             quantized result when the handle has waited after it.
     """
-    if (
-        isinstance(inp, QuantizedTensorStorage)
-        and world_size(process_group) > 1
-        and not _ends_with_block(inp)
-    ):
-        inp, quantizer = _dequantized(inp, quantizer)
+    if isinstance(inp, QuantizedTensorStorage) and world_size(process_group) > 1:
+        rows_end_inside_block = matrix_shape(inp.shape)[0] % inp.row_granularity() != 0
+        if rows_end_inside_block:
+            inp, quantizer = _dequantized(inp, quantizer)
     quantized = isinstance(inp, QuantizedTensorStorage)
     if not quantized:
         _check(inp, process_group, async_op, "process_group")
@@ -111,7 +109,13 @@ def gather_along_first_dim(
     if (async_op or external_coalescing) and (quantized or quantizer is not None):
         return _gather_later(inp, process_group, async_op, quantizer, output_tensor)
     if quantized:
-        whole = _gather_quantized(inp, process_group)
+        whole: Any = inp
+        if world_size(process_group) > 1:
+            parts, payload = gather_payload(inp)  # pyright: ignore[reportArgumentType]
+            codes = [_gather(part, process_group, False)[0] for part in parts]
+            whole = join_payload(codes, payload, inp.dtype)  # pyright: ignore[reportArgumentType]
+            if isinstance(inp, QuantizedTensor):
+                whole = type(inp).from_storage(whole)
         if output_tensor is None:
             return whole, None
         return _filled(output_tensor, whole), None
@@ -126,7 +130,7 @@ def gather_along_first_dim(
 def _check_output(
     inp: Tensor | QuantizedTensorStorage, group: dist_group_type | None, quantized: bool, output: Any
 ) -> None:
-    """Error unless output can hold the gathered rows of inp, before anything is sent."""
+    """Raise an error, before any communication, unless output can hold the gathered rows of inp."""
     if output is None:
         return
     if isinstance(output, QuantizedTensorStorage) != quantized:
@@ -150,7 +154,7 @@ def _gather_later(
     quantizer: Quantizer | None,
     output: Any,
 ) -> tuple[Any, DeferredGather | None]:
-    """The quantized result, filled when the handle has waited; no handle where nothing is sent."""
+    """Return the quantized result, complete after `wait` of the handle, or no handle without communication."""
     if world_size(group) == 1:
         whole = inp if isinstance(inp, QuantizedTensorStorage) else quantizer(inp)  # pyright: ignore
         return (whole, None) if output is None else (_filled(output, whole), None)
@@ -182,11 +186,6 @@ def _filled(output: Any, whole: Any) -> Any:
     return output
 
 
-def _ends_with_block(inp: QuantizedTensorStorage) -> bool:
-    """Whether the rows of a rank end where a block of one scale ends."""
-    return matrix_shape(inp.shape)[0] % inp.row_granularity() == 0
-
-
 def _dequantized(inp: QuantizedTensorStorage, quantizer: Any) -> tuple[Tensor, Any]:
     """Return the values of a tensor whose blocks cannot be joined, and the quantizer of the gathered values."""
     quantizer = quantizer or getattr(inp, "_quantizer", None)
@@ -202,16 +201,6 @@ def _dequantized(inp: QuantizedTensorStorage, quantizer: Any) -> tuple[Tensor, A
         "in high precision and quantized again; gather before quantizing",
     )
     return inp.dequantize(), quantizer
-
-
-def _gather_quantized(
-    inp: QuantizedTensorStorage, group: dist_group_type | None
-) -> QuantizedTensorStorage | QuantizedTensor:
-    if world_size(group) == 1:
-        return inp
-    parts, payload = gather_payload(inp)
-    joined = join_payload([_gather(part, group, False)[0] for part in parts], payload, inp.dtype)
-    return type(inp).from_storage(joined) if isinstance(inp, QuantizedTensor) else joined
 
 
 def _gather(
@@ -237,11 +226,17 @@ def _gather(
 def reduce_scatter_along_first_dim(
     inp: Tensor, tp_group: dist_group_type | None, async_op: bool = False, output: Tensor | None = None
 ) -> tuple[Tensor, dist.Work | None]:
-    """[M / n, ...]: this rank's part of the sum over n ranks of inp [M, ...], in output where one is given."""
+    """Return this rank's rows [M / n, ...] of the sum of inp [M, ...] over n ranks, in `output` if given."""
     _check(inp, tp_group, async_op)
     size = world_size(tp_group)
     if output is not None:
-        _check_part(inp, size, output)
+        tensor("output", output)
+        shape = (inp.shape[0] // size, *inp.shape[1:])
+        if tuple(output.shape) != shape or output.dtype != inp.dtype or not output.is_contiguous():
+            raise ValueError(
+                f"output is {output.dtype} {list(output.shape)} with strides {list(output.stride())}; "
+                f"a rank's rows of the sum are {inp.dtype} {list(shape)}: give a contiguous tensor of that kind"
+            )
     if size == 1:
         return (inp if output is None else output.copy_(inp)), None
     if inp.shape[0] % size:
@@ -259,21 +254,10 @@ def reduce_scatter_along_first_dim(
     return scattered, dist.reduce_scatter_tensor(scattered, inp, group=tp_group, async_op=async_op)
 
 
-def _check_part(inp: Tensor, size: int, output: Tensor) -> None:
-    """Error unless output can hold a rank's rows of the sum, before anything is sent."""
-    tensor("output", output)
-    shape = (inp.shape[0] // size, *inp.shape[1:])
-    if tuple(output.shape) != shape or output.dtype != inp.dtype or not output.is_contiguous():
-        raise ValueError(
-            f"output is {output.dtype} {list(output.shape)} with strides {list(output.stride())}; "
-            f"a rank's rows of the sum are {inp.dtype} {list(shape)}: give a contiguous tensor of that kind"
-        )
-
-
 def allreduce(
     inp: Tensor, tp_group: dist_group_type | None = None, async_op: bool = False
 ) -> tuple[Tensor, dist.Work | None]:
-    """The sum over the ranks, written into inp (under torch.compile: into a new tensor)."""
+    """Return the sum over the ranks, written to inp (under torch.compile: to a new tensor)."""
     _check(inp, tp_group, async_op)
     if world_size(tp_group) == 1:
         return inp, None
@@ -290,16 +274,16 @@ def symmetric_all_reduce(
     async_op: bool = False,
     all_reduce_type: str | None = "multimem_all_reduce",
 ) -> tuple[Tensor, dist.Work | None]:
-    """The sum over the ranks, as `allreduce` gives it.
+    """Return the sum over the ranks, as `allreduce`.
 
-    The type names a way through symmetric memory to lower latency; the ordinary all-reduce serves them all.
+    The types name algorithms over symmetric memory with lower latency; the ordinary all-reduce serves them all.
     """
     one_of("all_reduce_type", all_reduce_type, SYMMETRIC_ALL_REDUCES)
     return allreduce(inp, tp_group, async_op)
 
 
 def _check(inp: Tensor, group: dist_group_type | None, async_op: bool, group_name: str = "tp_group") -> None:
-    """TypeError unless a collective can be asked for with these."""
+    """Raise TypeError for invalid arguments of a collective."""
     tensor("inp", inp)
     group_or_none(group_name, group)
     switch("async_op", async_op)

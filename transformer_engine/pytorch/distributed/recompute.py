@@ -1,19 +1,17 @@
-"""y = function(x) without keeping what lies between: the backward runs the function a second time.
+"""y = function(x) without saved intermediate tensors: the backward pass runs the function a second time.
 
 `activation_recompute_forward` marks the two runs, so that the second repeats the first bit for bit although
-delayed scaling moves on between them. When `is_fp8_activation_recompute_enabled()`, a module whose recipe has state
+delayed scaling updates scales in between. When `is_fp8_activation_recompute_enabled()`, a module whose recipe has state
 
-    in the first run    hands copies of the scales it quantizes with to the node that will run it again, and records
-                        amaxes as ever
-    in the second run   (`in_fp8_activation_recompute_phase()`) is given them back, quantizes with those scales and
-                        records nothing
+    in the first run    gives copies of its scales to the autograd node of the checkpoint, and records amaxes as usual
+    in the second run   (`in_fp8_activation_recompute_phase()`) quantizes with those scales and records no amaxes
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +24,7 @@ from ...common.checks import function_or_none, one_of
 from ...common.numbers import to_bool
 from ..constants import dist_group_type
 from ..quantization.autocast import here, reinstate, snapshot
-from ..quantization.replay import ReplayStates, marked_by_hand, running
+from ..quantization.recompute_states import ReplayStates, marked_by_hand, running
 from ..runtime.checks import group_or_none
 from ..runtime.device import has_cuda
 from ..runtime.double_backward import once_differentiable
@@ -38,21 +36,21 @@ _PACKAGE = __name__.split(".", 1)[0] + "."
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
-    """Is a function that will be, or has been, run a second time being run, here under quantizing autocast?"""
+    """Return whether either run of a recomputed function is active under quantizing autocast."""
     holder = here()
     return holder.recomputes and holder.state.enabled
 
 
 def in_fp8_activation_recompute_phase() -> bool:
-    """Is this the second run, made by the backward pass?"""
+    """Return whether the second run, in the backward pass, is active."""
     return here().recomputing
 
 
 class activation_recompute_forward(running):
-    """Marks the block as one of the two runs of a recomputed function, and takes the mark back after it.
+    """Mark the block as one of the two runs of a recomputed function.
 
-    Whoever marks both runs by hand pairs them: each second run of a module gets the scales of its oldest first run
-    that has not had one.
+    With two blocks marked by hand, each second run of a module gets the scales of its oldest first run without a second
+    run.
     """
 
     def __init__(self, activation_recompute: bool = False, recompute_phase: bool = False):
@@ -62,13 +60,13 @@ class activation_recompute_forward(running):
 
 
 def get_activation_recompute_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """The marks of the two runs of one checkpoint, as torch.utils.checkpoint's context_fn gives them."""
-    replay = _Replay(None)
+    """Return the contexts of the two runs of a checkpoint, for `context_fn` of torch.utils.checkpoint."""
+    replay = _SecondRun(None)
     return running(replay.states, False), replay
 
 
 def has_te_modules(network: Callable[..., Any]) -> bool:
-    """Does the network hold a module of this package? A callable that is not a Module is taken to do so."""
+    """Return whether the network holds a module of this package; True for a callable that is not a module."""
     if not isinstance(network, torch.nn.Module):
         return True
     return any(base.__module__.startswith(_PACKAGE) for m in network.modules() for base in type(m).__mro__)
@@ -98,7 +96,10 @@ def checkpoint(
         determinism_check: As in torch.utils.checkpoint; without effect with `use_reentrant=True`.
         debug: As in torch.utils.checkpoint; without effect with `use_reentrant=True`.
     """
-    _check_checkpoint(function, get_rng_state_tracker, tp_group, context_fn)
+    checked_function("function", function)
+    function_or_none("get_rng_state_tracker", get_rng_state_tracker)
+    checked_function("context_fn", context_fn)
+    group_or_none("tp_group", tp_group)
     distribute = to_bool("distribute_saved_activations", distribute_saved_activations)
     use_reentrant, debug = to_bool("use_reentrant", use_reentrant), to_bool("debug", debug)
     if distribute and not use_reentrant:
@@ -113,7 +114,7 @@ def checkpoint(
             "debug has no effect with use_reentrant=True; set use_reentrant=False",
         )
     if not torch.is_grad_enabled() or is_fp8_activation_recompute_enabled():
-        # No backward will come, or an enclosing checkpoint will run all of this a second time anyway.
+        # There is no backward pass, or an enclosing checkpoint runs this code a second time.
         return function(*args, **kwargs)
     if not use_reentrant:
         one_of("determinism_check", determinism_check, ("default", "none"))
@@ -141,14 +142,6 @@ def checkpoint(
     )
 
 
-def _check_checkpoint(function: Any, tracker: Any, group: Any, context_fn: Any) -> None:
-    """TypeError, before anything runs, for what is no function and no group."""
-    checked_function("function", function)
-    function_or_none("get_rng_state_tracker", tracker)
-    checked_function("context_fn", context_fn)
-    group_or_none("tp_group", group)
-
-
 def _both_runs(
     function: Callable[..., Any],
     context_fn: Callable[[], tuple[AbstractContextManager, AbstractContextManager]],
@@ -158,12 +151,12 @@ def _both_runs(
     first, second = context_fn()
     if get_tracker is None and not has_te_modules(function):
         return first, second
-    replay = _Replay(get_tracker)
-    return _Together(first, running(replay.states, False)), _Together(second, replay)
+    replay = _SecondRun(get_tracker)
+    return _JoinedContexts(first, running(replay.states, False)), _JoinedContexts(second, replay)
 
 
-class _Together(AbstractContextManager):
-    """Several contexts as one, which can be entered as often as they can."""
+class _JoinedContexts(AbstractContextManager):
+    """Several contexts as one, which may be entered repeatedly."""
 
     def __init__(self, *contexts: AbstractContextManager):
         self._contexts = contexts
@@ -179,10 +172,10 @@ class _Together(AbstractContextManager):
         return self._entered.pop().__exit__(*exception)
 
 
-class _Replay(AbstractContextManager):
-    """The second run's surroundings, as they were when this was made: random states, autocast, the phase.
+class _SecondRun(AbstractContextManager):
+    """The context of the second run: random states and autocast of the first run, and the phase.
 
-    states   what modules quantized with in the first run; the graph node that holds this owns them
+    states   scales that modules used in the first run; the autograd node that holds this object owns them
     """
 
     def __init__(self, get_tracker: Callable[[], CudaRNGStatesTracker] | None):
@@ -203,44 +196,14 @@ class _Replay(AbstractContextManager):
         self._stacks.pop().close()
 
 
-class _TorchAutocast:
-    """torch.autocast of the CPU and of CUDA, as it was when this was made."""
+class _Shard(NamedTuple):
+    """The group whose ranks save 1/n of the first tensor argument each; None: the default group."""
 
-    def __init__(self) -> None:
-        cache = torch.is_autocast_cache_enabled()
-        self._states = [
-            (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), cache)
-            for device in (("cpu", "cuda") if has_cuda() else ("cpu",))
-        ]
-
-    def again(self) -> AbstractContextManager:
-        return _Together(*(torch.autocast(*state) for state in self._states))
-
-
-class _Shard:
-    """Keeps 1/n of a tensor's elements on each rank of a group."""
-
-    def __init__(self, group: dist_group_type | None):
-        self.group = group
-        self.size = world_size(group)
-
-    def check(self, tensor: Tensor) -> None:
-        if tensor.numel() % self.size:
-            raise ValueError(
-                f"distribute_saved_activations: {self.size} ranks cannot equally share the {tensor.numel()} "
-                "elements of the first tensor argument; pad it or turn the option off"
-            )
-
-    def own(self, tensor: Tensor) -> Tensor:
-        """A copy of this rank's elements [numel / n]; a view would keep the whole tensor alive."""
-        return tensor.detach().reshape(self.size, -1)[rank(self.group)].clone()
-
-    def whole(self, part: Tensor, shape: torch.Size) -> Tensor:
-        return gather_along_first_dim(part, self.group)[0].view(shape)
+    group: dist_group_type | None
 
 
 class _Region:
-    """A function, the structure of its arguments, and what its second run needs beside the tensors."""
+    """A function, the structure of its arguments, and the state that its second run needs besides tensors."""
 
     def __init__(
         self,
@@ -258,25 +221,21 @@ class _Region:
         self.positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.output_structure: pytree.TreeSpec | None = None
-        self.replay = _Replay(get_tracker)
-        self.torch_autocast = _TorchAutocast()
+        self.replay = _SecondRun(get_tracker)
+        cache = torch.is_autocast_cache_enabled()
+        self.torch_autocast = [  # arguments of torch.autocast, for the second run
+            (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), cache)
+            for device in (("cpu", "cuda") if has_cuda() else ("cpu",))
+        ]
 
     def run(self, tensors: tuple[Tensor, ...]) -> list[Any]:
-        """The leaves of function's result."""
+        """Call the function and return the leaves of its result."""
         leaves = list(self.others)
         for position, tensor in zip(self.positions, tensors, strict=True):
             leaves[position] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         outputs, self.output_structure = pytree.tree_flatten(self.function(*args, **kwargs))
         return outputs
-
-    def run_first(self, tensors: tuple[Tensor, ...]) -> list[Any]:
-        with torch.no_grad(), running(self.replay.states, False), self.contexts[0]:
-            return self.run(tensors)
-
-    def run_again(self, tensors: tuple[Tensor, ...]) -> list[Any]:
-        with torch.enable_grad(), self.replay, self.torch_autocast.again(), self.contexts[1]:
-            return self.run(tensors)
 
 
 def _reentrant(
@@ -291,14 +250,25 @@ def _reentrant(
     region = _Region(function, leaves, structure, shard, get_tracker, contexts)
     tensors = [leaves[i] for i in region.positions]
     if shard is not None and tensors:
-        shard.check(tensors[0])
-    outputs = _Checkpoint.apply(region, _anchor(function, tensors), *tensors)
+        ranks, elements = world_size(shard.group), tensors[0].numel()
+        if elements % ranks:
+            raise ValueError(
+                f"distribute_saved_activations: {ranks} ranks cannot equally share the {elements} "
+                "elements of the first tensor argument; pad it or turn the option off"
+            )
+    anchor = None
+    if not any(tensor.requires_grad for tensor in tensors):
+        # Without an input that requires a gradient no backward pass would run, although parameters may need it.
+        is_module = isinstance(function, torch.nn.Module)
+        if not is_module or any(p.requires_grad for p in function.parameters()):
+            anchor = torch.empty(0, requires_grad=True, device="cpu")
+    outputs = _Checkpoint.apply(region, anchor, *tensors)
     assert region.output_structure is not None
     return pytree.tree_unflatten(list(outputs), region.output_structure)  # pyright: ignore[reportArgumentType]
 
 
 def _of_torchs(argument: Any) -> Any:
-    """An argument of torch's reentrant checkpoint, whose gradient is made without a graph of its own."""
+    """Wrap an argument of torch's reentrant checkpoint, whose gradient has no graph, to reject double backward."""
     if torch.compiler.is_compiling() or not isinstance(argument, Tensor) or not argument.requires_grad:
         return argument
     return _OfTorchs.apply(argument)
@@ -317,26 +287,20 @@ class _OfTorchs(torch.autograd.Function):
         return grad
 
 
-def _anchor(function: Callable[..., Any], tensors: list[Tensor]) -> Tensor | None:
-    """An empty tensor that wants a gradient, where only parameters do: without it no backward would run."""
-    if any(tensor.requires_grad for tensor in tensors):
-        return None
-    if isinstance(function, torch.nn.Module) and not any(p.requires_grad for p in function.parameters()):
-        return None
-    return torch.empty(0, requires_grad=True, device="cpu")
-
-
 class _Checkpoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx, region, anchor, *tensors):
-        outputs = region.run_first(tensors)
+        with torch.no_grad(), running(region.replay.states, False), region.contexts[0]:
+            outputs = region.run(tensors)
         ctx.region = region
         ctx.set_materialize_grads(False)
         ctx.wanted = [tensor.requires_grad for tensor in tensors]
         kept = list(tensors)
         if region.shard is not None and kept:
             ctx.first_shape = kept[0].shape
-            kept[0] = region.shard.own(kept[0])
+            # A copy of this rank's elements [numel / n]; a view would keep the whole tensor alive.
+            group = region.shard.group
+            kept[0] = kept[0].detach().reshape(world_size(group), -1)[rank(group)].clone()
         ctx.save_for_backward(*kept)
         return tuple(outputs)
 
@@ -350,20 +314,18 @@ class _Checkpoint(torch.autograd.Function):
             )
         region, kept = ctx.region, list(ctx.saved_tensors)
         if region.shard is not None and kept:
-            kept[0] = region.shard.whole(kept[0], ctx.first_shape)
+            kept[0] = gather_along_first_dim(kept[0], region.shard.group)[0].view(ctx.first_shape)
         tensors = tuple(
             tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(kept, ctx.wanted, strict=True)
         )
-        outputs = region.run_again(tensors)
-        _backpropagate(outputs, grads)
+        torch_autocast = _JoinedContexts(*(torch.autocast(*state) for state in region.torch_autocast))
+        with torch.enable_grad(), region.replay, torch_autocast, region.contexts[1]:
+            outputs = region.run(tensors)
+        roots = [
+            (output, grad)
+            for output, grad in zip(outputs, grads, strict=True)
+            if isinstance(output, Tensor) and output.requires_grad and grad is not None
+        ]
+        if roots:
+            torch.autograd.backward([output for output, _ in roots], [grad for _, grad in roots])
         return None, None, *(tensor.grad for tensor in tensors)
-
-
-def _backpropagate(outputs: list[Any], grads: tuple[Tensor | None, ...]) -> None:
-    roots = [
-        (output, grad)
-        for output, grad in zip(outputs, grads, strict=True)
-        if isinstance(output, Tensor) and output.requires_grad and grad is not None
-    ]
-    if roots:
-        torch.autograd.backward([output for output, _ in roots], [grad for _, grad in roots])

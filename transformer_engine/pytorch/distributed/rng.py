@@ -23,7 +23,7 @@ _tracked: RngStates = {}
 
 
 def graph_safe_rng_available() -> bool:
-    """Can tracked random states be registered with a CUDA graph here?"""
+    """Return whether tracked random states can be registered with a CUDA graph."""
     return has_cuda() and hasattr(torch.Generator, "graphsafe_set_state")
 
 
@@ -82,7 +82,10 @@ class CudaRNGStatesTracker:
         if name in self.states_:
             raise ValueError(f"random state {name!r} exists already; choose another name or reset() first")
         self.seeds_.add(seed)
-        self.states_[name] = _seeded(seed)
+        if has_cuda():
+            self.states_[name] = _default_cuda_generator().clone_state().manual_seed(seed)
+        else:
+            self.states_[name] = torch.Generator(device="cpu").manual_seed(seed).get_state()
         set_all_rng_states(self.states_)
 
     @contextmanager
@@ -105,12 +108,6 @@ class CudaRNGStatesTracker:
 def _default_cuda_generator() -> torch.Generator:
     torch.cuda.init()
     return torch.cuda.default_generators[torch.cuda.current_device()]
-
-
-def _seeded(seed: int) -> RngState:
-    if has_cuda():
-        return _default_cuda_generator().clone_state().manual_seed(seed)
-    return torch.Generator(device="cpu").manual_seed(seed).get_state()
 
 
 def _current() -> RngState:

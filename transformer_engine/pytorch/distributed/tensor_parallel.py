@@ -1,11 +1,11 @@
-"""Where a linear layer y = x @ w.T meets its tensor-parallel group: what is sent before and after a product.
+"""Communication of a linear layer y = x @ w.T with its tensor-parallel group before and after a product.
 
     mode        w on a rank   enter_forward(x)   leave_forward(y)    enter_backward(dy)   leave_backward(dx)
     column      [N / n, K]    (all-gather)       -                   -                    sum (reduce-scatter)
     row         [N, K / n]    -                  sum (reduce-scat.)  (all-gather)         -
 
 With sequence parallelism (arXiv:2205.05198) the activations outside are split along the first dimension, and
-what stands in parentheses is done: gathers appear and each sum over ranks becomes a reduce-scatter.
+the operations in parentheses apply: gathers are added and each sum over ranks becomes a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class TensorParallel:
 
     @property
     def gathers_input(self) -> bool:
-        """Does enter_forward communicate?"""
+        """Whether enter_forward communicates."""
         return self.mode == "column" and self.sequence and self.size > 1
 
     @property
     def gathers_gradient(self) -> bool:
-        """Does enter_backward communicate?"""
+        """Whether enter_backward communicates."""
         return self.mode == "row" and self.sequence and self.size > 1
 
     def enter_forward(self, x: Tensor) -> Tensor:

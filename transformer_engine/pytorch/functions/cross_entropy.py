@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import increment_version
 
-from ...common.labels import Labels
+from ...common.operation_settings import Labels
 from ..constants import dist_group_type
 from ..distributed.collectives import gather_along_first_dim
 from ..primitives.cross_entropy import (

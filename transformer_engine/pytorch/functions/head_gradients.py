@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...common.labels import Labels
+from ...common.operation_settings import Labels
 from ..primitives.column_sums import column_sums
 from ..primitives.cross_entropy import cross_entropy_gradient
 from ..primitives.gemm import Epilogue, gemm, plain

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..offload.marks import active as offloading
-from ..offload.marks import whole_now
+from ..offload.marks import mark_ready
 from ..runtime.symbols import Symbol
 from ..runtime.tracing import result_in
 from ..tensor.quantized_tensor import QuantizedTensorStorage
@@ -151,7 +151,7 @@ def _run_forward(
     leading = tuple(x.shape[:-1])
     env = spec.environment((), leading)
     if offloading.synchronizer is not None:
-        whole_now(x)
+        mark_ready(x)
     results, saved = run(schedule, env, [tensor for tensor in tensors if tensor is not None])
     if len(leading) == 1 and not torch.compiler.is_compiling():
         return results, saved  # results are matrices
@@ -187,5 +187,5 @@ def _renamed(saved: Any, made: Any, returned: Any) -> Any:
     elif isinstance(saved, Matrix) and saved.values is made:
         kept = Matrix(returned)
     if kept is not saved:
-        whole_now(kept)
+        mark_ready(kept)
     return kept

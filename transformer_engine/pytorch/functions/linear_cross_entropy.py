@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ...common.labels import Labels
+from ...common.operation_settings import Labels
 from ..primitives.cross_entropy import cross_entropy_rescaled
 from ..primitives.gemm import Epilogue, gemm, plain
 from ..runtime.double_backward import once_differentiable

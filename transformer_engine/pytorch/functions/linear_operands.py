@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..primitives.operand import plain
-from ..tensor.axis import COLS, ROWS
+from ..primitives.operand import COLS, ROWS, plain
 from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
 from ..tensor.quantizer import Matrix, Operands, Quantizer
 from ..tensor.storage.quantized_tensor_storage import plain_matrix

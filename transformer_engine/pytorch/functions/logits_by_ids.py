@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...common.labels import Labels
+from ...common.operation_settings import Labels
 from ..primitives.cross_entropy import cross_entropy_losses, cross_entropy_statistics
 from ..primitives.gemm import Epilogue, gemm, plain
 from .head_gradients import HeadGradients, RowFacts, whole_tiles

@@ -16,11 +16,11 @@ from torch import Tensor
 from ...common.checks import described, number, one_of
 from ...common.formats import FLOAT8
 from ...common.numbers import to_float, to_int
-from ...common.steps import Adam, Sgd
+from ...common.operation_settings import Adam, Sgd
 from ..constants import DType
 from ..primitives.multi_tensor import adam_rates, adam_step, on_device, scale_all, sgd_step, squares_of_all
 from ..primitives.quantize import QuantizeSpec, quantize, scale_from_amax
-from ..primitives.quantize.e8m0 import e8m0_from_float
+from ..primitives.quantize.encodings import e8m0_from_float
 from ..runtime.checks import tensor
 from ..tensor.elements import element_of
 

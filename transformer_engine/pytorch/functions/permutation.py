@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..primitives.operand import Operand
+from ..primitives.operand import COLS, Operand
 from ..primitives.permutation import INDEX, MASK, Routes, collect, send, send_weighted
 from ..primitives.quantize import Quantized
 from ..runtime.double_backward import once_differentiable
 from ..tensor import QuantizedTensor
-from ..tensor.axis import COLS
 from ..tensor.storage.block_scaled import BlockScaledStorage
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..offload.marks import active as offloading
-from ..offload.marks import arrived, asking_early, read_late, tensors_of
+from ..offload.marks import deferred_waits, save_deferred, tensors_of, wait_for
 from ..primitives.grouped_gemm import GroupedOperand
 from ..primitives.operand import Operand
 from ..runtime.double_backward import once_differentiable
@@ -40,7 +40,7 @@ def save(
 def keep(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
     """Call save_for_backward, for a backward pass that may ask for the tensors early."""
     if offloading.synchronizer is not None and not torch.compiler.is_compiling():
-        tensors = [read_late(tensor) for tensor in tensors]
+        tensors = [save_deferred(tensor) for tensor in tensors]
     ctx.save_for_backward(*tensors)
 
 
@@ -61,7 +61,7 @@ def arrives(*saved: Saved) -> None:
                 arrives(*operand)
                 continue
             for tensor in operand.tensors() if isinstance(operand, CustomOperand) else tensors_of(operand):
-                arrived(tensor)
+                wait_for(tensor)
 
 
 def backward_of(operation: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -130,7 +130,7 @@ def take_saved(ctx: Any) -> tuple[Any, ...]:
 def take_early(ctx: Any) -> tuple[Any, ...]:
     """Return `take_saved` of tensors that may still be on the host: call `arrives` before reading them."""
     if offloading.used and not torch.compiler.is_compiling():
-        with asking_early():
+        with deferred_waits():
             return take_saved(ctx)
     return take_saved(ctx)
 

@@ -1,4 +1,4 @@
-"""What make_graphed_callables was asked for, checked: TypeError, ValueError or RuntimeError before anything runs."""
+"""Validation of the arguments of make_graphed_callables, before anything runs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ..quantization import check_recipe_support, get_default_recipe
 from ..quantization.autocast import AutocastState
 from ..runtime.checks import group_or_none
 from ..runtime.warn_once import warn_once
-from .order import Chunks, Step, chunks_of, entries_of, ordered_steps, plain_steps
-from .signature import CONSTANTS, Leaves
+from .order import ModelChunks, ScheduledStep, chunks_of, entries_of, ordered_steps, plain_steps
+from .signature import CONSTANTS, ArgumentLeaves
 
-# The events at which a caller may look on while callables are warmed up and recorded.
+# The events that hooks may observe during warm-up and capture.
 HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 
 
-class Renamed(NamedTuple):
-    """An option under its name and under its earlier one."""
+class RenamedOption(NamedTuple):
+    """The value of an option under its name and under its earlier name."""
 
     name: str
     value: Any
@@ -32,7 +32,7 @@ class Renamed(NamedTuple):
     earlier: Any
 
     def chosen(self) -> Any:
-        """The one that is set; ValueError where both are."""
+        """Return the value that is set; ValueError if both are."""
         if self.earlier is None:
             return self.value
         if self.value is not None:
@@ -44,21 +44,21 @@ class Renamed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sample:
-    """The arguments of one callable, of which only keywords have leaves that are no tensors.
+class SampleArguments:
+    """The sample arguments of one callable; only keywords may have leaves that are not tensors.
 
-    names   of the keywords
-    args    how many arguments there are by place
+    names   names of the keywords
+    args    number of positional arguments
     """
 
-    leaves: Leaves
+    leaves: ArgumentLeaves
     names: tuple[str, ...]
     args: int
 
 
 @dataclass(frozen=True)
-class Options:
-    """Everything beside callables and samples."""
+class GraphOptions:
+    """The options of make_graphed_callables."""
 
     warm_ups: int
     pool: Any
@@ -72,20 +72,20 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A checked call.
+class CaptureRequest:
+    """A validated call of make_graphed_callables.
 
-    callables   as given; several of them share a module where microbatches do
-    which       for each sample its callable
+    callables   the callables; microbatches may share a module
+    which       the index of each sample's callable
     """
 
     callables: tuple[Any, ...]
     which: tuple[int, ...]
-    samples: tuple[Sample, ...]
-    steps: tuple[Step, ...]
-    chunks: Chunks | None
+    samples: tuple[SampleArguments, ...]
+    steps: tuple[ScheduledStep, ...]
+    chunks: ModelChunks | None
     quantizations: tuple[AutocastState, ...]
-    options: Options
+    options: GraphOptions
     hooks: tuple[dict[str, dict[int, Any]], ...]
     single: bool
 
@@ -95,7 +95,7 @@ class Asked:
 
 
 def callables_of(modules: Any) -> tuple[tuple[Any, ...], bool]:
-    """(the callables, was there one without a tuple?)"""
+    """Return (callables, whether a single callable was given without a tuple)."""
     single = not isinstance(modules, tuple)
     callables = (modules,) if single else modules
     if not callables:
@@ -107,7 +107,9 @@ def callables_of(modules: Any) -> tuple[tuple[Any, ...], bool]:
             )
     for module in callables:
         if isinstance(module, torch.nn.Module):
-            check_module(module)
+            reason = obstacle(module)
+            if reason is not None:
+                raise RuntimeError(reason)
     trainings = {module.training for module in callables if isinstance(module, torch.nn.Module)}
     if len(trainings) > 1:
         raise RuntimeError(
@@ -116,15 +118,8 @@ def callables_of(modules: Any) -> tuple[tuple[Any, ...], bool]:
     return callables, single
 
 
-def check_module(module: torch.nn.Module) -> None:
-    """RuntimeError for a module whose replay would leave something out."""
-    reason = obstacle(module)
-    if reason is not None:
-        raise RuntimeError(reason)
-
-
 def obstacle(module: torch.nn.Module) -> str | None:
-    """What of a module a graph could not do again; None: nothing."""
+    """Return why a graph cannot replay the module, or None."""
     for name, layer in module.named_modules():
         if (
             layer._forward_hooks
@@ -142,8 +137,8 @@ def obstacle(module: torch.nn.Module) -> str | None:
 
 def samples_of(
     sample_args: Any, sample_kwargs: Any, single: bool, count: int, kwargs_given: bool
-) -> tuple[Sample, ...]:
-    """The samples of `count` callables; TypeError for leaves that are no tensors."""
+) -> tuple[SampleArguments, ...]:
+    """Return the samples of `count` callables; TypeError for leaves that a graph cannot take."""
     args = (sample_args,) if single else sample_args
     if (
         not isinstance(args, (tuple, list))
@@ -166,16 +161,16 @@ def samples_of(
     return tuple(_sample(tuple(a), k) for a, k in zip(args, keywords, strict=True))
 
 
-def check_places(asked: Asked) -> None:
-    """ValueError for what lies beside the GPU: nothing that is done with it there would be recorded."""
-    for number, sample in enumerate(asked.samples):
+def check_places(request: CaptureRequest) -> None:
+    """Raise ValueError for tensors outside the GPU, whose operations a graph does not record."""
+    for number, sample in enumerate(request.samples):
         for tensor in sample.leaves.tensors:
             if not tensor.is_cuda:
                 raise ValueError(
                     f"sample {number} holds a tensor on {tensor.device}; a CUDA graph records what a GPU does, give "
                     "samples on it"
                 )
-    for module in asked.modules:
+    for module in request.modules:
         for name, parameter in module.named_parameters():
             if not parameter.is_cuda:
                 raise ValueError(
@@ -184,16 +179,16 @@ def check_places(asked: Asked) -> None:
                 )
 
 
-def _sample(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:
+def _sample(args: tuple[Any, ...], kwargs: dict[str, Any]) -> SampleArguments:
     first_of_keywords = len(pytree.tree_leaves(args))
-    leaves = Leaves.of(args, kwargs)
+    leaves = ArgumentLeaves.of(args, kwargs)
     for i, leaf in enumerate(leaves.constants):
         if i not in leaves.positions and (i < first_of_keywords or not isinstance(leaf, CONSTANTS)):
             raise TypeError(
                 f"sample arguments hold {described(leaf)}; a graph takes tensors, and in keywords None, numbers, text, "
                 "dtypes and devices; bind what else there is: functools.partial(module, ..)"
             )
-    return Sample(leaves, tuple(kwargs), len(args))
+    return SampleArguments(leaves, tuple(kwargs), len(args))
 
 
 def quantizations_of(
@@ -221,7 +216,7 @@ def quantizations_of(
 
 def schedule_of(
     order: Any, layers_per_chunk: Any, callables: int
-) -> tuple[tuple[Step, ...], Chunks | None, tuple[int, ...]]:
+) -> tuple[tuple[ScheduledStep, ...], ModelChunks | None, tuple[int, ...]]:
     """Return `(steps, chunks, for each sample its callable)`."""
     if order is None:
         if layers_per_chunk is not None:
@@ -237,7 +232,7 @@ def schedule_of(
 
 
 def hooks_of(given: Any, count: int) -> tuple[dict[str, dict[int, Any]], ...]:
-    """capture_time_hooks, one dict a callable."""
+    """Return capture_time_hooks as one dict per callable."""
     if given is None:
         return ({},) * count
     if len(given) != count:
@@ -251,7 +246,7 @@ def hooks_of(given: Any, count: int) -> tuple[dict[str, dict[int, Any]], ...]:
     return tuple(entry or {} for entry in given)
 
 
-def check_options(options: Options, order: Any, training: bool) -> Options:
+def check_options(options: GraphOptions, order: Any, training: bool) -> GraphOptions:
     """Return the options with numbers and flags converted.
 
     Raises:
@@ -275,10 +270,10 @@ def check_options(options: Options, order: Any, training: bool) -> Options:
         )
     if options.reuses_buffers and not training:
         raise RuntimeError(
-            "_reuse_graph_input_output_buffers frees buffers in the backward, which eval() has not"
+            "_reuse_graph_input_output_buffers frees buffers in the backward, which eval() mode lacks"
         )
     if torch.is_autocast_cache_enabled() and torch.is_autocast_enabled():
         raise RuntimeError(
-            "torch.autocast keeps casts of weights that a graph would not renew; enter it with cache_enabled=False"
+            "torch.autocast caches casts of weights, which a graph would not update; enter it with cache_enabled=False"
         )
     return options

@@ -1,8 +1,7 @@
-"""graphed(module): the module, whose calls are captured by themselves once three have been alike.
+"""graphed(module): the module, whose calls are captured automatically after three calls with equal signatures.
 
-A call whose signature has been met so often is captured and replayed, the others run eagerly. So do calls that a
-replay could not stand for; the table says why, and `te.explain` prints it. Results have the bits of eager calls, and
-belong to the caller.
+Calls run eagerly until their signature has occurred often enough, or if a replay cannot reproduce them; `te.explain`
+prints the reason. Results are bit-equal to eager calls and are not overwritten by later calls.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from ...common.checks import described, whole
 from ...common.dispatch import Backend, Table, undisturbed
 from ..quantization.autocast import AutocastState, here
 from ..runtime.device import has_cuda
-from . import recorder
-from .block import Block
-from .build import Plan, recorded
-from .caching import say_first
+from . import build
+from .build import CapturePlan, recorded
+from .caching import write_first_flag
 from .order import plain_steps
-from .replayed import Replayed
-from .signature import Leaves, obstacle_of, signature_of, standing_of
+from .recorded_block import RecordedBlock
+from .signature import ArgumentLeaves, obstacle_of, signature_of, standing_of
+from .static_block import StaticBlock
 
 CAPTURED, EAGER = "captured", "eager"
 _FIRST = "is_first_microbatch"
@@ -39,10 +38,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class Situation(NamedTuple):
     """A call of a graphed module.
 
-    obstacle   what stands in the way of capturing it, or of replaying now; None: nothing
-    is_kept    is there a graph of its signature?
-    calls      eager calls of its signature so far, of the `after` that are waited for
-    kept       graphs that the module has, of `most` that it may have
+    obstacle   why the call cannot be captured or replayed now, or None
+    is_kept    whether its signature has a graph
+    calls      eager calls of its signature so far; it is captured after `after` calls
+    kept       number of graphs of the module; `most` is the limit
     """
 
     obstacle: str | None
@@ -53,7 +52,7 @@ class Situation(NamedTuple):
     most: int
 
 
-def _refuses(call: Situation) -> str | None:
+def _unsupported_reason(call: Situation) -> str | None:
     if call.obstacle is not None:
         return call.obstacle
     if call.is_kept:
@@ -66,16 +65,16 @@ def _refuses(call: Situation) -> str | None:
 
 
 TABLE: Table[Situation] = Table(
-    "graphed", (Backend(CAPTURED, refuses=_refuses), Backend(EAGER)), describe=Situation
+    "graphed", (Backend(CAPTURED, refuses=_unsupported_reason), Backend(EAGER)), describe=Situation
 )
 
 
 class _Entry:
-    """What is known of a signature."""
+    """The state of one signature: the number of calls, the graph, or why its capture failed."""
 
     def __init__(self) -> None:
         self.calls = 0
-        self.graph: Replayed | None = None
+        self.graph: RecordedBlock | None = None
         self.failure: str | None = None
 
     @property
@@ -87,7 +86,7 @@ class _Entry:
 class AutomaticGraph:
     """The forward of a graphed module, or a graphed function.
 
-    call   what runs eagerly
+    call   the eager forward or function
     """
 
     def __init__(self, call: Callable[..., Any], module: torch.nn.Module | None, after: int, signatures: int):
@@ -96,7 +95,11 @@ class AutomaticGraph:
         self.after = after
         self.signatures = signatures
         self._entries: dict[tuple[Any, ...], _Entry] = {}
-        self._first_at = _place_of_first(call)
+        try:
+            names = list(inspect.signature(call).parameters)
+        except ValueError:  # a function written in C may have no signature, and has no such argument
+            names = []
+        self._first_at = names.index(_FIRST) if _FIRST in names else None
         self.name = (
             getattr(call, "__name__", type(call).__name__) if module is None else type(module).__name__
         )
@@ -104,8 +107,14 @@ class AutomaticGraph:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.call(*args, **kwargs)
-        first, rest, named = self._without_first(args, kwargs)
-        leaves = Leaves.of(rest, named)
+        first, rest, named = None, args, kwargs
+        if _FIRST in kwargs:  # a flag on the device passes it to the graph
+            named = dict(kwargs)
+            first = named.pop(_FIRST)
+        elif self._first_at is not None and len(args) > self._first_at:
+            at = self._first_at
+            first, rest = args[at], (*args[:at], None, *args[at + 1 :])
+        leaves = ArgumentLeaves.of(rest, named)
         standing = standing_of(self.module)
         thread = here()
         obstacle = obstacle_of(leaves) or standing.obstacle or _obstacle_now(leaves, thread.recomputes)
@@ -127,7 +136,7 @@ class AutomaticGraph:
             self.signatures,
         )
         chosen = TABLE.choose(situation)
-        if chosen == EAGER or not undisturbed():  # whoever observes wants to see what happens inside
+        if chosen == EAGER or not undisturbed():  # observers see operations of eager calls only
             entry.calls += 1
             return self.call(*args, **kwargs)
         graph = entry.graph
@@ -136,7 +145,7 @@ class AutomaticGraph:
             if graph is None:
                 return self.call(*args, **kwargs)
         if first is not None:
-            say_first(first)
+            write_first_flag(first)
         return graph.run(leaves.tensors, first)
 
     def _entry(self, signature: tuple[Any, ...]) -> _Entry:
@@ -156,39 +165,27 @@ class AutomaticGraph:
             self._entries[signature] = entry  # at the end: used last
         return entry
 
-    def _without_first(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any, dict[str, Any]]:
-        """(is_first_microbatch, the other arguments): a flag on the device says it to a graph."""
-        if _FIRST in kwargs:
-            rest = dict(kwargs)
-            return rest.pop(_FIRST), args, rest
-        at = self._first_at
-        if at is not None and len(args) > at:
-            return args[at], (*args[:at], None, *args[at + 1 :]), kwargs
-        return None, args, kwargs
-
     def _capture(
-        self, entry: _Entry, leaves: Leaves, state: AutocastState, first: bool | None
-    ) -> Replayed | None:
-        """The graph of a signature; None, with one warning, where it cannot be captured."""
-        made = recorder.recorder_here()
-        assert made is not None, "the table has seen a GPU"
+        self, entry: _Entry, leaves: ArgumentLeaves, state: AutocastState, first: bool | None
+    ) -> RecordedBlock | None:
+        """Capture the graph of a signature; warns once and returns None if the capture fails."""
+        recorder = build.recorder_here()
+        assert recorder is not None, "the table chooses a capture only with a GPU"
         inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in leaves.tensors]
         wants = torch.is_grad_enabled() and (
             any(t.requires_grad for t in inputs)
             or (self.module is not None and any(p.requires_grad for p in self.module.parameters()))
         )
-        block = Block(
+        block = StaticBlock(
             self.call, self.module, leaves.structure, inputs, state, caches=first is not None, training=wants,
             positions=leaves.positions, constants=leaves.constants,
         )  # fmt: skip
-        graph = Replayed(block, clones_outputs=True)
+        graph = RecordedBlock(block, clones_outputs=True)
         modules = [] if self.module is None else [self.module]
         try:
-            recorded([graph], Plan(_WARM_UPS, tuple(plain_steps(1)), modules), made)
+            recorded([graph], CapturePlan(_WARM_UPS, tuple(plain_steps(1)), modules), recorder)
         except RuntimeError as error:
-            # A capture refuses what it cannot hold, such as a value that the host reads, by errors of many texts.
+            # A capture fails with many different errors, for example if the host reads a value.
             entry.failure = f"it could not be captured: {str(error).splitlines()[0]}"
             warnings.warn(f"graphed: {self.name} runs eagerly; {entry.failure}", stacklevel=4)
             return None
@@ -197,7 +194,7 @@ class AutomaticGraph:
 
     @property
     def kept(self) -> int:
-        """How many signatures have a graph."""
+        """Number of signatures with a graph."""
         return sum([entry.graph is not None for entry in self._entries.values()])
 
     def reset(self) -> None:
@@ -208,60 +205,60 @@ class AutomaticGraph:
         self._entries.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AutomaticGraph:
-        """A copy of a module begins without graphs, on its own parameters."""
+        """Copy the module without graphs."""
         module = copy.deepcopy(self.module, memo)
         call = self.call if module is None else functools.partial(type(module).forward, module)
         return AutomaticGraph(call, module, self.after, self.signatures)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _again, (self.module, self.call if self.module is None else None, self.after, self.signatures)
+        return _rebuilt, (
+            self.module,
+            self.call if self.module is None else None,
+            self.after,
+            self.signatures,
+        )
 
 
-def _place_of_first(call: Callable[..., Any]) -> int | None:
-    """Which positional argument is_first_microbatch is; None where there is none."""
-    try:
-        names = list(inspect.signature(call).parameters)
-    except ValueError:  # a function written in C may have no signature, and has no such argument
-        return None
-    return names.index(_FIRST) if _FIRST in names else None
-
-
-def _again(module: torch.nn.Module | None, call: Any, after: int, signatures: int) -> AutomaticGraph:
+def _rebuilt(module: torch.nn.Module | None, call: Any, after: int, signatures: int) -> AutomaticGraph:
     if module is not None:
         call = functools.partial(type(module).forward, module)
     return AutomaticGraph(call, module, after, signatures)
 
 
-def _obstacle_now(leaves: Leaves, recomputes: bool) -> str | None:
-    """What of the moment stands in the way."""
+def _obstacle_now(leaves: ArgumentLeaves, recomputes: bool) -> str | None:
+    """Return why a call cannot be captured at this moment, or None."""
     if not leaves.tensors:
         return "no argument is a tensor"
     away = [tensor.device.type for tensor in leaves.tensors if not records(tensor.device)]
     if away:
         return f"an argument is on {away[0]}; a CUDA graph takes tensors of a GPU"
     if recomputes:
-        return "the call will be, or is, run a second time by a checkpoint"
+        return "the call is run a second time by a checkpoint"
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:  # pyright: ignore
         return "saved tensors go through hooks, which a replay would not call"
     if has_cuda() and torch.cuda.is_current_stream_capturing():
-        return "a graph is being captured round the call"
+        return "another graph is being captured"
     return None
 
 
 def records(device: torch.device) -> bool:
-    """Can what runs on a device be recorded?"""
+    """Return whether operations on a device can be recorded."""
     return device.type == "cuda"
 
 
 def graphed(module: Function, *, after: int = 3, signatures: int = 4) -> Function:
-    """The module itself, whose calls become CUDA graphs: after three alike, without sample arguments.
+    """Turn the calls of a module into CUDA graphs, without sample arguments, and return the module.
 
-    after        eager calls of one signature before it is captured: of shapes, types, modes, recipe, parameters' places
-    signatures   graphs that are kept at most; calls of further ones run eagerly
+    Args:
+        module: A module, which is modified, or a function, which is wrapped. Tensors that a function reads besides its
+            arguments must keep their addresses.
+        after: Number of eager calls of a signature before its capture. A signature covers shapes, dtypes, modes, recipe
+            and addresses of parameters.
+        signatures: Maximum number of graphs; calls with further signatures run eagerly.
 
-    `te.explain(module, x)` says whether a call is captured, and why not. Outputs and gradients are the caller's own,
-    with the bits of eager calls. A second forward before the first one's backward runs eagerly. `module.reset()` frees
-    all graphs. A function is wrapped; tensors that it reads beside its arguments must stay where they are.
+    `te.explain(module, x)` reports whether a call is captured, and why not. Outputs and gradients are bit-equal to
+    eager calls, and later calls do not overwrite them. A second forward pass before the backward pass of the first
+    runs eagerly. `module.reset()` frees all graphs.
     """
     if not callable(module):
         raise TypeError(f"module={described(module)} cannot be called; give a module or a function")

@@ -11,52 +11,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.capture import Recorder, set_capture_end, set_capture_start, unowned
-from .arguments import Asked, Sample
-from .block import Block
-from .kept import left_as_it_was
-from .order import Kind, Step
-from .replayed import Replayed
+from ..distributed.rng import get_all_rng_states
+from ..runtime.capture import CudaRecorder, Recorder, set_capture_end, set_capture_start, unowned
+from ..runtime.device import has_cuda
+from .arguments import CaptureRequest
+from .order import ScheduledStep, StepKind
+from .recorded_block import RecordedBlock
+from .saved_state import state_restored
+from .static_block import StaticBlock
 
 
 @dataclass(frozen=True)
-class Plan:
+class CapturePlan:
     """How graphs are recorded.
 
-    modules          whose state is as before afterwards
-    hooks            what looks on, for each graph
-    reuses_buffers   may later graphs write over what earlier ones leave?
-    around           what is called before and after the warm-up
+    modules          modules whose state is restored afterwards
+    hooks            the observing hooks of each graph
+    reuses_buffers   whether later graphs may overwrite the outputs of earlier ones
+    around           the hooks before and after the warm-up
     """
 
     warm_ups: int
-    steps: tuple[Step, ...]
+    steps: tuple[ScheduledStep, ...]
     modules: Sequence[torch.nn.Module]
     around: tuple[Callable[[], Any] | None, Callable[[], Any] | None] = (None, None)
     hooks: Sequence[dict[str, dict[int, Any]]] = ()
     reuses_buffers: bool = False
 
     @staticmethod
-    def of(asked: Asked) -> Plan:
-        options = asked.options
+    def of(request: CaptureRequest) -> CapturePlan:
+        options = request.options
         around = options.pre_warmup_hook, options.post_warmup_hook
-        hooks = [asked.hooks[which] for which in asked.which]
-        return Plan(options.warm_ups, asked.steps, asked.modules, around, hooks, options.reuses_buffers)
+        hooks = [request.hooks[which] for which in request.which]
+        return CapturePlan(
+            options.warm_ups, request.steps, request.modules, around, hooks, options.reuses_buffers
+        )
 
 
-def recorded(graphs: list[Replayed], plan: Plan, recorder: Recorder) -> list[Replayed]:
-    """The graphs, each with its recordings; what warming up has changed is put back."""
+def recorded(graphs: list[RecordedBlock], plan: CapturePlan, recorder: Recorder) -> list[RecordedBlock]:
+    """Record the graphs and return them; the state that the warm-up changed is restored."""
     blocks = [graph.block for graph in graphs]
     hooks = plan.hooks or [{}] * len(graphs)
-    separate = {step.callable for step in plan.steps if step.kind is Kind.WEIGHT_GRADIENT}
-    with capturing(), left_as_it_was(plan.modules):
+    separate = {step.callable for step in plan.steps if step.kind is StepKind.WEIGHT_GRADIENT}
+    with capturing(), state_restored(plan.modules):
         before, after = plan.around
         if before is not None:
             before()
         for graph in graphs:
-            graph.expect_nothing()
+            graph.clear_announcements()
         with recorder.warming():
-            # At least once: states, workspaces and kernels have to be there before anything is recorded.
+            # At least once: states, workspaces and kernels must exist before the recording.
             for turn in range(max(1, plan.warm_ups)):
                 for step in plan.steps:
                     _run(blocks[step.callable], step.kind, hooks[step.callable], first=turn == 0)
@@ -65,7 +69,7 @@ def recorded(graphs: list[Replayed], plan: Plan, recorder: Recorder) -> list[Rep
         if after is not None:
             after()
         for graph in graphs:
-            graph.note_what_showed()
+            graph.note_side_effects()
         for step in plan.steps:
             number = step.callable
             _record(
@@ -74,9 +78,17 @@ def recorded(graphs: list[Replayed], plan: Plan, recorder: Recorder) -> list[Rep
     return graphs
 
 
+def recorder_here(pool: Any = None) -> Recorder | None:
+    """Return the recorder of graphs in a memory pool (None: a new pool), or None without a GPU."""
+    if not has_cuda():
+        return None
+    states = get_all_rng_states().values()
+    return CudaRecorder(pool, [state for state in states if isinstance(state, torch.Generator)])
+
+
 @contextmanager
 def capturing() -> Iterator[None]:
-    """Says that graphs are being captured, and that they are not, however the block is left."""
+    """Set the flag of `is_graph_capturing` inside the block."""
     set_capture_start()
     try:
         yield
@@ -84,24 +96,26 @@ def capturing() -> Iterator[None]:
         set_capture_end()
 
 
-def blocks_of(asked: Asked) -> list[Block]:
-    """A block for each sample, nothing of which has run."""
-    inputs = _inputs(asked)
-    blocks: list[Block] = []
-    for number, (which, sample) in enumerate(zip(asked.which, asked.samples, strict=True)):
-        given = asked.callables[which]
+def blocks_of(request: CaptureRequest) -> list[StaticBlock]:
+    """Build a block for each sample."""
+    inputs = _inputs(request)
+    blocks: list[StaticBlock] = []
+    for number, (which, sample) in enumerate(zip(request.which, request.samples, strict=True)):
+        given = request.callables[which]
         module = given if isinstance(given, torch.nn.Module) else None
+        # Megatron-core's layers define `__call__` to choose the part that is captured.
+        has_own_call = module is not None and type(module).__call__ is not torch.nn.Module.__call__
         blocks.append(
-            Block(
-                given if module is None or _has_call(module) else module.forward,
+            StaticBlock(
+                given if module is None or has_own_call else module.forward,
                 module,
                 sample.leaves.structure,
                 inputs[number],
-                asked.quantizations[which],
-                caches=asked.options.caches,
+                request.quantizations[which],
+                caches=request.options.caches,
                 training=module is None or module.training,
-                retain_graph=asked.options.retain_graph,
-                allow_unused_input=asked.options.allow_unused_input,
+                retain_graph=request.options.retain_graph,
+                allow_unused_input=request.options.allow_unused_input,
                 positions=sample.leaves.positions,
                 constants=sample.leaves.constants,
             )
@@ -109,91 +123,80 @@ def blocks_of(asked: Asked) -> list[Block]:
     return blocks
 
 
-def _has_call(module: torch.nn.Module) -> bool:
-    """Has its class a `__call__` of its own, by which it says what of it is captured, as Megatron-core's layers?"""
-    return type(module).__call__ is not torch.nn.Module.__call__
-
-
-def _inputs(asked: Asked) -> list[list[Tensor]]:
-    """The static inputs of each block: its sample; with reuses_buffers, those of an earlier block that is through."""
-    if not asked.options.reuses_buffers:
-        return [[_leaf(tensor) for tensor in sample.leaves.tensors] for sample in asked.samples]
+def _inputs(request: CaptureRequest) -> list[list[Tensor]]:
+    """Return the static inputs of each block: its sample or, with reuses_buffers, those of a finished block."""
+    if not request.options.reuses_buffers:
+        return [[_leaf(tensor) for tensor in sample.leaves.tensors] for sample in request.samples]
     free: dict[Any, list[list[Tensor]]] = defaultdict(list)
     held: dict[int, list[Tensor]] = {}
-    for step in asked.steps:
-        sample = asked.samples[step.callable]
-        kind = _kind(sample)
-        if step.kind is Kind.FORWARD:
+    for step in request.steps:
+        sample = request.samples[step.callable]
+        kind = tuple((t.shape, t.dtype, t.layout, t.device, t.requires_grad) for t in sample.leaves.tensors)
+        if step.kind is StepKind.FORWARD:
             held[step.callable] = (
                 free[kind].pop() if free[kind] else [_leaf(t) for t in sample.leaves.tensors]
             )
-        elif step.kind is Kind.BACKWARD:
+        elif step.kind is StepKind.BACKWARD:
             free[kind].append(held[step.callable])
-    return [held[number] for number in range(len(asked.samples))]
-
-
-def _kind(sample: Sample) -> tuple[Any, ...]:
-    return tuple((t.shape, t.dtype, t.layout, t.device, t.requires_grad) for t in sample.leaves.tensors)
+    return [held[number] for number in range(len(request.samples))]
 
 
 def _leaf(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _run(block: Block, kind: Kind, hooks: dict[str, dict[int, Any]], first: bool) -> None:
-    """A step in earnest, to warm up."""
-    if kind is Kind.FORWARD:
-        _looked_on(hooks, "forward", block, lambda: block.forward(first))
-    elif kind is Kind.BACKWARD and block.training:
+def _run(block: StaticBlock, kind: StepKind, hooks: dict[str, dict[int, Any]], first: bool) -> None:
+    """Run a step eagerly, as warm-up."""
+    if kind is StepKind.FORWARD:
+        _between_hooks(hooks, "forward", block, lambda: block.forward(first))
+    elif kind is StepKind.BACKWARD and block.training:
         block.prepare_grad_outputs()
-        _looked_on(hooks, "backward", block, block.backward)
+        _between_hooks(hooks, "backward", block, block.backward)
         if block.delayed:
             block.weight_gradients()
 
 
 def _record(
-    graph: Replayed,
-    kind: Kind,
+    graph: RecordedBlock,
+    kind: StepKind,
     hooks: dict[str, dict[int, Any]],
     recorder: Recorder,
     reuses_buffers: bool,
     separate: bool,
 ) -> None:
-    """separate: have weight gradients that are put off a step of their own?"""
+    """Record a step; `separate`: delayed weight gradients have a step of their own."""
     block = graph.block
-    if kind is Kind.FORWARD:
-        graph.forward = _looked_on(hooks, "forward", block, lambda: recorder.record(block.forward))
-    elif kind is Kind.BACKWARD and block.training:
+    if kind is StepKind.FORWARD:
+        graph.forward = _between_hooks(hooks, "forward", block, lambda: recorder.record(block.forward))
+    elif kind is StepKind.BACKWARD and block.training:
         block.prepare_grad_outputs()
-        graph.backward = _looked_on(hooks, "backward", block, lambda: recorder.record(block.backward))
+        graph.backward = _between_hooks(hooks, "backward", block, lambda: recorder.record(block.backward))
         if reuses_buffers:
-            _let_go(graph)
+            # Later recordings may overwrite the outputs of this block, which replays in schedule order have read.
+            for recording in (graph.forward, graph.backward):
+                if recording is not None and hasattr(recording, "graph"):
+                    recording.results = [None if r is None else unowned(r) for r in recording.results]  # pyright: ignore
         if block.delayed and not separate:
             graph.weight_gradients = recorder.record(block.weight_gradients)
-    elif kind is Kind.WEIGHT_GRADIENT and block.delayed:
+    elif kind is StepKind.WEIGHT_GRADIENT and block.delayed:
         graph.weight_gradients = recorder.record(block.weight_gradients)
 
 
-def _let_go(graph: Replayed) -> None:
-    """Later recordings may write over the outputs of a block that is through; whoever replays in order reads before."""
-    for recording in (graph.forward, graph.backward):
-        if recording is not None and hasattr(recording, "graph"):
-            recording.results = [None if r is None else unowned(r) for r in recording.results]  # pyright: ignore
-
-
-def _looked_on(hooks: dict[str, dict[int, Any]], direction: str, block: Block, run: Callable[[], Any]) -> Any:
-    """run(), between the caller's hooks, which look on and change nothing."""
+def _between_hooks(
+    hooks: dict[str, dict[int, Any]], direction: str, block: StaticBlock, run: Callable[[], Any]
+) -> Any:
+    """Call run() between the caller's hooks, which observe and change nothing."""
     for hook in hooks.get(f"{direction}_pre_hooks", {}).values():
-        _called(hook, block)
+        _call_hook(hook, block)
     result = run()
     for hook in hooks.get(f"{direction}_hooks", {}).values():
-        _called(hook, block)
+        _call_hook(hook, block)
     return result
 
 
-def _called(hook: Callable[..., Any], block: Block) -> None:
-    answer = hook(block.module)
-    if answer is not None:
+def _call_hook(hook: Callable[..., Any], block: StaticBlock) -> None:
+    returned = hook(block.module)
+    if returned is not None:
         raise RuntimeError(
-            f"a hook of capture_time_hooks returned a {type(answer).__name__}; it has to return None"
+            f"a hook of capture_time_hooks returned a {type(returned).__name__}; it has to return None"
         )

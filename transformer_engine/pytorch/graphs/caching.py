@@ -1,7 +1,7 @@
-"""Quantized weights in a graph: renewed for the first microbatch of a step, kept for the others.
+"""Cached quantized weights in a graph: computed in the first microbatch of a step and reused in the others.
 
-A graph runs the same kernels every time. They quantize each weight and write the codes where a flag on the device says
-that this is the first microbatch; everywhere else the codes stay as they are.
+A graph runs the same kernels in every replay. They write the codes of a weight only if a flag on the device marks the
+first microbatch.
 """
 
 from __future__ import annotations
@@ -26,54 +26,49 @@ def _parameters(kind: type) -> inspect.Signature:
     return inspect.signature(kind.forward)  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def layers_with_weights(module: torch.nn.Module | None) -> list[ProductsModule]:
-    """The layers inside of a module that quantize weights."""
-    if module is None:
-        return []
-    return [layer for layer in module.modules() if isinstance(layer, ProductsModule)]
-
-
 @contextmanager
 def microbatch(
     module: torch.nn.Module | None, layers: Iterable[ProductsModule], first: bool | None
 ) -> Iterator[None]:
-    """Inside of the block each layer is called with is_first_microbatch=first, whoever calls it.
+    """Pass is_first_microbatch=first to each call of the layers inside the block.
 
-    Modules of other libraries keep it in an attribute of that name, and write it after their first call. None: layers
-    are called as they are, and such modules as if nobody had told them.
+    Modules of other libraries keep the flag in an attribute of that name and write it after their first call. With
+    None, layers are called unchanged, and the attribute is None.
     """
-    told = [m for m in (() if module is None else module.modules()) if _FIRST in vars(m)]
-    before = [vars(m)[_FIRST] for m in told]
+    flagged_modules = [m for m in (() if module is None else module.modules()) if _FIRST in vars(m)]
+    before = [vars(m)[_FIRST] for m in flagged_modules]
     with ExitStack() as hooks:
-        for m, known in zip(told, before, strict=True):
+        for m, known in zip(flagged_modules, before, strict=True):
             setattr(m, _FIRST, first)
             hooks.callback(setattr, m, _FIRST, known)
         if first is not None:
-            call = functools.partial(called_as, first)
+            call = functools.partial(with_first_microbatch, first)
             for layer in layers:
                 hooks.callback(layer.register_forward_pre_hook(call, with_kwargs=True).remove)
         yield
 
 
-def called_as(first: bool, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """(args, kwargs) of a call of the layer, with is_first_microbatch=first in them."""
+def with_first_microbatch(
+    first: bool, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Return (args, kwargs) of a call of the layer with is_first_microbatch=first."""
     bound = _parameters(type(layer)).bind(layer, *args, **kwargs)
     bound.arguments[_FIRST] = first
     return bound.args[1:], bound.kwargs
 
 
-class _Written:
-    """What was last written into the flag, and into which state of which tensor."""
+class _LastFlag:
+    """The value last written to the flag, and the flag tensor with its version."""
 
     value: bool | None = None
     flag: Tensor | None = None
     version = -1
 
 
-def say_first(first: bool) -> None:
-    """Write the flag on the device that captured layers read; nothing where it says so already."""
+def write_first_flag(first: bool) -> None:
+    """Write the flag on the device that captured layers read, unless it has the value already."""
     flag = FP8GlobalStateManager.get_skip_fp8_weight_update_tensor()
-    written = _Written
+    written = _LastFlag
     if (
         flag is not None
         and written.flag is flag
@@ -89,11 +84,11 @@ def say_first(first: bool) -> None:
 
 @contextmanager
 def flagged(cached: bool) -> Iterator[None]:
-    """Inside of the block captured layers read the flag where weights are cached, and find none where they are not."""
+    """Provide the flag to captured layers inside the block if weights are cached; remove it otherwise."""
     state = FP8GlobalStateManager.quantization_state
     flag = state.skip_fp8_weight_update_tensor
     if cached and flag is None:
-        say_first(True)
+        write_first_flag(True)
     elif not cached:
         state.skip_fp8_weight_update_tensor = None
     try:

@@ -18,8 +18,8 @@ from ...common.checks import described
 from ...common.numbers import to_float, to_int
 
 
-class Kind(Enum):
-    """What a step runs."""
+class StepKind(Enum):
+    """The pass that a step runs."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -27,15 +27,15 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Step:
+class ScheduledStep:
     """One step of one callable."""
 
-    kind: Kind
+    kind: StepKind
     callable: int
 
 
 @dataclass(frozen=True)
-class Chunks:
+class ModelChunks:
     """A model in chunks of so many layers, each called with every microbatch."""
 
     layers: tuple[int, ...]
@@ -76,13 +76,15 @@ def entries_of(order: Any) -> list[float]:
     return [int(entry) if entry.is_integer() else entry for entry in found]
 
 
-def plain_steps(callables: int) -> list[Step]:
+def plain_steps(callables: int) -> list[ScheduledStep]:
     """Forwards, then backwards in reverse."""
-    forwards = [Step(Kind.FORWARD, i) for i in range(callables)]
-    return forwards + [Step(Kind.BACKWARD, i) for i in reversed(range(callables))]
+    forwards = [ScheduledStep(StepKind.FORWARD, i) for i in range(callables)]
+    return forwards + [ScheduledStep(StepKind.BACKWARD, i) for i in reversed(range(callables))]
 
 
-def chunks_of(order: Sequence[float], layers: int, layers_per_chunk: Sequence[int] | int | None) -> Chunks:
+def chunks_of(
+    order: Sequence[float], layers: int, layers_per_chunk: Sequence[int] | int | None
+) -> ModelChunks:
     """Return the chunks of an order; raise ValueError unless its counts fit the layers."""
     if not order:
         raise ValueError("_order is empty; name the forward and the backward of each chunk and microbatch")
@@ -108,7 +110,11 @@ def chunks_of(order: Sequence[float], layers: int, layers_per_chunk: Sequence[in
             )
         sizes = (layers // count,) * count
     else:
-        sizes = _sizes_of(layers_per_chunk, count)
+        listed = layers_per_chunk.tolist() if hasattr(layers_per_chunk, "tolist") else layers_per_chunk  # pyright: ignore
+        if isinstance(listed, Sequence) and not isinstance(listed, (str, bytes)):
+            sizes = tuple(to_int("an entry of _num_layers_per_chunk", size) for size in listed)
+        else:
+            sizes = (to_int("_num_layers_per_chunk", listed),) * count
     if len(sizes) != count or sum(sizes) != layers:
         raise ValueError(
             f"_num_layers_per_chunk={list(sizes)} is not for {count} chunks of {layers} modules altogether"
@@ -117,26 +123,18 @@ def chunks_of(order: Sequence[float], layers: int, layers_per_chunk: Sequence[in
         raise ValueError(
             "weight gradients in _order need _num_layers_per_chunk of 1; record them with their backward"
         )
-    return Chunks(sizes, forwards[0])
+    return ModelChunks(sizes, forwards[0])
 
 
-def _sizes_of(given: Any, count: int) -> tuple[int, ...]:
-    """Convert `_num_layers_per_chunk`, one number or one per chunk, to the layers of each chunk."""
-    listed = given.tolist() if hasattr(given, "tolist") else given
-    if isinstance(listed, Sequence) and not isinstance(listed, (str, bytes)):
-        return tuple(to_int("an entry of _num_layers_per_chunk", size) for size in listed)
-    return (to_int("_num_layers_per_chunk", listed),) * count
-
-
-def ordered_steps(order: Sequence[float], chunks: Chunks) -> list[Step]:
+def ordered_steps(order: Sequence[float], chunks: ModelChunks) -> list[ScheduledStep]:
     """Return the steps of an order; raise ValueError for a backward pass before its forward pass."""
-    done = {kind: [0] * len(chunks.layers) for kind in Kind}
-    steps: list[Step] = []
+    done = {kind: [0] * len(chunks.layers) for kind in StepKind}
+    steps: list[ScheduledStep] = []
     for entry in order:
         if entry == int(entry):
-            kind, before = (Kind.FORWARD, None) if entry > 0 else (Kind.BACKWARD, Kind.FORWARD)
+            kind, before = (StepKind.FORWARD, None) if entry > 0 else (StepKind.BACKWARD, StepKind.FORWARD)
         elif math.ceil(entry) - entry == 0.5:
-            kind, before = Kind.WEIGHT_GRADIENT, Kind.BACKWARD
+            kind, before = StepKind.WEIGHT_GRADIENT, StepKind.BACKWARD
         else:
             raise ValueError(f"_order holds {entry}; a weight gradient of chunk c is -c - 0.5")
         chunk = int(abs(math.ceil(entry))) - 1
@@ -148,5 +146,7 @@ def ordered_steps(order: Sequence[float], chunks: Chunks) -> list[Step]:
             )
         done[kind][chunk] += 1
         callables = chunks.callables(chunk, microbatch)
-        steps += [Step(kind, i) for i in (callables if kind is Kind.FORWARD else reversed(callables))]
+        steps += [
+            ScheduledStep(kind, i) for i in (callables if kind is StepKind.FORWARD else reversed(callables))
+        ]
     return steps

@@ -27,10 +27,10 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _BOOKKEEPING = frozenset(vars(torch.nn.Module()))
 _VALUES = frozenset((*CONSTANTS, complex, bytes, torch.memory_format, torch.layout))
 # Attributes of this package's layers that are not in their `_config` and that a capture freezes.
-_BESIDE_CONFIG = ("cp_group", "forward", "score_mod")
+_BESIDE_CONFIG = ("forward", "score_mod")
 
 
-class Leaves(NamedTuple):
+class ArgumentLeaves(NamedTuple):
     """The flattened arguments (args, kwargs) of a call; `constants` is None at the position of a tensor."""
 
     structure: pytree.TreeSpec
@@ -39,10 +39,10 @@ class Leaves(NamedTuple):
     constants: tuple[Any, ...]
 
     @staticmethod
-    def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Leaves:
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArgumentLeaves:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         positions = tuple([i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)])
-        return Leaves(
+        return ArgumentLeaves(
             structure,
             tuple([leaves[i] for i in positions]),
             positions,
@@ -50,7 +50,7 @@ class Leaves(NamedTuple):
         )
 
 
-class Identity:
+class SameObject:
     """A part of a signature that equals only the same object.
 
     Signatures keep weak references where possible, so that they do not keep objects alive. CPython has one plain weak
@@ -66,7 +66,7 @@ class Identity:
             self.key = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and self.key is other.key
+        return isinstance(other, SameObject) and self.key is other.key
 
     def __hash__(self) -> int:
         return id(self.key)
@@ -83,7 +83,7 @@ class Standing(NamedTuple):
     obstacle: str | None
 
 
-def obstacle_of(leaves: Leaves) -> str | None:
+def obstacle_of(leaves: ArgumentLeaves) -> str | None:
     """Why no graph could serve a call with these arguments."""
     for leaf in leaves.constants:
         if not isinstance(leaf, CONSTANTS):
@@ -133,7 +133,7 @@ def _layer(layer: torch.nn.Module, seen: set[int], depth: int) -> tuple[Any, ...
         else (name, _fact(own[name], seen, depth))
         for name in names
     ]
-    # A weak reference equals that of the same layer only, and is hashed and compared faster than an Identity.
+    # A weak reference equals that of the same layer only, and is hashed and compared faster than an SameObject.
     return weakref.ref(layer), type(layer), own["training"], config, frozenset(settings)
 
 
@@ -162,7 +162,7 @@ def _fact(value: Any, seen: set[int], depth: int) -> Any:
             return kind
         return kind, _place(value), value.shape, value.dtype, value.requires_grad
     if id(value) in seen:
-        return Identity(value)
+        return SameObject(value)
     if isinstance(value, (set, frozenset)):
         return kind, frozenset([_fact(element, seen, depth) for element in value])
     if isinstance(value, (list, tuple, dict, torch.nn.Module)):
@@ -173,14 +173,14 @@ def _fact(value: Any, seen: set[int], depth: int) -> Any:
         pairs = value.items()
         return kind, tuple([(_fact(key, seen, depth), _fact(element, seen, depth)) for key, element in pairs])
     if depth == 0:
-        return Identity(value)
+        return SameObject(value)
     if isinstance(value, torch.nn.Module):
         return _layer(value, seen, depth - 1)
     if callable(value) or _is_ours(kind):
-        return Identity(value)
+        return SameObject(value)
     seen.add(id(value))
     attributes = getattr(value, "__dict__", {})
-    return Identity(value), tuple([(name, _fact(attributes[name], seen, depth - 1)) for name in attributes])
+    return SameObject(value), tuple([(name, _fact(attributes[name], seen, depth - 1)) for name in attributes])
 
 
 def _place(tensor: Tensor) -> Any:
@@ -191,7 +191,9 @@ def _place(tensor: Tensor) -> Any:
     return tensor.data_ptr()
 
 
-def signature_of(leaves: Leaves, standing: Standing, state: AutocastState, caches: bool) -> tuple[Any, ...]:
+def signature_of(
+    leaves: ArgumentLeaves, standing: Standing, state: AutocastState, caches: bool
+) -> tuple[Any, ...]:
     """The signature of a call."""
     kinds = {tensor.device.type for tensor in leaves.tensors}
     return (

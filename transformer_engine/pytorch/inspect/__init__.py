@@ -1,1 +1,1 @@
-"""Looking at the engine from outside: why a backend was chosen, what a step will keep, which product is fastest."""
+"""Tools that inspect the engine: chosen backends, memory of a step, statistics of tensors, timing of algorithms."""

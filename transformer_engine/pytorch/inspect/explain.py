@@ -12,13 +12,13 @@ from torch import Tensor
 from ...common.checks import function as checked_function
 from ...common.checks import switch
 from ...common.dispatch import observing, tables
-from ...common.explanation import Decision, Explanation, PassReport, StepReport, chosen_of, explained
+from ...common.explanation import Decision, Explanation, PassReport, PassStepReport, chosen_of, explained
 from ...common.passes.step import Pass
 from ..functions.run import watchers
 from ..primitives.operand import Operand
 from ..tensor.quantizer import Matrix
 
-__all__ = ["Decision", "Explanation", "PassReport", "StepReport", "explain"]
+__all__ = ["Decision", "Explanation", "PassReport", "PassStepReport", "explain"]
 
 
 def explain(
@@ -32,8 +32,8 @@ def explain(
         function: A module or another callable.
         args: Positional arguments of the call.
         backward: Also run the backward pass of the first tensor that the call returns. No `.grad` is modified.
-        steps: Also report the steps of every pass of Linear, LayerNormLinear, LayerNormMLP and GroupedLinear: what
-            each makes, by which backend, and what is saved.
+        steps: Also report the steps of every pass of Linear, LayerNormLinear, LayerNormMLP and GroupedLinear:
+            results, backends and saved tensors.
         kwargs: Keyword arguments of the call.
 
     Raises:
@@ -47,11 +47,15 @@ def explain(
         result = _called(function, args, kwargs)
         first = result[0] if isinstance(result, (tuple, list)) else result
         if backward and isinstance(first, Tensor) and first.requires_grad:
-            _differentiate(first, function, (*args, *kwargs.values()))
+            leaves = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.requires_grad]
+            if isinstance(function, torch.nn.Module):
+                leaves += [p for p in function.parameters() if p.requires_grad]
+            if leaves:
+                torch.autograd.grad(first.float().sum(), leaves, allow_unused=True)
 
     if not steps:
         return explained(call)
-    watcher = _Steps()
+    watcher = _PassWatcher()
     watchers.append(watcher.see)
     try:
         with observing(watcher.ask):
@@ -61,12 +65,12 @@ def explain(
     return replace(explanation, passes=watcher.reports())
 
 
-class _Steps:
+class _PassWatcher:
     """Collects the steps of passes while they run."""
 
     def __init__(self) -> None:
         self._asked: list[str] = []
-        self._passes: list[tuple[Pass, list[StepReport]]] = []
+        self._passes: list[tuple[Pass, list[PassStepReport]]] = []
 
     def ask(self, operation: str, request: Any) -> None:
         """Note the backend that an operation chooses during the step that runs."""
@@ -80,7 +84,7 @@ class _Steps:
             self._passes.append((pass_, []))
         step = pass_.steps[number]
         made = [f"{name} {_form(value)}" for name, value in zip(step.results, results, strict=False) if name]
-        self._passes[-1][1].append(StepReport(str(step), tuple(made), tuple(self._asked)))
+        self._passes[-1][1].append(PassStepReport(str(step), tuple(made), tuple(self._asked)))
         self._asked.clear()
 
     def reports(self) -> tuple[PassReport, ...]:
@@ -124,12 +128,3 @@ def _called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             f"{error}. "
             f"To explain a forward pass, construct the module first: explain({function.__name__}(...), x)"
         ) from error
-
-
-def _differentiate(output: Tensor, function: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
-    """Compute the gradients of the sum of output and discard them."""
-    leaves = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
-    if isinstance(function, torch.nn.Module):
-        leaves += [p for p in function.parameters() if p.requires_grad]
-    if leaves:
-        torch.autograd.grad(output.float().sum(), leaves, allow_unused=True)

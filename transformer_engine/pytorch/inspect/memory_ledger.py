@@ -1,7 +1,9 @@
-"""Ledger: every tensor that is allocated and freed while a piece of code runs, in order, without its memory.
+"""Ledger: the allocations and deallocations of a run on fake tensors, in order.
 
-The code runs on fake tensors, which have a shape, a dtype and a device but no storage. Garbage collection is what
-frees a tensor, so the lifetimes are those of a run for real.
+Fake tensors have a shape, a dtype and a device but no storage. Garbage collection frees them, so their lifetimes are
+those of a real run. Operations of torch also allocate scratch memory: a CUDA sum over the leading axes of a matrix
+[rows, columns] splits rows over blocks of threads, and every thread stores its partial sums in global memory, 128 MiB
+for bfloat16 4096 x 4096. The split is that of torch's Reduce.cuh (setReduceConfig).
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable
+from math import prod
 from typing import Any
 
 import torch
@@ -16,17 +19,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ...common.formats import ceil_div
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 
 GRANULE = 512  # bytes that torch's CUDA allocator rounds a tensor up to
 
 
 class Ledger(TorchDispatchMode):
-    """Numbers storages as they appear.
+    """Numbers storages in the order of their allocation.
 
-    scratch  bytes that an operation of torch takes for itself while it runs: scratch(operation, its arguments)
+    scratch  returns the bytes of scratch memory of an operation of torch: scratch(operation, its arguments)
     sizes    bytes of each storage, by number
-    places   where it was allocated: what `place` answered then
+    places   result of `place()` at the allocation of each storage
     events   (number, allocated or freed) in order
     """
 
@@ -50,7 +54,7 @@ class Ledger(TorchDispatchMode):
         return result
 
     def number(self, tensor: Tensor) -> int:
-        """The number of a tensor's storage; views of one storage share it."""
+        """Return the number of a tensor's storage, which views share."""
         storage = tensor.untyped_storage()
         known = self._numbers.get(storage)
         if known is not None:
@@ -67,18 +71,18 @@ class Ledger(TorchDispatchMode):
         return number
 
     def numbers(self, tensors: Iterable[Tensor | None]) -> set[int]:
-        """Of these tensors; a quantized one has a storage for each of its parts."""
+        """Return the numbers of the tensors' storages; a quantized tensor has one for each part."""
         return {self.number(part) for tensor in tensors for part in _parts(tensor)}
 
     def live(self, until: int | None = None) -> set[int]:
-        """The storages that exist after so many events (default: after all)."""
+        """Return the storages that exist after `until` events (default: after all)."""
         found: set[int] = set()
         for number, allocated in self.events[:until]:
             (found.add if allocated else found.discard)(number)
         return found
 
     def peak(self, start: int) -> int:
-        """How many events had happened when most bytes were allocated, those before start aside."""
+        """Return the number of events at the peak of allocated bytes, searching from event `start`."""
         total = self.bytes(self.live(start))
         most, where = total, start
         for index, (number, allocated) in enumerate(self.events[start:], start + 1):
@@ -95,3 +99,49 @@ def _parts(tensor: Tensor | None) -> Iterable[Tensor]:
     if isinstance(tensor, QuantizedTensorStorage):
         return (part for part in tensor.as_storage().flatten()[0] if part is not None)
     return () if tensor is None else (tensor,)
+
+
+_THREADS = 512  # most threads of a block
+_RESIDENT = 2048  # most threads of a multiprocessor
+_WARP = 32
+_FEWEST_VALUES, _MOST_VALUES = 16, 256  # that one thread adds up
+
+
+def scratch_of(operation: Any, arguments: Any, processors: int) -> int:
+    """Return the scratch bytes of a torch operation on a GPU with `processors` multiprocessors; 0 except for sums."""
+    if operation is not torch.ops.aten.sum.dim_IntList:
+        return 0
+    x, axes = arguments[0], arguments[1]
+    if not isinstance(x, Tensor) or not x.is_contiguous() or x.dtype == torch.float64:
+        return 0
+    count = len(axes)
+    if not 0 < count < x.dim() or sorted(axis % x.dim() for axis in axes) != list(range(count)):
+        return 0
+    return sum_over_rows(prod(x.shape[:count]), prod(x.shape[count:]), processors)
+
+
+def sum_over_rows(rows: int, columns: int, processors: int) -> int:
+    """Return the bytes of float32 partial sums of [rows, columns] -> [columns]; 0 if one block sums whole columns."""
+    if not rows or not columns:
+        return 0
+    vector = next(size for size in (4, 2, 1) if columns % size == 0)
+    most = _THREADS // vector
+    across = min(_power_of_two(columns // vector), most)
+    width = min(across, _WARP)
+    height = min(_power_of_two(rows), most // width)
+    width = min(across, most // height)
+    splits_rows = rows >= height * _FEWEST_VALUES or rows >= _MOST_VALUES
+    values = ceil_div(rows, height) if splits_rows else rows
+    blocks = ceil_div(columns // vector, width)
+    target = processors * (_RESIDENT // (width * height))
+    if not splits_rows or values < _MOST_VALUES or blocks > target:
+        return 0
+    shares = max(
+        min(ceil_div(target, blocks), ceil_div(values, _FEWEST_VALUES)), ceil_div(values, _MOST_VALUES)
+    )
+    return 4 * columns * shares * width * vector if shares > 1 else 0
+
+
+def _power_of_two(value: int) -> int:
+    """Return the largest power of two that is at most value."""
+    return 1 << (value.bit_length() - 1)

@@ -24,12 +24,11 @@ from ..quantization.support import check_block
 from ..runtime import launching
 from ..runtime.device import has_cuda
 from ..tensor.quantized_tensor import QuantizedTensor
-from .memory_ledger import Ledger
+from .memory_ledger import Ledger, scratch_of
 from .planned_backends import PlannedAttention, planning
-from .reduction_scratch import scratch_of
 
 MIB = 2**20
-# What cuBLAS keeps for itself once it has run on a GPU: torch gives it 32 MiB on compute capability 9.0.
+# Workspace of cuBLAS: torch allocates 32 MiB on compute capability 9.0.
 WORKSPACE = 32 * MIB
 
 
@@ -57,10 +56,10 @@ class MemoryPlan:
     parameters     and buffers, and the state of the recipe
     gradients      of parameters
     weight_copies  weights as quantized for the products
-    activations    what the forward pass left for the backward and is still there
+    activations    tensors that the forward pass saved and the backward pass has not freed
     boundary       the model's input and output, and their gradients
     transient      everything else: results and operands under way
-    workspace      what the libraries of products keep
+    workspace      workspaces of the libraries of products
     saved          activations after the forward pass, all of them
     modules        by module
     """
@@ -109,19 +108,25 @@ def memory_plan(
     input_gradient: bool = True,
     **keywords: Any,
 ) -> MemoryPlan:
-    """What model(*inputs, **keywords).backward(..) takes at its peak under a recipe (None: high precision).
+    """Predict the peak memory of model(*inputs, **keywords).backward(..) under a recipe (None: high precision).
 
-    tokens          rows of the input, [tokens, features] or what a TransformerLayer takes; unused with inputs
-    inputs          the model's arguments, for models that do not begin with one of this package's modules;
-                    tensors on the meta device will do
-    input_gradient  the first input gets a gradient too, as where layers precede the model
+    The plan is of a warm step: recipe states exist and every .grad is None before it. The model runs on fake tensors
+    without changing its state; it may be larger than the device or on the meta device. Attention is planned without a
+    score matrix. Optimizer states and allocator fragmentation are not included. Quantized parameters count as codes and
+    scales; te.checkpoint and LayerNormMLP(checkpoint=True) include their second run.
 
-    A warm step is planned: recipe states exist, every .grad is None before. The model runs on tensors without
-    memory, its own state untouched; it may be larger than any device, and on the meta device. Attention is taken
-    to be one that keeps no score matrix. Optimizer and allocator fragmentation are not in it.
-    Quantized parameters take what their codes and scales take; te.checkpoint and LayerNormMLP(checkpoint=True) what
-    their second run takes. Raises ValueError when the input's shape does not follow from the model,
-    NotImplementedError for tensor-parallel modules.
+    Args:
+        model: A module of one rank.
+        recipe: The recipe, or None.
+        tokens: Rows of the input, [tokens, features] or the shape that TransformerLayer takes; unused with inputs.
+        inputs: The model's arguments, for models that do not begin with a module of this package. Tensors may be on the
+            meta device.
+        input_gradient: Whether the first input receives a gradient, as in a model with preceding layers.
+        keywords: Keyword arguments of the model.
+
+    Raises:
+        ValueError: The input's shape does not follow from the model.
+        NotImplementedError: A module is tensor-parallel.
     """
     if inputs is None:
         whole("tokens", tokens)
@@ -142,11 +147,12 @@ def memory_plan(
         first = arguments[0]
         if input_gradient and isinstance(first, Tensor) and first.is_floating_point():
             first.requires_grad_()
-        return _Step(planned, recipe, arguments, keywords, _processors(device)).plan()
+        multiprocessors = launching.processors(device.index).count if device.type == "cuda" else 0
+        return _TrainingStep(planned, recipe, arguments, keywords, multiprocessors).plan()
 
 
-class _Step:
-    """One training step of a model without memory, and what the ledger says of it."""
+class _TrainingStep:
+    """One training step of a model without memory, recorded in a ledger."""
 
     def __init__(
         self,
@@ -188,7 +194,7 @@ class _Step:
         return self._summary(live, before, gradients, boundary, saved)
 
     def _forward_and_backward(self, boundary: set[int]) -> int:
-        """How many events had happened between the passes; adds the output and its gradient to the boundary."""
+        """Run both passes; returns the number of events between them and adds output and gradient to the boundary."""
         with autocast(enabled=self.recipe is not None, recipe=self.recipe):
             output = self.model(*self.arguments, **self.keywords)
         output = output[0] if isinstance(output, (tuple, list)) else output
@@ -206,7 +212,7 @@ class _Step:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Keep the name of the innermost module whose forward runs in `entered`."""
+        """Maintain the names of the modules whose forward is running in `entered`."""
 
         def enter(module: nn.Module, _: Any) -> None:
             self.entered.append(self.names[id(module)])
@@ -275,20 +281,15 @@ def _check(model: nn.Module) -> None:
 
 
 def _device(model: nn.Module) -> torch.device:
-    """Of the parameters; for those on the meta device the GPU where there is one."""
+    """Return the device of the parameters; for meta parameters, the GPU if there is one."""
     parameter = next(model.parameters(), None)
     if parameter is None or parameter.is_meta:
         return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
     return parameter.device
 
 
-def _processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 0 for any other device."""
-    return launching.processors(device.index).count if device.type == "cuda" else 0
-
-
 def _without_memory(model: nn.Module, device: torch.device, mode: FakeTensorMode) -> nn.Module:
-    """A copy of the model whose tensors have no memory, and whose modules know no recipe yet."""
+    """Copy the model with fake tensors and without recipe states."""
     replaced: dict[int, Any] = {}
     storages: dict[int, Tensor] = {}
     attributes = (value for module in model.modules() for value in vars(module).values())
@@ -310,7 +311,7 @@ def _without_memory(model: nn.Module, device: torch.device, mode: FakeTensorMode
 
 
 def _empty_like(tensor: Tensor, device: torch.device, storages: dict[int, Tensor] | None = None) -> Tensor:
-    """Of tensors that share a storage, parts of what storages has for it; None: each for itself."""
+    """Return a fake copy of a tensor; with `storages`, tensors that share a storage share that of their copies."""
     if isinstance(tensor, QuantizedTensor):
         codes = tensor.as_storage().mapped(
             lambda part: torch.empty(part.shape, dtype=part.dtype, device=device)
@@ -334,7 +335,7 @@ def _empty_like(tensor: Tensor, device: torch.device, storages: dict[int, Tensor
 
 
 def _example(model: nn.Module, tokens: int, device: torch.device) -> tuple[Tensor]:
-    """x [tokens, features] as the model's first module takes it."""
+    """Return an input x [tokens, features] for the model's first module."""
     attention = next((m for m in model.modules() if isinstance(m, MultiheadAttention)), None)
     qkv_format = "" if attention is None else attention.qkv_format
     if qkv_format == "thd":

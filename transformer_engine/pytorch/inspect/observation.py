@@ -1,8 +1,8 @@
-"""observation = observe(model): what quantization does to every tensor of a training step, and where NaN comes from.
+"""observation = observe(model): quantization errors of every tensor of a training step, and the source of a NaN.
 
-Every so many steps the quantizers of the model's layers are put into `Observing`, and hooks look at what modules
-return and at the gradients that come back. Between these steps the model is as it was. Nothing in a layer knows of it,
-no step waits for the device before its end.
+In every n-th step the quantizers of the model's layers are wrapped in `Observing`, and hooks read the outputs of
+modules and their gradients. The model is unchanged in all other steps. Layers contain no code for observation, and no
+step waits for the device before its end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..primitives.operand import Operand
 from ..tensor.observing import Observing
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.storage.quantized_tensor_storage import plain_matrix
-from . import observation_views as views
+from . import observation_report as views
 from .observation_report import StepReport
 from .observed_rows import ObservedRows
 
@@ -37,10 +37,10 @@ _KEPT = 1000  # reports that an observation holds
 
 
 class Observation:
-    """The reports of a model's observed steps. Call `step()` at the end of each; `close()`, or leave a block of it.
+    """The reports of a model's observed steps. Call `step()` after each step, and `close()` at the end, or use `with`.
 
-    reports           of the last thousand observed steps, the newest last
-    first_nonfinite   the report of the first of them with a NaN or an infinity
+    reports           reports of the last thousand observed steps, the newest last
+    first_nonfinite   the first report with a NaN or an infinity
     """
 
     def __init__(self, model: nn.Module, every: int, log: Path | None, board: Any):
@@ -52,34 +52,42 @@ class Observation:
         self._rows = ObservedRows()
         self._observers: dict[str, Callable[[ModuleRecipe], ModuleRecipe]] = {}  # by module
         self._hooks: list[Any] = []
-        self._serial = 0  # of the observed stretch: gradients of an earlier one are none of this one's
+        self._serial = 0  # number of the observed step, to ignore gradients of earlier steps
         self._observes = False
         self._begin()
 
     @property
     def report(self) -> StepReport | None:
-        """Of the last observed step."""
+        """The report of the last observed step."""
         return self.reports[-1] if self.reports else None
 
     def step(self) -> StepReport | None:
-        """End a step; its report if it was observed, which is read from the device here."""
-        model = self._opened()
+        """End a step. Returns its report if the step was observed; this waits for the device."""
+        if self._model is None:
+            raise ValueError("the observation is closed; observe(model) begins another")
         self.steps += 1
         taken = None
         if self._observes:
             taken = self._rows.take_out()
-            self._end(model)
+            self._end(self._model)
         if self.steps % self.every == 0:
             self._begin()
         if taken is None:
             return None
-        report = StepReport(self.steps, taken.read())  # after all that the device need not be waited for
-        self._keep(report)
+        report = StepReport(self.steps, taken.read())  # waits for the device
+        self.reports.append(report)
+        if self.first_nonfinite is None and report.first_nonfinite is not None:
+            self.first_nonfinite = report
+        if self.log is not None:
+            with self.log.open("a", encoding="utf-8") as file:
+                file.write(report.as_json())
+        if self.board is not None:
+            views.write_scalars(self.board, report)
         return report
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not look inside of this block, for example while the model is evaluated."""
+        """Stop observing inside the block, for example during evaluation."""
         before, self._observes = self._observes, False
         try:
             yield
@@ -87,7 +95,7 @@ class Observation:
             self._observes = before
 
     def close(self) -> None:
-        """Leave the model as it was; the reports stay."""
+        """End the observation of the model; the reports remain."""
         if self._model is not None:
             self._end(self._model)
             self._model = None
@@ -95,11 +103,11 @@ class Observation:
                 self.board.close()
 
     def table(self) -> Any:
-        """The last report as a table of `rich`."""
+        """Return the last report as a `rich` table."""
         return views.table(self._last())
 
     def plot(self, path: str | Path) -> None:
-        """Draw the worst SQNR, underflow and saturation of each kind of tensor over the steps."""
+        """Plot the worst SQNR, underflow and saturation of each kind of tensor over the steps."""
         self._last()
         views.plot(tuple(self.reports), Path(path))
 
@@ -117,26 +125,12 @@ class Observation:
             raise ValueError("no step has been observed to its end; run one and call step()")
         return self.report
 
-    def _opened(self) -> nn.Module:
-        if self._model is None:
-            raise ValueError("the observation is closed; observe(model) begins another")
-        return self._model
-
-    def _keep(self, report: StepReport) -> None:
-        self.reports.append(report)
-        if self.first_nonfinite is None and report.first_nonfinite is not None:
-            self.first_nonfinite = report
-        if self.log is not None:
-            with self.log.open("a", encoding="utf-8") as file:
-                file.write(report.as_json())
-        if self.board is not None:
-            views.write_scalars(self.board, report)
-
     def _begin(self) -> None:
         self._rows.clear()
         self._observes = True
         self._serial += 1
-        for name, module in self._opened().named_modules():
+        assert self._model is not None
+        for name, module in self._model.named_modules():
             if isinstance(module, ProductsModule):
                 module.numerics.observe(self._observers.setdefault(name, partial(self._observed, name)))
             if isinstance(module, ProductsModule) or not any(True for _ in module.children()):
@@ -152,28 +146,21 @@ class Observation:
                 module.numerics.observe(None)
 
     def _observed(self, name: str, recipe: ModuleRecipe) -> ModuleRecipe:
-        """The recipe by observing quantizers."""
-        several = len(recipe.products) > 1
-        return recipe.with_products(
-            tuple(
-                ProductQuantizers(
-                    *(
-                        Observing(quantizer, self._recorder(name, f"{index + 1}.{role}" if several else role))
-                        for role, quantizer in zip(_ROLES, _quantizers(product), strict=True)
-                    )
-                )
-                for index, product in enumerate(recipe.products)
-            )
-        )
+        """Return the recipe with observing quantizers."""
 
-    def _recorder(self, module: str, tensor: str) -> Callable[[Tensor, Operand | None], None]:
-        runs_forward = tensor.rpartition(".")[2] in _OF_FORWARD
+        def record(role: str, tensor: str, x: Tensor, operand: Operand | None) -> None:
+            recomputed = role in _OF_FORWARD and in_a_backward()
+            if self._observes and not recomputed:
+                self._rows.take_in(name, tensor, x, operand)
 
-        def record(x: Tensor, operand: Operand | None) -> None:
-            if self._observes and not (runs_forward and in_a_backward()):  # which computes it again
-                self._rows.take_in(module, tensor, x, operand)
-
-        return record
+        products = []
+        for index, product in enumerate(recipe.products):
+            prefix = f"{index + 1}." if len(recipe.products) > 1 else ""
+            quantizers = [
+                Observing(getattr(product, role), partial(record, role, prefix + role)) for role in _ROLES
+            ]
+            products.append(ProductQuantizers(*quantizers))
+        return recipe.with_products(tuple(products))
 
     def _see_output(self, name: str, module: nn.Module, arguments: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
@@ -181,21 +168,21 @@ class Observation:
         value = _plain_of(output[0] if isinstance(output, (tuple, list)) and output else output)
         if not self._observes or in_a_backward() or value is None:
             return
-        self._see(name, "forward", value)
-        if value.requires_grad:
-            value.register_hook(partial(self._see_gradient, name, self._serial))
+        self._rows.take_in(name, "forward", plain_matrix(value.detach()), None)
+        if not value.requires_grad:
+            return
+        serial = self._serial
 
-    def _see_gradient(self, name: str, serial: int, gradient: Tensor) -> None:
-        value = _plain_of(gradient)
-        if self._observes and serial == self._serial and value is not None:
-            self._see(name, "backward", value)
+        def see_gradient(gradient: Tensor) -> None:
+            found = _plain_of(gradient)
+            if self._observes and serial == self._serial and found is not None:
+                self._rows.take_in(name, "backward", plain_matrix(found.detach()), None)
 
-    def _see(self, name: str, tensor: str, value: Tensor) -> None:
-        self._rows.take_in(name, tensor, plain_matrix(value.detach()), None)
+        value.register_hook(see_gradient)
 
 
 class _OutputHook:
-    """see(module, arguments, output) of a module; a copy of the module, or its pickle, is not observed."""
+    """A forward hook that calls `see`; copies and pickles of the module are not observed."""
 
     def __init__(self, see: Callable[[nn.Module, Any, Any], None]):
         self.see = see
@@ -217,12 +204,19 @@ def observe(
     log: str | Path | None = None,
     tensorboard: str | Path | None = None,
 ) -> Observation:
-    """Look at the first of every so many steps of a model; see `Observation`.
+    """Observe the first of every `every` steps of a model; see `Observation`.
 
-    log           a file to which every observed step adds a line of JSON
-    tensorboard   a folder for TensorBoard, where that is installed
-    Results are those of the model without it. An observed step is slower: kernels that quantize what they make give
-    way to two steps, grouped layers go one by one, and every tensor is read once more.
+    Results are unchanged. An observed step is slower: fused quantization kernels are replaced by separate kernels,
+    grouped layers compute one group at a time, and every tensor is read once more.
+
+    Args:
+        model: The model, not compiled.
+        every: Number of steps per observed step.
+        log: A file to which every observed step appends a line of JSON.
+        tensorboard: A folder for TensorBoard, which must be installed.
+
+    Raises:
+        ValueError: The model is compiled or already observed.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={described(model)} is a {type(model).__name__}; give an nn.Module")
@@ -250,12 +244,8 @@ def _check_log(log: Path) -> None:
     log.open("a", encoding="utf-8").close()
 
 
-def _quantizers(product: ProductQuantizers) -> tuple[Any, ...]:
-    return tuple(getattr(product, role) for role in _ROLES)
-
-
 def _plain_of(value: object) -> Tensor | None:
-    """The value, if it is a tensor of numbers that statistics can be made of."""
+    """Return the value if it is a tensor with statistics, else None."""
     if not isinstance(value, Tensor) or isinstance(value, QuantizedTensor) or torch.compiler.is_compiling():
         return None
     return value if value.dtype in _DTYPES and value.dim() > 0 else None

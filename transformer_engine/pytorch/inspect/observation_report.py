@@ -1,22 +1,29 @@
-"""What an observed step shows: a line for each tensor, and where the first value that is not finite came up."""
+"""Reports of observed steps: one row per tensor and the first non-finite value, as text, table, plot and scalars.
+
+The libraries `rich`, `matplotlib` and `tensorboard` are optional.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...common import optional
 
 COLUMNS = ("tensor", "format", "maximum", "underflow", "saturation", "SQNR", "not finite")
 
 
 @dataclass(frozen=True)
 class TensorReport:
-    """One tensor of one module in one step, all its matrices together.
+    """Statistics of one tensor of one module in one step, over all its matrices.
 
-    tensor       input, weight, output, grad_output or grad_input of a product; "forward" and "backward": what the
-                 module returned, and the gradient that came back for it
-    format       of the codes; None: high precision
+    tensor       input, weight, output, grad_output or grad_input of a product; "forward": the output of the module,
+                 "backward": its gradient
+    format       format of the codes; None: high precision
     maximum      max|x| of the finite values
     underflow    share of the elements that are not 0 and became 0
     saturation   share of the elements that lie half a step or more beyond the largest code, which they became
@@ -39,7 +46,7 @@ class TensorReport:
         return f"{self.module}.{self.tensor}" if self.module else self.tensor
 
     def cells(self) -> tuple[str, ...]:
-        """What a table shows, in the order of COLUMNS."""
+        """Return the cells of a table row, in the order of COLUMNS."""
         return (
             self.name,
             self.format or "",
@@ -60,18 +67,24 @@ class StepReport:
 
     @property
     def first_nonfinite(self) -> TensorReport | None:
-        """The first tensor with a NaN or an infinity. A module whose "forward" it is was the first that made one."""
+        """The first tensor with a NaN or an infinity; if it is a "forward", its module produced the first one."""
         return next((tensor for tensor in self.tensors if tensor.nonfinite), None)
 
     @property
     def quantized(self) -> tuple[TensorReport, ...]:
-        """Those that became codes."""
+        """The quantized tensors."""
         return tuple(tensor for tensor in self.tensors if tensor.format is not None)
 
     def as_json(self) -> str:
-        """One line; what is infinite is null, as JSON has it."""
+        """Return one line of JSON, with null for non-finite numbers."""
         first = self.first_nonfinite
-        tensors = [{key: _finite(value) for key, value in asdict(t).items()} for t in self.tensors]
+        tensors = [
+            {
+                key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in asdict(tensor).items()
+            }
+            for tensor in self.tensors
+        ]
         content = {
             "step": self.step,
             "first_nonfinite": None if first is None else first.name,
@@ -85,7 +98,7 @@ class StepReport:
 
 
 def sentence(report: StepReport) -> str:
-    """Where the first value that is not finite came up, in words."""
+    """Return a sentence on the first non-finite value."""
     first = report.first_nonfinite
     if first is None:
         return "all values are finite"
@@ -96,12 +109,93 @@ def sentence(report: StepReport) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines of text."""
+    """Align rows of cells as lines of text."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
 
 
-def _finite(value: object) -> object:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def demand(library: str, purpose: str, remedy: str) -> None:
+    """Raise ValueError with a remedy if a library is missing or broken."""
+    reason = None if optional.installed(library) else f"{library} is not installed"
+    reason = reason or optional.failure(library)
+    if reason is not None:
+        raise ValueError(f"{purpose} needs {library}: {reason}; {remedy}")
+
+
+def table(report: StepReport) -> Any:
+    """Build a `rich` table of all quantized tensors and all tensors with a non-finite value."""
+    demand("rich", "a table", "pip install rich, or print the report itself")
+    from rich.table import Table
+
+    made = Table(title=f"step {report.step}", caption=sentence(report), box=None, padding=(0, 1, 0, 0))
+    shown = len(COLUMNS) if report.first_nonfinite else len(COLUMNS) - 1
+    for place, heading in enumerate(COLUMNS[:shown]):
+        justify = "left" if place < _TEXT_COLUMNS else "right"
+        made.add_column(heading, justify=justify, overflow="fold", no_wrap=place > 0)
+    for tensor in report.tensors:
+        if tensor.format is not None or tensor.nonfinite:
+            made.add_row(*tensor.cells()[:shown], style="red" if tensor.nonfinite else None)
+    return made
+
+
+_TEXT_COLUMNS = 2
+_Worst = Callable[[Sequence[TensorReport]], float | None]
+_PANELS: tuple[tuple[str, _Worst], ...] = (
+    (
+        "worst SQNR [dB]",
+        lambda tensors: min(
+            (t.sqnr for t in tensors if t.sqnr is not None and math.isfinite(t.sqnr)), default=None
+        ),
+    ),
+    ("most underflow", lambda tensors: max(t.underflow for t in tensors)),
+    ("most saturation", lambda tensors: max(t.saturation for t in tensors)),
+)
+
+
+def plot(reports: Sequence[StepReport], path: Path) -> None:
+    """Plot the worst value of each kind of tensor over the steps, in three panels."""
+    demand("matplotlib", "a plot", "pip install matplotlib")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    kinds = sorted({_kind(tensor) for report in reports for tensor in report.quantized})
+    for place, (title, worst) in enumerate(_PANELS, start=1):
+        axes = figure.add_subplot(1, len(_PANELS), place)
+        for kind in kinds:
+            of_kind = [(report.step, [t for t in report.quantized if _kind(t) == kind]) for report in reports]
+            points = [(step, worst(tensors)) for step, tensors in of_kind if tensors]
+            shown = [(step, value) for step, value in points if value is not None]
+            axes.plot([step for step, _ in shown], [value for _, value in shown], marker=".", label=kind)
+        axes.set(title=title, xlabel="step")
+        axes.grid(alpha=0.3)
+        if kinds and place == 1:
+            axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def board(folder: str | Path | None) -> Any:
+    """Return a TensorBoard writer for a folder, or None."""
+    if folder is None:
+        return None
+    demand("tensorboard", "tensorboard=", "pip install tensorboard, or read the log of JSON lines")
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder))
+
+
+def write_scalars(writer: Any, report: StepReport) -> None:
+    """Write the numbers of a report as scalars named after their tensors."""
+    for tensor in report.tensors:
+        writer.add_scalar(f"maximum/{tensor.name}", tensor.maximum, report.step)
+        if tensor.format is not None:
+            writer.add_scalar(f"underflow/{tensor.name}", tensor.underflow, report.step)
+            writer.add_scalar(f"saturation/{tensor.name}", tensor.saturation, report.step)
+        if tensor.sqnr is not None and math.isfinite(tensor.sqnr):
+            writer.add_scalar(f"sqnr/{tensor.name}", tensor.sqnr, report.step)
+    writer.add_scalar("nonfinite", sum(tensor.nonfinite for tensor in report.tensors), report.step)
+
+
+def _kind(tensor: TensorReport) -> str:
+    return tensor.tensor.rpartition(".")[2]

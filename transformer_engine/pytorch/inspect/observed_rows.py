@@ -1,4 +1,4 @@
-"""Rows of statistics on the devices where the tensors are, one for each tensor of each module; read once a step."""
+"""Rows of statistics, one per tensor of each module, on the devices of the tensors; read once per step."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _CHUNK = 256  # rows that are allocated at a time
 
 
 @dataclass
-class _Device:
-    """The rows of one device: chunks of them, and how many are taken."""
+class _DeviceRows:
+    """The rows of one device, in chunks, and the number of rows in use."""
 
     chunks: list[Tensor] = field(default_factory=list)
     taken: int = 0
 
 
 @dataclass
-class _Slot:
+class _TensorRow:
     row: Tensor
     place: tuple[torch.device, int]
     format: str | None = None
@@ -33,13 +33,13 @@ class _Slot:
 
 
 class TakenRows(NamedTuple):
-    """The rows of a step, on their devices, and whose they are."""
+    """The rows of a step on their devices, and the tensors they belong to."""
 
     held: dict[torch.device, Tensor]
-    slots: list[tuple[tuple[str, str], _Slot]]
+    slots: list[tuple[tuple[str, str], _TensorRow]]
 
     def read(self) -> tuple[TensorReport, ...]:
-        """Reports; the host waits for the devices here, and nowhere else."""
+        """Read the reports; only this call waits for the devices."""
         values = {device: rows.tolist() for device, rows in self.held.items()}
         return tuple(_report(*key, slot, values[slot.place[0]][slot.place[1]]) for key, slot in self.slots)
 
@@ -48,12 +48,12 @@ class ObservedRows:
     """{(module, tensor): row}, in the order in which a step first saw them."""
 
     def __init__(self) -> None:
-        self._slots: dict[tuple[str, str], _Slot] = {}
+        self._slots: dict[tuple[str, str], _TensorRow] = {}
         self._order: dict[tuple[str, str], None] = {}
-        self._devices: dict[torch.device, _Device] = {}
+        self._devices: dict[torch.device, _DeviceRows] = {}
 
     def take_in(self, module: str, tensor: str, x: Tensor, operand: Operand | None) -> None:
-        """The statistics of x [M, K], and of its codes, with those that the step has of this tensor."""
+        """Add the statistics of x [M, K] and of its codes to those of the tensor in this step."""
         key = (module, tensor)
         slot = self._slots.get(key)
         if slot is None or slot.place[0] != x.device:
@@ -61,12 +61,17 @@ class ObservedRows:
         self._order.setdefault(key)
         slot.elements += x.numel()
         if operand is not None:
-            slot.format = f"{_element(operand)} {operand.format.name}" if operand.format else None
+            slot.format = None
+            if operand.format is not None:
+                name = str(operand.codes.dtype).removeprefix("torch.float8_").removesuffix("fn")
+                slot.format = (
+                    f"{'e2m1' if operand.codes.dtype == torch.uint8 else name} {operand.format.name}"
+                )
         with torch.no_grad():
             take_in_statistics(x, operand, slot.row)
 
     def take_out(self) -> TakenRows:
-        """What the step has recorded, as it is here and in the order of the device's work."""
+        """Return a copy of the rows of the step, made in stream order."""
         held = {device: torch.cat(rows.chunks) for device, rows in self._devices.items() if rows.chunks}
         return TakenRows(held, [(key, replace(self._slots[key])) for key in self._order])
 
@@ -79,25 +84,23 @@ class ObservedRows:
         for slot in self._slots.values():
             slot.elements, slot.format = 0, None
 
-    def _new(self, device: torch.device) -> _Slot:
-        rows = self._devices.setdefault(device, _Device())
+    def _new(self, device: torch.device) -> _TensorRow:
+        rows = self._devices.setdefault(device, _DeviceRows())
         number = rows.taken
         if number % _CHUNK == 0:
             with torch.inference_mode(False):
                 rows.chunks.append(torch.zeros(_CHUNK, len(FIELDS), dtype=torch.float64, device=device))
         rows.taken += 1
-        return _Slot(rows.chunks[-1][number % _CHUNK], (device, number))
+        return _TensorRow(rows.chunks[-1][number % _CHUNK], (device, number))
 
 
-def _element(operand: Operand) -> str:
-    if operand.codes.dtype == torch.uint8:
-        return "e2m1"
-    return str(operand.codes.dtype).removeprefix("torch.float8_").removesuffix("fn")
-
-
-def _report(module: str, tensor: str, slot: _Slot, row: list[float]) -> TensorReport:
+def _report(module: str, tensor: str, slot: _TensorRow, row: list[float]) -> TensorReport:
     values = dict(zip(FIELDS, row, strict=True))
     elements = max(1, slot.elements)
+    sqnr = None  # in decibels
+    if slot.format is not None:
+        signal, noise = values["signal"], values["noise"]
+        sqnr = math.inf if noise == 0.0 else 10.0 * math.log10(signal / noise) if signal > 0.0 else -math.inf
     return TensorReport(
         module,
         tensor,
@@ -106,12 +109,6 @@ def _report(module: str, tensor: str, slot: _Slot, row: list[float]) -> TensorRe
         values["maximum"],
         values["underflow"] / elements,
         values["saturation"] / elements,
-        None if slot.format is None else _decibel(values["signal"], values["noise"]),
+        sqnr,
         int(values["nonfinite"]),
     )
-
-
-def _decibel(signal: float, noise: float) -> float:
-    if noise == 0.0:
-        return math.inf
-    return 10.0 * math.log10(signal / noise) if signal > 0.0 else -math.inf

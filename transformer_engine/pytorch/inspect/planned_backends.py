@@ -1,7 +1,7 @@
-"""Backends that allocate what a GPU's backends allocate, and compute nothing: for runs on fake tensors.
+"""Backends that allocate the same memory as a GPU's backends and compute nothing, for runs on fake tensors.
 
-Inside `planning` every operation goes to them, whatever the device. An operation without one here goes to its
-reference, whose intermediate tensors are larger than a kernel's.
+Inside `planning` every operation uses them, on every device. An operation without such a backend runs its reference,
+whose intermediate tensors are larger than a kernel's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..attention import DotProductAttention
 from ..functions import weight_gradient
 from ..primitives.activation import ActivationRequest, gradient_fuses
 from ..primitives.gemm import composed, cublaslt_library
-from ..primitives.gemm.fused_request import CODES, GELU, GELU_GRADIENT, FusedRequest
+from ..primitives.gemm.composed import CODES, GELU, GELU_GRADIENT, FusedRequest
 from ..primitives.norm import NormRequest
 from ..primitives.norm import triton as norm
 from ..primitives.quantize import CastRequest, Quantized, QuantizeSpec
@@ -28,14 +28,14 @@ from ..primitives.quantize.fused_codes import in_row_blocks
 from ..quantization import delayed_scaling
 from ..quantization.autocast import reinstate, snapshot
 from ..runtime.double_backward import once_differentiable
-from ..tensor.allocation import empty_quantized
+from ..tensor.elements import empty_quantized
 
 
 @contextmanager
 def planning(quantized: Callable[[Tensor, Quantized], None]) -> Iterator[None]:
-    """Run operations without computing; quantized(x, result) hears of every quantization.
+    """Run operations without computing; `quantized(x, result)` is called for every quantization.
 
-    State that modules share outside of themselves is set aside, so that nothing of the run stays in it.
+    Global state that modules share is replaced during the block and restored after it.
     """
 
     def planned_quantize(spec: QuantizeSpec, x: Tensor, *rest: Any) -> Quantized:
@@ -63,7 +63,7 @@ def planning(quantized: Callable[[Tensor, Quantized], None]) -> Iterator[None]:
 
 
 def _results(table: Table[Any], request: Any) -> Callable[..., Any]:
-    """Room for what an operation returns, as the compiler's operator describes it; without one, its reference."""
+    """Allocate the results of an operation as its compiler operator describes them; otherwise run its reference."""
     if table.operator is None:
         call = table.backends[-1].bind(request)  # pyright: ignore[reportOptionalCall]
         assert not isinstance(call, Refusal)
@@ -80,7 +80,7 @@ def _codes(rows: int, depth: int, spec: QuantizeSpec, device: torch.device) -> Q
 
 
 def _gemm_epilogue(table: Table[FusedRequest], request: FusedRequest) -> Callable[..., Any]:
-    """One call where cuBLASLt would be asked, else the product and what follows it."""
+    """Plan one call of cuBLASLt if it would be used, else the product and the operations after it."""
     product = request.product
     asked = product.device == "cuda" and product.capability >= (8, 0) and cublaslt_library.missing() is None
     widths = {GELU: (1, 2), GELU_GRADIENT: (2,), CODES: (1,)}[request.kind]  # bytes of an operand's element
@@ -100,21 +100,20 @@ def _norm(table: Table[NormRequest], request: NormRequest) -> Callable[..., Any]
             return made, *(x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(statistics))
 
         return codes
-    return _norm_gradients(request, results) if request.operation.endswith("backward") else results
+    if not request.operation.endswith("backward"):
+        return results
 
-
-def _norm_gradients(request: NormRequest, results: Callable[..., Any]) -> Callable[..., Any]:
     def gradients(dy: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         partial_sums = _partial_sums(request, dy)
         made = results(dy, *rest)
-        del partial_sums  # there until the results are
+        del partial_sums  # allocated until the results are
         return made
 
     return gradients
 
 
 def _partial_sums(request: NormRequest, dy: Tensor) -> Tensor | None:
-    """What a GPU's kernels sum columns in, as their program says."""
+    """Allocate the workspace in which a GPU's kernels sum columns, as in their program."""
     if request.device.type != "cuda" or launch.missing() is not None or not request.shape[0]:
         return None
     made = {
@@ -128,11 +127,11 @@ def _partial_sums(request: NormRequest, dy: Tensor) -> Tensor | None:
 
 
 def _cast(x: Tensor, width: int, cast: CastRequest, fuses: bool = True) -> Quantized:
-    """Codes of a result [M, width], stored first where one scale is to be made of it, or a cast in blocks follows."""
+    """Allocate the codes of a result [M, width], which is stored first if a separate cast follows."""
     stored = not fuses if cast.spec.format.block is not None else not cast.given
     result = x.new_empty(x.shape[0], width) if stored else None
     codes = _codes(x.shape[0], width, cast.spec, x.device)
-    del result  # there until the codes are, for the kernel that reads it
+    del result  # allocated until the codes are, as the cast reads it
     return codes
 
 
@@ -161,17 +160,17 @@ _PLANNERS: dict[str, Callable[[Any, Any], Callable[..., Any]]] = {
 
 
 class PlannedAttention(nn.Module):
-    """out [.., h * d_v] of DotProductAttention, keeping for its backward what kernels without a score matrix keep."""
+    """DotProductAttention that allocates out [.., h * d_v] and the saved tensors of kernels without a score matrix."""
 
     def __init__(self, attention: DotProductAttention):
         super().__init__()
         self.softmax_offset = attention.softmax_offset
 
     def forward(self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, **_: Any) -> Tensor:
-        return _Attention.apply(query_layer, key_layer, value_layer)  # pyright: ignore[reportReturnType]
+        return _PlannedAttentionFunction.apply(query_layer, key_layer, value_layer)  # pyright: ignore[reportReturnType]
 
 
-class _Attention(torch.autograd.Function):
+class _PlannedAttentionFunction(torch.autograd.Function):
     """Saves q, k, v, out and the logarithm of the softmax's denominator, float32 [h] a token."""
 
     @staticmethod

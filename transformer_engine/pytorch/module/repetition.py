@@ -9,7 +9,7 @@ import torch
 from ..distributed.recompute import in_fp8_activation_recompute_phase, is_fp8_activation_recompute_enabled
 from ..functions.scale_update import in_a_backward
 from ..quantization.autocast import AutocastState
-from ..quantization.replay import runs
+from ..quantization.recompute_states import runs
 from .products import ModuleRecipe
 
 

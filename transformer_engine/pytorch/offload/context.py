@@ -20,13 +20,8 @@ from ...common import env
 from ...common.numbers import to_bool, to_int
 from ..runtime.device import has_cuda
 from ..runtime.warn_once import warn_once
-from .hooks import OffloadContext
-from .legacy import context_of_groups
+from .hooks import OffloadContext, context_of_groups
 from .synchronizer import DefaultOffloadSynchronizer, ManualOffloadSynchronizer
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def get_cpu_offload_context(
@@ -55,7 +50,9 @@ def get_cpu_offload_context(
     to_bool("double_buffering", double_buffering)
     manual_synchronization = to_bool("manual_synchronization", manual_synchronization)
     retain_pinned_cpu_buffers = to_bool("retain_pinned_cpu_buffers", retain_pinned_cpu_buffers)
-    nothing = (nullcontext(), _unchanged, None) if manual_synchronization else (nullcontext(), _unchanged)
+    nothing: Any = (nullcontext(), lambda tensor: tensor)
+    if manual_synchronization:
+        nothing = (*nothing, None)
     if not enabled:
         return nothing
     if not (offload_activations or offload_weights):
@@ -73,7 +70,13 @@ def get_cpu_offload_context(
             raise ValueError(
                 "NVTE_CPU_OFFLOAD_V1=1 has no manual_synchronization; unset the variable, or leave the keyword out"
             )
-        offloaded = _at_most(offloaded, model_layers - 1)
+        if offloaded > model_layers - 1:  # the first version accepts all layers of a model
+            warn_once(
+                "NVTE_CPU_OFFLOAD_V1 with all layers offloaded",
+                f"num_layers={offloaded}: the backward pass begins with the last layer, which stays on the GPU; "
+                f"{model_layers - 1} layers are offloaded",
+            )
+            offloaded = model_layers - 1
     if not manual_synchronization:
         _check_layers(offloaded, model_layers, offload_stream)
     if not has_cuda():
@@ -89,17 +92,6 @@ def get_cpu_offload_context(
     )
     context = OffloadContext(synchronizer)
     return context, context.synchronize
-
-
-def _at_most(offloaded: int, limit: int) -> int:
-    """Return the number of layers that can be offloaded; the first version accepts all layers of a model."""
-    if offloaded > limit:
-        warn_once(
-            "NVTE_CPU_OFFLOAD_V1 with all layers offloaded",
-            f"num_layers={offloaded}: the backward pass begins with the last layer, which stays on the GPU; "
-            f"{limit} layers are offloaded",
-        )
-    return min(offloaded, limit)
 
 
 def _check_layers(offloaded: int, model_layers: int, stream: Any) -> None:

@@ -1,22 +1,27 @@
-"""What a layer saves inside of a context goes through a synchronizer, by torch's hooks of saved tensors."""
+"""Contexts that pass the saved tensors of a layer to a synchronizer, by torch's hooks of saved tensors.
+
+The classes at the end are the original's first version (NVTE_CPU_OFFLOAD_V1=1): a layer ends where its group is
+committed. The schedule is that of `DefaultOffloadSynchronizer`; a node of the graph after each layer starts its steps
+instead of a hook on the layer's last node, so that the layer's output may come from any operation.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ContextDecorator
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...common.checks import described
+from ..runtime.double_backward import once_differentiable
 from .marks import active
-from .synchronizer import OffloadSynchronizer
+from .synchronizer import DefaultOffloadSynchronizer, OffloadSynchronizer
 
 
 class OffloadContext(ContextDecorator):
-    """Entered once for each layer: what the layer's forward saves for its backward goes through a synchronizer."""
+    """Passes the tensors that a layer's forward saves to a synchronizer; enter it once per layer."""
 
     def __init__(self, synchronizer: OffloadSynchronizer):
         self.offload_synchronizer = synchronizer
@@ -48,12 +53,14 @@ class OffloadContext(ContextDecorator):
             self.offload_synchronizer.num_of_fwds = None
 
     def synchronize(self, tensor: Tensor) -> Tensor:
-        """The tensor itself, the output of the layer called last: its backward begins where the tensor's does.
+        """Register the backward of the last layer at its output, and return this tensor.
 
-        One that needs no gradient (an evaluation, frozen first layers) has no backward, and its layer saved nothing.
+        A tensor without a gradient (an evaluation, frozen first layers) has no backward, and its layer saved nothing.
         """
         if self.inside_context:
-            raise RuntimeError("the synchronizing function was called inside of the context; call it behind")
+            raise RuntimeError(
+                "the synchronizing function was called inside of the context; call it after the context"
+            )
         if self.current_layer is None:
             raise RuntimeError(
                 "the synchronizing function was called before any layer; enter the context first"
@@ -62,15 +69,61 @@ class OffloadContext(ContextDecorator):
             return tensor
         if not isinstance(tensor, Tensor) or tensor.grad_fn is None:
             raise ValueError(f"{described(tensor)} has no backward; give the output of the layer")
-        tensor.grad_fn.register_prehook(begins_backward(self.offload_synchronizer, self.current_layer))
+        tensor.grad_fn.register_prehook(backward_hook(self.offload_synchronizer, self.current_layer))
         return tensor
 
 
-def begins_backward(synchronizer: OffloadSynchronizer, layer: int) -> Callable[[Any], None]:
+def backward_hook(synchronizer: OffloadSynchronizer, layer: int) -> Callable[[Any], None]:
     """Return a hook of a node that begins the backward of a layer, whose forward has just run."""
-    return partial(_begin_backward, synchronizer, layer, synchronizer.layer_states[layer].generation)
+    generation = synchronizer.layer_states[layer].generation
+
+    def begin(gradients: Any) -> None:
+        if synchronizer.bwd_step(layer, generation):
+            torch.autograd.Variable._execution_engine.queue_callback(synchronizer.finish_part_of_bwd)
+
+    return begin
 
 
-def _begin_backward(synchronizer: OffloadSynchronizer, layer: int, generation: int, gradients: Any) -> None:
-    if synchronizer.bwd_step(layer, generation):
-        torch.autograd.Variable._execution_engine.queue_callback(synchronizer.finish_part_of_bwd)
+class SynchronizedGroupOffloadHandler(DefaultOffloadSynchronizer):
+    """One group of saved tensors per layer; the first num_offload_group of model_layers groups are offloaded."""
+
+    def __init__(self, num_offload_group: int, model_layers: int | None = None, **options: Any):
+        super().__init__(
+            num_offload_group + 1 if model_layers is None else model_layers, num_offload_group, **options
+        )
+        self.num_offload_group = num_offload_group
+
+
+class AsyncDoubleBufferGroupOffloadHandler(SynchronizedGroupOffloadHandler):
+    """The same class; copies overlap with the computation in both."""
+
+
+class CpuOffloadHookWithOffloadHandler(OffloadContext):
+    """The context of a handler."""
+
+    def __init__(self, offload_handler: DefaultOffloadSynchronizer):
+        super().__init__(offload_handler)
+        self.offload_handler = offload_handler
+
+
+class GroupCommitFunction(torch.autograd.Function):
+    """y = x; its backward begins the backward of a layer."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, context: OffloadContext) -> Tensor:
+        if context.current_layer is None:
+            raise RuntimeError("a group was committed before any layer; enter the context first")
+        ctx.begin = backward_hook(context.offload_synchronizer, context.current_layer)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable("a group of offloaded tensors")
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.begin((grad,))
+        return grad, None
+
+
+def context_of_groups(num_layers: int, model_layers: int) -> tuple[Any, Callable[[Tensor], Tensor]]:
+    """Return (context, commit) of the first version."""
+    context = CpuOffloadHookWithOffloadHandler(AsyncDoubleBufferGroupOffloadHandler(num_layers, model_layers))
+    return context, lambda tensor: GroupCommitFunction.apply(tensor, context)  # pyright: ignore[reportReturnType]

@@ -1,11 +1,11 @@
-"""The saved tensors of one layer on their way: on the device, being copied, on the host, being copied back.
+"""The states of one layer's saved tensors: on the device, being copied, on the host, being copied back.
 
     not_offloaded --start_offload--> offload_started --release_activation_forward_gpu_memory--> offload_finished
           ^                                                                                            |
           +------------release_all_memory------------ reload_started <------------start_reload---------+
 
-A tensor that is saved several times, or in several views of the same memory, is copied once. Tensors go in the order in
-which their values were there, and come back in the opposite one, in which a backward asks for them.
+A tensor that is saved several times, or in several views of the same memory, is copied once. Tensors are copied in the
+order in which their values became available, and are copied back in the opposite order, in which a backward reads them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from ...common.checks import switch
 from ..tensor.quantized_tensor import QuantizedTensor
 from .link import CudaLink, Link, NoLink
-from .marks import READ_LATE, comes_later, moment_of, moves, whole_of
+from .marks import READ_LATE, defer_wait, memory_of, moves, ready_moment
 
 NOT_OFFLOADED, OFFLOAD_STARTED = "not_offloaded", "offload_started"
 OFFLOAD_FINISHED, RELOAD_STARTED = "offload_finished", "reload_started"
@@ -29,7 +29,7 @@ _MEBIBYTE = 1 << 20
 
 @dataclass
 class TensorGroup:
-    """Tensors by number, and for each the moment at which its values are there."""
+    """Tensors by number, and for each the moment at which its values are available."""
 
     tensor_list: list[Tensor] = field(default_factory=list)
     events: list[Any] = field(default_factory=list)
@@ -37,7 +37,7 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class _View:
-    """How a saved tensor lies in the copied one of that number."""
+    """The layout of a saved tensor as a view of the copied tensor of that number."""
 
     number: int
     shape: torch.Size
@@ -50,26 +50,23 @@ class _View:
 
 
 @dataclass(frozen=True)
-class _Quantized:
-    """What stands for a quantized tensor: for each of its parts, and how they are put together again."""
+class _SavedQuantized:
+    """A saved quantized tensor: its saved parts, and the function that rebuilds it."""
 
     parts: tuple[Any, ...]
     rebuild: Any
     kind: type[QuantizedTensor]
     shape: torch.Size
 
-    def of(self, parts: list[Any]) -> QuantizedTensor:
-        return self.kind.from_storage(self.rebuild(parts), shape=self.shape)
-
 
 class OffloadableLayerState:
-    """One layer's saved tensors. Each method raises RuntimeError where the drawing above has no such arrow.
+    """One layer's saved tensors. Each method raises RuntimeError for a transition that is not in the drawing above.
 
     offload_stream              the stream to copy on
-    retain_pinned_cpu_buffers   use the host's buffers again in the next step, whose tensors must have the same shapes;
-                                without it those are used that fit. torch's own store of pinned memory would hand out
-                                a buffer again when the GPU is done with it, which a host that queues several steps
-                                ahead does not wait for: each of these steps would pin memory, for milliseconds
+    retain_pinned_cpu_buffers   reuse the host's buffers in the next step, whose tensors must have the same shapes;
+                                otherwise, buffers of matching shapes are reused. torch's cache of pinned memory reuses
+                                a buffer only after the GPU has finished with it, so that a host that queues several
+                                steps ahead would pin new memory in each of these steps, for milliseconds
     """
 
     def __init__(
@@ -94,29 +91,29 @@ class OffloadableLayerState:
         self._coming_back: list[int] = []
 
     def push_tensor(self, tensor: Tensor) -> Any:
-        """What stands for a saved tensor: a number, or the like of a quantized one; the tensor itself if it stays."""
+        """Return the object to save for a tensor: a number, numbers of a quantized tensor, or a tensor that stays."""
         self._demand(NOT_OFFLOADED)
         if isinstance(tensor, torch.nn.Parameter):
             return tensor
         if isinstance(tensor, QuantizedTensor):
             parts, rebuild = tensor.as_storage().flatten()
             pushed = tuple(None if part is None else self._push(part) for part in parts)
-            return _Quantized(pushed, rebuild, type(tensor), tensor.shape)
+            return _SavedQuantized(pushed, rebuild, type(tensor), tensor.shape)
         return self._push(tensor)
 
     def _push(self, tensor: Tensor) -> Tensor | int:
         if not self.link.takes(tensor) or not moves(tensor):
             return tensor
-        whole = whole_of(tensor)
+        whole = memory_of(tensor)
         if whole is None:
             return tensor
-        # The group holds the tensor, so that no other one can have its storage and be taken for it.
+        # The group holds the tensor, so that no other tensor can reuse its storage and match the key.
         key = (whole.untyped_storage()._cdata, whole.storage_offset(), whole.numel(), whole.dtype)
         number = self._wholes.get(key)
         if number is None:
             number = self._wholes[key] = len(self.fwd_gpu_tensor_group.tensor_list)
             self.fwd_gpu_tensor_group.tensor_list.append(whole)
-            self.fwd_gpu_tensor_group.events.append(moment_of(tensor, self.link))
+            self.fwd_gpu_tensor_group.events.append(ready_moment(tensor, self.link))
             self._devices.append(whole.device)
         offset = int(tensor.storage_offset()) - int(whole.storage_offset())
         late = getattr(tensor, READ_LATE, False)
@@ -124,9 +121,10 @@ class OffloadableLayerState:
         return len(self._views) - 1
 
     def pop_tensor(self, pushed: Any) -> Tensor:
-        """The saved tensor that `push_tensor` answered this for; the computation waits until it is there."""
-        if isinstance(pushed, _Quantized):
-            return pushed.of([None if part is None else self.pop_tensor(part) for part in pushed.parts])
+        """Return the saved tensor of a result of `push_tensor`; the computation waits for its values."""
+        if isinstance(pushed, _SavedQuantized):
+            parts = [None if part is None else self.pop_tensor(part) for part in pushed.parts]
+            return pushed.kind.from_storage(pushed.rebuild(parts), shape=pushed.shape)
         if isinstance(pushed, Tensor):
             return pushed
         self._demand(NOT_OFFLOADED, OFFLOAD_STARTED, RELOAD_STARTED)
@@ -134,12 +132,12 @@ class OffloadableLayerState:
         if self.state != RELOAD_STARTED:
             return view.of(self.fwd_gpu_tensor_group.tensor_list[view.number])
         tensor = view.of(self.bwd_gpu_tensor_group.tensor_list[view.number])
-        if not (view.read_late and comes_later(tensor, partial(self._arrive, view.number, self.generation))):
-            self._arrive(view.number, self.generation)
+        if not (view.read_late and defer_wait(tensor, partial(self._wait_for, view.number, self.generation))):
+            self._wait_for(view.number, self.generation)
         return tensor
 
-    def _arrive(self, number: int, generation: int) -> None:
-        """Let the computation wait for a tensor; `release_all_memory` has done so for an earlier generation's."""
+    def _wait_for(self, number: int, generation: int) -> None:
+        """Make the computation wait for a tensor; `release_all_memory` has waited for earlier generations."""
         if generation == self.generation:
             self.link.wait(self.bwd_gpu_tensor_group.events[number])
             self._unread.discard(number)
@@ -155,14 +153,14 @@ class OffloadableLayerState:
         self.state = OFFLOAD_STARTED
 
     def _by_readiness(self) -> list[int]:
-        """The numbers of the tensors in the order in which their values were there."""
+        """Return the numbers of the tensors in the order in which their values became available."""
         moments = self.fwd_gpu_tensor_group.events
         return sorted(range(len(moments)), key=moments.__getitem__)
 
     def _host_buffers(self) -> list[Tensor]:
-        """A buffer a tensor: the last step's where those are retained; ValueError where one does not fit.
+        """Return one buffer per tensor, those of the last step if retained; raise ValueError if one does not match.
 
-        Copies out of and into a buffer are in order on the link, so it needs no event to be written again.
+        Copies from and to a buffer are in order on the link, so that a reuse needs no event.
         """
         tensors, kept = self.fwd_gpu_tensor_group.tensor_list, self.cpu_tensor_group.tensor_list
         if not self.retain_pinned_cpu_buffers or not kept:
@@ -202,8 +200,8 @@ class OffloadableLayerState:
         self.state = RELOAD_STARTED
 
     def release_all_memory(self) -> None:
-        """Forget everything but the host's buffers that are to be used again; what was pushed is of no use any more."""
-        for number in self._unread:  # a copy that nobody waited for may still be writing memory that goes now
+        """Release everything except reusable host buffers; results of `push_tensor` become invalid."""
+        for number in self._unread:  # a copy without a wait may still be writing memory that is freed here
             self.link.wait(self.bwd_gpu_tensor_group.events[number])
         self._unread = set()
         self.fwd_gpu_tensor_group = TensorGroup()
@@ -216,7 +214,7 @@ class OffloadableLayerState:
         self.state = NOT_OFFLOADED
 
     def get_offloaded_total_size_mb(self) -> float:
-        """MiB of the layer that are, or are about to be, in host memory."""
+        """Return the MiB of the layer that are in host memory, or are being copied there."""
         if self.state == NOT_OFFLOADED:
             return 0.0
         return sum(values.nbytes for values in self.cpu_tensor_group.tensor_list) / _MEBIBYTE

@@ -1,7 +1,7 @@
-"""host [n] <- device [n] and back, beside the computation: the way between a GPU's memory and the host's.
+"""Copies between the memory of a GPU and of the host that overlap with the computation.
 
-A `Link` is all that the schedule of offloading needs of hardware. `CudaLink` copies on a stream of its own; `NoLink`,
-of a machine without a GPU, takes no tensor, so that nothing moves. Tests schedule on a link that records its calls.
+A `Link` is the interface of offloading to the hardware. `CudaLink` copies on a separate stream; `NoLink`, for a machine
+without a GPU, accepts no tensor, so that nothing is copied. Tests use a link that records its calls.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 
 
 class Link(Protocol):
-    """One direction at a time, in the order of the calls.
+    """Copies in the order of the calls.
 
-    takes      does this tensor lie where copies begin?
-    mark       a moment of the computation, for `to_host` to wait for; a later one is greater
-    to_host    copy values into a host buffer, once the moment `after` has passed; returns the moment it is done
-    to_device  (a new tensor with the host's values, the moment at which it has them)
-    wait       let the computation go on only when a moment of the link has passed
-    buffer     a host buffer for values like these
+    takes      whether a tensor is on the device
+    mark       the present moment of the computation, for `to_host` to wait for; later moments are greater
+    to_host    copy values into a host buffer after the moment `after`; returns the moment at which the copy is done
+    to_device  (a new tensor with the values of a host buffer, the moment at which they are complete)
+    wait       make the computation wait for a moment of the link
+    buffer     a new host buffer for these values
     """
 
     def takes(self, values: Tensor) -> bool: ...
@@ -38,7 +38,7 @@ class Link(Protocol):
 
 
 class Moment(NamedTuple):
-    """A point of the computing stream; numbers grow from one to the next."""
+    """A point of the computing stream; later points have greater numbers."""
 
     number: int
     event: Any
@@ -48,7 +48,7 @@ _numbers = count()
 
 
 class CudaLink:
-    """Copies on one stream, the given one or a new one, so that a layer's copies are done in their order."""
+    """Copies on one stream, the given one or a new one, in the order of the calls."""
 
     def __init__(self, stream: torch.cuda.Stream | None = None):
         self.stream = torch.cuda.Stream() if stream is None else stream
@@ -81,7 +81,7 @@ class CudaLink:
 
 
 class NoLink:
-    """There is nothing to copy from: every tensor lies in host memory already."""
+    """The link of a machine without a GPU, which copies nothing."""
 
     def takes(self, values: Tensor) -> bool:
         return False

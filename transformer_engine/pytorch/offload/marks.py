@@ -1,13 +1,13 @@
-"""Which saved tensors stay where they are, and from which moment the others may be copied.
+"""Marks of saved tensors: tensors that stay on the device, and the moment from which others may be copied.
 
-Three marks are attributes of a tensor, which a saved tensor keeps on its way through autograd:
+Three marks are attributes of a tensor, which autograd preserves:
 
-    _TE_do_not_offload    parameters, and what was made of them
-    start_reload_event    the moment from which its values are whole
-    offload_base_tensor   copy all that this is a view of, once for all its views; views with gaps do without
+    _TE_do_not_offload    parameters, and tensors derived from them
+    start_reload_event    the moment from which the values are complete
+    offload_base_tensor   copy the base of this view once for all views; implied for views with gaps
 
-Two more make copies overlap with the layer that saved their tensors: the moment at which a matrix was whole, well
-before the layer ends (`whole_now`), and the moment at which a backward reads what it asked for (`arrived`).
+Two more make copies overlap with the layer that saved their tensors: the moment at which a matrix is complete, well
+before the layer ends (`mark_ready`), and the moment at which a backward reads a tensor (`wait_for`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ..primitives.operand import Operand
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix
 
-# Fewer elements take longer to schedule than their memory is worth.
+# The copy of fewer elements costs more time than their memory is worth.
 SMALLEST = 256 * 1024
 STAYS, READY, BY_BASE = "_TE_do_not_offload", "start_reload_event", "offload_base_tensor"
-WHOLE, READ_LATE = "_TE_whole", "_TE_read_late"
+READY_MOMENT, READ_LATE = "_TE_ready_moment", "_TE_read_late"
 
 
 class _Active(threading.local):
@@ -43,29 +43,29 @@ class _Active(threading.local):
     used: ClassVar[bool] = False
 
 
-class _Expected(threading.local):
-    """What the node that this thread runs has asked for: {storage: what lets the computation wait for its values}"""
+class _DeferredWaits(threading.local):
+    """The waits of tensors that the running node has unpacked: {storage: function that waits for the values}."""
 
-    arrivals: dict[int, Callable[[], None]]
+    waits: dict[int, Callable[[], None]]
     open: bool = False
 
     def __init__(self) -> None:
-        self.arrivals = {}
+        self.waits = {}
 
 
 active = _Active()
-_expected = _Expected()
+_deferred = _DeferredWaits()
 
 
-class Whole(NamedTuple):
-    """A moment, and the version of the tensor that was whole then: one that is written later is whole later."""
+class ReadyMoment(NamedTuple):
+    """The moment at which a tensor was complete, and its version then: a later write invalidates the moment."""
 
     version: int
     moment: Any
 
 
 def is_cpu_offload_enabled() -> bool:
-    """Is a context of `get_cpu_offload_context` open round the caller?"""
+    """Return whether a context of `get_cpu_offload_context` is open."""
     return active.synchronizer is not None
 
 
@@ -75,28 +75,28 @@ def mark_not_offload(*tensors: Tensor | QuantizedTensorStorage | None) -> None:
         setattr(part, STAYS, True)
 
 
-def whole_now(saved: Any) -> None:
-    """What a layer inside of a context saves of its input has its values from here on; nothing outside of one."""
+def mark_ready(saved: Any) -> None:
+    """Mark the saved input of a layer inside of a context as complete; without a context, do nothing."""
     if active.synchronizer is None or torch.compiler.is_compiling():
         return
     link = active.synchronizer.link
     for values in tensors_of(saved):
         if link.takes(values):
-            setattr(values, WHOLE, Whole(values._version, link.mark()))
+            setattr(values, READY_MOMENT, ReadyMoment(values._version, link.mark()))
 
 
-def moment_of(tensor: Tensor, link: Any) -> Any:
-    """From when on a tensor, which is being saved, may be copied."""
+def ready_moment(tensor: Tensor, link: Any) -> Any:
+    """Return the moment from which a tensor, which is being saved, may be copied."""
     ready = getattr(tensor, READY, None)
     if ready is not None:
         return ready
-    # Taken off: a tensor may outlive what the moment belongs to, such as the capture of a graph.
-    whole = vars(tensor).pop(WHOLE, None)
-    return whole.moment if whole is not None and whole.version == tensor._version else link.mark()
+    # Removed from the tensor, which may outlive the moment, for example the capture of a graph.
+    marked = vars(tensor).pop(READY_MOMENT, None)
+    return marked.moment if marked is not None and marked.version == tensor._version else link.mark()
 
 
-def read_late(tensor: Tensor | None) -> Tensor | None:
-    """The tensor for a node to save whose backward asks for it early: under a name that nothing else can have saved."""
+def save_deferred(tensor: Tensor | None) -> Tensor | None:
+    """Return the tensor to save for a backward that unpacks it early: an alias that no other node can have saved."""
     if (
         tensor is None
         or isinstance(tensor, QuantizedTensorStorage)
@@ -107,48 +107,48 @@ def read_late(tensor: Tensor | None) -> Tensor | None:
     own = tensor.detach()
     if hasattr(tensor, READY):
         setattr(own, READY, getattr(tensor, READY))
-    vars(own).update({WHOLE: vars(tensor).pop(WHOLE, None), READ_LATE: True})
+    vars(own).update({READY_MOMENT: vars(tensor).pop(READY_MOMENT, None), READ_LATE: True})
     return own
 
 
 @contextmanager
-def asking_early() -> Iterator[None]:
-    """Tensors saved by `read_late` and asked for inside may come without values: the caller calls `arrived` for each.
+def deferred_waits() -> Iterator[None]:
+    """Unpack tensors of `save_deferred` inside without their values; the caller calls `wait_for` for each.
 
-    Others have them: a checkpoint that has to make one of them again runs its function in here.
+    Other tensors have their values: a checkpoint that recomputes one of them runs its function inside.
     """
-    _expected.arrivals.clear()
-    _expected.open = True
+    _deferred.waits.clear()
+    _deferred.open = True
     try:
         yield
     finally:
-        _expected.open = False
+        _deferred.open = False
 
 
-def comes_later(tensor: Tensor, arrive: Callable[[], None]) -> bool:
-    """Will whoever asks for a tensor that was saved by `read_late` call `arrived`, which calls arrive?"""
-    if _expected.open:
-        _expected.arrivals[tensor.untyped_storage()._cdata] = arrive
-    return _expected.open
+def defer_wait(tensor: Tensor, wait: Callable[[], None]) -> bool:
+    """Defer a wait to the `wait_for` of a tensor of `save_deferred`; return False outside of `deferred_waits`."""
+    if _deferred.open:
+        _deferred.waits[tensor.untyped_storage()._cdata] = wait
+    return _deferred.open
 
 
-def arrived(tensor: Tensor | None) -> None:
-    """Let the computation go on only when a tensor that was asked for early has its values."""
-    if tensor is not None and _expected.arrivals:
-        # By storage: autograd makes a tensor of its own of the one that a hook gives it.
-        arrive = _expected.arrivals.pop(tensor.untyped_storage()._cdata, None)
-        if arrive is not None:
-            arrive()
+def wait_for(tensor: Tensor | None) -> None:
+    """Make the computation wait for the values of a tensor that was unpacked early."""
+    if tensor is not None and _deferred.waits:
+        # By storage: autograd wraps the result of a hook in a new tensor.
+        wait = _deferred.waits.pop(tensor.untyped_storage()._cdata, None)
+        if wait is not None:
+            wait()
 
 
 def keep_weight(weight: Any) -> None:
-    """What a layer saves of its weight stays on the device: it is there anyway, or made anew in every step."""
+    """Keep the saved weight of a layer on the device: it is a parameter, or its codes are computed in every step."""
     for values in tensors_of(weight):
         setattr(values, STAYS, True)
 
 
 def tensors_of(saved: Any) -> list[Tensor]:
-    """The tensors of a saved operand or matrix that may be worth moving: maxima per row may be, a single one is not."""
+    """Return the tensors of a saved operand or matrix that may be worth a copy, without a single maximum."""
     if isinstance(saved, Operand):
         per_row = saved.format is not None and saved.format.row_scaled
         parts = (saved.codes, saved.scale, saved.amax if per_row else None)
@@ -162,7 +162,7 @@ def tensors_of(saved: Any) -> list[Tensor]:
 
 
 def mark_activation_offload(*tensors: Tensor | QuantizedTensorStorage | None, offload: bool = True) -> None:
-    """Accepted for its callers: every saved activation is offloaded; offload=False marks what is none."""
+    """Accept the original's call: every saved activation is offloaded; offload=False keeps tensors on the device."""
     switch("offload", offload)
     if not offload:
         mark_not_offload(*tensors)
@@ -171,9 +171,9 @@ def mark_activation_offload(*tensors: Tensor | QuantizedTensorStorage | None, of
 def start_offload(
     *tensors: Tensor | QuantizedTensorStorage | None, offload_base_tensor: bool = False
 ) -> None:
-    """From here on these tensors may be copied: whoever is called later does not change them.
+    """Allow copies of these tensors from now on: later code does not change them.
 
-    offload_base_tensor   of a view, copy all that it is a view of, once for all its views
+    offload_base_tensor   copy the base of a view, once for all its views
     """
     switch("offload_base_tensor", offload_base_tensor)
     synchronizer = active.synchronizer
@@ -187,7 +187,7 @@ def start_offload(
 
 
 def moves(values: Tensor) -> bool:
-    """Is a tensor, on a device that copies begin at, worth moving, and an activation?"""
+    """Return whether a tensor on the device is an activation that is worth a copy."""
     return not (
         values.numel() < SMALLEST
         or isinstance(values, torch.nn.Parameter)
@@ -197,10 +197,10 @@ def moves(values: Tensor) -> bool:
     )
 
 
-def whole_of(values: Tensor) -> Tensor | None:
-    """The stretch of memory [n] that is copied for values: theirs, or that of what they are a view of.
+def memory_of(values: Tensor) -> Tensor | None:
+    """Return the dense memory [n] to copy for values: their own, or that of the base of a view.
 
-    A view with gaps keeps all of its base alive, so that base is what has to go. None: values with gaps of their own.
+    A view with gaps keeps its whole base alive, so that the base is copied. None: values with gaps that have no base.
     """
     base = values._base
     if base is not None and (getattr(values, BY_BASE, False) or not _is_dense(values)):
@@ -216,7 +216,7 @@ def whole_of(values: Tensor) -> Tensor | None:
 
 
 def _is_dense(values: Tensor) -> bool:
-    """Do the values fill one stretch of memory, in whatever order of their dimensions?"""
+    """Return whether the values fill their memory without gaps, for any order of dimensions."""
     if values.is_contiguous():
         return True
     expected = 1
@@ -228,7 +228,7 @@ def _is_dense(values: Tensor) -> bool:
 
 
 def _parts(tensors: tuple[Any, ...]) -> list[Tensor]:
-    """The plain tensors of tensors and quantized ones."""
+    """Return the plain tensors of tensors and quantized tensors."""
     parts: list[Tensor] = []
     for given in tensors:
         if given is None:
@@ -238,5 +238,5 @@ def _parts(tensors: tuple[Any, ...]) -> list[Tensor]:
         if isinstance(given, Tensor):
             parts.append(given)
         elif not isinstance(given, QuantizedTensorStorage):
-            raise TypeError(f"{described(given)} is no tensor; give tensors or quantized tensors")
+            raise TypeError(f"{described(given)} is not a tensor; give tensors or quantized tensors")
     return parts

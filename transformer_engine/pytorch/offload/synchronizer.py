@@ -5,7 +5,7 @@
     begins to be copied    when the forward of layer i + 1 begins
     leaves the device      when the forward of layer n - k + i begins
     begins to come back    when the backward of layer n - 1 - k + i begins
-    is forgotten           when the backward of the layer before it begins
+    is released            when the backward of the layer before it begins
 
 so that saved tensors of at most n - k layers are on the device at any time. With n = 4, k = 2:
 
@@ -14,10 +14,10 @@ so that saved tensors of at most n - k layers are on the device at any time. Wit
     backward of     3    2         1                 0
     copied back          ..        0 <-              (1 <- began with that of 2)
 
-That is when the host asks for copies, which is ahead of the device. There a tensor is copied from the moment on that it
-is whole, and its backward waits for it alone (`marks`).
+These are the times at which the host queues copies, ahead of the device. On the device, a copy starts when the values
+of the tensor are complete, and its backward waits for this tensor alone (`marks`).
 
-A `ManualOffloadSynchronizer` copies when it is told to.
+A `ManualOffloadSynchronizer` copies when its methods are called.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .link import CudaLink, Link, NoLink
 
 
 class Pushed(NamedTuple):
-    """What autograd keeps in place of a saved tensor."""
+    """The object that autograd saves instead of a tensor."""
 
     layer: int
     generation: int
@@ -95,7 +95,10 @@ class OffloadSynchronizer:
     def fwd_step(self) -> int:
         """Begin the forward of the next layer and return its number; after the last layer, a new step begins."""
         if self.num_of_fwds is None or self.num_of_fwds == self.num_layers - 1:
-            self._forget_all()
+            # Release the tensors of all layers, including a step that had no backward pass.
+            self._begun = None
+            for state in self.layer_states.values():
+                state.release_all_memory()
             self.num_of_fwds = 0
         else:
             self.num_of_fwds += 1
@@ -115,7 +118,7 @@ class OffloadSynchronizer:
         present = self.layer_states[layer_num].generation
         if generation is not None and generation != present:
             return False
-        graph_pass = _graph_pass()
+        graph_pass = torch._C._current_graph_task_id()  # -1 outside of a backward pass
         if self._begun is not None and self._begun.graph_pass == graph_pass:
             self._forget_previous()
         self._begun = _Begun(layer_num, self.layer_states[layer_num].generation, graph_pass)
@@ -128,13 +131,13 @@ class OffloadSynchronizer:
         self._begun = None
 
     def push_tensor(self, tensor: Tensor) -> Any:
-        """Return what autograd keeps in place of a tensor that the layer in its forward saves."""
+        """Return the object that autograd saves instead of a tensor of the layer in its forward."""
         state = self.layer_states[self._pushing]
         pushed = state.push_tensor(tensor)
         return tensor if pushed is tensor else Pushed(self._pushing, state.generation, pushed)
 
     def pop_tensor(self, pushed: Any) -> Tensor:
-        """The tensor again. RuntimeError where a later forward of the layer has taken its place."""
+        """Return the saved tensor; raise RuntimeError if a later forward of the layer has replaced it."""
         if isinstance(pushed, Tensor):
             return pushed
         state = self.layer_states[pushed.layer]
@@ -158,15 +161,9 @@ class OffloadSynchronizer:
         ):
             self.layer_states[self._begun.layer].release_all_memory()
 
-    def _forget_all(self) -> None:
-        """Release the tensors of all layers, including a step that had no backward pass."""
-        self._begun = None
-        for state in self.layer_states.values():
-            state.release_all_memory()
-
 
 class DefaultOffloadSynchronizer(OffloadSynchronizer):
-    """Layers 0 .. num_offloaded_layers - 1 wait on the host, by the times at the top of this file."""
+    """Offloads layers 0 .. num_offloaded_layers - 1, at the times in the docstring of this module."""
 
     def __init__(
         self, num_layers: int, num_offloaded_layers: int | None = None, retain_pinned_cpu_buffers: bool = False,
@@ -181,7 +178,7 @@ class DefaultOffloadSynchronizer(OffloadSynchronizer):
                 f"{num_layers} layers, which stays; offload fewer"
             )
         self.num_offloaded_layers = offloaded
-        # {the layer whose forward, or backward, begins: the layer to which something is done then}
+        # {the layer whose forward, or backward, begins: the layer whose copies start or end}
         self.offload_layer_map = {layer + 1: layer for layer in range(offloaded)}
         self.finish_offload_map = {num_layers - offloaded + layer: layer for layer in range(offloaded)}
         self.start_reload_map = {num_layers - 1 - offloaded + layer: layer for layer in range(offloaded)}
@@ -215,20 +212,15 @@ class DefaultOffloadSynchronizer(OffloadSynchronizer):
         return super().push_tensor(tensor)
 
 
-def _graph_pass() -> int:
-    """Return autograd's number of the backward pass that this thread runs, -1 outside of one."""
-    return torch._C._current_graph_task_id()
-
-
 class ManualOffloadSynchronizer(OffloadSynchronizer):
-    """A layer is offloaded by its caller's calls, or not at all."""
+    """Offloads layers only by calls of its methods."""
 
     def start_offload_layer(self, layer_id: int) -> None:
         """Begin to copy a layer's saved tensors to the host, after its forward."""
         self._state(layer_id, "start_offload_layer", NOT_OFFLOADED).start_offload()
 
     def release_activation_forward_gpu_memory(self, layer_id: int) -> None:
-        """Let the computation wait for those copies, and free the layer's memory on the device."""
+        """Make the computation wait for the copies, and free the layer's memory on the device."""
         state = self._state(layer_id, "release_activation_forward_gpu_memory", OFFLOAD_STARTED)
         state.release_activation_forward_gpu_memory()
 

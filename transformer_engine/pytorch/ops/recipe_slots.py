@@ -24,7 +24,7 @@ from ..quantization.extra_state import (
     load_extra_state,
 )
 from ..quantization.family import family_of
-from ..quantization.replay import runs
+from ..quantization.recompute_states import runs
 from ..quantization.resizable_state import ResizableState
 from ..runtime.device import canonical_device
 from ..tensor.quantizer import Quantizer

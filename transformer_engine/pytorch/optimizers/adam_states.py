@@ -1,4 +1,4 @@
-"""What FusedAdam keeps of each parameter: moments and a master in any dtype, and how they are read, set and saved."""
+"""The states of FusedAdam, moments and masters in any dtype: reading, writing, saving and loading."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 from ..primitives.multi_tensor import halves, joined
 from ..tensor.quantized_tensor import QuantizedTensor
 from . import states
-from .adam_loading import check_saved
-from .copied import CopiedWhole
-from .local import like, local_of
+from .checks import check_saved
+from .multi_tensor_apply import like, local_of
+from .states import CopiedWhole
 
 NAMES = ("exp_avg", "exp_avg_sq", "master_param")
 
 
 class AdamStates(CopiedWhole):
-    """An optimizer with the states of Adam; the attributes are those that FusedAdam is made with."""
+    """An optimizer with the states of Adam; the attributes are the settings of FusedAdam."""
 
     capturable: bool
     master_weights: bool
@@ -29,7 +29,7 @@ class AdamStates(CopiedWhole):
     _dummy_overflow_buf: Tensor
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what a copy or a pickle holds; a parameter that was its own master is so again."""
+        """Restore a copy or a pickle; a float32 parameter is its own master again."""
         super().__setstate__(state)
         for parameter in self._parameters():
             local = local_of(parameter).detach()
@@ -42,7 +42,7 @@ class AdamStates(CopiedWhole):
     def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
         """A state as float32 numbers (remainders: int16), distributed as the parameter is.
 
-        skip_unscale   as it is kept
+        skip_unscale   return the stored state
         """
         self._renew_master(param)
         state = self.state[param][state_name]
@@ -144,10 +144,10 @@ class AdamStates(CopiedWhole):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, of whatever dtypes the states are kept in here; one of torch.optim.AdamW
-        too, whose number of steps stands with each parameter: ValueError unless it is one in a group.
+        """Load a result of `state_dict` into states of any dtype, or a state dict of torch.optim.AdamW.
 
-        A state that cannot be loaded is refused before any of it replaces something.
+        torch counts steps per parameter; ValueError unless they are equal in a group. A state that cannot be loaded is
+        rejected before any state changes.
         """
         steps = check_saved(state_dict, self.param_groups, self.defaults, self.master_weights)
         super().load_state_dict(state_dict)
@@ -160,22 +160,16 @@ class AdamStates(CopiedWhole):
             for name in ("exp_avg", "exp_avg_sq"):
                 self.set_scaled_state(parameter, name, saved[name].float())
             if self.master_weights and saved.get("master_param") is not None:
-                self._load_master(parameter, saved["master_param"])
-        self._take_steps(state_dict, steps)
-
-    def _load_master(self, parameter: Tensor, saved: Tensor) -> None:
-        """A master of float32, or the lower half of one, as whichever of the two is kept here."""
-        keeps, local, given = self._keeps_remainder(parameter), local_of(parameter).detach(), local_of(saved)
-        given = given.to(local.device)
-        if given.dtype == torch.int16 and not keeps:
-            given = joined(local.to(torch.bfloat16), given)
-        elif given.dtype != torch.int16 and keeps:
-            upper, given = halves(given.float())
-            local.copy_(upper)
-        self.set_scaled_state(parameter, "master_param", given if keeps else given.float())
-
-    def _take_steps(self, state_dict: dict[str, Any], steps: list[int | None]) -> None:
-        """Of torch's optimizers, whose groups have no count, those of their parameters."""
+                # A float32 master or its lower half, converted to the kind that is kept here.
+                keeps, local = self._keeps_remainder(parameter), local_of(parameter).detach()
+                master = local_of(saved["master_param"]).to(local.device)
+                if master.dtype == torch.int16 and not keeps:
+                    master = joined(local.to(torch.bfloat16), master)
+                elif master.dtype != torch.int16 and keeps:
+                    upper, master = halves(master.float())
+                    local.copy_(upper)
+                self.set_scaled_state(parameter, "master_param", master if keeps else master.float())
+        # Groups of torch's optimizers have no count of steps: use that of their parameters.
         for group, saved, step in zip(self.param_groups, state_dict["param_groups"], steps, strict=True):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -190,7 +184,7 @@ class AdamStates(CopiedWhole):
     def master_values(self, param: Tensor) -> Tensor:
         """float32: the parameter's master, whatever it is kept in; RuntimeError without master_weights."""
         if not self.master_weights:
-            raise RuntimeError("there are no masters; say FusedAdam(master_weights=True)")
+            raise RuntimeError("there are no masters; use FusedAdam(master_weights=True)")
         if param not in self.state or "master_param" not in self.state[param]:
             self.initialize_state(param)
         if self._keeps_remainder(param):
@@ -208,7 +202,7 @@ def _is_own(local: Tensor) -> bool:
 
 
 def numbers_of(parameter: Tensor) -> Tensor:
-    """float32: what a parameter of fewer bits stands for."""
+    """Return the values of a parameter of fewer bits in float32."""
     if isinstance(parameter, QuantizedTensor):
         return parameter.dequantize(dtype=torch.float32)
     return parameter.to(torch.float32)

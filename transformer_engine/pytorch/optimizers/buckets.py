@@ -1,4 +1,4 @@
-"""How the parameters of a group fall into lists of one device and one dtype, which a launch can step."""
+"""Buckets of parameters with one device and dtype, which one launch steps, and their step with cached checks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,79 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
+from ...common.operation_settings import Adam
+from ..functions.multi_tensor import adam_checked
+from ..primitives.multi_tensor import Extents, adam_step
 from ..tensor.quantized_tensor import QuantizedTensor
-from .local import local_of
-from .multi_tensor_apply import local_tensors
-from .repeated import RepeatedAdam
+from .multi_tensor_apply import Checked, local_of, local_tensors, worked_on
+
+
+class CheckedAdamStep:
+    """The step of a bucket, an operation for `multi_tensor_applier`: (chunk_size, flag, lists, rates, how, skips).
+
+    Every list has passed `check`, all lists of a step before the first of them is stepped.
+
+    A step of a thousand tensors takes the host about a millisecond. So parameters and states are not checked again
+    while they are the same tensors as in the last call. The caller compares size, dtype, device and layout of the
+    parameters (`BucketKey`); of the states, the addresses are compared here, which change where a caller assigns
+    `state.data`. Gradients can be new tensors in every step. Autograd guarantees that `.grad` has the shape and the
+    device of its parameter.
+
+    Args:
+        held: The gradients are `.grad` attributes, of one dtype.
+    """
+
+    def __init__(self, held: bool) -> None:
+        self.held = held
+        self.known: list[Sequence[Tensor]] = []
+        self.addresses: list[list[int]] = []
+        self.places: list[int] | None = None
+        self.work: list[Sequence[Tensor]] = []
+        self.extents = Extents(())
+
+    def check(self, noop_flag: Tensor, tensor_lists: Sequence[Sequence[Tensor]]) -> Checked:
+        """Return the lists of stored tensors; raise ValueError or TypeError if they cannot be stepped."""
+        grads, *others = tensor_lists
+        local = local_tensors(grads)
+        known = len(others) == len(self.known) and all(
+            len(ours) == len(theirs) and all(map(is_, ours, theirs))
+            for ours, theirs in zip(others, self.known, strict=True)
+        )
+        known = known and _addresses(others) == self.addresses
+        if not (known and self.held and all(map(Tensor.is_contiguous, local))):
+            lists = worked_on(tensor_lists)
+            adam_checked(noop_flag, lists)
+            sizes = map(Tensor.numel, local)
+            places = [place for place, size in enumerate(sizes) if size]
+            self.places = None if len(places) == len(local) else places
+            self.known = [list(tensors) for tensors in others]
+            self.addresses = _addresses(others)
+            self.work = lists[1:]
+            self.extents = Extents(map(Tensor.numel, lists[1]))
+        worked = local if self.places is None else [local[place] for place in self.places]
+        checked = Checked(tensor_lists)
+        checked.worked = [worked, *self.work]
+        return checked
+
+    def __call__(
+        self,
+        chunk_size: int,
+        noop_flag: Tensor,
+        tensor_lists: Sequence[Sequence[Tensor]],
+        rates: Tensor,
+        how: Adam,
+        skips: bool,
+    ) -> None:
+        adam_step(tensor_lists, rates, how, noop_flag if skips else None, self.extents)
+        increment_version(list(tensor_lists[1]))
+
+
+def _addresses(others: Sequence[Sequence[Tensor]]) -> list[list[int]]:
+    """Return where the states begin in memory; the first list is the parameters."""
+    return [list(map(Tensor.data_ptr, local_tensors(states))) for states in others[1:]]
+
 
 _DESCRIPTIONS: tuple[Callable[[Tensor], Any], ...] = (
     Tensor.numel,
@@ -27,11 +95,11 @@ class Bucket(NamedTuple):
 
     members     their places in the group
     params      as the group holds them
-    parameters  what a rank holds of them
-    quantized   they are written from numbers that are stepped in their place
+    parameters  the local tensors of this rank
+    quantized   quantized parameters: float32 numbers are stepped instead, and then quantized
     own         float32 parameters, their own masters
     states      of each parameter
-    step        what is known of their lists
+    step        the step, with the checks of the bucket's lists
     """
 
     members: tuple[int, ...]
@@ -40,17 +108,17 @@ class Bucket(NamedTuple):
     quantized: bool
     own: bool
     states: list[dict[str, Tensor]]
-    step: RepeatedAdam
+    step: CheckedAdamStep
 
 
-class Facts(NamedTuple):
-    """Everything that the buckets of a group depend on: equal facts, equal buckets.
+class BucketKey(NamedTuple):
+    """Everything that the buckets of a group depend on: equal keys, equal buckets.
 
     A caller can replace `parameter.data` by a tensor of another size, dtype, layout or device, and the local tensor of
     a distributed parameter by another one. Neither changes the identity of the parameter, so every step compares them.
 
     params      as the group holds them, compared by identity
-    local       what this rank holds of each, compared by identity
+    local       the local tensor of each, compared by identity
     described   sizes, dtypes, devices and contiguity of the local tensors, and with master weights their addresses:
                 a float32 parameter is its own master, so that the master is an alias of its memory
     grads       the dtype of each parameter's gradient, None without one
@@ -66,15 +134,15 @@ class Facts(NamedTuple):
     @classmethod
     def of(
         cls, params: Sequence[Tensor], grads: Sequence[Tensor | None], master_weights: bool, decoupled: bool
-    ) -> Facts:
-        """Return the facts of a group's parameters and their gradients."""
+    ) -> BucketKey:
+        """Return the key of a group's parameters and their gradients."""
         local = local_tensors(params)
         attributes = (*_DESCRIPTIONS, Tensor.data_ptr) if master_weights else _DESCRIPTIONS
         described = tuple([list(map(attribute, local)) for attribute in attributes])
         dtypes = [None if grad is None else grad.dtype for grad in grads]
         return cls(list(params), list(local), described, dtypes, master_weights, decoupled)
 
-    def equal(self, other: Facts) -> bool:
+    def equal(self, other: BucketKey) -> bool:
         """Return whether both are of the same tensors, in the same state."""
         return (
             self[2:] == other[2:]
@@ -84,10 +152,10 @@ class Facts(NamedTuple):
         )
 
 
-class Layout(NamedTuple):
-    """The buckets of a group, and the facts that decide them."""
+class GroupBuckets(NamedTuple):
+    """The buckets of a group, and their key."""
 
-    facts: Facts
+    key: BucketKey
     buckets: list[Bucket]
 
 
@@ -98,7 +166,7 @@ def buckets_of(
     keeps_remainder: Callable[[Tensor], bool],
     held: bool,
 ) -> list[Bucket]:
-    """Parameters that have gradients, together where device, dtypes and states are alike; held: see RepeatedAdam."""
+    """Group the parameters that have gradients by device, dtypes and kind of states; held: see CheckedAdamStep."""
     members: dict[tuple[Any, ...], list[int]] = {}
     for place, (parameter, grad) in enumerate(zip(params, grads, strict=True)):
         if grad is None:
@@ -106,14 +174,13 @@ def buckets_of(
         local = local_of(parameter)
         kind = type(local) if isinstance(local, QuantizedTensor) else local.dtype
         members.setdefault((local.device, kind, grad.dtype, keeps_remainder(parameter)), []).append(place)
-    return [_bucket(places, [params[place] for place in places], states, held) for places in members.values()]
-
-
-def _bucket(
-    places: Sequence[int], params: list[Tensor], states: Mapping[Tensor, dict[str, Tensor]], held: bool
-) -> Bucket:
-    parameters = [local_of(parameter) for parameter in params]
-    quantized = isinstance(parameters[0], QuantizedTensor)
-    own = not quantized and parameters[0].itemsize == 4
-    kept = [states[parameter] for parameter in params]
-    return Bucket(tuple(places), params, parameters, quantized, own, kept, RepeatedAdam(held))
+    buckets = []
+    for places in members.values():
+        of_bucket = [params[place] for place in places]
+        parameters = [local_of(parameter) for parameter in of_bucket]
+        quantized = isinstance(parameters[0], QuantizedTensor)
+        own = not quantized and parameters[0].itemsize == 4
+        kept = [states[parameter] for parameter in of_bucket]
+        step = CheckedAdamStep(held)
+        buckets.append(Bucket(tuple(places), of_bucket, parameters, quantized, own, kept, step))
+    return buckets

@@ -3,32 +3,66 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from ...common.numbers import to_bool
-from ...common.steps import Adam
+from ...common.operation_settings import Adam
+from ..functions.multi_tensor import device_rates
+from ..primitives.multi_tensor import adam_rates, on_device
 from ..tensor.quantized_tensor import QuantizedTensor
 from . import states
-from .adam_checks import (
+from .adam_states import NAMES, AdamStates, numbers_of
+from .buckets import Bucket, BucketKey, GroupBuckets, buckets_of
+from .checks import (
     NUMBERS,
+    GroupChecks,
     check_capturable,
     check_dtypes,
     check_numbers,
     check_parameter,
     check_states,
+    pair_of,
 )
-from .adam_numbers import next_step, rates_of
-from .adam_states import NAMES, AdamStates, numbers_of
-from .amp import heed
-from .buckets import Bucket, Facts, Layout, buckets_of
-from .judged import JudgedGroups
-from .local import local_of
-from .multi_tensor_apply import Checked, multi_tensor_applier
+from .multi_tensor_apply import Checked, local_of, multi_tensor_applier
+
+
+def rates_of(
+    group: dict[str, Any],
+    inverse: Tensor | None,
+    devices: Iterable[torch.device],
+    flag: Tensor,
+    capturable: bool,
+) -> dict[torch.device, Tensor]:
+    """Return the ten numbers of `adam_step` for a step of the group, on each device.
+
+    Args:
+        inverse: Multiplier of the gradients.
+    """
+    betas, eps, step = pair_of(group["betas"]), float(group["eps"]), group["step"]
+    rest = (to_bool("bias_correction", group["bias_correction"]), float(group["weight_decay"]))
+    if not capturable:
+        numbers = adam_rates(float(group["lr"]), betas, eps, step, *rest)
+        return {device: on_device(numbers, device) for device in devices}
+    lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=flag.device)
+    rates = device_rates(lr, betas, eps, step, *rest, inverse)
+    return {device: rates.to(device) for device in devices}
+
+
+def inverse_scale(grad_scaler: Any, optimizer: torch.optim.Optimizer, flag: Tensor) -> Tensor:
+    """Return float32 [1] = 1 / scale, or 1 if the gradients are unscaled; set the flag if a gradient is not finite."""
+    found = grad_scaler._check_inf_per_device(optimizer)
+    flag.copy_(torch.stack([value.to(flag.device).view(()) for value in found.values()]).sum() != 0)
+    scale = grad_scaler._get_scale_async().to(flag.device)
+    if grad_scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED:
+        return torch.ones_like(scale, dtype=torch.float32).view(1)
+    return scale.to(torch.float64).reciprocal().to(torch.float32).view(1)
+
 
 __all__ = ["FusedAdam"]
 
@@ -132,12 +166,12 @@ class FusedAdam(AdamStates):
         self.set_grad_none = set_grad_none
         if set_grad_none is not None:
             warnings.warn(
-                "set_grad_none is deprecated; say zero_grad(set_to_none=..)", DeprecationWarning, stacklevel=2
+                "set_grad_none is deprecated; use zero_grad(set_to_none=..)", DeprecationWarning, stacklevel=2
             )
         self._scales = {}
-        self._layouts: dict[int, Layout] = {}
+        self._layouts: dict[int, GroupBuckets] = {}
         self._known_states: list[dict[str, Tensor]] = []
-        self._judged = JudgedGroups(NUMBERS, check_numbers)
+        self._checked = GroupChecks(NUMBERS, check_numbers)
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -147,7 +181,7 @@ class FusedAdam(AdamStates):
         }
         check_numbers(defaults)
         super().__init__(params, defaults)
-        device = self._device()
+        device = next((local_of(p).device for p in self._parameters()), torch.device("cpu"))
         self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int32, device=device)
         if capturable:
             self._step_supports_amp_scaling = True
@@ -155,13 +189,13 @@ class FusedAdam(AdamStates):
                 group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what a copy or a pickle holds; layouts are made anew."""
+        """Restore the attributes of a copy or a pickle; caches start empty."""
         super().__setstate__(state)
         self._layouts, self._known_states = {}, []
-        self._judged = JudgedGroups(NUMBERS, check_numbers)
+        self._checked = GroupChecks(NUMBERS, check_numbers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """torch's, for a group that a step can be made with."""
+        """Add a parameter group after a check of its numbers; see torch.optim.Optimizer."""
         if isinstance(param_group, dict):
             check_numbers({**self.defaults, **param_group})
         super().add_param_group(param_group)
@@ -170,7 +204,7 @@ class FusedAdam(AdamStates):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
-        """One step of every parameter that has a gradient; what closure() answers.
+        """Make one step of every parameter that has a gradient, and return the result of closure().
 
         grad_scaler   with capturable=True: gradients are divided by its scale, and where one of them is not finite
                       nothing is changed
@@ -179,13 +213,24 @@ class FusedAdam(AdamStates):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._judged.check(self.param_groups)
+        self._checked.check(self.param_groups)
         flag = self._dummy_overflow_buf
-        inverse = heed(grad_scaler, self, flag) if grad_scaler is not None and self.capturable else None
-        if not self._states_are_known():
+        inverse = None
+        if grad_scaler is not None and self.capturable:
+            inverse = inverse_scale(grad_scaler, self, flag)
+        known = self._known_states
+        if len(self.state) != len(known) or not all(map(is_, self.state.values(), known)):
+            # The caller has replaced the dictionaries of the states since the last step.
             self._layouts.clear()
-            self._begin_anew()
-        grads = [self._grads(group["params"]) for group in self.param_groups]
+            if known and not self.state:  # all states were cleared: their steps no longer count
+                for group in self.param_groups:
+                    group.pop("step", None)
+        grads: list[list[Tensor | None]] = [
+            [getattr(parameter, "decoupled_grad", None) for parameter in group["params"]]
+            if self.use_decoupled_grad
+            else [parameter.grad for parameter in group["params"]]
+            for group in self.param_groups
+        ]
         layouts = self._layouts_for(grads)
         self._known_states = list(self.state.values())
         lists = [
@@ -193,7 +238,11 @@ class FusedAdam(AdamStates):
             for of_group, layout in zip(grads, layouts, strict=True)
         ]
         for group, of_group, layout in zip(self.param_groups, lists, layouts, strict=True):
-            group["step"] = next_step(group.get("step", 0), flag, self.capturable)
+            if self.capturable:  # int32 [1] on the flag's device, unchanged if the flag is set
+                steps = torch.as_tensor(group.get("step", 0), dtype=torch.int32, device=flag.device)
+                group["step"] = steps.reshape(-1)[:1].add_((flag != 1).to(torch.int32))
+            else:
+                group["step"] = int(group.get("step", 0)) + 1
             devices = {bucket.parameters[0].device for bucket in layout.buckets}
             rates = rates_of(group, inverse, devices, flag, self.capturable)
             for bucket, of_bucket in zip(layout.buckets, of_group, strict=True):
@@ -201,14 +250,14 @@ class FusedAdam(AdamStates):
         return loss
 
     def _lists(self, grads: list[Tensor | None], bucket: Bucket) -> Checked:
-        """[gradients, parameters, moments, moments(, masters)] as they are kept, checked."""
+        """Return the stored [gradients, parameters, moments, moments(, masters)], checked."""
         of_members = grads if len(grads) == len(bucket.params) else [grads[place] for place in bucket.members]
         try:
             kept = [[state[name] for state in bucket.states] for name in self._names(bucket)]
         except KeyError as missing:
             raise RuntimeError(
                 f"the state of a parameter has no {missing.args[0]} any more; delete its whole entry of "
-                "optimizer.state, which then begins anew, or load_state_dict()"
+                "optimizer.state, which then starts from zero, or call load_state_dict()"
             ) from None
         lists: list[Any] = [of_members, bucket.parameters, *kept]
         flag = self._dummy_overflow_buf.to(bucket.parameters[0].device)
@@ -236,14 +285,16 @@ class FusedAdam(AdamStates):
             *how,
         )
         for state, name, values in zip(kept, names, read, strict=True):
-            self._write(bucket.params, state, name, values)
+            if self.name_to_dtype_map[name] in states.RANGES:  # float32 numbers of `_read`
+                for parameter, stored, numbers in zip(bucket.params, state, values, strict=True):
+                    states.store(numbers, local_of(stored), self._scale(parameter, name))
         if bucket.quantized:
             for parameter, numbers in zip(bucket.parameters, stepped, strict=True):
                 if isinstance(parameter, QuantizedTensor) and parameter.numel():
                     parameter.quantize_(local_of(numbers).view(parameter.shape))
 
     def _read(self, members: list[Tensor], kept: Sequence[Tensor], name: str) -> Sequence[Tensor]:
-        """A state of each parameter: itself where the kernel takes its dtype, else float32 numbers."""
+        """Return a state of each parameter: itself where the kernel supports its dtype, otherwise float32 numbers."""
         if self.name_to_dtype_map[name] not in states.RANGES or kept[0].dtype == torch.int16:
             return kept
         return [
@@ -251,40 +302,16 @@ class FusedAdam(AdamStates):
             for parameter, state in zip(members, kept, strict=True)
         ]
 
-    def _write(
-        self, members: list[Tensor], kept: Sequence[Tensor], name: str, values: Sequence[Tensor]
-    ) -> None:
-        """What `_read` made float32 numbers of is kept as it was."""
-        if self.name_to_dtype_map[name] in states.RANGES:
-            for parameter, state, numbers in zip(members, kept, values, strict=True):
-                states.store(numbers, local_of(state), self._scale(parameter, name))
-
-    def _grads(self, params: list[Tensor]) -> list[Tensor | None]:
-        if self.use_decoupled_grad:
-            return [getattr(parameter, "decoupled_grad", None) for parameter in params]
-        return [parameter.grad for parameter in params]
-
-    def _states_are_known(self) -> bool:
-        """Are the dictionaries of the states those of the last step? Whoever owns an optimizer may replace them."""
-        known = self._known_states
-        return len(self.state) == len(known) and all(map(is_, self.state.values(), known))
-
-    def _begin_anew(self) -> None:
-        """Where the states of the last step have all been cleared, their steps count no more."""
-        if self._known_states and not self.state:
-            for group in self.param_groups:
-                group.pop("step", None)
-
-    def _layouts_for(self, grads: list[list[Tensor | None]]) -> list[Layout]:
+    def _layouts_for(self, grads: list[list[Tensor | None]]) -> list[GroupBuckets]:
         """Return the buckets of each group, cached while the facts are equal, and create missing states.
 
         All parameters and states are checked before the first state is created.
         """
         groups = [group["params"] for group in self.param_groups]
         ways = (self.master_weights, self.use_decoupled_grad)
-        facts = [Facts.of(*lists, *ways) for lists in zip(groups, grads, strict=True)]
+        facts = [BucketKey.of(*lists, *ways) for lists in zip(groups, grads, strict=True)]
         known = self._layouts
-        new = [i for i, fact in enumerate(facts) if i not in known or not known[i].facts.equal(fact)]
+        new = [i for i, fact in enumerate(facts) if i not in known or not known[i].key.equal(fact)]
         for place in new:
             for parameter, grad in zip(groups[place], grads[place], strict=True):
                 if grad is not None:
@@ -294,7 +321,7 @@ class FusedAdam(AdamStates):
             for parameter in groups[place]:
                 self._complete(parameter)
             how = (self.state, self._keeps_remainder, not self.use_decoupled_grad)
-            self._layouts[place] = Layout(facts[place], buckets_of(groups[place], grads[place], *how))
+            self._layouts[place] = GroupBuckets(facts[place], buckets_of(groups[place], grads[place], *how))
         return [self._layouts[place] for place in range(len(facts))]
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -314,6 +341,3 @@ class FusedAdam(AdamStates):
                     parameter.decoupled_grad = None
                 elif parameter.decoupled_grad is not None:
                     parameter.decoupled_grad.zero_()
-
-    def _device(self) -> torch.device:
-        return next((local_of(parameter).device for parameter in self._parameters()), torch.device("cpu"))

@@ -13,11 +13,9 @@ from torch import Tensor
 from ...common.checks import described
 from ...common.numbers import to_bool, to_float
 from ..functions.multi_tensor import check_sgd_rates, multi_tensor_sgd, sgd_checked
-from .adam_checks import not_below_zero, one_number
-from .copied import CopiedWhole
-from .judged import JudgedGroups, refuse_absent
-from .local import like, local_of
-from .multi_tensor_apply import multi_tensor_applier
+from .checks import GroupChecks, not_below_zero, one_number, reject_unsupported
+from .multi_tensor_apply import like, local_of, multi_tensor_applier
+from .states import CopiedWhole
 
 __all__ = ["FusedSGD"]
 
@@ -26,7 +24,7 @@ _PLAIN = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class _Batch:
+class _Bucket:
     """Parameters of a group that one launch steps; first: they have no momenta yet."""
 
     group: dict[str, Any]
@@ -39,7 +37,7 @@ class FusedSGD(CopiedWhole):
     """Gradient descent with momentum, dampening, Nesterov's form and weight decay; the numbers of torch.optim.SGD.
 
     wd_after_momentum         weight decay is added behind the momentum
-    materialize_master_grads  taken for its callers' sake: gradients are read as they are
+    materialize_master_grads  without effect: gradients are read in their dtype
     most_recent_scale         gradients are divided by it, once; scale_set_by_backward is cleared with it
     """
 
@@ -69,7 +67,7 @@ class FusedSGD(CopiedWhole):
         materialize_master_grads = to_bool("materialize_master_grads", materialize_master_grads)
         if set_grad_none is not None:
             warnings.warn(
-                "set_grad_none is deprecated; say zero_grad(set_to_none=..)", DeprecationWarning, stacklevel=2
+                "set_grad_none is deprecated; use zero_grad(set_to_none=..)", DeprecationWarning, stacklevel=2
             )
         defaults = {
             "lr": lr,
@@ -79,7 +77,7 @@ class FusedSGD(CopiedWhole):
             "nesterov": nesterov,
         }
         check_numbers(defaults)
-        self._judged = JudgedGroups(NUMBERS, check_numbers)
+        self._checked = GroupChecks(NUMBERS, check_numbers)
         super().__init__(params, defaults)
         self.wd_after_momentum = wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
@@ -91,18 +89,18 @@ class FusedSGD(CopiedWhole):
         self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int32, device=device)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what a copy or a pickle holds."""
+        """Restore the attributes of a copy or a pickle."""
         super().__setstate__(state)
-        self._judged = JudgedGroups(NUMBERS, check_numbers)
+        self._checked = GroupChecks(NUMBERS, check_numbers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """torch's, for a group that a step can be made with."""
+        """Add a parameter group after a check of its numbers; see torch.optim.Optimizer."""
         if isinstance(param_group, dict):
             check_numbers({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """torch's, its own states too; refused before any of it replaces something."""
+        """Load a state dict of this class or of torch.optim.SGD, after a check of all its entries."""
         for group, into in zip(state_dict["param_groups"], self.param_groups, strict=False):
             check_numbers({**self.defaults, **group})
             for place, parameter in zip(group["params"], into["params"], strict=False):
@@ -114,12 +112,12 @@ class FusedSGD(CopiedWhole):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of every parameter that has a gradient; what closure() answers."""
+        """Make one step of every parameter that has a gradient, and return the result of closure()."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._judged.check(self.param_groups)
+        self._checked.check(self.param_groups)
         batches = [batch for group in self.param_groups for batch in self._batches(group)]
         for batch in batches:
             self._check(batch)
@@ -134,7 +132,7 @@ class FusedSGD(CopiedWhole):
         given = self.set_grad_none if set_to_none is None else set_to_none
         super().zero_grad(set_to_none=True if given is None else given)
 
-    def _batches(self, group: dict[str, Any]) -> list[_Batch]:
+    def _batches(self, group: dict[str, Any]) -> list[_Bucket]:
         """A group's parameters that have gradients, together where device, dtypes and states are alike."""
         found: dict[tuple[Any, ...], list[Tensor]] = {}
         for parameter in group["params"]:
@@ -151,16 +149,18 @@ class FusedSGD(CopiedWhole):
                 )
             is_first = "momentum_buffer" not in self.state.get(parameter, {})
             found.setdefault((local.device, local.dtype, grad.dtype, is_first), []).append(parameter)
-        return [_Batch(group, params, local_of(params[0]).device, key[-1]) for key, params in found.items()]
+        return [_Bucket(group, params, local_of(params[0]).device, key[-1]) for key, params in found.items()]
 
-    def _check(self, batch: _Batch) -> None:
+    def _check(self, batch: _Bucket) -> None:
         """ValueError or TypeError for numbers and tensors that cannot be stepped; nothing is made or changed."""
         check_sgd_rates(*self._rates(batch.group))
         multi_tensor_applier(
-            lambda chunk_size, flag, lists: sgd_checked(flag, lists), self._flag(batch), self._lists(batch)
+            lambda chunk_size, flag, lists: sgd_checked(flag, lists),
+            self._dummy_overflow_buf.to(batch.device),
+            self._lists(batch),
         )
 
-    def _step_batch(self, batch: _Batch) -> None:
+    def _step_batch(self, batch: _Bucket) -> None:
         if batch.first:
             for parameter in batch.params:
                 zeros = torch.zeros_like(local_of(parameter).detach())
@@ -169,10 +169,18 @@ class FusedSGD(CopiedWhole):
         ways = (to_bool("nesterov", batch.group["nesterov"]), batch.first, self.wd_after_momentum)
         lists = self._lists(batch)
         multi_tensor_applier(
-            multi_tensor_sgd, self._flag(batch), lists, wd, momentum, dampening, lr, *ways, scale
+            multi_tensor_sgd,
+            self._dummy_overflow_buf.to(batch.device),
+            lists,
+            wd,
+            momentum,
+            dampening,
+            lr,
+            *ways,
+            scale,
         )
 
-    def _lists(self, batch: _Batch) -> list[list[Tensor]]:
+    def _lists(self, batch: _Bucket) -> list[list[Tensor]]:
         """[gradients, parameters(, momenta, where there are any)]."""
         lists = [[p.grad for p in batch.params if p.grad is not None], batch.params]
         kept = [self.state[p] for p in batch.params if p in self.state]
@@ -183,9 +191,6 @@ class FusedSGD(CopiedWhole):
         names = ("weight_decay", "momentum", "dampening", "lr")
         decay, momentum, dampening, lr = (to_float(name, group[name]) for name in names)
         return decay, momentum, dampening, lr, 1.0 / to_float("most_recent_scale", self.most_recent_scale)
-
-    def _flag(self, batch: _Batch) -> Tensor:
-        return self._dummy_overflow_buf.to(batch.device)
 
 
 def check_numbers(group: dict[str, Any]) -> None:
@@ -199,7 +204,7 @@ def check_numbers(group: dict[str, Any]) -> None:
         raise ValueError(
             f"nesterov=True with momentum={momentum} and dampening={dampening}; give a momentum and no dampening"
         )
-    refuse_absent(group, "FusedSGD", "torch.optim.SGD")
+    reject_unsupported(group, "FusedSGD", "torch.optim.SGD")
 
 
 def _check_momentum(place: Any, state: dict[str, Any], local: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,15 +10,37 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import to_int
-from .local import local_of
+
+_PLAIN = {Tensor, torch.nn.Parameter}
+_MODULE = "torch.distributed.tensor"
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the rank's shard of a DTensor; any other tensor itself."""
+    return tensor._local_tensor if _is_distributed(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def like(parameter: Tensor, local: Tensor) -> Tensor:
+    """Return a tensor that is distributed like the parameter, from the local tensor of this rank."""
+    if not _is_distributed(parameter):
+        return local
+    placed: Any = parameter
+    where = {"run_check": False, "shape": placed.shape, "stride": placed.stride()}
+    return sys.modules[_MODULE].DTensor.from_local(local, placed.device_mesh, placed.placements, **where)
+
+
+def _is_distributed(tensor: Tensor) -> bool:
+    """Return whether a tensor is a DTensor, without the import of its module, which takes half a second."""
+    if type(tensor) in _PLAIN or _MODULE not in sys.modules:
+        return False
+    return isinstance(tensor, sys.modules[_MODULE].DTensor)
+
 
 __all__ = ["MultiTensorApply", "multi_tensor_applier"]
 
-_PLAIN = {Tensor, torch.nn.Parameter}
-
 
 class MultiTensorApply:
-    """Calls an operation on lists with what a rank holds: shards of distributed tensors, and no empty ones."""
+    """Calls an operation on lists of local tensors: shards of distributed tensors, without empty ones."""
 
     available = True
     warned = False
@@ -40,20 +63,13 @@ class MultiTensorApply:
 
 
 class Checked(tuple[Sequence[Tensor], ...]):
-    """Parallel lists, and what `worked_on` makes of them, which somebody knows already."""
+    """Parallel lists with the cached result of `worked_on`."""
 
     worked: list[Sequence[Tensor]]
 
-    @classmethod
-    def of(cls, tensor_lists: Sequence[Sequence[Tensor]], worked: list[Sequence[Tensor]]) -> Checked:
-        """The lists with what is known of them."""
-        made = cls(tensor_lists)
-        made.worked = worked
-        return made
-
 
 def worked_on(tensor_lists: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
-    """What a rank holds of the lists, without empty tensors; RuntimeError for lists of different lengths."""
+    """Return the local tensors of the lists without empty ones; raise RuntimeError for lists of different lengths."""
     if isinstance(tensor_lists, Checked):
         return tensor_lists.worked
     lists = [local_tensors(tensors) for tensors in tensor_lists]
@@ -67,7 +83,7 @@ def worked_on(tensor_lists: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]
 
 
 def local_tensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """What a rank holds of each tensor."""
+    """Return the local tensor of each tensor."""
     return tensors if set(map(type, tensors)) <= _PLAIN else [local_of(tensor) for tensor in tensors]
 
 

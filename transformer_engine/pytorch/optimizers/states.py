@@ -1,6 +1,6 @@
-"""What an optimizer keeps of a parameter: float32 numbers in fewer bits, by the dtype that they are kept in.
+"""States of optimizers: float32 numbers in fewer bits, by the dtype of the state, and optimizers with full copies.
 
-float32    as they are
+float32    unchanged
 bfloat16   rounded
 float16    x / scale, scale = max|x| / 32752: half of the largest float16, so that a sum of two still fits
 uint8      FP8 (E4M3) codes of x / scale, scale = max|x| / 448
@@ -9,11 +9,12 @@ int16      the lower 16 bits of numbers whose upper 16 are a bfloat16 parameter
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import torch
 from torch import Tensor
 
 from ..constants import DType
-from ..primitives.multi_tensor import halves
 from ..tensor.float8_tensor import Float8Quantizer, Float8Tensor
 
 RANGES = {torch.float16: torch.finfo(torch.float16).max / 2.0, torch.uint8: 448.0}
@@ -28,7 +29,7 @@ def zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def make_writable(state: Tensor) -> None:
-    """Give a state that comes from a pickle, which holds no quantizer, one of its own."""
+    """Give a state from a pickle, which holds no quantizer, a quantizer."""
     if isinstance(state, Float8Tensor) and state._quantizer is None:
         state._quantizer = _writer(state.device)
 
@@ -48,29 +49,34 @@ def unscaled(state: Tensor, scale: Tensor | None) -> Tensor:
     return values if scale is None else values * scale.view(())
 
 
-def scale_of(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 [1] = max|values| / the range of the dtype."""
-    largest = values.abs().amax() if values.numel() else values.new_zeros(())
-    return (largest.to(torch.float32) / RANGES[dtype]).view(1)
-
-
 def store(values: Tensor, state: Tensor, scale: Tensor | None) -> None:
-    """Write float32 numbers into a state; scale receives theirs."""
+    """Write float32 numbers into a state, and their scale into scale."""
     if scale is None:
         state.copy_(values)
         return
-    scale.copy_(scale_of(values, torch.uint8 if isinstance(state, Float8Tensor) else state.dtype))
+    dtype = torch.uint8 if isinstance(state, Float8Tensor) else state.dtype
+    largest = values.abs().amax() if values.numel() else values.new_zeros(())
+    scale.copy_((largest.to(torch.float32) / RANGES[dtype]).view(1))
     inverse = torch.where(scale == 0, 0.0, 1.0 / scale)
     if isinstance(state, Float8Tensor):
         quantizer, of_codes = state._quantizer, state._scale_inv
         assert isinstance(quantizer, Float8Quantizer) and of_codes is not None
         quantizer.scale.copy_(inverse)
         state.quantize_(values)
-        of_codes.copy_(scale)  # of zeros 0: the inverse of 0 would make NaN of their codes
+        of_codes.copy_(scale)  # 0 for zeros: the inverse of 0 would decode their codes to NaN
     else:
         state.copy_(values * inverse.view(()))
 
 
-def remainders(values: Tensor) -> Tensor:
-    """int16: the lower halves of float32 numbers."""
-    return halves(values)[1]
+class CopiedWhole(torch.optim.Optimizer):
+    """torch.optim.Optimizer whose copy.deepcopy and pickle also hold the attributes named in SETTINGS.
+
+    torch's hold only parameter groups and states. Other attributes are left out: a scheduler replaces the `step` of an
+    optimizer by a closure, and hooks are closures.
+    """
+
+    SETTINGS: ClassVar[tuple[str, ...]] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = vars(self)
+        return super().__getstate__() | {name: own[name] for name in self.SETTINGS if name in own}

@@ -9,14 +9,18 @@ from torch import Tensor
 
 from ...common.formats import TensorFormat
 
+# The two ways a product reads a quantized matrix [rows, K].
+COLS = "cols"  # contracts K: the row-wise codes [rows, K]
+ROWS = "rows"  # contracts rows: the column-wise codes, transposed, [K, rows]
+
 
 class Operand(NamedTuple):
     """codes [rows, K] (NVFP4: uint8 [rows, K / 2], low nibble first); the contracted axis K comes last.
 
     codes   fp8 in a torch float8 dtype, NVFP4 packed in uint8, or high precision when format is None
-    scale   what a code is multiplied by: float32 [1], [rows, ceil(K/128)] or [ceil(rows/128), ceil(K/128)];
+    scale   factor of the codes: float32 [1], [rows, ceil(K/128)] or [ceil(rows/128), ceil(K/128)];
             MXFP8: uint8 exponents [rows, ceil(K/32)]; NVFP4: float8_e4m3fn [rows, ceil(K/16)]
-    amax    NVFP4 only: float32 [1], the absolute maximum from which the second-level scale follows, or [rows] where the
+    amax    NVFP4 only: float32 [1], the absolute maximum that determines the second-level scale, or [rows] where the
             format has one scale per row
     dtype   the nominal high-precision dtype of the values
     """
@@ -39,7 +43,7 @@ class Operand(NamedTuple):
 
 
 class OwnedOperand(Operand):
-    """A matrix in a format that its owner alone multiplies: `multiplied(other, epilogue)` is the whole product."""
+    """A matrix in a custom format: its class computes products, `multiplied(other, epilogue)`."""
 
     def multiplied(self, other: Operand, epilogue: Any) -> Tensor:
         raise NotImplementedError

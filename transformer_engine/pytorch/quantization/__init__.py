@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from .autocast import AutocastState, autocast, current, fp8_autocast
 from .delayed_scaling import _amax_and_scale_update, _default_sf_compute, update_scales
-from .element_types import get_fp4_te_dtype, get_fp8_max, get_fp8_te_dtype, get_fp8_torch_dtype
 from .extra_state import (
     ExtraStateError,
     check_extra_state,
@@ -14,12 +13,21 @@ from .extra_state import (
     encode_extra_state,
     load_extra_state,
 )
-from .factory import get_align_size_for_quantization, make_quantizers
 from .families import *  # noqa: F403 - the states, by the list in __all__
 from .family import Family, all_families, family_named, family_of
 from .global_state import FP8GlobalState, FP8GlobalStateManager
 from .model_init import ModelInitState, current_model_init, fp8_model_init, quantized_model_init
-from .recipe_state import CustomRecipeState, DelayedScalingRecipeState, RecipeState
+from .recipe_state import (
+    CustomRecipeState,
+    DelayedScalingRecipeState,
+    RecipeState,
+    get_align_size_for_quantization,
+    get_fp4_te_dtype,
+    get_fp8_max,
+    get_fp8_te_dtype,
+    get_fp8_torch_dtype,
+    make_quantizers,
+)
 from .roles import DelayedScalingRequest, QuantizerRequest, QuantizerRole
 from .support import (
     Support,

@@ -24,7 +24,7 @@ from .support import check_block, check_recipe_support, default_recipe
 
 
 class AutocastState(NamedTuple):
-    """What a module has to know about the innermost autocast block.
+    """The settings of the innermost autocast block, as modules read them.
 
     enabled     quantize by recipe
     calibrating record amaxes although nothing is quantized
@@ -43,17 +43,17 @@ OUTSIDE = AutocastState()
 
 _Entered = tuple[AutocastState, int]
 
-# The innermost record and the number of enabled blocks, as the context that is running has them.
+# The innermost record and the number of enabled blocks of the running context.
 _entered: ContextVar[_Entered] = ContextVar("transformer_engine_autocast", default=(OUTSIDE, 0))
 
 
-class _Holder:
-    """What a thread is in: the innermost record, open enabled blocks, the first module, a recomputed function.
+class _ThreadState:
+    """The state of a thread: the innermost record, open enabled blocks, the first module, a recomputed function.
 
-    A tracing compiler cannot read a context variable, so it reads and writes this. Eager calls bring it in line with
-    the context first (`_here`), which changes when a thread goes from one task to another.
+    torch.compile cannot read a context variable while it traces, so it reads and writes this object. Eager calls first
+    copy the context to it (`here`), because the context changes when a thread switches tasks.
 
-    recomputes    a function is being run that will be, or has been, run a second time
+    recomputes    a function is running that will run, or has run, a second time
     recomputing   this is the second run
     """
 
@@ -64,55 +64,30 @@ class _Holder:
         self.recomputes = False
         self.recomputing = False
 
-    def enter(self, state: AutocastState, traced: bool) -> AutocastState:
-        outer = self.state
-        if state.enabled:
-            if self.enabled_blocks == 0:
-                self.first_module = True
-            self.enabled_blocks += 1
-        self.state = state
-        if not traced:
-            self.tell_context()
-        return outer
-
-    def leave(self, state: AutocastState, outer: AutocastState, traced: bool) -> bool:
-        """Back to outer; was state the outermost enabled block?"""
-        self.state = outer
-        if state.enabled:
-            self.enabled_blocks -= 1
-        if not traced:
-            self.tell_context()
-        return state.enabled and self.enabled_blocks == 0
-
-    def tell_context(self) -> None:
-        """Let tasks that copy this context from here on start with what it is in; a compiler cannot write there."""
+    def update_context(self) -> None:
+        """Write the state to the context, which tasks copy; torch.compile cannot trace this write."""
         self.entered = entered = (self.state, self.enabled_blocks)
         _entered.set(entered)
 
-    def take_first(self) -> bool:
-        first = self.first_module
-        self.first_module = False
-        return first
 
-
-class _Thread(threading.local):
-    """One holder a thread; a thread that is started in a copied context begins with what that context is in."""
+class _AutocastThread(threading.local):
+    """The state of each thread; a thread that starts in a copied context begins with the state of that context."""
 
     def __init__(self) -> None:
-        self.holder = _Holder(_entered.get())
+        self.holder = _ThreadState(_entered.get())
 
 
-_thread = _Thread()
+_thread = _AutocastThread()
 _is_compiling = torch.compiler.is_compiling
 
 
-def here() -> _Holder:
-    """This thread's holder, in line with the context that is running."""
+def here() -> _ThreadState:
+    """Return this thread's state, updated from the running context."""
     return _thread.holder if _is_compiling() else here_in_eager_mode()
 
 
-def here_in_eager_mode() -> _Holder:
-    """here(), for a caller that has asked whether a compiler is tracing."""
+def here_in_eager_mode() -> _ThreadState:
+    """Return `here()` for a caller that knows that no compiler is tracing."""
     holder = _thread.holder
     entered = _entered.get()
     if holder.entered is not entered:
@@ -123,39 +98,41 @@ def here_in_eager_mode() -> _Holder:
 
 
 def current() -> AutocastState:
-    """The record of the innermost autocast block; outside of all blocks one that is not enabled."""
+    """Return the record of the innermost autocast block; outside of all blocks, one that is not enabled."""
     return here().state
 
 
 def enabled_blocks() -> int:
-    """How many enabled blocks are open round the caller."""
+    """Return the number of open enabled blocks."""
     return here().enabled_blocks
 
 
 def is_first_module() -> bool:
-    """True once in an outermost enabled block. Nothing here asks; it is for callers of the original's manager."""
-    return here().take_first()
+    """Return True once per outermost enabled block; for callers of the original's manager."""
+    holder = here()
+    first, holder.first_module = holder.first_module, False
+    return first
 
 
 def snapshot() -> tuple[AutocastState, bool]:
-    """What `reinstate` needs to bring this moment back, for recomputation."""
+    """Return the state that `reinstate` restores, for recomputation."""
     holder = here()
     return holder.state, holder.first_module
 
 
 def reinstate(moment: tuple[AutocastState, bool]) -> None:
-    """Bring back a snapshot in this thread, without opening or closing a block."""
+    """Restore a snapshot in this thread, without opening or closing a block."""
     holder = here()
     holder.state, holder.first_module = moment
 
 
 def reset() -> None:
-    """Forget all blocks of this thread, also open ones."""
+    """Drop all blocks of this thread, also open ones."""
     holder = here()
     holder.state, holder.enabled_blocks = OUTSIDE, 0
     holder.first_module = False
     if not _is_compiling():
-        holder.tell_context()
+        holder.update_context()
 
 
 class autocast(ContextDecorator):
@@ -193,20 +170,16 @@ class autocast(ContextDecorator):
 
     @property
     def is_open(self) -> bool:
-        """Has the block been entered and not been left?"""
+        """Whether the block has been entered and not been left."""
         return self._outer is not None
 
     @property
     def state(self) -> AutocastState:
-        """The settings that the block was made with."""
+        """The settings of the block."""
         return self._state
 
-    def opened_with(self, enabled: bool, graph: bool) -> bool:
-        """Are these the settings that the block was made with?"""
-        return bool(self._state.enabled) == bool(enabled) and bool(self._state.graph) == bool(graph)
-
     def _recreate_cm(self) -> autocast:
-        """As a decorator every call gets a block of its own, so that recursion works."""
+        """Return a new block for each call of a decorated function, so that recursion works."""
         state = self._state
         return autocast(state.enabled, state.calibrating, state.recipe, state.group, state.graph)
 
@@ -220,7 +193,14 @@ class autocast(ContextDecorator):
                 raise RuntimeError(f"{type(state.recipe).__name__} cannot run here: {reason}")
         traced = _is_compiling()
         holder = _thread.holder if traced else here_in_eager_mode()
-        self._outer = holder.enter(state, traced)
+        self._outer = holder.state
+        if state.enabled:
+            if holder.enabled_blocks == 0:
+                holder.first_module = True
+            holder.enabled_blocks += 1
+        holder.state = state
+        if not traced:
+            holder.update_context()
 
     def __exit__(self, exception_type: object, exception: object, traceback: object) -> None:
         outer = self._outer
@@ -228,8 +208,13 @@ class autocast(ContextDecorator):
         self._outer = None
         traced = _is_compiling()
         holder = _thread.holder if traced else here_in_eager_mode()
-        outermost = holder.leave(self._state, outer, traced)
-        if not outermost or exception_type is not None or self._state.graph or holder.recomputing:
+        state, holder.state = self._state, outer
+        if state.enabled:
+            holder.enabled_blocks -= 1
+        if not traced:
+            holder.update_context()
+        outermost = state.enabled and holder.enabled_blocks == 0
+        if not outermost or exception_type is not None or state.graph or holder.recomputing:
             return
         # The first run of a reentrant checkpoint has gradients off although its second run will train.
         if torch.is_grad_enabled() or holder.recomputes:

@@ -1,12 +1,12 @@
-"""scale = (fp8_max / amax) / 2^margin, from the histories of amaxes that the steps before have seen.
+"""scale = (fp8_max / amax) / 2^margin, from the histories of amaxes of earlier steps.
 
-An amax history is float32 [length, n], one column a tensor. Row 0 collects the running step; an update turns
+An amax history is float32 [length, n], one column per tensor. Row 0 collects the running step; an update turns
 it into the last row, drops the oldest (row 1) and clears row 0. States that share direction, recipe and group
 share a pool: one reduction over the group and one set of kernels for all. Nothing reads a value on the host.
 
-A pool holds its states weakly, so a deleted module costs nothing. Ranks that reduce together must agree on the layout
-of what they reduce, and garbage is not collected everywhere at the same time: there the columns of a state that has
-died stay as a gap of zeros, in its place in the order of registration. A state that a module replaces leaves no gap.
+A pool holds weak references to its states, so that a deleted module costs nothing. Ranks that reduce together must
+agree on the layout of the reduced tensor, but collect garbage at different times: the columns of a deleted state remain
+as a gap of zeros, at its index in the order of registration. A state that a module replaces leaves no gap.
 """
 
 from __future__ import annotations
@@ -31,15 +31,10 @@ Algorithm = str | Callable[..., Tensor]
 _default_sf_compute = scale_of  # the original's name
 
 
-def _amax_of(history: Tensor, algorithm: Algorithm) -> Tensor:
-    """amax [n] of a history [length, n] whose row 0 is the latest step."""
-    return algorithm(history) if callable(algorithm) else amax_of(history, algorithm)
-
-
 def _reduce(histories: Sequence[Tensor], group: dist_group_type, gaps: Sequence[int] = ()) -> None:
     """Row 0 of every history = its maximum over the ranks of group, in one collective.
 
-    gaps   columns of states that have died, before each history and after the last; nothing: there are none
+    gaps   columns of deleted states, before each history and after the last; empty without deleted states
     """
     latest = [history[0] for history in histories]
     widths = [history.shape[1] for history in histories]
@@ -58,7 +53,7 @@ def _reduce(histories: Sequence[Tensor], group: dist_group_type, gaps: Sequence[
 # the autocast block changes in between. It never recomputes a registered operator, and so keeps this copy.
 @torch.library.custom_op("transformer_engine::scale_snapshot", mutates_args=())
 def scale_snapshot(scale: torch.Tensor) -> torch.Tensor:
-    """A copy of scale as it is now."""
+    """Return a copy of the present scale."""
     return scale.clone()
 
 
@@ -99,7 +94,8 @@ def _amax_and_scale_update(
     amax_history: Tensor, scale: Tensor, fp8_max: float, recipe: DelayedScaling
 ) -> None:
     """The literal update in place: every column rolls, and both algorithms may be callables."""
-    amax = _amax_of(amax_history, recipe.amax_compute_algo)
+    algorithm = recipe.amax_compute_algo
+    amax = algorithm(amax_history) if callable(algorithm) else amax_of(amax_history, algorithm)
     if recipe.scaling_factor_compute_algo is None:
         new_scale = _default_sf_compute(amax, scale, fp8_max, recipe.margin)
     else:
@@ -167,7 +163,7 @@ def update_states(
 
 
 class _Member(NamedTuple):
-    """A state, or what is left of one that has died: its columns."""
+    """A state, or the number of columns of a deleted one."""
 
     state: weakref.ref[Any]
     columns: int
@@ -181,7 +177,7 @@ class Pool:
         self.recipe = recipe
         self.group = group
         self.reduces = group is not None and recipe.reduce_amax
-        self.members: list[_Member] = []  # replaced as a whole, so that who goes through it needs no lock
+        self.members: list[_Member] = []  # replaced as a whole, so that iteration needs no lock
         self.device: torch.device | None = None
 
     @property
@@ -191,15 +187,15 @@ class Pool:
         return [state for state in alive if state is not None]
 
     def update(self) -> None:
-        """One step for all states; a rank without any takes part in the reduction all the same."""
+        """Update all states by one step; a rank without states takes part in the reduction too."""
         states = [member.state() for member in self.members]
         if None in states:
-            self._update_the_living()
+            self._update_with_gaps()
         elif len(states) > 0:
             update_states(states, self.forward, self.recipe, self.group)
 
-    def _update_the_living(self) -> None:
-        """One step where members have died: what is left of them takes part as columns of zeros."""
+    def _update_with_gaps(self) -> None:
+        """Update the states by one step where members were deleted, whose columns are zeros in the reduction."""
         states: list[Any] = []
         gaps = [0]
         for member in self.members:
@@ -214,13 +210,12 @@ class Pool:
         elif self.reduces and not torch.compiler.is_compiling():
             _reduce([torch.zeros(1, gaps[0], device=self.device)], self.group)  # pyright: ignore[reportArgumentType]
         if not torch.compiler.is_compiling():
-            _tidy(self)
-
-    def without(self, state: Any) -> None:
-        self.members = [member for member in self.members if member.state() is not state]
+            with _lock:
+                self.tidy()
+                _drop_empty(_registry.pools)
 
     def tidy(self) -> None:
-        """Drop the dead; where they are gaps in a reduction, merge neighbours."""
+        """Drop deleted members; where they are gaps in a reduction, merge neighbours instead."""
         kept: list[_Member] = []
         for member in self.members:
             if member.state() is not None:
@@ -234,7 +229,7 @@ class Pool:
 
 
 class Registration(NamedTuple):
-    """Where a state is registered, kept on the state so that the next forward pass finds it at once."""
+    """The registration of a state, stored on the state for a fast check in the next forward pass."""
 
     pools: dict[str, Pool]
     pool: Pool
@@ -255,7 +250,7 @@ _updating = threading.Lock()
 
 
 def autocast_key(recipe: DelayedScaling, group: dist_group_type | None) -> str:
-    """What tells apart two regions whose amaxes must not be mixed."""
+    """Return the key of regions whose amaxes are reduced together."""
     return f"{recipe!r}:{0 if group is None else id(group)}"
 
 
@@ -265,7 +260,7 @@ def buffer_key(forward: bool, recipe: DelayedScaling, group: dist_group_type | N
 
 
 def register(state: Any, forward: bool, recipe: DelayedScaling, group: dist_group_type | None) -> None:
-    """Have the updates of (forward, recipe, group) include the state while it lives, and those of no other pool."""
+    """Register a state with the pool of (forward, recipe, group), and with no other pool."""
     held = state.registration
     if held is not None and held.pools is _registry.pools and held.recipe is recipe and held.group is group:
         return
@@ -284,7 +279,7 @@ def register(state: Any, forward: bool, recipe: DelayedScaling, group: dist_grou
 
 
 def unregister(state: Any) -> None:
-    """Leave the state out of all later updates."""
+    """Remove a state from all later updates."""
     with _lock:
         _leave(state)
 
@@ -293,19 +288,13 @@ def _leave(state: Any) -> None:
     held = state.registration
     state.registration = None
     if held is not None and held.pools is _registry.pools:
-        held.pool.without(state)
+        held.pool.members = [member for member in held.pool.members if member.state() is not state]
         _drop_empty(held.pools)
 
 
 def _drop_empty(pools: dict[str, Pool]) -> None:
     for key in [key for key, pool in pools.items() if not pool.members]:
         del pools[key]
-
-
-def _tidy(pool: Pool) -> None:
-    with _lock:
-        pool.tidy()
-        _drop_empty(_registry.pools)
 
 
 def pools() -> dict[str, Pool]:
@@ -315,9 +304,7 @@ def pools() -> dict[str, Pool]:
 
 def update_all(forward: bool) -> None:
     """Update every pool of one direction, in order of registration; one thread at a time."""
-    if (
-        torch.compiler.is_compiling()
-    ):  # which may have looked at the pools before a traced module registered here
+    if torch.compiler.is_compiling():  # the pools may be traced before a module registers its states
         _update_all(forward)
         return
     if not _registry.pools:
@@ -333,5 +320,5 @@ def _update_all(forward: bool) -> None:
 
 
 def reset() -> None:
-    """Forget every pool."""
+    """Drop every pool."""
     _registry.pools = {}

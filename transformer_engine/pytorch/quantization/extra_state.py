@@ -1,8 +1,8 @@
 """bytes in a uint8 tensor = encode_extra_state(fp8_meta): a module's recipe, scales and histories.
 
 The bytes are a pickle, because that is the format of existing checkpoints, but a checkpoint is never trusted:
-reading substitutes an inert record for every class that the pickle names, refuses names that are not on a
-short list, and builds recipes and tensors from the records afterwards. No callable of its choice ever runs.
+reading substitutes an inert record for every class that the pickle names, rejects names that are not on a
+short list, and builds recipes and tensors from the records afterwards. No callable that the pickle names ever runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TORCH_FUNCTIONS = (
     ("collections", "OrderedDict"),
 )
 _UNSAVED = ("fp8_checkpoint_recompute", "global_fp8_buffer_pos_fwd_recompute", BUFFER_INFO)
-# What the pickle module's own documentation and source name as raised on malformed input.
+# The exceptions of the pickle module on malformed input, by its documentation and source.
 _MALFORMED = (
     pickle.UnpicklingError,
     EOFError,
@@ -64,7 +64,13 @@ def encode_extra_state(fp8_meta: dict[str, Any]) -> Tensor:
     recipe = fp8_meta.get("recipe")
     if recipe is None or not family_of(recipe).checkpointed:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
-    state: dict[str, Any] = {"recipe": _without_callables(recipe)}
+    # Functions are replaced by the field's default: autocast's recipe decides what runs after loading.
+    stored = copy.copy(recipe)
+    vars(stored).pop("_description", None)  # a cache of this process
+    for f in fields(recipe):  # pyright: ignore[reportArgumentType] - every recipe is a dataclass
+        if callable(getattr(recipe, f.name)):
+            setattr(stored, f.name, f.default)
+    state: dict[str, Any] = {"recipe": stored}
     if family_of(recipe).stateful:
         for direction in ("fwd", "bwd"):
             scaling = fp8_meta.get(f"scaling_{direction}")
@@ -137,7 +143,7 @@ def check_extra_state(decoded: dict[str, Any], slots: dict[str, int]) -> None:
 def load_extra_state(decoded: dict[str, Any], fp8_meta: dict[str, Any]) -> None:
     """Copy decoded values into fp8_meta and into its states in place; the states must exist already.
 
-    Histories of another length are cut or padded with zeros. Other shapes are refused before a change.
+    Histories of another length are truncated or padded with zeros. Other shapes are rejected before a change.
     """
     states = {
         direction: fp8_meta[f"scaling_{direction}"].delayed_states
@@ -186,18 +192,8 @@ def _is_plain(value: Any) -> bool:
     return type(value) in (bool, int, float, str)
 
 
-def _without_callables(recipe: Recipe) -> Recipe:
-    """Functions give way to the field's default: autocast's recipe decides what runs after loading."""
-    stored = copy.copy(recipe)
-    vars(stored).pop("_description", None)  # what this process remembers of it, which no other reader knows
-    for f in fields(recipe):  # pyright: ignore[reportArgumentType] - every recipe is a dataclass
-        if callable(getattr(recipe, f.name)):
-            setattr(stored, f.name, f.default)
-    return stored
-
-
 class _Record:
-    """Stands in for an object of the pickle: what it was made of, and nothing that could act."""
+    """An inert record of an object of the pickle: its arguments, attributes and entries."""
 
     target: tuple[str, str] = ("", "")
 
@@ -231,7 +227,12 @@ class _Unpickler(pickle.Unpickler):
         target = (module, name)
         if target not in self._classes:
             self._classes[target] = type("Record", (_Record,), {"target": target})
-            if not _may_load(module, name):
+            if module == _RECIPE_MODULE:
+                known = ("Format", "_OverrideLinearPrecision", *_DATA_CLASSES)
+                allowed = name in known or any(name == kind.__name__ for kind in _recipe_classes())
+            else:
+                allowed = target in _TORCH_FUNCTIONS or _derived_recipe(module, name) is not None
+            if not allowed:
                 self.foreign.add(self._classes[target])
         return self._classes[target]
 
@@ -250,14 +251,6 @@ def _drop_functions(content: Any, foreign: set[type[_Record]]) -> None:
                 "autocast takes its place",
                 stacklevel=2,
             )
-
-
-def _may_load(module: str, name: str) -> bool:
-    if module == _RECIPE_MODULE:
-        return name in ("Format", "_OverrideLinearPrecision", *_DATA_CLASSES) or any(
-            name == kind.__name__ for kind in _recipe_classes()
-        )
-    return (module, name) in _TORCH_FUNCTIONS or _derived_recipe(module, name) is not None
 
 
 def _recipe_classes() -> list[type[Recipe]]:
@@ -334,19 +327,15 @@ def _built_record(record: _Record) -> Any:
         if name == "Format":
             return Format(_built(arguments[0]))
         if name in _DATA_CLASSES:
-            return _data(_DATA_CLASSES[name], record)
+            # A frozen value: pickled by positional arguments (named tuple) or by its attributes (dataclass).
+            attributes = _built(record.__dict__["attributes"])
+            return _DATA_CLASSES[name](*[_built(a) for a in arguments], **attributes)  # pyright: ignore
         if name == "_OverrideLinearPrecision":
             return tuple(_built(a) for a in arguments)
         return _recipe(getattr(recipes, name), _built(record.__dict__["attributes"]))
     if (module, name) in _TORCH_FUNCTIONS:
         return _torch_object(name, [_built(a) for a in arguments])
     return _recipe(_derived_recipe(module, name), _built(record.__dict__["attributes"]))
-
-
-def _data(kind: Any, record: _Record) -> Any:
-    """A frozen value: pickled by positional arguments (named tuple) or by its attributes (dataclass)."""
-    attributes = _built(record.__dict__["attributes"])
-    return kind(*[_built(a) for a in record.__dict__["arguments"]], **attributes)
 
 
 def _recipe(kind: Any, attributes: Any) -> Recipe:

@@ -1,4 +1,4 @@
-"""One row a recipe family: how a slot's quantizer is made, which state it needs, where the hardware has it, ..
+"""One row per recipe family: the quantizer of a slot, its state, the hardware that supports it, ..
 
 A product has three forward slots [input, weight, output] and two backward slots [grad_output, grad_input]; a
 module with several products repeats them.
@@ -27,9 +27,14 @@ from ..tensor.mxfp8_tensor import MXFP8Quantizer
 from ..tensor.nvfp4_tensor import NVFP4Quantizer
 from ..tensor.quantizer import Quantizer
 from . import support
-from .element_types import get_fp4_te_dtype, get_fp8_te_dtype
-from .family import Family, Requirement, Sample, all_families, register
-from .recipe_state import CustomRecipeState, DelayedScalingRecipeState, StatelessRecipeState
+from .family import Family, FormatSample, Requirement, all_families, register
+from .recipe_state import (
+    CustomRecipeState,
+    DelayedScalingRecipeState,
+    StatelessRecipeState,
+    get_fp4_te_dtype,
+    get_fp8_te_dtype,
+)
 
 __all__ = [
     "Float8BlockScalingRecipeState",
@@ -68,7 +73,7 @@ def _params(recipe: Float8CurrentScaling | Float8BlockScaling, mode: str, tensor
 
 
 def _of_tensor(mode: str, tensor: str, of_input: T, of_weight: T, of_gradient: T) -> T:
-    """What a recipe says of the kind of tensor that a slot holds."""
+    """Return the setting of a recipe for the kind of tensor of a slot."""
     if mode == "backward":
         return of_gradient
     return of_weight if tensor == "weight" else of_input
@@ -135,18 +140,6 @@ def _nvfp4_variants(recipe: NVFP4BlockScaling, mode: str, tensor: str) -> dict[s
     return variants
 
 
-def _delayed_sample(device: torch.device, **usage: bool) -> Quantizer:
-    scale, amax = torch.ones(1, device=device), torch.zeros(1, device=device)
-    return Float8Quantizer(scale=scale, amax=amax, fp8_dtype=DType.kFloat8E4M3, **usage)
-
-
-def _block_sample(dimensions: int) -> Any:
-    def make(device: torch.device, **usage: bool) -> Quantizer:
-        return Float8BlockQuantizer(DType.kFloat8E4M3, block_scaling_dim=dimensions, **usage)
-
-    return make
-
-
 register(
     Family(
         DelayedScaling,
@@ -155,7 +148,15 @@ register(
         None,
         kind="fp8",
         needs=FP8,
-        samples=(Sample("delayed", FLOAT8, _delayed_sample),),
+        samples=(
+            FormatSample(
+                "delayed",
+                FLOAT8,
+                lambda device, **usage: Float8Quantizer(
+                    torch.ones(1, device=device), torch.zeros(1, device=device), DType.kFloat8E4M3, **usage
+                ),
+            ),
+        ),
         attention="delayed",
         measured_as="delayed",
         stateful=True,
@@ -172,7 +173,7 @@ register(
         kind="fp8",
         needs=FP8,
         samples=(
-            Sample(
+            FormatSample(
                 "current",
                 FLOAT8,
                 lambda device, **usage: Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device, **usage),
@@ -192,8 +193,16 @@ register(
         kind="fp8_block_scaling",
         needs=Requirement("FP8 block scaling", (9, 0), cuda=(12, 9)),
         samples=(
-            Sample("block1d", BLOCK_1D, _block_sample(1)),
-            Sample("block2d", BLOCK_2D, _block_sample(2)),
+            FormatSample(
+                "block1d",
+                BLOCK_1D,
+                lambda device, **usage: Float8BlockQuantizer(DType.kFloat8E4M3, block_scaling_dim=1, **usage),
+            ),
+            FormatSample(
+                "block2d",
+                BLOCK_2D,
+                lambda device, **usage: Float8BlockQuantizer(DType.kFloat8E4M3, block_scaling_dim=2, **usage),
+            ),
         ),
         measured_as="block",
     )
@@ -207,7 +216,9 @@ register(
         kind="mxfp8",
         needs=Requirement("MXFP8", (10, 0), below=(12, 0)),
         alignment=lambda recipe: 32,
-        samples=(Sample("mxfp8", MXFP8, lambda device, **usage: MXFP8Quantizer(DType.kFloat8E4M3, **usage)),),
+        samples=(
+            FormatSample("mxfp8", MXFP8, lambda device, **usage: MXFP8Quantizer(DType.kFloat8E4M3, **usage)),
+        ),
         attention="block",
         fits=lambda: support.support_of("mxfp8").native,
     )
@@ -221,7 +232,7 @@ register(
         kind="nvfp4",
         needs=Requirement("NVFP4", (10, 0)),
         alignment=lambda recipe: 128,
-        samples=(Sample("nvfp4", NVFP4, lambda device, **usage: NVFP4Quantizer(**usage)),),
+        samples=(FormatSample("nvfp4", NVFP4, lambda device, **usage: NVFP4Quantizer(**usage)),),
     )
 )
 register(

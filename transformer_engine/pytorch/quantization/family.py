@@ -1,6 +1,6 @@
-"""Family: what is different about one kind of recipe, as a row; `families` has the rows.
+"""Family: the properties of one kind of recipe, as a row; `families` has the rows.
 
-Nothing but the rows asks which recipe is in force: everything else reads the row of `family_of(recipe)`.
+Only the rows depend on the class of a recipe: all other code reads the row of `family_of(recipe)`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..tensor.quantizer import Quantizer
 
 
 class Requirement(NamedTuple):
-    """What computes a kind of format in hardware: compute capability least <= c < below, and a version of CUDA."""
+    """Hardware that computes a kind of format: compute capability least <= c < below, and a version of CUDA."""
 
     title: str
     least: tuple[int, int]
@@ -25,8 +25,8 @@ class Requirement(NamedTuple):
     cuda: tuple[int, int] = (0, 0)
 
 
-class Sample(NamedTuple):
-    """A format by the name that measurements give it, and a quantizer to it of E4M3 (or E2M1) codes.
+class FormatSample(NamedTuple):
+    """A format by its name in measurements, and its quantizer with E4M3 (or E2M1) codes.
 
     make   (device, rowwise=, columnwise=) -> quantizer
     """
@@ -36,27 +36,23 @@ class Sample(NamedTuple):
     make: Callable[..., Quantizer]
 
 
-def _sixteen(recipe: Any) -> int:
-    return 16
-
-
 @dataclass(frozen=True, eq=False)
 class Family:
-    """One row. Everything but the first four has a default that suits scales made from the tensor at hand.
+    """One row. The defaults suit scales that are computed from the tensor itself.
 
     recipe           the public class; a recipe derived from it is of the family
     name             the family on command lines and in reports
     state            (recipe, mode=, num_quantizers=, device=, roles=) -> RecipeState
     quantizer        (recipe, mode, tensor, device) -> the quantizer of a slot, where no state makes it
-    kind, needs      what the machine is asked for (`support`); None: the recipe answers for itself
+    kind, needs      requirement on the machine (`support`); None: no requirement
     alignment        (recipe) -> rows of a group are padded to a multiple of this before quantization
     samples          its formats, to be measured one by one
-    attention        how FP8 attention scales under it: "delayed", "current" or "block"; None: there is none
-    measured_as      under which name `fp8_worth` has measurements of its products; None: it has none
-    stateful         do its states take part in scale updates?
-    follows_history  does a scale follow what earlier steps saw, so that it has moved on by the backward?
-    checkpointed     may a checkpoint hold the recipe? Not one with code in it
-    fits             is it the default recipe on this machine? The last row that says so is
+    attention        scaling of FP8 attention: "delayed", "current" or "block"; None: unsupported
+    measured_as      name of the measurements of its products in `module/precision.py`; None: not measured
+    stateful         its states take part in scale updates
+    follows_history  scales depend on earlier steps, so that they have changed by the backward
+    checkpointed     a checkpoint may hold the recipe; False for recipes with code
+    fits             whether it may be the default recipe on this machine; the last row that fits is
     """
 
     recipe: type[Recipe]
@@ -65,8 +61,8 @@ class Family:
     quantizer: Callable[[Any, str, str, torch.device], Quantizer] | None
     kind: str | None = None
     needs: Requirement | None = None
-    alignment: Callable[[Any], int] = _sixteen
-    samples: tuple[Sample, ...] = ()
+    alignment: Callable[[Any], int] = lambda recipe: 16
+    samples: tuple[FormatSample, ...] = ()
     attention: str | None = None
     measured_as: str | None = None
     stateful: bool = False
@@ -85,7 +81,7 @@ def register(family: Family) -> Family:
 
 
 def unregister(family: Family) -> None:
-    """Take a row away."""
+    """Remove a row."""
     del _FAMILIES[family.recipe]
 
 

@@ -1,9 +1,10 @@
-"""FP8GlobalStateManager: the original's door to autocast state and delayed-scaling buffers."""
+"""FP8GlobalStateManager: the original's interface to autocast state and delayed-scaling buffers."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,19 +13,56 @@ from torch import Tensor
 from ...common.recipe import DelayedScaling, Recipe
 from ..constants import dist_group_type
 from ..runtime.device import canonical_device, has_cuda
-from . import delayed_scaling, model_init, replay, support
+from . import delayed_scaling, model_init, recompute_states, support
 from . import families as _rows  # noqa: F401 - before the kinds at the end are read
-from .autocast import AutocastState, autocast, current, is_first_module, reinstate, snapshot
+from .autocast import AutocastState, autocast, current, enabled_blocks, is_first_module, reinstate, snapshot
 from .autocast import reset as close_all_blocks
 from .extra_state import BUFFER_INFO
-from .state_attributes import StateAttributes
+from .family import all_families
+
+
+class StateAttributes(type):
+    """Read-only class attributes of earlier releases; `autocast` and `quantized_model_init` write their values."""
+
+    FP8_ENABLED = property(lambda cls: current().enabled)
+    FP8_CALIBRATION = property(lambda cls: current().calibrating)
+    FP8_RECIPE = property(lambda cls: current().recipe)
+    FP8_DISTRIBUTED_GROUP = property(lambda cls: current().group)
+    FP8_GRAPH_CAPTURING = property(lambda cls: current().graph)
+    FP8_PARAMETERS = property(lambda cls: model_init.current_model_init().enabled)
+    HIGH_PRECISION_INIT_VAL = property(
+        lambda cls: model_init.current_model_init().preserve_high_precision_init_val
+    )
+    IS_FIRST_FP8_MODULE = property(lambda cls: bool(snapshot()[1]))
+    AUTOCAST_DEPTH = property(lambda cls: enabled_blocks())
+    FP8_AUTOCAST_DEPTH = property(lambda cls: enabled_blocks())
+    # {key of a pool: [a tensor of each of its states]}; of amaxes, the row of the running step.
+    global_amax_buffer = property(lambda cls: _of_pools(lambda state: state.amax_history[0]))
+    global_amax_history_buffer = property(lambda cls: _of_pools(lambda state: state.amax_history))
+    global_scale_buffer = property(lambda cls: _of_pools(lambda state: state.scale_in_place))
+    skip_fp8_weight_update_tensor = property(lambda cls: cls.quantization_state.skip_fp8_weight_update_tensor)
+
+
+def _of_pools(read: Callable[[Any], Tensor]) -> dict[str, list[Tensor]]:
+    return {key: list(map(read, pool.states)) for key, pool in delayed_scaling.pools().items()}
+
+
+def _support(kind: str, part: int) -> property:
+    return property(lambda cls: support.checks()[f"check_{kind}_support"]()[part])
+
+
+# <kind>_available and reason_for_no_<kind>, of every kind that a recipe needs.
+for _kind in dict.fromkeys(row.kind for row in all_families() if row.kind is not None):
+    setattr(StateAttributes, f"{_kind}_available", _support(_kind, 0))
+    setattr(StateAttributes, f"reason_for_no_{_kind}", _support(_kind, 1))
+
 
 _RECOMPUTE_POSITION = "global_fp8_buffer_pos_fwd_recompute"
 _UPDATED = "updated_scaling_fwd"
 
 
 def is_captured(state: AutocastState) -> bool:
-    """Does a call under this state go into a graph?"""
+    """Return whether a call under this state is captured in a graph."""
     return state.graph or (has_cuda() and torch.cuda.is_current_stream_capturing())
 
 
@@ -53,7 +91,7 @@ class FP8GlobalState:
 
 
 class FP8GlobalStateManager(metaclass=StateAttributes):
-    """Class methods only; see `autocast`, `delayed_scaling` and `model_init` for what stands behind them."""
+    """Class methods on the state of `autocast`, `delayed_scaling` and `model_init`."""
 
     quantization_state = FP8GlobalState()
 
@@ -64,11 +102,11 @@ class FP8GlobalStateManager(metaclass=StateAttributes):
         _opened.blocks.clear()
         model_init.reset()
         delayed_scaling.reset()
-        replay.marked_by_hand.clear()
+        recompute_states.marked_by_hand.clear()
         cls.quantization_state.skip_fp8_weight_update_tensor = None
         cls.quantization_state.recompute_buffers = []
 
-    # What the innermost autocast block says.
+    # The settings of the innermost autocast block.
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
@@ -89,7 +127,7 @@ class FP8GlobalStateManager(metaclass=StateAttributes):
 
     @classmethod
     def fp8_graph_capturing(cls) -> bool:
-        """Is a graph being captured: by `make_graphed_callables`, or by whoever captures the current stream?"""
+        """Return whether `make_graphed_callables` or another capture of the current stream is recording."""
         return is_captured(current())
 
     @classmethod
@@ -137,8 +175,8 @@ class FP8GlobalStateManager(metaclass=StateAttributes):
         blocks = _opened.blocks
         if not blocks:
             raise RuntimeError("autocast_exit found no open block; call autocast_enter first")
-        if not blocks[-1].opened_with(enabled, _graph):
-            entered = blocks[-1].state
+        entered = blocks[-1].state
+        if (bool(entered.enabled), bool(entered.graph)) != (bool(enabled), bool(_graph)):
             raise RuntimeError(
                 f"autocast_exit(enabled={enabled}, _graph={_graph}) does not match the last "
                 f"autocast_enter(enabled={entered.enabled}, _graph={entered.graph}); give both the same arguments"
@@ -185,7 +223,7 @@ class FP8GlobalStateManager(metaclass=StateAttributes):
 
     @classmethod
     def add_fp8_tensors_to_global_buffer(cls, fp8_meta: dict[str, Any]) -> None:
-        """Have scale updates include the module's states; a repeated call costs next to nothing."""
+        """Register the module's states for scale updates; a repeated call returns early."""
         group = fp8_meta.get("fp8_group")
         for forward, key in ((True, "scaling_fwd"), (False, "scaling_bwd")):
             scaling = fp8_meta.get(key)
@@ -229,7 +267,7 @@ class FP8GlobalStateManager(metaclass=StateAttributes):
 
     @classmethod
     def get_old_fp8_meta_tensors_for_recompute(cls, fp8_meta: dict[str, Any]) -> None:
-        """Put aside the present forward values, and copy in those of the oldest queued forward pass."""
+        """Save the present forward values, and copy in those of the oldest queued forward pass."""
         delayed = fp8_meta["scaling_fwd"].delayed_states
         fp8_meta[_UPDATED] = [(d.scale.clone(), d.amax_history.clone()) for d in delayed]
         position = fp8_meta.get(_RECOMPUTE_POSITION)

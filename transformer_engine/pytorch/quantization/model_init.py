@@ -13,7 +13,7 @@ from .support import check_block, check_recipe_support, default_recipe
 
 @dataclass(frozen=True)
 class ModelInitState:
-    """What the constructor of a module has to know about the innermost block."""
+    """The settings of the innermost block, as constructors of modules read them."""
 
     enabled: bool = False
     recipe: Recipe | None = None
@@ -33,7 +33,7 @@ def current_model_init() -> ModelInitState:
 
 
 def reset() -> None:
-    """Forget all blocks of this context, also open ones."""
+    """Drop all blocks of this context, also open ones."""
     _entered.set(_OUTSIDE)
 
 

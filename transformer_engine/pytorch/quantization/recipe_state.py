@@ -8,16 +8,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.recipe import CustomRecipe, DelayedScaling, Recipe, revision_of, still_says
+from ...common.recipe import CustomRecipe, DelayedScaling, Format, Recipe, revision_of, still_says
 from ..constants import DType
 from ..runtime.device import canonical_device
 from ..tensor.float8_tensor import Float8Quantizer
 from ..tensor.identity_tensor import IdentityQuantizer
 from ..tensor.quantizer import Quantizer
 from .delayed_scaling import scale_snapshot, unregister
-from .element_types import get_fp8_te_dtype
 from .family import family_of
-from .roles import MODES, DelayedScalingRequest, QuantizerRequest, QuantizerRole, asked_roles, tensor_types
+from .roles import MODES, DelayedScalingRequest, QuantizerRequest, QuantizerRole, factory_roles, tensor_types
+
+
+def _is_e4m3(fp8_recipe: Recipe, fprop_tensor: bool) -> bool:
+    format = fp8_recipe.fp8_format
+    return format is Format.E4M3 or (format is Format.HYBRID and fprop_tensor)
+
+
+def get_fp8_te_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> DType:
+    """E4M3, except E5M2 for the backward pass of HYBRID."""
+    return DType.kFloat8E4M3 if _is_e4m3(fp8_recipe, fprop_tensor) else DType.kFloat8E5M2
+
+
+def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dtype:
+    """The same as a torch dtype."""
+    return torch.float8_e4m3fn if _is_e4m3(fp8_recipe, fprop_tensor) else torch.float8_e5m2
+
+
+def get_fp4_te_dtype(fp4_recipe: Recipe) -> DType:
+    """E2M1, the one 4-bit element type."""
+    return DType.kFloat4E2M1
+
+
+def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:
+    """448 for E4M3, 57344 for E5M2."""
+    largest = fp8_recipe.fp8_format.value
+    return largest.max_fwd if fprop_tensor else largest.max_bwd
 
 
 class RecipeState:
@@ -65,7 +90,7 @@ class RecipeState:
         roles: Sequence[QuantizerRole | None] | None = None,
         **place: Any,
     ) -> RecipeState:
-        """previous itself while it serves recipe, else a state that continues its scales and histories.
+        """Return previous while it matches the recipe, otherwise a state that continues its scales and histories.
 
         place: mode and device, as of `create`.
         """
@@ -84,10 +109,10 @@ class RecipeState:
         return ()
 
     def inherit(self, previous: RecipeState) -> None:
-        """Copy what carries over from a state of as many quantizers: here nothing."""
+        """Copy scales and histories from a state of as many quantizers; this class has none."""
 
     def make_quantizers(self) -> list[Quantizer]:
-        """One quantizer a slot, as the recipe's family makes it."""
+        """Return one quantizer per slot, built by the recipe's family."""
         make = family_of(self.recipe).quantizer
         if make is None:
             raise TypeError(f"{type(self).__name__} has to make its quantizers itself; its family does not")
@@ -108,12 +133,12 @@ class RecipeState:
         return self.roles
 
     def fulfil(self, roles: Sequence[QuantizerRole | None]) -> list[Quantizer]:
-        """Answers of a custom recipe's factory, turned into quantizers."""
+        """Return the quantizers for the results of a custom recipe's factory."""
         raise TypeError(f"{type(self).__name__} has no factory to ask; use CustomRecipe")
 
 
 class StatelessRecipeState(RecipeState):
-    """No tensors: scales come from the tensor at hand."""
+    """No tensors: scales are computed from the quantized tensor."""
 
     @property
     def dtype(self) -> DType:
@@ -149,7 +174,7 @@ class DelayedScalingRecipeState(RecipeState):
         return scale_snapshot(self.scale_in_place) if torch.compiler.is_compiling() else self.scale_in_place
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is a state of its own: it has to be registered for updates itself."""
+        """Return the attributes of a copy, which must be registered for updates separately."""
         return {**self.__dict__, "registration": None}
 
     @property
@@ -167,7 +192,7 @@ class DelayedScalingRecipeState(RecipeState):
                 self.load_history(state.amax_history)
 
     def forget(self) -> None:
-        """Scales and histories as a new state has them, in place."""
+        """Reset scales and histories in place."""
         self.scale_in_place.fill_(1.0)
         self.amax_history.zero_()
 
@@ -221,7 +246,7 @@ class CustomRecipeState(RecipeState):
         """Nothing: another factory may mean something else by the same slot."""
 
     def make_quantizers(self) -> list[Quantizer]:
-        return self.fulfil(asked_roles(self.mode, self.num_quantizers, self._roles_of_slots()))
+        return self.fulfil(factory_roles(self.mode, self.num_quantizers, self._roles_of_slots()))
 
     def fulfil(self, roles: Sequence[QuantizerRole | None]) -> list[Quantizer]:
         factory_of_role = self.recipe.qfactory
@@ -264,3 +289,23 @@ class CustomRecipeState(RecipeState):
                     state.scale_in_place[column].copy_(known[1].scale_in_place[source])
                     state.amax_history[:, column].copy_(known[1].amax_history[:, source])
         return slots, state
+
+
+def make_quantizers(
+    recipe: Recipe,
+    mode: str,
+    count: int,
+    device: torch.device,
+    state: RecipeState | None,
+    roles: Sequence[QuantizerRole | None] | None = None,
+) -> list[Quantizer]:
+    """Return one quantizer per slot; state belongs to the same arguments, None creates a new one."""
+    family_of(recipe)
+    if state is None:
+        state = RecipeState.create(recipe, mode=mode, num_quantizers=count, device=device, roles=roles)
+    return state.make_quantizers()
+
+
+def get_align_size_for_quantization(recipe: Recipe) -> int:
+    """Rows of a group are padded to a multiple of this before quantization."""
+    return family_of(recipe).alignment(recipe)

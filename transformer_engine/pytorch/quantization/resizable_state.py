@@ -1,8 +1,8 @@
 """ResizableState: the uint8 bytes of an extra state, which torch.distributed.checkpoint may replace by longer ones.
 
-That library reads a checkpoint into the tensors of a state dict in place and refuses other sizes. A module that never
-ran has no state yet, and the bytes of one that did depend on its recipe; so their tensor tells the library, by the
-methods that it asks of sharded tensors, to read all that was saved. To everything else it is a plain tensor.
+That library reads a checkpoint into the tensors of a state dict in place and rejects other sizes. A module that never
+ran has no state yet, and the bytes of a state depend on the recipe. This class implements the library's methods of
+sharded tensors so that it reads all saved bytes; otherwise it behaves as a plain tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LONGEST = 2**62
 
 
 class AnyLength(Sequence[int]):
-    """A size that is no reason to refuse another one of as many dimensions. torch.Size cannot be derived from."""
+    """A size that equals every size of as many dimensions; torch.Size cannot be subclassed."""
 
     def __init__(self, size: torch.Size):
         self._size = size
@@ -42,7 +42,7 @@ class AnyLength(Sequence[int]):
 
 
 class ResizableState(Tensor):
-    """uint8 [n]; `narrow`, by which a reader asks for the place of what it has read, makes room."""
+    """uint8 [n]; `narrow`, by which a reader requests the destination of its bytes, reallocates."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
@@ -51,7 +51,7 @@ class ResizableState(Tensor):
         return state.as_subclass(ResizableState)
 
     def plain(self) -> Tensor:
-        """The bytes, as a tensor without ways of its own."""
+        """Return the bytes as a plain tensor."""
         return self.as_subclass(Tensor)
 
     def size(self, dim: int | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -64,7 +64,7 @@ class ResizableState(Tensor):
         return self.plain()
 
     def __create_chunk_list__(self) -> list[Any]:
-        """What to read: all there is. Where that is nothing, nothing is left of the bytes that are here."""
+        """Request all saved bytes; if there are none, the present bytes are dropped."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         self.data = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -76,7 +76,7 @@ class ResizableState(Tensor):
         return _create_write_items(name, self.plain())
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """The tensor that is read into, or written from: only the former is narrowed."""
+        """Return the tensor to read into or to write from; only reads narrow it."""
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:

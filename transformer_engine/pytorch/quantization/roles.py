@@ -1,4 +1,4 @@
-"""What a custom recipe is asked with, and what it may answer besides a quantizer."""
+"""Roles, the arguments of a custom recipe's factory, and requests, which it may return instead of a quantizer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ BACKWARD_TENSORS = ("grad_output", "grad_input")
 
 
 class QuantizerRole(str):
-    """Which tensor of which module a quantizer is for.
+    """The tensor of a module that a quantizer is for.
 
-    module_type   "linear", "grouped_linear" or "dpa"; "" where the module does not say
+    module_type   "linear", "grouped_linear" or "dpa"; "" if unknown
     tensor_type   "input", "weight", "output", "grad_output", "grad_input"; of an attention "qkv", "s", "do", "dp"
-    name          the module's, "" without one; what leaves an attention is called ".dpa_output", ".dpa_grad_input"
+    name          name of the module, or ""; results of attention are called ".dpa_output", ".dpa_grad_input"
 
     It equals the string "linear_" + tensor_type, which earlier factories compare with; two roles are equal
     when all three fields are.
@@ -41,11 +41,6 @@ class QuantizerRole(str):
         role.tensor_type = tensor_type
         role.name = name
         return role
-
-    @classmethod
-    def of_slot(cls, tensor_type: str) -> QuantizerRole:
-        """The role without fields of a module that gives none; earlier factories know the slot by its string."""
-        return cls._standing_for(f"linear_{tensor_type}")
 
     def _key(self) -> tuple[str, str, str]:
         return (self.module_type, self.tensor_type, self.name)
@@ -73,7 +68,7 @@ class QuantizerRole(str):
 
 
 class QuantizerRequest:
-    """What a factory returns for a quantizer whose state the module has to own."""
+    """The result of a factory for a quantizer whose state the module owns."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +87,7 @@ class DelayedScalingRequest(QuantizerRequest):
 
 
 def tensor_types(mode: str, count: int, roles: Sequence[QuantizerRole | None] | None) -> list[str]:
-    """What each slot holds: as its role says, else [input, weight, output] or [grad_output, grad_input] a product."""
+    """Return each slot's tensor, from its role or by position: [input, weight, output], [grad_output, grad_input]."""
     tensors = FORWARD_TENSORS if mode == "forward" else BACKWARD_TENSORS
     by_position = [tensors[slot % len(tensors)] for slot in range(count)]
     if roles is None:
@@ -103,20 +98,21 @@ def tensor_types(mode: str, count: int, roles: Sequence[QuantizerRole | None] | 
     ]
 
 
-def asked_roles(
+def factory_roles(
     mode: str, count: int, roles: Sequence[QuantizerRole | None] | None
 ) -> list[QuantizerRole | None]:
-    """What a custom recipe's factory is asked with, slot by slot: the module's roles, None among them, as they are.
+    """Return the arguments of a custom recipe's factory, slot by slot: the module's roles, which may be None.
 
-    A module that gives no list has a warning, and its slots have roles without fields.
+    Without roles of the module, warn, and use roles without fields.
     """
     if roles is not None:
         return list(roles)
     if not torch.compiler.is_compiling():
         warnings.warn(
-            "a custom recipe's factory is asked with empty roles, because the module gives none; "
+            "a custom recipe's factory is called with empty roles, because the module has no roles; "
             "override get_quantizer_roles(fwd=, num_quantizers=) in the module's class",
             UserWarning,
             stacklevel=2,
         )
-    return [QuantizerRole.of_slot(tensor) for tensor in tensor_types(mode, count, None)]
+    # Roles without fields; earlier factories compare the string.
+    return [QuantizerRole._standing_for(f"linear_{tensor}") for tensor in tensor_types(mode, count, None)]

@@ -1,4 +1,4 @@
-"""available(format) = the hardware computes it, or emulation is on: the answer always comes with a reason.
+"""available(format) = the hardware computes it, or emulation is on; every check also returns a reason.
 
 Emulation computes a format that the hardware lacks with the reference maths. It is on where there is no GPU,
 and elsewhere by `TE_EMULATE=1` or `emulate()`: a GPU never claims a format it lacks unless it was asked to.
@@ -14,7 +14,8 @@ from typing import Any
 from ...common import env
 from ...common.checks import described
 from ...common.numbers import to_bool
-from ...common.recipe import Recipe, defaults
+from ...common.recipe import Recipe
+from ...common.recipe.field_checks import defaults_are_readable, demand_readable_defaults
 from ..runtime.device import cuda_version, get_device_compute_capability, has_cuda
 from ..runtime.tracing import constant_while_tracing
 from .family import Family, Requirement, all_families, family_of
@@ -24,7 +25,7 @@ _BF16 = Requirement("BF16", (8, 0))
 
 @dataclass(frozen=True)
 class Support:
-    """Can this machine run a format: on its hardware, by emulation, or not at all (then refusal says why)."""
+    """Whether this machine runs a format: on its hardware, by emulation, or not at all, for the reason `refusal`."""
 
     kind: str
     native: bool
@@ -48,7 +49,7 @@ _asked = env.watch("TE_EMULATE")
 
 
 class emulate:
-    """Switch emulation on (or off) at once; as a context manager it goes back at the end."""
+    """Switch emulation on (or off) at once; as a context manager, restore the previous state at the end."""
 
     def __init__(self, enabled: bool = True):
         enabled = to_bool("enabled", enabled)
@@ -69,7 +70,7 @@ def _emulates_by_default() -> bool:
 
 
 def is_emulating() -> bool:
-    """Would a format that the hardware lacks be emulated?"""
+    """Return whether formats that the hardware does not support are emulated."""
     return _emulates_by_default() if _switch.forced is None else _switch.forced
 
 
@@ -83,20 +84,21 @@ def _hardware_refusal(kind: str) -> str:
 
 @functools.cache
 def _refusal_of(kind: str, capability: tuple[int, int], cuda: tuple[int, int]) -> str:
-    """The same of a device: every block asks, and the families are many."""
+    """Return the reason for a device; cached, because every autocast block reads it."""
     needs = _requirement(kind)
     if needs.below is not None and capability >= needs.below:
         limit = f"{needs.below[0]}.{needs.below[1]}"
         return f"{needs.title} execution is not supported on device compute capability {limit} and higher."
     if capability < needs.least:
-        return _needs(f"{needs.least[0]}.{needs.least[1]}", needs.title)
+        limit = f"{needs.least[0]}.{needs.least[1]}"
+        return f"Device compute capability {limit} or higher required for {needs.title} execution."
     if cuda < needs.cuda:
         return f"CUDA {needs.cuda[0]}.{needs.cuda[1]} or higher required for {needs.title} execution."
     return ""
 
 
 def kinds() -> tuple[str, ...]:
-    """What a machine can be asked for: bfloat16, and the kinds of all families."""
+    """Return the kinds of formats: bfloat16, and the kinds of all families."""
     return ("bf16", *dict.fromkeys(family.kind for family in all_families() if family.kind is not None))
 
 
@@ -110,16 +112,12 @@ def _requirement(kind: str) -> Requirement:
 
 
 def has_capability(least: tuple[int, int]) -> bool:
-    """Is the current device of this compute capability, or of a higher one?"""
+    """Return whether the current device has this compute capability or a higher one."""
     return get_device_compute_capability() >= least
 
 
-def _needs(capability: str, name: str) -> str:
-    return f"Device compute capability {capability} or higher required for {name} execution."
-
-
 def support_of(kind: str) -> Support:
-    """How this machine runs a format of `kinds()`."""
+    """Return the support of this machine for a format of `kinds()`."""
     refusal = _hardware_refusal(kind)
     native = refusal == ""
     return Support(kind, native, not native and is_emulating(), refusal)
@@ -133,7 +131,7 @@ def _check(kind: str) -> tuple[bool, str]:
 
 
 def check_recipe_support(recipe: Recipe) -> tuple[bool, str]:
-    """(available, reason) for every format that the recipe uses; a custom recipe answers for itself."""
+    """Return (available, reason) for the formats of a recipe; a custom recipe is always available."""
     kind = family_of(recipe).kind
     return (True, "") if kind is None else _check(kind)
 
@@ -158,12 +156,12 @@ IsAvailable = Callable[..., "bool | tuple[bool, str]"]
 
 def checks() -> dict[str, Check]:
     """check_<kind>_support() -> (available, reason), by name, for every kind."""
-    return {(check := _check_of(kind)).__name__: check for kind in kinds()}
+    return {f"check_{kind}_support": _check_of(kind) for kind in kinds()}
 
 
 def availability() -> dict[str, IsAvailable]:
     """is_<kind>_available(return_reason=False) -> available, or (available, reason), by name, for every kind."""
-    return {(answer := _availability_of(kind)).__name__: answer for kind in kinds()}
+    return {f"is_{kind}_available": _availability_of(kind) for kind in kinds()}
 
 
 @functools.cache
@@ -190,14 +188,14 @@ def _named(function: Any, name: str, documentation: str) -> Any:
     return function
 
 
-# torch.compile cannot trace the construction of a recipe, so the default ones exist beforehand; not where the
-# environment's defaults are refused, which is said when one is asked for.
+# torch.compile cannot trace the construction of a recipe, so that the default recipes are built in advance. If the
+# environment's defaults are invalid, they are not built, and the first request for one raises an error.
 _DEFAULTS: dict[str, Recipe] = {}
 
 
 def prepare_default(family: Family) -> None:
-    """Make the shared instance of a family that may be the default."""
-    if defaults.are_readable():
+    """Build the shared instance of a family that may be the default."""
+    if defaults_are_readable():
         _DEFAULTS[family.name] = family.recipe(backward_override=None)  # pyright: ignore[reportCallIssue]
 
 
@@ -207,9 +205,9 @@ def _default_name() -> str:
 
 
 def default_recipe() -> Recipe:
-    """The shared instance of the default recipe, by what the hardware computes without emulation."""
+    """Return the shared instance of the default recipe for the formats of the hardware, without emulation."""
     if not _DEFAULTS:
-        defaults.demand_readable()
+        demand_readable_defaults()
     return _DEFAULTS[_default_name()]
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,18 @@ def constant_while_tracing(function: F) -> F:
     """What torch.compiler.assume_constant_result does, without importing the compiler, which takes a second."""
     function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return function
+
+
+def in_eager_mode(function: F) -> F:
+    """Decorate a function that ends a compiled graph and runs in eager mode, without importing the compiler."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return run  # pyright: ignore[reportReturnType]
 
 
 def warn_deprecated(name: str, instead: str) -> None:

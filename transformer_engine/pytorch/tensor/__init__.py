@@ -8,10 +8,10 @@ import torch
 
 from ...common.folder import exports_of, modules_of
 from ..constants import DType
+from ..primitives.operand import COLS, ROWS
 from . import grouped_tensor, quantized_tensor
-from .axis import COLS, ROWS
 from .grouped_tensor import GroupedTensor, GroupedTensorStorage
-from .module_conversion import keep_quantized_parameters
+from .module_parameters import keep_quantized_parameters
 from .quantized_tensor import (
     QuantizedTensor,
     QuantizedTensorStorage,
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
         """The classes of a format, from its file."""
 
 
-# A format is a file here, `<format>_tensor.py`: what it lists in __all__ is a name of this package, and PICKLED the
-# functions that its pickles call.
+# A format is a file here, `<format>_tensor.py`: the names in its __all__ are names of this package, and PICKLED lists
+# the functions that its pickles call.
 _NO_FORMATS = (grouped_tensor, quantized_tensor)
 _FILES = [module for module in modules_of(__name__, __path__, "_tensor") if module not in _NO_FORMATS]
 EXPORTS = exports_of(_FILES)
@@ -45,7 +45,7 @@ globals().update(EXPORTS)
 
 keep_quantized_parameters()
 
-# What a checkpoint of quantized tensors names: torch.load(weights_only=True) builds nothing else.
+# The names in checkpoints of quantized tensors: torch.load(weights_only=True) builds no other objects.
 torch.serialization.add_safe_globals(
     [
         DType,

@@ -1,4 +1,4 @@
-"""What torch operations do with quantized tensors: a table, and for all else dequantize, run, quantize again.
+"""Torch operations on quantized tensors: a table; every other operation dequantizes, runs and quantizes its results.
 
 Operations that only move bytes keep the codes: detach, clone, copy_ between equal layouts, a change of nominal
 dtype or device, views and row slices that cut no block of one scale. Operations named `*_like` and `new_*` ask for
@@ -7,17 +7,16 @@ plain tensors (an optimizer's state), except `new_zeros`, which sharded data par
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_iter, tree_map
 
-from .columns import OUT_OF_DATE
-from .cut_view import cut_view
-from .row_writes import ROWS_OF, remember_place, same_place, write, write_quantized
+from .row_writes import OUT_OF_DATE, ROWS_OF, remember_place, same_place, write, write_quantized
 from .storage.fsdp import DerivedTensors, row_slice
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
 
@@ -37,11 +36,10 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _dequantized(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Dequantize the arguments, run, and quantize again what the operation wrote into."""
+    """Dequantize the arguments, run the operation, and quantize the tensors that it wrote to."""
     if func.is_view and torch.is_inference_mode_enabled():
-        with torch.inference_mode(
-            False
-        ):  # see _view_like; and only what is no inference tensor counts its writes
+        # See _view_like; also, only tensors that are not inference tensors count their writes.
+        with torch.inference_mode(False):
             return _dequantized(func, args, kwargs)
     if func.is_view and isinstance(args[0], QuantizedTensorStorage):
         values = _plain(args[0])
@@ -56,10 +54,6 @@ def _dequantized(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             written.append((args[position], plain_args[position]))
         elif argument.name in kwargs:
             written.append((kwargs[argument.name], plain_kwargs[argument.name]))
-    return _written_back(result, written)
-
-
-def _written_back(result: Any, written: list[tuple[Any, Any]]) -> Any:
     originals: dict[int, QuantizedTensorStorage] = {}
     for target, values in written:
         targets = zip(target, values, strict=True) if isinstance(target, list | tuple) else [(target, values)]
@@ -75,7 +69,7 @@ def _plain(leaf: Any) -> Any:
 
 
 def like(tensor: Any, storage: QuantizedTensorStorage, shape: Sequence[int] | None = None) -> Any:
-    """A tensor of tensor's class around a storage's payload."""
+    """Return a tensor of the same class around a storage's payload."""
     made = type(tensor).from_storage(storage, shape=tensor.shape if shape is None else shape)
     if OUT_OF_DATE in vars(tensor):
         setattr(made, OUT_OF_DATE, True)
@@ -91,7 +85,7 @@ def _view_like(tensor: Any, storage: QuantizedTensorStorage, shape: Sequence[int
 
 
 def attributes(tensor: Any) -> dict[str, Any]:
-    """What users have set on a tensor, beside its payload (a parameter's partition_dim, main_grad, ...)."""
+    """Return the attributes that users have set on a tensor (a parameter's partition_dim, main_grad, ...)."""
     payload = {*tensor.TENSORS, *tensor.CONSTANTS, "_is_param", ROWS_OF}
     return {name: value for name, value in vars(tensor).items() if name not in payload}
 
@@ -120,7 +114,7 @@ def _handles(*operations: Any) -> Callable[[_Handler], _Handler]:
 
 @_handles(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def _alias(tensor: Any) -> Any:
-    """The same payload. User attributes come along: a module's conversion replaces a parameter by what it detaches."""
+    """Share the payload and copy user attributes: a module's conversion replaces a parameter by its detached alias."""
     return same_place(tensor, _carried(tensor, _view_like(tensor, tensor.as_storage())))
 
 
@@ -264,12 +258,9 @@ def _new_zeros(
     return zeros
 
 
-def _plain_like(func: Any) -> _Handler:
-    def run(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        stand_in = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
-        return func(stand_in, *args, **kwargs)
-
-    return run
+def _run_on_plain(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    plain = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    return func(plain, *args, **kwargs)
 
 
 for _operation in (
@@ -283,4 +274,72 @@ for _operation in (
     aten.new_full.default,
     aten.new_ones.default,
 ):
-    _TABLE[_operation] = _plain_like(_operation)
+    _TABLE[_operation] = functools.partial(_run_on_plain, _operation)
+
+
+class CutView(Tensor):
+    """A decoded copy of a part of a quantized tensor that is not a view of its codes; a write to it raises.
+
+    Rows that cut a block of one scale, columns, a transpose or a single element have no codes and scales, so that
+    indexing returns a copy. torch counts the writes to a tensor and its views, and the count is compared after each
+    function that has one as an argument. Results are plain tensors, except views of the same memory.
+    """
+
+    _cut_of: str
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a plain tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        cut = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, CutView)]
+        with torch._C.DisableTorchFunctionSubclass():
+            before = [view._version for view in cut]
+            result = func(*args, **kwargs)
+            for view, version in zip(cut, before, strict=True):
+                if view._version != version:
+                    raise NotImplementedError(
+                        f"{getattr(func, '__name__', func)} writes to {list(view.shape)} of {view._cut_of}, which it "
+                        "would not reach: they are not whole rows of codes and scales, but a copy of their values. "
+                        "Change rows that end where blocks do, or dequantize the tensor, change that, and copy_ it back"
+                    )
+            memory = {view.untyped_storage()._cdata: view._cut_of for view in cut}
+
+            def mark(leaf: Any) -> Any:
+                """Mark results that share memory with an argument."""
+                if type(leaf) is not Tensor:
+                    return leaf
+                of = memory.get(leaf.untyped_storage()._cdata)
+                return leaf if of is None else _marked(leaf, of)
+
+            return tree_map(mark, result) if memory else result
+
+
+def _marked(values: Tensor, of: str) -> Tensor:
+    cut = values.as_subclass(CutView)
+    cut._cut_of = of
+    return cut
+
+
+def cut_view(result: Any, values: Tensor, tensor: Any) -> Any:
+    """Mark the results of a view operation on a tensor's decoded values as CutView where a write is possible.
+
+    Autograd itself rejects a write to a view of a tensor that requires a gradient, and torch.compile does not see the
+    subclass. Values that share the payload's memory are written directly.
+    """
+    if torch.compiler.is_compiling() or (tensor.requires_grad and torch.is_grad_enabled()):
+        return result
+    payload = [getattr(tensor, name) for name in tensor.TENSORS]
+    if any(
+        part is not None and part.untyped_storage()._cdata == values.untyped_storage()._cdata
+        for part in payload
+    ):
+        return result
+    of = f"a {type(tensor).__name__} {list(tensor.shape)}"
+    return tree_map(lambda leaf: _marked(leaf, of) if type(leaf) is Tensor else leaf, result)

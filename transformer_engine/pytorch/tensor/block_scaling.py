@@ -1,10 +1,10 @@
-"""What the block-scaled quantizers share: codes, scales = quantize(x [M, K], spec), packed into their storage."""
+"""The base of block-scaled quantizers: codes, scales = quantize(x [M, K], spec), packed into their storage."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,19 +12,33 @@ from torch import Tensor
 from ...common.formats import round_up
 from ..constants import DType
 from ..primitives.quantize import Quantized, QuantizeSpec, quantize
-from .allocation import empty_quantized
+from .elements import empty_quantized
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Quantizer
 from .storage.block_scaled import BlockScaledStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, matrix_shape, plain_matrix
+
+T = TypeVar("T", bound=QuantizedTensor)
+DIRECTIONS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+
+
+def values_of(tensor: QuantizedTensor, names: Sequence[str]) -> tuple[Any, ...]:
+    """Return the tensor's fields, with its nominal dtype and shape."""
+    return tuple(getattr(tensor, name if name in ("dtype", "shape") else f"_{name}") for name in names)
+
+
+def from_values(kind: type[T], names: Sequence[str], values: Sequence[Any]) -> T:
+    """A tensor of values_of(another, names); trailing fields that an older pickle lacks have their defaults."""
+    fields = dict(zip(names, values, strict=False))
+    return kind(fields.pop("shape"), fields.pop("dtype"), **fields)  # pyright: ignore[reportReturnType]
 
 
 class BlockScalingQuantizer(Quantizer):
     """Quantizes from the tensor alone: no state, so equal settings mean equal quantizers.
 
     TENSOR     the class of its tensors
-    MULTIPLE   what the last dimension must be divisible by and, column-wise, the product of the others
-    VECTORS    are tensors of fewer than two dimensions taken, as a matrix of one row?
+    MULTIPLE   divisor of the last dimension and, column-wise, of the product of the others
+    VECTORS    whether tensors of fewer than two dimensions are supported, as a matrix of one row
     """
 
     TENSOR: ClassVar[type[QuantizedTensor]]
@@ -72,7 +86,7 @@ class BlockScalingQuantizer(Quantizer):
         return storage.mapped(Tensor.pin_memory) if pin_memory else storage
 
     def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the values that column-wise codes of a tensor [..., K] stand for: [K, ...], or the same."""
+        """Return the shape of the values of column-wise codes of a tensor [..., K]: [K, ...], or [..., K]."""
         storage = self.TENSOR.STORAGE
         assert issubclass(storage, BlockScaledStorage)
         return (*shape[-1:], *shape[:-1]) if storage.COLUMNS_TRANSPOSED else tuple(shape)

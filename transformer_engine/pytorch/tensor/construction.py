@@ -1,4 +1,4 @@
-"""What quantized tensors are made of: checks of what callers give, and the strides of what they get."""
+"""Construction of quantized tensors: checks of arguments, strides, and saving and restoring around autograd."""
 
 from __future__ import annotations
 
@@ -11,13 +11,87 @@ from typing import Any
 from torch import Tensor
 
 from ..runtime.checks import extents
+from .storage.quantized_tensor_storage import QuantizedTensorStorage
+
+
+def prepare_for_saving(
+    *tensors: Tensor | QuantizedTensorStorage | None,
+) -> tuple[list[Tensor | None], list[QuantizedTensorStorage | None]]:
+    """Take tensors apart into plain tensors, which `save_for_backward` accepts, and the objects that hold the rest.
+
+    A storage is emptied. A QuantizedTensor keeps its payload; its object is a storage that shares the payload.
+
+    Returns:
+        The plain tensors, and one object for each argument (None for a plain tensor), for `restore_from_saved`.
+    """
+    flat: list[Tensor | None] = []
+    objects: list[QuantizedTensorStorage | None] = []
+    for tensor in tensors:
+        if isinstance(tensor, QuantizedTensorStorage):
+            parts, storage = tensor.as_storage().prepare_for_saving()
+            flat.extend(parts)
+            objects.append(storage)
+        else:
+            flat.append(tensor)
+            objects.append(None)
+    return flat, objects
+
+
+def restore_from_saved(
+    tensors: Sequence[QuantizedTensorStorage | None],
+    saved_tensors: Sequence[Tensor | None],
+    return_saved_tensors: bool = False,
+) -> list[Any] | tuple[list[Any], list[Tensor | None]]:
+    """Put the plain tensors of `prepare_for_saving` back into its objects, in order.
+
+    Args:
+        tensors: The objects.
+        saved_tensors: The plain tensors, possibly followed by others.
+        return_saved_tensors: Also return the tensors that no object took.
+    """
+    for given in tensors:
+        if isinstance(given, Tensor):
+            raise TypeError(
+                f"tensors holds a {type(given).__name__}; give the objects that prepare_for_saving returned second, "
+                "then the saved tensors"
+            )
+    saved = list(saved_tensors)
+    restored: list[Any] = []
+    for storage in tensors:
+        if storage is None:
+            restored.append(saved.pop(0))
+        else:
+            saved = storage.restore_from_saved(saved)
+            restored.append(storage)
+    return (restored, saved) if return_saved_tensors else restored
+
+
+def restore_from_func_ctx(
+    ctx: Any, return_saved_tensors: bool = False
+) -> list[Any] | tuple[list[Any], list[Tensor | None]]:
+    """Restore the tensors that `prepare_for_saving` took apart in the forward of an autograd function.
+
+    Args:
+        ctx: The function's context, with `saved_tensors` and `tensor_objects`. `tensor_objects` is set to None.
+        return_saved_tensors: Also return the saved tensors that no object took.
+
+    Raises:
+        AttributeError: The forward did not assign `ctx.tensor_objects`.
+    """
+    if getattr(ctx, "tensor_objects", None) is None:
+        raise AttributeError(
+            "ctx.tensor_objects is not set; assign the objects of prepare_for_saving in forward"
+        )
+    restored = restore_from_saved(ctx.tensor_objects, ctx.saved_tensors, return_saved_tensors)
+    ctx.tensor_objects = None  # the objects hold the tensors from here on, and would outlive the backward
+    return restored
 
 
 def check_keywords(cls: type[Any], by_place: tuple[Any, ...]) -> None:
     """TypeError for a class without a payload, and for parts of a payload that are not given by their keywords."""
     if not hasattr(cls, "STORAGE"):
         raise TypeError(
-            f"{cls.__name__} names no STORAGE, the class of its payload; let what a custom quantizer makes be a "
+            f"{cls.__name__} names no STORAGE, the class of its payload; let a custom quantizer return a "
             "QuantizedTensorStorage"
         )
     if len(by_place) > 2 or any(isinstance(value, Tensor) for value in by_place):
@@ -39,16 +113,6 @@ def check_shape(shape: Sequence[int] | None, of_payload: Sequence[int]) -> None:
             f"shape={shape} is of {prod(shape)} values, the payload of {tuple(of_payload)}; give the shape of "
             "the payload's values, or None"
         )
-
-
-def check_objects(objects: Sequence[Any]) -> None:
-    """TypeError for tensors where the objects of prepare_for_saving belong."""
-    for given in objects:
-        if isinstance(given, Tensor):
-            raise TypeError(
-                f"tensors holds a {type(given).__name__}; give the objects that prepare_for_saving returned second, "
-                "then the saved tensors"
-            )
 
 
 def checked_strides(stride: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:

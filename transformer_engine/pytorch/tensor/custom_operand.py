@@ -1,7 +1,7 @@
 """CustomOperand: a matrix [rows, K] in a format that only the quantizer of a custom recipe knows how to multiply.
 
 Such a quantizer multiplies by `qgemm(qx, qw, m_params, out_dtype, sx, sw, bias, gemm_type=, qresult_x=, qresult_w=)`,
-qx @ qw.T, and what it makes has `data` and `scale` of its rows, `data_t` and `scale_t` of its columns. One without
+qx @ qw.T, and its tensors have `data` and `scale` of its rows, `data_t` and `scale_t` of its columns. One without
 `qgemm` makes tensors that can `dequantize()`: their values are multiplied.
 """
 
@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ...common.formats import TensorFormat
-from ..primitives.operand import Operand, OwnedOperand, plain
-from .axis import COLS, ROWS
+from ..primitives.operand import COLS, ROWS, Operand, OwnedOperand, plain
 
 _FORMAT = TensorFormat("custom", None, "none")
 
@@ -46,7 +45,7 @@ class Halves(NamedTuple):
 
 
 class CustomOperand(OwnedOperand):
-    """One direction of what a custom quantizer made; its codes stand for the extents, and nothing else reads them."""
+    """One direction of a custom quantizer's tensor; only the extents of its codes are read."""
 
     made: Any
     columnwise: bool
@@ -60,7 +59,7 @@ class CustomOperand(OwnedOperand):
         return self
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Those that products of it read."""
+        """Return the tensors that products read."""
         halves = _halves(self.made, ROWS if self.columnwise else COLS)
         return halves.data, halves.scale
 
@@ -115,7 +114,7 @@ def _halves(made: Any, axis: str) -> Halves:
 
 
 def contracted(made: Any, axis: str, quantizer: Any) -> Operand:
-    """What a custom quantizer made, as products read it along an axis."""
+    """Return the operand of a custom quantizer's tensor along an axis."""
     if hasattr(quantizer, "qgemm"):
         return CustomOperand.of(made, axis)
     values = made.dequantize()

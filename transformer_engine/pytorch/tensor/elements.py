@@ -1,12 +1,36 @@
-"""The element formats that quantized tensors name by number: number <-> element <-> torch dtype."""
+"""The element formats of quantized tensors by number, their torch dtypes, and the allocation of codes and scales."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from ...common.formats import E2M1, E4M3, E5M2, Element
+from ...common.formats import E2M1, E4M3, E5M2, Element, ceil_div
 from ..constants import DType
-from ..primitives.quantize import torch_dtype
+from ..primitives.quantize import Quantized, QuantizeSpec, torch_dtype
+from ..runtime.checks import values_dtype
+
+_SCALE_DTYPES = {"float32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
+
+
+def empty_quantized(
+    spec: QuantizeSpec, rows: int, depth: int, device: torch.device | str | None
+) -> Quantized:
+    """Allocate the codes and scales of a matrix [rows, depth], shaped as `quantize` returns them."""
+    form, block = spec.format, spec.format.block
+    buffers: dict[str, Tensor] = {}
+    for used, suffix, m, k in ((spec.rowwise, "", rows, depth), (spec.columnwise, "_t", depth, rows)):
+        if not used:
+            continue
+        scales = (1,) if block is None else (ceil_div(m, block[0]), ceil_div(k, block[1]))
+        codes = torch.empty((m, k // form.packing), dtype=torch_dtype(spec.element), device=device)
+        buffers[f"codes{suffix}"] = codes
+        buffers[f"scale{suffix}"] = torch.empty(scales, dtype=_SCALE_DTYPES[form.scale], device=device)
+        if form.levels is not None:
+            maxima = rows if form.row_scaled and suffix == "" else 1
+            buffers[f"amax{suffix}"] = torch.empty(maxima, dtype=torch.float32, device=device)
+    return Quantized(**buffers)
+
 
 _ELEMENTS = {DType.kFloat8E4M3: E4M3, DType.kFloat8E5M2: E5M2, DType.kFloat4E2M1: E2M1}
 _VALUES = frozenset(int(number) for number in DType)
@@ -14,20 +38,17 @@ _NUMBERS = {torch.float8_e4m3fn: DType.kFloat8E4M3, torch.float8_e5m2: DType.kFl
 
 
 def element_number(dtype: DType | torch.dtype | int) -> DType:
-    """The number of an element given as a number, as another enumeration's member, or as a torch dtype."""
-    number = _NUMBERS.get(dtype) if isinstance(dtype, torch.dtype) else _known(dtype)
+    """Return the number of an element, given as a number, a member of another enumeration, or a torch dtype."""
+    number = None
+    if isinstance(dtype, torch.dtype):
+        number = _NUMBERS.get(dtype)
+    elif not isinstance(dtype, (str, float)) and hasattr(dtype, "__int__") and int(dtype) in _VALUES:
+        number = DType(int(dtype))
     if number is None or number not in _ELEMENTS:
         raise ValueError(
             f"{dtype!r} is not a quantized element; choose from {', '.join(n.name for n in _ELEMENTS)}"
         )
     return number
-
-
-def _known(dtype: DType | int) -> DType | None:
-    """The number as ours; None for what is no number of an element type."""
-    if isinstance(dtype, (str, float)) or not hasattr(dtype, "__int__") or int(dtype) not in _VALUES:
-        return None
-    return DType(int(dtype))
 
 
 def float8_number(dtype: DType | torch.dtype | int) -> DType:
@@ -46,3 +67,21 @@ def element_of(number: DType) -> Element:
 def float8_dtype(number: DType) -> torch.dtype:
     """The torch dtype whose view of the uint8 codes has their values."""
     return torch_dtype(_ELEMENTS[number])
+
+
+def nominal_dtype(fake_dtype: torch.dtype | None, dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype that a storage presents; None if neither name is given.
+
+    Args:
+        fake_dtype: The dtype under the original's keyword.
+        dtype: The dtype under this package's keyword.
+
+    Raises:
+        ValueError: Both are given and differ.
+    """
+    if fake_dtype is None:
+        return dtype
+    values_dtype("fake_dtype", fake_dtype)
+    if dtype is not None and dtype is not fake_dtype:
+        raise ValueError(f"fake_dtype={fake_dtype} and dtype={dtype} are one setting; give one of them")
+    return fake_dtype

@@ -15,9 +15,8 @@ from ...common.numbers import to_bool, to_int
 from ..constants import DType
 from ..primitives.operand import Operand
 from ..primitives.quantize import Cast, Quantized, QuantizeSpec, quantize
-from .block_scaling import BlockScalingQuantizer
+from .block_scaling import DIRECTIONS, BlockScalingQuantizer, from_values, values_of
 from .elements import element_of, float8_number
-from .pickling import DIRECTIONS, from_values, values_of
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Operands, Quantizer, amax_floor
 from .storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage

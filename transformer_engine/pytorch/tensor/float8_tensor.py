@@ -19,12 +19,10 @@ from ..primitives.operand import Operand
 from ..primitives.quantize import Cast, Quantized, QuantizeSpec, absolute_maximum, quantize
 from ..runtime.checks import group_or_none, tensor
 from ..runtime.device import canonical_device
-from .allocation import empty_quantized
-from .elements import element_of, float8_dtype, float8_number
+from .current_scaling import RecordsScale, ReducesMaximum
+from .elements import element_of, empty_quantized, float8_dtype, float8_number
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Operands, Quantizer, amax_floor
-from .recorded_scale import RecordsScale
-from .reduced_maximum import ReducesMaximum
 from .storage.float8_tensor_storage import Float8TensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, matrix_shape, plain_matrix
 
@@ -118,7 +116,7 @@ class _PerTensorQuantizer(Quantizer):
         return True
 
 
-class _Slot(NamedTuple):
+class _StateViews(NamedTuple):
     """A state's tensors, and the views of one of its columns."""
 
     all_scales: Tensor
@@ -163,7 +161,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         self._amax = amax
         self._state: ScalingState | None = None
         self._index = 0
-        self._slot: _Slot | None = None
+        self._slot: _StateViews | None = None
 
     @classmethod
     def from_state(
@@ -183,7 +181,7 @@ class Float8Quantizer(_PerTensorQuantizer):
 
     @property
     def scale(self) -> Tensor:
-        """float32 [1]: what a value is multiplied by."""
+        """float32 [1], the factor of the values."""
         if self._state is not None:
             return self._state.scale[self._index : self._index + 1]
         assert self._scale is not None
@@ -230,7 +228,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         slot = self._slot
         if slot is not None and slot[0] is state.scale_in_place and slot[1] is state.amax_history:
             return slot[2:]
-        slot = self._slot = _Slot(state.scale_in_place, state.amax_history, self.scale, self.amax)
+        slot = self._slot = _StateViews(state.scale_in_place, state.amax_history, self.scale, self.amax)
         return slot[2:]
 
     def kept(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:

@@ -133,7 +133,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
 
     @classmethod
     def of_members(cls, members: Sequence[Tensor]) -> GroupedTensor:
-        """A group that holds a copy of these matrices, all plain or all of one format: their codes, as they are."""
+        """Return a group with copies of these matrices, all plain or all of one format; codes are copied unchanged."""
         shapes = [tuple(member.shape) for member in members]
         quantizers = [m.writer() for m in members if isinstance(m, QuantizedTensor)]
         if not members or len(quantizers) not in (0, len(members)):
@@ -234,4 +234,11 @@ def _make_grouped_tensor_in_reduce_ex(members: Sequence[Tensor]) -> GroupedTenso
     return GroupedTensor.of_members(members)
 
 
+for _name in ("", "_with_shapes", "_from_rowwise_data"):
+    setattr(
+        GroupedTensorStorage,
+        f"make_grouped_tensor{_name}",
+        getattr(GroupedTensor, f"make_grouped_tensor{_name}"),
+    )
+GroupedTensorStorage.stack_quantizer = staticmethod(stack_quantizer)
 PICKLED = (_make_grouped_tensor_in_reduce_ex,)

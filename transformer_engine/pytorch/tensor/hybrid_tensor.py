@@ -24,8 +24,8 @@ COLUMNWISE_SOURCES = ("original", "rowwise_dequantized")
 class HybridQuantizer(Quantizer):
     """Each direction has its quantizer, whose own usages do not count.
 
-    columnwise_source   what the column-wise codes are of: "original", the tensor, or "rowwise_dequantized", the values
-                        of its row-wise codes, so that the backward pass differentiates what the forward pass computed;
+    columnwise_source   source of the column-wise codes: "original", the tensor, or "rowwise_dequantized", the values of
+                        its row-wise codes, so that the backward pass differentiates the forward computation;
                         ValueError for any other
     """
 

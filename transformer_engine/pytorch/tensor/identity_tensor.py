@@ -19,7 +19,7 @@ __all__ = ["IdentityQuantizer", "IdentityTensor", "IdentityTensorStorage"]
 
 
 class IdentityQuantizer(Quantizer):
-    """Holds high-precision values where a quantized tensor is expected, converted to dtype (None: as they are).
+    """Holds high-precision values where a quantized tensor is expected, converted to dtype (None: unchanged).
 
     TypeError for a dtype that is not of floating-point values.
     """
@@ -62,7 +62,7 @@ class IdentityQuantizer(Quantizer):
 
 
 class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
-    """High-precision values in the clothes of a quantized tensor."""
+    """High-precision values with the interface of a quantized tensor."""
 
     STORAGE = IdentityTensorStorage
 

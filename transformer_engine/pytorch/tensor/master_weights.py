@@ -1,7 +1,7 @@
 """Quantized weights [M, K] written from flat shards of their high-precision masters, scaled as if from the whole.
 
 Each rank of a group owns a run of a weight's elements. Maxima are reduced over the group in one collective, so that
-every rank holds all scales, and the codes of its own run; gathering the codes is the caller's.
+every rank holds all scales, and the codes of its run; the caller gathers the codes.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class _Hybrid:
 
 
 class _Copied:
-    """No codes: the values themselves are written."""
+    """No codes: the values are copied."""
 
     directions = 0
 
@@ -130,7 +130,7 @@ class _Copied:
 
 
 class _TensorScaled:
-    """One scale a weight: the shard alone is cast."""
+    """One scale per weight: the shard alone is cast."""
 
     directions = 1
 
@@ -164,8 +164,8 @@ class _TensorScaled:
 
 
 class _BlockScaled:
-    """One scale a block. Elements of other ranks are stood in for by their block's maximum, so that blocks which a
-    shard's end cuts are scaled as the whole weight would be; their codes are not written."""
+    """One scale per block. Elements of other ranks are replaced by their block's maximum, so that blocks at the ends of
+    a shard have the scales of the whole weight; the codes of these elements are not written."""
 
     def __init__(self, shard: Shard, quantizer: BlockScalingQuantizer):
         weight: Any = shard.weight
@@ -174,7 +174,7 @@ class _BlockScaled:
         self.axes = (False,) if weight.transposable and usages["rowwise"] else (False, True)
         if not (
             usages["rowwise"] and usages["columnwise"]
-        ):  # one direction of a hybrid weight, or a dropped one
+        ):  # part of a hybrid weight, or a dropped direction
             self.axes = (False,) if usages["rowwise"] else (True,)
         self.spec = quantizer.spec(True, False)
         if True in self.axes and weight.COLUMNS_TRANSPOSED:
@@ -204,11 +204,6 @@ class _BlockScaled:
     def directions(self) -> int:
         return len(self.axes)
 
-    @property
-    def _bytes(self) -> slice:
-        packing = self.spec.format.packing
-        return slice(self.shard.start // packing, self.shard.stop // packing)
-
     def _cut(self, transposed: bool) -> Tensor:
         assert self.spec.tile is not None
         return tiles.cut(self.matrix.t() if transposed else self.matrix, self.spec.tile)
@@ -220,23 +215,22 @@ class _BlockScaled:
         weight: Any = self.shard.weight
         packing = self.spec.format.packing
         for transposed, amax in zip(self.axes, maxima, strict=True):
-            part = quantize(self._filled(transposed, amax), self.spec)
+            # Elements of other ranks have their block's maximum.
+            matrix, owned = (self.matrix.t(), self.owned.t()) if transposed else (self.matrix, self.owned)
+            maximum = tiles.spread(amax).expand(self._cut(transposed).shape)
+            filled = tiles.join(maximum, (matrix.shape[0], matrix.shape[1])).to(matrix.dtype)
+            part = quantize(torch.where(owned, matrix, filled), self.spec)
             assert part.codes is not None
             if transposed:
                 part = Quantized(codes_t=part.codes, scale_t=part.scale)
             packed: Any = weight.storage_class().pack(part, weight.shape, **weight.constants())
             prefix = "_columnwise" if transposed else "_rowwise"
-            run = getattr(packed, f"{prefix}_data").reshape(-1)[self._bytes]
+            start, stop = self.shard.start // packing, self.shard.stop // packing
+            run = getattr(packed, f"{prefix}_data").reshape(-1)[start:stop]
             _write_run(run, self.shard, int(transposed), getattr(weight, f"{prefix}_data"), packing)
             getattr(weight, f"{prefix}_scale_inv").copy_(getattr(packed, f"{prefix}_scale_inv"))
             if part.amax is not None:
                 weight._amax_rowwise.copy_(part.amax)
-
-    def _filled(self, transposed: bool, amax: Tensor) -> Tensor:
-        matrix, owned = (self.matrix.t(), self.owned.t()) if transposed else (self.matrix, self.owned)
-        everywhere = tiles.spread(amax).expand(self._cut(transposed).shape)
-        stand_in = tiles.join(everywhere, (matrix.shape[0], matrix.shape[1])).to(matrix.dtype)
-        return torch.where(owned, matrix, stand_in)
 
 
 def _write_run(codes: Tensor, shard: Shard, direction: int, data: Tensor, packing: int = 1) -> None:

@@ -14,9 +14,8 @@ from ...common.formats import MXFP8
 from ...common.numbers import to_bool
 from ..constants import DType
 from ..primitives.quantize import QuantizeSpec
-from .block_scaling import BlockScalingQuantizer
+from .block_scaling import DIRECTIONS, BlockScalingQuantizer, from_values, values_of
 from .elements import element_of, float8_number
-from .pickling import DIRECTIONS, from_values, values_of
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Quantizer
 from .storage.mxfp8_tensor_storage import MXFP8TensorStorage

@@ -17,12 +17,11 @@ from ...common.quantize_spec import FAST_ERRORS
 from ..constants import DType
 from ..primitives.quantize import Quantized, QuantizeSpec, absolute_maximum, hadamard_transform, quantize
 from ..runtime.checks import group_or_none
-from .block_scaling import BlockScalingQuantizer
+from .block_scaling import DIRECTIONS, BlockScalingQuantizer, from_values, values_of
+from .current_scaling import ReducesMaximum
 from .elements import element_number
-from .pickling import DIRECTIONS, from_values, values_of
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Quantizer
-from .reduced_maximum import ReducesMaximum
 from .storage.nvfp4_tensor_storage import NVFP4TensorStorage
 
 __all__ = ["NVFP4Quantizer", "NVFP4Tensor", "NVFP4TensorStorage"]
@@ -188,6 +187,9 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
         self.nvfp4_4over6_err_mode = nvfp4_4over6_err_mode
 
     def spec(self, rowwise: bool, columnwise: bool) -> QuantizeSpec:
+        error = self.nvfp4_4over6_err_mode if self.nvfp4_use_4over6 else ""
+        if error and env.flag("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH"):
+            error = FAST_ERRORS[error]
         return _spec(
             rowwise,
             columnwise,
@@ -197,13 +199,8 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
             self.with_rht,
             self.with_random_sign_mask,
             self.stochastic_rounding,
-            self._block_error() if self.nvfp4_use_4over6 else "",
+            error,
         )
-
-    def _block_error(self) -> str:
-        """The error by which 4over6 chooses."""
-        mode = self.nvfp4_4over6_err_mode
-        return FAST_ERRORS[mode] if env.flag("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH") else mode
 
     def is_quantizable(self, inp: Tensor) -> bool:
         # As in the original: callers such as a gather then quantize the whole tensor.
@@ -231,7 +228,16 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
         amax = amax_t = None
         if self.with_amax_reduction:
             amax, amax_t = self._reduced_maxima(matrix, spec)
-        random = _uniform(matrix, spec) if spec.stochastic else None
+        random = None
+        if spec.stochastic:
+            # Uniform in [0, 1), [M, K] and [K, M] for the directions that are rounded; empty for the others.
+            rows, depth = matrix.shape
+            of_rows = (rows, depth) if spec.rowwise or spec.transposes else (0, 0)
+            of_columns = (depth, rows) if spec.columnwise and not spec.transposes else (0, 0)
+            random = (
+                torch.rand(of_rows, dtype=torch.float32, device=matrix.device),
+                torch.rand(of_columns, dtype=torch.float32, device=matrix.device),
+            )
         return quantize(matrix, spec, amax=amax, amax_t=amax_t, random=random)
 
     def _reduced_maxima(self, matrix: Tensor, spec: QuantizeSpec) -> tuple[Tensor | None, Tensor | None]:
@@ -256,19 +262,6 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
             (self.with_rht, self.with_random_sign_mask, self.with_2d_quantization, self.stochastic_rounding),
             (self.row_scaled_nvfp4, self.nvfp4_use_4over6, self.nvfp4_e4m3_max, self.nvfp4_4over6_err_mode),
         )
-
-
-def _uniform(matrix: Tensor, spec: QuantizeSpec) -> tuple[Tensor, Tensor]:
-    """Uniform float32 in [0, 1) for the directions that are rounded, [M, K] and [K, M]; empty for the others."""
-    rows, depth = matrix.shape
-    rounds_rows = spec.rowwise or spec.transposes
-    rounds_columns = spec.columnwise and not spec.transposes
-
-    def uniform(first: int, second: int, needed: bool) -> Tensor:
-        shape = (first, second) if needed else (0, 0)
-        return torch.rand(shape, dtype=torch.float32, device=matrix.device)
-
-    return uniform(rows, depth, rounds_rows), uniform(depth, rows, rounds_columns)
 
 
 def _make_nvfp4_tensor_in_reduce_ex(*values: Any) -> NVFP4Tensor:

@@ -1,27 +1,30 @@
-"""Observing(quantizer, record): quantizes as quantizer does, and shows record each matrix beside what became of it."""
+"""Observing(quantizer, record): quantize like quantizer, and pass each matrix and its operand to record."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...common.recipe import Recipe
-from ..primitives.operand import Operand, OwnedOperand
-from .axis import COLS, ROWS
+from ..primitives.operand import COLS, ROWS, Operand, OwnedOperand
 from .quantizer import Matrix, Operands, Quantizer
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, plain_matrix
 
 Record = Callable[[Tensor, Operand | None], None]
 
 
-class Observing(Quantizer):
-    """A quantizer whose results are those of another; record(x [M, K], x as a product reads it) sees each of them.
+def _forwarded(name: str) -> Any:
+    """Return a method that calls the method of the same name of the observed quantizer."""
+    return lambda self, *args, **kwargs: getattr(self.quantizer, name)(*args, **kwargs)
 
-    It asks no kernel that makes a matrix to quantize it on the way: the values have to be there to be compared. The
-    codes are the same in two steps. Nothing is recorded while a compiler traces, nor by quantizers that repeat a call.
+
+class Observing(Quantizer):
+    """A quantizer with the results of another; it calls record(x [M, K], operand of x) for each matrix.
+
+    It has no `cast`, because the values must exist for the comparison; codes in two steps are equal. It records nothing
+    while torch.compile traces, nor in quantizers that repeat a call.
     """
 
     def __init__(self, quantizer: Quantizer, record: Record):
@@ -52,7 +55,7 @@ class Observing(Quantizer):
         return made
 
     def _show(self, matrix: Tensor, made: Operands) -> None:
-        """One direction, rows where there are any: transformed columns cannot be compared with values."""
+        """Record one direction, rows if present: transformed columns cannot be compared with values."""
         rows, columns = made
         if rows is not None:
             self.record(matrix, _comparable(rows))
@@ -61,49 +64,30 @@ class Observing(Quantizer):
         else:
             self.record(matrix, None)
 
-    def wrap(self, storage: QuantizedTensorStorage, *, requires_grad: bool = False) -> Tensor:
-        return self.quantizer.wrap(storage, requires_grad=requires_grad)
-
-    def empty(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
-    ) -> QuantizedTensorStorage:
-        return self.quantizer.empty(shape, dtype, device, pin_memory)
+    wrap = _forwarded("wrap")
+    empty = _forwarded("empty")
+    calibrate = _forwarded("calibrate")
+    shape_refusal = _forwarded("shape_refusal")
+    replay_state = _forwarded("replay_state")
+    replaying = _forwarded("replaying")
+    reducing_over = _forwarded("reducing_over")
+    supports_only_rowwise_all_gather = _forwarded("supports_only_rowwise_all_gather")
+    _get_compatible_recipe = _forwarded("_get_compatible_recipe")
 
     @property
     def column_signs(self) -> bool | None:
         return self.quantizer.column_signs
 
-    def calibrate(self, tensor: Tensor) -> None:
-        self.quantizer.calibrate(tensor)
-
-    def shape_refusal(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
-        return self.quantizer.shape_refusal(shape, rowwise, columnwise)
-
-    def replay_state(self) -> tuple[Tensor, ...]:
-        return self.quantizer.replay_state()
-
-    def replaying(self, state: tuple[Tensor, ...]) -> Quantizer:
-        return self.quantizer.replaying(state)
-
-    def _get_compatible_recipe(self) -> type[Recipe] | None:
-        return self.quantizer._get_compatible_recipe()
-
-    def reducing_over(self, group: torch.distributed.ProcessGroup) -> Quantizer:
-        return self.quantizer.reducing_over(group)
-
-    def supports_only_rowwise_all_gather(self) -> bool:
-        return self.quantizer.supports_only_rowwise_all_gather()
-
     def _configuration(self) -> Hashable:
         return id(self)
 
     def __getattr__(self, name: str) -> Any:
-        """What callers read of the quantizer's own: its scale, its dtype."""
+        """Return an attribute of the observed quantizer, for example its scale or dtype."""
         if name == "quantizer":
             raise AttributeError(name)
         return getattr(self.quantizer, name)
 
 
 def _comparable(operand: Operand) -> Operand | None:
-    """The operand, unless only its owner can read it or it is not quantized."""
+    """Return the operand; None for a custom format or values that are not quantized."""
     return None if isinstance(operand, OwnedOperand) or operand.format is None else operand

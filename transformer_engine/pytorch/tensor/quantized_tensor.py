@@ -1,6 +1,6 @@
 """QuantizedTensor: a torch.Tensor of values [..., K] whose bytes are codes and scales.
 
-The wrapper presents the nominal shape and dtype. What an operation does with it is written in `aten`.
+The wrapper presents the nominal shape and dtype; `aten` defines its operations.
 """
 
 from __future__ import annotations
@@ -16,19 +16,26 @@ from torch import Tensor
 from ..runtime.checks import values_dtype
 from ..runtime.device import canonical_device
 from . import aten, initial_values
-from .columns import OUT_OF_DATE, remake_columns
-from .construction import check_keywords, check_shape, checked_strides, dense_strides
-from .saving import prepare_for_saving, restore_from_func_ctx, restore_from_saved
-from .sharded_buffers import ShardedBuffers
+from .construction import (
+    check_keywords,
+    check_shape,
+    checked_strides,
+    dense_strides,
+    prepare_for_saving,
+    restore_from_func_ctx,
+    restore_from_saved,
+)
+from .elements import nominal_dtype
+from .row_writes import OUT_OF_DATE, remake_columns
 from .storage.fsdp import (
     DerivedTensors,
     GatheredPayload,
+    ShardedBuffers,
     derived_tensors,
     gather_payload,
     join_payload,
     write_gathered,
 )
-from .storage.nominal_dtype import nominal_dtype
 from .storage.quantized_tensor_storage import QuantizedTensorStorage, Writer
 
 __all__ = [
@@ -156,7 +163,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):
         requires_grad: bool = False,
         **payload: Any,
     ) -> QuantizedTensor:
-        """A tensor sharing another's payload, but for the keywords given."""
+        """Return a tensor that shares another's payload, except for the given keywords."""
         metadata = tensor.get_metadata() | payload
         nominal = metadata.pop("dtype") if dtype is None else dtype
         metadata.pop("dtype", None)
@@ -316,9 +323,9 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):
     def fsdp_pre_all_gather(
         self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], GatheredPayload]:
-        """The bytes to gather along dimension 0, and what is needed to read them again.
+        """Return the bytes to gather along dimension 0, and the metadata to read them again.
 
-        From here on the shard is quantized with the scale of the whole, so that its bytes fit the other shards'.
+        From now on the shard is quantized with the scale of the whole tensor, so that its bytes match other shards.
         """
         if mesh is not None and mesh.size() > 1:
             self._quantizer = self.writer().reducing_over(mesh.get_group(mesh.ndim - 1))
@@ -337,8 +344,8 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):
     ) -> Any:
         """The whole tensor from the gathered bytes: (tensor, its inner tensors), or None when out is filled.
 
-        out keeps its tensors, and the directions that follow from what was gathered: operands that a forward saved
-        are views of them.
+        out keeps its tensors, and the directions that derive from gathered bytes: operands that a forward saved are
+        views of them.
         """
         if out is None:
             storage = join_payload(all_gather_outputs, metadata, param_dtype)
@@ -353,7 +360,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):
         return None
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Create or drop directions in place; None leaves one as it is."""
+        """Create or drop directions in place; None leaves a direction unchanged."""
         if OUT_OF_DATE in vars(self) and (columnwise_usage or rowwise_usage is False):
             remake_columns(self)
         derived = vars(self).get(DerivedTensors.NAME)

@@ -13,12 +13,11 @@ from ...common import recipe as recipes
 from ...common.checks import described, number
 from ...common.numbers import to_bool, to_float
 from ..constants import dist_group_type
-from ..primitives.operand import Operand, plain
+from ..primitives.operand import COLS, ROWS, Operand, plain
 from ..primitives.quantize import Cast, Quantized
 from ..runtime.checks import extents, flag_tensor, tensor, values_dtype
 from ..runtime.device import canonical_device
 from ..runtime.warn_once import warn_once
-from .axis import COLS, ROWS
 from .custom_operand import contracted
 from .storage.identity_tensor_storage import IdentityTensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
@@ -28,38 +27,38 @@ is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_en
 
 
 class Matrix(NamedTuple):
-    """Values [M, K] that stand for the operand of their transpose, which is a view of them."""
+    """Values [M, K] for the operand of their transpose, which is a view of them."""
 
     values: Tensor
 
 
 class Operands(NamedTuple):
-    """Both directions of a matrix [M, K]; None where one was not asked for."""
+    """Both directions of a matrix [M, K]; None for a direction that was not requested."""
 
     rowwise: Operand | None
     columnwise: Operand | Matrix | None
 
 
 def turned(columnwise: Operand | Matrix) -> Operand:
-    """The operand [K, M] of a column direction."""
+    """Return the operand [K, M] of a column direction."""
     return plain(columnwise.values.t()) if isinstance(columnwise, Matrix) else columnwise
 
 
 class Quantizer:
     """Builds quantized tensors. `encode` is the functional core; everything else is defined by it.
 
-    A quantizer written elsewhere need not have it: `quantize_impl(tensor)`, or `update_quantized` and `make_empty`,
-    are enough. What they make is a tensor of this package, or any object that can `dequantize()`, or that the
-    quantizer's `qgemm` multiplies; see `custom_operand`.
+    A custom quantizer may define `quantize_impl(tensor)` instead, or `update_quantized` and `make_empty`. Their results
+    are tensors of this package, objects with `dequantize()`, or objects that the quantizer's `qgemm` multiplies; see
+    `custom_operand`.
 
     rowwise_usage, columnwise_usage   the directions that `quantize` makes
     internal                          return the bare storage: cheaper, invisible to autograd
     optimize_for_gemm                 a hint that the result only goes to a product
     """
 
-    is_identity = False  # does `encode` leave values as they are?
-    stochastic_rounding: bool = False  # does `encode` draw random numbers?
-    stateful: bool = False  # does `encode` depend on scales that change between calls?
+    is_identity = False  # `encode` leaves values unchanged
+    stochastic_rounding: bool = False  # `encode` draws random numbers
+    stateful: bool = False  # `encode` depends on scales that change between calls
 
     def __init__(self, *, rowwise: bool, columnwise: bool):
         self.rowwise_usage = to_bool("rowwise", rowwise)
@@ -75,34 +74,32 @@ class Quantizer:
     def encode(
         self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
     ) -> QuantizedTensorStorage:
-        """Quantize [..., K] in the directions asked for; where noop_flag is set, statistics are not recorded."""
+        """Quantize [..., K] in the requested directions; where noop_flag is set, statistics are not recorded."""
         usages = self.rowwise_usage, self.columnwise_usage
         self.set_usage(rowwise=rowwise, columnwise=columnwise)
         try:
-            return self._made_by_public_methods(tensor, noop_flag)
+            # A custom quantizer: use the public methods that it overrides.
+            cls = type(self)
+            if cls.quantize_impl is not Quantizer.quantize_impl:
+                return self.quantize_impl(tensor)
+            if cls.update_quantized is Quantizer.update_quantized:
+                raise TypeError(
+                    f"{cls.__name__} cannot quantize; define quantize_impl(tensor), or update_quantized and make_empty"
+                )
+            empty = self.make_empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            filled = self.update_quantized(tensor, empty, noop_flag=noop_flag)
+            return empty if filled is None else filled
         finally:
             self.set_usage(rowwise=usages[0], columnwise=usages[1])
-
-    def _made_by_public_methods(self, tensor: Tensor, noop_flag: Tensor | None) -> Any:
-        written = type(self)
-        if written.quantize_impl is not Quantizer.quantize_impl:
-            return self.quantize_impl(tensor)
-        if written.update_quantized is Quantizer.update_quantized:
-            raise TypeError(
-                f"{written.__name__} cannot quantize; define quantize_impl(tensor), or update_quantized and make_empty"
-            )
-        made = self.make_empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        filled = self.update_quantized(tensor, made, noop_flag=noop_flag)
-        return made if filled is None else filled
 
     def quantize_impl(self, tensor: Tensor) -> Any:
         """A tensor quantized in the directions of the usages, without autograd."""
         return self._quantize(tensor, None)
 
     def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
-        """What products read of matrix [M, K]: [M, K] row-wise and [K, M] column-wise, where asked for.
+        """Return the operands of a matrix [M, K]: [M, K] row-wise and [K, M] column-wise, where requested.
 
-        The same codes and scales as `encode`, without a storage round them.
+        Codes and scales equal those of `encode`, without a storage.
         """
         storage = self.encode(matrix, rowwise, columnwise)
         if not isinstance(storage, QuantizedTensorStorage):
@@ -115,21 +112,21 @@ class Quantizer:
         )
 
     def cast(self, rowwise: bool, columnwise: bool) -> Cast | None:
-        """How the kernel that makes a matrix may quantize it on the way; None: only this quantizer can."""
+        """Return the cast by which the kernel that computes a matrix quantizes it; None if unsupported."""
         return None
 
     def adopt(self, quantized: Quantized, dtype: torch.dtype) -> Operands:
-        """The operands of codes that were made as `cast` asked, of values in dtype."""
+        """Return the operands of codes that were computed by `cast`, of values in dtype."""
         raise TypeError(f"{type(self).__name__} asks no kernel for codes")
 
     def adopted(
         self, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype
     ) -> Tensor | QuantizedTensorStorage:
-        """The tensor, of this shape and nominal dtype, of such codes."""
+        """Return the tensor of these codes, with this shape and nominal dtype."""
         raise TypeError(f"{type(self).__name__} asks no kernel for codes")
 
     def wrap(self, storage: QuantizedTensorStorage, *, requires_grad: bool = False) -> Tensor:
-        """The tensor that presents a storage to autograd, sharing its payload; default: what was made, as it is."""
+        """Return the tensor that shares a storage's payload for autograd; by default the storage itself."""
         return storage  # pyright: ignore[reportReturnType]
 
     def empty(
@@ -141,7 +138,7 @@ class Quantizer:
         return self.make_empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
 
     def _configuration(self) -> Hashable:
-        """What makes two quantizers of one class equal, beside usages and flags; default: being the same object."""
+        """Return the settings that determine equality besides usages and flags; by default the identity."""
         return id(self)
 
     def quantize(
@@ -199,7 +196,7 @@ class Quantizer:
     def update_quantized(
         self, src: Tensor, dst: QuantizedTensorStorage, *, noop_flag: Tensor | None = None
     ) -> Any:
-        """Quantize src into dst's buffers, in the directions dst has; a set device flag leaves dst as it is."""
+        """Quantize src into dst's buffers, in the directions dst has; a set device flag leaves dst unchanged."""
         if not isinstance(dst, QuantizedTensorStorage):
             raise TypeError(
                 f"out={described(dst)} is a {type(dst).__name__}; give a tensor made by "
@@ -238,7 +235,7 @@ class Quantizer:
         return storage if self.internal else self.wrap(storage, requires_grad=requires_grad)
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Choose the directions of later quantizations; None leaves one as it is."""
+        """Choose the directions of later quantizations; None leaves a direction unchanged."""
         rows = self.rowwise_usage if rowwise is None else to_bool("rowwise", rowwise)
         columns = self.columnwise_usage if columnwise is None else to_bool("columnwise", columnwise)
         self.rowwise_usage, self.columnwise_usage = rows, columns
@@ -264,26 +261,26 @@ class Quantizer:
         """Record statistics of a tensor without quantizing it; most formats have none."""
 
     def is_quantizable(self, inp: Tensor) -> bool:
-        """Does the format take a tensor of this shape?"""
+        """Return whether the format supports a tensor of this shape."""
         return self.shape_refusal(inp.shape, self.rowwise_usage, self.columnwise_usage) is None
 
     def shape_refusal(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
-        """Why the format cannot take this shape in these directions; None when it can."""
+        """Return the reason why the format does not support a shape in these directions, or None."""
         return None
 
     def kept(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
-        """All that `operands` and `cast` depend on beside their arguments: settings, and the tensors of a state.
+        """Return what `operands` and `cast` depend on besides their arguments: settings, and tensors of a state.
 
-        None: nobody says what that is, as of a quantizer written elsewhere.
+        None: unknown, for example for a custom quantizer.
         """
         return None
 
     def replay_state(self) -> tuple[Tensor, ...]:
-        """Copies of the tensors that `encode` depends on beside its input, for repeating it during recomputation."""
+        """Return copies of the tensors that `encode` depends on besides its input, for recomputation."""
         return ()
 
     def replaying(self, state: tuple[Tensor, ...]) -> Quantizer:
-        """A quantizer that repeats what this one did when `replay_state` returned state, and records nothing."""
+        """Return a quantizer that repeats `encode` with the state of `replay_state`, and records nothing."""
         return self
 
     def _get_compatible_recipe(self) -> type[recipes.Recipe] | None:
@@ -295,7 +292,7 @@ class Quantizer:
         return self
 
     def supports_only_rowwise_all_gather(self) -> bool:
-        """Must a gather along rows carry row-wise data, because column-wise data cannot be concatenated?"""
+        """Return whether a gather along rows needs row-wise data, because column-wise data cannot be concatenated."""
         return False
 
     def __eq__(self, other: object) -> bool:
@@ -316,7 +313,7 @@ class Quantizer:
 
 
 def _check_source(name: str, values: Any) -> None:
-    """TypeError unless these are values that can be quantized, or are quantized already."""
+    """Raise TypeError unless these values can be quantized, or are quantized."""
     if isinstance(values, QuantizedTensorStorage):
         return
     tensor(name, values)
@@ -348,7 +345,7 @@ class _Quantize(torch.autograd.Function):
 
 
 class Calibrating(Quantizer):
-    """Records what a quantizer would learn from each tensor, and leaves the tensor in high precision."""
+    """Records the statistics of a quantizer for each tensor, and leaves the tensor in high precision."""
 
     def __init__(self, quantizer: Quantizer):
         super().__init__(rowwise=quantizer.rowwise_usage, columnwise=quantizer.columnwise_usage)

@@ -1,8 +1,10 @@
-"""Writes into rows of a quantized tensor: what the rows share with the others must go on being right for those.
+"""Writes into parts of a quantized tensor that keep its other parts correct: rows, and column-wise codes.
 
-A row slice shares its codes with the whole. Where the format has one scale (or maximum) for the whole tensor, a new
-scale of the rows would give every other row new values, so the whole is quantized again. Where blocks have scales of
-their own, the rows' codes and scales are written into the whole's, as a slice may hold a padded copy of its scales.
+A row slice shares its codes with the whole tensor. Where the format has one scale (or maximum) for the whole tensor, a
+new scale of the rows would change every other row, so that the whole tensor is quantized again. Where blocks have their
+own scales, the codes and scales of the rows are written into the whole tensor, as a slice may hold a padded copy of its
+scales. Column-wise codes of a weight whose row-wise codes were written alone are marked by an attribute, which aliases
+and copies of the tensor have too; `update_usage` computes them before they are read.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from torch import Tensor
 from .storage.fsdp import row_slice, row_views
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
 
+OUT_OF_DATE = "_columns_out_of_date"  # attribute of a marked weight; others lack it
 ROWS_OF = "_rows_of"  # the attribute of a row slice; None on a tensor whose slices are to be independent
 
 
@@ -51,18 +54,31 @@ def write(values: Tensor, target: Any) -> None:
         target.writer().update_quantized(values, target)
         return
     rows = values.reshape(place.stop - place.start, *place.whole.shape[1:])
-    if _shares_scale(place.whole) or vars(place.whole).get(ROWS_OF) is not None:
+    parts = place.whole.unpack()
+    single = (part is not None and part.dim() < 2 for part in (parts.amax, parts.scale, parts.scale_t))
+    shares_scale = parts.amax_t is not None or any(single)
+    if shares_scale or vars(place.whole).get(ROWS_OF) is not None:
         everything = place.whole.decode(torch.float32)
         everything[place.start : place.stop] = rows
         write(everything, place.whole)
     else:
         usages = place.whole.get_usages()
-        _put(place.whole.writer().encode(rows, usages["rowwise"], usages["columnwise"]), place)
-    _reread(target, place)
+        fresh = place.whole.writer().encode(rows, usages["rowwise"], usages["columnwise"])
+        written = row_views(place.whole, place.start, place.stop)
+        for into, part in zip(written, fresh.unpack(), strict=True):
+            if into is not None and part is not None:
+                into.copy_(part)
+    # The target may hold copies of padded scales: copy them from the whole tensor.
+    current = row_slice(place.whole, place.start, place.stop)
+    assert current is not None
+    shape: Sequence[int] = target.shape
+    same = current if tuple(current.shape) == tuple(shape) else current.viewed(tuple(shape))
+    assert same is not None
+    target.copy_from_storage(same)
 
 
 def write_quantized(source: QuantizedTensorStorage, target: Any) -> None:
-    """`write` of values whose codes and scales target can take as they are."""
+    """`write` of values whose codes and scales can be copied to target."""
     place: _Place | None = vars(target).get(ROWS_OF)
     if place is None:
         target.copy_from_storage(source)
@@ -70,29 +86,25 @@ def write_quantized(source: QuantizedTensorStorage, target: Any) -> None:
         write(source.decode(torch.float32), target)
 
 
-def _shares_scale(whole: QuantizedTensorStorage) -> bool:
-    parts = whole.unpack()
-    return parts.amax_t is not None or any(
-        _is_single(part) for part in (parts.amax, parts.scale, parts.scale_t)
-    )
+def mark_columns(weight: Any) -> None:
+    """Mark the column-wise codes of a weight, if it has any, as out of date."""
+    if weight.transposable and weight.get_usages()["columnwise"]:
+        setattr(weight, OUT_OF_DATE, True)
 
 
-def _is_single(scale: Tensor | None) -> bool:
-    return scale is not None and scale.dim() < 2
-
-
-def _put(fresh: QuantizedTensorStorage, place: _Place) -> None:
-    written = row_views(place.whole, place.start, place.stop)
-    for into, part in zip(written, fresh.unpack(), strict=True):
-        if into is not None and part is not None:
-            into.copy_(part)
-
-
-def _reread(target: Any, place: _Place) -> None:
-    """Let target's own copies, of padded scales, follow the whole."""
-    rows = row_slice(place.whole, place.start, place.stop)
-    assert rows is not None
-    shape: Sequence[int] = target.shape
-    same = rows if tuple(rows.shape) == tuple(shape) else rows.viewed(tuple(shape))
-    assert same is not None
-    target.copy_from_storage(same)
+def remake_columns(weight: Any) -> None:
+    """Compute column-wise codes from the row-wise codes, in place where they exist."""
+    vars(weight).pop(OUT_OF_DATE, None)
+    usages = weight.get_usages()
+    if not (usages["rowwise"] and usages["columnwise"]):
+        weight.update_usage(columnwise_usage=True)
+        return
+    fresh = weight.drop(columnwise=True)
+    fresh.update_usage(columnwise_usage=True)
+    for name in weight._dropped(rowwise=False, columnwise=True):
+        made, old = getattr(fresh, name), getattr(weight, name)
+        if old is None or old.shape != made.shape:
+            setattr(weight, name, made)
+        else:
+            # Through `.data`: autograd would reject its saved tensors as modified, but the backward must read them.
+            old.data.copy_(made)

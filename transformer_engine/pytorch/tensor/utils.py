@@ -1,4 +1,4 @@
-"""What distributed optimizers do with quantized weights: replace their buffers, and write them from master weights."""
+"""Functions of distributed optimizers for quantized weights: replace buffers, and write weights from masters."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .columns import mark_columns, remake_columns
 from .float8_tensor import Float8Tensor
 from .initial_values import forget_initial_values
 from .master_weights import Shard, write_shards
 from .quantized_tensor import QuantizedTensor
+from .row_writes import mark_columns, remake_columns
 
 __all__ = [
     "cast_master_weights_to_fp8",
@@ -64,11 +64,23 @@ def quantize_master_weights(
             "give one of each for every weight"
         )
     targets = [None] * len(model_weights) if fsdp_shard_model_weights is None else fsdp_shard_model_weights
-    shards = [
-        _shard(*parts) for parts in zip(model_weights, master_weights, start_offsets, targets, strict=True)
-    ]
+    shards = []
+    for weight, master, start, target in zip(
+        model_weights, master_weights, start_offsets, targets, strict=True
+    ):
+        values = torch.empty(0, device=weight.device) if master is None else master.detach().reshape(-1)
+        start = 0 if start is None or master is None else start
+        if start + values.numel() > weight.numel():
+            raise ValueError(
+                f"elements {start}:{start + values.numel()} are outside of a weight of {weight.numel()} elements; "
+                "check start_offsets"
+            )
+        rowwise, columnwise = target if isinstance(target, (tuple, list)) else (target, None)
+        shards.append(Shard(weight, values.to(weight.dtype), start, (rowwise, columnwise)))
     with torch.no_grad():
-        write_shards(shards, _group(group))
+        if group is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+            group = torch.distributed.group.WORLD
+        write_shards(shards, group)
         for weight in model_weights:
             forget_initial_values(weight)
             if not manual_post_all_gather_processing:
@@ -78,25 +90,6 @@ def quantize_master_weights(
 
 
 cast_master_weights_to_fp8 = quantize_master_weights
-
-
-def _shard(weight: QuantizedTensor, master: Tensor | None, start: int | None, target: Any) -> Shard:
-    values = torch.empty(0, device=weight.device) if master is None else master.detach().reshape(-1)
-    start = 0 if start is None or master is None else start
-    if start + values.numel() > weight.numel():
-        raise ValueError(
-            f"elements {start}:{start + values.numel()} are outside of a weight of {weight.numel()} elements; "
-            "check start_offsets"
-        )
-    rowwise, columnwise = target if isinstance(target, (tuple, list)) else (target, None)
-    return Shard(weight, values.to(weight.dtype), start, (rowwise, columnwise))
-
-
-def _group(group: Any) -> Any:
-    """The ranks that a weight is cut over; None: this one alone."""
-    if group is not None or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return group
-    return torch.distributed.group.WORLD
 
 
 def clear_columnwise_cache(tensor: QuantizedTensor | Sequence[QuantizedTensor]) -> None:

@@ -19,7 +19,7 @@ from ....pytorch.quantization import family_named
 from ....pytorch.router import fused_topk_with_score_function
 from ....pytorch.runtime import launching
 from ..cases import QUANTIZATIONS, RECIPES, Case
-from ..kernel_cases import KERNELS, Machine, Started
+from ..kernel_cases import GpuLimits, kernel_call
 from ..workload import Workload, routed_tokens
 from .provider import Builders, Provider
 
@@ -28,7 +28,7 @@ BUILDERS = Builders()
 
 
 def recipe_named(name: str, **options: Any) -> recipes.Recipe | None:
-    """The recipe with its defaults but for the options; None for bf16."""
+    """Return the recipe with these options, or None for bf16."""
     return None if name == RECIPES[0] else family_named(name).recipe(**options)
 
 
@@ -49,15 +49,9 @@ def _random(device: torch.device, *shape: int) -> Tensor:
 @BUILDERS.of("quantize")
 def _quantize(case: Case, device: torch.device) -> Workload:
     a = case.arguments
-    return Workload(
-        quantizer_named(case.recipe, device, a["both"]), (_random(device, a["rows"], a["depth"]),)
-    )
-
-
-def quantizer_named(kind: str, device: torch.device, columnwise: bool) -> te.Quantizer:
-    """A quantizer of activations: E4M3 codes (or E2M1), row-wise and, if asked for, column-wise."""
-    _, sample = QUANTIZATIONS[kind]
-    return sample.make(device, rowwise=True, columnwise=columnwise)
+    _, sample = QUANTIZATIONS[case.recipe]
+    quantizer = sample.make(device, rowwise=True, columnwise=a["both"])
+    return Workload(quantizer, (_random(device, a["rows"], a["depth"]),))
 
 
 @BUILDERS.of("norm")
@@ -178,21 +172,8 @@ def _layer(case: Case, device: torch.device) -> Workload:
     return module_workload(module, _random(device, a["sequence"], 1, a["hidden"]), case, **keywords)
 
 
-@BUILDERS.of("layer_graphed")
-def _layer_graphed(case: Case, device: torch.device) -> Workload:
-    eager = _layer(case, device)
-    assert eager is not None
-    return replace(eager, function=te.graphed(eager.function, after=1))
-
-
-@BUILDERS.of("layer_recomputed")
-def _layer_recomputed(case: Case, device: torch.device) -> Workload:
-    eager = _layer(case, device)
-    return replace(eager, function=Recomputed(eager.function, te.checkpoint))
-
-
 class Recomputed(torch.nn.Module):
-    """y = layer(x), run again in the backward pass by the checkpoint given."""
+    """y = layer(x), computed again in the backward pass by `checkpoint`."""
 
     def __init__(self, layer: Any, checkpoint: Any):
         super().__init__()
@@ -202,15 +183,19 @@ class Recomputed(torch.nn.Module):
         return self.checkpoint(self.layer, x, use_reentrant=False, **keywords)
 
 
-@BUILDERS.of("layer_observed")
-def _layer_observed(case: Case, device: torch.device) -> Workload:
+@BUILDERS.of("layer_graphed", "layer_recomputed", "layer_observed")
+def _layer_variant(case: Case, device: torch.device) -> Workload:
     eager = _layer(case, device)
-    te.observe(eager.function)  # of a step that never ends
-    return eager
+    if case.family == "layer_observed":
+        te.observe(eager.function)  # a step without an end
+        return eager
+    if case.family == "layer_recomputed":
+        return replace(eager, function=Recomputed(eager.function, te.checkpoint))
+    return replace(eager, function=te.graphed(eager.function, after=1))
 
 
 class OffloadedStack(torch.nn.Module):
-    """y = layers(x), what the first of them save waiting on the host; on a CPU it is there already."""
+    """y = layers(x); the saved tensors of the first layers are offloaded to the host, except on a CPU."""
 
     def __init__(self, layers: Sequence[torch.nn.Module], offloaded: int):
         super().__init__()
@@ -310,19 +295,16 @@ def ids_of(case: Case, device: torch.device) -> Tensor:
 @BUILDERS.of("adam")
 def _adam(case: Case, device: torch.device) -> Workload:
     recipe = recipe_named(case.recipe)
-    if recipe is not None:
-        return stepping(_adam_of_codes(case, recipe, device))
-    return stepping(te.optimizers.FusedAdam(parameters_of(case, device), lr=1e-4))
-
-
-def _adam_of_codes(case: Case, recipe: recipes.Recipe, device: torch.device) -> torch.optim.Optimizer:
-    """FusedAdam of quantized parameters, which it writes from float32 masters."""
+    if recipe is None:
+        return stepping(te.optimizers.FusedAdam(parameters_of(case, device), lr=1e-4))
+    # Quantized parameters, which the optimizer writes from float32 master weights.
     count, width = case.arguments["count"], case.arguments["width"]
     with te.quantized_model_init(recipe=recipe):
         layers = [te.Linear(width, width, bias=False, params_dtype=BF16, device=device) for _ in range(count)]
     for layer in layers:
         layer.weight.grad = _random(device, width, width)
-    return te.optimizers.FusedAdam([layer.weight for layer in layers], lr=1e-4, master_weights=True)
+    weights = [layer.weight for layer in layers]
+    return stepping(te.optimizers.FusedAdam(weights, lr=1e-4, master_weights=True))
 
 
 @BUILDERS.of("sgd")
@@ -336,17 +318,13 @@ def _kernel(case: Case, device: torch.device) -> Workload | None:
     a = case.arguments
     if device.type != "cuda":
         return None
-    machine = Machine(*launching.processors(device.index))
-    program, given = _started(KERNELS[a["kernel"]][0](a["rows"], a["width"], machine), device)
-    return Workload(lambda *x: launching.perform(program, given), ())
-
-
-def _started(started: Started, device: torch.device) -> tuple[Any, list[Tensor | None]]:
+    limits = GpuLimits(*launching.processors(device.index))
+    call = kernel_call(a["kernel"], a["rows"], a["width"], limits)
     given = [
         None if one is None else torch.randn(*one[0], device=device, dtype=getattr(torch, one[1])).abs()
-        for one in started.given
+        for one in call.given
     ]
-    return started.program, given
+    return Workload(lambda *x: launching.perform(call.program, given), ())
 
 
 def parameters_of(case: Case, device: torch.device) -> list[torch.nn.Parameter]:
@@ -359,7 +337,7 @@ def parameters_of(case: Case, device: torch.device) -> list[torch.nn.Parameter]:
 
 
 def stepping(optimizer: torch.optim.Optimizer) -> Workload:
-    """One step of an optimizer; its first parameter is what comes out."""
+    """Return the workload of one optimizer step, whose result is the first parameter."""
 
     def step() -> Tensor:
         optimizer.step()

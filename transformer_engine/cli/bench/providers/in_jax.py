@@ -1,19 +1,21 @@
-"""The providers that run in JAX: this engine's Flax modules, and plain JAX. They are measured where they are named.
+"""The providers that run in JAX: this engine's Flax modules, and plain JAX. They are measured only if they are named.
 
-JAX is imported when the first case is built: without it, or without a case of theirs, nothing here needs it.
+JAX is imported when the first case is built.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
+from typing import Any
 
 import torch
 
-from ....common import extras, optional
+from ....common import optional
 from ..cases import QUANTIZATIONS, RECIPES, Case
-from .provider import Builder, Provider
+from .provider import Provider
 
-# Section by section what both have; families of torch alone (graphs, offloading, optimizers) are not among them.
+# Families of both providers, without those of torch alone (graphs, offloading, optimizers).
 _BOTH = (
     "quantize",
     "norm",
@@ -28,42 +30,39 @@ _BOTH = (
 )
 
 
-def _builders(module: str, *more: str) -> dict[str, Builder]:
-    def build(case: Case, device: torch.device):
-        return import_module(module, __package__).BUILDERS[case.family](case, device)
-
-    return dict.fromkeys((*_BOTH, *more), build)
-
-
-def _refuses(device: torch.device) -> str | None:
-    """Both frameworks have to compute on the same kind of device, or figures would stand beside others' of another."""
+def _unsupported_reason(device: torch.device) -> str | None:
+    """Return why JAX cannot run on the same kind of device as torch, or None."""
     if not optional.installed("flax"):
-        return f"flax is not installed; {extras.command('jax')}"
+        return f"flax is not installed; {optional.install_command('jax')}"
     has_gpu = import_module("transformer_engine.jax.platform").has_gpu()
     if has_gpu and device.type != "cuda":
         return "jax finds a GPU but torch finds none; install torch for CUDA, or set JAX_PLATFORMS=cpu"
     if device.type == "cuda" and not has_gpu:
-        return f"jax finds no GPU; {extras.command('jax-cuda13')}"
+        return f"jax finds no GPU; {optional.install_command('jax-cuda13')}"
     return None
 
 
-_OPTIONS = {"module": "jax", "remedy": extras.command("jax")}
+def _build(module: str, case: Case, device: torch.device) -> Any:
+    return import_module(module, __package__).BUILDERS[case.family](case, device)
+
+
+_OPTIONS = {"module": "jax", "remedy": optional.install_command("jax")}
 
 JAX = Provider(
     "jax",
     RECIPES,
-    _builders(".jax_engine", "kernel"),
+    dict.fromkeys((*_BOTH, "kernel"), partial(_build, ".jax_engine")),
     quantizations=tuple(QUANTIZATIONS),
-    refuses=_refuses,
+    unsupported_reason=_unsupported_reason,
     on_request=True,
     **_OPTIONS,
 )
 XLA = Provider(
     "xla",
     ("bf16",),
-    _builders(".xla"),
+    dict.fromkeys(_BOTH, partial(_build, ".xla")),
     quantizations=("delayed",),
-    refuses=_refuses,
+    unsupported_reason=_unsupported_reason,
     on_request=True,
     **_OPTIONS,
 )

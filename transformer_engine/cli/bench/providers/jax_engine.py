@@ -21,7 +21,7 @@ from ....jax.primitives.launching import perform
 from ....jax.quantize.recipes import FAMILIES
 from ..cases import QUANTIZATIONS, Case
 from ..jax_workload import JaxWorkload
-from ..kernel_cases import KERNELS, Machine
+from ..kernel_cases import GpuLimits, kernel_call
 from .provider import Builders
 
 BF16 = jnp.bfloat16
@@ -180,8 +180,8 @@ def _kernel(case: Case, device: torch.device) -> JaxWorkload | None:
     if device.type != "cuda":
         return None
     found = processors()
-    machine = Machine(found.count, found.shared_memory)
-    started = KERNELS[a["kernel"]][0](a["rows"], a["width"], machine)
+    limits = GpuLimits(found.count, found.shared_memory)
+    started = kernel_call(a["kernel"], a["rows"], a["width"], limits)
     given = tuple(
         jnp.abs(jax.random.normal(jax.random.key(place), one[0], jnp.dtype(one[1])))
         for place, one in enumerate(started.given)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ..cases import Case
 from ..workload import Workload, routed_tokens
 from .engine import Recomputed, ids_of, parameters_of, splits_of, stepping
-from .provider import Builder, Builders, Provider
+from .provider import Builders, Provider
 
 BF16 = torch.bfloat16
 BUILDERS = Builders()
@@ -51,7 +51,7 @@ class GatedMLP(nn.Module):
         return self.fc2(F.silu(a) * b)
 
 
-class Layer(nn.Module):
+class PlainLayer(nn.Module):
     """A causal pre-norm layer on x [s, b, hidden] with grouped heads, and rotary positions if asked for."""
 
     def __init__(self, sizes: dict[str, Any], device: torch.device):
@@ -76,7 +76,7 @@ class Layer(nn.Module):
         return x + self.mlp(x)
 
 
-class GroupedLinear(nn.Module):
+class PlainGroupedLinear(nn.Module):
     """y [rows, out] = x @ weight[group of the row].T, groups of equal size."""
 
     def __init__(self, groups: int, rows: int, depth: int, width: int, device: torch.device):
@@ -93,8 +93,8 @@ class ScaledExperts(nn.Module):
 
     def __init__(self, groups: int, rows: int, hidden: int, inner: int, device: torch.device):
         super().__init__()
-        self.fc1 = GroupedLinear(groups, rows, hidden, 2 * inner, device)
-        self.fc2 = GroupedLinear(groups, rows, inner, hidden, device)
+        self.fc1 = PlainGroupedLinear(groups, rows, hidden, 2 * inner, device)
+        self.fc2 = PlainGroupedLinear(groups, rows, inner, hidden, device)
 
     def forward(self, x: Tensor, scales: Tensor) -> Tensor:
         a, b = self.fc1(x).chunk(2, dim=-1)
@@ -176,7 +176,7 @@ def _ops(case: Case, device: torch.device) -> Workload:
 @BUILDERS.of("grouped_linear")
 def _grouped_linear(case: Case, device: torch.device) -> Workload:
     a = case.arguments
-    module = GroupedLinear(a["groups"], a["rows"], a["depth"], a["width"], device)
+    module = PlainGroupedLinear(a["groups"], a["rows"], a["depth"], a["width"], device)
     return Workload(module, (_random(device, a["rows"], a["depth"]),))
 
 
@@ -226,7 +226,7 @@ def _offload(case: Case, device: torch.device) -> Workload:
 @BUILDERS.of("layer", "layer_small", "layer_graphed", "layer_observed")
 def _layer(case: Case, device: torch.device) -> Workload:
     a = case.arguments
-    return Workload(Layer(a, device), (_random(device, a["sequence"], 1, a["hidden"]),))
+    return Workload(PlainLayer(a, device), (_random(device, a["sequence"], 1, a["hidden"]),))
 
 
 @BUILDERS.of("layer_recomputed")
@@ -318,23 +318,20 @@ def _sgd(case: Case, device: torch.device) -> Workload:
     return stepping(torch.optim.SGD(parameters_of(case, device), lr=1e-4, momentum=0.9, fused=fused))
 
 
-def _compiled(build: Builder) -> Builder:
-    def build_compiled(case: Case, device: torch.device) -> Workload | None:
-        workload = build(case, device)
-        return None if workload is None else workload.compiled()
-
-    return build_compiled
+def _compiled(case: Case, device: torch.device) -> Workload | None:
+    workload = BUILDERS[case.family](case, device)
+    return None if workload is None else workload.compiled()
 
 
-# The library calls of these are opaque to the compiler, as is a number of rows that the data decide: the figures would
-# be those of the plain rows.
+# The library calls of these are opaque to the compiler, as are data-dependent numbers of rows; their figures would be
+# those of the plain rows.
 LEFT_AS_THEY_ARE = ("attention", "grouped_linear", "ops", "permute", "adam", "sgd")
 
 PLAIN = Provider("torch", ("bf16",), BUILDERS, quantizations=("delayed",))
 COMPILED = Provider(
     "torch.compile",
     ("bf16",),
-    {family: _compiled(build) for family, build in BUILDERS.items() if family not in LEFT_AS_THEY_ARE},
+    {family: _compiled for family in BUILDERS if family not in LEFT_AS_THEY_ARE},
     gpu_only="compiling for a CPU takes longer than its figures are worth",
     quantizations=("delayed",),
 )

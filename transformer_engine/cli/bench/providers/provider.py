@@ -1,4 +1,4 @@
-"""Provider: a library as data, with a builder for each family of cases that it can run."""
+"""Provider: a library as data, with a builder for each family of cases that it supports."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..measure import Effort, Figures
 
 
 class Measurable(Protocol):
-    """What a builder makes of a case."""
+    """The result of a builder."""
 
     def measured(self, backward: bool, device: torch.device, effort: Effort) -> Figures:
-        """The figures of a forward, or of a forward and backward, pass."""
+        """Measure a forward pass, or a forward and a backward pass."""
         ...
 
 
-# None: the builder's library has no such case, though it has the family.
+# Returns None for a case that the library lacks in a family that it supports.
 Builder = Callable[[Case, torch.device], Any]
 
 
@@ -40,15 +40,15 @@ class Builders(dict[str, Builder]):
 class Provider:
     """Builds workloads.
 
-    name      of the column in reports and of the key "provider" in files
-    recipes   of the modules that it runs; a library without quantization has "bf16"
-    quantizations   of the family quantize that it has
-    builders  by family
-    module    what has to be importable
-    remedy    the command that installs it
+    name      name of the column in reports, and value of the key "provider" in files
+    recipes   recipes of its modules; a library without quantization has "bf16"
+    builders  builders by family
+    module    module that must be importable
+    remedy    command that installs it
     gpu_only  why it does not run on a CPU
-    refuses   what else speaks against a device, of a library that is installed
-    on_request   measured only where it is named
+    quantizations   recipes of the family quantize
+    unsupported_reason   returns another reason why it cannot run on a device, if it is installed
+    on_request   measured only if it is named
     """
 
     name: str
@@ -58,19 +58,19 @@ class Provider:
     remedy: str = ""
     gpu_only: str | None = None
     quantizations: tuple[str, ...] = ()
-    refuses: Callable[[torch.device], str | None] = lambda device: None
+    unsupported_reason: Callable[[torch.device], str | None] = lambda device: None
     on_request: bool = False
 
     def refusal(self, device: torch.device) -> str | None:
-        """Why nothing of this provider is measured here; None when it is."""
+        """Return why the provider cannot run here, or None."""
         if self.module is not None and find_spec(self.module) is None:
             return f"not installed; {self.remedy}"
         if self.gpu_only is not None and device.type != "cuda":
             return self.gpu_only
-        return self.refuses(device)
+        return self.unsupported_reason(device)
 
     def workload(self, case: Case, device: torch.device) -> Measurable | None:
-        """The case as this provider runs it; None when it has no such thing."""
+        """Build the workload of a case, or return None if the provider lacks it."""
         build = self.builders.get(case.family)
         takes = self.quantizations if case.family == "quantize" else self.recipes
         if build is None or case.recipe not in takes:

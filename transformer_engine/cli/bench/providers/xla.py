@@ -23,12 +23,8 @@ def _dense(width: int, bias: bool = False) -> nn.Dense:
     return nn.Dense(width, use_bias=bias, dtype=BF16, param_dtype=BF16)
 
 
-def _rms_norm() -> nn.RMSNorm:
-    return nn.RMSNorm(dtype=BF16, param_dtype=BF16)
-
-
-def _layer_norm() -> nn.LayerNorm:
-    return nn.LayerNorm(dtype=BF16, param_dtype=BF16)
+def _norm_of(kind: type[nn.Module]) -> Any:
+    return kind(dtype=BF16, param_dtype=BF16)
 
 
 def _attend(q: Array, k: Array, v: Array, window: int | None, cudnn: bool) -> Array:
@@ -39,18 +35,18 @@ def _attend(q: Array, k: Array, v: Array, window: int | None, cudnn: bool) -> Ar
     )
 
 
-class GatedMLP(nn.Module):
+class XlaGatedMLP(nn.Module):
     """y = wo(silu(a) * b), (a, b) = wi(norm(x))"""
 
     inner: int
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        a, b = jnp.split(_dense(2 * self.inner)(_rms_norm()(x)), 2, axis=-1)
+        a, b = jnp.split(_dense(2 * self.inner)(_norm_of(nn.RMSNorm)(x)), 2, axis=-1)
         return _dense(x.shape[-1])(nn.silu(a) * b)
 
 
-class Layer(nn.Module):
+class XlaLayer(nn.Module):
     """A causal pre-norm layer on x [b, s, hidden] with grouped heads, and rotary positions if asked for."""
 
     sizes: Any
@@ -61,13 +57,13 @@ class Layer(nn.Module):
         a = self.sizes
         extent = a["hidden"] // a["heads"]
         widths = (a["heads"], a["groups"], a["groups"])
-        qkv = _dense(sum(widths) * extent)(_rms_norm()(x))
+        qkv = _dense(sum(widths) * extent)(_norm_of(nn.RMSNorm)(x))
         qkv = qkv.reshape(*x.shape[:2], sum(widths), extent)
         q, k, v = jnp.split(qkv, (a["heads"], a["heads"] + a["groups"]), axis=2)
         if a["rotary"]:
             q, k = _rotated(q), _rotated(k)
         x = x + _dense(a["hidden"])(_attend(q, k, v, None, self.cudnn).reshape(x.shape))
-        return x + GatedMLP(a["inner"])(x)
+        return x + XlaGatedMLP(a["inner"])(x)
 
 
 def _rotated(x: Array) -> Array:
@@ -96,7 +92,7 @@ def _quantize(case: Case, device: torch.device) -> JaxWorkload:
 @BUILDERS.of("norm")
 def _norm(case: Case, device: torch.device) -> JaxWorkload:
     a = case.arguments
-    module = {"LayerNorm": _layer_norm, "RMSNorm": _rms_norm}[a["kind"]]()
+    module = _norm_of({"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}[a["kind"]])
     return module_workload(module, random(a["rows"], a["width"]))
 
 
@@ -109,15 +105,19 @@ def _linear(case: Case, device: torch.device) -> JaxWorkload:
 @BUILDERS.of("layernorm_linear")
 def _layernorm_linear(case: Case, device: torch.device) -> JaxWorkload:
     a = case.arguments
-    return module_workload(nn.Sequential([_rms_norm(), _dense(a["width"])]), random(a["rows"], a["depth"]))
+    return module_workload(
+        nn.Sequential([_norm_of(nn.RMSNorm), _dense(a["width"])]), random(a["rows"], a["depth"])
+    )
 
 
 @BUILDERS.of("layernorm_mlp")
 def _layernorm_mlp(case: Case, device: torch.device) -> JaxWorkload:
     a = case.arguments
-    module: nn.Module = GatedMLP(a["inner"])
+    module: nn.Module = XlaGatedMLP(a["inner"])
     if a["activation"] != "swiglu":
-        module = nn.Sequential([_layer_norm(), _dense(a["inner"], True), nn.gelu, _dense(a["hidden"], True)])
+        module = nn.Sequential(
+            [_norm_of(nn.LayerNorm), _dense(a["inner"], True), nn.gelu, _dense(a["hidden"], True)]
+        )
     return module_workload(module, random(a["rows"], a["hidden"]))
 
 
@@ -152,5 +152,5 @@ def _attention(case: Case, device: torch.device) -> JaxWorkload | None:
 @BUILDERS.of("layer", "layer_small")
 def _layer(case: Case, device: torch.device) -> JaxWorkload:
     a = case.arguments
-    module = Layer(nn.FrozenDict(a), device.type == "cuda")
+    module = XlaLayer(nn.FrozenDict(a), device.type == "cuda")
     return module_workload(module, random(1, a["sequence"], a["hidden"]))

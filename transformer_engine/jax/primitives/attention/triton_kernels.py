@@ -22,7 +22,7 @@ from ..launching import run as run_launch
 from ..partitioning import ShardingRule, broadcast_factors, strides_over_scores
 
 if TYPE_CHECKING:
-    from ....common.kernels.attention_problem import Problem
+    from ....common.kernels.attention_problem import AttentionProblem
 
 
 @dataclass(frozen=True)
@@ -156,15 +156,15 @@ class _AttentionKernel(Kernel):
         first = given.row[:1].astype(jnp.uint32) * (sequences * q.shape[2])
         return jnp.concatenate((given.words, first))
 
-    def problem(self, q: Array, k: Array, v: Array, given: OptionalOperands) -> Problem:
+    def problem(self, q: Array, k: Array, v: Array, given: OptionalOperands) -> AttentionProblem:
         """Return the extents, strides and options as the kernels take them."""
-        from ....common.kernels.attention_problem import Problem
+        from ....common.kernels.attention_problem import AttentionProblem
 
         options = self.options
         (batch, queries, heads, size), (_, keys, groups, _), size_v = q.shape, k.shape, v.shape[3]
         rows = batch if not options.packed or given.lengths_q is None else given.lengths_q.size
         levels = (0, heads, 1) if options.packed else (heads * queries, 1, queries)
-        return Problem(
+        return AttentionProblem(
             dtype=q.dtype.name, batch=rows, heads=heads, groups=groups, seqlen_q=queries, seqlen_kv=keys,
             size_qk=size, size_v=size_v, scales=(options.scale, options.scale if options.pre_scaled else 1.0),
             window=options.window, bottom_right=options.bottom_right, dropout=options.dropout, page_size=0,

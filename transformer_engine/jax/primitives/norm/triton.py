@@ -54,7 +54,7 @@ class NormForward(_NormKernel):
 
         rows, width = x.shape
         norms = (self.epsilon, self.zero_centered, self.centered)
-        launch = norm.forward(norm.Rows(rows, width, width, x.dtype.name, *norms, processors().count))
+        launch = norm.forward(norm.NormRows(rows, width, width, x.dtype.name, *norms, processors().count))
         _, _, y, mean, rstdev, *_ = run(launch, [x, gamma, beta, None, None])
         return tuple(made for made in (y, mean, rstdev) if made is not None)
 

@@ -28,7 +28,7 @@ from ..several_axes import call_on_axes, with_rows
 from .separate import CodedNorm, NormCodesRequest
 
 if TYPE_CHECKING:
-    from ....common.kernels.norm import Rows
+    from ....common.kernels.norm import NormRows
 
 # Columns of a LayerNorm that writes codes with block scales; wider ones need too many registers.
 _WIDEST_CENTERED = 4096
@@ -75,13 +75,13 @@ class _CodedNormKernel(Kernel):
         statistic = jax.ShapeDtypeStruct(x.shape[:1], jnp.float32)
         return (*made, *[statistic] * (1 + self.centered))
 
-    def rows(self, x: Array) -> Rows:
+    def rows(self, x: Array) -> NormRows:
         """Return the norm as the kernels take it."""
-        from ....common.kernels.norm import Rows  # it imports triton
+        from ....common.kernels.norm import NormRows  # it imports triton
 
         rows, width = x.shape
         norms = (self.epsilon, self.zero_centered, self.centered)
-        return Rows(rows, width, width, x.dtype.name, *norms, processors().count)
+        return NormRows(rows, width, width, x.dtype.name, *norms, processors().count)
 
 
 @dataclass(frozen=True)

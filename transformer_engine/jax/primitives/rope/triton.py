@@ -80,24 +80,23 @@ class PackedRotationKernel(RotationKernel):
         return (jax.ShapeDtypeStruct((*x.shape[:2], heads, self.width), x.dtype),) * 3
 
     def run(self, *arrays: Array) -> tuple[Array, ...]:
-        from ....common.kernels import rope  # it imports triton
+        from ....common.kernels import rope_packed  # it imports triton
 
         *values, angles = arrays
         x = values[0]
         tokens, layout = (x.shape[0], x.shape[1]), "sbhd" if self.sequence_first else "bshd"
-        if self.back:
-            launch = rope.join_rotated(
-                tokens, x.shape[2], self.width, (angles.shape[0], angles.shape[1]), x.dtype.name, layout=layout,
-                interleaved=self.interleaved,
-            )  # fmt: skip
-            return tuple(run(launch, arrays))  # pyright: ignore[reportReturnType]
-        row = x.shape[3]
-        launch = rope.rotate_packed(
-            tokens, (row // self.width, 1), (self.width, self.width), (x.shape[1] * 3 * row, 3 * row, self.width),
+        heads = x.shape[2] if self.back else x.shape[3] // self.width
+        row = heads * self.width
+        launch = rope_packed.rotate_packed(
+            tokens, (heads, 1), (self.width, self.width), (x.shape[1] * 3 * row, 3 * row, self.width),
             (angles.shape[0], angles.shape[1], angles.shape[1]), 0, x.dtype.name, layout=layout,
-            interleaved=self.interleaved, transposed=False, context=(1, 0), offsets=(row, 2 * row),
+            interleaved=self.interleaved, transposed=self.back, context=(1, 0), offsets=(row, 2 * row),
         )  # fmt: skip
-        return tuple(run(launch, [x, angles, angles, None, None]))  # pyright: ignore[reportReturnType]
+        if self.back:
+            (packed,) = run(launch, [angles, angles, None, None, None, *values])
+            assert packed is not None
+            return (packed.reshape(*tokens, 3, row),)
+        return tuple(run(launch, [angles, angles, None, None, x]))[:3]  # pyright: ignore[reportReturnType]
 
 
 def _angle_of_each_feature(angles: Array, interleaved: bool) -> Array:

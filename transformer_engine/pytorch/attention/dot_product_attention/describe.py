@@ -14,7 +14,7 @@ from ...primitives.attention import mask as masks
 from ...primitives.attention.call import QKV_FORMATS, AttentionCall
 from .arguments import check_bias, check_cache, check_tensors, one_of
 from .sequences import Cached, Sequences, cached_sequences, given_sequences, unknown_sequences
-from .settings import AttentionArguments, AttentionConfig
+from .settings import AttentionArguments, AttentionConfig, TensorFacts, is_tensor
 
 
 def describe_sequences(
@@ -39,6 +39,8 @@ def describe_sequences(
     q, k, v = qkv
     tensor_format = config.qkv_format if a.qkv_format is None else a.qkv_format
     one_of("qkv_format", tensor_format, QKV_FORMATS)
+    if config.context is not None:
+        (q, k, v), a = whole_sequence(config, tensor_format, qkv, a)
     check_tensors(q, k, v, tensor_format, config)
     mask = masks.resolve(
         mask_name(config, a),
@@ -74,9 +76,11 @@ def describe_call(
     The other arguments are those of `describe_sequences`; so are the errors.
     """
     mask, sequences = describe_sequences(config, qkv, a, cached, same_lengths)
+    q_format = kv_format = config.qkv_format if a.qkv_format is None else a.qkv_format
+    if config.context is not None:
+        qkv, a = whole_sequence(config, q_format, qkv, a)
     q, k, v = qkv
     queries, keys, bias = sequences.queries, sequences.keys, a.core_attention_bias
-    q_format = kv_format = config.qkv_format if a.qkv_format is None else a.qkv_format
     page_size = 0
     if cached is not None:
         k, v, kv_format, page_size = cached.key, cached.value, cached.tensor_format, cached.page_size
@@ -119,6 +123,41 @@ def describe_call(
     )
     check_bias(call, bias)
     return call, sequences
+
+
+def whole_sequence(
+    config: AttentionConfig, tensor_format: str, qkv: tuple[Any, Any, Any], a: AttentionArguments
+) -> tuple[tuple[Any, Any, Any], AttentionArguments]:
+    """Describe the tensors of all ranks that share a sequence, given those of one rank.
+
+    Lengths and padding masks are those of the whole sequences already. A bias and an arbitrary mask have the rank's
+    queries as rows, and all keys as columns.
+    """
+    context = config.context
+    assert context is not None
+    axis = 1 if tensor_format == "bshd" else 0
+    held = qkv[0].shape[axis] if len(qkv[0].shape) > 1 else 0
+    tensors = tuple(_lengthened(x, axis, context.size) if len(x.shape) > 1 else x for x in qkv)
+    given = {"core_attention_bias": a.core_attention_bias}
+    if mask_name(config, a) == "arbitrary":
+        given["attention_mask"] = a.attention_mask  # pyright: ignore[reportArgumentType]
+    for name, x in given.items():
+        if not is_tensor(x) or len(x.shape) < 2 or x.shape[-2] == 1 or tensor_format == "thd":  # pyright: ignore[reportOptionalMemberAccess]
+            continue
+        if x.shape[-2] != held:  # pyright: ignore[reportOptionalMemberAccess]
+            raise ValueError(
+                f"{name} {list(x.shape)} has {x.shape[-2]} rows; a context-parallel rank gives the rows of its own "  # pyright: ignore[reportOptionalMemberAccess]
+                f"{held} queries, in their order, and the columns of all keys"
+            )
+        a = a._replace(**{name: _lengthened(x, x.ndim - 2, context.size)})  # pyright: ignore[reportOptionalMemberAccess]
+    return tensors, a  # pyright: ignore[reportReturnType]
+
+
+def _lengthened(x: Any, axis: int, size: int) -> TensorFacts:
+    """Describe a tensor whose axis is `size` times as long."""
+    shape = list(x.shape)
+    shape[axis] *= size
+    return TensorFacts(torch.Size(shape), x.dtype, x.device, x.requires_grad)
 
 
 def mask_name(config: AttentionConfig, a: AttentionArguments) -> str:

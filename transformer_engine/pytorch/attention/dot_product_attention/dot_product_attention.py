@@ -14,6 +14,9 @@ from ....common.numbers import to_bool
 from ....common.recipe import Recipe
 from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ...functions.attention.autograd import Attending, AttentionExecution, Projection, apart, attend
+from ...functions.attention.context_parallel.attention import ContextParallelAttention
+from ...functions.attention.context_parallel.fp8 import FP8ContextAttention
+from ...functions.attention.context_parallel.groups import context_groups
 from ...functions.attention.fp8 import RecomputedFP8Attention, choose_fp8
 from ...functions.attention.fp8_attention import AttentionQuantizers, FP8Attention
 from ...module.arguments import accepts, head_sizes
@@ -25,19 +28,17 @@ from ...primitives.attention.call import AttentionCall, AttentionInputs
 from ...quantization import QuantizerRole
 from ...quantization.autocast import AutocastState, current, here_in_eager_mode
 from ...runtime.device import canonical_device, is_meta
+from ...runtime.warn_once import warn_once
 from ..inference import InferenceParams
 from .arguments import RULES, accept_older_state, bound_score_mod, check_heads, unpacked
-from .context_parallel_group import check_context_parallel_group
 from .fp8_recipe import attention_recipe, attention_roles, backward_asked_for, scaling_of
 from .last_choice import last_choice as _attention_backends
 from .plan import MAX_PLANS, PLAIN, AttentionPlan, CheckedArguments, check_arguments, plan_of, prepare
 from .settings import AttentionArguments, AttentionConfig
 from .utils import AttentionLogging
 
-# Default of num_splits; True equals it but is another object.
-ONE = 1
-# Types of names that can be part of a key.
-NAMES = (type(None), str)
+ONE = 1  # default of num_splits; True equals it but is another object
+NAMES = (type(None), str)  # types of names that can be part of a key
 
 
 def _same_as(name: str) -> property:
@@ -69,7 +70,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         get_rng_state_tracker: Dropout runs in its fork(), except under sequence_parallel, where the caller forks.
         layer_number: Names the layer's part of a cache.
         attention_type: "self": keys have the queries' lengths by default.
-        cp_group: Context-parallel group; several ranks are not supported.
+        cp_group, cp_global_ranks, cp_stream, cp_comm_type: See `set_context_parallel_group`.
         score_mod: score_mod(score, b, h, i, j) -> score, elementwise, after scale and bias; forward() can override it.
             Autograd differentiates it and the tensors that it holds.
     """
@@ -165,7 +166,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         self._register_load_state_dict_pre_hook(accept_older_state)
 
     def make_softmax_offset(self, device: torch.device | str | int) -> None:
-        """Create the parameter softmax_offset [h] on a device."""
+        """Create the parameter softmax_offset [h]."""
         offset = torch.nn.Parameter(
             torch.empty(self.heads, dtype=torch.float32, device=canonical_device(device))
         )
@@ -185,12 +186,22 @@ class DotProductAttention(TransformerEngineBaseModule):
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
-        """Set the ranks that share the sequence; None or one rank if this rank has all of it."""
-        check_context_parallel_group(cp_group, cp_stream, cp_comm_type)
-        self.cp_group = cp_group
-        self.cp_global_ranks = cp_global_ranks
-        self.cp_stream = cp_stream
-        self.cp_comm_type = cp_comm_type
+        """Set the ranks that share each sequence: rank r of n holds the chunks r and 2 n - 1 - r of its 2 n chunks.
+
+        Args:
+            cp_group: Group of the ranks, "a2a+p2p": [group that exchanges heads, ring]; None for whole sequences.
+            cp_global_ranks, cp_stream: No effect, as groups know their ranks; CUDA stream for transfers of a ring.
+            cp_comm_type: "p2p", "all_gather", "a2a" or "a2a+p2p".
+        """
+        if context_groups(cp_group, cp_stream, cp_comm_type) is None and cp_stream is not None:
+            warn_once(
+                "cp_stream", "cp_stream has no effect without a cp_group of several ranks; leave it None"
+            )
+        names = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
+        given = dict(zip(names, (cp_group, cp_global_ranks, cp_stream, cp_comm_type), strict=True))
+        # Clients set an unchanged group before every call; plans are cached by the identity of the record.
+        if any(getattr(self._config, name) != value for name, value in given.items()):
+            self._configure(**given)
 
     def forward(
         self,
@@ -235,9 +246,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             cu_seqlens_kv: The same of keys and values.
             cu_seqlens_q_padded: Starts of the sequences in a thd tensor of queries, int32 [b + 1], if tokens that
                 belong to no sequence lie between them.
-            cu_seqlens_kv_padded: The same of keys and values.
-            max_seqlen_q: Length of the longest sequence of queries (thd); by default read from the device.
-            max_seqlen_kv: The same of keys and values.
+            cu_seqlens_kv_padded: The same of keys and values. Context-parallel ranks pass bounds of whole sequences.
+            max_seqlen_q, max_seqlen_kv: Length of the longest sequence (thd); by default read from the device.
             core_attention_bias: Broadcastable to [b, h, s_q, s_kv]; core_attention_bias_type "post_scale_bias" adds it
                 after softmax_scale, "pre_scale_bias" before.
             alibi_slopes: float32 [h] or [b, h] for "alibi", which adds -slope * |distance from the diagonal|.
@@ -333,11 +343,15 @@ class DotProductAttention(TransformerEngineBaseModule):
                 self.check_repetition(state)
         recipe = attention_recipe(state.recipe) if state.enabled and not call.cached else None
         if recipe is not None:
-            attending = self._in_fp8(state, recipe, call, bool(fp8_output), bf16_backward)
+            shared = isinstance(backend, ContextParallelAttention)
+            of_rank = backend.inner_call if shared else call
+            attending = fp8 = self._in_fp8(state, recipe, of_rank, bool(fp8_output), bf16_backward)
+            if shared:
+                attending = FP8ContextAttention(backend, fp8, backward_asked_for(bf16_backward))
             if recompute:
                 attending = RecomputedFP8Attention(attending)
             if not tracing:
-                _attention_backends.seen = (call, attending)
+                _attention_backends.seen = (call, fp8)
         elif fp8_output:
             raise ValueError(
                 "fp8_output=True needs an FP8 attention; run under autocast with fp8_dpa or fp8_mha in the recipe"
@@ -369,7 +383,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             bf16_backward: True computes gradients in high precision; None follows NVTE_FP8_DPA_BWD, and by default
                 the faster one.
         """
-        scaling = scaling_of(recipe)
+        scaling = scaling_of(recipe, self._config.context)
         if recipe is not state.recipe:
             state = state._replace(recipe=recipe)
         products = self._product_quantizers(state)

@@ -16,12 +16,17 @@ from torch import Tensor
 from ....common import env
 from ....common.dispatch import undisturbed
 from ....common.memory import Memory
+from ...functions.attention.context_parallel.attention import (
+    ContextParallelAttention,
+    choose_context_parallel,
+)
 from ...primitives.attention.call import AttentionCall, AttentionInputs
 from ...primitives.attention.choose import choose
 from ...primitives.attention.operators import choose_when_traced
 from ...primitives.attention.passes import Bound
 from ...primitives.attention.visible import default_slopes
-from ...runtime.backward_thread import keep_backward_here
+from ...runtime.autograd import keep_backward_here
+from ...runtime.tracing import in_eager_mode
 from ..inference import CachedKeysValues
 from .arguments import check_cache, check_slopes, check_tensors, settled, sink_of
 from .describe import describe_call, describe_sequences, mask_name
@@ -49,7 +54,7 @@ class AttentionPlan(NamedTuple):
     """
 
     call: AttentionCall
-    backend: Bound
+    backend: Bound | ContextParallelAttention
     sequences: Sequences
     tensors: tuple[Any, ...] = ()
 
@@ -111,7 +116,9 @@ _TENSORS = PlanKey._fields.index("q_shape")
 def plan_of(key: Key) -> AttentionPlan:
     """Plan the call of a `PlanKey`, after every check."""
     call, sequences = PlanKey(*key).described()
-    plan = AttentionPlan(call, choose(call), sequences, key[_TENSORS:])
+    context = key[0].context
+    backend = choose(call) if context is None else choose_context_parallel(call, context)
+    plan = AttentionPlan(call, backend, sequences, key[_TENSORS:])
     if call.device_type == "cuda":
         keep_backward_here()
     return plan
@@ -291,6 +298,8 @@ def _find(
     if memory is None:
         config, training, gradient = settings
         modes = (gradient, deterministic, checked.cached, checked.same_lengths)
+        if config.context is not None:
+            return _shared_outside_of_graphs(config, training, qkv, a, *modes)
         call, sequences = describe_call(config, training, qkv, a, *modes)
         return AttentionPlan(call, choose_when_traced(call), sequences)
     q, k, v = qkv
@@ -317,6 +326,14 @@ def _find(
     if not undisturbed():
         return plan_of(key)
     return memory[key] if a.score_mod is None else SCORE_MOD_PLANS[key]
+
+
+@in_eager_mode
+def _shared_outside_of_graphs(config: AttentionConfig, *described: Any) -> AttentionPlan:
+    """Plan an attention of context-parallel ranks in eager mode: it communicates, which ends a compiled graph."""
+    call, sequences = describe_call(config, *described)
+    assert config.context is not None
+    return AttentionPlan(call, choose_context_parallel(call, config.context), sequences)
 
 
 def _step(

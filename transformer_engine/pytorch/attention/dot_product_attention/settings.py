@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...functions.attention.context_parallel.groups import ContextGroups, context_groups
 from ...module.base import ModuleConfig
 from ...primitives.attention.mask import canonical_name
 from ...runtime.tracing import number_while_tracing, text_of_number
@@ -23,6 +24,7 @@ class AttentionConfig(ModuleConfig):
     Attributes:
         attn_mask_type: Canonical name.
         window_size: As given; each call resolves it together with its mask type.
+        cp_group, cp_global_ranks, cp_stream, cp_comm_type: Arguments of `set_context_parallel_group`.
         _scale_text, _dropout_text: softmax_scale and attention_dropout as text, for a tracing compiler.
     """
 
@@ -41,14 +43,20 @@ class AttentionConfig(ModuleConfig):
     softmax_scale: float = 1.0
     softmax_type: str = "vanilla"
     return_max_logit: bool = False
+    cp_group: Any = None
+    cp_global_ranks: Any = None
+    cp_stream: Any = None
+    cp_comm_type: str = "p2p"
     _scale_text: str = field(init=False, default="")
     _dropout_text: str = field(init=False, default="")
+    _context: ContextGroups | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         derived = {
             "attn_mask_type": canonical_name(self.attn_mask_type),
             "_scale_text": text_of_number(self.softmax_scale),
             "_dropout_text": text_of_number(self.attention_dropout),
+            "_context": context_groups(self.cp_group, self.cp_stream, self.cp_comm_type),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
@@ -57,6 +65,11 @@ class AttentionConfig(ModuleConfig):
     def heads(self) -> int:
         """Query heads of this tensor-parallel rank."""
         return self.num_attention_heads // self.tp_size
+
+    @property
+    def context(self) -> ContextGroups | None:
+        """Groups of the ranks that share a sequence; None if this rank has all of it."""
+        return self._context
 
     def scale_and_dropout(self, training: bool) -> tuple[float, float]:
         """Return softmax_scale and the dropout in force; constants in a graph, whose compiler would use symbols."""

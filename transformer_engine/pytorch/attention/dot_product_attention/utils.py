@@ -190,11 +190,11 @@ def get_attention_backend(
 ) -> tuple[bool, Version | None, bool, NVTE_Fused_Attn_Backend | None, bool, list[bool]]:
     """Return (use_flash, its version, use_fused, its kind, use_unfused, [flash, fused, unfused] that are supported).
 
-    At most one "use" is true. All are false if no backend supports the attention (context parallelism over several
-    ranks, or a score_mod with a given gradient), or if the NVTE_* switches disable all backends.
+    At most one "use" is true. All are false if no backend supports the attention (a score_mod with a given gradient),
+    or if the NVTE_* switches disable all backends. Context-parallel ranks use the backends of their parts.
     """
     params = attention_params
-    if params.context_parallel or params.has_score_mod_bprop:
+    if params.has_score_mod_bprop:
         return False, None, False, None, False, [False, False, False]
     request = params.request()
     if params.fp8:

@@ -160,9 +160,9 @@ _PASSES: Memory[PassesKey, FP8Passes] = Memory(_chosen_passes, 1024)
 class RecomputedFP8Attention:
     """An attention that runs again in its backward pass, with the scales of the first run."""
 
-    def __init__(self, attention: FP8Attention):
+    def __init__(self, attention: Any):
         self.attention = attention
-        self.again: FP8Attention | None = None
+        self.again: Any = None
 
     def __call__(self, call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
         """Return o [.., h * d_v], differentiable in q, k, v, bias and sink."""
@@ -172,5 +172,5 @@ class RecomputedFP8Attention:
         quantizers = AttentionQuantizers(  # pyright: ignore[reportCallIssue]
             *(quantizer.replaying(quantizer.replay_state()) for quantizer in first[:3]), *first[3:]
         )
-        self.again = replace(self.attention, quantizers=quantizers, state=None)
+        self.again = self.attention.with_quantizers(quantizers)
         return self.attention(call, inputs)

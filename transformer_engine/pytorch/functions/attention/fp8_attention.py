@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -93,6 +93,10 @@ class FP8Attention:
             return AttentionResult(*_FP8Attention.apply(self, *inputs))
         rounded = self.passes.forward(self, inputs)
         return AttentionResult(self.result(rounded), rounded.max_logit)
+
+    def with_quantizers(self, quantizers: AttentionQuantizers) -> FP8Attention:
+        """Return the attention with other quantizers, which no kernel knows as a state."""
+        return replace(self, quantizers=quantizers, state=None)
 
     def result(self, rounded: Rounded) -> Tensor:
         """Return the output of a forward pass as the caller receives it."""

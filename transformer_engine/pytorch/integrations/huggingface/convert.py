@@ -1,12 +1,12 @@
-"""convert_hf(model): the decoder layers of a transformers model as this package's layers, with the same weights.
+"""convert_hf(model): replaces the decoder layers of a transformers model by this package's layers, in place.
 
     x + attention(norm(x))   ->   norm and q, k, v in one LayerNormLinear, te's rotation and attention, o_proj a Linear
     x + mlp(norm(x))         ->   norm, gate, up, activation and down in one LayerNormMLP
     the last norm, the loss  ->   RMSNorm, parallel_cross_entropy
 
 Layers, embeddings and head stay the library's own modules, so that hooks, recorded hidden states, caches, generation,
-gradient checkpointing and tied weights are as they were. A state dict keeps the library's names: `save_pretrained`
-writes what `from_pretrained` of the stock class reads, and `revert_hf` brings the stock modules back.
+gradient checkpointing and tied weights work as before. A state dict keeps the library's names: `from_pretrained` of the
+stock class reads the files of `save_pretrained`, and `revert_hf` restores the stock modules.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ....common.recipe import Recipe
 from ...conversion import DecoderConfig
+from ...cross_entropy import parallel_cross_entropy
 from ...module.base import TransformerEngineBaseModule
 from ...module.layernorm_mlp import LayerNormMLP
 from ...module.loading import EXTRA_STATE
 from ...module.rmsnorm import RMSNorm
 from ...quantization.support import check_block
-from .causal_loss import causal_loss
 from .convertible import (
     REPLACED,
     check_decoder,
@@ -33,39 +34,44 @@ from .convertible import (
     decoder_config,
     decoders_of,
     fresh_layer,
+    norm_of,
+    norm_place_of,
+    place_of,
     refuse_adapters,
+    unfilled,
 )
 from .fused_attention import SET_BY_CALLERS, FusedAttention
-from .hooks import drop_hooks, renew_recorders
+from .hooks import drop_hooks, enter_recipe, give_angles, give_cosines, leave_recipe, renew_recorders
 from .interface import NAME, register_te_attention
 from .layer_names import LayerNames, LoadsTheirNames, SavesTheirNames
-from .made_empty import norm_of, norm_place_of, place_of, unfilled
-from .rotary_angles import give_angles, give_cosines
-from .under_recipe import enter_recipe, leave_recipe
 
 M = TypeVar("M", bound=nn.Module)
 
 
 class Absorbed(nn.Identity):
-    """y = x: the norm that stood here is computed by the product behind it, which holds its weight."""
+    """y = x in place of a norm that the following LayerNormLinear or LayerNormMLP computes."""
 
 
 @dataclass(frozen=True)
 class Converted:
-    """What `revert_hf` has to know of a decoder: the attention that it had."""
+    """The attention implementation of a decoder before its conversion, for `revert_hf`."""
 
     attention: str
 
 
 def convert_hf(model: M, recipe: Recipe | None = None) -> M:
-    """The model itself, computing as before with the layers of this package.
+    """Replace the decoder layers of a model by layers of this package, and return the model.
 
-    recipe   its forward runs under te.autocast(recipe=recipe), in training and in evaluation; None: products are in
-             the parameters' precision, or in that of a te.autocast of the caller's
+    Parameters are replaced: convert before the construction of the optimizer. Under te.quantized_model_init the weights
+    of the products are quantized.
 
-    Parameters are new ones: convert before the optimizer is made. Families: llama, mistral, qwen2, qwen3, gemma;
-    ValueError for others and for layers that were changed, before anything is replaced. Under
-    te.quantized_model_init the weights of the products become codes.
+    Args:
+        model: A model of transformers of the families llama, mistral, qwen2, qwen3 or gemma.
+        recipe: The forward runs under te.autocast(recipe=recipe), in training and in evaluation. With None, products
+            use the parameters' precision, or the caller's te.autocast.
+
+    Raises:
+        ValueError: The family is not supported, or layers were modified; nothing is replaced.
     """
     check_block(True, recipe)
     found = [(decoder, decoder_config(decoder)) for decoder in decoders_of(model)]
@@ -74,15 +80,27 @@ def convert_hf(model: M, recipe: Recipe | None = None) -> M:
     register_te_attention()
     for decoder, config in found:
         _convert(decoder, config, recipe)
-    _take_causal_loss(model)
-    _keep_extra_states_out_of_files(model)
+    library = importlib.import_module("transformers.loss.loss_utils")
+    converted: Any = model
+    if getattr(converted, "loss_function", None) is library.ForCausalLMLoss:
+        converted.loss_function = causal_loss
+    for module in model.modules():  # `save_pretrained` omits tensors that only this package reads
+        if not hasattr(module, "_keys_to_ignore_on_save"):
+            continue
+        states = [
+            f"{name}.{EXTRA_STATE}"
+            for name, part in module.named_modules()
+            if isinstance(part, TransformerEngineBaseModule)
+        ]
+        ignored: Any = module._keys_to_ignore_on_save
+        module.__dict__["_keys_to_ignore_on_save"] = [*(ignored or ()), *states]
     return model
 
 
 def revert_hf(model: M) -> M:
-    """The model itself, of its library's layers again, with the weights that it has by now.
+    """Restore the layers of transformers with the current weights, and return the model.
 
-    Weights of codes (te.quantized_model_init) come back as the values that the codes stand for.
+    Quantized weights (te.quantized_model_init) are dequantized.
     """
     decoders = [
         module for module in model.modules() if isinstance(getattr(module, "converted", None), Converted)
@@ -100,26 +118,6 @@ def revert_hf(model: M) -> M:
             del module._loss_function
         module.__dict__.pop("_keys_to_ignore_on_save", None)
     return model
-
-
-def _take_causal_loss(model: Any) -> None:
-    """Compute the library's loss of next tokens, where a model has that one, from logits in their own dtype."""
-    library = importlib.import_module("transformers.loss.loss_utils")
-    if getattr(model, "loss_function", None) is library.ForCausalLMLoss:
-        model.loss_function = causal_loss
-
-
-def _keep_extra_states_out_of_files(model: nn.Module) -> None:
-    """save_pretrained leaves out what only this package reads; state_dict has it."""
-    for module in model.modules():
-        ignored = getattr(module, "_keys_to_ignore_on_save", None)
-        if hasattr(module, "_keys_to_ignore_on_save"):
-            states = [
-                f"{name}.{EXTRA_STATE}"
-                for name, part in module.named_modules()
-                if isinstance(part, TransformerEngineBaseModule)
-            ]
-            module.__dict__["_keys_to_ignore_on_save"] = [*(ignored or ()), *states]
 
 
 @torch.no_grad()
@@ -196,3 +194,32 @@ def _revert_layer(layer: Any, number: int, config: Any) -> None:
     wants = {theirs: ours not in frozen for ours, theirs in names.pairs()}
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(wants.get(name, parameter.requires_grad))
+
+
+def causal_loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Cross entropy of the next token, with the signature of transformers' causal language models.
+
+    transformers makes a float32 copy of the logits, the largest tensor of a step; this function reads them in their
+    dtype and computes in float32. It does not modify the logits, which callers read after the backward pass.
+
+    Returns:
+        The mean over the counted tokens, or their sum divided by num_items_in_batch.
+    """
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    rows = logits.reshape(1, -1, vocab_size)
+    targets = shift_labels.reshape(1, -1).to(logits.device)
+    mean = num_items_in_batch is None
+    loss = parallel_cross_entropy(rows, targets, reduce_loss=mean, ignore_idx=ignore_index, keep_logits=True)
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss if num_items_in_batch is None else loss.sum() / num_items_in_batch

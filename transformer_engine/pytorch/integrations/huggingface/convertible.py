@@ -1,4 +1,4 @@
-"""Which models convert_hf takes: decoders of a few families whose layers are as their library made them."""
+"""Validation of models for convert_hf: decoders of supported families with unmodified layers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ....common import optional
 from ....common.checks import described
 from ...conversion import DecoderConfig
 from ...conversion.families import family_named
-from ...conversion.families.settings import Settings
-from .hooks import of_callers
+from ...conversion.settings import Settings
+from .hooks import hooked_by_callers
 from .injection import InjectedForward
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
-# Tensors that become one, and so want gradients together.
+# Tensors that are joined, and so require gradients together.
 _JOINED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
-# Parts of a layer in whose place others come.
+# Submodules of a layer that are replaced.
 NORMS = ("input_layernorm", "post_attention_layernorm")
 REPLACED = ("self_attn", "mlp", *NORMS)
 _LINEAR = (*_JOINED[0], "self_attn.o_proj", *_JOINED[1], "mlp.down_proj")
@@ -27,17 +27,22 @@ _ACTIVATIONS = {"swiglu": F.silu, "geglu": lambda x: F.gelu(x, approximate="tanh
 
 
 def decoders_of(model: Any) -> list[nn.Module]:
-    """The stacks of decoder layers in a model of transformers; ValueError where there is none that is known."""
+    """Return the stacks of decoder layers in a model of transformers; ValueError if it has no supported one."""
     reason = optional.failure("transformers")
     if reason is not None:
         raise ImportError(f"convert_hf takes models of transformers: {reason}; pip install transformers")
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise TypeError(
-            f"model={described(model)} is no model of transformers; give what from_pretrained returns"
+            f"model={described(model)} is not a model of transformers; give the result of from_pretrained"
         )
     refuse_adapters(model, "convert the model first, then give it to get_peft_model")
     named = {type(module): _model_type(module) for module in model.modules()}
-    found = [module for module in model.modules() if named[type(module)] in FAMILIES and _is_stack(module)]
+    found = [
+        module
+        for module in model.modules()
+        if named[type(module)] in FAMILIES
+        and {"layers", "norm", "rotary_emb"} <= {name for name, _ in module.named_children()}
+    ]
     if not found:
         raise ValueError(
             f"{type(model).__name__} (model_type={_model_type(model)!r}) has no decoder of {', '.join(FAMILIES)}; "
@@ -47,7 +52,7 @@ def decoders_of(model: Any) -> list[nn.Module]:
 
 
 def refuse_adapters(model: nn.Module, remedy: str) -> None:
-    """ValueError for a model that peft has put adapters into."""
+    """Raise ValueError for a model with adapters of peft."""
     if any(type(module).__module__.startswith("peft.") for module in model.modules()):
         raise ValueError(f"{type(model).__name__} holds adapters of peft; {remedy}")
 
@@ -56,13 +61,8 @@ def _model_type(module: nn.Module) -> str | None:
     return getattr(getattr(module, "config", None), "model_type", None)
 
 
-def _is_stack(module: nn.Module) -> bool:
-    parts = dict(module.named_children())
-    return {"layers", "norm", "rotary_emb"} <= set(parts)
-
-
 def decoder_config(decoder: nn.Module) -> DecoderConfig:
-    """What the layers of a decoder are made of. How tokens turn is the library's to compute, whichever it is."""
+    """Return the config of a decoder's layers, without rotary settings: the library computes the rotation."""
     config: Any = decoder.config
     content = config.to_dict() | {"rope_parameters": None, "rope_scaling": None}
     settings = Settings(content, f"the config of {type(decoder).__name__}")
@@ -70,7 +70,7 @@ def decoder_config(decoder: nn.Module) -> DecoderConfig:
 
 
 def check_decoder(decoder: nn.Module, config: DecoderConfig) -> None:
-    """ValueError for a layer that was changed, or whose parts cannot be one tensor."""
+    """Raise ValueError for a modified layer, or one whose tensors cannot be joined."""
     check_hooks(decoder)
     owners: dict[int, str] = {}
     _check_epsilon(decoder.norm, config, f"the last norm of {type(decoder).__name__}")
@@ -87,13 +87,13 @@ def check_decoder(decoder: nn.Module, config: DecoderConfig) -> None:
 
 
 def fresh_layer(layer: nn.Module, config: Any, number: int) -> nn.Module:
-    """The layer as its library makes it, without weights."""
+    """Return a new layer of the library on the meta device."""
     with torch.device("meta"):
         return type(layer)(config, number)
 
 
 def _check_classes(layer: nn.Module, fresh: nn.Module, place: str) -> None:
-    """ValueError for a part whose forward is not the library's: what it computes is not known here."""
+    """Raise ValueError for a submodule whose forward is not the library's."""
     for name in REPLACED:
         known = dict(fresh.get_submodule(name).named_modules(prefix=name))
         for path, part in layer.get_submodule(name).named_modules(prefix=name):
@@ -119,14 +119,14 @@ def _check_epsilon(norm: Any, config: DecoderConfig, place: str) -> None:
 
 
 def check_hooks(decoder: nn.Module) -> None:
-    """ValueError for a hook on what is replaced: nothing would call it any more."""
+    """Raise ValueError for a hook on a submodule that is replaced; it would never be called."""
     replaced = [
         (f"{name} of layer {number} of {type(decoder).__name__}", layer.get_submodule(name))
         for number, layer in enumerate(decoder.layers)  # pyright: ignore[reportArgumentType]
         for name in REPLACED
     ]
     for place, module in (*replaced, (f"the last norm of {type(decoder).__name__}", decoder.norm)):
-        hooked = next(of_callers(module), None)  # pyright: ignore[reportArgumentType]
+        hooked = next(hooked_by_callers(module), None)  # pyright: ignore[reportArgumentType]
         if hooked is not None:
             raise ValueError(
                 f"{place} has a hook{f' on {hooked}' if hooked else ''} and is replaced; remove the hook, and register "
@@ -148,7 +148,15 @@ def _check_products(layer: nn.Module, place: str) -> None:
                 f"{place} has hooks of accelerate's dispatch; load the model without device_map, convert it, then "
                 "dispatch it, to devices alone: offloading does not find weights that were fused"
             )
-    _check_alike(dict(layer.named_parameters()), place)
+    kinds = {(parameter.dtype, parameter.device): name for name, parameter in layer.named_parameters()}
+    if len(kinds) > 1:
+        listed = ", ".join(f"{name} {dtype} on {device}" for (dtype, device), name in kinds.items())
+        raise ValueError(f"the parameters of {place} differ: {listed}; bring them together with model.to()")
+    ((dtype, _),) = kinds
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"the parameters of {place} are {dtype}; convert the model in float32, bfloat16 or float16"
+        )
     for names in _JOINED:
         wanted = {parameter.requires_grad for name in names for parameter in parts[name].parameters()}
         if len(wanted) > 1:
@@ -159,7 +167,7 @@ def _check_products(layer: nn.Module, place: str) -> None:
 
 
 def _check_sharing(layer: nn.Module, place: str, owners: dict[int, str]) -> None:
-    """ValueError for a weight that an earlier layer has too: copies of it would train apart."""
+    """Raise ValueError for a weight that an earlier layer shares: its copies would be trained separately."""
     for name, parameter in layer.named_parameters(remove_duplicate=False):
         mine = f"{name} of {place}"
         if owners.setdefault(id(parameter), mine) != mine:
@@ -169,23 +177,34 @@ def _check_sharing(layer: nn.Module, place: str, owners: dict[int, str]) -> None
             )
 
 
-def _check_alike(parameters: dict[str, nn.Parameter], place: str) -> None:
-    kinds = {(parameter.dtype, parameter.device): name for name, parameter in parameters.items()}
-    if len(kinds) > 1:
-        listed = ", ".join(f"{name} {dtype} on {device}" for (dtype, device), name in kinds.items())
-        raise ValueError(f"the parameters of {place} differ: {listed}; bring them together with model.to()")
-    ((dtype, _),) = kinds
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(
-            f"the parameters of {place} are {dtype}; convert the model in float32, bfloat16 or float16"
-        )
-
-
 def _check_activation(activation: nn.Module, named: str, place: str) -> None:
-    """Is the module what our layer computes? "gelu" names the exact function in some configs, tanh's in others."""
+    """Raise ValueError unless LayerNormMLP computes the activation; "gelu" has two meanings in configs."""
     x: Tensor = torch.linspace(-4.0, 4.0, 65, device="cpu")
     if not torch.allclose(activation(x), _ACTIVATIONS[named](x), rtol=1e-5, atol=1e-6):
         raise ValueError(
             f"the activation of {place} is {activation}, which LayerNormMLP does not compute; it has silu and gelu "
             "by tanh (gelu_pytorch_tanh)"
         )
+
+
+def place_of(weight: Tensor) -> dict[str, Any]:
+    """Return the device and dtype keywords of a layer that replaces the layer of `weight`."""
+    return {"device": weight.device, "params_dtype": weight.dtype}
+
+
+def norm_place_of(weight: Tensor) -> dict[str, Any]:
+    """Return the device and dtype keywords of a norm that replaces the norm of `weight`."""
+    return {"device": weight.device, "dtype": weight.dtype}
+
+
+def norm_of(config: DecoderConfig) -> dict[str, Any]:
+    """Return the keywords of the first norm of a layer."""
+    return {
+        "normalization": config.norm,
+        "eps": config.epsilon,
+        "zero_centered_gamma": config.zero_centered,
+    }
+
+
+def unfilled(weight: Tensor) -> None:
+    """An init_method for weights that are overwritten."""

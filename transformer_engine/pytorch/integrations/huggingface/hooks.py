@@ -1,30 +1,49 @@
-"""Hooks of modules, found again by what they are: handles do not survive a copy of the module."""
+"""Hooks of converted models: finding and removing them, rotary angles, and the recipe of a decoder's forward.
+
+Hooks are found by their type, because handles do not survive a copy of the module. The fused rotation takes float32
+angles [1 | b, s, d]:
+
+    angles = atan2(sin, cos),   cos^2 + sin^2 = scale^2
+
+The library computes all scaling of frequencies (linear, dynamic, llama3, yarn, longrope) in float32; its attention
+factor is the scale.
+"""
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Iterator, MutableMapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from ....common.recipe import Recipe
+from ...distributed import checkpoint
+from ...quantization import autocast
+from ...quantization.autocast import current
 
 _OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-# Where transformers' recorders of hidden states and attentions are made, and the flag of a model that has them.
+# The module of transformers' recorders of hidden states and attentions, and the flag of a model that has them.
 _RECORDERS, _RECORDS = "transformers.utils.output_capturing", "_output_capturing_hooks_installed"
 
 
 def drop_hooks(hooks: MutableMapping[int, Any], is_ours: Callable[[Any], bool]) -> list[int]:
-    """Take those that are ours out of a module's hooks; their numbers."""
+    """Remove the hooks of a module that satisfy `is_ours` and return their ids."""
     numbers = [number for number, hook in hooks.items() if is_ours(hook)]
     for number in numbers:
         del hooks[number]
     return numbers
 
 
-def of_callers(module: nn.Module) -> Iterator[str]:
-    """Names of parts and parameters of a module that carry a hook of somebody's; transformers' recorders are not."""
+def hooked_by_callers(module: nn.Module) -> Iterator[str]:
+    """Iterate over submodules and parameters with a hook other than transformers' recorders."""
     for name, part in module.named_modules():
-        if any(not _records(hook) for kind in _OF_MODULES for hook in getattr(part, kind).values()):
+        if any(not _is_recorder(hook) for kind in _OF_MODULES for hook in getattr(part, kind).values()):
             yield name
     for name, parameter in module.named_parameters():
         if any(getattr(parameter, kind, None) for kind in _OF_PARAMETERS):
@@ -32,12 +51,106 @@ def of_callers(module: nn.Module) -> Iterator[str]:
 
 
 def renew_recorders(model: nn.Module) -> None:
-    """Have transformers put its recorders into a model anew at its next forward, into layers that are new as well."""
+    """Remove transformers' recorders, which it installs again in the next forward pass, also in new layers."""
     for module in model.modules():
-        drop_hooks(module._forward_hooks, _records)
+        drop_hooks(module._forward_hooks, _is_recorder)
         if getattr(module, _RECORDS, False):
             setattr(module, _RECORDS, False)
 
 
-def _records(hook: Any) -> bool:
+def _is_recorder(hook: Any) -> bool:
     return getattr(hook, "__module__", None) == _RECORDERS
+
+
+class Turns(NamedTuple):
+    """Angles float32 [1 | b, s, d] of each token, and a factor of queries and keys."""
+
+    angles: Tensor
+    scale: float
+
+
+def give_angles(rotary: nn.Module) -> None:
+    """Make a rotary embedding of transformers return Turns, until `give_cosines`."""
+    rotary.register_forward_pre_hook(_in_float32, with_kwargs=True)
+    rotary.register_forward_hook(_turns)
+
+
+def give_cosines(rotary: nn.Module) -> None:
+    """Undo `give_angles`."""
+    for number in drop_hooks(rotary._forward_pre_hooks, lambda hook: hook is _in_float32):
+        rotary._forward_pre_hooks_with_kwargs.pop(number, None)
+    drop_hooks(rotary._forward_hooks, lambda hook: hook is _turns)
+
+
+def _in_float32(
+    rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Replace the first argument, of which only dtype and device are used, by a float32 one."""
+    hidden, *rest = args
+    return (hidden.new_empty(0, dtype=torch.float32), *rest), kwargs
+
+
+def _turns(rotary: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> Turns:
+    cosine, sine = output
+    return Turns(torch.atan2(sine, cosine), float(rotary.attention_scaling))  # pyright: ignore[reportArgumentType]
+
+
+class _ActiveBlocks(threading.local):
+    """The autocast blocks of the running forward passes of this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.blocks: list[autocast | None] = []
+
+
+_active = _ActiveBlocks()
+
+
+def enter_recipe(decoder: nn.Module, recipe: Recipe | None) -> None:
+    """Run every forward of a decoder under autocast with a recipe; None: under the caller's autocast."""
+    decoder.register_forward_pre_hook(EnterRecipe(recipe), prepend=True)
+    decoder.register_forward_hook(LeaveRecipe(), always_call=True)
+
+
+def leave_recipe(decoder: nn.Module) -> None:
+    """Undo `enter_recipe`."""
+    drop_hooks(decoder._forward_pre_hooks, lambda hook: isinstance(hook, EnterRecipe))
+    for number in drop_hooks(decoder._forward_hooks, lambda hook: isinstance(hook, LeaveRecipe)):
+        decoder._forward_hooks_always_called.pop(number, None)
+
+
+@dataclass(frozen=True)
+class EnterRecipe:
+    """Pre-hook that enters autocast."""
+
+    recipe: Recipe | None
+
+    def __call__(self, decoder: nn.Module, args: tuple[Any, ...]) -> None:
+        _active.blocks.append(None)
+        if self.recipe is not None:
+            block = autocast(recipe=self.recipe)
+            block.__enter__()
+            _active.blocks[-1] = block
+        if not decoder.training:
+            return
+        # torch's checkpoint of a layer becomes te.checkpoint, whose second run repeats scales and recipe.
+        for layer in decoder.layers:  # pyright: ignore[reportGeneralTypeIssues]
+            function = getattr(layer, "_gradient_checkpointing_func", None)
+            if not layer.gradient_checkpointing or not isinstance(function, functools.partial):
+                continue
+            if function.func is torch_checkpoint:
+                layer._gradient_checkpointing_func = functools.partial(checkpoint, **function.keywords)
+            elif function.func is not checkpoint and current().enabled:
+                raise ValueError(
+                    f"gradient checkpointing by {function.func.__qualname__} does not repeat a recipe in the backward; "
+                    "call gradient_checkpointing_enable() without offload=True"
+                )
+
+
+@dataclass(frozen=True)
+class LeaveRecipe:
+    """Hook that leaves autocast, also after an exception; then no state is updated."""
+
+    def __call__(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        block = _active.blocks.pop()
+        if block is not None:
+            block.__exit__(RuntimeError if output is None else None, None, None)

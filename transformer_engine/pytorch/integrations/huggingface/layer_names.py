@@ -1,9 +1,9 @@
-"""{our tensor: their tensors} of one decoder layer, and the hooks by which its state dict keeps their names.
+"""{our tensor: their tensors} of one decoder layer, and the hooks that keep their names in its state dict.
 
     self_attn.layernorm_qkv.weight  =  self_attn.q_proj.weight, .k_proj.weight, .v_proj.weight, group by group
     mlp.fc1_weight                  =  mlp.gate_proj.weight over mlp.up_proj.weight
 
-The rows are those of `te convert` (conversion/families), under the names that a converted layer has.
+The rows are those of `te convert` (conversion/families.py), with the names of a converted layer.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from ...conversion import DecoderConfig
 from ...conversion.families import family_named
-from ...conversion.layouts import Layout
+from ...conversion.layouts import WeightLayout
 from ...tensor import QuantizedTensor
 
 _THEIR_LAYER = "model.layers.{i}."
-# What the table calls a part of TransformerLayer, and what it is called in a converted layer.
+# Names of submodules in the table, and in a converted layer.
 _PLACES = {
     "layers.{i}.self_attention.layernorm_qkv.": "self_attn.layernorm_qkv.",
     "layers.{i}.self_attention.proj.": "self_attn.o_proj.",
@@ -31,12 +31,12 @@ _PLACES = {
 
 
 @dataclass(frozen=True)
-class Match:
-    """One tensor of a converted layer, made of those of the stock layer."""
+class LayerTensor:
+    """One tensor of a converted layer and the tensors of the stock layer that it consists of."""
 
     ours: str
     theirs: tuple[str, ...]
-    layout: Layout
+    layout: WeightLayout
 
     @property
     def is_renamed(self) -> bool:
@@ -44,8 +44,8 @@ class Match:
 
 
 @dataclass(frozen=True)
-class Said:
-    """What load_state_dict tells at its end."""
+class LoadErrors:
+    """The lists that load_state_dict reports at its end."""
 
     missing: list[str]
     errors: list[str]
@@ -53,9 +53,9 @@ class Said:
 
 @dataclass(frozen=True)
 class LayerNames:
-    """The tensors of a layer, of which a model without biases, for example, has some only."""
+    """The tensors of a layer; a model without biases, for example, lacks some."""
 
-    matches: tuple[Match, ...]
+    matches: tuple[LayerTensor, ...]
 
     @staticmethod
     def of(model_type: str, decoder: DecoderConfig) -> LayerNames:
@@ -64,19 +64,21 @@ class LayerNames:
             for place, ours in _PLACES.items():
                 if row.ours.startswith(place):
                     theirs = tuple(name.removeprefix(_THEIR_LAYER) for name in row.theirs)
-                    matches.append(Match(ours + row.ours.removeprefix(place), theirs, row.layout(decoder)))
+                    matches.append(
+                        LayerTensor(ours + row.ours.removeprefix(place), theirs, row.layout(decoder))
+                    )
                     break
         return LayerNames(tuple(matches))
 
     def to_ours(self, state: MutableMapping[str, Any], prefix: str = "") -> None:
-        """Put ours in the place of theirs, where all parts of a tensor are there."""
+        """Replace their tensors by ours where all parts of a tensor are present."""
         for match in self._renamed():
             theirs = [prefix + name for name in match.theirs]
             if all(name in state for name in theirs):
                 state[prefix + match.ours] = match.layout.join([state.pop(name) for name in theirs])
 
-    def fill(self, layer: nn.Module, state: MutableMapping[str, Any], prefix: str, said: Said) -> None:
-        """Give a tensor whose parts are missing, or of another shape, the layer's own parts, and name those."""
+    def fill(self, layer: nn.Module, state: MutableMapping[str, Any], prefix: str, found: LoadErrors) -> None:
+        """Fill in the layer's own values for missing parts and parts of another shape, and report them."""
         own = dict(layer.named_parameters())
         for match in self._renamed():
             theirs = [prefix + name for name in match.theirs]
@@ -87,9 +89,9 @@ class LayerNames:
             for name, part in zip(theirs, parts, strict=True):
                 given = state.get(name)
                 if given is None:
-                    said.missing.append(name)
+                    found.missing.append(name)
                 elif given.shape != part.shape:
-                    said.errors.append(
+                    found.errors.append(
                         f"size mismatch for {name}: its shape is {list(given.shape)} in the state dict, "
                         f"{list(part.shape)} in the model"
                     )
@@ -97,9 +99,9 @@ class LayerNames:
                     state[name] = part.detach()
 
     def to_theirs(self, state: MutableMapping[str, Any], prefix: str = "") -> None:
-        """Put theirs in the place of ours, in memory of their own: files refuse tensors that share it.
+        """Replace our tensors by theirs, in separate memory: files reject tensors that share it.
 
-        Codes become values, also those of a tensor that keeps its name.
+        Quantized tensors are dequantized, also those that keep their name.
         """
         for match in self.matches:
             name = prefix + match.ours
@@ -112,21 +114,21 @@ class LayerNames:
                     state[prefix + name] = part.clone(memory_format=torch.contiguous_format)
 
     def pairs(self) -> Iterator[tuple[str, str]]:
-        """(ours, theirs), one part of ours after the other."""
+        """Return the pairs (ours, theirs) of all parts."""
         return ((match.ours, name) for match in self.matches for name in match.theirs)
 
-    def _renamed(self) -> Iterator[Match]:
+    def _renamed(self) -> Iterator[LayerTensor]:
         return (match for match in self.matches if match.is_renamed)
 
 
 def _values(tensor: Tensor) -> Tensor:
-    """In high precision: the names are those of checkpoints that hold no codes."""
+    """Return the values in high precision, for checkpoints without quantized tensors."""
     return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
 
 
 @dataclass
 class SavesTheirNames:
-    """A hook of `state_dict`, which torch marks as registered."""
+    """A hook of `state_dict`, on which torch sets a mark."""
 
     names: LayerNames
 
@@ -144,5 +146,5 @@ class LoadsTheirNames:
         self, layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], strict: bool,
         missing: list[str], unexpected: list[str], errors: list[str],
     ) -> None:  # fmt: skip
-        self.names.fill(layer, state, prefix, Said(missing, errors))
+        self.names.fill(layer, state, prefix, LoadErrors(missing, errors))
         self.names.to_ours(state, prefix)

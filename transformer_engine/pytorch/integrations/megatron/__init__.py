@@ -10,10 +10,16 @@ MegatronModule, where it is installed. Where it is not, the small equivalents he
 from .attention import Attention
 from .contexts import PagedContext, StaticContext
 from .cross_attention import CrossAttention
-from .equivalents import AttnMaskType, ModuleSpec, PackedSequences, TransformerConfig
+from .equivalents import (
+    AttnMaskType,
+    CrossAttentionSubmodules,
+    ModuleSpec,
+    PackedSequences,
+    SelfAttentionSubmodules,
+    TransformerConfig,
+)
 from .layers import cross_attention_submodules, self_attention_submodules
 from .self_attention import SelfAttention
-from .submodules import CrossAttentionSubmodules, SelfAttentionSubmodules
 
 __all__ = [
     "Attention",

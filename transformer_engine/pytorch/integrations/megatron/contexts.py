@@ -1,6 +1,6 @@
-"""Where keys and values of earlier tokens lie: one block a batch (static), or pages that requests own (dynamic).
+"""Caches of keys and values: one block per batch (static), or pages that requests own (dynamic).
 
-Both have the methods that attention layers call on Megatron-core's inference contexts.
+Both have the methods of Megatron-core's inference contexts that attention layers call.
 """
 
 from __future__ import annotations

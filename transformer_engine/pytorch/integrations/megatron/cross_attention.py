@@ -8,8 +8,7 @@ from torch import Tensor
 
 from ...functions.split_along import SplitAlongDim
 from .attention import Attention
-from .equivalents import AttnMaskType
-from .submodules import CrossAttentionSubmodules
+from .equivalents import AttnMaskType, CrossAttentionSubmodules
 
 
 class CrossAttention(Attention):

@@ -1,7 +1,7 @@
-"""What the attention layers take from Megatron-core where it is installed, and what stands for it where it is not.
+"""Classes of Megatron-core that attention layers use, or equivalents if it is not installed.
 
-Settings are read by name, so that a record of either kind serves. A module's class, its enum of masks and its process
-groups have to be Megatron's own in a model of Megatron's.
+Settings are read by name, so both records of settings work. In a model of Megatron's, the base class of modules, the
+enum of masks and the process groups must be Megatron's own.
 """
 
 from __future__ import annotations
@@ -37,13 +37,9 @@ class _LightModule(torch.nn.Module):
 
 
 def _of_megatron(module: str, name: str, otherwise: Any) -> Any:
-    if not optional.installed("megatron") or not _has_core():
+    if not optional.installed("megatron") or optional.failure("megatron.core", "parallel_state") is not None:
         return otherwise
     return getattr(importlib.import_module(f"megatron.core.{module}"), name)
-
-
-def _has_core() -> bool:
-    return optional.failure("megatron.core", "parallel_state") is None
 
 
 AttnMaskType: Any = _of_megatron("transformer.enums", "AttnMaskType", _LightMaskType)
@@ -114,7 +110,7 @@ class TransformerConfig:
 
 @dataclass
 class ModuleSpec:
-    """A class, or a function that makes a module, with the arguments that it gets beside the layer's."""
+    """A class or a function that constructs a module, with additional arguments."""
 
     module: Any
     params: dict[str, Any] = field(default_factory=dict)
@@ -136,7 +132,7 @@ class ProcessGroups:
 
 @dataclass(frozen=True)
 class PackedSequences:
-    """Where the sequences of a packed ("thd") batch begin and end, under the names of Megatron's PackedSeqParams."""
+    """The offsets of the sequences of a packed ("thd") batch, with the names of Megatron's PackedSeqParams."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_kv: Tensor
@@ -148,7 +144,7 @@ class PackedSequences:
 
 
 def process_groups(given: Any) -> Any:
-    """The groups of an attention layer: the caller's, Megatron's where it has been set up, or none."""
+    """Return the process groups of an attention layer: the caller's, Megatron's if initialized, or none."""
     if given is not None:
         for name in ("tp", "cp"):
             if not hasattr(given, name):
@@ -160,19 +156,19 @@ def process_groups(given: Any) -> Any:
 
 
 def ranks_of(group: Any) -> int:
-    """Ranks of a group; 1 for None."""
+    """Return the size of a group; 1 for None."""
     return 1 if group is None else torch.distributed.get_world_size(group)
 
 
 def rng_tracker() -> Callable[[], Any] | None:
-    """Megatron's random states, where they are in use: a recomputed function is to draw the same numbers."""
+    """Return Megatron's tracker of random states if it is initialized, so that recomputation draws equal numbers."""
     if _get_rng_tracker is None or not _get_rng_tracker().is_initialized():
         return None
     return _get_rng_tracker
 
 
 def built(spec: Any, *args: Any, **kwargs: Any) -> Any:
-    """The module of a spec, of a class, or of a function that makes one."""
+    """Construct the module of a spec, a class, or a function."""
     make = spec
     if not callable(spec) and hasattr(spec, "module"):
         make = ModuleSpec(spec.module, dict(spec.params or {}), getattr(spec, "submodules", None))
@@ -182,5 +178,26 @@ def built(spec: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def setting(config: Any, name: str, default: Any = None) -> Any:
-    """A setting that not every version of Megatron's record has."""
+    """Return a setting that some versions of Megatron's config lack."""
     return getattr(config, name, default)
+
+
+@dataclass
+class SelfAttentionSubmodules:
+    """The submodules of a SelfAttention: ModuleSpecs, classes, or functions that construct a module."""
+
+    linear_qkv: Any = None
+    core_attention: Any = None
+    linear_proj: Any = None
+    q_layernorm: Any = None
+    k_layernorm: Any = None
+
+
+@dataclass
+class CrossAttentionSubmodules:
+    """The submodules of a CrossAttention."""
+
+    linear_q: Any = None
+    linear_kv: Any = None
+    core_attention: Any = None
+    linear_proj: Any = None

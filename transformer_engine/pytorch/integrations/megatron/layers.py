@@ -1,11 +1,12 @@
-"""The layers an attention is made of, with the constructors of Megatron-core's: linear, norm and core attention.
+"""The layers of an attention, with the constructors of Megatron-core's: linear, norm and core attention.
 
-They are this package's own, read their settings from a config, and return (output, bias) as Megatron's linear layers.
+They derive from this package's layers, read their settings from a config, and return (output, bias) as Megatron's
+linear layers. QK-clip scales rows of the projection so that no logit exceeds a threshold.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,26 +14,25 @@ from torch import Tensor
 from ... import attention as attentions
 from ...module import LayerNorm, LayerNormLinear, Linear, RMSNorm
 from ...runtime.device import canonical_device
-from .equivalents import ranks_of, rng_tracker, setting
-from .submodules import CrossAttentionSubmodules, SelfAttentionSubmodules
+from .equivalents import CrossAttentionSubmodules, SelfAttentionSubmodules, ranks_of, rng_tracker, setting
 
 
 def self_attention_submodules(config: Any, input_norm: bool = False) -> SelfAttentionSubmodules:
-    """The submodules of a SelfAttention; input_norm: the projection of queries, keys and values begins with a norm."""
+    """Return the submodules of a SelfAttention; with input_norm the projection of q, k, v includes a norm."""
     norm = head_norm if config.qk_layernorm else None
     qkv = NormColumnLinear if input_norm else ColumnLinear
     return SelfAttentionSubmodules(qkv, CoreAttention, RowLinear, norm, norm)
 
 
 def cross_attention_submodules(config: Any) -> CrossAttentionSubmodules:
-    """The submodules of a CrossAttention."""
+    """Return the submodules of a CrossAttention."""
     return CrossAttentionSubmodules(ColumnLinear, ColumnLinear, CoreAttention, RowLinear)
 
 
 def _arguments(
     config: Any, *, init_method: Any, bias: bool, tp_group: Any = None, name: str | None = None, **_: Any
 ) -> dict[str, Any]:
-    """Of this package's constructors, from those of Megatron's; the rest of them says what a class here is anyway."""
+    """Convert the arguments of Megatron's constructors; those that the class determines are ignored."""
     tp_size = ranks_of(tp_group)
     return {
         "name": name,
@@ -50,7 +50,7 @@ def _arguments(
 
 
 class _WithBias(torch.nn.Module):
-    """forward(x) returns (y, bias): the bias that the caller is to add, None where there is none or it is in y."""
+    """forward(x) returns (y, bias); bias is None if there is none or y includes it."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         made = super().forward(x)  # pyright: ignore[reportAttributeAccessIssue]
@@ -93,7 +93,7 @@ class RowLinear(_WithBias, Linear):
 
 
 def head_norm(hidden_size: int, config: Any, eps: float) -> LayerNorm | RMSNorm:
-    """norm(x [.., hidden_size]), of the kind that the config says."""
+    """Return the config's norm of x [.., hidden_size]."""
     kind = LayerNorm if config.normalization == "LayerNorm" else RMSNorm
     return kind(
         hidden_size,
@@ -130,6 +130,9 @@ class CoreAttention(attentions.DotProductAttention):
         cp_comm_type: str | None = None, softmax_scale: float | None = None, pg_collection: Any = None,
     ) -> None:  # fmt: skip
         tp_group = None if pg_collection is None else pg_collection.tp
+        cp_comm_type = cp_comm_type or "p2p"
+        # "a2a+p2p" takes Megatron's hierarchical groups.
+        cp_group = getattr(pg_collection, "hcp" if cp_comm_type == "a2a+p2p" else "cp", None)
         super().__init__(
             config.num_attention_heads,
             config.kv_channels,
@@ -143,6 +146,8 @@ class CoreAttention(attentions.DotProductAttention):
             get_rng_state_tracker=rng_tracker(),
             layer_number=layer_number,
             attention_type=attention_type,
+            cp_group=cp_group,
+            cp_comm_type=cp_comm_type,
             softmax_scale=softmax_scale,
             softmax_type=config.softmax_type,
             return_max_logit=config.qk_clip,
@@ -174,3 +179,26 @@ class CoreAttention(attentions.DotProductAttention):
         logits = logits.detach()
         self.current_max_attn_logits = logits if known is None else torch.maximum(known, logits)
         return output
+
+
+class ProjectionHeads(NamedTuple):
+    """The rows of a group in the projection's weight: queries, their gates, one key, one value, of `size` rows each."""
+
+    groups: int
+    queries: int
+    gates: int
+    size: int
+
+
+def clipping_factors(greatest: Tensor, threshold: float, groups: int) -> Tensor:
+    """Return min(1, threshold / greatest logit) [groups] of logits [heads]; 1 for negative logits."""
+    return threshold / greatest.view(groups, -1).amax(dim=1).clamp(min=threshold)
+
+
+def clip_rows(weight: Tensor, factor: Tensor, alpha: float, heads: ProjectionHeads) -> None:
+    """Scale the rows of queries by factor^alpha and of keys by factor^(1 - alpha), per group, in place (QK-clip)."""
+    parts = weight.view(heads.groups, heads.queries + heads.gates + 2, heads.size, -1)
+    factor = factor.to(weight.device).view(-1, 1, 1, 1)
+    with torch.no_grad():
+        parts[:, : heads.queries].mul_(factor.pow(alpha))
+        parts[:, heads.queries + heads.gates].mul_(factor.pow(1 - alpha).squeeze(1))

@@ -104,12 +104,9 @@ def rotated(
         cp_size=cp[0],
         cp_rank=cp[1],
     )
-    return turned if mscale == 1.0 else _scaled(turned, freqs.shape[-1], mscale)
-
-
-def _scaled(x: Tensor, size: int, mscale: float) -> Tensor:
-    """The first `size` features of each head times mscale."""
-    head, rest = x[..., :size] * mscale, x[..., size:]
+    if mscale == 1.0:
+        return turned
+    head, rest = turned[..., : freqs.shape[-1]] * mscale, turned[..., freqs.shape[-1] :]
     return torch.cat((head, rest), dim=-1) if rest.shape[-1] else head
 
 

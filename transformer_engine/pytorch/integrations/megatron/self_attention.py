@@ -9,11 +9,9 @@ from torch import Tensor
 
 from ...functions.split_along import SplitAlongDim
 from ...tensor import QuantizedTensor
-from . import clipping
 from .attention import Attention, save_original_input
-from .equivalents import AttnMaskType, built, ranks_of, setting
-from .layers import HeadL2Norm, head_norm
-from .submodules import SelfAttentionSubmodules
+from .equivalents import AttnMaskType, SelfAttentionSubmodules, built, ranks_of, setting
+from .layers import HeadL2Norm, ProjectionHeads, clip_rows, clipping_factors, head_norm
 
 
 class SelfAttention(Attention):
@@ -143,7 +141,7 @@ class SelfAttention(Attention):
                 "record return_max_logit of this layer"
             )
         groups = self.num_query_groups_per_partition
-        factor = clipping.factors(greatest, config.qk_clip_threshold, groups)
+        factor = clipping_factors(greatest, config.qk_clip_threshold, groups)
         if bool((factor < 1).any()):
             weight = self.linear_qkv.weight
             if hasattr(weight, "main_param"):
@@ -154,10 +152,10 @@ class SelfAttention(Attention):
     def _clip_linear_qkv(self, weight: Tensor, factor: Tensor) -> None:
         groups = self.num_query_groups_per_partition
         each = self.num_attention_heads_per_partition // groups
-        heads = clipping.Heads(groups, each, each * self._gates, self.hidden_size_per_attention_head)
+        heads = ProjectionHeads(groups, each, each * self._gates, self.hidden_size_per_attention_head)
         if not isinstance(weight, QuantizedTensor):
-            clipping.clip(weight, factor, self.config.qk_clip_alpha, heads)
+            clip_rows(weight, factor, self.config.qk_clip_alpha, heads)
             return
         values = weight.dequantize()
-        clipping.clip(values, factor, self.config.qk_clip_alpha, heads)
+        clip_rows(values, factor, self.config.qk_clip_alpha, heads)
         weight.copy_(values)

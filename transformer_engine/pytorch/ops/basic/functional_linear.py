@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ...primitives.gemm import Epilogue, as_matrix, gemm
-from ...primitives.operand import Operand, plain
-from ...tensor.axis import COLS, ROWS
+from ...primitives.operand import COLS, ROWS, Operand, plain
 from ...tensor.quantized_tensor import QuantizedTensorStorage
 from ...tensor.quantizer import Quantizer
 

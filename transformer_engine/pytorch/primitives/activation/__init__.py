@@ -16,7 +16,7 @@ from . import reference, triton
 from .request import (
     ACTIVATIONS,
     DEFAULT_PARAMS,
-    Activation,
+    ActivationKind,
     ActivationParams,
     ActivationRequest,
     request_of,
@@ -26,7 +26,7 @@ __all__ = [
     "ACTIVATIONS",
     "DEFAULT_PARAMS",
     "TABLE",
-    "Activation",
+    "ActivationKind",
     "ActivationParams",
     "ActivationRequest",
     "activation_backward",
@@ -48,11 +48,10 @@ def activation_forward(name: str, x: Tensor, params: ActivationParams, cast: Cas
 def activation_forward(
     name: str, x: Tensor, params: ActivationParams = DEFAULT_PARAMS, cast: Cast | None = None
 ) -> Tensor | Quantized:
-    """y = f(x) [...], or for gated units y [..., F] = f(x[..., :F]) * x[..., F:]; y in x's dtype, or as a cast asks.
+    """y = f(x) [...], or for gated units y [..., F] = f(x[..., :F]) * x[..., F:]; y in x's dtype, or codes.
 
-    With a cast, of a matrix x, y's place is taken by the codes that quantizing y gives. On a GPU those with one scale
-    a tensor or a block are made where y is: y itself is never stored, unless one scale is to be made from its maximum,
-    which is found on the way.
+    With a cast, of a matrix x, the codes of y are returned instead of y. On a GPU the kernel writes codes with one
+    scale per tensor or per block. Then y is not stored, unless one scale is computed from its maximum.
     """
     facts = (name, x.shape, x.stride(), x.dtype, x.device, params.constants)
     if cast is None:
@@ -91,8 +90,9 @@ def activation_backward(
 
     With a cast, (the codes of dx [M, N], the sum over its rows [N]): bit for bit those of separate steps.
 
-    dbias   dtype of the sum, which is made in float32 from the rounded dx, in an order of the backend's; None: no sum.
-            With one, blocks of rows alone are cast after dx is stored; for these, `gradient_fuses` is False
+    dbias   dtype of the sum, which is computed in float32 from the rounded dx in an order that depends on the backend;
+            None: no sum. With a sum, codes of blocks in the row direction alone are cast after dx is stored; for these,
+            `gradient_fuses` is False
     """
     constants, gradient = params.constants, (dy.stride(), dy.dtype)
     facts = (name, x.shape, x.stride(), x.dtype, x.device, constants, gradient)
@@ -107,32 +107,28 @@ def _forward(x: Tensor, name: str, limit: float, alpha: float, offset: float) ->
     return TABLE.bound((name, x.shape, x.stride(), x.dtype, x.device, (limit, alpha, offset)))(x)
 
 
-def _forward_results(x: Tensor, name: str, limit: float, alpha: float, offset: float) -> Tensor:
-    if not ACTIVATIONS[name].gated:
-        return x.new_empty(x.shape)
-    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-
-
 def _backward(dy: Tensor, x: Tensor, name: str, limit: float, alpha: float, offset: float) -> Tensor:
     constants, gradient = (limit, alpha, offset), (dy.stride(), dy.dtype)
     return TABLE.bound((name, x.shape, x.stride(), x.dtype, x.device, constants, gradient))(dy, x)
 
 
-def _backward_results(dy: Tensor, x: Tensor, name: str, limit: float, alpha: float, offset: float) -> Tensor:
-    return x.new_empty(x.shape)
-
-
 _CONSTANTS = "str name, float limit, float alpha, float offset"
 _forward_operator = operator(
-    f"activation_forward(Tensor x, {_CONSTANTS}) -> Tensor", _forward, _forward_results
+    f"activation_forward(Tensor x, {_CONSTANTS}) -> Tensor",
+    _forward,
+    lambda x, name, limit, alpha, offset: (
+        x.new_empty(*x.shape[:-1], x.shape[-1] // 2) if ACTIVATIONS[name].gated else x.new_empty(x.shape)
+    ),
 )
 _backward_operator = operator(
-    f"activation_backward(Tensor dy, Tensor x, {_CONSTANTS}) -> Tensor", _backward, _backward_results
+    f"activation_backward(Tensor dy, Tensor x, {_CONSTANTS}) -> Tensor",
+    _backward,
+    lambda dy, x, name, limit, alpha, offset: x.new_empty(x.shape),
 )
 
 
 def _operator_of(request: ActivationRequest) -> Operator:
-    """Of the activation alone: a cast behind it is an operator of its own, and so are sums."""
+    """Return the operator of the activation; a cast and column sums are separate operators."""
     limit, alpha, offset = request.constants
     one = _backward_operator if request.backward else _forward_operator
     alone = one.given(name=request.name, limit=limit, alpha=alpha, offset=offset)

@@ -21,9 +21,13 @@ from .request import ACTIVATIONS, ActivationRequest, Constants
 def bind(request: ActivationRequest) -> Callable[..., Any]:
     """x -> f(x), (dy, x) -> dx; with a cast (.., multiplier, record) -> the codes, and of dx its column sums."""
     name, constants = request.name, request.constants
+
+    def sums(dx: Tensor, dtype: torch.dtype) -> Tensor:
+        return dx.sum(0, dtype=torch.float32).to(dtype)
+
     if request.backward:
-        return with_cast(request, lambda dy, x: gradient(name, dy, x, constants), _sums)
-    return with_cast(request, lambda x: value(name, x, constants), _sums)
+        return with_cast(request, lambda dy, x: gradient(name, dy, x, constants), sums)
+    return with_cast(request, lambda x: value(name, x, constants), sums)
 
 
 def with_cast(
@@ -31,7 +35,7 @@ def with_cast(
     step: Callable[..., Tensor],
     sums: Callable[[Tensor, torch.dtype], Tensor],
 ) -> Callable[..., Any]:
-    """The step, and behind it what the request asks of its result: codes, sums of columns."""
+    """Return the step followed by the cast of its result, and by the column sums, if requested."""
     if request.cast is None:
         return step
     spec, dbias = request.cast.spec, request.dbias
@@ -47,10 +51,6 @@ def with_cast(
         return quantize_as(dx, Cast(spec, multiplier, record)), summed
 
     return backward if request.backward else forward
-
-
-def _sums(dx: Tensor, dtype: torch.dtype) -> Tensor:
-    return dx.sum(0, dtype=torch.float32).to(dtype)
 
 
 def value(name: str, x: Tensor, constants: Constants) -> Tensor:
@@ -100,8 +100,8 @@ def _clamped_swiglu_gradients(
     return dgate, dlinear
 
 
-# Constants stand where they are used: of a global float a compiler makes a symbol while shapes are dynamic, which it
-# cannot use in two layers of one graph. 0.797.. is sqrt(2 / pi).
+# Literal constants: torch.compile turns a global float into a symbol while shapes are dynamic, and cannot use it in two
+# layers of one graph. 0.797.. is sqrt(2 / pi).
 def _gelu(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + torch.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
 
@@ -112,29 +112,9 @@ def _gelu_slope(x: Tensor) -> Tensor:
     return 0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * inner_slope
 
 
-def _qgelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
 def _qgelu_slope(x: Tensor) -> Tensor:
     sigmoid = torch.sigmoid(1.702 * x)
     return sigmoid + 1.702 * x * sigmoid * (1.0 - sigmoid)
-
-
-def _relu_slope(x: Tensor) -> Tensor:
-    return torch.where(x <= 0.0, 0.0, 1.0)  # 0 at 0, as torch has it
-
-
-def _squared_relu(x: Tensor) -> Tensor:
-    return torch.relu(x).square()
-
-
-def _squared_relu_slope(x: Tensor) -> Tensor:
-    return 2.0 * torch.relu(x)
-
-
-def _silu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(x)
 
 
 def _silu_slope(x: Tensor) -> Tensor:
@@ -155,10 +135,10 @@ class Curve(NamedTuple):
 
 
 _GELU = Curve(_gelu, _gelu_slope)
-_QGELU = Curve(_qgelu, _qgelu_slope)
-_RELU = Curve(torch.relu, _relu_slope)
-_SRELU = Curve(_squared_relu, _squared_relu_slope)
-_SILU = Curve(_silu, _silu_slope)
+_QGELU = Curve(lambda x: x * torch.sigmoid(1.702 * x), _qgelu_slope)
+_RELU = Curve(torch.relu, lambda x: torch.where(x <= 0.0, 0.0, 1.0))  # 0 at 0, as in torch
+_SRELU = Curve(lambda x: torch.relu(x).square(), lambda x: 2.0 * torch.relu(x))
+_SILU = Curve(lambda x: x * torch.sigmoid(x), _silu_slope)
 
 _CURVES: dict[str, Curve] = {
     "gelu": _GELU,

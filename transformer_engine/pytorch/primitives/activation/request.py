@@ -1,4 +1,4 @@
-"""What an activation is, and what its backends are told before they say yes or no."""
+"""Kinds of activations, their constants, and the request of an activation."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ..quantize.fused_codes import cast_request
 
 
 @dataclass(frozen=True)
-class Activation:
+class ActivationKind:
     """y = f(x), or when gated y [..., F] = f(x[..., :F]) * x[..., F:]."""
 
     name: str
     gated: bool
 
 
-ACTIVATIONS: dict[str, Activation] = {
-    name: Activation(name, gated)
+ACTIVATIONS: dict[str, ActivationKind] = {
+    name: ActivationKind(name, gated)
     for name, gated in (
         ("gelu", False),
         ("geglu", True),
@@ -58,7 +58,7 @@ class ActivationParams:
 
     @classmethod
     def of(cls, params: ActivationParams | Mapping[str, float] | None) -> ActivationParams:
-        """Themselves, or from_mapping where a dict was put in their place."""
+        """Return parameters unchanged, or those of a dict; see `from_mapping`."""
         return params if isinstance(params, cls) else cls.from_mapping(params)  # pyright: ignore[reportArgumentType]
 
     @classmethod
@@ -125,20 +125,10 @@ def request_of(
     records: bool = False,
     dbias: torch.dtype | None = None,
 ) -> ActivationRequest:
-    """The request that a call's key stands for; spec, given and records are those of its cast.
+    """Return the request of a key; spec, given and records describe the cast.
 
     Raises ValueError for an unknown name, and for a gated unit of an odd width.
     """
-    _check(name, shape)
-    request = ActivationRequest(name, dy is not None, shape, strides, dtype, device, constants, dy)
-    if spec is None:
-        return request
-    matrix = request.made if len(shape) == 2 else (0, 0)  # of anything else `quantize` says what it needs
-    cast = cast_request(matrix, dtype, device, spec, given, records)
-    return request._replace(cast=cast, dbias=dbias)
-
-
-def _check(name: str, shape: torch.Size) -> None:
     activation = ACTIVATIONS.get(name)
     if activation is None:
         raise ValueError(f"there is no activation {name!r}; choose one of {', '.join(ACTIVATIONS)}")
@@ -147,3 +137,9 @@ def _check(name: str, shape: torch.Size) -> None:
             f"{name} halves the last dimension, and {shape[-1]} is odd; "
             "give it [..., 2F], activated half first"
         )
+    request = ActivationRequest(name, dy is not None, shape, strides, dtype, device, constants, dy)
+    if spec is None:
+        return request
+    matrix = request.made if len(shape) == 2 else (0, 0)  # `quantize` rejects other shapes
+    cast = cast_request(matrix, dtype, device, spec, given, records)
+    return request._replace(cast=cast, dbias=dbias)

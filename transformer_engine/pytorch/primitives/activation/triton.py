@@ -13,7 +13,7 @@ from ...runtime import launching
 from ...runtime.launching import DTYPE_NAMES, Performed, refuses_elementwise, rows_dense, run
 from ..column_sums import column_sums
 from ..quantize import CastRequest, Quantized, fused_codes
-from ..quantize.triton_float8 import as_float32
+from ..quantize.format_row import as_float32
 from .reference import with_cast
 from .request import ActivationRequest
 
@@ -24,7 +24,7 @@ _LIMIT = 1 << 24  # offsets inside a tile of 128 rows are 32-bit integers
 _HALVES = 256  # two halves of whole blocks
 
 
-def refuses(request: ActivationRequest) -> str | None:
+def unsupported_reason(request: ActivationRequest) -> str | None:
     return refuses_elementwise(request.device, request.dtype)
 
 
@@ -37,7 +37,7 @@ def bind(request: ActivationRequest) -> Callable[..., Any]:
 
 
 def fuses(request: ActivationRequest, cast: CastRequest) -> bool:
-    """Is the result quantized where it is made? Blocks of a gate's gradient must end where the other half's begin."""
+    """Return whether the kernel writes the codes; blocks of a gate's gradient must end where the other half begins."""
     if not cast.inside or len(request.shape) != 2 or max(request.shape[1], request.strides[0]) >= _LIMIT:
         return False
     if not request.backward:
@@ -178,4 +178,4 @@ def _backward_program(request: ActivationRequest, cast: CastRequest) -> Program:
     return activation_codes.backward(*plain, DTYPE_NAMES[request.dtype], request.constants, how, sums)
 
 
-BACKEND: Backend[ActivationRequest] = Backend("triton", refuses=refuses, bind=bind, opaque=True)
+BACKEND: Backend[ActivationRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)

@@ -1,4 +1,4 @@
-"""sums [N] of the columns of a matrix [M, N], made in float32 (float64 of float64): the gradient of a bias."""
+"""sums [N] of the columns of a matrix [M, N] in float32 (float64 for float64): the gradient of a bias."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ....common.dispatch import Operator, Table
 from ...runtime.launching import operator
 from ..quantize import Cast, Quantized
 from . import reference, triton
-from .request import ColumnSumsRequest, request_of
+from .reference import ColumnSumsRequest, request_of
 
 __all__ = ["TABLE", "ColumnSumsRequest", "column_sums"]
 
@@ -25,10 +25,10 @@ def column_sums(x: Tensor, dtype: torch.dtype, cast: Cast) -> tuple[Quantized, T
 
 
 def column_sums(x: Tensor, dtype: torch.dtype, cast: Cast | None = None) -> Tensor | tuple[Quantized, Tensor]:
-    """[N] = the sum over the rows of x [M, N], in float32, in an order of the backend's, and at the end as dtype.
+    """Sum x [M, N] over its rows: [N] in dtype, accumulated in float32 in an order that depends on the backend.
 
-    With a cast, (the codes of x that it asks for, the sum): on a GPU they come out of passes that x takes anyway. A
-    given multiplier, or one a block: the cast makes the sums; one scale made from x: the pass that finds max|x|.
+    With a cast, return (codes of x, sums). On a GPU the passes of the cast compute both: the cast itself where it is
+    given a multiplier or computes one per block, the pass that finds max|x| where one scale is computed from x.
     """
     facts = (x.shape, x.stride(), x.dtype, dtype, x.device)
     if cast is None:
@@ -37,19 +37,19 @@ def column_sums(x: Tensor, dtype: torch.dtype, cast: Cast | None = None) -> Tens
     return TABLE.bound((*facts, spec, multiplier is not None, record is not None))(x, multiplier, record)
 
 
-def _results(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.new_empty(x.shape[1], dtype=dtype)
-
-
-_operator = operator("column_sums(Tensor x, ScalarType dtype) -> Tensor", column_sums, _results)
+_operator = operator(
+    "column_sums(Tensor x, ScalarType dtype) -> Tensor",
+    column_sums,
+    lambda x, dtype: x.new_empty(x.shape[1], dtype=dtype),
+)
 
 
 def _operator_of(request: ColumnSumsRequest) -> Operator:
-    """Of the sums alone: a cast beside them is an operator of its own."""
+    """Return the operator of the sums; a cast is a separate operator."""
     sums = _operator.given(dtype=request.result)
     if request.cast is None:
         return sums
-    return Operator(*(reference.beside_cast(request, part) for part in sums))
+    return Operator(*(reference.with_cast(request, part) for part in sums))
 
 
 TABLE: Table[ColumnSumsRequest] = Table(

@@ -1,32 +1,58 @@
-"""The sums of columns in torch operations."""
+"""The request of column sums, and the reference in torch operations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ..quantize import Cast, Quantized, quantize_as
-from .request import ColumnSumsRequest
+from ..quantize import Cast, CastRequest, Quantized, QuantizeSpec, quantize_as
+from ..quantize.fused_codes import cast_request
+
+
+class ColumnSumsRequest(NamedTuple):
+    """Column sums of a matrix [M, N]; result is the dtype of the sums."""
+
+    shape: tuple[int, int]
+    strides: tuple[int, int]
+    dtype: torch.dtype
+    result: torch.dtype
+    device: torch.device
+    cast: CastRequest | None = None
+
+
+def request_of(
+    shape: tuple[int, int],
+    strides: tuple[int, int],
+    dtype: torch.dtype,
+    result: torch.dtype,
+    device: torch.device,
+    spec: QuantizeSpec | None = None,
+    given: bool = False,
+    records: bool = False,
+) -> ColumnSumsRequest:
+    """Return the request of a key; spec, given and records describe the cast."""
+    cast = cast_request(shape, dtype, device, spec, given, records)
+    return ColumnSumsRequest(shape, strides, dtype, result, device, cast)
 
 
 def bind(request: ColumnSumsRequest) -> Callable[..., Any]:
-    """x -> its sums, or, for a cast, (x, multiplier, record) -> its codes and its sums."""
+    """Return x -> sums or, with a cast, (x, multiplier, record) -> (codes, sums)."""
     wide, dtype = torch.promote_types(request.dtype, torch.float32), request.result
 
     def sums(x: Tensor) -> Tensor:
         return x.sum(0, dtype=wide).to(dtype)
 
-    return sums if request.cast is None else beside_cast(request, sums)
+    return sums if request.cast is None else with_cast(request, sums)
 
 
-def beside_cast(
+def with_cast(
     request: ColumnSumsRequest, sums: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor, Tensor | None, Tensor | None], tuple[Quantized, Tensor]]:
-    """(x, multiplier, record) -> the codes of x, and its sums: two steps."""
+    """Return (x, multiplier, record) -> (codes of x, sums), computed in two steps."""
     assert request.cast is not None
     spec = request.cast.spec
 

@@ -1,4 +1,4 @@
-"""Sums of columns on a GPU: of strips of rows, then of strips, beside a cast of the same matrix where one is due."""
+"""Column sums on a GPU: of strips of rows, then over strips, fused with a cast of the same matrix if requested."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from ....common.dispatch import Backend, undisturbed
 from ...runtime import launching
 from ...runtime.launching import DTYPE_NAMES, Performed, refuses_elementwise, rows_dense
 from ..quantize import CastRequest, Quantized, fused_codes
-from ..quantize.triton_float8 import as_float32
-from .reference import beside_cast
-from .request import ColumnSumsRequest
+from ..quantize.format_row import as_float32
+from .reference import ColumnSumsRequest, with_cast
 
 if TYPE_CHECKING:
     from ....common.kernels.program import Program
@@ -23,7 +22,7 @@ _LIMIT = 1 << 24  # offsets inside a tile are 32-bit integers
 _NO_CONSTANTS = (0.0, 0.0, 0.0)
 
 
-def refuses(request: ColumnSumsRequest) -> str | None:
+def unsupported_reason(request: ColumnSumsRequest) -> str | None:
     if (reason := refuses_elementwise(request.device, request.dtype, request.result)) is not None:
         return reason
     if 0 in request.shape:
@@ -34,28 +33,23 @@ def refuses(request: ColumnSumsRequest) -> str | None:
 
 
 def bind(request: ColumnSumsRequest) -> Callable[..., Any]:
-    """x -> its sums, or, for a cast, (x, multiplier, record) -> its codes and its sums."""
-    if request.cast is None:
-        return _in_strips(request)
-    if not request.cast.inside or request.strides[0] >= _LIMIT:
-        return beside_cast(request, _in_strips(request))
-    return _with_codes(request, request.cast)
+    """Return x -> sums or, with a cast, (x, multiplier, record) -> (codes, sums)."""
+    cast = request.cast
+    if cast is not None and cast.inside and request.strides[0] < _LIMIT:
+        return _with_codes(request, cast)
+    sums = _in_strips(request)
+    return sums if cast is None else with_cast(request, sums)
 
 
 def _in_strips(request: ColumnSumsRequest) -> Callable[[Tensor], Tensor]:
-    """Sums of strips of rows, then their sum: torch's takes 128 MiB of scratch memory at 4096 x 4096."""
+    """Sum strips of rows, then the partial sums; torch's sum uses 128 MiB of scratch memory at 4096 x 4096."""
     from ....common.kernels import column_sums as kernels  # it imports triton
 
-    near = _lies_near(request)
-    stride = request.strides[0] if near else request.shape[1]
+    dense = request.strides[1] == 1 and request.strides[0] < _LIMIT
+    stride = request.strides[0] if dense else request.shape[1]
     program = kernels.sums(request.shape, stride, DTYPE_NAMES[request.result])
     performed = Performed(program, request.device)
-    return lambda x: performed(x if near else x.contiguous())[0]
-
-
-def _lies_near(request: ColumnSumsRequest) -> bool:
-    """Are neighbours along a row next to each other, and rows within reach?"""
-    return request.strides[1] == 1 and request.strides[0] < _LIMIT
+    return lambda x: performed(x if dense else x.contiguous())[0]
 
 
 def _with_codes(
@@ -63,10 +57,10 @@ def _with_codes(
 ) -> Callable[[Tensor, Tensor | None, Tensor | None], tuple[Quantized, Tensor]]:
     in_blocks = fused_codes.in_blocks(cast.spec)
     if in_blocks or cast.given:
-        program = _by_the_cast(request, cast)
+        program = _fused_cast(request, cast)
         ready = rows_dense
     else:
-        program = _beside_the_maximum(request, cast)
+        program = _fused_maximum(request, cast)
         ready = methodcaller("contiguous")
     taken = len(program.inputs)
     performed = Performed(program, request.device)
@@ -80,8 +74,8 @@ def _with_codes(
     return run
 
 
-def _by_the_cast(request: ColumnSumsRequest, cast: CastRequest) -> Program:
-    """One pass: the cast, as if of a gradient through nothing, sums the columns of its tiles."""
+def _fused_cast(request: ColumnSumsRequest, cast: CastRequest) -> Program:
+    """One pass: the cast of the gradient of the identity also sums the columns of its tiles."""
     from ....common.kernels import activation_codes, block_fused  # they import triton
 
     stride = request.strides[0] if request.strides[1] == 1 else request.shape[1]
@@ -96,8 +90,8 @@ def _by_the_cast(request: ColumnSumsRequest, cast: CastRequest) -> Program:
     return activation_codes.backward(*plain, DTYPE_NAMES[request.dtype], _NO_CONSTANTS, how, sums)
 
 
-def _beside_the_maximum(request: ColumnSumsRequest, cast: CastRequest) -> Program:
-    """A pass for sums and maximum, then the cast, which begins while the first one ends."""
+def _fused_maximum(request: ColumnSumsRequest, cast: CastRequest) -> Program:
+    """One pass for sums and maximum, then the cast, whose launch overlaps the end of the first."""
     from ....common.kernels import cast as kernels  # it imports triton
     from ....common.kernels import column_sums
 
@@ -114,4 +108,4 @@ def _beside_the_maximum(request: ColumnSumsRequest, cast: CastRequest) -> Progra
     return column_sums.sums_and_cast(request.shape, DTYPE_NAMES[request.result], after)
 
 
-BACKEND: Backend[ColumnSumsRequest] = Backend("triton", refuses=refuses, bind=bind, opaque=True)
+BACKEND: Backend[ColumnSumsRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)

@@ -1,16 +1,41 @@
-"""Cross entropy and its gradient in float32 torch operations, on any device."""
+"""The request of a cross entropy, and the reference in float32 torch operations on any device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ....common.labels import Labels
-from .request import CrossEntropyRequest
+from ....common.formats import ceil_div
+from ....common.operation_settings import Labels
+
+
+class CrossEntropyRequest(NamedTuple):
+    """One of "statistics", "losses", "gradient" on logits [rows, width], or "rescale" of gradients.
+
+    strips     number of partial statistics per row
+    per_row    the gradient has one factor per row instead of one for all rows
+    in_place   the gradient overwrites the logits
+    """
+
+    operation: str
+    rows: int
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+    labels: Labels
+    strips: int = 1
+    per_row: bool = False
+    in_place: bool = False
+
+
+def strips_of(rows: int, width: int) -> int:
+    """Return the number of strips of a row: with few rows, one program per row would leave most of a GPU idle."""
+    whole = ceil_div(width, 8192)
+    return ceil_div(whole, ceil_div(whole, min(ceil_div(1024, rows), whole)))
 
 
 def bind(request: CrossEntropyRequest) -> Callable[..., Any]:
@@ -28,7 +53,7 @@ def bind(request: CrossEntropyRequest) -> Callable[..., Any]:
 
 
 def statistics(x: Tensor, targets: Tensor, labels: Labels) -> Tensor:
-    """[1, rows, 4]: max, sum(exp(x - max)), x[target] or -inf where another rank holds it, sum(x / vocabulary)"""
+    """[1, rows, 4]: max, sum(exp(x - max)), x[target] or -inf on a rank without the target, sum(x / vocabulary)"""
     values = x.to(torch.float32)
     greatest = values.amax(1)
     base = torch.where(greatest == -torch.inf, 0.0, greatest)

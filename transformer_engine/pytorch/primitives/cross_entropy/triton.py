@@ -9,12 +9,12 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ...runtime.launching import DTYPE_NAMES, refuses_elementwise, run
-from .request import CrossEntropyRequest
+from .reference import CrossEntropyRequest
 
 _LIMIT = 1 << 30  # rows and columns are numbered in 32 bits
 
 
-def refuses(request: CrossEntropyRequest) -> str | None:
+def unsupported_reason(request: CrossEntropyRequest) -> str | None:
     if max(request.rows, request.width) >= _LIMIT:
         return f"{request.rows} rows of {request.width} columns reach {_LIMIT}"
     if 0 in (request.rows, request.width):
@@ -23,7 +23,7 @@ def refuses(request: CrossEntropyRequest) -> str | None:
 
 
 def bind(request: CrossEntropyRequest) -> Callable[..., Any]:
-    """What `reference.bind` answers, on the same tensors."""
+    """Return a callable with the arguments and results of `reference.bind`."""
     from ....common.kernels import cross_entropy as kernels  # it imports triton
 
     rows, width = request.rows, request.width
@@ -52,4 +52,4 @@ def bind(request: CrossEntropyRequest) -> Callable[..., Any]:
     return gradient
 
 
-BACKEND: Backend[CrossEntropyRequest] = Backend("triton", refuses=refuses, bind=bind, opaque=True)
+BACKEND: Backend[CrossEntropyRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)

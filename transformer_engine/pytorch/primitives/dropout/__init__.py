@@ -1,7 +1,7 @@
-"""y = keep ? x / (1 - p) : 0 with a mask of one bit an element, its gradient, and the table of backends.
+"""y = keep ? x / (1 - p) : 0 with a mask of one bit per element, its gradient, and the table of backends.
 
-The mask is a function of a seed and of an element's place alone, the same on every device and backend. The seed is
-one draw from a torch generator: whoever restores the generator's state gets the same mask again.
+The mask is a function of the seed and the element's index, equal on every device and backend. The seed is one draw
+from a torch generator: restoring the generator's state reproduces the mask.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from ....common.dispatch import Operator, Table
 from ...runtime.launching import operator
 from . import reference, triton
-from .request import DropoutRequest, empty_dropout
+from .reference import DropoutRequest, empty_dropout
 
 __all__ = [
     "TABLE",
@@ -27,7 +27,7 @@ __all__ = [
 
 def draw_seed(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
     """int64 [1] on the device, drawn from the generator, or from the device's default one."""
-    # Not Tensor.random_, which a compiler does not trace.
+    # Not Tensor.random_, which torch.compile cannot trace.
     return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device, generator=generator)
 
 
@@ -72,17 +72,18 @@ def _check_terms(x: Tensor, bias: Tensor | None, residual: Tensor) -> None:
             f"residual is {residual.dtype} {list(residual.shape)}, x {x.dtype} {list(x.shape)}; make them alike"
         )
     if bias is not None and tuple(bias.shape) != tuple(x.shape[-1:]):
-        raise ValueError(f"bias is {list(bias.shape)}, it needs one number a feature: {list(x.shape[-1:])}")
+        raise ValueError(f"bias is {list(bias.shape)}, it needs one number per feature: {list(x.shape[-1:])}")
 
 
 def dropout_backward(dy: Tensor, mask: Tensor, p: float, *, out: Tensor | None = None) -> Tensor:
     """dx = keep ? dy / (1 - p) : 0, like dy and contiguous; mask as dropout_forward returned it. out receives dx."""
-    _check(p)
+    _check_probability(p)
     if mask.dtype is not torch.uint8 or mask.numel() != -(-dy.numel() // 8):
         raise ValueError(
-            f"mask is {mask.dtype} of {mask.numel()}; give one bit an element, uint8 of {-(-dy.numel() // 8)}"
+            f"mask is {mask.dtype} of {mask.numel()}; give one bit per element, uint8 of {-(-dy.numel() // 8)}"
         )
-    return _into(out, TABLE.bound(("backward", dy.shape, dy.dtype, dy.device, p))(dy, mask))
+    dx = TABLE.bound(("backward", dy.shape, dy.dtype, dy.device, p))(dy, mask)
+    return dx if out is None else out.copy_(dx)
 
 
 def _forward(
@@ -94,54 +95,42 @@ def _forward(
     generator: torch.Generator | None,
     out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    _check(p)
+    _check_probability(p)
     if seed is None:
         seed = draw_seed(x.device, generator)
     y, mask = TABLE.bound(("forward", x.shape, x.dtype, x.device, p))(x, bias, residual, seed)
-    return _into(out, y), mask
+    return y if out is None else out.copy_(y), mask
 
 
-def _into(out: Tensor | None, result: Tensor) -> Tensor:
-    return result if out is None else out.copy_(result)
-
-
-def _check(p: float) -> None:
+def _check_probability(p: float) -> None:
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"p={p} is outside 0 .. 1; give the share of elements to drop")
-
-
-def _dropped(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor, p: float
-) -> tuple[Tensor, Tensor]:
-    return _forward(x, bias, residual, p, seed, None, None)
-
-
-def _empty_sum(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _empty_gradient(dy: Tensor, mask: Tensor, p: float) -> Tensor:
-    return dy.new_empty(dy.shape)
 
 
 _OPERATORS = {
     "forward": operator(
         "dropout_forward(Tensor x, Tensor? bias, Tensor? residual, Tensor seed, float p) -> (Tensor, Tensor)",
-        _dropped,
+        lambda x, bias, residual, seed, p: _forward(x, bias, residual, p, seed, None, None),
         empty_dropout,
     ),
-    "bias_add": operator("bias_add(Tensor x, Tensor bias, Tensor residual) -> Tensor", bias_add, _empty_sum),
+    "bias_add": operator(
+        "bias_add(Tensor x, Tensor bias, Tensor residual) -> Tensor",
+        bias_add,
+        lambda x, bias, residual: x.new_empty(x.shape),
+    ),
     "backward": operator(
-        "dropout_backward(Tensor dy, Tensor mask, float p) -> Tensor", dropout_backward, _empty_gradient
+        "dropout_backward(Tensor dy, Tensor mask, float p) -> Tensor",
+        dropout_backward,
+        lambda dy, mask, p: dy.new_empty(dy.shape),
     ),
 }
 
 
-def _operator_of(request: DropoutRequest) -> Operator:
-    one = _OPERATORS[request.operation]
-    return one.given() if request.operation == "bias_add" else one.given(p=request.p)
-
-
 TABLE: Table[DropoutRequest] = Table(
-    "dropout", (triton.BACKEND, reference.BACKEND), describe=DropoutRequest, operator=_operator_of
+    "dropout",
+    (triton.BACKEND, reference.BACKEND),
+    describe=DropoutRequest,
+    operator=lambda request: _OPERATORS[request.operation].given(
+        **({} if request.operation == "bias_add" else {"p": request.p})
+    ),
 )

@@ -1,4 +1,4 @@
-"""Dropout in torch operations, any device: Philox-4x32-7 in 64-bit integers, arithmetic in float32.
+"""The request of a dropout, and the reference: Philox-4x32-7 in 64-bit integers, arithmetic in float32.
 
 Salmon, Moraes, Dror, Shaw, Parallel Random Numbers: As Easy as 1, 2, 3 (2011); its seven rounds pass all of BigCrush.
 """
@@ -6,14 +6,43 @@ Salmon, Moraes, Dror, Shaw, Parallel Random Numbers: As Easy as 1, 2, 3 (2011); 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
 from ...runtime.tracing import result_as
-from .request import DropoutRequest, factor_of, threshold_of
+
+_UNIT = 1 << 16
+
+
+class DropoutRequest(NamedTuple):
+    """One operation on a tensor; p is the share of elements to drop."""
+
+    operation: str
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    p: float = 0.0
+
+
+def threshold_of(p: float) -> int:
+    """Return the least of the numbers 0 .. 2^16 - 1 that keeps an element: p * 2^16, within 8e-6 of p."""
+    return round(p * _UNIT)
+
+
+def factor_of(p: float) -> float:
+    """Return the factor of kept elements, 1 / (1 - p); 0 for p = 1, which keeps no element."""
+    return 1.0 / (1.0 - p) if p < 1.0 else 0.0
+
+
+def empty_dropout(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor, p: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Allocate (y, mask)."""
+    return x.new_empty(x.shape), x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8)
+
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -33,10 +62,16 @@ def bind(request: DropoutRequest) -> Callable[..., Any]:
 def forward(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor, p: float
 ) -> tuple[Tensor, Tensor]:
-    """(y like x, mask uint8 [ceil(numel / 8)])"""
-    kept = _kept(x.numel(), seed, p)
+    """(y like x, mask uint8 [ceil(numel / 8)], element i in bit i % 8 of byte i // 8)"""
+    size = x.numel()
+    # An element is kept if its 16 random bits, half a word, are at least p * 2^16.
+    words = torch.stack(_philox(seed, torch.arange(-(-size // 8), device=seed.device)), dim=1)
+    halves = torch.stack((words & 0xFFFF, words >> 16), dim=2)
+    kept = halves.reshape(-1)[:size] >= threshold_of(p)
     y = _scaled(x if bias is None else _sum(x, bias), kept, p)
-    return y if residual is None else _sum(y, residual), _packed(kept)
+    bits = torch.nn.functional.pad(kept.to(torch.int32), (0, -size % 8)).reshape(-1, 8)
+    mask = (bits << torch.arange(8, device=kept.device, dtype=torch.int32)).sum(1).to(torch.uint8)
+    return y if residual is None else _sum(y, residual), mask
 
 
 def bias_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
@@ -61,13 +96,6 @@ def _scaled(x: Tensor, kept: Tensor, p: float) -> Tensor:
     return result_as(torch.where(kept.view(x.shape), x.to(wide) * factor_of(p), 0.0), x.dtype)
 
 
-def _kept(size: int, seed: Tensor, p: float) -> Tensor:
-    """bool [size]: are the element's 16 random bits, half a word, at least p * 2^16?"""
-    words = torch.stack(_philox(seed, torch.arange(-(-size // 8), device=seed.device)), dim=1)
-    halves = torch.stack((words & 0xFFFF, words >> 16), dim=2)
-    return halves.reshape(-1)[:size] >= threshold_of(p)
-
-
 def _philox(seed: Tensor, counter: Tensor, rounds: int = 7) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four words of 32 bits for each counter (below 2^32), as int64."""
     key = [seed & _WORD, (seed >> 32) & _WORD]
@@ -86,12 +114,6 @@ def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
     low = a * (b & 0xFFFF)
     high = a * (b >> 16) + (low >> 16)
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
-
-
-def _packed(kept: Tensor) -> Tensor:
-    """uint8 [ceil(size / 8)], element i in bit i % 8 of byte i // 8."""
-    bits = torch.nn.functional.pad(kept.to(torch.int32), (0, -kept.numel() % 8)).reshape(-1, 8)
-    return (bits << torch.arange(8, device=kept.device, dtype=torch.int32)).sum(1).to(torch.uint8)
 
 
 BACKEND: Backend[DropoutRequest] = Backend("reference", bind=bind)

@@ -23,35 +23,29 @@ def block_scale(operand: Operand, codes: Tensor) -> Tensor:
 
 
 def block_scale_memory(operand: Operand, codes: Tensor) -> Tensor:
-    """The same numbers in the same memory, of 128x128 blocks as [rows/128, K/128]: for who reads addresses alone."""
+    """Return the memory of `block_scale`, [rows/128, K/128] for 128x128 blocks, for callers that read addresses."""
     scale = operand.scale
     assert scale is not None
     rows, depth = codes.shape
     if operand.format is BLOCK_1D or operand.format == BLOCK_1D:
         if scale.shape[0] != rows:
-            scale = _padded(scale, rows - scale.shape[0], 0)
-        return scale if scale.stride() == (1, rows) else _column_major(scale)
+            # The codes of padding are zero: any finite scale will do.
+            scale = F.pad(scale, (0, 0, 0, rows - scale.shape[0]), value=1.0)
+        if scale.stride() == (1, rows):
+            return scale
+        # Not contiguous(), which keeps other strides where a size is 1.
+        return scale.t().clone(memory_format=torch.contiguous_format).t()
     blocks = depth // BLOCK
     if blocks % LINE:
-        scale = _padded(scale, 0, round_up(blocks, LINE) - blocks)
+        scale = F.pad(scale, (0, round_up(blocks, LINE) - blocks, 0, 0), value=1.0)
     return scale if scale.is_contiguous() else scale.clone(memory_format=torch.contiguous_format)
-
-
-def _padded(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """More blocks, of zero codes, whose scale does not matter as long as it is finite."""
-    return F.pad(scale, (0, columns, 0, rows), value=1.0)
-
-
-def _column_major(scale: Tensor) -> Tensor:
-    """The same matrix with strides (1, rows); contiguous() would keep other strides where a size is 1."""
-    return scale.t().clone(memory_format=torch.contiguous_format).t()
 
 
 def aligned_scale(scale: Tensor) -> Tensor:
     """The one scale of a tensor at a multiple of 16 bytes, as cuBLASLt has to have it.
 
-    A copy where it lies elsewhere, as those of a stack's members do, which lie side by side. A compiler that traces
-    knows no addresses; members of a stack then have copies, see `GroupedTensorStorage`.
+    The scales of a stack's members are adjacent, so that they have other addresses and are copied here. Addresses are
+    unknown while torch.compile traces; members of a stack then have copies, see `GroupedTensorStorage`.
     """
     if torch.compiler.is_compiling():
         return scale

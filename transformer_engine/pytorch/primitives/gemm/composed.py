@@ -1,20 +1,116 @@
-"""The same as one call of a library that knows an epilogue: a product, then the activation or the cast."""
+"""Requests of products with GELU, its gradient, or a cast to FP8, and the backend that computes them in two steps.
+
+The two steps are the product, then the activation or the cast.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend
+from ....common import dispatch
+from ....common.dispatch import Backend, undisturbed
 from ..activation import activation_backward, activation_forward
 from ..operand import Operand
 from ..quantize import Cast, Quantized, quantize_as
-from .fused_request import CODES, GELU, GELU_GRADIENT, KINDS, FusedRequest
+from . import request
 from .product import product
-from .request import Epilogue
+from .request import Epilogue, GemmRequest, MatrixLayout
+
+GELU = "gelu"
+GELU_GRADIENT = "gelu_gradient"
+CODES = "codes"
+KINDS = frozenset({GELU, GELU_GRADIENT, CODES})
+
+
+@dataclass(frozen=True)
+class FusedRequest:
+    """A product and the operation that follows it.
+
+    kind      GELU, GELU_GRADIENT or CODES
+    product   of the operands; its dtype is that of the result, for CODES the nominal one
+    second    GELU: the activation's input is returned too; CODES: the maximum of the absolute values is recorded
+    x         layout of the activation's input, GELU_GRADIENT only
+    dtype     of the activation's input, of the codes; None for GELU
+    forced    reason to compute the two steps separately: a backend is forced for one of them
+    """
+
+    kind: str
+    product: GemmRequest
+    second: bool
+    x: MatrixLayout | None
+    dtype: torch.dtype | None
+    forced: str | None
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        return (self.kind,)
+
+    @classmethod
+    def of(
+        cls,
+        kind: str,
+        a: Operand,
+        b: Operand,
+        epilogue: Epilogue,
+        second: bool,
+        x: Tensor | None,
+        dtype: torch.dtype | None,
+    ) -> FusedRequest:
+        """Return the request of this product and the operation that follows it."""
+        return described(*key_of(kind, a, b, epilogue, second, x, dtype))
+
+
+def key_of(
+    kind: str,
+    a: Operand,
+    b: Operand,
+    epilogue: Epilogue,
+    second: bool,
+    x: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Any, ...]:
+    """Return the arguments of `described`, without building the request."""
+    x_layout = None if x is None else (x.shape, x.stride(), x.device)
+    forced = None
+    if not undisturbed():
+        for operation in ("gemm", "activation", "quantize"):
+            name = dispatch.forced(operation)
+            if name is not None and name != "cublaslt":
+                forced = f"use_backend({operation}={name!r}) is in force"
+                break
+    return kind, second, x_layout, dtype, forced, *request.key_of(a, b, epilogue)
+
+
+def described(
+    kind: str,
+    second: bool,
+    x_layout: tuple[Sequence[int], Sequence[int], torch.device] | None,
+    dtype: torch.dtype | None,
+    forced: str | None,
+    *product: Any,
+) -> FusedRequest:
+    """Return the request of a key.
+
+    Raises:
+        ValueError: The extents or devices do not match, or epilogue.out is given.
+    """
+    of_product = request.described(*product)
+    if product[request.OUT] is not None:
+        raise ValueError(
+            "the result of an activation or a cast is allocated by the product; leave epilogue.out out"
+        )
+    if x_layout is None:
+        return FusedRequest(kind, of_product, second, None, dtype, forced)
+    shape, strides, _ = x_layout
+    if tuple(shape) != (of_product.m, of_product.n):
+        raise ValueError(f"x has shape {tuple(shape)}; it must be ({of_product.m}, {of_product.n})")
+    return FusedRequest(kind, of_product, second, MatrixLayout.of(shape, strides), dtype, forced)
 
 
 def gelu(keeps: bool, a: Operand, b: Operand, epilogue: Epilogue) -> tuple[Tensor, Tensor | None]:
@@ -37,7 +133,7 @@ _KINDS: dict[str, Callable[..., Any]] = {GELU: gelu, GELU_GRADIENT: gelu_gradien
 
 
 def bind(request: FusedRequest) -> Callable[..., Any]:
-    """What computes the request, without the first argument of its kind's function."""
+    """Return the function of the request's kind, called without its first argument."""
     return functools.partial(_KINDS[request.kind], request.second)
 
 

@@ -17,19 +17,19 @@ from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, TensorFormat
 from ..operand import Operand
 from . import cublaslt_library as library
 from . import tuning
-from .cublaslt_plan import NoAlgorithm, Plan, plan_for
-from .cublaslt_problem import NO_BIAS, NO_SCALE, Problem
+from .cublaslt_plan import CublasPlan, NoAlgorithm, plan_for
+from .cublaslt_problem import NO_BIAS, NO_SCALE, CublasProblem
 from .request import EPILOGUES, Epilogue, GemmRequest
 
-_ROWS = 16  # what an extent of an FP8 operand must be a multiple of
+_ROWS = 16  # divisor of an extent of an FP8 operand
 _BLOCK = 128
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 # cublasLtMatmulMatrixScale_t: SCALAR_32F, VEC128_32F, BLK128x128_32F
 _SCALE_MODES = {FLOAT8.name: 0, BLOCK_1D.name: 4, BLOCK_2D.name: 5}
 
 
-def refuses(request: GemmRequest) -> str | None:
-    """Why the library is not asked for an algorithm at all."""
+def unsupported_reason(request: GemmRequest) -> str | None:
+    """Return the reason why the library is not asked for an algorithm, or None."""
     if request.device != "cuda":
         return f"it needs a CUDA device, the operands are on {request.device}"
     if (reason := library.missing()) is not None:
@@ -39,11 +39,11 @@ def refuses(request: GemmRequest) -> str | None:
     if not request.native:
         return "an operand is of a subclass of Tensor, or a TorchDispatchMode is to see torch's operators"
     quantized = request.a_format is not None or request.b_format is not None
-    reason = _refuses_quantized(request) if quantized else _refuses_plain(request)
-    return _refuses_epilogue(request) if reason is None else reason
+    reason = _unsupported_quantized(request) if quantized else _unsupported_plain(request)
+    return _unsupported_epilogue(request) if reason is None else reason
 
 
-def _refuses_plain(request: GemmRequest) -> str | None:
+def _unsupported_plain(request: GemmRequest) -> str | None:
     if request.a_element != request.b_element:
         return f"the operands' dtypes differ ({request.a_element} and {request.b_element})"
     if request.a_element not in _WIDE:
@@ -59,7 +59,7 @@ def _refuses_plain(request: GemmRequest) -> str | None:
     return None
 
 
-def _refuses_quantized(request: GemmRequest) -> str | None:
+def _unsupported_quantized(request: GemmRequest) -> str | None:
     formats = (request.a_format, request.b_format)
     if formats[0] is None or formats[1] is None:
         return "one operand is quantized and the other is not"
@@ -68,17 +68,17 @@ def _refuses_quantized(request: GemmRequest) -> str | None:
     if (formats[0] == FLOAT8) != (formats[1] == FLOAT8):
         return f"{formats[0].name} x {formats[1].name}; a tensor scale and block scales do not mix"
     if request.a_element == request.b_element == torch.float8_e5m2:
-        return "cuBLASLt multiplies no two E5M2 operands"
+        return "cuBLASLt does not multiply two E5M2 operands"
     if formats[0] == formats[1] == BLOCK_2D:
-        return "cuBLASLt multiplies no two operands of 128x128 blocks"
+        return "cuBLASLt does not multiply two operands of 128x128 blocks"
     if request.capability < (8, 9) or (formats[0] != FLOAT8 and request.capability[0] != 9):
         return f"compute capability {request.capability[0]}.{request.capability[1]} has no such FP8 products"
     if request.dtype not in _WIDE:
         return f"the result is {request.dtype}; it writes float32, bfloat16 and float16"
-    return _refuses_extents(request, formats[0], formats[1])
+    return _unsupported_extents(request, formats[0], formats[1])
 
 
-def _refuses_extents(request: GemmRequest, a_format: TensorFormat, b_format: TensorFormat) -> str | None:
+def _unsupported_extents(request: GemmRequest, a_format: TensorFormat, b_format: TensorFormat) -> str | None:
     for name, layout in (("a", request.a_layout), ("b", request.b_layout)):
         if not layout.row_major or layout.stride == 0 or layout.stride % _ROWS:
             return f"the FP8 operand {name} is not K-contiguous with rows of a multiple of {_ROWS} bytes"
@@ -92,7 +92,7 @@ def _refuses_extents(request: GemmRequest, a_format: TensorFormat, b_format: Ten
     return None
 
 
-def _refuses_epilogue(request: GemmRequest) -> str | None:
+def _unsupported_epilogue(request: GemmRequest) -> str | None:
     if not request.out_layout.row_major or request.out_layout.stride == 0:
         return "the rows of `out` are not contiguous"
     if request.bias is None:
@@ -104,18 +104,14 @@ def _refuses_epilogue(request: GemmRequest) -> str | None:
     return None
 
 
-def _bias_type(request: GemmRequest) -> int:
-    """The dtype that the epilogue reads the bias in; another one is cast to it."""
-    if request.bias is None:
-        return NO_BIAS
-    narrow = request.a_format is not None and request.dtype == torch.float32
-    return library.DATA_TYPES[torch.bfloat16 if narrow else request.dtype]
-
-
-def problem_of(request: GemmRequest) -> Problem:
+def problem_of(request: GemmRequest) -> CublasProblem:
     """The request in cuBLASLt's column-major terms, where b is the left matrix and a the right one."""
     a, b, out = request.a_layout, request.b_layout, request.out_layout
-    return Problem(
+    bias = NO_BIAS
+    if request.bias is not None:  # the dtype that the epilogue reads; a bias of another dtype is cast to it
+        narrow = request.a_format is not None and request.dtype == torch.float32
+        bias = library.DATA_TYPES[torch.bfloat16 if narrow else request.dtype]
+    return CublasProblem(
         device=request.index,
         m=request.n,
         n=request.m,
@@ -130,15 +126,15 @@ def problem_of(request: GemmRequest) -> Problem:
         result_leading=out.stride,
         left_scale=NO_SCALE if request.b_format is None else _SCALE_MODES[request.b_format.name],
         right_scale=NO_SCALE if request.a_format is None else _SCALE_MODES[request.a_format.name],
-        bias=_bias_type(request),
+        bias=bias,
         accumulate=request.accumulate,
         fast=request.a_format == FLOAT8 and not request.exact,
         tf32=request.tf32,
     )
 
 
-def plan_of(request: GemmRequest) -> Plan:
-    """The plan of a request that `refuses` found no reason against; NoAlgorithm where the library has none."""
+def plan_of(request: GemmRequest) -> CublasPlan:
+    """The plan of a supported request; raises NoAlgorithm where the library has none."""
     return plan_for(problem_of(request))
 
 
@@ -150,4 +146,4 @@ def bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]
     return tuning.tuned(plan) if request.tuned else plan.run
 
 
-BACKEND = Backend("cublaslt", takes=EPILOGUES, refuses=refuses, bind=bind, opaque=True)
+BACKEND = Backend("cublaslt", takes=EPILOGUES, refuses=unsupported_reason, bind=bind, opaque=True)

@@ -1,11 +1,11 @@
-"""GELU, its gradient and FP8 results inside cuBLASLt's product, for what the library's documentation lists.
+"""GELU, its gradient and FP8 results inside cuBLASLt's product, where the library supports them.
 
 Sources: cuBLAS documentation, cublasLtMatmul, cublasLtMatmulDescAttributes_t and cublasLtEpilogue_t. An activation's
 input lies in memory in the result's dtype, its rows a multiple of 8 elements apart. An FP8 result is that of FP8
 operands with tensor scales, E5M2 only where an operand is; with p the float32 product, its bias added, the codes are
 p times the scale, saturated, and the maximum is that of |p|.
 
-Matrices at addresses that are no multiples of 256 bytes (parts of larger tensors) have a plan for their own alignment,
+Matrices at addresses that are not multiples of 256 bytes (parts of larger tensors) have a plan for their own alignment,
 down to 16 bytes; below that, or where the library has no algorithm for it, the parts are computed apart.
 """
 
@@ -23,9 +23,9 @@ from ....common.formats import FLOAT8
 from ..operand import Operand
 from ..quantize import Cast, Quantized, torch_dtype
 from . import composed, cublaslt
-from .cublaslt_plan import Attached, NoAlgorithm, Plan, plan_for
-from .cublaslt_problem import ALIGNMENT, Problem
-from .fused_request import CODES, GELU, GELU_GRADIENT, KINDS, FusedRequest
+from .composed import CODES, GELU, GELU_GRADIENT, KINDS, FusedRequest
+from .cublaslt_plan import Attached, CublasPlan, NoAlgorithm, plan_for
+from .cublaslt_problem import ALIGNMENT, CublasProblem
 from .request import Epilogue
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
@@ -33,16 +33,16 @@ _AUX_ROWS = 8  # elements that the leading extent of an activation's input is a 
 _LEAST_ALIGNMENT = 16  # bytes; rows of 8 elements of 16 bits keep it, and FP8 products ask for it
 
 
-def refuses(request: FusedRequest) -> str | None:
+def unsupported_reason(request: FusedRequest) -> str | None:
     if request.forced is not None:
         return request.forced
-    reason = cublaslt.refuses(request.product)
+    reason = cublaslt.unsupported_reason(request.product)
     if reason is None:
-        reason = _refuses_codes(request) if request.kind == CODES else _refuses_activation(request)
+        reason = _unsupported_codes(request) if request.kind == CODES else _unsupported_activation(request)
     return reason
 
 
-def _refuses_activation(request: FusedRequest) -> str | None:
+def _unsupported_activation(request: FusedRequest) -> str | None:
     product = request.product
     if product.dtype not in _SIXTEEN_BITS:
         return f"the result is {product.dtype}; the activation's input is kept in bfloat16 or float16"
@@ -65,7 +65,7 @@ def _refuses_activation(request: FusedRequest) -> str | None:
     return None
 
 
-def _refuses_codes(request: FusedRequest) -> str | None:
+def _unsupported_codes(request: FusedRequest) -> str | None:
     product = request.product
     if product.a_format != FLOAT8:
         return "FP8 results are those of FP8 operands with one scale a tensor"
@@ -74,12 +74,7 @@ def _refuses_codes(request: FusedRequest) -> str | None:
     return None
 
 
-def plan_of(request: FusedRequest) -> Plan:
-    """The plan of a request without a static refusal; NoAlgorithm where the library has none."""
-    return plan_for(problem_of(request))
-
-
-def problem_of(request: FusedRequest) -> Problem:
+def problem_of(request: FusedRequest) -> CublasProblem:
     """The product's problem with its activation, or with an FP8 result."""
     problem, product = cublaslt.problem_of(request.product), request.product
     if request.kind == GELU:
@@ -96,38 +91,40 @@ def problem_of(request: FusedRequest) -> Problem:
 
 
 def bind(request: FusedRequest) -> Callable[..., Any] | Refusal:
-    """What computes the request: called with the arguments of `composed`'s function of the same kind."""
+    """Return a callable with the arguments of the function of the same kind in `composed`."""
     try:
-        plan = plan_of(request)
+        plan = plan_for(problem_of(request))
     except NoAlgorithm as error:
         return Refusal(str(error))
     return functools.partial(_KINDS[request.kind], plan, request.second)
 
 
 def _gelu(
-    plan: Plan, keeps: bool, a: Operand, b: Operand, epilogue: Epilogue
+    plan: CublasPlan, keeps: bool, a: Operand, b: Operand, epilogue: Epilogue
 ) -> tuple[Tensor, Tensor | None]:
     bias = _bias(epilogue)
     aligned = _aligned(plan, a, b, bias)
     if aligned is None:
         return composed.gelu(keeps, a, b, epilogue)
-    out = _result(plan, epilogue.dtype, a)
+    out = torch.empty((plan.problem.n, plan.problem.m), dtype=epilogue.dtype, device=a.codes.device)
     x = torch.empty_like(out) if keeps else None
     aligned.run_attached(a, b, out, Attached(bias, x))
     return out, x
 
 
-def _gelu_gradient(plan: Plan, second: bool, a: Operand, b: Operand, epilogue: Epilogue, x: Tensor) -> Tensor:
+def _gelu_gradient(
+    plan: CublasPlan, second: bool, a: Operand, b: Operand, epilogue: Epilogue, x: Tensor
+) -> Tensor:
     aligned = _aligned(plan, a, b, x)
     if aligned is None:
         return composed.gelu_gradient(second, a, b, epilogue, x)
-    out = _result(plan, epilogue.dtype, a)
+    out = torch.empty((plan.problem.n, plan.problem.m), dtype=epilogue.dtype, device=a.codes.device)
     aligned.run_attached(a, b, out, Attached(aux=x))
     return out
 
 
 def _codes(
-    plan: Plan,
+    plan: CublasPlan,
     records: bool,
     a: Operand,
     b: Operand,
@@ -140,7 +137,8 @@ def _codes(
         return composed.codes(records, a, b, epilogue, cast)
     multiplier, record = cast.multiplier, cast.record
     assert multiplier is not None
-    out = _result(plan, torch_dtype(cast.spec.element), a)
+    shape, dtype = (plan.problem.n, plan.problem.m), torch_dtype(cast.spec.element)
+    out = torch.empty(shape, dtype=dtype, device=a.codes.device)
     # "Set to the maximum on completion": zero before, it is the maximum whether the library writes or raises it.
     amax = None if record is None else torch.zeros(1, dtype=torch.float32, device=out.device)
     aligned.run_attached(a, b, out, Attached(bias, None, multiplier, amax))
@@ -152,15 +150,11 @@ def _codes(
 _KINDS: dict[str, Callable[..., Any]] = {GELU: _gelu, GELU_GRADIENT: _gelu_gradient, CODES: _codes}
 
 
-def plan_behind(call: Callable[..., Any]) -> Plan | None:
+def plan_behind(call: Callable[..., Any]) -> CublasPlan | None:
     """Return the plan that a bound product with GELU, or with its gradient, starts; None for another backend's."""
     if isinstance(call, functools.partial) and call.func in (_gelu, _gelu_gradient):
         return call.args[0]
     return None
-
-
-def _result(plan: Plan, dtype: torch.dtype, a: Operand) -> Tensor:
-    return torch.empty((plan.problem.n, plan.problem.m), dtype=dtype, device=a.codes.device)
 
 
 def _bias(epilogue: Epilogue) -> Tensor | None:
@@ -172,7 +166,7 @@ def _bias(epilogue: Epilogue) -> Tensor | None:
     return bias if bias.dtype == dtype else bias.to(dtype)
 
 
-def _aligned(plan: Plan, a: Operand, b: Operand, other: Tensor | None) -> Plan | None:
+def _aligned(plan: CublasPlan, a: Operand, b: Operand, other: Tensor | None) -> CublasPlan | None:
     """The plan for where the matrices lie: this one, another one where they are aligned to less, or None."""
     joined = a.codes.data_ptr() | b.codes.data_ptr()
     if other is not None:
@@ -188,4 +182,6 @@ def _aligned(plan: Plan, a: Operand, b: Operand, other: Tensor | None) -> Plan |
         return None
 
 
-BACKEND: Backend[FusedRequest] = Backend("cublaslt", takes=KINDS, refuses=refuses, bind=bind, opaque=True)
+BACKEND: Backend[FusedRequest] = Backend(
+    "cublaslt", takes=KINDS, refuses=unsupported_reason, bind=bind, opaque=True
+)

@@ -1,7 +1,7 @@
 """D [N, M] = left [N, K] @ right [K, M] in cuBLASLt's column-major terms, planned once and then only started.
 
-A plan holds the descriptors, the algorithm and the host scalars of one `Problem`. Starting it sets the pointers that
-differ from call to call (scales, bias) and makes one library call. Asking the library for an algorithm and building
+A plan holds the descriptors, the algorithm and the host scalars of one `CublasProblem`. Starting it sets the pointers
+that differ between calls (scales, bias) and makes one library call. Asking the library for an algorithm and building
 descriptors at every call, as one-call interfaces do, costs 15-35 us of host time.
 """
 
@@ -21,7 +21,7 @@ from ....common.memory import Memory
 from ..operand import Operand
 from . import cublaslt_library as library
 from .block_scales import SCALE_ALIGNMENT, aligned_scale, block_scale_memory
-from .cublaslt_problem import NO_BIAS, NO_SCALE, POINTERS, SCALAR, Descriptor, Problem, make_descriptor
+from .cublaslt_problem import NO_BIAS, NO_SCALE, POINTERS, SCALAR, CublasProblem, Descriptor, make_descriptor
 from .request import Epilogue
 
 # cublasLtReductionScheme_t; COMPUTE_TYPE alone: split sums meet in float32, not in the narrower result.
@@ -37,11 +37,11 @@ class NoAlgorithm(RuntimeError):
 
 
 class Attached(NamedTuple):
-    """What an epilogue reads or writes beside the result [M, N].
+    """The tensors that an epilogue reads or writes besides the result [M, N].
 
     bias    [N], added
     aux     [M, N]: the activation's input, written by GELU_AUX and read by DGELU
-    scale   float32 [1], what the result is multiplied by before it is cast to FP8
+    scale   float32 [1], factor of the result before the cast to FP8
     amax    float32 [1], written: the maximum of the absolute values that are multiplied by it
     """
 
@@ -54,7 +54,7 @@ class Attached(NamedTuple):
 class Way(NamedTuple):
     """Everything that starting a plan takes except addresses, for `runtime/generated_pass.py`.
 
-    idle        descriptors to take from and to give back to; describe makes one where there is none
+    idle        idle descriptors; describe creates one if the list is empty
     attributes  the numbers of POINTERS
     layouts     left, right, result; the address of the algorithm
     """
@@ -72,10 +72,10 @@ class Way(NamedTuple):
     workspace_bytes: int
 
 
-class Plan:
+class CublasPlan:
     """A problem's descriptors and algorithm; NoAlgorithm when the library has none."""
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: CublasProblem):
         self.problem = problem
         self.tuned = False
         lib = self._lib = library.bindings()
@@ -83,7 +83,7 @@ class Plan:
         self._alpha = ctypes.c_float(1.0)
         self._beta = ctypes.c_float(1.0 if problem.accumulate else 0.0)
         self._attributes = tuple(int(lib.MatmulDescAttribute[name]) for name in POINTERS)
-        self._idle: list[Descriptor] = []  # a thread that runs the plan takes one out meanwhile
+        self._idle: list[Descriptor] = []  # a thread that runs the plan takes one out until it is done
         self._algorithm: ctypes.Array[ctypes.c_char] | None = None
         try:
             self._layouts = self._make_layouts()
@@ -91,17 +91,17 @@ class Plan:
             weakref.finalize(self, _destroy, lib, self._idle, self._layouts).atexit = False
             algorithms = self.candidates(1)
         except lib.cuBLASLtError as error:
-            raise NoAlgorithm(f"cuBLASLt refuses the problem: {error}") from None
+            raise NoAlgorithm(f"cuBLASLt rejects the problem: {error}") from None
         if not algorithms:
             raise NoAlgorithm("cuBLASLt has no algorithm for the problem")
         self._use(ctypes.create_string_buffer(algorithms[0], library.ALGORITHM_BYTES))
 
     def _use(self, algorithm: ctypes.Array[ctypes.c_char]) -> None:
-        """What a run reads, in one tuple: a look-up of each would cost the host as much as the library call."""
+        """Set the constants of a run in one tuple: looking up each costs the host as much as the library call."""
         p = self.problem
         if self._algorithm is None:
             self._algorithm = algorithm
-        else:  # whoever holds its address finds the other one there
+        else:  # a generated pass holds the address: replace the algorithm in place
             ctypes.memmove(self._algorithm, algorithm, library.ALGORITHM_BYTES)
             return
         self._constants = (
@@ -160,7 +160,8 @@ class Plan:
         left_scale = right_scale = None
         if quantized:
             # Converted block scales must live until the product is queued; the stream keeps the order after it.
-            left_scale, right_scale = (b[1], a[1]) if tensor_scales else _block_scales(b, a)
+            left_scale = b[1] if tensor_scales else block_scale_memory(b, b[0])
+            right_scale = a[1] if tensor_scales else block_scale_memory(a, a[0])
             left_address = left_scale.data_ptr()  # pyright: ignore[reportOptionalMemberAccess]
             right_address = right_scale.data_ptr()  # pyright: ignore[reportOptionalMemberAccess]
             if (left_address | right_address) & _SCALE_MASK:
@@ -183,7 +184,7 @@ class Plan:
         return out
 
     def way(self) -> Way:
-        """What a start reads of the plan."""
+        """Return the arguments of a library call except addresses."""
         *_, set_attribute, matmul, scalars, layouts = self._constants
         return Way(
             self._idle,
@@ -252,14 +253,19 @@ class Plan:
         descriptor = self._make_descriptor()
         preference = lib.matmul_preference_create()
         try:
-            names = lib.MatmulPreferenceAttribute
-            self._prefer(preference, names.MAX_WORKSPACE_BYTES, ctypes.c_uint64(library.WORKSPACE_BYTES))
             wide = problem.result == torch.float32
-            reductions = _ALL_REDUCTIONS if wide else _SIXTEEN_BIT_REDUCTIONS
-            self._prefer(preference, names.REDUCTION_SCHEME_MASK, ctypes.c_uint32(reductions))
+            preferences: dict[str, ctypes._SimpleCData] = {
+                "MAX_WORKSPACE_BYTES": ctypes.c_uint64(library.WORKSPACE_BYTES),
+                "REDUCTION_SCHEME_MASK": ctypes.c_uint32(
+                    _ALL_REDUCTIONS if wide else _SIXTEEN_BIT_REDUCTIONS
+                ),
+            }
             for matrix in "ABCD":
-                alignment = ctypes.c_uint32(problem.alignment)
-                self._prefer(preference, names[f"MIN_ALIGNMENT_{matrix}_BYTES"], alignment)
+                preferences[f"MIN_ALIGNMENT_{matrix}_BYTES"] = ctypes.c_uint32(problem.alignment)
+            for name, value in preferences.items():
+                number = int(lib.MatmulPreferenceAttribute[name])
+                address, size = ctypes.addressof(value), ctypes.sizeof(value)
+                lib.matmul_preference_set_attribute(preference, number, address, size)
             left, right, result, addend = self._layouts
             lib.matmul_algo_get_heuristic(
                 self._handle,
@@ -282,10 +288,6 @@ class Plan:
             for start in starts
             if struct.unpack_from("i", results, start + library.ALGORITHM_BYTES + 8)[0] == 0  # its own status
         ]
-
-    def _prefer(self, preference: int, attribute: int, value: ctypes._SimpleCData) -> None:
-        set_attribute = self._lib.matmul_preference_set_attribute
-        set_attribute(preference, int(attribute), ctypes.addressof(value), ctypes.sizeof(value))
 
     def bias_dtype(self) -> torch.dtype | None:
         """Return the dtype that the epilogue reads a bias in; None for a problem without one."""
@@ -326,7 +328,7 @@ class Plan:
         return True
 
     def _make_layouts(self) -> tuple[int, int, int, int]:
-        """left, right, D, and C, which is D's own but for an FP8 result."""
+        """Create the layouts of left, right, D and C; C shares D's layout unless the result is FP8."""
         p, create, types = self.problem, self._lib.matrix_layout_create, library.DATA_TYPES
         left = (p.k, p.m) if p.left_transposed else (p.m, p.k)
         right = (p.n, p.k) if p.right_transposed else (p.k, p.n)
@@ -349,25 +351,21 @@ def _destroy(lib: ModuleType, idle: list[Descriptor], layouts: tuple[int, ...]) 
         lib.matrix_layout_destroy(layout)
 
 
-def _block_scales(left: Operand, right: Operand) -> tuple[Tensor, Tensor]:
-    return block_scale_memory(left, left.codes), block_scale_memory(right, right.codes)
-
-
-def _planned(problem: Problem) -> Plan | NoAlgorithm:
-    """The plan of a problem, or that the library has none, so that it is not asked again."""
+def _planned(problem: CublasProblem) -> CublasPlan | NoAlgorithm:
+    """Return the plan of a problem, or the cached NoAlgorithm."""
     try:
-        return Plan(problem)
+        return CublasPlan(problem)
     except NoAlgorithm as error:
         return NoAlgorithm(*error.args)
 
 
-_plans: Memory[Problem, Plan | NoAlgorithm] = Memory(_planned, 4096)
+_plans: Memory[CublasProblem, CublasPlan | NoAlgorithm] = Memory(_planned, 4096)
 
 
-def plan_for(problem: Problem) -> Plan:
-    """The plan of a problem, made at the first question; NoAlgorithm where the library has none."""
+def plan_for(problem: CublasProblem) -> CublasPlan:
+    """Return the plan of a problem, built once; raise NoAlgorithm where the library has none."""
     plan = _plans[problem]
     if isinstance(plan, NoAlgorithm):
-        # A new one each time: a raised exception keeps the frames that it went through, and their tensors.
+        # A new exception: a raised one keeps the frames of its traceback, and their tensors.
         raise NoAlgorithm(*plan.args)
     return plan

@@ -1,4 +1,4 @@
-"""D [N, M] = epilogue(left [N, K] @ right [K, M]) as data, and the descriptor that tells cuBLASLt of its operation.
+"""D [N, M] = epilogue(left [N, K] @ right [K, M]) as data, and the cuBLASLt descriptor of its operation.
 
 A row-major result [M, N] = a [M, K] @ b [N, K].T is, read column by column, b @ a.T: b is cuBLASLt's left matrix,
 a its right one.
@@ -20,7 +20,7 @@ SCALAR = 0  # cublasLtMatmulMatrixScale_t SCALAR_32F
 NO_SCALE = -1
 NO_BIAS = -1
 
-# What an operation is told an address of, in the order of `Descriptor.pointers`.
+# The address attributes of an operation, in the order of `Descriptor.pointers`.
 POINTERS = (
     "A_SCALE_POINTER",
     "B_SCALE_POINTER",
@@ -31,10 +31,10 @@ POINTERS = (
 )
 
 
-class Problem(NamedTuple):
+class CublasProblem(NamedTuple):
     """One product as cuBLASLt sees it; equal problems share a plan.
 
-    *_transposed    the matrix is the transpose of what lies in memory column by column
+    *_transposed    the matrix is the transpose of the column-major matrix in memory
     *_leading       elements between its columns in memory
     *_scale         cublasLtMatmulMatrixScale_t, NO_SCALE for an unquantized matrix
     bias            cudaDataType_t of the bias, or NO_BIAS
@@ -71,9 +71,10 @@ class Problem(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The problem without the device, as text: what a choice of algorithm is stored under."""
+        """The problem without the device, as text: the key of a stored choice of algorithm."""
         plain = self[-4:] == ("", 0, None, False)
-        return ",".join(_text(x) for x in (self[1:-4] if plain else self[1:]))
+        fields: tuple[torch.dtype | int | str | None, ...] = self[1:-4] if plain else self[1:]
+        return ",".join(f"{x:d}" if isinstance(x, int) else str(x).removeprefix("torch.") for x in fields)
 
     @property
     def reads(self) -> tuple[bool, ...]:
@@ -95,19 +96,15 @@ class Problem(NamedTuple):
         return f"{self.activation}_BIAS" if self.activation else "BIAS"
 
 
-def _text(field: torch.dtype | int | str | None) -> str:
-    return f"{field:d}" if isinstance(field, int) else str(field).removeprefix("torch.")
-
-
 class Descriptor(NamedTuple):
-    """A cublasLtMatmulDesc_t, and host memory for the addresses it is given, in the order of POINTERS."""
+    """A cublasLtMatmulDesc_t, and host memory for its addresses, in the order of POINTERS."""
 
     handle: int
     pointers: array[int]
     address: int
 
 
-def make_descriptor(lib: ModuleType, problem: Problem, attributes: tuple[int, ...]) -> Descriptor:
+def make_descriptor(lib: ModuleType, problem: CublasProblem, attributes: tuple[int, ...]) -> Descriptor:
     """The operation of a problem; attributes are the numbers of POINTERS."""
     p, names = problem, lib.MatmulDescAttribute
     compute = library.COMPUTE_TF32 if p.tf32 else library.COMPUTE_FLOAT32
@@ -131,7 +128,9 @@ def make_descriptor(lib: ModuleType, problem: Problem, attributes: tuple[int, ..
         lib.matmul_desc_set_attribute(
             operation, int(attribute), ctypes.addressof(value), ctypes.sizeof(value)
         )
-    pointers = array("Q", [ALIGNMENT] * len(POINTERS))  # any address: the heuristic asks whether there is one
+    pointers = array(
+        "Q", [ALIGNMENT] * len(POINTERS)
+    )  # any nonzero address: the heuristic reads whether one is set
     address = pointers.buffer_info()[0]
     for i, used in enumerate(p.reads):
         if used:

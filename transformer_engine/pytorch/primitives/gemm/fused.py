@@ -1,4 +1,4 @@
-"""Products with GELU, the gradient of GELU, or a cast to FP8: one call of the library where it knows the whole."""
+"""Products with GELU, the gradient of GELU, or a cast to FP8: one library call where cuBLASLt supports the epilogue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...runtime.launching import operator
 from ..operand import Operand
 from ..quantize import Cast, Quantized, quantize_as, torch_dtype
 from . import composed, cublaslt_fused, listed
-from .fused_request import CODES, GELU, GELU_GRADIENT, FusedRequest, described, key_of
+from .composed import CODES, GELU, GELU_GRADIENT, FusedRequest, described, key_of
 from .product import product
 from .request import Epilogue, format_named
 
@@ -33,7 +33,7 @@ def gemm(a: Operand, b: Operand, epilogue: Epilogue, cast: Cast | None = None) -
     With epilogue.out the result is written there (accumulate=True: added to it) and returned. With a cast, y's place is
     taken by the codes that quantizing y gives; cuBLASLt makes row-wise FP8 codes with a multiplier that is known
     beforehand, from products that were not rounded to epilogue.dtype first. No record of max|y| while compiling.
-    Raises ValueError when the extents of operands, bias and out do not fit, and Unsupported when no backend takes
+    Raises ValueError when the extents of operands, bias and out do not match, and Unsupported when no backend supports
     the formats. Not differentiable: its callers are the forward and backward of autograd functions.
     """
     if cast is None:
@@ -50,11 +50,11 @@ def gemm_gelu(
 ) -> tuple[Tensor, Tensor | None]:
     """(y, x): y [M, N] = gelu(x) with tanh, x = a [M, K] @ b [N, K].T (+ bias), both in epilogue.dtype.
 
-    keeps_input=False: nobody needs x, which is then None and need not exist. ValueError as from `gemm`.
+    With keeps_input=False, x is not stored and None is returned. Raises ValueError as `gemm` does.
     """
     if type(a) is listed.SymbolicOperand:
         return listed.gelu(TABLE, keeps_input, a, b, epilogue)
-    if not type(a) is type(b) is Operand:  # it multiplies itself
+    if not type(a) is type(b) is Operand:  # a custom format
         return composed.gelu(keeps_input, a, b, epilogue)
     return TABLE.bound(key_of(GELU, a, b, epilogue, keeps_input))(a, b, epilogue)
 
@@ -73,7 +73,7 @@ def gemm_gelu_gradient(a: Operand, b: Operand, x: Tensor, epilogue: Epilogue) ->
     return TABLE.bound(key_of(GELU_GRADIENT, a, b, epilogue, False, x, x.dtype))(a, b, epilogue, x)
 
 
-# What a compiler sees.
+# The operators of torch.compile.
 
 _OPERANDS = "Tensor a, Tensor? a_scale, str? a_format, Tensor b, Tensor? b_scale, str? b_format"
 
@@ -88,29 +88,24 @@ def _product_gelu_now(a, a_scale, a_format, b, b_scale, b_format, bias, dtype, e
     return [tensor for tensor in made if tensor is not None]
 
 
-def _product_gelu_fake(a, a_scale, a_format, b, b_scale, b_format, bias, dtype, exact, keeps) -> list[Tensor]:
-    shape = (a.shape[0], b.shape[0])
-    return [a.new_empty(shape, dtype=dtype) for _ in range(2 if keeps else 1)]
-
-
 def _product_gelu_gradient_now(a, a_scale, a_format, b, b_scale, b_format, x, dtype, exact) -> Tensor:
     left, right = _operands(a, a_scale, a_format, b, b_scale, b_format)
     return gemm_gelu_gradient(left, right, x, Epilogue(dtype, exact=exact))
 
 
-def _product_gelu_gradient_fake(a, a_scale, a_format, b, b_scale, b_format, x, dtype, exact) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
-
-
 _product_gelu = operator(
     f"product_gelu({_OPERANDS}, Tensor? bias, ScalarType dtype, bool exact, bool keeps) -> Tensor[]",
     _product_gelu_now,
-    _product_gelu_fake,
+    lambda a, a_scale, a_format, b, b_scale, b_format, bias, dtype, exact, keeps: [
+        a.new_empty((a.shape[0], b.shape[0]), dtype=dtype) for _ in range(2 if keeps else 1)
+    ],
 )
 _product_gelu_gradient = operator(
     f"product_gelu_gradient({_OPERANDS}, Tensor x, ScalarType dtype, bool exact) -> Tensor",
     _product_gelu_gradient_now,
-    _product_gelu_gradient_fake,
+    lambda a, a_scale, a_format, b, b_scale, b_format, x, dtype, exact: a.new_empty(
+        (a.shape[0], b.shape[0]), dtype=dtype
+    ),
 )
 
 
@@ -139,7 +134,7 @@ def _codes_results(records: bool, a: Operand, b: Operand, epilogue: Epilogue, ca
 
 def _operator_of(request: FusedRequest) -> Operator:
     if request.kind == CODES:
-        # Two steps, which a compiler may look into: an operator that raises a record would have to own it.
+        # Two steps that a compiler traces: an operator that updates a record would have to declare the mutation.
         return Operator(
             functools.partial(composed.codes, request.second),
             functools.partial(_codes_results, request.second),

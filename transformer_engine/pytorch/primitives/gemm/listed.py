@@ -11,32 +11,28 @@ from ....common.dispatch import Table
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
 from ...runtime.symbols import Form, Instructions, NotListed, Symbol
 from ..operand import Operand, OwnedOperand
-from . import composed, cublaslt_fused, fused_request, request
+from . import composed, cublaslt_fused, request
 from .block_scales import BLOCK, LINE
-from .cublaslt_plan import Plan
-from .fused_request import GELU, GELU_GRADIENT
+from .composed import GELU, GELU_GRADIENT
+from .cublaslt_plan import CublasPlan
 from .request import Epilogue
 
 
 class SymbolicOperand(OwnedOperand):
     """An operand whose codes are a symbol."""
 
-    @classmethod
-    def of(cls, operand: Operand) -> SymbolicOperand:
-        return cls(*operand)
-
     def multiplied(self, other: Operand, epilogue: Epilogue) -> Tensor:
         """Append self [M, K] @ other [N, K].T (+ bias [N]); return the symbol of the result."""
-        from .product import TABLE  # which imports what products are listed by
+        from .product import TABLE  # it imports this module
 
         if epilogue.out is not None:
             raise NotListed("a product writes to a tensor of its caller")
         instructions, b = _same(self, other)
         call = TABLE.bound_in_eager_mode(_native(request.key_of(self, b, epilogue)))
         plan = getattr(call, "__self__", None)
-        if not isinstance(plan, Plan):
+        if not isinstance(plan, CublasPlan):
             raise NotListed("cuBLASLt does not compute a product")
-        result = instructions.made(_result(self, b, epilogue))
+        result = instructions.made(Form((self.rows, b.rows), (b.rows, 1), epilogue.dtype))
         scales = _scales(b, self)
         instructions.multiply(plan, b.codes, self.codes, result, (*scales, _bias(plan, epilogue)))
         return result  # pyright: ignore[reportReturnType]
@@ -47,13 +43,13 @@ def gelu(
 ) -> tuple[Tensor, Tensor | None]:
     """Append a product with GELU: (gelu(x), x)."""
     instructions, b = _same(a, b)
-    key = fused_request.key_of(GELU, a, b, epilogue, keeps)
+    key = composed.key_of(GELU, a, b, epilogue, keeps)
     call = table.bound((*key[:5], *_native(key[5:])))
     plan = cublaslt_fused.plan_behind(call)
     if plan is None:
         return composed.gelu(keeps, a, b, epilogue)
-    result = instructions.made(_result(a, b, epilogue))
-    x = instructions.made(_result(a, b, epilogue)) if keeps else None
+    result = instructions.made(Form((a.rows, b.rows), (b.rows, 1), epilogue.dtype))
+    x = instructions.made(Form((a.rows, b.rows), (b.rows, 1), epilogue.dtype)) if keeps else None
     pointers = (*_scales(b, a), _bias(plan, epilogue), x)
     instructions.multiply(plan, b.codes, a.codes, result, pointers)
     return result, x  # pyright: ignore[reportReturnType]
@@ -62,12 +58,12 @@ def gelu(
 def gelu_gradient(table: Table[Any], a: SymbolicOperand, b: Operand, epilogue: Epilogue, x: Any) -> Tensor:
     """Append a product with the gradient of GELU at x."""
     instructions, b = _same(a, b)
-    key = fused_request.key_of(GELU_GRADIENT, a, b, epilogue, False, x, x.dtype)
+    key = composed.key_of(GELU_GRADIENT, a, b, epilogue, False, x, x.dtype)
     call = table.bound((*key[:5], *_native(key[5:])))
     plan = cublaslt_fused.plan_behind(call)
     if plan is None:
         return composed.gelu_gradient(False, a, b, epilogue, x)
-    result = instructions.made(_result(a, b, epilogue))
+    result = instructions.made(Form((a.rows, b.rows), (b.rows, 1), epilogue.dtype))
     instructions.multiply(plan, b.codes, a.codes, result, (*_scales(b, a), None, x))
     return result  # pyright: ignore[reportReturnType]
 
@@ -77,7 +73,7 @@ def _same(a: SymbolicOperand, b: Operand) -> tuple[Instructions, Operand]:
     codes: Any = a.codes
     instructions: Instructions = codes.instructions
     codes, scale = instructions.symbol(b.codes), instructions.symbol(b.scale)
-    return instructions, SymbolicOperand.of(b._replace(codes=codes, scale=scale))  # pyright: ignore
+    return instructions, SymbolicOperand(*b._replace(codes=codes, scale=scale))  # pyright: ignore
 
 
 def _native(key: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -87,11 +83,7 @@ def _native(key: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple([Tensor if part is Symbol else part for part in key])
 
 
-def _result(a: Operand, b: Operand, epilogue: Epilogue) -> Form:
-    return Form((a.rows, b.rows), (b.rows, 1), epilogue.dtype)
-
-
-def _bias(plan: Plan, epilogue: Epilogue) -> Any:
+def _bias(plan: CublasPlan, epilogue: Epilogue) -> Any:
     bias = epilogue.bias
     if bias is not None and bias.dtype != plan.bias_dtype():
         raise NotListed(f"a bias is converted from {bias.dtype}")

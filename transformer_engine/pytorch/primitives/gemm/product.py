@@ -1,4 +1,4 @@
-"""out [M, N] = a [M, K] @ b [N, K].T, then the epilogue: a warm call is one look-up by what decides its backend."""
+"""out [M, N] = a [M, K] @ b [N, K].T, then the epilogue: a warm call is one look-up of the backend by its key."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from ....common.dispatch import Operator, Table
 from ...runtime.launching import operator
 from ..operand import Operand
-from . import cublaslt, matmul, reference, scaled_mm, widen
+from . import cublaslt, reference, torch_mm
 from .request import (
     Epilogue,
     GemmRequest,
@@ -22,17 +22,17 @@ _REMEDY = "quantize both, or neither, with custom quantizers of one family"
 
 
 def product(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
-    """`gemm` without a cast."""
+    """Compute a [M, K] @ b [N, K].T and its epilogue; see `gemm`."""
     if type(a) is not Operand:
         return a.multiplied(b, epilogue)  # pyright: ignore[reportAttributeAccessIssue]
     if type(b) is not Operand:
-        raise TypeError(f"an operand of its owner's format is multiplied with a plain one; {_REMEDY}")
+        raise TypeError(f"an operand in a custom format is multiplied by a plain one; {_REMEDY}")
     if is_compiling():
         return TABLE.bound(key_of(a, b, epilogue))(a, b, epilogue)
     return TABLE.bound_in_eager_mode(key_in_eager_mode(a, b, epilogue))(a, b, epilogue)
 
 
-# What a compiler sees. Eager mode and the graph then run the same plan, so their results agree bit for bit.
+# The operators of torch.compile. Eager mode and the graph run the same plan, so their results are equal bit for bit.
 
 _OPERANDS = "Tensor a, Tensor? a_scale, str? a_format, Tensor b, Tensor? b_scale, str? b_format, Tensor? bias"
 
@@ -42,26 +42,22 @@ def _product_now(a, a_scale, a_format, b, b_scale, b_format, bias, dtype, exact)
     return product(left, right, Epilogue(dtype, bias, exact=exact))
 
 
-def _product_results(a, a_scale, a_format, b, b_scale, b_format, bias, dtype, exact) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
-
-
 def _product_into_now(out, a, a_scale, a_format, b, b_scale, b_format, bias, accumulate, exact) -> None:
     left, right = Operand(a, a_scale, format_named(a_format)), Operand(b, b_scale, format_named(b_format))
     product(left, right, Epilogue(out.dtype, bias, out, accumulate, exact))
 
 
-def _product_into_results(out, a, a_scale, a_format, b, b_scale, b_format, bias, accumulate, exact) -> None:
-    return None
-
-
 _product = operator(
-    f"product({_OPERANDS}, ScalarType dtype, bool exact) -> Tensor", _product_now, _product_results
+    f"product({_OPERANDS}, ScalarType dtype, bool exact) -> Tensor",
+    _product_now,
+    lambda a, a_scale, a_format, b, b_scale, b_format, bias, dtype, exact: a.new_empty(
+        (a.shape[0], b.shape[0]), dtype=dtype
+    ),
 )
 _product_into = operator(
     f"product_into(Tensor(a!) out, {_OPERANDS}, bool accumulate, bool exact) -> ()",
     _product_into_now,
-    _product_into_results,
+    lambda *_: None,
 )
 
 
@@ -82,21 +78,16 @@ def _results(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
 
 _OPERATOR = Operator(_as_operator, _results)
 
-
-def _operator_of(request: GemmRequest) -> Operator:
-    return _OPERATOR
-
-
 TABLE: Table[GemmRequest] = Table(
     "gemm",
     (
         cublaslt.BACKEND,
-        matmul.BACKEND,
-        scaled_mm.TENSOR_SCALES,
-        scaled_mm.BLOCK_SCALES,
-        widen.BACKEND,
-        reference.BACKEND,
+        torch_mm.MATMUL,
+        torch_mm.TENSOR_SCALES,
+        torch_mm.BLOCK_SCALES,
+        reference.WIDEN,
+        reference.REFERENCE,
     ),
     describe=described,
-    operator=_operator_of,
+    operator=lambda request: _OPERATOR,
 )

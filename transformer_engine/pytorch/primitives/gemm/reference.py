@@ -1,8 +1,12 @@
-"""The literal product in float32, for every format and device: the oracle, and the emulation on a CPU."""
+"""Products of dequantized operands: the literal float32 reference for every format, and bfloat16 products on GPUs.
+
+The reference is the oracle of tests and the emulation on a CPU. The backend `widen` multiplies in bfloat16, which holds
+8 significant bits. An FP8 code has at most 4, so FP8 codes and MXFP8 values (a code times a power of two) are exact; an
+NVFP4 value is a 2-bit code times a 4-bit E4M3 scale, 6 bits. A scale of a whole tensor or of a row is applied to the
+float32 sum. Scales beyond bfloat16's range (2^-126 to 2^127) are the exception.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,9 +23,9 @@ def run(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
 
     Where an operand has a second-level scale per row, the second level of both is applied to the sum.
     """
-    if has_row_scales(a, b):
-        product = torch.mm(_first_level(a), _first_level(b).t())
-        product = with_second_level(product, a, b)
+    if _has_row_scales(a, b):
+        product = torch.mm(_values(_at_unit_amax(a)), _values(_at_unit_amax(b)).t())
+        product = _with_second_level(product, a, b)
     else:
         product = torch.mm(_values(a), _values(b).t())
     for operand in (a, b):
@@ -31,13 +35,13 @@ def run(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     return epilogue.finish(product)
 
 
-def has_row_scales(a: Operand, b: Operand) -> bool:
+def _has_row_scales(a: Operand, b: Operand) -> bool:
     """Return whether an operand has a second-level scale for each of its rows."""
     return any(operand.format is not None and operand.format.row_scaled for operand in (a, b))
 
 
-def at_unit_amax(operand: Operand) -> Operand:
-    """The operand with its second-level scale left out; itself where the format has none."""
+def _at_unit_amax(operand: Operand) -> Operand:
+    """Return the operand without its second-level scale; the operand itself where the format has none."""
     unit = None if operand.format is None else operand.format.unit_amax
     if unit is None:
         return operand
@@ -45,8 +49,8 @@ def at_unit_amax(operand: Operand) -> Operand:
     return operand._replace(amax=torch.full_like(operand.amax, unit))
 
 
-def with_second_level(product: Tensor, a: Operand, b: Operand) -> Tensor:
-    """product [M, N], float32, of operands `at_unit_amax`, times the maxima of a's rows and of b's, over their ranges.
+def _with_second_level(product: Tensor, a: Operand, b: Operand) -> Tensor:
+    """product [M, N], float32, of operands `_at_unit_amax`, times the maxima of a's rows and of b's, over their ranges.
 
     Where one of the operands has a single maximum, the two are multiplied first and the product by that vector.
     """
@@ -69,23 +73,65 @@ def with_second_level(product: Tensor, a: Operand, b: Operand) -> Tensor:
     return product * rows * columns if both_vary else product * (rows * columns)
 
 
-def _first_level(operand: Operand) -> Tensor:
-    return _values(at_unit_amax(operand))
-
-
 def _values(operand: Operand) -> Tensor:
     if operand.format is None or operand.format == FLOAT8:
         return operand.codes.to(torch.float32)
     return dequantize(operand._replace(dtype=torch.float32))
 
 
-def _nothing_to_multiply(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
-    """A sum over no elements is zero; a result without rows is empty."""
+def _multiply_empty(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+    """Return zeros: a sum over no elements is zero, and a result without rows is empty."""
     return epilogue.finish(torch.zeros(a.rows, b.rows, dtype=torch.float32, device=a.codes.device))
 
 
-def _bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]:
-    return _nothing_to_multiply if request.empty else run
+def _unsupported_by_widen(request: GemmRequest) -> str | None:
+    if request.device != "cuda":
+        return f"it is for GPUs; on {request.device} bfloat16 products are no faster than float32"
+    if request.empty:
+        return "there is nothing to multiply"
+    if request.capability < (8, 0):
+        return (
+            f"compute capability {request.capability[0]}.{request.capability[1]} has no bfloat16 tensor cores"
+        )
+    for fmt in (request.a_format, request.b_format):
+        if fmt is None:
+            return "an operand is not quantized"
+        if not fmt.fits_bfloat16:
+            return f"{fmt.name} scales may be any float32; their product with a code needs more bits than bfloat16 has"
+    return None
 
 
-BACKEND = Backend("reference", takes=EPILOGUES, bind=_bind)
+def _run_widened(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+    """Multiply bfloat16 values; scales of whole tensors or rows are applied to the float32 product."""
+    product = torch.mm(_codes_in_bfloat16(a), _codes_in_bfloat16(b).t(), out_dtype=torch.float32)
+    if _has_row_scales(a, b):
+        for operand in (a, b):
+            if operand.format is not None and operand.format.unit_amax is None:
+                product = product * _tensor_scale(operand)
+        return epilogue.finish(_with_second_level(product, a, b))
+    return epilogue.finish(product * _tensor_scale(a) * _tensor_scale(b))
+
+
+def _codes_in_bfloat16(operand: Operand) -> Tensor:
+    assert operand.format is not None
+    if operand.format.block is None:
+        return operand.codes.to(torch.bfloat16)
+    return dequantize(_at_unit_amax(operand)._replace(dtype=torch.bfloat16))
+
+
+def _tensor_scale(operand: Operand) -> Tensor | float:
+    assert operand.format is not None
+    if operand.format.block is None:
+        assert operand.scale is not None
+        return operand.scale
+    unit = operand.format.unit_amax
+    if unit is not None:
+        assert operand.amax is not None
+        return operand.amax / unit
+    return 1.0
+
+
+REFERENCE = Backend(
+    "reference", takes=EPILOGUES, bind=lambda request: _multiply_empty if request.empty else run
+)
+WIDEN = Backend("widen", takes=EPILOGUES, refuses=_unsupported_by_widen, bind=lambda request: _run_widened)

@@ -1,4 +1,4 @@
-"""What a product is asked for: the epilogue, and the request that backends judge."""
+"""The epilogue of a product, and its request, by which a backend is chosen."""
 
 from __future__ import annotations
 
@@ -9,19 +9,39 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ....common import env
 from ....common.dispatch import disturbances
 from ....common.formats import TensorFormat
+from ...runtime.determinism import is_demanded
 from ...runtime.device import get_device_compute_capability
 from ..operand import Operand
 from ..quantize import FORMATS
-from .tuning_switch import Switch, asked, asked_in_eager_mode, wanted
+
+
+class Switch:
+    """The number of open `autotune` contexts in all threads: the backward pass runs in another thread."""
+
+    depth = 0
+
+
+_NAME = "NVTE_AUTOTUNE"
+asked = env.watch(_NAME)  # the value of the variable, None where it is not set
+asked_in_eager_mode = env.watch_in_eager_mode(_NAME)
+
+
+def wanted() -> bool:
+    """Return whether an `autotune` context or NVTE_AUTOTUNE asks for tuning; False in deterministic mode."""
+    if is_demanded():
+        return False
+    return Switch.depth > 0 or (asked() is not None and env.flag(_NAME))
+
 
 is_compiling = torch.compiler.is_compiling
 dispatch_modes = torch._C._len_torch_dispatch_stack  # the TorchDispatchModes that see every operator of torch
 
 
 class Epilogue(NamedTuple):
-    """What happens to a @ b.T [M, N] before it is a result.
+    """The operations on a @ b.T [M, N] that follow the product.
 
     dtype       of the result when `out` is None
     bias        [N], added in float32
@@ -37,7 +57,7 @@ class Epilogue(NamedTuple):
     exact: bool = True
 
     def finish(self, product: Tensor) -> Tensor:
-        """Bias, accumulation and cast of a product that no library call has fused."""
+        """Apply bias, accumulation and cast to a product that no library call has fused."""
         if self.bias is not None:
             # An FP8 product takes its bias in bfloat16 when the result is float32, as cuBLASLt does.
             product = product.float() + self.bias.float()
@@ -58,32 +78,27 @@ def as_matrix(tensor: Tensor) -> Tensor:
 
 
 def undisturbed_in_eager_mode() -> bool:
-    """Does a product depend on its operands alone? False while backends are forced, observed or tuned."""
+    """Return whether a product depends on its operands alone: no backend is forced, observed or tuned."""
     return not (disturbances or dispatch_modes() or Switch.depth or asked_in_eager_mode() is not None)
 
 
-# What may be asked of a product beside itself: a backend takes each of them by name.
+# The features of a request, which a backend declares.
 BIAS, ACCUMULATION = "a bias", "accumulation"
 EPILOGUES = frozenset({BIAS, ACCUMULATION})
 
 
-class Layout(NamedTuple):
-    """How a matrix lies in memory: its last axis (row_major) or its first is contiguous; elements between lines.
+class MatrixLayout(NamedTuple):
+    """The layout of a matrix: its last axis (row_major) or its first is contiguous; elements between lines.
 
-    stride 0 stands for a matrix neither of whose axes is contiguous.
+    A stride of 0 means that neither axis is contiguous.
     """
 
     row_major: bool
     stride: int
 
     @classmethod
-    def of(cls, matrix: Tensor) -> Layout:
-        """The layout of a matrix; a single line lies as if more followed it without a gap."""
-        return cls.lying(matrix.shape, matrix.stride())
-
-    @classmethod
-    def lying(cls, shape: Sequence[int], strides: Sequence[int]) -> Layout:
-        """The layout of a matrix of these extents and strides."""
+    def of(cls, shape: Sequence[int], strides: Sequence[int]) -> MatrixLayout:
+        """Return the layout of a matrix of these extents and strides; a single line counts as dense."""
         rows, columns = shape
         down, along = strides
         if along == 1 and (down >= columns or rows == 1):
@@ -95,16 +110,16 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class GemmRequest:
-    """The facts a backend may judge: formats, element types, extents, layouts and the device; never values.
+    """The properties by which a backend is chosen: formats, element types, extents, layouts and the device.
 
     dtype       of the result
     device      "cuda", "cpu" ..; index is its number, -1 for a device without one
     bias        dtype of the bias, None without one
-    native      the operands are torch's own tensors, no subclass, and no TorchDispatchMode (a flop counter, say) is
-                to see the operators of torch that compute with them
+    native      the operands are plain tensors, not of a subclass, and no TorchDispatchMode (for example a flop
+                counter) observes the operators of torch
     tf32        torch allows float32 products to round their operands to TF32
-    tuned       somebody has asked for the fastest of a library's algorithms
-    into        the result goes into a matrix of the caller's
+    tuned       autotuning is on
+    into        the result is written to epilogue.out
     """
 
     a_format: TensorFormat | None
@@ -118,9 +133,9 @@ class GemmRequest:
     device: str
     capability: tuple[int, int]
     index: int
-    a_layout: Layout
-    b_layout: Layout
-    out_layout: Layout
+    a_layout: MatrixLayout
+    b_layout: MatrixLayout
+    out_layout: MatrixLayout
     bias: torch.dtype | None
     accumulate: bool
     exact: bool
@@ -131,7 +146,7 @@ class GemmRequest:
 
     @classmethod
     def of(cls, a: Operand, b: Operand, epilogue: Epilogue) -> GemmRequest:
-        """What backends judge of this product."""
+        """Return the request of this product."""
         return described(*key_of(a, b, epilogue))
 
     @property
@@ -140,26 +155,26 @@ class GemmRequest:
 
     @property
     def empty(self) -> bool:
-        """Is there nothing to multiply?"""
+        """Whether an extent is 0."""
         return self.m == 0 or self.n == 0 or self.k == 0
 
 
 Key = tuple[Any, ...]
-OUT = 14  # where a key says how `out` lies
+OUT = 14  # index of the properties of `out` in a key
 
 
 def key_of(a: Operand, b: Operand, epilogue: Epilogue) -> Key:
-    """What `described` makes the request of, gathered without building one."""
+    """Return the arguments of `described`, without building the request."""
     return key_in_eager_mode(a, b, epilogue, is_compiling())
 
 
 def key_in_eager_mode(a: Operand, b: Operand, epilogue: Epilogue, traced: bool = False) -> Key:
-    """key_of(..), for a caller that has asked whether a compiler is tracing."""
+    """Return `key_of` for a caller that knows that no compiler is tracing."""
     a_codes, _, a_format, _, _ = a
     b_codes, _, b_format, _, _ = b
     dtype, bias, out, accumulate, exact = epilogue
     element = a_codes.dtype
-    # A compiler is no dispatch mode, and cannot trace what is asked of the process.
+    # torch.compile is not a dispatch mode, and cannot trace the queries of process-wide settings.
     return (
         a_codes.shape,
         a_codes.stride(),
@@ -206,7 +221,7 @@ def described(
     tf32: bool,
     tuned: bool,
 ) -> GemmRequest:
-    """The request of a key; ValueError where the extents or devices of operands, bias and out do not fit."""
+    """Return the request of a key; raise ValueError where extents or devices of operands, bias and out do not match."""
     a_form, b_form = format_named(a_format), format_named(b_format)
     a_depth = a_shape[1] * (1 if a_form is None else a_form.packing)
     b_depth = b_shape[1] * (1 if b_form is None else b_form.packing)
@@ -215,7 +230,13 @@ def described(
         raise ValueError(
             f"the operands contract {a_depth} and {b_depth} elements; both must end in the same K"
         )
-    _check_devices(a_device, b_device, bias, out)
+    for name, device in (
+        ("b", b_device),
+        ("bias", None if bias is None else bias[-1]),
+        ("out", None if out is None else out[-1]),
+    ):
+        if device is not None and device != a_device:
+            raise ValueError(f"{name} is on {device} and a on {a_device}; move one of them")
     if bias is not None and tuple(bias[1]) != (n,):
         raise ValueError(f"the bias has shape {tuple(bias[1])}; it must be ({n},)")
     if out is not None and tuple(out[1]) != (m, n):
@@ -233,9 +254,9 @@ def described(
         a_device.type,
         get_device_compute_capability() if on_gpu else (0, 0),
         a_device.index if on_gpu else -1,
-        Layout.lying(a_shape, a_strides),
-        Layout.lying(b_shape, b_strides),
-        Layout(True, n) if out is None else Layout.lying(out[1], out[2]),
+        MatrixLayout.of(a_shape, a_strides),
+        MatrixLayout.of(b_shape, b_strides),
+        MatrixLayout(True, n) if out is None else MatrixLayout.of(out[1], out[2]),
         None if bias is None else bias[0],
         accumulate and out is not None,
         exact,
@@ -249,15 +270,8 @@ def described(
 _NATIVE = (Tensor, torch.nn.Parameter)
 
 
-def _check_devices(a: torch.device, b: torch.device, bias: Any, out: Any) -> None:
-    devices = {"b": b, "bias": None if bias is None else bias[-1], "out": None if out is None else out[-1]}
-    for name, device in devices.items():
-        if device is not None and device != a:
-            raise ValueError(f"{name} is on {device} and a on {a}; move one of them")
-
-
 def format_named(name: str | None) -> TensorFormat | None:
-    """The format that a key or an operator names."""
+    """Return the format of this name, as in a key or an operator."""
     if name is None:
         return None
     row = FORMATS.get(name)
@@ -267,5 +281,5 @@ def format_named(name: str | None) -> TensorFormat | None:
 
 
 def allows_tf32() -> bool:
-    """Does torch let products of float32 on a GPU round their operands to TF32?"""
+    """Return whether torch allows float32 products on a GPU to round their operands to TF32."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"

@@ -23,7 +23,7 @@ from torch import Tensor
 from ....common import env
 from ..operand import Operand
 from . import cublaslt_library as library
-from .cublaslt_plan import Plan
+from .cublaslt_plan import CublasPlan
 from .request import Epilogue
 
 CANDIDATES = 8
@@ -33,8 +33,8 @@ _ROUND_SECONDS = 1e-3  # of GPU time for one candidate in one round or duel
 _GAIN = 0.98  # another algorithm than the heuristic's first must need at most this share of its time
 
 
-def tuned(plan: Plan) -> Callable[[Operand, Operand, Epilogue], Tensor]:
-    """The plan's run, by the fastest algorithm."""
+def tuned(plan: CublasPlan) -> Callable[[Operand, Operand, Epilogue], Tensor]:
+    """Return the plan's `run` with the fastest algorithm, which the first call determines."""
 
     def run(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
         tune(plan, a, b, epilogue)
@@ -43,7 +43,7 @@ def tuned(plan: Plan) -> Callable[[Operand, Operand, Epilogue], Tensor]:
     return run
 
 
-def tune(plan: Plan, a: Operand, b: Operand, epilogue: Epilogue) -> None:
+def tune(plan: CublasPlan, a: Operand, b: Operand, epilogue: Epilogue) -> None:
     """Give the plan the fastest algorithm, from the file or by timing; does nothing the second time.
 
     No tensor of the caller's is written. While a CUDA graph is captured nothing can be timed, and the plan stays.
@@ -52,13 +52,13 @@ def tune(plan: Plan, a: Operand, b: Operand, epilogue: Epilogue) -> None:
         return
     plan.tuned = True
     choices = choices_of(plan.problem.device)
-    known = choices.get(plan.problem.key)
+    known = choices.algorithms.get(plan.problem.key)
     if known is not None and plan.adopt(known):
         return
     choices.put(plan.problem.key, _fastest(plan, a, b, epilogue))
 
 
-def _fastest(plan: Plan, a: Operand, b: Operand, epilogue: Epilogue) -> bytes:
+def _fastest(plan: CublasPlan, a: Operand, b: Operand, epilogue: Epilogue) -> bytes:
     """The algorithm to keep, which the plan then has: the heuristic's first unless another clearly beats it."""
     problem = plan.problem
     scratch = torch.empty_strided(
@@ -83,7 +83,7 @@ def _fastest(plan: Plan, a: Operand, b: Operand, epilogue: Epilogue) -> bytes:
     return best
 
 
-def _seconds(plan: Plan, a: Operand, b: Operand, epilogue: Epilogue) -> float:
+def _seconds(plan: CublasPlan, a: Operand, b: Operand, epilogue: Epilogue) -> float:
     """GPU time of one run, the mean of several that were queued while the GPU was kept waiting."""
     problem = plan.problem
     guess = 2.0 * problem.m * problem.n * problem.k / 500e12  # only how many runs are worth timing
@@ -104,16 +104,13 @@ class Choices:
 
     def __init__(self, path: Path):
         self.path = path
-        self._algorithms = self._read()
-
-    def get(self, key: str) -> bytes | None:
-        return self._algorithms.get(key)
+        self.algorithms = self._read()
 
     def put(self, key: str, algorithm: bytes) -> None:
-        """Add a choice to the file, beside those that other processes have added since."""
-        self._algorithms = {**self._read(), **self._algorithms, key: algorithm}
+        """Add a choice to the file, and keep the choices that other processes have added since."""
+        self.algorithms = {**self._read(), **self.algorithms, key: algorithm}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({key: code.hex() for key, code in sorted(self._algorithms.items())}, indent=1)
+        text = json.dumps({key: code.hex() for key, code in sorted(self.algorithms.items())}, indent=1)
         with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".json", delete=False) as file:
             file.write(text)
         os.replace(file.name, self.path)

@@ -1,4 +1,4 @@
-"""New keys and values behind those that a cache holds, page by page or in one stretch a sequence."""
+"""Append keys and values to a cache, which is paged or contiguous per sequence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ....common.dispatch import Operator, Table
 from ...runtime.launching import operator, rows_dense
 from . import reference, triton
 from .checks import check_append as check_append
-from .request import CacheRequest
+from .reference import CacheRequest
 
 
 def append(
@@ -26,12 +26,12 @@ def append(
 
     new_k, new_v      [s, b, h, d] (sbhd), [b, s, h, d] (bshd; real tokens first) or [t, h, d] (thd)
     k_cache, v_cache  contiguous [sequences, tokens, h, d]; with page_table [pages, page size, h, d]
-    page_table        int32 [b, pages a sequence]: where each sequence's pages lie
+    page_table        int32 [b, pages per sequence]: indices of each sequence's pages
     cu_new, cu_cached int32 [b + 1]: cumulative new tokens, and cumulative tokens with the new ones
-    longest           a bound of new_b that the host knows
+    longest           upper bound of new_b, known on the host
 
-    Lengths and pages are trusted, `check_append` judges them; tokens without a place in the cache, or whose page does
-    not exist, are left out. Cast to the cache's dtype; nothing is read on the host.
+    Lengths and pages are not checked here; see `check_append`. Tokens outside the cache, or whose page does not exist,
+    are skipped. Values are cast to the cache's dtype; nothing is read on the host.
     """
     new_k, new_v = rows_dense(new_k), rows_dense(new_v)
     key = (
@@ -50,36 +50,21 @@ def append(
 
 
 def gather_pages(cache: Tensor, page_table: Tensor) -> Tensor:
-    """[b, pages a sequence * page size, h, d] of pages [pages, page size, h, d]: every sequence in one stretch."""
+    """Gather pages [pages, page size, h, d] into [b, pages per sequence * page size, h, d], contiguous per sequence."""
     return cache[page_table.long()].flatten(1, 2)
-
-
-def _nothing(
-    new_k: Tensor,
-    new_v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor | None,
-    cu_new: Tensor,
-    cu_cached: Tensor,
-    tensor_format: str,
-    longest: int,
-) -> None:
-    return None
 
 
 _operator = operator(
     "append_to_kv_cache(Tensor new_k, Tensor new_v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? page_table,"
     " Tensor cu_new, Tensor cu_cached, str tensor_format, int longest) -> ()",
     append,
-    _nothing,
+    lambda *_: None,
 )
 
 
-def _operator_of(request: CacheRequest) -> Operator:
-    return _operator.given(tensor_format=request.tensor_format, longest=request.longest)
-
-
 TABLE: Table[CacheRequest] = Table(
-    "kv_cache", (triton.BACKEND, reference.BACKEND), describe=CacheRequest, operator=_operator_of
+    "kv_cache",
+    (triton.BACKEND, reference.BACKEND),
+    describe=CacheRequest,
+    operator=lambda request: _operator.given(tensor_format=request.tensor_format, longest=request.longest),
 )

@@ -1,4 +1,4 @@
-"""New tokens that a cache is given have a place in it: lengths, pages and shapes fit."""
+"""Checks of an append to a key-value cache: lengths, pages and shapes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 from ...runtime.device_checks import demand
 
 
-class Room(NamedTuple):
-    """tokens: new ones that the tensor has, of a sequence or, packed, of all; the rest is the cache's.
+class CacheExtents(NamedTuple):
+    """tokens: new tokens per sequence or, packed, of all sequences; the other fields describe the cache.
 
-    longest   a bound of a sequence's new tokens;  capacity  tokens of a sequence;  page_size, pages  0 without pages
+    longest   upper bound of a sequence's new tokens;  capacity  tokens per sequence;  page_size, pages  0 without pages
     """
 
     tokens: int
@@ -34,9 +34,9 @@ def check_append(
     longest: int,
     own_table: bool = False,
 ) -> None:
-    """ValueError, before anything is written, for lengths or pages that append would read or leave out wrongly.
+    """Raise ValueError, before anything is written, for lengths or pages that `append` cannot process.
 
-    own_table   the page table is of a manager that filled it: its entries are not read again
+    own_table   the page table was filled by a cache manager: its entries are not checked again
     """
     packed = tensor_format == "thd"
     batch = cu_new.shape[0] - 1
@@ -49,7 +49,7 @@ def check_append(
         sequences = new_k.shape[0 if tensor_format == "bshd" else 1]
         if sequences != batch:
             raise ValueError(
-                f"new keys of {sequences} sequences, lengths of {batch}; give one length a sequence"
+                f"new keys of {sequences} sequences, lengths of {batch}; give one length per sequence"
             )
     rows = k_cache.shape[0] if page_table is None else page_table.shape[0]
     if batch > rows:
@@ -57,23 +57,25 @@ def check_append(
         raise ValueError(f"{batch} sequences > {rows} rows of {what}; give fewer, or a larger cache")
     tokens = new_k.shape[1 if tensor_format == "bshd" else 0]
     if page_table is None:
-        room = Room(tokens, packed, longest, k_cache.shape[1])
+        extents = CacheExtents(tokens, packed, longest, k_cache.shape[1])
     else:
         size = k_cache.shape[1]
-        room = Room(tokens, packed, longest, size * page_table.shape[1], size, k_cache.shape[0])
-    demand(fits, (cu_new, cu_cached, None if own_table else page_table), room)
+        extents = CacheExtents(tokens, packed, longest, size * page_table.shape[1], size, k_cache.shape[0])
+    demand(fits, (cu_new, cu_cached, None if own_table else page_table), extents)
 
 
-def fits(cu_new: list[int], cu_cached: list[int], table: list[list[int]] | None, room: Room) -> None:
-    """ValueError unless every new token has a place; see check_append."""
+def fits(
+    cu_new: list[int], cu_cached: list[int], table: list[list[int]] | None, extents: CacheExtents
+) -> None:
+    """Raise ValueError unless every new token has a place in the cache; see check_append."""
     for name, bounds in (("new", cu_new), ("cached", cu_cached)):
         if bounds[0] != 0 or any(end < begin for begin, end in pairwise(bounds)):
             raise ValueError(f"cumulative {name} lengths {bounds} do not begin at 0 and grow; add lengths up")
-    if room.packed and cu_new[-1] > room.tokens:
+    if extents.packed and cu_new[-1] > extents.tokens:
         raise ValueError(
-            f"{cu_new[-1]} new tokens are announced, the tensor has {room.tokens}; give all of them"
+            f"{cu_new[-1]} new tokens are announced, the tensor has {extents.tokens}; give all of them"
         )
-    most = room.longest if room.packed else min(room.longest, room.tokens)
+    most = extents.longest if extents.packed else min(extents.longest, extents.tokens)
     for row in range(len(cu_new) - 1):
         new, total = cu_new[row + 1] - cu_new[row], cu_cached[row + 1] - cu_cached[row]
         if new > most:
@@ -84,19 +86,13 @@ def fits(cu_new: list[int], cu_cached: list[int], table: list[list[int]] | None,
             raise ValueError(
                 f"sequence {row} has {total} cached tokens, fewer than its {new} new ones; cached lengths count the new"
             )
-        if total > room.capacity:
+        if total > extents.capacity:
             raise ValueError(
-                f"sequence {row} has {total} tokens > {room.capacity}, its place in the cache; make it larger"
+                f"sequence {row} has {total} tokens > {extents.capacity}, its place in the cache; make it larger"
             )
         if table is not None and new:
-            _check_pages(
-                row, table[row][(total - new) // room.page_size : -(-total // room.page_size)], room.pages
-            )
-
-
-def _check_pages(row: int, used: list[int], pages: int) -> None:
-    for page in used:
-        if not 0 <= page < pages:
-            raise ValueError(
-                f"page_table sends sequence {row} to page {page}, outside of 0..{pages - 1}; correct it"
-            )
+            for page in table[row][(total - new) // extents.page_size : -(-total // extents.page_size)]:
+                if not 0 <= page < extents.pages:
+                    raise ValueError(
+                        f"page_table sends sequence {row} to page {page}, outside of 0..{extents.pages - 1}; correct it"
+                    )

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ...runtime.launching import refuses_elementwise, run
-from .request import CacheRequest
+from .reference import CacheRequest
 
 if TYPE_CHECKING:
     from ....common.kernels.launch import Launch
 
 
-def refuses(request: CacheRequest) -> str | None:
+def unsupported_reason(request: CacheRequest) -> str | None:
     return refuses_elementwise(request.device, request.new, request.cache)
 
 
@@ -55,11 +55,11 @@ def _launch(request: CacheRequest) -> Launch:
 
 
 def _strides(strides: tuple[int, ...], tensor_format: str) -> tuple[int, int, int]:
-    """Elements between two sequences, two tokens and two heads."""
+    """Return the strides of sequences, tokens and heads."""
     if tensor_format == "thd":
         return 0, strides[0], strides[1]
     batch, token = (strides[1], strides[0]) if tensor_format == "sbhd" else (strides[0], strides[1])
     return batch, token, strides[2]
 
 
-BACKEND: Backend[CacheRequest] = Backend("triton", refuses=refuses, bind=bind, opaque=True)
+BACKEND: Backend[CacheRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)

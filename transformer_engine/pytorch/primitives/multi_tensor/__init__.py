@@ -1,7 +1,7 @@
 """One operation on all tensors of parallel lists: a scaling, sums of squares, a step of Adam or of gradient descent.
 
-Lists are of one device; the tensors of one list have one dtype, and the i-th of all lists one number of elements,
-contiguous. A caller that calls again and again gives the `Extents`, those numbers, rather than have them asked for.
+Lists are on one device; the tensors of one list have one dtype, and the i-th tensors of all lists have equal numbers
+of elements and are contiguous. A caller of repeated steps passes the `Extents`, which hold these numbers.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Table
-from ....common.steps import Adam, Sgd
+from ....common.operation_settings import Adam, Sgd
 from . import reference, triton
 from .addresses import Extents
-from .reference import halves, joined
-from .request import MultiTensorRequest
+from .reference import MultiTensorRequest, halves, joined
 
 __all__ = [
     "TABLE",
@@ -41,58 +40,54 @@ Lists = Sequence[Sequence[Tensor]]
 
 def scale_all(lists: Lists, factor: Tensor, flag: Tensor) -> None:
     """lists[1][i] = lists[0][i] * factor [1], in float32; flag int32 [1] becomes 1 where an input is not finite."""
-    TABLE.bound(("scale", *_facts(lists)))(lists, extents_of(lists), factor, flag)
+    TABLE.bound(("scale", *_facts(lists)))(lists, Extents(map(Tensor.numel, lists[0])), factor, flag)
 
 
 def squares_of_all(tensors: Sequence[Tensor], factor: Tensor | None = None) -> Tensor:
     """float32 [n]: the sum of (x * factor [1])^2 over each tensor."""
     lists = (tensors,)
-    return TABLE.bound(("squares", *_facts(lists)))(lists, extents_of(lists), factor)
+    return TABLE.bound(("squares", *_facts(lists)))(lists, Extents(map(Tensor.numel, lists[0])), factor)
 
 
 def adam_step(
     lists: Lists, rates: Tensor, how: Adam, flag: Tensor | None = None, extents: Extents | None = None
 ) -> None:
-    """One step of [gradients, parameters, first moments, second moments(, masters)], in place but for the gradients.
+    """One step of [gradients, parameters, first moments, second moments(, masters)], in place except for gradients.
 
     rates     float32 [10] of `adam_rates`
-    masters   the parameters' own values in more bits, of which the parameters are copies; of int16: the lower halves of
-              float32 numbers whose upper halves, rounded half up, are the parameters
-    flag      int32 [1]: not 0, and nothing is changed
+    masters   the parameters in higher precision, of which the parameters are copies; int16: the lower halves of float32
+              numbers whose upper halves, rounded half up, are the parameters
+    flag      int32 [1]: nothing is changed if it is not 0
     """
     facts = _facts(lists)
-    extents = extents_of(lists) if extents is None else extents
+    extents = Extents(map(Tensor.numel, lists[0])) if extents is None else extents
     TABLE.bound(("adam", *facts, how, flag is not None))(lists, extents, rates, flag)
 
 
 def sgd_step(lists: Lists, rates: Tensor, how: Sgd, flag: Tensor) -> None:
-    """One step of [gradients, parameters, momenta(, copies of the parameters)], in place but for the gradients.
+    """One step of [gradients, parameters, momenta(, copies of the parameters)], in place except for gradients.
 
-    rates   float32 [5]: weight decay, momentum, 1 - dampening, learning rate, what a gradient is multiplied by
+    rates   float32 [5]: weight decay, momentum, 1 - dampening, learning rate, factor of the gradients
     """
-    TABLE.bound(("sgd", *_facts(lists), how, True))(lists, extents_of(lists), rates, flag)
+    TABLE.bound(("sgd", *_facts(lists), how, True))(lists, Extents(map(Tensor.numel, lists[0])), rates, flag)
 
 
 def adam_rates(
     lr: float, betas: tuple[float, float], eps: float, step: int, bias_correction: bool, weight_decay: float
 ) -> tuple[float, ...]:
-    """The ten numbers of `adam_step`, made in double precision: 1 - 0.999 in float32 is off by 5e-5 of itself."""
+    """Return the ten numbers of `adam_step`, in double precision: 1 - 0.999 in float32 has a relative error of 5e-5."""
     first, second = betas
     corrections = (1.0 - first**step, 1.0 - second**step) if bias_correction else (1.0, 1.0)
     return (lr, first, 1.0 - first, second, 1.0 - second, eps, weight_decay, *corrections, 1.0)
 
 
 def on_device(numbers: Sequence[float], device: torch.device) -> Tensor:
-    """float32 [n] on a device, which the host does not wait for."""
+    """Return float32 [n] on a device, by an asynchronous copy."""
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=torch.float32, device=device)
     return torch.tensor(numbers, dtype=torch.float32, pin_memory=True, device="cpu").to(
         device, non_blocking=True
     )
-
-
-def extents_of(lists: Lists) -> Extents:
-    return Extents(map(Tensor.numel, lists[0]))
 
 
 def _facts(lists: Lists) -> tuple[torch.device, tuple[torch.dtype, ...]]:

@@ -1,19 +1,33 @@
-"""Operations on lists of tensors in float32 torch operations, tensor after tensor, on any device.
+"""Requests of operations on lists of tensors, and the reference in float32 torch operations on any device.
 
-They read no number of the device, so that a step can be captured.
+The reference reads no value on the host, so that a step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ....common.steps import Adam, Sgd
-from .request import MultiTensorRequest
+from ....common.operation_settings import Adam, Sgd
+
+
+class MultiTensorRequest(NamedTuple):
+    """One of "scale", "squares", "adam", "sgd" on lists of tensors of one device; kinds: the dtype of each list.
+
+    how    settings of a step
+    flag   whether a flag can skip the step
+    """
+
+    operation: str
+    device: torch.device
+    kinds: tuple[torch.dtype, ...]
+    how: Adam | Sgd | None = None
+    flag: bool = False
+
 
 Lists = Sequence[Sequence[Tensor]]
 
@@ -51,7 +65,7 @@ def squares(tensors: Sequence[Tensor], factor: Tensor | None) -> Tensor:
 def adam(lists: Lists, rates: Tensor, flag: Tensor | None, how: Adam) -> None:
     """m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, p -= lr (m / c1 / (sqrt(v / c2) + eps) + decay p)
 
-    rates   lr, b1, 1 - b1, b2, 1 - b2, eps, decay, c1, c2, what a gradient is multiplied by
+    rates   lr, b1, 1 - b1, b2, 1 - b2, eps, decay, c1, c2, factor of the gradients
     """
     lr, keeps_first, takes_first, keeps_second, takes_second, epsilon, decay, *rest = rates.unbind()
     first_bias, second_bias, factor = rest

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ....common.memory import Memory
-from ....common.steps import Adam, Sgd
+from ....common.operation_settings import Adam, Sgd
 from ...runtime.launching import DTYPE_NAMES, refuses_elementwise, run
 from . import reference
 from .addresses import Extents, Lists, chunks_of
-from .request import MultiTensorRequest
+from .reference import MultiTensorRequest
 
 if TYPE_CHECKING:
     from ....common.kernels.launch import Launch
@@ -24,13 +24,13 @@ _NAMES = {**DTYPE_NAMES, torch.int16: "int16"}
 _REMEMBERED = 1 << 10
 
 
-def refuses(request: MultiTensorRequest) -> str | None:
+def unsupported_reason(request: MultiTensorRequest) -> str | None:
     whole = (torch.int16,) if request.operation == "adam" else ()
     return refuses_elementwise(request.device, *[kind for kind in request.kinds if kind not in whole])
 
 
 def bind(request: MultiTensorRequest) -> Callable[..., Any]:
-    """What `reference.bind` answers, on the same lists."""
+    """Return a callable with the arguments and results of `reference.bind`."""
     captured = reference.bind(request)
     kinds = tuple(_NAMES[kind] for kind in request.kinds)
     from ....common.kernels.multi_tensor import CHUNK  # it imports triton
@@ -38,33 +38,29 @@ def bind(request: MultiTensorRequest) -> Callable[..., Any]:
     def write(lists: Lists, extents: Extents, numbers: Tensor, flag: Tensor | None) -> None:
         chunks = chunks_of(lists, extents, CHUNK)
         if chunks is None:
-            _say_captured(request.operation)
+            warnings.warn(
+                f"a CUDA graph is capturing {request.operation} of tensors that no previous step had, whose addresses "
+                "cannot be copied to the device during capture, so that each tensor takes several launches; keep the "
+                "captured gradients with zero_grad(set_to_none=False) in the previous steps for a single launch",
+                UserWarning,
+                stacklevel=2,
+            )
             captured(lists, extents, numbers, flag)
-        elif chunks.count:
-            launch = _launches[request.operation, kinds, request.how, chunks.count, chunks.aligned]
+        elif chunks.table.shape[0]:
+            launch = _launches[request.operation, kinds, request.how, chunks.table.shape[0], chunks.aligned]
             run(launch, (chunks.table, numbers, flag))
 
     def squares(lists: Lists, extents: Extents, factor: Tensor | None) -> Tensor:
         chunks = chunks_of(lists, extents, CHUNK)
         if chunks is None:
             return captured(lists, extents, factor)
-        if chunks.count == 0:
+        if chunks.table.shape[0] == 0:
             return chunks.each.to(torch.float32)
-        launch = _launches["squares", kinds, None, chunks.count, chunks.aligned]
+        launch = _launches["squares", kinds, None, chunks.table.shape[0], chunks.aligned]
         (partials,) = run(launch, (chunks.table, factor))
         return torch.segment_reduce(partials, "sum", lengths=chunks.each, unsafe=True, initial=0.0)
 
     return squares if request.operation == "squares" else write
-
-
-def _say_captured(operation: str) -> None:
-    warnings.warn(
-        f"a CUDA graph is capturing {operation} of tensors that no step before has met, whose addresses cannot be sent "
-        "to the device meanwhile: it goes tensor by tensor. Let the steps before keep the gradients that are captured, "
-        "zero_grad(set_to_none=False), and it is one launch",
-        UserWarning,
-        stacklevel=2,
-    )
 
 
 def _launch(key: tuple[str, tuple[str, ...], Adam | Sgd | None, int, bool]) -> Launch:
@@ -83,4 +79,4 @@ def _launch(key: tuple[str, tuple[str, ...], Adam | Sgd | None, int, bool]) -> L
 
 _launches: Memory[tuple[Any, ...], Launch] = Memory(_launch, _REMEMBERED)
 
-BACKEND: Backend[MultiTensorRequest] = Backend("triton", refuses=refuses, bind=bind)
+BACKEND: Backend[MultiTensorRequest] = Backend("triton", refuses=unsupported_reason, bind=bind)

@@ -13,7 +13,7 @@ from ....common.dispatch import Operator, Table
 from ...runtime.launching import TorchOperator, operator
 from ..quantize import Cast, Quantized
 from . import reference, triton
-from .request import NormRequest, request_of
+from .reference import NormRequest, request_of
 
 
 @overload
@@ -38,9 +38,9 @@ def layernorm_forward(
 ) -> tuple[Tensor | Quantized, Tensor, Tensor]:
     """y [M, H] = (x - mean) * rstdev * gamma + bias; mean, rstdev float32 [M]; y in x's dtype, or as a cast asks.
 
-    With a cast, y's place is taken by the codes that quantizing y gives. On a GPU those with one scale a tensor are
-    made where y is, as are those of 1 x 128 blocks of rows alone: y itself is never stored, unless one scale is to be
-    made from its maximum, which is found on the way.
+    With a cast, the codes of y are returned instead of y. On a GPU the norm's kernel writes codes with one scale per
+    tensor and codes of 1 x 128 blocks in the row direction. Then y is not stored, unless one scale is computed from its
+    maximum.
     """
     facts = ("layernorm_forward", x.shape, x.stride(), x.dtype, weight.dtype, x.device, zero_centered, eps)
     if cast is None:
@@ -54,8 +54,8 @@ def layernorm_backward(
     dy: Tensor, x: Tensor, mean: Tensor, rstdev: Tensor, weight: Tensor, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx [M, H] in x's dtype, dweight [H], dbias [H] in weight's dtype), sums in float32."""
-    lies = (x.shape, x.stride(), x.dtype, weight.dtype, x.device)
-    key = ("layernorm_backward", *lies, zero_centered, 0.0, (dy.stride(), dy.dtype))
+    layout = (x.shape, x.stride(), x.dtype, weight.dtype, x.device)
+    key = ("layernorm_backward", *layout, zero_centered, 0.0, (dy.stride(), dy.dtype))
     return TABLE.bound(key)(dy, x, mean, rstdev, weight)
 
 
@@ -87,28 +87,10 @@ def rmsnorm_backward(
     dy: Tensor, x: Tensor, rstdev: Tensor, weight: Tensor, zero_centered: bool, add: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(dx [M, H] + add in x's dtype, dweight [H] in weight's dtype), sums in float32."""
-    lies, gradient = (x.shape, x.stride(), x.dtype, weight.dtype, x.device), (dy.stride(), dy.dtype)
+    layout, gradient = (x.shape, x.stride(), x.dtype, weight.dtype, x.device), (dy.stride(), dy.dtype)
     added = None if add is None else (add.stride(), add.dtype)
-    key = ("rmsnorm_backward", *lies, zero_centered, 0.0, gradient, added)
+    key = ("rmsnorm_backward", *layout, zero_centered, 0.0, gradient, added)
     return TABLE.bound(key)(dy, x, rstdev, weight, add)
-
-
-def _rmsnorm_backward(
-    dy: Tensor, x: Tensor, rstdev: Tensor, weight: Tensor, add: Tensor | None, zero_centered: bool
-) -> tuple[Tensor, Tensor]:
-    return rmsnorm_backward(dy, x, rstdev, weight, zero_centered, add)
-
-
-def _layernorm_gradients(
-    dy: Tensor, x: Tensor, mean: Tensor, rstdev: Tensor, weight: Tensor, zero_centered: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape)
-
-
-def _rmsnorm_gradients(
-    dy: Tensor, x: Tensor, rstdev: Tensor, weight: Tensor, add: Tensor | None, zero_centered: bool
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
 _OPERATORS: dict[str, TorchOperator] = {
@@ -122,7 +104,11 @@ _OPERATORS: dict[str, TorchOperator] = {
         "layernorm_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstdev, Tensor weight, bool zero_centered)"
         " -> (Tensor, Tensor, Tensor)",
         layernorm_backward,
-        _layernorm_gradients,
+        lambda dy, x, mean, rstdev, weight, zero_centered: (
+            x.new_empty(x.shape),
+            weight.new_empty(weight.shape),
+            weight.new_empty(weight.shape),
+        ),
     ),
     "rmsnorm_forward": operator(
         "rmsnorm_forward(Tensor x, Tensor weight, float eps, bool zero_centered) -> (Tensor, Tensor)",
@@ -132,14 +118,19 @@ _OPERATORS: dict[str, TorchOperator] = {
     "rmsnorm_backward": operator(
         "rmsnorm_backward(Tensor dy, Tensor x, Tensor rstdev, Tensor weight, Tensor? add, bool zero_centered)"
         " -> (Tensor, Tensor)",
-        _rmsnorm_backward,
-        _rmsnorm_gradients,
+        lambda dy, x, rstdev, weight, add, zero_centered: rmsnorm_backward(
+            dy, x, rstdev, weight, zero_centered, add
+        ),
+        lambda dy, x, rstdev, weight, add, zero_centered: (
+            x.new_empty(x.shape),
+            weight.new_empty(weight.shape),
+        ),
     ),
 }
 
 
 def _operator_of(request: NormRequest) -> Operator:
-    """Of the norm alone: a cast behind it is an operator of its own."""
+    """Return the operator of the norm; a cast is a separate operator."""
     constants: dict[str, Any] = {"zero_centered": request.zero_centered}
     if request.operation.endswith("forward"):
         constants["eps"] = request.eps

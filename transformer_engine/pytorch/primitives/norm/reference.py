@@ -8,15 +8,63 @@ zero centered. The variance is that of the centred values (two passes): a large 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
 from ...runtime.tracing import result_as
-from ..quantize import Cast, Quantized, quantize_as
-from .request import NormRequest
+from ..quantize import Cast, CastRequest, Quantized, QuantizeSpec, quantize_as
+from ..quantize.fused_codes import cast_request
+
+StridesAndDtype = tuple["tuple[int, ...]", torch.dtype]  # strides and dtype
+
+
+class NormRequest(NamedTuple):
+    """One call on x [rows, width]; operation is the name of the public function that was called.
+
+    eps       forward only
+    dy, add   layouts of the gradients that a backward reads
+    """
+
+    operation: str
+    shape: tuple[int, int]
+    strides: tuple[int, int]
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    device: torch.device
+    zero_centered: bool
+    eps: float = 0.0
+    cast: CastRequest | None = None
+    dy: StridesAndDtype | None = None
+    add: StridesAndDtype | None = None
+
+    @property
+    def centered(self) -> bool:
+        """Whether the mean is subtracted."""
+        return self.operation.startswith("layernorm")
+
+
+def request_of(
+    operation: str,
+    shape: tuple[int, int],
+    strides: tuple[int, int],
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    device: torch.device,
+    zero_centered: bool,
+    eps: float = 0.0,
+    dy: StridesAndDtype | None = None,
+    add: StridesAndDtype | None = None,
+    spec: QuantizeSpec | None = None,
+    given: bool = False,
+    records: bool = False,
+) -> NormRequest:
+    """Return the request of a key; spec, given and records describe the cast."""
+    cast = cast_request(shape, dtype, device, spec, given, records)
+    facts = (operation, shape, strides, dtype, weight_dtype, device, zero_centered, eps)
+    return NormRequest(*facts, cast, dy, add)
 
 
 def bind(request: NormRequest) -> Callable[..., Any]:

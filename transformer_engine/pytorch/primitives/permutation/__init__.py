@@ -10,7 +10,7 @@ from torch import Tensor
 from ....common.dispatch import Table
 from . import reference, triton
 from .operators import define, operator_of
-from .request import INDEX, MASK, PermutationRequest, Routes
+from .reference import INDEX, MASK, PermutationRequest, Routes
 
 __all__ = [
     "INDEX",
@@ -68,7 +68,7 @@ def send(
     """(y [rows, H], row_probs [rows]): y[row] = x[token], row_probs[row] = probs[token, column].
 
     A row that nothing is sent to is zero, and so is, with probs, one whose probability is 0.
-    every_row   every row is sent something, nobody needs to look
+    every_row   every row receives a token, so that no row needs a check
     """
     key = _key("send", (routes.tokens, x.shape[1]), x, routes, rows, probs, every_row)
     return TABLE.bound(key)(x, routes.map, routes.pad_offsets, probs)

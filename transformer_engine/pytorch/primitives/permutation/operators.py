@@ -1,4 +1,4 @@
-"""Permutations as a tracing compiler sees them: operators that it does not look into, and room for their results."""
+"""The operators of permutations for torch.compile, and the allocation of their results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ....common.dispatch import Operator
 from ...runtime.launching import TorchOperator, operator
-from .request import PermutationRequest
+from .reference import PermutationRequest
 
 _PLACE = "str layout, SymInt tokens, SymInt columns"
 _SCHEMAS = {
@@ -35,7 +35,7 @@ def define(functions: Mapping[str, Callable[..., Any]]) -> None:
 
 
 def operator_of(request: PermutationRequest) -> Operator:
-    """What stands in place of an opaque backend; takes and returns what its callable would."""
+    """Return the operator for an opaque backend, with the arguments and results of its callable."""
     made = _defined[request.operation].given(**_facts(request))
     if request.operation in ("map", "chunks", "segments"):
         return made
@@ -60,47 +60,22 @@ def _facts(request: PermutationRequest) -> dict[str, Any]:
     return facts
 
 
-def _map(mask: Tensor) -> Tensor:
-    return mask.new_empty((mask.shape[0], 2 * mask.shape[1] + 1), dtype=torch.int32)
-
-
-def _rows_of_segments(segments: Tensor, tokens: int) -> Tensor:
-    return segments.new_empty((tokens,), dtype=torch.int32)
-
-
-def _rows_of_chunks(splits: Tensor, order: Tensor, tokens: int) -> Tensor:
-    return _rows_of_segments(splits, tokens)
-
-
-def _send(
-    x: Tensor, map: Tensor, pad_offsets: Tensor | None, probs: Tensor | None, layout: str, tokens: int,
-    columns: int, rows: int, every_row: bool,
-) -> list[Tensor]:  # fmt: skip
-    beside = [] if probs is None else [probs.new_empty(rows)]
-    return [x.new_empty(rows, x.shape[1]), *beside]
-
-
-def _collect(
-    y: Tensor, map: Tensor, pad_offsets: Tensor | None, weights: Tensor | None, row_values: Tensor | None,
-    layout: str, tokens: int, columns: int,
-) -> list[Tensor]:  # fmt: skip
-    beside = [] if row_values is None else [row_values.new_empty(tokens, columns)]
-    return [y.new_empty(tokens, y.shape[1]), *beside]
-
-
-def _send_weighted(
-    dx: Tensor, map: Tensor, pad_offsets: Tensor | None, weights: Tensor, y: Tensor | None, layout: str,
-    tokens: int, columns: int, rows: int,
-) -> list[Tensor]:  # fmt: skip
-    beside = [] if y is None else [weights.new_empty(tokens, columns)]
-    return [dx.new_empty(rows, dx.shape[1]), *beside]
+def _with_optional(first: Tensor, like: Tensor | None, *shape: int) -> list[Tensor]:
+    """Return the first result and, where there is a tensor like it, an optional second one."""
+    return [first] if like is None else [first, like.new_empty(shape)]
 
 
 _RESULTS: dict[str, Callable[..., Any]] = {
-    "map": _map,
-    "chunks": _rows_of_chunks,
-    "segments": _rows_of_segments,
-    "send": _send,
-    "collect": _collect,
-    "send_weighted": _send_weighted,
+    "map": lambda mask: mask.new_empty((mask.shape[0], 2 * mask.shape[1] + 1), dtype=torch.int32),
+    "chunks": lambda splits, order, tokens: splits.new_empty((tokens,), dtype=torch.int32),
+    "segments": lambda segments, tokens: segments.new_empty((tokens,), dtype=torch.int32),
+    "send": lambda x, map, pad_offsets, probs, layout, tokens, columns, rows, every_row: _with_optional(
+        x.new_empty(rows, x.shape[1]), probs, rows
+    ),
+    "collect": lambda y, map, pad_offsets, weights, row_values, layout, tokens, columns: _with_optional(
+        y.new_empty(tokens, y.shape[1]), row_values, tokens, columns
+    ),
+    "send_weighted": lambda dx, map, pad_offsets, weights, y, layout, tokens, columns, rows: _with_optional(
+        dx.new_empty(rows, dx.shape[1]), None if y is None else weights, tokens, columns
+    ),
 }

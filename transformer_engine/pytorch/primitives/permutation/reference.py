@@ -3,14 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
 from ...runtime.tracing import result_as, result_in
-from .request import MASK, PermutationRequest, Routes
+
+MASK, INDEX = "mask", "index"
+
+
+class Routes(NamedTuple):
+    """Which rows tokens are sent to; a route of a token has a row and a column of probabilities [T, columns].
+
+    layout       MASK: map int32 [T, 2 E + 1], a token's rows, the highest first, from E on the experts they belong to,
+                 at 2 E how many they are; other cells hold anything. A column is an expert.
+                 INDEX: map int32 [J * T], row of token t's route j at j * T + t, -1 where it is dropped; a column is j
+    pad_offsets  by mask: int64 [E], offsets of the experts' rows
+    """
+
+    map: Tensor
+    layout: str
+    tokens: int
+    columns: int
+    pad_offsets: Tensor | None = None
+
+
+class PermutationRequest(NamedTuple):
+    """One operation on routes; shape is that of the mask, of the chunks [T, N] or of the tokens [T, H].
+
+    strides    of the mask
+    rows       of the permuted tokens
+    weights    dtype of probabilities, or of values a row
+    every_row  is every row sent something?
+    """
+
+    operation: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+    layout: str = MASK
+    rows: int = 0
+    columns: int = 0
+    weights: torch.dtype | None = None
+    every_row: bool = False
+    strides: tuple[int, int] = (0, 0)
 
 
 def bind(request: PermutationRequest) -> Callable[..., Any]:
@@ -37,7 +75,7 @@ def map_of_mask(mask: Tensor) -> Tensor:
     counts = ones.sum(0)
     rows = (counts.cumsum(0) - counts) + ones.cumsum(0) - ones
     number = ones.sum(1, keepdim=True)
-    place = torch.where(ones != 0, number - ones.cumsum(1), 2 * experts + 1)  # the last cell is cut off
+    place = torch.where(ones != 0, number - ones.cumsum(1), 2 * experts + 1)  # the last cell is sliced off
     cells = torch.full((tokens, 2 * experts + 2), -1, dtype=torch.int32, device=mask.device)
     expert = torch.arange(experts, dtype=torch.int32, device=mask.device).expand(tokens, experts)
     cells.scatter_(1, place, rows.int())
@@ -117,7 +155,9 @@ def _origins(routes: Routes, rows: int) -> tuple[Tensor, Tensor]:
         there = row >= 0
         column = torch.arange(columns, device=device)[:, None].expand(columns, tokens)
         token = torch.arange(tokens, device=device).expand(columns, tokens)
-    target = torch.where(there & (row >= 0) & (row < rows), row, rows).reshape(-1)  # the last is cut off
+    target = torch.where(there & (row >= 0) & (row < rows), row, rows).reshape(
+        -1
+    )  # the last element is sliced off
     tokens_of = torch.full((rows + 1,), tokens, device=device)
     columns_of = torch.zeros(rows + 1, dtype=torch.long, device=device)
     tokens_of = tokens_of.scatter(0, target, token.reshape(-1))[:rows]

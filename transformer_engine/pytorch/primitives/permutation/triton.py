@@ -1,4 +1,4 @@
-"""Permutations of tokens on GPUs: every row read once and written once, one program a token."""
+"""Permutations of tokens on GPUs: every row read once and written once, one program per token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ...runtime.launching import DTYPE_NAMES, perform, refuses_elementwise, run
-from .request import MASK, PermutationRequest
+from .reference import MASK, PermutationRequest
 
 _NAMES = {**DTYPE_NAMES, torch.uint8: "uint8"}  # codes are moved as bytes
 _EXPERTS = 4096  # columns that a program holds
@@ -19,7 +19,7 @@ _LIMIT = 1 << 31  # rows are numbered in 32 bits
 _COUNTED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def refuses(request: PermutationRequest) -> str | None:
+def unsupported_reason(request: PermutationRequest) -> str | None:
     if max(request.rows, request.shape[0]) >= _LIMIT:
         return f"{max(request.rows, request.shape[0])} rows; it numbers fewer than {_LIMIT}"
     if request.operation in ("map", "chunks", "segments"):
@@ -39,7 +39,7 @@ def refuses(request: PermutationRequest) -> str | None:
 
 
 def bind(request: PermutationRequest) -> Callable[..., Any]:
-    """What `reference.bind` answers, on the same tensors."""
+    """Return a callable with the arguments and results of `reference.bind`."""
     return {
         "map": _map,
         "chunks": _chunks,
@@ -57,7 +57,7 @@ def _map(request: PermutationRequest) -> Callable[[Tensor], Tensor]:
     from ....common.kernels import routes  # it imports triton
 
     program = routes.map_of_mask(tokens, experts, request.strides)
-    return lambda mask: perform(program, (_bytes(mask),))[0]
+    return lambda mask: perform(program, (mask.view(torch.uint8) if mask.dtype is torch.bool else mask,))[0]
 
 
 def _chunks(request: PermutationRequest) -> Callable[[Tensor, Tensor], Tensor]:
@@ -155,8 +155,4 @@ def _is_empty(request: PermutationRequest) -> bool:
     return request.shape[0] * request.shape[1] * request.rows * request.columns == 0
 
 
-def _bytes(mask: Tensor) -> Tensor:
-    return mask.view(torch.uint8) if mask.dtype is torch.bool else mask
-
-
-BACKEND: Backend[PermutationRequest] = Backend("triton", refuses=refuses, bind=bind, opaque=True)
+BACKEND: Backend[PermutationRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)

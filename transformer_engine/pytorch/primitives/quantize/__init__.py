@@ -9,16 +9,23 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Table
-from . import reference, triton
-from .dequantize import dequantize
-from .e2m1 import decode_e2m1, encode_e2m1, pack_fp4, unpack_fp4
-from .e8m0 import e8m0_from_float, e8m0_to_float
-from .float8 import absolute_maximum, cast, scale_from_amax
+from .backends import REFERENCE, TRITON, dequantize
+from .encodings import (
+    absolute_maximum,
+    cast,
+    decode_e2m1,
+    e8m0_from_float,
+    e8m0_to_float,
+    encode_e2m1,
+    hadamard_transform,
+    pack_fp4,
+    scale_from_amax,
+    unpack_fp4,
+)
 from .format_row import FormatRow
 from .formats import FORMATS
-from .hadamard import hadamard_transform
 from .operator import operator_of
-from .spec import Cast, CastRequest, Quantized, QuantizeSpec, Request, torch_dtype
+from .spec import Cast, CastRequest, Quantized, QuantizeRequest, QuantizeSpec, torch_dtype
 
 __all__ = [
     "FORMATS",
@@ -26,9 +33,9 @@ __all__ = [
     "Cast",
     "CastRequest",
     "FormatRow",
+    "QuantizeRequest",
     "QuantizeSpec",
     "Quantized",
-    "Request",
     "absolute_maximum",
     "cast",
     "decode_e2m1",
@@ -82,7 +89,7 @@ def quantize_as(x: Tensor, cast: Cast | None) -> Tensor | Quantized: ...
 
 
 def quantize_as(x: Tensor, cast: Cast | None) -> Tensor | Quantized:
-    """x [M, K] in the codes that a cast asks for; x where none is asked for."""
+    """Return the codes of x [M, K] by a cast; x for None."""
     return x if cast is None else quantize(x, cast.spec, multiplier=cast.multiplier, record=cast.record)
 
 
@@ -93,7 +100,7 @@ def _described(
     device: torch.device,
     multiplier_given: bool,
     amax_given: bool,
-) -> Request:
+) -> QuantizeRequest:
     """The request of a key; ValueError or TypeError for a matrix that the format cannot take."""
     if len(shape) != 2:
         raise ValueError(f"quantize takes a matrix [M, K], not {list(shape)}; flatten the leading axes")
@@ -104,8 +111,10 @@ def _described(
             f"a given multiplier belongs to format float8, not to {spec.format.name}; leave it out"
         )
     rows, depth = shape
-    FORMATS[spec.format.name].check(rows, depth, spec)
-    return Request(spec, (rows, depth), dtype, device, multiplier_given, amax_given)
+    check = FORMATS[spec.format.name].check
+    if check is not None:
+        check(rows, depth, spec)
+    return QuantizeRequest(spec, (rows, depth), dtype, device, multiplier_given, amax_given)
 
 
 def _check_random(shape: Sequence[int], spec: QuantizeSpec, random: tuple[Tensor, Tensor] | None) -> None:
@@ -123,9 +132,9 @@ def _check_random(shape: Sequence[int], spec: QuantizeSpec, random: tuple[Tensor
         raise ValueError(f"random[1] is {list(random[1].shape)}; draw one number an element, {[depth, rows]}")
 
 
-TABLE: Table[Request] = Table(
+TABLE: Table[QuantizeRequest] = Table(
     "quantize",
-    (triton.BACKEND, reference.BACKEND),
+    (TRITON, REFERENCE),
     describe=_described,
     operator=operator_of(quantize),
 )

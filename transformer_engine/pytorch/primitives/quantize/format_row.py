@@ -1,4 +1,4 @@
-"""FormatRow: what code that serves every format asks a format for."""
+"""FormatRow: the maths of one format, as code that serves every format calls it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ....common.formats import TensorFormat, ceil_div
 from ..operand import Operand
-from .spec import Quantized, QuantizeSpec, Request
+from .spec import Quantized, QuantizeRequest, QuantizeSpec
 
 _SCALE_DTYPES = {"float32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
 
 
-class Given(NamedTuple):
-    """What a quantization may be given beside the matrix: see `quantize`."""
+class QuantizeInputs(NamedTuple):
+    """The optional tensors of a quantization; see `quantize`."""
 
     multiplier: Tensor | None = None
     amax: Tensor | None = None
@@ -27,7 +27,7 @@ class Given(NamedTuple):
 
 
 class PlannedCall(Protocol):
-    """The codes of matrices that one request describes."""
+    """Quantize matrices of one request's shape, dtype and device."""
 
     def __call__(
         self,
@@ -40,21 +40,15 @@ class PlannedCall(Protocol):
     ) -> Quantized: ...
 
 
-Plan = Callable[[Request], PlannedCall]
+Plan = Callable[[QuantizeRequest], PlannedCall]
 Maxima = Callable[
     [Tensor, QuantizeSpec, "Tensor | None", "Tensor | None"], "tuple[Tensor | None, Tensor | None]"
 ]
 
 
-def empty_scale(form: TensorFormat, x: Tensor, rows: int, depth: int) -> Tensor:
-    """Uninitialised scales of a matrix [rows, depth], one a block, on x's device."""
-    assert form.block is not None
-    shape = (ceil_div(rows, form.block[0]), ceil_div(depth, form.block[1]))
-    return x.new_empty(shape, dtype=_SCALE_DTYPES[form.scale])
-
-
-def takes_any_shape(rows: int, depth: int, spec: QuantizeSpec) -> None:
-    """Nothing to refuse."""
+def as_float32(value: Tensor | None) -> Tensor | None:
+    """Return a scale or maximum as kernels read it; `to` alone costs the host more than the comparison."""
+    return value if value is None or value.dtype is torch.float32 else value.to(torch.float32)
 
 
 @dataclass(frozen=True)
@@ -64,22 +58,25 @@ class FormatRow:
     format       its description
     quantize     the reference: codes of x [M, K] by literal float32 operations on any device
     dequantize   (operand, its scale) -> values [rows, K] in operand.dtype
-    check        (rows, depth, spec): ValueError where the shape does not fit
-    plan         (request) -> the kernels' call for such matrices; None: there are no kernels
-    maxima       (x, spec, amax, amax_t) -> those that blocks are scaled with, of a format with two levels
-    empty_scale  (x, rows, depth) -> uninitialised scales that lie as the kernels' do; None: row after row
+    check        (rows, depth, spec): raises ValueError where the shape does not fit; None: every shape fits
+    plan         (request) -> the kernels' call for these matrices; None: there are no kernels
+    maxima       (x, spec, amax, amax_t) -> the maxima that blocks are scaled with, of a format with two levels
+    empty_scale  (x, rows, depth) -> uninitialized scales in the kernels' layout; None: row-major
     """
 
     format: TensorFormat
-    quantize: Callable[[Tensor, QuantizeSpec, Given], Quantized]
+    quantize: Callable[[Tensor, QuantizeSpec, QuantizeInputs], Quantized]
     dequantize: Callable[[Operand, Tensor], Tensor]
-    check: Callable[[int, int, QuantizeSpec], None] = takes_any_shape
+    check: Callable[[int, int, QuantizeSpec], None] | None = None
     plan: Plan | None = None
     maxima: Maxima | None = None
     empty_scale: Callable[[Tensor, int, int], Tensor] | None = None
 
     def new_scale(self, x: Tensor, rows: int, depth: int) -> Tensor:
-        """Uninitialised scales of a matrix [rows, depth], as the kernels make them."""
-        if self.empty_scale is None:
-            return empty_scale(self.format, x, rows, depth)
-        return self.empty_scale(x, rows, depth)
+        """Allocate the scales of a matrix [rows, depth] on x's device, one per block, in the kernels' layout."""
+        if self.empty_scale is not None:
+            return self.empty_scale(x, rows, depth)
+        block = self.format.block
+        assert block is not None
+        shape = (ceil_div(rows, block[0]), ceil_div(depth, block[1]))
+        return x.new_empty(shape, dtype=_SCALE_DTYPES[self.format.scale])

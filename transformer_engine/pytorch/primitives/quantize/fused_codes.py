@@ -1,4 +1,4 @@
-"""FP8 codes that a kernel makes of its own result: whether it may, and how it is told.
+"""FP8 codes that a kernel writes instead of its result: conditions, and the arguments of kernels.
 
 With one scale a tensor (`one_scale`), or with one a block, which needs no scale beforehand (`blocks`, `in_blocks`,
 `in_row_blocks`).
@@ -14,7 +14,7 @@ import torch
 
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, FLOAT32_MAX
 from . import TABLE
-from .spec import CastRequest, QuantizeSpec, Request
+from .spec import CastRequest, QuantizeRequest, QuantizeSpec
 
 if TYPE_CHECKING:
     from ....common.kernels.block_cast import Blocks
@@ -31,7 +31,7 @@ def cast_request(
     given: bool,
     records: bool,
 ) -> CastRequest | None:
-    """The cast of a result [M, N] as backends judge it; None where no cast is asked for."""
+    """Return the request of a cast of a result [M, N]; None without a cast."""
     if spec is None:
         return None
     return CastRequest(spec, given, records, fuses(shape, dtype, device, spec, given))
@@ -47,22 +47,22 @@ def fuses(
 
 
 def report(shape: tuple[int, int], dtype: torch.dtype, device: torch.device, cast: CastRequest) -> None:
-    """Tell those who observe quantizations of one that another kernel makes; of every other one `quantize` tells."""
-    TABLE.report(lambda: Request(cast.spec, shape, dtype, device, cast.given))
+    """Report a fused quantization to observers; `quantize` reports all others."""
+    TABLE.report(lambda: QuantizeRequest(cast.spec, shape, dtype, device, cast.given))
 
 
 def in_blocks(spec: QuantizeSpec) -> bool:
-    """Has every block a scale of its own, so that a kernel that holds one needs to know nothing else?"""
+    """Return whether scales belong to blocks, so that a kernel quantizes each block independently."""
     return spec.format.block is not None
 
 
 def in_row_blocks(spec: QuantizeSpec) -> bool:
-    """Are the blocks parts of rows, wanted for rows alone, so that a kernel that holds a row holds them?"""
+    """Return whether blocks are parts of rows in the row direction alone, so that a kernel quantizes each row."""
     return spec.format == BLOCK_1D and not spec.columnwise
 
 
 def gradient_fuses(spec: QuantizeSpec, sums_columns: bool) -> bool:
-    """Is dx quantized faster where it is made than after it? Not in blocks of rows alone beside its column sums.
+    """Return whether the fused cast of dx is faster than a separate one: not for row blocks with column sums.
 
     H200, 8192 x 14336 bfloat16, SwiGLU and GELU, both directions: 0.507 and 0.298 ms (0.548 and 0.304 in two steps),
     with sums 0.679 and 0.373 (0.677 and 0.380, but dx is stored then); rows alone 0.285 and 0.219 (0.444 and 0.254),

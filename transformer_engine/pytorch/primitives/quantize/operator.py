@@ -1,4 +1,4 @@
-"""quantize as a tracing compiler sees it: one operator, which it does not look into."""
+"""The operator of `quantize` for torch.compile, opaque to the compiler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ....common.dispatch import Operator
 from ....common.formats import E2M1, E4M3, E5M2
 from ...runtime import launching
 from .formats import FORMATS
-from .spec import Quantized, QuantizeSpec, Request, torch_dtype
+from .spec import Quantized, QuantizeRequest, QuantizeSpec, torch_dtype
 
 _ELEMENTS = {element.name: element for element in (E4M3, E5M2, E2M1)}
 _OPTIONS = {
@@ -34,7 +34,7 @@ _SCHEMA = (
 )
 
 
-def operator_of(quantize: Callable[..., Quantized]) -> Callable[[Request], Operator]:
+def operator_of(quantize: Callable[..., Quantized]) -> Callable[[QuantizeRequest], Operator]:
     """(request) -> the operator that runs quantize(x, spec, ...), for `Table`."""
 
     def now(x: Tensor, format: str, element: str, *rest: Any) -> list[Tensor]:
@@ -49,7 +49,7 @@ def operator_of(quantize: Callable[..., Quantized]) -> Callable[[Request], Opera
 
     made = launching.operator(_SCHEMA, now, _results)
 
-    def of_request(request: Request) -> Operator:
+    def of_request(request: QuantizeRequest) -> Operator:
         return Operator(
             functools.partial(_as_operator, made.call, request.spec),
             functools.partial(_as_operator, made.results, request.spec),
@@ -59,7 +59,7 @@ def operator_of(quantize: Callable[..., Quantized]) -> Callable[[Request], Opera
 
 
 def _separate(made: Quantized, spec: QuantizeSpec, measures: bool) -> list[Tensor]:
-    """The results of an operator, which share no storage with each other or with what it was given."""
+    """Return the results of an operator, which share no storage with each other or with the arguments."""
     results = [made.codes, made.codes_t]
     if spec.format.block is None:
         results += [made.scale if spec.rowwise else made.scale_t]

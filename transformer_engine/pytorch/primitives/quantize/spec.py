@@ -1,4 +1,4 @@
-"""What a quantization is asked for, and what it answers."""
+"""Specifications, requests and results of a quantization."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def torch_dtype(element: Element) -> torch.dtype:
 
 
 class Cast(NamedTuple):
-    """How an operation quantizes what it makes: asked of a quantizer, handed to the operation.
+    """The quantization of an operation's result: from `Quantizer.cast`, passed to the operation.
 
     multiplier   FLOAT8: float32 [1] that values are multiplied with; None: made from them
     record       with a multiplier: float32 [1] that keeps the larger of itself and the absolute maximum
@@ -32,7 +32,7 @@ class Cast(NamedTuple):
 
 
 class CastRequest(NamedTuple):
-    """A cast as an operation's backend judges it.
+    """The properties of a cast by which a backend is chosen.
 
     given    the multiplier is; records: so is a tensor for the maximum
     inside   a kernel that makes the values makes the codes too: they are those of the backend that would quantize them
@@ -62,13 +62,13 @@ class Quantized(NamedTuple):
     amax_t: Tensor | None = None
 
 
-# What a spec may ask for beside codes: a backend takes each of them by name.
+# The features of a spec, which a backend declares.
 OPTIONS = ("power_of_two", "two_dimensional", "hadamard", "stochastic", "four_over_six")
 
 
 @dataclass(frozen=True)
-class Request:
-    """What a backend may decide on: the spec and the matrix's shape, dtype and device; never its values."""
+class QuantizeRequest:
+    """The properties by which a backend is chosen: the spec and the matrix's shape, dtype and device."""
 
     spec: QuantizeSpec
     shape: tuple[int, int]

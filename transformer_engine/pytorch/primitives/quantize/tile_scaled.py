@@ -1,4 +1,4 @@
-"""Formats of one level whose tiles know nothing of the rest of the matrix: encode one direction, and both follow."""
+"""Formats with one level of scales, whose tiles are independent: `encode` of one direction defines both directions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import torch
 from torch import Tensor
 
 from ....common.formats import TensorFormat
+from ....common.kernels.launch import Launch
+from ....common.kernels.program import Program, step
+from ...runtime.launching import Performed
 from ..operand import Operand
 from . import tiles
-from .float8 import widen
-from .format_row import FormatRow, Given, Plan, PlannedCall
-from .spec import Quantized, QuantizeSpec, Request
-from .triton_tiles import LaunchOf, tiled_call
+from .encodings import widen
+from .format_row import FormatRow, PlannedCall, QuantizeInputs
+from .spec import Quantized, QuantizeRequest, QuantizeSpec
+
+LaunchOf = Callable[[QuantizeSpec, "tuple[int, int]", torch.dtype, torch.device], Launch]
 
 
 def tile_scaled(
@@ -24,15 +28,28 @@ def tile_scaled(
     launch: LaunchOf | None = None,
     empty_scale: Callable[[Tensor, int, int], Tensor] | None = None,
 ) -> FormatRow:
-    """The row of such a format.
+    """Return the row of a format with one level of scales.
 
-    encode     (x [R, K], spec) -> (codes [R, K], scales [ceil(R/r), ceil(K/c)]), one a tile of spec.tile
-    decoded    scales as float32, where they are not
-    launch     (spec, shape, dtype, device) -> the kernel call that makes what spec asks for; None: there is none
+    encode     (x [R, K], spec) -> (codes [R, K], scales [ceil(R/r), ceil(K/c)]), one scale per tile of spec.tile
+    decoded    converts the scales to float32; None: they are float32
+    launch     (spec, shape, dtype, device) -> the launch that writes the directions of spec; None: there is no kernel
     """
 
-    def quantize(x: Tensor, spec: QuantizeSpec, given: Given) -> Quantized:
-        return _both(x, spec, encode)
+    def quantize(x: Tensor, spec: QuantizeSpec, given: QuantizeInputs) -> Quantized:
+        codes = scale = codes_t = scale_t = None
+        if spec.rowwise or spec.transposes:
+            codes, scale = encode(x, spec)
+        if spec.columnwise:
+            if codes is not None and scale is not None and spec.transposes:
+                codes_t, scale_t = transposed(codes), transposed(scale)
+            else:
+                codes_t, scale_t = encode(transposed(x), spec)
+        return Quantized(
+            codes=codes if spec.rowwise else None,
+            scale=scale_a_row(scale, spec, x.shape[0]) if spec.rowwise else None,
+            codes_t=codes_t,
+            scale_t=scale_a_row(scale_t, spec, x.shape[1]),
+        )
 
     def dequantize(operand: Operand, scale: Tensor) -> Tensor:
         assert form.block is not None
@@ -40,45 +57,28 @@ def tile_scaled(
         values = values * tiles.spread(scale if decoded is None else decoded(scale))
         return tiles.join(values.to(operand.dtype), (operand.rows, operand.depth))
 
-    plan = None if launch is None else _plan(launch)
-    return FormatRow(form, quantize, dequantize, plan=plan, empty_scale=empty_scale)
+    def plan(request: QuantizeRequest) -> PlannedCall:
+        assert launch is not None
+        first = launch(request.spec, request.shape, request.dtype, request.device)
+        only = step(first, ("x",), ("codes", "scale", "codes_t", "scale_t")[: len(first.outputs)])
+        performed = Performed(Program(("x",), (only,), only.outputs), request.device)
+        return lambda x, multiplier, amax, amax_t, record, random=None: Quantized(
+            *performed(x if x.is_contiguous() else x.contiguous())
+        )
 
-
-def _plan(launch: LaunchOf) -> Plan:
-    def plan(request: Request) -> PlannedCall:
-        tiled = tiled_call(launch, request)
-        return lambda x, multiplier, amax, amax_t, record, random=None: tiled(x)
-
-    return plan
-
-
-def _both(
-    x: Tensor, spec: QuantizeSpec, encode: Callable[[Tensor, QuantizeSpec], tuple[Tensor, Tensor]]
-) -> Quantized:
-    codes = scale = codes_t = scale_t = None
-    if spec.rowwise or spec.transposes:
-        codes, scale = encode(x, spec)
-    if spec.columnwise:
-        if codes is not None and scale is not None and spec.transposes:
-            codes_t, scale_t = transposed(codes), transposed(scale)
-        else:
-            codes_t, scale_t = encode(transposed(x), spec)
-    return Quantized(
-        codes=codes if spec.rowwise else None,
-        scale=scale_a_row(scale, spec, x.shape[0]) if spec.rowwise else None,
-        codes_t=codes_t,
-        scale_t=scale_a_row(scale_t, spec, x.shape[1]),
+    return FormatRow(
+        form, quantize, dequantize, plan=None if launch is None else plan, empty_scale=empty_scale
     )
 
 
 def transposed(matrix: Tensor) -> Tensor:
-    """[R, K] -> [K, R], row after row."""
+    """Return the transpose [K, R] of a matrix [R, K], row-major."""
     # Not contiguous(): it would keep [K, 1] with strides (1, K), which cannot be viewed as another dtype.
     return matrix.t().clone(memory_format=torch.contiguous_format)
 
 
 def scale_a_row(scale: Tensor | None, spec: QuantizeSpec, rows: int) -> Tensor | None:
-    """A 2-D variant of a format whose scales belong to rows repeats a tile's scale on its rows."""
+    """Repeat the scale of each square tile for its rows, in a 2-D variant of a format with scales per row."""
     if scale is None or not spec.two_dimensional or spec.tile is None:
         return scale
     return tiles.repeat_rows(scale, spec.tile[0], rows)

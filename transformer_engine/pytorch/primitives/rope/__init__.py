@@ -1,7 +1,7 @@
 """y = x rotated in pairs of features by an angle that grows with the token's position, and its gradient.
 
 Su et al., RoFormer (2021). `angles` is float32 [positions, rotated features]; features beyond the rotated
-ones pass through. `check_rotation` is for whoever calls from outside: what is called here is trusted, but a token
+ones pass through. Public callers use `check_rotation`; the functions here do not check their arguments, but a token
 whose position has no angle becomes NaN (RopeSpec.clamps).
 """
 
@@ -15,7 +15,7 @@ from . import reference, triton
 from .checks import check_rotation as check_rotation
 from .checks import reaches_lengths as reaches_lengths
 from .checks import three_sizes as three_sizes
-from .request import Positions, RopeRequest, RopeSpec
+from .reference import Positions, RopeRequest, RopeSpec
 
 
 def rope_forward(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSpec) -> Tensor:
@@ -40,7 +40,14 @@ def rope_qkv_forward(
 
     sizes = (n * d, d, dv) is how a group's features split; the leading axes are those of spec.tensor_format.
     """
-    _check_sizes(qkv.shape[-1], sizes)
+    if sum(sizes) != qkv.shape[-1]:
+        raise ValueError(
+            f"the split {list(sizes)} does not add up to the {qkv.shape[-1]} features of a group; give n * d, d, dv"
+        )
+    if sizes[1] < 1 or sizes[0] % sizes[1]:
+        raise ValueError(
+            f"the query part {sizes[0]} is not a multiple of the key part {sizes[1]}; split by heads"
+        )
     start, cu_seqlens = positions
     lies, shapes = (qkv.shape, qkv.stride()), (q_angles.shape, k_angles.shape)
     key = ("qkv_forward", lies, qkv.dtype, qkv.device, spec, shapes, _sequences(cu_seqlens), sizes)
@@ -69,17 +76,6 @@ def rope_qkv_backward(
     return TABLE.bound(key)(dq, dk, dv, q_angles, k_angles, start, cu_seqlens)
 
 
-def _check_sizes(width: int, sizes: tuple[int, int, int]) -> None:
-    if sum(sizes) != width:
-        raise ValueError(
-            f"the split {list(sizes)} does not add up to the {width} features of a group; give n * d, d, dv"
-        )
-    if sizes[1] < 1 or sizes[0] % sizes[1]:
-        raise ValueError(
-            f"the query part {sizes[0]} is not a multiple of the key part {sizes[1]}; split by heads"
-        )
-
-
 def _turned(
     operation: str,
     x: Tensor,
@@ -97,16 +93,12 @@ def _sequences(cu_seqlens: Tensor | None) -> int:
     return 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
-# What a compiler sees, spelt in what its schemas know.
+# The operators of torch.compile, with arguments of the types that schemas support.
 
 
 def _rotate(x, angles, start, cu_seqlens, tensor_format, interleaved, cp_size, cp_rank, clamps, transposed):
     spec = RopeSpec(tensor_format, interleaved, cp_size, cp_rank, clamps)
     return _turned("backward" if transposed else "forward", x, angles, start, cu_seqlens, spec)
-
-
-def _rotate_results(x, *_, **__) -> Tensor:
-    return x.new_empty(x.shape)
 
 
 def _unpack(qkv, q_angles, k_angles, start, cu_seqlens, sizes, *how):
@@ -115,17 +107,9 @@ def _unpack(qkv, q_angles, k_angles, start, cu_seqlens, sizes, *how):
     )
 
 
-def _unpack_results(qkv, q_angles, k_angles, start, cu_seqlens, sizes, *_, **__):
-    return triton.empty_parts(qkv, sizes)
-
-
 def _pack(dq, dk, dv, q_angles, k_angles, start, cu_seqlens, sizes, *how):
     positions = Positions(start, cu_seqlens)
     return rope_qkv_backward(dq, dk, dv, q_angles, k_angles, positions, tuple(sizes), RopeSpec(*how))
-
-
-def _pack_results(dq, dk, dv, q_angles, k_angles, start, cu_seqlens, sizes, *_, **__) -> Tensor:
-    return triton.empty_joint(dk, sizes)
 
 
 _HOW = "str tensor_format, bool interleaved, int cp_size, int cp_rank, bool clamps"
@@ -133,19 +117,19 @@ _POSITIONS = "Tensor? start, Tensor? cu_seqlens"
 _rotate_operator = operator(
     f"rotate(Tensor x, Tensor angles, {_POSITIONS}, {_HOW}, bool transposed) -> Tensor",
     _rotate,
-    _rotate_results,
+    lambda x, *_, **__: x.new_empty(x.shape),
 )
 _unpack_operator = operator(
     f"rotate_unpack(Tensor qkv, Tensor q_angles, Tensor k_angles, {_POSITIONS}, int[3] sizes, {_HOW})"
     " -> (Tensor, Tensor, Tensor)",
     _unpack,
-    _unpack_results,
+    lambda qkv, q_angles, k_angles, start, cu_seqlens, sizes, *_, **__: triton.empty_parts(qkv, sizes),
 )
 _pack_operator = operator(
     "rotate_pack(Tensor dq, Tensor dk, Tensor dv, Tensor q_angles, Tensor k_angles,"
     f" {_POSITIONS}, int[3] sizes, {_HOW}) -> Tensor",
     _pack,
-    _pack_results,
+    lambda dq, dk, dv, q_angles, k_angles, start, cu_seqlens, sizes, *_, **__: triton.empty_joint(dk, sizes),
 )
 
 

@@ -1,4 +1,4 @@
-"""What a rotation is given fits: layout, head, ranks, and a table of angles that reaches as far as the positions."""
+"""Checks of the arguments of a rotation: layout, head, ranks, and a table of angles for all positions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ....common.numbers import to_int
 from ...runtime.device_checks import demand
-from .request import Positions, RopeSpec
+from .reference import Positions, RopeSpec
 
 FORMATS = ("sbhd", "bshd", "thd")
 

@@ -10,18 +10,18 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ...runtime.launching import DTYPE_NAMES, refuses_elementwise, rows_dense, run
-from .request import RopeRequest
+from .reference import RopeRequest
 
 if TYPE_CHECKING:
     from ....common.kernels.launch import Launch
 
 
-def refuses(request: RopeRequest) -> str | None:
+def unsupported_reason(request: RopeRequest) -> str | None:
     return refuses_elementwise(request.device, request.dtype)
 
 
 def bind(request: RopeRequest) -> Callable[..., Any]:
-    """What `reference.bind` answers, on the same tensors."""
+    """Return a callable with the arguments and results of `reference.bind`."""
     if request.operation == "qkv_forward":
         return _unpack(request)
     return _pack(request) if request.operation == "qkv_backward" else _rotate(request)
@@ -71,7 +71,7 @@ def _unpack(request: RopeRequest) -> Callable[..., tuple[Tensor, Tensor, Tensor]
     launch, leading = _packed(request, *request.x, False), shape[:-2]
 
     def unpack(qkv: Tensor, *given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = run(launch, (rows_dense(qkv), *_ready(*given)))
+        q, k, v = run(launch, (*_ready(*given), rows_dense(qkv)))[:3]
         return (
             q.view(*leading, *q.shape[2:]),
             k.view(*leading, *k.shape[2:]),
@@ -90,10 +90,9 @@ def _pack(request: RopeRequest) -> Callable[..., Tensor]:
     launch = _packed(request, joint.shape, joint.stride(), True)
 
     def pack(dq: Tensor, dk: Tensor, dv: Tensor, *given: Tensor | None) -> Tensor:
-        dqkv = empty_joint(dk, sizes)
         gradients = (dq.contiguous(), dk.contiguous(), dv.contiguous())
-        run(launch, (dqkv, *_ready(*given), *gradients))
-        return dqkv
+        (dqkv,) = run(launch, (*_ready(*given), None, *gradients))
+        return dqkv.view(*dk.shape[:-1], sum(sizes))
 
     return pack
 
@@ -112,12 +111,12 @@ def _ready(
 
 def _packed(request: RopeRequest, shape: torch.Size, strides: tuple[int, ...], transposed: bool) -> Launch:
     """Of a joint tensor of this shape and these strides."""
-    from ....common.kernels import rope  # it imports triton
+    from ....common.kernels import rope_packed  # it imports triton
 
     spec, (q_angles, k_angles) = request.spec, request.angles
     shape, strides = _four(shape, strides, spec.tensor_format)
     q_size, width, v_width = request.sizes
-    return rope.rotate_packed(
+    return rope_packed.rotate_packed(
         (shape[0], shape[1]),
         (shape[2], q_size // width),
         (width, v_width),
@@ -143,7 +142,7 @@ def _four(shape: torch.Size, strides: tuple[int, ...], layout: str) -> tuple[tor
 
 
 def empty_parts(qkv: Tensor, sizes: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for q, k and v of a joint tensor."""
+    """Allocate q, k and v of a joint tensor."""
     *leading, groups, _ = qkv.shape
     return (
         qkv.new_empty(*leading, groups * (sizes[0] // sizes[1]), sizes[1]),
@@ -153,8 +152,8 @@ def empty_parts(qkv: Tensor, sizes: tuple[int, int, int]) -> tuple[Tensor, Tenso
 
 
 def empty_joint(dk: Tensor, sizes: tuple[int, int, int]) -> Tensor:
-    """Room for the joint gradient."""
+    """Allocate the joint gradient."""
     return dk.new_empty(*dk.shape[:-1], sizes[0] + sizes[1] + sizes[2])
 
 
-BACKEND: Backend[RopeRequest] = Backend("triton", refuses=refuses, bind=bind, opaque=True)
+BACKEND: Backend[RopeRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)

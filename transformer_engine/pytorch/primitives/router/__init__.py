@@ -11,7 +11,7 @@ from torch import Tensor
 from ....common.dispatch import Operator, Table
 from ...runtime.launching import operator
 from . import reference, triton
-from .request import (
+from .reference import (
     BITS,
     BYTES,
     INDICES,
@@ -121,7 +121,7 @@ def _read(k: int, score: str, whole: bool, groups: list[int] | None, scale: floa
 def _choose(
     logits: Tensor, bias: Tensor | None, indices: Tensor | None, dtype: torch.dtype, keeps: bool, *choice: Any
 ) -> tuple[Tensor, ...]:
-    """Three, an empty one for what is not made: no operator that writes an argument can return a list, or nothing."""
+    """Return three tensors, empty ones for absent results: a mutating operator cannot return a list or None."""
     made = choose(logits, _read(*choice), dtype, bias, indices, keeps)
     return tuple(logits.new_empty(0) if tensor is None else tensor for tensor in made)
 
@@ -138,34 +138,6 @@ def _choose_results(
     )
 
 
-def _backward(
-    map: Tensor | None, scores: Tensor, grad_probs: Tensor, dtype: torch.dtype, *choice: Any
-) -> Tensor:
-    return choose_backward(map, scores, grad_probs, _read(*choice), dtype)
-
-
-def _backward_results(
-    map: Tensor | None, scores: Tensor, grad_probs: Tensor, dtype: torch.dtype, *choice: Any
-) -> Tensor:
-    return scores.new_empty(scores.shape, dtype=dtype)
-
-
-def _margins(logits: Tensor, bias: Tensor, histogram: Tensor, bounds: Tensor, k: int) -> None:
-    count_margins(logits, bias, k, histogram, bounds)
-
-
-def _margins_results(logits: Tensor, bias: Tensor, histogram: Tensor, bounds: Tensor, k: int) -> None:
-    return None
-
-
-def _loss(probs: Tensor, tokens: Tensor, total: Tensor | None, factor: float) -> Tensor:
-    return balance_loss(probs, tokens, factor, total)
-
-
-def _loss_results(probs: Tensor, tokens: Tensor, total: Tensor | None, factor: float) -> Tensor:
-    return probs.new_empty(1)
-
-
 _OPERATORS = {
     "choose": operator(
         "router_choose(Tensor logits, Tensor? bias, Tensor(a!)? indices, ScalarType dtype, bool keeps, "
@@ -175,18 +147,20 @@ _OPERATORS = {
     ),
     "gradient": operator(
         f"router_choose_backward(Tensor? map, Tensor scores, Tensor grad_probs, ScalarType dtype, {_CHOICE}) -> Tensor",
-        _backward,
-        _backward_results,
+        lambda map, scores, grad_probs, dtype, *choice: choose_backward(
+            map, scores, grad_probs, _read(*choice), dtype
+        ),
+        lambda map, scores, grad_probs, dtype, *choice: scores.new_empty(scores.shape, dtype=dtype),
     ),
     "margins": operator(
         "router_count_margins(Tensor logits, Tensor bias, Tensor(a!) histogram, Tensor bounds, int k) -> ()",
-        _margins,
-        _margins_results,
+        lambda logits, bias, histogram, bounds, k: count_margins(logits, bias, k, histogram, bounds),
+        lambda *_, **__: None,
     ),
     "loss": operator(
         "router_balance_loss(Tensor probs, Tensor tokens, Tensor? total, float factor) -> Tensor",
-        _loss,
-        _loss_results,
+        lambda probs, tokens, total, factor: balance_loss(probs, tokens, factor, total),
+        lambda probs, tokens, total, factor: probs.new_empty(1),
     ),
 }
 
@@ -197,20 +171,14 @@ def _operator_of(request: RouterRequest) -> Operator:
         return made.given(factor=request.factor)
     if request.operation == "margins":
         return made.given(k=request.choice.k)
-    if request.operation == "gradient":
-        shell = functools.partial(_with_choice, request)
-        return Operator(functools.partial(shell, made.call), functools.partial(shell, made.results))
-    shell = functools.partial(_three, request)
-    return Operator(functools.partial(shell, made.call), functools.partial(shell, made.results))
 
+    def run(call: Any, *tensors: Tensor | None) -> Any:
+        if request.operation == "gradient":
+            return call(*tensors, request.made, *request.choice)
+        probs, map, scores = call(*tensors, request.made, request.keeps, *request.choice)
+        return probs, None if request.choice.map == INDICES else map, scores if request.keeps else None
 
-def _with_choice(request: RouterRequest, call: Any, *tensors: Tensor | None) -> Any:
-    return call(*tensors, request.made, *request.choice)
-
-
-def _three(request: RouterRequest, call: Any, *tensors: Tensor | None) -> Any:
-    probs, map, scores = call(*tensors, request.made, request.keeps, *request.choice)
-    return probs, None if request.choice.map == INDICES else map, scores if request.keeps else None
+    return Operator(functools.partial(run, made.call), functools.partial(run, made.results))
 
 
 TABLE: Table[RouterRequest] = Table(

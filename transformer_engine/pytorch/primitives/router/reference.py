@@ -3,14 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
 from ...runtime.tracing import result_as
-from .request import BITS, BYTES, SIGMOID, SOFTMAX, SOFTMAX_AFTER, Choice, RouterRequest
+
+SOFTMAX, SOFTMAX_AFTER, SIGMOID, SQRTSOFTPLUS = "softmax", "softmax_after", "sigmoid", "sqrtsoftplus"
+BYTES, BITS, INDICES = "bytes", "bits", "indices"
+
+
+class Choice(NamedTuple):
+    """The k experts of each token.
+
+    score    SOFTMAX, SIGMOID, SQRTSOFTPLUS of the logits; SOFTMAX_AFTER: the logits, and a softmax over those chosen
+    whole    weights are those of all experts, which add up to 1; else of those chosen
+    groups   (how many, how many of them are chosen from, by the sum of their k / that many largest); None: one
+    scale    factor of the weights of chosen experts
+    map      BYTES uint8 [T, E], BITS uint8 [T, ceil(E / 8)], expert e in bit e % 8 of byte e // 8, or INDICES, [T, k]
+    """
+
+    k: int
+    score: str
+    whole: bool = False
+    groups: tuple[int, int] | None = None
+    scale: float = 1.0
+    map: str = BYTES
+
+
+class RouterRequest(NamedTuple):
+    """One operation: "choose", "gradient" and "margins" of logits [T, E], the "loss" of probabilities [rows, columns].
+
+    dtype   of the logits or probabilities that are read;  made  dtype of the results
+    keeps   are scores kept for the gradient?
+    factor  of a loss; dynamic: it is yet to be divided by a number of tokens on the device, squared
+    bins    of a histogram of margins
+    """
+
+    operation: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    made: torch.dtype
+    device: torch.device
+    choice: Choice = Choice(1, SOFTMAX)
+    keeps: bool = True
+    factor: float = 1.0
+    dynamic: bool = False
+    bins: int = 0
 
 
 def bind(request: RouterRequest) -> Callable[..., Any]:
@@ -26,8 +67,8 @@ def bind(request: RouterRequest) -> Callable[..., Any]:
     return lambda probs, tokens, total: loss(probs, tokens, total, request.factor)
 
 
-# Constants stand where they are used: of a global float a compiler makes a symbol while shapes are dynamic, which it
-# cannot use in two calls of one graph. 1e-20 keeps sums from being 0.
+# Literal constants: torch.compile turns a global float into a symbol while shapes are dynamic, and cannot use it in two
+# calls of one graph. 1e-20 keeps sums from being 0.
 def choose(
     logits: Tensor,
     bias: Tensor | None,

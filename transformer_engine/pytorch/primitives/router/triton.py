@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ...runtime.launching import DTYPE_NAMES, perform, refuses_elementwise, run
-from .request import RouterRequest
+from .reference import RouterRequest
 
 _EXPERTS = 4096  # that a program holds
 _LIMIT = 1 << 31  # tokens are numbered in 32 bits
 
 
-def refuses(request: RouterRequest) -> str | None:
+def unsupported_reason(request: RouterRequest) -> str | None:
     rows, experts = request.shape
     if rows >= _LIMIT:
         return f"{rows} tokens; it numbers fewer than {_LIMIT}"
@@ -26,7 +26,7 @@ def refuses(request: RouterRequest) -> str | None:
 
 
 def bind(request: RouterRequest) -> Callable[..., Any]:
-    """What `reference.bind` answers, on the same tensors."""
+    """Return a callable with the arguments and results of `reference.bind`."""
     return {"choose": _choose, "gradient": _gradient, "loss": _loss, "margins": _margins}[request.operation](
         request
     )
@@ -95,4 +95,4 @@ def _loss(request: RouterRequest) -> Callable[..., Tensor]:
     return loss
 
 
-BACKEND: Backend[RouterRequest] = Backend("triton", refuses=refuses, bind=bind, opaque=True)
+BACKEND: Backend[RouterRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from ....common.dispatch import Table
 from . import reference, triton
-from .reference import amax_of, rolled, scale_of
-from .request import ScaleUpdateRequest
+from .reference import ScaleUpdateRequest, amax_of, rolled, scale_of
 
 __all__ = ["TABLE", "ScaleUpdateRequest", "advance_scales", "amax_of", "rolled", "scale_of"]
 

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
 from ....common.formats import FLOAT32_MAX
-from .request import ScaleUpdateRequest
+
+
+class ScaleUpdateRequest(NamedTuple):
+    """The device's type, the common length of the histories (None: they differ), the largest number of columns, the
+    number of states, and the rule: see `advance_scales`."""
+
+    device: str
+    length: int | None
+    columns: int
+    states: int = 1
+    algorithm: str = "max"
+    fp8_max: float = 448.0
+    margin: float = 0
+    keep_idle: bool = True
 
 
 def scale_of(amax: Tensor, scale: Tensor, fp8_max: float, margin: float) -> Tensor:
@@ -34,41 +48,26 @@ def rolled(history: Tensor) -> Tensor:
 
 def bind(request: ScaleUpdateRequest) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None]:
     """(histories, scales) -> None, in place"""
-    rule = (request.algorithm, request.fp8_max, request.margin, request.keep_idle)
-    return lambda histories, scales: step(histories, scales, *rule)
 
+    def step(histories: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
+        by_length: dict[int, list[int]] = {}
+        for i, history in enumerate(histories):
+            by_length.setdefault(history.shape[0], []).append(i)
+        for members in by_length.values():
+            columns = [scales[i].shape[0] for i in members]
+            history = torch.cat([histories[i] for i in members], dim=1)
+            scale = torch.cat([scales[i] for i in members])
+            amax = amax_of(history, request.algorithm)
+            new_scale = scale_of(amax, scale, request.fp8_max, request.margin)
+            new_history = rolled(history)
+            if request.keep_idle:  # columns whose latest amax is 0 keep history and scale
+                busy = history[0] != 0
+                new_history = torch.where(busy, new_history, history)
+                new_scale = torch.where(busy, new_scale, scale)
+            torch._foreach_copy_([histories[i] for i in members], list(new_history.split(columns, dim=1)))
+            torch._foreach_copy_([scales[i] for i in members], list(new_scale.split(columns)))
 
-def step(
-    histories: Sequence[Tensor],
-    scales: Sequence[Tensor],
-    algorithm: str,
-    fp8_max: float,
-    margin: float,
-    keep_idle: bool,
-) -> None:
-    """One step for every state, in place."""
-    by_length: dict[int, list[int]] = {}
-    for i, history in enumerate(histories):
-        by_length.setdefault(history.shape[0], []).append(i)
-    for members in by_length.values():
-        columns = [scales[i].shape[0] for i in members]
-        history = torch.cat([histories[i] for i in members], dim=1)
-        scale = torch.cat([scales[i] for i in members])
-        history, scale = _next(history, scale, algorithm, fp8_max, margin, keep_idle)
-        torch._foreach_copy_([histories[i] for i in members], list(history.split(columns, dim=1)))
-        torch._foreach_copy_([scales[i] for i in members], list(scale.split(columns)))
-
-
-def _next(
-    history: Tensor, scale: Tensor, algorithm: str, fp8_max: float, margin: float, keep_idle: bool
-) -> tuple[Tensor, Tensor]:
-    """History and scale after one step; keep_idle leaves columns whose latest amax is 0 as they are."""
-    new_scale = scale_of(amax_of(history, algorithm), scale, fp8_max, margin)
-    new_history = rolled(history)
-    if not keep_idle:
-        return new_history, new_scale
-    busy = history[0] != 0
-    return torch.where(busy, new_history, history), torch.where(busy, new_scale, scale)
+    return step
 
 
 BACKEND = Backend[ScaleUpdateRequest]("reference", bind=bind)

@@ -12,12 +12,12 @@ from ....common.dispatch import Backend
 from ....common.kernels import launch
 from ...runtime.device import is_current_device
 from . import reference
-from .request import ScaleUpdateRequest
+from .reference import ScaleUpdateRequest
 
 _LIMIT = 1 << 15  # delayed_scaling.LIMIT, whose module imports triton
 
 
-def refuses(request: ScaleUpdateRequest) -> str | None:
+def unsupported_reason(request: ScaleUpdateRequest) -> str | None:
     if request.device != "cuda":
         return f"it needs a CUDA device, the states are on {request.device}"
     if (reason := launch.missing()) is not None:
@@ -62,7 +62,7 @@ def bind(request: ScaleUpdateRequest) -> Callable[[Sequence[Tensor], Sequence[Te
 
 
 def _table_of(histories: Sequence[Tensor], scales: Sequence[Tensor]) -> Tensor | None:
-    """The table of the states on their device; None where it is unknown and a graph is being captured."""
+    """Return the table of the states on their device; None if it is not cached while a graph is captured."""
     addresses = tuple(
         [(h.data_ptr(), s.data_ptr(), h.shape[1]) for h, s in zip(histories, scales, strict=True)]
     )
@@ -71,22 +71,19 @@ def _table_of(histories: Sequence[Tensor], scales: Sequence[Tensor]) -> Tensor |
         if table is not None:
             _captured[addresses] = table
         return table
-    return _remember(addresses, histories[0].device) if table is None else table
-
-
-# Addresses and widths determine a table entirely, so a stale one is never found; the oldest are dropped.
-_tables: OrderedDict[tuple[tuple[int, int, int], ...], Tensor] = OrderedDict()
-_KEPT = 64
-# A captured graph reads its table at every replay, which may go on when the table has been dropped above.
-_captured: dict[tuple[tuple[int, int, int], ...], Tensor] = {}
-
-
-def _remember(addresses: tuple[tuple[int, int, int], ...], device: torch.device) -> Tensor:
-    table = torch.tensor(addresses, dtype=torch.int64, device="cpu").to(device)
-    _tables[addresses] = table
-    if len(_tables) > _KEPT:
-        _tables.popitem(last=False)
+    if table is None:
+        table = torch.tensor(addresses, dtype=torch.int64, device="cpu").to(histories[0].device)
+        _tables[addresses] = table
+        if len(_tables) > _KEPT:
+            _tables.popitem(last=False)
     return table
 
 
-BACKEND = Backend[ScaleUpdateRequest]("triton", refuses=refuses, bind=bind)
+# Addresses and widths determine a table, so that an entry is never stale; the oldest entries are dropped.
+_tables: OrderedDict[tuple[tuple[int, int, int], ...], Tensor] = OrderedDict()
+_KEPT = 64
+# A captured graph reads its table at every replay, also after the table has been dropped above.
+_captured: dict[tuple[tuple[int, int, int], ...], Tensor] = {}
+
+
+BACKEND = Backend[ScaleUpdateRequest]("triton", refuses=unsupported_reason, bind=bind)

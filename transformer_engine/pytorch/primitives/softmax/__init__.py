@@ -8,7 +8,7 @@ from torch import Tensor
 from ....common.dispatch import Operator, Table
 from ...runtime.launching import operator
 from . import reference, triton
-from .request import CAUSAL, SoftmaxRequest
+from .reference import CAUSAL, SoftmaxRequest
 
 __all__ = ["CAUSAL", "TABLE", "SoftmaxRequest", "scaled_softmax_backward", "scaled_softmax_forward"]
 
@@ -23,10 +23,19 @@ def scaled_softmax_forward(
     A hidden key has probability 0; a query that sees no key gets zeros.
     """
     _check(x, causal)
+    layout = None
     if mask is not None:
-        _check_mask(x, mask)
-    hides = None if mask is None else (mask.shape, mask.stride())
-    return TABLE.bound(("forward", x.shape, x.dtype, x.device, causal, scale, hides))(x, mask)
+        if mask.dtype not in (torch.bool, torch.uint8):
+            raise TypeError(
+                f"a mask is bool or uint8, not {mask.dtype}; convert it, not 0 where a key is hidden"
+            )
+        extents = zip(reversed(mask.shape), reversed(x.shape), strict=False)
+        if mask.dim() > x.dim() or not all(extent in (1, whole) for extent, whole in extents):
+            raise ValueError(
+                f"a mask {list(mask.shape)} does not broadcast to the scores {list(x.shape)}; make it so"
+            )
+        layout = (mask.shape, mask.stride())
+    return TABLE.bound(("forward", x.shape, x.dtype, x.device, causal, scale, layout))(x, mask)
 
 
 def scaled_softmax_backward(dy: Tensor, y: Tensor, scale: float, *, causal: str | None = None) -> Tensor:
@@ -48,52 +57,23 @@ def _check(x: Tensor, causal: str | None) -> None:
         raise ValueError(f"causal={causal!r}; choose None, {' or '.join(CAUSAL)}")
 
 
-def _check_mask(x: Tensor, mask: Tensor) -> None:
-    if mask.dtype not in (torch.bool, torch.uint8):
-        raise TypeError(f"a mask is bool or uint8, not {mask.dtype}; convert it, not 0 where a key is hidden")
-    fits = mask.dim() <= x.dim() and all(
-        extent in (1, whole) for extent, whole in zip(reversed(mask.shape), reversed(x.shape), strict=False)
-    )
-    if not fits:
-        raise ValueError(
-            f"a mask {list(mask.shape)} does not broadcast to the scores {list(x.shape)}; make it so"
-        )
-
-
-def _forward(x: Tensor, mask: Tensor | None, scale: float, causal: str | None) -> Tensor:
-    return scaled_softmax_forward(x, scale, mask=mask, causal=causal)
-
-
-def _backward(dy: Tensor, y: Tensor, scale: float, causal: str | None) -> Tensor:
-    return scaled_softmax_backward(dy, y, scale, causal=causal)
-
-
-def _forward_results(x: Tensor, mask: Tensor | None, scale: float, causal: str | None) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _backward_results(dy: Tensor, y: Tensor, scale: float, causal: str | None) -> Tensor:
-    return y.new_empty(y.shape)
-
-
 _OPERATORS = {
     "forward": operator(
         "scaled_softmax_forward(Tensor x, Tensor? mask, float scale, str? causal) -> Tensor",
-        _forward,
-        _forward_results,
+        lambda x, mask, scale, causal: scaled_softmax_forward(x, scale, mask=mask, causal=causal),
+        lambda x, mask, scale, causal: x.new_empty(x.shape),
     ),
     "backward": operator(
         "scaled_softmax_backward(Tensor dy, Tensor y, float scale, str? causal) -> Tensor",
-        _backward,
-        _backward_results,
+        lambda dy, y, scale, causal: scaled_softmax_backward(dy, y, scale, causal=causal),
+        lambda dy, y, scale, causal: y.new_empty(y.shape),
     ),
 }
 
 
-def _operator_of(request: SoftmaxRequest) -> Operator:
-    return _OPERATORS[request.operation].given(scale=request.scale, causal=request.causal)
-
-
 TABLE: Table[SoftmaxRequest] = Table(
-    "softmax", (triton.BACKEND, reference.BACKEND), describe=SoftmaxRequest, operator=_operator_of
+    "softmax",
+    (triton.BACKEND, reference.BACKEND),
+    describe=SoftmaxRequest,
+    operator=lambda request: _OPERATORS[request.operation].given(scale=request.scale, causal=request.causal),
 )

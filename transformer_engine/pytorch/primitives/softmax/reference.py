@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
 from ...runtime.tracing import result_as
-from .request import SoftmaxRequest, shift_of
+
+# Which keys query i of q sees, of k: top_left j <= i; bottom_right j <= i + k - q.
+CAUSAL = ("top_left", "bottom_right")
+
+
+class SoftmaxRequest(NamedTuple):
+    """One call on x [.., q, k]; mask: shape and strides of what hides keys, forward only."""
+
+    operation: str
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    causal: str | None
+    scale: float = 1.0
+    mask: tuple[torch.Size, tuple[int, ...]] | None = None
+
+
+def shift_of(causal: str | None, shape: torch.Size) -> int | None:
+    """How many keys beyond its own number a query sees; None without a causal mask."""
+    if causal is None:
+        return None
+    return 0 if causal == "top_left" else shape[-1] - shape[-2]
 
 
 def bind(request: SoftmaxRequest) -> Callable[..., Tensor]:
@@ -45,7 +67,7 @@ def backward(dy: Tensor, y: Tensor, scale: float, causal: str | None) -> Tensor:
 
 
 def _hidden(x: Tensor, causal: str) -> Tensor:
-    """[q, k]: is the key behind what the query sees?"""
+    """Return whether each key [q, k] is hidden from the query."""
     query = torch.arange(x.shape[-2], device=x.device)
     key = torch.arange(x.shape[-1], device=x.device)
     shift = shift_of(causal, x.shape)

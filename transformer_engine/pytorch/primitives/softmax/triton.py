@@ -9,12 +9,12 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ...runtime.launching import DTYPE_NAMES, refuses_elementwise, run
-from .request import SoftmaxRequest, shift_of
+from .reference import SoftmaxRequest, shift_of
 
 _LIMIT = 1 << 31  # rows are numbered in 32 bits
 
 
-def refuses(request: SoftmaxRequest) -> str | None:
+def unsupported_reason(request: SoftmaxRequest) -> str | None:
     if request.shape[:-1].numel() >= _LIMIT:
         return f"{list(request.shape)} has {_LIMIT} rows or more"
     return refuses_elementwise(request.device, request.dtype)
@@ -71,4 +71,4 @@ def _hidden(mask: Tensor, shape: torch.Size) -> Tensor:
     return mask if len(shape) == 4 else mask.reshape(_four(shape))
 
 
-BACKEND: Backend[SoftmaxRequest] = Backend("triton", refuses=refuses, bind=bind, opaque=True)
+BACKEND: Backend[SoftmaxRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)

@@ -1,4 +1,4 @@
-"""kept [6] takes in what quantization did to x [M, K]: max|x|, underflow, saturation, signal, noise, nonfinite.
+"""Statistics kept [6] of the quantization of x [M, K]: max|x|, underflow, saturation, signal, noise, nonfinite.
 
 The maximum is that of finite values; underflow counts values that are not 0 and became 0, saturation those that
 became the largest code and lie more than half a step beyond it; signal and noise are the sums of x^2 and (x - q)^2 over
@@ -13,7 +13,7 @@ from torch import Tensor
 from ....common.dispatch import Table
 from ..operand import Operand
 from . import reference, triton
-from .request import StatisticsRequest
+from .reference import StatisticsRequest
 
 __all__ = ["FIELDS", "TABLE", "StatisticsRequest", "take_in_statistics"]
 
@@ -26,10 +26,10 @@ TABLE: Table[StatisticsRequest] = Table(
 
 
 def take_in_statistics(x: Tensor, operand: Operand | None, kept: Tensor) -> None:
-    """kept float64 [6], in place: the larger maximum, and the sums with those of x [M, K].
+    """Update kept float64 [6] in place: the larger maximum, and the sums, by those of x [M, K].
 
-    operand   x quantized, in the same order of rows; None: it was not, and three of the statistics are 0
-    Nothing is read back from the device.
+    operand   x quantized, in the same order of rows; None: not quantized, three of the statistics are 0
+    Nothing is read on the host.
     """
     facts = (x.shape, x.stride(), x.dtype, x.device)
     if operand is None or operand.format is None:
@@ -43,5 +43,5 @@ def take_in_statistics(x: Tensor, operand: Operand | None, kept: Tensor) -> None
 
 
 def new_row(device: torch.device) -> Tensor:
-    """Statistics of nothing."""
+    """Return the initial statistics."""
     return torch.zeros(len(FIELDS), dtype=torch.float64, device=device)

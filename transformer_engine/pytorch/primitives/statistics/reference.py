@@ -1,4 +1,4 @@
-"""The statistics in torch operations: float32 values, float64 sums."""
+"""The request of the statistics, and the reference in torch operations: float32 values, float64 sums."""
 
 from __future__ import annotations
 
@@ -10,17 +10,35 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ....common.formats import E2M1
+from ....common.formats import E2M1, TensorFormat
 from ..operand import Operand
 from ..quantize import dequantize
-from ..quantize.e2m1 import decode_e2m1, unpack_fp4
-from .request import StatisticsRequest
+from ..quantize.encodings import decode_e2m1, unpack_fp4
+
+
+class StatisticsRequest(NamedTuple):
+    """One matrix [M, K], and the layout of its codes if there are any.
+
+    format    of the codes; None: the matrix was not quantized
+    element   dtype of the codes
+    codes     strides of the codes;  scales  of the scales, () for one
+    """
+
+    shape: tuple[int, int]
+    strides: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+    format: TensorFormat | None = None
+    element: torch.dtype | None = None
+    codes: tuple[int, int] = (0, 0)
+    scales: tuple[int, ...] = ()
+
 
 _FOUR_BITS = (E2M1.maximum, 2.0**-E2M1.mantissa_bits)  # of two codes in a byte
 
 
 def bind(request: StatisticsRequest) -> Callable[[Tensor, Operand | None, Tensor], None]:
-    """(x, its codes, kept) -> None: kept takes the statistics in."""
+    """Return (x, operand, kept) -> None, which adds the statistics to kept."""
 
     def measure(x: Tensor, operand: Operand | None, kept: Tensor) -> None:
         values = x.float()
@@ -30,7 +48,9 @@ def bind(request: StatisticsRequest) -> Callable[[Tensor, Operand | None, Tensor
         none = torch.zeros((), dtype=torch.float64, device=x.device)
         underflow = saturation = noise = none
         if operand is not None:
-            codes, quantized = _codes(operand), dequantize(operand._replace(dtype=torch.float32))
+            packed = operand.codes.dtype == torch.uint8
+            codes = decode_e2m1(unpack_fp4(operand.codes)) if packed else operand.codes.float()
+            quantized = dequantize(operand._replace(dtype=torch.float32))
             underflow = ((values != 0) & (codes == 0)).sum()
             largest, beyond = greatest(operand.codes.dtype)
             saturation = ((codes.abs() == largest) & (values.abs() > quantized.abs() * beyond)).sum()
@@ -57,13 +77,6 @@ def greatest(element: torch.dtype) -> Greatest:
         largest, step = torch.finfo(element).max, torch.finfo(element).eps
     half_a_step = 2.0 ** math.floor(math.log2(largest)) * step / 2
     return Greatest(largest, 1 + half_a_step / largest)
-
-
-def _codes(operand: Operand) -> Tensor:
-    """The codes' own values, without scales."""
-    if operand.codes.dtype == torch.uint8:
-        return decode_e2m1(unpack_fp4(operand.codes))
-    return operand.codes.float()
 
 
 BACKEND: Backend[StatisticsRequest] = Backend("reference", bind=bind)

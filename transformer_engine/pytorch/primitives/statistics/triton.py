@@ -9,13 +9,12 @@ from torch import Tensor
 from ....common.dispatch import Backend
 from ...runtime.launching import perform, refuses_casts
 from ..operand import Operand
-from .reference import greatest
-from .request import StatisticsRequest
+from .reference import StatisticsRequest, greatest
 
 _SCALINGS = {"float32": "FLOAT_BLOCKS", "e8m0": "EXPONENT_BLOCKS", "e4m3": "TWO_LEVELS"}
 
 
-def refuses(request: StatisticsRequest) -> str | None:
+def unsupported_reason(request: StatisticsRequest) -> str | None:
     if (reason := refuses_casts(request.device, request.dtype)) is not None:
         return reason
     if 0 in request.shape:
@@ -61,4 +60,4 @@ def _one(scale: Tensor | None) -> Tensor | None:
     return scale if scale is None or scale.dim() else scale.view(1)
 
 
-BACKEND: Backend[StatisticsRequest] = Backend("triton", refuses=refuses, bind=bind)
+BACKEND: Backend[StatisticsRequest] = Backend("triton", refuses=unsupported_reason, bind=bind)

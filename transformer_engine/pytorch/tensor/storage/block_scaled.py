@@ -1,4 +1,4 @@
-"""What the block-scaled storages share: codes and scales for each direction, value = code x scale of its block.
+"""The base of block-scaled storages: codes and scales for each direction, value = code x scale of its block.
 
 Row-wise codes have the values' shape [..., K], packed codes fewer bytes along K. Column-wise codes are those of the
 transpose, [K, ...], or lie as the values do, K-last in memory all the same: the format's class says which, and how
@@ -15,9 +15,8 @@ from torch import Tensor
 
 from ....common.formats import TensorFormat, ceil_div, round_up
 from ...constants import DType
-from ...primitives.operand import Operand
+from ...primitives.operand import COLS, ROWS, Operand
 from ...primitives.quantize import Quantized, dequantize, torch_dtype
-from ..axis import COLS, ROWS
 from ..elements import element_number, element_of
 from .quantized_tensor_storage import QuantizedTensorStorage, Writer, matrix_shape
 
@@ -155,7 +154,7 @@ class BlockScaledStorage(QuantizedTensorStorage):
 
     @classmethod
     def _padded(cls, scale: Tensor, constants: dict[str, Any]) -> Tensor:
-        """Scales as they are stored."""
+        """Return scales in their stored layout."""
         return padded(scale, *cls.SCALE_PADDING)
 
     def trim_rowwise_scales(self) -> None:
@@ -238,5 +237,5 @@ class BlockScaledStorage(QuantizedTensorStorage):
         return self._undo_transform(values_t).t().contiguous().view(self.shape)
 
     def _undo_transform(self, values_t: Tensor) -> Tensor:
-        """The inverse of what was done to the column direction before it was quantized: here nothing."""
+        """Invert the transform of the column direction before quantization; this class has none."""
         return values_t

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ....common.formats import BLOCK_1D, BLOCK_2D, TensorFormat
 from ...constants import DType
+from ..elements import nominal_dtype
 from .block_scaled import BlockScaledStorage, padded
-from .nominal_dtype import nominal_dtype
 from .quantized_tensor_storage import Writer
 
 __all__ = ["Float8BlockwiseQTensorStorage"]

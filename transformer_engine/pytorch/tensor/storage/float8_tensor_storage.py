@@ -10,11 +10,9 @@ from torch import Tensor
 
 from ....common.formats import FLOAT8
 from ...constants import DType
-from ...primitives.operand import Operand
+from ...primitives.operand import COLS, ROWS, Operand
 from ...primitives.quantize import Quantized, dequantize
-from ..axis import COLS, ROWS
-from ..elements import float8_dtype, float8_number
-from .nominal_dtype import nominal_dtype
+from ..elements import float8_dtype, float8_number, nominal_dtype
 from .quantized_tensor_storage import QuantizedTensorStorage, Writer, matrix_shape
 
 __all__ = ["Float8TensorStorage"]

@@ -20,11 +20,6 @@ from ...primitives.quantize import Quantized
 from .quantized_tensor_storage import QuantizedTensorStorage
 
 
-def row_granularity(storage: QuantizedTensorStorage) -> int:
-    """Rows can be cut and joined at multiples of this; 1 where any row will do."""
-    return storage.row_granularity()
-
-
 def row_slice(storage: QuantizedTensorStorage, start: int, stop: int) -> QuantizedTensorStorage | None:
     """storage[start:stop] along dimension 0, codes shared; None where that would cut a block of one scale."""
     shape = storage.shape
@@ -60,7 +55,7 @@ def _cut(storage: QuantizedTensorStorage, rows: int, first: int, last: int) -> Q
 
 
 def _rows(part: Tensor | None, rows: int, first: int, last: int) -> Tensor | None:
-    """Rows first:last of a matrix whose dimension 0 stands for `rows` values; a scale of all rows stays whole."""
+    """Return rows first:last of a matrix whose dimension 0 covers `rows` values; a scale of all rows stays whole."""
     if part is None or part.dim() < 2 or rows == 0:
         return part
     values = -(-rows // part.shape[0])
@@ -76,7 +71,7 @@ def _columns(part: Tensor | None, rows: int, first: int, last: int) -> Tensor | 
 
 @dataclass(frozen=True)
 class GatheredPayload:
-    """How to read gathered bytes: the fields of `Quantized` they are, in order, and what was not gathered."""
+    """Metadata of gathered bytes: their fields of `Quantized`, in order, and the tensors that are not gathered."""
 
     storage_class: type[QuantizedTensorStorage]
     constants: dict[str, Any]
@@ -88,7 +83,7 @@ class GatheredPayload:
     columnwise: bool
 
     def holding(self, tensors: Sequence[Tensor]) -> GatheredPayload:
-        """The same payload where these tensors, after the first field's, are held beside the gathered bytes."""
+        """Return the payload with these tensors, after the first field's, outside of the gathered bytes."""
         held = {
             name: tensor.view(kind).t() if name.endswith("_t") else tensor.view(kind)
             for name, kind, tensor in zip(self.fields[1:], self.dtypes[1:], tensors, strict=True)
@@ -99,8 +94,8 @@ class GatheredPayload:
 class DerivedTensors(list[Tensor]):
     """The tensors of a gathered parameter whose storages are not the gathered bytes themselves.
 
-    fully_shard holds this very list: what is added to it is freed with the parameter and allocated with it. A
-    parameter and its aliases share one; a copy of any of them has none.
+    fully_shard holds this list: its tensors are freed and allocated with the parameter. A parameter and its aliases
+    share one list; copies have none.
     """
 
     NAME = "_derived_tensors"  # the attribute of a gathered parameter
@@ -118,7 +113,7 @@ class DerivedTensors(list[Tensor]):
         self[:] = [known for known in self if known is not tensor]
 
     def follow(self, before: dict[str, Tensor | None], after: dict[str, Tensor | None]) -> None:
-        """Forget the tensors that the parameter let go of between two moments, and add those that it was given."""
+        """Remove the tensors that the parameter dropped between two moments, and add its new tensors."""
         for name, old in before.items():
             new = after[name]
             if new is None and old is not None:
@@ -128,7 +123,7 @@ class DerivedTensors(list[Tensor]):
 
 
 def gather_payload(storage: QuantizedTensorStorage) -> tuple[tuple[Tensor, ...], GatheredPayload]:
-    """uint8 and float32 matrices whose dimension 0 runs over rows; scales of the whole tensor go beside them."""
+    """Return uint8 and float32 matrices with rows along dimension 0, and metadata with scales of the whole tensor."""
     usages = storage.get_usages()
     if storage.transposable and usages["rowwise"]:
         storage = storage.drop(columnwise=True)  # made again after the gather, instead of sent
@@ -178,7 +173,7 @@ def join_payload(
 
 
 def derived_tensors(storage: QuantizedTensorStorage, gathered: Sequence[Tensor]) -> DerivedTensors:
-    """The tensors of a storage that are no views of the gathered bytes, each alone in its memory."""
+    """Return the tensors of a storage that are not views of the gathered bytes, each in separate memory."""
     bytes_of = {tensor.untyped_storage().data_ptr() for tensor in gathered}
     derived = DerivedTensors()
     for name, tensor in storage._named_tensors().items():
@@ -194,7 +189,7 @@ def derived_tensors(storage: QuantizedTensorStorage, gathered: Sequence[Tensor])
 def write_gathered(out: Any, storage: QuantizedTensorStorage, derived: DerivedTensors) -> None:
     """Make out's tensors hold storage's bytes again, unseen by autograd, which has saved views of them.
 
-    A direction that out has not is taken from storage, of whose tensors `derived` are no views of gathered bytes.
+    A direction that out lacks is taken from storage, whose tensors `derived` are not views of gathered bytes.
     """
     known: DerivedTensors = vars(out)[DerivedTensors.NAME]
     pairs: list[tuple[Tensor, Tensor]] = []
@@ -213,3 +208,62 @@ def write_gathered(out: Any, storage: QuantizedTensorStorage, derived: DerivedTe
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(counted):
         for mine, theirs in pairs:
             mine.copy_(theirs)
+
+
+class ShardedBuffers:
+    """Methods of a quantized tensor whose rows are sharded over ranks."""
+
+    def fsdp_buffer_fields(self) -> tuple[str, ...]:
+        """Return the attributes of the buffers that `fsdp_extract_buffers` returns, in the same order.
+
+        A direction that follows from the other one is not among them, nor is a scale of the whole tensor.
+
+        Raises:
+            RuntimeError: A buffer is not one of the attributes, but a copy of it.
+        """
+        storage: Any = self
+        sent, payload = gather_payload(storage)
+        views = storage.unpack()._asdict()
+        tensors = {name: tensor for name, tensor in storage._named_tensors().items() if tensor is not None}
+        fields: list[str] = []
+        for part in payload.fields[: len(sent)]:
+            left = {name: tensor for name, tensor in tensors.items() if name not in fields}
+            fields.append(_name_of(part, views[part], left, type(self).__name__))
+        return tuple(fields)
+
+    def fsdp_extract_buffers(self) -> tuple[tuple[Tensor, ...], GatheredPayload]:
+        """Return the buffers of this shard, with rows along dimension 0, and the metadata to read them again."""
+        storage: Any = self
+        return gather_payload(storage)
+
+    def fsdp_assign_gathered(self, gathered: Sequence[Tensor], meta: GatheredPayload) -> None:
+        """Replace this tensor's payload by the joined payload of all shards; this tensor has the shape of the whole.
+
+        Args:
+            gathered: The buffers of all shards, concatenated along dimension 0, in the order of `fsdp_extract_buffers`.
+            meta: The metadata that `fsdp_extract_buffers` returned.
+
+        Raises:
+            ValueError: The joined payload has another shape than this tensor.
+        """
+        storage: Any = self
+        whole = join_payload(gathered, meta, storage.dtype)
+        if whole.shape != storage.shape:
+            raise ValueError(
+                f"the gathered buffers are those of a tensor of shape {tuple(whole.shape)}, this one is "
+                f"{tuple(storage.shape)}; call fsdp_assign_gathered on a tensor of the whole shape"
+            )
+        for name, tensor in whole._named_tensors().items():
+            setattr(storage, name, tensor)
+
+
+def _name_of(part: str, view: Tensor, tensors: dict[str, Tensor], kind: str) -> str:
+    """Return the name of the tensor that begins where a view of it does; several tensors may share one storage."""
+    address = view.data_ptr()
+    for name, tensor in tensors.items():
+        if tensor.data_ptr() == address:
+            return name
+    raise RuntimeError(
+        f"no attribute of this {kind} holds its {part} as they are sent; "
+        f"make its tensors ({', '.join(tensors)}) contiguous"
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -43,7 +42,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Member:
+class GroupMember:
     """One matrix: its shape, the places of its tensors, and how to rebuild its storage (None: a plain tensor)."""
 
     shape: tuple[int, ...]
@@ -81,7 +80,7 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return torch.empty(tensor.shape, device="meta").stride()
 
 
-def extents_of(members: Sequence[Member], device: torch.device) -> dict[str, Any]:
+def extents_of(members: Sequence[GroupMember], device: torch.device) -> dict[str, Any]:
     """first_dims, last_dims [n] and tensor_offsets [n + 1] of members whose shapes differ."""
     if len({member.shape for member in members}) == 1:
         return {}
@@ -225,7 +224,7 @@ def placed_members(
     buffers: Mapping[str, Tensor | None],
     dtype: torch.dtype,
     offsets: Offsets,
-) -> tuple[Member, ...]:
+) -> tuple[GroupMember, ...]:
     """Return the members of buffers that the caller filled, or will fill.
 
     Args:
@@ -259,7 +258,7 @@ def placed_members(
                 begin = begin * tensor.numel() // max(prod(shape), 1)  # codes may be packed
             places.append(Place(buffer, begin, tuple(tensor.shape), dense_stride(tensor)))
             ends[buffer] = max(ends.get(buffer, 0), begin + tensor.numel())
-        members.append(Member(tuple(shape), tuple(places), rebuild_of(example)))
+        members.append(GroupMember(tuple(shape), tuple(places), rebuild_of(example)))
     for buffer, end in ends.items():
         held = buffers[buffer]
         if held is None or held.numel() < end:
@@ -268,17 +267,3 @@ def placed_members(
                 f"shapes {[tuple(shape) for shape in shapes]} need {end}"
             )
     return tuple(members)
-
-
-def grouped_tensor_module() -> Any:
-    """Return the module of `GroupedTensor`, which builds on the storage and therefore is imported at its first use."""
-    return importlib.import_module("...grouped_tensor", __name__)
-
-
-def of_tensor_class(name: str) -> Any:
-    """Return a class method that calls the class method of the same name of `GroupedTensor`."""
-
-    def call(cls: type, *arguments: Any, **keywords: Any) -> Any:
-        return getattr(grouped_tensor_module().GroupedTensor, name)(*arguments, **keywords)
-
-    return classmethod(call)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,16 +21,14 @@ from .grouped_layout import (
     COLUMNWISE,
     ONE_SCALE,
     ROWWISE,
-    Member,
+    GroupMember,
     Offsets,
     Place,
     check_variant,
     dense_stride,
     extents_of,
-    grouped_tensor_module,
     make_tensor_offsets,
     member_shapes,
-    of_tensor_class,
     parts_of,
     placed_members,
     rebuild_of,
@@ -76,9 +74,15 @@ class GroupedTensorStorage(QuantizedTensorStorage):
     }
     CONSTANTS = {"_members": "members", "_quantizer": "quantizer", "_dtype": "dtype"}
 
+    # The module of `GroupedTensor`, which builds on this one, assigns the constructors and the function that returns
+    # the quantizer of a group.
+    make_grouped_tensor: ClassVar[Any]
+    make_grouped_tensor_with_shapes: ClassVar[Any]
+    make_grouped_tensor_from_rowwise_data: ClassVar[Any]
+    stack_quantizer: ClassVar[Any]
     rowwise_data: Tensor | None
     columnwise_data: Tensor | None
-    _members: tuple[Member, ...]
+    _members: tuple[GroupMember, ...]
 
     def __init__(
         self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None, *,
@@ -92,7 +96,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         columnwise_scale_inv_offsets: Sequence[int] | Tensor | None = None, requires_grad: bool = False,
         stride: Sequence[int] | None = None, with_gemm_swizzled_scales: bool = False,
         row_scaled_nvfp4: bool = False, nvfp4_use_4over6: bool = False, nvfp4_e4m3_max: int = 448,
-        members: tuple[Member, ...] | None = None, rowwise_data: Tensor | None = None,
+        members: tuple[GroupMember, ...] | None = None, rowwise_data: Tensor | None = None,
     ):  # fmt: skip
         self.rowwise_data = data if rowwise_data is None else rowwise_data
         self.columnwise_data, self.columnwise_scale_inv = columnwise_data, columnwise_scale_inv
@@ -129,7 +133,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
                 setattr(self, name, held.reshape(-1))
         buffers = {name: getattr(self, name) for name in (*ROWWISE, *COLUMNWISE)}
         self._members = placed_members(shapes, quantizer, buffers, self._dtype, offsets)
-        self._quantizer = grouped_tensor_module().stack_quantizer(quantizer, shapes)
+        self._quantizer = self.stack_quantizer(quantizer, shapes)
         for name, numbers in extents_of(self._members, self.device).items():
             if getattr(self, name) is None:
                 setattr(self, name, numbers)
@@ -150,7 +154,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
             for buffer, tensor in held.items():
                 places.append(Place(buffer, ends[buffer], tuple(tensor.shape), dense_stride(tensor)))
                 ends[buffer] += tensor.numel()
-            made.append(Member(tuple(member.shape), tuple(places), rebuild_of(member)))
+            made.append(GroupMember(tuple(member.shape), tuple(places), rebuild_of(member)))
         device = next(iter(parts[0].values())).device
         group = cls(members=tuple(made), quantizer=quantizer, dtype=dtype, **extents_of(made, device))
         for buffer, end in ends.items():
@@ -176,7 +180,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         members, begin = [], 0
         for shape in map(tuple, shapes):
             stride = torch.empty(shape, device="meta").stride()
-            members.append(Member(shape, (Place("rowwise_data", begin, shape, stride),), None))
+            members.append(GroupMember(shape, (Place("rowwise_data", begin, shape, stride),), None))
             begin += prod(shape)
         return cls(
             members=tuple(members),
@@ -188,19 +192,20 @@ class GroupedTensorStorage(QuantizedTensorStorage):
 
     def members(self) -> list[Any]:
         """The members: storages, or plain tensors, of views of the buffers."""
-        return [self._member(member) for member in self._members]
-
-    def _member(self, member: Member) -> Any:
-        parts = {p.buffer: self._at(p) for p in member.places if getattr(self, p.buffer) is not None}
-        if member.rebuild is None:
-            return parts["rowwise_data"]
-        keywords = member.rebuild.storage_class.TENSORS.values()
-        scale = parts.get("scale_inv", parts.get("columnwise_scale_inv"))
-        if scale is not None and torch.compiler.is_compiling():
-            scale = (
-                scale.clone()
-            )  # products take no scale at 4 bytes from another, and see no address while traced
-        return member.rebuild([scale if k == ONE_SCALE else parts.get(BUFFERS[k]) for k in keywords])
+        members: list[Any] = []
+        for member in self._members:
+            parts = {p.buffer: self._at(p) for p in member.places if getattr(self, p.buffer) is not None}
+            if member.rebuild is None:
+                members.append(parts["rowwise_data"])
+                continue
+            keywords = member.rebuild.storage_class.TENSORS.values()
+            scale = parts.get("scale_inv", parts.get("columnwise_scale_inv"))
+            if scale is not None and torch.compiler.is_compiling():
+                # Products need aligned scales, and addresses are unknown during tracing.
+                scale = scale.clone()
+            tensors = [scale if k == ONE_SCALE else parts.get(BUFFERS[k]) for k in keywords]
+            members.append(member.rebuild(tensors))
+        return members
 
     def _at(self, place: Place) -> Tensor:
         buffer: Tensor = getattr(self, place.buffer)
@@ -385,10 +390,6 @@ class GroupedTensorStorage(QuantizedTensorStorage):
                     kept = value if noop_flag is None else torch.where(noop_flag != 0, into, value.to(into))
                     into.copy_(kept)
         return held
-
-    make_grouped_tensor = of_tensor_class("make_grouped_tensor")
-    make_grouped_tensor_with_shapes = of_tensor_class("make_grouped_tensor_with_shapes")
-    make_grouped_tensor_from_rowwise_data = of_tensor_class("make_grouped_tensor_from_rowwise_data")
 
     @staticmethod
     def make_tensor_offsets(split_dims: Sequence[int], common_dim: int) -> list[int]:

@@ -1,7 +1,7 @@
 """HybridQuantizedTensorStorage: row-wise data in one format, column-wise data in another.
 
-The tensors of both parts lie in numbered slots, so that all bookkeeping of storages works on them; what the slots
-mean is in the two parts' rebuilds.
+The tensors of both parts are in numbered slots, so that the bookkeeping of storages applies to them; the rebuilds of
+the two parts define the slots.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from ....common.formats import TensorFormat
-from ...primitives.operand import Operand
+from ...primitives.operand import COLS, Operand
 from ...primitives.quantize import Quantized
-from ..axis import COLS
-from .nominal_dtype import nominal_dtype
+from ..elements import nominal_dtype
 from .quantized_tensor_storage import QuantizedTensorStorage, Rebuild, Writer
 
 __all__ = ["HybridQuantizedTensorStorage"]
@@ -33,7 +32,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
 
     rowwise_storage      the part that products along the last dimension read
     columnwise_storage   the part that products along the rows read, of the same shape
-    quantizer            what writes into this storage; None: nothing can
+    quantizer            writes into this storage; None: read-only
     fake_dtype           the nominal dtype, which `dtype` names too; None: that of the first part
 
     ValueError for no part, parts of two shapes or devices, and a part without data of its direction.
@@ -89,23 +88,9 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         """The part that products along ROWS read."""
         return self._part(_COLUMNWISE, self._columnwise_rebuild)
 
-    @property
-    def rowwise_sub_storage(self) -> QuantizedTensorStorage | None:
-        """The row-wise part, under the original's name."""
-        return self.rowwise_storage
-
-    @property
-    def columnwise_sub_storage(self) -> QuantizedTensorStorage | None:
-        """The column-wise part, under the original's name."""
-        return self.columnwise_storage
-
-    @property
-    def _rowwise_storage(self) -> QuantizedTensorStorage | None:
-        return self.rowwise_storage
-
-    @property
-    def _columnwise_storage(self) -> QuantizedTensorStorage | None:
-        return self.columnwise_storage
+    # The original's names.
+    rowwise_sub_storage = _rowwise_storage = rowwise_storage
+    columnwise_sub_storage = _columnwise_storage = columnwise_storage
 
     def _part(self, names: tuple[str, ...], rebuild: Rebuild | None) -> QuantizedTensorStorage | None:
         tensors = [getattr(self, name) for name in names]

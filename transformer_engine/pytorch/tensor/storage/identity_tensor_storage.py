@@ -1,4 +1,4 @@
-"""IdentityTensorStorage: values [..., K] as they are; both directions are views of them."""
+"""IdentityTensorStorage: unquantized values [..., K]; both directions are views of them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from ....common.formats import TensorFormat
-from ...primitives.operand import Operand, plain
+from ...primitives.operand import COLS, Operand, plain
 from ...primitives.quantize import Quantized
 from ...runtime.checks import floating
-from ..axis import COLS
-from .nominal_dtype import nominal_dtype
+from ..elements import nominal_dtype
 from .quantized_tensor_storage import QuantizedTensorStorage, Writer, plain_matrix
 
 __all__ = ["IdentityTensorStorage"]

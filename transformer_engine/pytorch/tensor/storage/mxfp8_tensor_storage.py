@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ....common.formats import MXFP8
 from ...constants import DType
+from ..elements import nominal_dtype
 from .block_scaled import BlockScaledStorage
-from .nominal_dtype import nominal_dtype
 from .quantized_tensor_storage import Writer
 
 __all__ = ["MXFP8TensorStorage"]

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ....common.formats import NVFP4, NVFP4_FORMATS, TensorFormat
 from ...constants import DType
+from ...primitives.operand import COLS
 from ...primitives.quantize import Quantized, hadamard_transform
-from ..axis import COLS
 from .block_scaled import BlockScaledStorage, padded
 from .quantized_tensor_storage import QuantizedTensorStorage, Writer
 

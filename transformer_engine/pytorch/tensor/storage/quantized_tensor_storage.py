@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from ....common.formats import TensorFormat
-from ...primitives.operand import Operand
+from ...primitives.operand import COLS, ROWS, Operand
 from ...primitives.quantize import Quantized
+from ...primitives.transpose import transposed_operand
 from ...runtime.checks import values_dtype
-from ..axis import COLS, ROWS
 from ..custom_operand import contracted, saved_attributes
-from .transpose import transposed
 
 __all__ = ["QuantizedTensorStorage"]
 
@@ -37,7 +36,7 @@ def plain_matrix(tensor: Tensor) -> Tensor:
 
 
 class Rebuild:
-    """rebuild(tensors) is a new storage of the kind, and with the constants, that `flatten` saw.
+    """rebuild(tensors) is a new storage of the class and with the constants of `flatten`.
 
     Not a dataclass: torch 2.11 cannot trace a call of a frozen one that was made in the same graph.
     """
@@ -51,22 +50,22 @@ class Rebuild:
         return self.storage_class(**fields, **dict(self.constants))
 
     def __eq__(self, other: object) -> bool:
-        """Do the bytes mean the same? Who made them, and the nominal dtype, do not count."""
+        """Return whether bytes have the same meaning, whatever their quantizer and nominal dtype."""
         if not isinstance(other, Rebuild):
             return NotImplemented
-        return self._meaning() == other._meaning()
+        ours, theirs = (
+            (rebuild.storage_class, [c for c in rebuild.constants if c[0] not in ("quantizer", "dtype")])
+            for rebuild in (self, other)
+        )
+        return ours == theirs
 
     def __hash__(self) -> int:
-        # torch 2.11 asks it of one that has no attributes yet.
+        # torch 2.11 hashes an object that has no attributes yet.
         return hash(getattr(self, "storage_class", None))
-
-    def _meaning(self) -> tuple[Any, ...]:
-        constants = [pair for pair in self.constants if pair[0] not in ("quantizer", "dtype")]
-        return self.storage_class, constants
 
 
 class Writer(Protocol):
-    """What a storage asks of the quantizer that made it; `Quantizer` is one."""
+    """The interface of a storage to its quantizer; `Quantizer` implements it."""
 
     internal: bool
 
@@ -89,7 +88,7 @@ class Writer(Protocol):
         ...
 
     def shape_refusal(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
-        """Why a shape cannot be held."""
+        """Return the reason why a shape is unsupported."""
         ...
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
@@ -135,7 +134,7 @@ class QuantizedTensorStorage:
     def contract(self, axis: str) -> Operand:
         """COLS: row-wise data as an operand [rows, K]; ROWS: column-wise data as [K, rows].
 
-        Of a class that does not say: by its quantizer's `qgemm`, or by its values.
+        A class without this method is multiplied by its quantizer's `qgemm`, or by its values.
         """
         return contracted(self, axis, getattr(self, "_quantizer", None))
 
@@ -181,7 +180,7 @@ class QuantizedTensorStorage:
         return Quantized(*rowwise[:2], *columnwise[:2], maxima, columnwise.amax)
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Create or drop directions in place; None leaves one as it is."""
+        """Create or drop directions in place; None leaves a direction unchanged."""
         usages = self.get_usages()
         rowwise = usages["rowwise"] if rowwise_usage is None else rowwise_usage
         columnwise = usages["columnwise"] if columnwise_usage is None else columnwise_usage
@@ -190,18 +189,16 @@ class QuantizedTensorStorage:
                 f"{type(self).__name__} would keep neither row-wise nor column-wise data; keep at least one direction"
             )
         if rowwise and not usages["rowwise"]:
-            self._create_rowwise()
+            self._mirror("row-wise", "rowwise")
         if columnwise and not usages["columnwise"]:
             self._create_columnwise()
-        self._drop(rowwise=not rowwise, columnwise=not columnwise)
+        for name in self._dropped(not rowwise, not columnwise):
+            setattr(self, name, None)
 
     @property
     def transposable(self) -> bool:
-        """Is each direction exactly the other one, transposed?"""
+        """Whether each direction is exactly the transpose of the other."""
         raise NotImplementedError
-
-    def _create_rowwise(self) -> None:
-        self._mirror("row-wise", "rowwise")
 
     def _create_columnwise(self) -> None:
         self._mirror("column-wise", "columnwise")
@@ -211,7 +208,7 @@ class QuantizedTensorStorage:
         if not self.transposable:
             raise self._cannot_create(direction, usage)
         existing = self.contract(ROWS if usage == "rowwise" else COLS)
-        mirrored = transposed(existing)
+        mirrored = transposed_operand(existing)
         first, second = (mirrored, existing) if usage == "rowwise" else (existing, mirrored)
         whole = Quantized(first.codes, first.scale, second.codes, second.scale, first.amax, second.amax)
         full = self.storage_class().pack(whole, self.shape, **self.constants())
@@ -223,10 +220,6 @@ class QuantizedTensorStorage:
             f"{type(self).__name__} cannot make {direction} data from its codes, because each direction has its own "
             f"scales; quantize the high-precision tensor again after quantizer.set_usage({usage}=True)"
         )
-
-    def _drop(self, *, rowwise: bool, columnwise: bool) -> None:
-        for name in self._dropped(rowwise, columnwise):
-            setattr(self, name, None)
 
     @classmethod
     def _dropped(cls, rowwise: bool, columnwise: bool) -> tuple[str, ...]:
@@ -306,7 +299,7 @@ class QuantizedTensorStorage:
         return found[0] if len(found) == 1 else found
 
     def payload_is_like(self, other: QuantizedTensorStorage) -> bool:
-        """Can other's bytes be copied over this payload: same kind, same directions, same shapes?"""
+        """Return whether other's bytes can be copied over this payload: same class, directions and shapes."""
         if self.storage_class() is not other.storage_class():
             return False
         for name in self.TENSORS:
@@ -316,11 +309,11 @@ class QuantizedTensorStorage:
         return self.byte_layout() == other.byte_layout()
 
     def byte_layout(self) -> tuple[Any, ...]:
-        """What the bytes mean: the constants but for who made them and the nominal dtype."""
+        """Return the constants that define the meaning of the bytes, without quantizer and nominal dtype."""
         return tuple(getattr(self, name) for name in self.CONSTANTS if name not in ("_quantizer", "_dtype"))
 
     def row_granularity(self) -> int:
-        """Rows can be cut at multiples of this without cutting a scale's block in any direction there is."""
+        """Return the multiple of rows at which slices cut no scale's block in any present direction."""
         block = self.format.block
         if block is None:
             return 1

@@ -1,11 +1,11 @@
 """Sequences that context-parallel ranks share: which tokens a rank holds, and batches padded and cut for it."""
 
-from .batches import generate_positional_ids_for_cp, get_batch_on_this_cp_rank, pad_thd_sequences_for_cp
-from .partition import (
+from ....functions.attention.context_parallel.layout import (
     get_cu_seqlens_on_cp_rank,
     thd_cp_rank_order_to_sequence_order,
     thd_sequence_order_to_cp_rank_order,
 )
+from .batches import generate_positional_ids_for_cp, get_batch_on_this_cp_rank, pad_thd_sequences_for_cp
 
 __all__ = [
     "generate_positional_ids_for_cp",

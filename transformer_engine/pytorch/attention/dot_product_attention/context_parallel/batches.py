@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .partition import partitioned_indices
+from ....functions.attention.context_parallel.layout import partitioned_indices
 
 
 def pad_thd_sequences_for_cp(

@@ -53,7 +53,7 @@ def missing() -> str | None:
     try:
         version = importlib.metadata.version("nvidia-cudnn-frontend")
     except importlib.metadata.PackageNotFoundError as error:
-        return optional.described("cudnn", error)
+        return optional.failed_import("cudnn", error)
     if tuple(int(part) for part in version.split(".")[:2]) != FRONTEND:
         return f"nvidia-cudnn-frontend {version} is not 1.23; pip install 'nvidia-cudnn-frontend==1.23.*'"
     if get_cudnn_version() < MINIMUM_CUDNN:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .....common.kernels.attention_problem import Problem
+from .....common.kernels.attention_problem import AttentionProblem
 from ....runtime.launching import DTYPE_NAMES
 from ..call import AttentionCall, AttentionInputs
 
@@ -73,11 +73,13 @@ def lse_triple(call: AttentionCall, given: tuple[int, ...] | None) -> Triple:
     return given[0], given[2], given[1]
 
 
-def problem(call: AttentionCall, given: Strides, out: Triple, lse: Triple, shared_memory: int) -> Problem:
+def problem(
+    call: AttentionCall, given: Strides, out: Triple, lse: Triple, shared_memory: int
+) -> AttentionProblem:
     """Return a call as the kernels' numbers; out: strides of the output, in the backward pass those of its gradient."""
     left, right = call.mask.window
     varied = call.bias != "no_bias" or call.mask.arbitrary or call.padding_tensors or call.dropout > 0.0
-    return Problem(
+    return AttentionProblem(
         dtype=DTYPE_NAMES[call.dtype],
         batch=call.batch,
         heads=call.heads,

@@ -12,7 +12,7 @@ from .....common.formats import BLOCK_1D, BLOCK_2D, ceil_div, float32_max
 from .....common.kernels.launch import Launch
 from ....runtime import launching
 from .. import tiles
-from ..float8 import cast, scale_from_amax
+from ..encodings import cast, scale_from_amax
 from ..spec import QuantizeSpec
 from ..tile_scaled import tile_scaled
 
@@ -69,12 +69,13 @@ def _scales(spec: QuantizeSpec, dtype: torch.dtype) -> dict[str, float]:
     }
 
 
-def _scale_by_columns(x: Tensor, rows: int, depth: int) -> Tensor:
-    """The kernel's scales [rows, ceil(depth / 128)] lie column after column."""
-    return x.new_empty((ceil_div(depth, 128), rows), dtype=torch.float32).t()
-
-
 ROWS = (
-    tile_scaled(BLOCK_1D, encode, launch=_row_blocks, empty_scale=_scale_by_columns),
+    tile_scaled(
+        BLOCK_1D,
+        encode,
+        launch=_row_blocks,
+        # The kernel's scales [rows, ceil(depth / 128)] are column-major.
+        empty_scale=lambda x, rows, depth: x.new_empty((ceil_div(depth, 128), rows), dtype=torch.float32).t(),
+    ),
     tile_scaled(BLOCK_2D, encode, launch=_square_blocks),
 )

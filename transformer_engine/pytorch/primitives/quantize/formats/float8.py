@@ -6,16 +6,15 @@ import torch
 from torch import Tensor
 
 from .....common.formats import FLOAT8
+from ....runtime.launching import Performed
 from ...operand import Operand
-from .. import float8
-from ..float8 import absolute_maximum, scale_from_amax, widen
-from ..format_row import FormatRow, Given
-from ..spec import Quantized, QuantizeSpec
+from ..encodings import absolute_maximum, cast, scale_from_amax, widen
+from ..format_row import FormatRow, PlannedCall, QuantizeInputs, as_float32
+from ..spec import Quantized, QuantizeRequest, QuantizeSpec
 from ..tile_scaled import transposed
-from ..triton_float8 import plan
 
 
-def quantize(x: Tensor, spec: QuantizeSpec, given: Given) -> Quantized:
+def quantize(x: Tensor, spec: QuantizeSpec, given: QuantizeInputs) -> Quantized:
     """x [M, K] -> codes in the directions that spec asks for, one scale [1] for both, and the maximum."""
     multiplier, amax, record = given.multiplier, given.amax, given.record
     if amax is None:
@@ -24,7 +23,7 @@ def quantize(x: Tensor, spec: QuantizeSpec, given: Given) -> Quantized:
         multiplier = scale_from_amax(
             amax, spec.element.maximum, power_of_two=spec.power_of_two, epsilon=spec.epsilon
         )
-    codes = float8.encode(x, spec.element, multiplier).contiguous()
+    codes = cast(x.to(torch.float32) * multiplier, spec.element).contiguous()
     codes_t = transposed(codes) if spec.columnwise else None
     inverse = multiplier.to(torch.float32).reciprocal()
     if record is not None:
@@ -44,4 +43,46 @@ def dequantize(operand: Operand, scale: Tensor) -> Tensor:
     return (widen(operand.codes) * scale).to(operand.dtype)
 
 
-ROWS = (FormatRow(FLOAT8, quantize, dequantize, plan=plan),)
+def _plan(request: QuantizeRequest) -> PlannedCall:
+    """Bind the kernels of one request: one launch for a given scale, two where the maximum determines it."""
+    from .....common.kernels import cast as kernels  # it imports triton
+
+    def performed(amax: str) -> Performed:
+        spec, overlaps = request.spec, request.device.type == "cuda"
+        scaling = {"power_of_two": spec.power_of_two, "epsilon": spec.epsilon}
+        directions = (spec.element, spec.rowwise, spec.columnwise)
+        program = kernels.one_scale(request.shape, *directions, amax, overlaps=overlaps, **scaling)
+        return Performed(program, request.device)
+
+    if request.amax_given:
+        given = performed(kernels.GIVEN)
+
+        def by_amax(
+            x: Tensor, multiplier: Tensor | None, amax: Tensor | None, amax_t: Tensor | None,
+            record: Tensor | None, random: tuple[Tensor, Tensor] | None = None,
+        ) -> Quantized:  # fmt: skip
+            x = x if x.is_contiguous() else x.contiguous()
+            return Quantized(*given(x, as_float32(multiplier), as_float32(amax)))._replace(amax=amax)
+
+        return by_amax
+    if request.multiplier_given:
+        recorded, measured = performed(kernels.RECORDED), performed(kernels.MEASURED)
+
+        def by_multiplier(
+            x: Tensor, multiplier: Tensor | None, amax: Tensor | None, amax_t: Tensor | None,
+            record: Tensor | None, random: tuple[Tensor, Tensor] | None = None,
+        ) -> Quantized:  # fmt: skip
+            x = x if x.is_contiguous() else x.contiguous()
+            multiplier = as_float32(multiplier)
+            return Quantized(
+                *(measured(x, multiplier) if record is None else recorded(x, multiplier, record))
+            )
+
+        return by_multiplier
+    scales = performed(kernels.SCALES)
+    return lambda x, multiplier, amax, amax_t, record, random=None: Quantized(
+        *scales(x if x.is_contiguous() else x.contiguous())
+    )
+
+
+ROWS = (FormatRow(FLOAT8, quantize, dequantize, plan=_plan),)

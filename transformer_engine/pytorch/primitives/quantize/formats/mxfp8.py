@@ -11,8 +11,7 @@ from torch import Tensor
 from .....common.formats import MXFP8
 from .....common.kernels.launch import Launch
 from .. import tiles
-from ..e8m0 import LARGEST, e8m0_from_float, e8m0_to_float
-from ..float8 import cast
+from ..encodings import LARGEST, cast, e8m0_from_float, e8m0_to_float
 from ..spec import QuantizeSpec
 from ..tile_scaled import tile_scaled
 

@@ -16,13 +16,22 @@ from .....common.quantize_spec import FAST_MAE, FAST_MSE, MSE
 from ....runtime.launching import Performed
 from ...operand import Operand
 from .. import tiles
-from ..e2m1 import decode_e2m1, encode_e2m1, pack_fp4, unpack_fp4
-from ..float8 import absolute_maximum, cast, divide, row_maxima, widen
-from ..format_row import FormatRow, Given, PlannedCall
-from ..hadamard import GROUP, hadamard_transform
-from ..spec import Quantized, QuantizeSpec, Request
+from ..encodings import (
+    GROUP,
+    absolute_maximum,
+    cast,
+    decode_e2m1,
+    divide,
+    encode_e2m1,
+    hadamard_transform,
+    pack_fp4,
+    row_maxima,
+    unpack_fp4,
+    widen,
+)
+from ..format_row import FormatRow, PlannedCall, QuantizeInputs, as_float32
+from ..spec import Quantized, QuantizeRequest, QuantizeSpec
 from ..tile_scaled import scale_a_row, transposed
-from ..triton_float8 import as_float32
 
 
 def _range(form: TensorFormat) -> float:
@@ -75,7 +84,11 @@ def _four_or_six(
     """
     tile_amax = tiles.tile_amax(cut)
     base = torch.div(tile_amax, torch.full_like(tile_amax, E2M1.maximum)) * encode_scale
-    six, four = (_candidate(cut, wanted, encode_scale) for wanted in (base, base * 1.5))
+    candidates = []
+    for wanted in (base, base * 1.5):
+        scale = cast(wanted, E4M3)
+        candidates.append((encode_e2m1(cut * tiles.spread(_multiplier(scale, encode_scale))), scale))
+    six, four = candidates
     error_six, error_four = (
         _tile_error(cut, codes, scale, measure, form, amax, encode_scale) for codes, scale in (six, four)
     )
@@ -83,12 +96,6 @@ def _four_or_six(
     codes = torch.where(tiles.spread(takes_four), four[0], six[0])
     scales = torch.where(takes_four, four[1].view(torch.uint8), six[1].view(torch.uint8))
     return codes, scales.view(torch.float8_e4m3fn)
-
-
-def _candidate(cut: Tensor, wanted: Tensor, encode_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes, block scales) of tiles for the block scales wanted."""
-    block_scale = cast(wanted, E4M3)
-    return encode_e2m1(cut * tiles.spread(_multiplier(block_scale, encode_scale))), block_scale
 
 
 def _tile_error(
@@ -117,7 +124,7 @@ def _tile_error(
     return error.squeeze(1)
 
 
-def quantize(x: Tensor, spec: QuantizeSpec, given: Given) -> Quantized:
+def quantize(x: Tensor, spec: QuantizeSpec, given: QuantizeInputs) -> Quantized:
     """x [M, K] -> packed codes, block scales and maxima of the directions that spec asks for."""
     _, amax, amax_t, random, _ = given
     random_rows, random_columns = random if spec.stochastic and random is not None else (None, None)
@@ -195,8 +202,17 @@ def maxima(
     return amax, amax_t
 
 
-def _plan(request: Request) -> PlannedCall:
-    spec, bound = request.spec, functools.cache(functools.partial(_performed, request))
+def _plan(request: QuantizeRequest) -> PlannedCall:
+    from .....common.kernels import nvfp4  # it imports triton
+
+    spec = request.spec
+
+    @functools.cache
+    def bound(amax_given: bool, amax_t_given: bool) -> Performed:
+        directions = (spec.rowwise, spec.columnwise)
+        options = nvfp4.Options.of(spec)
+        program = nvfp4.program(request.shape, *directions, options, amax_given, amax_t_given)
+        return Performed(program, request.device)
 
     def call(
         x: Tensor, multiplier: Tensor | None, amax: Tensor | None, amax_t: Tensor | None,
@@ -211,16 +227,6 @@ def _plan(request: Request) -> PlannedCall:
         return Quantized(*performed(x.contiguous(), *uniform, *maxima))
 
     return call
-
-
-def _performed(request: Request, amax_given: bool, amax_t_given: bool) -> Performed:
-    from .....common.kernels import nvfp4  # it imports triton
-
-    spec = request.spec
-    program = nvfp4.program(
-        request.shape, spec.rowwise, spec.columnwise, nvfp4.Options.of(spec), amax_given, amax_t_given
-    )
-    return Performed(program, request.device)
 
 
 ROWS = tuple(FormatRow(form, quantize, dequantize, check, _plan, maxima) for form in NVFP4_FORMATS.values())

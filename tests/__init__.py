@@ -1,0 +1,1 @@
+"""Tests of the engine, a folder for each part of the package."""

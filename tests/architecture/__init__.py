@@ -1,0 +1,1 @@
+"""Tests of the structure of the code: layers, sizes, names, repeated lines."""

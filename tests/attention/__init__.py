@@ -1,0 +1,1 @@
+"""Tests of dot-product attention and of the attention layers."""

@@ -1,0 +1,1 @@
+"""Tests of published libraries that use the engine, unmodified."""

@@ -1,0 +1,363 @@
+"""Attention over ranks that share a sequence equals float64 attention of the whole sequence, with every gradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import transformer_engine.pytorch as te
+from tests.distributed.context_parallel_cases import (
+    Case,
+    attention_of,
+    exact,
+    expected_of_rank,
+    held_tokens,
+    in_layout,
+    packed,
+    problem,
+    shared,
+)
+from tests.distributed.ranks import run_on_ranks
+from tests.distributed.threaded_ranks import run_on_threads
+from tests.support.tolerances import ATTENDED, assert_as_good_as
+from transformer_engine.common.dispatch import tables
+from transformer_engine.pytorch.functions.attention.context_parallel.layout import (
+    TokenOrder,
+    half_of_sequences,
+    order_of_ranks,
+)
+from transformer_engine.pytorch.functions.attention.context_parallel.merge import merge
+from transformer_engine.pytorch.functions.attention.context_parallel.schedule import (
+    gathered_blocks,
+    ring_blocks,
+)
+from transformer_engine.pytorch.primitives.attention.call import AttentionCall
+from transformer_engine.pytorch.primitives.attention.mask import Mask
+
+SCHEMES = ("p2p", "all_gather", "a2a")
+PACKED = {"layout": "thd", "lengths": (7, 13, 1), "padded": (16, 16, 16)}
+ROWS = {"layout": "bshd", "lengths": (9, 16)}
+
+# Options of an attention, each under every scheme; sizes and layouts alternate so that all pairs of them occur.
+OPTIONS = [
+    Case(mask="no_mask"),
+    Case(mask="causal", groups=4),
+    Case(layout="bshd", groups=4, head_dim=(8, 4)),
+    Case(window=(5, 0)),
+    Case(mask="no_mask", window=(5, 3), layout="bshd"),
+    Case(mask="causal", keys=32),
+    Case(mask="causal_bottom_right", keys=32, layout="bshd"),
+    Case(mask="causal_bottom_right", keys=8, tokens=16, size=2),
+    Case(softmax="off-by-one"),
+    Case(softmax="learnable", layout="bshd"),
+    Case(softmax="learnable", mask="no_mask", window=(3, 4)),
+    Case(bias="bh"),
+    Case(bias="1h", layout="bshd", mask="no_mask"),
+    Case(bias="11"),
+    Case(bias="b1", window=(6, 0), layout="bshd"),
+    Case(arbitrary=True, mask="arbitrary"),
+    Case(arbitrary=True, mask="arbitrary", window=(7, 7), layout="bshd"),
+    Case(max_logit=True, groups=4),
+    Case(recompute=True, layout="bshd"),
+    Case(mask="padding", **ROWS),
+    Case(mask="padding_causal", **ROWS),
+    Case(mask="padding_causal", mask_tensor=True, **ROWS),
+    Case(mask="padding_causal", window=(4, 0), **ROWS),
+    Case(mask="padding", window=(4, 2), softmax="off-by-one", **ROWS),
+    Case(mask="padding", layout="thd", lengths=(16, 32, 16)),
+    Case(mask="padding_causal", layout="thd", lengths=(16, 32, 16), groups=4, head_dim=(8, 16)),
+    Case(mask="padding_causal", **PACKED),
+    Case(mask="padding", softmax="learnable", **PACKED),
+    Case(mask="padding_causal", window=(3, 0), **PACKED),
+    Case(mask="padding_causal", max_logit=True, **PACKED),
+    Case(mask="padding_causal_bottom_right", keys_lengths=(8, 16, 3), **PACKED),
+]
+# Options for which the requested scheme is replaced by an exchange of heads.
+BY_HEADS = [
+    Case(alibi=True),
+    Case(alibi=True, mask="no_mask", layout="bshd"),
+    Case(mask="padding", window=(3, 2), **PACKED),
+]
+
+
+def _covered() -> list[Case]:
+    """Every option under every scheme on 2 and 4 ranks by turns, some on 8."""
+    cases = []
+    for index, option in enumerate(OPTIONS + BY_HEADS):
+        for scheme, comm in enumerate(SCHEMES):
+            small = option.tokens == 16 and option.keys == 8
+            size = 2 if small else (2, 4)[(index + scheme) % 2]
+            cases.append(replace(option, comm=comm, size=size))
+    cases += [Case(comm=comm, size=8, tokens=32, layout="bshd") for comm in SCHEMES]
+    return cases
+
+
+def _remaining() -> list[Case]:
+    cases = []
+    for index, option in enumerate(OPTIONS + BY_HEADS):
+        for scheme, comm in enumerate(SCHEMES):
+            if option.keys == 8:
+                continue
+            cases.append(replace(option, comm=comm, size=(4, 2)[(index + scheme) % 2]))
+            if option.layout == "thd" or option.lengths:
+                continue
+            keys = None if option.keys is None else 64
+            heads = {"groups": 8} if comm == "a2a" else {}
+            cases.append(replace(option, comm=comm, size=8, tokens=32, keys=keys, **heads))
+    return cases
+
+
+HIERARCHICAL = [
+    replace(option, comm="a2a+p2p", size=4)
+    for option in OPTIONS
+    if option.keys != 8 and (option.mask != "padding_causal_bottom_right" or option.layout != "thd")
+]
+LARGE_HIERARCHY = [
+    Case(comm="a2a+p2p", size=8, tokens=32),
+    Case(comm="a2a+p2p", size=8, mask="padding_causal", **PACKED),
+]
+
+
+def _check(case: Case) -> None:
+    whole = exact(case)
+    results = run_on_threads(partial(shared, case), case.size)
+    for rank, result in enumerate(results):
+        for name, expected in expected_of_rank(case, whole, rank).items():
+            message = partial("rank {}, {}: {}".format, rank, name)
+            torch.testing.assert_close(result[name].double(), expected.double(), **ATTENDED, msg=message)
+
+
+@pytest.mark.parametrize("case", [*_covered(), *HIERARCHICAL, *LARGE_HIERARCHY], ids=str)
+def test_ranks_compute_the_attention_of_the_whole_sequence(case):
+    _check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", _remaining(), ids=str)
+def test_ranks_compute_the_attention_of_the_whole_sequence_at_other_sizes(case):
+    _check(case)
+
+
+@pytest.mark.parametrize("comm", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_errors_in_low_precision_are_at_most_twice_those_of_one_device(comm, dtype):
+    case = Case(comm=comm, size=4, tokens=64, groups=4, dtype=dtype)
+    whole = exact(case)
+    plain = run_on_threads(partial(shared, replace(case, size=1)), 1)[0]
+    for rank, result in enumerate(run_on_threads(partial(shared, case), case.size)):
+        alone = expected_of_rank(case, plain, rank)
+        for name, expected in expected_of_rank(case, whole, rank).items():
+            assert_as_good_as(result[name], alone[name], expected)
+
+
+def _on_processes(device: torch.device) -> list[torch.Tensor]:
+    found = []
+    for comm in SCHEMES:
+        case = Case(comm=comm, groups=4)
+        found += shared(case, dist.get_rank()).values()
+    outputs = []
+    for seed in (5, 5, 6):
+        torch.manual_seed(seed)
+        outputs.append(_dropped_out(dist.get_rank())[0])
+    # Dropout depends on the seed of each rank alone.
+    assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[0], outputs[2])
+    return found
+
+
+def test_processes_compute_the_attention_of_the_whole_sequence(tmp_path):
+    whole = exact(Case(groups=4))
+    for rank, found in enumerate(run_on_ranks(_on_processes, 2, tmp_path)):
+        expected = list(expected_of_rank(Case(groups=4), whole, rank).values()) * len(SCHEMES)
+        for actual, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(actual.double(), wanted, **ATTENDED)
+
+
+# Layers
+
+
+def _layer(layout: str) -> te.TransformerLayer:
+    mask = "padding_causal" if layout == "thd" else "causal"
+    return te.TransformerLayer(
+        32, 64, 4, num_gqa_groups=2, hidden_dropout=0.0, attention_dropout=0.0, self_attn_mask_type=mask,
+        attn_input_format=layout, device="cpu", params_dtype=torch.float32, fuse_qkv_params=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "comm"), [("sbhd", "p2p"), ("bshd", "all_gather"), ("thd", "p2p"), ("thd", "a2a")]
+)
+def test_a_layer_rotates_and_attends_by_the_positions_of_its_rank(layout, comm):
+    lengths = (8, 16) if layout == "thd" else (16,)
+    shape = (24,) if layout == "thd" else (16, 2) if layout == "sbhd" else (2, 16)
+    x = torch.randn(*shape, 32, generator=torch.Generator().manual_seed(1))
+    angles = te.attention.RotaryPositionEmbedding(8)(16)
+    bounds = torch.tensor([0, 8, 24], dtype=torch.int32)
+    given = {"rotary_pos_emb": angles}
+    if layout == "thd":
+        given |= {"cu_seqlens_q": bounds, "cu_seqlens_kv": bounds, "max_seqlen_q": 16, "max_seqlen_kv": 16}
+    whole, layers = _layer(layout), [_layer(layout) for _ in range(2)]
+    for layer in layers:
+        layer.load_state_dict(whole.state_dict())
+    alone = x.clone().requires_grad_()
+    y = whole(alone, **given)
+    y.square().sum().backward()
+    axis = 1 if layout == "bshd" else 0
+
+    def run(rank):
+        layers[rank].set_context_parallel_group(dist.group.WORLD, [0, 1], None, comm)
+        held = torch.tensor(held_tokens(lengths, 2, rank))
+        own = x.index_select(axis, held).requires_grad_()
+        out = layers[rank](own, **given)
+        out.square().sum().backward()
+        assert own.grad is not None and alone.grad is not None
+        torch.testing.assert_close(out, y.index_select(axis, held), **ATTENDED)
+        torch.testing.assert_close(own.grad, alone.grad.index_select(axis, held), **ATTENDED)
+        return {name: parameter.grad for name, parameter in layers[rank].named_parameters()}
+
+    first, second = run_on_threads(run, 2)
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(first[name] + second[name], parameter.grad, rtol=2e-5, atol=2e-4)
+
+
+# Dropout, determinism, explanations
+
+
+def _dropped_out(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output of a rank with dropout, and <dout, out> and <dv, v>, summed over the ranks."""
+    case = Case(comm="p2p", size=2, tokens=32)
+    given, rows = problem(case), held_tokens((32, 32), 2, rank)
+    q, k, v = (in_layout(given[name][rows], "sbhd", 2).double().requires_grad_() for name in "qkv")
+    module = attention_of(case, dist.group.WORLD)
+    module.attention_dropout = 0.5
+    out = module(q, k, v)
+    (grad_v,) = torch.autograd.grad(out.sum(), v)
+    sums = torch.stack((out.sum().detach(), (grad_v * v).sum().detach()))
+    dist.all_reduce(sums)
+    return out.detach(), sums
+
+
+def test_dropout_of_both_passes_is_the_same():
+    # The output is linear in v: <dout, out(v)> = <dv, v> if both passes have the same dropout mask.
+    for out, (product, gradient) in run_on_threads(_dropped_out, 2):
+        assert bool((out != 0).any())
+        torch.testing.assert_close(product, gradient, rtol=1e-5, atol=1e-5)
+
+
+def test_explain_names_the_scheme_and_why_others_are_not_used():
+    table = tables["context_parallel"]
+    call = _call(Mask("padding_causal", (3, 0), False), q_format="thd", kv_format="thd")
+    verdicts = {verdict.backend: verdict for verdict in table.explain(table.described((call, "p2p", 1, 2)))}
+    assert "window_size=(3, 0)" in (verdicts["p2p"].refusal or "")
+    assert verdicts["all_gather"].chosen
+
+
+def test_saved_for_the_backward_are_the_tensors_of_the_rank_only():
+    def run(rank):
+        case = Case(comm="p2p", size=4, tokens=32)
+        given, rows = problem(case), held_tokens((32, 32), 4, rank)
+        q, k, v = (in_layout(given[name][rows], "sbhd", 2).requires_grad_() for name in "qkv")
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            out = attention_of(case, dist.group.WORLD)(q, k, v)
+        # q, k, v and the output, and the log-sum-exp: one number per query and head.
+        return sum(x.numel() for x in saved), q.numel() + k.numel() + v.numel() + out.numel() + q.numel() // 8
+
+    for saved, expected in run_on_threads(run, 4):
+        assert saved == expected
+
+
+# Parts
+
+
+def _call(mask: Mask, length: int = 16, **fields) -> AttentionCall:
+    formats = {"q_format": "sbhd", "kv_format": "sbhd"} | fields
+    return AttentionCall.on(
+        "cpu", False, dtype=torch.float32, batch=1, heads=2, groups=2, seqlen_q=length, seqlen_kv=length,
+        head_dim_qk=8, head_dim_v=8, mask=mask, scale=1.0, **formats,
+    )  # fmt: skip
+
+
+def _seen(block, length_q: int, length_k: int, rows: list[int], columns: list[int]) -> torch.Tensor:
+    """Pairs of the whole sequence that a block computes."""
+    i = torch.tensor(rows[block.queries.first : block.queries.stop])
+    j = torch.tensor(columns[block.keys.first : block.keys.stop])
+    a, b = torch.arange(len(i))[:, None], torch.arange(len(j))[None]
+    behind = b - a - (len(j) - len(i) if block.mask.bottom_right else 0)
+    left, right = block.mask.window
+    visible = torch.ones(len(i), len(j), dtype=torch.bool)
+    if left >= 0:
+        visible &= behind >= -left
+    if right >= 0:
+        visible &= behind <= right
+    pairs = torch.zeros(length_q, length_k, dtype=torch.int)
+    pairs[i[:, None], j[None]] = visible.int()
+    return pairs
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "window", [(-1, -1), (-1, 0), (0, 0), (3, 0), (9, 0), (4, 2), (-1, 5), (0, 7), (40, 40)]
+)
+@pytest.mark.parametrize("bottom_right", [False, True])
+def test_blocks_of_all_ranks_are_every_visible_pair_once(size, window, bottom_right):
+    length_q, length_k = 4 * size, 6 * size
+    name = "causal" if window[1] == 0 else "no_mask"
+    call = replace(_call(Mask(name, window, bottom_right)), seqlen_q=length_q, seqlen_kv=length_k)
+    behind = torch.arange(length_k)[None] - torch.arange(length_q)[:, None]
+    behind = behind - (length_k - length_q if bottom_right else 0)
+    visible = (behind >= -window[0]) | (window[0] < 0)
+    visible = visible & ((behind <= window[1]) | (window[1] < 0))
+    of_ring = torch.zeros_like(behind, dtype=torch.int)
+    of_gather = torch.zeros_like(of_ring)
+    for rank in range(size):
+        rows = held_tokens((length_q,), size, rank)
+        for owner in range(size):
+            columns = held_tokens((length_k,), size, owner)
+            for block in ring_blocks(call, size, rank, owner):
+                of_ring += _seen(block, length_q, length_k, rows, columns)
+        for block in gathered_blocks(call, size, rank):
+            of_gather += _seen(block, length_q, length_k, rows, list(range(length_k)))
+    assert torch.equal(of_ring, visible.int())
+    assert torch.equal(of_gather, visible.int())
+
+
+def test_causal_work_is_balanced_over_ranks_and_steps():
+    call = _call(Mask("causal", (-1, 0), False), 64)
+    for size in (2, 4, 8):
+        for rank in range(size):
+            for step in range(1, size):
+                (block,) = ring_blocks(call, size, rank, (rank - step) % size)
+                rows, columns = (part.stop - part.first for part in (block.queries, block.keys))
+                assert rows * columns == (64 // size) ** 2 // 2
+
+
+def test_merged_attention_ignores_keys_that_nobody_sees():
+    out, other = torch.randn(3, 2, 4), torch.randn(3, 2, 4)
+    lse = torch.tensor([[0.3, -torch.inf, -torch.inf], [0.1, 2.0, -torch.inf]])
+    nothing = torch.full_like(lse, -torch.inf)
+    same, same_lse = merge(out, lse, other, nothing, 0)
+    assert torch.equal(same, out) and torch.equal(same_lse, lse)
+    taken, taken_lse = merge(torch.zeros_like(out), nothing, other, lse, 0)
+    seen = (lse > -torch.inf).t()[..., None]
+    assert torch.equal(taken, torch.where(seen, other, 0.0)) and torch.equal(taken_lse, lse)
+
+
+def test_token_orders_are_inverses_and_halves_are_all_tokens():
+    bounds = torch.tensor([0, 8, 24, 32], dtype=torch.int32)
+    for tensor_format, whole in (
+        ("sbhd", torch.randn(16, 2, 3, 1)),
+        ("bshd", torch.randn(2, 16, 3, 1)),
+        ("thd", torch.randn(40, 3, 1)),  # 8 tokens behind the last sequence
+    ):
+        order = TokenOrder(tensor_format, 4, bounds)
+        assert torch.equal(order.whole(order.parts(whole)), whole)
+    assert order_of_ranks(bounds, 40, 4).sort().values.tolist() == list(range(40))
+    halves = torch.cat([half_of_sequences(bounds, 40, half) for half in (0, 1)])
+    assert halves.sort().values.tolist() == list(range(40))
+    assert packed(
+        in_layout(torch.arange(24.0).reshape(24, 1, 1), "sbhd", 2), "sbhd"
+    ).flatten().tolist() == list(range(24))

@@ -1,0 +1,168 @@
+"""FP8 attention over ranks is as good as FP8 attention on one device, and its codes travel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import transformer_engine.pytorch as te
+from tests.distributed.context_parallel_cases import (
+    Case,
+    attention_of,
+    exact,
+    expected_of_rank,
+    held_tokens,
+    in_layout,
+    packed,
+    problem,
+    shared,
+)
+from tests.distributed.threaded_ranks import run_on_threads
+from tests.support.tolerances import assert_as_good_as
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
+
+CASE = Case(tokens=64, heads=4, groups=4, head_dim=(16, 16), dtype=torch.bfloat16)
+PACKED = replace(CASE, layout="thd", mask="padding_causal", lengths=(33, 60), padded=(48, 64))
+CASES = [
+    replace(CASE, comm="p2p"),
+    replace(CASE, comm="p2p", size=4, groups=2, mask="no_mask", layout="bshd"),
+    replace(CASE, comm="all_gather", layout="bshd"),
+    replace(CASE, comm="a2a", groups=2),
+    replace(CASE, comm="a2a+p2p", size=4),
+    replace(PACKED, comm="p2p"),
+    replace(PACKED, comm="a2a"),
+]
+RECIPES = {"delayed": DelayedScaling(fp8_dpa=True), "current": Float8CurrentScaling(fp8_dpa=True)}
+
+
+def _run(case: Case, recipe, rank: int):
+    with te.autocast(enabled=True, recipe=recipe):
+        return shared(case, rank)
+
+
+@pytest.mark.parametrize("backward", ["0", "1"])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_errors_are_at_most_twice_those_of_one_device(case, recipe, backward, monkeypatch):
+    monkeypatch.setenv("NVTE_FP8_DPA_BWD", backward)
+    whole = exact(case)
+    alone = run_on_threads(partial(_run, replace(case, comm="p2p", size=1), recipe), 1)[0]
+    for rank, result in enumerate(run_on_threads(partial(_run, case, recipe), case.size)):
+        plain = expected_of_rank(case, alone, rank)
+        for name, expected in expected_of_rank(case, whole, rank).items():
+            assert_as_good_as(result[name], plain[name], expected)
+
+
+def _shared_output(case: Case, recipe, fp8_output: bool, recompute: bool, rank: int):
+    given, rows = problem(case), held_tokens((case.tokens,) * case.batch, case.size, rank)
+    q, k, v = (in_layout(given[name][rows], case.layout, case.batch).requires_grad_() for name in "qkv")
+    module = attention_of(case, dist.group.WORLD)
+    with te.autocast(enabled=True, recipe=recipe):
+        out = module(q, k, v, fp8_output=fp8_output, checkpoint_core_attention=recompute)
+    codes = isinstance(out, te.Float8Tensor)
+    out = out.dequantize() if codes else out
+    out.backward(torch.ones_like(out))
+    return codes, packed(out.detach().unflatten(-1, (case.heads, -1)), case.layout), q.grad
+
+
+@pytest.mark.parametrize("comm", ["p2p", "a2a"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recomputed"])
+def test_codes_are_returned_if_the_caller_requests_them(comm, recompute):
+    case, recipe = replace(CASE, comm=comm), RECIPES["current"]
+    plain = run_on_threads(partial(_shared_output, case, recipe, False, recompute), 2)
+    found = run_on_threads(partial(_shared_output, case, recipe, True, recompute), 2)
+    for (is_codes, out, grad), (values, expected, expected_grad) in zip(found, plain, strict=True):
+        assert is_codes and not values
+        # One more rounding to e4m3 of merged outputs; none where the codes themselves have travelled.
+        torch.testing.assert_close(out, expected, rtol=2**-3, atol=0.02)
+        torch.testing.assert_close(grad, expected_grad, rtol=2**-3, atol=0.05)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("comm", ["p2p", "a2a", "all_gather"])
+def test_the_forward_pass_sends_bytes_of_codes(comm, recipe, monkeypatch):
+    sent = []
+    for name in ("all_to_all_single", "all_gather_into_tensor"):
+        plain = getattr(dist, name)
+
+        def recording(output, x, *args, _plain=plain, **kwargs):
+            sent.append(x.dtype)
+            return _plain(output, x, *args, **kwargs)
+
+        monkeypatch.setattr(dist, name, recording)
+
+    def run(rank):
+        case = replace(CASE, comm=comm)
+        given, rows = problem(case), held_tokens((64, 64), 2, rank)
+        q, k, v = (in_layout(given[name][rows], "sbhd", 2) for name in "qkv")
+        module = attention_of(case, dist.group.WORLD)
+        with te.autocast(enabled=True, recipe=recipe), torch.no_grad():
+            module(q, k, v)
+
+    run_on_threads(run, 2)
+    assert sent and set(sent) == {torch.uint8}
+
+
+def test_current_scaling_has_the_scale_of_one_device():
+    """q, k and v of all ranks have the codes that one device gives them: outputs of an exchange of heads are equal."""
+    case, recipe = replace(CASE, comm="a2a"), RECIPES["current"]
+    alone = run_on_threads(partial(_run, replace(case, comm="p2p", size=1), recipe), 1)[0]
+    for rank, result in enumerate(run_on_threads(partial(_run, case, recipe), 2)):
+        expected = expected_of_rank(case, alone, rank)
+        assert torch.equal(result["out"], expected["out"])
+
+
+@pytest.mark.parametrize("comm", ["p2p", "a2a"])
+def test_projections_that_make_codes_share_a_scale(comm):
+    """Under fp8_mha the projection of each rank has its own maximum."""
+    recipe = Float8CurrentScaling(fp8_dpa=True, fp8_mha=True)
+
+    def layer() -> te.MultiheadAttention:
+        return te.MultiheadAttention(
+            64, 4, attention_dropout=0.0, attn_mask_type="causal", device="cpu", params_dtype=torch.bfloat16
+        )
+
+    whole, layers = layer(), [layer(), layer()]
+    for each in layers:
+        each.load_state_dict(whole.state_dict())
+    x = torch.randn(64, 2, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x[:16] *= 8  # the first chunk of rank 0
+    exact_layer = layer().float()
+    exact_layer.load_state_dict(whole.state_dict())
+    expected = exact_layer(x.float())
+    with te.autocast(enabled=True, recipe=recipe):
+        alone = whole(x)
+
+    def run(rank):
+        layers[rank].set_context_parallel_group(dist.group.WORLD, [0, 1], None, comm)
+        held = torch.tensor(held_tokens((64,), 2, rank))
+        with te.autocast(enabled=True, recipe=recipe):
+            assert_as_good_as(layers[rank](x[held]), alone[held], expected[held])
+
+    run_on_threads(run, 2)
+
+
+def test_delayed_scaling_needs_amaxes_of_all_ranks():
+    def run(rank):
+        recipe = DelayedScaling(fp8_dpa=True, reduce_amax=False)
+        with pytest.raises(
+            ValueError, match=r"reduce_amax=False .* 2 context-parallel ranks.*set reduce_amax=True"
+        ):
+            _run(CASE, recipe, rank)
+
+    run_on_threads(run, 2)
+
+
+def test_recipes_that_scale_blocks_exchange_values():
+    case, recipe = replace(CASE, head_dim=(32, 32)), MXFP8BlockScaling(fp8_dpa=True)
+    whole = exact(case)
+    alone = run_on_threads(partial(_run, replace(case, size=1), recipe), 1)[0]
+    for comm in ("p2p", "a2a"):
+        for rank, result in enumerate(run_on_threads(partial(_run, replace(case, comm=comm), recipe), 2)):
+            plain = expected_of_rank(case, alone, rank)
+            for name, expected in expected_of_rank(case, whole, rank).items():
+                assert_as_good_as(result[name], plain[name], expected)

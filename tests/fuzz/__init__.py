@@ -1,0 +1,1 @@
+"""Tests with random calls and bad input."""

@@ -1,0 +1,1 @@
+"""Tests of recipes, autocast and scaling states."""

@@ -1,0 +1,179 @@
+"""Rotary position embedding of packed q, k and v: q and k rotated and v copied in one pass, and its gradient.
+
+Packed is [outer, inner, ...] with the axes, angles and arithmetic of `rope`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..formats import ceil_div
+from .launch import Launch, Output
+from .rope import rotate_heads, token_position
+
+
+@triton.jit
+def rotate_packed_kernel(
+    q_angles,
+    k_angles,
+    start,
+    cu_seqlens,
+    source,
+    q,
+    k,
+    v,
+    gradient,
+    inner,
+    groups,
+    q_heads,
+    width,
+    v_width,
+    k_offset,
+    v_offset,
+    q_rotated,
+    k_rotated,
+    positions,
+    length,
+    sequences,
+    bisections,
+    outer_stride,
+    inner_stride,
+    group_stride,
+    context_size,
+    context_rank,
+    LAYOUT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    CONTEXT_PARALLEL: tl.constexpr,
+    CLAMPS: tl.constexpr,
+    HAS_REST: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_VALUES: tl.constexpr,
+):
+    """Rotate BLOCK_HEADS heads of q of one token, or BLOCK_GROUPS groups of k, and copy v.
+
+    The packed operand is source, or with TRANSPOSED gradient, which is written from the gradients q, k and v. A group
+    of it holds q_heads heads of q, and k and v at k_offset and v_offset elements after its first head of q. Along the
+    grid's second axis the programs of q come first.
+    """
+    token = tl.program_id(0)
+    outer_index = token // inner
+    inner_index = token % inner
+    position, valid = token_position(
+        start, cu_seqlens, token, outer_index, inner_index, positions, length, sequences, bisections,
+        context_size, context_rank, LAYOUT, CONTEXT_PARALLEL, CLAMPS,
+    )  # fmt: skip
+    position = position.to(tl.int64)
+    if TRANSPOSED:
+        packed = gradient
+    else:
+        packed = source
+    base = packed + outer_index.to(tl.int64) * outer_stride + inner_index.to(tl.int64) * inner_stride
+    heads = groups * q_heads
+    blocks = tl.cdiv(heads, BLOCK_HEADS)
+    if tl.program_id(1) < blocks:
+        head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+        joint = base + ((head // q_heads).to(tl.int64) * group_stride + (head % q_heads) * width)[:, None]
+        apart = q + (token.to(tl.int64) * heads + head)[:, None] * width
+        angle = q_angles + position * q_rotated
+        if TRANSPOSED:
+            source_q = apart
+            target_q = joint
+        else:
+            source_q = joint
+            target_q = apart
+        rotate_heads(
+            source_q, target_q, angle, valid, head < heads, width, q_rotated, INTERLEAVED, TRANSPOSED, HAS_REST,
+            BLOCK_HEADS, BLOCK_PAIRS, BLOCK_REST,
+        )  # fmt: skip
+    else:
+        # The names differ from those above, because a variable of both branches must have one type.
+        group = (tl.program_id(1) - blocks) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+        joint_k = base + (group.to(tl.int64) * group_stride + k_offset)[:, None]
+        apart_k = k + (token.to(tl.int64) * groups + group)[:, None] * width
+        angle = k_angles + position * k_rotated
+        if TRANSPOSED:
+            source_k = apart_k
+            target_k = joint_k
+        else:
+            source_k = joint_k
+            target_k = apart_k
+        rotate_heads(
+            source_k, target_k, angle, valid, group < groups, width, k_rotated, INTERLEAVED, TRANSPOSED, HAS_REST,
+            BLOCK_GROUPS, BLOCK_PAIRS, BLOCK_REST,
+        )  # fmt: skip
+        column = tl.arange(0, BLOCK_VALUES)[None, :]
+        joint_v = base + (group.to(tl.int64) * group_stride + v_offset)[:, None] + column
+        apart_v = v + (token.to(tl.int64) * groups + group)[:, None] * v_width + column
+        inside = (group < groups)[:, None] & (column < v_width)
+        if TRANSPOSED:
+            tl.store(joint_v, tl.load(apart_v, mask=inside), mask=inside)
+        else:
+            tl.store(apart_v, tl.load(joint_v, mask=inside), mask=inside)
+
+
+def rotate_packed(
+    tokens: tuple[int, int],
+    heads: tuple[int, int],
+    widths: tuple[int, int],
+    strides: tuple[int, int, int],
+    angles: tuple[int, int, int],
+    sequences: int,
+    dtype: str,
+    *,
+    layout: str,
+    interleaved: bool,
+    transposed: bool,
+    context: tuple[int, int],
+    clamps: bool = False,
+    offsets: tuple[int, int] | None = None,
+) -> Launch:
+    """(q_angles, k_angles, start | None, cu_seqlens | None, packed) -> q, k, v, None.
+
+    With transposed, (q_angles, k_angles, start | None, cu_seqlens | None, None, dq, dk, dv) -> gradient of packed,
+    contiguous [outer, inner, groups * (q_heads * width + width + v_width)].
+
+    Args:
+        tokens: Outer and inner extent.
+        heads: Groups, and query heads in each group.
+        widths: Elements of a head of q or k, and of v.
+        strides: Strides of packed, or of its gradient, along its outer, inner and group axes, in elements.
+        angles: Positions, rotated features of q, and of k.
+        sequences: Number of packed sequences; 0 unless the layout is thd.
+        dtype: Name of the dtype of packed, q, k and v.
+        layout: "sbhd", "bshd" or "thd".
+        interleaved: Pairs are neighbouring features; otherwise half the rotated width apart.
+        transposed: Apply the transpose of the rotation, for gradients.
+        context: Size and rank of context parallelism.
+        clamps: Positions outside of the table belong to padding and use the nearest angles; otherwise NaN.
+        offsets: Elements from the first head of q of a group to its k and its v; by default k and v follow q.
+    """
+    (outer, inner), (groups, q_heads), (width, v_width) = tokens, heads, widths
+    positions, q_rotated, k_rotated = angles
+    pairs = triton.next_power_of_2(max(q_rotated, k_rotated, 2) // 2)
+    values = triton.next_power_of_2(max(v_width, 1))
+    block_heads = min(triton.next_power_of_2(groups * q_heads), max(1, 2048 // pairs))
+    block_groups = min(triton.next_power_of_2(groups), max(1, 1024 // pairs), max(1, 2048 // values))
+    rest = width - min(q_rotated, k_rotated)
+    block_rest = min(triton.next_power_of_2(max(rest, 1)), max(1, 4096 // block_heads))
+    length = outer if layout == "sbhd" else inner
+    scalars = (
+        inner, groups, q_heads, width, v_width, *(offsets or (q_heads * width, (q_heads + 1) * width)), q_rotated,
+        k_rotated, positions, length, sequences, sequences.bit_length(), *strides, *context,
+    )  # fmt: skip
+    constants = (
+        layout, interleaved, transposed, context[0] > 1, clamps, rest > 0, block_heads, block_groups, pairs, block_rest,
+        values,
+    )  # fmt: skip
+    grid = (outer * inner, ceil_div(groups * q_heads, block_heads) + ceil_div(groups, block_groups), 1)
+    if transposed:
+        row = groups * (q_heads * width + width + v_width)
+        outputs: tuple[Output | None, ...] = (Output((outer, inner, row), dtype),)
+    else:
+        sizes = ((groups * q_heads, width), (groups, width), (groups, v_width))
+        outputs = (*(Output((outer, inner, *size), dtype) for size in sizes), None)
+    return Launch(rotate_packed_kernel, grid, outputs, scalars, constants, warps=2)

@@ -1,0 +1,167 @@
+"""ContextParallelAttention: an attention whose sequence is shared by ranks, in the place of a backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import cast
+
+from .....common.dispatch import Unsupported
+from ....primitives.attention.call import AttentionCall, AttentionInputs, AttentionResult
+from ....primitives.attention.choose import NoBackend, choose
+from ....primitives.attention.passes import Bound
+from ....runtime.device_checks import demand
+from ....runtime.tracing import in_eager_mode
+from ..autograd import attend
+from .all_to_all import HeadExchange, exchanged_call
+from .blocks import plan_blocks
+from .groups import ContextGroups
+from .passes import BlockAttention
+from .schedule import TABLE
+
+
+@dataclass(frozen=True, eq=False)
+class ContextParallelAttention:
+    """An attention of the whole sequence, of which a rank has the tokens of two chunks.
+
+    Attributes:
+        groups: Groups of the scheme that computes the attention.
+        scheme: "p2p", "all_gather", "a2a", "a2a+p2p" or "a2a+all_gather".
+        inner_call: Attention of this rank's heads.
+        inner: Backend, or blocks, of that attention.
+    """
+
+    groups: ContextGroups
+    scheme: str
+    inner_call: AttentionCall
+    inner: Bound | BlockAttention
+
+    @property
+    def name(self) -> str:
+        """Name of the backend."""
+        return self.inner.name
+
+    @in_eager_mode
+    def __call__(self, call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
+        """Return o [.., h * d_v] of the rank's queries, differentiable in q, k, v, bias and sink."""
+        groups = self.groups
+        self.check_lengths(call, inputs)
+        if groups.heads_size == 1:
+            assert isinstance(self.inner, BlockAttention)
+            return self.inner(self.inner_call, inputs)
+        exchange = self.exchange(call, inputs)
+        own = exchange.enter(inputs)
+        if isinstance(self.inner, BlockAttention):
+            result = self.inner(self.inner_call, own)
+        else:
+            result = attend(self.inner, self.inner_call, own)
+        max_logit = None if result.max_logit is None else exchange.all_heads(result.max_logit)
+        return AttentionResult(exchange.leave(result.output), max_logit)
+
+    def exchange(self, call: AttentionCall, inputs: AttentionInputs) -> HeadExchange:
+        """Return the exchange of heads of a call."""
+        starts_q, starts_kv = (
+            None if starts is None else starts // self.groups.ring_size
+            for starts in (inputs.starts_q, inputs.starts_kv)
+        )
+        return HeadExchange(call, self.groups, (starts_q, starts_kv))
+
+    def check_lengths(self, call: AttentionCall, inputs: AttentionInputs) -> None:
+        """Check the lengths of packed sequences, as far as their values are read (see `device_checks`)."""
+        if not call.packed:
+            return
+        for name, starts in (("q", inputs.starts_q), ("kv", inputs.starts_kv)):
+            demand(divides, (starts,), name, 2 * self.groups.size)
+            if inputs.starts_kv is inputs.starts_q:
+                break
+        top_left = call.mask.banded and not call.mask.bottom_right
+        if self.scheme != "a2a" and top_left and not call.same_lengths:
+            demand(are_equal, (inputs.lengths_q, inputs.lengths_kv))
+
+
+def choose_context_parallel(call: AttentionCall, groups: ContextGroups) -> ContextParallelAttention:
+    """Choose the scheme and the backends of an attention whose sequence the ranks of `groups` share.
+
+    Args:
+        call: Attention of the whole sequence, with all heads of a rank's tensors.
+        groups: Groups of the rank.
+
+    Raises:
+        ValueError: The ranks cannot share this attention. Every rank raises it before communication.
+    """
+    check_divisible(call, groups)
+    if groups.communication == "a2a+p2p":
+        # Heads first; the table chooses how the ranks of the ring share the rest.
+        reason = TABLE.named("a2a").refusal(TABLE.described((call, "a2a", groups.heads_size, 1)))
+        if reason is not None:
+            raise NoBackend(f"cp_comm_type='a2a+p2p': {reason}")
+    try:
+        scheme = TABLE.choose((call, groups.communication, groups.heads_size, groups.ring_size))
+    except Unsupported as reasons:
+        raise NoBackend(
+            f"No context-parallel scheme is available for cp_comm_type={groups.communication!r}: {reasons}"
+        ) from None
+    if scheme == "a2a" and groups.ring_size > 1:
+        groups = replace(
+            groups,
+            heads_group=groups.ring_group,
+            heads_size=groups.ring_size,
+            heads_rank=groups.ring_rank,
+            ring_group=None,
+            ring_size=1,
+            ring_rank=0,
+        )
+    inner = call
+    if groups.heads_size > 1:
+        inner = exchanged_call(call, groups.heads_size, groups.heads_rank)
+    if groups.ring_size == 1:
+        return ContextParallelAttention(groups, scheme, inner, cast(Bound, choose(inner)))
+    blocks = BlockAttention(plan_blocks(inner, groups, scheme == "all_gather"))
+    return ContextParallelAttention(
+        groups, scheme if groups.heads_size == 1 else f"a2a+{scheme}", inner, blocks
+    )
+
+
+def check_divisible(call: AttentionCall, groups: ContextGroups) -> None:
+    """Raise ValueError unless every rank can hold two chunks of every sequence."""
+    chunks = 2 * groups.size
+    if call.cached:
+        raise ValueError(
+            f"inference_params with a context-parallel group of {groups.size} ranks: a cache holds whole sequences; "
+            "set the group to None for inference"
+        )
+    if call.packed:
+        if call.bias in ("pre_scale_bias", "post_scale_bias"):
+            raise ValueError(
+                f"core_attention_bias_type={call.bias!r} with qkv_format='thd' and {groups.size} context-parallel "
+                "ranks: rows of the bias are positions that ranks do not share; use qkv_format='bshd' or 'sbhd'"
+            )
+        return
+    for name, length in (("queries", call.seqlen_q), ("keys", call.seqlen_kv)):
+        if length % chunks:
+            padded = -(-length // chunks) * chunks
+            raise ValueError(
+                f"{length} tokens of {name} cannot be divided into 2 * {groups.size} = {chunks} chunks, two per "
+                f"context-parallel rank; pad the sequence to {padded} tokens, {padded // groups.size} per rank"
+            )
+
+
+def divides(bounds: list[int], name: str, chunks: int) -> None:
+    """Raise ValueError unless the lengths of packed sequences are multiples of the number of chunks."""
+    for index, (begin, end) in enumerate(pairwise(bounds)):
+        if (end - begin) % chunks:
+            padded = -(-(end - begin) // chunks) * chunks
+            raise ValueError(
+                f"sequence {index} has {end - begin} tokens, which cannot be divided into {chunks} chunks, two per "
+                f"context-parallel rank; pad it to {padded} tokens and pass cu_seqlens_{name}_padded "
+                "(pad_thd_sequences_for_cp does both)"
+            )
+
+
+def are_equal(lengths_q: list[int], lengths_kv: list[int]) -> None:
+    """Raise ValueError unless queries and keys have the same lengths."""
+    if lengths_q != lengths_kv:
+        raise ValueError(
+            f"sequences have {lengths_q} queries and {lengths_kv} keys; a causal mask of context-parallel ranks needs "
+            "the same lengths, or attn_mask_type='padding_causal_bottom_right'"
+        )

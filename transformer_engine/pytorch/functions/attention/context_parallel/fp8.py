@@ -1,0 +1,286 @@
+"""FP8 attention of ranks that share a sequence: the codes of q, k and v travel, under one scale for all ranks.
+
+Delayed scaling has one scale if the recipe reduces amaxes over a group that contains the ranks; current scaling takes
+the maximum over the ranks. Values travel instead where they are needed themselves: for a backward pass in high
+precision, and under recipes that scale blocks, which quantize afterwards. Partial outputs are merged as values in
+float32, and gradients travel as values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....primitives.attention.call import Attended, AttentionCall, AttentionInputs, AttentionResult, Gradients
+from ....runtime.double_backward import once_differentiable
+from ....runtime.tracing import in_eager_mode
+from ....tensor.float8_tensor import Float8Tensor, Float8TensorStorage
+from ....tensor.quantized_tensor import QuantizedTensor
+from ....tensor.quantizer import Quantizer
+from ..autograd import attend
+from ..fp8 import choose_fp8
+from ..fp8_attention import AttentionQuantizers, FP8Attention, Rounded, codes_of
+from .all_to_all import HeadExchange, exchange_tokens
+from .attention import ContextParallelAttention
+from .blocks import BlockPlan, BoundBlock
+from .passes import BlockAttention, BlockPasses, backward, forward, of_inputs
+
+# Kinds of scaling with one scale per tensor, whose codes can travel.
+TENSOR_SCALING = ("delayed", "current")
+
+
+@dataclass(frozen=True, eq=False)
+class FP8ContextAttention:
+    """The FP8 attention of one call of context-parallel ranks, in the place of a backend.
+
+    Attributes:
+        shared: The attention of the ranks.
+        fp8: FP8 attention of this rank's heads, `shared.inner_call`.
+        asked: Requested backward pass, see `BackwardRequest`.
+    """
+
+    shared: ContextParallelAttention
+    fp8: FP8Attention
+    asked: bool | None
+
+    quantizers = property(lambda self: self.fp8.quantizers)
+
+    def with_quantizers(self, quantizers: AttentionQuantizers) -> FP8ContextAttention:
+        """Return the attention with other quantizers."""
+        return replace(self, fp8=self.fp8.with_quantizers(quantizers))
+
+    @in_eager_mode
+    def __call__(self, call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
+        """Return o [.., h * d_v], differentiable in q, k, v, bias and sink."""
+        shared, groups = self.shared, self.shared.groups
+        shared.check_lengths(call, inputs)
+        if self.fp8.scaling == "current":
+            # Codes that a projection has made have a scale of this rank alone.
+            inputs = _of_values(inputs)
+        if groups.heads_size == 1:
+            return self._in_blocks(inputs)
+        exchange = shared.exchange(call, inputs)
+        if isinstance(shared.inner, BlockAttention):
+            # Values are exchanged: the ranks of the ring share a scale, ranks that exchange heads do not.
+            result = self._in_blocks(exchange.enter(_of_values(inputs)))
+            output = exchange.leave(_values(result.output))
+        elif self._backward_reads_values or self.fp8.scaling not in TENSOR_SCALING:
+            fp8 = replace(self._with_shared_scales(exchange.group), fp8_output=False)
+            result = attend(fp8, shared.inner_call, exchange.enter(_of_values(inputs)))
+            output = exchange.leave(result.output)
+        else:
+            return self._with_exchanged_codes(exchange, inputs)
+        max_logit = None if result.max_logit is None else exchange.all_heads(result.max_logit)
+        return AttentionResult(self._returned(output), max_logit)
+
+    @property
+    def _backward_reads_values(self) -> bool:
+        return self.fp8.call.needs_gradient and self.fp8.passes.high_precision
+
+    def _with_shared_scales(self, group: Any) -> FP8Attention:
+        """Return the attention whose scales of q, k, v and the output are those of all ranks of a group."""
+        quantizers = self.fp8.quantizers
+        if self.fp8.scaling == "current":
+            qkv, output = quantizers.qkv.reducing_over(group), quantizers.output.reducing_over(group)
+            quantizers = quantizers._replace(qkv=qkv, output=output)
+        return self.fp8.with_quantizers(quantizers)
+
+    def _in_blocks(self, inputs: AttentionInputs) -> AttentionResult:
+        assert isinstance(self.shared.inner, BlockAttention)
+        plan, fp8 = self.shared.inner.plan, self.fp8
+        if fp8.scaling == "current":
+            qkv = fp8.quantizers.qkv.reducing_over(plan.groups.ring_group)
+            fp8 = fp8.with_quantizers(fp8.quantizers._replace(qkv=qkv))
+        output, max_logit = _FP8BlockAttention.apply(plan, fp8, self.asked, *inputs)  # pyright: ignore[reportGeneralTypeIssues]
+        return AttentionResult(self._returned(output), max_logit)
+
+    def _returned(self, output: Tensor) -> Tensor:
+        """Return the output as codes if the caller requests them."""
+        if not self.fp8.fp8_output or isinstance(output, QuantizedTensor):
+            return output
+        return _Quantized.apply(self.fp8.quantizers.output, output)  # pyright: ignore[reportReturnType]
+
+    def _with_exchanged_codes(self, exchange: HeadExchange, inputs: AttentionInputs) -> AttentionResult:
+        fp8 = replace(self._with_shared_scales(exchange.group), fp8_output=True)
+        codes = _EnteringCodes.apply(exchange, fp8.quantizers.qkv, *inputs[:3])
+        others = exchange.enter_others(inputs)
+        own = others._replace(q=codes[0], k=codes[1], v=codes[2])  # pyright: ignore[reportIndexIssue, reportOptionalSubscript]
+        result = attend(fp8, self.shared.inner_call, own)
+        output = _LeavingCodes.apply(exchange, self.fp8.fp8_output, result.output)
+        max_logit = None if result.max_logit is None else exchange.all_heads(result.max_logit)
+        return AttentionResult(output, max_logit)  # pyright: ignore[reportArgumentType]
+
+
+def _values(x: Tensor) -> Tensor:
+    return x.dequantize() if isinstance(x, QuantizedTensor) else x
+
+
+def _of_values(inputs: AttentionInputs) -> AttentionInputs:
+    """Return the inputs with dequantized q, k and v."""
+    q, k, v = (_values(x) for x in inputs[:3])
+    return inputs._replace(q=q, k=k, v=v)
+
+
+def _by_heads(storage: Any, heads: int) -> Tensor:
+    """Return codes [.., h * d] as uint8 [.., h, d]."""
+    return storage._data.unflatten(-1, (heads, -1))
+
+
+def _tensor_of(codes: Tensor, like: Any) -> Float8Tensor:
+    """Return codes as a tensor with the scale and settings of a storage."""
+    return Float8Tensor.from_storage(Float8TensorStorage(codes, like._scale_inv, **like.constants()))
+
+
+class _Quantized(torch.autograd.Function):
+    """A quantized output; its gradient passes through."""
+
+    @staticmethod
+    def forward(ctx: Any, quantizer: Quantizer, x: Tensor) -> Tensor:
+        return quantizer.wrap(quantizer.encode(x, True, False))
+
+    @staticmethod
+    @once_differentiable("FP8 attention")
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, _values(grad)
+
+
+class _EnteringCodes(torch.autograd.Function):
+    """Quantization of q, k and v, whose codes ranks exchange for those of their heads."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: HeadExchange, quantizer: Quantizer, *qkv: Tensor) -> Any:
+        ctx.exchange = exchange
+        ctx.set_materialize_grads(True)
+        storages = [codes_of(x, quantizer) for x in qkv]
+        codes = tuple(_by_heads(storage, x.shape[-2]) for storage, x in zip(storages, qkv, strict=True))
+        moved = exchange_tokens(exchange, exchange.orders, True, codes)
+        return tuple(_tensor_of(x, storage) for x, storage in zip(moved, storages, strict=True))
+
+    @staticmethod
+    @once_differentiable("FP8 attention")
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        exchange = ctx.exchange
+        plain = tuple(_values(grad) for grad in grads)
+        return None, None, *exchange_tokens(exchange, exchange.orders, False, plain)
+
+
+class _LeavingCodes(torch.autograd.Function):
+    """The output's codes, exchanged for those of the rank's tokens; values unless the caller requests codes."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: HeadExchange, as_codes: bool, output: Float8Tensor) -> Tensor:
+        ctx.exchange = exchange
+        codes = (_by_heads(output, exchange.call.heads // exchange.size),)
+        (moved,) = exchange_tokens(exchange, exchange.orders[:1], False, codes)
+        found = _tensor_of(moved.flatten(-2), output)
+        return found if as_codes else found.dequantize()
+
+    @staticmethod
+    @once_differentiable("FP8 attention")
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        exchange = ctx.exchange
+        by_heads = (_values(grad).unflatten(-1, (exchange.call.heads, -1)),)
+        (own,) = exchange_tokens(exchange, exchange.orders[:1], True, by_heads)
+        return None, None, own.flatten(-2)
+
+
+class FP8BlockPasses(BlockPasses):
+    """The passes of one block on codes of q, k and v, or on values if the recipe scales blocks.
+
+    Args:
+        fp8: FP8 attention of the call.
+        asked: Requested backward pass, see `BackwardRequest`.
+        storages: Settings and scales of the codes of q, k and v; None for values.
+    """
+
+    def __init__(self, fp8: FP8Attention, asked: bool | None, storages: list[Any] | None):
+        self._fp8, self._asked, self._storages = fp8, asked, storages
+
+    def forward(self, bound: BoundBlock, inputs: AttentionInputs) -> Attended:
+        fp8 = self._of(bound)
+        rounded = fp8.passes.forward(fp8, self._presented(inputs))
+        assert rounded.output is not None
+        return Attended(rounded.output, rounded.lse, rounded.rng_state, rounded.max_logit)
+
+    def backward(
+        self, bound: BoundBlock, inputs: AttentionInputs, attended: Attended, grad_output: Tensor
+    ) -> Gradients:
+        fp8, inputs = self._of(bound), self._presented(inputs)
+        codes: list[Any] = [None] * 4
+        if not fp8.passes.high_precision:
+            codes = [codes_of(x, fp8.quantizers.qkv) for x in inputs[:3]]
+            codes.append(fp8.quantizers.output.encode(attended.output.flatten(-2), True, False))
+        q, k, v, output = codes
+        rounded = Rounded(q, k, v, output, attended.output, attended.lse, attended.rng_state, None)
+        return fp8.passes.backward(fp8, inputs, rounded, grad_output.contiguous())
+
+    def _of(self, bound: BoundBlock) -> FP8Attention:
+        passes = choose_fp8(bound.call, self._fp8.scaling, self._asked)
+        return replace(
+            self._fp8, call=bound.call, passes=passes, state=None, fp8_output=False, scale_update=None
+        )
+
+    def _presented(self, inputs: AttentionInputs) -> AttentionInputs:
+        if self._storages is None:
+            return inputs
+        q, k, v = (_tensor_of(x, like) for x, like in zip(inputs[:3], self._storages, strict=True))
+        return inputs._replace(q=q, k=k, v=v)
+
+
+class _FP8BlockAttention(torch.autograd.Function):
+    """Autograd node of both passes over the blocks of a rank."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: BlockPlan, fp8: FP8Attention, asked: bool | None, *tensors: Any) -> Any:
+        inputs = AttentionInputs(*tensors)
+        values, storages = _of_values(inputs), None
+        q, k, v = values[:3]
+        if fp8.scaling in TENSOR_SCALING:
+            storages = [codes_of(x, fp8.quantizers.qkv) for x in inputs[:3]]
+            heads = (plan.call.heads, plan.call.groups, plan.call.groups)
+            q, k, v = (_by_heads(storage, count) for storage, count in zip(storages, heads, strict=True))
+        sent = inputs._replace(q=q, k=k, v=v)
+        merged, states, max_logit = forward(plan, sent, FP8BlockPasses(fp8, asked, storages))
+        output = merged.output.to(plan.call.dtype).flatten(-2)
+        if fp8.passes.high_precision:
+            sent, storages = values, None
+        ctx.plan, ctx.fp8, ctx.asked = plan, fp8, asked
+        ctx.like = None if storages is None else [storage.constants() for storage in storages]
+        scales = [] if storages is None else [storage._scale_inv for storage in storages]  # pyright: ignore[reportAttributeAccessIssue]
+        ctx.scales = len(scales)
+        ctx.save_for_backward(*sent, *scales, output, merged.lse, *states)
+        ctx.mark_non_differentiable(*(x for x in (max_logit,) if x is not None))
+        return output, max_logit
+
+    @staticmethod
+    @once_differentiable("FP8 attention")
+    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> Any:
+        plan, fp8, storages = ctx.plan, ctx.fp8, None
+        fields = len(AttentionInputs._fields)
+        saved, last = ctx.saved_tensors, fields + ctx.scales
+        inputs, scales, (output, lse, *states) = (
+            AttentionInputs(*saved[:fields]),
+            saved[fields:last],
+            saved[last:],
+        )
+        if ctx.like is not None:
+            storages = [
+                Float8TensorStorage(x, scale, **constants)
+                for x, scale, constants in zip(inputs[:3], scales, ctx.like, strict=True)
+            ]
+        shape = (plan.call.heads, plan.call.head_dim_v)
+        found = backward(
+            plan,
+            inputs,
+            output.unflatten(-1, shape),
+            lse,
+            states,
+            _values(grad_output).unflatten(-1, shape),
+            FP8BlockPasses(fp8, ctx.asked, storages),
+        )
+        if fp8.scale_update is not None:
+            fp8.scale_update.run()
+        return None, None, None, *of_inputs(found)

@@ -1,0 +1,182 @@
+"""Token order of context parallelism: which tokens of a sequence a rank holds, and conversions of that order.
+
+A sequence is divided into 2 * size equal chunks. Rank r holds the chunks r and 2 * size - 1 - r, in this order, which
+gives every rank the same share of a causal mask. Packed sequences (thd) are divided one by one: a rank's tensor holds
+the two chunks of the first sequence, then those of the second, and so on. No function reads a tensor on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def partitioned_indices(cu_seqlens: Tensor, tokens: int, size: int, rank: int) -> Tensor:
+    """Return the packed tokens that a rank holds, sequence by sequence, int64 [tokens / size].
+
+    Args:
+        cu_seqlens: Cumulative lengths [b + 1] of the whole sequences, each a multiple of 2 * size.
+        tokens: Packed tokens of all ranks.
+        size: Number of ranks.
+        rank: Rank whose tokens are returned.
+
+    Raises:
+        ValueError: The number of tokens is not a multiple of 2 * size, or the rank is outside the group.
+    """
+    check_rank(size, rank)
+    if tokens % (2 * size):
+        raise ValueError(
+            f"{tokens} tokens are not a multiple of 2 * {size}, the chunks of {size} ranks; pad every sequence to one"
+        )
+    bounds = cu_seqlens.long()
+    sequence, position = places(cu_seqlens // size, tokens // size)
+    chunk = (bounds[1:] - bounds[:-1])[sequence] // (2 * size)
+    second = position >= chunk
+    # The position in the second chunk counts from the first one, hence 2 instead of 1.
+    number = torch.where(second, 2 * size - 2 - rank, rank)
+    # Tokens behind the last sequence are divided into equal parts.
+    tail = (tokens - bounds[-1]) // size
+    behind = torch.arange(tokens // size, device=bounds.device) - bounds[-1] // size
+    return torch.where(
+        behind < 0, bounds[sequence] + number * chunk + position, bounds[-1] + rank * tail + behind
+    )
+
+
+def order_of_ranks(cu_seqlens: Tensor, tokens: int, size: int) -> Tensor:
+    """Return the packed tokens of rank 0, then those of rank 1 and so on, int64 [tokens]."""
+    return torch.cat([partitioned_indices(cu_seqlens, tokens, size, rank) for rank in range(size)])
+
+
+def thd_sequence_order_to_cp_rank_order(
+    x: Tensor, cu_seqlens: Tensor, cp_size: int, seq_dim: int = 0
+) -> Tensor:
+    """Return whole packed sequences x [t, ..] in the order in which ranks hold them, rank 0's tokens first."""
+    _check_sequence_axis(seq_dim)
+    return x.index_select(0, order_of_ranks(cu_seqlens, x.shape[0], cp_size))
+
+
+def thd_cp_rank_order_to_sequence_order(
+    x: Tensor, cu_seqlens: Tensor, cp_size: int, seq_dim: int = 0
+) -> Tensor:
+    """Invert `thd_sequence_order_to_cp_rank_order`: x [t, ..] holds the tokens of rank 0, then those of rank 1, .."""
+    _check_sequence_axis(seq_dim)
+    return torch.empty_like(x).index_copy_(0, order_of_ranks(cu_seqlens, x.shape[0], cp_size), x)
+
+
+def _check_sequence_axis(seq_dim: int) -> None:
+    if seq_dim != 0:
+        raise ValueError(f"seq_dim={seq_dim}; tokens of packed sequences are axis 0, transpose x")
+
+
+def get_cu_seqlens_on_cp_rank(
+    cu_seqlens: Tensor,
+    cu_seqlens_padded_on_cp_rank: Tensor,
+    cp_size: int,
+    cp_rank: int,
+    first_half: bool,
+    second_half: bool,
+) -> Tensor:
+    """Return the cumulative lengths of the real tokens that a rank holds, its two chunks joined, int32 [b + 1].
+
+    Args:
+        cu_seqlens: Cumulative lengths of the real tokens of whole sequences, which padding follows.
+        cu_seqlens_padded_on_cp_rank: Cumulative lengths of a rank's part of the padded sequences, two chunks each.
+        cp_size: Number of ranks.
+        cp_rank: Rank.
+        first_half: Count the tokens of chunk cp_rank.
+        second_half: Count the tokens of chunk 2 * cp_size - 1 - cp_rank.
+    """
+    check_rank(cp_size, cp_rank)
+    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    chunk = (cu_seqlens_padded_on_cp_rank[1:] - cu_seqlens_padded_on_cp_rank[:-1]) // 2
+    chunks = [cp_rank] * first_half + [2 * cp_size - 1 - cp_rank] * second_half
+    return torch.nn.functional.pad(tokens_in(lengths, chunk, chunks).cumsum(0), (1, 0)).to(torch.int32)
+
+
+def tokens_in(lengths: Tensor, chunk: Tensor | int, chunks: list[int]) -> Tensor:
+    """Return how many real tokens of each sequence are in some of its chunks, [b], in the dtype of the lengths.
+
+    Args:
+        lengths: Real tokens of each sequence [b].
+        chunk: Tokens of one chunk, of each sequence [b] or of all.
+        chunks: Numbers of the chunks.
+    """
+    held = torch.zeros_like(lengths)
+    for number in chunks:
+        if isinstance(chunk, Tensor):
+            held = held + torch.minimum((lengths - number * chunk).clamp(min=0), chunk)
+        else:
+            held = held + (lengths - number * chunk).clamp(min=0, max=chunk)
+    return held
+
+
+def check_rank(size: int, rank: int) -> None:
+    """Raise ValueError unless rank is one of size ranks."""
+    if not 0 <= rank < size:
+        raise ValueError(f"rank={rank} is outside 0..{size - 1}; give a rank of the group")
+
+
+def places(bounds: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Return the sequence of each of the tokens [tokens], and its position in it; sequences have bounds [b + 1]."""
+    bounds = bounds.long()
+    token = torch.arange(tokens, device=bounds.device)
+    sequence = (torch.searchsorted(bounds, token, right=True) - 1).clamp(0, bounds.shape[0] - 2)
+    return sequence, token - bounds[sequence]
+
+
+def half_of_sequences(bounds: Tensor, tokens: int, half: int) -> Tensor:
+    """Return the first (0) or second (1) halves of packed sequences as token numbers, int64 [tokens / 2].
+
+    Tokens behind the last sequence are divided too: both halves together are all tokens.
+    """
+    bounds = bounds.long()
+    sequence, position = places(bounds // 2, tokens // 2)
+    length = (bounds[1:] - bounds[:-1])[sequence] // 2
+    inside = bounds[sequence] + position + half * length
+    # The halves of the tail [bounds[-1], tokens).
+    tail = (tokens - bounds[-1]) // 2
+    behind = torch.arange(tokens // 2, device=bounds.device) + bounds[-1] - bounds[-1] // 2 + half * tail
+    return torch.where(position < length, inside, behind)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenOrder:
+    """Conversion between the tensors of all ranks, stacked, and one tensor in sequence order.
+
+    Attributes:
+        tensor_format: "sbhd", "bshd" or "thd".
+        size: Number of ranks.
+        bounds: thd: cumulative lengths [b + 1] of the sequences of all ranks, padding included.
+    """
+
+    tensor_format: str
+    size: int
+    bounds: Tensor | None = None
+
+    def whole(self, parts: Tensor) -> Tensor:
+        """Return the tensor of all tokens in sequence order, of the ranks' tensors [size, ..]."""
+        if self.tensor_format == "thd":
+            assert self.bounds is not None
+            flat = parts.flatten(0, 1)
+            order = order_of_ranks(self.bounds, flat.shape[0], self.size)
+            return torch.empty_like(flat).index_copy_(0, order, flat)
+        if self.tensor_format == "bshd":
+            parts = parts.transpose(1, 2)
+        chunks = parts.unflatten(1, (2, -1)).flatten(0, 1)
+        owners = [2 * i if i < self.size else 2 * (2 * self.size - 1 - i) + 1 for i in range(2 * self.size)]
+        whole = chunks[owners].flatten(0, 1)
+        return whole.transpose(0, 1) if self.tensor_format == "bshd" else whole
+
+    def parts(self, whole: Tensor) -> Tensor:
+        """Invert `whole`: return the ranks' tensors [size, ..], contiguous."""
+        if self.tensor_format == "thd":
+            assert self.bounds is not None
+            order = order_of_ranks(self.bounds, whole.shape[0], self.size)
+            return whole.index_select(0, order).unflatten(0, (self.size, -1))
+        if self.tensor_format == "bshd":
+            whole = whole.transpose(0, 1)
+        held = [i for rank in range(self.size) for i in (rank, 2 * self.size - 1 - rank)]
+        parts = whole.unflatten(0, (2 * self.size, -1))[held].unflatten(0, (self.size, 2)).flatten(1, 2)
+        return parts.transpose(1, 2).contiguous() if self.tensor_format == "bshd" else parts.contiguous()

@@ -1,0 +1,106 @@
+"""How algorithms are chosen: `deterministic()` fixes results between runs, `autotune()` times the candidates."""
+
+from __future__ import annotations
+
+from contextlib import ContextDecorator
+
+import torch
+from torch.utils import deterministic as torch_settings
+
+from ...common import env
+from ...common.checks import switch
+from ..primitives.gemm.request import Switch, wanted
+from ..runtime.determinism import is_demanded
+
+
+class deterministic(ContextDecorator):
+    """Require equal bits in every run: te.deterministic(), or for a block: with te.deterministic(): train()
+
+    Backends whose sums have no fixed order are unsupported, for a reason that `te.explain` prints, and
+    torch.use_deterministic_algorithms(True) is set, under which operations of torch without a deterministic algorithm
+    raise an error. Algorithms are not timed, because a choice by time differs between runs: `te.autotune` raises. Runs
+    are equal for the same seeds, inputs, shapes, machine, libraries and, on a CPU, number of threads.
+    NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 requires the same of the backends and leaves torch's switch unchanged.
+
+    Args:
+        enabled: False lifts the requirement.
+
+    Raises:
+        RuntimeError: `te.autotune()` or NVTE_AUTOTUNE=1 is active.
+    """
+
+    def __init__(self, enabled: bool = True):
+        switch("enabled", enabled)
+        self._enabled = enabled
+        self._made_before: tuple[bool, bool, bool] | None = _settings()
+        self._before: list[tuple[bool, bool, bool]] = []
+        _set(enabled)
+
+    def _recreate_cm(self) -> deterministic:
+        """Used as a decorator: each call of the function sets the mode again."""
+        return deterministic(self._enabled)
+
+    def __enter__(self) -> deterministic:
+        """The first block restores the settings before the construction; later blocks those before the block."""
+        before = self._made_before or _settings()
+        _set(self._enabled)
+        self._before.append(before)
+        self._made_before = None
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        enabled, warns_only, fills = self._before.pop()
+        torch.use_deterministic_algorithms(enabled, warn_only=warns_only)
+        torch_settings.fill_uninitialized_memory = fills  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _settings() -> tuple[bool, bool, bool]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch_settings.fill_uninitialized_memory,  # pyright: ignore[reportAttributeAccessIssue]
+    )
+
+
+def _set(enabled: bool) -> None:
+    """Set the mode; RuntimeError, before any change, if algorithms are chosen by time."""
+    if enabled and wanted():
+        how = "te.autotune()" if Switch.depth > 0 else "NVTE_AUTOTUNE=1"
+        raise RuntimeError(
+            f"{how} chooses algorithms by time, which differs from run to run; end it before te.deterministic()"
+        )
+    if enabled:
+        env.keep_cublas_repeatable()
+    torch.use_deterministic_algorithms(enabled)
+    # Kernels write their whole result; filling it first would cost as much as many kernels.
+    torch_settings.fill_uninitialized_memory = not enabled  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class autotune:
+    """Time the candidate algorithms of every matrix product inside the block, forward and backward, and store choices.
+
+    with te.autotune():
+        model(x).sum().backward()
+
+    A choice stays active in this process after the block, and is stored in a JSON file for the GPU's model and the
+    version of cuBLASLt (TE_CACHE_DIR, by default ~/.cache/transformer_engine). Later blocks, or NVTE_AUTOTUNE=1 for a
+    whole process, read it from there without timing. Without tuning, the first algorithm of the library's heuristic is
+    used and results do not depend on measurements. CUDA graphs and compiled functions keep the algorithms that they
+    captured: tune first. Has no effect on products of backends other than cublaslt.
+
+    Raises:
+        RuntimeError: Results must be deterministic, for example under `te.deterministic()`.
+    """
+
+    def __enter__(self) -> autotune:
+        if is_demanded():
+            raise RuntimeError(
+                "deterministic results are asked for (te.deterministic(), torch.use_deterministic_algorithms or "
+                "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0), and a choice of algorithms by time differs from run to run; turn "
+                "that off, or run without te.autotune()"
+            )
+        Switch.depth += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Switch.depth -= 1

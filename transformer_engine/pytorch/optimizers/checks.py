@@ -1,0 +1,273 @@
+"""Checks of optimizers: settings, numbers of groups, parameters, gradients, states and saved states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...common.checks import described, number
+from ...common.numbers import to_bool, to_float, to_int
+from ..tensor.float8_tensor import Float8Quantizer
+from ..tensor.quantized_tensor import QuantizedTensor
+from .multi_tensor_apply import local_of
+
+_PLAIN = (torch.float32, torch.float16, torch.bfloat16)
+_MASTERS = (torch.float32, torch.float16)
+_MOMENTS = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
+
+
+def check_dtypes(master_weights: bool, master: Any, first: Any, second: Any) -> None:
+    """Raise RuntimeError for dtypes that are unsupported for states."""
+    if master_weights and master not in _MASTERS:
+        raise RuntimeError(f"master_weight_dtype={described(master)}; give torch.float32 or torch.float16")
+    for name, dtype in (("exp_avg_dtype", first), ("exp_avg_sq_dtype", second)):
+        if dtype not in _MOMENTS:
+            raise RuntimeError(
+                f"{name}={described(dtype)}; give torch.float32, torch.float16, torch.bfloat16 or torch.uint8 (FP8)"
+            )
+
+
+def check_capturable(
+    master_weights: bool, master: torch.dtype, first: torch.dtype, second: torch.dtype, remainders: bool
+) -> None:
+    """Raise RuntimeError for states that a captured step does not support."""
+    if master_weights and master != torch.float32:
+        raise RuntimeError(f"capturable=True with master_weight_dtype={master}; give torch.float32")
+    if first != second or first not in (torch.float32, torch.bfloat16):
+        raise RuntimeError(
+            f"capturable=True with exp_avg_dtype={first} and exp_avg_sq_dtype={second}; give torch.float32 for both, "
+            "or torch.bfloat16"
+        )
+    if remainders:
+        raise RuntimeError("capturable=True keeps no remainders; use store_param_remainders=False")
+
+
+NUMBERS = ("lr", "betas", "eps", "weight_decay", "bias_correction")
+
+
+def check_numbers(group: dict[str, Any]) -> None:
+    """Raise TypeError, ValueError or RuntimeError for numbers that no step can be computed with.
+
+    As in the original, the learning rate, epsilon and the weight decay may be negative.
+    """
+    for name in ("lr", "eps", "weight_decay"):
+        one_number(name, group.get(name))
+    pair_of(group.get("betas"))
+    to_bool("bias_correction", group.get("bias_correction"))
+    reject_unsupported(group, "FusedAdam", "torch.optim.AdamW")
+
+
+def pair_of(betas: Any) -> tuple[float, float]:
+    """Convert two numbers in [0, 1), in any sequence, array or tensor, to floats; raise ValueError for others."""
+    listed = betas.tolist() if hasattr(betas, "tolist") else betas
+    is_pair = isinstance(listed, Sequence) and not isinstance(listed, (str, bytes)) and len(listed) == 2
+    if not is_pair or any(value is None or isinstance(value, str) for value in listed):
+        raise ValueError(
+            f"betas={described(betas)} are not two numbers in [0, 1); give for example (0.9, 0.999)"
+        )
+    first, second = (to_float("betas", value) for value in listed)
+    if not (0.0 <= first < 1.0 and 0.0 <= second < 1.0):
+        raise ValueError(
+            f"betas={described(betas)} are not two numbers in [0, 1); give for example (0.9, 0.999)"
+        )
+    return first, second
+
+
+def one_number(name: str, value: Any) -> float | None:
+    """Return the value as a finite float, None for a tensor on a device, which is not read.
+
+    Raises:
+        TypeError: The value is not a number.
+        ValueError: The value is not finite, or a tensor with several elements.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{name}={described(value)} has {value.numel()} numbers; give one")
+        if not value.is_cpu:
+            return None
+    found = to_float(name, value)
+    number(name, found)
+    return found
+
+
+def not_below_zero(name: str, value: Any) -> None:
+    """Raise TypeError or ValueError unless the value is one number of at least 0; see `one_number`."""
+    found = one_number(name, value)
+    if found is not None and found < 0.0:
+        raise ValueError(f"{name}={found} is below 0; give a number of at least 0")
+
+
+def check_parameter(parameter: Tensor, grad: Tensor, master_weights: bool, capturable: bool) -> None:
+    """Raise RuntimeError or ValueError for a parameter that cannot be stepped with this gradient."""
+    if grad.is_sparse:
+        raise RuntimeError("FusedAdam takes no sparse gradients; use torch.optim.SparseAdam")
+    local, local_grad = local_of(parameter), local_of(grad)
+    if isinstance(local, QuantizedTensor):
+        delayed = isinstance(getattr(local, "_quantizer", None), Float8Quantizer)
+        if not master_weights and not delayed:
+            raise RuntimeError(
+                f"a {type(local).__name__} cannot be stepped without masters; use FusedAdam(master_weights=True)"
+            )
+        if capturable:
+            raise RuntimeError("capturable=True takes no quantized parameters; use capturable=False")
+    elif local.dtype not in _PLAIN:
+        raise RuntimeError(f"a parameter is {local.dtype}; give float32, float16 or bfloat16 ones")
+    if (parameter is local) != (grad is local_grad):
+        raise AssertionError("of a parameter and its gradient one is a DTensor; both have to be, or neither")
+    if local_grad.device != local.device:
+        raise ValueError(
+            f"a parameter is on {local.device}, its gradient on {local_grad.device}; move one of them"
+        )
+    if local_grad.shape != local.shape:
+        raise ValueError(
+            f"a parameter is {list(local.shape)}, its gradient {list(local_grad.shape)}; give both one shape"
+        )
+    if local_grad.dtype not in _PLAIN:
+        raise TypeError(f"a gradient is {local_grad.dtype}; give float32, float16 or bfloat16 ones")
+    for name, held in (("parameter", local), ("gradient", local_grad)):
+        if not held.is_contiguous():
+            raise ValueError(
+                f"a {name} of {list(held.shape)} has strides {held.stride()}; give contiguous tensors"
+            )
+
+
+def check_states(parameter: Tensor, states: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raise ValueError if a state belongs to a parameter of another size or device than the present one."""
+    local = local_of(parameter)
+    for name in names:
+        state = states.get(name)
+        if not isinstance(state, Tensor):
+            continue
+        held = local_of(state)
+        if held.numel() != local.numel():
+            raise ValueError(
+                f"{name} of a parameter is {list(held.shape)}, the parameter {list(local.shape)}: its data was "
+                "replaced after the state was made; delete the parameter's entry of optimizer.state, which then starts "
+                "from zero, or load a state of this shape with load_state_dict()"
+            )
+        if held.device != local.device:
+            raise ValueError(
+                f"{name} of a parameter is on {held.device}, the parameter on {local.device}; move the states with "
+                "optimizer.load_state_dict(optimizer.state_dict()), which copies them to their parameters' devices"
+            )
+
+
+Group = dict[str, Any]
+# Settings of torch's optimizers in groups that are unsupported here.
+UNSUPPORTED = ("maximize", "amsgrad", "differentiable")
+
+
+class GroupChecks:
+    """The check of the numbers of each group, repeated only when a group holds other objects.
+
+    A caller may write into the groups of an optimizer between any two steps. A number that can change while it stays
+    the same object, in a list or in a tensor on the host, is checked in every step.
+    """
+
+    def __init__(self, names: Sequence[str], check_group: Callable[[Group], None]) -> None:
+        self.names = (*names, *UNSUPPORTED)
+        self.check_group = check_group
+        self.known: list[list[Any]] = []
+
+    def check(self, groups: Sequence[Group]) -> None:
+        """Raise TypeError, ValueError or RuntimeError for the first number that no step can be computed with."""
+        given = [list(map(group.get, self.names)) for group in groups]
+        known = self.known
+        if len(known) == len(given) and all(
+            all(map(is_, ours, theirs)) for ours, theirs in zip(given, known, strict=True)
+        ):
+            return
+        for group in groups:
+            self.check_group(group)
+        self.known = (
+            [] if any(map(_can_change, (value for of_group in given for value in of_group))) else given
+        )
+
+
+def reject_unsupported(group: Group, ours: str, theirs: str) -> None:
+    """Raise RuntimeError for a setting of torch's optimizers that changes a step."""
+    for name in UNSUPPORTED:
+        if group.get(name):
+            raise RuntimeError(
+                f"{name}={group[name]} in a parameter group is unsupported by {ours}; use "
+                f"{theirs}, or set the group's {name} to False"
+            )
+
+
+def _can_change(value: Any) -> bool:
+    """Whether the number may change while it stays the same object: in a list, an array or a tensor on the host."""
+    if isinstance(value, Tensor):
+        return value.is_cpu
+    if isinstance(value, tuple):
+        return any(map(_can_change, value))
+    return not (value is None or isinstance(value, (int, float)))
+
+
+_PARTS = ("exp_avg", "exp_avg_sq", "master_param")
+
+
+def check_saved(
+    saved: dict[str, Any], groups: Sequence[dict[str, Any]], defaults: dict[str, Any], masters: bool
+) -> list[int | None]:
+    """Check a saved state of Adam before any part of it is loaded; return the steps of `step_of_torchs` per group.
+
+    groups    the groups to load into; torch's load_state_dict checks their number and sizes
+    masters   masters are loaded too
+
+    Raises:
+        TypeError, ValueError: The state cannot be loaded.
+    """
+    states = saved["state"]
+    steps = [step_of_torchs(group, states) for group in saved["param_groups"]]
+    has_masters = masters and any(state.get("master_param") is not None for state in states.values())
+    parts = _PARTS if has_masters else _PARTS[:2]
+    for group, into in zip(saved["param_groups"], groups, strict=False):
+        check_numbers({**defaults, **group})
+        step = group.get("step", 0)
+        if isinstance(step, Tensor) and step.numel() != 1:
+            raise ValueError(f"step={described(step)} has {step.numel()} numbers; give one per group")
+        to_int("step", step, 0)
+        for place, parameter in zip(group["params"], into["params"], strict=False):
+            if states.get(place):
+                _check_parts(place, states[place], parts, local_of(parameter))
+    return steps
+
+
+def step_of_torchs(group: dict[str, Any], of_parameters: dict[Any, dict[str, Any]]) -> int | None:
+    """Return the number of steps of a saved group of torch's optimizers, which count per parameter; None if absent."""
+    if "step" in group:
+        return None
+    counts = [of_parameters.get(place, {}).get("step") for place in group["params"]]
+    found = {int(count) for count in counts if count is not None}
+    if len(found) > 1:
+        raise ValueError(
+            f"parameters of one group have made {sorted(found)} steps, and FusedAdam counts by group; load into "
+            "groups of parameters that have made one number of steps, or go on with torch.optim.AdamW"
+        )
+    return found.pop() if found else None
+
+
+def _check_parts(place: Any, state: dict[str, Any], parts: tuple[str, ...], local: Tensor) -> None:
+    """Check that each part has the parameter's shape, or one dimension."""
+    for name in parts:
+        value = state.get(name)
+        if value is None:
+            raise ValueError(
+                f"the state of parameter {place} has no {name}; give {', '.join(parts)}, or leave out its whole state, "
+                "which then starts from zero"
+            )
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} of parameter {place} is {described(value)}; give a tensor")
+        halves = name == "master_param" and value.dtype == torch.int16
+        if not (value.is_floating_point() or halves):
+            raise TypeError(f"{name} of parameter {place} is {value.dtype}; give floating-point numbers")
+        held = local_of(value)
+        if held.numel() != local.numel() or held.shape not in (local.shape, (local.numel(),)):
+            raise ValueError(
+                f"{name} of parameter {place} is {list(held.shape)}, the parameter {list(local.shape)}; load the state "
+                "of these parameters, in their order"
+            )

@@ -1,0 +1,186 @@
+"""Products by functions of torch: `torch.mm` of unquantized matrices, and `scaled_mm` of FP8 codes by cuBLASLt.
+
+FP8 operands have one scale per tensor or, on Hopper, 1x128 and 128x128 blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ....common.dispatch import Backend
+from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, round_up
+from ..operand import Operand
+from .block_scales import BLOCK, aligned_scale, block_scale
+from .request import EPILOGUES, Epilogue, GemmRequest
+
+# cuBLASLt requires 16-byte rows; zero codes added along K add nothing, and zero rows of b are sliced off again.
+_ALIGNMENT = 16
+
+
+def _unsupported_by_matmul(request: GemmRequest) -> str | None:
+    if request.a_format is not None or request.b_format is not None:
+        return "an operand is quantized"
+    if request.a_element != request.b_element:
+        return f"the operands' dtypes differ ({request.a_element} and {request.b_element})"
+    return None
+
+
+def _product(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+    return torch.mm(a[0], b[0].t())
+
+
+def _product_and_bias(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+    assert epilogue.bias is not None
+    return torch.addmm(epilogue.bias.to(a.codes.dtype), a.codes, b.codes.t())
+
+
+def _finished(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+    a_mk, b_kn, out = a.codes, b.codes.t(), epilogue.out
+    result = epilogue.dtype if out is None else out.dtype
+    sixteen_bits = a_mk.dtype in (torch.bfloat16, torch.float16)
+    if a_mk.is_cuda and epilogue.bias is None and result == torch.float32 and sixteen_bits:
+        # The float32 accumulator is the result, without rounding to 16 bits; cuBLAS adds it to `out` itself.
+        if out is None:
+            return torch.mm(a_mk, b_kn, out_dtype=torch.float32)
+        if epilogue.accumulate:
+            return torch.addmm(out, a_mk, b_kn, out_dtype=torch.float32, out=out)
+        return torch.mm(a_mk, b_kn, out_dtype=torch.float32, out=out)
+    if a_mk.is_cuda or a_mk.dtype == torch.float64:
+        return epilogue.finish(torch.mm(a_mk, b_kn))
+    # On a CPU matmul has no output dtype: multiply in float32, so that the result is rounded once.
+    return epilogue.finish(torch.mm(a_mk.float(), b_kn.float()))
+
+
+def _bind_matmul(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]:
+    if request.into or request.dtype != request.a_element:
+        return _finished
+    return _product if request.bias is None else _product_and_bias
+
+
+MATMUL = Backend("matmul", takes=EPILOGUES, refuses=_unsupported_by_matmul, bind=_bind_matmul)
+
+
+def _unsupported_by_both(request: GemmRequest) -> str | None:
+    if request.a_format is None or request.b_format is None:
+        return "an operand is not quantized"
+    if request.device != "cuda":
+        return f"it needs a CUDA device, the operands are on {request.device}"
+    if request.empty:
+        return "there is nothing to multiply"
+    if request.a_element == request.b_element == torch.float8_e5m2:
+        return "cuBLASLt does not multiply two E5M2 operands"
+    return None
+
+
+def _unsupported_tensor_scales(request: GemmRequest) -> str | None:
+    if reason := _unsupported_by_both(request):
+        return reason
+    if request.a_format != FLOAT8 or request.b_format != FLOAT8:
+        return (
+            f"block scales ({request.a_format.name} x {request.b_format.name}); it takes one scale a tensor"  # pyright: ignore
+        )
+    if request.capability < (8, 9):
+        return f"compute capability {request.capability[0]}.{request.capability[1]} < 8.9 has no FP8 tensor cores"
+    return None
+
+
+def _run_tensor_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+    a_codes, b_codes = _pad(a.codes, 1, _ALIGNMENT), _pad(b.codes, _ALIGNMENT, _ALIGNMENT)
+    fused = _fuses_bias(b, epilogue)
+    assert a.scale is not None and b.scale is not None
+    product = torch._scaled_mm(
+        a_codes,
+        b_codes.t(),
+        scale_a=aligned_scale(a.scale),
+        scale_b=aligned_scale(b.scale),
+        bias=epilogue.bias if fused else None,
+        out_dtype=_result_dtype(epilogue),
+        use_fast_accum=not epilogue.exact,
+    )
+    if b_codes.shape[0] != b.rows:
+        product = product[:, : b.rows].contiguous()
+    return epilogue.store(product) if fused else epilogue.finish(product)
+
+
+def _unsupported_block_scales(request: GemmRequest) -> str | None:
+    if reason := _unsupported_by_both(request):
+        return reason
+    formats = (request.a_format, request.b_format)
+    if any(fmt not in (BLOCK_1D, BLOCK_2D) for fmt in formats):
+        return f"{formats[0].name} x {formats[1].name}; it takes 1x128 and 128x128 blocks"  # pyright: ignore
+    if formats == (BLOCK_2D, BLOCK_2D):
+        return "cuBLASLt does not multiply two operands of 128x128 blocks"
+    if torch.float8_e5m2 in (request.a_element, request.b_element):
+        return "torch.nn.functional.scaled_mm does not support E5M2 operands in a product of blocks"
+    if request.capability[0] != 9:
+        return (
+            f"compute capability {request.capability[0]}.{request.capability[1]}; cuBLASLt has it on 9.0 only"
+        )
+    if not hasattr(F, "scaled_mm"):
+        return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm (it came with 2.10)"
+    return None
+
+
+def _run_block_scales(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
+    assert a.format is not None and b.format is not None
+    row_unit = {BLOCK_1D: _ALIGNMENT, BLOCK_2D: BLOCK}
+    a_codes = _pad(a.codes, row_unit[a.format], BLOCK)
+    b_codes = _pad(b.codes, row_unit[b.format], BLOCK)
+    fused = _fuses_bias(b, epilogue) and b_codes.shape[0] == b.rows
+    scaling = {BLOCK_1D: F.ScalingType.BlockWise1x128, BLOCK_2D: F.ScalingType.BlockWise128x128}
+    product = F.scaled_mm(
+        a_codes,
+        b_codes.t(),
+        scale_a=block_scale(a, a_codes),
+        scale_recipe_a=scaling[a.format],
+        scale_b=block_scale(b, b_codes),
+        scale_recipe_b=scaling[b.format],
+        bias=epilogue.bias if fused else None,
+        output_dtype=_result_dtype(epilogue),
+        use_fast_accum=False,
+    )
+    if a_codes.shape[0] != a.rows or b_codes.shape[0] != b.rows:
+        # Every backend returns a contiguous result.
+        product = product[: a.rows, : b.rows].contiguous()
+    return epilogue.store(product) if fused else epilogue.finish(product)
+
+
+def _pad(codes: Tensor, rows: int, columns: int) -> Tensor:
+    """Pad codes with zeros to multiples of rows and columns, contiguous along K; return the codes where they fit."""
+    height, width = codes.shape
+    if height % rows or width % columns:
+        extra_rows, extra_columns = round_up(height, rows) - height, round_up(width, columns) - width
+        return F.pad(codes.view(torch.uint8), (0, extra_columns, 0, extra_rows)).view(codes.dtype)
+    return codes if codes.stride(1) == 1 else codes.contiguous()
+
+
+def _result_dtype(epilogue: Epilogue) -> torch.dtype:
+    dtype = epilogue.dtype if epilogue.out is None else epilogue.out.dtype
+    return dtype if dtype in (torch.bfloat16, torch.float16, torch.float32) else torch.float32
+
+
+def _fuses_bias(b: Operand, epilogue: Epilogue) -> bool:
+    bias = epilogue.bias
+    return (
+        bias is not None
+        and bias.dtype == _result_dtype(epilogue)
+        and bias.dtype in (torch.bfloat16, torch.float16)
+        and b.rows % _ALIGNMENT == 0
+    )
+
+
+TENSOR_SCALES = Backend(
+    "scaled_mm", takes=EPILOGUES, refuses=_unsupported_tensor_scales, bind=lambda request: _run_tensor_scales
+)
+# torch 2.11 cannot trace F.scaled_mm.
+BLOCK_SCALES = Backend(
+    "scaled_mm_block",
+    takes=EPILOGUES,
+    refuses=_unsupported_block_scales,
+    bind=lambda request: _run_block_scales,
+    opaque=True,
+)

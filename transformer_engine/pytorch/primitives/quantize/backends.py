@@ -1,0 +1,72 @@
+"""Quantization and dequantization of every format: by literal float32 operations, or Triton kernels with equal bits."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ....common.dispatch import Backend
+from ...runtime.launching import refuses_casts
+from ..operand import Operand
+from .encodings import widen
+from .format_row import PlannedCall, QuantizeInputs
+from .formats import FORMATS
+from .spec import OPTIONS, Quantized, QuantizeRequest
+
+__all__ = ["REFERENCE", "TRITON", "dequantize", "widen"]
+
+_LIMIT = 1 << 24  # offsets inside a tile of 128 rows are 32-bit integers
+
+
+def dequantize(operand: Operand) -> Tensor:
+    """values [rows, K] = codes * scale, in float32 with one final rounding to operand.dtype."""
+    form = operand.format
+    if form is None:
+        return operand.codes.to(operand.dtype)
+    if operand.scale is None:
+        raise ValueError(
+            f"an operand of format {form.name} needs its scale, which is None; pass the one that `quantize` returned"
+        )
+    row = FORMATS.get(form.name)
+    if row is None:
+        raise ValueError(f"no rule to dequantize format {form.name!r}; choose one of {', '.join(FORMATS)}")
+    return row.dequantize(operand, operand.scale)
+
+
+def _bind_reference(request: QuantizeRequest) -> PlannedCall:
+    spec, encode = request.spec, FORMATS[request.spec.format.name].quantize
+
+    def call(
+        x: Tensor,
+        multiplier: Tensor | None,
+        amax: Tensor | None,
+        amax_t: Tensor | None,
+        record: Tensor | None,
+        random: tuple[Tensor, Tensor] | None = None,
+    ) -> Quantized:
+        return encode(x, spec, QuantizeInputs(multiplier, amax, amax_t, random, record))
+
+    return call
+
+
+def _unsupported_by_triton(request: QuantizeRequest) -> str | None:
+    if (reason := refuses_casts(request.device, request.dtype)) is not None:
+        return reason
+    if 0 in request.shape:
+        return "there is nothing to quantize"
+    if max(request.shape) >= _LIMIT:
+        return f"an extent of {list(request.shape)} reaches {_LIMIT}"
+    if FORMATS[request.spec.format.name].plan is None:
+        return f"there is no kernel for format {request.spec.format.name}"
+    return None
+
+
+def _bind_triton(request: QuantizeRequest) -> PlannedCall:
+    plan = FORMATS[request.spec.format.name].plan
+    assert plan is not None, "_unsupported_by_triton checks it"
+    return plan(request)
+
+
+REFERENCE: Backend[QuantizeRequest] = Backend("reference", takes=frozenset(OPTIONS), bind=_bind_reference)
+TRITON: Backend[QuantizeRequest] = Backend(
+    "triton", takes=frozenset(OPTIONS), refuses=_unsupported_by_triton, bind=_bind_triton, opaque=True
+)

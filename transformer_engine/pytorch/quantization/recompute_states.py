@@ -1,0 +1,118 @@
+"""States of quantizers in the first run of a recomputed function, which its second run reads.
+
+A `ReplayStates` belongs to the graph node that will run the function again: the first run fills it, every second run
+reads it from its beginning, and it is freed with the node. No state is kept on a module, so that a forward that is
+dropped or raises leaves no state behind, and forwards with a pending backward do not mix.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+from torch import Tensor
+
+from .autocast import here
+
+# Results of `Quantizer.replay_state`, for every product of one call of a module and every quantizer of the product.
+CallStates = Sequence[tuple[tuple[Tensor, ...], ...]]
+
+
+class ReplayStates:
+    """The calls of the first run, by module (its tracing key) and in the order in which the module was called."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, list[CallStates]] = {}
+
+    def keep(self, module: str, states: CallStates) -> None:
+        self._calls.setdefault(module, []).append(states)
+
+    def call(self, module: str, number: int) -> CallStates | None:
+        """The states of a module's call, counted from 0; None where the first run had no such call."""
+        calls = self._calls.get(module, ())
+        return calls[number] if number < len(calls) else None
+
+    def __len__(self) -> int:
+        return sum([len(calls) for calls in self._calls.values()])
+
+
+class FirstInFirstOut(ReplayStates):
+    """States for callers that mark both runs by hand and have no node: each call returns the oldest state, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._queues: dict[str, deque[CallStates]] = {}
+
+    def keep(self, module: str, states: CallStates) -> None:
+        self._queues.setdefault(module, deque()).append(states)
+
+    def call(self, module: str, number: int) -> CallStates | None:
+        queue = self._queues.get(module)
+        if not queue:
+            return None
+        states = queue.popleft()
+        if not queue:
+            del self._queues[module]
+        return states
+
+    def clear(self) -> None:
+        self._queues.clear()
+
+    def __len__(self) -> int:
+        return sum([len(queue) for queue in self._queues.values()])
+
+
+class RecomputedRun:
+    """One run of a recomputed function: the states that it writes or reads, and the number of reads per module."""
+
+    def __init__(self, states: ReplayStates, again: bool):
+        self.states = states
+        self.again = again
+        self._taken: dict[str, int] = {}
+
+    def next(self, module: str) -> CallStates | None:
+        number = self._taken.get(module, 0)
+        self._taken[module] = number + 1
+        return self.states.call(module, number)
+
+
+class _RunningFunctions(threading.local):
+    """The recomputed functions that a thread is running, outermost first."""
+
+    def __init__(self) -> None:
+        self.runs: list[RecomputedRun] = []
+
+
+_thread = _RunningFunctions()
+marked_by_hand = FirstInFirstOut()
+
+
+def runs() -> list[RecomputedRun]:
+    """The runs of recomputed functions that this thread is in, outermost first."""
+    return _thread.runs
+
+
+class running(AbstractContextManager):
+    """with running(states, again): ...   # one run of a recomputed function, in this thread
+
+    marked   False: neither mark is set, for a function that will not run a second time
+    """
+
+    def __init__(self, states: ReplayStates, again: bool, marked: bool = True):
+        self._states = states
+        self._again = again
+        self._marked = marked
+        self._before = (False, False)
+
+    def __enter__(self) -> None:
+        holder = here()
+        self._before = (holder.recomputes, holder.recomputing)
+        holder.recomputes, holder.recomputing = self._marked, self._again
+        _thread.runs.append(RecomputedRun(self._states, self._again))
+
+    def __exit__(self, *exception: object) -> None:
+        _thread.runs.pop()
+        holder = here()
+        holder.recomputes, holder.recomputing = self._before

@@ -1,0 +1,90 @@
+"""Mixins of quantizers that scale a tensor by its own maximum: recording of the last scale, reduction over a group."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..primitives.quantize import Quantized
+from ..runtime.device import canonical_device
+
+
+class RecordsScale:
+    """Two buffers that record what `quantize` and `update_quantized` computed last.
+
+    Both are allocated when either is first read, and record from then on, so that a quantizer does no extra
+    work before its buffers are read. Products inside layers do not write them.
+    """
+
+    device: torch.device | str | None
+    _recorded: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def amax(self) -> Tensor:
+        """max|x| of the last tensor, float32 [1]; 0 before."""
+        return self._buffers()[0]
+
+    @property
+    def scale(self) -> Tensor:
+        """The factor that the values of the last tensor were multiplied by, float32 [1]; 1 before."""
+        return self._buffers()[1]
+
+    def copy(self) -> Any:
+        """Return a quantizer whose usages can change alone, with copies of the buffers."""
+        twin: Any = super().copy()  # pyright: ignore[reportAttributeAccessIssue]
+        if self._recorded is not None:
+            amax, scale = self._recorded
+            twin._recorded = (amax.clone(), scale.clone())
+        return twin
+
+    def _buffers(self) -> tuple[Tensor, Tensor]:
+        if self._recorded is None:
+            device = canonical_device(self.device)
+            self._recorded = (
+                torch.zeros(1, dtype=torch.float32, device=device),
+                torch.ones(1, dtype=torch.float32, device=device),
+            )
+        return self._recorded
+
+    def record(self, quantized: Quantized) -> None:
+        """Write the maximum and the scale of a quantized matrix, if the buffers have been read."""
+        if self._recorded is None:
+            return
+        amax, scale = self._recorded
+        inverse = quantized.scale_t if quantized.scale is None else quantized.scale
+        largest = quantized.amax_t if quantized.amax is None else quantized.amax
+        if inverse is not None and largest is not None:
+            scale.copy_(inverse.reshape(1).reciprocal())
+            amax.copy_(largest.reshape(1))
+
+
+Q = TypeVar("Q", bound="ReducesMaximum")
+
+
+class ReducesMaximum:
+    """with_amax_reduction: maxima are those over amax_reduction_group, so that all shards get the same scale."""
+
+    with_amax_reduction: bool
+    amax_reduction_group: torch.distributed.ProcessGroup | None
+
+    def reducing_over(self: Q, group: torch.distributed.ProcessGroup) -> Q:
+        """This quantizer, or a copy of it that reduces over the group."""
+        if self.with_amax_reduction and self.amax_reduction_group is group:
+            return self
+        together = copy.copy(self)
+        together.with_amax_reduction, together.amax_reduction_group = True, group
+        return together
+
+    def over_the_group(self, maxima: torch.Tensor) -> torch.Tensor:
+        """The maxima of this rank's shard, replaced by those of the group."""
+        torch.distributed.all_reduce(
+            maxima, op=torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group
+        )
+        return maxima
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A process group lives as long as its process.
+        return self.__dict__ | {"amax_reduction_group": None, "with_amax_reduction": False}

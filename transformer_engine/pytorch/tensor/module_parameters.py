@@ -1,0 +1,129 @@
+"""Quantized parameters of modules: plain state dictionaries for files of tensors, and conversion of dtypes.
+
+`plain_state_dict` stores a quantized parameter `weight` under `weight::Float8Tensor.E4M3::_data` and
+`weight::Float8Tensor.E4M3::_scale_inv`: the class, the element and the attribute. safetensors and similar formats hold
+only tensors; loading restores equal bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..constants import DType
+from .grouped_tensor import GroupedTensor
+from .quantized_tensor import QuantizedTensor
+
+_BETWEEN = "::"
+
+
+def plain_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """module.state_dict() with the payload of every quantized tensor in its place.
+
+    As libraries of files want it: row after row, and no two in the same memory. Nothing else is copied.
+    """
+    plain: dict[str, Tensor] = {}
+    for name, value in module.state_dict().items():
+        if isinstance(value, QuantizedTensor):
+            told: set[int] = set()
+            for part, held in _parts(value).items():
+                shared = held.data_ptr() in told
+                told.add(held.data_ptr())
+                plain[_BETWEEN.join((name, _kind(value), part))] = (
+                    held.clone() if shared else held.contiguous()
+                )
+        else:
+            plain[name] = value
+    return plain
+
+
+def load_plain_state_dict(module: nn.Module, tensors: Mapping[str, Tensor], strict: bool = True) -> Any:
+    """module.load_state_dict of what `plain_state_dict` made. Plain values are quantized where the module is.
+
+    ValueError, and nothing is loaded, for codes of another kind than the module's parameter, or for parts of them.
+    """
+    own = module.state_dict()
+    state: dict[str, Any] = {}
+    payloads: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        name, *rest = key.split(_BETWEEN)
+        if rest:
+            payloads.setdefault(name, {})[_BETWEEN.join(rest)] = tensor
+        else:
+            state[name] = tensor
+    for name, payload in payloads.items():
+        state[name] = _together(name, own.get(name), payload)
+    return module.load_state_dict(state, strict=strict)
+
+
+def _kind(tensor: QuantizedTensor) -> str:
+    """The class and the element of the codes, which their bytes do not tell; of a group those of its members too."""
+    if isinstance(tensor, GroupedTensor):
+        member = tensor.split_into_quantized_tensors()[0]
+        inner = _kind(member) if isinstance(member, QuantizedTensor) else str(tensor.dtype).rpartition(".")[2]
+        return f"{type(tensor).__name__}.{inner}"
+    constants = (getattr(tensor, name) for name in tensor.CONSTANTS)
+    return ".".join((type(tensor).__name__, *(value.name for value in constants if isinstance(value, DType))))
+
+
+def _parts(tensor: QuantizedTensor) -> dict[str, Tensor]:
+    parts = {part: getattr(tensor, part) for part in tensor.TENSORS}
+    return {part: held for part, held in parts.items() if held is not None}
+
+
+def _together(name: str, own: Any, payload: dict[str, Tensor]) -> Any:
+    """A tensor of own's kind around a payload."""
+    kinds = sorted({key.partition(_BETWEEN)[0] for key in payload})
+    wanted = _kind(own) if isinstance(own, QuantizedTensor) else "plain"
+    if kinds != [wanted]:
+        raise ValueError(
+            f"{name} is stored in codes of {', '.join(kinds)}, the module's is {wanted}; make the module under "
+            "quantized_model_init with the recipe that it was saved under"
+        )
+    given = {key.partition(_BETWEEN)[2]: tensor for key, tensor in payload.items()}
+    parts = _parts(own)
+    for part, held in parts.items():
+        found = given.get(part)
+        if found is None or found.shape != held.shape or found.dtype != held.dtype:
+            described = "missing" if found is None else f"{found.dtype} {list(found.shape)}"
+            raise ValueError(
+                f"{name}: {part} is {described}, the module's is {held.dtype} {list(held.shape)}; save the "
+                "module again with the directions that this one has"
+            )
+    made = own.detach().clone()
+    with torch.no_grad():
+        for part in parts:
+            getattr(made, part).copy_(given[part])
+    return made
+
+
+_MARK = "_keeps_quantized_parameters"
+
+
+def keep_quantized_parameters() -> None:
+    """Replace `float`, `half` and `bfloat16` of torch.nn.Module by methods that keep quantized parameters quantized.
+
+    `tensor.float()` of a quantized tensor dequantizes, and torch's modules convert parameters through that method. The
+    new methods change only the nominal dtype of quantized parameters, and behave the same for every other tensor.
+    """
+
+    def conversion(
+        dtype: torch.dtype, original: Callable[[nn.Module], nn.Module]
+    ) -> Callable[[nn.Module], nn.Module]:
+        @wraps(original)
+        def convert(self: nn.Module) -> nn.Module:
+            if not any(isinstance(tensor, QuantizedTensor) for tensor in self.parameters()):
+                return original(self)
+            return self._apply(lambda t: t.to(dtype=dtype) if t.is_floating_point() else t)
+
+        setattr(convert, _MARK, True)
+        return convert
+
+    for name, dtype in (("float", torch.float32), ("half", torch.float16), ("bfloat16", torch.bfloat16)):
+        original = getattr(nn.Module, name)
+        if not hasattr(original, _MARK):
+            setattr(nn.Module, name, conversion(dtype, original))

@@ -1,0 +1,117 @@
+"""Softmax of scaled attention logits (unmasked, masked or causal) and dropout, under the extension's names.
+
+The mask of dropout has one bit per element, uint8 [ceil(elements / 8)].
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from transformer_engine.common.checks import number
+from transformer_engine.common.numbers import to_float
+from transformer_engine.pytorch.primitives.dropout import dropout_backward, dropout_forward
+from transformer_engine.pytorch.primitives.softmax import scaled_softmax_backward as softmax_backward
+from transformer_engine.pytorch.primitives.softmax import scaled_softmax_forward as softmax_forward
+from transformer_engine.pytorch.runtime.checks import floating, same_shape, tensor
+
+from .checks import output_or_none, values
+
+
+def scaled_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
+    """y [b, h, q, k] = softmax(scale * x) over keys."""
+    scale = _scale(scale_factor, input=input)
+    return softmax_forward(input, scale)
+
+
+def scaled_softmax_backward(output_grad: Tensor, softmax_results: Tensor, scale_factor: float) -> Tensor:
+    """dx = scale * y * (dy - sum(dy * y))."""
+    scale = _scale(scale_factor, output_grad=output_grad, softmax_results=softmax_results)
+    return softmax_backward(output_grad, softmax_results, scale)
+
+
+def scaled_masked_softmax_forward(input: Tensor, mask: Tensor, scale_factor: float) -> Tensor:
+    """y [b, h, q, k] = softmax(scale * x) over the keys that mask [1 | b, 1, q, k] (nonzero: hidden) leaves."""
+    scale = _scale(scale_factor, input=input)
+    tensor("mask", mask)
+    return softmax_forward(input, scale, mask=mask)
+
+
+def scaled_masked_softmax_backward(
+    output_grad: Tensor, softmax_results: Tensor, scale_factor: float
+) -> Tensor:
+    """dx = scale * y * (dy - sum(dy * y)), 0 where the mask hid a key."""
+    scale = _scale(scale_factor, output_grad=output_grad, softmax_results=softmax_results)
+    return softmax_backward(output_grad, softmax_results, scale)
+
+
+def scaled_upper_triang_masked_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
+    """y [b * h, s, s] = softmax(scale * x) over the keys up to the query's own place."""
+    scale = _scale(scale_factor, input=input)
+    return softmax_forward(input, scale, causal="top_left")
+
+
+def scaled_upper_triang_masked_softmax_backward(
+    output_grads: Tensor, softmax_results: Tensor, scale_factor: float
+) -> Tensor:
+    """dx = scale * y * (dy - sum(dy * y)), 0 above the diagonal."""
+    scale = _scale(scale_factor, output_grads=output_grads, softmax_results=softmax_results)
+    return softmax_backward(output_grads, softmax_results, scale, causal="top_left")
+
+
+def scaled_aligned_causal_masked_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
+    """y [b, h, q, k] = softmax(scale * x), the diagonal ending in the last query and the last key."""
+    scale = _scale(scale_factor, input=input)
+    return softmax_forward(input, scale, causal="bottom_right")
+
+
+def scaled_aligned_causal_masked_softmax_backward(
+    output_grad: Tensor, softmax_results: Tensor, scale_factor: float
+) -> Tensor:
+    """dx = scale * y * (dy - sum(dy * y)), 0 above the diagonal."""
+    scale = _scale(scale_factor, output_grad=output_grad, softmax_results=softmax_results)
+    return softmax_backward(output_grad, softmax_results, scale, causal="bottom_right")
+
+
+def _scale(scale_factor: float, **scores: Tensor) -> float:
+    """Return the factor as a float.
+
+    Raises:
+        TypeError: The factor is not a number, or scores are not floating-point tensors.
+        ValueError: The factor is not finite, or scores have too few axes or different shapes.
+    """
+    scale = to_float("scale_factor", scale_factor)
+    number("scale_factor", scale)
+    first = next(iter(scores.values()))
+    for name, value in scores.items():
+        floating(name, value)
+        if value.dim() < 2:
+            raise ValueError(f"{name} is {list(value.shape)}; give scores [.., queries, keys]")
+        if value is not first:
+            same_shape(name, value, "its gradient", first)
+    return scale
+
+
+def dropout_fwd(input: Tensor, dropout_probability: float, out: Tensor | None = None) -> list[Tensor]:
+    """Return [y, mask] with y = input / (1 - p) where an element is kept, and 0 elsewhere."""
+    p = _probability(dropout_probability)
+    values(input=input)
+    output_or_none("out", out, input)
+    return list(dropout_forward(input, p, out=out))
+
+
+def dropout_bwd(
+    grad_output: Tensor, mask: Tensor, dropout_probability: float, grad_input: Tensor | None = None
+) -> Tensor:
+    """Return the gradient of the input of `dropout_fwd`, for its mask."""
+    p = _probability(dropout_probability)
+    values(grad_output=grad_output)
+    tensor("mask", mask)
+    output_or_none("grad_input", grad_input, grad_output)
+    return dropout_backward(grad_output, mask, p, out=grad_input)
+
+
+def _probability(dropout_probability: float) -> float:
+    p = to_float("dropout_probability", dropout_probability)
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout_probability={p} is outside 0 .. 1; give the share of elements to drop")
+    return p
