@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...common.passes.vocabulary import CastSettings, ColumnSum, Layer, Product
 from ..offload.marks import active as offloading
-from ..offload.marks import whole_now
+from ..offload.marks import mark_ready
 from ..primitives.column_sums import column_sums
 from ..primitives.gemm import Epilogue, gemm
 from ..primitives.grouped_gemm import (
@@ -90,7 +90,7 @@ class _GroupedLinear(torch.autograd.Function):
             return forward_of(ctx, call, inputs, (dtypes,))[0]
         # The work of `forward_of`: neither are there compiled passes, nor dimensions in place of the rows.
         if offloading.synchronizer is not None:
-            whole_now(x)
+            mark_ready(x)
         ctx.spec = call
         ctx.environment = environment = Environment({LINEAR: call}, {LINEAR: dtypes}, ())  # pyright: ignore
         given = [x, inputs[1]] if inputs[2] is None else [*inputs]
