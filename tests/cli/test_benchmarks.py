@@ -58,9 +58,10 @@ def test_only_chooses_by_what_a_name_contains():
 def test_no_script_times_by_itself():
     """One code takes times, transformer_engine.cli.bench.measure, and one of the host alone, of any checkout."""
     folder = Path(record.__file__).parent
-    # Of training runs: `convergence`, `train_switches`; of steps on several devices at once: `jax_two_gpus`; of
+    # Of training runs: `convergence`, `train_switches`; of steps on several devices at once: `context_parallel`
+    # and `jax_two_gpus`; of
     # tracing, lowering and compiling one program: `jax_memory`; of what tuning a product takes: `products`.
-    timing = {"convergence", "jax_memory", "jax_two_gpus", "shortest", "train_switches"}
+    timing = {"context_parallel", "convergence", "jax_memory", "jax_two_gpus", "shortest", "train_switches"}
     for name in set(SCRIPTS) - timing:
         source = (folder / f"{name}.py").read_text()
         assert "elapsed_time" not in source and "cuda.Event" not in source, name
