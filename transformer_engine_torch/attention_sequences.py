@@ -13,7 +13,7 @@ from transformer_engine.pytorch.runtime.device_checks import demand
 from .layout import Layout
 
 
-class Sequences(NamedTuple):
+class BatchExtents(NamedTuple):
     """Extents of a batch, and the lengths and starts of AttentionInputs."""
 
     batch: int
@@ -35,7 +35,7 @@ def sequences_of(
     starts: tuple[Tensor | None, Tensor | None],
     max_seqlens: tuple[int, int],
     page_table: Tensor | None,
-) -> Sequences:
+) -> BatchExtents:
     """Lengths where they matter, extents of dense tensors from their shapes."""
     packed_q, packed_kv = layout.q_format == "thd", layout.kv_format == "thd"
     needed = padding or packed_q or packed_kv or layout.paged
@@ -52,7 +52,7 @@ def sequences_of(
         demand(are_bounds, (cu_seqlens[0], starts[0]), "cu_seqlens_q", tokens_q, extent_q)
         if not (same and starts[1] is starts[0] and (tokens_kv, extent_kv) == (tokens_q, extent_q)):
             demand(are_bounds, (cu_seqlens[1], starts[1]), "cu_seqlens_kv", tokens_kv, extent_kv)
-    return Sequences(
+    return BatchExtents(
         batch=cu_seqlens[0].shape[0] - 1,
         max_q=extent_q,
         max_kv=extent_kv,

@@ -16,9 +16,8 @@ from typer.testing import CliRunner
 from tests.support.programs import search_path
 from transformer_engine import __version__, cli
 from transformer_engine.cli.doctor import environment as gathering
-from transformer_engine.cli.doctor.checks import CHECKS, Finding, examine, healthy
+from transformer_engine.cli.doctor.checks import CHECKS, Finding, as_dict, as_text, examine, healthy, main
 from transformer_engine.cli.doctor.clients import CLIENTS, installed, pins
-from transformer_engine.cli.doctor.command import as_dict, as_text, main
 from transformer_engine.cli.doctor.environment import Distribution, Gpu, Installation, gather
 
 
@@ -295,10 +294,10 @@ def test_text_and_json_say_the_same():
 
 
 def test_the_command_prints_json_and_exits_by_what_it_found(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("transformer_engine.cli.doctor.command.gather", lambda: CPU)
+    monkeypatch.setattr("transformer_engine.cli.doctor.checks.gather", lambda: CPU)
     sound = CliRunner().invoke(cli.application(), ["doctor", "--json"])
     assert sound.exit_code == 0 and json.loads(sound.stdout)["healthy"] is True
-    monkeypatch.setattr("transformer_engine.cli.doctor.command.gather", lambda: PROBLEMS["a variable"][0])
+    monkeypatch.setattr("transformer_engine.cli.doctor.checks.gather", lambda: PROBLEMS["a variable"][0])
     broken = CliRunner().invoke(cli.application(), ["doctor"])
     assert broken.exit_code == 1 and "NVTE_DEBUG='x'" in broken.stdout
 

@@ -16,14 +16,14 @@ from transformer_engine.common.passes.step import Pass, Step
 from transformer_engine.common.passes.vocabulary import (
     OPERATIONS,
     Activation,
-    Cast,
+    CastSettings,
     Collective,
     ColumnSum,
-    Norm,
+    NormSettings,
     Product,
 )
 
-CAST = Cast("linear", "input", True, True)
+CAST = CastSettings("linear", "input", True, True)
 COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter")
 
 
@@ -35,7 +35,7 @@ def results_of(step: Step, read: list[Any]) -> list[Any]:
     if step.op == "product":
         return _product(settings, read + [None] * (5 - len(read)))
     if step.op in ("norm", "activation", "activation_backward", "column_sum") and settings.cast is not None:
-        plain = {"norm": Norm("norm"), "activation": Activation("activation", "gelu")}
+        plain = {"norm": NormSettings("norm"), "activation": Activation("activation", "gelu")}
         if step.op == "column_sum":
             sums = results_of(Step("column_sum", (), (), ColumnSum(settings.layer)), read)
             return [*results_of(Step("cast", (), (), settings.cast), read), *sums]
@@ -88,10 +88,10 @@ def evaluated(pass_: Pass) -> tuple[list[Any], list[Any]]:
 
 SETTINGS: dict[str, Any] = {
     "cast": CAST,
-    "quantize": Cast("linear", "output", True, False),
+    "quantize": CastSettings("linear", "output", True, False),
     "product": Product("linear", "forward"),
-    "norm": Norm("norm"),
-    "norm_backward": Norm("norm"),
+    "norm": NormSettings("norm"),
+    "norm_backward": NormSettings("norm"),
     "activation_backward": Activation("activation", "gelu"),
     "column_sum": ColumnSum("linear"),
 }

@@ -28,7 +28,7 @@ from transformer_engine.pytorch.integrations.huggingface import (
     sdpa,
 )
 from transformer_engine.pytorch.integrations.huggingface.interface import te_attention_forward
-from transformer_engine.pytorch.integrations.huggingface.layouts import Layout, layout_of
+from transformer_engine.pytorch.integrations.huggingface.layouts import HeadLayout, layout_of
 
 HIDDEN, HEADS, GROUPS, SIZE, LENGTH = 32, 4, 2, 8, 12
 
@@ -372,7 +372,7 @@ def linear(rows: int) -> nn.Linear:
     return nn.Linear(HIDDEN, rows)
 
 
-EXPECTED = Layout(HEADS, GROUPS, SIZE, SIZE, SIZE**-0.5, None)
+EXPECTED = HeadLayout(HEADS, GROUPS, SIZE, SIZE, SIZE**-0.5, None)
 CONFIG = type("Config", (), {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS})()
 LAYOUTS = {
     "projections and a head size": (module(three(linear), head_dim=SIZE), EXPECTED),
@@ -384,15 +384,15 @@ LAYOUTS = {
     "one projection": (module({"qkv_proj": linear((HEADS + 2 * GROUPS) * SIZE)}, config=CONFIG), EXPECTED),
     "GPT-2": (
         module({"c_attn": Conv1D(3 * HEADS * SIZE)}, num_heads=HEADS, head_dim=SIZE),
-        Layout(HEADS, HEADS, SIZE, SIZE, SIZE**-0.5, None),
+        HeadLayout(HEADS, HEADS, SIZE, SIZE, SIZE**-0.5, None),
     ),
     "a scale and a window": (
         module(three(linear), head_dim=SIZE, scaling=0.3, sliding_window=7),
-        Layout(HEADS, GROUPS, SIZE, SIZE, 0.3, 7),
+        HeadLayout(HEADS, GROUPS, SIZE, SIZE, 0.3, 7),
     ),
     "values of another size": (
         module({**three(linear), "v_proj": linear(GROUPS * 2 * SIZE)}, head_dim=SIZE),
-        Layout(HEADS, GROUPS, SIZE, 2 * SIZE, SIZE**-0.5, None),
+        HeadLayout(HEADS, GROUPS, SIZE, 2 * SIZE, SIZE**-0.5, None),
     ),
     "no heads": (module(three(linear)), None),
     "a projection missing": (module({"q_proj": linear(8), "k_proj": linear(8)}, head_dim=SIZE), None),

@@ -12,10 +12,13 @@ from torch.nn import functional as F
 import transformer_engine.pytorch as te
 from tests.support.tolerances import ATTENDED
 from transformer_engine.pytorch.integrations.huggingface import masks
-from transformer_engine.pytorch.integrations.huggingface.core import Kind, attend
+from transformer_engine.pytorch.integrations.huggingface.core import CoreSettings, attend
 
 HEADS, SIZE = 2, 8
-CORES = {causal: Kind(HEADS, HEADS, SIZE, SIZE, SIZE**-0.5, causal=causal).made() for causal in (False, True)}
+CORES = {
+    causal: CoreSettings(HEADS, HEADS, SIZE, SIZE, SIZE**-0.5, causal=causal).made()
+    for causal in (False, True)
+}
 
 
 def band(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from transformer_engine.pytorch.primitives.gemm.fp8_worth import fp8_refusal
+from transformer_engine.pytorch.module.precision import fp8_refusal
 
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "cublaslt_h200.json"
 KINDS = ("delayed", "current", "block")

@@ -9,9 +9,8 @@ import torch
 
 from transformer_engine.common.kernels import launch as records
 from transformer_engine.common.kernels.launch import Handle, Launch, Output
-from transformer_engine.pytorch.runtime.generated_pass import generate
+from transformer_engine.pytorch.runtime.generated_pass import Life, generate, plan_scratch
 from transformer_engine.pytorch.runtime.launching import run, run_into
-from transformer_engine.pytorch.runtime.scratch import Life, plan
 from transformer_engine.pytorch.runtime.symbols import Instructions, NotListed
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -208,7 +207,7 @@ def test_scratch_lies_apart_while_it_lives_together():
         Life(3, 4, 6, 2000),
         Life(4, 6, 7, 10),
     ]
-    planned = plan(lives)
+    planned = plan_scratch(lives)
     for a in lives:
         for b in lives:
             if a.buffer < b.buffer and a.first <= b.last and b.first <= a.last:

@@ -125,7 +125,7 @@ def main() -> None:
     if all(find_spec(name) is None for name in FRAMEWORKS):
         missing.insert(0, "torch")
     if missing and sys.argv[1:2] == ["doctor"]:
-        from .doctor.command import main as diagnose
+        from .doctor.checks import main as diagnose
 
         sys.exit(diagnose(sys.argv[2:]))
     if missing:

@@ -21,9 +21,9 @@ from .module.drop_path import DropPath, batch_dimension
 from .module.layernorm import LayerNorm
 from .module.layernorm_mlp import LayerNormMLP
 from .module.rmsnorm import RMSNorm
-from .runtime.bare_call import is_bare
 from .runtime.checks import tensor
 from .runtime.device import autocast_dtype
+from .runtime.replaceable import is_bare
 from .transformer_settings import (
     FIXED,
     LAYER_RULES,

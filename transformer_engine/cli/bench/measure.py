@@ -79,7 +79,11 @@ def measure(call: Callable[[], object], device: torch.device, effort: Effort = F
     host = time.perf_counter() - start
     torch.cuda.synchronize()
     runs = effort.runs(1e3 * (time.perf_counter() - start))
-    gpu, cpu = _queued(call, host, runs)
+    other = torch.empty(EVICTING, dtype=torch.uint8, device="cuda")
+    gpu, cpu = map(
+        statistics.median, zip(*[_queued_once(call, other, host) for _ in range(runs)], strict=True)
+    )
+    del other
     start = time.perf_counter()
     for _ in range(runs):
         call()
@@ -104,14 +108,6 @@ def measure_in_turns(calls: Sequence[Callable[[], object]], runs: int) -> list[f
         for call, seen in list(zip(calls, times, strict=True))[:: 1 if turn % 2 else -1]:
             seen.append(_queued_once(call, other, host)[0])
     return [statistics.median(seen) for seen in times]
-
-
-def _queued(call: Callable[[], object], host: float, runs: int) -> tuple[float, float]:
-    """(GPU ms, host ms) of calls that are wholly queued before they run; host: seconds that queueing takes."""
-    other = torch.empty(EVICTING, dtype=torch.uint8, device="cuda")
-    times = [_queued_once(call, other, host) for _ in range(runs)]
-    gpu, cpu = zip(*times, strict=True)
-    return statistics.median(gpu), statistics.median(cpu)
 
 
 def pause(other: torch.Tensor, host: float) -> None:

@@ -33,7 +33,13 @@ def save(path: Path, state: dict[str, Any]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
-            _write(partial, state)
+            with ocp.StandardCheckpointer() as checkpointer:
+                checkpointer.save((partial / "runs").absolute(), state["runs"])
+                checkpointer.wait_until_finished()
+            with (partial / "about.json").open("w") as file:
+                json.dump({name: state[name] for name in ABOUT}, file)
+                file.flush()
+                os.fsync(file.fileno())
         except OSError:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -43,16 +49,6 @@ def save(path: Path, state: dict[str, Any]) -> None:
             path.unlink()
         os.replace(partial, path)
         shutil.rmtree(old, ignore_errors=True)
-
-
-def _write(folder: Path, state: dict[str, Any]) -> None:
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save((folder / "runs").absolute(), state["runs"])
-        checkpointer.wait_until_finished()
-    with (folder / "about.json").open("w") as file:
-        json.dump({name: state[name] for name in ABOUT}, file)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -29,7 +29,7 @@ _BLOCK: dict[str, Any] = {
 _NORMAL = nn.initializers.normal(0.02)
 
 
-class ByteGPT(nn.Module):
+class FlaxByteGPT(nn.Module):
     """The torch demonstration's blocks: causal, rotary positions, RMSNorm and SwiGLU, no biases.
 
     The blocks' products follow the recipe in force where the model is traced; embedding, last norm and head do not.
@@ -64,7 +64,7 @@ def initial_variables(config: RunConfig, key: Array) -> dict[str, Any]:
 
     The sum of 2 * layers branches then keeps its variance.
     """
-    model = ByteGPT(config)
+    model = FlaxByteGPT(config)
     tokens = jnp.zeros((1, config.sequence), jnp.int32)
     variables: Any = nn.meta.unbox(model.init({"params": key, "sr_rng": key}, tokens))
     shrink = (2 * config.layers) ** -0.5
@@ -78,6 +78,6 @@ def initial_variables(config: RunConfig, key: Array) -> dict[str, Any]:
 
 def mean_loss(config: RunConfig, variables: Any, tokens: Array, targets: Array, key: Array) -> Array:
     """Mean cross-entropy in nats a byte, in float32; key: of stochastic rounding."""
-    logits = ByteGPT(config).apply(variables, tokens, rngs={"sr_rng": key})
+    logits = FlaxByteGPT(config).apply(variables, tokens, rngs={"sr_rng": key})
     losses = optax.softmax_cross_entropy_with_integer_labels(jnp.asarray(logits, jnp.float32), targets)
     return losses.mean()

@@ -18,7 +18,7 @@ from ... import jax as te
 from . import flax_checkpoint
 from .config import BETAS, CLIP, DECAY, Execution, RunConfig, make_recipe
 from .data import Batch
-from .flax_model import ByteGPT, initial_variables, mean_loss
+from .flax_model import FlaxByteGPT, initial_variables, mean_loss
 
 PLAINLY = Execution()
 TEMPERATURE = 0.7  # of samples
@@ -33,7 +33,7 @@ class TrainingState(NamedTuple):
     optimizer: Any
 
 
-class Run:
+class FlaxRun:
     """Trains one model; the parameters are float32, computed with in the precision of the config."""
 
     observation = None
@@ -81,7 +81,7 @@ class Run:
         text = list(prompt)
         with self._device():
             tokens = jnp.zeros((1, len(prompt) + count), jnp.int32)
-            initialize = functools.partial(ByteGPT(self.config).init, decode=True)
+            initialize = functools.partial(FlaxByteGPT(self.config).init, decode=True)
             variables = jax.eval_shape(initialize, jax.random.key(0), tokens)
             cache: Any = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), variables["cache"])
             for place in range(len(prompt) + count - 1):
@@ -108,6 +108,9 @@ class Run:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         with self._device():
             self.state = flax_checkpoint.rebuilt(state, self.state)
+
+
+Run = FlaxRun  # the name by which the trainer finds the runs of a framework
 
 
 def continue_from(state: dict[str, Any]) -> None:
@@ -173,7 +176,7 @@ def _step(
 def _following(params: Any, cache: Any, byte: Array, key: Array, *, config: RunConfig) -> tuple[Any, Array]:
     """The cache with one more byte, and a draw of the byte behind it."""
     variables = {"params": params, "cache": cache}
-    logits, changed = ByteGPT(config).apply(variables, byte[None, None], decode=True, mutable=["cache"])
+    logits, changed = FlaxByteGPT(config).apply(variables, byte[None, None], decode=True, mutable=["cache"])
     return changed["cache"], jax.random.categorical(key, jnp.float32(logits[0, 0]) / TEMPERATURE)
 
 

@@ -18,7 +18,7 @@ EVALUATION_BATCHES = 32
 PLAINLY = Execution()
 
 
-class Run(Protocol):
+class ModelRun(Protocol):
     """One model with its optimizer and the recipe it computes under."""
 
     observation: Any
@@ -58,7 +58,7 @@ class Run(Protocol):
 class Runs(Protocol):
     """A framework's runs and how their checkpoints are kept."""
 
-    Run: type[Run]
+    Run: type[ModelRun]
 
     @staticmethod
     def save(path: Path, state: dict[str, Any]) -> None:

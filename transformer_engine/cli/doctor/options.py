@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .command import run
+from .checks import run
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs")] = False) -> None:

@@ -6,15 +6,19 @@ prefix. A builder emits the plain sequence of operations; rules (`rules.py`) mer
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal, NamedTuple
 
 from .rules import without_identity_casts
 from .step import Pass, Step
-from .vocabulary import Cast, Collective, ColumnSum, Layer, Product
+from .vocabulary import CastSettings, Collective, ColumnSum, Layer, Product
 
 QUANTIZED: Literal["quantized"] = "quantized"
 HIGH_PRECISION: Literal["high_precision"] = "high_precision"
 DEQUANTIZED: Literal["dequantized"] = "dequantized"
+
+GROUPED = "grouped_"  # prefix of the operations that work on all groups of rows in one step
+_OVER_GROUPS = frozenset({"cast", "convert", "dequantize", "product", "weight_gradient", "column_sum"})
 
 
 class LinearFacts(NamedTuple):
@@ -49,7 +53,7 @@ class LinearFacts(NamedTuple):
     quantized_grad_input: bool = False
 
 
-class ForwardPart(NamedTuple):
+class LinearForwardSteps(NamedTuple):
     """Steps of a forward pass: the buffer of the output, and the saved buffers of input and weight."""
 
     steps: tuple[Step, ...]
@@ -58,7 +62,7 @@ class ForwardPart(NamedTuple):
     saved_weight: str | None
 
 
-class BackwardPart(NamedTuple):
+class LinearBackwardSteps(NamedTuple):
     """Steps of a backward pass and the buffers of its gradients; None for a gradient that is not needed."""
 
     steps: tuple[Step, ...]
@@ -101,7 +105,7 @@ def joined(
     read = without_identity_casts(forward, lambda cast: cast.layer in plain)
     # A plain layer saves the matrix itself; its backward reads the matrix by columns where it read a column operand.
     columns = [
-        Step("cast", (kept,), (None, name), Cast(next(iter(plain)), "", False, True))
+        Step("cast", (kept,), (None, name), CastSettings(next(iter(plain)), "", False, True))
         for name, kept in zip(forward.saved, read.saved, strict=True)
         if name is not None and name != kept
     ]
@@ -111,7 +115,7 @@ def joined(
     return forward, without_identity_casts(backward, lambda cast: cast.layer in plain)
 
 
-def forward_steps(facts: LinearFacts, x: str, weight: str, bias: str | None) -> ForwardPart:
+def forward_steps(facts: LinearFacts, x: str, weight: str, bias: str | None) -> LinearForwardSteps:
     """Return the steps from the buffers x, weight and bias to y, and what they save."""
     steps: list[Step] = []
     name = facts.layer
@@ -133,7 +137,9 @@ def forward_steps(facts: LinearFacts, x: str, weight: str, bias: str | None) -> 
     if facts.mode == "row":
         y = _communicated(steps, _reduction(facts), name, y, f"{name}.y_reduced")
     if facts.quantized_output:
-        steps.append(Step("quantize", (y,), (f"{name}.y_quantized",), Cast(name, "output", True, False)))
+        steps.append(
+            Step("quantize", (y,), (f"{name}.y_quantized",), CastSettings(name, "output", True, False))
+        )
         y = f"{name}.y_quantized"
     saved_x, saved_w = x_column, w_column
     if facts.backward == DEQUANTIZED:
@@ -144,7 +150,7 @@ def forward_steps(facts: LinearFacts, x: str, weight: str, bias: str | None) -> 
     if facts.grad_input and facts.backward == HIGH_PRECISION:
         steps.append(Step("convert", (weight,), (f"{name}.w_values",), Layer(name)))
         saved_w = f"{name}.w_values"
-    return ForwardPart(
+    return LinearForwardSteps(
         tuple(steps), y, saved_x if facts.grad_weight else None, saved_w if facts.grad_input else None
     )
 
@@ -155,7 +161,7 @@ def backward_steps(
     saved_input: str | None,
     saved_weight: str | None,
     made_before: bool = False,
-) -> BackwardPart:
+) -> LinearBackwardSteps:
     """Return the steps from the output gradient and the saved buffers to the three gradients.
 
     Args:
@@ -185,7 +191,7 @@ def backward_steps(
             f"{name}.dy_column" if facts.grad_weight else None,
         )
         steps.append(
-            Step("cast", (dy,), names, Cast(name, "grad_output", facts.grad_input, facts.grad_weight))
+            Step("cast", (dy,), names, CastSettings(name, "grad_output", facts.grad_input, facts.grad_weight))
         )
         row, column = names[0] or "", names[1] or ""
     grad_input = grad_weight = None
@@ -202,7 +208,7 @@ def backward_steps(
         if facts.mode == "column":
             grad_input = _communicated(steps, _reduction(facts), name, grad_input, f"{name}.dx_reduced")
         if facts.quantized_grad_input:
-            cast = Cast(name, "grad_input", True, False)
+            cast = CastSettings(name, "grad_input", True, False)
             steps.append(Step("quantize", (grad_input,), (f"{name}.dx_quantized",), cast))
             grad_input = f"{name}.dx_quantized"
     if facts.grad_weight:
@@ -211,14 +217,16 @@ def backward_steps(
         settings = Product(name, "grad_weight", (turned, turned))
         steps.append(Step("weight_gradient", (column, x), (f"{name}.dw",), settings))
         grad_weight = f"{name}.dw"
-    return BackwardPart(tuple(steps), grad_input, grad_weight, grad_bias)
+    return LinearBackwardSteps(tuple(steps), grad_input, grad_weight, grad_bias)
 
 
 def _saved_input(steps: list[Step], facts: LinearFacts, saved: str) -> str:
     """Return the buffer of x that the weight gradient reads."""
     name = facts.layer
     if facts.keep_input and facts.backward == QUANTIZED:
-        steps.append(Step("cast", (saved,), (None, f"{name}.x_again"), Cast(name, "input", False, True)))
+        steps.append(
+            Step("cast", (saved,), (None, f"{name}.x_again"), CastSettings(name, "input", False, True))
+        )
         return f"{name}.x_again"
     if facts.backward == DEQUANTIZED and not facts.keep_input:
         return _values(steps, facts, saved, f"{name}.x_read")
@@ -235,7 +243,7 @@ def _cast(
 ) -> tuple[str, str | None]:
     """Append the cast of a forward operand, whose rowwise direction the product reads."""
     row, column = f"{made}_row", f"{made}_column" if columnwise else None
-    steps.append(Step("cast", (read,), (row, column), Cast(layer, tensor, True, columnwise)))
+    steps.append(Step("cast", (read,), (row, column), CastSettings(layer, tensor, True, columnwise)))
     return row, column
 
 
@@ -249,3 +257,23 @@ def _communicated(steps: list[Step], collective: str, layer: str, read: str, mad
     steps.append(Step(f"{collective}.begin", (read,), (pending,), settings))
     steps.append(Step(f"{collective}.wait", (pending,), (made,), settings))
     return made
+
+
+def over_groups(pass_: Pass, layers: Collection[str]) -> Pass:
+    """Return a pass in which the operations of some linear layers work on groups of rows.
+
+    Computes y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g for every group g. A matrix of rows holds the rows of all
+    groups one after another; a buffer of weights, biases or operands holds one value per group. The executor chooses
+    one launch for all groups or a loop over them.
+
+    Args:
+        pass_: The pass, after rules have been applied: rules know the operations of a single layer only.
+        layers: Names of the linear layers that have a weight per group.
+    """
+    steps = [
+        Step(GROUPED + step.op, step.inputs, step.results, step.settings)
+        if step.op in _OVER_GROUPS and getattr(step.settings, "layer", None) in layers
+        else step
+        for step in pass_.steps
+    ]
+    return Pass(pass_.inputs, pass_.results, pass_.saved, tuple(steps))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .linear import LinearFacts, backward_steps, forward_steps, joined
 from .step import Pass, Step
-from .vocabulary import Activation, Norm
+from .vocabulary import Activation, NormSettings
 
 NORM, ACTIVATION = "norm", "activation"
 
@@ -96,7 +96,7 @@ def norm_mlp_passes(norm: NormFacts, fc1: LinearFacts, fc2: LinearFacts, kind: s
 
 def _norm_steps(norm: NormFacts) -> tuple[Step, ...]:
     read = ("x", "gamma", "beta") if norm.beta else ("x", "gamma")
-    return (Step("norm", read, ("normed", "mean" if norm.centered else None, "rstdev"), Norm(NORM)),)
+    return (Step("norm", read, ("normed", "mean" if norm.centered else None, "rstdev"), NormSettings(NORM)),)
 
 
 def _norm_backward_steps(
@@ -117,5 +117,5 @@ def _norm_backward_steps(
         return (), (None, None, None)
     read = (dy, "x", "mean" if norm.centered else None, "rstdev", "gamma")
     made = ("dx", "dgamma", "dbeta" if norm.beta else None)
-    steps.append(Step("norm_backward", read, made, Norm(NORM)))
+    steps.append(Step("norm_backward", read, made, NormSettings(NORM)))
     return tuple(steps), made

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .step import Pass, Step, replaced
-from .vocabulary import Activation, Cast, ColumnSum, Norm, Product
+from .vocabulary import Activation, CastSettings, ColumnSum, NormSettings, Product
 
 Merge = Callable[[Step, Step], "Step | None"]
 Allowed = Callable[[str, Step, Step], bool]
@@ -121,7 +121,11 @@ def _quantized_product(producer: Step, reader: Step) -> Step | None:
     settings = producer.settings
     if producer.op != "product" or reader.op != "quantize" or not isinstance(settings, Product):
         return None
-    if settings.cast is not None or settings.activation is not None or not isinstance(reader.settings, Cast):
+    if (
+        settings.cast is not None
+        or settings.activation is not None
+        or not isinstance(reader.settings, CastSettings)
+    ):
         return None
     return Step("product", producer.inputs, reader.results, replace(settings, cast=reader.settings))
 
@@ -142,7 +146,7 @@ def _sum_in_norm_backward(producer: Step, reader: Step) -> Step | None:
     if producer.op != "norm_backward" or reader.op != "add" or len(producer.inputs) > 5:
         return None
     other = reader.inputs[1] if reader.inputs[0] == producer.results[0] else reader.inputs[0]
-    if not isinstance(producer.settings, Norm) or other == producer.results[0]:
+    if not isinstance(producer.settings, NormSettings) or other == producer.results[0]:
         return None
     results = (*reader.results, *producer.results[1:])
     return Step("norm_backward", (*producer.inputs, other), results, producer.settings)
@@ -235,7 +239,7 @@ def _merged(pass_: Pass, first: int, second: int, step: Step) -> Pass | None:
     return replaced(pass_, first, second, step, at=second)
 
 
-def without_identity_casts(pass_: Pass, is_identity: Callable[[Cast], bool]) -> Pass:
+def without_identity_casts(pass_: Pass, is_identity: Callable[[CastSettings], bool]) -> Pass:
     """Remove casts that leave values as they are: products read the matrix itself, transposed for a column direction.
 
     Args:
@@ -248,7 +252,7 @@ def without_identity_casts(pass_: Pass, is_identity: Callable[[Cast], bool]) -> 
     aliases: dict[str, tuple[str, bool]] = {}
     steps: list[Step] = []
     for step in pass_.steps:
-        if step.op == "cast" and isinstance(step.settings, Cast) and is_identity(step.settings):
+        if step.op == "cast" and isinstance(step.settings, CastSettings) and is_identity(step.settings):
             source = step.inputs[0]
             assert source is not None
             for name, turned in zip(step.results, (False, True), strict=True):

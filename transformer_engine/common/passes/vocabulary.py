@@ -6,8 +6,8 @@ rowwise operand [M, K] or the columnwise operand [K, M] of a matrix [M, K]; a pr
 
 | op | inputs | results | settings |
 | --- | --- | --- | --- |
-| `cast` | x | rowwise, columnwise | `Cast` |
-| `quantize` | x | quantized tensor | `Cast` |
+| `cast` | x | rowwise, columnwise | `CastSettings` |
+| `quantize` | x | quantized tensor | `CastSettings` |
 | `dequantize` | operand or quantized tensor | values | None |
 | `dense` | x | values with a contiguous axis, dequantized if quantized | None |
 | `convert` | x | x in the dtype of a layer | `Layer` |
@@ -17,13 +17,13 @@ rowwise operand [M, K] or the columnwise operand [K, M] of a matrix [M, K]; a pr
 | `add` | a, b | a + b | None |
 | `accumulate` | total, x | total, written in place | None |
 | `scale` | x, factor | x * factor | None |
-| `norm` | x, gamma, beta | y (or its codes), mean, rstdev | `Norm` |
-| `norm_backward` | dy, x, mean, rstdev, gamma, addend | dx, dgamma, dbeta | `Norm` |
+| `norm` | x, gamma, beta | y (or its codes), mean, rstdev | `NormSettings` |
+| `norm_backward` | dy, x, mean, rstdev, gamma, addend | dx, dgamma, dbeta | `NormSettings` |
 | `activation` | x | y (or its codes) | `Activation` |
 | `activation_backward` | dy, x | dx (or its codes), column sums | `Activation` |
 | `column_sum` | x | sums (after the codes of x with a cast) | `ColumnSum` |
-| `dropout` | x | y, mask | `Dropout` |
-| `dropout_backward` | dy, mask | dx | `Dropout` |
+| `dropout` | x | y, mask | `DropoutSettings` |
+| `dropout_backward` | dy, mask | dx | `DropoutSettings` |
 | `all_gather.begin`, `all_reduce.begin`, `reduce_scatter.begin` | x | pending | `Collective` |
 | `all_gather.wait`, `all_reduce.wait`, `reduce_scatter.wait` | pending | y | `Collective` |
 
@@ -80,7 +80,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
+class CastSettings:
     """Quantization of a matrix by one of a layer's quantizers.
 
     Attributes:
@@ -118,7 +118,7 @@ class Product:
     kind: str
     turned: tuple[bool, bool] = (False, False)
     activation: str | None = None
-    cast: Cast | None = None
+    cast: CastSettings | None = None
     keeps: bool = True
 
     def __str__(self) -> str:
@@ -129,11 +129,11 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
+class NormSettings:
     """A normalization of rows, by its name in the environment; `cast` quantizes its output."""
 
     norm: str
-    cast: Cast | None = None
+    cast: CastSettings | None = None
 
     def __str__(self) -> str:
         return self.norm + (f", codes of {self.cast}" if self.cast else "")
@@ -152,7 +152,7 @@ class Activation:
 
     activation: str
     kind: str
-    cast: Cast | None = None
+    cast: CastSettings | None = None
     sums: str | None = None
 
     def __str__(self) -> str:
@@ -164,14 +164,14 @@ class ColumnSum:
     """Column sums of a matrix in the dtype of a layer's bias; `cast` quantizes the matrix in the same step."""
 
     layer: str
-    cast: Cast | None = None
+    cast: CastSettings | None = None
 
     def __str__(self) -> str:
         return f"{self.layer}.grad_bias" + (f", codes of {self.cast}" if self.cast else "")
 
 
 @dataclass(frozen=True, slots=True)
-class Dropout:
+class DropoutSettings:
     """Dropout, by its name in the environment."""
 
     dropout: str
@@ -224,4 +224,14 @@ OPERATIONS: dict[str, tuple[int, int]] = {
         for half in ("begin", "wait")
     },
 }
-Settings = Layer | Cast | Product | Norm | Activation | ColumnSum | Dropout | Collective | Hashable
+Settings = (
+    Layer
+    | CastSettings
+    | Product
+    | NormSettings
+    | Activation
+    | ColumnSum
+    | DropoutSettings
+    | Collective
+    | Hashable
+)

@@ -124,7 +124,13 @@ class GroupedQuantizer:
         if group_sizes is None and x.ndim == 3 and self.scaling_mode.is_tensor_scaling():
             return self._matrices(x, *options[:3])
         if group_sizes is None:
-            return self._stack(x, options)
+            # A stack [G, ..], each matrix by the quantizer of its group.
+            state, axis = self.quantizer, None
+            if isinstance(state, DelayedScaleQuantizer):
+                state, axis = dataclasses.replace(state, scale=state.scale[:, None]), 0
+            each: Any = jax.vmap(lambda x, quantizer: quantizer.encode(x, *options), in_axes=(0, axis))
+            tensors, amaxes = each(x, state)
+            return _grouped(tensors, None), amaxes
         if self.scaling_mode.is_tensor_scaling():
             return self._rows(x, group_sizes, *options[:3], over.of_group)
         tensor, amax = self.quantizer.encode(x, *options, over.of_all)
@@ -135,15 +141,6 @@ class GroupedQuantizer:
         (following,) = groups_advanced_together((self,), (amaxes,))
         assert following is not None
         return following
-
-    def _stack(self, x: Array, options: tuple[Any, ...]) -> tuple[Any, Array | None]:
-        """Quantize a stack [G, ..] with the quantizer of each group."""
-        state, axis = self.quantizer, None
-        if isinstance(state, DelayedScaleQuantizer):
-            state, axis = dataclasses.replace(state, scale=state.scale[:, None]), 0
-        each: Any = jax.vmap(lambda x, quantizer: quantizer.encode(x, *options), in_axes=(0, axis))
-        tensors, amaxes = each(x, state)
-        return _grouped(tensors, None), amaxes
 
     def _matrices(
         self, x: Array, is_rowwise: bool | None, is_colwise: bool | None, dq_dtype: Any

@@ -17,7 +17,7 @@ from ..module.layernorm_linear import LayerNormLinear
 from ..module.linear import Linear
 from ..primitives.attention.mask import check_set_window_size
 from ..quantization.autocast import AutocastState, current, here_in_eager_mode
-from ..runtime.bare_call import is_bare
+from ..runtime.replaceable import is_bare
 from .dot_product_attention import DotProductAttention
 from .dot_product_attention.arguments import RULES, check_heads
 from .dot_product_attention.fp8_recipe import outputs_codes, projects_codes

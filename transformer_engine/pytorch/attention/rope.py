@@ -20,7 +20,7 @@ from ..primitives.rope import (
     rope_qkv_forward,
     three_sizes,
 )
-from ..runtime.applying import applier
+from ..runtime.autograd import applier
 from ..runtime.device import canonical_device
 from ..runtime.double_backward import is_recorded, transposed
 from ..runtime.warn_once import warn_once

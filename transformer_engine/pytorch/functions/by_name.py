@@ -102,7 +102,7 @@ def _dtypes(weight: Tensor, bias: Tensor | None) -> tuple[torch.dtype, torch.dty
     return weight.dtype, weight.dtype if bias is None else bias.dtype
 
 
-class _Linear(torch.autograd.Function, metaclass=ReplaceableFunction):
+class LinearByName(torch.autograd.Function, metaclass=ReplaceableFunction):
     """y [.., N] of Linear. ctx is None where no gradient is recorded."""
 
     @staticmethod
@@ -125,7 +125,7 @@ class _Linear(torch.autograd.Function, metaclass=ReplaceableFunction):
         return grads.weight, dx, grads.bias, None, None
 
 
-class _LayerNormLinear(torch.autograd.Function, metaclass=ReplaceableFunction):
+class LayerNormLinearByName(torch.autograd.Function, metaclass=ReplaceableFunction):
     """y [.., N], or (y, norm(x)), of LayerNormLinear. ctx is None where no gradient is recorded."""
 
     @staticmethod
@@ -160,7 +160,7 @@ class _LayerNormLinear(torch.autograd.Function, metaclass=ReplaceableFunction):
         return dx.view(ctx.shape), dgamma, dbeta, grads.weight, grads.bias, None, None
 
 
-class _GroupedLinear(torch.autograd.Function, metaclass=ReplaceableFunction):
+class GroupedLinearByName(torch.autograd.Function, metaclass=ReplaceableFunction):
     """y [sum M_i, N] of GroupedLinear, weights before biases. ctx is None where no gradient is recorded."""
 
     @staticmethod

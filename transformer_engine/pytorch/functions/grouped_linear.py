@@ -1,6 +1,6 @@
 """y_g [M_g, N] = x_g [M_g, K] @ w_g [N, K].T + b_g for consecutive groups of rows, differentiable, in one node.
 
-The passes are those of a linear layer over groups (`common/passes/grouped.py`); the functions of their steps join the
+The passes are those of a linear layer over groups (`common/passes/linear.py`); the functions of their steps join the
 table of `steps.py`. If `GroupedCall.layout` is given, a step is one launch for all groups, and the buffers hold
 operands of `primitives/grouped_gemm`. Otherwise it loops over the groups, buffers hold lists of one value per group,
 and results have the bits of a loop of linear layers.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.passes.vocabulary import Cast, ColumnSum, Layer, Product
+from ...common.passes.vocabulary import CastSettings, ColumnSum, Layer, Product
 from ..primitives.column_sums import column_sums
 from ..primitives.gemm import Epilogue, gemm
 from ..primitives.grouped_gemm import (
@@ -28,7 +28,7 @@ from ..primitives.grouped_gemm import (
     product_of_rows,
 )
 from ..primitives.grouped_quantize import row_sums
-from ..runtime.applying import applier
+from ..runtime.autograd import applier
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .caller_buffers import handed_out, readable
 from .grouped_call import GroupedCall, GroupedSpec, members_of, stacked_gradient
@@ -108,7 +108,7 @@ def _call_of(env: Environment, layer: str) -> GroupedCall:
     return call
 
 
-def _cast(env: Environment, s: Cast, x: Any) -> tuple[Any, Any]:
+def _cast(env: Environment, s: CastSettings, x: Any) -> tuple[Any, Any]:
     call = _call_of(env, s.layer)
     if call.layout is not None:
         return _cast_at_once(call, call.layout, s, x)
@@ -132,7 +132,7 @@ def _cast(env: Environment, s: Cast, x: Any) -> tuple[Any, Any]:
     )
 
 
-def _cast_at_once(call: GroupedCall, groups: Groups, s: Cast, x: Any) -> tuple[Any, Any]:
+def _cast_at_once(call: GroupedCall, groups: Groups, s: CastSettings, x: Any) -> tuple[Any, Any]:
     quantizer: Any = getattr(call.spec.quantizers, s.tensor)
     if s.tensor == "weight":
         codes, scale, codes_t, scale_t = call.cached or quantizer.matrices(

@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ...common.memory import Memory
-from ...common.passes.grouped import over_groups
-from ...common.passes.linear import LinearFacts, linear_passes
+from ...common.passes.linear import LinearFacts, linear_passes, over_groups
 from ...common.passes.norm_linear import NormFacts, norm_linear_passes, norm_mlp_passes
 from ...common.passes.rules import (
     ACTIVATION_GRADIENT_IN_PRODUCT,
@@ -25,8 +24,8 @@ from ...common.passes.rules import (
 )
 from ...common.passes.schedule import needed_for, overlap
 from ...common.passes.step import Pass, Step
-from ...common.passes.vocabulary import Activation, Cast, ColumnSum, Product
-from ..primitives.quantize import Cast as KernelCast
+from ...common.passes.vocabulary import Activation, CastSettings, ColumnSum, Product
+from ..primitives.quantize import Cast
 from ..runtime.tracing import constant_while_tracing
 from ..tensor.quantizer import Quantizer
 from .linear_spec import LINEAR, LinearSpec, gradient_cast, sums_over_ranks
@@ -89,7 +88,7 @@ def linear_fusions(spec: LinearSpec, layer: str) -> tuple[str, ...]:
     return allowed
 
 
-def _cast_of_product(quantizer: Quantizer, spec: LinearSpec, mode: str) -> KernelCast | None:
+def _cast_of_product(quantizer: Quantizer, spec: LinearSpec, mode: str) -> Cast | None:
     """Return how a product quantizes its own result: in FP8, with a scale that is known before it."""
     if sums_over_ranks(spec.parallel, mode):
         return None
@@ -152,7 +151,7 @@ def _merged_for(rule: str, producer: Step, reader: Step) -> str:
     if rule == CODES_AND_SUMS_FROM_PRODUCER.name:
         (sums,) = [s for s in settings if isinstance(s, ColumnSum)]
         return f"{sums.layer}.grad_output"
-    casts = [s for s in settings if isinstance(s, Cast)]
+    casts = [s for s in settings if isinstance(s, CastSettings)]
     if rule == CODES_BESIDE_SUMS.name:
         return f"{casts[0].layer}."
     if rule in (CODES_FROM_PRODUCER.name, QUANTIZED_PRODUCT.name):

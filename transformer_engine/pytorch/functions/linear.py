@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.applying import applier
+from ..runtime.autograd import applier
 from .layer import backward_of_layer, compiled, forward_of, infer
 from .layer_passes import LayerPasses, layer_passes, linear_facts, linear_fusions
 from .linear_spec import LINEAR, LinearSpec, changed

@@ -17,7 +17,7 @@ from ...common.passes.rules import (
     CODES_FROM_PRODUCER,
 )
 from ..primitives.activation import ActivationParams
-from ..runtime.applying import applier
+from ..runtime.autograd import applier
 from .compiled import CompiledLayer
 from .fusions import APART, IN_CODES, IN_PRODUCT, mlp_activation, mlp_gradient, norm_output
 from .layer import Dtypes, backward_of_layer, compiled, forward_of, gradients_of, infer

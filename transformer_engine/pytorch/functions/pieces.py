@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..runtime.applying import applier
+from ..runtime.autograd import applier
 
 # What a plan of memory has in their place shares storages, too.
 _NATIVE = (Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ...common.memory import Memory
-from ...common.passes.grouped import PREFIX
+from ...common.passes.linear import GROUPED
 from ...common.passes.schedule import buffers, freed_after
 from ...common.passes.step import Pass
-from ...common.passes.vocabulary import Cast
+from ...common.passes.vocabulary import CastSettings
 from ..offload.marks import active as offloading
 from ..offload.marks import keep_weight, mark_ready
 from .linear_spec import Environment
@@ -108,8 +108,8 @@ def _is_weight(pass_: Pass, name: str) -> bool:
     if maker is None:
         return name.endswith("weight")
     step = pass_.steps[maker]
-    return step.op.removeprefix(PREFIX) == "convert" or (
-        isinstance(step.settings, Cast) and step.settings.tensor == "weight"
+    return step.op.removeprefix(GROUPED) == "convert" or (
+        isinstance(step.settings, CastSettings) and step.settings.tensor == "weight"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..runtime.applying import applier
+from ..runtime.autograd import applier
 from ..tensor.float8_tensor import Float8Tensor, Float8TensorStorage
 
 

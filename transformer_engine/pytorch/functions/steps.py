@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.passes.vocabulary import Activation, Cast, Collective, ColumnSum, Layer, Norm, Product
+from ...common.passes.vocabulary import (
+    Activation,
+    CastSettings,
+    Collective,
+    ColumnSum,
+    Layer,
+    NormSettings,
+    Product,
+)
 from ..distributed.collectives import allreduce, gather_along_first_dim, reduce_scatter_along_first_dim
 from ..primitives.activation import activation_backward, activation_forward
 from ..primitives.column_sums import column_sums
@@ -45,7 +53,7 @@ def leading_shape(leading: tuple[int, ...], rows: int) -> tuple[int, ...]:
     return (leading[0] * rows // before, *leading[1:])
 
 
-def _cast(env: Environment, s: Cast, x: Any) -> tuple[Any, Any]:
+def _cast(env: Environment, s: CastSettings, x: Any) -> tuple[Any, Any]:
     spec = env.linears[s.layer]
     if s.tensor == "weight":
         return weight_operands(x, spec, s.columnwise)
@@ -56,7 +64,7 @@ def _cast(env: Environment, s: Cast, x: Any) -> tuple[Any, Any]:
     return quantizer.operands(matrix, s.rowwise, s.columnwise)
 
 
-def _quantize(env: Environment, s: Cast, x: Tensor) -> tuple[Any]:
+def _quantize(env: Environment, s: CastSettings, x: Tensor) -> tuple[Any]:
     spec = env.linears[s.layer]
     quantizer = spec.output if s.tensor == "output" else spec.grad_input
     assert quantizer is not None
@@ -135,7 +143,7 @@ def _weight_gradient(env: Environment, s: Product, dy: Any, x: Any) -> tuple[Ten
     return (spec.weight_gradient.compute(left, right, spec.accumulation.grad_weight, dtype),)
 
 
-def _codes(env: Environment, s: Cast) -> tuple[Any, Any]:
+def _codes(env: Environment, s: CastSettings) -> tuple[Any, Any]:
     """Return the quantizer of a fused cast, and how the kernel that makes its source is to quantize it."""
     quantizer = getattr(env.linears[s.layer], s.tensor)
     return quantizer, quantizer.cast(s.rowwise, s.columnwise)
@@ -150,7 +158,9 @@ def _column_sum(env: Environment, s: ColumnSum, x: Tensor) -> tuple[Any, ...]:
     return (*quantizer.adopt(quantized, x.dtype), sums)
 
 
-def _norm(env: Environment, s: Norm, x: Tensor, gamma: Tensor, beta: Tensor | None = None) -> tuple[Any, ...]:
+def _norm(
+    env: Environment, s: NormSettings, x: Tensor, gamma: Tensor, beta: Tensor | None = None
+) -> tuple[Any, ...]:
     norm, matrix = env.norms[s.norm], as_matrix(x)
     if s.cast is None:
         y, statistics = norm.forward(matrix, gamma, beta)
@@ -162,7 +172,7 @@ def _norm(env: Environment, s: Norm, x: Tensor, gamma: Tensor, beta: Tensor | No
 
 def _norm_backward(
     env: Environment,
-    s: Norm,
+    s: NormSettings,
     dy: Tensor,
     x: Tensor,
     mean: Tensor | None,

@@ -161,11 +161,6 @@ def checked(check: Callable[[str, Any], object]) -> Rule:
     return rule
 
 
-def _activation_params(name: str, value: Any) -> Any:
-    ActivationParams.from_mapping(value)
-    return value
-
-
 _SWITCHES = (
     "apply_residual_connection_post_layernorm",
     "bias",
@@ -209,7 +204,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("window_size", "enc_dec_window_size"), window),
     **dict.fromkeys(("params_dtype", "dtype"), checked(torch_checks.parameter_dtype)),
     "activation": checked(partial(checks.one_of, allowed=ACTIVATIONS)),
-    "activation_params": _activation_params,
+    "activation_params": checked(lambda _, value: ActivationParams.from_mapping(value)),
     "cp_group": checked(torch_checks.groups_or_none),
     "device": checked(torch_checks.device),
     "layer_number": whole_or_none,

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...common.recipe import Recipe
 from ..functions.scale_update import ScaleUpdate, in_a_backward, of_the_pass
 from ..functions.weight_gradient import WeightGradStore, _dummy_wgrads, dummy_gradient  # noqa: F401
+from ..primitives.gemm.cublaslt_library import _cublas_workspace, get_workspace  # noqa: F401
 from ..quantization import (
     QuantizerRole,
     check_extra_state,
@@ -30,14 +31,12 @@ from ..tensor.quantizer import Quantizer
 from . import forward_protocol as protocol
 from . import loading
 from .config import Config, configured
-from .initial_values import empty_like
 from .numerics import Numerics, new_tracing_key, of_the_last_call, of_traced_call, traced_update
-from .parameters import InitMethod, ParameterInit, default_init_method
+from .parameters import InitMethod, ParameterInit, default_init_method, empty_like
 from .products import ProductQuantizers, slots
 from .repetition import may_be_repeated, refuse_other_repetition, repeatable
 from .specs import common_dtype
 from .userbuffers import UserBufferQuantizationMode, destroy_ub, initialize_ub  # noqa: F401
-from .workspace import _cublas_workspace, get_workspace  # noqa: F401
 
 # The accumulation flags of the original for delayed scaling, under the names that its users read.
 _2X_ACC_FPROP = False
@@ -221,18 +220,15 @@ class TransformerEngineBaseModule(torch.nn.Module):
             values = empty_like(param)
             init.fill(values)
             if isinstance(param, QuantizedTensor) and not param.is_meta:
-                self._fill_again(param, values)
+                # Optimizers and wrappers hold the parameter: it keeps its identity and takes new codes.
+                with torch.no_grad():
+                    param.copy_(values)
+                if self.preserve_high_precision_init_val:
+                    keep_initial_values(param, values)  # pyright: ignore[reportArgumentType]
             elif self.primary_weights_in_fp8 and init.fp8_meta_index is not None:
                 self._replace_parameter(name, self._quantized_parameter(values, init))
             elif param.is_meta or values is not param:
                 self._replace_parameter(name, torch.nn.Parameter(values, requires_grad=param.requires_grad))
-
-    def _fill_again(self, param: QuantizedTensor, values: Tensor) -> None:
-        """New values for a quantized parameter that optimizers and wrappers hold, in its own codes."""
-        with torch.no_grad():
-            param.copy_(values)
-        if self.preserve_high_precision_init_val:
-            keep_initial_values(param, values)  # pyright: ignore[reportArgumentType]
 
     def _replace_parameter(self, name: str, new: torch.nn.Parameter) -> None:
         old = self.get_parameter(name)
@@ -322,22 +318,19 @@ class TransformerEngineBaseModule(torch.nn.Module):
         """Compute the weight gradients that one backward put off (delay_wgrad_compute=True), the oldest first."""
         if self.wgrad_store is None:
             return
-        trained = self._trained_products()
+        # Products whose weight gets a gradient; the pieces of a split weight share a product.
+        members = {
+            init.fp8_meta_index: init.members or 1
+            for name, init in self.param_init_meta.items()
+            if init.fp8_meta_index is not None and getattr(self, name).requires_grad
+        }
+        trained = sum(members.values())
         if not trained:
             return
         self.wgrad_store.pop()
         for _ in range(min(trained - 1, len(self.wgrad_store))):
             self.wgrad_store.pop()
         self._trigger_wgrad_accumulation_and_reduce_hooks()
-
-    def _trained_products(self) -> int:
-        """How many products have a weight that gets a gradient; the pieces of a split weight share a product."""
-        slots = {
-            init.fp8_meta_index: init.members or 1
-            for name, init in self.param_init_meta.items()
-            if init.fp8_meta_index is not None and getattr(self, name).requires_grad
-        }
-        return sum(slots.values())
 
     def register_wgrad_accumulation_and_reduce_hooks(
         self, wgrad_accumulation_and_reduce_hook: Callable[[], object]

@@ -28,7 +28,6 @@ from typing import Any, TypeVar
 import torch
 
 from .arguments import RULES, Rule
-from .settings import hand_down, is_made, refuse_if_made
 
 M = TypeVar("M", bound=torch.nn.Module)
 
@@ -59,7 +58,7 @@ def configured(
     The class gets the method `fast_setattr` too.
 
     fixed         fields by which children and parameters of the module were made: another value is an AttributeError
-    handed_down   {field: ("child.attribute", ..)} that are set to the same value, once the children are there
+    handed_down   {field: ("child.attribute", ..)} that are set to the same value, once the children exist
     written       called as written(module, field, value) after each write
     rules         what fields can be, beside those of `arguments.RULES`: a write that the constructor would refuse is
                   refused in its words, as is one that does not go with the other fields (`Config.check`)
@@ -102,20 +101,30 @@ def _setting(
         return getattr(self._config, name)
 
     def write(self: Any, value: Any) -> None:
-        known = self.__dict__.get("_config")
+        attributes = self.__dict__
+        children = attributes.get("_modules") or {}
+        is_made = bool(children or attributes.get("_parameters"))
+        known = attributes.get("_config")
         if known is None:
             known = config()
         before = getattr(known, name)
         if rule is not None:
             value = rule(name, value)
-        if name in fixed:
-            refuse_if_made(self, name, before, value)
+        if name in fixed and is_made and before != value:
+            raise AttributeError(
+                f"{name}={value!r}: this {type(self).__name__} was made with {name}={before!r}, which "
+                f"decides what it consists of; make another one with {name}={value!r}"
+            )
         if before is not value:
             known = replace(known, **{name: value})
-            if is_made(self):
+            if is_made:
                 known.check()
-        self.__dict__["_config"] = known
-        hand_down(self, name, value, handed_down)
+        attributes["_config"] = known
+        for path in handed_down.get(name, ()):
+            child, attribute = path.split(".")
+            found = children.get(child)
+            if found is not None:
+                setattr(found, attribute, value)
         if written is not None:
             written(self, name, value)
 

@@ -245,8 +245,12 @@ def get_weight_workspace(
             tensor.update_usage(quantizer.rowwise_usage or None, quantizer.columnwise_usage or None)
         return tensor
     kept = None if cache_name is None else self.numerics.workspaces.get(cache_name)
-    if kept is not None and quantizer is not None and not _serves(kept, quantizer):
-        kept = None
+    if kept is not None and quantizer is not None:
+        usages = kept.get_usages()
+        if (quantizer.rowwise_usage and not usages["rowwise"]) or (
+            quantizer.columnwise_usage and not usages["columnwise"]
+        ):
+            kept = None  # it lacks a direction that the quantizer makes now
     if kept is not None and not update_workspace and skip_update_flag is None:
         return kept
     if tensor is None or quantizer is None:
@@ -293,12 +297,3 @@ def products_of(self: Module, content: dict[str, Any]) -> int:
 
 def _has_scaling_state(self: Module) -> bool:
     return len(self.numerics.delayed_states("scaling_fwd")) > 0
-
-
-def _serves(kept: QuantizedTensorStorage, quantizer: Quantizer) -> bool:
-    """Has a workspace the directions that its quantizer makes now?"""
-    usages = kept.get_usages()
-    return not (
-        (quantizer.rowwise_usage and not usages["rowwise"])
-        or (quantizer.columnwise_usage and not usages["columnwise"])
-    )

@@ -13,7 +13,8 @@ from torch import Tensor
 from ...common.dispatch import undisturbed
 from ...common.numbers import to_bool
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
-from ..functions.by_name import _GroupedLinear, called_by_name, general_gemm, refuse_quantized
+from ..functions.by_name import GroupedLinearByName as _GroupedLinear
+from ..functions.by_name import called_by_name, general_gemm, refuse_quantized
 from ..functions.caller_buffers import NO_BUFFERS, CallerBuffers, check_buffers, check_separate
 from ..functions.grouped_call import GroupedCall, GroupedSpec, members_of
 from ..functions.grouped_linear import grouped_linear

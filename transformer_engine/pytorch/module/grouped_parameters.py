@@ -162,7 +162,11 @@ def load_other_form(module: Any, state_dict: MutableMapping[str, Any], prefix: s
             if whole not in state_dict and all(name in state_dict for name in members):
                 state_dict[whole] = _together([state_dict.pop(name) for name in members])
         elif whole in state_dict and len(state_dict[whole]) == len(members):
-            state_dict.update(zip(members, _apart(state_dict.pop(whole)), strict=True))
+            stack = state_dict.pop(whole)
+            parts = (
+                stack.split_into_quantized_tensors() if isinstance(stack, GroupedTensor) else stack.unbind(0)
+            )
+            state_dict.update(zip(members, parts, strict=True))
 
 
 def _together(members: Sequence[Tensor]) -> Tensor:
@@ -170,9 +174,3 @@ def _together(members: Sequence[Tensor]) -> Tensor:
     if all(isinstance(member, QuantizedTensor) for member in members):
         return GroupedTensor.of_members(members)
     return torch.stack([m.dequantize() if isinstance(m, QuantizedTensor) else m for m in members])
-
-
-def _apart(stack: Tensor) -> Sequence[Tensor]:
-    if isinstance(stack, GroupedTensor):
-        return stack.split_into_quantized_tensors()
-    return stack.unbind(0)

@@ -27,7 +27,7 @@ from ..functions.grouped_way import (
 )
 from ..functions.linear_spec import LinearSpec, changed
 from .products import UNQUANTIZED, ModuleRecipe, ProductQuantizers
-from .specs import Call, Facts, Run, check_call, product_spec, scale_update
+from .specs import Call, EqualFacts, Facts, check_call, product_spec, scale_update
 
 _asked_for = env.watch_in_eager_mode("NVTE_USE_CUTLASS_GROUPED_GEMM")
 _UNMERGED = GroupedQuantizers()
@@ -36,7 +36,7 @@ _UNMERGED = GroupedQuantizers()
 def build(key: tuple[Any, ...]) -> GroupedSpec:
     """Return the spec of a kind of call."""
     call = Call(*key)
-    runs = [run for run in call.tensors if isinstance(run, Run)]
+    runs = [run for run in call.tensors if isinstance(run, EqualFacts)]
     if runs:
         call = call._replace(tensors=tuple([run.facts for run in runs for _ in range(run.count)]))
     config: Any = call.config

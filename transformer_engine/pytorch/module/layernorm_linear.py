@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import to_bool
+from ..functions.by_name import LayerNormLinearByName as _LayerNormLinear
 from ..functions.by_name import (
     NormByName,
-    _LayerNormLinear,
     called_by_name,
     general_gemm,
     refuse_quantized,
@@ -31,7 +31,7 @@ from .arguments import accepts
 from .config import configured, early
 from .linear_base import SIZES, LinearConfig, OverlapOptions, ProductsModule, check_parallel_mode
 from .linear_parameters import create_parameters, mark_parameters, weight_and_bias
-from .norm_parameters import mark_norm_parameters, register_norm_parameters
+from .normalization import mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod, parameter_of
 from .specs import Call, check_call, product_spec, quantizable, scale_update
 

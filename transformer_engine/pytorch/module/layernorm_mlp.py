@@ -26,7 +26,7 @@ from ._common import apply_normalization
 from .arguments import accepts
 from .config import configured
 from .linear_base import OverlapOptions, ProductsConfig, ProductsModule
-from .norm_parameters import mark_norm_parameters, register_norm_parameters
+from .normalization import mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod, ParameterInit, default_init_method, parameter_of
 from .specs import Call, Facts, check_call, product_spec, quantizable, scale_update
 
@@ -239,9 +239,12 @@ class LayerNormMLP(ProductsModule):
             inp, (fc1_weight, fc1_bias, fc2_weight, fc2_bias, gamma, beta), (is_first_microbatch,)
         )
         if is_first_microbatch is not None:
-            spec = self._with_cached_weights(spec, is_first_microbatch)
+            fc1 = self.with_cached_weight("fc1_weight", fc1_weight, spec.fc1, is_first_microbatch)
+            fc2 = self.with_cached_weight("fc2_weight", fc2_weight, spec.fc2, is_first_microbatch)
+            spec = changed(spec, fc1=fc1, fc2=fc2, beside=fc1.beside + fc2.beside)
         if _replaced.names or _common._replaced.names:
-            spec = _with_norm_by_name(spec)
+            # The norm is this module's apply_normalization, which another library has replaced.
+            spec = spec.with_norm(NormByName(spec.norm, sys.modules[__name__]))
         dtype = spec.fc1.dtype
         if fc1_bias is not None and fc2_bias is not None:
             fc1_bias, fc2_bias = fc1_bias.to(dtype), fc2_bias.to(dtype)
@@ -259,21 +262,6 @@ class LayerNormMLP(ProductsModule):
         if config.return_layernorm_output:
             outputs += (self.returned_norm_output(norm_output),)
         return outputs
-
-    def _with_cached_weights(self, spec: NormMLPSpec, is_first_microbatch: bool) -> NormMLPSpec:
-        fc1, fc2 = (
-            self.with_cached_weight(f"{name}_weight", weight, linear, is_first_microbatch)
-            for name, weight, linear in (
-                ("fc1", parameter_of(self, "fc1_weight"), spec.fc1),
-                ("fc2", parameter_of(self, "fc2_weight"), spec.fc2),
-            )
-        )
-        return changed(spec, fc1=fc1, fc2=fc2, beside=fc1.beside + fc2.beside)
-
-
-def _with_norm_by_name(spec: NormMLPSpec) -> NormMLPSpec:
-    """Return the spec with the norm that stands in this file's apply_normalization."""
-    return spec.with_norm(NormByName(spec.norm, sys.modules[__name__]))
 
 
 _replaced = watched(__name__, {"apply_normalization": apply_normalization})

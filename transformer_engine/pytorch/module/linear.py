@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import to_bool
-from ..functions.by_name import _Linear, called_by_name, general_gemm, refuse_quantized
+from ..functions.by_name import LinearByName as _Linear
+from ..functions.by_name import called_by_name, general_gemm, refuse_quantized
 from ..functions.linear import linear, prepared
 from ..functions.linear_spec import LinearSpec
 from ..functions.weight_gradient import WeightGradStore
+from ..primitives.gemm.cublaslt_library import get_workspace as get_workspace
 from ..runtime.device import is_meta
 from ..runtime.replaceable import watched
 from .arguments import accepts
@@ -22,7 +24,6 @@ from .linear_base import SIZES, LinearConfig, OverlapOptions, ProductsModule, ch
 from .linear_parameters import create_parameters, mark_parameters, weight_and_bias
 from .parameters import InitMethod
 from .specs import Call, check_call, product_spec, quantizable, scale_update
-from .workspace import get_workspace as get_workspace
 
 
 def build(key: tuple[Any, ...]) -> LinearSpec:

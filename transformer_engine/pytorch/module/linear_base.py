@@ -31,7 +31,7 @@ from .numerics import of_traced_call, traced_update
 from .parameters import parameter_of
 from .products import ModuleRecipe, ProductQuantizers, unquantized
 from .repetition import may_be_repeated, repeatable
-from .specs import Call, Held, Run, check_call, facts_of, quantizable
+from .specs import Call, EqualFacts, Held, check_call, facts_of, quantizable
 
 _KEPT = 64  # what a module keeps of calls that it may meet again
 _is_compiling = torch.compiler.is_compiling
@@ -123,13 +123,13 @@ def check_parallel_mode(mode: str | None, tp_size: int, in_features: int, out_fe
 _facts = operator.attrgetter("__class__", "shape", "dtype", "device", "requires_grad")
 
 
-def _runs(tensors: tuple[Tensor | None, ...]) -> tuple[Run, ...]:
+def _runs(tensors: tuple[Tensor | None, ...]) -> tuple[EqualFacts, ...]:
     """Return the facts of the tensors, with one entry for consecutive tensors of the same kind."""
     given = [tensor for tensor in tensors if tensor is not None]
     found = itertools.groupby(map(_facts, given))
-    runs = [Run(facts, len(list(members))) for facts, members in found]
+    runs = [EqualFacts(facts, len(list(members))) for facts, members in found]
     if len(given) < len(tensors):  # a layer without biases
-        runs.append(Run(None, len(tensors) - len(given)))
+        runs.append(EqualFacts(None, len(tensors) - len(given)))
     return tuple(runs)
 
 
@@ -275,7 +275,7 @@ class ProductsModule(TransformerEngineBaseModule):
             return self._specs[key] if undisturbed() else type(self).build(key)
         except (AttributeError, TypeError) as error:
             stumbled = error
-        self._refuse(inp, tensors, options)  # says it better, where it is the input's fault
+        self._refuse(inp, tensors, options)  # raises a clearer error if the input is at fault
         raise stumbled
 
     def _key(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -33,17 +33,13 @@ def forgive_missing(missing_keys: list[str], prefix: str) -> None:
 
 
 def prepare(module: Any, state_dict: MutableMapping[str, Any], prefix: str) -> None:
-    """What comes before a module with quantizers takes its part of a state dict."""
-    rename_earlier(state_dict, prefix, module.earlier_extra_states)
-    _forget_scales(module, state_dict, prefix)
+    """Prepare a module with quantizers for loading its part of a state dict.
 
-
-def _forget_scales(module: Any, state_dict: Mapping[str, Any], prefix: str) -> None:
-    """Parameters that come without an extra state, or with an empty one, find scales and histories as a new module has.
-
-    What delayed scaling has seen was of other weights: larger ones would saturate at their scale. A state dict without
-    a parameter of this module, such as an adapter's, leaves everything as it is.
+    Renames keys of earlier versions. If the state dict has parameters of the module, but no extra state or an empty
+    one, the module's scales and histories are reset: they belong to other weights, and larger ones would saturate. A
+    state dict without a parameter of this module, such as an adapter's, changes no scales.
     """
+    rename_earlier(state_dict, prefix, module.earlier_extra_states)
     state = state_dict.get(prefix + EXTRA_STATE)
     empty = state is None or (isinstance(state, torch.Tensor) and state.numel() == 0)
     if empty and any(prefix + name in state_dict for name in module._parameters):

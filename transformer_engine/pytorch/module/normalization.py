@@ -20,8 +20,9 @@ from ..runtime.device import autocast_dtype, canonical_device
 from ..runtime.warn_once import warn_once
 from . import loading
 from .arguments import accepts, shape_or_none
+from .base import TransformerEngineBaseModule
 from .config import Config, configured
-from .parameters import parameter_of
+from .parameters import ParameterInit, parameter_of
 
 _STAGES = ("forward", "backward", "inference")
 _VARIABLES = ("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN", "NVTE_INF_LAYERNORM_SM_MARGIN")
@@ -126,7 +127,12 @@ class Normalization(NormalizationOperation):
             sequence_parallel=sequence_parallel,
         )
         self._norm = Norm(self.kind, eps, zero_centered_gamma)
-        self._sm_margins = _margins(sm_margin)
+        # One margin per stage; an environment variable that is not 0 takes precedence.
+        margins: Mapping[str, int] = (
+            sm_margin if isinstance(sm_margin, Mapping) else dict.fromkeys(_STAGES, sm_margin)
+        )
+        from_environment = {stage: margin for stage, margin in environment_margins().items() if margin}
+        self._sm_margins: dict[str, int] = {**margins, **from_environment}
         allocation = {"device": canonical_device(device), "dtype": dtype or torch.get_default_dtype()}
         self.weight = torch.nn.Parameter(torch.empty(self.normalized_shape, **allocation))
         if self.has_bias:
@@ -211,7 +217,36 @@ def _renamed(old_name: str, old, new_name: str, new):
     return old
 
 
-def _margins(sm_margin: int | Mapping[str, int]) -> dict[str, int]:
-    """One margin a stage, the environment's where it names one."""
-    margins = dict(sm_margin) if isinstance(sm_margin, Mapping) else dict.fromkeys(_STAGES, sm_margin)
-    return margins | {stage: margin for stage, margin in environment_margins().items() if margin}
+def register_norm_parameters(
+    module: TransformerEngineBaseModule,
+    features: int,
+    normalization: str,
+    zero_centered: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Register layer_norm_weight [features], initially a factor of 1, and for LayerNorm layer_norm_bias, zeros."""
+    margins = environment_margins()
+    for stage, short in (("forward", "fwd"), ("backward", "bwd"), ("inference", "inf")):
+        setattr(module, f"{short}_ln_sm_margin", margins[stage])  # attributes that callers read
+    gamma = torch.nn.Parameter(torch.empty(features, dtype=dtype, device=device))
+    fill = torch.nn.init.zeros_ if zero_centered else torch.nn.init.ones_
+    module.register_parameter("layer_norm_weight", gamma, ParameterInit(fill))
+    if normalization == "RMSNorm":
+        module.register_parameter("layer_norm_bias", None)
+        mark_norm_parameters(module)
+        return
+    beta = torch.nn.Parameter(torch.empty(features, dtype=dtype, device=device))
+    module.register_parameter("layer_norm_bias", beta, ParameterInit(torch.nn.init.zeros_))
+    mark_norm_parameters(module)
+
+
+def mark_norm_parameters(module: TransformerEngineBaseModule) -> None:
+    """Say whether gamma's and beta's gradients are to be summed over the ranks of sequence parallelism.
+
+    Again whenever they are reset: a copy of a parameter has no attributes.
+    """
+    for name in ("layer_norm_weight", "layer_norm_bias"):
+        parameter = module._parameters[name]
+        if parameter is not None:
+            parameter.sequence_parallel = module.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from ...common.checks import described
 from ...common.numbers import to_int
+from ..runtime.device import canonical_device
 from ..tensor.grouped_tensor import StackQuantizer
+from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantizer import Quantizer
 from .products import FORWARD_SLOTS
 
@@ -107,3 +109,12 @@ def parameter_of(module: torch.nn.Module, name: str) -> Any:
     """getattr(module, name) of a parameter: torch.nn.Module looks for one last, behind an exception, for 1 us."""
     held = module._parameters
     return held[name] if name in held else getattr(module, name)
+
+
+def empty_like(param: Tensor) -> Tensor:
+    """Where init methods write: the parameter's own storage, or a fresh high-precision tensor."""
+    if isinstance(param, QuantizedTensor):
+        return torch.empty(param.shape, dtype=param.dtype, device=param.device)
+    if param.is_meta:
+        return torch.empty_like(param, device=canonical_device("cuda"), requires_grad=False)
+    return param

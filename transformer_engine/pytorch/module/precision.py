@@ -1,4 +1,9 @@
-"""Quantized or not: what the recipe asks for, unless NVTE_FP8_AUTO=1 and quantizing costs more than it saves."""
+"""Quantized or not: what the recipe asks for, unless NVTE_FP8_AUTO=1 and quantizing costs more than it saves.
+
+For a layer y [M, N] = x [M, K] @ w [N, K].T and its backward pass, FP8 saves time in three products, in proportion to
+M N K. Quantizing x, w and dy in both directions costs time in proportion to the number of their elements, and each
+kernel launch has a fixed cost.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,44 @@ from typing import NamedTuple
 from ...common import env
 from ...common.dispatch import Backend, Table
 from ...common.recipe import Recipe
-from ..primitives.gemm.fp8_worth import fp8_refusal
 from ..quantization.family import family_of
+
+
+class _Rate(NamedTuple):
+    """Microseconds: quantizing a million elements both ways, saved by a billion operations, launching kernels."""
+
+    quantize: float
+    saved: float
+    launch: float
+
+
+# Fitted on an H200 to the steps in benchmarks/results/cublaslt_h200.json, 128-8192 tokens of width 1024-8192: the
+# difference from bfloat16 is met within 20 us or a fifth, and where its sign is missed little is lost: under 8 us.
+_RATES = {
+    "delayed": _Rate(1.04, 0.557, 7.4),
+    "current": _Rate(1.51, 0.585, 12.2),
+    "block": _Rate(1.13, 0.370, 22.0),
+}
+
+
+def fp8_refusal(m: int, n: int, k: int, kind: str) -> str | None:
+    """Why a layer of these extents is faster in bfloat16 than in FP8, or None where FP8 pays.
+
+    kind    "delayed", "current" or "block": how scales are found; ValueError for another
+    The weight is taken to be quantized at every step, as without `is_first_microbatch`.
+    """
+    if kind not in _RATES:
+        raise ValueError(f"kind={kind!r} has not been measured; choose one of {', '.join(_RATES)}")
+    rate = _RATES[kind]
+    elements = (m * k + n * k + m * n) / 1e6
+    operations = 6 * m * n * k / 1e9
+    cost, saved = rate.quantize * elements + rate.launch, rate.saved * operations
+    if cost <= saved:
+        return None
+    return (
+        f"quantizing for {m}x{k} @ {k}x{n} costs about {cost:.0f} us a step and FP8 products save {saved:.0f} us; "
+        "a larger M amortizes it"
+    )
 
 
 class PrecisionRequest(NamedTuple):
@@ -19,10 +60,6 @@ class PrecisionRequest(NamedTuple):
     k: int
     kind: str
     asked: bool
-
-
-def _refuses_quantized(request: PrecisionRequest) -> str | None:
-    return fp8_refusal(*request[:4]) if request.asked else None
 
 
 def _refuses_high_precision(request: PrecisionRequest) -> str | None:
@@ -37,19 +74,14 @@ def _refuses_high_precision(request: PrecisionRequest) -> str | None:
 TABLE: Table[PrecisionRequest] = Table(
     "precision",
     (
-        Backend("quantized", refuses=_refuses_quantized),
+        Backend("quantized", refuses=lambda request: fp8_refusal(*request[:4]) if request.asked else None),
         Backend("high_precision", refuses=_refuses_high_precision),
     ),
     describe=PrecisionRequest,
 )
 
 
-def kind_of(recipe: Recipe) -> str | None:
-    """How a recipe finds its scales, where the worth of it has been measured."""
-    return family_of(recipe).measured_as
-
-
 def quantizes(recipe: Recipe, m: int, n: int, k: int) -> bool:
-    """Is a layer of these extents to be quantized under the recipe?"""
-    kind = kind_of(recipe)
+    """Return whether a layer of these extents is quantized under the recipe; always, unless its time is measured."""
+    kind = family_of(recipe).measured_as
     return kind is None or TABLE.choose((m, n, k, kind, env.flag("NVTE_FP8_AUTO"))) == "quantized"

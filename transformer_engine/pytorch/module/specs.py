@@ -20,7 +20,7 @@ from ..distributed.tensor_parallel import TensorParallel
 from ..functions.linear_spec import LinearSpec
 from ..functions.scale_update import OF_THE_PASS, ScaleUpdate
 from ..functions.weight_gradient import WeightGradient, WeightGradStore
-from ..runtime.backward_thread import keep_backward_here
+from ..runtime.autograd import keep_backward_here
 from ..runtime.warn_once import warn_once
 from ..tensor.quantizer import Quantizer
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
@@ -42,7 +42,7 @@ class Facts(NamedTuple):
         return issubclass(self.kind, QuantizedTensorStorage)
 
 
-class Run(NamedTuple):
+class EqualFacts(NamedTuple):
     """Facts of consecutive parameters that agree in them, as they stand in a key; see `ProductsModule.spec`."""
 
     facts: tuple[Any, ...] | None
@@ -201,25 +201,23 @@ def quantizable(call: Call, shapes: Sequence[tuple[int, int]]) -> tuple[ProductQ
     for product, (k, n) in zip(active.products, shapes, strict=True):
         reason = product_refusal(product, rows, k, n)
         if reason is not None:
-            if not call.traced:
-                _announce(call.config, f"not under {type(active.recipe).__name__}: {reason}")
+            if not call.traced and call.config not in _warned_configs:
+                _warned_configs.add(call.config)
+                warnings.warn(
+                    f"{call.config._kind} runs in high precision, not under {type(active.recipe).__name__}: {reason}",
+                    stacklevel=5,
+                )
             return unquantized(len(active.products)).products
     return active.products if _pays(call, rows, shapes) else unquantized(len(active.products)).products
 
 
-# Layers, by their settings, that have said so. Sizes that vary from call to call would say it again for each.
-_announced: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def _announce(config: Any, reason: str) -> None:
-    """One warning a layer, until its settings change."""
-    if config not in _announced:
-        _announced.add(config)
-        warnings.warn(f"{config._kind} runs in high precision, {reason}", stacklevel=6)
+# Configurations of the layers that have warned: one warning per layer, until its settings change. Without this set,
+# sizes that vary from call to call would repeat the warning.
+_warned_configs: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _pays(call: Call, rows: int, shapes: Sequence[tuple[int, int]]) -> bool:
-    """Is there no product whose quantization costs too much? A compiled graph has no fixed extents to judge."""
+    """Return whether no product loses time by quantization; a compiled graph has no fixed extents to compare."""
     if call.x[3].type != "cuda" or call.config.primary_weights_in_fp8 or call.traced:
         return True
     assert call.active.recipe is not None
@@ -279,13 +277,6 @@ def weight_gradient(call: Call, product: int) -> WeightGradient:
     )
 
 
-def _is_plain(call: Call, quantizers: ProductQuantizers, weight: Facts | None) -> bool:
-    """Are input, weight and gradients multiplied as they are?"""
-    if weight is None or weight.is_quantized or call.input.is_quantized:
-        return False
-    return quantizers is UNQUANTIZED
-
-
 def product_spec(
     call: Call,
     number: int,
@@ -326,6 +317,10 @@ def product_spec(
         needs_grad_bias=needs_grad_bias,
         scale_update=update,
         traced=call.traced,
-        plain=_is_plain(call, quantizers, weight),
+        plain=(
+            quantizers is UNQUANTIZED
+            and weight is not None
+            and not (weight.is_quantized or call.input.is_quantized)
+        ),
         communicates=communicates,
     )

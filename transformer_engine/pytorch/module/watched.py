@@ -72,17 +72,18 @@ def _writes(
     return write
 
 
-def _states(meta: WatchedDict) -> object:
-    return id(meta.get("scaling_fwd")), id(meta.get("scaling_bwd"))
-
-
-def _members(slots: Slots) -> object:
-    return [id(quantizer) for quantizer in slots]
-
-
 for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
-    setattr(WatchedDict, _name, _writes(dict, _name, _states, Active.forget))
+    setattr(
+        WatchedDict,
+        _name,
+        _writes(
+            dict,
+            _name,
+            lambda meta: (id(meta.get("scaling_fwd")), id(meta.get("scaling_bwd"))),
+            Active.forget,
+        ),
+    )
 for _name in (
     "__setitem__", "__delitem__", "__iadd__", "append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort",
 ):  # fmt: skip
-    setattr(Slots, _name, _writes(list, _name, _members, Active.regroup))
+    setattr(Slots, _name, _writes(list, _name, lambda slots: list(map(id, slots)), Active.regroup))

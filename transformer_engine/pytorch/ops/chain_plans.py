@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ...common.memory import Memory
-from ...common.passes.grouped import over_groups
-from ...common.passes.linear import LinearFacts
+from ...common.passes.linear import LinearFacts, over_groups
 from ...common.passes.rules import (
     ACCUMULATED_PRODUCT,
     BIAS_IN_PRODUCT,
@@ -23,7 +22,7 @@ from ...common.passes.rules import (
     without_identity_casts,
 )
 from ...common.passes.step import Pass, Step
-from ...common.passes.vocabulary import Cast, ColumnSum
+from ...common.passes.vocabulary import CastSettings, ColumnSum
 from ..functions.run import Schedule, schedule_of
 from ..runtime.tracing import constant_while_tracing
 from .pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPart, PassBuilder, Value
@@ -95,7 +94,7 @@ def _allowed(members: dict[str, Contribution]) -> Callable[[str, Step, Step], bo
             settings = producer.settings if reader.op == "column_sum" else reader.settings
         cast = settings.cast if isinstance(settings, ColumnSum) else settings
         if rule in (CODES_FROM_PRODUCER.name, CODES_AND_SUMS_FROM_PRODUCER.name, CODES_BESIDE_SUMS.name):
-            if not isinstance(cast, Cast):
+            if not isinstance(cast, CastSettings):
                 return False
             return members[_operation(cast.layer)].takes_codes(cast.tensor, producer, sums)
         return True
@@ -140,7 +139,7 @@ def _over_groups(members: tuple[PassMember, ...]) -> list[str]:
     return [member.name for member in members if member.contribution.over_groups]
 
 
-def _is_plain(contributions: dict[str, Contribution]) -> Callable[[Cast], bool]:
+def _is_plain(contributions: dict[str, Contribution]) -> Callable[[CastSettings], bool]:
     return lambda cast: contributions[_operation(cast.layer)].is_plain(cast.layer)
 
 
@@ -165,7 +164,9 @@ def _plan_backward(key: tuple[BackwardKey, bool]) -> BackwardPlan:
                 inputs.append(source)
             # A plain layer saves the matrix itself and reads it by columns here.
             if name is not None and source is not None and name != source:
-                columns.append(Step("cast", (source,), (None, name), Cast(member.name, "", False, True)))
+                columns.append(
+                    Step("cast", (source,), (None, name), CastSettings(member.name, "", False, True))
+                )
         if part.grad_input is not None:
             value = part.grad_input
     first = parts[0].grad_input

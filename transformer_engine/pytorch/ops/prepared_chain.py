@@ -19,7 +19,7 @@ from ..functions.linear_spec import LinearSpec, backward_quantizers
 from ..functions.run import run
 from ..functions.saving import keep, pack, take_early, unpack
 from ..functions.scale_update import of_the_pass
-from ..runtime.applying import applier
+from ..runtime.autograd import applier
 from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .chain import ChainEnvironment, grad_facts

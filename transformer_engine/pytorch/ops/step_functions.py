@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.passes.vocabulary import Dropout, Layer, Named
+from ...common.passes.vocabulary import DropoutSettings, Layer, Named
 from ..functions.caller_buffers import handed_out
 from ..functions.grouped_call import GroupedCall, members_of, stacked_gradient
 from ..functions.steps import OPERATIONS, leading_shape
@@ -78,7 +78,7 @@ def _situ_glu_backward(env: Any, constants: tuple[float, float], dy: Tensor, x: 
     return (torch.cat((da, db), dim=-1).to(dy.dtype),)
 
 
-def _dropout(env: Any, s: Dropout, x: Tensor) -> tuple[Tensor, Tensor]:
+def _dropout(env: Any, s: DropoutSettings, x: Tensor) -> tuple[Tensor, Tensor]:
     p = env.objects[s.dropout, "p"]
     return dropout_forward(x, p, seed=draw_seed(x.device))
 

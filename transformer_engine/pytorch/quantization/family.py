@@ -48,7 +48,7 @@ class Family:
     alignment        (recipe) -> rows of a group are padded to a multiple of this before quantization
     samples          its formats, to be measured one by one
     attention        scaling of FP8 attention: "delayed", "current" or "block"; None: unsupported
-    measured_as      name of the measurements of its products in `fp8_worth`; None: not measured
+    measured_as      name of the measurements of its products in `module/precision.py`; None: not measured
     stateful         its states take part in scale updates
     follows_history  scales depend on earlier steps, so that they have changed by the backward
     checkpointed     a checkpoint may hold the recipe; False for recipes with code

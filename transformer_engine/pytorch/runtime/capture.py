@@ -95,11 +95,6 @@ _INVALIDATED = (
 )
 
 
-def _is_invalidated(error: BaseException) -> bool:
-    """Has CUDA given the capture up, as it says only when it ends?"""
-    return isinstance(error, RuntimeError) and "during capture" in str(error)
-
-
 @functools.cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
     """One for all recorders of a device: libraries keep a workspace for each stream that they have run on."""
@@ -142,7 +137,7 @@ class CudaRecorder:
         except BaseException as error:
             torch.cuda.set_stream(here)
             self._leave_capture()
-            if _is_invalidated(error):
+            if isinstance(error, RuntimeError) and "during capture" in str(error):
                 raise RuntimeError(_INVALIDATED) from error
             raise
         return CudaRecording(graph, results)

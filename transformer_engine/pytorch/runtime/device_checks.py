@@ -67,7 +67,16 @@ def demand(rule: Rule, tensors: tuple[Tensor | None, ...], *facts: Any) -> None:
     if not plain:
         return
     if level == "1":
-        _demand_later(rule, tensors, facts)
+        _settle(wait=False)
+        numbers: list[Tensor | None] = []
+        for tensor in tensors:
+            if tensor is not None:
+                pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
+                tensor = pinned.copy_(tensor.detach(), non_blocking=True)
+            numbers.append(tensor)
+        event = torch.cuda.Event()
+        event.record()
+        collect(Waiting(rule, numbers, facts, event.query, event.synchronize))
     else:
         rule(*[None if tensor is None else tensor.tolist() for tensor in tensors], *facts)
 
@@ -79,19 +88,6 @@ def check() -> None:
     with TE_CHECK=2 by the call itself.
     """
     _settle(wait=True)
-
-
-def _demand_later(rule: Rule, tensors: tuple[Tensor | None, ...], facts: tuple[Any, ...]) -> None:
-    _settle(wait=False)
-    numbers = [None if x is None else _copied(x) for x in tensors]
-    event = torch.cuda.Event()
-    event.record()
-    collect(Waiting(rule, numbers, facts, event.query, event.synchronize))
-
-
-def _copied(x: Tensor) -> Tensor:
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu")
-    return host.copy_(x.detach(), non_blocking=True)
 
 
 def collect(waiting: Waiting) -> None:

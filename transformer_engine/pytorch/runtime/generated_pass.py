@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...common.formats import round_up
 from ...common.kernels.launch import ALIGNMENT, Handle, starter
 from .device import only_device
-from .scratch import Life, Plan, plan
 from .symbols import Called, Form, Instructions, Made, Multiplied, NotListed, Numbers, Started, Symbol
 from .zeros import numbers
 
@@ -59,12 +59,22 @@ class _Writer:
         self.given = len(instructions.given)
         self.handles = _handles(instructions)
         self.named: dict[int, str] = {}
-        self.last = self._last_reads()
+        # The index of the last instruction that reads each buffer that is not a result.
+        returned = {result.buffer for result in self.results if result is not None}
+        self.last: dict[int, int] = {}
+        for number, step in enumerate(instructions.steps):
+            self.last.update((buffer, number) for buffer in _read(step) if buffer not in returned)
         self.forms = self._forms_wanted()
         self.scratch = self._scratch()
 
     def function(self) -> Generated:
-        body = [line for step, dead in self._steps() for line in (*self._written(step), *dead)]
+        deleted: dict[int, list[str]] = {}  # lines that delete buffers, by the instruction before them
+        for buffer, number in self.last.items():
+            if buffer not in self.scratch.offsets:
+                deleted.setdefault(number, []).append(f"del b{buffer}")
+        body: list[str] = []
+        for number, step in enumerate(self.instructions.steps):
+            body += [*self._written(step), *deleted.get(number, ())]
         given = [f"b{i}" for i in range(self.given)]
         answers = ", ".join([self._answer(result) for result in self.results])
         here = [i for i in range(self.given) if self.instructions.forms[i] is not None]
@@ -140,15 +150,7 @@ class _Writer:
         lines = [f"{''.join(f'b{buffer}, ' for buffer in buffers)}= numbers(device, {zeroed})"]
         return lines + [f"p{buffer} = b{buffer}.data_ptr()" for buffer in buffers]
 
-    def _last_reads(self) -> dict[int, int]:
-        """Return the index of the last instruction that reads each buffer that is not a result."""
-        answered = {result.buffer for result in self.results if result is not None}
-        last: dict[int, int] = {}
-        for number, step in enumerate(self.instructions.steps):
-            last.update((buffer, number) for buffer in _read(step) if buffer not in answered)
-        return last
-
-    def _scratch(self) -> Plan:
+    def _scratch(self) -> ScratchPlan:
         """Return the offsets of small buffers that are not results in one shared allocation."""
         lives = [
             Life(step.buffer, number, self.last[step.buffer], _elements(step.form) * step.form.dtype.itemsize)
@@ -156,16 +158,8 @@ class _Writer:
             if isinstance(step, Made) and step.buffer in self.last
         ]
         small = [life for life in lives if life.bytes <= _SMALL // 4]
-        planned = plan(small)
-        return planned if len(small) > 1 and planned.bytes <= _SMALL else Plan({}, 0)
-
-    def _steps(self) -> list[tuple[Any, list[str]]]:
-        """Return the instructions, each with the lines that delete buffers after it."""
-        deleted: dict[int, list[str]] = {}
-        for buffer, number in self.last.items():
-            if buffer not in self.scratch.offsets:
-                deleted.setdefault(number, []).append(f"del b{buffer}")
-        return [(step, deleted.get(number, [])) for number, step in enumerate(self.instructions.steps)]
+        planned = plan_scratch(small)
+        return planned if len(small) > 1 and planned.bytes <= _SMALL else ScratchPlan({}, 0)
 
     def _forms_wanted(self) -> dict[int, Form]:
         """Return the form in which each buffer is allocated: that of the result, if it is returned in one form."""
@@ -194,9 +188,8 @@ class _Writer:
             return [f"b{step.buffer} = {value}", f"p{step.buffer} = b{step.buffer}.data_ptr()"]
         if isinstance(step, Numbers):
             return []
-        return self._started(step) if isinstance(step, Started) else self._multiplied(step)
-
-    def _started(self, step: Started) -> list[str]:
+        if isinstance(step, Multiplied):
+            return self._multiplied(step)
         handle = self.handles[id(step)]
         before = ", ".join(map(str, handle.grid))
         values = [self._constant(value) for value in handle.middle]
@@ -310,3 +303,45 @@ def _elements(form: Form) -> int:
     """Return the number of elements from the first to the last of a form."""
     reach = [(size - 1) * stride for size, stride in zip(form.shape, form.strides, strict=True)]
     return sum(reach) + 1
+
+
+_APART = 256  # bytes; the most that a product's algorithm asks of a pointer
+
+
+class Life(NamedTuple):
+    """A buffer of so many bytes, from the step that makes it to the one that reads it last."""
+
+    buffer: int
+    first: int
+    last: int
+    bytes: int
+
+
+class ScratchPlan(NamedTuple):
+    """Offset of each buffer in one allocation of so many bytes."""
+
+    offsets: dict[int, int]
+    bytes: int
+
+
+def plan_scratch(lives: Sequence[Life]) -> ScratchPlan:
+    """Place buffers of a few steps in one allocation, apart if their lives overlap.
+
+    Each buffer gets the lowest offset that is free during its whole life, in the order of the first steps.
+    """
+    offsets: dict[int, int] = {}
+    placed: list[Life] = []
+    for life in sorted(lives, key=lambda life: life.first):
+        taken = sorted(
+            (offsets[other.buffer], offsets[other.buffer] + other.bytes)
+            for other in placed
+            if life.first <= other.last
+        )
+        offset = 0
+        for begin, end in taken:
+            if offset + life.bytes <= begin:
+                break
+            offset = max(offset, round_up(end, _APART))
+        offsets[life.buffer] = offset
+        placed.append(life)
+    return ScratchPlan(offsets, max((offsets[life.buffer] + life.bytes for life in placed), default=0))

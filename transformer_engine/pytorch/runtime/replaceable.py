@@ -1,17 +1,19 @@
-"""Which names of a file of this package another library has put its own into, and which of its classes it has changed.
+"""What other libraries have replaced: names of a file of this package, methods of its classes, calls of a module.
 
 Tools for fake quantization and for batch-invariant results replace the original's private functions by assigning to
-its files. A layer asks `replaced.names` in every call, an empty set nearly always, and else goes another way.
+its modules. A layer reads `replaced.names` in every call; if the set is not empty, it calls the replaced names.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules import module as everywhere
 
 
 class Replaced:
@@ -64,3 +66,32 @@ class ReplaceableFunction(type(torch.autograd.Function)):
         steps.assigned(name, known if value == known else value)
         for replaced in cls.watchers:
             (replaced.names.add if steps.names else replaced.names.discard)(f"{cls.__name__}.{name}")
+
+
+_called: Any = nn.Module.__call__
+
+
+def is_bare(module: nn.Module, kind: type[nn.Module], forward: Callable[..., Any]) -> bool:
+    """Return whether module(x) is forward(module, x) and nothing else.
+
+    A layer may then pass its child more than the arguments of the child's public forward. False if a hook would see
+    the call, forward is replaced, the module is compiled, or torch.jit traces.
+    """
+    return (
+        type(module) is kind
+        and kind.forward is forward
+        and kind.__call__ is _called
+        and "forward" not in module.__dict__
+        and module._compiled_call_impl is None
+        and not (
+            module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+            or everywhere._global_forward_hooks
+            or everywhere._global_forward_pre_hooks
+            or everywhere._global_backward_hooks
+            or everywhere._global_backward_pre_hooks
+            or torch._C._get_tracing_state()
+        )
+    )

@@ -21,37 +21,32 @@ def zero(device: torch.device) -> Tensor:
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.float32, device=device)
-    return _slot(device)
-
-
-def scalar(device: torch.device) -> Tensor:
-    """float32 [1] that holds anything: a slot costs less than an allocation."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.empty(1, dtype=torch.float32, device=device)
-    return _slot(device)
+    return _popped(_slots_of(device), device)
 
 
 def numbers(device: torch.device, zeroed: Sequence[bool]) -> list[Tensor]:
-    """zero(device) or, where that is not asked for, scalar(device), asking once which stream they are for."""
+    """Return tensors float32 [1], those that are zeroed as by `zero`, for the current stream of the device.
+
+    The others hold any value; on a GPU they are zeros too, because a slot costs less than an allocation.
+    """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return [zero(device) if cleared else scalar(device) for cleared in zeroed]
+        return [
+            (torch.zeros if cleared else torch.empty)(1, dtype=torch.float32, device=device)
+            for cleared in zeroed
+        ]
     slots = _slots_of(device)
     return [_popped(slots, device) for _ in zeroed]
 
 
-def _slot(device: torch.device) -> Tensor:
-    return _popped(_slots_of(device), device)
-
-
 def _slots_of(device: torch.device) -> list[Tensor]:
-    """Of the current stream."""
+    """Return the unused slots of the device's current stream."""
     return _slots.setdefault((device.index, current_stream(device.index)), [])
 
 
 def _popped(slots: list[Tensor], device: torch.device) -> Tensor:
     try:
         return slots.pop()
-    except IndexError:  # asked afterwards: two threads may share a stream
+    except IndexError:  # not checked before the pop: two threads may share a stream
         with torch.inference_mode(False), torch.no_grad():
             # 16 bytes apart, as aligned tensors are; .data, so that a write to one leaves the versions of the others.
             cleared = torch.zeros(_SLOTS, 4, dtype=torch.float32, device=device)

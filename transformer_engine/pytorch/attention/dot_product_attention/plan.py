@@ -25,7 +25,7 @@ from ...primitives.attention.choose import choose
 from ...primitives.attention.operators import choose_when_traced
 from ...primitives.attention.passes import Bound
 from ...primitives.attention.visible import default_slopes
-from ...runtime.backward_thread import keep_backward_here
+from ...runtime.autograd import keep_backward_here
 from ...runtime.tracing import in_eager_mode
 from ..inference import CachedKeysValues
 from .arguments import check_cache, check_slopes, check_tensors, settled, sink_of

@@ -22,7 +22,7 @@ from ...primitives.attention.call import Attended, AttentionCall, AttentionInput
 from ...primitives.attention.choose import passes_of
 from ...primitives.attention.operators import BIAS, SINK, as_traced
 from ...primitives.attention.passes import Bound, Passes, Whole, passes_apart
-from ...runtime.applying import applier
+from ...runtime.autograd import applier
 from ...runtime.double_backward import is_recorded, once_differentiable, replayed
 from ..saving import take_saved
 from ..split_heads import joined, parts_of, split_heads

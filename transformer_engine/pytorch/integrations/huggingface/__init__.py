@@ -9,9 +9,9 @@
 
 from ....common import absent
 from .convert import convert_hf, revert_hf
+from .core import get_te_attention_stats, reset_te_attention_stats
 from .injection import inject_te_attention, inject_te_attention_into_module
 from .interface import register_te_attention
-from .stats import get_te_attention_stats, reset_te_attention_stats
 
 __all__ = [
     "convert_hf",

@@ -6,11 +6,13 @@ are no children of the layer, whose checkpoints stay those of the stock model, a
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
+from ....common import env
 from ...attention import DotProductAttention
 from ...runtime.tracing import constant_while_tracing
 from .masks import Masking
@@ -19,7 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Kind:
+class CoreSettings:
     """What calls of one DotProductAttention have in common; causal: a window without a limit is another one then."""
 
     heads: int
@@ -47,9 +49,9 @@ class Cores:
     """The DotProductAttentions of one layer."""
 
     def __init__(self) -> None:
-        self._made: dict[Kind, DotProductAttention] = {}
+        self._made: dict[CoreSettings, DotProductAttention] = {}
 
-    def of(self, kind: Kind) -> DotProductAttention:
+    def of(self, kind: CoreSettings) -> DotProductAttention:
         """That of a kind, made at its first call."""
         core = self._made.get(kind)
         if core is None:
@@ -69,12 +71,14 @@ def _make_while_tracing(name: str, text: str) -> bool:
     if not hasattr(_traced, name):
         numbers = [float.fromhex(part) for part in text.split()]
         setattr(
-            _traced, name, Kind(*[int(n) for n in numbers[:4]], *numbers[4:6], causal=bool(numbers[6])).made()
+            _traced,
+            name,
+            CoreSettings(*[int(n) for n in numbers[:4]], *numbers[4:6], causal=bool(numbers[6])).made(),
         )
     return True
 
 
-def core_of(module: torch.nn.Module, kind: Kind) -> DotProductAttention:
+def core_of(module: torch.nn.Module, kind: CoreSettings) -> DotProductAttention:
     """The module's DotProductAttention of a kind; a compiler has it made by a call that it takes for a constant."""
     if not torch.compiler.is_compiling():
         cores = module.__dict__.get("_te_cores")
@@ -117,3 +121,31 @@ def in_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+logger = logging.getLogger(__name__)
+
+_counts = {"te_hits": 0, "fallback_mask": 0, "fallback_scale_mismatch": 0, "fallback_input": 0}
+_logged_every = env.watch("TE_ATTENTION_LOG_EVERY")
+
+
+def get_te_attention_stats() -> dict[str, int]:
+    """A copy of the counters."""
+    return dict(_counts)
+
+
+def reset_te_attention_stats() -> None:
+    """Every counter is 0 again."""
+    for name in _counts:
+        _counts[name] = 0
+
+
+def count(name: str) -> None:
+    """One more attention of that name; with TE_ATTENTION_LOG_EVERY=n each n-th call logs all counters."""
+    if torch.compiler.is_compiling():
+        return
+    _counts[name] += 1
+    if _logged_every() is not None:
+        every = int(env.get("TE_ATTENTION_LOG_EVERY") or 0)
+        if every > 0 and sum(_counts.values()) % every == 0:
+            logger.info("attentions so far: %s", _counts)

@@ -73,7 +73,13 @@ class FusedAttention(nn.Module):
         query, key, value = (part.transpose(1, 2) for part in parts)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attended, weights = self._attention()(
+        library: Any = sys.modules[
+            "transformers.modeling_utils"
+        ]  # loaded: the stock layer is from transformers
+        attention = library.ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, self.eager
+        )
+        attended, weights = attention(
             self,
             query,
             key,
@@ -86,12 +92,6 @@ class FusedAttention(nn.Module):
         )
         attended = attended.reshape(*hidden_states.shape[:-1], -1).contiguous()
         return self.o_proj(attended), weights
-
-    def _attention(self) -> Callable[..., tuple[Tensor, Tensor | None]]:
-        library: Any = sys.modules[
-            "transformers.modeling_utils"
-        ]  # loaded: this was made from one of its layers
-        return library.ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self.eager)
 
     def _queries_keys_values(self, qkv: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[b, s, heads | groups | groups, d] of qkv [b, s, ..], queries and keys turned by angles [1 | b, s, d]."""

@@ -15,9 +15,8 @@ from torch import Tensor
 from ....common.checks import described
 from ...attention import DotProductAttention
 from . import masks, sdpa
-from .core import DTYPES, Cores, Kind, attend, in_autocast
-from .layouts import Layout, layout_of
-from .stats import count
+from .core import DTYPES, Cores, CoreSettings, attend, count, in_autocast
+from .layouts import HeadLayout, layout_of
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +87,7 @@ class InjectedForward:
 class Replacement:
     """out [b, h, q, d_v] of torch's scaled_dot_product_attention, of queries, keys and values of one layer."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: HeadLayout) -> None:
         self.layout = layout
         self.cores = Cores()
         self.warned = False
@@ -96,7 +95,7 @@ class Replacement:
     def core(self, dropout: float, causal: bool) -> DotProductAttention:
         """The layer's DotProductAttention with a dropout, for masks that are causal or for the others."""
         a = self.layout
-        return self.cores.of(Kind(a.heads, a.groups, a.size, a.size_v, a.scale, dropout, causal))
+        return self.cores.of(CoreSettings(a.heads, a.groups, a.size, a.size_v, a.scale, dropout, causal))
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
@@ -107,7 +106,10 @@ class Replacement:
         k, v = self._once(k), self._once(v)
         refusal = self._refusal(q, k, v, scale)
         if refusal is None:
-            masking = self._masking(q, k, attn_mask, is_causal)
+            if attn_mask is None:
+                masking = masks.without_tensor(is_causal, q.shape[2], k.shape[2], self.layout.window)
+            elif not is_causal:
+                masking = masks.of_mask(attn_mask, q.shape[0])
             refusal = "fallback_mask" if masking is None else None
         count(refusal or "te_hits")
         if masking is None or refusal is not None:
@@ -142,11 +144,6 @@ class Replacement:
             self._warn_of_scale(asked)
             return "fallback_scale_mismatch"
         return None
-
-    def _masking(self, q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> masks.Masking | None:
-        if mask is None:
-            return masks.without_tensor(causal, q.shape[2], k.shape[2], self.layout.window)
-        return None if causal else masks.of_mask(mask, q.shape[0])
 
     def _warn_of_scale(self, scale: float) -> None:
         if self.warned or torch.compiler.is_compiling():

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ....common import optional
 from . import masks
-from .core import Kind, attend, core_of, in_autocast
-from .stats import count
+from .core import CoreSettings, attend, core_of, count, in_autocast
 
 NAME = "transformer_engine"
 
@@ -68,7 +67,7 @@ def te_attention_forward(
     else:
         masking = masks.of_mask(attention_mask, q.shape[0]) or masks.as_it_is(attention_mask)
     core = core_of(
-        module, Kind(q.shape[1], k.shape[1], q.shape[3], v.shape[3], scale, dropout, masking.causal)
+        module, CoreSettings(q.shape[1], k.shape[1], q.shape[3], v.shape[3], scale, dropout, masking.causal)
     )
     count("te_hits")
     return attend(core, q, k, v, masking), None

@@ -24,7 +24,7 @@ _WRAPPED = ("linear", "base_layer")
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class HeadLayout:
     """size of queries and keys; groups: heads of keys and values; window: keys that a query sees, its own included."""
 
     heads: int
@@ -40,7 +40,7 @@ class Layout:
         return self.heads // self.groups
 
 
-def layout_of(module: torch.nn.Module) -> Layout | None:
+def layout_of(module: torch.nn.Module) -> HeadLayout | None:
     """The layout of an attention module; None: it is none, or none whose projections are known here."""
     found = _of_separate(module) or _of_fused(module)
     if found is None:
@@ -49,7 +49,7 @@ def layout_of(module: torch.nn.Module) -> Layout | None:
     if min(found) < 1 or heads % groups:
         return None
     scale = next((s for name in _SCALE if isinstance(s := getattr(module, name, None), float)), None)
-    return Layout(heads, groups, size, size_v, size**-0.5 if scale is None else scale, _window(module))
+    return HeadLayout(heads, groups, size, size_v, size**-0.5 if scale is None else scale, _window(module))
 
 
 def _window(module: torch.nn.Module) -> int | None:

@@ -197,18 +197,15 @@ class Attention(CachedAttention, ABC):
         if not setting(self.config, "fused_single_qkv_rope", False) or self.attention_type == "cross":
             return False
         turns = rotary_pos_emb is not None and all(part is not None for part in rotary_pos_emb)
-        plain = not self._norms_heads() and concentration(self.config) == 1.0
+        norms = (getattr(self, "q_layernorm", None), getattr(self, "k_layernorm", None))
+        has_norms = any(norm is not None and type(norm).__name__ != "IdentityOp" for norm in norms)
+        plain = not has_norms and concentration(self.config) == 1.0
         if not turns or context is not None or packed or not plain:
             raise ValueError(
                 "fused_single_qkv_rope=True needs rotary_pos_emb of queries and of keys, and neither norms of them "
                 "(qk_layernorm, qk_l2_norm), YaRN's factor, a cache nor packed sequences; turn it off"
             )
         return True
-
-    def _norms_heads(self) -> bool:
-        """Do queries or keys pass a norm between the projection and their rotation?"""
-        norms = (getattr(self, "q_layernorm", None), getattr(self, "k_layernorm", None))
-        return any(norm is not None and type(norm).__name__ != "IdentityOp" for norm in norms)
 
     def _rotated(
         self, query: Tensor, key: Tensor, embeddings: Any, context: Any, packed: Any

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .equivalents import AttnMaskType, MegatronModule, ranks_of, setting
-from .packed_core import Rows, attend, of_pages, packed_core
+from .packed_core import PackedRows, attend, of_pages, packed_core
 from .rotation import check_reach, concentration, rotated_by_tables
 
 
@@ -154,7 +154,7 @@ class CachedAttention(MegatronModule):
             query_layer.transpose(0, 1).flatten(0, 1),
             inference_key_memory[:, :batch].transpose(0, 1),
             inference_value_memory[:, :batch].transpose(0, 1),
-            Rows(cu_queries, new, lengths, inference_key_memory.shape[0]),
+            PackedRows(cu_queries, new, lengths, inference_key_memory.shape[0]),
         )
         return out.view(batch, new, *out.shape[1:])
 
@@ -171,7 +171,7 @@ class CachedAttention(MegatronModule):
         if self.training:
             raise RuntimeError("caches in pages serve inference; call eval() on the layer first")
         keys, values = of_pages(k, block_table), of_pages(v, block_table)
-        rows = Rows(cu_seqlens_q.int(), max_seqlen_q, seqlens_k.int(), keys.shape[1])
+        rows = PackedRows(cu_seqlens_q.int(), max_seqlen_q, seqlens_k.int(), keys.shape[1])
         core = self._packed_core(softmax_offset)
         return attend(core, q.squeeze(1), keys, values, rows).unsqueeze(1)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...attention import DotProductAttention
 
 
-class Rows(NamedTuple):
+class PackedRows(NamedTuple):
     """cu_queries int32 [b + 1] and the longest of them; lengths int32 [b] of keys, in rows of `width` each."""
 
     cu_queries: Tensor
@@ -38,7 +38,9 @@ def packed_core(
     ).eval()
 
 
-def attend(core: DotProductAttention, query: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
+def attend(
+    core: DotProductAttention, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows
+) -> Tensor:
     """query [t, heads, size]; keys and values [b, width, groups, size] of which the first lengths[i] count."""
     batch = rows.lengths.shape[0]
     starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * rows.width

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from ....common.numbers import to_bool, to_float, to_int
 from ....common.passes.step import Step
-from ....common.passes.vocabulary import Dropout as DropoutSettings
-from ....common.passes.vocabulary import Named
+from ....common.passes.vocabulary import DropoutSettings, Named
 from ...quantization import QuantizerRole
 from ..chain import ChainEnvironment, InputFacts, OperationCall
 from ..pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPart, PassBuilder, Value

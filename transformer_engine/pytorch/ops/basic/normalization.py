@@ -12,7 +12,7 @@ from torch import Tensor
 from ....common import env
 from ....common.numbers import to_bool, to_float, to_int
 from ....common.passes.step import Step
-from ....common.passes.vocabulary import Norm as NormSettings
+from ....common.passes.vocabulary import NormSettings
 from ...functions.normalization import Norm
 from ...runtime.device import canonical_device, is_meta
 from ...runtime.warn_once import warn_once

@@ -1,4 +1,4 @@
-"""cuBLASLt through nvmath-python's bindings: whether it can be loaded, its constants, its handles and workspaces."""
+"""cuBLASLt through nvmath-python's bindings: whether it can be loaded, its constants, handles and workspaces."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ....common import optional
+from ....common.memory import Memory
+from ...runtime.device import canonical_device
 from ...runtime.tracing import constant_while_tracing
 
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA recommends for compute capability 9.0; smaller GPUs need less
@@ -86,3 +88,19 @@ def current_stream(device: int) -> int:
 def current_device() -> int:
     """The number of the calling thread's current CUDA device."""
     return torch._C._cuda_getDevice()
+
+
+_cublas_workspace = None  # callers of the original assign their own scratch memory to this name
+
+
+_callers_workspaces: Memory[torch.device, Tensor] = Memory(
+    lambda device: torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device), 8
+)
+
+
+def get_workspace() -> Tensor:
+    """Return scratch memory of the current device, uint8 [WORKSPACE_BYTES], for callers that pass it on to products.
+
+    The products of this package do not use it: see `workspace`.
+    """
+    return _callers_workspaces[canonical_device("cuda")]
