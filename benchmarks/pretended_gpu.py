@@ -74,8 +74,7 @@ def _pretend_memory() -> None:
         return [zeros._popped(slots, device) for _ in zeroed]
 
     everywhere("numbers", numbers)
-    everywhere("zero", zeros._slot)
-    everywhere("scalar", zeros._slot)
+    everywhere("zero", lambda device: numbers(device, (True,))[0])
     torch.cuda.device = _Device  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -20,7 +20,7 @@ MOST = {
     "layernorm_mlp/current/fb": 82,
     "layernorm_mlp/block/fb": 74,
     "linear/block/fb_later": 80,
-    "grouped_linear/delayed/fb": 222,
+    "grouped_linear_8/delayed/fb": 222,
     "autocast/delayed/empty": 34,
 }
 

@@ -111,7 +111,7 @@ class GroupedCall:
     def environment(self, dtypes: Dtypes, leading: tuple[int, ...]) -> Environment:
         """Return the environment of the passes; see `LinearSpec.environment`."""
         linears: dict[str, Any] = {LINEAR: self}
-        return Environment(linears, dict(zip((LINEAR,), dtypes, strict=False)), leading)
+        return Environment(linears, {LINEAR: dtypes[0]} if dtypes else {}, leading)
 
     def rows_of(self, x: Any) -> Sequence[Any]:
         """Return each group's rows of a matrix; values that are given per group are returned as they are."""

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from ...common.passes.vocabulary import CastSettings, ColumnSum, Layer, Product
+from ..offload.marks import active as offloading
+from ..offload.marks import mark_ready
 from ..primitives.column_sums import column_sums
 from ..primitives.gemm import Epilogue, gemm
 from ..primitives.grouped_gemm import (
@@ -36,7 +38,8 @@ from .layer import backward_of_layer, forward_of, infer
 from .layer_passes import LayerPasses, layer_passes, linear_facts
 from .linear_operands import input_operands, weight_operands
 from .linear_spec import LINEAR, Environment, LinearSpec
-from .saving import backward_of
+from .run import run
+from .saving import backward_of, keep, pack, take_early, unpack
 from .steps import OPERATIONS, operand_of
 from .weight_gradient import WeightGradient, main_grad_of
 
@@ -82,15 +85,34 @@ class _GroupedLinear(torch.autograd.Function):
         weights, biases = parameters[:count], parameters[count:]
         ctx.counts = (count, len(biases))
         dtypes = (weights[0].dtype, (biases or weights)[0].dtype)
-        return forward_of(ctx, call, _inputs(call.spec, x, weights, biases), (dtypes,))[0]
+        inputs = _inputs(call.spec, x, weights, biases)
+        if torch.compiler.is_compiling():
+            return forward_of(ctx, call, inputs, (dtypes,))[0]
+        # The work of `forward_of`: neither are there compiled passes, nor dimensions in place of the rows.
+        if offloading.synchronizer is not None:
+            mark_ready(x)
+        ctx.spec = call
+        ctx.environment = environment = Environment({LINEAR: call}, {LINEAR: dtypes}, ())  # pyright: ignore
+        given = [x, inputs[1]] if inputs[2] is None else [*inputs]
+        results, saved = run(call.spec.passes.forward, environment, given)  # pyright: ignore
+        tensors, ctx.forms = pack(*saved)
+        keep(ctx, tensors)
+        ctx.scale_update = call.spec.scale_update
+        return results[0]
 
     @staticmethod
     @backward_of("GroupedLinear")
     def backward(ctx: Any, grad_output: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        buffer = ctx.spec.buffers.grad_input
+        call: GroupedCall = ctx.spec
+        buffer = call.buffers.grad_input
         if buffer is not None:
             grad_output = readable(grad_output, buffer)
-        grad_input, *of_parameters = backward_of_layer(ctx, (grad_output,))
+        if torch.compiler.is_compiling():
+            grad_input, *of_parameters = backward_of_layer(ctx, (grad_output,))
+        else:
+            given = [grad_output, *unpack(take_early(ctx), ctx.forms)]
+            results, _ = run(call.spec.passes.backward, ctx.environment, given)  # pyright: ignore
+            grad_input, *of_parameters = results
         grads: list[Tensor | None] = []
         for gradient, count in zip(of_parameters, ctx.counts, strict=True):
             if isinstance(gradient, list):
@@ -103,13 +125,8 @@ class _GroupedLinear(torch.autograd.Function):
 _apply = applier(_GroupedLinear)
 
 
-def _call_of(env: Environment, layer: str) -> GroupedCall:
-    call: Any = env.linears[layer]
-    return call
-
-
 def _cast(env: Environment, s: CastSettings, x: Any) -> tuple[Any, Any]:
-    call = _call_of(env, s.layer)
+    call: GroupedCall = env.linears[s.layer]  # pyright: ignore[reportAssignmentType]
     if call.layout is not None:
         return _cast_at_once(call, call.layout, s, x)
     if s.tensor == "weight":
@@ -150,10 +167,10 @@ def _cast_at_once(call: GroupedCall, groups: Groups, s: CastSettings, x: Any) ->
 
 
 def _convert(env: Environment, s: Layer, x: Any) -> tuple[Any]:
-    call = _call_of(env, s.layer)
-    dtype = call.dtype
+    call: GroupedCall = env.linears[s.layer]  # pyright: ignore[reportAssignmentType]
     if call.layout is not None:
         return (x,)  # one launch reads weights of the input's dtype only
+    dtype = call.dtype
     if isinstance(x, Tensor) and not isinstance(x, QuantizedTensorStorage):
         return (x.to(dtype),)
     return (
@@ -170,9 +187,10 @@ def _dequantize(env: Environment, s: Layer, x: Any) -> tuple[Any]:
 
 
 def _product(env: Environment, s: Product, a: Any, b: Any, bias: Any = None) -> tuple[Tensor]:
-    call = _call_of(env, s.layer)
+    call: GroupedCall = env.linears[s.layer]  # pyright: ignore[reportAssignmentType]
     buffer = call.buffers.output if s.kind == "forward" else call.buffers.grad_input
-    exact = getattr(call.groups[0].accumulation, s.kind)
+    first = call.groups[0]
+    exact = getattr(first.accumulation, s.kind)
     if call.layout is None:
         dtype, (left_turned, right_turned) = call.dtype, s.turned
         epilogue = Epilogue(dtype, exact=exact)
@@ -190,17 +208,19 @@ def _product(env: Environment, s: Product, a: Any, b: Any, bias: Any = None) -> 
         rows = GroupedRows(a.contiguous()) if isinstance(a, Tensor) else a
         matrices = b
         if not isinstance(b, GroupedMatrices):
-            matrices = GroupedMatrices(Matrices.of(members_of(b)), transposed=s.turned[1])
+            matrices = GroupedMatrices(Matrices.of(members_of(b)), s.turned[1])
         stack = torch.stack(bias) if isinstance(bias, list) else bias
-        y = product_of_rows(rows, matrices, call.layout, call.dtype, bias=stack, exact=exact, out=buffer)
+        y = product_of_rows(rows, matrices, call.layout, first.dtype, bias=stack, exact=exact, out=buffer)
     return (y if buffer is None else handed_out(y),)
 
 
 def _weight_gradient(env: Environment, s: Product, dy: Any, x: Any) -> tuple[Any]:
     """One gradient per group, or that of the stack."""
-    call, dtype = _call_of(env, s.layer), env.dtypes[s.layer][0]
+    call: GroupedCall = env.linears[s.layer]  # pyright: ignore[reportAssignmentType]
+    dtype = env.dtypes[s.layer][0]
     if call.layout is not None:
-        dy, x = [GroupedColumns(m.contiguous()) if isinstance(m, Tensor) else m for m in (dy, x)]
+        dy = GroupedColumns(dy.contiguous()) if isinstance(dy, Tensor) else dy
+        x = GroupedColumns(x.contiguous()) if isinstance(x, Tensor) else x
         return (_weight_gradients_at_once(call, call.layout, dy, x, dtype),)
     grads: list[Tensor | None] = []
     for left, right, group in zip(call.rows_of(dy), call.rows_of(x), call.groups, strict=True):
@@ -219,12 +239,12 @@ def _weight_gradients_at_once(
 ) -> Any:
     """dw_g [N, K] = dy_g.T @ x_g: views of one stack, or accumulated into every main_grad."""
     exact = call.groups[0].accumulation.grad_weight
-    gradients = [group.weight_gradient for group in call.groups]
     n, k = call.spec.extents
-    if not gradients[0].fused:
+    if not call.groups[0].weight_gradient.fused:
         stack = torch.empty(groups.count, n, k, dtype=dtype, device=dy.codes.device)
         product_of_columns(dy, x, groups, (n, k), stack, exact=exact)
         return stack if call.spec.stacked_weight else list(stack.unbind(0))
+    gradients = [group.weight_gradient for group in call.groups]
     results = [main_grad_of(gradient.parameter) for gradient in gradients]
     overwritten = [
         gradient.overwrite or getattr(gradient.parameter, "overwrite_main_grad", False)
@@ -249,7 +269,8 @@ def _weight_gradients_at_once(
 
 def _column_sum(env: Environment, s: ColumnSum, x: Tensor) -> tuple[Any]:
     """The gradient of each group's bias, or that of the stack."""
-    call, dtype = _call_of(env, s.layer), env.dtypes[s.layer][1]
+    call: GroupedCall = env.linears[s.layer]  # pyright: ignore[reportAssignmentType]
+    dtype = env.dtypes[s.layer][1]
     if call.layout is not None:
         stack = row_sums(x.contiguous(), call.layout).to(dtype)
         return (stack if call.spec.stacked_bias else list(stack.unbind(0)),)

@@ -22,7 +22,7 @@ from .compiled import CompiledLayer, CompiledPass, compiles_on
 from .layer_passes import LayerPasses
 from .linear_spec import Environment, LinearSpec, backward_quantizers
 from .run import Schedule, run
-from .saving import pack, restore, save, unpack
+from .saving import pack, save, take_early, unpack
 from .scale_update import ScaleUpdate
 from .steps import leading_shape
 
@@ -92,8 +92,8 @@ def backward_of_layer(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]
     spec = ctx.spec
     if spec.compiled is not None:
         return spec.compiled.backward(ctx, grads, spec)
-    _, given = restore(ctx, early=True)
-    given[:0] = [grad for grad in grads if grad is not None]
+    given = [grad for grad in grads if grad is not None]
+    given += unpack(take_early(ctx), ctx.forms)
     return gradients_of(spec, spec.passes, given, ctx.dtypes, ctx.input_shape)
 
 
@@ -148,10 +148,13 @@ def _run_forward(
 ) -> tuple[list[Any], list[Any]]:
     """Return the results in their shapes, and the saved buffers."""
     x: Any = tensors[0]
-    env = spec.environment((), tuple(x.shape[:-1]))
+    leading = tuple(x.shape[:-1])
+    env = spec.environment((), leading)
     if offloading.synchronizer is not None:
         mark_ready(x)
     results, saved = run(schedule, env, [tensor for tensor in tensors if tensor is not None])
+    if len(leading) == 1 and not torch.compiler.is_compiling():
+        return results, saved  # results are matrices
     return _shaped(results, saved, x)
 
 

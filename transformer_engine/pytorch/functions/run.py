@@ -6,7 +6,8 @@ observed, and in dry runs. `compiled.py` is the executor of warm passes on a GPU
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,26 @@ class _Slots(NamedTuple):
     saved: tuple[int, ...]
 
 
+class _Getters(NamedTuple):
+    """The steps, results and saved buffers of a schedule by `operator.itemgetter`, which reads places in one C call.
+
+    For a pass of three steps, this loop takes 1.9 us on the host and one with list comprehensions 3.9 us; a function of
+    generated source would take 0.6 us (operations that do nothing).
+
+    Attributes:
+        steps: Of each step, the operation, the settings, the getter of its inputs, `_Slots.made` without results that
+            no step reads, and `_Slots.freed`.
+        results: Getter of the results.
+        saved: Getter of the saved buffers.
+        empty: None for every place behind the inputs.
+    """
+
+    steps: tuple[tuple[str, Any, Callable[..., Any], tuple[tuple[int, int], ...], tuple[int, ...]], ...]
+    results: Callable[..., Any]
+    saved: Callable[..., Any]
+    empty: tuple[None, ...]
+
+
 class Schedule(NamedTuple):
     """A pass over a list of buffers. The last buffer of the list is None, for absent inputs and results.
 
@@ -51,6 +72,7 @@ class Schedule(NamedTuple):
         results: Places of the results.
         saved: Places of the saved buffers.
         saved_weights: Of these, the places of weights, which offloading leaves on the device.
+        getters: The same, for runs without offloading and watchers.
     """
 
     pass_: Pass
@@ -61,6 +83,14 @@ class Schedule(NamedTuple):
     results: tuple[int, ...]
     saved: tuple[int, ...]
     saved_weights: tuple[int, ...]
+    getters: _Getters
+
+
+def _getter(places: Sequence[int]) -> Callable[..., Any]:
+    """Return the function from a list of buffers to those at some places, as a sequence."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
 
 
 def _scheduled(pass_: Pass) -> Schedule:
@@ -90,16 +120,33 @@ def _scheduled(pass_: Pass) -> Schedule:
     unread = [
         places[b.name] for b in lifetimes.values() if b.made_by is None and b.last_read is None and not b.kept
     ]
+    results = tuple([places[name] for name in pass_.results])
+    kept = tuple([places[name] for name in pass_.saved])
     return Schedule(
         pass_,
         size,
         len(pass_.inputs),
         tuple(unread),
         tuple(steps),
-        tuple([places[name] for name in pass_.results]),
-        tuple([places[name] for name in pass_.saved]),
+        results,
+        kept,
         tuple([places[name] for name in saved if _is_weight(pass_, name)]),
+        _getters(steps, results, kept, size + 1 - len(pass_.inputs)),
     )
+
+
+def _getters(steps: list[_Slots], results: tuple[int, ...], saved: tuple[int, ...], empty: int) -> _Getters:
+    fast = [
+        (
+            step.op,
+            step.settings,
+            _getter(step.inputs),
+            tuple([(place, i) for place, i in step.made if place not in step.freed]),
+            step.freed,
+        )
+        for step in steps
+    ]
+    return _Getters(tuple(fast), _getter(results), _getter(saved), (None,) * empty)
 
 
 def _is_weight(pass_: Pass, name: str) -> bool:
@@ -136,6 +183,25 @@ def run(schedule: Schedule, env: Environment, given: list[Any]) -> tuple[list[An
     Returns:
         The results and the saved buffers, None for those that the pass does not make.
     """
+    if offloading.used or watchers or torch.compiler.is_compiling():
+        return _run_watched(schedule, env, given)
+    steps, results_of, saved_of, empty = schedule.getters
+    values: list[Any] = [*given, *empty]
+    given.clear()
+    for place in schedule.unread:
+        values[place] = None
+    for op, settings, inputs_of, made, freed in steps:
+        results = OPERATIONS[op](env, settings, *inputs_of(values))
+        for place in freed:
+            values[place] = None
+        for place, position in made:
+            values[place] = results[position]
+        del results  # or they would live until the next step has run
+    return list(results_of(values)), list(saved_of(values))
+
+
+def _run_watched(schedule: Schedule, env: Environment, given: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Run a pass of which saved tensors are offloaded, watchers are called, or a compiler makes a graph."""
     values: list[Any] = [*given, *[None] * (schedule.size + 1 - len(given))]
     given.clear()
     for place in schedule.unread:

@@ -24,6 +24,8 @@ from .scale_update import ScaleUpdate
 # A list holds one value per group of a grouped layer.
 Saved = Operand | Matrix | Tensor | GroupedOperand | list[Any] | None
 _VALUES = True  # the form of a tensor that is saved as it is
+_AS_VALUES = (Tensor, Symbol)
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 def save(
@@ -83,13 +85,17 @@ def pack(*operands: Saved) -> tuple[list[Tensor | None], list[Any]]:
     tensors: list[Tensor | None] = []
     forms: list[Any] = []
     for operand in operands:
+        kind = type(operand)
         if operand is None:
             forms.append(None)
+        elif kind is Tensor:
+            tensors.append(operand)  # pyright: ignore[reportArgumentType]
+            forms.append(_VALUES)
         elif type(operand) is Operand:
             codes, scale, tensor_format, amax, dtype = operand
             tensors += (codes, scale, amax)
             forms.append((tensor_format, dtype))
-        elif isinstance(operand, Tensor | Symbol):
+        elif isinstance(operand, _AS_VALUES):
             tensors.append(operand)
             forms.append(_VALUES)
         elif isinstance(operand, Matrix):
@@ -97,7 +103,7 @@ def pack(*operands: Saved) -> tuple[list[Tensor | None], list[Any]]:
             forms.append(())
         elif isinstance(operand, list):
             parts, of_groups = operand, None
-            if not all([isinstance(member, Tensor) for member in operand]):  # noqa: C419 - a list is faster
+            if not _PLAIN.issuperset(map(type, operand)):
                 parts, of_groups = pack(*operand)
             tensors += parts
             forms.append([len(parts), of_groups])

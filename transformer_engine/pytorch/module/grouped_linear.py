@@ -229,7 +229,7 @@ class GroupedLinear(ProductsModule):
         buffers: CallerBuffers,
     ) -> GroupedCall:
         """Return the call of a kind with these numbers of rows and these cached weights."""
-        groups, count = spec.groups, self.num_gemms
+        groups, count = spec.groups, self._config.num_gemms
         if self._is_at_once(spec, x, weights):
             if len(m_splits) != count:
                 raise ValueError(
@@ -264,7 +264,7 @@ class GroupedLinear(ProductsModule):
 
     def _is_at_once(self, spec: GroupedSpec, x: Tensor, weights: tuple[Any, ...]) -> bool:
         """Return whether all groups are computed in one launch per step."""
-        if torch.compiler.is_compiling() or _replaced.names:
+        if spec.way is None or _replaced.names:  # a compiler is tracing, or a name is replaced
             return False
         features, has_rows = (), x.shape[0] > 0
         if spec.at_once:
@@ -274,8 +274,10 @@ class GroupedLinear(ProductsModule):
             flag = FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor
             if flag is not None and is_captured(state):
                 features += (FLAGGED_WEIGHTS,)
-            misplaced = any([weight.data_ptr() % 16 for weight in weights])  # noqa: C419 - a list is faster
-            if misplaced or not all(map(Tensor.is_contiguous, weights)):
+            addresses = 0
+            for address in map(Tensor.data_ptr, weights):
+                addresses |= address
+            if addresses % 16 or not all(map(Tensor.is_contiguous, weights)):
                 features += (IRREGULAR,)
         if undisturbed():
             return spec.at_once and not features and has_rows
@@ -334,10 +336,13 @@ class GroupedLinear(ProductsModule):
     def _tensors(self) -> tuple[Tensor | None, ...]:
         """All weights, then all biases."""
         config, held = self._config, self._parameters
-        if not config.use_bias:
-            weights = [held[name] if name in held else getattr(self, name) for name in config.weight_names]
-            return (*weights, *[None] * len(config.bias_names))
-        return tuple([held[name] if name in held else getattr(self, name) for name in config._tensors])
+        names = config._tensors if config.use_bias else config.weight_names
+        try:
+            found = map(held.__getitem__, names)
+            return (*found,) if config.use_bias else (*found, *[None] * len(config.bias_names))
+        except KeyError:  # a parametrization or another attribute replaces a parameter
+            found = [getattr(self, name) for name in names]
+            return (*found, *[None] * (len(config._tensors) - len(names)))
 
     def _accepted_splits(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> Sequence[int] | Tensor:
         """Return the rows of each group as ints, or as the tensor of whole numbers that was given.

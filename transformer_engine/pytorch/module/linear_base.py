@@ -120,12 +120,13 @@ def check_parallel_mode(mode: str | None, tp_size: int, in_features: int, out_fe
         raise ValueError(f"tp_size={tp_size} does not divide {sharded[0]}={sharded[1]}; pad it to {padded}")
 
 
+_is_given = functools.partial(operator.is_not, None)
 _facts = operator.attrgetter("__class__", "shape", "dtype", "device", "requires_grad")
 
 
 def _runs(tensors: tuple[Tensor | None, ...]) -> tuple[EqualFacts, ...]:
     """Return the facts of the tensors, with one entry for consecutive tensors of the same kind."""
-    given = [tensor for tensor in tensors if tensor is not None]
+    given = list(filter(_is_given, tensors))
     found = itertools.groupby(map(_facts, given))
     runs = [EqualFacts(facts, len(list(members))) for facts, members in found]
     if len(given) < len(tensors):  # a layer without biases

@@ -65,14 +65,15 @@ def product_of_rows(
     Raises ValueError when the contracted extents differ.
     """
     n, k = b.extents
-    if a.codes.shape[1] != k:
-        raise ValueError(f"the rows contract {a.codes.shape[1]} elements, the matrices {k}; both need one K")
+    codes = a.codes
+    if codes.shape[1] != k:
+        raise ValueError(f"the rows contract {codes.shape[1]} elements, the matrices {k}; both need one K")
     if out is None:
-        out = torch.empty(groups.total, n, dtype=dtype, device=a.codes.device)
+        out = torch.empty((groups.total, n), dtype=dtype, device=codes.device)
     if groups.total == 0:
         return out
-    product = GroupedProduct(a, b, groups, (n, k), out, bias=bias, exact=exact)
-    TABLE.bound(request_of(product))(product)
+    product = GroupedProduct(a, b, groups, (n, k), out, bias, False, exact)
+    TABLE.bound_in_eager_mode(request_of(product))(product)
     return out
 
 
@@ -94,5 +95,5 @@ def product_of_columns(
         for result in () if accumulate else out:
             result.zero_()
         return
-    product = GroupedProduct(a, b, groups, extents, out, accumulate=accumulate, exact=exact)
-    TABLE.bound(request_of(product))(product)
+    product = GroupedProduct(a, b, groups, extents, out, None, accumulate, exact)
+    TABLE.bound_in_eager_mode(request_of(product))(product)

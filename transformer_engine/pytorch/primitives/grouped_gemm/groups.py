@@ -109,15 +109,19 @@ def groups_of(splits: Sequence[int] | Tensor, total: int, device: torch.device) 
             return _laid_out_on_device(splits, total)
         splits = splits.tolist()
     rows = tuple(splits)
-    if sum(rows) != total or min(rows, default=-1) < 0:
-        raise ValueError(f"splits={list(rows)} must be numbers >= 0 that add up to the {total} rows")
-    numbers, padded = _layout(rows)
+    numbers, padded = _layout(rows, total)
     return Groups(len(rows), total, rows, on_device(numbers, torch.int32, device), padded)
 
 
 @functools.lru_cache(maxsize=_KEPT_TABLES)
-def _layout(rows: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-    """(the layout's numbers, rows of all groups rounded up)."""
+def _layout(rows: tuple[int, ...], total: int) -> tuple[tuple[int, ...], int]:
+    """Return the numbers of the layout, and the rows of all groups, each rounded up to 128.
+
+    Raises:
+        ValueError: The numbers of rows are negative or do not add up to `total`.
+    """
+    if sum(rows) != total or min(rows, default=-1) < 0:
+        raise ValueError(f"splits={list(rows)} must be numbers >= 0 that add up to the {total} rows")
     starts, tiles, group_of_tile = [0], [0], []
     for group, extent in enumerate(rows):
         count = ceil_div(extent, TILE_ROWS)

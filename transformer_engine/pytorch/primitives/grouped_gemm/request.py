@@ -85,9 +85,10 @@ class GroupedMatrices(NamedTuple):
     def extents(self) -> tuple[int, int]:
         """(N, K)"""
         if self.codes is not None:
-            return self.codes.shape[1], self.codes.shape[2]
+            _, rows, columns = self.codes.shape
+            return rows, columns
         assert self.matrices is not None
-        rows, columns = self.matrices.shape
+        rows, columns = self.matrices.tensors[0].shape
         return (columns, rows) if self.transposed else (rows, columns)
 
     @property
@@ -95,7 +96,7 @@ class GroupedMatrices(NamedTuple):
         if self.codes is not None:
             return self.codes.dtype
         assert self.matrices is not None
-        return self.matrices.dtype
+        return self.matrices.tensors[0].dtype
 
 
 GroupedOperand = GroupedRows | GroupedColumns | GroupedMatrices
@@ -183,7 +184,7 @@ def request_of(product: GroupedProduct) -> GroupedGemmRequest:
         groups.count,
         groups.total,
         rows is not None,
-        rows is not None and (a.format is None or not any(extent % 16 for extent in rows)),
+        rows is not None and (a.format is None or not any([extent % 16 for extent in rows])),  # noqa: C419 - faster
         n,
         k,
         a.codes.device,
