@@ -43,9 +43,6 @@ class _Slots(NamedTuple):
 class _Getters(NamedTuple):
     """The steps, results and saved buffers of a schedule by `operator.itemgetter`, which reads places in one C call.
 
-    For a pass of three steps, this loop takes 1.9 us on the host and one with list comprehensions 3.9 us; a function of
-    generated source would take 0.6 us (operations that do nothing).
-
     Attributes:
         steps: Of each step, the operation, the settings, the getter of its inputs, `_Slots.made` without results that
             no step reads, and `_Slots.freed`.
