@@ -20,7 +20,7 @@ from ...common.passes.vocabulary import CastSettings
 from ..offload.marks import active as offloading
 from ..offload.marks import keep_weight, mark_ready
 from .linear_spec import Environment
-from .saving import arrives
+from .saving import wait_for_saved
 from .steps import OPERATIONS
 
 
@@ -207,7 +207,7 @@ def _run_watched(schedule: Schedule, env: Environment, given: list[Any]) -> tupl
     for op, settings, inputs, made, freed, arriving, saved in schedule.steps:
         if offloading.used:
             for place in arriving:
-                arrives(values[place])
+                wait_for_saved(values[place])
         results = OPERATIONS[op](env, settings, *[values[place] for place in inputs])
         if watchers:
             number = next(i for i, step in enumerate(schedule.steps) if step.made is made)

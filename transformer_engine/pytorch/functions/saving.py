@@ -23,7 +23,7 @@ from .scale_update import ScaleUpdate
 
 # A list holds one value per group of a grouped layer.
 Saved = Operand | Matrix | Tensor | GroupedOperand | list[Any] | None
-_VALUES = True  # the form of a tensor that is saved as it is
+_VALUES = True  # the form of a tensor that is saved without a conversion
 _AS_VALUES = (Tensor, Symbol)
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
@@ -31,34 +31,25 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 def save(
     ctx: Any, tensors: Sequence[Tensor | None], operands: Sequence[Saved], update: ScaleUpdate | None
 ) -> None:
-    """Save tensors and operands for `restore`, and the scale update that follows the backward pass."""
+    """Save tensors and operands, and the scale update that follows the backward pass."""
     parts, ctx.forms = pack(*operands)
     keep(ctx, (*tensors, *parts))
     ctx.scale_update = update
 
 
 def keep(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
-    """Call save_for_backward, for a backward pass that may ask for the tensors early."""
+    """Call save_for_backward, for a backward pass that may unpack the tensors early."""
     if offloading.synchronizer is not None and not torch.compiler.is_compiling():
         tensors = [save_deferred(tensor) for tensor in tensors]
     ctx.save_for_backward(*tensors)
 
 
-def restore(ctx: Any, count: int = 0, early: bool = False) -> tuple[tuple[Any, ...], list[Any]]:
-    """(the first `count` tensors that were saved, the operands), which the node itself lets go of: see `take_saved`.
-
-    early   as in `take_early`
-    """
-    kept = take_early(ctx) if early else take_saved(ctx)
-    return kept[:count], unpack(kept[count:] if count else kept, ctx.forms)
-
-
-def arrives(*saved: Saved) -> None:
-    """Wait for the values of buffers of an early `restore`."""
+def wait_for_saved(*saved: Saved) -> None:
+    """Make the computation wait for the values of buffers from `take_early`."""
     if offloading.used and not torch.compiler.is_compiling():
         for operand in saved:
             if isinstance(operand, list):
-                arrives(*operand)
+                wait_for_saved(*operand)
                 continue
             for tensor in operand.tensors() if isinstance(operand, CustomOperand) else tensors_of(operand):
                 wait_for(tensor)
@@ -116,10 +107,11 @@ def pack(*operands: Saved) -> tuple[list[Tensor | None], list[Any]]:
 
 
 def take_saved(ctx: Any) -> tuple[Any, ...]:
-    """ctx.saved_tensors, which the node itself lets go of unless its graph is kept for another backward.
+    """Return ctx.saved_tensors and clear them in the node, unless the graph is retained for another backward pass.
 
-    torch drops them when the node's backward has returned, with all that it allocated still there; a backward that
-    calls this decides itself when each of them goes. With retain_graph=True, or called by hand, the node keeps them.
+    torch clears them only after the node's backward function has returned, while everything that it allocated is still
+    alive. A backward function that calls this one frees each saved tensor after its last use. With retain_graph=True,
+    and in a backward function that is called directly, the node keeps its tensors.
     """
     tensors = ctx.saved_tensors
     if not torch.compiler.is_compiling():  # a compiler plans memory itself, and traces no such call
@@ -128,7 +120,7 @@ def take_saved(ctx: Any) -> tuple[Any, ...]:
 
 
 def take_early(ctx: Any) -> tuple[Any, ...]:
-    """Return `take_saved` of tensors that may still be on the host: call `arrives` before reading them."""
+    """Return `take_saved` of tensors that may still be on the host: call `wait_for_saved` before reading them."""
     if offloading.used and not torch.compiler.is_compiling():
         with deferred_waits():
             return take_saved(ctx)

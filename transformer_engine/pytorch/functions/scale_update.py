@@ -1,8 +1,8 @@
-"""The end of a backward pass under delayed scaling: gradient scales for the next step, from the amaxes just seen.
+"""The end of a backward pass under delayed scaling: gradient scales for the next step, from the maxima of this one.
 
-No module has a part in this that others have not: the first quantized backward of a pass, whichever it is, has the
-autograd engine call back when the pass is over, and that call updates the states of all modules at once. Those whose
-backward did not run have an amax of zero and stay as they are.
+The first quantized backward function of a pass registers a callback with the autograd engine. At the end of the pass
+the callback updates the states of all modules at once. A module whose backward function did not run has a maximum of
+zero, and its state does not change.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ import torch
 
 from ..quantization.delayed_scaling import update_all, update_states
 
-_OUTSIDE = -1  # what torch calls the pass where there is none
+_OUTSIDE = -1  # the number of the pass that torch returns outside of backward passes
 _KEPT = 256
 
-# The running passes (torch numbers them through and uses no number twice) that will end with an update. One that
-# raises never ends; its number is of no use to anybody and goes when there are too many.
+# The running passes that will end with an update. torch gives every pass a new number. A pass that raises an error
+# never ends, and its number is evicted when there are too many.
 _passes: dict[int, object] = {}
 
 
 @dataclass(frozen=True)
 class ScaleUpdate:
-    """What a module's backward updates.
+    """The states that the backward function of a module updates.
 
-    states     its own backward states, in a compiled graph: when it is traced, other modules need not have any.
-               Without any, those of all modules at the end of the pass. Both give the same scales
-    group      ranks over which its own amaxes are reduced first
-    enclosing  the pass in which the forward ran, to recompute: its backward is a part of that pass
+    Attributes:
+        states: Backward states of the module in a compiled graph, which is traced before other modules may have any.
+            Empty: the states of all modules, at the end of the pass. Both ways compute the same scales.
+        group: Ranks over which the maxima of `states` are reduced first.
+        enclosing: Number of the backward pass that recomputed the forward function; its backward is part of that pass.
     """
 
     states: tuple[Any, ...] = ()
@@ -46,12 +47,12 @@ class ScaleUpdate:
             _end_with_update(torch._C._current_graph_task_id())
 
 
-# That of a module that is called in eager mode outside of backward passes.
+# The update of a module that is called in eager mode outside of backward passes.
 OF_THE_PASS = ScaleUpdate()
 
 
 def of_the_pass() -> ScaleUpdate:
-    """The update of a module that is called in eager mode."""
+    """Return the update of a module that is called in eager mode."""
     enclosing = torch._C._current_graph_task_id()
     if enclosing == _OUTSIDE:
         return OF_THE_PASS
@@ -60,19 +61,19 @@ def of_the_pass() -> ScaleUpdate:
 
 
 def in_a_backward() -> bool:
-    """Is this thread running a backward pass?"""
+    """Return whether this thread executes a backward pass."""
     return torch._C._current_graph_task_id() != _OUTSIDE
 
 
 class _Left:
-    """How many blocks of `left_to_caller` are open; torch's threads, which may run the backward, see them too."""
+    """Number of open blocks of `left_to_caller`, also for the threads of torch that execute backward passes."""
 
     blocks = 0
 
 
 @contextmanager
 def left_to_caller() -> Iterator[None]:
-    """Backward passes inside of the block update no scales: whoever replays them says `of_the_pass().run()`."""
+    """Let backward passes inside of the block update no scales; a replay calls `of_the_pass().run()` instead."""
     _Left.blocks += 1
     try:
         yield
@@ -81,14 +82,16 @@ def left_to_caller() -> Iterator[None]:
 
 
 def _end_with_update(number: int) -> None:
-    """Update all gradient scales when the pass is over; at once where a backward is called by hand, outside of one."""
+    """Update all gradient scales at the end of the pass, or at once for a backward function that is called directly."""
     if _Left.blocks:
         return
     if number == _OUTSIDE:
         update_all(forward=False)
         return
     mine = object()
-    if _passes.setdefault(number, mine) is not mine:  # one step, for the threads of a pass share it
+    if (
+        _passes.setdefault(number, mine) is not mine
+    ):  # atomic, because the threads of a pass share the dictionary
         return
     if len(_passes) > _KEPT:
         _passes.pop(next(iter(_passes)), None)
