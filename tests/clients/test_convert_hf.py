@@ -437,7 +437,7 @@ def test_what_cannot_be_converted_is_named():
         te.revert_hf(model)
     with pytest.raises(TypeError, match="recipe="):
         te.convert_hf(model, recipe="fp8")
-    with pytest.raises(TypeError, match="no model of transformers"):
+    with pytest.raises(TypeError, match="is not a model of transformers"):
         te.convert_hf(nn.Linear(2, 2))
 
 
