@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -349,16 +350,28 @@ class GroupedLinear(ProductsModule):
 
         Raises:
             TypeError: The input is not a dense tensor, or the splits are not whole numbers.
+            ValueError: Numbers on the host are negative, do not add up to the rows, or are not one per group.
         """
         if not isinstance(inp, Tensor) or inp.layout is not torch.strided:
             check_dense("the input", inp)
         if self._config.use_grouped_tensor:
             check_device_splits(m_splits, inp.device)
         if isinstance(m_splits, Tensor) and m_splits.dim() == 1 and not m_splits.is_floating_point():
-            return m_splits
-        if isinstance(m_splits, (list, tuple)) and set(map(type, m_splits)) == {int}:
-            return m_splits
-        return rows_of_groups(m_splits)
+            if m_splits.is_cuda or torch.compiler.is_compiling():
+                return m_splits
+            rows = m_splits.tolist()
+        elif isinstance(m_splits, (list, tuple)) and set(map(type, m_splits)) == {int}:
+            rows = m_splits
+        else:
+            rows = m_splits = rows_of_groups(m_splits)
+        count, shape = self._config.num_gemms, inp.shape
+        if shape[-1:] == (self._config.in_features,):
+            total = shape[0] if len(shape) == 2 else math.prod(shape[:-1])
+            if len(rows) != count or sum(rows) != total or min(rows) < 0:
+                raise ValueError(
+                    f"m_splits={list(rows)} must be {count} numbers >= 0 that add up to the {total} rows"
+                )
+        return m_splits
 
     def extra_repr(self) -> str:
         return (

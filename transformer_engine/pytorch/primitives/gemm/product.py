@@ -42,6 +42,10 @@ def _product_now(a, a_scale, a_format, b, b_scale, b_format, bias, dtype, exact)
     return product(left, right, Epilogue(dtype, bias, exact=exact))
 
 
+def _product_results(a, a_scale, a_format, b, b_scale, b_format, bias, dtype, exact) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+
+
 def _product_into_now(out, a, a_scale, a_format, b, b_scale, b_format, bias, accumulate, exact) -> None:
     left, right = Operand(a, a_scale, format_named(a_format)), Operand(b, b_scale, format_named(b_format))
     product(left, right, Epilogue(out.dtype, bias, out, accumulate, exact))
@@ -50,9 +54,7 @@ def _product_into_now(out, a, a_scale, a_format, b, b_scale, b_format, bias, acc
 _product = operator(
     f"product({_OPERANDS}, ScalarType dtype, bool exact) -> Tensor",
     _product_now,
-    lambda a, a_scale, a_format, b, b_scale, b_format, bias, dtype, exact: a.new_empty(
-        (a.shape[0], b.shape[0]), dtype=dtype
-    ),
+    _product_results,
 )
 _product_into = operator(
     f"product_into(Tensor(a!) out, {_OPERANDS}, bool accumulate, bool exact) -> ()",

@@ -97,7 +97,7 @@ def reaches_packed(
 ) -> None:
     """ValueError unless bounds are those of whole sequences that `cp_size` ranks share, and the table reaches."""
     if bounds[0] != 0:
-        raise ValueError(f"cu_seqlens begins with {bounds[0]}; its first entry is 0")
+        raise ValueError(f"cu_seqlens begins with {bounds[0]}; make its first entry 0")
     if starts is not None and starts and min(starts) < 0:
         raise ValueError(f"start_positions has {min(starts)}; positions count from 0")
     for index, (begin, end) in enumerate(pairwise(bounds)):
@@ -109,7 +109,10 @@ def reaches_packed(
             )
         needed = end - begin + (0 if starts is None else starts[index])
         if needed > table:
-            raise ValueError(f"sequence {index} needs {needed} positions, freqs has {table}; make it longer")
+            raise ValueError(
+                f"sequence {index} needs {needed} positions, freqs has {table}; make it longer, or correct "
+                f"cu_seqlens={list(bounds)}"
+            )
     if bounds[-1] > tokens * cp_size:
         raise ValueError(
             f"cu_seqlens ends with {bounds[-1]}, the tensor has {tokens * cp_size} tokens; give its own bounds"
