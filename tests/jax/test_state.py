@@ -64,9 +64,10 @@ def test_one_step_has_the_bytes_of_the_torch_reference(algorithm, margin, length
     histories, scales = advance_scales(
         jnp.asarray(history.T), jnp.asarray(scale), jnp.asarray(history[0]), algorithm, (448.0,) * 12, margin
     )
-    want_history, want_scale = torch_update._next(
-        torch.from_numpy(history), torch.from_numpy(scale), algorithm, 448.0, margin, keep_idle=False
-    )
+    maxima = torch.from_numpy(history)
+    amax = torch_update.amax_of(maxima, algorithm)
+    want_scale = torch_update.scale_of(amax, torch.from_numpy(scale), 448.0, margin)
+    want_history = torch_update.rolled(maxima)
     assert_same_bytes(histories, want_history.t(), "history")
     assert_same_bytes(scales, want_scale, "scale")
 
