@@ -70,7 +70,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         get_rng_state_tracker: Dropout runs in its fork(), except under sequence_parallel, where the caller forks.
         layer_number: Names the layer's part of a cache.
         attention_type: "self": keys have the queries' lengths by default.
-        cp_group, cp_global_ranks, cp_stream, cp_comm_type: See `set_context_parallel_group`.
+        cp_group: See `set_context_parallel_group`, also for the other arguments that begin with cp_.
         score_mod: score_mod(score, b, h, i, j) -> score, elementwise, after scale and bias; forward() can override it.
             Autograd differentiates it and the tensors that it holds.
     """
@@ -190,7 +190,7 @@ class DotProductAttention(TransformerEngineBaseModule):
 
         Args:
             cp_group: Group of the ranks, "a2a+p2p": [group that exchanges heads, ring]; None for whole sequences.
-            cp_global_ranks, cp_stream: No effect, as groups know their ranks; CUDA stream for transfers of a ring.
+            cp_stream: CUDA stream for transfers of a ring. cp_global_ranks has no effect, as groups know their ranks.
             cp_comm_type: "p2p", "all_gather", "a2a" or "a2a+p2p".
         """
         if context_groups(cp_group, cp_stream, cp_comm_type) is None and cp_stream is not None:
@@ -247,7 +247,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             cu_seqlens_q_padded: Starts of the sequences in a thd tensor of queries, int32 [b + 1], if tokens that
                 belong to no sequence lie between them.
             cu_seqlens_kv_padded: The same of keys and values. Context-parallel ranks pass bounds of whole sequences.
-            max_seqlen_q, max_seqlen_kv: Length of the longest sequence (thd); by default read from the device.
+            max_seqlen_q: Length of the longest sequence (thd), like max_seqlen_kv; by default read from the device.
             core_attention_bias: Broadcastable to [b, h, s_q, s_kv]; core_attention_bias_type "post_scale_bias" adds it
                 after softmax_scale, "pre_scale_bias" before.
             alibi_slopes: float32 [h] or [b, h] for "alibi", which adds -slope * |distance from the diagonal|.
