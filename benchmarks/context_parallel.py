@@ -93,8 +93,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0)
     options = parser.parse_args()
     if options.threads:
-        sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "distributed"))
-        from threaded_ranks import run_on_threads
+        sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+        from tests.distributed.threaded_ranks import run_on_threads
 
         size = options.threads
         for result in run_on_threads(lambda rank: measure(options, rank, size, False), size)[0]:

@@ -88,3 +88,25 @@ def assert_same_bytes(array: jax.Array | None, tensor: torch.Tensor | None, name
         f"{name}: {different.size} of {ours.size} differ, first at {different[0]}: "
         f"{ours[different[0]]} against {theirs[different[0]]}"
     )
+
+
+def torch_step(
+    history: np.ndarray, scale: np.ndarray, algorithm: str, fp8_max: float, margin: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a history [length, n] and scales [n] after a step of the torch reference, idle columns included."""
+    import torch
+
+    from transformer_engine.pytorch.primitives.scale_update import reference
+
+    request = reference.ScaleUpdateRequest(
+        "cpu",
+        len(history),
+        history.shape[1],
+        algorithm=algorithm,
+        fp8_max=fp8_max,
+        margin=margin,
+        keep_idle=False,
+    )
+    state = torch.from_numpy(history.copy()), torch.from_numpy(scale.copy())
+    reference.bind(request)(*([tensor] for tensor in state))
+    return state

@@ -16,6 +16,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
+from tests.support.programs import search_path
 from transformer_engine.common.formats import E4M3
 from transformer_engine.jax.primitives import launching
 
@@ -34,7 +35,7 @@ def lowered(function, *arguments) -> str:
 
 
 def report(*options: str) -> dict:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": search_path()}
     command = [sys.executable, "-c", WITHOUT_TORCH, *options]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr

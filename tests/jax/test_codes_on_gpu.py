@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
-from tests.jax.bits import assert_same_bytes, matrix
+from tests.jax.bits import assert_same_bytes, matrix, torch_step
 from transformer_engine.common.dispatch import use_backend
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E4M3, E5M2, FLOAT8
 from transformer_engine.common.quantize_spec import QuantizeSpec
@@ -24,7 +23,6 @@ from transformer_engine.jax.primitives.norm_codes import norm_codes
 from transformer_engine.jax.primitives.quantize import Cast, quantize
 from transformer_engine.jax.primitives.scale_update import ScaleState, advance_states
 from transformer_engine.jax.quantize import QuantizeMeta, QuantizeMetaSet, QuantizerFactory
-from transformer_engine.pytorch.primitives.scale_update import reference as torch_update
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("as_users_compile")]
 SPECS = {
@@ -212,11 +210,10 @@ def test_states_advance_by_the_bytes_of_the_torch_reference(algorithm, length, m
     with use_backend(jax_scale_update="triton"):
         made = jax.jit(lambda states: advance_states(states, algorithm, maxima, margin))(states)
     for place, (ours, fp8_max) in enumerate(zip(made, maxima, strict=True)):
-        maxima_of = torch.from_numpy(history[:, place : place + 1])
-        amax = torch_update.amax_of(maxima_of, algorithm)
-        want = torch_update.scale_of(amax, torch.from_numpy(scale[place : place + 1]), fp8_max, margin)
-        assert_same_bytes(ours[0], torch_update.rolled(maxima_of).ravel(), f"history {place}")
-        assert_same_bytes(ours[1], want, f"scale {place}")
+        column = slice(place, place + 1)
+        want_history, want_scale = torch_step(history[:, column], scale[column], algorithm, fp8_max, margin)
+        assert_same_bytes(ours[0], want_history.ravel(), f"history {place}")
+        assert_same_bytes(ours[1], want_scale, f"scale {place}")
 
 
 @pytest.mark.parametrize("given", [True, False])

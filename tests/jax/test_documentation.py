@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.pages import examples
+from tests.support.programs import search_path
 
 HERE = Path(__file__).resolve().parent
 
@@ -42,7 +43,7 @@ def test_experts_on_four_devices_learn():
     )
     done = subprocess.run(
         [sys.executable, "-c", program + checks], capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": str(HERE.parents[1]), "JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"PYTHONPATH": search_path(), "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 

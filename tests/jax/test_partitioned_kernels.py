@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from tests.support.programs import search_path
 from tests.support.tolerances import LAYERS_OVER_DEVICES
 from transformer_engine.common import formats
 from transformer_engine.common.formats import BLOCK_1D, BLOCK_2D, E2M1, E4M3, FLOAT8
@@ -65,7 +66,7 @@ def printed_by(program: str) -> tuple[dict, str]:
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "jax" / program)], capture_output=True, text=True,
-        env=os.environ | flags | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | flags | {"PYTHONPATH": search_path()},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.jax.bits import assert_same_bytes, matrix, to_torch
 from tests.jax.stored_bits import BOTH, FILE, SPECS, fits, of_torch, program, random_numbers, torch_digests
+from tests.support.programs import search_path
 from transformer_engine.common.formats import E2M1, E4M3, E5M2, FLOAT8, MXFP8, NVFP4
 from transformer_engine.common.quantize_spec import QuantizeSpec
 from transformer_engine.jax.primitives import quantize as ours
@@ -79,7 +80,7 @@ def test_the_stored_digests_are_those_of_the_torch_reference():
 )
 def test_without_torch_the_bits_are_those_of_the_stored_digests(options, least):
     code = "import sys; sys.modules['torch'] = None; from tests.jax import stored_bits; stored_bits.main()"
-    environment = os.environ | {"PYTHONPATH": str(FILE.parents[2]), "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"PYTHONPATH": search_path(), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", code, *options], capture_output=True, text=True, env=environment
     )

@@ -20,6 +20,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
+from tests.support.programs import search_path
 from transformer_engine.jax import sharding
 
 PROGRAM = Path(__file__).with_name("host_devices.py")
@@ -35,7 +36,7 @@ def printed_by(program: Path, *options: str) -> dict:
     environment = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(program.parents[2]),
+        "PYTHONPATH": search_path(),
     }
     done = subprocess.run(
         [sys.executable, str(program), *options], capture_output=True, text=True, env=environment

@@ -16,7 +16,7 @@ from flax import linen as nn
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
-from tests.jax.bits import assert_same_bytes
+from tests.jax.bits import assert_same_bytes, torch_step
 from transformer_engine.common import recipe
 from transformer_engine.jax.dense import dense
 from transformer_engine.jax.primitives.scale_update import advance_scales
@@ -34,7 +34,6 @@ from transformer_engine.jax.quantize import (
     recipes,
 )
 from transformer_engine.jax.quantize.sharing import over_devices
-from transformer_engine.pytorch.primitives.scale_update import reference as torch_update
 
 pytestmark = pytest.mark.usefixtures("as_users_compile")
 
@@ -64,10 +63,7 @@ def test_one_step_has_the_bytes_of_the_torch_reference(algorithm, margin, length
     histories, scales = advance_scales(
         jnp.asarray(history.T), jnp.asarray(scale), jnp.asarray(history[0]), algorithm, (448.0,) * 12, margin
     )
-    maxima = torch.from_numpy(history)
-    amax = torch_update.amax_of(maxima, algorithm)
-    want_scale = torch_update.scale_of(amax, torch.from_numpy(scale), 448.0, margin)
-    want_history = torch_update.rolled(maxima)
+    want_history, want_scale = torch_step(history, scale, algorithm, 448.0, margin)
     assert_same_bytes(histories, want_history.t(), "history")
     assert_same_bytes(scales, want_scale, "scale")
 

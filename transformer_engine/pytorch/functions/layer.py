@@ -6,7 +6,7 @@ function of its own, whose two methods are `forward_of` and `backward_of_layer`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -116,15 +116,32 @@ def compiled(spec: LayerSpec, device: torch.device) -> CompiledLayer | None:
     for linear in linears:
         if linear.traced or linear.communicates or linear.output is not None or linear.grad_input is not None:
             return None
+    return compiled_passes(linears, device, _forward_pass, _backward_pass)
+
+
+def compiled_passes(
+    linears: Collection[LinearSpec],
+    device: torch.device,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+) -> CompiledLayer:
+    """Return the compiled passes of some linear layers.
+
+    Args:
+        linears: The linear layers.
+        device: Device of the tensors.
+        forward, backward: Functions that run the steps of the passes.
+    """
     quantizers = [quantizer for linear in linears for quantizer in (linear.input, linear.weight)]
-    forward = CompiledPass(_forward_pass, device, quantizers)
     # A gradient that is delayed, or added to main_grad, has effects that a compiled pass would not repeat.
     returned = all(
         not linear.weight_gradient.fused and linear.weight_gradient.store is None for linear in linears
     )
     of_backward = [quantizer for linear in linears for quantizer in backward_quantizers(linear)]
-    backward = CompiledPass(_backward_pass, device if returned else None, of_backward)
-    return CompiledLayer(forward, backward)
+    return CompiledLayer(
+        CompiledPass(forward, device, quantizers),
+        CompiledPass(backward, device if returned else None, of_backward),
+    )
 
 
 def _forward_pass(given: list[Any], spec: LayerSpec) -> tuple[tuple[Any, ...], list[Any]]:

@@ -204,15 +204,13 @@ def _run_watched(schedule: Schedule, env: Environment, given: list[Any]) -> tupl
     for place in schedule.unread:
         values[place] = None
     offloads = offloading.synchronizer is not None
-    for op, settings, inputs, made, freed, arriving, saved in schedule.steps:
+    for number, (op, settings, inputs, made, freed, arriving, saved) in enumerate(schedule.steps):
         if offloading.used:
             for place in arriving:
                 wait_for_saved(values[place])
         results = OPERATIONS[op](env, settings, *[values[place] for place in inputs])
-        if watchers:
-            number = next(i for i, step in enumerate(schedule.steps) if step.made is made)
-            for watch in watchers:
-                watch(schedule.pass_, number, results)
+        for watch in watchers:
+            watch(schedule.pass_, number, results)
         for place in freed:
             values[place] = None
         for place, position in made:

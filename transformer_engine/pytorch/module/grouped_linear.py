@@ -232,7 +232,7 @@ class GroupedLinear(ProductsModule):
         """Return the call of a kind with these numbers of rows and these cached weights."""
         groups, count = spec.groups, self._config.num_gemms
         if self._is_at_once(spec, x, weights):
-            if len(m_splits) != count:
+            if len(m_splits) != count:  # of a tensor that the host does not read
                 raise ValueError(
                     f"m_splits has {len(m_splits)} numbers for {count} groups; give one number per group"
                 )
@@ -246,11 +246,10 @@ class GroupedLinear(ProductsModule):
             return GroupedCall(spec, groups, (), layout, buffers, cached)
         if is_first_microbatch:
             self.numerics.workspaces.pop(_ALL_WEIGHTS, None)
-        rows = tuple(m_splits.tolist() if isinstance(m_splits, Tensor) else m_splits)
-        if len(rows) != count or sum(rows) != x.shape[0] or min(rows) < 0:
-            raise ValueError(
-                f"m_splits={list(rows)} must be {count} numbers >= 0 that add up to the {x.shape[0]} rows"
-            )
+        if isinstance(m_splits, Tensor):
+            m_splits = m_splits.tolist()
+            self._check_rows(m_splits, x.shape[0])
+        rows = tuple(m_splits)
         if spec.unquantized:
             groups = self._fitting(spec, rows)
         if is_first_microbatch is not None:
@@ -346,7 +345,7 @@ class GroupedLinear(ProductsModule):
             return (*found, *[None] * (len(config._tensors) - len(names)))
 
     def _accepted_splits(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> Sequence[int] | Tensor:
-        """Return the rows of each group as ints, or as the tensor of whole numbers that was given.
+        """Return the rows of each group as checked ints, or the tensor of whole numbers, if the host does not read it.
 
         Raises:
             TypeError: The input is not a dense tensor, or the splits are not whole numbers.
@@ -360,18 +359,19 @@ class GroupedLinear(ProductsModule):
             if m_splits.is_cuda or torch.compiler.is_compiling():
                 return m_splits
             rows = m_splits.tolist()
-        elif isinstance(m_splits, (list, tuple)) and set(map(type, m_splits)) == {int}:
-            rows = m_splits
         else:
-            rows = m_splits = rows_of_groups(m_splits)
-        count, shape = self._config.num_gemms, inp.shape
-        if shape[-1:] == (self._config.in_features,):
-            total = shape[0] if len(shape) == 2 else math.prod(shape[:-1])
-            if len(rows) != count or sum(rows) != total or min(rows) < 0:
-                raise ValueError(
-                    f"m_splits={list(rows)} must be {count} numbers >= 0 that add up to the {total} rows"
-                )
-        return m_splits
+            rows = rows_of_groups(m_splits)
+        shape = inp.shape
+        if shape[-1:] == (self._config.in_features,):  # otherwise the input is rejected later
+            self._check_rows(rows, shape[0] if len(shape) == 2 else math.prod(shape[:-1]))
+        return rows
+
+    def _check_rows(self, rows: Sequence[int], total: int) -> None:
+        count = self._config.num_gemms
+        if len(rows) != count or sum(rows) != total or min(rows) < 0:
+            raise ValueError(
+                f"m_splits={list(rows)} must be {count} numbers >= 0 that add up to the {total} rows"
+            )
 
     def extra_repr(self) -> str:
         return (

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..functions.compiled import CompiledLayer, CompiledPass, compiles_on
-from ..functions.linear_spec import LinearSpec, backward_quantizers
+from ..functions.compiled import CompiledLayer, compiles_on
+from ..functions.layer import compiled_passes
+from ..functions.linear_spec import LinearSpec
 from ..functions.run import run
 from ..functions.saving import keep, pack, take_early, unpack
 from ..functions.scale_update import of_the_pass
@@ -104,14 +105,7 @@ class PreparedChain:
             return None
         if any(spec.traced or spec.communicates for spec in specs):
             return None
-        quantizers = [quantizer for spec in specs for quantizer in (spec.input, spec.weight)]
-        # A gradient that is delayed, or added to main_grad, has effects that a compiled pass would not repeat.
-        returned = all(
-            not spec.weight_gradient.fused and spec.weight_gradient.store is None for spec in specs
-        )
-        of_backward = [quantizer for spec in specs for quantizer in backward_quantizers(spec)]
-        forward = CompiledPass(_forward_pass, device, quantizers)
-        return CompiledLayer(forward, CompiledPass(_backward_pass, device if returned else None, of_backward))
+        return compiled_passes(specs, device, _forward_pass, _backward_pass)
 
     def __call__(self, given: list[Any]) -> Any:
         """Run the chain.

@@ -159,9 +159,7 @@ class TokenOrder:
         """Return the tensor of all tokens in sequence order, of the ranks' tensors [size, ..]."""
         if self.tensor_format == "thd":
             assert self.bounds is not None
-            flat = parts.flatten(0, 1)
-            order = order_of_ranks(self.bounds, flat.shape[0], self.size)
-            return torch.empty_like(flat).index_copy_(0, order, flat)
+            return thd_cp_rank_order_to_sequence_order(parts.flatten(0, 1), self.bounds, self.size)
         if self.tensor_format == "bshd":
             parts = parts.transpose(1, 2)
         chunks = parts.unflatten(1, (2, -1)).flatten(0, 1)
@@ -173,8 +171,8 @@ class TokenOrder:
         """Invert `whole`: return the ranks' tensors [size, ..], contiguous."""
         if self.tensor_format == "thd":
             assert self.bounds is not None
-            order = order_of_ranks(self.bounds, whole.shape[0], self.size)
-            return whole.index_select(0, order).unflatten(0, (self.size, -1))
+            ordered = thd_sequence_order_to_cp_rank_order(whole, self.bounds, self.size)
+            return ordered.unflatten(0, (self.size, -1))
         if self.tensor_format == "bshd":
             whole = whole.transpose(0, 1)
         held = [i for rank in range(self.size) for i in (rank, 2 * self.size - 1 - rank)]

@@ -83,15 +83,11 @@ class MergedAttention:
     def add(self, part: Part, output: Tensor, lse: Tensor) -> None:
         """Merge the attention of a part of the queries to further keys."""
         rows, last = self._rows, self.lse.dim() - 1
-        if all(part.stop <= other.first or other.stop <= part.first for other in self._written):
-            rows.put(self.output, part, output)
-            rows.put(self.lse, part, lse, last)
-        else:
-            merged, lse = merge(
-                rows.take(self.output, part), rows.take(self.lse, part, last), output, lse, rows.axis
-            )
-            rows.put(self.output, part, merged)
-            rows.put(self.lse, part, lse, last)
+        if any(other.first < part.stop and part.first < other.stop for other in self._written):
+            before = rows.take(self.output, part), rows.take(self.lse, part, last)
+            output, lse = merge(*before, output, lse, rows.axis)
+        rows.put(self.output, part, output)
+        rows.put(self.lse, part, lse, last)
         self._written.append(part)
 
     def add_sink(self, sink: Tensor) -> None:

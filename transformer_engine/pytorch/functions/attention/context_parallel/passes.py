@@ -152,11 +152,7 @@ def backward(
                 sums += travelling()
             travelling = ring.send(sums)
     if travelling is not None:
-        sums = travelling()
-        grad_k, grad_v = (
-            sums[: inputs.k.numel()].view(inputs.k.shape),
-            sums[inputs.k.numel() :].view(inputs.v.shape),
-        )
+        grad_k, grad_v = _two_of(travelling(), inputs.k, inputs.v)
     else:
         order = TokenOrder(call.kv_format, groups.ring_size, inputs.starts_kv)
         grad_k, grad_v = (
@@ -168,7 +164,9 @@ def backward(
         grad_k.to(call.dtype),
         grad_v.to(call.dtype),
         None if grad_bias is None or inputs.bias is None else grad_bias.to(inputs.bias.dtype),
-        None if inputs.sink is None else _sink_gradient(plan, inputs.sink, output, lse, grad_output),
+        None
+        if inputs.sink is None
+        else _sink_gradient(plan, inputs.sink, output, lse, grad_output, tokens.queries.axis),
     )
 
 
@@ -184,10 +182,11 @@ def _add_columns(x: Tensor, spans: Sequence[Part], columns: Tensor) -> None:
         first += size
 
 
-def _sink_gradient(plan: BlockPlan, sink: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor) -> Tensor:
+def _sink_gradient(
+    plan: BlockPlan, sink: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, axis: int
+) -> Tensor:
     """Return -sum p_sink sum(do o) over the tokens of all ranks, as the exchange of heads does."""
     inner = (grad_output.float() * output.float()).sum(dim=-1, keepdim=True)
-    axis = 1 if plan.call.q_format == "bshd" else 0
     share = torch.exp(sink.float()[:, None] - lse).masked_fill(lse == -torch.inf, 0.0)
     grad = -(per_token(share, axis) * inner).sum(dim=tuple(range(inner.dim() - 2)))[..., 0]
     dist.all_reduce(grad, group=plan.groups.ring_group)
