@@ -8,8 +8,8 @@ FP8 layers are measured in two orders of the backward pass, whose gradients are 
     late transpose   dy is cast to rows; after dX its codes are transposed for dW (the default for large gradients)
 
 A linear layer [8192, 4096] x [4096, 14336] needs 112 (codes of dy) + 56 (codes of the kernel) + 32 MiB (workspace of
-cuBLASLt) beside its outputs in the first order, and 112 + 32 (codes of x) + 32 in the second. --quick measures small
-sizes on any machine: gradients are compared, figures are meaningless.
+cuBLASLt) in addition to its outputs in the first order, and 112 + 32 (codes of x) + 32 in the second. --quick measures
+small sizes on any machine: gradients are compared, figures are meaningless.
 """
 
 from __future__ import annotations

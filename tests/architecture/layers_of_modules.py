@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-# Of each framework (layer, modules and packages by their dotted names, what they hold); the longest name decides.
+# Rows of a framework: layer, dotted names of modules and packages, contents. The longest matching name applies.
 SHARED = (
     (12, "transformer_engine", "the root package, which imports a framework on first access"),
     (11, "transformer_engine.cli", "the `te` command"),
@@ -50,7 +50,7 @@ PYTORCH = (
     (
         8,
         "transformer_engine.pytorch.ops",
-        "operations that fuse in a `Sequential`; they import nothing of `pytorch/module`, whose norms are operations",
+        "operations that fuse in a `Sequential`; never import `pytorch/module`, whose norms are operations",
     ),
     (
         7,

@@ -45,8 +45,8 @@ def is_package(name: str) -> bool:
 def imports(name: str) -> list[tuple[str, int]]:
     """(imported module of ours, line) for every import statement in a module.
 
-    Imports under TYPE_CHECKING, inside of functions and by `import_module` of a constant name count: who reads a file
-    follows them like any other.
+    Imports under TYPE_CHECKING, inside of functions and by `import_module` of a constant name count, because a reader
+    follows them too.
     """
     found: list[tuple[str, int]] = []
     for node in nodes(modules()[name]):
@@ -64,7 +64,7 @@ def imports(name: str) -> list[tuple[str, int]]:
 
 
 def computed_imports(name: str) -> list[int]:
-    """Lines on which a module imports by `import_module` a module whose name is no constant."""
+    """Return the lines on which a module calls `import_module` with a name that is not a constant."""
     return [
         node.lineno
         for node in nodes(modules()[name])

@@ -21,7 +21,7 @@ def test_a_module_imports_nothing_above_its_layer():
     assert not upward, "\n".join(upward)
 
 
-# Modules that import what a table or the user names.
+# Modules that import by names from a table or from the user.
 IMPORTS_BY_A_TABLE = {
     "transformer_engine": "frameworks and aliases, on first access",
     "transformer_engine.cli": "the module of a command, when it runs",

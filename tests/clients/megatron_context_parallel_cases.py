@@ -71,7 +71,7 @@ def compared(comm: str, settings: dict[str, Any], ours: bool) -> dict[str, float
     parallel_state.destroy_model_parallel()
 
     parallel_state.initialize_model_parallel(context_parallel_size=2)
-    TEDotProductAttention.cp_stream = "no stream on a CPU"  # Megatron makes one of CUDA where there is none
+    TEDotProductAttention.cp_stream = "no stream on a CPU"  # otherwise Megatron creates a CUDA stream
     rank = parallel_state.get_context_parallel_rank()
     shared = gpt({**settings, "context_parallel_size": 2, "cp_comm_type": comm}, ours)
     shared.load_state_dict(alone.state_dict())
@@ -99,7 +99,7 @@ def main() -> None:
         except Exception:
             results[name] = traceback.format_exc()
             print(results[name], file=sys.stderr)
-            break  # the ranks are no longer at the same collective
+            break  # the ranks now differ in their next collective
     said_by_the_first(said, results)
 
 

@@ -66,7 +66,7 @@ def test_the_loss_is_that_of_a_cpu_and_the_step_holds_three_products_of_fp8(flag
     found = ran(XLA_FLAGS=flags)
     assert found["loss"] == pytest.approx(loss_on_a_cpu, abs=1e-5)
     if flags:
-        # Nobody reads the gradient of the input, and XLA leaves its product out.
+        # The gradient of the input is unused, and XLA removes its product.
         assert found["library"] == [2, 3]
     else:
         assert found["products"] == {"triton": 3}, "without the flag our kernels compute them"

@@ -168,7 +168,7 @@ def differences(name: str, kind: str, cached: bool) -> str | None:
 
 
 def overlooked_setting() -> str | None:
-    """Return what a compiled pass misses of a quantizer whose settings were changed."""
+    """Return how compiled passes fail to follow a changed setting of a quantizer; None if they follow it."""
     module, recipe = LAYERS["linear"](), host_calls.RECIPES["current"]()
     before = [step(module, recipe, None) for _ in range(COMPILED + 3)][-1]
     module.quantizers["scaling_fwd"][0].force_pow_2_scales = True

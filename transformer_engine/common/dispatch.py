@@ -322,7 +322,7 @@ class Table(Generic[Request]):
         return Unsupported(f"no backend of {self.operation} takes this request ({reasons})")
 
 
-# The functions below fill the caches, which ignore forced backends even if another thread forces one meanwhile.
+# The functions below fill the caches, which ignore forced backends even if another thread forces one at the same time.
 
 
 def _bind_key(table: Table[Any], key: tuple[Any, ...]) -> Callable[..., Any]:

@@ -178,7 +178,7 @@ def _product_bwd(source: OperandSource, contracted: int, residuals: Any, cotange
     codes, amax = encode(quantizer, dy, batch)
     dtypes = x_like.dtype, kernel_like.dtype
     dx, dkernel = gradient_products(codes, transposes_late, batch, kernel_rows, x_columns, dtypes)
-    # The three states advance here, in one operation: the last of their maxima is known here.
+    # The three states advance here, in one operation, because the last of their maxima has just been computed.
     states = (quantizers.x, quantizers.kernel, quantizers.dgrad)
     following = as_cotangent(QuantizerSet(*advanced_together(states, (*amaxes, amax))))
     made = (source.gradients(kept, dx, passed), dkernel)

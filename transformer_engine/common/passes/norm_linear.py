@@ -29,9 +29,9 @@ class NormFacts:
 def norm_linear_passes(norm: NormFacts, linear: LinearFacts) -> tuple[Pass, Pass]:
     """Return the forward and the backward pass of a norm and a linear layer, before rules are applied.
 
-    The forward pass takes x, gamma, beta, weight and bias, those that exist; it returns y and, if wanted, norm(x). The
-    backward pass takes the gradients of these and the saved buffers; it returns the gradients of x, gamma, beta, weight
-    and bias, None for those that are not needed.
+    The forward pass takes x, gamma, beta (if any), weight and bias (if any); it returns y and, if requested, norm(x).
+    The backward pass takes the gradients of these and the saved buffers; it returns the gradients of x, gamma, beta,
+    weight and bias, None for a gradient that is not needed.
     """
     inputs = ("x", "gamma", *(("beta",) if norm.beta else ()), "weight", *(("bias",) if linear.bias else ()))
     part = forward_steps(linear, "normed", "weight", "bias" if linear.bias else None)
@@ -62,8 +62,8 @@ def norm_mlp_passes(norm: NormFacts, fc1: LinearFacts, fc2: LinearFacts, kind: s
 
     Returns:
         The passes before rules are applied. The forward pass takes x, gamma, beta, fc1_weight, fc1_bias, fc2_weight
-        and fc2_bias, those that exist; it returns y and, if wanted, norm(x). The backward pass takes the gradients of
-        these and the saved buffers; it returns the gradients of all inputs, None for those that are not needed.
+        and fc2_bias without absent ones; it returns y and, if requested, norm(x). The backward pass takes the gradients
+        of these and the saved buffers; it returns the gradients of all inputs, None for a gradient that is not needed.
     """
     inputs = ["x", "gamma", *(("beta",) if norm.beta else ())]
     for facts in (fc1, fc2):

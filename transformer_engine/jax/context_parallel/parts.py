@@ -146,8 +146,8 @@ def attention_in_parts(
 def _sharding_of(plan: ContextParallel, batch: int, groups: int) -> PartitionSpec:
     """Return the sharding of [b, s, h, d]: tokens over plan.axis, heads over tensor axes, the batch over all others.
 
-    Every axis shards what it divides, even if the arrays are sharded otherwise: the partitioners of kernels do not see
-    axes that are not manual, and would have every device compute the whole.
+    Every axis shards the dimensions that it divides, even if the arrays are sharded otherwise: the partitioners of
+    kernels do not see axes that are not manual, and would have every device compute the whole.
     """
     resource = mesh_resource_or_default()
     left = {"batch": batch, "heads": groups}

@@ -48,7 +48,7 @@ def extent(name: str, size: int, block: int) -> Extent:
     if block == 1:
         return Extent(name, name, name, {}, ())
     inner, half = f"{name}in", f"{name}half"
-    if size % block or size == block:  # Shardy rejects a factor of one element beside another
+    if size % block or size == block:  # Shardy rejects a factor of one element next to another
         return Extent(name, inner, half, {}, (name, inner, half))
     sizes = {name: size // block, inner: block, half: block // 2}
     return Extent(f"({name} {inner})", name, f"({name} {half})", sizes, ())
@@ -132,8 +132,8 @@ def in_order(text: str, factors: Sequence[str]) -> tuple[str, ...]:
 def broadcast_factors(name: str, shape: Sequence[int], whole: Sequence[tuple[str, int]]) -> str:
     """Return the factors of an array that broadcasts to the axes `whole`, pairs of a factor and an extent.
 
-    An axis of one element that broadcasts has a factor of its own, which begins with name. The other axes are sharded
-    as those that the array broadcasts to.
+    An axis of one element that broadcasts has a separate factor, whose name begins with `name`. The other axes are
+    sharded as those that the array broadcasts to.
     """
     return " ".join(
         factor if size == extent else f"{name}{place}"
