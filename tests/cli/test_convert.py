@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from tests.conversion.tiny_models import write_checkpoint
 from transformer_engine import cli
+from transformer_engine.common import optional
 
 
 def te(*arguments: object):
@@ -28,11 +29,52 @@ def test_it_goes_both_ways_and_says_how_many_tensors_there_were(tmp_path: Path):
     assert '"torch_dtype": "bfloat16"' in (back / "config.json").read_text()
 
 
+def test_id_of_the_hub_is_downloaded_without_its_subfolders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    hub = pytest.importorskip("huggingface_hub")
+    write_checkpoint(tmp_path / "snapshot", "llama", most=60_000)
+    asked = {}
+
+    def snapshot_download(name, **options):
+        asked.update(name=name, **options)
+        return str(tmp_path / "snapshot")
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download, raising=False)
+    result = te("owner/small-llama", tmp_path / "ours", "--revision", "v1")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "ours" / "transformer_engine.json").is_file()
+    assert (asked["name"], asked["revision"]) == ("owner/small-llama", "v1")
+    assert "*.safetensors" in asked["allow_patterns"] and asked["ignore_patterns"] == ["*/*"]
+
+
+def test_failed_download_reports_the_hubs_reason_and_exit_code_1(monkeypatch: pytest.MonkeyPatch):
+    hub = pytest.importorskip("huggingface_hub")
+
+    def snapshot_download(name, **options):
+        raise FileNotFoundError("401 Client Error\nmore lines")
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download, raising=False)
+    result = te("owner/absent", "ours")
+    assert result.exit_code == 1
+    assert "there is no folder owner/absent" in result.output and "failed: 401 Client Error;" in result.output
+    assert "hf auth login" in result.output
+
+
+def test_id_without_the_hubs_library_names_the_library(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(optional, "installed", lambda module: module != "huggingface_hub")
+    result = te("owner/absent", "ours")
+    assert result.exit_code == 2 and "pip install huggingface_hub" in result.output
+
+
+def test_revision_of_a_folder_is_an_error(tmp_path: Path):
+    result = te(tmp_path, "ours", "--revision", "v1")
+    assert result.exit_code == 2 and "--revision v1 is for ids on the hub" in result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (("absent", "ours"), "there is no folder absent; give one that holds a checkpoint"),
-        ((".", "ours", "--shard-size", "0"), "shard_size=0.0 is no positive number"),
+        ((".", "ours", "--shard-size", "0"), "--shard-size 0 is not a positive number"),
     ],
 )
 def test_a_wrong_argument_is_one_sentence_and_exit_code_2(arguments, sentence: str):

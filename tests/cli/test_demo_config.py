@@ -94,7 +94,14 @@ def test_an_option_that_contradicts_the_checkpoint_is_refused():
     with pytest.raises(
         ValueError, match=r"steps=80 contradicts the checkpoint's steps=40; leave the option out"
     ):
-        restore(config(steps=40).as_dict(), "auto", {"steps": 80})
+        restore(config(steps=40).as_dict(), "auto", {"steps": 80}, step=39)
+
+
+def test_more_steps_extend_a_finished_run_only():
+    saved = config(steps=40).as_dict()
+    assert restore(saved, "auto", {"steps": 80}, step=40) == config(steps=80)
+    with pytest.raises(ValueError, match=r"steps=20 contradicts .* a larger number extends a run"):
+        restore(saved, "auto", {"steps": 20}, step=40)
 
 
 def test_the_learning_rate_rises_then_falls_to_a_tenth():

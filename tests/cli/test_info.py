@@ -52,6 +52,13 @@ def test_the_readable_form_names_every_recipe_and_operation(found: Survey):
     for finding in found.findings:
         assert finding.operation in result.output
     assert "compute capability" in result.output
+    assert "te info --why" in result.output and "later in order" not in result.output
+
+
+def test_the_reasons_and_unused_operations_are_printed_on_request():
+    result = CliRunner().invoke(cli.application(), ["info", "--why"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "why not the others" in result.output and "not used by a TransformerLayer" in result.output
 
 
 def test_one_backend_is_chosen_and_the_others_say_why_not(found: Survey):

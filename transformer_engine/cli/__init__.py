@@ -76,7 +76,6 @@ def application() -> typer.Typer:
         help="Train and run Transformers in 8 and 4 bits.",
         cls=LazyGroup,
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
     )
 

@@ -1,8 +1,9 @@
-"""`te convert`: a checkpoint of another library as one of TransformerLayer stacks, or the way back."""
+"""`te convert`: a checkpoint of another library as a stack of TransformerLayer, or such a stack as their checkpoint."""
 
 from __future__ import annotations
 
 import enum
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -11,30 +12,40 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from ..common import optional
 from ..pytorch import conversion
-from .failure import reporting, writing
+from .failure import Failure, reporting, writing
 
 # The dtypes as typer lists them.
 DtypeName = enum.Enum("DtypeName", {name: name for name in ("float32", "bfloat16", "float16")}, type=str)
 GIGABYTE = 1_000_000_000
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # owner/name
+DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")  # settings, weights, tokenizers
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="Folder of a checkpoint: theirs or ours")],
-    folder: Annotated[Path, typer.Argument(help="Folder to be made")],
+    source: Annotated[
+        str, typer.Argument(help="Folder of a checkpoint, or its id on the Hugging Face hub (owner/name)")
+    ],
+    folder: Annotated[Path, typer.Argument(help="Folder to write, which must not exist")],
     dtype: Annotated[
         DtypeName | None,  # pyright: ignore[reportInvalidTypeForm]
-        typer.Option(help="Of all tensors (default: as they are)"),
+        typer.Option(help="Dtype of all tensors (default: unchanged)"),
     ] = None,
-    shard_size: Annotated[float, typer.Option(help="The most gigabytes of a file of weights")] = 5.0,
+    shard_size: Annotated[float, typer.Option(help="Maximum gigabytes per file of weights")] = 5.0,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of a checkpoint on the hub")
+    ] = None,
 ) -> None:
     """Convert a Hugging Face checkpoint to TransformerLayer stacks, or back."""
     console = Console(highlight=False)
     with reporting(console), writing(folder, "free some space there, or choose another folder"):
         if not 0 < shard_size < float("inf"):
-            raise ValueError(f"shard_size={shard_size} is no positive number; give gigabytes, for example 5")
+            raise ValueError(
+                f"--shard-size {shard_size:g} is not a positive number; give gigabytes, for example 5"
+            )
         checkpoint = conversion.convert(
-            source,
+            local_folder(source, revision),
             folder,
             None if dtype is None else getattr(torch, dtype.value),
             max(1, int(shard_size * GIGABYTE)),
@@ -49,3 +60,38 @@ def convert(
         f"wrote {escape(str(folder))}, a {kind}",
         soft_wrap=True,
     )
+
+
+def local_folder(source: str, revision: str | None = None) -> Path:
+    """Return the folder of a checkpoint, which is downloaded if `source` is an id on the Hugging Face hub.
+
+    Raises:
+        ValueError: source is an id, but huggingface_hub is not installed; or revision is given for a folder.
+        Failure: The hub has no such checkpoint, or it cannot be reached.
+    """
+    folder = Path(source)
+    if folder.exists() or not HUB_ID.fullmatch(source):
+        if revision is not None:
+            raise ValueError(
+                f"--revision {revision} is for ids on the hub, and {source} is a folder; leave it out"
+            )
+        return folder
+    if not optional.installed("huggingface_hub"):
+        raise ValueError(
+            f"there is no folder {source}; to download it as an id of the Hugging Face hub, "
+            "pip install huggingface_hub"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                source, revision=revision, allow_patterns=list(DOWNLOADED), ignore_patterns=["*/*"]
+            )
+        )
+    except OSError as error:  # also the base of the hub's errors
+        line = str(error).strip().partition("\n")[0]
+        raise Failure(
+            f"there is no folder {source}, and downloading it from the Hugging Face hub failed: {line}; "
+            "check the id and the connection, log in with `hf auth login` if access is restricted, or give a folder"
+        ) from error

@@ -18,7 +18,7 @@ from .demo.config import HIGH_PRECISION, RunConfig, saved_config
 from .demo.model import ByteGPT
 from .demo.sample import generate as draw
 from .failure import fitting, reporting
-from .train import DeviceName, _printable
+from .train import DeviceName, printable
 
 # Bytes drawn before the clock starts: the prompt's step and the first single-byte step compile and warm up.
 WARM_UP = 2
@@ -81,10 +81,10 @@ class _Shown:
     def __call__(self, byte: int) -> None:
         self.times.append(time.perf_counter())
         if len(self.times) == 1:
-            self.console.print(f"[bold]{escape(_printable(self.prompt))}[/bold]", end="", soft_wrap=True)
+            self.console.print(f"[bold]{escape(printable(self.prompt))}[/bold]", end="", soft_wrap=True)
         text = self.decoder.decode(bytes([byte]))
         if text:
-            self.console.print(escape(_printable(text.encode())), end="", soft_wrap=True)
+            self.console.print(escape(printable(text.encode())), end="", soft_wrap=True)
 
     def speed(self) -> str:
         """Tokens a second behind the first ones, or nothing when too few were drawn."""

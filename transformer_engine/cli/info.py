@@ -45,7 +45,11 @@ class MachineReport:
 
 
 def info(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs")] = False,
+    why: Annotated[
+        bool,
+        typer.Option("--why", help="Also print why each other backend is not used, and unused operations"),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON for programs")] = False,
 ) -> None:
     """Describe this machine: device, libraries, recipes and the backend that each operation uses."""
     described, found = machine(), survey("cuda" if has_cuda() else "cpu")
@@ -54,13 +58,19 @@ def info(
         return
     console = Console(highlight=False)
     _print_machine(console, described)
-    table = Table("recipe", "runs", "products by", "why", title="recipes", title_justify="left")
+    columns = ("recipe", "runs", "products by", *(["why"] if why else []))
+    table = Table(*columns, title="recipes", title_justify="left")
     for report in found.recipes:
-        table.add_row(report.recipe, report.status, ", ".join(report.products), escape(report.reason or ""))
+        reason = [escape(report.reason or "")] if why else []
+        table.add_row(report.recipe, report.status, ", ".join(report.products), *reason)
     console.print(table)
     if any(report.status == "on request" for report in found.recipes):
         console.print("on request: emulated once TE_EMULATE=1 is set or te.emulate() is called")
-    _print_backends(console, found)
+    if why:
+        _print_reasons(console, found)
+    else:
+        _print_backends(console, found)
+        console.print("te info --why prints the reason that each other backend is not used.")
 
 
 def machine() -> MachineReport:
@@ -138,24 +148,44 @@ def _names(recipes: Sequence[str], known: Sequence[str]) -> str:
 
 
 def _print_backends(console: Console, found: Survey) -> None:
+    """Print the backends of each operation, in one row."""
+    known = [report.recipe for report in found.recipes]
+    by_operation: dict[str, dict[str, set[str]]] = {}
+    for finding in found.findings:
+        users = by_operation.setdefault(finding.operation, {})
+        users.setdefault(finding.chosen or "none", set()).update(finding.recipes)
+    table = Table("operation", "backend (recipes)", title="backends", title_justify="left")
+    for operation, users in by_operation.items():
+        named = [
+            f"{backend} ({_names([name for name in known if name in recipes], known)})"
+            for backend, recipes in users.items()
+        ]
+        table.add_row(operation, ", ".join(named))
+    console.print(table)
+
+
+def _print_reasons(console: Console, found: Survey) -> None:
+    """Print every request of an operation with its backend and the reasons against the others."""
+    known = [report.recipe for report in found.recipes]
     table = Table(
         "operation", "recipes", "backend", "why not the others", title="backends", title_justify="left"
     )
     for finding in found.findings:
-        refused = [v for v in finding.verdicts if not v.chosen and v.refusal != LATER]
-        refusals = [f"{v.backend}: {v.refusal}" for v in refused]
+        against = [v for v in finding.verdicts if not v.chosen and v.refusal != LATER]
+        reasons = [f"{v.backend}: {v.refusal}" for v in against]
         later = [v.backend for v in finding.verdicts if v.refusal == LATER]
         if later:
-            refusals.append(f"later in order: {', '.join(later)}")
+            reasons.append(f"later in order: {', '.join(later)}")
         table.add_row(
             finding.operation,
-            _names(finding.recipes, [report.recipe for report in found.recipes]),
+            _names(finding.recipes, known),
             finding.chosen or "none",
-            escape("\n".join(refusals)),
+            escape("\n".join(reasons)),
         )
     console.print(table)
     console.print(
-        "The layer that was asked is small (hidden 128, 128 tokens); te.explain(module, x) answers for your own calls.",
+        "The requests are those of a small layer (hidden size 128, 128 tokens); te.explain(module, x) reports "
+        "the backends of your own call.",
         soft_wrap=True,
     )
     if found.unused:

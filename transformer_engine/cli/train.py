@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,12 +17,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ..common import optional
 from .demo.config import (
     FRAMEWORKS,
     HIGH_PRECISION,
     OPTIMIZERS,
     RECIPES,
-    SEEDS,
     Execution,
     default_framework,
     missing_for,
@@ -76,7 +78,7 @@ def train(
     lr: Annotated[float | None, typer.Option(help="Peak learning rate")] = None,
     seed: Annotated[
         int | None,
-        typer.Option(help=f"Seed of weights and batches, -{SEEDS} to {SEEDS} without the ends (default: 0)"),
+        typer.Option(help="Seed of weights and batches, a whole number of at most a trillion (default: 0)"),
     ] = None,
     data: Annotated[
         str | None, typer.Option(help="Text file or folder (default: this Python's standard library)")
@@ -97,10 +99,22 @@ def train(
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the runs")] = Path("runs"),
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue exactly from the run's checkpoint")
+        bool,
+        typer.Option(
+            "--resume", help="Continue exactly from the run's checkpoint; --steps extends a finished run"
+        ),
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Train anew where a run of that name has its checkpoint")
+        bool, typer.Option("--overwrite", help="Train from the start although the run has a checkpoint")
+    ] = False,
+    log_every: Annotated[
+        int | None,
+        typer.Option(
+            help="Steps per line of progress if the output is not a terminal (default: a twentieth)"
+        ),
+    ] = None,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write losses for TensorBoard to OUT/NAME/tensorboard")
     ] = False,
 ) -> None:
     """Train a byte-level GPT under a recipe and in high precision, side by side, and compare the losses."""
@@ -129,11 +143,21 @@ def train(
                 f"--name {name!r} is a path, and a run is one folder in that of --out; give a name without separators, "
                 "and the folder as --out"
             )
+        if log_every is not None and log_every < 1:
+            raise ValueError(f"--log-every {log_every} is below 1; give a positive number of steps")
+        if tensorboard:
+            _check_tensorboard()
         _check_replacing(folder, resume, overwrite)
         trainer = _prepare(folder, device.value, given, execution, resume)
     _describe(console, trainer)
     with _interrupts(console) as stopping, reporting_failures(console), fitting(SMALLER):
-        finished = _train(console, trainer, stopping)
+        shown = (
+            _bar(console, trainer)
+            if console.is_terminal
+            else _lines(console, trainer, log_every or max(1, trainer.config.steps // 20))
+        )
+        with shown as show, _scalars(trainer, tensorboard) as write:
+            finished = trainer.train(lambda record: (show(record), write()), stop=lambda: bool(stopping))
     if not finished:
         console.print(
             f"stopped after step {trainer.step} of {trainer.config.steps}; the checkpoint is saved.\n"
@@ -179,7 +203,7 @@ def _prepare(folder: Path, device: str, given: dict[str, Any], execution: Execut
         framework = given["framework"] or default_framework()
     _demand(framework)
     state = runs_of(framework).load(path)
-    config = restore(state["config"], device, given, str(path))
+    config = restore(state["config"], device, given, str(path), state["step"])
     trainer = Trainer(config, load_corpus(config.data, config.sequence), folder, execution)
     trainer.load(state)
     return trainer
@@ -203,7 +227,8 @@ def _describe(console: Console, trainer: Trainer) -> None:
     experts = f", {config.experts} experts" if config.experts else ""
     console.print(
         f"model   {parameters:,} parameters in {config.label(HIGH_PRECISION)}, "
-        f"{layers}, hidden {config.hidden}, {config.heads} heads{experts}, in {config.framework} on {config.device}"
+        f"{layers}, hidden {config.hidden}, {config.heads} heads{experts}, in {config.framework} on {config.device}",
+        soft_wrap=True,
     )
     console.print(
         f"runs    {' and '.join(config.label(name) for name in config.runs)}, seed {config.seed}, "
@@ -231,7 +256,16 @@ def _interrupts(console: Console) -> Iterator[list[bool]]:
         signal.signal(signal.SIGINT, previous)
 
 
-def _train(console: Console, trainer: Trainer, stopping: list[bool]) -> bool:
+def _progress(trainer: Trainer, record: Record) -> tuple[str, str]:
+    """The losses of a step and the rate of its tokens, as text."""
+    losses = "  ".join(f"{trainer.config.label(name)} {loss:.3f}" for name, loss in record.loss.items())
+    tokens = len(record.loss) * trainer.config.tokens_a_step / sum(record.seconds.values())
+    return losses, f"{tokens:,.0f} tokens/s"
+
+
+@contextmanager
+def _bar(console: Console, trainer: Trainer) -> Iterator[Callable[[Record], None]]:
+    """A progress bar on a terminal, redrawn after every step."""
     columns = (
         TextColumn("step {task.completed:>4}/{task.total}"),
         BarColumn(bar_width=16),
@@ -242,14 +276,63 @@ def _train(console: Console, trainer: Trainer, stopping: list[bool]) -> bool:
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("", total=trainer.config.steps, completed=trainer.step, losses="", speed="")
 
-        def observe(record: Record) -> None:
-            losses = "  ".join(
-                f"{trainer.config.label(name)} {loss:.3f}" for name, loss in record.loss.items()
-            )
-            tokens = len(record.loss) * trainer.config.tokens_a_step / sum(record.seconds.values())
-            bar.update(task, completed=record.step, losses=losses, speed=f"{tokens:,.0f} tokens/s")
+        def show(record: Record) -> None:
+            losses, speed = _progress(trainer, record)
+            bar.update(task, completed=record.step, losses=losses, speed=speed)
 
-        return trainer.train(observe, stop=lambda: bool(stopping))
+        yield show
+
+
+@contextmanager
+def _lines(console: Console, trainer: Trainer, every: int) -> Iterator[Callable[[Record], None]]:
+    """A line of progress for every `every` steps and for the last step, in files and pipes."""
+    start, first, due = time.perf_counter(), trainer.step, (trainer.step // every + 1) * every
+
+    def show(record: Record) -> None:
+        nonlocal due
+        steps = trainer.config.steps
+        if record.step < min(due, steps):
+            return
+        due = (record.step // every + 1) * every
+        left = (time.perf_counter() - start) / (record.step - first) * (steps - record.step)
+        remaining = timedelta(seconds=round(left))
+        text = "  ".join((f"step {record.step}/{steps}", *_progress(trainer, record), f"{remaining} left"))
+        console.print(text, soft_wrap=True)
+
+    yield show
+
+
+def _check_tensorboard() -> None:
+    """Raise Failure if the writer, which is torch's, or TensorBoard is missing."""
+    missing = [name for name in ("torch", "tensorboard") if not optional.installed(name)]
+    if missing:
+        raise Failure(
+            f"--tensorboard needs {' and '.join(missing)}; pip install {' '.join(missing)}, "
+            "or leave the option out and read metrics.jsonl"
+        )
+
+
+@contextmanager
+def _scalars(trainer: Trainer, enabled: bool) -> Iterator[Callable[[], None]]:
+    """A function that writes the new records of a run for TensorBoard, or does nothing if not enabled."""
+    if not enabled:
+        yield lambda: None
+        return
+    from torch.utils.tensorboard import SummaryWriter
+
+    written = len(trainer.history)
+    with SummaryWriter(str(trainer.folder / "tensorboard"), purge_step=trainer.step + 1) as writer:
+
+        def write() -> None:
+            nonlocal written
+            for record in trainer.history[written:]:
+                for kind, losses in (("train", record.loss), ("validation", record.validation or {})):
+                    for name, loss in losses.items():
+                        writer.add_scalar(f"{kind}/{trainer.config.label(name)}", loss, record.step)
+                writer.add_scalar("learning rate", record.learning_rate, record.step)
+            written = len(trainer.history)
+
+        yield write
 
 
 def _conclude(console: Console, trainer: Trainer) -> None:
@@ -265,10 +348,8 @@ def _conclude(console: Console, trainer: Trainer) -> None:
     prompt = bytes(trainer.corpus.validation[: min(32, config.sequence // 2)].tolist())
     run = trainer.runs[config.runs[0]]
     text = run.sample(prompt, config.sequence - len(prompt))
-    console.print(
-        f"sample of the {config.label(config.runs[0])} model (prompt in bold, drawn with a KV cache):"
-    )
-    console.print(f"[bold]{escape(_printable(prompt))}[/bold]{escape(_printable(text))}", soft_wrap=True)
+    console.print(f"sample of the {config.label(config.runs[0])} model, after {len(prompt)} bytes of prompt:")
+    console.print(f"[bold]{escape(printable(prompt))}[/bold]{escape(printable(text))}", soft_wrap=True)
     console.print(f"wrote {escape(str(folder))}/{{loss.png,metrics.jsonl,checkpoint}}", soft_wrap=True)
 
 
@@ -307,7 +388,7 @@ def _table(trainer: Trainer) -> Table:
     return table
 
 
-def _printable(text: bytes) -> str:
-    """Bytes as text; control characters other than line breaks and tabs are shown as escapes."""
+def printable(text: bytes) -> str:
+    """Decode bytes to text; bytes that are not UTF-8 and control characters become the replacement character."""
     characters = text.decode("utf-8", errors="replace")
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in characters)
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in characters)

@@ -6,7 +6,7 @@ A command with one framework works without the other, so neither is imported at 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from importlib import import_module
 from typing import Any
 
@@ -242,16 +242,26 @@ def resolve(device: str, given: dict[str, Any]) -> RunConfig:
 
 
 def restore(
-    saved: dict[str, Any], device: str, given: dict[str, Any], source: str = "the checkpoint"
+    saved: dict[str, Any], device: str, given: dict[str, Any], source: str = "the checkpoint", step: int = 0
 ) -> RunConfig:
-    """The RunConfig of a checkpoint; a contradicting option raises: the continuation would not be exact."""
+    """Return the RunConfig of a checkpoint that was saved after `step` steps.
+
+    A larger number of steps extends a run that has finished: its schedule is that of the larger number from then on.
+
+    Raises:
+        ValueError: Another option contradicts the checkpoint, so the continuation would not be exact.
+    """
     config = saved_config(saved, source)
     asked = {**given, "device": None if device == "auto" else device}
+    steps = asked.get("steps")
+    if steps is not None and step >= config.steps and steps > config.steps:
+        config = replace(config, steps=steps)
     for name, value in asked.items():
         if value is not None and value != getattr(config, name):
+            extended = "; a larger number extends a run that has finished" if name == "steps" else ""
             raise ValueError(
                 f"{name}={value} contradicts the checkpoint's {name}={getattr(config, name)}; "
-                f"leave the option out to continue, or start another run with --name"
+                f"leave the option out to continue, or start another run with --name{extended}"
             )
     return config
 
