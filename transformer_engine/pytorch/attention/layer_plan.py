@@ -296,7 +296,7 @@ def _projections(
             raise ValueError(f"{name} is on {given.device} and has no values; make it on the layer's device")
         if (given.dtype != x_dtype and lowered is None) or given.device != x_device:
             raise ValueError(
-                f"{name} is {given.dtype} on {given.device}, hidden_states {x_dtype} on {x_device}; convert"
+                f"{name} is {given.dtype} on {given.device}, hidden_states {x_dtype} on {x_device}; convert one of them"
             )
     heads, shapes = config.heads, []
     for source, count in ((x, heads.queries), (encoder or x, heads.groups)):

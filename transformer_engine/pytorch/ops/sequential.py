@@ -107,7 +107,8 @@ class Sequential(torch.nn.Module):
     def _module(self, module: Any) -> torch.nn.Module:
         if not isinstance(module, torch.nn.Module):
             raise TypeError(
-                f"{module!r} is a {type(module).__name__}; a Sequential holds torch.nn.Module objects"
+                f"{module!r} is a {type(module).__name__}; a Sequential holds torch.nn.Module objects, "
+                "such as te.ops.Linear(..) and te.ops.ReLU()"
             )
         return module
 

@@ -279,7 +279,10 @@ def _load_pickle(data: bytes) -> Any:
     except ExtraStateError:
         raise
     except _MALFORMED as error:
-        raise ExtraStateError(f"extra state is not a readable pickle: {error}") from error
+        raise ExtraStateError(
+            f"extra state is not a readable pickle: {error}; load an undamaged checkpoint, or remove the entry "
+            "'_extra_state' to start with new scales"
+        ) from error
 
 
 def _load_archive(data: bytes) -> Any:

@@ -147,6 +147,11 @@ def check_block(enabled: Any, recipe: Recipe | None) -> bool:
             f"recipe={described(recipe)} is a {type(recipe).__name__}; pass an instance of a class of "
             "transformer_engine.common.recipe, or None"
         )
+    if isinstance(enabled, Recipe):
+        raise TypeError(
+            f"enabled={described(enabled)} is a recipe, and the first argument is a bool; pass the recipe by name, "
+            "recipe=..."
+        )
     return enabled if type(enabled) is bool else to_bool("enabled", enabled)
 
 

@@ -19,8 +19,7 @@ def tensor(name: str, value: Any) -> TypeGuard[Tensor]:
     """TypeError unless value is a tensor, plain or quantized."""
     if not isinstance(value, Tensor):
         raise TypeError(
-            f"{name} is {described(value)}, a {type(value).__name__}; give a torch.Tensor, "
-            "for example torch.as_tensor(..) of it"
+            f"{name} is {described(value)} and not a torch.Tensor; convert it, for example by torch.as_tensor"
         )
     return True
 

@@ -89,7 +89,7 @@ def canonical_device(device: torch.device | str | int | None = "cuda", name: str
         device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except RuntimeError:
         raise ValueError(
-            f"{name}={device!r} is no device of torch; give 'cuda', 'cuda:0', 'cpu' or 'meta'"
+            f"{name}={device!r} is not a device of torch; give 'cuda', 'cuda:0', 'cpu' or 'meta'"
         ) from None
     if device.type != "cuda":
         return device

@@ -305,7 +305,7 @@ def check_tensors(q: Any, k: Any, v: Any, qkv_format: str, config: AttentionConf
             )
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise ValueError(
-                f"{name} is {tensor.dtype} on {tensor.device}, query_layer {q.dtype} on {q.device}; convert"
+                f"{name} is {tensor.dtype} on {tensor.device}, query_layer {q.dtype} on {q.device}; convert one of them"
             )
     if not q.dtype.is_floating_point:
         raise TypeError(f"query_layer is {q.dtype}; give floating-point values")

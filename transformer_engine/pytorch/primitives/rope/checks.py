@@ -51,7 +51,9 @@ def _check_dense(length: int, batch: int, table: int, positions: Positions, spec
         )
     needed = length * spec.cp_size
     if needed > table and not spec.clamps:
-        raise ValueError(f"sequence length {needed} > {table} positions of freqs; make it longer")
+        raise ValueError(
+            f"sequence length {needed} > {table} positions of freqs; pass the angles of at least {needed} positions"
+        )
     if positions.start is None:
         return
     _check_starts(positions.start, batch)
@@ -125,7 +127,8 @@ def reaches_lengths(bounds: list[int] | None, table: int) -> None:
     longest = max(lengths, default=0)
     if longest > table:
         raise ValueError(
-            f"sequence {lengths.index(longest)} has {longest} tokens > {table} positions of freqs; make it longer"
+            f"sequence {lengths.index(longest)} has {longest} tokens > {table} positions of freqs; "
+            f"pass the angles of at least {longest} positions"
         )
 
 

@@ -1,0 +1,127 @@
+"""Every program of `examples/` runs at a tiny size and does what its documentation states."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from tests.clients import processes
+from transformer_engine.common import optional
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+# Run in processes of their own: these libraries change torch or the process.
+CLIENTS = {
+    "accelerate_llama": (("accelerate", "transformers"), ["--steps", "8", "--state", "state"]),
+    "lightning_model": (("lightning",), ["--epochs", "1", "--quiet"]),
+    "lora_fp8": (("peft",), ["--steps", "25", "--save", "adapter"]),
+}
+
+
+def load(name: str) -> ModuleType:
+    """The module of an example."""
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", ROOT / "examples" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their annotations up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_training_of_the_llama_resumes_bit_for_bit(tmp_path: Path):
+    main = load("llama").main
+    sizes = ["--layers", "1", "--hidden", "64", "--batch", "2", "--length", "32", "--recipe", "delayed"]
+    whole = main([*sizes, "--steps", "8"])
+    saved = ["--checkpoint", str(tmp_path / "llama.pt")]
+    first = main([*sizes, "--steps", "4", *saved])
+    rest = main([*sizes, "--steps", "8", *saved, "--resume"])
+    assert first + rest == whole
+    assert whole[-1] < whole[0] - 0.1
+
+
+def test_batching_does_not_change_the_tokens_of_a_request():
+    main = load("continuous_batching").main
+    together = main(["--requests", "5", "--layers", "1"])
+    alone = main(["--requests", "5", "--layers", "1", "--places", "1"])
+    few_pages = main(["--requests", "5", "--layers", "1", "--pages", "4"])
+    assert together == alone == few_pages
+    assert len({tuple(tokens) for tokens in together.values()}) == 5
+
+
+def test_request_that_exceeds_the_cache_is_an_error():
+    with pytest.raises(ValueError, match=r"request \d needs \d of 1 pages; raise --pages"):
+        load("continuous_batching").main(["--requests", "5", "--layers", "1", "--pages", "1"])
+
+
+def test_block_formats_keep_rows_of_different_magnitude():
+    errors, losses = load("formats_on_cpu").main(["--steps", "8"])
+    rows = errors["rows from 1e-4 to 1e4"]
+    assert rows["mxfp8"] > rows["current"] + 10
+    assert errors["normal"]["nvfp4"] < errors["normal"]["mxfp8"]
+    assert all(abs(loss / losses["none"] - 1) < 0.1 for loss in losses.values())
+
+
+def test_mixture_of_experts_learns():
+    losses = load("mixture_of_experts").main(["--steps", "15", "--experts", "4", "--hidden", "32"])
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "needed"), [("flax_model", ("jax", "flax", "optax")), ("nnx_model", ("jax", "flax", "optax"))]
+)
+def test_model_in_jax_learns(name: str, needed: tuple[str, ...]):
+    missing = [library for library in needed if not optional.installed(library)]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} is not installed; pip install '.[cli-jax]'")
+    losses = load(name).main(["--steps", "15"])
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="NCCL needs two GPUs")
+def test_sharded_training_on_two_ranks_lowers_the_loss():
+    program = ["-c", "import json, runpy; m = runpy.run_path('examples/fsdp2.py'); "
+               "print(json.dumps(m['main'](['--steps', '8', '--hidden', '32', '--layers', '1'])))"]  # fmt: skip
+    losses = json.loads(processes.on_ranks(program, 2).splitlines()[-1])
+    assert losses[-1] < losses[0]
+
+
+@pytest.fixture(scope="module")
+def losses_of_clients(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """{example: losses} of the installed libraries, from one process."""
+    runs = {
+        str(ROOT / "examples" / f"{name}.py"): argv
+        for name, (needed, argv) in CLIENTS.items()
+        if all(map(optional.installed, needed))
+    }
+    program = (
+        "import json, runpy\n"
+        f"losses = {{path: runpy.run_path(path)['main'](argv) for path, argv in {runs!r}.items()}}\n"
+        "print(json.dumps(losses))"
+    )
+    folder = tmp_path_factory.mktemp("clients")
+    losses = json.loads(processes.output(["-c", program], folder).splitlines()[-1])
+    return {Path(path).stem: values for path, values in losses.items()} | {
+        "files": [*map(str, folder.iterdir())]
+    }
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_model_of_a_client_learns(name: str, request: pytest.FixtureRequest):
+    missing = [library for library in CLIENTS[name][0] if not optional.installed(library)]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} is not installed; `make test-clients` installs it")
+    losses = request.getfixturevalue("losses_of_clients")[name]
+    assert losses[-1] < 0.97 * losses[0]
+
+
+def test_every_example_has_a_test_and_states_its_command():
+    text = Path(__file__).read_text()
+    for path in EXAMPLES:
+        assert f'"{path.stem}"' in text or f"{path.stem}.py" in text, path.stem
+        assert f"examples/{path.name}" in path.read_text().split('"""')[1], path.name
