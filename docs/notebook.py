@@ -17,7 +17,7 @@ from generated import ROOT
 PAGE = ROOT / "docs" / "first_principles.md"
 NOTEBOOK = ROOT / "docs" / "guides" / "fp8_first_principles.ipynb"
 BLOCK = re.compile(r"```(\w*)\n(.*?)```\n?", re.DOTALL)
-ONLY_IN_SCRIPTS = re.compile(r"^matplotlib\.use\(.*\n", re.MULTILINE)
+ONLY_IN_SCRIPTS = re.compile(r"^plt\.switch_backend\(.*\n", re.MULTILINE)
 
 
 def cells(page: str) -> list[tuple[str, str]]:
