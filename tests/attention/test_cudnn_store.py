@@ -298,7 +298,7 @@ def test_a_damaged_file_is_logged_once_and_built_again(name, library, tmp_path, 
 @pytest.mark.parametrize(
     "error", [RuntimeError("CUDNN_STATUS_NOT_SUPPORTED"), NotSupported("no engine"), IndexError("stoll")]
 )
-def test_a_plan_that_the_library_refuses_is_logged_and_built_again(error, library, tmp_path, caplog):
+def test_a_plan_that_the_library_rejects_is_logged_and_built_again(error, library, tmp_path, caplog):
     plan()
     library.refusal = error
     made = plan()

@@ -203,7 +203,7 @@ def test_recomputed_layers_change_no_bit(name, reentrant):
     assert train(model) == kept
 
 
-def test_recomputation_that_forgets_the_recipe_is_refused():
+def test_recomputation_that_forgets_the_recipe_is_rejected():
     model = te.convert_hf(stock(), recipe=DelayedScaling()).train()
     model.gradient_checkpointing_enable(offload=True)
     tokens = installed.tokens(DEVICE)

@@ -162,7 +162,7 @@ def test_a_model_that_was_not_read_is_not_written(tmp_path: Path):
         ({"count": 1, "temperature": -1.0}, "temperature=-1.0 is below 0"),
     ],
 )
-def test_sampling_beyond_the_model_is_refused(arguments: dict, sentence: str, tmp_path: Path):
+def test_sampling_beyond_the_model_is_rejected(arguments: dict, sentence: str, tmp_path: Path):
     model = conversion.load_model(write_checkpoint(tmp_path / "theirs", "llama"), device="cpu")
     with pytest.raises(ValueError, match=sentence):
         model.generate(torch.zeros(1, 6, dtype=torch.int64), **arguments)

@@ -330,7 +330,7 @@ def test_it_trains_under_a_recipe_and_puts_weight_gradients_off():
     assert layer.linear_proj.weight.grad.abs().sum() > 0
 
 
-def test_what_it_cannot_do_is_refused_by_a_sentence():
+def test_what_it_cannot_do_is_rejected_by_a_sentence():
     with pytest.raises(ValueError, match="cross-attention has no groups"):
         CrossAttention(CONFIG, cross_attention_submodules(CONFIG), 1)
     config = replace(CONFIG, num_query_groups=HEADS)
@@ -349,7 +349,7 @@ def test_what_it_cannot_do_is_refused_by_a_sentence():
         self_attention(replace(CONFIG, fused_single_qkv_rope=True))(hidden(), None)
 
 
-def test_offloading_that_only_megatron_s_layer_does_is_refused():
+def test_offloading_that_only_megatron_s_layer_does_is_rejected():
     config = replace(CONFIG)
     settings = {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn", "moe_act"]}
     vars(config).update(settings)  # Megatron's config has them
@@ -426,7 +426,7 @@ def test_flash_decode_keeps_to_the_layer_and_its_context(case):
     )
 
 
-def test_rotations_that_nothing_would_compute_are_refused():
+def test_rotations_that_nothing_would_compute_are_rejected():
     x, freqs, static = hidden(), angles(), StaticContext(2, LENGTH)
     flash = self_attention(replace(CONFIG, flash_decode=True)).eval()
     pages = PagedContext(2, 1, pages=8, page_size=4, groups=2, size=SIZE)

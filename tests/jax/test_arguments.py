@@ -66,7 +66,7 @@ NO_MEMBERS = {
 
 
 @pytest.mark.parametrize("name", NO_MEMBERS)
-def test_what_is_no_member_is_refused(name):
+def test_what_is_no_member_is_rejected(name):
     with pytest.raises(TypeError, match=rf"^{name.split()[0]}=.* is no \w+; give one of "):
         NO_MEMBERS[name]()
 
@@ -197,7 +197,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_refused(name):
+def test_what_does_not_fit_is_rejected(name):
     sentence, call = REFUSED[name]
     with pytest.raises(ValueError, match=sentence):
         call()

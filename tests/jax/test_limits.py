@@ -106,7 +106,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_refused_by_name(name):
+def test_what_cannot_be_is_rejected(name):
     error, sentence, call = REFUSED[name]
     with pytest.raises(error, match=sentence):
         call()

@@ -295,7 +295,7 @@ def test_top_elements_of_rows():
         (lambda: ep.ep_bootstrap(2, 0, 8, 4, 4, 4, jnp.int32), TypeError, "max_token_dtype"),
     ],
 )
-def test_a_bad_call_is_refused_with_value_limit_and_remedy(call, error, sentence):
+def test_a_bad_call_is_rejected_with_value_limit_and_remedy(call, error, sentence):
     with pytest.raises(error, match=sentence):
         call()
     ep.ep_finalize()

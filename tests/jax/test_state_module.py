@@ -89,6 +89,6 @@ def test_a_function_gets_a_quantizer_set_for_each_postfix():
         ),
     ],
 )
-def test_a_bad_call_is_refused_with_value_limit_and_remedy(call, sentence):
+def test_a_bad_call_is_rejected_with_value_limit_and_remedy(call, sentence):
     with pytest.raises((TypeError, ValueError), match=sentence):
         call()

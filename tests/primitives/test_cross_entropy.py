@@ -112,7 +112,7 @@ def test_rows_are_cut_where_there_are_few():
     assert strips_of(1, 1 << 20) == 128
 
 
-def test_a_tensor_on_the_cpu_is_refused_with_the_reason():
+def test_a_tensor_on_the_cpu_is_rejected_with_the_reason():
     labels = Labels(IGNORED, 0.0, 0, 8)
     request = CrossEntropyRequest("statistics", 2, 8, torch.float32, torch.device("cpu"), labels)
     assert "on cpu" in (triton.unsupported_reason(request) or "")

@@ -17,7 +17,7 @@ from .numbers import described as described
 from .numbers import to_bool
 
 
-def refuse_keywords(function: str, given: Collection[str], renamed: Mapping[str, str]) -> None:
+def reject_keywords(function: str, given: Collection[str], renamed: Mapping[str, str]) -> None:
     """Raise TypeError for unknown keywords; the message gives the present name of a renamed keyword."""
     for name in given:
         remedy = f"use {renamed[name]}=" if name in renamed else "leave it out"

@@ -50,12 +50,12 @@ class Variable:
             try:
                 return int(text)
             except ValueError:
-                raise self._refusal(text, "an integer") from None
+                raise self._invalid(text, "an integer") from None
         if self.choices is not None and text not in self.choices:
-            raise self._refusal(text, "one of " + ", ".join(repr(choice) for choice in self.choices))
+            raise self._invalid(text, "one of " + ", ".join(repr(choice) for choice in self.choices))
         return text
 
-    def _refusal(self, text: str, allowed: str) -> ValueError:
+    def _invalid(self, text: str, allowed: str) -> ValueError:
         return ValueError(f"{self.name}={text!r} is not {allowed}; set it to {allowed} or unset it")
 
 

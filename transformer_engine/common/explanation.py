@@ -78,7 +78,7 @@ class Explanation:
         lines: list[str] = [str(report) for report in self.passes]
         for decision in self.decisions:
             lines.append(f"{decision.operation}: {decision.chosen} ({decision.count}x)")
-            lines += [f"    not {v.backend}: {v.refusal}" for v in decision.verdicts if not v.chosen]
+            lines += [f"    not {v.backend}: {v.reason}" for v in decision.verdicts if not v.chosen]
         return "\n".join(lines)
 
 

@@ -19,7 +19,7 @@ class Package:
     least: str
     below: str | None = None
 
-    def refuses(self, found: str) -> str | None:
+    def unsupported_reason(self, found: str) -> str | None:
         """Why this version cannot be used, None if it can."""
         release = Version(found)
         if release >= Version(self.least) and (self.below is None or release < Version(self.below)):
@@ -58,8 +58,8 @@ def demand(framework: Framework) -> None:
                 f"{name} needs {package.name}, which is not installed; {remedy}", name=package.name
             )
         try:
-            refusal = package.refuses(version(package.name))
+            reason = package.unsupported_reason(version(package.name))
         except PackageNotFoundError:
             continue  # a package on the path without metadata: a development build
-        if refusal is not None:
-            raise ImportError(f"{name}: {refusal}; {remedy}")
+        if reason is not None:
+            raise ImportError(f"{name}: {reason}; {remedy}")

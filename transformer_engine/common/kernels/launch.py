@@ -44,7 +44,7 @@ def _missing() -> str | None:
     return None
 
 
-# A constant, so that a compiler tracing through `refuses` reads it as one.
+# A constant, so that a compiler tracing through `unsupported_reason` reads it as one.
 MISSING: str | None = _missing()
 
 

@@ -301,7 +301,9 @@ def is_fused_attn_kernel_available(
         q_num_heads, kv_num_heads, q_max_seqlen, kv_max_seqlen, head_dim_qk, head_dim_v, check_window(window_size),
         is_training, "cuda" if has_gpu() else "cpu",
     )  # fmt: skip
-    return any(b.name != "reference" and b.refusal(request) is None for b in TABLE.candidates(request))
+    return any(
+        b.name != "reference" and b.rejection_reason(request) is None for b in TABLE.candidates(request)
+    )
 
 
 def hidden_of(

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from ...common.checks import member, refuse_keywords, switch, whole
+from ...common.checks import member, reject_keywords, switch, whole
 from ...common.recipe import Recipe
 from ..checks import check_dtype
 from . import recipes
@@ -120,7 +120,7 @@ class QuantizerFactory:
         _check_count("n_quantizer_sets", n_quantizer_sets)
         if n_groups is not None:
             _check_count("n_groups", n_groups)
-        refuse_keywords("QuantizerFactory.create_set", kwargs.keys() - {"quantize_meta_set"}, {})
+        reject_keywords("QuantizerFactory.create_set", kwargs.keys() - {"quantize_meta_set"}, {})
         switch("is_2x2x", is_2x2x)
         if scaling_mode is not None and fp8_recipe is not None:
             raise ValueError(

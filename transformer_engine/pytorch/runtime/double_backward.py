@@ -36,7 +36,7 @@ def once_differentiable(operation: str) -> Callable[[Callable[..., Any]], Callab
         def guarded(ctx: Any, *grads: Any) -> Any:
             if not torch.is_grad_enabled() or torch.compiler.is_compiling():
                 return backward(ctx, *grads)
-            return _refusing(operation, ctx, backward, grads)
+            return _first_derivative_only(operation, ctx, backward, grads)
 
         guarded.__doc__ = backward.__doc__
         guarded.once_differentiable = operation  # pyright: ignore[reportFunctionMemberAccess]
@@ -45,7 +45,9 @@ def once_differentiable(operation: str) -> Callable[[Callable[..., Any]], Callab
     return decorate
 
 
-def _refusing(operation: str, ctx: Any, backward: Callable[..., Any], grads: tuple[Any, ...]) -> Any:
+def _first_derivative_only(
+    operation: str, ctx: Any, backward: Callable[..., Any], grads: tuple[Any, ...]
+) -> Any:
     """backward(ctx, *grads), its results behind a node that raises."""
     with torch.no_grad():
         made = backward(ctx, *grads)
@@ -54,7 +56,7 @@ def _refusing(operation: str, ctx: Any, backward: Callable[..., Any], grads: tup
     links += _leaves_below(ctx)
     places = [i for i, result in enumerate(results) if isinstance(result, Tensor)]
     if links and places:
-        behind = _Refusal.apply(operation, [results[i] for i in places], *links)
+        behind = _FirstDerivativeOnly.apply(operation, [results[i] for i in places], *links)
         for i, result in zip(places, behind, strict=True):  # pyright: ignore[reportArgumentType]
             results[i] = result
     return tuple(results) if isinstance(made, tuple) else results[0]
@@ -81,7 +83,7 @@ def _leaves_below(node: Any) -> list[Tensor]:
     return leaves
 
 
-class _Refusal(Function):
+class _FirstDerivativeOnly(Function):
     """The given gradients, in a graph as functions of the links, and an error where their derivative is asked for."""
 
     @staticmethod
@@ -97,21 +99,21 @@ class _Refusal(Function):
         )
 
 
-def refuse_second(operation: str, node: Any, *inputs: Tensor) -> None:
+def reject_second_derivative(operation: str, node: Any, *inputs: Tensor) -> None:
     """`once_differentiable` for a node of torch's own, which computed something of these inputs."""
 
-    def refuse(gradients: tuple[Any, ...], grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def reject(gradients: tuple[Any, ...], grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not is_recorded():
             return None
         links = [t for t in (*inputs, *grads) if isinstance(t, Tensor) and t.requires_grad]
         places = [i for i, gradient in enumerate(gradients) if gradient is not None]
         results = list(gradients)
-        behind = _Refusal.apply(operation, [results[i] for i in places], *links)
+        behind = _FirstDerivativeOnly.apply(operation, [results[i] for i in places], *links)
         for i, result in zip(places, behind, strict=True):  # pyright: ignore[reportArgumentType]
             results[i] = result
         return tuple(results)
 
-    node.register_hook(refuse)
+    node.register_hook(reject)
 
 
 def replayed(

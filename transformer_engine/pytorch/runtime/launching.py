@@ -234,7 +234,7 @@ def processors(device: int) -> Processors:
     return Processors(properties.multi_processor_count, properties.shared_memory_per_block_optin)
 
 
-def refuses_elementwise(device: torch.device, *dtypes: torch.dtype) -> str | None:
+def unsupported_elementwise(device: torch.device, *dtypes: torch.dtype) -> str | None:
     """Why a Triton kernel that reads and writes 16- and 32-bit floats cannot run here; None if it can."""
     if device.type != "cuda":
         return f"it needs a CUDA device, the tensors are on {device.type}"
@@ -249,7 +249,7 @@ def refuses_elementwise(device: torch.device, *dtypes: torch.dtype) -> str | Non
     return None
 
 
-def refuses_casts(device: torch.device, dtype: torch.dtype) -> str | None:
+def unsupported_casts(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why Triton cannot cast values of a dtype to narrow codes here, to the bit as the reference; None if it can."""
     if device.type != "cuda":
         return f"it needs a CUDA device, the values are on {device.type}"

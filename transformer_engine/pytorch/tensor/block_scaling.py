@@ -61,9 +61,9 @@ class BlockScalingQuantizer(Quantizer):
     def encode(
         self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
     ) -> QuantizedTensorStorage:
-        refusal = self.shape_refusal(tensor.shape, rowwise, columnwise)
-        if refusal is not None:
-            raise ValueError(f"{type(self).__name__} cannot quantize shape {tuple(tensor.shape)}: {refusal}")
+        reason = self.unsupported_shape_reason(tensor.shape, rowwise, columnwise)
+        if reason is not None:
+            raise ValueError(f"{type(self).__name__} cannot quantize shape {tuple(tensor.shape)}: {reason}")
         quantized = self._quantized(plain_matrix(tensor), self.spec(rowwise, columnwise))
         return self._packed(quantized, tensor.shape, tensor.dtype)
 
@@ -78,9 +78,9 @@ class BlockScalingQuantizer(Quantizer):
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
     ) -> QuantizedTensorStorage:
-        refusal = self.shape_refusal(shape, self.rowwise_usage, self.columnwise_usage)
-        if refusal is not None:
-            raise ValueError(f"{type(self).__name__} cannot hold shape {tuple(shape)}: {refusal}")
+        reason = self.unsupported_shape_reason(shape, self.rowwise_usage, self.columnwise_usage)
+        if reason is not None:
+            raise ValueError(f"{type(self).__name__} cannot hold shape {tuple(shape)}: {reason}")
         spec = self.spec(self.rowwise_usage, self.columnwise_usage)
         storage = self._packed(empty_quantized(spec, *matrix_shape(shape), device), shape, dtype)
         return storage.mapped(Tensor.pin_memory) if pin_memory else storage
@@ -93,14 +93,14 @@ class BlockScalingQuantizer(Quantizer):
 
     def get_scale_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, ...]:
         """The shape, padding included, of one direction's scales; ValueError for a shape that cannot be quantized."""
-        refusal = self.shape_refusal(shape, not columnwise, columnwise)
-        if refusal is not None:
-            raise ValueError(f"{type(self).__name__} cannot hold shape {tuple(shape)}: {refusal}")
+        reason = self.unsupported_shape_reason(shape, not columnwise, columnwise)
+        if reason is not None:
+            raise ValueError(f"{type(self).__name__} cannot hold shape {tuple(shape)}: {reason}")
         spec = self.spec(not columnwise, columnwise)
         storage: Any = self._packed(empty_quantized(spec, *matrix_shape(shape), "meta"), shape, torch.float32)
         return tuple((storage._columnwise_scale_inv if columnwise else storage._rowwise_scale_inv).shape)
 
-    def shape_refusal(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
+    def unsupported_shape_reason(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
         if self.VECTORS and not len(shape):
             return None
         if len(shape) < 2 and not self.VECTORS:

@@ -80,11 +80,11 @@ class StackQuantizer(Quantizer):
         for quantizer, member in zip(self.quantizers or (), tensor.unbind(0), strict=False):
             quantizer.calibrate(member)
 
-    def shape_refusal(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
+    def unsupported_shape_reason(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
         for quantizer, one in zip(self.quantizers or (), self._shapes(shape), strict=False):
-            refusal = quantizer.shape_refusal(one, rowwise, columnwise)
-            if refusal is not None:
-                return refusal
+            reason = quantizer.unsupported_shape_reason(one, rowwise, columnwise)
+            if reason is not None:
+                return reason
         return None
 
     def copy(self) -> StackQuantizer:

@@ -262,9 +262,9 @@ class Quantizer:
 
     def is_quantizable(self, inp: Tensor) -> bool:
         """Return whether the format supports a tensor of this shape."""
-        return self.shape_refusal(inp.shape, self.rowwise_usage, self.columnwise_usage) is None
+        return self.unsupported_shape_reason(inp.shape, self.rowwise_usage, self.columnwise_usage) is None
 
-    def shape_refusal(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
+    def unsupported_shape_reason(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
         """Return the reason why the format does not support a shape in these directions, or None."""
         return None
 

@@ -110,5 +110,5 @@ def backward(dy: Array, x: Array, names: tuple[str, ...], params: ActivationPara
 
 OPERATIONS: dict[str, Callable[..., Any]] = {"forward": forward, "backward": backward}
 BACKEND = Backend[ActivationRequest](
-    "triton", refuses=unsupported_reason, bind=lambda request: OPERATIONS[request.operation]
+    "triton", unsupported_reason=unsupported_reason, bind=lambda request: OPERATIONS[request.operation]
 )

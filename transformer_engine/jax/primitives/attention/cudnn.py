@@ -124,4 +124,4 @@ def bind(request: AttentionRequest) -> Any:
     return functools.partial(run, packed=request.layout.is_thd())
 
 
-BACKEND = Backend[AttentionRequest]("cudnn", refuses=unsupported_reason, bind=bind)
+BACKEND = Backend[AttentionRequest]("cudnn", unsupported_reason=unsupported_reason, bind=bind)

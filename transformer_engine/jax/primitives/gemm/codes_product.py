@@ -188,7 +188,7 @@ def bind(request: GemmRequest) -> Callable[..., Array]:
     return multiplied
 
 
-TRITON = Backend[GemmRequest]("triton", refuses=unsupported_reason, bind=bind)
+TRITON = Backend[GemmRequest]("triton", unsupported_reason=unsupported_reason, bind=bind)
 
 
 def gluon_unsupported_reason(request: GemmRequest) -> str | None:
@@ -220,4 +220,6 @@ def _missing_gluon() -> str | None:
 
 # One object for all requests: equal functions are traced once.
 _RUN_GLUON = functools.partial(multiplied, by_groups=True)
-GLUON = Backend[GemmRequest]("gluon", refuses=gluon_unsupported_reason, bind=lambda request: _RUN_GLUON)
+GLUON = Backend[GemmRequest](
+    "gluon", unsupported_reason=gluon_unsupported_reason, bind=lambda request: _RUN_GLUON
+)

@@ -154,5 +154,7 @@ def bind_direct(request: GemmRequest) -> Callable[..., Array]:
     return run_direct
 
 
-SCALED = Backend[GemmRequest]("scaled", refuses=scaled_unsupported_reason, bind=lambda request: run_scaled)
-DIRECT = Backend[GemmRequest]("direct", refuses=unsupported_reason, bind=bind_direct)
+SCALED = Backend[GemmRequest](
+    "scaled", unsupported_reason=scaled_unsupported_reason, bind=lambda request: run_scaled
+)
+DIRECT = Backend[GemmRequest]("direct", unsupported_reason=unsupported_reason, bind=bind_direct)

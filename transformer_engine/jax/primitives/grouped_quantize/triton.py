@@ -74,7 +74,9 @@ def quantize(x: Array, multiplier: Array, element: Element, directions: tuple[bo
     return StackCodes(rows, columns, next(made), next(made))
 
 
-BACKEND = Backend[StackRequest]("triton", refuses=unsupported_reason, bind=lambda request: quantize)
+BACKEND = Backend[StackRequest](
+    "triton", unsupported_reason=unsupported_reason, bind=lambda request: quantize
+)
 
 
 @dataclass(frozen=True)
@@ -164,4 +166,6 @@ def quantize_rows(
     return RowCodes(codes, scale, amax)
 
 
-ROWS = Backend[RowsRequest]("triton", refuses=unsupported_reason, bind=lambda request: quantize_rows)
+ROWS = Backend[RowsRequest](
+    "triton", unsupported_reason=unsupported_reason, bind=lambda request: quantize_rows
+)

@@ -35,7 +35,7 @@ def decoders_of(model: Any) -> list[nn.Module]:
         raise TypeError(
             f"model={described(model)} is not a model of transformers; give the result of from_pretrained"
         )
-    refuse_adapters(model, "convert the model first, then give it to get_peft_model")
+    reject_adapters(model, "convert the model first, then give it to get_peft_model")
     named = {type(module): _model_type(module) for module in model.modules()}
     found = [
         module
@@ -51,7 +51,7 @@ def decoders_of(model: Any) -> list[nn.Module]:
     return found
 
 
-def refuse_adapters(model: nn.Module, remedy: str) -> None:
+def reject_adapters(model: nn.Module, remedy: str) -> None:
     """Raise ValueError for a model with adapters of peft."""
     if any(type(module).__module__.startswith("peft.") for module in model.modules()):
         raise ValueError(f"{type(model).__name__} holds adapters of peft; {remedy}")

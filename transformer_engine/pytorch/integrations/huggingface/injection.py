@@ -104,15 +104,15 @@ class Replacement:
         q, k, v = in_autocast(query, key, value)
         masking = None
         k, v = self._once(k), self._once(v)
-        refusal = self._refusal(q, k, v, scale)
-        if refusal is None:
+        reason = self._fallback_reason(q, k, v, scale)
+        if reason is None:
             if attn_mask is None:
                 masking = masks.without_tensor(is_causal, q.shape[2], k.shape[2], self.layout.window)
             elif not is_causal:
                 masking = masks.of_mask(attn_mask, q.shape[0])
-            refusal = "fallback_mask" if masking is None else None
-        count(refusal or "te_hits")
-        if masking is None or refusal is not None:
+            reason = "fallback_mask" if masking is None else None
+        count(reason or "te_hits")
+        if masking is None or reason is not None:
             return sdpa.original()(
                 query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
                 enable_gqa=enable_gqa,
@@ -126,7 +126,7 @@ class Replacement:
         repeated = a.repeats > 1 and x.ndim == 4 and x.shape[1] == a.heads
         return x[:, :: a.repeats] if repeated else x
 
-    def _refusal(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> str | None:
+    def _fallback_reason(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> str | None:
         a = self.layout
         shapes = (q.shape[1:2], k.shape[1:2], v.shape[1:2], q.shape[3:], k.shape[3:], v.shape[3:])
         if (

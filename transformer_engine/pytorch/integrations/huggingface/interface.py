@@ -57,7 +57,7 @@ def te_attention_forward(
 
     attention_mask   None: causal where is_causal, else the module, says so and there are several queries
     """
-    _refuse(options)
+    _reject_options(options)
     q, k, v = in_autocast(query, key, value)
     scale = q.shape[3] ** -0.5 if scaling is None else scaling
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -73,7 +73,7 @@ def te_attention_forward(
     return attend(core, q, k, v, masking), None
 
 
-def _refuse(options: dict[str, Any]) -> None:
+def _reject_options(options: dict[str, Any]) -> None:
     """NotImplementedError for what DotProductAttention does not compute."""
     for name, remedy in (
         ("softcap", "set config.attn_logit_softcapping to None"),

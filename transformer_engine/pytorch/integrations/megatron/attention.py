@@ -37,7 +37,7 @@ class Attention(CachedAttention, ABC):
         pg_collection: Any = None, pp_layer_offset: int | None = None, name: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(config=config)
-        _refuse_offloading(config)
+        _reject_offloading(config)
         self.config = config
         self.layer_number, self._pp_layer_offset = layer_number, pp_layer_offset
         self.attn_mask_type, self.attention_type = attn_mask_type, attention_type
@@ -292,7 +292,7 @@ def save_original_input(linear: Any) -> None:
     linear.save_original_input = True
 
 
-def _refuse_offloading(config: Any) -> None:
+def _reject_offloading(config: Any) -> None:
     """ValueError where Megatron's fine-grained offloading is to move activations that only its own layer hands it."""
     if setting(config, "fine_grained_activation_offloading", False):
         ours = sorted({"qkv_linear", "core_attn", "attn_proj"} & set(config.offload_modules or ()))

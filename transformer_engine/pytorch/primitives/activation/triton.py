@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend, undisturbed
 from ...runtime import launching
-from ...runtime.launching import DTYPE_NAMES, Performed, refuses_elementwise, rows_dense, run
+from ...runtime.launching import DTYPE_NAMES, Performed, rows_dense, run, unsupported_elementwise
 from ..column_sums import column_sums
 from ..quantize import CastRequest, Quantized, fused_codes
 from ..quantize.format_row import as_float32
@@ -25,7 +25,7 @@ _HALVES = 256  # two halves of whole blocks
 
 
 def unsupported_reason(request: ActivationRequest) -> str | None:
-    return refuses_elementwise(request.device, request.dtype)
+    return unsupported_elementwise(request.device, request.dtype)
 
 
 def bind(request: ActivationRequest) -> Callable[..., Any]:
@@ -178,4 +178,6 @@ def _backward_program(request: ActivationRequest, cast: CastRequest) -> Program:
     return activation_codes.backward(*plain, DTYPE_NAMES[request.dtype], request.constants, how, sums)
 
 
-BACKEND: Backend[ActivationRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)
+BACKEND: Backend[ActivationRequest] = Backend(
+    "triton", unsupported_reason=unsupported_reason, bind=bind, opaque=True
+)

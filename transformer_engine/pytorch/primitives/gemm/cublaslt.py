@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend, Refusal
+from ....common.dispatch import Backend, PlanFailure
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, TensorFormat
 from ..operand import Operand
 from . import cublaslt_library as library
@@ -138,12 +138,12 @@ def plan_of(request: GemmRequest) -> CublasPlan:
     return plan_for(problem_of(request))
 
 
-def bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor] | Refusal:
+def bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor] | PlanFailure:
     try:
         plan = plan_of(request)
     except NoAlgorithm as error:
-        return Refusal(str(error))
+        return PlanFailure(str(error))
     return tuning.tuned(plan) if request.tuned else plan.run
 
 
-BACKEND = Backend("cublaslt", takes=EPILOGUES, refuses=unsupported_reason, bind=bind, opaque=True)
+BACKEND = Backend("cublaslt", takes=EPILOGUES, unsupported_reason=unsupported_reason, bind=bind, opaque=True)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend, Refusal
+from ....common.dispatch import Backend, PlanFailure
 from ....common.formats import FLOAT8
 from ..operand import Operand
 from ..quantize import Cast, Quantized, torch_dtype
@@ -90,12 +90,12 @@ def problem_of(request: FusedRequest) -> CublasProblem:
     return problem._replace(result=request.dtype, addend=addend, amax=request.second)
 
 
-def bind(request: FusedRequest) -> Callable[..., Any] | Refusal:
+def bind(request: FusedRequest) -> Callable[..., Any] | PlanFailure:
     """Return a callable with the arguments of the function of the same kind in `composed`."""
     try:
         plan = plan_for(problem_of(request))
     except NoAlgorithm as error:
-        return Refusal(str(error))
+        return PlanFailure(str(error))
     return functools.partial(_KINDS[request.kind], plan, request.second)
 
 
@@ -183,5 +183,5 @@ def _aligned(plan: CublasPlan, a: Operand, b: Operand, other: Tensor | None) -> 
 
 
 BACKEND: Backend[FusedRequest] = Backend(
-    "cublaslt", takes=KINDS, refuses=unsupported_reason, bind=bind, opaque=True
+    "cublaslt", takes=KINDS, unsupported_reason=unsupported_reason, bind=bind, opaque=True
 )

@@ -134,4 +134,6 @@ def _tensor_scale(operand: Operand) -> Tensor | float:
 REFERENCE = Backend(
     "reference", takes=EPILOGUES, bind=lambda request: _multiply_empty if request.empty else run
 )
-WIDEN = Backend("widen", takes=EPILOGUES, refuses=_unsupported_by_widen, bind=lambda request: _run_widened)
+WIDEN = Backend(
+    "widen", takes=EPILOGUES, unsupported_reason=_unsupported_by_widen, bind=lambda request: _run_widened
+)

@@ -29,7 +29,7 @@ _LARGE_QUANTIZED = 1 << 35  # 55 us of FP8
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-def refuses(request: GroupedGemmRequest) -> str | None:
+def unsupported_reason(request: GroupedGemmRequest) -> str | None:
     if request.device.type != "cuda":
         return f"it needs a CUDA device, the operands are on {request.device.type}"
     if not request.rows_known:
@@ -42,10 +42,10 @@ def refuses(request: GroupedGemmRequest) -> str | None:
         return f"unquantized operands are {request.a_element}; it takes bfloat16 and float16"
     if request.a_format is None and request.b_format is None:
         return None if request.a_element == request.b_element else "the operands' dtypes differ"
-    return _refuses_quantized(request)
+    return _unsupported_quantized(request)
 
 
-def _refuses_quantized(request: GroupedGemmRequest) -> str | None:
+def _unsupported_quantized(request: GroupedGemmRequest) -> str | None:
     formats = (request.a_format, request.b_format)
     if request.a_element == request.b_element == torch.float8_e5m2:
         return "cuBLASLt multiplies no two E5M2 operands"
@@ -143,4 +143,4 @@ def _kind(operand: Operand) -> int:
     return (kinds.BlockWise1x128 if operand.format == BLOCK_1D else kinds.BlockWise128x128).value
 
 
-BACKEND: Backend[GroupedGemmRequest] = Backend("library", refuses=refuses, bind=_bind)
+BACKEND: Backend[GroupedGemmRequest] = Backend("library", unsupported_reason=unsupported_reason, bind=_bind)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend, undisturbed
 from ...runtime import launching
-from ...runtime.launching import DTYPE_NAMES, Performed, refuses_elementwise, rows_dense, run
+from ...runtime.launching import DTYPE_NAMES, Performed, rows_dense, run, unsupported_elementwise
 from ..quantize import CastRequest, Quantized, fused_codes
 from ..quantize.format_row import as_float32
 from .reference import NormRequest, with_cast
@@ -23,7 +23,7 @@ _WIDEST_CENTERED = 4096  # columns of a LayerNorm that makes the codes of blocks
 
 
 def unsupported_reason(request: NormRequest) -> str | None:
-    return refuses_elementwise(request.device, request.dtype, request.weight_dtype)
+    return unsupported_elementwise(request.device, request.dtype, request.weight_dtype)
 
 
 def bind(request: NormRequest) -> Callable[..., Any]:
@@ -178,4 +178,6 @@ def empty_rmsnorm(
     return x.new_empty(x.shape), x.new_empty(x.shape[:1], dtype=torch.float32)
 
 
-BACKEND: Backend[NormRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)
+BACKEND: Backend[NormRequest] = Backend(
+    "triton", unsupported_reason=unsupported_reason, bind=bind, opaque=True
+)

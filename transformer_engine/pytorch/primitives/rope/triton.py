@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ...runtime.launching import DTYPE_NAMES, refuses_elementwise, rows_dense, run
+from ...runtime.launching import DTYPE_NAMES, rows_dense, run, unsupported_elementwise
 from .reference import RopeRequest
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def unsupported_reason(request: RopeRequest) -> str | None:
-    return refuses_elementwise(request.device, request.dtype)
+    return unsupported_elementwise(request.device, request.dtype)
 
 
 def bind(request: RopeRequest) -> Callable[..., Any]:
@@ -156,4 +156,6 @@ def empty_joint(dk: Tensor, sizes: tuple[int, int, int]) -> Tensor:
     return dk.new_empty(*dk.shape[:-1], sizes[0] + sizes[1] + sizes[2])
 
 
-BACKEND: Backend[RopeRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)
+BACKEND: Backend[RopeRequest] = Backend(
+    "triton", unsupported_reason=unsupported_reason, bind=bind, opaque=True
+)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ...runtime.launching import DTYPE_NAMES, perform, refuses_elementwise, run
+from ...runtime.launching import DTYPE_NAMES, perform, run, unsupported_elementwise
 from .reference import RouterRequest
 
 _EXPERTS = 4096  # that a program holds
@@ -22,7 +22,7 @@ def unsupported_reason(request: RouterRequest) -> str | None:
         return f"{rows} tokens; it numbers fewer than {_LIMIT}"
     if request.operation != "loss" and experts > _EXPERTS:
         return f"{experts} experts > {_EXPERTS}"
-    return refuses_elementwise(request.device, request.dtype, request.made)
+    return unsupported_elementwise(request.device, request.dtype, request.made)
 
 
 def bind(request: RouterRequest) -> Callable[..., Any]:
@@ -95,4 +95,6 @@ def _loss(request: RouterRequest) -> Callable[..., Tensor]:
     return loss
 
 
-BACKEND: Backend[RouterRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)
+BACKEND: Backend[RouterRequest] = Backend(
+    "triton", unsupported_reason=unsupported_reason, bind=bind, opaque=True
+)

@@ -87,7 +87,7 @@ class Writer(Protocol):
         """An uninitialised storage."""
         ...
 
-    def shape_refusal(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
+    def unsupported_shape_reason(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
         """Return the reason why a shape is unsupported."""
         ...
 
