@@ -1,4 +1,4 @@
-"""No autograd function is differentiated twice silently: it raises an error that names it, or it is known to be right."""
+"""No autograd function is differentiated twice silently: it raises an error that names it, or it is proven right."""
 
 from __future__ import annotations
 
