@@ -128,7 +128,7 @@ def test_padded_sequences_longer_than_the_tensor_are_rejected(tensor_format, dev
             {"cu_seqlens_q": torch.zeros(2, 2, dtype=torch.int32)},
             r"cu_seqlens_q is \[2, 2\]; give \[b \+ 1\]",
         ),
-        ({"cu_seqlens_q": torch.zeros(1, dtype=torch.int32)}, r"cu_seqlens_q is \[1\], which is no sequence"),
+        ({"cu_seqlens_q": torch.zeros(1, dtype=torch.int32)}, r"cu_seqlens_q is \[1\], which describes no sequence"),
         (
             {"cu_seqlens_q_padded": torch.zeros(4, dtype=torch.int32)},
             r"cu_seqlens_q_padded is \[4\], cu_seqlens_q \[3\]; give both, equally long",
@@ -165,12 +165,12 @@ def test_nothing_is_checked_on_a_gpu_unless_asked_and_never_while_a_compiler_tra
 
 
 STEPS = {
-    "fraction": ({0: 1.5}, "sequence 0 brings 1.5 tokens, which is no whole number"),
+    "fraction": ({0: 1.5}, "sequence 0 brings 1.5 tokens, which is not a whole number"),
     "negative": ({0: -1}, "sequence 0 brings -1 tokens, allowed: 0.."),
     "too long": ({0: 17}, "sequence 0"),
     "too many": (dict.fromkeys(range(5), 1), "5 sequences in a step > max_batch_size=4"),
     "no dictionary": ([3, 4], "a step is a list; give a dictionary"),
-    "text": ({0: "3"}, "sequence 0 brings '3' tokens, which is no whole number"),
+    "text": ({0: "3"}, "sequence 0 brings '3' tokens, which is not a whole number"),
 }
 
 

@@ -39,7 +39,7 @@ def constrained(pspec: Any, x: Any = None):
 
 REFUSED = {
     "a margin of a recipe": (
-        ValueError, r"DelayedScaling: margin=10000: 2\^10000 is no normal float32; give a number from -126 to 127",
+        ValueError, r"DelayedScaling: margin=10000: 2\^10000 is not a normal float32; give a number from -126 to 127",
         lambda: recipe.DelayedScaling(margin=10**4),
     ),
     "a margin below": (ValueError, "margin=-127: .* from -126 to 127", lambda: recipe.DelayedScaling(margin=-127)),

@@ -83,7 +83,7 @@ def test_parts_of_no_tensor_are_rejected(device):
         hybrid(rowwise=rows)
     with pytest.raises(ValueError, match="are one setting; give one of them"):
         hybrid(rowwise_storage=rows, fake_dtype=torch.bfloat16, dtype=torch.float32)
-    with pytest.raises(TypeError, match=r"fake_dtype=torch\.int8 is no floating-point dtype"):
+    with pytest.raises(TypeError, match=r"fake_dtype=torch\.int8 is not a floating-point dtype"):
         hybrid(rowwise_storage=rows, fake_dtype=torch.int8)
 
 
@@ -112,7 +112,7 @@ def test_an_identity_quantizer_converts_to_its_dtype(device):
     quantizer.update_quantized(x.detach(), empty)
     assert empty.dtype == torch.bfloat16 and torch.equal(empty.dequantize(), x.detach().bfloat16())
     assert quantizer != te.IdentityQuantizer() and quantizer == te.IdentityQuantizer(dtype=torch.bfloat16)
-    with pytest.raises(TypeError, match=r"dtype=torch\.int8 is no floating-point dtype"):
+    with pytest.raises(TypeError, match=r"dtype=torch\.int8 is not a floating-point dtype"):
         te.IdentityQuantizer(dtype=torch.int8)
 
 
@@ -145,7 +145,7 @@ def test_a_shape_or_dtype_that_the_payload_has_not_is_rejected(device):
     assert float8(x, fp8_dtype=torch.float8_e4m3fn)._fp8_dtype is E4M3
     with pytest.raises(ValueError, match=r"shape=\(3, 4\) is of 12 values, the payload of \(32, 64\)"):
         float8(x, shape=(3, 4))
-    with pytest.raises(TypeError, match="dtype='bf16' is no floating-point dtype"):
+    with pytest.raises(TypeError, match="dtype='bf16' is not a floating-point dtype"):
         float8(x, dtype="bf16")
     with pytest.raises(ValueError, match="'e4m3' is not a quantized element; choose from kFloat8E4M3"):
         float8(x, fp8_dtype="e4m3")

@@ -101,7 +101,7 @@ class AttentionParams:
         self.window_size = check_set_window_size(self.attn_mask_type, self.window_size)
 
     def __eq__(self, other: object) -> bool:
-        """Equal in every field; of fp8_meta, whose states change at every step, the recipe alone counts."""
+        """Return whether all fields are equal; of fp8_meta, whose states change at every step, only its recipe."""
         if not isinstance(other, AttentionParams):
             return NotImplemented
         names = [f.name for f in fields(self) if f.name != "fp8_meta"]
