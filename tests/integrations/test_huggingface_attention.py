@@ -301,7 +301,7 @@ def test_an_attention_imported_by_name_is_skipped_with_a_warning(caplog):
     layer = Imported()
     with caplog.at_level(logging.WARNING):
         assert not inject_te_attention_into_module(layer)
-    assert "Imported is left as it is: its file imports scaled_dot_product_attention" in caplog.text
+    assert "Imported is not changed: its file imports scaled_dot_product_attention" in caplog.text
 
 
 def test_what_is_no_model_is_rejected():

@@ -234,7 +234,7 @@ def test_cross_attention_leaves_the_caches_of_self_attention_alone():
             context.sequence_len_offset += len(part)
         pages = PagedContext(2, 1, pages=8, page_size=4, groups=HEADS, size=SIZE)
         pages.begin_step([2, 2])
-        with pytest.raises(ValueError, match="cross-attention with a context of pages"):
+        with pytest.raises(ValueError, match="cross-attention with a paged context"):
             cross(target[:, :1], None, inference_context=pages, **given)
     for found, whole in zip(parts, expected, strict=True):
         torch.testing.assert_close(torch.cat(found), whole, rtol=1e-5, atol=1e-5)
@@ -384,7 +384,7 @@ def test_ranks_whose_norms_differ_are_named(kind, group, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
     layer.run_realtime_tests()
     wrong[0] = 1e-3
-    with pytest.raises(RuntimeError, match=f"k_layernorm.bias of {kind}-parallel rank 1 are not this rank's"):
+    with pytest.raises(RuntimeError, match=f"k_layernorm.bias of {kind}-parallel rank 1 differ from this rank's"):
         layer.run_realtime_tests()
 
 
@@ -515,7 +515,7 @@ def test_contexts_say_what_they_cannot_hold():
     with pytest.raises(ValueError, match="pages=0"):
         PagedContext(1, 1, 0, 2, 2, SIZE)
     layer, context = self_attention().eval(), PagedContext(1, 1, 8, 2, 2, SIZE)
-    with pytest.raises(ValueError, match="tell begin_step"):
+    with pytest.raises(ValueError, match="pass begin_step"):
         layer(hidden(1), None, inference_context=context)
     narrow = PagedContext(1, 1, 8, 2, 4, SIZE)
     narrow.begin_step([LENGTH])

@@ -321,8 +321,7 @@ class InferenceParams:
     def write(
         self, layer_number: int, new_k: Tensor, new_v: Tensor, qkv_format: str
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Append new keys and values that `upcoming` has described; return keys, values and page table like a
-        manager."""
+        """Append new keys and values that `upcoming` has described; return keys, values and page table."""
         return self.cache_manager.step(layer_number, new_k, new_v, self._cu_new, self._cu_total, qkv_format)
 
     def _with_lengths(self, k: Tensor, v: Tensor, table: Tensor | None) -> CachedKeysValues:
