@@ -423,7 +423,7 @@ def test_what_cannot_be_converted_is_named():
         (hooked, "self_attn of layer 1 of LlamaModel has a hook on q_proj"),
         (watched, "mlp of layer 0 of LlamaModel has a hook on down_proj.weight"),
         (gpt2, "has no decoder of llama, mistral"), (exact, "gelu by tanh"), (halves, "differ"),
-        (partly, "freeze all or leave all trainable"), (converted, "revert_hf"), (adapted, "is a Linear, not a torch.nn.Linear"),
+        (partly, "freeze all or leave all"), (converted, "revert_hf"), (adapted, "is a Linear, not a torch.nn.Linear"),
         (dispatched, "without device_map"),
     ):  # fmt: skip
         before = [type(module) for module in wrong.modules()]

@@ -266,8 +266,7 @@ def _ranges(
     keys: tuple[Tensor, Tensor],
     batch: int,
 ) -> Masking:
-    """Return the masking of sequences (begin, end) [b]: lengths if all begin at their first token, otherwise also
-    starts.
+    """Return the masking of sequences (begin, end) [b]: their lengths, and their starts unless all are 0.
 
     Tokens before the first packed sequence count as an empty sequence, because the first start must be 0.
     """

@@ -41,8 +41,7 @@ def packed_core(
 def attend(
     core: DotProductAttention, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows
 ) -> Tensor:
-    """Return the attention of query [t, heads, size] over the first lengths[i] rows of keys and values of sequence
-    i."""
+    """Return the attention of query [t, heads, size] over the first lengths[i] rows of keys and values of each i."""
     batch = rows.lengths.shape[0]
     starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * rows.width
     ends = torch.cat((starts[:1], rows.lengths.cumsum(0, dtype=torch.int32)))
