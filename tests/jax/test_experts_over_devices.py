@@ -103,6 +103,6 @@ def test_an_axis_of_data_that_the_mesh_has_not_is_rejected():
     )
     with (
         jax.set_mesh(mesh),
-        pytest.raises(ValueError, match="data_parallelism_axes='zz' is no axis of the mesh"),
+        pytest.raises(ValueError, match="data_parallelism_axes='zz' is not an axis of the mesh"),
     ):
         jax.eval_shape(model.init, jax.random.key(0), jnp.ones((1, 4, 16)))

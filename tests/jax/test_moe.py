@@ -263,7 +263,7 @@ def test_top_elements_of_rows():
         (
             lambda: router.fused_topk_with_score_function(logits(), 2, expert_bias=jnp.zeros(E)),
             ValueError,
-            "steers 'sigmoid' alone",
+            "only 'sigmoid' uses it",
         ),
         (
             lambda: router.fused_topk_with_score_function(logits(), 2, scaling_factor=jnp.ones(())),

@@ -126,7 +126,7 @@ def mesh():
 
 
 def test_a_mesh_without_a_resource_is_rejected_with_the_remedy(mesh):
-    remedy = r"MeshResource says what axes of a mesh are for; enter autocast\(mesh_resource=MeshResource"
+    remedy = r"MeshResource assigns its axes; enter autocast\(mesh_resource=MeshResource"
     with pytest.raises(ValueError, match=f"^no mesh is in use, and no {remedy}"):
         sharding.global_mesh_resource()
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=f"^a mesh is in use and no {remedy}"):
@@ -170,7 +170,7 @@ def test_an_axis_that_the_mesh_has_not_is_rejected_where_the_resource_and_the_me
     """The resource within the mesh where it is entered, the mesh within the resource where an axis is looked up."""
     resource = te.MeshResource(**{field: "zz"}, cp_resource="dp")
     refusal = (
-        rf"{field}='zz' is no axis of the mesh in use, which has \('dp', 'tp'\); give one of them, or None"
+        rf"{field}='zz' is not an axis of the mesh in use, which has \('dp', 'tp'\); give one of them, or None"
     )
     for block in (te.autocast(True, mesh_resource=resource), sharding.global_shard_guard(resource)):
         with jax.set_mesh(mesh), pytest.raises(ValueError, match=refusal), block:
@@ -189,7 +189,7 @@ def test_an_axis_that_the_mesh_has_not_is_rejected_where_the_resource_and_the_me
 
 
 def test_an_axis_that_the_mesh_has_not_is_rejected_by_every_function_of_axes(mesh):
-    x, refusal = jnp.ones((2, 3)), r"='zz' is no axis of the mesh( in use)?, which has \('dp', 'tp'\)"
+    x, refusal = jnp.ones((2, 3)), r"='zz' is not an axis of the mesh( in use)?, which has \('dp', 'tp'\)"
     with pytest.raises(ValueError, match=refusal):
         sharding.get_mesh_axis_size("zz", mesh)
     assert sharding.get_mesh_axis_size("zz") == 1, "no mesh is in use"
@@ -213,7 +213,7 @@ def test_an_axis_that_the_mesh_has_not_is_rejected_by_every_function_of_axes(mes
 def test_the_axis_of_a_field_that_a_resource_has_not_is_rejected():
     with (
         sharding.global_shard_guard(te.MeshResource(dp_resource="dp")),
-        pytest.raises(ValueError, match=r"mesh_resource_name='dp' is no field of .* dp_resource, "),
+        pytest.raises(ValueError, match=r"mesh_resource_name='dp' is not a field of .* dp_resource, "),
     ):
         sharding.get_active_resource_axis("dp")
 
