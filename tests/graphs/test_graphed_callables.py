@@ -842,7 +842,7 @@ def test_gradient_accumulators_that_somebody_keeps_are_captured_from_a_stream_of
     expected = [p.grad.clone() for p in layer.parameters()]
     layer.zero_grad()
     if not aside:
-        with pytest.raises(RuntimeError, match=r"make the wrapper under torch\.cuda\.stream"):
+        with pytest.raises(RuntimeError, match=r"create the wrapper under torch\.cuda\.stream"):
             te.make_graphed_callables(layer, (x,))
         assert torch.rand(2, device="cuda").isfinite().all(), "random states go on"
         return

@@ -77,7 +77,7 @@ REFUSED = {
     ),
     "a history of no steps": (ValueError, r"amax_history \[0\]; give one scale a history", lambda: delayed(1, 0)),
     "a state of three tensors for one": (
-        ValueError, r"scale has shape \[3\]; one tensor takes one scale, \[1\]",
+        ValueError, r"scale has shape \[3\]; a tensor has one scale, \[1\]",
         lambda: delayed(3, (3, 4)).quantize(jnp.ones((2, 3))),
     ),
     "a state of one tensor for three groups": (

@@ -266,8 +266,7 @@ def pure_jax_token_combine(
 def routing_map_to_selected_experts(
     sparse_probs: Array, routing_map: Array, topk: int
 ) -> tuple[Array, Array]:
-    """Return the chosen experts int32 [T, topk], sorted, and their weights [T, topk], of weights and a choice [T,
-    E]."""
+    """Return the chosen experts int32 [T, topk], sorted, and their weights [T, topk]."""
     check_array("routing_map", routing_map)
     if routing_map.ndim != 2:
         raise ValueError(f"routing_map has shape {routing_map.shape}; give [tokens, experts]")

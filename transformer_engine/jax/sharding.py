@@ -143,8 +143,7 @@ def mesh_in_use() -> Mesh | jax.sharding.AbstractMesh:
 
 
 def automatic_axes() -> dict[str, int]:
-    """Return the axes of the mesh in use that are not manual in an enclosing shard_map, with their numbers of
-    devices."""
+    """Return the axes of the mesh in use that are not manual in an enclosing shard_map, with their device counts."""
     mesh = mesh_in_use()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return {name: mesh.shape[name] for name, kind in kinds if kind is not AxisType.Manual}

@@ -104,7 +104,8 @@ class QuantizerFactory:
             scaling_mode: Scaling mode of all three quantizers; excludes fp8_recipe.
             fwd_dtype: dtype of the codes of inputs and kernels.
             bwd_dtype: dtype of the codes of gradients.
-            is_2x2x: Whether to store both directions of every tensor; None stores those that matrix products read.
+                is_2x2x: Whether to store both directions of every tensor; None stores the ones that matrix products
+                    read.
             n_groups: Number of groups; None creates quantizers of single tensors.
             checkpoint_name: Name of the codes and scales for recomputation policies.
             fp8_recipe: Recipe; requires quantize_meta_set.
@@ -192,7 +193,7 @@ def _one(
 
 
 def _layout(mode: ScalingMode, both: bool | None) -> QuantizeLayout:
-    """Return the stored directions of a tensor; None stores those that matrix products read."""
+    """Return the stored directions of a tensor; None stores the ones that matrix products read."""
     if both is None:
         both = mode.is_block_scaling() or not is_fp8_gemm_with_all_layouts_supported()
     return QuantizeLayout.ROWWISE_COLWISE if both else QuantizeLayout.ROWWISE

@@ -1,6 +1,6 @@
 """Activations with the kernels of common/kernels/activation.py, on arrays [rows, n, width].
 
-Several axes may stand for the rows. Rows and columns may be sharded; the axis n of unit and gate may not.
+Several axes may form the rows. Rows and columns may be sharded; the axis n of unit and gate may not.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ def unsupported_reason(request: GemmRequest) -> str | None:
     if None in formats:
         return "an operand is not quantized"
     if formats != (FLOAT8, FLOAT8) and formats not in _BLOCK_FORMATS:
-        return "it takes one scale a tensor, or 1x128 blocks times 128x128 or 1x128 blocks"
+        return "it takes one scale per tensor, or 1x128 blocks times 128x128 or 1x128 blocks"
     if formats == (FLOAT8, FLOAT8) and is_triton_off():
         return "one scale a tensor, which XLA hands to cuBLASLt"
     if request.n % 16 or request.k % 16:
