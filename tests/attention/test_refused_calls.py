@@ -37,8 +37,8 @@ def wrong(device):
         "mask name": ({"attn_mask_type": "causl"}, "attn_mask_type='causl' does not exist"),
         "mask type": ({"attn_mask_type": 3}, "attn_mask_type=3 does not exist"),
         "window": ({"window_size": (-5, 0)}, r"window_size=\(-5, 0\) has a size below -1"),
-        "one number": ({"window_size": 4}, "window_size=4 is no pair of integers"),
-        "window of floats": ({"window_size": (1.5, 0)}, r"window_size=\(1.5, 0\) is no pair of integers"),
+        "one number": ({"window_size": 4}, "window_size=4 is not a pair of integers"),
+        "window of floats": ({"window_size": (1.5, 0)}, r"window_size=\(1.5, 0\) is not a pair of integers"),
         "no lengths": ({"attn_mask_type": "padding"}, "a padding mask needs cu_seqlens_q"),
         "no mask": ({"attn_mask_type": "arbitrary"}, "'arbitrary' needs attention_mask"),
         "mask dtype": (

@@ -69,7 +69,7 @@ def test_packed_sequences_of_several_ranks_need_the_whole_table(device):
     )
     options["cu_seqlens"] = cumulative([6, 10], device)
     rejects(
-        r"sequence 0 of 6 tokens is no multiple of 2 \* cp_size = 4; pad it",
+        r"sequence 0 of 6 tokens is not a multiple of 2 \* cp_size = 4; pad it",
         lambda: apply_rotary_pos_emb(x, angles(device, 16), "thd", **options),
     )
 

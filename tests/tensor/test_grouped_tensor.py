@@ -100,7 +100,7 @@ def test_a_group_is_a_quantized_tensor_of_its_members(name, device):
     assert type(grouped + 1) is torch.Tensor and float(grouped.amax()) == float(grouped.dequantize().amax())
     grouped.mul_(0.5)
     assert type(grouped) is GroupedTensor
-    with pytest.raises(TypeError, match="a group of 3 matrices is no operand"):
+    with pytest.raises(TypeError, match="a group of 3 matrices is not an operand"):
         grouped.contract("cols")
 
 

@@ -104,8 +104,8 @@ class QuantizerFactory:
             scaling_mode: Scaling mode of all three quantizers; excludes fp8_recipe.
             fwd_dtype: dtype of the codes of inputs and kernels.
             bwd_dtype: dtype of the codes of gradients.
-                is_2x2x: Whether to store both directions of every tensor; None stores the ones that matrix products
-                    read.
+            is_2x2x: Whether to store both directions of every tensor; None stores the ones that matrix products
+                read.
             n_groups: Number of groups; None creates quantizers of single tensors.
             checkpoint_name: Name of the codes and scales for recomputation policies.
             fp8_recipe: Recipe; requires quantize_meta_set.

@@ -66,7 +66,7 @@ def unsupported_reason(request: TransposeRequest) -> str | None:
     if not request.native:
         return "the codes are not a plain tensor"
     if not request.contiguous or 0 in request.shape:
-        return "the codes are not contiguous" if not request.contiguous else "there are no codes"
+        return "the codes are not contiguous" if not request.contiguous else "the codes are empty"
     if max(request.shape) >= _LIMIT:
         return f"an extent of {list(request.shape)} reaches {_LIMIT}"
     return unsupported_elementwise(request.device)

@@ -35,10 +35,10 @@ def encode(
 
     Args:
         cut: Tiles [.., R, r, .., K, c] as `tiles.cut` makes them; `axis` is that of the matrix.
-            axis: First column axis of the matrix.
+        axis: First column axis of the matrix.
         measure: One of `BLOCK_ERRORS`.
         largest: 6 times the largest block scale.
-            amax: The maxima from which second-level scales are computed, with as many dimensions as the tiles' scales.
+        amax: The maxima from which second-level scales are computed, with as many dimensions as the tiles' scales.
         encode_scale: The second-level scales, of the same shape.
         multiplier_of: Maps E4M3 block scales to multipliers of the values.
     """

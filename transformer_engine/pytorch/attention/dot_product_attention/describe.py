@@ -30,7 +30,7 @@ def describe_sequences(
         config: Settings of the attention.
         qkv: q, k and v, or descriptions of them.
         a: Arguments of the call.
-            cached: Metadata of the cached keys and values; None with inference_params if only a custom manager has it.
+        cached: Metadata of the cached keys and values; None with inference_params if only a custom manager has it.
         same_lengths: Result of `are_same`.
 
     Raises:

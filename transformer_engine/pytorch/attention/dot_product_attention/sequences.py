@@ -43,7 +43,7 @@ class Sequences(NamedTuple):
     """The sequences of a batch.
 
     Attributes:
-            padded_between: There are tokens between sequences that belong to no sequence.
+        padded_between: There are tokens between sequences that belong to no sequence.
         arbitrary: A mask tensor hides single pairs of queries and keys.
         bounded: Values of cumulative lengths are read, and must be those of sequences in the tensors.
     """

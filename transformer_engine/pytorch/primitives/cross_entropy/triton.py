@@ -18,7 +18,7 @@ def unsupported_reason(request: CrossEntropyRequest) -> str | None:
     if max(request.rows, request.width) >= _LIMIT:
         return f"{request.rows} rows of {request.width} columns reach {_LIMIT}"
     if 0 in (request.rows, request.width):
-        return "there are no logits"
+        return "the logits are empty"
     return unsupported_elementwise(request.device, request.dtype)
 
 

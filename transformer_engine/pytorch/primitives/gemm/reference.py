@@ -86,7 +86,7 @@ def _multiply_empty(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
 
 def _unsupported_by_widen(request: GemmRequest) -> str | None:
     if request.device != "cuda":
-        return f"it is for GPUs; on {request.device} bfloat16 products are no faster than float32"
+        return f"it is for GPUs; on {request.device} bfloat16 products are not faster than float32"
     if request.empty:
         return "there is nothing to multiply"
     if request.capability < (8, 0):

@@ -39,9 +39,9 @@ def bind(request: MultiTensorRequest) -> Callable[..., Any]:
         chunks = chunks_of(lists, extents, CHUNK)
         if chunks is None:
             warnings.warn(
-                f"a CUDA graph is capturing {request.operation} of tensors that no previous step had, whose addresses "
-                "cannot be copied to the device during capture, so that each tensor takes several launches; keep the "
-                "captured gradients with zero_grad(set_to_none=False) in the previous steps for a single launch",
+                f"a CUDA graph is capturing {request.operation} of tensors with new addresses, which cannot be copied "
+                "to the device during capture, so that each tensor takes several launches; keep the captured "
+                "gradients with zero_grad(set_to_none=False) in the previous steps for a single launch",
                 UserWarning,
                 stacklevel=2,
             )

@@ -13,7 +13,7 @@ from ...runtime.launching import DTYPE_NAMES, perform, run, unsupported_elementw
 from .reference import MASK, PermutationRequest
 
 _NAMES = {**DTYPE_NAMES, torch.uint8: "uint8"}  # codes are moved as bytes
-_EXPERTS = 4096  # columns that a program holds
+_EXPERTS = 4096  # columns that a program can hold
 _CHUNKS = 1024
 _LIMIT = 1 << 31  # rows are numbered in 32 bits
 _COUNTED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

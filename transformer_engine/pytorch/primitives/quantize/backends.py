@@ -56,7 +56,7 @@ def _unsupported_by_triton(request: QuantizeRequest) -> str | None:
     if max(request.shape) >= _LIMIT:
         return f"an extent of {list(request.shape)} reaches {_LIMIT}"
     if FORMATS[request.spec.format.name].plan is None:
-        return f"there is no kernel for format {request.spec.format.name}"
+        return f"it has no kernel for format {request.spec.format.name}"
     return None
 
 
