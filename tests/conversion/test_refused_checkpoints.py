@@ -71,7 +71,7 @@ def test_names_without_their_prefix_are_read(tmp_path: Path):
     [
         (
             {"model_type": "mamba"},
-            "model_type 'mamba' has no table of names; those that have: gemma, gpt2, llama",
+            "model_type 'mamba' has no table of names; known types: gemma, gpt2, llama",
         ),
         ({"hidden_act": "relu"}, "hidden_act='relu' is not computed by TransformerLayer; it takes silu"),
         ({"hidden_size": None}, "has no 'hidden_size'; take the config.json that belongs to the weights"),

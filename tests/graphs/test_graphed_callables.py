@@ -516,9 +516,9 @@ def test_weight_gradients_may_have_a_place_in_the_order(rerun):
 @pytest.mark.parametrize(
     ("order", "layers", "per_chunk", "message"),
     [
-        ([1, 2, -2], 2, None, "give each once forward and once backward a microbatch"),
+        ([1, 2, -2], 2, None, "give each once forward and once backward per microbatch"),
         ([1, -1], 2, [1], "not for 1 chunks of 2 modules"),
-        ([1, 2, -1, -2], 3, None, "no whole number a chunk of 2"),
+        ([1, 2, -1, -2], 3, None, "cannot be split evenly into 2 chunks"),
         ([-1, 1], 1, None, "has no forward before it"),
         ([], 1, None, "_order is empty"),
         ([1, 0, -1], 1, None, "holds 0"),

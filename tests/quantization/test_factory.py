@@ -280,7 +280,7 @@ def test_a_recipe_outside_the_families_is_rejected(device):
     class Strange(Recipe):
         pass
 
-    with pytest.raises(ValueError, match="Strange is none of"):
+    with pytest.raises(ValueError, match="Strange is not one of"):
         q.RecipeState.create(Strange(), mode="forward", device=device)
     with pytest.raises(ValueError, match="Strange"):
         q.make_quantizers(Strange(), "forward", 1, device, None)

@@ -108,7 +108,7 @@ def _requirement(kind: str) -> Requirement:
     for family in all_families():
         if family.kind == kind and family.needs is not None:
             return family.needs
-    raise ValueError(f"there is no format kind {kind!r}; choose one of {', '.join(kinds())}")
+    raise ValueError(f"unknown format kind {kind!r}; choose one of {', '.join(kinds())}")
 
 
 def has_capability(least: tuple[int, int]) -> bool:

@@ -28,13 +28,13 @@ def values_of(tensor: QuantizedTensor, names: Sequence[str]) -> tuple[Any, ...]:
 
 
 def from_values(kind: type[T], names: Sequence[str], values: Sequence[Any]) -> T:
-    """A tensor of values_of(another, names); trailing fields that an older pickle lacks have their defaults."""
+    """Return an object with values_of(another, names); fields that an older pickle lacks have their defaults."""
     fields = dict(zip(names, values, strict=False))
     return kind(fields.pop("shape"), fields.pop("dtype"), **fields)  # pyright: ignore[reportReturnType]
 
 
 class BlockScalingQuantizer(Quantizer):
-    """Quantizes from the tensor alone: no state, so equal settings mean equal quantizers.
+    """Quantizes without state, so that quantizers with equal settings are equal.
 
     TENSOR     the class of its tensors
     MULTIPLE   divisor of the last dimension and, column-wise, of the product of the others
@@ -48,11 +48,11 @@ class BlockScalingQuantizer(Quantizer):
     dtype: DType
 
     def spec(self, rowwise: bool, columnwise: bool) -> QuantizeSpec:
-        """The request to the quantize operation."""
+        """Return the settings of the quantize operation."""
         raise NotImplementedError
 
     def constants(self) -> dict[str, Any]:
-        """The storage's constructor keywords that this quantizer decides."""
+        """Return the storage's constructor keywords that this quantizer determines."""
         raise NotImplementedError
 
     def _quantized(self, matrix: Tensor, spec: QuantizeSpec) -> Quantized:
@@ -92,7 +92,7 @@ class BlockScalingQuantizer(Quantizer):
         return (*shape[-1:], *shape[:-1]) if storage.COLUMNS_TRANSPOSED else tuple(shape)
 
     def get_scale_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, ...]:
-        """The shape, padding included, of one direction's scales; ValueError for a shape that cannot be quantized."""
+        """Return the padded shape of one direction's scales; raise ValueError for an unsupported shape."""
         reason = self.unsupported_shape_reason(shape, not columnwise, columnwise)
         if reason is not None:
             raise ValueError(f"{type(self).__name__} cannot hold shape {tuple(shape)}: {reason}")

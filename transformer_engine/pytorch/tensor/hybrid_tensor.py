@@ -42,8 +42,8 @@ class HybridQuantizer(Quantizer):
         ):
             if not isinstance(given, Quantizer):
                 raise TypeError(
-                    f"{name}={described(given)} is no Quantizer; give an instance of one, te.IdentityQuantizer() for "
-                    "high precision"
+                    f"{name}={described(given)} is not a Quantizer; give an instance of one, te.IdentityQuantizer() "
+                    "for high precision"
                 )
         one_of("columnwise_source", columnwise_source, COLUMNWISE_SOURCES)
         self.rowwise_quantizer = rowwise_quantizer
