@@ -60,14 +60,14 @@ OTHER_CASES = [("delayed", "tp"), ("delayed", "tpsp"), ("mxfp8", "both"), ("nvfp
 def as_on_cuda() -> None:
     """Products of codes are kernels here too."""
 
-    def refuses(request) -> str | None:
+    def unsupported_reason(request) -> str | None:
         return None if request.a_format == request.b_format == FLOAT8 else "an operand is not in codes"
 
     def refuses_blocks(request) -> str | None:
         return decoded.unsupported_reason(dataclasses.replace(request, platform="cuda"))
 
-    scaled = Backend("scaled", refuses=refuses, bind=lambda request: float8.run_scaled)
-    blocks = Backend("decoded", refuses=refuses_blocks, bind=decoded.BACKEND.bind)
+    scaled = Backend("scaled", unsupported_reason=unsupported_reason, bind=lambda request: float8.run_scaled)
+    blocks = Backend("decoded", unsupported_reason=refuses_blocks, bind=decoded.BACKEND.bind)
     gemm.TABLE = Table("jax_gemm", (scaled, blocks, reference.DOT, reference.BACKEND))
     mlir.register_lowering(kernels._kernel, kernels._lowered, platform="cpu")
 

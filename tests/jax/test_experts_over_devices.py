@@ -95,7 +95,7 @@ def test_rows_between_experts_stay_zero_up_to_the_last_product(early):
     np.testing.assert_array_equal(state["fp8_metas"]["x_2_amax_history"], 0.0)
 
 
-def test_an_axis_of_data_that_the_mesh_has_not_is_refused():
+def test_an_axis_of_data_that_the_mesh_has_not_is_rejected():
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("ep",))
     model = te_flax._MoEBlock(
         num_experts=2,
@@ -106,6 +106,6 @@ def test_an_axis_of_data_that_the_mesh_has_not_is_refused():
     )
     with (
         jax.set_mesh(mesh),
-        pytest.raises(ValueError, match="data_parallelism_axes='zz' is no axis of the mesh"),
+        pytest.raises(ValueError, match="data_parallelism_axes='zz' is not an axis of the mesh"),
     ):
         jax.eval_shape(model.init, jax.random.key(0), jnp.ones((1, 4, 16)))

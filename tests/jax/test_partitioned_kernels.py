@@ -349,7 +349,7 @@ def test_devices_decode_codes_in_blocks_that_no_kernel_multiplies_or_say_why_not
     )
     request = dataclasses.replace(request, **change)
     assert decoded.unsupported_reason(request) == sentence
-    taken = next(one.name for one in TABLE.candidates(request) if one.refusal(request) is None)
+    taken = next(one.name for one in TABLE.candidates(request) if one.rejection_reason(request) is None)
     assert taken == ("decoded" if sentence is None else "reference")
 
 
