@@ -25,7 +25,7 @@ from .offload.synchronizer import (
     OffloadSynchronizer,
 )
 
-# Callers of the original's first form set it; what is offloaded follows from the contexts alone.
+# Callers of the original's first form set it; the contexts alone determine the offloaded tensors.
 CPUOffloadEnabled = False
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""parallel_cross_entropy(logits, target), whose vocabulary may be cut over ranks, and fused_linear_cross_entropy."""
+"""parallel_cross_entropy(logits, target), with a vocabulary sharded over ranks, and fused_linear_cross_entropy."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def fused_linear_cross_entropy(
 ) -> Tensor:
     """float32 [] = mean(-ln(softmax(hidden [.., K] @ weight [V, K].T + bias [V])[target [..]])), without the logits.
 
-    Differentiable in hidden, weight and bias. Beside the gradients there is memory for a 21st of the logits. With
+    Differentiable in hidden, weight and bias. Besides the gradients it uses memory for a 21st of the logits. With
     reduce_loss the forward pass makes the gradients too, if any is asked for, and the backward multiplies them, in
     place, by that of the loss; without it, losses float32 [..], the backward makes the logits once more.
 

@@ -1,4 +1,4 @@
-"""Imported first: says in one sentence what is missing, before another module trips over it."""
+"""Imported first: raises an error that names the missing package, before another module fails without it."""
 
 from ..common import frameworks
 

@@ -118,7 +118,7 @@ def split_tensor_along_dim(
 
 
 def get_default_init_method() -> Callable[[Tensor], Tensor]:
-    """What fills a weight when nobody says otherwise: N(0, 0.023)."""
+    """The default initialization of a weight: N(0, 0.023)."""
     return default_init_method
 
 
