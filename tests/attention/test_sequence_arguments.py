@@ -128,7 +128,10 @@ def test_padded_sequences_longer_than_the_tensor_are_rejected(tensor_format, dev
             {"cu_seqlens_q": torch.zeros(2, 2, dtype=torch.int32)},
             r"cu_seqlens_q is \[2, 2\]; give \[b \+ 1\]",
         ),
-        ({"cu_seqlens_q": torch.zeros(1, dtype=torch.int32)}, r"cu_seqlens_q is \[1\], which describes no sequence"),
+        (
+            {"cu_seqlens_q": torch.zeros(1, dtype=torch.int32)},
+            r"cu_seqlens_q is \[1\], which describes no sequence",
+        ),
         (
             {"cu_seqlens_q_padded": torch.zeros(4, dtype=torch.int32)},
             r"cu_seqlens_q_padded is \[4\], cu_seqlens_q \[3\]; give both, equally long",

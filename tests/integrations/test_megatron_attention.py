@@ -384,7 +384,9 @@ def test_ranks_whose_norms_differ_are_named(kind, group, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
     layer.run_realtime_tests()
     wrong[0] = 1e-3
-    with pytest.raises(RuntimeError, match=f"k_layernorm.bias of {kind}-parallel rank 1 differ from this rank's"):
+    with pytest.raises(
+        RuntimeError, match=f"k_layernorm.bias of {kind}-parallel rank 1 differ from this rank's"
+    ):
         layer.run_realtime_tests()
 
 

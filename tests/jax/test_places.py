@@ -28,7 +28,9 @@ def test_context_parallelism_takes_its_axis_from_the_mesh_resource(facts, balanc
 
 def test_an_axis_that_the_mesh_has_not_is_rejected(facts):
     for name in ("no axis", "no axis, a layer"):
-        assert "context_parallel_axis='tp' is not an axis of the mesh in use, which has ('cp',)" in facts[name]
+        assert (
+            "context_parallel_axis='tp' is not an axis of the mesh in use, which has ('cp',)" in facts[name]
+        )
 
 
 def test_a_manual_axis_is_rejected_by_its_name(facts):

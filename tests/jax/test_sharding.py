@@ -169,9 +169,7 @@ def test_tensor_and_sequence_axes_exclude_each_other(monkeypatch):
 def test_an_axis_that_the_mesh_has_not_is_rejected_where_the_resource_and_the_mesh_meet(mesh, field):
     """The resource within the mesh where it is entered, the mesh within the resource where an axis is looked up."""
     resource = te.MeshResource(**{field: "zz"}, cp_resource="dp")
-    refusal = (
-        rf"{field}='zz' is not an axis of the mesh in use, which has \('dp', 'tp'\); give one of them, or None"
-    )
+    refusal = rf"{field}='zz' is not an axis of the mesh in use, which has \('dp', 'tp'\); give one of them, or None"
     for block in (te.autocast(True, mesh_resource=resource), sharding.global_shard_guard(resource)):
         with jax.set_mesh(mesh), pytest.raises(ValueError, match=refusal), block:
             pytest.fail("the block was entered")
