@@ -1,4 +1,4 @@
-"""cuDNN's plans on disk: what is read, what is built again and why, on a stand-in for the library."""
+"""cuDNN's plans on disk: which are read, and which are built again and why, with a stand-in for the library."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Node:
 
 
 class Graph:
-    """Collects uids, counts what is built, and serialises itself as the library does: to a list of numbers."""
+    """Collects uids, counts built plans, and serializes itself to a list of numbers, as the library does."""
 
     workspace = 4096
 

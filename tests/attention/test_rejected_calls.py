@@ -1,4 +1,4 @@
-"""A refused attention call records nothing: no amax, no scale, no cached key, no random number."""
+"""A rejected attention call records nothing: no amax, no scale, no cached key, no random number."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def bounds(device, *lengths):
     return cumulative(lengths, device)
 
 
-# What any attention layer in sbhd is refused with, by name.
+# Calls that every attention layer in sbhd rejects, with the message.
 def wrong(device):
     return {
         "mask name": ({"attn_mask_type": "causl"}, "attn_mask_type='causl' does not exist"),

@@ -1,4 +1,4 @@
-"""What goes wrong outside of the program is one sentence that names the file and the remedy, never a traceback."""
+"""Errors outside of the program are one sentence that names the file and the remedy, never a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that share a page, as published: the example of each, in a process of its own."""
+"""Unmodified clients that share a page: the example of each, in a separate process."""
 
 from __future__ import annotations
 

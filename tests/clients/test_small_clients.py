@@ -1,4 +1,4 @@
-"""Clients that use a part of the engine, as published: what each calls of it, beside its own PyTorch."""
+"""Unmodified clients that use a part of the package: the calls of each, against its own PyTorch code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`te train --framework jax`: the same text and records as torch's, exact continuation, and what it refuses."""
+"""`te train --framework jax`: the text and records of torch, exact continuation, and rejected options."""
 
 from __future__ import annotations
 

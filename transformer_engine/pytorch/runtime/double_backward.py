@@ -95,7 +95,7 @@ class _FirstDerivativeOnly(Function):
     def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(
             f"the gradients of {ctx.operation} have no derivative of their own, and this backward pass "
-            "reaches them; compute them with create_graph=False, or compute this part of the model by plain torch modules"
+            "reaches them; compute them with create_graph=False, or this part of the model by plain torch modules"
         )
 
 
