@@ -216,7 +216,7 @@ def test_rotary_angles_that_do_not_fit_are_rejected_before_projections_record(de
     settled(layer, x, rotary_pos_emb=RotaryPositionEmbedding(SIZE)(TOKENS).to(device))
     for dim, length, match in (
         (SIZE, TOKENS - 1, "sequence length 16 > 15"),
-        (2 * SIZE, TOKENS, "turn 16 features"),
+        (2 * SIZE, TOKENS, "rotate 16 features"),
     ):
         angles = RotaryPositionEmbedding(dim)(length).to(device)
         refused(layer, (x,), {"rotary_pos_emb": angles}, match)
