@@ -306,7 +306,7 @@ def test_a_plan_that_the_library_rejects_is_logged_and_built_again(error, librar
     assert made.graph.uids
     assert library.stream == 5  # and not where the failed warm-up left it
     (record,) = caplog.records
-    assert f"the library refuses it ({error})" in record.getMessage()
+    assert f"the library rejects it ({error})" in record.getMessage()
     library.refusal = None
     plan()
     assert (library.built, library.read) == (2, 1)
