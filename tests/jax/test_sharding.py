@@ -1,4 +1,4 @@
-"""Layers laid over a mesh compute what one device does, and keep its state; what is refused without a MeshResource."""
+"""Layers sharded over a mesh compute the result of one device, and keep its state; errors without MeshResource."""
 
 from __future__ import annotations
 

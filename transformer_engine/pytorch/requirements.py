@@ -1,4 +1,4 @@
-"""Imported first: raises an error that names the missing package, before another module fails without it."""
+"""Imported first: reports missing dependencies in one sentence before another module fails to import them."""
 
 from ..common import frameworks
 
