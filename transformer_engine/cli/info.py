@@ -171,9 +171,9 @@ def _print_reasons(console: Console, found: Survey) -> None:
         "operation", "recipes", "backend", "why not the others", title="backends", title_justify="left"
     )
     for finding in found.findings:
-        against = [v for v in finding.verdicts if not v.chosen and v.refusal != LATER]
-        reasons = [f"{v.backend}: {v.refusal}" for v in against]
-        later = [v.backend for v in finding.verdicts if v.refusal == LATER]
+        rejected = [v for v in finding.verdicts if not v.chosen and v.reason != LATER]
+        reasons = [f"{v.backend}: {v.reason}" for v in rejected]
+        later = [v.backend for v in finding.verdicts if v.reason == LATER]
         if later:
             reasons.append(f"later in order: {', '.join(later)}")
         table.add_row(

@@ -39,7 +39,7 @@ from .failure import Failure, fitting, reporting, reporting_failures, writing
 SMALLER = "give a smaller --batch, --seq, --hidden or --layers"
 ELSEWHERE = "choose another folder with --out, or make this one writable"
 
-# The recipes and optimizers as typer lists them.
+# The recipes and optimizers in typer's form.
 RecipeName = enum.Enum("RecipeName", {name: name for name in RECIPES}, type=str)
 OptimizerName = enum.Enum("OptimizerName", {name: name for name in OPTIMIZERS}, type=str)
 FrameworkName = enum.Enum("FrameworkName", {name: name for name in FRAMEWORKS}, type=str)
@@ -170,7 +170,7 @@ def train(
 
 
 def _check_replacing(folder: Path, resume: bool, overwrite: bool) -> None:
-    """ValueError where a run would replace a checkpoint unasked: it may be hours of work."""
+    """Raise ValueError if a run would replace a checkpoint, possibly hours of work, without --overwrite."""
     if resume and overwrite:
         raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")
     with writing(folder, ELSEWHERE):
@@ -183,7 +183,7 @@ def _check_replacing(folder: Path, resume: bool, overwrite: bool) -> None:
 
 
 def _prepare(folder: Path, device: str, given: dict[str, Any], execution: Execution, resume: bool) -> Trainer:
-    """A trainer at its first step, or where the folder's checkpoint left off."""
+    """Return a trainer at its first step, or at the step of the folder's checkpoint."""
     if not resume:
         _demand(given["framework"] or default_framework())  # before its devices are queried
         config = resolve(device, given)
@@ -210,7 +210,7 @@ def _prepare(folder: Path, device: str, given: dict[str, Any], execution: Execut
 
 
 def _demand(framework: str) -> None:
-    """Failure unless everything that a run in the framework needs is installed."""
+    """Exit with an error unless everything that a run in the framework needs is installed."""
     missing = missing_for(framework)
     if missing is not None:
         raise Failure(missing)
@@ -240,7 +240,7 @@ def _describe(console: Console, trainer: Trainer) -> None:
 
 @contextmanager
 def _interrupts(console: Console) -> Iterator[list[bool]]:
-    """The first Ctrl-C asks for a stop after the current step, the second raises at once."""
+    """Stop after the current step on the first Ctrl-C, and at once on the second."""
     asked: list[bool] = []
 
     def ask(signum, frame) -> None:
@@ -354,7 +354,7 @@ def _conclude(console: Console, trainer: Trainer) -> None:
 
 
 def _show_observed(console: Console, trainer: Trainer) -> None:
-    """What quantization did in the last observed step, and a picture of all of them."""
+    """Show the statistics of quantization in the last observed step, and a plot of all observed steps."""
     observation = trainer.observation
     if observation is None or observation.report is None:
         return
