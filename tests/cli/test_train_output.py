@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from transformer_engine import cli
+from transformer_engine.cli.demo.data import printable
 from transformer_engine.cli.demo.records import read_metrics
-from transformer_engine.cli.train import printable
 from transformer_engine.common import optional
 
 TINY = ["--steps", "4", "--batch", "2", "--seq", "32", "--layers", "1", "--hidden", "32", "--heads", "1"]

@@ -15,10 +15,11 @@ from rich.markup import escape
 
 from .demo import checkpoint
 from .demo.config import HIGH_PRECISION, RunConfig, saved_config
+from .demo.data import printable
 from .demo.model import ByteGPT
 from .demo.sample import generate as draw
 from .failure import fitting, reporting
-from .train import DeviceName, printable
+from .train import DeviceName
 
 # Bytes drawn before the clock starts: the prompt's step and the first single-byte step compile and warm up.
 WARM_UP = 2

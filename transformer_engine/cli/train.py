@@ -29,7 +29,7 @@ from .demo.config import (
     resolve,
     restore,
 )
-from .demo.data import load_corpus
+from .demo.data import load_corpus, printable
 from .demo.plot import plot_losses
 from .demo.records import Progress as Record
 from .demo.records import summarize
@@ -151,13 +151,7 @@ def train(
         trainer = _prepare(folder, device.value, given, execution, resume)
     _describe(console, trainer)
     with _interrupts(console) as stopping, reporting_failures(console), fitting(SMALLER):
-        shown = (
-            _bar(console, trainer)
-            if console.is_terminal
-            else _lines(console, trainer, log_every or max(1, trainer.config.steps // 20))
-        )
-        with shown as show, _scalars(trainer, tensorboard) as write:
-            finished = trainer.train(lambda record: (show(record), write()), stop=lambda: bool(stopping))
+        finished = _train(console, trainer, stopping, log_every, tensorboard)
     if not finished:
         console.print(
             f"stopped after step {trainer.step} of {trainer.config.steps}; the checkpoint is saved.\n"
@@ -254,6 +248,21 @@ def _interrupts(console: Console) -> Iterator[list[bool]]:
         yield asked
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+def _train(
+    console: Console, trainer: Trainer, stopping: list[bool], log_every: int | None, tensorboard: bool
+) -> bool:
+    """Train with a progress bar or lines of progress; return whether the run has finished."""
+    every = log_every or max(1, trainer.config.steps // 20)
+    shown = _bar(console, trainer) if console.is_terminal else _lines(console, trainer, every)
+    with shown as show, _scalars(trainer, tensorboard) as write:
+
+        def observe(record: Record) -> None:
+            show(record)
+            write()
+
+        return trainer.train(observe, stop=lambda: bool(stopping))
 
 
 def _progress(trainer: Trainer, record: Record) -> tuple[str, str]:
@@ -386,9 +395,3 @@ def _table(trainer: Trainer) -> Table:
             f"{result.seconds:.1f} s",
         )
     return table
-
-
-def printable(text: bytes) -> str:
-    """Decode bytes to text; bytes that are not UTF-8 and control characters become the replacement character."""
-    characters = text.decode("utf-8", errors="replace")
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in characters)
