@@ -16,6 +16,8 @@ MOST = 181
 # Pairs with a file of transformer_engine.jax: the references of both frameworks, each in its own array type, and the
 # fields of modules that hold one another.
 MOST_WITH_JAX = 42
+# Programs to copy: each is complete in one file.
+ALONE = "examples/"
 OF_JAX = ("transformer_engine/jax/", "transformer_engine/common/quantize_spec.py", "tests/jax/")
 
 BODY = """
@@ -40,7 +42,7 @@ def pairs(folders: tuple[str, ...]) -> list[str]:
     sources = {
         name: (ROOT / name).read_text()
         for name in listed
-        if name.startswith(folders) and (ROOT / name).is_file()
+        if name.startswith(folders) and not name.startswith(ALONE) and (ROOT / name).is_file()
     }
     return [
         f"{a.file}:{a.first}-{a.last} ~ {b.file}:{b.first}-{b.last}" for a, b in repeated(sources).values()
