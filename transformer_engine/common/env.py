@@ -2,7 +2,7 @@
 
 Every call of `get` reads the variable, so that a change takes effect in the next call. The recipes read their
 variables once, at import. The description of a variable without effect begins with "Accepted" and names the
-alternative. This file is longer than others because it holds the whole table.
+alternative. Longer than other files because it holds the whole table.
 """
 
 from __future__ import annotations
