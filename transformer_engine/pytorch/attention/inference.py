@@ -114,16 +114,23 @@ class Foreseen(NamedTuple):
 
 
 class InferenceParams:
-    """The key-value caches of a model's attention layers, and which sequence is how long.
+    """Key-value caches of the attention layers of a model, and the lengths of its sequences.
 
-    max_batch_size, max_sequence_length   limits of a step's batch, and of a sequence including its new tokens
-    num_heads_kv, head_dim_k, head_dim_v  of the keys and values that are cached (per tensor-parallel rank)
-    is_paged         keep them in total_num_pages pages of page_size tokens; by default 64 tokens, and pages
-                     for max_batch_size sequences of full length. With fewer, pre_step raises when they run out.
-                     Without pages both numbers stand for nothing, so that a flag alone chooses
-    max_ctx_len      the most new tokens of a sequence in one step; default max_sequence_length
-    qkv_format       layout of the new tokens: sbhd, bshd (real tokens first, padding behind) or thd
-    custom_cache_manager   a KVCacheManager to use instead
+    Args:
+        max_batch_size: Largest number of sequences in a step.
+        max_sequence_length: Largest length of a sequence, with its new tokens.
+        num_heads_kv: Cached key and value heads of a tensor-parallel rank.
+        head_dim_k: Head size of keys.
+        dtype: Dtype of the caches.
+        head_dim_v: Head size of values, by default head_dim_k.
+        is_paged: Store tokens in pages, which sequences take as they grow.
+        total_num_pages: Number of pages, by default enough for max_batch_size sequences of full length. With fewer,
+            `pre_step` raises when they run out. Ignored unless is_paged.
+        page_size: Tokens of a page, 64 by default. Ignored unless is_paged.
+        max_ctx_len: Most new tokens of a sequence in one step, by default max_sequence_length.
+        qkv_format: Layout of the new tokens: sbhd, bshd (padding at the end) or thd.
+        custom_cache_manager: A KVCacheManager to use instead of the built-in ones.
+        device: Device of the caches.
     """
 
     def __init__(

@@ -124,7 +124,12 @@ def initialize_affine_weight_gpu(
     """Call init_method(weight) with the tracker's tensor-parallel random state, if there is a tracker.
 
     Args:
-        partition_dim, stride: Recorded on the weight with `set_tp_attributes`.
+        weight: Weight to fill in place, without gradients.
+        init_method: `init_method(weight)` fills the weight.
+        get_rng_state_tracker: Function that returns the tracker of random states.
+        partition_dim: Sharded dimension, which set_tp_attributes records on the weight.
+        stride: Stride of the shards, which set_tp_attributes records on the weight.
+        set_tp_attributes: Record the attributes of `set_tensor_model_parallel_attributes`.
     """
     checks.tensor("weight", weight)
     function("init_method", init_method)
