@@ -198,7 +198,8 @@ def _text_of(annotation: Any) -> str | None:
 def arguments_of(package: str, value: Any) -> dict[str, str]:
     """Return {name: description} of a public object, with the arguments that its docstring attributes to others.
 
-    "The other arguments are those of `Linear`." names public objects of the same package.
+    "The other arguments are those of `Linear`." names public objects of the same package. A class also has the
+    arguments that its base classes describe.
     """
     text = inspect.getdoc(value) or ""
     entries = described(griffe.Docstring(text))
@@ -208,6 +209,10 @@ def arguments_of(package: str, value: Any) -> dict[str, str]:
             package, getattr(importlib.import_module(package), name)
         ).items():
             entries.setdefault(argument, description)
+    for base in inspect.getmro(value)[1:] if inspect.isclass(value) else ():
+        if base.__module__.startswith("transformer_engine"):
+            for argument, description in described(griffe.Docstring(base.__doc__ or "")).items():
+                entries.setdefault(argument, description)
     names = parameter_names(value)
     return {name: entries[name] for name in names if name in entries}
 

@@ -91,8 +91,8 @@ def highlights() -> str:
             *lines,
             "</ul>",
             "",
-            "Each number compares the forward and backward pass under `DelayedScaling` with plain PyTorch in bfloat16, on",
-            f"8192 tokens and one {record['machine']} (torch {torch}, commit {HIGHLIGHTS_COMMIT}).",
+            "Each number compares the forward and backward pass under `DelayedScaling` with plain PyTorch in",
+            f"bfloat16, on 8192 tokens and one {record['machine']} (torch {torch}, commit {HIGHLIGHTS_COMMIT}).",
             "",
         ]
     )

@@ -51,15 +51,19 @@ def grouped_dense(
     quantizer_set: QuantizerSet = noop_quantizer_set,
     kernel_fsdp_info: tuple[str | None, int] = (None, -1),
 ) -> Array:
-    """y [M, N] of x [M, K], kernel [G, K, N] and bias [G, N]; the first group_sizes[0] rows are group 0, and so on.
+    """Multiply groups of rows by a kernel each: y [M, N]. The first group_sizes[0] rows are group 0, and so on.
 
-    group_sizes              int32 [G], 0 or more, at most M in all (traced, they are not looked at); rows behind
-                             come out as zero
-    contracting_dims         ((1,), (1,)); ((1,), (2,)) for a kernel [G, N, K]
-    precision                taken for compatibility: partial sums are kept in float32
-    preferred_element_type   y's dtype; None: x's
-    quantizer_set            of GroupedQuantizers; differentiable: the cotangent of its state is the next state
-    kernel_fsdp_info         (mesh axis, dimension) that the kernel is laid over; XLA gathers it by itself
+    Args:
+        x: Input [M, K].
+        kernel: Kernels [G, K, N], or [G, N, K].
+        group_sizes: Rows of each group, int32 [G], with a sum of at most M. Rows beyond the sum become zero.
+        contracting_dims: ((1,), (1,)), or ((1,), (2,)) for kernels [G, N, K].
+        bias: Biases [G, N], or None.
+        precision: Accepted for compatibility; partial sums are in float32.
+        preferred_element_type: Dtype of y, by default that of x.
+        group_offset: Accepted for compatibility.
+        quantizer_set: Set of GroupedQuantizers. Its cotangent is the state of the next step.
+        kernel_fsdp_info: (mesh axis, dimension) over which the kernel is sharded; XLA gathers it.
     """
     kernel = checked_kernel(x, kernel, group_sizes, contracting_dims)
     groups, _, features = kernel.shape

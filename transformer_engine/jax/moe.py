@@ -124,16 +124,36 @@ def moe(
     wi_kernel_axes: Axes = ("exp", "embed", "mlp"), wo_kernel_axes: Axes = ("exp", "mlp", "embed"),
     quantizer_sets: tuple[QuantizerSet, ...] = (noop_quantizer_set,) * 3, dtype: Any = None,
 ) -> tuple[Array, Array | None, Array]:  # fmt: skip
-    """(y [b, s, h], the loss that balances experts or None, rows that this device's experts received).
+    """Mixture of experts: (y [b, s, h], the balancing loss or None, rows that the experts of this device received).
 
-    x [b, s, h], gate_kernel [h, E], wi_0 and wi_1 [E, h, f], wo [E, f, h]; biases [E, f] and [E, h]; expert_bias [E].
-
-    apply_topk_weights_early   multiply the hidden values by a token's weights, not the output; wo_bias stays whole
-    ep_axis                    mesh axis that experts are laid over; tokens are laid over it and data_parallelism_axes,
-                               and maxima are those of the whole tensor. Other axes of the mesh are left to XLA
-    .._axes                    logical names of axes, for sharding
-    quantizer_sets             of wi_0, wi_1 and wo, made with n_groups
-    dtype                      of the computation; None: x's
+    Args:
+        x: Input [b, s, h].
+        gate_kernel: Kernel [h, E] of the router.
+        wi_0: Kernels [E, h, f] of the activation.
+        wi_1: Kernels [E, h, f] that the activation's output is multiplied with.
+        wo: Kernels [E, f, h].
+        wi_0_bias: Biases [E, f], or None.
+        wi_1_bias: Biases [E, f], or None.
+        wo_bias: Biases [E, h], or None.
+        expert_bias: Bias [E] of the scores that are compared, or None.
+        num_experts: Number E of experts.
+        num_experts_per_tok: Experts of each token.
+        activation_type: Activation of wi_0's output.
+        score_function: "softmax" or "sigmoid".
+        use_pre_softmax: Take the weights of a softmax over all experts.
+        num_groups: Groups of experts; a number below 1 disables the limit.
+        group_topk: Groups that the experts of a token come from.
+        scaling_factor: Factor of the weights.
+        aux_loss_coeff: Factor of the balancing loss; 0 returns None.
+        apply_topk_weights_early: Multiply the hidden features by the weights of a token, not the output.
+        ep_axis: Mesh axis over which experts and tokens are sharded.
+        data_parallelism_axes: Further mesh axes over which tokens are sharded.
+        input_axes: Logical names of the axes of x.
+        gate_kernel_axes: Logical names of the axes of gate_kernel.
+        wi_kernel_axes: Logical names of the axes of wi_0 and wi_1.
+        wo_kernel_axes: Logical names of the axes of wo.
+        quantizer_sets: Quantizers of wi_0, wi_1 and wo, created with n_groups.
+        dtype: Dtype of the computation, by default that of x.
     """
     check_values("x", x)
     check_values("gate_kernel", gate_kernel)

@@ -44,15 +44,22 @@ def fused_topk_with_score_function(
     compute_aux_scores: bool = False,
     routing_map_format: str | int | RoutingMapFormat = "bytemap",
 ) -> tuple[Array, Array]:
-    """(weights [T, E] in logits' dtype, zero where not chosen; choice bool [T, E] or uint8 [T, ceil(E / 8)]).
+    """Choose the top-k experts of each token (arXiv:2408.15664, arXiv:2412.19437).
 
-    use_pre_softmax      softmax over all experts before the choice; else over the chosen ones
-    num_groups, group_topk   choose among the experts of the group_topk best of num_groups groups; -1: of all
-    scaling_factor       multiplies the weights
-    score_function       "softmax", or "sigmoid", whose weights are divided by their sum if topk > 1
-    expert_bias          [E], with sigmoid: added for the choice alone
-    compute_aux_scores   normalised scores of all experts and the plain choice, for the loss
-    Bit e % 8 of byte e // 8 stands for expert e. arXiv:2408.15664 (bias), arXiv:2412.19437 (groups).
+    Args:
+        logits: Scores [T, E].
+        topk: Experts of each token.
+        use_pre_softmax: Take the weights of a softmax over all experts instead of the chosen ones.
+        num_groups: Number of groups of experts; -1 for none.
+        group_topk: Number of best groups that experts are chosen from; -1 for all.
+        scaling_factor: Factor of the weights.
+        score_function: "softmax", or "sigmoid", whose weights are divided by their sum if topk > 1.
+        expert_bias: Bias [E] with "sigmoid", which only decides the choice.
+        compute_aux_scores: Return normalized scores of all experts and the plain choice, for the loss.
+        routing_map_format: "bytemap" or "bitmap_u8", whose bit e % 8 of byte e // 8 is expert e.
+
+    Returns:
+        Weights [T, E] in the dtype of the logits, and the choice, bool [T, E] or uint8 [T, ceil(E / 8)].
     """
     function = _member(ScoreFunction, "score_function", score_function)
     form = _member(RoutingMapFormat, "routing_map_format", routing_map_format)
@@ -83,9 +90,15 @@ def fused_topk_with_score_function(
 
 
 def fused_moe_aux_loss(probs: Array, tokens_per_expert: Array, topk: int, coeff: float) -> Array:
-    """loss [] = E * coeff / (topk * T^2) * sum over e of tokens_per_expert[e] * sum over t of probs[t, e].
+    """Compute E * coeff / (topk * T^2) * sum over e of tokens_per_expert[e] * sum over t of probs[t, e].
 
-    Differentiable in probs [T, E] alone. arXiv:2101.03961, equation 4, for topk choices.
+    Differentiable in probs only; equation 4 of arXiv:2101.03961 for topk choices.
+
+    Args:
+        probs: Scores [T, E].
+        tokens_per_expert: Tokens of each expert [E].
+        topk: Experts of each token.
+        coeff: Factor of the loss.
     """
     check_values("probs", probs)
     check_array("tokens_per_expert", tokens_per_expert)

@@ -42,7 +42,9 @@ def token_axes(transposed: bool, sequence: str, hidden: str) -> tuple[str, str, 
 
 @dataclass(frozen=True)
 class MeshResource:
-    """The names of a mesh's axes by the kind of parallelism they serve; None: there is none of that kind."""
+    """Names of mesh axes: data (dp), tensor (tp), tensor and sequence (tpsp), fully sharded data (fsdp), pipeline (pp),
+    context (cp) and expert parallelism (ep); None if the mesh has no such axis.
+    """
 
     dp_resource: str | None = None
     tp_resource: str | None = None

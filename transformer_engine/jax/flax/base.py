@@ -205,10 +205,14 @@ Rules = Sequence[tuple[str, str | None]]
 
 
 def extend_logical_axis_rules(rules: Rules) -> tuple[tuple[str, str | None], ...]:
-    """The rules, and behind them a rule for each axis name of transformer_engine.jax.sharding.
+    """Return the rules, followed by a rule for each axis name of transformer_engine.jax.sharding.
 
-    Raises ValueError where a name of this engine is mapped to another mesh axis than the MeshResource says, and
-    TypeError for rules that are no pairs of names.
+    Args:
+        rules: Pairs (logical axis, mesh axis or None).
+
+    Raises:
+        TypeError: The rules are not pairs of names.
+        ValueError: A rule contradicts the MeshResource.
     """
     ours = get_sharding_map_logic_axis_to_mesh_axis()
     extended: list[tuple[str, str | None]] = []

@@ -147,6 +147,7 @@ class autocast(ContextDecorator):
         calibrating: With enabled=False compute in high precision, but record the maxima of delayed scaling.
         recipe: An instance of a recipe class, by default `get_default_recipe()`.
         amax_reduction_group: Process group over which delayed scaling takes the maximum of absolute values.
+        others: Raise an error that names the argument to use.
 
     Raises:
         TypeError: An argument has the wrong type.
