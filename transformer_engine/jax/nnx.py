@@ -1,4 +1,4 @@
-"""Modules of transformer_engine.jax.flax within Flax NNX: bridged, differentiated with their state, kept up to date."""
+"""Modules of transformer_engine.jax.flax in Flax NNX: bridging, differentiation, and updates of their state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flax import linen
 
 try:
     from flax import nnx
-except AttributeError as error:  # flax 0.12.8 asks jax.experimental for what jax 0.11.2 no longer has
+except AttributeError as error:  # flax 0.12.8 uses a name of jax.experimental that jax 0.11.2 has removed
     raise ImportError(
         f"transformer_engine.jax.nnx: flax.nnx of flax {flax.__version__} cannot be imported beside jax "
         f"{jax.__version__} ({error}); pip install --upgrade flax"

@@ -1,4 +1,4 @@
-"""parallel_cross_entropy(logits, target), whose vocabulary may be cut over ranks, and fused_linear_cross_entropy."""
+"""parallel_cross_entropy(logits, target), with a vocabulary that may be sharded, and fused_linear_cross_entropy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["fused_linear_cross_entropy", "parallel_cross_entropy"]
 
 _LOGITS = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-_NO_FEATURES = 16  # zeros that stand for none, as many as a product likes
+_NO_FEATURES = 16  # zeros in place of features, as many as a product needs
 
 
 def parallel_cross_entropy(

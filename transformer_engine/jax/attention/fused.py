@@ -101,7 +101,7 @@ def fused_attn(
         stripe_size, extents[1:],
     )  # fmt: skip
     if score_mod is not None and not context_parallel_axis and not context_parallel_causal_load_balanced:
-        plan = None  # the MeshResource's axis is a default, and a score_mod is computed from whole arrays
+        plan = None  # the MeshResource's axis is only a default, and a score_mod needs whole arrays
     others = {
         "sequence_descriptor": sequence_descriptor is not None, "window_size": window,
         "dropout_probability": dropout_probability, "context_parallel_axis": "" if plan is None else plan.axis,
@@ -157,7 +157,7 @@ def fused_attn_thd(
         arguments = (options.pop("softmax_type", AttnSoftmaxType.VANILLA_SOFTMAX), *arguments)
     member("qkv_layout", qkv_layout, QKVLayout)
     if not qkv_layout.is_thd():
-        raise ValueError(f"qkv_layout={qkv_layout.name} has one sequence a row; call fused_attn")
+        raise ValueError(f"qkv_layout={qkv_layout.name} has one sequence per row; call fused_attn")
     descriptor = SequenceDescriptor.from_seqlens_and_offsets(
         (q_seq_lens, kv_seq_lens), (q_seq_offsets, kv_seq_offsets)
     )
@@ -331,7 +331,9 @@ def is_fused_attn_kernel_available(
         q_num_heads, kv_num_heads, q_max_seqlen, kv_max_seqlen, head_dim_qk, head_dim_v, check_window(window_size),
         is_training, "cuda" if has_gpu() else "cpu",
     )  # fmt: skip
-    return any(b.name != "reference" and b.refusal(request) is None for b in TABLE.candidates(request))
+    return any(
+        b.name != "reference" and b.rejection_reason(request) is None for b in TABLE.candidates(request)
+    )
 
 
 def hidden_of(

@@ -50,8 +50,10 @@ class Softmax(nn.Module):
         bias: Array | None = None,
         softmax_offset: Array | None = None,
     ) -> Array:
-        """inputs [b, h, q, k], of which a bias may have 1 in place of an extent; a mask's True hides a key;
-        softmax_offset [1, h, 1, 1] of LEARNABLE_SOFTMAX.
+        """Compute the softmax of inputs [b, h, q, k].
+
+        A bias has the inputs' shape or 1 in place of an extent; True in a mask hides a key; softmax_offset is [1, h, 1,
+        1], for LEARNABLE_SOFTMAX.
         """
         check_call(self, inputs=inputs)
         member("softmax_type", self.softmax_type, AttnSoftmaxType)
@@ -72,7 +74,7 @@ class Softmax(nn.Module):
 
 
 def softmax_offset(module: nn.Module, softmax_type: AttnSoftmaxType, heads: int) -> Array | None:
-    """The module's parameter of learnable sinks, float32 [1, h, 1, 1]; None for other softmaxes."""
+    """Return the module's parameter of learnable sinks, float32 [1, h, 1, 1]; None for other softmaxes."""
     if softmax_type is not AttnSoftmaxType.LEARNABLE_SOFTMAX:
         return None
     axes = (None, HEAD_AXES, None, None)
@@ -205,11 +207,11 @@ class DotProductAttention(nn.Module):
         score_mod_tensors: Any = None,
         score_mod_bprop_tensors: Any = None,
     ) -> Array:
-        """query, key, value as qkv_layout has them; sequence_descriptor or a mask, True of which hides a key."""
+        """Attend; the shapes are those of qkv_layout. sequence_descriptor can be a mask, in which True hides a key."""
         if mask is not None:
             if sequence_descriptor is not None:
                 raise ValueError(
-                    "mask and sequence_descriptor were both given; give the sequence_descriptor alone"
+                    "mask and sequence_descriptor were both given; give the sequence_descriptor only"
                 )
             warnings.warn(
                 "mask is deprecated; pass it as sequence_descriptor", DeprecationWarning, stacklevel=2
@@ -277,7 +279,7 @@ class DotProductAttention(nn.Module):
         window: Window | None,
         deterministic: bool,
     ) -> bool:
-        """Several devices and a score_mod need fused_attn; else a kernel does, unless NVTE_FUSED_ATTN=0."""
+        """Return whether to use fused_attn: for several devices, a score_mod, and kernels unless NVTE_FUSED_ATTN=0."""
         balanced = self.context_parallel_causal_load_balanced
         tokens = (query.shape[1], key.shape[1])
         plan = plan_of(self.context_parallel_axis, self._strategy(), balanced, layout, None, tokens)

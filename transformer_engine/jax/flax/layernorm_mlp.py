@@ -92,7 +92,7 @@ class LayerNormMLP(TransformerEngineBase):
 
     @nn.compact
     def __call__(self, inputs: Array, deterministic: bool = False) -> tuple[Array, Array | None]:
-        """inputs [*batch, h]; deterministic: without dropout."""
+        """Compute the layer for inputs [*batch, h]; deterministic: without dropout."""
         check_call(self, inputs=inputs)
         switch("deterministic", deterministic)
         whole("intermediate_dim", self.intermediate_dim)
@@ -120,7 +120,7 @@ class LayerNormMLP(TransformerEngineBase):
         return y, normalized if self.return_layernorm_output else None
 
     def _in_one(self, deterministic: bool) -> bool:
-        """Are norm and activation read by quantized products alone, so that nothing but their codes has to exist?"""
+        """Return whether only quantized products read norm and activation, so that only their codes must exist."""
         alone = self.enable_layernorm and not (
             self.return_layernorm_output or self.enable_low_rank_adaptation
         )
@@ -141,7 +141,7 @@ class LayerNormMLP(TransformerEngineBase):
         )  # fmt: skip
 
     def _kernels(self, width: int) -> tuple[Array, Array]:
-        """wi_kernel [h, n_act, f] and wo_kernel [f, h]"""
+        """Return wi_kernel [h, n_act, f] and wo_kernel [f, h]."""
         assert self.kernel_init is not None, "__post_init__ sets it"
         shape = (width, len(self.activations), self.intermediate_dim)
         first = parameter(self, "wi_kernel", self._stacked_init, self.kernel_axes_1, shape, self.dtype)
@@ -157,7 +157,7 @@ class LayerNormMLP(TransformerEngineBase):
         return first, second
 
     def _stacked_init(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-        """[h, n_act, f], drawn activation by activation."""
+        """Initialize [h, n_act, f] separately for each activation."""
         assert self.kernel_init is not None
         width, parts, features = shape
         kernels = []
@@ -167,7 +167,7 @@ class LayerNormMLP(TransformerEngineBase):
         return jnp.stack(kernels, axis=-2)
 
     def _product(self, name: str, x: Array, kernel: Array, quantizer_set: QuantizerSet) -> Array:
-        """x @ kernel, with what low-rank adaptation and the bias add; name is "wi" or "wo"."""
+        """Return x @ kernel plus low-rank adaptation and bias; name is "wi" or "wo"."""
         first = name == "wi"
         kernel_axes = self.kernel_axes_1 if first else self.kernel_axes_2
         features = kernel.shape[1:]
@@ -197,7 +197,7 @@ class LayerNormMLP(TransformerEngineBase):
         return parameter(self, f"{name}_bias", self.bias_init, axes, features, self.dtype)
 
     def _activated(self, x: Array) -> Array:
-        """Product of the activations of x [.., n_act, f]."""
+        """Return the product of the activations of x [.., n_act, f]."""
         if is_known(self.activations):
             return activation(x, self.activations, act_params=self.activation_params)  # pyright: ignore
         y = _function(self.activations[0])(x[..., 0, :])
@@ -207,7 +207,7 @@ class LayerNormMLP(TransformerEngineBase):
 
 
 def check_activations(name: str, activations: object) -> None:
-    """ValueError unless activations are a sequence of at least one."""
+    """Raise ValueError unless activations are a sequence of at least one."""
     if isinstance(activations, str) or not isinstance(activations, Sequence) or not activations:
         raise ValueError(
             f"{name}={described(activations)}; give a sequence of at least one, such as ('gelu',)"
@@ -215,7 +215,7 @@ def check_activations(name: str, activations: object) -> None:
 
 
 def _function(name: str | Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """A function of one array: itself, "linear", or one of flax.linen by name."""
+    """Return a function of one array: itself, "linear", or one of flax.linen by its name."""
     if callable(name):
         return name
     if name == "linear":
@@ -223,6 +223,6 @@ def _function(name: str | Callable[[Array], Array]) -> Callable[[Array], Array]:
     found: Callable[[Array], Array] | None = getattr(nn, name, None) if isinstance(name, str) else None
     if found is None or not callable(found):
         raise ValueError(
-            f"activations: {described(name)} is no activation; give a name of flax.linen, 'linear' or a function"
+            f"activations: {described(name)} is not an activation; give a name of flax.linen, 'linear' or a function"
         )
     return found

@@ -1,4 +1,4 @@
-"""Functions of others with products in FP8: their quantizers' state lives in a Flax module round them."""
+"""Flax modules around functions of other libraries with products in FP8, for their quantizers' state."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def wrap_function_in_te_state_module(
         quantization_checkpoint_name: Name of quantized tensors for recomputation policies.
     """
     if not callable(f):
-        raise TypeError(f"f={described(f)} is no function; give f(generate_quantizer_set, ..)")
+        raise TypeError(f"f={described(f)} is not a function; give f(generate_quantizer_set, ..)")
     text_or_none("name", name)
     text_or_none("quantization_checkpoint_name", quantization_checkpoint_name)
     if recipe is not None and not isinstance(recipe, Recipe):
@@ -79,7 +79,7 @@ def make_dot_general_cls(quantization_recipe: Recipe | None) -> type[Transformer
         contracting, batch = dims
         if len(batch[0]) or len(batch[1]):
             raise ValueError(
-                f"dot_general with the batch dimensions {batch}; the product takes none, give ((), ())"
+                f"dot_general with the batch dimensions {batch}; the product has none, give ((), ())"
             )
         y = dense(x, kernel, contracting_dims=contracting, quantizer_set=generate_quantizer_set())
         return y if preferred_element_type is None else y.astype(jnp.dtype(preferred_element_type))

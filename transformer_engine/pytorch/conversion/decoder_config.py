@@ -99,12 +99,12 @@ class DecoderConfig:
 
     @staticmethod
     def read(content: Mapping[str, Any], source: str) -> DecoderConfig:
-        """The config that `as_dict` wrote; ValueError, naming source, where it is none."""
+        """Return the config that `as_dict` wrote; the ValueError for another content names the source."""
         known = {field.name for field in fields(DecoderConfig)}
         strange = sorted(set(content) ^ known)
         if strange:
             raise ValueError(
-                f"{source} describes no decoder of this release (its {strange[0]!r}); convert it anew"
+                f"{source} describes no decoder of this release (its {strange[0]!r}); convert it again"
             )
         rotary = content["rotary"]
         try:

@@ -181,7 +181,7 @@ class GroupedLinear(ProductsModule):
         """y [.., out_features], or (y, [bias of each group]) with return_bias.
 
         m_splits   rows of each group, in order; zeros are allowed, the sum is the number of rows. A tensor on a
-                   GPU stays there where the groups go together: nobody checks its sum, and rows past it get
+                   GPU stays there where the groups go together: its sum is not checked, and rows past it get
                    undefined results. Where the groups go one by one the host reads it, and waits
         out        contiguous buffer of the output's shape and dtype. The output is written there, and the returned
                    tensor shares its memory

@@ -70,7 +70,7 @@ def load_plain_state_dict(module: nn.Module, tensors: Mapping[str, Tensor], stri
 
 
 def _kind(tensor: QuantizedTensor) -> str:
-    """The class and the element of the codes, which their bytes do not tell; of a group those of its members too."""
+    """Return the class and the element of the codes, which bytes do not contain; of a group, those of members too."""
     if isinstance(tensor, GroupedTensor):
         member = tensor.split_into_quantized_tensors()[0]
         inner = _kind(member) if isinstance(member, QuantizedTensor) else str(tensor.dtype).rpartition(".")[2]
@@ -85,7 +85,7 @@ def _parts(tensor: QuantizedTensor) -> dict[str, Tensor]:
 
 
 def _together(name: str, own: Any, payload: dict[str, Tensor]) -> Any:
-    """A tensor of own's kind around a payload."""
+    """Return a tensor of own's kind with this payload."""
     kinds = sorted({key.partition(_BETWEEN)[0] for key in payload})
     wanted = _kind(own) if isinstance(own, QuantizedTensor) else "plain"
     if kinds != [wanted]:
