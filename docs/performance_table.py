@@ -1,4 +1,6 @@
-"""Write the tables of docs/performance.md from the records in benchmarks/results/; --check only compares.
+"""Write the tables of docs/performance.md and the figures of docs/index.md from the records in benchmarks/results/.
+
+--check only compares.
 
 python docs/performance_table.py [--check]
 """
@@ -12,6 +14,7 @@ from typing import Any
 from generated import ROOT, write
 
 PAGE = ROOT / "docs" / "performance.md"
+HOME = ROOT / "docs" / "index.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -64,5 +67,36 @@ def sections() -> dict[str, str]:
     }
 
 
+# The cases of the landing page, and the run that its picture shows. The record has no field for the commit.
+HIGHLIGHTS = {
+    "layer_fb/delayed/llama8b_s8192": "a layer of an 8-billion-parameter model",
+    "layernorm_mlp_fb/delayed/swiglu_4096x14336": "a SwiGLU feed-forward block",
+    "linear_fb/delayed/8192x4096x28672": "a linear layer",
+}
+HIGHLIGHTS_COMMIT = "f63a863"
+
+
+def highlights() -> str:
+    """Return the speed of three cases in FP8 over plain PyTorch in bfloat16, with the machine and the commit."""
+    record = json.loads((RESULTS / "bench_h200.json").read_text())
+    times = {(row["case"], row["provider"]): row["gpu_ms"] for row in record["results"]}
+    lines = ['<ul class="numbers">']
+    for case, title in HIGHLIGHTS.items():
+        fast, plain = times[case, "te"], times[case.replace("/delayed/", "/bf16/"), "torch"]
+        figures = f"{fast:.1f} ms in FP8, {plain:.1f} ms in bfloat16"
+        lines.append(f"<li><strong>{plain / fast:.2f} times</strong> as fast: {title}, {figures}</li>")
+    torch = record["torch"].split("+")[0]
+    return "\n".join(
+        [
+            *lines,
+            "</ul>",
+            "",
+            "Each number compares the forward and backward pass under `DelayedScaling` with plain PyTorch in",
+            f"bfloat16, on 8192 tokens and one {record['machine']} (torch {torch}, commit {HIGHLIGHTS_COMMIT}).",
+            "",
+        ]
+    )
+
+
 if __name__ == "__main__":
-    sys.exit(write(__file__, {PAGE: sections()}))
+    sys.exit(write(__file__, {PAGE: sections(), HOME: {"numbers": highlights()}}))

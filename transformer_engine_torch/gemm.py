@@ -92,7 +92,7 @@ def generic_gemm(
         output_dtype: Type of a new result; by default that of A.
         bias: Forward (`grad=False`): [N] or [1, N], added to the product; a tensor without elements is ignored.
             With `grad=True` only its dtype is read: the second result is the sum of B over its rows.
-        bias_type, workspace, workspace_size: Accepted and ignored.
+        bias_type: Ignored, like workspace and workspace_size.
         gelu: Forward: apply GELU (tanh approximation) and return its input as the third result. With `grad=True`
             multiply by the derivative of GELU at `gelu_in`.
         accumulate: Add to the values of D; requires D.
@@ -290,7 +290,7 @@ def te_general_grouped_gemm(
         m_splits: Rows of each group, in any form of a sequence of whole numbers.
         bias: A bias of each product; entries without elements, and None, are ignored.
         pre_gelu_out: D[i] = gelu(product), and the input of GELU is written here.
-        D_type, workspaces, workspace_size, math_sm_count: Accepted and ignored.
+        D_type: Ignored, like workspaces, workspace_size and math_sm_count.
 
     Returns:
         The gradients of the biases with `grad=True`, None for products without one.

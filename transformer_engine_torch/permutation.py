@@ -35,7 +35,7 @@ def moe_permute_fwd(
 
     Args:
         num_out_tokens: Rows of the result; later routes are dropped, with -1 in the map. With 0 or less none is.
-        dtype, max_expanded_token_num: Accepted and ignored.
+        dtype: Ignored, like max_expanded_token_num.
         workspace: Returned unchanged.
 
     Returns:

@@ -50,8 +50,7 @@ class Backend(Generic[Request]):
         unsupported_reason: request -> reason why it is unsupported (extents, hardware, a missing library), or None.
         bind: request -> callable of tensors that computes equal requests, or a `PlanFailure`. None with `Table.choose`.
         opaque: Whether a tracing compiler calls the operator of the table instead of tracing the bound callable.
-        varies: Reason why the bits of results may vary between runs, for example atomic sums, or None. Such a backend
-            is unsupported if repeatable results are required.
+        varies: Reason why bits vary between runs (atomic sums), or None. Unsupported if results must be repeatable.
     """
 
     name: str
@@ -381,9 +380,10 @@ def binding(bind: Callable[[Table[Any], Any], Callable[..., Any]]) -> Iterator[N
 
 @contextmanager
 def use_backend(**choice: str) -> Iterator[None]:
-    """Force backends by operation, for example `use_backend(gemm="reference")`; the outermost choice wins.
+    """Force backends by operation in a block; the outermost choice wins.
 
-    Raises ValueError for an operation or a backend that does not exist.
+    Args:
+        choice: For example `gemm="reference"`. An unknown operation or backend raises ValueError.
     """
     for operation, name in choice.items():
         if operation not in tables:

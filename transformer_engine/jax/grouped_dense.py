@@ -51,20 +51,19 @@ def grouped_dense(
     quantizer_set: QuantizerSet = noop_quantizer_set,
     kernel_fsdp_info: tuple[str | None, int] = (None, -1),
 ) -> Array:
-    """Compute y [M, N] of x [M, K], kernel [G, K, N] and bias [G, N]; the first group_sizes[0] rows are group 0.
+    """Multiply groups of rows by a kernel each: y [M, N]. The first group_sizes[0] rows are group 0, and so on.
 
     Args:
         x: Input [M, K].
-        kernel: Weights [G, K, N], or [G, N, K] by contracting_dims.
-        group_sizes: int32 [G], at least 0, at most M in total (not checked if traced); later rows of y are zero.
-        contracting_dims: ((1,), (1,)); ((1,), (2,)) for a kernel [G, N, K].
-        bias: Bias [G, N].
-        precision: Has no effect: partial sums are float32.
-        preferred_element_type: Dtype of y; None: that of x.
-        group_offset: Must be None.
-        quantizer_set: Set of GroupedQuantizers. It is differentiable: the cotangent of its state is the next state.
-        kernel_fsdp_info: (mesh axis, dimension) over which the kernel is sharded; has no effect, because XLA gathers
-            it.
+        kernel: Kernels [G, K, N], or [G, N, K].
+        group_sizes: Rows of each group, int32 [G], with a sum of at most M. Rows beyond the sum become zero.
+        contracting_dims: ((1,), (1,)), or ((1,), (2,)) for kernels [G, N, K].
+        bias: Biases [G, N], or None.
+        precision: Accepted for compatibility; partial sums are in float32.
+        preferred_element_type: Dtype of y, by default that of x.
+        group_offset: Accepted for compatibility.
+        quantizer_set: Set of GroupedQuantizers. Its cotangent is the state of the next step.
+        kernel_fsdp_info: (mesh axis, dimension) over which the kernel is sharded; XLA gathers it.
     """
     kernel = checked_kernel(x, kernel, group_sizes, contracting_dims)
     groups, _, features = kernel.shape

@@ -41,16 +41,16 @@ def layernorm(
     epsilon: float = 1e-6,
     quantizer: Quantizer | None = None,
 ) -> Array:
-    """Return y [..., width] of x, gamma [width] and beta [width], in x's dtype.
+    """Normalize the last axis of x: y [.., width] in the dtype of x.
 
     Args:
-        x: Input [..., width].
-        gamma: Scale [width].
-        beta: Bias [width]; None for "rmsnorm".
-        norm_type: "layernorm", or "rmsnorm", which accepts neither beta nor zero_centered_gamma.
+        x: Input [.., width].
+        gamma: Factor [width].
+        beta: Offset [width], or None.
+        norm_type: "layernorm", or "rmsnorm", which takes neither beta nor zero_centered_gamma.
         zero_centered_gamma: Multiply by 1 + gamma.
-        epsilon: Added to the variance or mean square.
-        quantizer: Quantizer through whose codes y passes. It is differentiable: its cotangent is its next state.
+        epsilon: Added to the variance or the mean square.
+        quantizer: Quantizer of y. Its cotangent is its state of the next step.
     """
     name = check_norm(x, gamma, beta, norm_type, zero_centered_gamma, epsilon)
     check_optional("quantizer", quantizer, Quantizer)

@@ -35,7 +35,23 @@ def layernorm_dense(
     kernel_axes: Axes | None = None,
     quantizer_set: QuantizerSet = noop_quantizer_set,
 ) -> Array:
-    """y [*batch, *features] in x's dtype, of x [*batch, width] and kernel [width, *features]."""
+    """Normalize x and multiply it: y [*batch, *features] in the dtype of x.
+
+    Args:
+        x: Input [*batch, width].
+        kernel: Kernel [width, *features].
+        gamma: Factor [width].
+        beta: Offset [width], or None.
+        bias: Bias [*features], or None.
+        norm_type: "layernorm" or "rmsnorm".
+        zero_centered_gamma: Multiply by 1 + gamma.
+        epsilon: Added to the variance or the mean square.
+        transpose_batch_sequence: The sequence axis precedes the batch axis; the result does not depend on it.
+        layernorm_input_axes: Logical names of the axes of x.
+        dot_input_axes: Logical names of the axes of norm(x).
+        kernel_axes: Logical names of the axes of the kernel.
+        quantizer_set: Quantizers. Its cotangent is the state of the next step.
+    """
     check_ungrouped("quantizer_set", quantizer_set)
     check_values("x", x)
     switch("transpose_batch_sequence", transpose_batch_sequence)

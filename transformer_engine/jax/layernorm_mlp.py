@@ -53,9 +53,29 @@ def layernorm_mlp(
     ),
     quantizer_sets: tuple[QuantizerSet, QuantizerSet] = (noop_quantizer_set, noop_quantizer_set),
 ) -> Array:
-    """y [*batch, h] in x's dtype, of x [*batch, h], kernels [h, n_act, f], [f, h] and biases [n_act, f], [h] or None.
+    """Normalize x and apply a feed-forward block: y [*batch, h] in the dtype of x.
 
-    ffn1_ckpt_name, ffn2_ckpt_name   names of both products for recomputation policies
+    Args:
+        x: Input [*batch, h].
+        gamma: Factor [h].
+        beta: Offset [h], or None.
+        kernels: Kernels [h, n_act, f] and [f, h].
+        biases: Biases [n_act, f] and [h], or None for each.
+        norm_type: "layernorm" or "rmsnorm".
+        zero_centered_gamma: Multiply by 1 + gamma.
+        epsilon: Added to the variance or the mean square.
+        transpose_batch_sequence: The sequence axis precedes the batch axis; the result does not depend on it.
+        norm_input_axes: Logical names of the axes of x.
+        dot_1_input_axes: Logical names of the axes of norm(x).
+        dot_2_input_axes: Logical names of the axes of the hidden features.
+        kernel_1_axes: Logical names of the axes of the first kernel.
+        kernel_2_axes: Logical names of the axes of the second kernel.
+        ffn1_ckpt_name: Name of the first product for recomputation policies.
+        ffn2_ckpt_name: Name of the second product.
+        activation_type: Names of n_act activations, whose results are multiplied.
+        activation_params: Parameters of clamped activations.
+        collective_op_sets: Collective operations around both products; the values do not depend on them.
+        quantizer_sets: Quantizers of both products. Their cotangents are the states of the next step.
     """
     for name, pair in (
         ("kernels", kernels), ("biases", biases), ("collective_op_sets", collective_op_sets),

@@ -124,27 +124,36 @@ def moe(
     wi_kernel_axes: Axes = ("exp", "embed", "mlp"), wo_kernel_axes: Axes = ("exp", "mlp", "embed"),
     quantizer_sets: tuple[QuantizerSet, ...] = (noop_quantizer_set,) * 3, dtype: Any = None,
 ) -> tuple[Array, Array | None, Array]:  # fmt: skip
-    """Compute a mixture of experts.
+    """Mixture of experts: (y [b, s, h], the balancing loss or None, rows that the experts of this device received).
 
     Args:
-        x: Tokens [b, s, h].
-        gate_kernel: Router weight [h, E].
-        wi_0: Weight [E, h, f] before the activation; its bias wi_0_bias is [E, f].
-        wi_1: Weight [E, h, f] of the factor; its bias wi_1_bias is [E, f].
-        wo: Weight [E, f, h] of the output; its bias wo_bias is [E, h].
-        expert_bias: Bias [E] of the choice of experts.
-        apply_topk_weights_early: Multiply the hidden values by a token's weights instead of the output; wo_bias is not
-            multiplied.
-        ep_axis: Mesh axis over which experts are sharded. Tokens are sharded over it and data_parallelism_axes, and
-            maxima are those of the whole tensor. XLA shards over the other axes.
-        quantizer_sets: Quantizer sets of wi_0, wi_1 and wo with n_groups.
-        dtype: Dtype of the computation; None: that of x.
-
-    The arguments that end in _axes are logical names of axes, for sharding. See `fused_topk_with_score_function` for
-    the arguments of routing.
-
-    Returns:
-        Output [b, s, h], the loss that balances experts or None, and the rows that this device's experts received.
+        x: Input [b, s, h].
+        gate_kernel: Kernel [h, E] of the router.
+        wi_0: Kernels [E, h, f] of the activation.
+        wi_1: Kernels [E, h, f] that the activation's output is multiplied with.
+        wo: Kernels [E, f, h].
+        wi_0_bias: Biases [E, f], or None.
+        wi_1_bias: Biases [E, f], or None.
+        wo_bias: Biases [E, h], or None.
+        expert_bias: Bias [E] of the scores that are compared, or None.
+        num_experts: Number E of experts.
+        num_experts_per_tok: Experts of each token.
+        activation_type: Activation of wi_0's output.
+        score_function: "softmax" or "sigmoid".
+        use_pre_softmax: Take the weights of a softmax over all experts.
+        num_groups: Groups of experts; a number below 1 disables the limit.
+        group_topk: Groups that the experts of a token come from.
+        scaling_factor: Factor of the weights.
+        aux_loss_coeff: Factor of the balancing loss; 0 returns None.
+        apply_topk_weights_early: Multiply the hidden features by the weights of a token, not the output.
+        ep_axis: Mesh axis over which experts and tokens are sharded.
+        data_parallelism_axes: Further mesh axes over which tokens are sharded.
+        input_axes: Logical names of the axes of x.
+        gate_kernel_axes: Logical names of the axes of gate_kernel.
+        wi_kernel_axes: Logical names of the axes of wi_0 and wi_1.
+        wo_kernel_axes: Logical names of the axes of wo.
+        quantizer_sets: Quantizers of wi_0, wi_1 and wo, created with n_groups.
+        dtype: Dtype of the computation, by default that of x.
     """
     check_values("x", x)
     check_values("gate_kernel", gate_kernel)

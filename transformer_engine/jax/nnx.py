@@ -26,9 +26,15 @@ __all__ = ["bridged", "state_type", "value_and_grad"]
 
 
 def bridged(module: linen.Module, rngs: nnx.Rngs, *inputs: Any, **options: Any) -> Any:
-    """Return the linen module as an NNX module, with parameters and state initialized for `inputs`.
+    """Return a linen module as a module of NNX, with parameters and state created for the inputs.
 
-    Without a mesh, the logical names of the parameters' axes are kept; NNX itself would require a mesh.
+    Without a mesh the names of its parameters' axes stay names.
+
+    Args:
+        module: The linen module.
+        rngs: Random streams of NNX.
+        inputs: Arguments of a first call.
+        options: Keyword arguments of a first call.
     """
     if not isinstance(module, linen.Module):
         raise TypeError(f"module is a {type(module).__name__}; give a module of flax.linen")
@@ -38,19 +44,28 @@ def bridged(module: linen.Module, rngs: nnx.Rngs, *inputs: Any, **options: Any) 
 
 
 def state_type(collection: str = NVTE_FP8_COLLECTION_NAME) -> type[nnx.Variable]:
-    """Return NNX's type of the variables of a collection: "fp8_metas", or "_overwrite_with_gradient"."""
+    """Return NNX's type of the variables of a collection.
+
+    Args:
+        collection: "fp8_metas" or "_overwrite_with_gradient".
+    """
     return nnx.variable_type_from_name(collection, allow_register=True)
 
 
 def value_and_grad(
     loss: Callable[..., Any], model: Any, *args: Any, has_aux: bool = False, **kwargs: Any
 ) -> tuple[Any, nnx.State]:
-    """Return loss(model, *args, **kwargs) and the gradients of its nnx.Params; quantizers advance by one step.
+    """Return (loss(model, *args, **kwargs), gradients of its nnx.Params) and advance the model's quantizers by a step.
 
-    has_aux   loss returns (value, anything else), and so does this function in place of the value
+    The gradient of a state is its next state, which is written into the model. If the loss calls the model several
+    times, the larger maximum counts; calls inside of jit, scan or vmap within the loss must be single.
 
-    The gradient of a state is its next state, which is written into the model. If loss calls the model several times,
-    the largest amax of the calls counts; calls inside of jit, scan or vmap within loss must be a single one.
+    Args:
+        loss: loss(model, *args, **kwargs).
+        model: The NNX model.
+        args: Arguments of the loss.
+        has_aux: The loss returns (value, auxiliary data), and so does this function instead of the value.
+        kwargs: Keyword arguments of the loss.
     """
 
     def of_one_step(model: Any, keywords: Any, *args: Any) -> Any:

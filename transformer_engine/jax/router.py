@@ -44,23 +44,22 @@ def fused_topk_with_score_function(
     compute_aux_scores: bool = False,
     routing_map_format: str | int | RoutingMapFormat = "bytemap",
 ) -> tuple[Array, Array]:
-    """Choose experts for each token.
+    """Choose the top-k experts of each token (arXiv:2408.15664, arXiv:2412.19437).
 
     Args:
-        logits: Router logits [T, E].
-        topk: Experts per token.
-        use_pre_softmax: Apply softmax to all experts before the choice; otherwise to the chosen ones.
-        num_groups: Number of groups of experts; -1: no groups.
-        group_topk: Number of best groups whose experts can be chosen; -1: all.
+        logits: Scores [T, E].
+        topk: Experts of each token.
+        use_pre_softmax: Take the weights of a softmax over all experts instead of the chosen ones.
+        num_groups: Number of groups of experts; -1 for none.
+        group_topk: Number of best groups that experts are chosen from; -1 for all.
         scaling_factor: Factor of the weights.
         score_function: "softmax", or "sigmoid", whose weights are divided by their sum if topk > 1.
-        expert_bias: Bias [E] of the scores for the choice only; with "sigmoid".
-        compute_aux_scores: Return normalized scores of all experts and the choice without groups and bias, for the
-            loss.
+        expert_bias: Bias [E] with "sigmoid", which only decides the choice.
+        compute_aux_scores: Return normalized scores of all experts and the plain choice, for the loss.
+        routing_map_format: "bytemap" or "bitmap_u8", whose bit e % 8 of byte e // 8 is expert e.
 
     Returns:
-        Weights [T, E] in the dtype of logits, zero for experts that are not chosen; choice bool [T, E] or uint8
-        [T, ceil(E / 8)], with expert e in bit e % 8 of byte e // 8. arXiv:2408.15664 (bias), arXiv:2412.19437 (groups).
+        Weights [T, E] in the dtype of the logits, and the choice, bool [T, E] or uint8 [T, ceil(E / 8)].
     """
     function = _member(ScoreFunction, "score_function", score_function)
     form = _member(RoutingMapFormat, "routing_map_format", routing_map_format)
@@ -91,9 +90,15 @@ def fused_topk_with_score_function(
 
 
 def fused_moe_aux_loss(probs: Array, tokens_per_expert: Array, topk: int, coeff: float) -> Array:
-    """loss [] = E * coeff / (topk * T^2) * sum over e of tokens_per_expert[e] * sum over t of probs[t, e].
+    """Compute E * coeff / (topk * T^2) * sum over e of tokens_per_expert[e] * sum over t of probs[t, e].
 
-    Differentiable in probs [T, E] only. arXiv:2101.03961, equation 4, for topk choices.
+    Differentiable in probs only; equation 4 of arXiv:2101.03961 for topk choices.
+
+    Args:
+        probs: Scores [T, E].
+        tokens_per_expert: Tokens of each expert [E].
+        topk: Experts of each token.
+        coeff: Factor of the loss.
     """
     check_values("probs", probs)
     check_array("tokens_per_expert", tokens_per_expert)

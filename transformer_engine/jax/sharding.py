@@ -42,7 +42,7 @@ def token_axes(transposed: bool, sequence: str, hidden: str) -> tuple[str, str, 
 
 @dataclass(frozen=True)
 class MeshResource:
-    """The names of a mesh's axes by the kind of parallelism that they serve; None: the mesh has no such axis."""
+    """Names of the mesh axes by the kind of parallelism that they serve; None if the mesh has none of the kind."""
 
     dp_resource: str | None = None
     tp_resource: str | None = None

@@ -29,10 +29,13 @@ def softmax(
     scale_factor: float = 1.0,
     softmax_fusion_type: SoftmaxFusionType = SoftmaxFusionType.SCALED,
 ) -> Array:
-    """Return probabilities in the dtype of logits [b, h, q, k]; those of hidden keys are exactly zero.
+    """Compute the probabilities of logits [b, h, q, k] in their dtype; hidden keys get exactly zero.
 
-    mask   for SCALED_MASKED: True (1) hides a key; [b or 1, 1 or h, q, k]. Other types ignore it with a warning
-    SCALED_UPPER_TRIANG_MASKED hides later keys than the query, counted from the first query and key.
+    Args:
+        logits: Scores [b, h, q, k].
+        mask: Mask [1 or b, 1 or h, q, k] of SCALED_MASKED, where True hides a key. Other types warn and ignore it.
+        scale_factor: Factor of the scores.
+        softmax_fusion_type: Type; SCALED_UPPER_TRIANG_MASKED hides keys after the query.
     """
     check_values("logits", logits)
     return scaled_softmax(logits, mask, scale_factor, softmax_fusion_type, None).astype(logits.dtype)

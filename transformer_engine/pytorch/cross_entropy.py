@@ -39,7 +39,7 @@ def parallel_cross_entropy(
     keep_logits: bool = False,
     _input: Tensor | None = None,
 ) -> Tensor:
-    """loss float32 [B, S] = -ln(softmax(inp [B, S, V])[target [B, S]]), differentiable in inp.
+    """Compute loss float32 [B, S] = -ln(softmax(inp [B, S, V])[target [B, S]]), differentiable in inp.
 
     By default the backward pass writes the gradient into the memory of the logits, which saves a tensor of their
     size. The logits are then overwritten. If another operation saved them for its own backward pass, autograd raises
@@ -47,15 +47,19 @@ def parallel_cross_entropy(
     gradient is also allocated if the logits are a leaf (a parameter), a view of one, part of a larger tensor, or the
     graph is retained (retain_graph=True, create_graph=True), and under torch.compile.
 
-    label_smoothing      s: the wanted distribution is (1 - s) at the target, and s / vocabulary everywhere
-    reduce_loss          one number: the mean over the rows whose target counts (0 where none does)
-    dist_process_group   its ranks hold equal shares of the vocabulary, in order: inp is [B, S, V / ranks], targets are
-                         ids of the whole vocabulary; every rank gets the same loss
-    ignore_idx           rows with this target have loss 0 and gradient 0
-    is_cg_capturable     nothing here reads the device on the host, so that it may be captured with either value
+    Args:
+        inp: Logits [B, S, V], or [B, S, V / ranks] with a process group.
+        target: Ids [B, S] in the whole vocabulary.
+        label_smoothing: Smoothing s. The target gets probability 1 - s, and s / V is added everywhere.
+        reduce_loss: Return the mean over the rows that are not ignored (0 if there is none).
+        dist_process_group: Its ranks hold equal shares of the vocabulary, in order. All ranks return the same loss.
+        ignore_idx: Rows with this target have loss 0 and gradient 0.
+        is_cg_capturable: No effect: the host never waits for the device, so both values can be captured.
+        keep_logits: Allocate memory for the gradient instead of overwriting the logits.
 
-    Targets outside of the vocabulary raise ValueError: on a CPU at once, on a GPU as `TE_CHECK` says; without it their
-    loss is infinite.
+    Raises:
+        ValueError: A target is outside of the vocabulary. On a GPU this check follows `TE_CHECK`; without it the
+            loss is infinite.
     """
     if _input is not None:
         warnings.warn("the keyword _input is deprecated; give the logits as inp", FutureWarning, stacklevel=2)
@@ -95,18 +99,21 @@ def fused_linear_cross_entropy(
     ignore_idx: int = -100,
     precise: bool = False,
 ) -> Tensor:
-    """float32 [] = mean(-ln(softmax(hidden [.., K] @ weight [V, K].T + bias [V])[target [..]])), without the logits.
+    """Compute the mean of -ln(softmax(hidden @ weight.T + bias)[target]) in float32 without storing the logits.
 
-    Differentiable in hidden, weight and bias. In addition to the gradients, it allocates memory for a 21st of the
-    logits. With reduce_loss, the forward pass also computes the gradients, if any is needed, and the backward pass
-    multiplies them in place by that of the loss. Without it, the losses are float32 [..], and the backward pass
-    recomputes the logits.
+    Peak memory is a 21st of the logits beside the gradients. With reduce_loss the forward pass also computes the
+    gradients, and the backward pass multiplies them in place by the gradient of the loss. Otherwise the backward pass
+    computes the logits again. Differentiable in hidden, weight and bias.
 
-    precise   The mean's gradient of the weight is added up in the weight's dtype: a product for the first K rows, and
-              one for each 21st of the remaining rows, each rounded. With logits of deviation 1 that of
-              bfloat16 is 2.5 times as far from the exact one as that of the two steps ([2048, 1024] and 8192 ids), with
-              4 1.2 times. precise=True makes those rows' logits twice and adds them in a few products: 1.8 and 1.1
-              times. Where there are no more rows than features nothing is added either way.
+    Args:
+        hidden: Features [.., K].
+        weight: Weight [V, K] of the head.
+        target: Ids [..].
+        bias: Bias [V] of the head.
+        reduce_loss: Return the mean instead of losses float32 [..].
+        precise: Sum the gradient of the weight in few products. By default each 21st of the rows beyond the first K
+            is a product that is rounded to the dtype of the weight. In bfloat16 ([2048, 1024], 8192 ids, logits with
+            deviation 1), the default has 2.5 times the error of separate steps, and `precise` 1.8 times.
 
     The other arguments are those of `parallel_cross_entropy`.
     """

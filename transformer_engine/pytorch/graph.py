@@ -84,31 +84,40 @@ def make_graphed_callables(
     _reuse_graph_input_output_buffers: bool = False, clone_param_grads_on_return: bool = True,
     pre_warmup_hook: Any = None, post_warmup_hook: Any = None, capture_time_hooks: Any = None,
 ) -> Any:  # fmt: skip
-    """Return the module or tuple of modules, whose calls now replay CUDA graphs, bit-equal to eager calls.
+    """Return the module or tuple of modules, whose calls now replay CUDA graphs with the bits of eager calls.
 
-    sample_args, sample_kwargs   tensors of the shapes that calls will have, for each module of a tuple. The graphs read
-                                 these very tensors. Among keywords None, a number, text, a dtype or a device may stand:
-                                 the graphs keep it, and a call with another raises ValueError. A call passes every
-                                 captured keyword. Others raise TypeError if the callable takes them and the value is
-                                 not the default, since a replay would ignore them
-    num_warmup_iters             runs before the capture, at least one. Nothing that they record or draw counts
-    allow_unused_input           accept inputs that require a gradient but do not affect the outputs
-    enabled, calibrating, recipe, amax_reduction_group   the autocast to capture under; enabled for each module where it
-                                 is a tuple. Each call has a separate autocast, whose end updates scales
-    cache_quantized_params       quantize weights in the first microbatch of a step only: every call passes
-                                 is_first_microbatch
-    pool                         memory to share with other graphs
-    retain_graph_in_backward     capture the backward with retain_graph=True
-    clone_param_grads_on_return  parameters get copies of the gradients; False: buffers that the next replay overwrites
-    pre_warmup_hook, post_warmup_hook   called once, round the warm-up
-    capture_time_hooks           for each callable {"forward_pre_hooks", ..: {id: hook(module)}}, called while warming
-                                 up and capturing, never at a replay
-    _order, _num_layers_per_chunk   a pipeline's schedule, see `graphs/order.py`: a function for each chunk, microbatch
-                                 and layer is returned
-    _reuse_graph_input_output_buffers   callables of an _order share buffers where the schedule lets them
+    Modules keep their parameters and names; each gets `reset()` and `backward_dw()`. The next replay overwrites the
+    results of a replay. Without a GPU the callables are wrapped and run eagerly.
 
-    Modules keep their parameters and names; each gets `reset()` and `backward_dw()`. What a replay returns is
-    overwritten by the next one. Without a GPU the callables come back wrapped and run eagerly.
+    Args:
+        modules: A module, or a tuple of modules.
+        sample_args: Tensors with the shapes of later calls, a tuple for each module of a tuple. The graphs read these
+            tensors.
+        num_warmup_iters: Runs before the capture, at least one. They change no state.
+        allow_unused_input: Allow inputs that require a gradient and get none.
+        sample_kwargs: Keyword arguments of the calls. None, numbers, strings, dtypes and devices are kept by the graph;
+            a call with another value raises ValueError. A call passes every captured keyword.
+        fp8_enabled: Earlier name of enabled.
+        fp8_calibrating: Earlier name of calibrating.
+        fp8_recipe: Earlier name of recipe.
+        fp8_group: Earlier name of amax_reduction_group.
+        fp8_weight_caching: Earlier name of cache_quantized_params.
+        enabled: Quantize, as in `autocast`; a tuple has one value per module.
+        calibrating: As in `autocast`.
+        recipe: As in `autocast`. Calls are made in an autocast block of their own.
+        amax_reduction_group: As in `autocast`.
+        cache_quantized_params: Quantize weights in the first microbatch of a step only. Every call passes
+            is_first_microbatch.
+        pool: Memory to share with other graphs.
+        retain_graph_in_backward: Capture the backward pass with retain_graph=True.
+        clone_param_grads_on_return: Copy the gradients of parameters; otherwise the next replay overwrites them.
+        pre_warmup_hook: Called once before the warm-up.
+        post_warmup_hook: Called once after the warm-up.
+        capture_time_hooks: For each callable {"forward_pre_hooks", ..: {id: hook(module)}}, called while warming up
+            and capturing, never in a replay.
+
+    `_order` and `_num_layers_per_chunk` are the schedule of a pipeline; a function for each chunk, microbatch and
+    layer is returned. With `_reuse_graph_input_output_buffers` they share buffers where the schedule allows it.
     """
     options = {
         "enabled": RenamedOption("enabled", enabled, "fp8_enabled", fp8_enabled),

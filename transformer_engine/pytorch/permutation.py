@@ -88,10 +88,13 @@ def moe_permute(
 def moe_permute_with_probs(
     inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int = -1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Permute tokens and their probabilities [T, E] by a mask; the arguments are those of `moe_permute`.
+    """Permute tokens and their probabilities [T, E] by a mask; the other arguments are those of `moe_permute`.
 
     A row whose probability is exactly 0 is a row of zeros, so that routes can fill up an expert's rows. Its gradient
     reaches its token like that of any other row.
+
+    Args:
+        probs: Probabilities [T, E].
 
     Returns:
         `(y [num_out_tokens, H], permuted_probs [num_out_tokens], row_id_map)`.
@@ -111,6 +114,8 @@ def moe_permute_and_pad_with_probs(
     inp: Tensor, probs: Tensor, routing_map: Tensor, tokens_per_expert: Tensor, align_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """Permute tokens and probabilities by a mask, and pad the rows of each expert with zeros.
+
+    The other arguments are those of `moe_permute_with_probs`.
 
     Args:
         tokens_per_expert: [E], the sum of `routing_map` over the tokens, whole numbers of any dtype. On a GPU it is
@@ -203,6 +208,7 @@ def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Ten
     """Reorder the chunks of tokens [T, H]: chunk i of the result is chunk sorted_index[i] of `inp`.
 
     Args:
+        inp: Tokens [T, H].
         split_sizes: Rows of each chunk, integers [chunks]. Rows beyond their sum stay in place.
         sorted_index: Order of the chunks, integers [chunks]; like `split_sizes` on the device of `inp` and not read
             by the host.
@@ -216,7 +222,10 @@ def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Ten
 def moe_sort_chunks_by_index_with_probs(
     inp: Tensor, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Reorder the chunks of tokens and of their probabilities [T] or [T, 1]; see `moe_sort_chunks_by_index`.
+    """Reorder the chunks of tokens and probabilities. The other arguments are those of `moe_sort_chunks_by_index`.
+
+    Args:
+        probs: Probabilities [T] or [T, 1] of the tokens.
 
     Returns:
         `(y [T, H], permuted_probs [T])`.

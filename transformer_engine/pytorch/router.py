@@ -131,9 +131,9 @@ def fused_compute_score_for_moe_aux_loss(
     score_function: str,
     routing_map_format: RoutingMapFormat | int | str = RoutingMapFormat.BYTEMAP,
 ) -> tuple[Tensor, Tensor]:
-    """Compute normalized scores of all experts and the top-k experts of each token.
+    """Compute normalized scores of all experts and the top-k experts of each token, without groups and bias.
 
-    The arguments are those of `fused_topk_with_score_function`, without groups and bias.
+    The other arguments are those of `fused_topk_with_score_function`.
 
     Returns:
         `(routing_map, scores float32 [..., E])`; the scores of a token have the sum 1.
@@ -161,6 +161,9 @@ def fused_moe_aux_loss(
         probs: [rows, columns], columns a multiple of `num_experts` (one loss per sequence: [s, b E]).
         tokens_per_expert: `columns` numbers of any dtype, in any shape.
         total_num_tokens: A number, or a tensor of one element on the device of `probs`, which the host does not read.
+        num_experts: Number of experts.
+        topk: Number of experts per token.
+        coeff: Factor of the loss.
 
     Returns:
         A scalar in the dtype of `probs`.

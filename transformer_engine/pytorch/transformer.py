@@ -92,7 +92,12 @@ class TransformerLayer(nn.Module):
         parallel_attention_mlp: y = x + drop(self_attention(norm(x)) + mlp(norm(x))).
         hidden_dropout: Probability of dropping a feature before each residual sum.
         drop_path_rate: Probability of dropping a whole sample before each residual sum.
+        self_attn_mask_type: `attn_mask_type` of the self attention.
+        enc_dec_attn_mask_type: `attn_mask_type` of inter_attention.
+        enc_dec_window_size: `window_size` of inter_attention.
+        enc_dec_bottom_right_diagonal: `bottom_right_diagonal` of inter_attention.
         attn_input_format: "sbhd", "bshd" or "thd".
+        ub_tp_comm_overlap: Accepted for compatibility, like the other arguments that begin with ub_.
 
     Children: self_attention, inter_attention, layernorm_mlp, layernorm. The other arguments are those of
     `MultiheadAttention` and `LayerNormMLP`.

@@ -77,16 +77,28 @@ def cast_if_needed(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def interleave_glu_tensor(tensor: Tensor, interleave_size: int) -> Tensor:
-    """Interleave [2f, ..], the f rows of a gate before the f rows that it multiplies, in blocks of both.
+    """Reorder [2f, ..], the f rows of a gate and then the f rows that it multiplies, into blocks of both in turn.
 
-    Blocks have interleave_size rows. Returns a new tensor; raises ValueError unless 2f is a multiple of 2
-    interleave_size.
+    Args:
+        tensor: Weight or bias [2f, ..].
+        interleave_size: Rows of a block.
+
+    Returns:
+        A new tensor.
+
+    Raises:
+        ValueError: 2f is not a multiple of 2 * interleave_size.
     """
     return _glu_blocks(tensor, interleave_size, (2, -1, interleave_size))
 
 
 def deinterleave_glu_tensor(tensor: Tensor, interleave_size: int) -> Tensor:
-    """Return the inverse of `interleave_glu_tensor`: all rows of the gate before all rows that it multiplies."""
+    """Invert `interleave_glu_tensor`: all rows of the gate before all rows that it multiplies.
+
+    Args:
+        tensor: Weight or bias [2f, ..] in blocks.
+        interleave_size: Rows of a block.
+    """
     return _glu_blocks(tensor, interleave_size, (-1, 2, interleave_size))
 
 

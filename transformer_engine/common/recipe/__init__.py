@@ -11,20 +11,16 @@ Environment variables give defaults and are read once, when this module is impor
 
 from __future__ import annotations
 
-import enum
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..checks import exponent, number
-from ..numbers import parse_bool, parse_float, parse_int
+from ..checks import exponent
 from .field_checks import (
     at_least,
     convert_fields,
     default_of,
-    instance_of_fields,
-    member_of_value,
     require,
     require_fp8,
     require_kind,
@@ -38,6 +34,8 @@ from .living import (
     revision_of,
     still_says,
 )
+from .parts import CONVERTERS, Format, MMParams, QParams
+from .parts import _FormatHelper as _FormatHelper  # the values of Format, by their name in pickles
 
 __all__ = [
     "CustomRecipe",
@@ -53,73 +51,8 @@ __all__ = [
 ]
 
 
-class _FormatHelper(NamedTuple):
-    """Largest finite magnitudes in the forward and in the backward pass."""
-
-    max_fwd: float
-    max_bwd: float
-
-
-class Format(enum.Enum):
-    """Element formats; HYBRID is E4M3 in the forward pass and E5M2 in the backward pass."""
-
-    E2M1 = _FormatHelper(max_fwd=6, max_bwd=6)
-    E4M3 = _FormatHelper(max_fwd=448, max_bwd=448)
-    E5M2 = _FormatHelper(max_fwd=57344, max_bwd=57344)
-    HYBRID = _FormatHelper(max_fwd=E4M3.max_fwd, max_bwd=E5M2.max_bwd)
-
-    def __repr__(self) -> str:
-        return f"Format.{self.name}"
-
-
-@dataclass(frozen=True, repr=False)
-class MMParams:
-    """use_split_accumulator: add partial sums of a matrix product in full float32 precision."""
-
-    use_split_accumulator: bool = True
-
-    def __post_init__(self) -> None:
-        convert_fields(self, _CONVERTERS)
-
-    def __repr__(self) -> str:
-        return _describe(self)
-
-
-@dataclass(frozen=True, repr=False)
-class QParams:
-    """How one kind of tensor is quantized; amax_epsilon is a floor under the absolute maximum."""
-
-    power_2_scale: bool = False
-    amax_epsilon: float = 0.0
-    random_hadamard_transform: bool = False
-    stochastic_rounding: bool = False
-    fp4_2d_quantization: bool = False
-
-    def __post_init__(self) -> None:
-        convert_fields(self, _CONVERTERS)
-        number("QParams: amax_epsilon", self.amax_epsilon)
-
-    def __repr__(self) -> str:
-        return _describe(self)
-
-
-_CONVERTERS = {  # by the type that a field declares
-    "int": parse_int,
-    "float": parse_float,
-    "bool": parse_bool,
-    "Format": member_of_value(Format),
-    "MMParams": instance_of_fields(MMParams),
-}
-
-
-def _describe(record: Any) -> str:
-    """Name(field=value, ...), written out because torch.compile cannot trace the generated repr."""
-    values = [f"{f.name}={getattr(record, f.name)!r}" for f in fields(record)]
-    return f"{type(record).__name__}({', '.join(values)})"
-
-
 class Recipe:
-    """The base of all recipes, with one predicate per family, which is true for subclasses too."""
+    """Base class of all recipes. Each predicate, such as `mxfp8()`, is true for one family and its subclasses."""
 
     fp8_format: Format
 
@@ -142,7 +75,7 @@ class Recipe:
         enroll(self)
 
     def _convert(self) -> None:
-        convert_fields(self, _CONVERTERS)
+        convert_fields(self, CONVERTERS)
 
     def _derive(self) -> None:
         """Set the derived fields that are not set yet."""
@@ -199,11 +132,22 @@ _FP4_QUANT = ("fp4_quant_fwd_inp", "fp4_quant_fwd_weight", "fp4_quant_bwd_grad")
 @recipe_class
 @dataclass(repr=False)
 class DelayedScaling(Recipe):
-    """scale = (fp8_max / amax) / 2^margin, where amax comes from the history of earlier steps.
+    """FP8 with one scale per tensor from a history of maxima: scale = (fp8_max / amax) / 2^margin.
 
-    amax_compute_algo           "max", "most_recent" or callable(history [len, n]) -> amax [n]
-    scaling_factor_compute_algo callable(amax, old_scale, fp8_max, recipe) -> scale
-    reduce_amax                 take the maximum over amax_reduction_group of autocast
+    Args:
+        margin: Powers of two between the scaled maximum and the largest code.
+        fp8_format: Format.HYBRID (E4M3 forward, E5M2 backward) or Format.E4M3.
+        amax_history_len: Number of steps in the history.
+        amax_compute_algo: "max", "most_recent" or callable(history [len, n]) -> amax [n].
+        scaling_factor_compute_algo: Callable(amax, old_scale, fp8_max, recipe) -> scale.
+        reduce_amax: Take the maximum over the amax_reduction_group of `autocast`.
+        fp8_dpa: Quantize inside of `DotProductAttention`.
+        fp8_mha: Also keep the tensors between attention and its projections in FP8.
+        backward_override: Backward pass of the layers: None, "high_precision" or "dequantized". DelayedScaling
+            accepts None only.
+
+    Raises:
+        ValueError: A field is outside of its range.
     """
 
     margin: int = 0
@@ -233,9 +177,16 @@ class DelayedScaling(Recipe):
 @recipe_class
 @dataclass(repr=False)
 class Float8CurrentScaling(Recipe):
-    """scale = fp8_max / max|x|, measured on the tensor itself, floored to a power of two when asked.
+    """FP8 with one scale per tensor from the tensor itself: scale = fp8_max / max|x|.
 
-    The derived fields fp8_quant_* follow use_power_2_scales; assign to treat one kind of tensor apart.
+    Args:
+        use_power_2_scales: Round scales down to powers of two.
+        fp8_gemm_fprop: Parameters of the products of the forward pass.
+        fp8_gemm_dgrad: Parameters of the products that compute input gradients.
+        fp8_gemm_wgrad: Parameters of the products that compute weight gradients.
+
+    The other arguments are those of `DelayedScaling`. The fields fp8_quant_fwd_inp, fp8_quant_fwd_weight and
+    fp8_quant_bwd_grad, of class `QParams`, follow from use_power_2_scales and can be assigned.
     """
 
     use_power_2_scales: bool = bool(default_of("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES"))
@@ -262,9 +213,17 @@ class Float8CurrentScaling(Recipe):
 @recipe_class
 @dataclass(repr=False)
 class Float8BlockScaling(Recipe):
-    """One scale for 1 x 128 (dimension 1) or 128 x 128 (dimension 2) elements, a power of two by default.
+    """FP8 with one scale per block of 1 x 128 or 128 x 128 values.
 
-    No matrix product may have two operands of dimension 2, and partial sums are always split.
+    Args:
+        use_f32_scales: Use float32 scales instead of powers of two.
+        fp8_format: Format.E4M3 or Format.HYBRID.
+        x_block_scaling_dim: 1 for blocks of 1 x 128 values of inputs, 2 for 128 x 128.
+        w_block_scaling_dim: The same for weights.
+        grad_block_scaling_dim: The same for gradients. At most one of the three is 2.
+
+    The other arguments are those of `Float8CurrentScaling`, except that partial sums are always split and that
+    fp8_dpa and fp8_mha must be False.
     """
 
     use_f32_scales: bool = bool(default_of("NVTE_FP8_BLOCK_SCALING_FP32_SCALES"))
@@ -306,10 +265,14 @@ class Float8BlockScaling(Recipe):
 @recipe_class
 @dataclass(repr=False)
 class MXFP8BlockScaling(Recipe):
-    """One power-of-two scale (E8M0) for 32 consecutive elements of the contracted axis.
+    """MXFP8: FP8 with one power-of-two scale (E8M0) per 32 consecutive values of the contracted axis.
 
-    margin                  without effect, and with a warning where it is not 0: scales follow from blocks alone
-    enable_2d_quantization  weights share a scale over 32 x 32 elements, equal in both directions
+    Args:
+        margin: No effect, since scales follow from the blocks; a value other than 0 warns.
+        fp8_format: Format.E4M3 or Format.HYBRID.
+        enable_2d_quantization: Share the scales of weights over 32 x 32 values, equal in both directions.
+
+    The other arguments are those of `DelayedScaling`.
     """
 
     margin: int = 0
@@ -333,10 +296,21 @@ class MXFP8BlockScaling(Recipe):
 @recipe_class
 @dataclass(repr=False)
 class NVFP4BlockScaling(Recipe):
-    """E2M1 elements; an E4M3 scale for 16 of them, and one float32 scale for the tensor.
+    """NVFP4: E2M1 values with one E4M3 scale per 16 values, and one float32 scale per tensor.
 
-    Activations and gradients pass a random Hadamard transform before weight gradients, gradients are rounded
-    stochastically, weights share scales over 16 x 16 elements; each can be switched off.
+    Args:
+        disable_rht: Do not apply the random Hadamard transform to inputs and gradients of weight gradients.
+        disable_stochastic_rounding: Round gradients to nearest.
+        disable_2d_quantization: Share scales of weights over 16 instead of 16 x 16 values.
+        row_scaled_activation: One float32 scale per row of an activation.
+        nvfp4_4over6: Tensors whose blocks choose between maxima 4 and 6: "none", "weights", "activations" or "all".
+        nvfp4_4over6_e4m3_use_256: Tensors whose block scales end at 256 instead of 448, from the same values.
+        nvfp4_4over6_err_mode: Error that decides between 4 and 6: "MAE" or "MSE".
+        fp4_format: Format.E2M1.
+        fp8_format: Format.E4M3, the format of the block scales.
+
+    The other arguments are those of `DelayedScaling`. The fields fp4_quant_fwd_inp, fp4_quant_fwd_weight and
+    fp4_quant_bwd_grad, of class `QParams`, follow from the first three fields and can be assigned.
     """
 
     disable_rht: bool = bool(default_of("NVTE_NVFP4_DISABLE_RHT"))
@@ -377,12 +351,17 @@ class NVFP4BlockScaling(Recipe):
 @recipe_class
 @dataclass(repr=False)
 class CustomRecipe(Recipe):
-    """qfactory(role) -> quantizer, called once for every quantizer slot of a module.
+    """A recipe whose quantizers come from a factory.
 
-    The role is a str ("linear_input", "linear_weight", "linear_output", "linear_grad_output" or
-    "linear_grad_input") with the fields module_type, tensor_type and name; None where a module says so.
-    It returns a quantizer, a DelayedScalingRequest, or None to keep the tensor in high precision.
-    quantization_alignment: rows that padding of grouped inputs rounds up to.
+    Args:
+        qfactory: qfactory(role) -> quantizer, called once for each quantizer of a module. The role is a str
+            ("linear_input", "linear_weight", "linear_output", "linear_grad_output" or "linear_grad_input") with the
+            fields module_type, tensor_type and name, or None. It returns a quantizer, a DelayedScalingRequest, or None
+            to keep the tensor in high precision.
+        fp8_format: Any format; the factory chooses the formats.
+        quantization_alignment: Number of rows that the padding of grouped inputs rounds up to.
+
+    The other arguments are those of `DelayedScaling`.
     """
 
     qfactory: Callable[..., Any] | None = None

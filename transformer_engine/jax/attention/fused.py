@@ -57,25 +57,34 @@ def fused_attn(
     score_mod_tensors: Any = None,
     score_mod_bprop_tensors: Any = None,
 ) -> Array:
-    """Return the attention out [b, q, h, dv] in query's dtype.
+    """Attention: out [b, q, h, dv] in the dtype of the query. Rows without a visible key are zero.
 
     Args:
         qkv: One array [b, s, 3, h, d], two [b, q, h, d] and [b, k, 2, g, d], or three; g divides h.
-        bias: [1 or b, 1 or h, q, k], differentiable.
-        sequence_descriptor: The sequences of the tokens; None: each row is one sequence; or a mask, True hides a key,
-            read by mask types with padding, and by causal ones with a window.
-        seed: A key of jax.random, for dropout.
-        max_segments_per_seq: Maximum number of sequences in a packed row. A larger segment number raises ValueError; if
-            the numbers are traced, its tokens count as padding.
-        context_parallel_strategy: ALL_GATHER (the default) gathers keys and values, RING passes them between devices.
+        bias: Bias [1 or b, 1 or h, q, k], differentiable, or None.
+        sequence_descriptor: Sequences of the tokens; None for one sequence per row; or a mask, where True hides a key,
+            which mask types with padding read, and causal ones with a window.
+        seed: Key of jax.random, for dropout.
+        attn_bias_type: Whether and where the bias is added.
+        attn_mask_type: Mask type.
+        qkv_layout: Layout of qkv.
+        softmax_type: Softmax type.
+        scaling_factor: Factor of the scores.
+        dropout_probability: Dropout rate of the probabilities.
+        is_training: Apply the dropout.
+        max_segments_per_seq: Most sequences in a packed row. Larger segment numbers raise an error, or count as padding
+            if they are traced.
+        window_size: (left, right) tokens that a query sees; -1 is unlimited.
+        context_parallel_strategy: ALL_GATHER (the default) gathers keys and values, RING passes them on.
         context_parallel_causal_load_balanced: Tokens are in the order of `reorder_causal_load_balancing`.
         context_parallel_axis: Mesh axis over which tokens are sharded, by default the MeshResource's cp_resource.
-        softmax_offset: [1, h, 1, 1], differentiable, for LEARNABLE_SOFTMAX.
-        stripe_size: Tokens per stripe, for packed rows that are load-balanced.
+        context_checkpoint_name: Name of the output for recomputation policies.
+        softmax_offset: Offset [1, h, 1, 1] of LEARNABLE_SOFTMAX, differentiable.
+        stripe_size: Tokens of a stripe in packed rows that are load-balanced.
         score_mod: (scores [b, h, q, k], score_mod_tensors) -> scores, in jnp operations, before the softmax.
-        score_mod_bprop: Gradient (gradient, scores, score_mod_bprop_tensors); by default JAX differentiates score_mod.
-
-    Rows of tokens that belong to no sequence, and rows that see no key, are zero.
+        score_mod_bprop: Derivative (gradient, scores, score_mod_bprop_tensors) -> gradient; by default automatic.
+        score_mod_tensors: Arrays for score_mod.
+        score_mod_bprop_tensors: Arrays for score_mod_bprop.
     """
     check_kinds(attn_bias_type, attn_mask_type, qkv_layout, softmax_type)
     switch("is_training", is_training)
@@ -132,9 +141,17 @@ def fused_attn_thd(
     kv_seq_offsets: Array, seed: Array | None, attn_bias_type: AttnBiasType, attn_mask_type: AttnMaskType,
     qkv_layout: QKVLayout, *arguments: Any, **options: Any,
 ) -> Array:  # fmt: skip
-    """`fused_attn` of packed rows, with its former arguments: lengths [b, n] and offsets [b, n + 1].
+    """`fused_attn` of packed rows under its former arguments.
 
-    The arguments after qkv_layout are those of `fused_attn`; softmax_type is optional, by default a vanilla softmax.
+    Args:
+        q_seq_lens: Lengths of query sequences int32 [b, n].
+        kv_seq_lens: Lengths of key sequences int32 [b, n].
+        q_seq_offsets: Starts of query sequences int32 [b, n + 1].
+        kv_seq_offsets: Starts of key sequences int32 [b, n + 1].
+        arguments: Further arguments of `fused_attn`. Without a softmax type the softmax is vanilla.
+        options: Keyword arguments of `fused_attn`.
+
+    The other arguments are those of `fused_attn`.
     """
     if not arguments or not isinstance(arguments[0], AttnSoftmaxType):
         arguments = (options.pop("softmax_type", AttnSoftmaxType.VANILLA_SOFTMAX), *arguments)
@@ -278,9 +295,20 @@ def is_fused_attn_kernel_available(
     batch_size: int | None = None,
     max_segments_per_seq: int | None = None,
 ) -> bool:
-    """Return whether another backend than the reference supports a call on this machine; none has symbolic lengths.
+    """Return whether a backend other than the reference computes such a call on this machine.
 
-    batch_size and max_segments_per_seq have no influence: a backend supports all of them, or none.
+    Args:
+        q_dtype: Dtype of queries.
+        kv_dtype: Dtype of keys and values.
+        q_num_heads: Heads of queries.
+        kv_num_heads: Heads of keys and values.
+        q_max_seqlen: Length of queries; None accepts symbolic lengths.
+        kv_max_seqlen: Length of keys.
+        head_dim_qk: Head size of queries and keys.
+        head_dim_v: Head size of values.
+        batch_size: No effect.
+
+    The other arguments are those of `fused_attn`.
     """
     check_kinds(attn_bias_type, attn_mask_type, qkv_layout, softmax_type)
     switch("is_training", is_training)

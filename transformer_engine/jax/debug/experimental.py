@@ -24,10 +24,13 @@ __getattr__ = absent.getter(__name__)
 
 
 def inspect_array(x: Array, name: str) -> Array:
-    """x; when the program runs, `my_tensor_gpu{i}_{name}.bin` and `.._meta.json` are written to the working folder.
+    """Return x, and write it to `my_tensor_gpu{i}_{name}.bin` and `.._meta.json` in the working directory at run time.
 
-    i is the number of this process's first device: of an array that is laid over several the whole is written. It
-    stops the device until the host has the array, and is for debugging alone.
+    The device waits until the host has the array.
+
+    Args:
+        x: The array; a sharded array is written as a whole.
+        name: Part of the file names, after the number i of the first device of this process.
     """
     check_array("x", x)
     if not isinstance(name, str) or not name or "/" in name:
@@ -37,7 +40,13 @@ def inspect_array(x: Array, name: str) -> Array:
 
 
 def load_array_dump(filename: str, shape: Sequence[int], dtype: Any) -> Array:
-    """The array that inspect_array wrote."""
+    """Read an array that `inspect_array` wrote.
+
+    Args:
+        filename: Path of the `.bin` file.
+        shape: Shape of the array.
+        dtype: Dtype of the array.
+    """
     stored = np.fromfile(filename, np.dtype(dtype))
     if stored.size != int(np.prod(shape)):
         raise ValueError(

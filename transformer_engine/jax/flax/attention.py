@@ -145,17 +145,30 @@ class _FusedDotProductAttention(nn.Module):
 
 
 class DotProductAttention(nn.Module):
-    """out [b, q, h, d] in query's dtype; with transpose_batch_sequence [q, b, h, d].
+    """Attention: out [b, q, h, d], or [q, b, h, d] with transpose_batch_sequence, in the dtype of the query.
 
-    num_gqa_groups       heads of keys and values, a divisor of num_attention_heads; None: num_attention_heads
-    attn_bias_type       "no_bias", "pre_scale_bias", "post_scale_bias"; None: the last if a bias is given
-    float32_logits       compute scores in float32 before the softmax; otherwise in the inputs' dtype
-    qkv_layout           "bshd_bshd_bshd", "bshd_bs2hd", "bs3hd", or with "t" for rows of several sequences
-    scale_factor         None: 1 / sqrt(head_dim)
-    context_parallel_*   shard tokens over a mesh axis, "ALL_GATHER" or "RING", see `attention.fused_attn`
-    score_mod            a function of scores before the softmax, see `attention.fused_attn`
-    window_size          (left, right) tokens that a query sees, -1 for no limit
-    softmax_type         "vanilla", "off_by_one" or "learnable"
+    Args:
+        head_dim: Size d of a head.
+        num_attention_heads: Heads of queries.
+        num_gqa_groups: Heads of keys and values, by default num_attention_heads.
+        attention_dropout: Dropout rate of the probabilities.
+        attn_mask_type: "no_mask", "padding", "causal", "padding_causal" or a bottom-right form.
+        attn_bias_type: "no_bias", "pre_scale_bias" or "post_scale_bias", by default the last if a bias is given.
+        dtype: Dtype of the parameters.
+        dropout_rng_name: Name of Flax's stream of random numbers.
+        float32_logits: Compute scores in float32 before the softmax.
+        qkv_layout: "bshd_bshd_bshd", "bshd_bs2hd", "bs3hd", or with "t" for rows of several sequences.
+        scale_factor: Factor of the scores, by default 1 / sqrt(head_dim).
+        transpose_batch_sequence: The sequence axis precedes the batch axis.
+        window_size: (left, right) tokens that a query sees; -1 is unlimited.
+        max_segments_per_seq: Most sequences in a packed row.
+        context_parallel_causal_load_balanced: Tokens are in the order of `reorder_causal_load_balancing`.
+        context_parallel_axis: Mesh axis over which tokens are sharded.
+        context_parallel_strategy: "DEFAULT", "ALL_GATHER" or "RING".
+        context_checkpoint_name: Name of the output for recomputation policies.
+        softmax_type: "vanilla", "off_by_one" or "learnable".
+        score_mod: Function of the scores before the softmax, see `attention.fused_attn`.
+        score_mod_bprop: Its derivative, see `attention.fused_attn`.
     """
 
     head_dim: int

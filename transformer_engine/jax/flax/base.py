@@ -211,8 +211,12 @@ Rules = Sequence[tuple[str, str | None]]
 def extend_logical_axis_rules(rules: Rules) -> tuple[tuple[str, str | None], ...]:
     """Return the rules, followed by a rule for each axis name of transformer_engine.jax.sharding.
 
-    Raises ValueError if a name of this package is mapped to another mesh axis than in the MeshResource, and TypeError
-    for rules that are not pairs of names.
+    Args:
+        rules: Pairs (logical axis, mesh axis or None).
+
+    Raises:
+        TypeError: The rules are not pairs of names.
+        ValueError: A rule contradicts the MeshResource.
     """
     ours = get_sharding_map_logic_axis_to_mesh_axis()
     extended: list[tuple[str, str | None]] = []

@@ -17,17 +17,23 @@ from .low_rank import _canonicalize_tuple, _normalize_axes, low_rank_term
 
 
 class DenseGeneral(TransformerEngineBase):
-    """y [*batch, *features] = x @ kernel [*axis sizes, *features] (+ bias [*features]), in x's dtype.
+    """Compute y [*batch, *features] = x @ kernel [*axis sizes, *features] + bias [*features], in the dtype of x.
 
-    features      the extents that take the place of the contracted axes
-    kernel_init   None: variance_scaling(1.0, "fan_in", "truncated_normal")
-    kernel_axes, bias_axes, input_axes   logical names of axes, for sharding
-    enable_low_rank_adaptation, low_rank_adaptation_dim, low_rank_adaptation_alpha
-                  add x @ a @ b * alpha / dim
-    axis          the axes of x that are summed over
-    dtype         of the parameters
-    transpose_batch_sequence      is the sequence in front of the batch?
-    quantization_checkpoint_name  name of quantized tensors for recomputation policies
+    Args:
+        features: Sizes of the axes that replace the contracted axes.
+        kernel_init: Initializer of the kernel, by default variance_scaling(1.0, "fan_in", "truncated_normal").
+        kernel_axes: Logical names of the axes of the kernel, for sharding.
+        use_bias: Add a bias.
+        bias_init: Initializer of the bias.
+        bias_axes: Logical names of the axes of the bias.
+        enable_low_rank_adaptation: Add x @ a @ b * alpha / dim with learned a and b.
+        low_rank_adaptation_dim: Rank of the adaptation.
+        low_rank_adaptation_alpha: Factor alpha; None adds x @ a @ b unscaled.
+        axis: Axes of x that are contracted.
+        dtype: Dtype of the parameters.
+        input_axes: Logical names of the axes of x.
+        transpose_batch_sequence: The sequence axis precedes the batch axis.
+        quantization_checkpoint_name: Name of quantized tensors for recomputation policies.
     """
 
     features: Iterable[int] | int

@@ -22,10 +22,18 @@ from .norm import norm_of_inputs, norm_parameters, scale_initializer
 
 
 class LayerNormDenseGeneral(TransformerEngineBase):
-    """Compute (y [*batch, *features], norm(x) or None), in x's dtype; parameters of DenseGeneral, `scale`, `ln_bias`.
+    """Normalize x and multiply it: (y [*batch, *features], norm(x) or None), in the dtype of x.
 
-    enable_layernorm, return_layernorm_output   apply the norm; also return its output
-    depth_scaling                               divisor of y
+    Args:
+        enable_layernorm: Apply the norm.
+        ln_bias_init: Initializer of ln_bias.
+        ln_bias_axes: Logical names of the axes of ln_bias.
+        return_layernorm_output: Return norm(x), otherwise None.
+        layernorm_input_axes: Logical names of the axes of x.
+        dot_input_axes: Logical names of the axes of norm(x).
+        depth_scaling: Divide y by this number.
+
+    The other arguments are those of `DenseGeneral` and `LayerNorm`.
     """
 
     features: Iterable[int] | int

@@ -26,13 +26,28 @@ from .norm import norm_of_inputs, norm_parameters, scale_initializer
 
 
 class LayerNormMLP(TransformerEngineBase):
-    """Compute (y [*batch, h], norm(x) or None), in x's dtype, of x [*batch, h].
+    """Normalize x [*batch, h] and apply a feed-forward block: (y [*batch, h], norm(x) or None), in the dtype of x.
 
     Parameters: scale, ln_bias [h], wi_kernel [h, n_act, f], wo_kernel [f, h], wi_bias [n_act, f], wo_bias [h].
 
-    intermediate_dim   f
-    activations        names or functions, whose results are multiplied; n_act of them
-    intermediate_dropout_*   dropout of the activations' product, with Flax's random stream of that name
+    Args:
+        intermediate_dim: Size f of the hidden features.
+        kernel_init: Initializer of both kernels.
+        kernel_axes_1: Logical names of the axes of wi_kernel.
+        kernel_axes_2: Logical names of the axes of wo_kernel.
+        bias_axes_1: Logical names of the axes of wi_bias.
+        bias_axes_2: Logical names of the axes of wo_bias.
+        activations: Names or functions, whose n_act results are multiplied.
+        activation_params: Parameters of clamped activations.
+        intermediate_dropout_rng_name: Name of Flax's stream of random numbers.
+        intermediate_dropout_rate: Dropout rate of the hidden features.
+        intermediate_hidden_dropout_dims: Axes along which the dropout mask is broadcast.
+        dot_1_input_axes: Logical names of the axes of norm(x).
+        dot_2_input_axes: Logical names of the axes of the hidden features.
+        ffn1_ckpt_name: Name of the first product for recomputation policies.
+        ffn2_ckpt_name: Name of the second product.
+
+    The other arguments are those of `LayerNormDenseGeneral`.
     """
 
     intermediate_dim: int = 2048

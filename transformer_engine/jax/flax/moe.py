@@ -15,11 +15,35 @@ from .base import Axes, Initializer, TransformerEngineBase, check_call, kernel_i
 
 
 class _MoEBlock(TransformerEngineBase):
-    """(y [b, s, h], the loss that balances experts or None, received rows), in x's dtype.
+    """Mixture of experts: (y [b, s, h], the balancing loss or None, received rows), in the dtype of x.
 
     Parameters: gate_kernel [h, E], wi_0 and wi_1 [E, h, f], wo [E, f, h], with use_ffn_bias wi_0_bias, wi_1_bias and
-    wo_bias, with use_expert_routing_bias expert_bias [E] float32. The fields of routing are those of
-    `router.fused_topk_with_score_function`, the others those of `moe.moe`.
+    wo_bias, with use_expert_routing_bias expert_bias [E] float32.
+
+    Args:
+        num_experts: Number E of experts.
+        num_experts_per_tok: Experts of each token.
+        intermediate_size: Size f of the hidden features.
+        activation_type: Activation of wi_0's output, which multiplies wi_1's output.
+        score_function: "softmax" or "sigmoid".
+        use_pre_softmax: Take the weights of a softmax over all experts.
+        num_groups: Groups of experts; a number below 1 disables the limit.
+        group_topk: Groups that the experts of a token come from.
+        scaling_factor: Factor of the weights.
+        use_expert_routing_bias: Learn a bias of the scores that are compared.
+        aux_loss_coeff: Factor of the balancing loss; 0 returns None.
+        use_ffn_bias: Add biases.
+        apply_topk_weights_early: Multiply the hidden features by the weights of a token, not the output.
+        kernel_init: Initializer of the kernels.
+        bias_init: Initializer of the biases.
+        input_axes: Logical names of the axes of x.
+        gate_kernel_axes: Logical names of the axes of gate_kernel.
+        wi_kernel_axes: Logical names of the axes of wi_0 and wi_1.
+        wo_kernel_axes: Logical names of the axes of wo.
+        ep_axis: Mesh axis over which experts are sharded.
+        data_parallelism_axes: Further mesh axes over which tokens are sharded.
+        dtype: Dtype of the parameters.
+        quantization_checkpoint_name: Name of quantized tensors for recomputation policies.
     """
 
     num_experts: int = 8

@@ -51,21 +51,28 @@ class MultiHeadAttention(nn.Module):
     The parameters are `out` and, for self-attention without grouped heads, `qkv` (kernel [h, 3, heads * d]); otherwise
     `query` and `kv` (kernel [h, 2, groups * d]), or `query`, `key` and `value` without fuse_qkv_params.
 
-    Attributes:
-        head_dim: Size d of a head.
-        num_attention_heads: Number of heads of queries.
-        num_gqa_groups: Number of heads of keys and values; None means num_attention_heads.
-        input_layernorm: Whether inputs_q is normalized before the projections.
-        return_layernorm_output: Whether to return the normalized inputs_q.
-        fuse_qkv_params: Whether one parameter holds the kernels of several projections.
-        transpose_batch_sequence: Whether the sequence axis of all arrays precedes the batch axis.
-        enable_sequence_parallel: Whether the inputs of norms are sharded over tokens along the tensor-parallel axis.
-        scale_attn_logits: Whether scores are divided by sqrt(head_dim).
-        scaled_query_init: Whether the initial kernel of queries is divided by sqrt(head_dim) instead.
-        num_heads, dropout_rate, output_layernorm, apply_residual_connection_post_layernorm, fuse_qkv: Deprecated names
-            of num_attention_heads, attention_dropout, input_layernorm, return_layernorm_output and fuse_qkv_params.
+    Args:
+        input_layernorm: Normalize inputs_q before the projections.
+        layernorm_epsilon: Added to the variance or the mean square.
+        return_layernorm_output: Return the normalized inputs_q, otherwise None.
+        kernel_init: Initializer of the kernels.
+        use_bias: Add biases to the projections.
+        enable_rotary_pos_emb: Rotate queries and keys by their positions.
+        rotary_pos_emb_windows: (least, greatest) wavelength of the rotation.
+        rotary_pos_emb_group_method: "consecutive" or "alternate" pairs of features.
+        low_rank_adaptation_scope: Projections with low-rank adaptation: "none", "all", "qkv_proj", "mlp" or others.
+        fuse_qkv_params: One parameter holds the kernels of several projections.
+        transpose_batch_sequence: The sequence axis of all arrays precedes the batch axis.
+        enable_sequence_parallel: Shard the inputs of norms over tokens along the tensor-parallel axis.
+        scale_attn_logits: Divide the scores by sqrt(head_dim).
+        scaled_query_init: Divide the initial kernel of queries by sqrt(head_dim) instead.
+        num_heads: Deprecated name of num_attention_heads.
+        dropout_rate: Deprecated name of attention_dropout.
+        output_layernorm: Deprecated name of input_layernorm.
+        apply_residual_connection_post_layernorm: Deprecated name of return_layernorm_output.
+        fuse_qkv: Deprecated name of fuse_qkv_params.
 
-    The remaining fields are those of `DotProductAttention`, `LayerNormDenseGeneral` and `rotary_pos_emb`.
+    The other arguments are those of `DotProductAttention` and `LayerNormDenseGeneral`.
     """
 
     head_dim: int

@@ -46,11 +46,17 @@ def _norm(module: Any, x: Array, bias_init: Initializer, bias_axes: Axes) -> Arr
 
 
 class LayerNorm(nn.Module):
-    """y = layernorm(x) or rmsnorm(x) over the last axis, in x's dtype; parameters `scale` and `ln_bias`.
+    """Normalize the last axis of x by LayerNorm or RMSNorm; parameters `scale` and `ln_bias`.
 
-    layernorm_type        "layernorm" or "rmsnorm"
-    zero_centered_gamma   multiply by 1 + scale; scale_init then is zeros
-    dtype                 of the parameters
+    Args:
+        epsilon: Added to the variance or the mean square.
+        layernorm_type: "layernorm" or "rmsnorm".
+        zero_centered_gamma: Multiply by 1 + scale.
+        scale_init: Initializer of scale, by default ones, or zeros with zero_centered_gamma.
+        scale_axes: Logical names of the axes of scale.
+        bias_init: Initializer of ln_bias.
+        bias_axes: Logical names of the axes of ln_bias.
+        dtype: Dtype of the parameters.
     """
 
     epsilon: float = 1e-6

@@ -28,9 +28,12 @@ def wrap_function_in_te_state_module(
 ) -> type[TransformerEngineBase]:
     """Return a module class whose call runs f(generate_quantizer_set, *args, **kwargs).
 
-    generate_quantizer_set(postfix="")   a quantizer set of the recipe (None: that of autocast), with its state in the
-                                         module's collection "_overwrite_with_gradient"
-    name                                 suffix of the class's name
+    Args:
+        f: The function. `generate_quantizer_set(postfix="")` returns a quantizer set, whose state is in the collection
+            "_overwrite_with_gradient" of the module.
+        recipe: The recipe; None means that of `autocast`.
+        name: End of the name of the class.
+        quantization_checkpoint_name: Name of quantized tensors for recomputation policies.
     """
     if not callable(f):
         raise TypeError(f"f={described(f)} is not a function; give f(generate_quantizer_set, ..)")
@@ -59,7 +62,11 @@ def wrap_function_in_te_state_module(
 
 
 def make_dot_general_cls(quantization_recipe: Recipe | None) -> type[TransformerEngineBase]:
-    """Return a class for nn.Dense(dot_general=cls()): products of the recipe, without batch dimensions."""
+    """Return a class for `nn.Dense(dot_general=cls())`: products of a recipe, without batch dimensions.
+
+    Args:
+        quantization_recipe: The recipe; None means that of `autocast`.
+    """
 
     def te_dot_general(
         generate_quantizer_set: Callable[..., QuantizerSet],
@@ -83,7 +90,12 @@ def make_dot_general_cls(quantization_recipe: Recipe | None) -> type[Transformer
 def make_grouped_dense_cls(
     quantization_recipe: Recipe | None, quantization_checkpoint_name: str | None = None
 ) -> TransformerEngineBase:
-    """Return a module for grouped products of the recipe: module(x [M, K], kernel [G, K, N], group_sizes [G])."""
+    """Return an instance that is called as module(x [M, K], kernel [G, K, N], group_sizes [G]).
+
+    Args:
+        quantization_recipe: The recipe; None means that of `autocast`.
+        quantization_checkpoint_name: Name of quantized tensors for recomputation policies.
+    """
 
     def te_grouped_dense(
         generate_quantizer_set: Callable[..., QuantizerSet],

@@ -55,19 +55,35 @@ class TransformerLayerType(enum.Enum):
 
 
 class TransformerLayer(nn.Module):
-    """Transformer layer: y [b, s, h] in the inputs' dtype; with transpose_batch_sequence [s, b, h].
+    """Transformer layer: y [b, s, h] in the dtype of the inputs; with transpose_batch_sequence [s, b, h].
 
     Parameters: `attention` (of a decoder `self_attention` and `encoder_decoder_attention`), `mlp`, `relpos_bias`,
     `output_layernorm`.
 
-    hidden_dropout, hidden_dropout_dims           of both blocks' outputs; the dims share their draws
-    apply_residual_connection_post_layernorm      add the norm of a block's input instead of the input
-    output_layernorm                              normalise the layer's output instead of the attention's input
-    enable_relative_embedding                     add T5's relative biases, those of relative_embedding if given
-    enable_rotary_pos_emb, window_size            apply to self-attention and to a decoder's attention to `encoded`
-    enable_sequence_parallel                      norms see tokens laid over the tensor-parallel axis
-    drop_path                                     rate at which a row of the batch skips self-attention or the MLP;
-                                                  the attention to `encoded` is never skipped
+    Args:
+        hidden_size: Size h of the features.
+        mlp_hidden_size: Hidden features of the feed-forward block.
+        hidden_dropout: Dropout rate of the outputs of both blocks.
+        hidden_dropout_dims: Axes along which that mask is broadcast.
+        intermediate_dropout: Dropout rate of the hidden features.
+        intermediate_dropout_dims: Axes along which that mask is broadcast.
+        mha_kernel_init: Initializer of the kernels of attention.
+        mlp_kernel_init: Initializer of the kernels of the feed-forward block.
+        mlp_activations: Activations of the feed-forward block.
+        mlp_activation_params: Parameters of clamped activations.
+        self_attn_mask_type: Mask type of the self-attention.
+        self_attn_bias_type: Bias type of the self-attention.
+        apply_residual_connection_post_layernorm: Add the norm of a block's input instead of the input.
+        output_layernorm: Normalize the output of the layer instead of the input of attention.
+        float32_attention_logits: Compute scores in float32 before the softmax.
+        layer_type: TransformerLayerType.ENCODER or DECODER.
+        enable_relative_embedding: Add T5's relative biases.
+        relative_embedding: Module of the relative biases, by default a new `RelativePositionBiases`.
+        enable_rotary_pos_emb: Rotate queries and keys of self-attention and of a decoder's attention to `encoded`.
+        drop_path: Rate at which a row of the batch skips self-attention or the feed-forward block.
+        enable_sequence_parallel: Shard the inputs of norms over tokens along the tensor-parallel axis.
+
+    The other arguments are those of `MultiHeadAttention`.
     """
 
     hidden_size: int = 512

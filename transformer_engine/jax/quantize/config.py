@@ -101,7 +101,13 @@ def autocast(
 def fp8_autocast(
     enabled: bool = False, fp8_recipe: Recipe | None = None, mesh_resource: MeshResource | None = None
 ) -> Iterator[None]:
-    """Deprecated name of `autocast`."""
+    """Deprecated name of `autocast`.
+
+    Args:
+        enabled: Quantize.
+        fp8_recipe: The recipe; `autocast` calls it recipe.
+        mesh_resource: Uses of the axes of the mesh.
+    """
     warnings.warn(
         "fp8_autocast is deprecated; use autocast(enabled=.., recipe=..)", DeprecationWarning, stacklevel=4
     )
@@ -269,6 +275,10 @@ def is_fp8_available(
 
 def update_collections(new: Mapping[str, Any], original: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return original with the entries of new, as a dict or FrozenDict like original.
+
+    Args:
+        new: Collections to insert.
+        original: Collections of the model.
 
     Raises:
         TypeError: An argument is neither a dict nor a FrozenDict.

@@ -114,20 +114,23 @@ class Foreseen(NamedTuple):
 
 
 class InferenceParams:
-    """The key-value caches of a model's attention layers, and the lengths of the sequences.
+    """Key-value caches of the attention layers of a model, and the lengths of its sequences.
 
     Args:
-        max_batch_size: Maximum number of sequences in a step.
-        max_sequence_length: Maximum number of tokens of a sequence, including its new ones.
-        num_heads_kv: Key and value heads per tensor-parallel rank.
-        head_dim_k: Features of a key head.
-        head_dim_v: Features of a value head; by default head_dim_k.
-        is_paged: Store the cache in total_num_pages pages of page_size tokens; by default 64 tokens, and pages for
-            max_batch_size sequences of full length. With fewer pages, pre_step raises ValueError when none is free.
-            Without is_paged, both numbers have no effect.
-        max_ctx_len: Maximum number of new tokens of a sequence in one step; by default max_sequence_length.
-        qkv_format: Layout of the new tokens: "sbhd", "bshd" (with padding at the end) or "thd".
-        custom_cache_manager: KVCacheManager to use instead of this package's managers.
+        max_batch_size: Largest number of sequences in a step.
+        max_sequence_length: Largest length of a sequence, with its new tokens.
+        num_heads_kv: Cached key and value heads of a tensor-parallel rank.
+        head_dim_k: Head size of keys.
+        dtype: Dtype of the caches.
+        head_dim_v: Head size of values, by default head_dim_k.
+        is_paged: Store tokens in pages, which sequences take as they grow.
+        total_num_pages: Number of pages, by default enough for max_batch_size sequences of full length. With fewer,
+            `pre_step` raises when they run out. Ignored unless is_paged.
+        page_size: Tokens of a page, 64 by default. Ignored unless is_paged.
+        max_ctx_len: Most new tokens of a sequence in one step, by default max_sequence_length.
+        qkv_format: Layout of the new tokens: sbhd, bshd (padding at the end) or thd.
+        custom_cache_manager: A KVCacheManager to use instead of the built-in ones.
+        device: Device of the caches.
     """
 
     def __init__(

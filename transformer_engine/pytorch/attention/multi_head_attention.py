@@ -59,19 +59,22 @@ _OF_CORE = (
 class MultiheadAttention(nn.Module):
     """out [.., hidden] = proj(softmax(q k^T / sqrt(d)) v) for self or cross attention, any mask and bias.
 
+    The other arguments are those of `DotProductAttention`, `LayerNormLinear` and `LayerNormMLP`.
+
     Args:
+        num_attention_heads: Query heads.
+        layernorm_epsilon: eps of the input norm.
         attention_type: "self" (children layernorm_qkv or qkv, core_attention, proj) or "cross" (layernorm_query or
             query_layer, and key_value, instead of qkv).
         input_layernorm: Normalize the input first.
         return_layernorm_output: Also return the normalized input.
         fuse_qkv_params: One parameter qkv.weight instead of qkv.query_weight, qkv.key_weight, qkv.value_weight.
         qkv_weight_interleaved: Order of a fused weight, see `Heads`.
+        rotary_pos_interleaved: Rotate neighboring features instead of the two halves of a head.
         qk_norm_type: "L2Normalization", "RMSNorm" or "LayerNorm" of heads, after the rotary embedding by default.
+        qk_norm_eps: eps of that norm.
         qk_norm_before_rope: Normalize heads before the rotary embedding.
         set_parallel_mode: Shard heads over the tensor-parallel group: qkv by columns, proj by rows.
-        seq_length: Has no effect; neither have micro_batch_size and the arguments that begin with ub_.
-
-    The other arguments are those of `DotProductAttention` and `Linear`.
     """
 
     _config: MultiheadAttentionConfig

@@ -27,7 +27,17 @@ from ..runtime.warn_once import warn_once
 
 
 class RotaryPositionEmbedding(nn.Module):
-    """angles [s, 1, 1, d] float32 = position * base^(-2i/d), each of the d/2 frequencies twice."""
+    """Compute angles [s, 1, 1, d] float32 = position * rotary_base^(-2i/d), each of the d/2 frequencies twice.
+
+    Args:
+        dim: Size d of the rotated part of a head.
+        rotary_percent: Share of `dim` that is rotated.
+        seq_len_interpolation_factor: Divide positions by this factor.
+        pretrained_max_position_embeddings: Length of the pretrained model. With an interpolation factor, longer
+            sequences stretch over this length times the factor.
+        rotary_base: Base of the frequencies.
+        interleaved: Order angles for rotation of neighboring features instead of the two halves of a head.
+    """
 
     inv_freq: Tensor
 

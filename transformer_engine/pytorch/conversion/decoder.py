@@ -25,11 +25,16 @@ _NORMS = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
 
 
 class Decoder(nn.Module):
-    """A causal language model without dropout, described by a DecoderConfig.
+    """A causal language model without dropout, described by a `DecoderConfig`.
 
     Matrix products of the layers follow the active recipe. Embedding, last norm and head keep the parameters' dtype.
 
-    source   the checkpoint it was converted from, `{"family": .., "config": ..}`, which `convert` needs; else None
+    Args:
+        config: Sizes and options.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+        init_method: `init_method(weight)` fills each weight.
+        source: The checkpoint that the model was converted from, `{"family": .., "config": ..}`, which `convert` reads.
     """
 
     def __init__(

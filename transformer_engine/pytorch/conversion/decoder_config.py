@@ -14,11 +14,14 @@ NORMS = ("RMSNorm", "LayerNorm")
 
 @dataclass(frozen=True)
 class RotaryConfig:
-    """angles = position * frequency: base^(-2i/d), scaled by the rule of the family.
+    """Angles = position * frequency, with frequencies base^(-2i/d), stretched as the model family defines.
 
-    factor       divisor of positions; 1: none
-    low, high    "llama3": frequencies with fewer than `low` turns in `trained` positions are divided by factor, those
-                 with more than `high` are kept, and the others are blended; None: all are divided
+    Args:
+        base: Base of the frequencies.
+        factor: Divides positions; 1 changes nothing.
+        low: "llama3": frequencies with fewer turns in `trained` positions are divided by factor. None divides all.
+        high: "llama3": frequencies with more turns are kept; those between low and high are blended.
+        trained: Number of positions that the model was trained on.
     """
 
     base: float = 10000.0
@@ -30,18 +33,29 @@ class RotaryConfig:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A stack of TransformerLayer between an embedding and a head.
+    """Sizes and options of a `Decoder`: TransformerLayers between an embedding and a head.
 
-    vocabulary, hidden, feed_forward, layers, heads, groups, head_size   extents; groups: of keys and values
-    positions      the maximum number of positions of the model
-    norm, epsilon, zero_centered   of all norms; zero_centered: they multiply by 1 + weight
-    activation     of the feed-forward layer
-    qkv_bias, output_bias, mlp_bias   products with a bias
-    rotary         rotation of queries and keys; None: positions have an embedding instead
-    windows        number of tokens that a layer attends to, including its own; None: all earlier ones
-    qk_norm        normalize queries and keys by heads, before their rotation
-    tied           the head uses the embedding's weight
-    embedding_scale   factor of embedded tokens, rounded to the parameters' dtype
+    Args:
+        vocabulary: Number of tokens.
+        hidden: Size of the features.
+        feed_forward: Size of the output of the activation.
+        layers: Number of layers.
+        heads: Query heads.
+        groups: Key and value heads.
+        head_size: Size of a head.
+        positions: Most positions that the model was made for.
+        norm: "RMSNorm" or "LayerNorm".
+        epsilon: Added to the mean square or the variance.
+        zero_centered: Norms multiply by 1 + weight.
+        activation: Activation of the feed-forward layers.
+        qkv_bias: Add biases to queries, keys and values.
+        output_bias: Add a bias to the output of attention.
+        mlp_bias: Add biases in the feed-forward layers.
+        rotary: Rotary embedding; None learns an embedding of positions.
+        windows: Tokens that each layer attends to, with its own; None for all earlier tokens.
+        qk_norm: Normalize heads of queries and keys before the rotary embedding.
+        tied: The head is the weight of the embedding.
+        embedding_scale: Factor of embedded tokens, rounded to the dtype of the parameters.
     """
 
     vocabulary: int

@@ -106,9 +106,12 @@ class Checkpoint:
 def load_model(
     folder: str | Path, device: torch.device | str | int = "cuda", dtype: torch.dtype | None = None
 ) -> Decoder:
-    """Load the model in a folder of either format, in `dtype` or the dtype of its embedding.
+    """Load the model in a folder of either format. Inside `quantized_model_init` the weights are quantized on reading.
 
-    Under `quantized_model_init` the weights are quantized while they are read.
+    Args:
+        folder: Folder to read.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters, by default that of the embedding.
     """
     checkpoint = Checkpoint.open(Path(folder))
     _check_dtype(dtype)
@@ -138,7 +141,13 @@ def load_model(
 
 
 def save_model(model: Decoder, folder: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write a model with its quantization states to a new folder in our format, which `convert` reads."""
+    """Write a model with its quantization states to a new folder, which `load_model` and `convert` read.
+
+    Args:
+        model: Model to write.
+        folder: Folder to create.
+        shard_bytes: Largest size of a file.
+    """
     whole("shard_bytes", shard_bytes)
     if not isinstance(model, Decoder) or model.source is None:
         raise ValueError(
@@ -167,9 +176,13 @@ def convert(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Checkpoint:
-    """Convert the checkpoint in source to a new folder in the other format, with its tokenizer files.
+    """Convert the checkpoint in one folder to a new folder in the other format, with its tokenizer files.
 
-    dtype   of all tensors; None keeps each one's. Their format has no place for quantization states
+    Args:
+        source: Folder to read.
+        folder: Folder to create.
+        dtype: Dtype of all tensors; None keeps the dtype of each. Quantization states are not converted.
+        shard_bytes: Largest size of a file.
     """
     checkpoint = Checkpoint.open(Path(source))
     _check_dtype(dtype)

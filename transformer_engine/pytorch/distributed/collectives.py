@@ -57,8 +57,10 @@ class AllOf:
 class DeferredGather:
     """The handle of a gather of quantized tensors, whose `wait` builds the result from the received parts.
 
-    async_handle   handle of the collective; None if the caller coalesces it with others and waits for all of them
-    output         the result, complete after `wait`
+    Args:
+        finish: Function that completes the result.
+        output: The result, complete after `wait`.
+        async_handle: Handle of the collective; None if the caller coalesces it with others and waits for all of them.
     """
 
     # Callers of several gathers set these to None, which frees buffers of the original's handle.
@@ -93,6 +95,10 @@ def gather_along_first_dim(
     dequantized, gathered and quantized again.
 
     Args:
+        inp: This rank's rows [M, ...], plain or quantized.
+        process_group: Process group.
+        async_op: Return a handle to wait for instead of None.
+        quantizer: Quantizer of the result.
         output_tensor: Receives the result [n * M, ...], plain or quantized like the result.
         external_coalescing: The caller coalesces collectives. The result is valid at the end of that block, a
             quantized result when the handle has waited after it.
@@ -226,7 +232,14 @@ def _gather(
 def reduce_scatter_along_first_dim(
     inp: Tensor, tp_group: dist_group_type | None, async_op: bool = False, output: Tensor | None = None
 ) -> tuple[Tensor, dist.Work | None]:
-    """Return this rank's rows [M / n, ...] of the sum of inp [M, ...] over n ranks, in `output` if given."""
+    """Return this rank's rows [M / n, ...] of the sum of inp [M, ...] over n ranks.
+
+    Args:
+        inp: Tensor [M, ...].
+        tp_group: Process group.
+        async_op: Return a handle to wait for instead of None.
+        output: Receives the result.
+    """
     _check(inp, tp_group, async_op)
     size = world_size(tp_group)
     if output is not None:
@@ -257,7 +270,13 @@ def reduce_scatter_along_first_dim(
 def allreduce(
     inp: Tensor, tp_group: dist_group_type | None = None, async_op: bool = False
 ) -> tuple[Tensor, dist.Work | None]:
-    """Return the sum over the ranks, written to inp (under torch.compile: to a new tensor)."""
+    """Return the sum over the ranks, written to inp (under torch.compile: to a new tensor).
+
+    Args:
+        inp: Tensor of any shape.
+        tp_group: Process group; None for the default group.
+        async_op: Return a handle to wait for instead of None.
+    """
     _check(inp, tp_group, async_op)
     if world_size(tp_group) == 1:
         return inp, None
@@ -274,9 +293,10 @@ def symmetric_all_reduce(
     async_op: bool = False,
     all_reduce_type: str | None = "multimem_all_reduce",
 ) -> tuple[Tensor, dist.Work | None]:
-    """Return the sum over the ranks, as `allreduce`.
+    """Return the sum over the ranks. The other arguments are those of `allreduce`.
 
-    The types name algorithms over symmetric memory with lower latency; the ordinary all-reduce serves them all.
+    Args:
+        all_reduce_type: Algorithm over symmetric memory with lower latency; the ordinary all-reduce serves all.
     """
     one_of("all_reduce_type", all_reduce_type, SYMMETRIC_ALL_REDUCES)
     return allreduce(inp, tp_group, async_op)

@@ -51,6 +51,10 @@ class activation_recompute_forward(running):
 
     With two blocks marked by hand, each second run of a module gets the scales of its oldest first run without a second
     run.
+
+    Args:
+        activation_recompute: The block belongs to a recomputed function.
+        recompute_phase: The block is the second run.
     """
 
     def __init__(self, activation_recompute: bool = False, recompute_phase: bool = False):
@@ -66,7 +70,11 @@ def get_activation_recompute_contexts() -> tuple[AbstractContextManager, Abstrac
 
 
 def has_te_modules(network: Callable[..., Any]) -> bool:
-    """Return whether the network holds a module of this package; True for a callable that is not a module."""
+    """Return whether the network holds a module of this package; True for a callable that is not a module.
+
+    Args:
+        network: A module, or another callable.
+    """
     if not isinstance(network, torch.nn.Module):
         return True
     return any(base.__module__.startswith(_PACKAGE) for m in network.modules() for base in type(m).__mro__)
@@ -90,11 +98,17 @@ def checkpoint(
     first. Tensors anywhere inside args and kwargs get their gradients.
 
     Args:
+        function: Function or module to compute.
+        args: Arguments of the function.
         distribute_saved_activations: Each rank of `tp_group` saves 1/n of the first tensor argument. Has no effect
             with `use_reentrant=False`.
+        get_rng_state_tracker: Function that returns the tracker of random states to restore.
+        tp_group: Tensor-parallel process group.
+        use_reentrant: Run forward without autograd; False uses saved-tensor hooks, as torch.utils.checkpoint does.
         context_fn: Returns the contexts of the first and of the second run.
         determinism_check: As in torch.utils.checkpoint; without effect with `use_reentrant=True`.
         debug: As in torch.utils.checkpoint; without effect with `use_reentrant=True`.
+        kwargs: Keyword arguments of the function.
     """
     checked_function("function", function)
     function_or_none("get_rng_state_tracker", get_rng_state_tracker)

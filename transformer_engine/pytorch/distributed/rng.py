@@ -33,7 +33,11 @@ def get_all_rng_states() -> RngStates:
 
 
 def set_all_rng_states(states: RngStates) -> None:
-    """Replace what `get_all_rng_states` returns."""
+    """Replace the random states of `get_all_rng_states`.
+
+    Args:
+        states: {name: state}.
+    """
     global _tracked
     _tracked = states
 

@@ -27,11 +27,13 @@ from .rng import CudaRNGStatesTracker
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The boundary of one linear layer; every method is the identity when the group has one rank.
+    """The boundary of one linear layer. Every method is the identity if the group has one rank.
 
-    mode        "column", "row" or None (no communication)
-    group       the tensor-parallel process group of `size` ranks
-    sequence    activations outside the pair of layers are split along their first dimension
+    Args:
+        mode: "column", "row" or None (no communication).
+        group: Tensor-parallel process group.
+        size: Ranks of the group.
+        sequence: Activations outside the pair of layers are sharded along their first dimension.
     """
 
     mode: str | None = None
@@ -91,7 +93,13 @@ class TensorParallel:
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Mark a parameter with the axis that it is split along, under the attribute names that Megatron-LM reads.
+    """Mark a parameter with the axis that it is sharded along, under the attribute names that Megatron-LM reads.
+
+    Args:
+        tensor: The parameter.
+        is_parallel: The parameter is a shard.
+        dim: Sharded dimension.
+        stride: Stride of the shards.
 
     Raises:
         ValueError: The parameter has another mark already; the same mark again changes nothing.
@@ -124,7 +132,12 @@ def initialize_affine_weight_gpu(
     """Call init_method(weight) with the tracker's tensor-parallel random state, if there is a tracker.
 
     Args:
-        partition_dim, stride: Recorded on the weight with `set_tp_attributes`.
+        weight: Weight to fill in place, without gradients.
+        init_method: `init_method(weight)` fills the weight.
+        get_rng_state_tracker: Function that returns the tracker of random states.
+        partition_dim: Sharded dimension, which set_tp_attributes records on the weight.
+        stride: Stride of the shards, which set_tp_attributes records on the weight.
+        set_tp_attributes: Record the attributes of `set_tensor_model_parallel_attributes`.
     """
     checks.tensor("weight", weight)
     function("init_method", init_method)

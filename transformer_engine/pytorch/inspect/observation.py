@@ -37,10 +37,16 @@ _KEPT = 1000  # reports that an observation holds
 
 
 class Observation:
-    """The reports of a model's observed steps. Call `step()` after each step, and `close()` at the end, or use `with`.
+    """The reports of the observed steps of a model, which `observe` returns.
 
-    reports           reports of the last thousand observed steps, the newest last
-    first_nonfinite   the first report with a NaN or an infinity
+    Call `step()` after each step and `close()` at the end, or use `with`. `reports` holds the reports of the last
+    thousand observed steps, the newest last. `first_nonfinite` is the first report with a NaN or an infinity.
+
+    Args:
+        model: The observed model.
+        every: Observe each step whose number is a multiple of this.
+        log: File that receives the reports as lines of JSON, or None.
+        board: TensorBoard writer, or None.
     """
 
     def __init__(self, model: nn.Module, every: int, log: Path | None, board: Any):

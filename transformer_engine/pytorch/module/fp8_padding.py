@@ -11,10 +11,11 @@ from .row_groups import RowGroups, as_rows, rows_of_groups
 
 
 class Fp8Padding(RowGroups):
-    """y [sum of padded m_splits, K]: group i of x [sum of m_splits, K], and rows of zeros up to a multiple.
+    """Pad each group of rows with zeros to a multiple, so that a recipe can quantize the groups.
 
-    num_gemms    number of groups
-    align_size   the multiple; None: that of the recipe in force at the first call, which is kept from then on
+    Args:
+        num_gemms: Number of groups.
+        align_size: Number of rows to round up to. By default that of the recipe at the first call.
     """
 
     def forward(self, inp: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, Sequence[int]]:

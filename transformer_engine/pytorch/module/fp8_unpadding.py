@@ -11,10 +11,11 @@ from .row_groups import RowGroups, as_rows, rows_of_groups
 
 
 class Fp8Unpadding(RowGroups):
-    """y [sum of m_splits, K]: the first rows of each group of x, whose groups are padded to a multiple.
+    """Remove the rows that `Fp8Padding` appended to each group.
 
-    num_gemms    number of groups
-    align_size   the multiple; None: that of the recipe in force at the first call, which is kept from then on
+    Args:
+        num_gemms: Number of groups.
+        align_size: Number of rows to round up to. By default that of the recipe at the first call.
     """
 
     def forward(self, inp: Tensor, m_splits: Sequence[int]) -> Tensor:

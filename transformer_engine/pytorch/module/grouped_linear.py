@@ -60,17 +60,17 @@ class GroupedLinearConfig(LinearConfig):
 
 @configured(GroupedLinearConfig, fixed=SIZES | {"num_gemms", "single_grouped_weight", "single_grouped_bias"})
 class GroupedLinear(ProductsModule):
-    """y [sum m_i, out_features]: rows of x in num_gemms consecutive groups, each with a separate weight and bias.
+    """Multiply consecutive groups of rows by a weight each: y [sum of m_splits, out_features].
 
-    num_gemms             number of groups; parameters weight0 .. and bias0 ..
-    parallel_mode, tp_size, tp_group   decide the shapes of the parameters; communication is the caller's
-    save_original_input   keep the unquantized input for the backward; not with delayed scaling
-    single_grouped_weight, single_grouped_bias   one parameter of all groups, `weight` [num_gemms, out, in] and `bias`
-                          [num_gemms, out]; with NVTE_GROUPED_LINEAR_SINGLE_PARAM=1, else without effect
-    use_grouped_tensor    on a GPU m_splits is an int64 tensor there, and the host does not wait for it
-    Other parameters as in Linear. Every group is quantized as a Linear would, bit for bit. On a GPU all groups are
-    quantized and multiplied together where `grouped_path` allows it; NVTE_USE_CUTLASS_GROUPED_GEMM=0 multiplies
-    group by group, which gives the bits of a loop of Linear layers.
+    Args:
+        num_gemms: Number of groups. The parameters are weight0, bias0, weight1, ..
+        parallel_mode: None, "column" or "row". It decides the shapes of the parameters; the caller communicates.
+        single_grouped_weight: One `weight` [num_gemms, out, in] if NVTE_GROUPED_LINEAR_SINGLE_PARAM=1.
+        single_grouped_bias: One `bias` [num_gemms, out], under the same condition.
+        use_grouped_tensor: m_splits is an int64 tensor on the GPU, and the host does not wait for it.
+
+    The other arguments are those of `Linear`. Each group is quantized as in `Linear`. On a GPU,
+    NVTE_USE_CUTLASS_GROUPED_GEMM=0 computes the groups one after another, with the bits of `Linear`.
     """
 
     quantized_as = "grouped_linear"

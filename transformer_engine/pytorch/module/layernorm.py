@@ -7,12 +7,24 @@ from .normalization import Normalization
 
 
 class LayerNorm(Normalization, Operation):
-    """y = (x - E[x]) / sqrt(Var[x] + eps) * gamma + beta over the last dimensions (arXiv:1607.06450).
+    """Compute y = (x - E[x]) / sqrt(Var[x] + eps) * gamma + beta over the last dimensions (arXiv:1607.06450).
 
     Args:
         normalized_shape: The last dimensions of the input; an int means one dimension.
-        zero_centered_gamma: Use gamma = 1 + weight, with the weight initialized to 0.
+        eps: Added to the variance before the square root.
         sequence_parallel: Set as an attribute of the parameters, which Megatron-LM reads.
-        sm_margin: Streaming multiprocessors to leave free: an int, or a dict by stage
-            ("forward", "backward", "inference").
+        params_dtype: Earlier name of dtype.
+        zero_centered_gamma: Use gamma = 1 + weight, with the weight initialized to 0.
+        hidden_size: Earlier name of normalized_shape.
+        device: Device of the parameters, "cuda" by default.
+        dtype: Dtype of the parameters, by default `torch.get_default_dtype()`.
+        sm_margin: Accepted for compatibility: an int, or a dict by stage ("forward", "backward", "inference").
+            Kernels use all multiprocessors, and a value other than 0 warns.
+
+    Example:
+        >>> import torch
+        >>> import transformer_engine.pytorch as te
+        >>> y = te.LayerNorm(4, device="cpu")(torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
+        >>> [round(v, 4) for v in y[0].tolist()]
+        [-1.3416, -0.4472, 0.4472, 1.3416]
     """

@@ -74,13 +74,17 @@ def build(key: tuple[Any, ...]) -> NormLinearSpec:
 
 @configured(NormLinearConfig, fixed=SIZES)
 class LayerNormLinear(ProductsModule):
-    """y [.., out_features] = norm(x [.., in_features]) @ weight.T + bias
+    """Compute y [.., out_features] = norm(x [.., in_features]) @ weight.T + bias.
 
-    eps, normalization    "LayerNorm" or "RMSNorm" and its epsilon
-    zero_centered_gamma   gamma starts at zero and 1 + gamma multiplies
-    return_layernorm_output           also return norm(x)
-    return_layernorm_output_gathered  return it gathered over the sequence-parallel group
-    Other parameters as in Linear; parallel_mode is None or "column".
+    Args:
+        eps: Added to the variance before the square root.
+        normalization: "LayerNorm" or "RMSNorm".
+        zero_centered_gamma: Initialize gamma to zero and multiply by 1 + gamma.
+        return_layernorm_output: Return (y, norm(x)).
+        return_layernorm_output_gathered: Gather the returned norm(x) over the sequence-parallel group.
+        parallel_mode: None or "column" (out_features is sharded).
+
+    The other arguments are those of `Linear`.
     """
 
     build = staticmethod(build)

@@ -104,18 +104,23 @@ def _check_rows(config: NormMLPConfig, rows: int) -> None:
 
 @configured(NormMLPConfig, fixed=frozenset({"hidden_size", "ffn_shard"}))
 class LayerNormMLP(ProductsModule):
-    """y [.., hidden_size] = act(norm(x) @ fc1_weight.T + fc1_bias) @ fc2_weight.T + fc2_bias
+    """Compute y [.., hidden_size] = act(norm(x) @ fc1_weight.T + fc1_bias) @ fc2_weight.T + fc2_bias.
 
-    hidden_size, ffn_hidden_size   of x and of the activation's output; gated activations double fc1
-    activation            gelu, geglu, glu, qgelu, qgeglu, relu, reglu, srelu, sreglu, silu, swiglu, clamped_swiglu
-    activation_params     for clamped_swiglu: {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
-    init_method, output_layer_init_method   fill fc1_weight and fc2_weight; default N(0, 0.023)
-    return_bias           do not add fc2's bias, return it
-    return_layernorm_output(_gathered)      also return norm(x)
-    set_parallel_mode     fc1 column-parallel, fc2 row-parallel over tp_group
-    checkpoint            keep only x, and compute norm, fc1 and activation again in the backward
-    seq_length, micro_batch_size            accepted; there is nothing to warm up
-    Other parameters as in Linear.
+    Args:
+        hidden_size: Size of the last dimension of x and y.
+        ffn_hidden_size: Size of the output of the activation. Gated activations double the rows of fc1_weight.
+        return_bias: Return (y, fc2_bias) and leave the addition of the bias to the caller.
+        init_method: Fills fc1_weight; by default with N(0, 0.023).
+        output_layer_init_method: Fills fc2_weight; by default with N(0, 0.023).
+        bias: Add learned biases.
+        activation: gelu, geglu, glu, qgelu, qgeglu, relu, reglu, srelu, sreglu, silu, swiglu or clamped_swiglu.
+        activation_params: For clamped_swiglu `{"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}`.
+        set_parallel_mode: Shard fc1 by columns and fc2 by rows over tp_group.
+        checkpoint: Save only x, and recompute the norm, fc1 and the activation in the backward pass.
+        seq_length: No effect, since kernels need no warm-up.
+        micro_batch_size: No effect, like seq_length.
+
+    The other arguments are those of `LayerNormLinear`.
     """
 
     num_products = 2

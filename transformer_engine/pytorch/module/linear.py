@@ -47,23 +47,38 @@ def build(key: tuple[Any, ...]) -> LinearSpec:
 
 @configured(LinearConfig, fixed=SIZES)
 class Linear(ProductsModule):
-    """y [.., out_features] = x [.., in_features] @ weight.T + bias
+    """Compute y [.., out_features] = x [.., in_features] @ weight.T + bias, quantized by the recipe of `autocast`.
 
-    in_features, out_features   of the whole layer; a shard holds one of them divided by tp_size
-    bias                  learn an additive bias
-    return_bias           do not add the bias, return (y, bias)
-    init_method           fills the weight; default N(0, 0.023)
-    get_rng_state_tracker, rng_tracker_name   the random state under which the weight is initialised
-    parameters_split      names (or {name: rows}) of several parameters that make up the weight
-    params_dtype          default torch.get_default_dtype()
-    parallel_mode         None, "column" (out_features sharded) or "row" (in_features sharded)
-    tp_group, tp_size     the tensor-parallel group, or its size until set_tensor_parallel_group
-    sequence_parallel     activations outside of the layer are sharded along their first dimension
-    fuse_wgrad_accumulation   accumulate the weight gradient into weight.main_grad
-    delay_wgrad_compute   compute the weight gradient in backward_dw() instead of the backward pass
-    save_original_input   keep the unquantized input for the backward; not with delayed scaling
-    device                "cuda" means the GPU where there is one, else the CPU; "meta" defers initialisation
-    ub_*, symmetric_ar_type   communication overlap: accepted; the collectives run unfused, with the same result
+    Args:
+        in_features: Size of the last dimension of x, of the whole layer if it is tensor-parallel.
+        out_features: Size of the last dimension of y, of the whole layer if it is tensor-parallel.
+        sequence_parallel: Shard activations outside of the layer along their first dimension.
+        fuse_wgrad_accumulation: Accumulate the weight gradient into `weight.main_grad`.
+        tp_group: Tensor-parallel process group.
+        tp_size: Size of the tensor-parallel group, if `set_tensor_parallel_group` is called later.
+        get_rng_state_tracker: Function that returns the tracker of random states for the initialization.
+        rng_tracker_name: Name of the random state in the tracker.
+        init_method: `init_method(weight)` fills the weight; by default with N(0, 0.023).
+        bias: Add a learned bias [out_features].
+        return_bias: Return (y, bias) and leave the addition of the bias to the caller.
+        params_dtype: Dtype of the parameters, by default `torch.get_default_dtype()`.
+        parallel_mode: None, "column" (out_features is sharded) or "row" (in_features is sharded).
+        parameters_split: Names, or {name: rows}, of several parameters that make up the weight.
+        device: Device of the parameters. "cuda" falls back to the CPU if there is no GPU; "meta" defers initialization.
+        ub_overlap_ag: Accepted for compatibility. Collectives do not overlap with products; results are the same.
+        ub_overlap_rs: Like ub_overlap_ag.
+        ub_overlap_rs_dgrad: Like ub_overlap_ag.
+        ub_bulk_dgrad: Like ub_overlap_ag.
+        ub_bulk_wgrad: Like ub_overlap_ag.
+        ub_name: Name of the layer in the configuration of the overlap; no effect.
+        delay_wgrad_compute: Compute the weight gradient in `backward_dw()` instead of the backward pass.
+        symmetric_ar_type: All-reduce over symmetric memory: "multimem_all_reduce", "two_shot" or "one_shot".
+        save_original_input: Save the unquantized input for the backward pass; not with delayed scaling.
+        name: Name of the layer in reports and debugging output.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: A size is not positive, or a sharded size is not divisible by tp_size.
     """
 
     build = staticmethod(build)
@@ -127,11 +142,17 @@ class Linear(ProductsModule):
         fp8_output: bool | None = False,
         fp8_grad: bool | None = False,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """y [.., out_features], or (y, bias) with return_bias.
+        """Return y [.., out_features], or (y, bias) with return_bias.
 
-        is_first_microbatch   True quantizes the weight and keeps it, False reuses it, None neither
-        fp8_output, fp8_grad  return y, or the input's gradient, as a quantized tensor
-        Raises ValueError or TypeError for an input whose last dimension, dtype or device does not fit.
+        Args:
+            inp: Input [.., in_features].
+            is_first_microbatch: True quantizes the weight and caches it, False reads the cache, None does neither.
+            fp8_output: Return y as a quantized tensor.
+            fp8_grad: Return the gradient of the input as a quantized tensor.
+
+        Raises:
+            TypeError: The dtype of the input is unsupported.
+            ValueError: The last dimension or the device of the input does not match the weight.
         """
         if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
             is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)

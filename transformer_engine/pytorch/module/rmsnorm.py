@@ -11,11 +11,23 @@ class RMSNorm(Normalization, Operation):
 
     Args:
         normalized_shape: The last dimensions of the input; an int means one dimension.
-        zero_centered_gamma: Use gamma = 1 + weight, with the weight initialized to 0.
+        eps: Added to the mean square before the square root.
         sequence_parallel: Set as an attribute of the parameter, which Megatron-LM reads.
-        sm_margin: Streaming multiprocessors to leave free: an int, or a dict by stage
-            ("forward", "backward", "inference"). The attributes `fwd_rmsnorm_sm_margin`, `bwd_rmsnorm_sm_margin` and
-            `inf_rmsnorm_sm_margin` read and set one stage.
+        params_dtype: Earlier name of dtype.
+        zero_centered_gamma: Use gamma = 1 + weight, with the weight initialized to 0.
+        hidden_size: Earlier name of normalized_shape.
+        device: Device of the parameter, "cuda" by default.
+        dtype: Dtype of the parameter, by default `torch.get_default_dtype()`.
+        sm_margin: Accepted for compatibility: an int, or a dict by stage ("forward", "backward", "inference").
+            Kernels use all multiprocessors, and a value other than 0 warns. The attributes `fwd_rmsnorm_sm_margin`,
+            `bwd_rmsnorm_sm_margin` and `inf_rmsnorm_sm_margin` read and set one stage.
+
+    Example:
+        >>> import torch
+        >>> import transformer_engine.pytorch as te
+        >>> y = te.RMSNorm(4, device="cpu")(torch.tensor([[1.0, 1.0, 1.0, -1.0]]))
+        >>> [round(v, 4) for v in y[0].tolist()]
+        [1.0, 1.0, 1.0, -1.0]
     """
 
     fwd_rmsnorm_sm_margin = margin_of("forward")

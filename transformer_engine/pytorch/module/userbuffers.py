@@ -34,6 +34,16 @@ def initialize_ub(
 ) -> None:
     """Check the arguments and warn once that nothing is allocated: collectives are not overlapped with products.
 
+    Args:
+        shape: [tokens, hidden] of the largest activation.
+        tp_size: Size of the tensor-parallel group.
+        use_fp8: No effect.
+        quantization_modes: Data types in which activations would be communicated.
+        dtype: No effect.
+        ub_cfgs: No effect.
+        bootstrap_backend: No effect.
+        with_cublasmp: No effect.
+
     Raises:
         TypeError: A quantization mode is not a UserBufferQuantizationMode, or tp_size is not a whole number.
         ValueError: The shape is not [tokens, hidden], or tp_size is below 1.

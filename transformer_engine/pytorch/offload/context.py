@@ -32,6 +32,7 @@ def get_cpu_offload_context(
     """Return a context for the forward pass of each layer and a function for its output; see the module's example.
 
     Args:
+        enabled: Offload; False returns a context and a function without effect.
         num_layers: Number of layers, from the first on, whose saved tensors are offloaded; None means all but the
             last.
         model_layers: Number of layers of a step.

@@ -70,7 +70,11 @@ def is_cpu_offload_enabled() -> bool:
 
 
 def mark_not_offload(*tensors: Tensor | QuantizedTensorStorage | None) -> None:
-    """Keep these tensors on the device, also where a layer saves them inside of an offloading context."""
+    """Keep tensors on the device, also if a layer saves them inside of an offloading context.
+
+    Args:
+        tensors: Tensors or storages; None is skipped.
+    """
     for part in _parts(tensors):
         setattr(part, STAYS, True)
 

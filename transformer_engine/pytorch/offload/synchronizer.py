@@ -213,7 +213,14 @@ class DefaultOffloadSynchronizer(OffloadSynchronizer):
 
 
 class ManualOffloadSynchronizer(OffloadSynchronizer):
-    """Offloads layers only by calls of its methods."""
+    """Offloads layers only when its methods are called.
+
+    Args:
+        num_layers: Number of layers of a step.
+        retain_pinned_cpu_buffers: Keep the host buffers from step to step, which CUDA graphs need.
+        offload_stream: Stream of the copies, by default a new one.
+        link: Copies between device and host; by default those of the device.
+    """
 
     def start_offload_layer(self, layer_id: int) -> None:
         """Begin to copy a layer's saved tensors to the host, after its forward."""

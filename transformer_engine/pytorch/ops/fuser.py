@@ -345,14 +345,17 @@ def register_forward_fusion(function: Fusion, prepend: bool = False) -> None:
 
 
 def register_backward_fusion(function: Fusion, prepend: bool = False) -> None:
-    """Register a function that replaces operations by fused ones in backward passes; see `register_forward_fusion`."""
+    """Register a function that replaces operations by fused ones in backward passes.
+
+    The other arguments are those of `register_forward_fusion`.
+    """
     _register(OperationFuser.backward_fusion_functions, function, prepend)
 
 
 def register_forward_backward_fusion(function: Fusion, prepend: bool = False) -> None:
-    """Register a function that replaces operations by fused ones in both passes.
+    """Register a function that replaces operations by fused ones in both passes, before the functions of one pass.
 
-    It is applied before the functions of one pass; see `register_forward_fusion`.
+    The other arguments are those of `register_forward_fusion`.
     """
     _register(OperationFuser.forward_backward_fusion_functions, function, prepend)
 

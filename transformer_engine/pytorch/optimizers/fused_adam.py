@@ -68,31 +68,40 @@ __all__ = ["FusedAdam"]
 
 
 class FusedAdam(AdamStates):
-    """Adam (adam_w_mode=False: weight decay as a part of the gradient) and AdamW.
+    """Adam and AdamW over all parameters of a kind in one launch.
 
-    master_weights          parameters of 16 bits and quantized ones are copies of masters, which are stepped in their
-                            place; a float32 parameter is its own master
-    master_weight_dtype     float32, or float16 with one scale a tensor
-    exp_avg_dtype,
-    exp_avg_sq_dtype        float32, bfloat16, or float16 and uint8 (FP8) with one scale a tensor
-    store_param_remainders  of a bfloat16 parameter the master's lower 16 bits alone are kept: both together are the
-                            float32 number, and the parameter is it rounded half up
-    capturable              lr and the number of steps lie on the device, for CUDA graphs; an overflow skips the step
-    use_decoupled_grad      read parameter.decoupled_grad in place of .grad
-
-    A quantized parameter (`quantized_model_init`) needs master_weights=True; a FP8 one with delayed scaling may do
-    without, and loses whatever is smaller than the step between two codes.
+    A quantized parameter (`quantized_model_init`) requires master_weights=True. An FP8 parameter with delayed scaling
+    may do without; it loses updates that are smaller than the step between two codes.
 
     Between steps, `parameter.data` may be replaced by a tensor of another dtype or memory: the moments stay, and a
-    master of another kind is made anew from the parameter. A replacement of another size, or on another device than the
-    states, raises ValueError before anything changes. A step that a CUDA graph captured keeps the addresses of its
-    parameters, gradients and states, which a replay cannot check: capture again after replacing one of them.
+    master of another kind is created from the parameter. Replacements of another size or device raise ValueError
+    before any state changes. A captured CUDA graph keeps the addresses of parameters, gradients and states, so
+    capture again after a replacement.
 
-    Steps are counted by group, in its "step", as the original counts them: a parameter whose first gradient comes late
-    is corrected for all steps of its group, where torch.optim.AdamW counts the parameter's own. For the same reason
-    torch.optim.AdamW cannot go on from this state_dict(): it looks for a "step" of every parameter.
+    Steps are counted per group, in its "step". A parameter whose first gradient comes late is corrected for all steps
+    of its group, while torch.optim.AdamW counts the steps of each parameter and cannot load this state_dict().
 
-    Raises RuntimeError for combinations that do not exist, as the original does.
+    Args:
+        params: Parameters or parameter groups.
+        lr: Learning rate; a tensor with capturable.
+        betas: Decay of the first and of the second moment.
+        eps: Added to the square root of the second moment.
+        weight_decay: Weight decay.
+        amsgrad: Unsupported; True raises RuntimeError.
+        bias_correction: Correct the moments for their initial zeros.
+        adam_w_mode: Decay parameters (AdamW); False adds the decay to the gradients.
+        capturable: Keep lr and the step on the device, for CUDA graphs; an overflow skips the step.
+        master_weights: Update high-precision masters of 16-bit and quantized parameters, which are copies of them.
+        master_weight_dtype: float32, or float16 with one scale per tensor.
+        exp_avg_dtype: Dtype of the first moment: float32, bfloat16, or float16 and uint8 (FP8) with one scale.
+        exp_avg_sq_dtype: Dtype of the second moment, like exp_avg_dtype.
+        use_decoupled_grad: Read parameter.decoupled_grad instead of .grad.
+        store_param_remainders: Store only the lower 16 bits of the masters of bfloat16 parameters. Both halves are the
+            float32 number, and the parameter is that number, rounded half up.
+        set_grad_none: Deprecated; use `zero_grad(set_to_none=...)`.
+
+    Raises:
+        RuntimeError: The combination of options is unsupported.
     """
 
     SETTINGS = (

@@ -34,11 +34,20 @@ class _Bucket:
 
 
 class FusedSGD(CopiedWhole):
-    """Gradient descent with momentum, dampening, Nesterov's form and weight decay; the numbers of torch.optim.SGD.
+    """Gradient descent with momentum, dampening, Nesterov momentum and weight decay; the numbers of torch.optim.SGD.
 
-    wd_after_momentum         weight decay is added behind the momentum
-    materialize_master_grads  without effect: gradients are read in their dtype
-    most_recent_scale         gradients are divided by it, once; scale_set_by_backward is cleared with it
+    Gradients are divided once by the attribute most_recent_scale. scale_set_by_backward is cleared with it.
+
+    Args:
+        params: Parameters or parameter groups.
+        lr: Learning rate.
+        momentum: Momentum factor.
+        dampening: Dampening of the momentum.
+        weight_decay: Weight decay, an L2 penalty.
+        nesterov: Use Nesterov momentum.
+        wd_after_momentum: Add the weight decay after the momentum.
+        materialize_master_grads: No effect: gradients are read in their dtype.
+        set_grad_none: Deprecated; use `zero_grad(set_to_none=...)`.
     """
 
     SETTINGS = (

@@ -40,7 +40,11 @@ __all__ = ["MultiTensorApply", "multi_tensor_applier"]
 
 
 class MultiTensorApply:
-    """Calls an operation on lists of local tensors: shards of distributed tensors, without empty ones."""
+    """Call an operation on lists of local tensors: shards of distributed tensors, without empty ones.
+
+    Args:
+        chunk_size: Passed to the operation, where it has no effect.
+    """
 
     available = True
     warned = False

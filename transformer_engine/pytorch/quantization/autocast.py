@@ -136,15 +136,32 @@ def reset() -> None:
 
 
 class autocast(ContextDecorator):
-    """with autocast(recipe=...): output = module(input)   # quantized by the recipe
-
-    calibrating          with enabled=False: compute in high precision, but record amaxes
-    recipe               None: `get_default_recipe()`
-    amax_reduction_group ranks over which delayed scaling takes the maximum of amaxes
+    """Context manager and decorator: layers inside compute in the low precision of a recipe.
 
     Blocks nest; a disabled one inside an enabled one computes in high precision. Leaving a thread's outermost
     enabled block updates the forward scales of delayed scaling, unless gradients are off, the block raised, or this
     is the second run of a checkpointed function.
+
+    Args:
+        enabled: Quantize by the recipe.
+        calibrating: With enabled=False compute in high precision, but record the maxima of delayed scaling.
+        recipe: An instance of a recipe class, by default `get_default_recipe()`.
+        amax_reduction_group: Process group over which delayed scaling takes the maximum of absolute values.
+        others: Raise an error that names the argument to use.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        RuntimeError: On entry, the machine does not support the recipe.
+
+    Example:
+        >>> import torch
+        >>> import transformer_engine.pytorch as te
+        >>> from transformer_engine.common import recipe
+        >>> layer = te.Linear(32, 32, device="cpu")
+        >>> with te.autocast(recipe=recipe.Float8CurrentScaling()):
+        ...     output = layer(torch.randn(16, 32))
+        >>> output.dtype
+        torch.float32
     """
 
     def __init__(
@@ -225,7 +242,15 @@ def fp8_autocast(
     enabled: bool = True, calibrating: bool = False, fp8_recipe: Recipe | None = None,
     fp8_group: dist_group_type | None = None, _graph: bool = False, **others: Any,
 ) -> autocast:  # fmt: skip
-    """autocast by its earlier name."""
+    """Deprecated name of `autocast`.
+
+    Args:
+        enabled: Quantize by the recipe.
+        calibrating: Record the maxima of delayed scaling without quantization.
+        fp8_recipe: The recipe; `autocast` calls it recipe.
+        fp8_group: The process group; `autocast` calls it amax_reduction_group.
+        others: Raise an error that names the argument to use.
+    """
     reject_keywords("fp8_autocast", others, {"recipe": "fp8_recipe", "amax_reduction_group": "fp8_group"})
     warn_deprecated("fp8_autocast", "autocast(enabled, calibrating, recipe, amax_reduction_group)")
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)

@@ -38,10 +38,24 @@ def reset() -> None:
 
 
 class quantized_model_init:
-    """with quantized_model_init(recipe=...): model = Model()   # its weights are QuantizedTensors
+    """Context manager: layers that are created inside hold their weights quantized.
 
-    recipe                           None: `get_default_recipe()`
-    preserve_high_precision_init_val keep the initial values on the CPU until an optimizer has fetched them
+    Args:
+        enabled: Quantize the weights.
+        recipe: An instance of a recipe class, by default `get_default_recipe()`.
+        preserve_high_precision_init_val: Keep the initial values on the CPU until an optimizer has fetched them.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        RuntimeError: On entry, the machine does not support the recipe.
+
+    Example:
+        >>> import transformer_engine.pytorch as te
+        >>> from transformer_engine.common import recipe
+        >>> with te.quantized_model_init(recipe=recipe.Float8CurrentScaling()):
+        ...     layer = te.Linear(32, 32, device="cpu")
+        >>> isinstance(layer.weight, te.QuantizedTensor)
+        True
     """
 
     def __init__(
@@ -77,6 +91,6 @@ class quantized_model_init:
 def fp8_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
 ) -> quantized_model_init:
-    """quantized_model_init by its earlier name."""
+    """Deprecated name of `quantized_model_init`. The other arguments are those of `quantized_model_init`."""
     warn_deprecated("fp8_model_init", "quantized_model_init with the same arguments")
     return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)

@@ -17,14 +17,16 @@ BACKWARD_TENSORS = ("grad_output", "grad_input")
 
 
 class QuantizerRole(str):
-    """The tensor of a module that a quantizer is for.
+    """The tensor of a module that a quantizer is for, passed to the factory of a custom recipe.
 
-    module_type   "linear", "grouped_linear" or "dpa"; "" if unknown
-    tensor_type   "input", "weight", "output", "grad_output", "grad_input"; of an attention "qkv", "s", "do", "dp"
-    name          name of the module, or ""; results of attention are called ".dpa_output", ".dpa_grad_input"
+    A role equals the string "linear_" + tensor_type, with which earlier factories compare it. Two roles are equal when
+    all three fields are.
 
-    It equals the string "linear_" + tensor_type, which earlier factories compare with; two roles are equal
-    when all three fields are.
+    Args:
+        module_type: "linear", "grouped_linear" or "dpa"; "" if unknown.
+        tensor_type: "input", "weight", "output", "grad_output" or "grad_input"; of an attention
+            "qkv", "s", "do" or "dp".
+        name: Name of the module, or "". Results of attention end in ".dpa_output" and ".dpa_grad_input".
     """
 
     module_type: str
@@ -68,12 +70,21 @@ class QuantizerRole(str):
 
 
 class QuantizerRequest:
-    """The result of a factory for a quantizer whose state the module owns."""
+    """Base class of requests, which a factory returns for a quantizer whose state the module owns."""
 
 
 @dataclass(frozen=True)
 class DelayedScalingRequest(QuantizerRequest):
-    """A delayed-scaling quantizer; slots with equal requests share one amax history."""
+    """Request of a quantizer with delayed scaling. Slots with equal requests share one history of maxima.
+
+    Args:
+        fp8_format: Formats of the forward and the backward pass.
+        margin: Powers of two between the scaled maximum and the largest code.
+        amax_history_len: Number of steps in the history.
+        amax_compute_algo: "max", "most_recent" or callable(history [len, n]) -> amax [n].
+        scaling_factor_compute_algo: Callable(amax, old_scale, fp8_max, recipe) -> scale.
+        reduce_amax: Take the maximum over the amax_reduction_group of `autocast`.
+    """
 
     fp8_format: Format = Format.HYBRID
     margin: int = 0

@@ -49,7 +49,11 @@ _asked = env.watch("TE_EMULATE")
 
 
 class emulate:
-    """Switch emulation on (or off) at once; as a context manager, restore the previous state at the end."""
+    """Enable emulation of formats that the hardware lacks, at once; a `with` block restores the previous state.
+
+    Args:
+        enabled: False disables emulation.
+    """
 
     def __init__(self, enabled: bool = True):
         enabled = to_bool("enabled", enabled)
@@ -155,6 +159,12 @@ def check_block(enabled: Any, recipe: Recipe | None) -> bool:
     return enabled if type(enabled) is bool else to_bool("enabled", enabled)
 
 
+_AVAILABILITY = """Return whether {} can be computed here, natively or by emulation.
+
+Args:
+    return_reason: Return (available, reason); the reason is empty if it is available.
+"""
+
 Check = Callable[[], "tuple[bool, str]"]
 IsAvailable = Callable[..., "bool | tuple[bool, str]"]
 
@@ -183,7 +193,7 @@ def _availability_of(kind: str) -> IsAvailable:
         checked = _check(kind)
         return checked if return_reason else checked[0]
 
-    return _named(is_available, f"is_{kind}_available", f"Can {_requirement(kind).title} be computed here?")
+    return _named(is_available, f"is_{kind}_available", _AVAILABILITY.format(_requirement(kind).title))
 
 
 def _named(function: Any, name: str, documentation: str) -> Any:
@@ -217,5 +227,5 @@ def default_recipe() -> Recipe:
 
 
 def get_default_recipe() -> Recipe:
-    """A fresh default recipe: the last family that fits the machine."""
+    """Return a new instance of the default recipe: the latest family that the hardware computes natively."""
     return type(default_recipe())()

@@ -17,9 +17,12 @@ from .storage.quantized_tensor_storage import QuantizedTensorStorage
 def prepare_for_saving(
     *tensors: Tensor | QuantizedTensorStorage | None,
 ) -> tuple[list[Tensor | None], list[QuantizedTensorStorage | None]]:
-    """Take tensors apart into plain tensors, which `save_for_backward` accepts, and the objects that hold the rest.
+    """Split tensors into plain tensors, which `save_for_backward` accepts, and objects that hold the rest.
 
     A storage is emptied. A QuantizedTensor keeps its payload; its object is a storage that shares the payload.
+
+    Args:
+        tensors: Tensors, storages or None.
 
     Returns:
         The plain tensors, and one object for each argument (None for a plain tensor), for `restore_from_saved`.

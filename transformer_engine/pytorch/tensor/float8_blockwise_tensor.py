@@ -38,7 +38,7 @@ _PICKLED = (*DIRECTIONS, "fp8_dtype", "dtype", "shape", "quantizer", "is_2D_scal
 
 
 class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):
-    """Presents a standard dtype; holds FP8 codes and float32 scales of blocks, in one or both directions."""
+    """A tensor of FP8 codes with float32 scales of blocks. The other arguments are those of `QuantizedTensor`."""
 
     STORAGE = Float8BlockwiseQTensorStorage
 
@@ -51,9 +51,16 @@ class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):
 
 
 class Float8BlockQuantizer(BlockScalingQuantizer):
-    """block_scaling_dim 1 quantizes each direction from the values; 2 makes the directions exact transposes.
+    """FP8 with a scale for 1 x 128 or 128 x 128 values. Any shape fits: blocks at the edges are smaller.
 
-    Any shape fits: blocks at the edges are cut off, and one dimension or none counts as one row.
+    Args:
+        fp8_dtype: kFloat8E4M3 or kFloat8E5M2.
+        amax_epsilon: Least maximum that a scale is computed from.
+        force_pow_2_scales: Round scales down to powers of two.
+        block_scaling_dim: 1 for blocks of 1 x 128 values, 2 for 128 x 128, whose directions are exact transposes.
+        all_gather_usage: Accepted for compatibility; the layout is the same.
+
+    The other arguments are those of `Quantizer`.
     """
 
     TENSOR = Float8BlockwiseQTensor

@@ -30,10 +30,7 @@ __all__ = ["Float8CurrentScalingQuantizer", "Float8Quantizer", "Float8Tensor", "
 
 
 class ScalingState(Protocol):
-    """Delayed scaling of n tensors: scale [n], and amax_history [length, n], whose row 0 is the current step.
-
-    scale_in_place   the tensor that updates write; while compiling, scale is a copy that updates do not change
-    """
+    """Delayed scaling of n tensors: scale [n] (while compiling, a copy), and amax_history [length, n], newest first."""
 
     @property
     def scale(self) -> Tensor: ...
@@ -135,10 +132,11 @@ def _check_scalar(name: str, value: Tensor | None) -> None:
 
 
 class Float8Quantizer(_PerTensorQuantizer):
-    """Delayed scaling: multiplies by a scale from earlier steps, and records max|x| for later ones.
+    """Delayed scaling. The other arguments are those of `Quantizer` and `Float8BlockQuantizer`.
 
-    The scale and the maximum are two tensors, or one slot of a recipe's state (`from_state`). The maximum grows until
-    its owner resets it. With amax_reduction_group it is that of all ranks, so that all shards get the same scale.
+    Args:
+        scale: Scale float32 [1] from earlier steps, or part of a recipe's state (`from_state`).
+        amax: Maximum float32 [1], which each cast raises to max|x| until its owner resets it.
     """
 
     stateful = True
@@ -283,7 +281,12 @@ class Float8Quantizer(_PerTensorQuantizer):
 
 
 class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuantizer):
-    """Current scaling: scale = maximum / max|x| of the tensor itself, or of its parts in a whole group."""
+    """Current scaling. The other arguments are those of `Float8Quantizer`, `Float8BlockQuantizer` and `NVFP4Quantizer`.
+
+    Args:
+        device: Accepted for compatibility; the device of the input counts.
+        use_existing_amax: Use the maximum in `amax` instead of that of the tensor.
+    """
 
     def __init__(
         self,
@@ -353,7 +356,7 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuan
 
 
 class Float8Tensor(QuantizedTensor, Float8TensorStorage):
-    """Presents a standard dtype; holds FP8 codes and one scale."""
+    """A tensor of FP8 codes with one scale. The other arguments are those of `QuantizedTensor`."""
 
     STORAGE = Float8TensorStorage
 

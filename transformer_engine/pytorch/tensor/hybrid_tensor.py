@@ -22,11 +22,18 @@ COLUMNWISE_SOURCES = ("original", "rowwise_dequantized")
 
 
 class HybridQuantizer(Quantizer):
-    """Each direction has its quantizer, whose own usages do not count.
+    """Quantizes each direction with a quantizer of its own.
 
-    columnwise_source   source of the column-wise codes: "original", the tensor, or "rowwise_dequantized", the values of
-                        its row-wise codes, so that the backward pass differentiates the forward computation;
-                        ValueError for any other
+    Args:
+        rowwise_quantizer: Quantizer of the row-wise codes.
+        columnwise_quantizer: Quantizer of the column-wise codes.
+        columnwise_source: Source of the column-wise codes: "original", the tensor, or "rowwise_dequantized", the values
+            of its row-wise codes, so that the backward pass differentiates the forward computation.
+        rowwise: Make row-wise codes; this replaces the setting of rowwise_quantizer.
+        columnwise: Make column-wise codes; this replaces the setting of columnwise_quantizer.
+
+    Raises:
+        ValueError: columnwise_source has another value.
     """
 
     columnwise_source = "original"  # of pickles that do not say
@@ -120,7 +127,10 @@ class HybridQuantizer(Quantizer):
 
 
 class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
-    """Presents a standard dtype; its values are those of the row-wise part."""
+    """A tensor with a format per direction. The values are those of the row-wise part.
+
+    The other arguments are those of `QuantizedTensor`.
+    """
 
     STORAGE = HybridQuantizedTensorStorage
 

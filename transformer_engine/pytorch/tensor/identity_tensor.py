@@ -19,9 +19,15 @@ __all__ = ["IdentityQuantizer", "IdentityTensor", "IdentityTensorStorage"]
 
 
 class IdentityQuantizer(Quantizer):
-    """Holds high-precision values where a quantized tensor is expected, converted to dtype (None: unchanged).
+    """Keeps high-precision values where a quantized tensor is expected.
 
-    TypeError for a dtype that is not of floating-point values.
+    Args:
+        dtype: Dtype of the values; None keeps that of the input.
+        rowwise: Accepted for compatibility; the values serve both directions.
+        columnwise: Like rowwise.
+
+    Raises:
+        TypeError: The dtype is not a floating-point dtype.
     """
 
     is_identity = True
@@ -62,7 +68,10 @@ class IdentityQuantizer(Quantizer):
 
 
 class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
-    """High-precision values with the interface of a quantized tensor."""
+    """High-precision values with the interface of a quantized tensor.
+
+    The other arguments are those of `QuantizedTensor`.
+    """
 
     STORAGE = IdentityTensorStorage
 

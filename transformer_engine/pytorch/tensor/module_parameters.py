@@ -22,9 +22,12 @@ _BETWEEN = "::"
 
 
 def plain_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """Return module.state_dict() with the payload of every quantized tensor in place of the tensor.
+    """Return module.state_dict() with the payload of each quantized tensor as plain tensors.
 
-    File formats require contiguous tensors that do not share memory; other tensors are not copied.
+    The tensors are contiguous and share no memory, as file formats require. Nothing else is copied.
+
+    Args:
+        module: A module whose parameters may be quantized.
     """
     plain: dict[str, Tensor] = {}
     for name, value in module.state_dict().items():
@@ -42,9 +45,15 @@ def plain_state_dict(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_plain_state_dict(module: nn.Module, tensors: Mapping[str, Tensor], strict: bool = True) -> Any:
-    """Load the result of `plain_state_dict`, as module.load_state_dict does; plain values are quantized if needed.
+    """Load a state that `plain_state_dict` returned. Plain values are quantized where the module's parameter is.
 
-    Raises ValueError, and loads nothing, for codes of another kind than the module's parameter, or for a part of them.
+    Args:
+        module: Module to load into.
+        tensors: {name: tensor} of `plain_state_dict`, or plain values.
+        strict: As in torch.nn.Module.load_state_dict.
+
+    Raises:
+        ValueError: Codes of another format than the parameter, or an incomplete payload. Nothing is loaded.
     """
     own = module.state_dict()
     state: dict[str, Any] = {}

@@ -27,7 +27,7 @@ _PICKLED = (*DIRECTIONS, "fp8_dtype", "dtype", "shape", "quantizer", "square_til
 
 
 class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):
-    """Presents a standard dtype; holds FP8 codes and exponents, in one or both directions."""
+    """A tensor of FP8 codes with an exponent for 32 values. The other arguments are those of `QuantizedTensor`."""
 
     STORAGE = MXFP8TensorStorage
 
@@ -44,7 +44,14 @@ def _spec(dtype: DType, rowwise: bool, columnwise: bool, square: bool) -> Quanti
 
 
 class MXFP8Quantizer(BlockScalingQuantizer):
-    """Each direction is quantized from the values themselves; with_2d_quantization shares scales over 32 x 32."""
+    """MXFP8: FP8 with a power-of-two scale for 32 values. Each direction is quantized from the values.
+
+    Args:
+        fp8_dtype: kFloat8E4M3 or kFloat8E5M2.
+        with_2d_quantization: Share scales over 32 x 32 values, equal in both directions.
+
+    The other arguments are those of `Quantizer`.
+    """
 
     TENSOR = MXFP8Tensor
     MULTIPLE = 32

@@ -43,7 +43,7 @@ _REMEDIES = {
 
 
 class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):
-    """Presents a standard dtype; holds packed FP4 codes and two levels of scales, in one or both directions."""
+    """A tensor of packed FP4 codes with two levels of scales. The other arguments are those of `QuantizedTensor`."""
 
     STORAGE = NVFP4TensorStorage
 

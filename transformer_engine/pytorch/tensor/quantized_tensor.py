@@ -72,9 +72,18 @@ def storage_of(tensor: QuantizedTensor) -> QuantizedTensorStorage:
 
 
 class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):
-    """A tensor of nominal shape and dtype with a quantized payload.
+    """A tensor subclass with a nominal shape and dtype and a quantized payload, which a storage class defines.
 
-    Subclasses name the storage class that defines the payload; its constructor keywords are theirs.
+    Args:
+        shape: Nominal shape.
+        dtype: Nominal dtype.
+        parts: The payload by position, in the order of the storage class.
+        requires_grad: Record operations for autograd.
+        device: Device of the payload, by default that of its first tensor.
+        fake_dtype: Another name of dtype.
+        stride: Nominal strides; contiguous by default.
+        storage_offset: Nominal offset of the first element.
+        payload: The arguments of the storage class.
     """
 
     STORAGE: ClassVar[type[QuantizedTensorStorage]]

@@ -45,15 +45,16 @@ def turned(columnwise: Operand | Matrix) -> Operand:
 
 
 class Quantizer:
-    """Builds quantized tensors. `encode` is the functional core; everything else is defined by it.
+    """Base class of quantizers. `encode` is the functional core; everything else is defined by it.
 
     A custom quantizer may define `quantize_impl(tensor)` instead, or `update_quantized` and `make_empty`. Their results
     are tensors of this package, objects with `dequantize()`, or objects that the quantizer's `qgemm` multiplies; see
-    `custom_operand`.
+    `custom_operand`. The attribute `internal` returns bare storages, which are cheaper and invisible to autograd.
+    `optimize_for_gemm` hints that the result is only multiplied.
 
-    rowwise_usage, columnwise_usage   the directions that `quantize` makes
-    internal                          return the bare storage: cheaper, invisible to autograd
-    optimize_for_gemm                 a hint that the result only goes to a product
+    Args:
+        rowwise: Make codes for products along the last dimension; the attribute `rowwise_usage`.
+        columnwise: Make codes for products along the other dimensions; the attribute `columnwise_usage`.
     """
 
     is_identity = False  # `encode` leaves values unchanged

@@ -55,24 +55,24 @@ def _divided(layer: Any, name: str, value: Any) -> None:
 @configured(AttentionConfig, written=_divided, rules=RULES)
 class DotProductAttention(TransformerEngineBaseModule):
     """out [.., h * d_v] = softmax(softmax_scale * q k^T + bias) v over the visible keys; 0 for a query without any.
+    The other arguments are those of `Linear`.
 
     Args:
+        num_attention_heads: Query heads, of all ranks of tp_group.
         kv_channels: Head size, or (of queries and keys, of values).
         num_gqa_groups: Key and value heads, by default all heads; query head i reads i // (heads / groups).
+        attention_dropout: Dropout rate of the probabilities; get_rng_state_tracker forks, unless sequence_parallel.
         qkv_format: "sbhd", "bshd" or "thd" (packed sequences, with a padding mask and cu_seqlens).
-        attn_mask_type: no_mask, padding, causal, padding_causal, causal_bottom_right, padding_causal_bottom_right or
-            arbitrary. forward() can override it, window_size and qkv_format.
+        attn_mask_type: no_mask, arbitrary, padding, or (padding_)causal(_bottom_right); forward() can override it.
         window_size: (left, right) keys that a query sees besides its own; -1 is unlimited.
         bottom_right_diagonal: Windows of masks that are not causal end at the last query and key; default True.
+        layer_number: Number of the layer, which identifies its cache.
+        attention_type: "self" or "cross"; with "self" keys have the queries' lengths by default.
+        cp_group: See `set_context_parallel_group`, also for cp_global_ranks, cp_stream and cp_comm_type.
         softmax_scale: Default 1 / sqrt(head size of queries and keys).
         softmax_type: "off-by-one" adds 1 to the softmax's denominator, "learnable" exp(softmax_offset [h]).
         return_max_logit: Return (out, the largest logit of each head [h]).
-        get_rng_state_tracker: Dropout runs in its fork(), except under sequence_parallel, where the caller forks.
-        layer_number: Names the layer's part of a cache.
-        attention_type: "self": keys have the queries' lengths by default.
-        cp_group: See `set_context_parallel_group`, also for the other arguments that begin with cp_.
-        score_mod: score_mod(score, b, h, i, j) -> score, elementwise, after scale and bias; forward() can override it.
-            Autograd differentiates it and the tensors that it holds.
+        score_mod: score_mod(score, b, h, i, j) -> score, elementwise, after scale and bias; differentiable.
     """
 
     num_products = 3

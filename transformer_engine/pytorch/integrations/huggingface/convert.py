@@ -100,7 +100,8 @@ def convert_hf(model: M, recipe: Recipe | None = None) -> M:
 def revert_hf(model: M) -> M:
     """Restore the layers of transformers with the current weights, and return the model.
 
-    Quantized weights (te.quantized_model_init) are dequantized.
+    Args:
+        model: A model that `convert_hf` converted. Quantized weights (te.quantized_model_init) are dequantized.
     """
     decoders = [
         module for module in model.modules() if isinstance(getattr(module, "converted", None), Converted)

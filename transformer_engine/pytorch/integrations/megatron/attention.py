@@ -102,7 +102,7 @@ class Attention(CachedAttention, ABC):
         self, hidden_states: Tensor, key_value_states: Tensor | None = None, split_qkv: bool = True,
         output_gate: bool = False,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """Return (q [s, b, heads, size], k, v [s, b, groups, size][, gate]); unsplit: (all of them, sizes of parts)."""
+        """Return q [s, b, heads, size], k and v [s, b, groups, size] and a gate; unsplit all and the sizes."""
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Any, key_value_states: Tensor | None = None,

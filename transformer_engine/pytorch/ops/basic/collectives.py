@@ -91,7 +91,11 @@ class CollectiveOperation(StepOperation):
 
 
 class AllGather(CollectiveOperation):
-    """Concatenate the inputs of all ranks along the first dimension; the backward pass reduces and scatters."""
+    """Concatenate the inputs of all ranks along the first dimension; the backward pass reduces and scatters.
+
+    Args:
+        process_group: Process group; None for one rank.
+    """
 
     collective, gradient = "all_gather", "reduce_scatter"
 
@@ -101,6 +105,9 @@ class AllGather(CollectiveOperation):
 
 class ReduceScatter(CollectiveOperation):
     """Sum the inputs of all ranks and return this rank's part of the first dimension; the backward pass gathers.
+
+    Args:
+        process_group: Process group; None for one rank.
 
     Raises:
         RuntimeError: In the forward pass, the first dimension is not divisible by the number of ranks.
@@ -117,6 +124,10 @@ class ReduceScatter(CollectiveOperation):
 
 
 class AllReduce(CollectiveOperation):
-    """Sum the inputs of all ranks; the backward pass is the identity."""
+    """Sum the inputs of all ranks; the backward pass is the identity.
+
+    Args:
+        process_group: Process group; None for one rank.
+    """
 
     collective, gradient = "all_reduce", None

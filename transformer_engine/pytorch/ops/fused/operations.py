@@ -145,7 +145,7 @@ class UserbuffersForwardLinear(StepFusedOperation):
 
 
 class UserbuffersBackwardLinear(UserbuffersForwardLinear):
-    """The backward pass of `UserbuffersForwardLinear`."""
+    """The backward pass of `UserbuffersForwardLinear`. The other arguments are those of `UserbuffersForwardLinear`."""
 
 
 class Pattern(NamedTuple):

@@ -24,7 +24,20 @@ GEMM_READY = 0
 
 
 class Float8BlockwiseQTensorStorage(BlockScaledStorage):
-    """FP8 in blocks of 128, as in "DeepSeek-V3 Technical Report" (arXiv:2412.19437)."""
+    """FP8 codes with scales of blocks of 128 values, as in "DeepSeek-V3 Technical Report" (arXiv:2412.19437).
+
+    Args:
+        rowwise_data: Codes uint8 for products along the last dimension, or None.
+        rowwise_scale_inv: Factors float32 that turn row-wise codes into values.
+        columnwise_data: Codes uint8 for products along the rows, or None.
+        columnwise_scale_inv: Factors float32 that turn column-wise codes into values.
+        fp8_dtype: kFloat8E4M3 or kFloat8E5M2.
+        quantizer: Quantizer that writes into this storage; None for read-only storages.
+        is_2D_scaled: Blocks are 128 x 128 instead of 1 x 128.
+        data_format: Accepted for compatibility.
+        fake_dtype: Nominal dtype.
+        dtype: Another name of fake_dtype.
+    """
 
     CONSTANTS = {
         "_fp8_dtype": "fp8_dtype",

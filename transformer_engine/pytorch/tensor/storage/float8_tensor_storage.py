@@ -19,7 +19,17 @@ __all__ = ["Float8TensorStorage"]
 
 
 class Float8TensorStorage(QuantizedTensorStorage):
-    """One scale for the whole tensor, delayed or current."""
+    """FP8 codes and one scale for the whole tensor, from delayed or current scaling.
+
+    Args:
+        data: Codes uint8, or None if only the transpose exists.
+        fp8_scale_inv: Factor float32 [1] that turns codes into values.
+        fp8_dtype: kFloat8E4M3 or kFloat8E5M2.
+        data_transpose: Codes uint8 of the transpose, or None.
+        quantizer: Quantizer that writes into this storage; None for read-only storages.
+        fake_dtype: Nominal dtype.
+        dtype: Another name of fake_dtype.
+    """
 
     TENSORS = {"_data": "data", "_transpose": "data_transpose", "_scale_inv": "fp8_scale_inv"}
     CONSTANTS = {"_fp8_dtype": "fp8_dtype", "_quantizer": "quantizer", "_dtype": "dtype"}

@@ -28,14 +28,18 @@ _SLOT_KEYWORDS = (*_REBUILDS, *(name.lstrip("_") for name in (*_ROWWISE, *_COLUM
 
 
 class HybridQuantizedTensorStorage(QuantizedTensorStorage):
-    """Two storages of one direction each: value [..., K] = that of the row-wise part, or of the only part.
+    """Two storages of one direction each. The values are those of the row-wise part, or of the only part.
 
-    rowwise_storage      the part that products along the last dimension read
-    columnwise_storage   the part that products along the rows read, of the same shape
-    quantizer            writes into this storage; None: read-only
-    fake_dtype           the nominal dtype, which `dtype` names too; None: that of the first part
+    Args:
+        rowwise_storage: The part that products along the last dimension read.
+        columnwise_storage: The part that products along the rows read, of the same shape.
+        quantizer: Quantizer that writes into this storage; None for read-only storages.
+        fake_dtype: Nominal dtype, by default that of the first part.
+        dtype: Another name of fake_dtype.
+        slots: The fields of both parts, as `get_metadata()` returns them.
 
-    ValueError for no part, parts of two shapes or devices, and a part without data of its direction.
+    Raises:
+        ValueError: No part, parts of two shapes or devices, or a part without data of its direction.
     """
 
     TENSORS = {name: name.lstrip("_") for name in (*_ROWWISE, *_COLUMNWISE)}

@@ -21,9 +21,11 @@ __all__ = ["IdentityTensorStorage"]
 class IdentityTensorStorage(QuantizedTensorStorage):
     """High-precision values where a storage is expected.
 
-    hp_data      the values [..., K], floating point; None while they are handed to autograd
-    fake_dtype   the nominal dtype, which `dtype` names too; None: that of hp_data
-    quantizer    what writes into this storage; None: nothing can
+    Args:
+        hp_data: The values [.., K], floating point; None while autograd keeps them.
+        fake_dtype: Nominal dtype, by default that of hp_data.
+        quantizer: Quantizer that writes into this storage; None for read-only storages.
+        dtype: Another name of fake_dtype.
     """
 
     TENSORS = {"_data": "hp_data"}

@@ -20,7 +20,16 @@ __all__ = ["MXFP8TensorStorage"]
 
 
 class MXFP8TensorStorage(BlockScaledStorage):
-    """OCP Microscaling Formats 1.0, FP8 elements."""
+    """FP8 codes and exponents of OCP Microscaling Formats 1.0.
+
+    Args:
+        rowwise_scale_inv: Exponents uint8 (E8M0) of the row-wise codes.
+        columnwise_scale_inv: Exponents uint8 (E8M0) of the column-wise codes.
+        with_gemm_swizzled_scales: The exponents are in the order of cuBLAS's products.
+        square_tiles: 32 x 32 values share an exponent, so each direction is the transpose of the other.
+
+    The other arguments are those of `Float8BlockwiseQTensorStorage`.
+    """
 
     CONSTANTS = {
         "_fp8_dtype": "fp8_dtype",

@@ -23,14 +23,23 @@ __all__ = ["NVFP4TensorStorage"]
 
 
 class NVFP4TensorStorage(BlockScaledStorage):
-    """Two-level scaled FP4.
+    """FP4 codes, two to a byte, with two levels of scales.
 
-    square_tiles                16 x 16 elements share a scale, so either direction is the other's transpose
-    transform_signs             column-wise codes are Hadamard transformed, with (True) or without random signs
-    row_scaled_nvfp4            amax_rowwise holds a maximum per row, float32 [M]; otherwise one, [1]
-    nvfp4_use_4over6            the codes were chosen by 4over6; they are read like any other
-    nvfp4_e4m3_max              the largest block scale, 448 or 256
-    with_gemm_swizzled_scales   the scales given are in the order of cuBLAS's products; they are put in row order here
+    Args:
+        rowwise_scale_inv: Block scales uint8 (E4M3) of the row-wise codes.
+        columnwise_scale_inv: Block scales uint8 (E4M3) of the column-wise codes.
+        amax_rowwise: Maximum float32 [1], or [M] with row_scaled_nvfp4.
+        amax_columnwise: Maximum float32 [1] of the column-wise direction.
+        fp4_dtype: kFloat4E2M1.
+        with_gemm_swizzled_scales: The scales are in the order of cuBLAS's products; they are put in row order.
+        row_scaled_nvfp4: amax_rowwise holds a maximum per row.
+        nvfp4_use_4over6: The codes were chosen by 4over6; they are read like any other.
+        nvfp4_e4m3_max: Largest block scale, 448 or 256.
+        square_tiles: 16 x 16 values share a scale, so each direction is the transpose of the other.
+        transform_signs: Column-wise codes are Hadamard transformed, with (True) or without (False) random signs.
+        dtype: Nominal dtype.
+
+    The other arguments are those of `Float8BlockwiseQTensorStorage`.
     """
 
     TENSORS = BlockScaledStorage.TENSORS | {

@@ -1,0 +1,229 @@
+"""Griffe extension that completes the entries of the API reference.
+
+Static analysis alone misreads this package in four ways, and each hook below corrects one of them:
+
+- A public name may share its name with a submodule (`autocast`) or be assigned at import (`gelu`). Public names that
+  static analysis resolves to a module, or not at all, become aliases of their definition, or functions with the
+  signature and docstring of the runtime object.
+- "The other arguments are those of `Linear`." copies the missing entries into the table of arguments.
+- Shapes such as [*batch, f] would turn italic in Markdown, so they become code spans.
+- `Example:` is a section of the house style; Griffe calls it `Examples:`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import griffe
+
+PYTORCH = "transformer_engine.pytorch"
+JAX = "transformer_engine.jax"
+
+# The packages whose public names have an entry each.
+PACKAGES = (
+    PYTORCH,
+    *(
+        f"{PYTORCH}.{name}"
+        for name in (
+            "ops", "optimizers", "router", "distributed", "cpu_offload", "conversion", "graph", "quantized_tensor",
+            "custom_recipes.quantizer_factories", "integrations.huggingface", "integrations.megatron",
+        )
+    ),
+    "transformer_engine.common.recipe",
+    JAX,
+    *(
+        f"{JAX}.{name}"
+        for name in (
+            "flax", "attention", "router", "permutation", "moe", "ep", "activation", "softmax", "dense", "layernorm",
+            "layernorm_dense", "layernorm_mlp", "checkpoint_policies", "cpp_extensions", "nnx", "collective",
+            "debug.experimental", "quantize", "sharding",
+        )
+    ),
+    "transformer_engine_torch",
+    "transformer_engine_jax",
+)  # fmt: skip
+
+_SHAPE = re.compile(r"(?<![\w`\])\[])\[[\w ,.*+/()-]+\](?![(\[:`])")
+_CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+_OTHERS = re.compile(r"[Oo]ther arguments are those of ((?:`[\w.]+`(?:,? and |, )?)+)")
+
+
+def public_names(package: str) -> Iterator[tuple[str, Any]]:
+    """Yield (name, object) of the names in `__all__`, or of the definitions of a package without one; no modules."""
+    module = importlib.import_module(package)
+    defined = [name for name, value in vars(module).items() if _is_defined_below(value, package)]
+    for name in getattr(module, "__all__", defined):
+        value = getattr(module, name)
+        if not isinstance(value, ModuleType):
+            yield name, value
+
+
+def _is_defined_below(value: Any, package: str) -> bool:
+    """Whether a class or function without a leading underscore comes from the package."""
+    name, module = getattr(value, "__name__", "_"), getattr(value, "__module__", None) or ""
+    return callable(value) and not name.startswith("_") and module.startswith(package)
+
+
+def with_code_spans(text: str) -> str:
+    """Return Markdown with every shape outside of code as a code span; doctests and indented blocks stay."""
+    lines = []
+    fenced = False
+    for line in text.splitlines():
+        fenced ^= line.lstrip().startswith("```")
+        is_code = fenced or line.lstrip().startswith((">>>", "..."))
+        lines.append(line if is_code else _outside_code(line))
+    return "\n".join(lines)
+
+
+def _outside_code(line: str) -> str:
+    """Wrap the shapes of one line that are outside of its code spans."""
+    parts, end = [], 0
+    for code in _CODE.finditer(line):
+        parts += [_SHAPE.sub(r"`\g<0>`", line[end : code.start()]), code[0]]
+        end = code.end()
+    return "".join([*parts, _SHAPE.sub(r"`\g<0>`", line[end:])])
+
+
+def parameter_names(value: Any) -> list[str]:
+    """Return the names of the parameters that callers pass; Flax itself adds `parent` and `name` to its modules."""
+    try:
+        parameters = list(inspect.signature(value).parameters)
+    except (TypeError, ValueError):  # the constructors of some built-in types have no signature
+        return []
+    from_flax = {"parent", "name"} if "parent" in parameters else set()
+    return [name for name in parameters if not name.startswith("_") and name not in from_flax]
+
+
+def described(docstring: griffe.Docstring | None) -> dict[str, str]:
+    """Return {name: description} of the arguments, or the attributes, that a docstring describes."""
+    if docstring is None:
+        return {}
+    sections = docstring.parse("google", warnings=False)
+    kinds = (griffe.DocstringSectionKind.attributes, griffe.DocstringSectionKind.parameters)
+    tables = [section.value for kind in kinds for section in sections if section.kind is kind]
+    return {entry.name.lstrip("*"): entry.description for table in tables for entry in table}
+
+
+class ApiEntries(griffe.Extension):
+    """Completes each package after it has been loaded."""
+
+    def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
+        """Correct the docstrings of a package, then the public names that belong to it."""
+        for definition in _definitions(pkg):
+            if definition.docstring is not None:
+                text = re.sub(r"^Example:$", "Examples:", definition.docstring.value, flags=re.MULTILINE)
+                definition.docstring.value = with_code_spans(text)
+        for package in PACKAGES:
+            if package.split(".")[0] == pkg.name:
+                for name, value in public_names(package):
+                    _complete_name(loader, package, name, value)
+                    _complete_arguments(loader, package, name, value)
+
+
+def _complete_arguments(loader: griffe.GriffeLoader, package: str, name: str, value: Any) -> None:
+    """Write the arguments that a docstring attributes to other objects into its own section."""
+    entry = _found(loader, f"{package}.{name}")
+    if entry is None or entry.docstring is None or not callable(value):
+        return
+    entries = {argument: with_code_spans(text) for argument, text in arguments_of(package, value).items()}
+    if set(entries) > set(described(entry.docstring)):
+        entry.docstring.value = _with_arguments(entry.docstring.value, entries)
+
+
+def _definitions(module: griffe.Object) -> Iterator[griffe.Object]:
+    """Yield the modules, classes, functions and attributes below a module, without aliases."""
+    for member in list(module.members.values()):
+        if not member.is_alias:
+            assert isinstance(member, griffe.Object)
+            yield member
+            yield from _definitions(member)
+
+
+def _found(loader: griffe.GriffeLoader, path: str) -> griffe.Object | None:
+    """Return the definition that a path leads to, or None where static analysis finds none."""
+    try:
+        entry = loader.modules_collection[path]
+        return entry.final_target if isinstance(entry, griffe.Alias) else entry
+    except (KeyError, griffe.AliasResolutionError, griffe.CyclicAliasError):
+        return None
+
+
+def _complete_name(loader: griffe.GriffeLoader, package: str, name: str, value: Any) -> None:
+    """Correct a public name that static analysis resolves to a module, or not at all."""
+    entry = _found(loader, f"{package}.{name}")
+    if entry is not None and not entry.is_module:
+        return
+    module = loader.modules_collection[package]
+    target = f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', None)}"
+    definition = _found(loader, target)
+    if definition is not None and not definition.is_module:
+        module.members[name] = griffe.Alias(name, definition, parent=module)
+    elif callable(value):
+        module.members[name] = _function_of(module, name, value)
+
+
+def _function_of(module: griffe.Module, name: str, value: Any) -> griffe.Function:
+    """Return the entry of a function that is created at import."""
+    signature = inspect.signature(value)
+    parameters = [
+        griffe.Parameter(
+            parameter.name,
+            annotation=_text_of(parameter.annotation),
+            kind=griffe.ParameterKind[parameter.kind.name.lower()],
+            default=None if parameter.default is parameter.empty else repr(parameter.default),
+        )
+        for parameter in signature.parameters.values()
+    ]
+    returned = _text_of(signature.return_annotation)
+    function = griffe.Function(
+        name, parameters=griffe.Parameters(*parameters), returns=returned, parent=module
+    )
+    text = with_code_spans(inspect.getdoc(value) or "")
+    function.docstring = griffe.Docstring(text, parent=function)
+    return function
+
+
+def _text_of(annotation: Any) -> str | None:
+    """Return the source of an annotation, which is a string in modules with postponed annotations."""
+    if annotation is inspect.Signature.empty:
+        return None
+    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+
+
+def arguments_of(package: str, value: Any) -> dict[str, str]:
+    """Return {name: description} of a public object, with the arguments that its docstring attributes to others.
+
+    "The other arguments are those of `Linear`." names public objects of the same package. A class also has the
+    arguments that its base classes describe.
+    """
+    text = inspect.getdoc(value) or ""
+    entries = described(griffe.Docstring(text))
+    reference = _OTHERS.search(" ".join(text.split()))
+    for name in re.findall(r"`([\w.]+)`", reference[1]) if reference else ():
+        for argument, description in arguments_of(
+            package, getattr(importlib.import_module(package), name)
+        ).items():
+            entries.setdefault(argument, description)
+    for base in inspect.getmro(value)[1:] if inspect.isclass(value) else ():
+        if base.__module__.startswith("transformer_engine"):
+            for argument, description in described(griffe.Docstring(base.__doc__ or "")).items():
+                entries.setdefault(argument, description)
+    names = parameter_names(value)
+    return {name: entries[name] for name in names if name in entries}
+
+
+def _with_arguments(text: str, entries: dict[str, str]) -> str:
+    """Return a docstring whose section Args has these entries; the section is appended if it is missing."""
+    lines = ["Args:"]
+    for name, description in entries.items():
+        lines.append(f"    {name}: " + description.replace("\n", "\n        "))
+    section = "\n".join(lines)
+    pattern = re.compile(r"^(Args|Attributes):\n(?:(?:    .*)?(?:\n|\Z))+", re.MULTILINE)
+    if pattern.search(text):
+        return pattern.sub(lambda _: section + "\n\n", text, count=1)
+    return f"{text}\n\n{section}\n"

@@ -1,0 +1,162 @@
+"""The API reference has an entry for each public name, with its arguments described and an example that runs."""
+
+from __future__ import annotations
+
+import doctest
+import enum
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("griffe", reason="the reference needs the extra docs")
+pytest.importorskip("flax", reason="the reference of JAX needs the extra jax")
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = sorted((DOCS / "api").glob("*.md"))
+
+# Packages for contributors: their entries are classes and functions of one module each, chosen by hand.
+INTERNAL = (
+    "transformer_engine.common.dispatch.",
+    "transformer_engine.pytorch.inspect.",
+    "transformer_engine.pytorch.primitives.",
+)
+
+# The number of arguments without a description, by package; only lower it. Other packages describe every argument.
+UNDESCRIBED = {
+    "transformer_engine.pytorch": 3,
+    "transformer_engine.pytorch.ops": 2,
+    "transformer_engine.pytorch.optimizers": 90,
+    "transformer_engine.pytorch.distributed": 4,
+    "transformer_engine.pytorch.cpu_offload": 25,
+    "transformer_engine.pytorch.graph": 4,
+    "transformer_engine.pytorch.custom_recipes.quantizer_factories": 6,
+    "transformer_engine.pytorch.integrations.huggingface": 2,
+    "transformer_engine.pytorch.integrations.megatron": 94,
+    "transformer_engine.jax": 7,
+    "transformer_engine.jax.attention": 15,
+    "transformer_engine.jax.permutation": 40,
+    "transformer_engine.jax.activation": 4,
+    "transformer_engine.jax.layernorm": 1,
+    "transformer_engine.jax.checkpoint_policies": 8,
+    "transformer_engine.jax.cpp_extensions": 100,
+    "transformer_engine.jax.collective": 13,
+    "transformer_engine.jax.quantize": 66,
+    "transformer_engine.jax.sharding": 30,
+    "transformer_engine_torch": 546,
+    "transformer_engine_jax": 18,
+}
+
+
+def _load_api_entries() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("api_entries", DOCS / "api_entries.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault("api_entries", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+api_entries = _load_api_entries()
+
+
+def entries(page: Path) -> list[str]:
+    """Return the paths of the objects that a page documents."""
+    return re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)
+
+
+def resolved(path: str) -> Any:
+    """Return the object of an entry."""
+    module, name = path.rsplit(".", 1)
+    return getattr(importlib.import_module(module), name)
+
+
+@pytest.fixture(scope="module")
+def documented() -> set[int]:
+    """The identities of all documented objects."""
+    return {id(resolved(path)) for page in PAGES for path in entries(page)}
+
+
+@pytest.mark.parametrize("package", api_entries.PACKAGES)
+def test_each_public_name_has_an_entry(package: str, documented: set[int]):
+    names = dict(api_entries.public_names(package))
+    missing = [name for name, value in names.items() if callable(value) and id(value) not in documented]
+    assert names and missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_entry_is_private(page: Path):
+    for path in entries(page):
+        package, name = path.rsplit(".", 1)
+        if not path.startswith(INTERNAL):
+            assert name in dict(api_entries.public_names(package)), path
+        else:
+            assert not name.startswith("_"), path
+
+
+@pytest.mark.parametrize("package", api_entries.PACKAGES)
+def test_each_argument_is_described(package: str):
+    missing = []
+    for name, value in api_entries.public_names(package):
+        if not callable(value) or (inspect.isclass(value) and issubclass(value, enum.Enum)):
+            continue
+        known = api_entries.arguments_of(package, value)
+        missing += [f"{name}: {one}" for one in api_entries.parameter_names(value) if one not in known]
+    assert len(missing) <= UNDESCRIBED.get(package, 0), "\n".join(missing)
+
+
+@pytest.mark.parametrize("package", api_entries.PACKAGES)
+def test_each_name_has_a_summary_of_its_own(package: str):
+    missing = [
+        name
+        for name, value in api_entries.public_names(package)
+        if callable(value)
+        and (getattr(value, "__module__", None) or "").startswith(
+            "transformer_engine"
+        )  # JAX's policies have none
+        and not (inspect.getdoc(value) or "").strip()
+    ]
+    assert missing == []
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_examples_of_a_reference_page_run(page: Path):
+    text = page.read_text()
+    names: dict[str, Any] = {}
+    runner = doctest.DocTestRunner(verbose=False)
+    report: list[str] = []
+    for block in re.finditer(r"```pycon\n(.*?)```", text, re.DOTALL):
+        line = text[: block.start()].count("\n") + 1
+        test = doctest.DocTestParser().get_doctest(block[1], names, page.name, str(page), line)
+        runner.run(test, out=report.append, clear_globs=False)
+        names = test.globs
+    assert runner.tries > 0 or page.stem in ("index", "backends")
+    assert runner.failures == 0, "".join(report)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("package", api_entries.PACKAGES)
+def test_the_examples_of_docstrings_run(package: str):
+    finder = doctest.DocTestParser()
+    runner = doctest.DocTestRunner(verbose=False)
+    report: list[str] = []
+    for name, value in api_entries.public_names(package):
+        test = finder.get_doctest(inspect.getdoc(value) or "", {}, f"{package}.{name}", package, 0)
+        runner.run(test, out=report.append)
+    assert runner.failures == 0, "".join(report)
+
+
+def test_shapes_become_code_spans():
+    text = "y [*batch, f] = x [.., k] @ w[k], `a [m, n]` and [links](to.md)\n\n    >>> x[0] + [1, 2]\n"
+    assert api_entries.with_code_spans(text).splitlines() == [
+        "y `[*batch, f]` = x `[.., k]` @ w[k], `a [m, n]` and [links](to.md)",
+        "",
+        "    >>> x[0] + [1, 2]",
+    ]
