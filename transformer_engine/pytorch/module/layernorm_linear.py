@@ -50,7 +50,8 @@ def build(key: tuple[Any, ...]) -> NormLinearSpec:
     check_call(call, config.in_features)
     weight, bias, *of_norm = call.parameters
     assert weight is not None
-    (quantizers,) = quantizable(call, ((config.in_features, weight.shape[0]),))
+    parallel = config.parallel()
+    (quantizers,) = quantizable(call, ((config.in_features, weight.shape[0]),), parallel)
     before = (call.input, *of_norm)
     needs = (
         call.gradients and any(facts is not None and facts.requires_grad for facts in before),
@@ -59,7 +60,7 @@ def build(key: tuple[Any, ...]) -> NormLinearSpec:
     )
     update = scale_update(call, any(needs))
     linear = product_spec(
-        call, 0, quantizers, config.parallel(), needs, update, weight, (call.options[1], False)
+        call, 0, quantizers, parallel, needs, update, weight, (call.options[1], False), call.rows
     )
     spec = NormLinearSpec(
         Norm(config.normalization, config.eps, config.zero_centered_gamma),

@@ -46,6 +46,12 @@ class NormMLPConfig(ProductsConfig):
     def input_features(self) -> int:
         return self.hidden_size
 
+    def parallel(self, mode: str) -> TensorParallel:
+        """Return the boundary of fc1 ("column") or fc2 ("row")."""
+        return TensorParallel(
+            mode if self.set_parallel_mode else None, self.tp_group, self.tp_size, self.sequence_parallel
+        )
+
     @property
     def adds_bias_late(self) -> bool:
         """Is fc2's bias the caller's, or that of the sum over ranks?"""
@@ -62,19 +68,16 @@ def build(key: tuple[Any, ...]) -> NormMLPSpec:
     assert fc1_weight is not None and fc2_weight is not None
     _check_rows(config, fc1_weight.shape[0])
     shapes = ((config.hidden_size, fc1_weight.shape[0]), (config.ffn_shard, config.hidden_size))
-    products = quantizable(call, shapes)
+    products = quantizable(call, shapes, config.parallel("column"))
     wants = call.wants
     update = scale_update(call, wants)
 
     def spec(number: int, mode: str, weight: Facts, bias: Facts | None) -> LinearSpec:
-        parallel = TensorParallel(
-            mode if config.set_parallel_mode else None,
-            config.tp_group,
-            config.tp_size,
-            config.sequence_parallel,
-        )
         needs = (wants, wants and weight.requires_grad, wants and bias is not None and bias.requires_grad)
-        return product_spec(call, number, products[number], parallel, needs, update, weight)
+        parallel = config.parallel(mode)
+        return product_spec(
+            call, number, products[number], parallel, needs, update, weight, shard=call.rows
+        )
 
     added = None if config.adds_bias_late else fc2_bias
     made = NormMLPSpec(

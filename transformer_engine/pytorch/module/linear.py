@@ -23,7 +23,7 @@ from .config import configured
 from .linear_base import SIZES, LinearConfig, OverlapOptions, ProductsModule, check_parallel_mode
 from .linear_parameters import create_parameters, mark_parameters, weight_and_bias
 from .parameters import InitMethod
-from .specs import Call, check_call, product_spec, quantizable, scale_update
+from .specs import Call, check_call, product_spec, quantizable, rows_of_shard, scale_update
 
 
 def build(key: tuple[Any, ...]) -> LinearSpec:
@@ -33,7 +33,9 @@ def build(key: tuple[Any, ...]) -> LinearSpec:
     check_call(call, config.in_features)
     weight, bias = call.parameters
     assert weight is not None
-    (quantizers,) = quantizable(call, ((config.in_features, weight.shape[0]),))
+    parallel = config.parallel()
+    shard = rows_of_shard(call, parallel)
+    (quantizers,) = quantizable(call, ((config.in_features, weight.shape[0]),), parallel)
     adds_bias = bias is not None and not (config.return_bias or config.adds_bias_late)
     needs = (
         call.gradients and call.input.requires_grad,
@@ -41,7 +43,7 @@ def build(key: tuple[Any, ...]) -> LinearSpec:
         call.gradients and adds_bias and bias is not None and bias.requires_grad,
     )
     update = scale_update(call, any(needs))
-    spec = product_spec(call, 0, quantizers, config.parallel(), needs, update, weight, call.options[1:])
+    spec = product_spec(call, 0, quantizers, parallel, needs, update, weight, call.options[1:], shard)
     return prepared(spec, adds_bias, call.x[3], call.begin is None)
 
 
