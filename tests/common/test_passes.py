@@ -292,11 +292,18 @@ def number_of_gathers(facts: LinearFacts) -> int:
 @pytest.mark.parametrize("keep_input", [False, True])
 @pytest.mark.parametrize("backward", ["quantized", "high_precision", "dequantized"])
 @pytest.mark.parametrize("gather", ["values", "codes", "row_codes"])
-def test_a_shard_is_saved_and_gathered_while_the_input_gradient_is_computed(plain, keep_input, backward, gather):
+def test_a_shard_is_saved_and_gathered_while_the_input_gradient_is_computed(
+    plain, keep_input, backward, gather
+):
     if plain and (backward != "quantized" or keep_input or gather != "values"):
         return
     facts = LinearFacts(
-        mode="column", sequence=True, plain=plain, keep_input=keep_input, backward=backward, gather_input=gather
+        mode="column",
+        sequence=True,
+        plain=plain,
+        keep_input=keep_input,
+        backward=backward,
+        gather_input=gather,
     )
     forward, back = (overlap(fuse(pass_, lambda *_: False)) for pass_ in linear_passes(facts))
     gathered = [step.results[0] for step in forward.steps if step.op == "all_gather.wait"]
@@ -305,7 +312,9 @@ def test_a_shard_is_saved_and_gathered_while_the_input_gradient_is_computed(plai
         if made.intersection(step.reads()):
             made.update(step.makes())
     assert not made.intersection(forward.kept() - set(forward.results))
-    order = [step.op for step in back.steps if step.op in ("product", "weight_gradient") or "gather" in step.op]
+    order = [
+        step.op for step in back.steps if step.op in ("product", "weight_gradient") or "gather" in step.op
+    ]
     assert order == ["all_gather.begin", "product", "all_gather.wait", "weight_gradient"]
 
 

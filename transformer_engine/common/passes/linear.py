@@ -335,9 +335,7 @@ def _reduction(facts: LinearFacts) -> str:
     return "reduce_scatter" if facts.sequence else "all_reduce"
 
 
-def _communicated(
-    steps: list[Step], collective: str, layer: str, read: str, made: str, axis: int = 0
-) -> str:
+def _communicated(steps: list[Step], collective: str, layer: str, read: str, made: str, axis: int = 0) -> str:
     """Append both halves of a collective and return the buffer of its result."""
     pending, settings = f"{made}.pending", Collective(layer, axis)
     steps.append(Step(f"{collective}.begin", (read,), (pending,), settings))

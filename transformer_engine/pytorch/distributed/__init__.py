@@ -11,7 +11,6 @@ from .collectives import (
     get_distributed_world_size,
     rank,
     reduce_scatter_along_first_dim,
-    symmetric_all_reduce,
     world_size,
 )
 from .recompute import (
@@ -23,6 +22,7 @@ from .recompute import (
     is_fp8_activation_recompute_enabled,
 )
 from .rng import CudaRNGStatesTracker, get_all_rng_states, graph_safe_rng_available, set_all_rng_states
+from .symmetric_memory import get_symmetric_memory_tensor, symmetric_all_reduce
 from .tensor_parallel import (
     TensorParallel,
     initialize_affine_weight_gpu,
@@ -41,6 +41,7 @@ __all__ = [
     "get_all_rng_states",
     "get_distributed_rank",
     "get_distributed_world_size",
+    "get_symmetric_memory_tensor",
     "graph_safe_rng_available",
     "has_te_modules",
     "in_fp8_activation_recompute_phase",

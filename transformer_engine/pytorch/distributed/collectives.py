@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...common.checks import function_or_none, one_of, switch
+from ...common.checks import function_or_none, switch
 from ..constants import dist_group_type
 from ..runtime.checks import group_or_none, tensor
 from ..runtime.warn_once import warn_once
@@ -21,8 +21,6 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantizer import Quantizer
 from ..tensor.storage.fsdp import gather_payload, join_payload
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage, matrix_shape
-
-SYMMETRIC_ALL_REDUCES = (None, "multimem_all_reduce", "two_shot", "one_shot")
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -266,20 +264,6 @@ def allreduce(
 
         return functional.wait_tensor(functional.all_reduce(inp, "sum", _group(tp_group))), None
     return inp, dist.all_reduce(inp, group=tp_group, async_op=async_op)
-
-
-def symmetric_all_reduce(
-    inp: Tensor,
-    tp_group: dist_group_type | None = None,
-    async_op: bool = False,
-    all_reduce_type: str | None = "multimem_all_reduce",
-) -> tuple[Tensor, dist.Work | None]:
-    """Return the sum over the ranks, as `allreduce`.
-
-    The types name algorithms over symmetric memory with lower latency; the ordinary all-reduce serves them all.
-    """
-    one_of("all_reduce_type", all_reduce_type, SYMMETRIC_ALL_REDUCES)
-    return allreduce(inp, tp_group, async_op)
 
 
 def _check(inp: Tensor, group: dist_group_type | None, async_op: bool, group_name: str = "tp_group") -> None:

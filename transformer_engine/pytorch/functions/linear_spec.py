@@ -135,7 +135,9 @@ def changed(spec: Spec, **fields: Any) -> Spec:
     return made
 
 
-def gathering(spec: LinearSpec, shard: int, is_quantized: bool = False) -> LinearSpec:
+def gathering(
+    spec: LinearSpec, shard: int, is_quantized: bool = False, histories_agree: bool = False
+) -> LinearSpec:
     """Return the spec of a layer whose input or output gradient is gathered as codes where the format allows it.
 
     The quantizers of gathered codes take maxima over the tensor-parallel group, so that codes and scales are those of
@@ -145,17 +147,17 @@ def gathering(spec: LinearSpec, shard: int, is_quantized: bool = False) -> Linea
         spec: The spec.
         shard: Number of rows of the sharded matrix on this rank.
         is_quantized: The input is a quantized tensor, whose codes travel as they are.
+        histories_agree: Scale updates of delayed scaling take maxima over all ranks of the tensor-parallel group.
     """
     parallel = spec.parallel
     if parallel.gathers_input:
         way = gathered_as(spec.input, shard, spec.needs_grad_weight, spec.traced or is_quantized)
-        return changed(spec, gather_input=way, input=_of_shards(spec.input, way, parallel))
+        return changed(spec, gather_input=way, input=_of_shards(spec.input, way, parallel, histories_agree))
     if parallel.gathers_gradient and not spec.needs_grad_bias:
         way = gathered_as(spec.grad_output, shard, spec.needs_grad_weight, spec.traced)
         if way != ONCE:
-            return changed(
-                spec, gather_gradient=way, grad_output=_of_shards(spec.grad_output, way, parallel)
-            )
+            quantizer = _of_shards(spec.grad_output, way, parallel, histories_agree)
+            return changed(spec, gather_gradient=way, grad_output=quantizer)
     return spec
 
 
@@ -174,9 +176,12 @@ def gathered_as(quantizer: Quantizer, rows: int, columnwise: bool, as_values: bo
     return VALUES if quantizer.is_requantization_safe() else ONCE
 
 
-def _of_shards(quantizer: Quantizer, way: Gather, parallel: TensorParallel) -> Quantizer:
+def _of_shards(
+    quantizer: Quantizer, way: Gather, parallel: TensorParallel, histories_agree: bool
+) -> Quantizer:
     """Return the quantizer of the rows of one rank."""
-    if way in (CODES, ROW_CODES) and parallel.group is not None:
+    agrees = histories_agree and quantizer.stateful
+    if way in (CODES, ROW_CODES) and parallel.group is not None and not agrees:
         return quantizer.reducing_over(parallel.group)
     return quantizer
 

@@ -24,6 +24,7 @@ from ...common.passes.vocabulary import (
 )
 from ..distributed.collectives import allreduce, gather_along_first_dim, reduce_scatter_along_first_dim
 from ..distributed.operands import PendingOperand, gather_operand
+from ..distributed.symmetric_memory import symmetric_all_reduce
 from ..primitives.activation import activation_backward, activation_forward
 from ..primitives.column_sums import column_sums
 from ..primitives.gemm import Epilogue, as_matrix, gemm, gemm_gelu, gemm_gelu_gradient
@@ -237,6 +238,9 @@ def _beginning(collective: str) -> Callable[..., tuple[Any]]:
         parallel = env.linears[s.group].parallel
         if isinstance(x, Operand):
             return (gather_operand(x, parallel.checked_group(), s.axis),)
+        if collective == "all_reduce" and parallel.mode == "row" and parallel.symmetric is not None:
+            kind = parallel.symmetric
+            return (symmetric_all_reduce(x, parallel.checked_group(), all_reduce_type=kind),)
         later = not (isinstance(x, QuantizedTensorStorage) or torch.compiler.is_compiling())
         return (COLLECTIVES[collective](x, parallel.checked_group(), later),)
 

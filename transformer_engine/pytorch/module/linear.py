@@ -18,12 +18,13 @@ from ..functions.weight_gradient import WeightGradStore
 from ..primitives.gemm.cublaslt_library import get_workspace as get_workspace
 from ..runtime.device import is_meta
 from ..runtime.replaceable import watched
-from .arguments import accepts
+from .arguments import accepts, warn_unless_reduced
 from .config import configured
-from .linear_base import SIZES, LinearConfig, OverlapOptions, ProductsModule, check_parallel_mode
+from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
 from .linear_parameters import create_parameters, mark_parameters, weight_and_bias
 from .parameters import InitMethod
 from .specs import Call, check_call, product_spec, quantizable, rows_of_shard, scale_update
+from .userbuffers import OverlapOptions
 
 
 def build(key: tuple[Any, ...]) -> LinearSpec:
@@ -65,7 +66,9 @@ class Linear(ProductsModule):
     delay_wgrad_compute   compute the weight gradient in backward_dw() instead of the backward pass
     save_original_input   keep the unquantized input for the backward; not with delayed scaling
     device                "cuda" means the GPU where there is one, else the CPU; "meta" defers initialisation
-    ub_*, symmetric_ar_type   communication overlap: accepted; the collectives run unfused, with the same result
+    symmetric_ar_type     "one_shot" or "two_shot": sum a row-parallel layer's output over symmetric memory, where that
+                          is available; see `distributed.symmetric_all_reduce`
+    ub_*                  without effect: collectives run beside independent products in any case
     """
 
     build = staticmethod(build)
@@ -90,7 +93,10 @@ class Linear(ProductsModule):
         name: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(name)
-        check_parallel_mode(parallel_mode, tp_size, in_features, out_features)
+        tp_size = checked_ranks(parallel_mode, tp_group, tp_size, in_features, out_features)
+        warn_unless_reduced(
+            symmetric_ar_type, parallel_mode == "row" and tp_size > 1 and not sequence_parallel
+        )
         self._configure(
             in_features=in_features // tp_size if parallel_mode == "row" else in_features,
             out_features=out_features // tp_size if parallel_mode == "column" else out_features,
@@ -98,6 +104,7 @@ class Linear(ProductsModule):
             sequence_parallel=sequence_parallel and tp_size > 1,
             tp_size=tp_size,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            symmetric_ar_type=symmetric_ar_type,
             use_bias=bias,
             return_bias=return_bias,
             save_original_input=save_original_input,
@@ -106,7 +113,7 @@ class Linear(ProductsModule):
             _options=("is_first_microbatch", "fp8_output", "fp8_grad"),
             _tensors=("weight", "bias"),
         )
-        self.symmetric_ar_type, self.ub_name = symmetric_ar_type, ub_name
+        self.ub_name = ub_name
         self.overlap = OverlapOptions(
             ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, ub_name
         )

@@ -253,6 +253,17 @@ def quantized_results(
     return found[0], found[1]
 
 
+def _histories_agree(call: Call, parallel: TensorParallel) -> bool:
+    """Do scale updates of delayed scaling take maxima over all ranks of the tensor-parallel group?"""
+    active = call.active
+    if not active.follows_history or active.group is None or parallel.group is None:
+        return False
+    if not getattr(active.recipe, "reduce_amax", False):
+        return False
+    ranks = torch.distributed.get_process_group_ranks
+    return set(ranks(parallel.group)) <= set(ranks(active.group))
+
+
 def rows_of_shard(call: Call, parallel: TensorParallel) -> int:
     """Return the rows on this rank of the matrix that a linear layer shards along its rows.
 
@@ -358,4 +369,4 @@ def product_spec(
     )
     if shard is None or not (communicates and parallel.sequence):
         return spec
-    return gathering(spec, shard, call.input.is_quantized)
+    return gathering(spec, shard, call.input.is_quantized, _histories_agree(call, parallel))
