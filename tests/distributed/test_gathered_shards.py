@@ -46,7 +46,7 @@ def _recomputed_mlp(**options: Any) -> torch.nn.Module:
 def _operations(
     tp_group: Any = None, tp_size: int = 1, sequence_parallel: bool = False, **options: Any
 ) -> Any:
-    options |= {"dtype": options.pop("params_dtype"), "device": "cpu"}
+    options["dtype"] = options.pop("params_dtype")
     shared = options | {"tensor_parallel_group": tp_group, "sequence_parallel": sequence_parallel}
     modes = ("column", "row") if tp_group is not None else (None, None)
     return ops.Sequential(
@@ -93,9 +93,9 @@ def recorded() -> Iterator[Sent]:
         yield sent
 
 
-def _made(kind: str, sharded: bool) -> torch.nn.Module:
+def _made(kind: str, sharded: bool, device: torch.device) -> torch.nn.Module:
     parallel = {"tp_group": dist.group.WORLD, "tp_size": SIZE, "sequence_parallel": True} if sharded else {}
-    layer = LAYERS[kind](params_dtype=DTYPE, device="cpu", **parallel)
+    layer = LAYERS[kind](params_dtype=DTYPE, device=device, **parallel)
     generator = torch.Generator().manual_seed(3 + dist.get_rank())
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -108,7 +108,8 @@ def _step(
 ) -> tuple[dict[str, Any], Sent, Sent, int]:
     """Return results, the bytes sent forward and backward, and the bytes saved beside parameters."""
     generator = torch.Generator().manual_seed(11 + dist.get_rank())
-    x = torch.randn(*shape, generator=generator).to(DTYPE).requires_grad_()
+    device = next(layer.parameters()).device
+    x = torch.randn(*shape, generator=generator).to(device, DTYPE).requires_grad_()
     kept: dict[int, int] = {}
     parameters = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
 
@@ -126,7 +127,7 @@ def _step(
     ):
         y = layer(x)
     saved = sum(kept.values())
-    dy = torch.randn(y.shape, generator=generator).to(DTYPE)
+    dy = torch.randn(y.shape, generator=generator).to(device, DTYPE)
     with recorded() as backward:
         y.backward(dy)
     found = {"y": y.detach(), "dx": x.grad}
@@ -139,10 +140,10 @@ def _rows(kind: str, tokens: int) -> tuple[int, int]:
     return (tokens, INNER // SIZE) if kind == "row" else (tokens // SIZE, HIDDEN)
 
 
-def _case(kind: str, name: str, tokens: int) -> dict[str, Any]:
+def _case(device: torch.device, kind: str, name: str, tokens: int) -> dict[str, Any]:
     """Return the results of two steps, as sent and with values gathered, and what was sent and saved."""
     recipe = RECIPES[name]
-    layer, other = _made(kind, True), _made(kind, True)
+    layer, other = (_made(kind, True, device) for _ in range(2))
     equal = True
     for _ in range(2):
         found, forward, backward, saved = _step(layer, recipe, _rows(kind, tokens))
@@ -151,7 +152,7 @@ def _case(kind: str, name: str, tokens: int) -> dict[str, Any]:
         equal = equal and all(torch.equal(found[key], whole[key]) for key in found)
     alone = 0
     if kind != "row":
-        alone = _step(_made(kind, False), recipe, (tokens, HIDDEN))[3]
+        alone = _step(_made(kind, False, device), recipe, (tokens, HIDDEN))[3]
     return {
         "equal": equal,
         "sent": [forward.of("all_gather_into_tensor"), backward.of("all_gather_into_tensor")],
@@ -171,7 +172,7 @@ CASES += [("column", name, RAGGED) for name in QUANTIZED] + [("mlp", name, RAGGE
 
 
 def _measured(device: torch.device) -> dict[str, Any]:
-    return {"/".join(map(str, case)): _case(*case) for case in CASES}
+    return {"/".join(map(str, case)): _case(device, *case) for case in CASES}
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,9 @@ import torch.distributed as dist
 
 import transformer_engine.pytorch as te
 from tests.distributed.threaded_ranks import run_on_threads
+from transformer_engine.common import warning
+from transformer_engine.common.recipe import Float8CurrentScaling
+from transformer_engine.pytorch import distributed
 
 SIZE, HIDDEN, INNER = 2, 32, 64
 CPU: dict[str, Any] = {"device": "cpu"}
@@ -38,7 +41,9 @@ def test_a_group_decides_how_many_ranks_share_a_layer():
     assert run_on_threads(run, SIZE) == [[True] * len(LAYERS)] * SIZE
 
 
-def test_a_size_that_contradicts_the_group_is_warned_about_once(unwarned):
+def test_a_size_that_contradicts_the_group_is_warned_about_once(monkeypatch):
+    monkeypatch.setattr(warning, "_issued", set())
+
     def run(rank: int) -> torch.Size:
         return LAYERS["column"](tp_group=dist.group.WORLD, tp_size=4).weight.shape
 
@@ -141,6 +146,28 @@ def test_parameters_carry_the_marks_that_megatron_reads(kind):
         assert callable(getattr(layer, name))
 
 
+def test_ranks_share_the_elements_of_a_tensor_and_gather_them():
+    def run(rank: int) -> tuple[torch.Tensor, bool, bool]:
+        whole, group = torch.arange(12.0).view(3, 4), dist.group.WORLD
+        own = distributed.split_tensor_into_1d_equal_chunks(whole, group)
+        copy = distributed.split_tensor_into_1d_equal_chunks(whole, group, new_buffer=True)
+        with pytest.raises(ValueError, match="pad it to 6"):
+            distributed.split_tensor_into_1d_equal_chunks(torch.ones(5), group)
+        shared = own.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        assert torch.equal(copy, own) and copy.untyped_storage().nbytes() == 6 * 4
+        gathered = distributed.gather_split_1d_tensor(own, group)
+        return own.clone(), shared, torch.equal(gathered, whole.view(-1))
+
+    first, second = run_on_threads(run, SIZE)
+    assert torch.equal(torch.cat((first[0], second[0])), torch.arange(12.0))
+    assert first[1:] == second[1:] == (True, True)
+
+
+def test_a_random_state_is_graph_safe_where_it_is_a_generator():
+    assert distributed.is_graph_safe_rng_state(torch.Generator())
+    assert not distributed.is_graph_safe_rng_state(torch.get_rng_state())
+
+
 def test_all_collectives_of_a_layer_use_its_own_group(monkeypatch):
     groups: list[Any] = []
 
@@ -157,7 +184,7 @@ def test_all_collectives_of_a_layer_use_its_own_group(monkeypatch):
         group = dist.new_group([0, 1])
         layer = LAYERS["mlp"](tp_group=group, sequence_parallel=True)
         x = torch.ones(64, HIDDEN, requires_grad=True)
-        with te.autocast(recipe=te.common.recipe.Float8CurrentScaling()):
+        with te.autocast(recipe=Float8CurrentScaling()):
             y = layer(x)
         y.sum().backward()
         return group

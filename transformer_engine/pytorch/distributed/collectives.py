@@ -266,6 +266,35 @@ def allreduce(
     return inp, dist.all_reduce(inp, group=tp_group, async_op=async_op)
 
 
+def split_tensor_into_1d_equal_chunks(
+    tensor: Tensor, tp_group: dist_group_type | None, new_buffer: bool = False
+) -> Tensor:
+    """Return this rank's share of the elements of a tensor, a vector [numel / n].
+
+    Args:
+        tensor: Contiguous tensor.
+        tp_group: Group of n ranks that share the elements.
+        new_buffer: Copy the elements; otherwise the vector is a view.
+
+    Raises:
+        ValueError: The ranks do not divide the number of elements.
+    """
+    size = world_size(tp_group)
+    if tensor.numel() % size:
+        raise ValueError(
+            f"{size} ranks do not divide the {tensor.numel()} elements of a tensor; pad it to "
+            f"{-(-tensor.numel() // size) * size}"
+        )
+    share = tensor.numel() // size
+    own = tensor.view(-1)[rank(tp_group) * share : (rank(tp_group) + 1) * share]
+    return own.clone() if new_buffer else own
+
+
+def gather_split_1d_tensor(tensor: Tensor, tp_group: dist_group_type | None) -> Tensor:
+    """Return the vector of all shares that `split_tensor_into_1d_equal_chunks` returned on the ranks of a group."""
+    return _gather(tensor.reshape(-1), tp_group, False)[0]
+
+
 def _check(inp: Tensor, group: dist_group_type | None, async_op: bool, group_name: str = "tp_group") -> None:
     """Raise TypeError for invalid arguments of a collective."""
     tensor("inp", inp)
