@@ -298,7 +298,7 @@ def test_a_damaged_file_is_logged_once_and_built_again(name, library, tmp_path, 
 @pytest.mark.parametrize(
     "error", [RuntimeError("CUDNN_STATUS_NOT_SUPPORTED"), NotSupported("no engine"), IndexError("stoll")]
 )
-def test_a_plan_that_the_library_refuses_is_logged_and_built_again(error, library, tmp_path, caplog):
+def test_a_plan_that_the_library_rejects_is_logged_and_built_again(error, library, tmp_path, caplog):
     plan()
     library.refusal = error
     made = plan()
@@ -358,7 +358,7 @@ def test_a_folder_that_others_may_write_is_neither_read_nor_written(mode, librar
         plan(request("no_mask"))
     assert (library.built, library.read) == (5, 0)
     assert files(tmp_path) == [path] and path.stat().st_mtime_ns == before.st_mtime_ns
-    assert len(caplog.records) == 1 and "make it yours alone" in caplog.text
+    assert len(caplog.records) == 1 and "make it writable only by you" in caplog.text
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in this file system")
@@ -368,7 +368,7 @@ def test_a_pipe_in_a_files_place_does_not_block(library, tmp_path, caplog):
     path.unlink()
     os.mkfifo(path)
     plan()
-    assert library.built == 2 and "it is no plain file" in caplog.text
+    assert library.built == 2 and "it is not a regular file" in caplog.text
     plan()
     assert library.read == 1
 

@@ -184,7 +184,7 @@ def test_interpolation_squeezes_positions():
     assert RotaryPositionEmbedding(8, rotary_percent=0.5)(4).shape[-1] == 4
 
 
-def test_wrong_arguments_are_refused_with_the_limit(device):
+def test_wrong_arguments_are_rejected_with_the_limit(device):
     x, freqs = sample(device, 5, 2, 3, 8), angles(device, 8, length=4)
     with pytest.raises(ValueError, match=r"sequence length 5 > 4 positions"):
         apply_rotary_pos_emb(x, freqs)

@@ -121,9 +121,9 @@ def test_a_failure_is_a_row_with_its_sentence():
 
 def test_a_missing_library_is_a_sentence():
     missing = Provider("other", ("bf16",), {}, module="no_such_library", remedy="pip install it")
-    assert missing.refusal(CPU) == "not installed; pip install it"
+    assert missing.unavailable_reason(CPU) == "not installed; pip install it"
     assert list(run(cases(["bf16"], True, ["rope"]), [missing], CPU, ROOFS, BRIEF)) == []
-    assert replace(missing, module=None, gpu_only="needs one").refusal(CPU) == "needs one"
+    assert replace(missing, module=None, gpu_only="needs one").unavailable_reason(CPU) == "needs one"
 
 
 def test_a_case_goes_to_the_providers_of_its_recipe():
@@ -274,7 +274,7 @@ def test_a_comparison_reads_lists_and_reports(tmp_path: Path):
     assert "0.707" in result.output  # the geometric mean of 0.5 and 1
 
 
-def test_a_comparison_without_a_common_case_is_refused(tmp_path: Path):
+def test_a_comparison_without_a_common_case_is_rejected(tmp_path: Path):
     first, second = tmp_path / "a.json", tmp_path / "b.json"
     first.write_text(json.dumps(figures(norm_of_a=1.0)))
     second.write_text(json.dumps(figures(norm_of_b=1.0)))
@@ -283,7 +283,7 @@ def test_a_comparison_without_a_common_case_is_refused(tmp_path: Path):
     assert "have no case in common" in result.output
 
 
-def test_a_file_without_cases_is_refused(tmp_path: Path):
+def test_a_file_without_cases_is_rejected(tmp_path: Path):
     path = tmp_path / "other.json"
     path.write_text('{"losses": [1, 2]}')
     with pytest.raises(

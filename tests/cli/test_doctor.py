@@ -353,7 +353,7 @@ def test_packages_that_raise_whatever_it_be_are_named(tmp_path: Path):
         assert any(words.startswith("jax.devices raises") for words in problems)
 
 
-def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]):
+def test_an_unknown_option_is_rejected(capsys: pytest.CaptureFixture[str]):
     assert main(["--verbose"]) == 2
     assert "te doctor takes no --verbose" in capsys.readouterr().err
 

@@ -63,7 +63,7 @@ def test_an_error_is_not_kept():
     assert built == [3, 3] and not memory
 
 
-def test_a_build_that_could_read_more_than_its_key_is_refused():
+def test_a_build_that_could_read_more_than_its_key_is_rejected():
     offset = 10
 
     class Owner:

@@ -85,7 +85,7 @@ CALLS = {call.name: call for table in TABLES for call in table()}
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_every_bad_call_is_refused_by_name_and_changes_nothing(name: str):
+def test_every_bad_call_is_rejected_and_changes_nothing(name: str):
     call = CALLS[name]
     faults = []
     with call.context():

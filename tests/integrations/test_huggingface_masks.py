@@ -218,7 +218,7 @@ def left_out(masking: masks.Masking, batch: int, queries: int) -> torch.Tensor:
     return (place < begins[:, None]) | (place >= (begins + lengths)[:, None])
 
 
-def test_random_masks_are_refused_or_right():
+def test_random_masks_are_rejected_or_right():
     drawn, recognised = random.Random(0), 0
     for _ in range(300):
         queries, keys, batch = drawn.randint(2, 6), drawn.randint(2, 9), drawn.randint(1, 3)

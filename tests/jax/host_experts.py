@@ -96,10 +96,20 @@ def experts_case(
         (_, (got_y, received)), got = step(many, variables | {"params": laid}, x)
     found = {
         "y": difference(got_y, y), "gradients": difference(got[0], params), "dx": difference(got[2], dx),
-        "state": difference(got[1]["fp8_metas"], state["fp8_metas"]) if state else 0.0,
+        "state": difference(*forward_and_backward_states(got[1], state)[0]),
+        "state of gradients": difference(*forward_and_backward_states(got[1], state)[1]),
     }  # fmt: skip
     slots = 2 * x.shape[0] * x.shape[1]
     return found | {"difference": max(found.values()), "received": int(received.sum()), "slots": slots}
+
+
+def forward_and_backward_states(*collections) -> list[list[dict[str, jax.Array]]]:
+    """[states of inputs and kernels, states of gradients]: of each, one dictionary per collection."""
+    states = [collection.get("fp8_metas", {}) for collection in collections]
+    return [
+        [{name: leaf for name, leaf in one.items() if ("grad" in name) == backward} for one in states]
+        for backward in (False, True)
+    ]
 
 
 @cache

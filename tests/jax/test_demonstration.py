@@ -151,7 +151,7 @@ def test_the_command_writes_the_same_files_prints_the_same_table_and_continues(t
         (["--resume"], "there is no checkpoint at"),
     ],
 )
-def test_what_the_flax_model_does_not_have_is_refused(
+def test_what_the_flax_model_does_not_have_is_rejected(
     options: list[str], words: str, text: str, tmp_path: Path
 ):
     result = te(

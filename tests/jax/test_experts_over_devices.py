@@ -23,8 +23,9 @@ def found() -> dict:
     return printed_by(PROGRAM.with_name("host_experts.py"))
 
 
-def assert_one_device(case: dict, gradients: float = SUMS) -> None:
+def assert_one_device(case: dict, gradients: float = SUMS, states_of_gradients: float = 0.0) -> None:
     assert case["state"] == 0.0
+    assert case["state of gradients"] <= states_of_gradients
     assert case["y"] < SUMS and case["dx"] < SUMS and case["gradients"] < gradients, case
     assert case["received"] == case["slots"]
 
@@ -40,7 +41,9 @@ def test_rows_of_an_expert_begin_where_blocks_do(found):
 
 def test_an_axis_beside_those_of_tokens_and_experts_changes_no_state(found):
     """Kernels lie over it, the mesh is entered by `with mesh:`, and experts get tokens on some devices alone."""
-    assert_one_device(found["few tokens: delayed"])
+    # The experts' gradients have the routing probabilities as factors. These come from a product in float32, whose
+    # sums may have another order where a device has fewer rows.
+    assert_one_device(found["few tokens: delayed"], states_of_gradients=SUMS)
 
 
 def test_halves_are_rounded_as_on_one_device_but_for_sums_of_kernels(found):
@@ -92,7 +95,7 @@ def test_rows_between_experts_stay_zero_up_to_the_last_product(early):
     np.testing.assert_array_equal(state["fp8_metas"]["x_2_amax_history"], 0.0)
 
 
-def test_an_axis_of_data_that_the_mesh_has_not_is_refused():
+def test_an_axis_of_data_that_the_mesh_has_not_is_rejected():
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("ep",))
     model = te_flax._MoEBlock(
         num_experts=2,
@@ -103,6 +106,6 @@ def test_an_axis_of_data_that_the_mesh_has_not_is_refused():
     )
     with (
         jax.set_mesh(mesh),
-        pytest.raises(ValueError, match="data_parallelism_axes='zz' is no axis of the mesh"),
+        pytest.raises(ValueError, match="data_parallelism_axes='zz' is not an axis of the mesh"),
     ):
         jax.eval_shape(model.init, jax.random.key(0), jnp.ones((1, 4, 16)))

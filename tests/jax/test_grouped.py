@@ -194,7 +194,7 @@ def test_the_module_of_grouped_products_keeps_a_state_a_group():
         ({"x": jnp.ones((M, K), jnp.int32)}, TypeError, "cast it"),
     ],
 )
-def test_a_bad_grouped_call_is_refused_with_value_limit_and_remedy(change, error, sentence):
+def test_a_bad_grouped_call_is_rejected_with_value_limit_and_remedy(change, error, sentence):
     x, kernel, _, _ = inputs()
     with pytest.raises(error, match=sentence):
         grouped_dense(**({"x": x, "kernel": kernel, "group_sizes": jnp.asarray(SIZES)} | change))

@@ -110,7 +110,7 @@ def test_modules_hand_it_on():
         ({"score_mod": lambda graph, score, tensors: score}, NotImplementedError, "jnp operations"),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(options, error, sentence):
+def test_what_does_not_go_with_it_is_rejected(options, error, sentence):
     q, k, v, _ = data()
     if "seed" in options:
         options = options | {"seed": jax.random.key(0)}

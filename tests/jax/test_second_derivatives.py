@@ -62,7 +62,7 @@ def penalty(y_of):
 
 @pytest.mark.parametrize("operation", ["dense", "layernorm_dense", "layernorm_mlp", "grouped_dense"])
 @pytest.mark.parametrize("chosen", RECIPES, ids=lambda chosen: type(chosen).__name__)
-def test_a_second_derivative_through_codes_is_refused(chosen, operation):
+def test_a_second_derivative_through_codes_is_rejected(chosen, operation):
     """It was 0 of a dense, and a part of the right one behind a norm."""
     (x,) = arrays((64, HIDDEN))
     y_of = functions(chosen)[operation]
@@ -73,7 +73,7 @@ def test_a_second_derivative_through_codes_is_refused(chosen, operation):
 
 
 @pytest.mark.parametrize("function", [layernorm, activation])
-def test_a_second_derivative_through_a_quantizer_behind_a_function_is_refused(function):
+def test_a_second_derivative_through_a_quantizer_behind_a_function_is_rejected(function):
     (x, gamma) = arrays((64, HIDDEN), (HIDDEN,))
     quantizer = QuantizerFactory.create(
         scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn

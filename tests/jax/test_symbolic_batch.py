@@ -72,7 +72,7 @@ def test_a_program_for_cuda_is_exported_with_the_calls_that_the_documentation_al
     assert needed in program.mlir_module()
 
 
-def test_a_kernel_forced_on_a_symbol_is_refused_by_name():
+def test_a_kernel_forced_on_a_symbol_is_rejected():
     gamma = jnp.ones(WIDTH)
     (batch,) = export.symbolic_shape("batch")
     program = jax.jit(lambda x: layernorm(x, gamma, None, "rmsnorm"))

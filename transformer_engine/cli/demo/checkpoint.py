@@ -51,9 +51,9 @@ def load(path: Path) -> dict[str, Any]:
     except (pickle.UnpicklingError, RuntimeError, KeyError, EOFError) as error:
         line = str(error).strip().partition("\n")[0][:120]
         raise ValueError(f"{path} is no checkpoint that te train wrote ({line}); {remedy}") from None
-    refusal = _refusal(state)
-    if refusal is not None:
-        raise ValueError(f"{path} is no checkpoint that te train wrote: {refusal}; {remedy}")
+    reason = _content_error(state)
+    if reason is not None:
+        raise ValueError(f"{path} is no checkpoint that te train wrote: {reason}; {remedy}")
     return state
 
 
@@ -69,7 +69,7 @@ def _damage(path: Path) -> str | None:
     return None if broken is None else f"its part {broken} is damaged"
 
 
-def _refusal(state: Any) -> str | None:
+def _content_error(state: Any) -> str | None:
     """Return what differs from a state that te train writes, or None."""
     if not isinstance(state, dict):
         return f"it holds a {type(state).__name__}, not a dict"

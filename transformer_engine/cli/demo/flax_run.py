@@ -101,7 +101,7 @@ class FlaxRun:
         """{path: array}."""
         return flax_checkpoint.flattened(self.state)
 
-    def refusal(self, state: dict[str, Any] | None) -> str | None:
+    def mismatch(self, state: dict[str, Any] | None) -> str | None:
         """Why a state is not one of this model and optimizer; None when it is."""
         return flax_checkpoint.misfit(state, self.state_dict())
 

@@ -89,11 +89,11 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
-    def refusal(self, state: dict[str, Any] | None) -> str | None:
+    def mismatch(self, state: dict[str, Any] | None) -> str | None:
         """Why a state is not one of this model and optimizer; None when it is."""
         if state is None:
             return "it has no such run"
-        return checkpoint.misfit(state["model"], self.model.state_dict()) or self.optimizer.refusal(
+        return checkpoint.misfit(state["model"], self.model.state_dict()) or self.optimizer.mismatch(
             state["optimizer"]
         )
 

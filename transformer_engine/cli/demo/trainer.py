@@ -48,7 +48,7 @@ class ModelRun(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
 
-    def refusal(self, state: dict[str, Any] | None) -> str | None:
+    def mismatch(self, state: dict[str, Any] | None) -> str | None:
         """Why a state is not one of this model and optimizer; None when it is."""
         ...
 
@@ -197,10 +197,10 @@ class Trainer:
                 f"give the same text with --data, or start another run with --name"
             )
         for name, run in self.runs.items():
-            refusal = run.refusal(state["runs"].get(name))
-            if refusal is not None:
+            mismatch = run.mismatch(state["runs"].get(name))
+            if mismatch is not None:
                 raise ValueError(
-                    f"{self.checkpoint_path} does not fit the run {name}: {refusal}; leave --resume out to start "
+                    f"{self.checkpoint_path} does not fit the run {name}: {mismatch}; leave --resume out to start "
                     "this run again, or start another with --name"
                 )
         history = read_metrics(self.metrics_path, last_step=state["step"])

@@ -132,8 +132,8 @@ def _framework(e: Installation, framework: frameworks.Framework) -> Results:
         return
     for package in framework.packages:
         version = e.version_of(package.name) or ""
-        refusal = package.refuses(version) or e.failures.get(package.name)
-        yield ("problem", refusal, remedy) if refusal else ("good", f"{package.name} {version}", "")
+        reason = package.unsupported_reason(version) or e.failures.get(package.name)
+        yield ("problem", reason, remedy) if reason else ("good", f"{package.name} {version}", "")
     ours = f"transformer_engine.{framework.module}"
     if ours in e.failures and not any(package.name in e.failures for package in framework.packages):
         yield "problem", e.failures[ours], remedy

@@ -75,14 +75,14 @@ def _refuses_product(fusion: Fusion) -> str | None:
 
 _APART = Backend[Fusion](APART, takes=_FEATURES)
 NORM_OUTPUT: Table[Fusion] = Table(
-    "norm_output", (Backend(IN_CODES, refuses=_refuses_codes), _APART), describe=Fusion
+    "norm_output", (Backend(IN_CODES, unsupported_reason=_refuses_codes), _APART), describe=Fusion
 )
 
 
 def _mlp_table(name: str, refuses_codes: Callable[[Fusion], str | None]) -> Table[Fusion]:
     """Return the table of a matrix between the two products of an MLP."""
-    in_codes = Backend[Fusion](IN_CODES, refuses=refuses_codes)
-    in_product = Backend[Fusion](IN_PRODUCT, takes=_FEATURES, refuses=_refuses_product)
+    in_codes = Backend[Fusion](IN_CODES, unsupported_reason=refuses_codes)
+    in_product = Backend[Fusion](IN_PRODUCT, takes=_FEATURES, unsupported_reason=_refuses_product)
     return Table(name, (in_codes, in_product, _APART), describe=Fusion)
 
 

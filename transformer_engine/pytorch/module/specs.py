@@ -183,7 +183,7 @@ def product_refusal(product: ProductQuantizers | LinearSpec, m: int, k: int, n: 
         (product.weight, (n, k)),
         (product.grad_output, (m, n)),
     ):
-        reason = quantizer.shape_refusal(extents, True, True)
+        reason = quantizer.unsupported_shape_reason(extents, True, True)
         if reason is not None:
             return reason
     return None

@@ -75,7 +75,7 @@ def _given_once(packed: str, **others: Tensor | None) -> None:
     for name, tensor in others.items():
         if tensor is not None:
             raise ValueError(
-                f"{name}={described(tensor)} beside {packed}, which holds it; leave one of them out"
+                f"{name}={described(tensor)} is given together with {packed}, which contains it; leave one of them out"
             )
 
 
@@ -363,7 +363,7 @@ def bound_score_mod(
     if bprop is not None:
         raise NotImplementedError(
             f"score_mod_bprop={described(bprop)} is not available: autograd differentiates score_mod, and a gradient "
-            "given beside it could differ from that; leave it None"
+            "given in addition could differ from it; leave it None"
         )
     if bprop_tensors is not None:
         raise ValueError(

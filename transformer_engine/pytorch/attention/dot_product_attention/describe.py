@@ -30,7 +30,7 @@ def describe_sequences(
         config: Settings of the attention.
         qkv: q, k and v, or descriptions of them.
         a: Arguments of the call.
-        cached: Metadata of the cached keys and values; None beside inference_params if only a custom manager has it.
+        cached: Metadata of the cached keys and values; None with inference_params if only a custom manager has it.
         same_lengths: Result of `are_same`.
 
     Raises:
@@ -161,7 +161,7 @@ def _lengthened(x: Any, axis: int, size: int) -> TensorFacts:
 
 
 def mask_name(config: AttentionConfig, a: AttentionArguments) -> str:
-    """Return the mask type of the call, by default the layer's; over a cache, sequences have lengths of their own."""
+    """Return the mask type of the call, by default the layer's; with a cache, sequences have individual lengths."""
     name = config.attn_mask_type if a.attn_mask_type is None else masks.canonical_name(a.attn_mask_type)
     return name if a.inference_params is None else masks.over_cached_keys(name)
 

@@ -123,7 +123,7 @@ def accumulation_of(recipe: Recipe | None) -> Accumulation:
 def fitting(kind: str, quantizers: Sequence[Quantizer], m: int, k: int, n: int, traced: bool) -> bool:
     """Return whether the formats take x [m, k], w [n, k] and dy [m, n]; otherwise warn once that they do not."""
     for quantizer, extents in zip(quantizers, ((m, k), (n, k), (m, n)), strict=True):
-        reason = quantizer.shape_refusal(extents, True, True)
+        reason = quantizer.unsupported_shape_reason(extents, True, True)
         if reason is not None:
             if not traced:
                 warn_once(f"{kind} {reason}", f"{kind} runs in high precision: {reason}")

@@ -265,9 +265,9 @@ EVERYTHING = frozenset(Feature)
 TABLE: Table[ContextRequest] = Table(
     "context_parallel",
     (
-        Backend("p2p", takes=EVERYTHING, refuses=_refuses_ring),
-        Backend("all_gather", takes=EVERYTHING, refuses=_refuses_gather),
-        Backend("a2a", takes=EVERYTHING, refuses=_refuses_exchange),
+        Backend("p2p", takes=EVERYTHING, unsupported_reason=_refuses_ring),
+        Backend("all_gather", takes=EVERYTHING, unsupported_reason=_refuses_gather),
+        Backend("a2a", takes=EVERYTHING, unsupported_reason=_refuses_exchange),
     ),
     describe=ContextRequest,
     order=lambda request: _ORDERS[request.communication],
