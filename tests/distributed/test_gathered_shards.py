@@ -106,7 +106,7 @@ def _made(kind: str, sharded: bool, device: torch.device) -> torch.nn.Module:
 def _step(
     layer: torch.nn.Module, recipe: Any, shape: tuple[int, int]
 ) -> tuple[dict[str, Any], Sent, Sent, int]:
-    """Return results, the bytes sent forward and backward, and the bytes saved beside parameters."""
+    """Return results, the bytes sent forward and backward, and the bytes saved in addition to parameters."""
     generator = torch.Generator().manual_seed(11 + dist.get_rank())
     device = next(layer.parameters()).device
     x = torch.randn(*shape, generator=generator).to(device, DTYPE).requires_grad_()
@@ -141,7 +141,7 @@ def _rows(kind: str, tokens: int) -> tuple[int, int]:
 
 
 def _case(device: torch.device, kind: str, name: str, tokens: int) -> dict[str, Any]:
-    """Return the results of two steps, as sent and with values gathered, and what was sent and saved."""
+    """Return the results of two steps, as sent and with values gathered, and the bytes sent and saved."""
     recipe = RECIPES[name]
     layer, other = (_made(kind, True, device) for _ in range(2))
     equal = True

@@ -45,7 +45,7 @@ class Memory:
 
 
 class Peers:
-    """Stands for `torch._C._distributed_c10d._SymmetricMemory`."""
+    """Replaces `torch._C._distributed_c10d._SymmetricMemory`."""
 
     def __init__(self, memory: Memory, rank: int):
         self.rank, self.world_size = rank, len(memory.buffers)
@@ -111,7 +111,7 @@ def test_a_row_parallel_layer_sums_over_symmetric_memory_where_it_is_available(m
     def buffer(numel: int, dtype: torch.dtype, device: torch.device, group: Any, tag: Any) -> Any:
         known = vars(buffers).setdefault("made", {})
         if numel not in known:
-            known[numel] = symmetric_memory._Buffer(*allocated(numel, dtype, device, group), group)
+            known[numel] = symmetric_memory._SharedBuffer(*allocated(numel, dtype, device, group), group)
         return known[numel]
 
     monkeypatch.setattr(symmetric_memory, "_buffer", buffer)
@@ -175,7 +175,7 @@ def test_every_type_computes_the_sum_and_one_without_effect_is_warned_about_once
     [
         (Reduction(None, "cuda", torch.bfloat16, "cuda:nccl", False), "own all-reduce"),
         (Reduction("two_shot", "cpu", torch.bfloat16, "cpu:gloo", False), "on cpu"),
-        (Reduction("two_shot", "cuda", torch.bfloat16, "cuda:gloo", False), "beside NCCL"),
+        (Reduction("two_shot", "cuda", torch.bfloat16, "cuda:gloo", False), "requires an NCCL group"),
         (Reduction("two_shot", "cuda", torch.int32, "cuda:nccl", False), "int32"),
         (Reduction("two_shot", "cuda", torch.bfloat16, "cuda:nccl", True), "compiler"),
         (Reduction("two_shot", "cuda", torch.bfloat16, "cpu:gloo,cuda:nccl", False), None),

@@ -141,7 +141,7 @@ def joined(
 
 
 def forward_steps(facts: LinearFacts, x: str, weight: str, bias: str | None) -> LinearForwardSteps:
-    """Return the steps from the buffers x, weight and bias to y, and what they save."""
+    """Return the steps from the buffers x, weight and bias to y, with the saved buffers."""
     steps: list[Step] = []
     name = facts.layer
     x_row, saved_x = _input(steps, facts, x)
@@ -174,7 +174,7 @@ def forward_steps(facts: LinearFacts, x: str, weight: str, bias: str | None) -> 
 
 
 def _input(steps: list[Step], facts: LinearFacts, x: str) -> tuple[str, str | None]:
-    """Append the steps that make the input of the product; return its buffer, and the one that is saved of x."""
+    """Append the steps that make the input of the product; return its buffer and the saved buffer of x."""
     name = facts.layer
     way = facts.gather_input if facts.gathers_input else None
     shard = x
@@ -295,7 +295,7 @@ def _gathered_again(steps: list[Step], facts: LinearFacts, saved: str) -> str:
 
 
 def _saved_input(steps: list[Step], facts: LinearFacts, saved: str) -> str:
-    """Return the buffer of x that the weight gradient reads, of what is saved of x, or of its gathered shards."""
+    """Return the buffer that the weight gradient reads, of the saved buffer of x or of its gathered shards."""
     name = facts.layer
     way = facts.gather_input if facts.gathers_input and facts.gather_input != ONCE else None
     kept = facts.keep_input or facts.backward == HIGH_PRECISION

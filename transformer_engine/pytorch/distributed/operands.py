@@ -2,7 +2,8 @@
 
 The row direction of a shard is [m, K], and that of n ranks [n * m, K]: shards are joined along the first axis. The
 column direction of a shard is [K, m], and that of n ranks [K, n * m]: shards are joined along the last axis, which
-copies the received bytes once. Scales of blocks travel beside the codes; one scale per tensor is equal on all ranks.
+copies the received bytes once. Scales of blocks are gathered with the codes; one scale per tensor
+is equal on all ranks.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ SYMMETRIC_ALL_REDUCES = (None, "nccl", *_ALGORITHMS)
 
 
 class Peers(Protocol):
-    """The buffers of all ranks: what is used of `torch._C._distributed_c10d._SymmetricMemory`."""
+    """The buffers of all ranks: the methods of `torch._C._distributed_c10d._SymmetricMemory` that are used here."""
 
     rank: int
     world_size: int
@@ -37,7 +37,7 @@ class Peers(Protocol):
     def barrier(self, channel: int = 0) -> None: ...
 
 
-class _Buffer(NamedTuple):
+class _SharedBuffer(NamedTuple):
     """A buffer of this rank, its peers, and the group that they are the ranks of."""
 
     values: Tensor
@@ -70,7 +70,7 @@ def unsupported_reason(request: Reduction) -> str | None:
     if request.device != "cuda":
         return f"symmetric memory exists on GPUs, the values are on {request.device}"
     if "nccl" not in request.backends:
-        return f"symmetric memory is exchanged beside NCCL, the group has {request.backends}"
+        return f"symmetric memory requires an NCCL group, this group has {request.backends}"
     if not request.dtype.is_floating_point:
         return f"sums are float32, the values are {request.dtype}"
     return "a compiler is tracing, which sees no peer's memory" if request.compiling else None
@@ -78,11 +78,11 @@ def unsupported_reason(request: Reduction) -> str | None:
 
 ALL_REDUCE: Table[Reduction] = Table(
     "all_reduce",
-    (Backend(SYMMETRIC, refuses=unsupported_reason), Backend(PROCESS_GROUP)),
+    (Backend(SYMMETRIC, unsupported_reason=unsupported_reason), Backend(PROCESS_GROUP)),
     describe=Reduction,
 )
 
-_buffers: dict[tuple[Any, ...], _Buffer] = {}
+_buffers: dict[tuple[Any, ...], _SharedBuffer] = {}
 
 
 def _allocated(numel: int, dtype: torch.dtype, device: torch.device, group: Any) -> tuple[Tensor, Peers]:
@@ -93,11 +93,11 @@ def _allocated(numel: int, dtype: torch.dtype, device: torch.device, group: Any)
     return values, symmetric.rendezvous(values, group)
 
 
-def _buffer(numel: int, dtype: torch.dtype, device: torch.device, group: Any, tag: Any) -> _Buffer:
+def _buffer(numel: int, dtype: torch.dtype, device: torch.device, group: Any, tag: Any) -> _SharedBuffer:
     key = (numel, dtype, device, group.group_name, tag)
     known = _buffers.get(key)
     if known is None or known.group is not group:
-        known = _buffers[key] = _Buffer(*_allocated(numel, dtype, device, group), group)
+        known = _buffers[key] = _SharedBuffer(*_allocated(numel, dtype, device, group), group)
     return known
 
 

@@ -146,7 +146,7 @@ def gathering(
     Args:
         spec: The spec.
         shard: Number of rows of the sharded matrix on this rank.
-        is_quantized: The input is a quantized tensor, whose codes travel as they are.
+        is_quantized: The input is a quantized tensor, whose codes are gathered unchanged.
         histories_agree: Scale updates of delayed scaling take maxima over all ranks of the tensor-parallel group.
     """
     parallel = spec.parallel

@@ -133,9 +133,9 @@ def overlap_flag(name: str, value: Any) -> bool | None:
     if wanted:
         warn_once(
             "overlapped communication",
-            f"{name}={value!r} has no effect: collectives of sequence-parallel layers run beside products that do not "
-            "depend on them in any case, and products are not split to overlap with their own. The ub_* arguments can "
-            "be left out",
+            f"{name}={value!r} has no effect: collectives of sequence-parallel layers overlap with independent "
+            "products in any case, and products are not split to overlap with their collectives. The ub_* arguments "
+            "can be left out",
         )
     return wanted
 

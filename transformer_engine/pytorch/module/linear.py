@@ -68,7 +68,7 @@ class Linear(ProductsModule):
     device                "cuda" means the GPU where there is one, else the CPU; "meta" defers initialisation
     symmetric_ar_type     "one_shot" or "two_shot": sum a row-parallel layer's output over symmetric memory, where that
                           is available; see `distributed.symmetric_all_reduce`
-    ub_*                  without effect: collectives run beside independent products in any case
+    ub_*                  without effect: collectives overlap with independent products in any case
     """
 
     build = staticmethod(build)

@@ -1,9 +1,9 @@
 """Userbuffers: the settings by which the original overlaps collectives with matrix products, checked and recorded.
 
 Layers compute the same function without them. Gathers and reductions of sequence-parallel layers are asynchronous and
-run beside the products that do not depend on them, with or without `ub_*` flags (the `bulk` methods of the original);
-a product is not split into chunks that alternate with pieces of its own collective (its `ring_exchange` and `pipeline`
-methods). `initialize_ub` therefore allocates nothing: it validates a configuration and answers questions about it.
+overlap with products that do not depend on them, with or without `ub_*` flags (the `bulk` methods of the original). A
+product is not split into chunks that overlap with parts of its collective (the `ring_exchange` and `pipeline` methods).
+`initialize_ub` therefore allocates nothing: it validates a configuration, which `get_ub` returns.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ def initialize_ub(
         made |= _communicators_of(tp_size, mode, settings or {})
     warn_once(
         "initialize_ub",
-        "initialize_ub has no effect: collectives of sequence-parallel layers run beside products that do not depend "
-        "on them in any case, and products are not split to overlap with their own. The call can be left out",
+        "initialize_ub has no effect: collectives of sequence-parallel layers overlap with independent products in "
+        "any case, and products are not split to overlap with their collectives. The call can be left out",
     )
     _communicators.update(made)
 
@@ -178,7 +178,7 @@ def get_ub(name: str, use_fp8: bool) -> Communicator:
 
     Raises:
         RuntimeError: `initialize_ub` has not been called.
-        KeyError: There are no settings for this name and mode.
+        KeyError: The name is unknown in this mode.
     """
     if not _communicators:
         raise RuntimeError("userbuffers are not initialized; call initialize_ub first")
