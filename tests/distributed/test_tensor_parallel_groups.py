@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from transformer_engine.pytorch import distributed
 
 SIZE, HIDDEN, INNER = 2, 32, 64
 CPU: dict[str, Any] = {"device": "cpu"}
-LAYERS = {
+LAYERS: dict[str, Callable[..., Any]] = {
     "column": lambda **given: te.Linear(HIDDEN, INNER, parallel_mode="column", **CPU, **given),
     "row": lambda **given: te.Linear(INNER, HIDDEN, parallel_mode="row", **CPU, **given),
     "norm": lambda **given: te.LayerNormLinear(HIDDEN, INNER, parallel_mode="column", **CPU, **given),
@@ -136,10 +137,12 @@ def test_parameters_carry_the_marks_that_megatron_reads(kind):
     for name, parameter in layer.named_parameters():
         dim = MARKS[kind][name]
         if dim is None:  # each rank sees a part of the sequence: Megatron reduces the gradient
-            assert parameter.sequence_parallel and not getattr(parameter, "tensor_model_parallel", False)
+            assert getattr(parameter, "sequence_parallel", False)
+            assert not getattr(parameter, "tensor_model_parallel", False)
         else:
-            marks = (parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride)
-            assert marks == (True, dim, 1) and not getattr(parameter, "sequence_parallel", False)
+            names = ("tensor_model_parallel", "partition_dim", "partition_stride")
+            assert [getattr(parameter, mark) for mark in names] == [True, dim, 1]
+            assert not getattr(parameter, "sequence_parallel", False)
     assert (layer.tp_size, layer.tp_group, layer.sequence_parallel) == (SIZE, None, True)
     assert callable(layer.backward_dw) and not layer.need_backward_dw()
     for name in ("set_tensor_parallel_group", "register_wgrad_accumulation_and_reduce_hooks"):

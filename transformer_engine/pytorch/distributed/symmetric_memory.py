@@ -29,8 +29,11 @@ SYMMETRIC_ALL_REDUCES = (None, "nccl", *_ALGORITHMS)
 class Peers(Protocol):
     """The buffers of all ranks: the methods of `torch._C._distributed_c10d._SymmetricMemory` that are used here."""
 
-    rank: int
-    world_size: int
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
 
     def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0) -> Tensor: ...
 
