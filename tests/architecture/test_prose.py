@@ -18,7 +18,12 @@ from tests.architecture.source import ROOT, modules, text
 HITS_PER_1000_WORDS = 1.0
 WORDS_PER_SENTENCE = 18.0
 # Folders that do not meet the limit yet, with their present rates, which may only fall.
-RATES: dict[str, float] = {}
+RATES = {
+    "transformer_engine/pytorch/module": 5.9,
+    "transformer_engine/pytorch/functions": 3.5,
+    "transformer_engine/pytorch/ops": 2.1,
+    "transformer_engine/common/passes": 1.8,
+}
 
 PHRASES = {
     r"whoever|nobody|somebody": "caller, user, no caller",

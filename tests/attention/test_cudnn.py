@@ -1,4 +1,4 @@
-"""The cuDNN backend: what it refuses and why on any machine; on a GPU, every option against the float32 reference."""
+"""The cuDNN backend: unsupported calls with reasons on any machine; on a GPU, all options against the reference."""
 
 from __future__ import annotations
 

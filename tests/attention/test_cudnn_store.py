@@ -1,4 +1,4 @@
-"""cuDNN's plans on disk: what is read, what is built again and why, on a stand-in for the library."""
+"""cuDNN's plans on disk: which are read, and which are built again and why, with a stand-in for the library."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Node:
 
 
 class Graph:
-    """Collects uids, counts what is built, and serialises itself as the library does: to a list of numbers."""
+    """Collects uids, counts built plans, and serializes itself to a list of numbers, as the library does."""
 
     workspace = 4096
 
@@ -306,7 +306,7 @@ def test_a_plan_that_the_library_rejects_is_logged_and_built_again(error, librar
     assert made.graph.uids
     assert library.stream == 5  # and not where the failed warm-up left it
     (record,) = caplog.records
-    assert f"the library refuses it ({error})" in record.getMessage()
+    assert f"the library rejects it ({error})" in record.getMessage()
     library.refusal = None
     plan()
     assert (library.built, library.read) == (2, 1)

@@ -1,4 +1,4 @@
-"""An optional library that is installed and cannot be imported is a refusal with the import's words, asked for once."""
+"""An optional library that cannot be imported is an unsupported backend with the import's error, asked for once."""
 
 from __future__ import annotations
 

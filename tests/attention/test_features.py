@@ -1,4 +1,4 @@
-"""A backend of attention takes the features that it names and no other, and knows nothing of autograd."""
+"""A backend of attention supports only the features that it declares, and does not depend on autograd."""
 
 from __future__ import annotations
 

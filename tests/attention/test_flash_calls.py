@@ -1,4 +1,4 @@
-"""What the flash backends tell their libraries: with a literal library in place, they equal the reference."""
+"""Arguments that the flash backends pass to their libraries: with a literal library, they equal the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoding with a key-value cache equals attention over the whole sequences, whoever joins and leaves."""
+"""Decoding with a key-value cache equals attention over whole sequences, while sequences join and leave."""
 
 from __future__ import annotations
 
@@ -472,7 +472,7 @@ def test_a_captured_decoding_step_replays_as_sequences_grow(pages):
 @pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 @pytest.mark.parametrize("then", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 def test_a_cache_goes_from_one_mode_to_another(first, then, pages, device):
-    """What was allocated in inference mode is written outside of it, page tables and rows that move included."""
+    """Tensors allocated in inference mode are written outside of it, including page tables and rows that move."""
     found, modes = [], (first, then)
     for allocated in (first, torch.no_grad):
         data, layer, outputs = tokens(device, HEADS * WIDTH), attention_layer(device), []

@@ -1,4 +1,4 @@
-"""What callers of the original read and call beside the layers: the last choice, codes of one scale, versions."""
+"""Names that callers of the original use besides the layers: the last choice, codes of one scale, versions."""
 
 from __future__ import annotations
 

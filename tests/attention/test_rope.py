@@ -194,7 +194,7 @@ def test_wrong_arguments_are_rejected_with_the_limit(device):
         apply_rotary_pos_emb(x, freqs, "thd")
     with pytest.raises(ValueError, match="needs cu_seqlens"):
         apply_rotary_pos_emb(x[0], freqs, "thd")
-    with pytest.raises(ValueError, match="turn 16 features, the head has 8"):
+    with pytest.raises(ValueError, match="rotate 16 features, the head has 8"):
         apply_rotary_pos_emb(x, angles(device, 16))
     with pytest.raises(ValueError, match=r"cp_rank=2 is outside 0\.\.1"):
         apply_rotary_pos_emb(x, freqs, cp_size=2, cp_rank=2)

@@ -1,4 +1,4 @@
-"""A table of rotary angles that is too short is refused with its length; starts and ranks go together."""
+"""A table of rotary angles that is too short raises an error with its length; starts and ranks are independent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lengths, offsets and pages that do not fit are refused by name: at once on a CPU, by TE_CHECK=2 on a GPU."""
+"""Lengths, offsets and pages that do not fit raise errors: at once on a CPU, with TE_CHECK=2 on a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def qkv(device, *shape):
     return torch.randn(3, *(shape or (TOKENS,)), HEADS, SIZE, device=device)
 
 
-# cu_seqlens, padded offsets, max_seqlen -> what is said of 12 packed tokens.
+# cu_seqlens, padded offsets, max_seqlen -> message for 12 packed tokens.
 PACKED = {
     "longest too short": (
         [0, 5, 12],
@@ -244,7 +244,7 @@ def test_what_a_manager_keeps_can_be_printed_and_asked_for(capsys, device):
     )
 
 
-# new lengths, cached lengths, page table of 2 sequences -> what is said.
+# New lengths, cached lengths, page table of 2 sequences -> message.
 APPENDS = {
     "page below zero": ([2, 1], [6, 1], [[0, -1], [2, 3]], r"sends sequence 0 to page -1, outside of 0\.\.4"),
     "page past the end": ([2, 1], [6, 1], [[0, 5], [2, 3]], r"sequence 0 to page 5, outside of 0\.\.4"),

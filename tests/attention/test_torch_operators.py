@@ -1,4 +1,4 @@
-"""PyTorch's own attention operators: what they are refused, asked and given, as far as a CPU can tell."""
+"""PyTorch's own attention operators: rejected calls, arguments and results, as far as a CPU can check them."""
 
 from __future__ import annotations
 

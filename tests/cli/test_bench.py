@@ -202,7 +202,7 @@ def test_an_interrupt_prints_what_was_measured(tmp_path: Path, monkeypatch: pyte
     path = tmp_path / "figures.json"
     result = te("--quick", "--family", "rope", "--json", str(path))
     assert result.exit_code == 0, result.output
-    assert "stopped; what was measured until then" in result.output
+    assert "stopped; figures until then" in result.output
     assert "1.500" in result.output
     assert len(json.loads(path.read_text())["results"]) == 1
 

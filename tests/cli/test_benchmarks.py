@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/: they import, choose cases, refuse without a GPU, and write what ran their figures."""
+"""The scripts of benchmarks/: they import, choose cases, stop without a GPU, and write records of the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes and options: what a run is made of, and what is refused before anything is built."""
+"""Sizes and options: the settings of a run, and settings that are rejected before anything is built."""
 
 from __future__ import annotations
 

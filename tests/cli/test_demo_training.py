@@ -128,7 +128,7 @@ class Exploit:
 def test_a_hostile_checkpoint_runs_nothing(tmp_path: Path):
     path, evidence = tmp_path / "checkpoint", tmp_path / "evidence"
     torch.save({"step": Exploit(evidence)}, path)
-    with pytest.raises(ValueError, match="is no checkpoint that te train wrote"):
+    with pytest.raises(ValueError, match="is not a checkpoint of te train"):
         checkpoint.load(path)
     assert not evidence.exists()
 

@@ -290,7 +290,7 @@ def test_text_and_json_say_the_same():
     assert data["healthy"] is False
     assert text.count("FAIL") == 2 and text.endswith("1 problem(s), marked FAIL")
     assert all(finding.said in text and finding.remedy in text for finding in findings)
-    assert as_text(examine(CPU)).endswith("nothing stands in the way")
+    assert as_text(examine(CPU)).endswith("no problem found")
 
 
 def test_the_command_prints_json_and_exits_by_what_it_found(monkeypatch: pytest.MonkeyPatch):

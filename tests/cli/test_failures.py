@@ -1,4 +1,4 @@
-"""What goes wrong outside of the program is one sentence that names the file and the remedy, never a traceback."""
+"""Errors outside of the program are one sentence that names the file and the remedy, never a traceback."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_an_optimizer_of_another_model_is_rejected(run: Path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{not json}\n", ("line 2", "no JSON")),
+        ("{not json}\n", ("line 2", "not JSON")),
         ('{"step": 2}\n', ("line 2", "learning_rate")),
         ("[1, 2]\n", ("line 2",)),
         ('{"step": "2", "learning_rate": 0.1, "loss": {}, "seconds": {}}\n', ("line 2", "step")),

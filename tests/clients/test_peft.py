@@ -1,4 +1,4 @@
-"""peft as published adapts this engine's layers: trains beside frozen weights, quantized ones too, saves and loads."""
+"""Unmodified peft adapts this package's layers: it trains with frozen weights, quantized ones too, saves and loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Published clients that use a part of the engine: each one's cases and its example in docs/other_clients.md."""
+"""Published clients that use a part of the package: each one's cases and its example in docs/other_clients.md."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from transformer_engine.common.dispatch import Backend, Operator, PlanFailure, T
 
 @pytest.fixture
 def table():
-    """Doubles its request; `small` takes numbers below 10, `even` even ones, both refuse the rest."""
+    """Doubles its request; `small` supports numbers below 10, `even` even ones, neither supports the rest."""
     small = Backend(
         "small", unsupported_reason=lambda n: None if n < 10 else f"n={n} >= 10", bind=lambda n: lambda: 2 * n
     )
@@ -93,7 +93,7 @@ class Doubling(NamedTuple):
 
 
 class Doubler:
-    """Counts what is asked of its backends: `small` adds, `even` is slow to plan and has no plan for 40."""
+    """Counts the uses of its backends: `small` adds, `even` is slow to plan and has no plan for 40."""
 
     def __init__(self):
         self.planned: list[tuple[str, int]] = []

@@ -1,4 +1,4 @@
-"""Memory: what is kept is a function of its key alone, and there is only so much of it."""
+"""Memory: a cached value is a function of its key only, and the number of entries is bounded."""
 
 from __future__ import annotations
 

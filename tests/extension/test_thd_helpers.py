@@ -107,7 +107,7 @@ def test_outputs_are_added_with_their_share_of_the_softmax(dtype, second_half, p
 
 
 def test_two_parts_of_the_keys_make_the_whole_attention(bounds, device):
-    """The corrections put partial softmaxes together, which is what they are for."""
+    """The corrections combine partial softmaxes, which is their purpose."""
     logits = sample(device, HEADS, TOKENS, 8)
     values = sample(device, HEADS, 8, SIZE, seed=1)
     parts = [(logits[..., :3], values[:, :3]), (logits[..., 3:], values[:, 3:])]

@@ -536,7 +536,7 @@ def test_an_order_whose_counts_do_not_fit_is_rejected(order, layers, per_chunk, 
         )
 
 
-# Calls that are refused before anything runs.
+# Calls that raise an error before anything runs.
 
 
 def _with_hook():

@@ -1,4 +1,4 @@
-"""Attention layers with Megatron's calls, without Megatron: gradients, generation from caches, clipping, refusals."""
+"""Attention layers with Megatron's calls, without Megatron: gradients, generation, clipping, rejected calls."""
 
 from __future__ import annotations
 

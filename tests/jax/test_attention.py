@@ -1,4 +1,4 @@
-"""Attention against loops over queries in float64, softmax, masks and sequences, and what is refused."""
+"""Attention against loops over queries in float64, softmax, masks and sequences, and rejected calls."""
 
 from __future__ import annotations
 

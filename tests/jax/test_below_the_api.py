@@ -1,4 +1,4 @@
-"""What stands beside the layers: explain, policies, dumps, names of the extension, switches of kernels, NNX."""
+"""Functions besides the layers: explain, policies, dumps, names of the extension, switches of kernels, NNX."""
 
 from __future__ import annotations
 

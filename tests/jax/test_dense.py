@@ -1,4 +1,4 @@
-"""Dense layers against plain jnp: values, every gradient, parameter trees, and what is refused."""
+"""Dense layers against plain jnp: values, every gradient, parameter trees, and rejected calls."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def test_a_rule_tells_factors_and_the_sizes_that_no_axis_tells():
     assert unknown_sizes("r (k b) -> k r, (k c)", {"k": 2, "b": 3, "c": 4}) == {"b": 3, "c": 4}
     assert extent("m", 256, 128).whole == "(m min)"
     assert extent("m", 200, 128).replicated == extent("m", 128, 128).replicated == ("m", "min", "mhalf")
-    assert head_factors(1, 4) == "r", "Shardy refuses a factor of one element beside another"
+    assert head_factors(1, 4) == "r", "Shardy rejects a factor of one element next to another"
     assert in_order("b s (g r) d, b t -> b s", ("r", "d", "s", "t")) == ("s", "r", "d", "t"), (
         "as Shardy demands"
     )

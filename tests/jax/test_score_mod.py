@@ -1,4 +1,4 @@
-"""A function between scores and softmax: its values, its gradients, and what stands beside it."""
+"""A function between scores and softmax: its values, its gradients, and the settings that it excludes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that `jax.export` makes for every batch: one that comes is computed as by a program of its own."""
+"""Programs that jax.export makes for every batch: a batch is computed as by a program for its size."""
 
 from __future__ import annotations
 

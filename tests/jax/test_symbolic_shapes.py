@@ -1,4 +1,4 @@
-"""Attention exported once for every batch and, where no table has a row a token, for every length."""
+"""Attention exported once for every batch and, if no table has one row per token, for every length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FusedSGD: the steps of torch.optim.SGD, and what the original's callers set on it."""
+"""FusedSGD: the steps of torch.optim.SGD, and the attributes that the original's callers set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in parameter groups and saved states is judged whole: a refusal has changed nothing."""
+"""Parameter groups and saved states are checked as a whole: an error has changed nothing."""
 
 from __future__ import annotations
 

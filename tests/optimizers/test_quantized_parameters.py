@@ -1,4 +1,4 @@
-"""Quantized parameters: trained by masters under every recipe, saved, loaded, and what is refused."""
+"""Quantized parameters: trained by masters under every recipe, saved, loaded, and rejected steps."""
 
 from __future__ import annotations
 

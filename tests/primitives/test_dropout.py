@@ -1,4 +1,4 @@
-"""Dropout: what is kept, how masks replay, and the Triton kernels bit for bit against the reference."""
+"""Dropout: kept elements, replay of masks, and the Triton kernels bit for bit against the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One body for every backend of the product: refuse with a reason, or agree with the float32 reference."""
+"""One body for every backend of the product: a reason why it is unsupported, or the float32 reference's result."""
 
 from __future__ import annotations
 

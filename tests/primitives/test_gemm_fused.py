@@ -1,4 +1,4 @@
-"""A product and what follows it: every backend against float64, cuBLASLt's descriptors on a stand-in, its refusals."""
+"""Products with a fused operation: all backends against float64, cuBLASLt's descriptors and unsupported requests."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def slope(x: torch.Tensor) -> torch.Tensor:
 
 
 def take(backend: str, kind: str, a, b, epilogue, second, x=None, dtype=None) -> None:
-    """Skip where the backend refuses."""
+    """Skip if the backend does not support the request."""
     request = FusedRequest.of(kind, a, b, epilogue, second, x, dtype)
     if reason := fused.TABLE.named(backend).rejection_reason(request):
         pytest.skip(f"{backend}: {reason}")

@@ -57,7 +57,7 @@ def assert_close(result, expected, kind, backend, empty=False) -> None:
 
 
 def run_with(backend: str, function):
-    """The result with a backend forced; a refusal skips the case."""
+    """Return the result with a backend forced; skip the case if it is unsupported."""
     try:
         with use_backend(grouped_gemm=backend):
             return function()

@@ -1,4 +1,4 @@
-"""Launches and programs on torch tensors: what is made, what is handed over, in which order."""
+"""Launches and programs on torch tensors: allocated and passed tensors, and their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a compiler is told of an operation is what it returns: shapes and dtypes, on a GPU that is not there."""
+"""Operators report their results' shapes and dtypes to a compiler, also for a GPU that is absent."""
 
 from __future__ import annotations
 

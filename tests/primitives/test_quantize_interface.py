@@ -1,4 +1,4 @@
-"""quantize() and dequantize() as callers meet them: refusals, shapes, dtypes, special values, compilation."""
+"""quantize() and dequantize() as callers see them: rejected calls, shapes, dtypes, special values, compilation."""
 
 from __future__ import annotations
 

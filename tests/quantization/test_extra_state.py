@@ -135,7 +135,7 @@ def test_an_archive_with_a_recipe_is_read_and_validated():
     torch.save({"recipe": DelayedScaling(fp8_format=Format.E4M3)}, buffer)
     assert q.decode_extra_state(buffer)["recipe"] == DelayedScaling(fp8_format=Format.E4M3)
     broken = DelayedScaling()
-    vars(broken)["amax_history_len"] = -1  # an assignment would be refused
+    vars(broken)["amax_history_len"] = -1  # an assignment would raise an error
     buffer = io.BytesIO()
     torch.save({"recipe": broken}, buffer)
     with pytest.raises(ExtraStateError, match="amax_history_len=-1"):
@@ -335,7 +335,7 @@ def test_damaged_states_are_rejected_with_what_is_wrong(state, words):
 
 def test_a_tampered_recipe_is_validated():
     recipe = DelayedScaling()
-    vars(recipe)["amax_history_len"] = -3  # an assignment would be refused
+    vars(recipe)["amax_history_len"] = -3  # an assignment would raise an error
     with pytest.raises(ExtraStateError, match="amax_history_len=-3"):
         q.decode_extra_state(encoded({"recipe": recipe}))
     current = Float8CurrentScaling()

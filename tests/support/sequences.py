@@ -1,4 +1,4 @@
-"""Lengths as tensors, and calls whose numbers are refused."""
+"""Lengths as tensors, and calls whose numbers are rejected."""
 
 from __future__ import annotations
 

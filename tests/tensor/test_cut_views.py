@@ -1,4 +1,4 @@
-"""Parts of a quantized tensor that are no views of its codes: read like any values, and never written in silence."""
+"""Parts of a quantized tensor without views of its codes: readable like any values, and never written silently."""
 
 from __future__ import annotations
 

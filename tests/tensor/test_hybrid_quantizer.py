@@ -1,4 +1,4 @@
-"""HybridQuantizer: what the column-wise codes are of, in tensors and in a layer whose three products differ."""
+"""HybridQuantizer: the source of column-wise codes, in tensors and in a layer with three different products."""
 
 import pytest
 import torch

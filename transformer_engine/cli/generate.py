@@ -95,7 +95,7 @@ class _Shown:
 
 
 def load(path: Path, device: str, high_precision: bool) -> tuple[ByteGPT, RunConfig]:
-    """Load the model of a checkpoint of te train on a device; ValueError if there is none."""
+    """Load the model of a checkpoint of te train on a device; raise ValueError without one."""
     if not path.is_file():
         raise ValueError(
             f"there is no checkpoint at {path}; write one with te train, or fix --name and --out"

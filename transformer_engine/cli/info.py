@@ -155,7 +155,7 @@ def _print_backends(console: Console, found: Survey) -> None:
         )
     console.print(table)
     console.print(
-        "The layer that was asked is small (hidden 128, 128 tokens); te.explain(module, x) answers for your own calls.",
+        "The layer is small (hidden 128, 128 tokens); te.explain(module, x) explains your own calls.",
         soft_wrap=True,
     )
     if found.unused:

@@ -124,7 +124,7 @@ def _measure(
                     with writing(json, "free some space there, or choose another file with --json"):
                         write(json, as_dict(rows, roofs, missing))
     except KeyboardInterrupt:
-        console.print("stopped; what was measured until then:")
+        console.print("stopped; figures until then:")
     print_rows(console, rows)
     if json is not None:
         console.print(f"wrote {escape(str(json))}", soft_wrap=True)

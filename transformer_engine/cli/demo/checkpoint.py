@@ -50,10 +50,10 @@ def load(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, KeyError, EOFError) as error:
         line = str(error).strip().partition("\n")[0][:120]
-        raise ValueError(f"{path} is no checkpoint that te train wrote ({line}); {remedy}") from None
+        raise ValueError(f"{path} is not a checkpoint of te train ({line}); {remedy}") from None
     reason = _content_error(state)
     if reason is not None:
-        raise ValueError(f"{path} is no checkpoint that te train wrote: {reason}; {remedy}")
+        raise ValueError(f"{path} is not a checkpoint of te train: {reason}; {remedy}")
     return state
 
 
@@ -65,7 +65,7 @@ def _damage(path: Path) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     except zipfile.BadZipFile:
-        return "it is cut short, or another kind of file"
+        return "it is truncated, or another kind of file"
     return None if broken is None else f"its part {broken} is damaged"
 
 

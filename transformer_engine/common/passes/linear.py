@@ -141,7 +141,7 @@ def joined(
 
 
 def forward_steps(facts: LinearFacts, x: str, weight: str, bias: str | None) -> LinearForwardSteps:
-    """Return the steps from the buffers x, weight and bias to y, with the saved buffers."""
+    """Return the steps from the buffers x, weight and bias to y, and the buffers that they save."""
     steps: list[Step] = []
     name = facts.layer
     x_row, saved_x = _input(steps, facts, x)

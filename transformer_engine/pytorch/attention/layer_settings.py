@@ -10,7 +10,7 @@ from ..primitives.attention.mask import canonical_name
 from ..runtime.warn_once import warn_once
 from .heads import Heads
 
-# Attributes that children use, those that determined which children exist, and those that are stored unchanged.
+# Attributes that children use, that determined which children exist, and that are stored unchanged.
 _PROJECTIONS = ("layernorm_qkv", "qkv", "layernorm_query", "query_layer", "key_value")
 WORKED_BY = {
     "attn_mask_type": ("core_attention.attn_mask_type",),

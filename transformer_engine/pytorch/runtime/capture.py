@@ -126,7 +126,7 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         for generator in self.generators:
             graph.register_generator_state(generator)
-        # Other threads may call CUDA meanwhile, for example a data loader that pins memory.
+        # Other threads may call CUDA at the same time, for example a data loader that pins memory.
         recording = torch.cuda.graph(
             graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
         )

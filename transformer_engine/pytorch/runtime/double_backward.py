@@ -94,8 +94,8 @@ class _FirstDerivativeOnly(Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(
-            f"the gradients of {ctx.operation} have no derivative of their own, and this backward pass goes through "
-            "them; make them with create_graph=False, or compute this part of the model by plain torch modules"
+            f"the gradients of {ctx.operation} have no derivative of their own, and this backward pass "
+            "reaches them; compute them with create_graph=False, or this part of the model by plain torch modules"
         )
 
 

@@ -85,7 +85,7 @@ class Instructions:
     """The launches and products of a pass, in order.
 
     Args:
-        given: The tensors of the pass; they are the first buffers. None for those that are absent.
+        given: The tensors of the pass; they are the first buffers. None for absent ones.
         device: The device of all tensors.
 
     Raises:
@@ -262,7 +262,7 @@ def _not_listed(name: str) -> Callable[..., Any]:
     return operator
 
 
-# Python looks up operators in the class only.
+# Python reads operators from the class only.
 for _name in (
     "add",
     "sub",

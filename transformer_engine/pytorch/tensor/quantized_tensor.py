@@ -246,8 +246,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):
     data = property(_get_data, _set_data)  # pyright: ignore[reportAssignmentType]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Write values at an index; an index that splits blocks is written to the dequantized tensor, then
-        quantized."""
+        """Write values at an index; if it splits blocks, write the dequantized tensor, and quantize it again."""
         with torch.no_grad():
             quantized = isinstance(self[index], QuantizedTensor)
         if quantized:
@@ -316,8 +315,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):
 
     @classmethod
     def __metadata_guard__(cls, seen: dict[str, Any], found: dict[str, Any]) -> bool:
-        """Return whether code compiled for one tensor is valid for another; quantizers are guarded where they are
-        used."""
+        """Return whether code compiled for one tensor is valid for another; quantizers have guards of their use."""
         return all(seen[name] == found[name] for name in seen if name != "_quantizer")
 
     def fsdp_pre_all_gather(

@@ -146,7 +146,7 @@ def whole_sequence(
             continue
         if x.shape[-2] != held:  # pyright: ignore[reportOptionalMemberAccess]
             raise ValueError(
-                f"{name} {list(x.shape)} has {x.shape[-2]} rows; a context-parallel rank gives the rows of its own "  # pyright: ignore[reportOptionalMemberAccess]
+                f"{name} {list(x.shape)} has {x.shape[-2]} rows; a context-parallel rank gives the rows of its "  # pyright: ignore[reportOptionalMemberAccess]
                 f"{held} queries, in their order, and the columns of all keys"
             )
         a = a._replace(**{name: _lengthened(x, x.ndim - 2, context.size)})  # pyright: ignore[reportOptionalMemberAccess]
@@ -169,7 +169,7 @@ def mask_name(config: AttentionConfig, a: AttentionArguments) -> str:
 def known(size: int) -> int:
     """Return a size as a number where a tracing compiler has a symbol, which guards the graph.
 
-    A backend is chosen for numbers: each longest sequence has a graph of its own. The tokens of packed sequences, on
+    A backend is chosen for numbers: each longest sequence has a separate graph. The tokens of packed sequences, on
     which no choice depends, stay a symbol.
     """
     # Every version of the tracer needs a number for the bounds of a range.

@@ -259,7 +259,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             num_splits: Parts in which a long row of keys is processed; None lets the backend choose.
             fp8_output: Return a Float8Tensor; bf16_backward: compute gradients in high precision. Both are for FP8
                 attention, which the recipe of autocast requests by fp8_dpa or fp8_mha.
-            score_mod_tensors: Tensors by name, passed to score_mod as keywords.
+            score_mod_tensors: Named tensors, passed to score_mod as keywords.
             fast_zero_fill: Has no effect.
 
         Raises:

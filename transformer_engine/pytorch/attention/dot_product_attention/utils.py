@@ -166,7 +166,7 @@ class AttentionParams:
         )
         if len(kind) != 4 or any(axis not in known for axis, known in zip(kind, sizes, strict=True)):
             raise ValueError(
-                f"core_attention_bias_shape={kind!r}; write b, h, s, s for the axes, and 1 for those that broadcast"
+                f"core_attention_bias_shape={kind!r}; write b, h, s, s for the axes, and 1 for broadcast axes"
             )
         b, h, i, j = (known[axis] for axis, known in zip(kind, sizes, strict=True))
         return b, h, i, j

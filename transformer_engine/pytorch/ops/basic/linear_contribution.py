@@ -31,7 +31,7 @@ class ProducerCasts:
         grad_output: Of the output gradient.
         one_scale: One scale of the whole gradient is computed from the gradient, so that a kernel cannot make its codes
             in one pass.
-        beside_sums: Codes of the gradient may be made beside its column sums by the kernel that makes the gradient.
+        beside_sums: The kernel that makes the gradient may also make its codes with its column sums.
     """
 
     input: bool = False

@@ -345,8 +345,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         return self._members
 
     def row_granularity(self) -> int:
-        """Return the total number of rows: products cannot read a part of a group, so that only all rows are a
-        slice."""
+        """Return the number of all rows: products cannot read a part of a group, so that only all rows are a slice."""
         return max(prod(self.shape[:-1]), 1)
 
     @property

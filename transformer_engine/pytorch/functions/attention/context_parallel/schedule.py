@@ -145,7 +145,7 @@ def band_block(call: AttentionCall, queries: Part, keys: Part) -> Block | None:
 def _block_mask(whole: Mask, rows: int, columns: int, below: int, above: int) -> Mask:
     """Return the mask under which query i of a block sees the keys i - below .. i + above.
 
-    Diagonals end bottom right, as fused kernels have them, unless sequences have lengths of their own.
+    Diagonals end bottom right, as fused kernels have them, unless sequences have individual lengths.
     """
     prefix = "padding" if whole.padding else ""
     if below >= rows - 1 and above >= columns - 1:

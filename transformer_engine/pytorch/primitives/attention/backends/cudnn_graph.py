@@ -287,7 +287,7 @@ def _restored(path: Path, description: Description, device: int) -> CudnnPlan | 
         if reason is None:
             return CudnnPlan(description, graph)
     except _library_errors() as error:
-        reason = f"the library refuses it ({error})"
+        reason = f"the library rejects it ({error})"
     finally:
         # The library warms up a plan on an internal stream, and keeps that stream if the warm-up fails.
         handles.give_stream_back(device)

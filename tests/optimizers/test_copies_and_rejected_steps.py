@@ -1,4 +1,4 @@
-"""FusedAdam and FusedSGD at the edges: refused steps, parameters without dimensions, copies, numbers of steps."""
+"""FusedAdam and FusedSGD at the edges: rejected steps, parameters without dimensions, copies, numbers of steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A refused attention call records nothing: no amax, no scale, no cached key, no random number."""
+"""A rejected attention call records nothing: no amax, no scale, no cached key, no random number."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def bounds(device, *lengths):
     return cumulative(lengths, device)
 
 
-# What any attention layer in sbhd is refused with, by name.
+# Calls that every attention layer in sbhd rejects, with the message.
 def wrong(device):
     return {
         "mask name": ({"attn_mask_type": "causl"}, "attn_mask_type='causl' does not exist"),
@@ -216,7 +216,7 @@ def test_rotary_angles_that_do_not_fit_are_rejected_before_projections_record(de
     settled(layer, x, rotary_pos_emb=RotaryPositionEmbedding(SIZE)(TOKENS).to(device))
     for dim, length, match in (
         (SIZE, TOKENS - 1, "sequence length 16 > 15"),
-        (2 * SIZE, TOKENS, "turn 16 features"),
+        (2 * SIZE, TOKENS, "rotate 16 features"),
     ):
         angles = RotaryPositionEmbedding(dim)(length).to(device)
         refused(layer, (x,), {"rotary_pos_emb": angles}, match)

@@ -1,4 +1,4 @@
-"""A checkpoint that does not fit its settings is refused by a sentence, before anything is written."""
+"""A checkpoint that does not fit its settings raises an error before anything is written."""
 
 from __future__ import annotations
 
