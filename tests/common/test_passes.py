@@ -270,7 +270,52 @@ FACTS = st.builds(
     sequence=st.booleans(),
     quantized_output=st.booleans(),
     quantized_grad_input=st.booleans(),
+    gather_input=st.sampled_from(["values", "codes", "row_codes", "once"]),
+    gather_gradient=st.sampled_from(["values", "codes", "row_codes"]),
 )
+
+
+def number_of_gathers(facts: LinearFacts) -> int:
+    """Return how many matrices a layer gathers, forward and backward."""
+    if facts.gathers_input:
+        return 1 + (facts.grad_weight and facts.gather_input != "once")
+    if not facts.gathers_gradient:
+        return 0
+    if facts.backward != "quantized" or facts.gather_gradient == "values":
+        return 1
+    if facts.gather_gradient == "codes":
+        return facts.grad_input + facts.grad_weight
+    return int(facts.grad_input or facts.grad_weight)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("keep_input", [False, True])
+@pytest.mark.parametrize("backward", ["quantized", "high_precision", "dequantized"])
+@pytest.mark.parametrize("gather", ["values", "codes", "row_codes"])
+def test_a_shard_is_saved_and_gathered_while_the_input_gradient_is_computed(
+    plain, keep_input, backward, gather
+):
+    if plain and (backward != "quantized" or keep_input or gather != "values"):
+        return
+    facts = LinearFacts(
+        mode="column",
+        sequence=True,
+        plain=plain,
+        keep_input=keep_input,
+        backward=backward,
+        gather_input=gather,
+    )
+    forward, back = (overlap(fuse(pass_, lambda *_: False)) for pass_ in linear_passes(facts))
+    gathered = [step.results[0] for step in forward.steps if step.op == "all_gather.wait"]
+    made = set(gathered)
+    for step in forward.steps:
+        if made.intersection(step.reads()):
+            made.update(step.makes())
+    assert not made.intersection(forward.kept() - set(forward.results))
+    order = [
+        step.op for step in back.steps if step.op in ("product", "weight_gradient") or "gather" in step.op
+    ]
+    assert order == ["all_gather.begin", "product", "all_gather.wait", "weight_gradient"]
 
 
 @given(FACTS)
@@ -282,6 +327,8 @@ def test_passes_of_a_linear_layer_fit_together(facts: LinearFacts):
                 **{name: getattr(facts, name) for name in LinearFacts._fields},
                 "backward": "quantized",
                 "keep_input": False,
+                "gather_input": "values",
+                "gather_gradient": "values",
             }
         )
     forward, backward = linear_passes(facts)
@@ -294,7 +341,6 @@ def test_passes_of_a_linear_layer_fit_together(facts: LinearFacts):
     ]
     operations = [step.op for step in (*forward.steps, *backward.steps)]
     assert facts.plain == ("cast" not in operations) or facts.backward != "quantized"
-    gathers = sum(op == "all_gather.begin" for op in operations)
-    assert gathers == (facts.sequence and facts.mode is not None)
+    assert sum(op == "all_gather.begin" for op in operations) == number_of_gathers(facts)
     for pass_ in (forward, backward):
         assert evaluated(overlap(fuse(pass_, lambda *_: True))) == evaluated(pass_)

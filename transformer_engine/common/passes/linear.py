@@ -17,6 +17,13 @@ QUANTIZED: Literal["quantized"] = "quantized"
 HIGH_PRECISION: Literal["high_precision"] = "high_precision"
 DEQUANTIZED: Literal["dequantized"] = "dequantized"
 
+# How a matrix whose rows are sharded over ranks is gathered; see `LinearFacts`.
+VALUES: Literal["values"] = "values"
+CODES: Literal["codes"] = "codes"
+ROW_CODES: Literal["row_codes"] = "row_codes"
+ONCE: Literal["once"] = "once"
+Gather = Literal["values", "codes", "row_codes", "once"]
+
 GROUPED = "grouped_"  # prefix of the operations that work on all groups of rows in one step
 _OVER_GROUPS = frozenset({"cast", "convert", "dequantize", "product", "weight_gradient", "column_sum"})
 
@@ -37,6 +44,12 @@ class LinearFacts(NamedTuple):
         sequence: Activations outside of the layer are sharded along their first dimension.
         quantized_output: y is returned quantized.
         quantized_grad_input: The gradient of x is returned quantized.
+        gather_input: How x is gathered where its rows are sharded. "values": in high precision; every rank quantizes
+            all rows. "codes": each rank quantizes its rows, and the codes of each direction are gathered. "row_codes":
+            the same where the column direction is the transpose of the row direction. The backward pass gathers the
+            saved shard again. "once": in high precision, and the gathered matrix is saved, because it cannot be
+            quantized twice.
+        gather_gradient: How the gradient of y is gathered: "values", "codes" or "row_codes".
     """
 
     layer: str = "linear"
@@ -51,6 +64,18 @@ class LinearFacts(NamedTuple):
     sequence: bool = False
     quantized_output: bool = False
     quantized_grad_input: bool = False
+    gather_input: Gather = VALUES
+    gather_gradient: Literal["values", "codes", "row_codes"] = VALUES
+
+    @property
+    def gathers_input(self) -> bool:
+        """Are the rows of x sharded over ranks that compute a column-parallel product?"""
+        return self.mode == "column" and self.sequence
+
+    @property
+    def gathers_gradient(self) -> bool:
+        """Are the rows of the gradient of y sharded over ranks that computed a row-parallel product?"""
+        return self.mode == "row" and self.sequence
 
 
 class LinearForwardSteps(NamedTuple):
@@ -119,15 +144,13 @@ def forward_steps(facts: LinearFacts, x: str, weight: str, bias: str | None) -> 
     """Return the steps from the buffers x, weight and bias to y, and the buffers that they save."""
     steps: list[Step] = []
     name = facts.layer
-    if facts.mode == "column" and facts.sequence:
-        x = _communicated(steps, "all_gather", name, x, f"{name}.x_gathered")
+    x_row, saved_x = _input(steps, facts, x)
     if facts.plain:
         steps.append(Step("convert", (weight,), (f"{name}.weight_converted",), Layer(name)))
         weight = f"{name}.weight_converted"
-    quantized = facts.backward == QUANTIZED
-    x_columns = facts.grad_weight and quantized and not facts.keep_input
-    x_row, x_column = _cast(steps, name, "input", x, f"{name}.x", x_columns)
-    w_row, w_column = _cast(steps, name, "weight", weight, f"{name}.w", facts.grad_input and quantized)
+    w_row, w_column = _cast(
+        steps, name, "weight", weight, f"{name}.w", facts.grad_input and facts.backward == QUANTIZED
+    )
     product = Step("product", (x_row, w_row), (f"{name}.y",), Product(name, "forward"))
     steps.append(product)
     y = f"{name}.y"
@@ -141,18 +164,35 @@ def forward_steps(facts: LinearFacts, x: str, weight: str, bias: str | None) -> 
             Step("quantize", (y,), (f"{name}.y_quantized",), CastSettings(name, "output", True, False))
         )
         y = f"{name}.y_quantized"
-    saved_x, saved_w = x_column, w_column
-    if facts.backward == DEQUANTIZED:
-        saved_x, saved_w = x_row, w_row
-    if facts.grad_weight and (facts.keep_input or facts.backward == HIGH_PRECISION):
-        steps.append(Step("dequantize", (x,), (f"{name}.x_values",), Layer(name)))
-        saved_x = f"{name}.x_values"
+    saved_w = w_row if facts.backward == DEQUANTIZED else w_column
     if facts.grad_input and facts.backward == HIGH_PRECISION:
         steps.append(Step("convert", (weight,), (f"{name}.w_values",), Layer(name)))
         saved_w = f"{name}.w_values"
     return LinearForwardSteps(
         tuple(steps), y, saved_x if facts.grad_weight else None, saved_w if facts.grad_input else None
     )
+
+
+def _input(steps: list[Step], facts: LinearFacts, x: str) -> tuple[str, str | None]:
+    """Append the steps that make the input of the product; return its buffer and the saved buffer of x."""
+    name = facts.layer
+    way = facts.gather_input if facts.gathers_input else None
+    shard = x
+    if way in (VALUES, ONCE):
+        x = _communicated(steps, "all_gather", name, x, f"{name}.x_gathered")
+    values = facts.keep_input or facts.backward == HIGH_PRECISION
+    quantized_again = way in (VALUES, ROW_CODES)
+    columns = facts.grad_weight and facts.backward == QUANTIZED and not facts.keep_input
+    row, column = _cast(steps, name, "input", x, f"{name}.x", columns and not quantized_again)
+    saved = row if facts.backward == DEQUANTIZED or way == ROW_CODES else column
+    if way in (CODES, ROW_CODES):
+        row = _communicated(steps, "all_gather", name, row, f"{name}.x_row_gathered")
+    if way == VALUES:
+        saved = shard
+    elif values and facts.grad_weight:
+        steps.append(Step("dequantize", (x,), (f"{name}.x_values",), Layer(name)))
+        saved = f"{name}.x_values"
+    return row, saved
 
 
 def backward_steps(
@@ -174,7 +214,12 @@ def backward_steps(
     """
     steps: list[Step] = []
     name, dy = facts.layer, grad_output
-    if facts.mode == "row" and facts.sequence:
+    if facts.grad_weight and facts.gathers_input and facts.gather_input != ONCE:
+        assert saved_input is not None
+        saved_input = _gathered_again(steps, facts, saved_input)
+    turned = facts.backward != QUANTIZED
+    gathers_codes = facts.gathers_gradient and facts.gather_gradient != VALUES and not turned
+    if facts.gathers_gradient and not gathers_codes:
         dy = _communicated(steps, "all_gather", name, dy, f"{name}.dy_gathered")
     if not made_before:
         steps.append(Step("dense", (dy,), (f"{name}.dy",)))
@@ -183,17 +228,9 @@ def backward_steps(
     if facts.grad_bias:
         grad_bias = f"{name}.db"
         steps.append(Step("column_sum", (dy,), (grad_bias,), ColumnSum(name)))
-    turned = facts.backward != QUANTIZED
     row, column = dy, dy
     if not turned and (facts.grad_input or facts.grad_weight):
-        names = (
-            f"{name}.dy_row" if facts.grad_input else None,
-            f"{name}.dy_column" if facts.grad_weight else None,
-        )
-        steps.append(
-            Step("cast", (dy,), names, CastSettings(name, "grad_output", facts.grad_input, facts.grad_weight))
-        )
-        row, column = names[0] or "", names[1] or ""
+        row, column = _gradient_operands(steps, facts, dy, gathers_codes)
     grad_input = grad_weight = None
     if facts.grad_input:
         assert saved_weight is not None
@@ -220,17 +257,64 @@ def backward_steps(
     return LinearBackwardSteps(tuple(steps), grad_input, grad_weight, grad_bias)
 
 
-def _saved_input(steps: list[Step], facts: LinearFacts, saved: str) -> str:
-    """Return the buffer of x that the weight gradient reads."""
+def _gradient_operands(steps: list[Step], facts: LinearFacts, dy: str, gathered: bool) -> tuple[str, str]:
+    """Append the cast of the gradient of y, and the gathers of its codes; return the buffers of both directions."""
     name = facts.layer
-    if facts.keep_input and facts.backward == QUANTIZED:
-        steps.append(
-            Step("cast", (saved,), (None, f"{name}.x_again"), CastSettings(name, "input", False, True))
+    by_rows = gathered and facts.gather_gradient == ROW_CODES
+    names = (
+        f"{name}.dy_row" if facts.grad_input or by_rows else None,
+        f"{name}.dy_column" if facts.grad_weight and not by_rows else None,
+    )
+    settings = CastSettings(name, "grad_output", names[0] is not None, names[1] is not None)
+    steps.append(Step("cast", (dy,), names, settings))
+    row, column = names
+    if gathered and row is not None:
+        row = _communicated(steps, "all_gather", name, row, f"{row}_gathered")
+    if gathered and column is not None:
+        column = _communicated(steps, "all_gather", name, column, f"{column}_gathered", axis=1)
+    if by_rows and facts.grad_weight:
+        column = f"{name}.dy_column"
+        steps.append(Step("transpose", (row,), (column,)))
+    return row or "", column or ""
+
+
+def _gathered_again(steps: list[Step], facts: LinearFacts, saved: str) -> str:
+    """Append the gather of the shard that was saved of x; return the buffer of the gathered matrix."""
+    name, way = facts.layer, facts.gather_input
+    if facts.backward == QUANTIZED and way != VALUES:
+        if facts.keep_input:
+            by_rows = way == ROW_CODES
+            again = f"{name}.x_again"
+            made = (again, None) if by_rows else (None, again)
+            steps.append(Step("cast", (saved,), made, CastSettings(name, "input", by_rows, not by_rows)))
+            saved = again
+        return _communicated(
+            steps, "all_gather", name, saved, f"{name}.x_again_gathered", axis=int(way == CODES)
         )
-        return f"{name}.x_again"
-    if facts.backward == DEQUANTIZED and not facts.keep_input:
+    return _communicated(steps, "all_gather", name, saved, f"{name}.x_again_gathered")
+
+
+def _saved_input(steps: list[Step], facts: LinearFacts, saved: str) -> str:
+    """Return the buffer that the weight gradient reads, of the saved buffer of x or of its gathered shards."""
+    name = facts.layer
+    way = facts.gather_input if facts.gathers_input and facts.gather_input != ONCE else None
+    kept = facts.keep_input or facts.backward == HIGH_PRECISION
+    if kept and way == VALUES:
+        saved = _values(steps, facts, saved, f"{name}.x_values_again")
+    if facts.backward != QUANTIZED:
+        if kept:
+            return saved
+        if way == VALUES:
+            saved, _ = _cast(steps, name, "input", saved, f"{name}.x_again", False)
         return _values(steps, facts, saved, f"{name}.x_read")
-    return saved
+    made = f"{name}.x_column_again"
+    if way == ROW_CODES:
+        steps.append(Step("transpose", (saved,), (made,)))
+    elif way == VALUES or (kept and way is None):
+        steps.append(Step("cast", (saved,), (None, made), CastSettings(name, "input", False, True)))
+    else:
+        return saved
+    return made
 
 
 def _values(steps: list[Step], facts: LinearFacts, saved: str, made: str) -> str:
@@ -251,9 +335,9 @@ def _reduction(facts: LinearFacts) -> str:
     return "reduce_scatter" if facts.sequence else "all_reduce"
 
 
-def _communicated(steps: list[Step], collective: str, layer: str, read: str, made: str) -> str:
+def _communicated(steps: list[Step], collective: str, layer: str, read: str, made: str, axis: int = 0) -> str:
     """Append both halves of a collective and return the buffer of its result."""
-    pending, settings = f"{made}.pending", Collective(layer)
+    pending, settings = f"{made}.pending", Collective(layer, axis)
     steps.append(Step(f"{collective}.begin", (read,), (pending,), settings))
     steps.append(Step(f"{collective}.wait", (pending,), (made,), settings))
     return made

@@ -83,12 +83,14 @@ def overlap(pass_: Pass) -> Pass:
     """Overlap communication with computation: begin each collective early and wait for it late.
 
     A `.begin` step moves up to directly behind the step that makes its input, a `.wait` step down to directly before
-    the first step that reads its result. Other steps keep their order, and collectives keep theirs: all ranks begin
+    the first step that reads its result. A `.begin` step that reads an input of the pass keeps its place: earlier, its
+    result would only be in memory longer. Other steps keep their order, and collectives keep theirs: all ranks begin
     them in the same order. Results do not change.
     """
     steps = list(pass_.steps)
     for step in [step for step in steps if step.op.endswith(BEGIN)]:
-        _move_up(steps, step)
+        if pass_.maker(step.reads()[0]) is not None:
+            _move_up(steps, step)
     for step in reversed([step for step in steps if step.op.endswith(WAIT)]):
         _move_down(steps, step)
     return Pass(pass_.inputs, pass_.results, pass_.saved, tuple(steps))

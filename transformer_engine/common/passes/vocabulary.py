@@ -22,10 +22,13 @@ rowwise operand [M, K] or the columnwise operand [K, M] of a matrix [M, K]; a pr
 | `activation` | x | y (or its codes) | `Activation` |
 | `activation_backward` | dy, x | dx (or its codes), column sums | `Activation` |
 | `column_sum` | x | sums (after the codes of x with a cast) | `ColumnSum` |
+| `transpose` | operand [M, K] | operand [K, M] with the same codes and one scale | None |
 | `dropout` | x | y, mask | `DropoutSettings` |
 | `dropout_backward` | dy, mask | dx | `DropoutSettings` |
 | `all_gather.begin`, `all_reduce.begin`, `reduce_scatter.begin` | x | pending | `Collective` |
 | `all_gather.wait`, `all_reduce.wait`, `reduce_scatter.wait` | pending | y | `Collective` |
+
+An `all_gather` takes values, a quantized tensor, or an operand, whose codes and scales it sends.
 
 `grouped_cast`, `grouped_convert`, `grouped_dequantize`, `grouped_product`, `grouped_weight_gradient` and
 `grouped_column_sum` are the operations of these names over groups of rows (`grouped.py`), with the same settings.
@@ -190,12 +193,18 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective over the tensor-parallel group of a layer, or over another group of the environment."""
+    """A collective over the tensor-parallel group of a layer, or over another group of the environment.
+
+    Attributes:
+        group: Name of the layer, or of the group, in the environment.
+        axis: Axis that an `all_gather` joins: 0, or 1 for the column direction [K, M] of rows that ranks share.
+    """
 
     group: str
+    axis: int = 0
 
     def __str__(self) -> str:
-        return self.group
+        return f"{self.group}, columns" if self.axis else self.group
 
 
 # (number of inputs, number of results without a cast) by operation.
@@ -216,6 +225,7 @@ OPERATIONS: dict[str, tuple[int, int]] = {
     "activation": (1, 1),
     "activation_backward": (2, 2),
     "column_sum": (1, 1),
+    "transpose": (1, 1),
     "dropout": (1, 2),
     "dropout_backward": (2, 1),
     **{

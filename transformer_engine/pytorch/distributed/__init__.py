@@ -7,11 +7,12 @@ from .collectives import (
     DeferredGather,
     allreduce,
     gather_along_first_dim,
+    gather_split_1d_tensor,
     get_distributed_rank,
     get_distributed_world_size,
     rank,
     reduce_scatter_along_first_dim,
-    symmetric_all_reduce,
+    split_tensor_into_1d_equal_chunks,
     world_size,
 )
 from .recompute import (
@@ -22,7 +23,14 @@ from .recompute import (
     in_fp8_activation_recompute_phase,
     is_fp8_activation_recompute_enabled,
 )
-from .rng import CudaRNGStatesTracker, get_all_rng_states, graph_safe_rng_available, set_all_rng_states
+from .rng import (
+    CudaRNGStatesTracker,
+    get_all_rng_states,
+    graph_safe_rng_available,
+    is_graph_safe_rng_state,
+    set_all_rng_states,
+)
+from .symmetric_memory import get_symmetric_memory_tensor, symmetric_all_reduce
 from .tensor_parallel import (
     TensorParallel,
     initialize_affine_weight_gpu,
@@ -37,20 +45,24 @@ __all__ = [
     "allreduce",
     "checkpoint",
     "gather_along_first_dim",
+    "gather_split_1d_tensor",
     "get_activation_recompute_contexts",
     "get_all_rng_states",
     "get_distributed_rank",
     "get_distributed_world_size",
+    "get_symmetric_memory_tensor",
     "graph_safe_rng_available",
     "has_te_modules",
     "in_fp8_activation_recompute_phase",
     "initialize_affine_weight_gpu",
     "is_fp8_activation_recompute_enabled",
+    "is_graph_safe_rng_state",
     "prepare_te_modules_for_fsdp",
     "rank",
     "reduce_scatter_along_first_dim",
     "set_all_rng_states",
     "set_tensor_model_parallel_attributes",
+    "split_tensor_into_1d_equal_chunks",
     "symmetric_all_reduce",
     "world_size",
 ]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...common.checks import function_or_none, one_of, switch
+from ...common.checks import function_or_none, switch
 from ..constants import dist_group_type
 from ..runtime.checks import group_or_none, tensor
 from ..runtime.warn_once import warn_once
@@ -21,8 +21,6 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantizer import Quantizer
 from ..tensor.storage.fsdp import gather_payload, join_payload
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage, matrix_shape
-
-SYMMETRIC_ALL_REDUCES = (None, "multimem_all_reduce", "two_shot", "one_shot")
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -287,19 +285,33 @@ def allreduce(
     return inp, dist.all_reduce(inp, group=tp_group, async_op=async_op)
 
 
-def symmetric_all_reduce(
-    inp: Tensor,
-    tp_group: dist_group_type | None = None,
-    async_op: bool = False,
-    all_reduce_type: str | None = "multimem_all_reduce",
-) -> tuple[Tensor, dist.Work | None]:
-    """Return the sum over the ranks. The other arguments are those of `allreduce`.
+def split_tensor_into_1d_equal_chunks(
+    tensor: Tensor, tp_group: dist_group_type | None, new_buffer: bool = False
+) -> Tensor:
+    """Return this rank's share of the elements of a tensor, a vector [numel / n].
 
     Args:
-        all_reduce_type: Algorithm over symmetric memory with lower latency; the ordinary all-reduce serves all.
+        tensor: Contiguous tensor.
+        tp_group: Group of n ranks that share the elements.
+        new_buffer: Copy the elements; otherwise the vector is a view.
+
+    Raises:
+        ValueError: The ranks do not divide the number of elements.
     """
-    one_of("all_reduce_type", all_reduce_type, SYMMETRIC_ALL_REDUCES)
-    return allreduce(inp, tp_group, async_op)
+    size = world_size(tp_group)
+    if tensor.numel() % size:
+        raise ValueError(
+            f"{size} ranks do not divide the {tensor.numel()} elements of a tensor; pad it to "
+            f"{-(-tensor.numel() // size) * size}"
+        )
+    share = tensor.numel() // size
+    own = tensor.view(-1)[rank(tp_group) * share : (rank(tp_group) + 1) * share]
+    return own.clone() if new_buffer else own
+
+
+def gather_split_1d_tensor(tensor: Tensor, tp_group: dist_group_type | None) -> Tensor:
+    """Return the vector of all shares that `split_tensor_into_1d_equal_chunks` returned on the ranks of a group."""
+    return _gather(tensor.reshape(-1), tp_group, False)[0]
 
 
 def _check(inp: Tensor, group: dist_group_type | None, async_op: bool, group_name: str = "tp_group") -> None:

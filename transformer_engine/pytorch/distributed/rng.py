@@ -27,6 +27,11 @@ def graph_safe_rng_available() -> bool:
     return has_cuda() and hasattr(torch.Generator, "graphsafe_set_state")
 
 
+def is_graph_safe_rng_state(state: RngState) -> bool:
+    """Return whether a CUDA graph can register a random state: a generator, not the bytes of its state."""
+    return isinstance(state, torch.Generator)
+
+
 def get_all_rng_states() -> RngStates:
     """Return the named states of the trackers, which a graph registers before its capture."""
     return _tracked

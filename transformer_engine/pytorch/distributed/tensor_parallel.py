@@ -21,8 +21,10 @@ from ...common.checks import function, function_or_none, one_of, whole
 from ...common.numbers import to_bool, to_int
 from ..constants import GemmParallelModes, dist_group_type
 from ..runtime import checks
-from .collectives import allreduce, gather_along_first_dim, reduce_scatter_along_first_dim
+from ..runtime.warn_once import warn_once
+from .collectives import allreduce, gather_along_first_dim, reduce_scatter_along_first_dim, world_size
 from .rng import CudaRNGStatesTracker
+from .symmetric_memory import symmetric_all_reduce
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,14 @@ class TensorParallel:
         group: Tensor-parallel process group.
         size: Ranks of the group.
         sequence: Activations outside the pair of layers are sharded along their first dimension.
+        symmetric: Algorithm over symmetric memory that sums the output of a row-parallel layer.
     """
 
     mode: str | None = None
     group: dist_group_type | None = None
     size: int = 1
     sequence: bool = False
+    symmetric: str | None = None
 
     def __post_init__(self) -> None:
         one_of("parallel_mode", self.mode, GemmParallelModes)
@@ -61,6 +65,8 @@ class TensorParallel:
 
     def leave_forward(self, y: Tensor) -> Tensor:
         """y summed over the ranks of a row-parallel layer; y may be overwritten."""
+        if self.mode == "row" and self.symmetric is not None and self.size > 1 and not self.sequence:
+            return symmetric_all_reduce(y, self.checked_group(), all_reduce_type=self.symmetric)[0]
         return self._summed(y) if self.mode == "row" else y
 
     def enter_backward(self, dy: Tensor) -> Tensor:
@@ -90,6 +96,44 @@ class TensorParallel:
                 "call set_tensor_parallel_group(group) before the forward pass"
             )
         return self.group
+
+
+def tensor_parallel_size(tp_group: dist_group_type | None, tp_size: int) -> int:
+    """Return the number of ranks that share a layer: those of the group if there is one, otherwise tp_size.
+
+    A tp_size that differs from the group's has no effect, which is warned about once.
+
+    Raises:
+        ValueError: This rank does not belong to the group.
+    """
+    if tp_group is None:
+        return tp_size
+    ranks = world_size(tp_group)
+    if ranks < 1:
+        raise ValueError("this rank does not belong to tp_group; give the tensor-parallel group of this rank")
+    if tp_size not in (1, ranks):
+        warn_once(
+            "tp_size",
+            f"tp_size={tp_size} has no effect: tp_group has {ranks} ranks, over which the layer is sharded. Leave "
+            "tp_size out, or give the number of ranks of the group",
+        )
+    return ranks
+
+
+def check_tensor_parallel_group(tp_group: dist_group_type, tp_size: int, kind: str) -> None:
+    """Raise ValueError unless a sharded layer can use a tensor-parallel group.
+
+    Args:
+        tp_group: The group.
+        tp_size: Number of ranks that the parameters are sharded over.
+        kind: Name of the layer's class.
+    """
+    ranks = world_size(tp_group)
+    if ranks != tp_size:
+        raise ValueError(
+            f"the parameters of {kind} are sharded over tp_size={tp_size} ranks, the tensor-parallel group has "
+            f"{max(ranks, 0)}; give a group of {tp_size} ranks, or construct the layer with tp_size={max(ranks, 1)}"
+        )
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ...common.dispatch import Backend, Table
 from ..primitives.activation import ACTIVATIONS, gradient_fuses
 from ..primitives.quantize import Cast
-from .linear_spec import LinearSpec, gradient_cast, input_cast, sums_over_ranks
+from .linear_spec import LinearSpec, gathers_values, gradient_cast, input_cast, sums_over_ranks
 
 IN_CODES, IN_PRODUCT, APART = "in_codes", "in_product", "apart"
 
@@ -130,7 +130,7 @@ def _features_of_input(spec: LinearSpec) -> tuple[str, ...]:
     asked = {
         KEPT: spec.keep_input,
         OTHER_BACKWARD: spec.backward != "quantized",
-        GATHERED: spec.parallel.gathers_input,
+        GATHERED: gathers_values(spec),
         TRACED: spec.traced,
     }
     return tuple(feature for feature, wanted in asked.items() if wanted)

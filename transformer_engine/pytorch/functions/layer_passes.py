@@ -71,6 +71,8 @@ def linear_facts(spec: LinearSpec, layer: str = LINEAR, bias: bool = False) -> L
         parallel.sequence,
         spec.output is not None,
         spec.grad_input is not None,
+        spec.gather_input,
+        spec.gather_gradient,
     )
 
 

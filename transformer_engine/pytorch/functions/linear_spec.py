@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ...common.passes.linear import CODES, ONCE, ROW_CODES, VALUES, Gather
 from ..distributed.tensor_parallel import TensorParallel
 from ..primitives.activation import ActivationParams
 from ..primitives.quantize import Cast
@@ -55,6 +56,8 @@ class LinearSpec:
         passes: `layer_passes.LayerPasses` of a layer that is this product alone; None before they are built.
         compiled: `compiled.CompiledLayer` of these passes; None if they are not compiled.
         beside: The tensors of `cached_weight`.
+        gather_input: How the input is gathered where its rows are sharded; see `LinearFacts`.
+        gather_gradient: How the gradient of the output is gathered where its rows are sharded.
     """
 
     dtype: torch.dtype
@@ -79,6 +82,8 @@ class LinearSpec:
     passes: Any = None
     compiled: Any = None
     beside: tuple[Tensor, ...] = ()
+    gather_input: Gather = VALUES
+    gather_gradient: Literal["values", "codes", "row_codes"] = VALUES
 
     @property
     def needs_grad(self) -> bool:
@@ -130,9 +135,65 @@ def changed(spec: Spec, **fields: Any) -> Spec:
     return made
 
 
+def gathering(
+    spec: LinearSpec, shard: int, is_quantized: bool = False, histories_agree: bool = False
+) -> LinearSpec:
+    """Return the spec of a layer whose input or output gradient is gathered as codes where the format allows it.
+
+    The quantizers of gathered codes take maxima over the tensor-parallel group, so that codes and scales are those of
+    the gathered matrix.
+
+    Args:
+        spec: The spec.
+        shard: Number of rows of the sharded matrix on this rank.
+        is_quantized: The input is a quantized tensor, whose codes are gathered unchanged.
+        histories_agree: Scale updates of delayed scaling take maxima over all ranks of the tensor-parallel group.
+    """
+    parallel = spec.parallel
+    if parallel.gathers_input:
+        way = gathered_as(spec.input, shard, spec.needs_grad_weight, spec.traced or is_quantized)
+        return changed(spec, gather_input=way, input=_of_shards(spec.input, way, parallel, histories_agree))
+    if parallel.gathers_gradient and not spec.needs_grad_bias:
+        way = gathered_as(spec.grad_output, shard, spec.needs_grad_weight, spec.traced)
+        if way != ONCE:
+            quantizer = _of_shards(spec.grad_output, way, parallel, histories_agree)
+            return changed(spec, gather_gradient=way, grad_output=quantizer)
+    return spec
+
+
+def gathered_as(quantizer: Quantizer, rows: int, columnwise: bool, as_values: bool) -> Gather:
+    """Return how a matrix that a quantizer quantizes is gathered from shards of so many rows.
+
+    Args:
+        quantizer: The quantizer.
+        rows: Rows of a shard.
+        columnwise: The column direction is needed too.
+        as_values: The matrix is gathered before it is quantized.
+    """
+    granularity = None if as_values else quantizer.shard_granularity(columnwise)
+    if granularity is not None and rows % granularity == 0:
+        return ROW_CODES if quantizer.supports_only_rowwise_all_gather() else CODES
+    return VALUES if quantizer.is_requantization_safe() else ONCE
+
+
+def _of_shards(
+    quantizer: Quantizer, way: Gather, parallel: TensorParallel, histories_agree: bool
+) -> Quantizer:
+    """Return the quantizer of the rows of one rank."""
+    agrees = histories_agree and quantizer.stateful
+    if way in (CODES, ROW_CODES) and parallel.group is not None and not agrees:
+        return quantizer.reducing_over(parallel.group)
+    return quantizer
+
+
+def gathers_values(spec: LinearSpec) -> bool:
+    """Is the input gathered before it is quantized?"""
+    return spec.parallel.gathers_input and spec.gather_input not in (CODES, ROW_CODES)
+
+
 def input_cast(spec: LinearSpec) -> Cast | None:
     """How the kernel that makes a layer's input may quantize it on the way; None where the layer has to."""
-    if spec.plain or spec.keep_input or spec.backward != "quantized" or spec.parallel.gathers_input:
+    if spec.plain or spec.keep_input or spec.backward != "quantized" or gathers_values(spec):
         return None
     if spec.traced:
         return None  # writes to the scaling state have to be seen by the compiler

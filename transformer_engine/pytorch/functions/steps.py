@@ -23,6 +23,8 @@ from ...common.passes.vocabulary import (
     Product,
 )
 from ..distributed.collectives import allreduce, gather_along_first_dim, reduce_scatter_along_first_dim
+from ..distributed.operands import PendingOperand, gather_operand
+from ..distributed.symmetric_memory import symmetric_all_reduce
 from ..primitives.activation import activation_backward, activation_forward
 from ..primitives.column_sums import column_sums
 from ..primitives.gemm import Epilogue, as_matrix, gemm, gemm_gelu, gemm_gelu_gradient
@@ -30,6 +32,7 @@ from ..primitives.gemm.listed import SymbolicOperand
 from ..primitives.gemm.request import MatrixLayout
 from ..primitives.operand import Operand, plain
 from ..primitives.quantize import dequantize
+from ..primitives.transpose import transposed_operand
 from ..runtime.symbols import Symbol
 from ..runtime.tracing import result_in
 from ..tensor.quantized_tensor import QuantizedTensorStorage
@@ -58,7 +61,7 @@ def _cast(env: Environment, s: CastSettings, x: Any) -> tuple[Any, Any]:
     if s.tensor == "weight":
         return weight_operands(x, spec, s.columnwise)
     matrix: Any = x if isinstance(x, QuantizedTensorStorage) else as_matrix(x)
-    if s.tensor == "input" and s.rowwise:
+    if s.tensor == "input" and (s.rowwise or isinstance(x, QuantizedTensorStorage)):
         return input_operands(matrix, spec.input, s.columnwise)
     quantizer = spec.input if s.tensor == "input" else spec.grad_output
     return quantizer.operands(matrix, s.rowwise, s.columnwise)
@@ -233,17 +236,28 @@ COLLECTIVES: dict[str, Callable[..., Any]] = {
 def _beginning(collective: str) -> Callable[..., tuple[Any]]:
     def begin(env: Environment, s: Collective, x: Any) -> tuple[Any]:
         parallel = env.linears[s.group].parallel
+        if isinstance(x, Operand):
+            return (gather_operand(x, parallel.checked_group(), s.axis),)
+        if collective == "all_reduce" and parallel.mode == "row" and parallel.symmetric is not None:
+            kind = parallel.symmetric
+            return (symmetric_all_reduce(x, parallel.checked_group(), all_reduce_type=kind),)
         later = not (isinstance(x, QuantizedTensorStorage) or torch.compiler.is_compiling())
         return (COLLECTIVES[collective](x, parallel.checked_group(), later),)
 
     return begin
 
 
-def _wait(env: Environment, s: Collective, pending: tuple[Any, Any]) -> tuple[Any]:
+def _wait(env: Environment, s: Collective, pending: Any) -> tuple[Any]:
+    if isinstance(pending, PendingOperand):
+        return (pending.wait(),)
     result, work = pending
     if work is not None:
         work.wait()
     return (result,)
+
+
+def _transpose(env: Environment, s: None, x: Operand) -> tuple[Operand]:
+    return (transposed_operand(x),)
 
 
 OPERATIONS: dict[str, Callable[..., tuple[Any, ...]]] = {
@@ -263,6 +277,7 @@ OPERATIONS: dict[str, Callable[..., tuple[Any, ...]]] = {
     "activation": _activation,
     "activation_backward": _activation_backward,
     "column_sum": _column_sum,
+    "transpose": _transpose,
     **{f"{name}.begin": _beginning(name) for name in COLLECTIVES},
     **{f"{name}.wait": _wait for name in COLLECTIVES},
 }

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ...common import checks
 from ...common.checks import described
 from ...common.numbers import to_bool, to_float, to_int
-from ..distributed.collectives import SYMMETRIC_ALL_REDUCES
+from ..distributed.symmetric_memory import SYMMETRIC_ALL_REDUCES
 from ..functions.normalization import NORMALIZATIONS
 from ..primitives.activation import ACTIVATIONS, ActivationParams
 from ..runtime import checks as torch_checks
@@ -133,22 +133,22 @@ def overlap_flag(name: str, value: Any) -> bool | None:
     if wanted:
         warn_once(
             "overlapped communication",
-            f"{name}={value!r} has no effect: collectives are not overlapped with matrix products here, and results "
-            "are the same without overlap. The ub_* arguments can be left out",
+            f"{name}={value!r} has no effect: collectives of sequence-parallel layers overlap with independent "
+            "products in any case, and products are not split to overlap with their collectives. The ub_* arguments "
+            "can be left out",
         )
     return wanted
 
 
-def symmetric_all_reduce(name: str, value: Any) -> str | None:
-    """Return the kind of a symmetric-memory all-reduce, with a warning that it has no effect when it is set."""
-    checks.one_of(name, value, SYMMETRIC_ALL_REDUCES)
-    if value is not None:
+def warn_unless_reduced(symmetric_ar_type: str | None, is_reduced: bool) -> None:
+    """Warn once that an algorithm of an all-reduce has no effect on a layer without that all-reduce."""
+    if symmetric_ar_type is not None and not is_reduced:
         warn_once(
-            name,
-            f"{name}={value!r} has no effect: the output is reduced by the process group's own all-reduce, with the "
-            "same result. Leave it None",
+            "symmetric_ar_type of a layer without an all-reduce",
+            f"symmetric_ar_type={symmetric_ar_type!r} has no effect: only the outputs of row-parallel layers over "
+            "several ranks without sequence parallelism are all-reduced. Leave it None",
+            stacklevel=4,
         )
-    return value
 
 
 def checked(check: Callable[[str, Any], object]) -> Rule:
@@ -212,7 +212,7 @@ RULES: dict[str, Rule] = {
     "num_gemms": group_count,
     "rng_tracker_name": checked(checks.text_or_none),
     "softmax_scale": finite_or_none,
-    "symmetric_ar_type": symmetric_all_reduce,
+    "symmetric_ar_type": checked(partial(checks.one_of, allowed=SYMMETRIC_ALL_REDUCES)),
     "tp_group": checked(torch_checks.group_or_none),
 }
 

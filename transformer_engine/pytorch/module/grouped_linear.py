@@ -41,7 +41,7 @@ from .grouped_parameters import (
     uses_grouped_tensor,
 )
 from .grouped_spec import build
-from .linear_base import SIZES, LinearConfig, ProductsModule, check_parallel_mode
+from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
 from .numerics import made_to_keep
 from .parameters import InitMethod, ParameterInit, default_init_method
 from .row_groups import check_dense, rows_of_groups
@@ -100,7 +100,7 @@ class GroupedLinear(ProductsModule):
         use_grouped_tensor: bool | None = None,
     ) -> None:  # fmt: skip
         super().__init__(name)
-        check_parallel_mode(parallel_mode, tp_size, in_features, out_features)
+        tp_size = checked_ranks(parallel_mode, tp_group, tp_size, in_features, out_features)
         if ub_overlap_rs or ub_overlap_ag:
             raise ValueError(
                 "GroupedLinear has no communication to overlap; leave ub_overlap_rs and ub_overlap_ag False"

@@ -27,13 +27,14 @@ from ..runtime.replaceable import watched
 from ..runtime.warn_once import warn_once
 from . import _common
 from ._common import apply_normalization
-from .arguments import accepts
+from .arguments import accepts, warn_unless_reduced
 from .config import configured, early
-from .linear_base import SIZES, LinearConfig, OverlapOptions, ProductsModule, check_parallel_mode
+from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
 from .linear_parameters import create_parameters, mark_parameters, weight_and_bias
 from .normalization import mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod, parameter_of
 from .specs import Call, check_call, product_spec, quantizable, scale_update
+from .userbuffers import OverlapOptions
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +51,8 @@ def build(key: tuple[Any, ...]) -> NormLinearSpec:
     check_call(call, config.in_features)
     weight, bias, *of_norm = call.parameters
     assert weight is not None
-    (quantizers,) = quantizable(call, ((config.in_features, weight.shape[0]),))
+    parallel = config.parallel()
+    (quantizers,) = quantizable(call, ((config.in_features, weight.shape[0]),), parallel)
     before = (call.input, *of_norm)
     needs = (
         call.gradients and any(facts is not None and facts.requires_grad for facts in before),
@@ -59,7 +61,7 @@ def build(key: tuple[Any, ...]) -> NormLinearSpec:
     )
     update = scale_update(call, any(needs))
     linear = product_spec(
-        call, 0, quantizers, config.parallel(), needs, update, weight, (call.options[1], False)
+        call, 0, quantizers, parallel, needs, update, weight, (call.options[1], False), call.rows
     )
     spec = NormLinearSpec(
         Norm(config.normalization, config.eps, config.zero_centered_gamma),
@@ -118,7 +120,8 @@ class LayerNormLinear(ProductsModule):
             raise NotImplementedError(
                 'parallel_mode="row" would normalize a shard of the features; use LayerNorm followed by Linear'
             )
-        check_parallel_mode(parallel_mode, tp_size, in_features, out_features)
+        tp_size = checked_ranks(parallel_mode, tp_group, tp_size, in_features, out_features)
+        warn_unless_reduced(symmetric_ar_type, False)
         self._configure(
             in_features=in_features,
             out_features=out_features // tp_size if parallel_mode == "column" else out_features,
@@ -129,6 +132,7 @@ class LayerNormLinear(ProductsModule):
             sequence_parallel=sequence_parallel and tp_size > 1,
             tp_size=tp_size,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            symmetric_ar_type=symmetric_ar_type,
             use_bias=bias,
             return_bias=return_bias,
             return_layernorm_output=return_layernorm_output,
@@ -138,7 +142,7 @@ class LayerNormLinear(ProductsModule):
             _options=("is_first_microbatch", "fp8_output", "fp8_grad"),
             _tensors=("weight", "bias", "layer_norm_weight", "layer_norm_bias"),
         )
-        self.symmetric_ar_type, self.ub_name = symmetric_ar_type, ub_name
+        self.ub_name = ub_name
         self.overlap = OverlapOptions(
             ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, ub_name
         )

@@ -12,7 +12,11 @@ from torch import Tensor
 
 from ...common.checks import switch
 from ...common.numbers import to_bool
-from ..distributed.tensor_parallel import TensorParallel, set_tensor_model_parallel_attributes
+from ..distributed.tensor_parallel import (
+    TensorParallel,
+    set_tensor_model_parallel_attributes,
+    tensor_parallel_size,
+)
 from ..functions.by_name import NormByName
 from ..functions.linear_spec import LinearSpec, changed
 from ..functions.norm_linear import NormMLPSpec, NormMLPTensors, norm_mlp
@@ -23,12 +27,13 @@ from ..runtime.device import canonical_device, is_meta
 from ..runtime.replaceable import watched
 from . import _common
 from ._common import apply_normalization
-from .arguments import accepts
+from .arguments import accepts, warn_unless_reduced
 from .config import configured
-from .linear_base import OverlapOptions, ProductsConfig, ProductsModule
+from .linear_base import ProductsConfig, ProductsModule
 from .normalization import mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod, ParameterInit, default_init_method, parameter_of
 from .specs import Call, Facts, check_call, product_spec, quantizable, scale_update
+from .userbuffers import OverlapOptions
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +52,20 @@ class NormMLPConfig(ProductsConfig):
         return self.hidden_size
 
     @property
+    def is_sharded(self) -> bool:
+        return self.set_parallel_mode and self.tp_size > 1
+
+    def parallel(self, mode: str) -> TensorParallel:
+        """Return the boundary of fc1 ("column") or fc2 ("row")."""
+        return TensorParallel(
+            mode if self.set_parallel_mode else None,
+            self.tp_group,
+            self.tp_size,
+            self.sequence_parallel,
+            self.symmetric_ar_type,
+        )
+
+    @property
     def adds_bias_late(self) -> bool:
         """Is fc2's bias the caller's, or that of the sum over ranks?"""
         return self.return_bias or (self.set_parallel_mode and self.tp_size > 1)
@@ -62,19 +81,14 @@ def build(key: tuple[Any, ...]) -> NormMLPSpec:
     assert fc1_weight is not None and fc2_weight is not None
     _check_rows(config, fc1_weight.shape[0])
     shapes = ((config.hidden_size, fc1_weight.shape[0]), (config.ffn_shard, config.hidden_size))
-    products = quantizable(call, shapes)
+    products = quantizable(call, shapes, config.parallel("column"))
     wants = call.wants
     update = scale_update(call, wants)
 
     def spec(number: int, mode: str, weight: Facts, bias: Facts | None) -> LinearSpec:
-        parallel = TensorParallel(
-            mode if config.set_parallel_mode else None,
-            config.tp_group,
-            config.tp_size,
-            config.sequence_parallel,
-        )
         needs = (wants, wants and weight.requires_grad, wants and bias is not None and bias.requires_grad)
-        return product_spec(call, number, products[number], parallel, needs, update, weight)
+        parallel = config.parallel(mode)
+        return product_spec(call, number, products[number], parallel, needs, update, weight, shard=call.rows)
 
     added = None if config.adds_bias_late else fc2_bias
     made = NormMLPSpec(
@@ -155,6 +169,8 @@ class LayerNormMLP(ProductsModule):
         checkpoint: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(name)
+        tp_size = tensor_parallel_size(tp_group, tp_size)
+        warn_unless_reduced(symmetric_ar_type, set_parallel_mode and tp_size > 1 and not sequence_parallel)
         shards = tp_size if set_parallel_mode else 1
         if ffn_hidden_size % shards:
             raise ValueError(f"tp_size={tp_size} does not divide ffn_hidden_size={ffn_hidden_size}; pad it")
@@ -175,12 +191,12 @@ class LayerNormMLP(ProductsModule):
             tp_size=tp_size,
             sequence_parallel=sequence_parallel and tp_size > 1,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            symmetric_ar_type=symmetric_ar_type,
             _tensors=(
                 "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias", "layer_norm_weight", "layer_norm_bias",
             ),
             _weights=(("fc1_weight",), ("fc2_weight",)),
         )  # fmt: skip
-        self.symmetric_ar_type = symmetric_ar_type
         self.overlap = OverlapOptions(
             ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
         )

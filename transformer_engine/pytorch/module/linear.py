@@ -18,12 +18,13 @@ from ..functions.weight_gradient import WeightGradStore
 from ..primitives.gemm.cublaslt_library import get_workspace as get_workspace
 from ..runtime.device import is_meta
 from ..runtime.replaceable import watched
-from .arguments import accepts
+from .arguments import accepts, warn_unless_reduced
 from .config import configured
-from .linear_base import SIZES, LinearConfig, OverlapOptions, ProductsModule, check_parallel_mode
+from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
 from .linear_parameters import create_parameters, mark_parameters, weight_and_bias
 from .parameters import InitMethod
-from .specs import Call, check_call, product_spec, quantizable, scale_update
+from .specs import Call, check_call, product_spec, quantizable, rows_of_shard, scale_update
+from .userbuffers import OverlapOptions
 
 
 def build(key: tuple[Any, ...]) -> LinearSpec:
@@ -33,7 +34,9 @@ def build(key: tuple[Any, ...]) -> LinearSpec:
     check_call(call, config.in_features)
     weight, bias = call.parameters
     assert weight is not None
-    (quantizers,) = quantizable(call, ((config.in_features, weight.shape[0]),))
+    parallel = config.parallel()
+    shard = rows_of_shard(call, parallel)
+    (quantizers,) = quantizable(call, ((config.in_features, weight.shape[0]),), parallel)
     adds_bias = bias is not None and not (config.return_bias or config.adds_bias_late)
     needs = (
         call.gradients and call.input.requires_grad,
@@ -41,7 +44,7 @@ def build(key: tuple[Any, ...]) -> LinearSpec:
         call.gradients and adds_bias and bias is not None and bias.requires_grad,
     )
     update = scale_update(call, any(needs))
-    spec = product_spec(call, 0, quantizers, config.parallel(), needs, update, weight, call.options[1:])
+    spec = product_spec(call, 0, quantizers, parallel, needs, update, weight, call.options[1:], shard)
     return prepared(spec, adds_bias, call.x[3], call.begin is None)
 
 
@@ -65,14 +68,14 @@ class Linear(ProductsModule):
         parallel_mode: None, "column" (out_features is sharded) or "row" (in_features is sharded).
         parameters_split: Names, or {name: rows}, of several parameters that make up the weight.
         device: Device of the parameters. "cuda" falls back to the CPU if there is no GPU; "meta" defers initialization.
-        ub_overlap_ag: Accepted for compatibility. Collectives do not overlap with products; results are the same.
+        ub_overlap_ag: Accepted for compatibility: collectives overlap with independent products in any case.
         ub_overlap_rs: Like ub_overlap_ag.
         ub_overlap_rs_dgrad: Like ub_overlap_ag.
         ub_bulk_dgrad: Like ub_overlap_ag.
         ub_bulk_wgrad: Like ub_overlap_ag.
         ub_name: Name of the layer in the configuration of the overlap; no effect.
         delay_wgrad_compute: Compute the weight gradient in `backward_dw()` instead of the backward pass.
-        symmetric_ar_type: All-reduce over symmetric memory: "multimem_all_reduce", "two_shot" or "one_shot".
+        symmetric_ar_type: "one_shot" or "two_shot": sum the output of a row-parallel layer over symmetric memory.
         save_original_input: Save the unquantized input for the backward pass; not with delayed scaling.
         name: Name of the layer in reports and debugging output.
 
@@ -103,7 +106,10 @@ class Linear(ProductsModule):
         name: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(name)
-        check_parallel_mode(parallel_mode, tp_size, in_features, out_features)
+        tp_size = checked_ranks(parallel_mode, tp_group, tp_size, in_features, out_features)
+        warn_unless_reduced(
+            symmetric_ar_type, parallel_mode == "row" and tp_size > 1 and not sequence_parallel
+        )
         self._configure(
             in_features=in_features // tp_size if parallel_mode == "row" else in_features,
             out_features=out_features // tp_size if parallel_mode == "column" else out_features,
@@ -111,6 +117,7 @@ class Linear(ProductsModule):
             sequence_parallel=sequence_parallel and tp_size > 1,
             tp_size=tp_size,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            symmetric_ar_type=symmetric_ar_type,
             use_bias=bias,
             return_bias=return_bias,
             save_original_input=save_original_input,
@@ -119,7 +126,7 @@ class Linear(ProductsModule):
             _options=("is_first_microbatch", "fp8_output", "fp8_grad"),
             _tensors=("weight", "bias"),
         )
-        self.symmetric_ar_type, self.ub_name = symmetric_ar_type, ub_name
+        self.ub_name = ub_name
         self.overlap = OverlapOptions(
             ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, ub_name
         )

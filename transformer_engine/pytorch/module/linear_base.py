@@ -15,7 +15,11 @@ from torch import Tensor
 from ...common import env
 from ...common.dispatch import undisturbed
 from ...common.memory import Memory
-from ..distributed.tensor_parallel import TensorParallel
+from ..distributed.tensor_parallel import (
+    TensorParallel,
+    check_tensor_parallel_group,
+    tensor_parallel_size,
+)
 from ..functions.linear_spec import LinearSpec, cached_parts, changed
 from ..functions.scale_update import in_a_backward, of_the_pass
 from ..functions.sequence import gather_sequence
@@ -37,18 +41,6 @@ _KEPT = 64  # what a module keeps of calls that it may meet again
 _is_compiling = torch.compiler.is_compiling
 
 
-@dataclass(frozen=True)
-class OverlapOptions:
-    """The original's userbuffers switches; kept for inspection, the collectives run unfused."""
-
-    overlap_all_gather: bool = False
-    overlap_reduce_scatter: bool = False
-    overlap_reduce_scatter_dgrad: bool = False
-    bulk_dgrad: bool = False
-    bulk_wgrad: bool = False
-    name: str | None = None
-
-
 @dataclass(frozen=True, eq=False)
 class ProductsConfig(ModuleConfig):
     """Settings of every layer that is made of linear products.
@@ -63,6 +55,7 @@ class ProductsConfig(ModuleConfig):
     return_layernorm_output: bool = False
     return_layernorm_output_gathered: bool = False
     save_original_input: bool = False
+    symmetric_ar_type: str | None = None
     use_bias: bool = True
     _options: tuple[str, ...] = ("is_first_microbatch",)
     _tensors: tuple[str, ...] = ()
@@ -71,6 +64,11 @@ class ProductsConfig(ModuleConfig):
     def input_features(self) -> int:
         """The last dimension of the input."""
         raise NotImplementedError
+
+    @property
+    def is_sharded(self) -> bool:
+        """Are parameters sharded over the tensor-parallel ranks?"""
+        return False
 
     def check(self) -> None:
         for name in ("return_layernorm_output", "return_layernorm_output_gathered"):
@@ -102,22 +100,35 @@ class LinearConfig(ProductsConfig):
         return self.in_features
 
     @property
+    def is_sharded(self) -> bool:
+        return self.parallel_mode is not None and self.tp_size > 1
+
+    @property
     def adds_bias_late(self) -> bool:
         """A row-parallel shard holds a partial sum; the bias belongs to the reduced one."""
         return self.parallel_mode == "row" and self.tp_size > 1
 
     def parallel(self) -> TensorParallel:
-        return TensorParallel(self.parallel_mode, self.tp_group, self.tp_size, self.sequence_parallel)
+        return TensorParallel(
+            self.parallel_mode, self.tp_group, self.tp_size, self.sequence_parallel, self.symmetric_ar_type
+        )
 
 
-def check_parallel_mode(mode: str | None, tp_size: int, in_features: int, out_features: int) -> None:
-    """ValueError unless mode is known and tp_size divides the sharded dimension."""
+def checked_ranks(mode: str | None, tp_group: Any, tp_size: int, in_features: int, out_features: int) -> int:
+    """Return the number of ranks that share a linear layer; see `tensor_parallel_size`.
+
+    Raises:
+        ValueError: The mode is unknown, this rank does not belong to the group, or the ranks do not divide the sharded
+            dimension.
+    """
     if mode not in (None, "row", "column"):
         raise ValueError(f'parallel_mode={mode!r} is unknown; choose None, "row" or "column"')
+    ranks = tensor_parallel_size(tp_group, tp_size)
     sharded = {"row": ("in_features", in_features), "column": ("out_features", out_features)}.get(mode or "")
-    if sharded and sharded[1] % tp_size:
-        padded = -(-sharded[1] // tp_size) * tp_size
-        raise ValueError(f"tp_size={tp_size} does not divide {sharded[0]}={sharded[1]}; pad it to {padded}")
+    if sharded and sharded[1] % ranks:
+        padded = -(-sharded[1] // ranks) * ranks
+        raise ValueError(f"tp_size={ranks} does not divide {sharded[0]}={sharded[1]}; pad it to {padded}")
+    return ranks
 
 
 _is_given = functools.partial(operator.is_not, None)
@@ -196,6 +207,16 @@ class ProductsModule(TransformerEngineBaseModule):
     def _mark_delayed_gradients(self) -> None:
         for parameter in self.get_backward_dw_params():
             parameter.skip_backward_post_hook = True  # pyright: ignore[reportAttributeAccessIssue]
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Set the tensor-parallel process group; must precede the first forward when tp_size > 1.
+
+        Raises:
+            ValueError: The group has another number of ranks than the parameters are sharded over.
+        """
+        if self._config.is_sharded and tp_group is not None:
+            check_tensor_parallel_group(tp_group, self.tp_size, type(self).__name__)
+        super().set_tensor_parallel_group(tp_group)
 
     def get_backward_dw_params(self) -> list[torch.nn.Parameter]:
         """Return the parameters whose gradients `backward_dw` computes; none unless delay_wgrad_compute=True."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...common.checks import switch
 from ..distributed.tensor_parallel import TensorParallel
-from ..functions.linear_spec import LinearSpec
+from ..functions.linear_spec import LinearSpec, gathering
 from ..functions.scale_update import OF_THE_PASS, ScaleUpdate
 from ..functions.weight_gradient import WeightGradient, WeightGradStore
 from ..runtime.autograd import keep_backward_here
@@ -189,15 +189,22 @@ def product_refusal(product: ProductQuantizers | LinearSpec, m: int, k: int, n: 
     return None
 
 
-def quantizable(call: Call, shapes: Sequence[tuple[int, int]]) -> tuple[ProductQuantizers, ...]:
-    """The quantizers of each product, or none of them (with a warning) when a size does not fit the format.
+def quantizable(
+    call: Call, shapes: Sequence[tuple[int, int]], parallel: TensorParallel | None = None
+) -> tuple[ProductQuantizers, ...]:
+    """Return the quantizers of each product, or none of them (with a warning) when a size does not fit the format.
 
-    shapes   (in_features, out_features) of each product's weight
+    Args:
+        call: The call.
+        shapes: (in_features, out_features) of each product's weight.
+        parallel: The boundary of the first product, which may gather the rows of the input.
     """
     active = call.active
     if not active.quantizes:
         return active.products
     rows = call.rows
+    if parallel is not None and parallel.gathers_input:
+        rows = rows * parallel.size
     for product, (k, n) in zip(active.products, shapes, strict=True):
         reason = product_refusal(product, rows, k, n)
         if reason is not None:
@@ -246,6 +253,34 @@ def quantized_results(
     return found[0], found[1]
 
 
+def _histories_agree(call: Call, parallel: TensorParallel) -> bool:
+    """Do scale updates of delayed scaling take maxima over all ranks of the tensor-parallel group?"""
+    active = call.active
+    if not active.follows_history or active.group is None or parallel.group is None:
+        return False
+    if not getattr(active.recipe, "reduce_amax", False):
+        return False
+    ranks = torch.distributed.get_process_group_ranks
+    return set(ranks(parallel.group)) <= set(ranks(active.group))
+
+
+def rows_of_shard(call: Call, parallel: TensorParallel) -> int:
+    """Return the rows on this rank of the matrix that a linear layer shards along its rows.
+
+    Raises:
+        ValueError: The ranks cannot share the rows of the output.
+    """
+    if not (parallel.mode == "row" and parallel.sequence and parallel.size > 1):
+        return call.rows
+    rows, size = call.rows, parallel.size
+    if not call.traced and rows % size:
+        raise ValueError(
+            f"{call.config._kind} with sequence_parallel=True scatters {rows} rows over tp_size={size} ranks, which "
+            f"does not divide them; pad the sequence so that there are {-(-rows // size) * size} rows"
+        )
+    return rows // size
+
+
 def keeps_input(call: Call) -> bool:
     """save_original_input, which delayed scaling cannot serve: its scale has moved on by the backward."""
     if not call.config.save_original_input or not call.active.quantizes:
@@ -286,12 +321,20 @@ def product_spec(
     update: ScaleUpdate | None,
     weight: Facts | None = None,
     results: tuple[Any, Any] = (False, False),
+    shard: int | None = None,
 ) -> LinearSpec:
-    """The spec of a call's product.
+    """Return the spec of a call's product.
 
-    weight    of the parameter; None if it may be several tensors
-    needs     gradients of its input, its weight and the bias that it adds
-    results   are its output, and its input's gradient, to be quantized?
+    Args:
+        call: The call.
+        number: Number of the product in its layer.
+        quantizers: Its quantizers.
+        parallel: Its boundary to the tensor-parallel group.
+        needs: Which gradients are needed: of its input, its weight and the bias that it adds.
+        update: What delayed scaling updates after the backward pass.
+        weight: Facts of the weight; None if it is unknown to be one tensor.
+        results: Which results are quantized: its output and its input's gradient.
+        shard: Rows of its sharded matrix on this rank, with sequence parallelism.
     """
     output, grad_input = quantized_results(quantizers, *results)
     needs_grad_input, needs_grad_weight, needs_grad_bias = needs
@@ -300,7 +343,7 @@ def product_spec(
     dtype = computing_dtype(call)
     gradient = weight_gradient(call, number)
     communicates = parallel.mode is not None and parallel.size > 1
-    return LinearSpec(
+    spec = LinearSpec(
         dtype=dtype,
         input=quantizers.input,
         weight=quantizers.weight,
@@ -324,3 +367,6 @@ def product_spec(
         ),
         communicates=communicates,
     )
+    if shard is None or not (communicates and parallel.sequence):
+        return spec
+    return gathering(spec, shard, call.input.is_quantized, _histories_agree(call, parallel))

@@ -1,17 +1,23 @@
-"""initialize_ub and destroy_ub: accepted for communication that overlaps with matrix products; nothing overlaps here.
+"""Userbuffers: the settings by which the original overlaps collectives with matrix products, checked and recorded.
 
-Results are the same without overlap. Layers keep their `ub_*` flags as attributes.
+Layers compute the same function without them. Gathers and reductions of sequence-parallel layers are asynchronous and
+overlap with products that do not depend on them, with or without `ub_*` flags (the `bulk` methods of the original). A
+product is not split into chunks that overlap with parts of its collective (the `ring_exchange` and `pipeline` methods).
+`initialize_ub` therefore allocates nothing: it validates a configuration, which `get_ub` returns.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 
-from ...common.numbers import to_int
+from ...common.checks import described
+from ...common.numbers import to_bool, to_int
 from ..runtime.warn_once import warn_once
 
 
@@ -22,17 +28,102 @@ class UserBufferQuantizationMode(Enum):
     FP8 = "fp8"
 
 
+@dataclass(frozen=True)
+class OverlapOptions:
+    """The `ub_*` flags of a layer, as given."""
+
+    overlap_all_gather: bool = False
+    overlap_reduce_scatter: bool = False
+    overlap_reduce_scatter_dgrad: bool = False
+    bulk_dgrad: bool = False
+    bulk_wgrad: bool = False
+    name: str | None = None
+
+
+RING, PIPELINE, BULK, EXTERNAL = "ring_exchange", "pipeline", "bulk", "external"
+_METHODS = {
+    "qkv_fprop": RING, "qkv_dgrad": BULK, "qkv_wgrad": BULK,
+    "proj_fprop": PIPELINE, "proj_dgrad": RING, "proj_wgrad": EXTERNAL,
+    "fc1_fprop": RING, "fc1_dgrad": BULK, "fc1_wgrad": BULK,
+    "fc2_fprop": PIPELINE, "fc2_dgrad": RING, "fc2_wgrad": EXTERNAL,
+}  # fmt: skip
+_SCATTERS = frozenset({"proj_fprop", "fc2_fprop", "qkv_wgrad", "fc1_wgrad"})
+_SETTINGS = frozenset(
+    [
+        "method",
+        "is_reduce_scatter",
+        "num_sm",
+        "cga_size",
+        "set_sm_margin",
+        "num_splits",
+        "aggregate",
+        "atomic_gemm",
+        "use_ce",
+        "fp8_buf",
+        "comm_priority",
+        "gemm_priority",
+        "pipeline_rs_overlap_first_gemm",
+    ]
+)
+_BACKENDS = ("gloo", "mpi", "nccl")
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """The settings of one product's communication, as `get_ub` returns them; see `initialize_ub`."""
+
+    name: str
+    method: str
+    reduces: bool
+    tp_size: int
+    fp8: bool
+    atomic: bool
+
+    def is_fp8_ubuf(self) -> bool:
+        """Would the buffer hold FP8 codes?"""
+        return self.fp8
+
+    def is_atomic_gemm(self) -> bool:
+        """Would the product signal its chunks by atomic counters?"""
+        return self.atomic
+
+    def is_p2p_overlap(self) -> bool:
+        """Would chunks travel from rank to rank in a ring?"""
+        return self.method in (RING, EXTERNAL)
+
+    def with_cublasmp(self) -> bool:
+        """Would cuBLASMp run the product? Never."""
+        return False
+
+    def get_tp_size(self) -> int:
+        """Return the number of tensor-parallel ranks."""
+        return self.tp_size
+
+
+_communicators: dict[tuple[str, UserBufferQuantizationMode], Communicator] = {}
+
+
 def initialize_ub(
     shape: Sequence[int],
     tp_size: int,
     use_fp8: bool = False,
-    quantization_modes: Sequence[UserBufferQuantizationMode] | None = None,
+    quantization_modes: list[UserBufferQuantizationMode] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     ub_cfgs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     bootstrap_backend: str | None = None,
     with_cublasmp: bool = False,
 ) -> None:
-    """Check the arguments and warn once that nothing is allocated: collectives are not overlapped with products.
+    """Check and record a configuration, and warn once that it has no effect: nothing is allocated.
+
+    Args:
+        shape: [tokens, hidden] of the communicated activations.
+        tp_size: Number of tensor-parallel ranks.
+        use_fp8: Deprecated; `quantization_modes=[UserBufferQuantizationMode.FP8]`.
+        quantization_modes: Data types of communicated activations.
+        dtype: Dtype of the activations.
+        ub_cfgs: {name of a product: settings}, or one such mapping per quantization mode.
+        bootstrap_backend: Backend that would exchange handles: "gloo", "mpi" or "nccl".
+        with_cublasmp: Accepted without effect.
 
     Args:
         shape: [tokens, hidden] of the largest activation.
@@ -45,21 +136,154 @@ def initialize_ub(
         with_cublasmp: No effect.
 
     Raises:
-        TypeError: A quantization mode is not a UserBufferQuantizationMode, or tp_size is not a whole number.
-        ValueError: The shape is not [tokens, hidden], or tp_size is below 1.
+        RuntimeError: A configuration is recorded already.
+        TypeError: A quantization mode is not a UserBufferQuantizationMode, tp_size is not a whole number, or a
+            configuration has an unknown setting.
+        ValueError: The shape is not [tokens, hidden], tp_size is below 1, the backend is unknown, the numbers of
+            configurations and modes differ, or settings of a product exclude each other.
     """
+    if _communicators:
+        raise RuntimeError("userbuffers are initialized already; call destroy_ub() first")
     if len(shape) != 2:
         raise ValueError(f"shape={list(shape)}; give [tokens, hidden]")
     to_int("tp_size", tp_size, 1)
-    for mode in quantization_modes or ():
-        if not isinstance(mode, UserBufferQuantizationMode):
-            raise TypeError(f"quantization_modes holds {mode!r}; give values of UserBufferQuantizationMode")
+    if bootstrap_backend is not None and bootstrap_backend not in _BACKENDS:
+        raise ValueError(
+            f"bootstrap_backend={described(bootstrap_backend)} is unknown; choose one of {_BACKENDS}"
+        )
+    modes = _checked_modes(use_fp8, quantization_modes)
+    given = [ub_cfgs] * len(modes) if ub_cfgs is None or isinstance(ub_cfgs, Mapping) else list(ub_cfgs)
+    if len(given) != len(modes):
+        raise ValueError(
+            f"ub_cfgs holds {len(given)} configurations for {len(modes)} quantization modes; give one per mode, or "
+            "one mapping for all"
+        )
+    made = {}
+    for mode, settings in zip(modes, given, strict=True):
+        made |= _communicators_of(tp_size, mode, settings or {})
     warn_once(
         "initialize_ub",
-        "initialize_ub has no effect: collectives are not overlapped with matrix products here, and results are the "
-        "same without overlap. The call can be left out",
+        "initialize_ub has no effect: collectives of sequence-parallel layers overlap with independent products in "
+        "any case, and products are not split to overlap with their collectives. The call can be left out",
     )
+    _communicators.update(made)
 
 
 def destroy_ub() -> None:
-    """Do nothing: `initialize_ub` allocates nothing."""
+    """Forget the configuration of `initialize_ub`; without one, do nothing."""
+    _communicators.clear()
+
+
+def is_ub_initialized() -> bool:
+    """Return whether a configuration is recorded."""
+    return bool(_communicators)
+
+
+def get_ub(name: str, use_fp8: bool) -> Communicator:
+    """Return the settings of a product's communication.
+
+    Args:
+        name: For example "qkv_fprop".
+        use_fp8: Those of the FP8 mode.
+
+    Raises:
+        RuntimeError: `initialize_ub` has not been called.
+        KeyError: The name is unknown in this mode.
+    """
+    if not _communicators:
+        raise RuntimeError("userbuffers are not initialized; call initialize_ub first")
+    mode = UserBufferQuantizationMode.FP8 if use_fp8 else UserBufferQuantizationMode.NONE
+    if (name, mode) not in _communicators:
+        known = sorted({f"{product} ({kind.value})" for product, kind in _communicators})
+        raise KeyError(f"no communicator {name!r} for {mode}; there are {', '.join(known)}")
+    return _communicators[name, mode]
+
+
+def get_ub_is_fp8(name: str, use_fp8: bool) -> bool:
+    """Return whether the buffer of a product would hold FP8 codes; errors as in `get_ub`."""
+    return get_ub(name, use_fp8).is_fp8_ubuf()
+
+
+def _checked_modes(
+    use_fp8: Any, modes: list[UserBufferQuantizationMode] | None
+) -> list[UserBufferQuantizationMode]:
+    """Return the quantization modes, of the deprecated flag where there are none."""
+    if to_bool("use_fp8", use_fp8):
+        warnings.warn(
+            "use_fp8 is deprecated; give quantization_modes=[UserBufferQuantizationMode.FP8]",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+    if not modes:
+        return [UserBufferQuantizationMode.FP8 if use_fp8 else UserBufferQuantizationMode.NONE]
+    if not isinstance(modes, list):
+        raise TypeError(f"quantization_modes={described(modes)} is not a list; give a list of modes")
+    for mode in modes:
+        if not isinstance(mode, UserBufferQuantizationMode):
+            raise TypeError(
+                f"quantization_modes holds {described(mode)}; give values of UserBufferQuantizationMode"
+            )
+    return modes
+
+
+def _communicators_of(
+    tp_size: int, mode: UserBufferQuantizationMode, settings: Mapping[str, Any]
+) -> dict[tuple[str, UserBufferQuantizationMode], Communicator]:
+    """Return the communicators of one quantization mode."""
+    methods = dict(_METHODS)
+    scatters = set(_SCATTERS)
+    for gradient in ("qkv_dgrad", "fc1_dgrad"):
+        method = dict(settings.get(gradient, {})).get("method", BULK)
+        if method == BULK:
+            continue
+        of_weight = gradient.replace("dgrad", "wgrad")
+        if of_weight in settings:
+            raise ValueError(
+                f"ub_cfgs[{of_weight!r}] excludes {gradient}'s method {method!r}, which leaves no bulk communication "
+                f"to {of_weight}; remove the entry, or set the method to 'bulk'"
+            )
+        del methods[of_weight]
+        scatters = scatters - {of_weight} | {gradient}
+    return {
+        (name, mode): _communicator(
+            name, methods, name in scatters, tp_size, mode, dict(settings.get(name, {}))
+        )
+        for name in methods
+    }
+
+
+def _communicator(
+    name: str,
+    methods: Mapping[str, str],
+    reduces: bool,
+    tp_size: int,
+    mode: UserBufferQuantizationMode,
+    settings: dict[str, Any],
+) -> Communicator:
+    """Return the communicator of one product; TypeError or ValueError for settings that exclude each other."""
+    if unknown := sorted(set(settings) - _SETTINGS):
+        raise TypeError(
+            f"ub_cfgs[{name!r}] has the unknown setting {unknown[0]!r}; known are {sorted(_SETTINGS)}"
+        )
+    method = settings.get("method", methods[name])
+    if method not in (RING, PIPELINE, BULK, EXTERNAL):
+        raise ValueError(
+            f"ub_cfgs[{name!r}]: method={described(method)} is unknown; choose {RING!r}, {PIPELINE!r}, {BULK!r} or "
+            f"{EXTERNAL!r}"
+        )
+    reduces = to_bool("is_reduce_scatter", settings.get("is_reduce_scatter", reduces))
+    if method == PIPELINE and not reduces:
+        raise ValueError(f"ub_cfgs[{name!r}]: a pipeline reduces and scatters only; use {RING!r} to gather")
+    if (method == EXTERNAL) != (methods[name] == EXTERNAL):
+        raise ValueError(
+            f"ub_cfgs[{name!r}]: method {EXTERNAL!r} is that of proj_wgrad and fc2_wgrad and of no other product"
+        )
+    fp8 = mode is UserBufferQuantizationMode.FP8
+    atomic = to_bool("atomic_gemm", settings.get("atomic_gemm", False))
+    if atomic and not fp8:
+        raise ValueError(f"ub_cfgs[{name!r}]: atomic_gemm=True requires the FP8 mode; set it to False")
+    if atomic and method == BULK:
+        warnings.warn(f"ub_cfgs[{name!r}]: atomic_gemm has no effect with method {BULK!r}", stacklevel=4)
+        atomic = False
+    gathers_codes = fp8 and (not reduces or bool(settings.get("fp8_buf", False)))
+    return Communicator(name, method, reduces, tp_size, gathers_codes, atomic)

@@ -100,6 +100,14 @@ class BlockScalingQuantizer(Quantizer):
         storage: Any = self._packed(empty_quantized(spec, *matrix_shape(shape), "meta"), shape, torch.float32)
         return tuple((storage._columnwise_scale_inv if columnwise else storage._rowwise_scale_inv).shape)
 
+    def shard_granularity(self, columnwise: bool) -> int | None:
+        spec = self.spec(True, columnwise)
+        block = spec.format.block
+        # A subclass may quantize otherwise. The maxima of row scaled formats are not those of the shards.
+        if type(self).encode is not BlockScalingQuantizer.encode or block is None or spec.format.row_scaled:
+            return None
+        return block[1] if columnwise or spec.two_dimensional else block[0]
+
     def unsupported_shape_reason(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
         if self.VECTORS and not len(shape):
             return None

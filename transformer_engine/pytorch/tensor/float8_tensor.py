@@ -112,6 +112,9 @@ class _PerTensorQuantizer(Quantizer):
     def supports_only_rowwise_all_gather(self) -> bool:
         return True
 
+    def shard_granularity(self, columnwise: bool) -> int | None:
+        return 1 if type(self) in (Float8Quantizer, Float8CurrentScalingQuantizer) else None
+
 
 class _StateViews(NamedTuple):
     """A state's tensors, and the views of one of its columns."""
@@ -213,9 +216,14 @@ class Float8Quantizer(_PerTensorQuantizer):
             return super().operands(matrix, rowwise, columnwise)
         scale, amax = self._views()
         spec = _spec(self.dtype, rowwise, columnwise)
-        return _operands(quantize(matrix, spec, multiplier=scale, record=amax), matrix.dtype)
+        quantized = quantize(matrix, spec, multiplier=scale, record=amax)
+        if self.amax_reduction_group is not None:
+            self._agree_on_amax()
+        return _operands(quantized, matrix.dtype)
 
     def cast(self, rowwise: bool, columnwise: bool) -> Cast | None:
+        if self.amax_reduction_group is not None:
+            return None  # the maximum is reduced over the group after it is recorded
         return Cast(_spec(self.dtype, rowwise, columnwise), *self._views())
 
     def _views(self) -> tuple[Tensor, Tensor]:

@@ -70,9 +70,13 @@ class Observing(Quantizer):
     unsupported_shape_reason = _forwarded("unsupported_shape_reason")
     replay_state = _forwarded("replay_state")
     replaying = _forwarded("replaying")
-    reducing_over = _forwarded("reducing_over")
+    is_requantization_safe = _forwarded("is_requantization_safe")
+    shard_granularity = _forwarded("shard_granularity")
     supports_only_rowwise_all_gather = _forwarded("supports_only_rowwise_all_gather")
     _get_compatible_recipe = _forwarded("_get_compatible_recipe")
+
+    def reducing_over(self, group: torch.distributed.ProcessGroup) -> Quantizer:
+        return Observing(self.quantizer.reducing_over(group), self.record)
 
     @property
     def column_signs(self) -> bool | None:

@@ -296,6 +296,19 @@ class Quantizer:
         """Return whether a gather along rows needs row-wise data, because column-wise data cannot be concatenated."""
         return False
 
+    def shard_granularity(self, columnwise: bool) -> int | None:
+        """Return the multiple of rows at which the codes of shards are those of the whole matrix, joined along rows.
+
+        One scale per tensor must then be that of all shards; see `reducing_over`.
+
+        Args:
+            columnwise: The column direction is joined too.
+
+        Returns:
+            The multiple; None if the codes of shards cannot be joined, or if that is unknown.
+        """
+        return None
+
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
             return NotImplemented
@@ -361,6 +374,9 @@ class Calibrating(Quantizer):
     def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
         self.quantizer.calibrate(matrix)
         return Operands(plain(matrix), Matrix(matrix))
+
+    def is_requantization_safe(self) -> bool:
+        return False  # a second call would record a second tensor
 
     def wrap(self, storage: QuantizedTensorStorage, *, requires_grad: bool = False) -> Tensor:
         return storage.decode(storage.dtype)

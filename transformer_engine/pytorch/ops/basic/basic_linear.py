@@ -14,6 +14,7 @@ from ....common.numbers import to_bool, to_int
 from ...distributed.collectives import world_size
 from ...distributed.tensor_parallel import TensorParallel
 from ...functions.layer_passes import linear_facts
+from ...functions.linear_spec import gathering
 from ...functions.weight_gradient import WeightGradient
 from ...quantization import QuantizerRole
 from ...quantization.model_init import current_model_init
@@ -206,6 +207,9 @@ class BasicLinear(StepOperation):
         gradient = WeightGradient((weight,), True) if self._accumulate_into_main_grad else WeightGradient()
         plain = quantizers is None and not quantized
         spec = linear_spec(call, dtype, quantizers, parallel, gradient, needs, plain)
+        if spec.communicates and parallel.sequence:
+            rows = math.prod(x.shape[:-1])
+            spec = gathering(spec, rows // parallel.size if parallel.mode == "row" else rows)
         environment.linears[name] = spec
         environment.dtypes[name] = (weight.dtype, weight.dtype)
         contribution = LinearContribution(

@@ -1,0 +1,101 @@
+"""Gather of quantized operands: codes and scales of a matrix whose rows are sharded over ranks.
+
+The row direction of a shard is [m, K], and that of n ranks [n * m, K]: shards are joined along the first axis. The
+column direction of a shard is [K, m], and that of n ranks [K, n * m]: shards are joined along the last axis, which
+copies the received bytes once. Scales of blocks are gathered with the codes; one scale per tensor
+is equal on all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..constants import dist_group_type
+from ..primitives.operand import Operand
+from .collectives import world_size
+
+
+class _Received(NamedTuple):
+    """Bytes [n * rows, ..] of all ranks, in flight.
+
+    Attributes:
+        bytes: The buffer.
+        work: Handle of the collective.
+        dtype: Dtype of the values.
+    """
+
+    bytes: Tensor
+    work: dist.Work | None
+    dtype: torch.dtype
+
+    def wait(self, ranks: int, axis: int) -> Tensor:
+        """Return the joined values."""
+        if self.work is not None:
+            self.work.wait()
+        joined = self.bytes
+        if axis == 1:
+            rows = joined.shape[0] // ranks
+            joined = joined.view(ranks, rows, -1).permute(1, 0, 2).reshape(rows, -1)
+        return joined.view(self.dtype)
+
+
+class PendingOperand:
+    """An operand whose codes and scales are being gathered.
+
+    Args:
+        shard: The operand of this rank.
+        codes: Received codes.
+        scale: Received scales of blocks; None for one scale per tensor.
+        ranks: Number of ranks.
+        axis: Axis of the operand that shards are joined along.
+    """
+
+    __slots__ = ("_axis", "_codes", "_operand", "_ranks", "_scale")
+
+    def __init__(self, shard: Operand, codes: _Received, scale: _Received | None, ranks: int, axis: int):
+        # Without the codes of the shard: the caller frees them while the collective runs.
+        self._operand = (None if scale is not None else shard.scale, *shard[2:])
+        self._codes, self._scale = codes, scale
+        self._ranks, self._axis = ranks, axis
+
+    def wait(self) -> Operand:
+        """Return the gathered operand, complete for the current stream."""
+        scale, form, amax, dtype = self._operand
+        codes = self._codes.wait(self._ranks, self._axis)
+        if self._scale is not None:
+            scale = self._scale.wait(self._ranks, self._axis)
+        return Operand(codes, scale, form, amax, dtype)
+
+
+def gather_operand(operand: Operand, group: dist_group_type | None, axis: int = 0) -> PendingOperand:
+    """Start to gather a quantized operand from all ranks of a group.
+
+    Args:
+        operand: Codes and scales of this rank's rows [m, K] (axis 0), or of their column direction [K, m] (axis 1). The
+            rows are a multiple of the format's blocks, and one scale per tensor is equal on all ranks.
+        group: The process group.
+        axis: Axis of the operand that shards are joined along.
+
+    Returns:
+        The pending operand, whose `wait` returns [n * m, K] or [K, n * m].
+    """
+    blocks = operand.scale if operand.format is not None and operand.format.block is not None else None
+    return PendingOperand(
+        operand,
+        _sent(operand.codes, group),
+        None if blocks is None else _sent(blocks, group),
+        world_size(group),
+        axis,
+    )
+
+
+def _sent(part: Tensor, group: dist_group_type | None) -> _Received:
+    """Start to gather a matrix as bytes, which every backend carries."""
+    sent = part.contiguous().view(torch.uint8)
+    received = sent.new_empty((world_size(group) * sent.shape[0], *sent.shape[1:]))
+    work = dist.all_gather_into_tensor(received, sent, group=group, async_op=True)
+    return _Received(received, work, part.dtype)

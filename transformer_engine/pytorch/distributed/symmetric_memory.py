@@ -1,0 +1,203 @@
+"""All-reduce over symmetric memory: every rank reads the buffers of the others, in the order of the ranks.
+
+One shot: every rank sums all values of all ranks. Two shots: every rank sums its share of the values, and then reads
+the shares of the others. Sums are float32 and have the same order on all ranks, which therefore get the same bits.
+
+Buffers are those of `torch.distributed._symmetric_memory`. NVLink multicast is not used.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...common.checks import one_of
+from ...common.dispatch import Backend, Table
+from ..constants import dist_group_type
+from ..runtime.warn_once import warn_once
+from .collectives import allreduce, world_size
+
+SYMMETRIC, PROCESS_GROUP = "symmetric_memory", "process_group"
+# "multimem_all_reduce" names an algorithm over multicast; "two_shot" has the same result without it.
+_ALGORITHMS = {"one_shot": "one_shot", "two_shot": "two_shot", "multimem_all_reduce": "two_shot"}
+SYMMETRIC_ALL_REDUCES = (None, "nccl", *_ALGORITHMS)
+
+
+class Peers(Protocol):
+    """The buffers of all ranks: the methods of `torch._C._distributed_c10d._SymmetricMemory` that are used here."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0) -> Tensor: ...
+
+    def barrier(self, channel: int = 0) -> None: ...
+
+
+class _SharedBuffer(NamedTuple):
+    """A buffer of this rank, its peers, and the group that they are the ranks of."""
+
+    values: Tensor
+    peers: Peers
+    group: Any
+
+
+class Reduction(NamedTuple):
+    """A request for an all-reduce.
+
+    Attributes:
+        algorithm: "one_shot" or "two_shot"; None for the process group's own.
+        device: Type of the device.
+        dtype: Dtype of the values.
+        backends: Backends of the process group, as `get_backend_config` returns them.
+        compiling: A compiler is tracing.
+    """
+
+    algorithm: str | None
+    device: str
+    dtype: torch.dtype
+    backends: str
+    compiling: bool
+
+
+def unsupported_reason(request: Reduction) -> str | None:
+    """Return why an all-reduce cannot run over symmetric memory, or None."""
+    if request.algorithm is None:
+        return "the process group's own all-reduce was requested"
+    if request.device != "cuda":
+        return f"symmetric memory exists on GPUs, the values are on {request.device}"
+    if "nccl" not in request.backends:
+        return f"symmetric memory requires an NCCL group, this group has {request.backends}"
+    if not request.dtype.is_floating_point:
+        return f"sums are float32, the values are {request.dtype}"
+    return "a compiler is tracing, which sees no peer's memory" if request.compiling else None
+
+
+ALL_REDUCE: Table[Reduction] = Table(
+    "all_reduce",
+    (Backend(SYMMETRIC, unsupported_reason=unsupported_reason), Backend(PROCESS_GROUP)),
+    describe=Reduction,
+)
+
+_buffers: dict[tuple[Any, ...], _SharedBuffer] = {}
+
+
+def _allocated(numel: int, dtype: torch.dtype, device: torch.device, group: Any) -> tuple[Tensor, Peers]:
+    """Return a buffer that all ranks of the group allocate at the same time, and its peers."""
+    from torch.distributed import _symmetric_memory as symmetric  # importing it registers operators
+
+    values = symmetric.empty(numel, dtype=dtype, device=device)
+    return values, symmetric.rendezvous(values, group)
+
+
+def _buffer(numel: int, dtype: torch.dtype, device: torch.device, group: Any, tag: Any) -> _SharedBuffer:
+    key = (numel, dtype, device, group.group_name, tag)
+    known = _buffers.get(key)
+    if known is None or known.group is not group:
+        known = _buffers[key] = _SharedBuffer(*_allocated(numel, dtype, device, group), group)
+    return known
+
+
+def get_symmetric_memory_tensor(
+    numel: int, dtype: torch.dtype, device: torch.device, group: dist_group_type, tag: Any = None
+) -> Tensor:
+    """Return a vector in symmetric memory, allocated at the first call with these arguments on all ranks.
+
+    Args:
+        numel: Number of elements.
+        dtype: Dtype.
+        device: The GPU.
+        group: Process group whose ranks can read the vector.
+        tag: Distinguishes vectors that are used at the same time.
+    """
+    return _buffer(numel, dtype, device, group, tag).values
+
+
+def symmetric_all_reduce(
+    inp: Tensor,
+    tp_group: dist_group_type | None = None,
+    async_op: bool = False,
+    all_reduce_type: str | None = "multimem_all_reduce",
+) -> tuple[Tensor, dist.Work | None]:
+    """Return the sum over the ranks, written to inp, over symmetric memory where that is available.
+
+    Args:
+        inp: Values on every rank.
+        tp_group: The process group, by default the world group.
+        async_op: Return a handle; the process group's own all-reduce computes the sum.
+        all_reduce_type: "one_shot" for small messages, "two_shot" for others, "multimem_all_reduce" as "two_shot", or
+            "nccl" or None for the process group's own all-reduce.
+
+    Raises:
+        ValueError: The type is unknown.
+    """
+    one_of("all_reduce_type", all_reduce_type, SYMMETRIC_ALL_REDUCES)
+    if world_size(tp_group) == 1 or async_op:
+        return allreduce(inp, tp_group, async_op)
+    group: Any = dist.group.WORLD if tp_group is None else tp_group
+    algorithm = _ALGORITHMS.get(all_reduce_type or "")
+    key = (
+        algorithm,
+        inp.device.type,
+        inp.dtype,
+        dist.get_backend_config(group),
+        torch.compiler.is_compiling(),
+    )
+    if ALL_REDUCE.choose(key) == SYMMETRIC:
+        # The process has one buffer for all sizes up to a power of two.
+        buffer = _buffer(1 << (inp.numel() - 1).bit_length(), inp.dtype, inp.device, group, "all_reduce")
+        values = inp.contiguous()
+        reduce_over(buffer.peers, buffer.values, values.view(-1), algorithm == "two_shot")
+        return (inp if values is inp else inp.copy_(values)), None
+    if algorithm is not None:
+        reason = unsupported_reason(Reduction(*key))
+        warn_once(
+            f"symmetric all-reduce: {reason}",
+            f"symmetric_ar_type={all_reduce_type!r} has no effect: {reason}. The process group's own all-reduce "
+            "has the same result; leave the argument None",
+        )
+    return allreduce(inp, tp_group)
+
+
+def reduce_over(peers: Peers, buffer: Tensor, values: Tensor, two_shots: bool) -> None:
+    """Replace values [n] by their sum over the ranks.
+
+    Args:
+        peers: The buffers of all ranks.
+        buffer: This rank's buffer, of at least n elements.
+        values: The values, contiguous.
+        two_shots: Each rank sums a share of the values; otherwise each rank sums all.
+    """
+    count, dtype = values.numel(), values.dtype
+    buffer[:count].copy_(values)
+    peers.barrier()
+    if not two_shots:
+        values.copy_(_sum_of(peers, dtype, 0, count))
+        peers.barrier()  # no rank writes the next values before all have read these
+        return
+    share = -(-count // peers.world_size)
+    bounds = [(min(rank * share, count), min((rank + 1) * share, count)) for rank in range(peers.world_size)]
+    start, stop = bounds[peers.rank]
+    if stop > start:
+        buffer[start:stop].copy_(_sum_of(peers, dtype, start, stop - start))
+    peers.barrier()
+    for step in range(peers.world_size):
+        rank = (peers.rank + step) % peers.world_size  # each rank reads from another peer at a time
+        start, stop = bounds[rank]
+        if stop > start:
+            values[start:stop].copy_(peers.get_buffer(rank, (stop - start,), dtype, start))
+    peers.barrier()
+
+
+def _sum_of(peers: Peers, dtype: torch.dtype, start: int, count: int) -> Tensor:
+    """Return the float32 sum of a part of all buffers; the order of the ranks is the same on each of them."""
+    total = peers.get_buffer(0, (count,), dtype, start).to(torch.float32, copy=True)
+    for rank in range(1, peers.world_size):
+        total += peers.get_buffer(rank, (count,), dtype, start)
+    return total
