@@ -93,7 +93,9 @@ def fill(model: nn.Module, shard: int, start: int = 0) -> None:
         for number, (name, p) in enumerate(model.named_parameters(), start):
             sharded = p.dim() == 2 and not name.startswith("0.") or getattr(p, "tensor_model_parallel", False)
             generator = torch.Generator().manual_seed(100 * number + (shard if sharded else 0))
-            p.copy_(0.2 * torch.randn(p.shape, generator=generator) + (p.dim() == 1 and "norm_weight" in name))
+            p.copy_(
+                0.2 * torch.randn(p.shape, generator=generator) + (p.dim() == 1 and "norm_weight" in name)
+            )
 
 
 def verified(plan: Plan, recipe: Any = None, **options: Any) -> te.Verification:
@@ -181,7 +183,10 @@ def test_exchanged_shards_are_found_with_the_weights_of_the_model_of_one_device(
         return nn.Sequential(model[2])
 
     def report_of(error: str) -> te.Verification:
-        plan, x = Plan(error=error), torch.randn(TOKENS, BATCH, INNER, generator=torch.Generator().manual_seed(1))
+        plan, x = (
+            Plan(error=error),
+            torch.randn(TOKENS, BATCH, INNER, generator=torch.Generator().manual_seed(1)),
+        )
 
         def shard(batch: torch.Tensor, mesh: Any) -> torch.Tensor:
             return batch.chunk(2, -1)[mesh.get_local_rank("tp")]
@@ -205,7 +210,9 @@ def test_a_sum_in_place_of_an_average_is_found_in_every_gradient():
 
     report = on_threads(Plan(("dp",)), reduce_fn=summed)
     assert report.first is not None and report.first.tensor.endswith(".grad")
-    gradients = [check for check in report.checks if check.tensor.endswith(".grad") and check.gain is not None]
+    gradients = [
+        check for check in report.checks if check.tensor.endswith(".grad") and check.gain is not None
+    ]
     assert all(check.differs for check in gradients)
     assert all(abs(check.gain - 2) < 0.01 for check in gradients if check.gain is not None)
     assert all(not check.differs for check in report.checks if not check.tensor.endswith(".grad"))

@@ -23,6 +23,7 @@ from ...common.passes.vocabulary import (
     Product,
 )
 from ..distributed.collectives import allreduce, gather_along_first_dim, reduce_scatter_along_first_dim
+from ..distributed.faults import check_collective
 from ..primitives.activation import activation_backward, activation_forward
 from ..primitives.column_sums import column_sums
 from ..primitives.gemm import Epilogue, as_matrix, gemm, gemm_gelu, gemm_gelu_gradient
@@ -232,6 +233,7 @@ COLLECTIVES: dict[str, Callable[..., Any]] = {
 
 def _beginning(collective: str) -> Callable[..., tuple[Any]]:
     def begin(env: Environment, s: Collective, x: Any) -> tuple[Any]:
+        check_collective(env.linears[s.group].parallel, collective, x)
         parallel = env.linears[s.group].parallel
         later = not (isinstance(x, QuantizedTensorStorage) or torch.compiler.is_compiling())
         return (COLLECTIVES[collective](x, parallel.checked_group(), later),)

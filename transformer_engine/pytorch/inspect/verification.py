@@ -134,7 +134,9 @@ def verify(
     reference = _finished(exact, record_run(exact, whole, loss_fn))
     stateful = recipe is not None and recipe.delayed()
     steps = 2 if stateful else 1
-    eps = max([torch.finfo(p.dtype).eps for p in single.parameters() if p.is_floating_point()], default=2 * _EPS)
+    eps = max(
+        [torch.finfo(p.dtype).eps for p in single.parameters() if p.is_floating_point()], default=2 * _EPS
+    )
     noisy = [
         _finished(single, record_run(single, batch, loss_fn, _block(recipe, None), steps, noise=(eps, seed)))
         for seed in range(NOISE_RUNS)
@@ -157,7 +159,9 @@ def verify(
             checks[RecordKey(module, 0, tensor)] = Difference(0.0, _EPS, note=note)
     checks |= {_parameter_key(name): difference for name, difference in differences.items()}
     checks |= dict(comparison.tensors())
-    return _reported(checks, "no recipe" if recipe is None else type(recipe).__name__, record.loss, reference.loss)
+    return _reported(
+        checks, "no recipe" if recipe is None else type(recipe).__name__, record.loss, reference.loss
+    )
 
 
 class _Comparison:
@@ -248,7 +252,9 @@ def difference(actual: Tensor, exact: Tensor, noisy: Sequence[Tensor]) -> Differ
     if rms > _SIGNAL or not exact.any():
         return Difference(error, allowance)
     gains = [_gain(run.double(), exact) for run in noisy]
-    gain_allowance = 2 * max(abs(gain - 1) for gain in gains) + max(0.5, 4 / math.sqrt(count)) * rms + 16 * _EPS
+    gain_allowance = (
+        2 * max(abs(gain - 1) for gain in gains) + max(0.5, 4 / math.sqrt(count)) * rms + 16 * _EPS
+    )
     return Difference(error, allowance, _gain(actual, exact), gain_allowance)
 
 
@@ -270,7 +276,9 @@ def _reported(
     missing: list[str] = []
     for key in checks:
         found = [
-            TensorCheck(key.module, key.tensor, number, d.error, d.allowance, d.gain, d.gain_allowance, d.note)
+            TensorCheck(
+                key.module, key.tensor, number, d.error, d.allowance, d.gain, d.gain_allowance, d.note
+            )
             for number, own in enumerate(ranks)
             if (d := own.get(key)) is not None
         ]

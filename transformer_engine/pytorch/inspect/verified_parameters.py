@@ -126,7 +126,9 @@ def copy_parameters(
             for copy in whole:
                 copy[name].value.copy_(value)
             expected = value if dim is None else shard_parts(value, dim, place.tensor, parts)
-            error = float((local.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+            error = float(
+                (local.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)
+            )
             allowance = 2.0**-24 if gathered else _rounding(own[name].value)
             differences[name] = Difference(error, allowance, note=note)
     return differences

@@ -1,10 +1,10 @@
 """Shards of parameters and activations: a rank's place in a mesh, and which part of a whole tensor that rank holds.
 
-    mesh dimension    names                                                  shards
-    data              dp, ddp, fsdp, data, dp_replicate, dp_shard,           the batch
-                      replicate, shard
-    context           cp, context                                            tokens: chunks r and 2 n - 1 - r of 2 n
-    tensor            tp, tensor                                             parameters; tokens if sequence parallel
+mesh dimension    names                                                  shards
+data              dp, ddp, fsdp, data, dp_replicate, dp_shard,           the batch
+                  replicate, shard
+context           cp, context                                            tokens: chunks r and 2 n - 1 - r of 2 n
+tensor            tp, tensor                                             parameters; tokens if sequence parallel
 """
 
 from __future__ import annotations
@@ -149,7 +149,9 @@ def place_of(mesh: Any, sequence_parallel: bool, sequence_dim: int, batch_dim: i
         if world_size(group) > 1:
             groups[role].append(group)
     if len(groups["tensor"]) > 1:
-        raise ValueError(f"mesh dimensions {list(names)}: only one can be tensor parallel; flatten them to one")
+        raise ValueError(
+            f"mesh dimensions {list(names)}: only one can be tensor parallel; flatten them to one"
+        )
     return RankPlace(
         roles["data"],
         roles["context"],
