@@ -1,8 +1,7 @@
 """Faults of ranks: settings that differ are reported before a collective, and failures of collectives name the ranks.
 
 A collective whose ranks pass different tensors waits forever, or mixes them. In the first step of a group the ranks
-therefore exchange a hash of what they are about to compute, before each collective of a tensor- or context-parallel
-layer. If the hashes differ, they exchange the descriptions, and every rank raises an error with ranks and values. The
+therefore exchange a hash of their settings and shapes before each collective of a tensor- or context-parallel layer. If the hashes differ, they exchange the descriptions, and every rank raises an error with ranks and values. The
 exchange ends with the first collective after an optimizer step, at the latest after MAXIMUM_CHECKS collectives.
 TE_CHECK=1 continues it in every step.
 """
@@ -125,7 +124,7 @@ def check_collective(parallel: Any, collective: str, x: Any) -> None:
         settings["pass"] = "backward"
     if isinstance(x, (Tensor, QuantizedTensorStorage)):
         settings["tensor"] = form(x)
-    device = getattr(x, "device", None) or getattr(x, "codes").device
+    device = getattr(x, "device", None) or x.codes.device
     check_step(group, settings, device)
 
 
@@ -212,21 +211,26 @@ class NamedWork:
 def missing_ranks(ranks: list[int], own: int) -> str:
     """Return which ranks do not report the failure of a collective within RESPONSE_SECONDS.
 
-    Every rank whose collective has failed writes a key to the store of the default process group. A rank that has ended,
-    or waits elsewhere, does not.
+    Every rank whose collective has failed writes a key to the store of the default process group. A rank that has
+    ended, or waits elsewhere, does not.
     """
+    gone = (
+        "the store of the process group does not respond; the rank that holds it, usually rank 0, has ended"
+    )
+    store: Any = dist.distributed_c10d._get_default_store()
+    missing: list[int] = []
     try:
-        store: Any = dist.distributed_c10d._get_default_store()
         store.set(f"transformer_engine/failed/{own}", "1")
-        missing: list[int] = []
-        for rank in ranks:
-            seconds = RESPONSE_SECONDS if not missing else 0.1
-            try:
-                store.wait([f"transformer_engine/failed/{rank}"], timedelta(seconds=seconds))
-            except dist.DistStoreError:
-                missing.append(rank)
-    except (dist.DistNetworkError, dist.DistStoreError):
-        return "the store of the process group does not respond; the rank that holds it, usually rank 0, has ended"
+    except RuntimeError:
+        return gone
+    for rank in ranks:
+        seconds = RESPONSE_SECONDS if not missing else 0.1
+        try:
+            store.wait([f"transformer_engine/failed/{rank}"], timedelta(seconds=seconds))
+        except dist.DistNetworkError:
+            return gone
+        except RuntimeError:  # DistStoreError, or a plain one of a FileStore: the key has not been written
+            missing.append(rank)
     if not missing:
         return "every rank reports a failure"
     verb = "have ended or do" if len(missing) > 1 else "has ended or does"

@@ -9,8 +9,8 @@ and dtype and with a rounding of noise at every module boundary, have errors e a
 Shards have their own scales and orders of sums. Their errors differ from those of one device, but have the same size.
 The factor 2 covers partial results that every rank rounds before they are summed. 12 / sqrt(2 n) is the spread of a
 norm that is estimated from 2 n numbers. The gain is not compared if rms(e) > 1/2. It finds a missing factor in a format
-with large errors: a factor of two moves it by at least 1/2. Its own error does not vanish with n, because all rows share
-the codes of a weight and its scale. eps is the unit roundoff of float32.
+with large errors: a factor of two moves it by at least 1/2. Its own error does not vanish with n, because all rows
+share the codes of a weight and its scale. eps is the unit roundoff of float32.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 
 from ...common.checks import function, one_of, switch
 from ...common.recipe import Recipe
-from ..distributed.collectives import rank, world_size
+from ..distributed.collectives import world_size
 from ..quantization import autocast
 from ..tensor.quantized_tensor import QuantizedTensor
 from .verification_report import TensorCheck, Verification

@@ -23,7 +23,7 @@ class TensorCheck:
     gain             x . reference / |reference|^2: 0.5 for a tensor that lacks a factor of two; None: not compared,
                      because noise alone changes it
     gain_allowance   largest |gain - 1| that the format and the dtype explain
-    note             what was found instead of a numerical difference
+    note             finding other than a numerical difference
     """
 
     module: str

@@ -50,7 +50,7 @@ class NamedParameter:
 
 
 def parameters_of(model: nn.Module) -> dict[str, NamedParameter]:
-    """Return the parameters of a model by name, without the prefixes of wrappers."""
+    """Return {name: parameter} of a model, with names that lack the prefixes of wrappers."""
     found: dict[str, NamedParameter] = {}
     for prefix, module in unwrapped(model).named_modules():
         for attribute, value in module.named_parameters(recurse=False):
@@ -95,7 +95,7 @@ def copy_parameters(
             others receive and the parallel model's parameters are compared with.
 
     Returns:
-        Differences of this rank's parameters by name.
+        The difference of each parameter of this rank, with its name as key.
 
     Raises:
         ValueError: The models have different parameters.
@@ -151,7 +151,7 @@ def _repeated(shards: Sequence[Tensor], own: int) -> str:
 
 
 def average_gradients(model: nn.Module, place: RankPlace) -> None:
-    """Average gradients over the data- and context-parallel ranks, as far as the model's wrapper has not.
+    """Average gradients over the data- and context-parallel ranks, unless the model's wrapper did.
 
     Gradients of parameters that see only a rank's tokens (sequence parallelism) are summed over the tensor-parallel
     ranks: parameters with the attribute `sequence_parallel`, and replicated parameters of modules with that attribute.

@@ -45,7 +45,7 @@ class RunRecord:
     forward     outputs of modules
     backward    gradients of outputs and inputs of modules, in backward order
     loss        loss of this rank
-    gradients   gradients of parameters by name, as the model has them after the backward pass
+    gradients   {name: gradient} of the parameters after the backward pass
     """
 
     forward: dict[RecordKey, Tensor] = field(default_factory=dict)

@@ -134,7 +134,7 @@ def place_of(mesh: Any, sequence_parallel: bool, sequence_dim: int, batch_dim: i
     unknown = [name for name in names if name not in known]
     if unknown or not names:
         raise ValueError(
-            f"mesh dimensions {list(names)}: give each a name of {', '.join(known)}, which say what the ranks share"
+            f"mesh dimensions {list(names)}: give each one of the names {', '.join(known)}, which determine the sharding"
         )
     if mesh.size() != world_size():
         raise ValueError(
