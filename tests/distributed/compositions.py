@@ -82,7 +82,7 @@ class Block(nn.Module):
             activation="swiglu",
             self_attn_mask_type="causal",
             set_parallel_mode=size > 1,
-            tp_group=mesh.get_group("tp") if size > 1 else None,
+            tp_group=None if mesh is None or size == 1 else mesh.get_group("tp"),
             tp_size=size,
             sequence_parallel=row.sp and size > 1,
             device="cpu",
@@ -160,5 +160,8 @@ def recorded() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    rows = [asdict(row) | {"ranks": row.ranks, "outcome": outcome(row)} for row in pairwise()]
+    rows: list[dict[str, Any]] = []
+    for row in pairwise():
+        rows.append(asdict(row) | {"ranks": row.ranks, "outcome": outcome(row)})
+        print(rows[-1], flush=True)
     FILE.write_text(json.dumps({"compositions": rows}, indent=1) + "\n")

@@ -41,7 +41,7 @@ class Plan:
 def model_of(plan: Plan, mesh: Any) -> nn.Sequential:
     """A column-parallel layer with a norm, a row-parallel one, and a block with attention."""
     tp = mesh is not None and "tp" in plan.names
-    group = mesh.get_group("tp") if tp else None
+    group = mesh.get_group("tp") if mesh is not None and tp else None
     size, error = (2 if tp else 1), plan.error if mesh is not None else ""
     options: dict[str, Any] = {"device": "cpu", "params_dtype": plan.dtype}
     parallel = {"tp_group": group, "tp_size": size, "sequence_parallel": plan.sequence and tp}
@@ -66,14 +66,15 @@ def model_of(plan: Plan, mesh: Any) -> nn.Sequential:
     )
     norm = te.LayerNorm(HIDDEN, sequence_parallel=plan.sequence and tp, dtype=plan.dtype, device="cpu")
     model = nn.Sequential(norm, first, second, block)
-    fill(model, mesh.get_local_rank("tp") if tp else 0)
+    own = mesh.get_local_rank("tp") if mesh is not None and tp else 0
+    fill(model, own)
     if mesh is not None and "cp" in plan.names:
         ring = mesh.get_group("cp")
         block.set_context_parallel_group(ring, dist.get_process_group_ranks(ring), None, cp_comm_type="p2p")
     if error == "weight of another rank":
         fill(second, 0, start=6)
     if error == "exchanged weights":
-        fill(second, 1 - mesh.get_local_rank("tp"), start=6)
+        fill(second, 1 - own, start=6)
     if error == "replicated weight differs" and dist.get_rank() == 1:
         block.layernorm_mlp.layer_norm_weight.data[3] += 0.5
     if error == "factor":
@@ -179,8 +180,8 @@ def test_exchanged_shards_are_found_with_the_weights_of_the_model_of_one_device(
             for rank, shard in enumerate(shards):
                 fill(shard, rank, start=6)
             with torch.no_grad():
-                model[2].weight.copy_(torch.cat([shard.weight for shard in shards], 1))
-                model[2].bias.copy_(shards[0].bias)
+                whole = {"weight": torch.cat([shard.weight for shard in shards], 1), "bias": shards[0].bias}
+                model[2].load_state_dict(whole, strict=False)
         return nn.Sequential(model[2])
 
     def report_of(error: str) -> te.Verification:

@@ -1,9 +1,10 @@
 """Faults of ranks: settings that differ are reported before a collective, and failures of collectives name the ranks.
 
 A collective whose ranks pass different tensors waits forever, or mixes them. In the first step of a group the ranks
-therefore exchange a hash of their settings and shapes before each collective of a tensor- or context-parallel layer. If the hashes differ, they exchange the descriptions, and every rank raises an error with ranks and values. The
-exchange ends with the first collective after an optimizer step, at the latest after MAXIMUM_CHECKS collectives.
-TE_CHECK=1 continues it in every step.
+therefore exchange a hash of their settings and shapes before each collective of a tensor- or context-parallel layer.
+If the hashes differ, they exchange the descriptions, and every rank raises an error with ranks and values. The exchange
+ends with the first collective after an optimizer step, at the latest after MAXIMUM_CHECKS collectives. TE_CHECK=1
+continues it in every step.
 """
 
 from __future__ import annotations
@@ -124,8 +125,9 @@ def check_collective(parallel: Any, collective: str, x: Any) -> None:
         settings["pass"] = "backward"
     if isinstance(x, (Tensor, QuantizedTensorStorage)):
         settings["tensor"] = form(x)
-    device = getattr(x, "device", None) or x.codes.device
-    check_step(group, settings, device)
+        check_step(group, settings, x.device)
+    else:
+        check_step(group, settings, x.codes.device)
 
 
 def form(x: Any) -> str:

@@ -3,14 +3,14 @@
 The allowance of a tensor x of n elements is measured. Two runs of the same model on one device, under the same recipe
 and dtype and with a rounding of noise at every module boundary, have errors e and gains g against the float32 run:
 
-    |x - reference| / |reference| <= (2 + 12 / sqrt(2 n)) rms(e) + 16 eps
-    |gain - 1|                    <= 2 max|g - 1| + max(1 / 2, 4 / sqrt(n)) rms(e) + 16 eps
+    |x - reference| / |reference| <= (2 + 12 / sqrt(n)) rms(e) + 16 eps
+    |gain - 1|                    <= 2 max|g - 1| + max(1, 4 / sqrt(n)) rms(e) + 16 eps
 
 Shards have their own scales and orders of sums. Their errors differ from those of one device, but have the same size.
-The factor 2 covers partial results that every rank rounds before they are summed. 12 / sqrt(2 n) is the spread of a
-norm that is estimated from 2 n numbers. The gain is not compared if rms(e) > 1/2. It finds a missing factor in a format
+The factor 2 covers partial results that every rank rounds before they are summed. 12 / sqrt(n) is the spread of a
+norm that is estimated from n numbers. The gain is not compared if rms(e) > 1/2. It finds a missing factor in a format
 with large errors: a factor of two moves it by at least 1/2. Its own error does not vanish with n, because all rows
-share the codes of a weight and its scale. eps is the unit roundoff of float32.
+share the codes of a weight and its scale; it is at most the relative error. eps is the unit roundoff of float32.
 """
 
 from __future__ import annotations
@@ -229,7 +229,18 @@ class _Comparison:
             dist.all_gather_object(losses, self._record.loss)
             loss = torch.tensor(losses, dtype=torch.float64).mean()
         exact, *noisy = [torch.tensor([run.loss]) for run in (self._reference, *self._noisy)]
-        return difference(loss.reshape(1), exact, noisy)
+        found = difference(loss.reshape(1), exact, noisy)
+        bound = self._change_of_loss() / max(abs(self._reference.loss), torch.finfo(torch.float32).tiny)
+        return Difference(found.error, max(found.allowance, 2 * bound), note=found.note)
+
+    def _change_of_loss(self) -> float:
+        """Return |dL/dy| |y' - y|, the largest first-order change of the loss by the noise of the model's output."""
+        output, gradient = RecordKey("", 0, "output"), RecordKey("", 0, "grad_output")
+        if output not in self._reference.forward or gradient not in self._reference.backward:
+            return 0.0
+        exact = self._reference.forward[output]
+        changes = [float((run.forward[output] - exact).norm()) for run in self._noisy]
+        return float(self._reference.backward[gradient].norm()) * max(changes)
 
 
 def difference(actual: Tensor, exact: Tensor, noisy: Sequence[Tensor]) -> Difference:
@@ -247,14 +258,12 @@ def difference(actual: Tensor, exact: Tensor, noisy: Sequence[Tensor]) -> Differ
     errors = [float((run.double() - exact).norm()) / norm for run in noisy]
     rms = math.sqrt(sum(error**2 for error in errors) / len(errors))
     count = max(1, exact.numel())
-    allowance = (2 + 12 / math.sqrt(len(errors) * count)) * rms + 16 * _EPS
+    allowance = (2 + 12 / math.sqrt(count)) * rms + 16 * _EPS
     error = float((actual - exact).norm()) / norm
     if rms > _SIGNAL or not exact.any():
         return Difference(error, allowance)
     gains = [_gain(run.double(), exact) for run in noisy]
-    gain_allowance = (
-        2 * max(abs(gain - 1) for gain in gains) + max(0.5, 4 / math.sqrt(count)) * rms + 16 * _EPS
-    )
+    gain_allowance = 2 * max(abs(gain - 1) for gain in gains) + max(1, 4 / math.sqrt(count)) * rms + 16 * _EPS
     return Difference(error, allowance, _gain(actual, exact), gain_allowance)
 
 

@@ -129,12 +129,12 @@ def place_of(mesh: Any, sequence_parallel: bool, sequence_dim: int, batch_dim: i
                 "dimensions, for example init_device_mesh('cuda', (2,), mesh_dim_names=('tp',))"
             )
         return RankPlace(sequence_dim=sequence_dim, batch_dim=batch_dim)
-    names = tuple(mesh.mesh_dim_names or ())
+    names: tuple[str, ...] = tuple(mesh.mesh_dim_names or ())
     known = {name: role for role, members in ROLES.items() for name in members}
     unknown = [name for name in names if name not in known]
     if unknown or not names:
         raise ValueError(
-            f"mesh dimensions {list(names)}: give each one of the names {', '.join(known)}, which determine the sharding"
+            f"mesh dimensions {list(names)}: give each one of the names {', '.join(known)}; they determine the sharding"
         )
     if mesh.size() != world_size():
         raise ValueError(

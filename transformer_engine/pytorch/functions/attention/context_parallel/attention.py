@@ -86,8 +86,11 @@ class ContextParallelAttention:
 def shared_settings(scheme: str, call: AttentionCall, inputs: AttentionInputs) -> dict[str, object]:
     """Return the settings of an attention that the ranks of a sequence have in common."""
     own = ("device_type", "capability", "switches", "needs_gradient", "bias_gradient")
-    settings = {field.name: getattr(call, field.name) for field in fields(call) if field.name not in own}
-    return {"scheme": scheme, "q": form(inputs.q), "k": form(inputs.k), "v": form(inputs.v)} | settings
+    settings: dict[str, object] = {
+        field.name: getattr(call, field.name) for field in fields(call) if field.name not in own
+    }
+    settings |= {"scheme": scheme, "q": form(inputs.q), "k": form(inputs.k), "v": form(inputs.v)}
+    return settings
 
 
 def choose_context_parallel(call: AttentionCall, groups: ContextGroups) -> ContextParallelAttention:
