@@ -57,32 +57,35 @@ _lock = threading.Lock()
 _hook: list[Any] = []
 
 
-def checks_step(group: dist_group_type | None) -> bool:
-    """Return whether the next collective of a group is checked; the same on all ranks of the group."""
+def checks_step(group: dist_group_type, x: Any) -> bool:
+    """Return whether a collective of x over a group is checked: in its first step, or if TE_CHECK is set.
+
+    The result is the same on all ranks of the group. Nothing is checked for the fake tensors of a dry run, while a
+    compiler traces, or in a CUDA graph.
+    """
+    if torch.compiler.is_compiling() or isinstance(x, torch._subclasses.FakeTensor):
+        return False
     record = _checks.get(group)
     if record is not None and record.finished and env.stored(_SWITCH)[0] is None:
         return False
-    if torch.compiler.is_compiling() or not dist.is_initialized() or is_graph_capturing():
+    if not dist.is_initialized() or is_graph_capturing():
         return False
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return False
     return record is None or not record.finished or env.get("TE_CHECK") != "0"
 
 
-def check_step(group: dist_group_type | None, settings: Mapping[str, object], device: torch.device) -> None:
-    """Compare settings over the ranks of a group, if the group is in its first step or TE_CHECK is set.
+def check_step(group: dist_group_type, settings: Mapping[str, object], device: torch.device) -> None:
+    """Compare settings over the ranks of a group; every rank has to call it (see `checks_step`).
 
     Args:
-        group: Process group; None: the default group.
+        group: Process group.
         settings: Names and values that all ranks must have in common.
         device: Device of the group's collectives.
 
     Raises:
         RuntimeError: On every rank: the values differ. The message has the ranks of each value.
     """
-    if not checks_step(group):
-        return
-    group = dist.group.WORLD if group is None else group  # pyright: ignore[reportAssignmentType]
     record = _record(group)
     updates = _updates.count - record.first_update
     own = {name: _ADDRESS.sub("", str(value)) for name, value in settings.items()}
@@ -110,7 +113,7 @@ def check_collective(parallel: Any, collective: str, x: Any) -> None:
         x: Tensor or operand of this rank.
     """
     group = parallel.checked_group()
-    if not checks_step(group):
+    if not checks_step(group, x):
         return
     settings: dict[str, object] = {
         "collective": collective,

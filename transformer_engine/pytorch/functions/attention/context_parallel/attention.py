@@ -48,7 +48,7 @@ class ContextParallelAttention:
         groups = self.groups
         self.check_lengths(call, inputs)
         for group in (groups.heads_group, groups.ring_group):
-            if group is not None and checks_step(group):
+            if group is not None and checks_step(group, inputs.q):
                 check_step(group, shared_settings(self.scheme, call, inputs), inputs.q.device)
         if groups.heads_size == 1:
             assert isinstance(self.inner, BlockAttention)
