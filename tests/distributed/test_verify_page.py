@@ -13,7 +13,8 @@ from tests.support.programs import search_path
 def test_the_example_runs_on_two_processes_as_printed(tmp_path):
     program = tmp_path / "check.py"
     (example,) = examples("verify.md")
-    program.write_text(example.replace('"gloo")', f'"gloo", init_method="file://{tmp_path}/rendezvous")'))
+    group = f'"gloo", init_method="file://{tmp_path}/rendezvous", rank=int(__import__("os").environ["RANK"])'
+    program.write_text(example.replace('"gloo")', f"{group}, world_size=2)"))
     common = {**os.environ, "PYTHONPATH": search_path(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     ranks = [
         subprocess.Popen(
