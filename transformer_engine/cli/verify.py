@@ -61,6 +61,7 @@ def verify(
             )
             if mesh is None or dist.get_rank() == 0:
                 console.print(verification.table())
+                console.print(verification.summary(), soft_wrap=True)
         finally:
             if mesh is not None:
                 dist.destroy_process_group()

@@ -141,7 +141,7 @@ class Verification:
         demand("rich", "a table", "pip install rich, or print the verification itself")
         from rich.table import Table
 
-        made = Table(caption=self.summary(), box=None, padding=(0, 1, 0, 0))
+        made = Table(box=None, padding=(0, 1, 0, 0))
         for place, heading in enumerate(COLUMNS):
             made.add_column(heading, justify="right" if 2 <= place < len(COLUMNS) - 1 else "left")
         for check in self.checks:
