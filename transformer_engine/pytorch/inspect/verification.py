@@ -223,12 +223,12 @@ class _Comparison:
 
     def _loss(self) -> Difference:
         """Compare the mean of all ranks' losses."""
-        loss = torch.tensor(self._record.loss, dtype=torch.float64)
+        loss = torch.tensor(self._record.loss, dtype=torch.float64, device="cpu")
         if world_size() > 1:
             losses: list[float] = [0.0] * world_size()
             dist.all_gather_object(losses, self._record.loss)
-            loss = torch.tensor(losses, dtype=torch.float64).mean()
-        exact, *noisy = [torch.tensor([run.loss]) for run in (self._reference, *self._noisy)]
+            loss = torch.tensor(losses, dtype=torch.float64, device="cpu").mean()
+        exact, *noisy = [torch.tensor([run.loss], device="cpu") for run in (self._reference, *self._noisy)]
         found = difference(loss.reshape(1), exact, noisy)
         bound = self._change_of_loss() / max(abs(self._reference.loss), torch.finfo(torch.float32).tiny)
         return Difference(found.error, max(found.allowance, 2 * bound), note=found.note)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -181,7 +182,7 @@ def _ranks_of_shards(gradient: Any) -> int:
     mesh = gradient.device_mesh
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     sizes = [mesh.size(dim) for dim, name in enumerate(names) if name not in ROLES["tensor"]]
-    return int(torch.tensor(sizes, dtype=torch.int64).prod())
+    return math.prod(sizes)
 
 
 def _groups_left(place: RankPlace, done: int) -> tuple[Any, ...]:
