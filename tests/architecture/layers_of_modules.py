@@ -26,7 +26,7 @@ PYTORCH = (
     (
         10,
         "transformer_engine.pytorch.inspect",
-        "`explain`, the memory plan, autotuning, `observe`: they read every layer, none reads them",
+        "`explain`, the memory plan, autotuning, `observe`, `verify`: they read every layer, none reads them",
     ),
     (
         10,
@@ -60,7 +60,7 @@ PYTORCH = (
     (
         5,
         "transformer_engine.pytorch.distributed transformer_engine.pytorch.offload",
-        "collectives, tensor parallelism, random states, recomputation; saved tensors on the host",
+        "collectives, faults of ranks, tensor parallelism, random states, recomputation; saved tensors on the host",
     ),
     (
         5,

@@ -23,6 +23,7 @@ OPTIONS = {"sequence": "--seq", "learning_rate": "--lr"}
     [
         "layers_table.py",
         "support_table.py",
+        "compositions_table.py",
         "performance_table.py",
         "environment_table.py",
         "jax_goals_table.py",

@@ -43,6 +43,10 @@ COMMANDS = {
         ".convert",
         "Convert a Hugging Face checkpoint to TransformerLayer stacks, or back.",
     ),
+    "verify": Command(
+        ".verify",
+        "Compare a parallel, quantized model of a Python file with the same model on one device in float32.",
+    ),
     "info": Command(
         ".info",
         "Describe this machine: device, libraries, recipes and the backend that each operation uses.",

@@ -303,7 +303,8 @@ _PLATFORM = (
         "TE_CHECK",
         "0",
         "1: also check sequence lengths, positions, pages and labels on a GPU, without waiting for it; a later "
-        "call or te.check() raises the error. 2: each call waits and raises its own error. On a CPU all are checked.",
+        "call or te.check() raises the error. 2: each call waits and raises its own error. On a CPU all are checked. "
+        "1 and 2: ranks compare their settings in every step, not only in the first.",
         ("0", "1", "2"),
     ),
     _flag(

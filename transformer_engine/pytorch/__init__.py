@@ -31,6 +31,8 @@ from .inspect.algorithms import autotune, deterministic
 from .inspect.explain import explain
 from .inspect.memory_plan import memory_plan
 from .inspect.observation import Observation, observe
+from .inspect.verification import verify
+from .inspect.verification_report import Verification
 from .module import (
     Fp8Padding,
     Fp8Unpadding,

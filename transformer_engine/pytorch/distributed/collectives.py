@@ -21,6 +21,7 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantizer import Quantizer
 from ..tensor.storage.fsdp import gather_payload, join_payload
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage, matrix_shape
+from .faults import NamedFailures, NamedWork
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -44,7 +45,7 @@ get_distributed_world_size, get_distributed_rank = (
 class AllOf:
     """The handle of several collectives, which `wait` all; only NCCL completes those of a group in order."""
 
-    def __init__(self, works: Sequence[dist.Work]) -> None:
+    def __init__(self, works: Sequence[NamedWork]) -> None:
         self._works = works
 
     def wait(self) -> None:
@@ -85,7 +86,7 @@ def gather_along_first_dim(
     quantizer: Quantizer | None = None,
     output_tensor: Tensor | QuantizedTensorStorage | None = None,
     external_coalescing: bool = False,
-) -> tuple[Any, dist.Work | DeferredGather | None]:
+) -> tuple[Any, NamedWork | DeferredGather | None]:
     """Gather [n * M, ...] from [M, ...] of each of n ranks, in rank order, and quantize it if a quantizer is given.
 
     Quantization after the gather needs no common scales. A quantized input is sent as codes and scales; a scale of the
@@ -209,7 +210,7 @@ def _dequantized(inp: QuantizedTensorStorage, quantizer: Any) -> tuple[Tensor, A
 
 def _gather(
     inp: Tensor, group: dist_group_type | None, async_op: bool, output: Tensor | None = None
-) -> tuple[Tensor, dist.Work | None]:
+) -> tuple[Tensor, NamedWork | None]:
     size = world_size(group)
     if size == 1:
         return (inp if output is None else output.copy_(inp)), None
@@ -224,12 +225,15 @@ def _gather(
         made = functional.wait_tensor(functional.all_gather_tensor(inp, 0, _group(group)))
         return (made if output is None else output.copy_(made)), None
     gathered = inp.new_empty((size * inp.shape[0], *inp.shape[1:])) if output is None else output
-    return gathered, dist.all_gather_into_tensor(gathered, inp, group=group, async_op=async_op)
+    failures = NamedFailures("all_gather", inp, group)
+    with failures:
+        work = dist.all_gather_into_tensor(gathered, inp, group=group, async_op=async_op)
+    return gathered, None if work is None else NamedWork(work, failures)
 
 
 def reduce_scatter_along_first_dim(
     inp: Tensor, tp_group: dist_group_type | None, async_op: bool = False, output: Tensor | None = None
-) -> tuple[Tensor, dist.Work | None]:
+) -> tuple[Tensor, NamedWork | None]:
     """Return this rank's rows [M / n, ...] of the sum of inp [M, ...] over n ranks.
 
     Args:
@@ -262,12 +266,15 @@ def reduce_scatter_along_first_dim(
         made = functional.wait_tensor(functional.reduce_scatter_tensor(inp, "sum", 0, _group(tp_group)))
         return (made if output is None else output.copy_(made)), None
     scattered = inp.new_empty((inp.shape[0] // size, *inp.shape[1:])) if output is None else output
-    return scattered, dist.reduce_scatter_tensor(scattered, inp, group=tp_group, async_op=async_op)
+    failures = NamedFailures("reduce_scatter", inp, tp_group)
+    with failures:
+        work = dist.reduce_scatter_tensor(scattered, inp, group=tp_group, async_op=async_op)
+    return scattered, None if work is None else NamedWork(work, failures)
 
 
 def allreduce(
     inp: Tensor, tp_group: dist_group_type | None = None, async_op: bool = False
-) -> tuple[Tensor, dist.Work | None]:
+) -> tuple[Tensor, NamedWork | None]:
     """Return the sum over the ranks, written to inp (under torch.compile: to a new tensor).
 
     Args:
@@ -282,7 +289,10 @@ def allreduce(
         from torch.distributed import _functional_collectives as functional
 
         return functional.wait_tensor(functional.all_reduce(inp, "sum", _group(tp_group))), None
-    return inp, dist.all_reduce(inp, group=tp_group, async_op=async_op)
+    failures = NamedFailures("all_reduce", inp, tp_group)
+    with failures:
+        work = dist.all_reduce(inp, group=tp_group, async_op=async_op)
+    return inp, None if work is None else NamedWork(work, failures)
 
 
 def split_tensor_into_1d_equal_chunks(

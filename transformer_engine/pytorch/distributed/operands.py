@@ -17,6 +17,7 @@ from torch import Tensor
 from ..constants import dist_group_type
 from ..primitives.operand import Operand
 from .collectives import world_size
+from .faults import NamedFailures, NamedWork
 
 
 class _Received(NamedTuple):
@@ -29,7 +30,7 @@ class _Received(NamedTuple):
     """
 
     bytes: Tensor
-    work: dist.Work | None
+    work: NamedWork | None
     dtype: torch.dtype
 
     def wait(self, ranks: int, axis: int) -> Tensor:
@@ -97,5 +98,7 @@ def _sent(part: Tensor, group: dist_group_type | None) -> _Received:
     """Start to gather a matrix as bytes, which every backend carries."""
     sent = part.contiguous().view(torch.uint8)
     received = sent.new_empty((world_size(group) * sent.shape[0], *sent.shape[1:]))
-    work = dist.all_gather_into_tensor(received, sent, group=group, async_op=True)
-    return _Received(received, work, part.dtype)
+    failures = NamedFailures("all_gather", part, group)
+    with failures:
+        work = dist.all_gather_into_tensor(received, sent, group=group, async_op=True)
+    return _Received(received, None if work is None else NamedWork(work, failures), part.dtype)

@@ -19,6 +19,7 @@ from ...common.dispatch import Backend, Table
 from ..constants import dist_group_type
 from ..runtime.warn_once import warn_once
 from .collectives import allreduce, world_size
+from .faults import NamedWork
 
 SYMMETRIC, PROCESS_GROUP = "symmetric_memory", "process_group"
 # "multimem_all_reduce" names an algorithm over multicast; "two_shot" has the same result without it.
@@ -124,7 +125,7 @@ def symmetric_all_reduce(
     tp_group: dist_group_type | None = None,
     async_op: bool = False,
     all_reduce_type: str | None = "multimem_all_reduce",
-) -> tuple[Tensor, dist.Work | None]:
+) -> tuple[Tensor, dist.Work | NamedWork | None]:
     """Return the sum over the ranks, written to inp, over symmetric memory where that is available.
 
     Args:

@@ -23,6 +23,7 @@ from ...common.passes.vocabulary import (
     Product,
 )
 from ..distributed.collectives import allreduce, gather_along_first_dim, reduce_scatter_along_first_dim
+from ..distributed.faults import check_collective
 from ..distributed.operands import PendingOperand, gather_operand
 from ..distributed.symmetric_memory import symmetric_all_reduce
 from ..primitives.activation import activation_backward, activation_forward
@@ -236,6 +237,7 @@ COLLECTIVES: dict[str, Callable[..., Any]] = {
 def _beginning(collective: str) -> Callable[..., tuple[Any]]:
     def begin(env: Environment, s: Collective, x: Any) -> tuple[Any]:
         parallel = env.linears[s.group].parallel
+        check_collective(parallel, collective, x)
         if isinstance(x, Operand):
             return (gather_operand(x, parallel.checked_group(), s.axis),)
         if collective == "all_reduce" and parallel.mode == "row" and parallel.symmetric is not None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import cast
 
 from .....common.dispatch import Unsupported
+from ....distributed.faults import check_step, checks_step, form
 from ....primitives.attention.call import AttentionCall, AttentionInputs, AttentionResult
 from ....primitives.attention.choose import NoBackend, choose
 from ....primitives.attention.passes import Bound
@@ -46,6 +47,9 @@ class ContextParallelAttention:
         """Return o [.., h * d_v] of the rank's queries, differentiable in q, k, v, bias and sink."""
         groups = self.groups
         self.check_lengths(call, inputs)
+        for group in (groups.heads_group, groups.ring_group):
+            if group is not None and checks_step(group, inputs.q):
+                check_step(group, shared_settings(self.scheme, call, inputs), inputs.q.device)
         if groups.heads_size == 1:
             assert isinstance(self.inner, BlockAttention)
             return self.inner(self.inner_call, inputs)
@@ -77,6 +81,16 @@ class ContextParallelAttention:
         top_left = call.mask.banded and not call.mask.bottom_right
         if self.scheme != "a2a" and top_left and not call.same_lengths:
             demand(are_equal, (inputs.lengths_q, inputs.lengths_kv))
+
+
+def shared_settings(scheme: str, call: AttentionCall, inputs: AttentionInputs) -> dict[str, object]:
+    """Return the settings of an attention that the ranks of a sequence have in common."""
+    own = ("device_type", "capability", "switches", "needs_gradient", "bias_gradient")
+    settings: dict[str, object] = {
+        field.name: getattr(call, field.name) for field in fields(call) if field.name not in own
+    }
+    settings |= {"scheme": scheme, "q": form(inputs.q), "k": form(inputs.k), "v": form(inputs.v)}
+    return settings
 
 
 def choose_context_parallel(call: AttentionCall, groups: ContextGroups) -> ContextParallelAttention:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .....common.checks import described
+from ....distributed.faults import NamedFailures
 
 COMMUNICATION = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
@@ -110,10 +111,13 @@ def all_to_all(parts: Tensor, group: Any) -> Callable[[], Tensor]:
     """Send parts[i] of [size, ..] to rank i; the returned function waits and returns the received [size, ..]."""
     parts = parts.contiguous()
     received = torch.empty_like(parts)
-    work = dist.all_to_all_single(received, parts, group=group, async_op=True)
+    failures = NamedFailures("all_to_all of context parallelism", parts, group)
+    with failures:
+        work = dist.all_to_all_single(received, parts, group=group, async_op=True)
 
     def wait() -> Tensor:
-        work.wait()  # pyright: ignore[reportOptionalMemberAccess]
+        with failures:
+            work.wait()  # pyright: ignore[reportOptionalMemberAccess]
         return received
 
     return wait
@@ -123,10 +127,13 @@ def all_gather(x: Tensor, group: Any, size: int) -> Callable[[], Tensor]:
     """Gather [size, ..] of x [..] of every rank; the returned function waits and returns the result."""
     x = x.contiguous()
     gathered = x.new_empty(size, *x.shape)
-    work = dist.all_gather_into_tensor(gathered.view(-1), x.view(-1), group=group, async_op=True)
+    failures = NamedFailures("all_gather of context parallelism", x, group)
+    with failures:
+        work = dist.all_gather_into_tensor(gathered.view(-1), x.view(-1), group=group, async_op=True)
 
     def wait() -> Tensor:
-        work.wait()  # pyright: ignore[reportOptionalMemberAccess]
+        with failures:
+            work.wait()  # pyright: ignore[reportOptionalMemberAccess]
         return gathered
 
     return wait
@@ -136,7 +143,8 @@ def reduce_scatter(parts: Tensor, group: Any) -> Tensor:
     """Return the sum over all ranks of their parts[rank], of parts [size, ..]."""
     parts = parts.contiguous()
     own = torch.empty_like(parts[0])
-    dist.reduce_scatter_tensor(own.view(-1), parts.view(-1), group=group)
+    with NamedFailures("reduce_scatter of context parallelism", parts, group):
+        dist.reduce_scatter_tensor(own.view(-1), parts.view(-1), group=group)
     return own
 
 
@@ -163,13 +171,14 @@ class Ring:
         """
         sends, receives = [0] * self.size, [0] * self.size
         sends[(self.rank + 1) % self.size] = receives[(self.rank - 1) % self.size] = x.numel()
-        with self._issuing(x, from_ring):
+        failures = NamedFailures("transfer to the next rank of context parallelism", x, self.group)
+        with self._issuing(x, from_ring), failures:
             received = torch.empty_like(x)
             work = dist.all_to_all_single(received, x, receives, sends, group=self.group, async_op=True)
 
         def wait() -> Tensor:
             nonlocal x
-            with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            with failures, nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
                 work.wait()  # pyright: ignore[reportOptionalMemberAccess]
             if self.stream is not None:
                 torch.cuda.current_stream().wait_stream(self.stream)

@@ -1,0 +1,167 @@
+"""Compositions of parallelism, recipes and recomputation: pairs of all settings, and what te.verify finds in each.
+
+`python -m tests.distributed.compositions` runs all of them and writes docs/compositions.json.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import tempfile
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import transformer_engine.pytorch as te
+from tests.distributed.ranks import run_on_ranks
+from tests.distributed.threaded_ranks import run_on_threads
+from transformer_engine.common import recipe
+
+FILE = Path(__file__).resolve().parents[2] / "docs" / "compositions.json"
+HIDDEN, INNER, HEADS, TOKENS, BATCH = 64, 128, 4, 64, 4
+RECIPES = {
+    "none": lambda: None,
+    "delayed": lambda: recipe.DelayedScaling(amax_history_len=2),
+    "current": recipe.Float8CurrentScaling,
+    "block": recipe.Float8BlockScaling,
+    "mxfp8": recipe.MXFP8BlockScaling,
+    "nvfp4": lambda: recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
+}
+
+
+@dataclass(frozen=True)
+class Composition:
+    """One way to train a layer; sizes of one mean that the ranks do not share this dimension."""
+
+    tp: int
+    sp: bool
+    cp: int
+    fsdp: int
+    recipe: str
+    recompute: bool
+
+    @property
+    def possible(self) -> bool:
+        """Sequence parallelism is a part of tensor parallelism; at most four ranks run as processes."""
+        return (self.tp > 1 or not self.sp) and self.ranks <= 4
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.cp * self.fsdp
+
+    @property
+    def in_processes(self) -> bool:
+        """The states of delayed scaling belong to a process, and cannot be those of a thread."""
+        return self.recipe == "delayed"
+
+    def mesh(self) -> Any:
+        shape = (self.fsdp, self.cp, self.tp)
+        return init_device_mesh("cpu", shape, mesh_dim_names=("fsdp", "cp", "tp"))
+
+
+class Block(nn.Module):
+    """A Transformer layer whose forward pass is computed again in the backward pass, if requested."""
+
+    def __init__(self, row: Composition, mesh: Any) -> None:
+        super().__init__()
+        self.recompute = row.recompute
+        size = 1 if mesh is None else row.tp
+        self.layer = te.TransformerLayer(
+            HIDDEN,
+            INNER,
+            HEADS,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            activation="swiglu",
+            self_attn_mask_type="causal",
+            set_parallel_mode=size > 1,
+            tp_group=None if mesh is None or size == 1 else mesh.get_group("tp"),
+            tp_size=size,
+            sequence_parallel=row.sp and size > 1,
+            device="cpu",
+            params_dtype=torch.float32,
+        )
+        if mesh is not None and row.cp > 1:
+            ring = mesh.get_group("cp")
+            self.layer.set_context_parallel_group(ring, dist.get_process_group_ranks(ring), None, "p2p")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return te.checkpoint(self.layer, x) if self.recompute else self.layer(x)
+
+
+def model_of(row: Composition, mesh: Any) -> nn.Module:
+    model = Block(row, mesh)
+    shard = mesh.get_local_rank("tp") if mesh is not None else 0
+    with torch.no_grad():
+        for number, p in enumerate(model.parameters()):
+            seed = 100 * number + (shard if getattr(p, "tensor_model_parallel", False) else 0)
+            drawn = 0.15 * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
+            p.copy_(drawn if p.dim() == 2 else p + drawn)
+    if mesh is not None and row.fsdp > 1:
+        fully_shard(model, mesh=mesh["fsdp"])
+    return model
+
+
+def pairwise() -> list[Composition]:
+    """Return compositions in which every possible pair of two settings occurs, chosen greedily."""
+    values = ((1, 2), (False, True), (1, 2), (1, 2), tuple(RECIPES), (False, True))
+    candidates = [row for value in itertools.product(*values) if (row := Composition(*value)).possible]
+    left = set(itertools.chain.from_iterable(map(pairs, candidates)))
+    chosen: list[Composition] = []
+    while left:
+        best = max(candidates, key=lambda row: (len(pairs(row) & left), -row.ranks))
+        chosen.append(best)
+        left -= pairs(best)
+    return sorted(chosen, key=lambda row: (row.in_processes, row.ranks, str(row)))
+
+
+def pairs(row: Composition) -> set[tuple[tuple[str, Any], ...]]:
+    """Return the pairs of settings of a composition."""
+    return set(itertools.combinations([(field.name, getattr(row, field.name)) for field in fields(row)], 2))
+
+
+def verified(row: Composition) -> te.Verification:
+    x = torch.randn(TOKENS, BATCH, HIDDEN, generator=torch.Generator().manual_seed(1))
+    return te.verify(
+        functools.partial(model_of, row),
+        x,
+        mesh=row.mesh(),
+        recipe=RECIPES[row.recipe](),
+        sequence_parallel=row.sp,
+    )
+
+
+def verified_in_process(device: torch.device, row: Composition) -> str:
+    return _outcome(verified(row))
+
+
+def outcome(row: Composition) -> str:
+    """Return "equal", or the first tensor that differs."""
+    if row.in_processes and row.ranks > 1:
+        with tempfile.TemporaryDirectory() as directory:
+            run = functools.partial(verified_in_process, row=row)
+            return run_on_ranks(run, row.ranks, Path(directory))[0]
+    return _outcome(run_on_threads(lambda rank: verified(row), row.ranks)[0])
+
+
+def _outcome(report: te.Verification) -> str:
+    return "equal" if report.first is None else f"differs: {report.first.name}"
+
+
+def recorded() -> list[dict[str, Any]]:
+    return json.loads(FILE.read_text())["compositions"]
+
+
+if __name__ == "__main__":
+    rows: list[dict[str, Any]] = []
+    for row in pairwise():
+        rows.append(asdict(row) | {"ranks": row.ranks, "outcome": outcome(row)})
+        print(rows[-1], flush=True)
+    FILE.write_text(json.dumps({"compositions": rows}, indent=1) + "\n")

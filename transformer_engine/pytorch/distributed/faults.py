@@ -1,0 +1,242 @@
+"""Faults of ranks: settings that differ are reported before a collective, and failures of collectives name the ranks.
+
+A collective whose ranks pass different tensors waits forever, or mixes them. In the first step of a group the ranks
+therefore exchange a hash of their settings and shapes before each collective of a tensor- or context-parallel layer.
+If the hashes differ, they exchange the descriptions, and every rank raises an error with ranks and values. The exchange
+ends with the first collective after an optimizer step, at the latest after MAXIMUM_CHECKS collectives. TE_CHECK=1
+continues it in every step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ...common import env
+from ..constants import dist_group_type
+from ..quantization.autocast import current
+from ..runtime.capture import is_graph_capturing
+from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
+
+MAXIMUM_CHECKS = 256
+OPTIMIZER_STEPS = "optimizer steps"
+RESPONSE_SECONDS = 5.0  # how long a rank that has failed waits for the others to report that they have
+_SWITCH = ("TE_CHECK",)
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_OUTSIDE = -1  # id of the graph task outside of a backward pass
+
+
+class _GroupChecks:
+    """Checks of one group: how many there were, and the thread's optimizer steps at the first one."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.finished = False
+        self.first_update = _updates.count
+
+
+class _Updates(threading.local):
+    """Optimizer steps of a thread."""
+
+    count = 0
+
+
+_updates = _Updates()
+_checks: WeakKeyDictionary[Any, _GroupChecks] = WeakKeyDictionary()
+_lock = threading.Lock()
+_hook: list[Any] = []
+
+
+def checks_step(group: dist_group_type, x: Any) -> bool:
+    """Return whether a collective of x over a group is checked: in its first step, or if TE_CHECK is set.
+
+    The result is the same on all ranks of the group. Nothing is checked for the fake tensors of a dry run, while a
+    compiler traces, or in a CUDA graph.
+    """
+    if torch.compiler.is_compiling() or isinstance(x, torch._subclasses.FakeTensor):
+        return False
+    record = _checks.get(group)
+    if record is not None and record.finished and env.stored(_SWITCH)[0] is None:
+        return False
+    if not dist.is_initialized() or is_graph_capturing():
+        return False
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return False
+    return record is None or not record.finished or env.get("TE_CHECK") != "0"
+
+
+def check_step(group: dist_group_type, settings: Mapping[str, object], device: torch.device) -> None:
+    """Compare settings over the ranks of a group; every rank has to call it (see `checks_step`).
+
+    Args:
+        group: Process group.
+        settings: Names and values that all ranks must have in common.
+        device: Device of the group's collectives.
+
+    Raises:
+        RuntimeError: On every rank: the values differ. The message has the ranks of each value.
+    """
+    record = _record(group)
+    updates = _updates.count - record.first_update
+    own = {name: _ADDRESS.sub("", str(value)) for name, value in settings.items()}
+    own["TE_CHECK"] = level = str(env.get("TE_CHECK"))
+    own[OPTIMIZER_STEPS] = str(updates if level != "0" else min(updates, 1))
+    digest = hashlib.sha256(repr(sorted(own.items())).encode()).digest()
+    sent = torch.tensor([int.from_bytes(digest[:8], "little", signed=True)], device=device)
+    received = sent.new_empty(dist.get_world_size(group))
+    with NamedFailures("comparison of settings", sent, group):
+        dist.all_gather_into_tensor(received, sent, group=group)
+    if len(set(received.tolist())) > 1:
+        descriptions: list[Any] = [None] * len(received)
+        dist.all_gather_object(descriptions, own, group=group)
+        raise RuntimeError(_difference(descriptions, dist.get_process_group_ranks(group)))
+    record.count += 1
+    record.finished = record.finished or updates > 0 or record.count >= MAXIMUM_CHECKS
+
+
+def check_collective(parallel: Any, collective: str, x: Any) -> None:
+    """Compare a collective of a tensor-parallel layer over its ranks; see `check_step`.
+
+    Args:
+        parallel: The layer's TensorParallel.
+        collective: Name of the collective.
+        x: Tensor or operand of this rank.
+    """
+    group = parallel.checked_group()
+    if not checks_step(group, x):
+        return
+    settings: dict[str, object] = {
+        "collective": collective,
+        "parallel_mode": parallel.mode,
+        "sequence_parallel": parallel.sequence,
+        "tp_size": parallel.size,
+    }
+    if torch._C._current_graph_task_id() == _OUTSIDE:
+        state = current()
+        settings["recipe"] = state.recipe if state.enabled else None
+    else:
+        settings["pass"] = "backward"
+    if isinstance(x, (Tensor, QuantizedTensorStorage)):
+        settings["tensor"] = form(x)
+        check_step(group, settings, x.device)
+    else:
+        check_step(group, settings, x.codes.device)
+
+
+def form(x: Any) -> str:
+    """Return the dtype, or the class of a quantized tensor, and the shape."""
+    kind = type(x).__name__ if isinstance(x, QuantizedTensorStorage) else str(x.dtype).removeprefix("torch.")
+    return f"{kind} {list(x.shape)}"
+
+
+def _record(group: Any) -> _GroupChecks:
+    record = _checks.get(group)
+    if record is None:
+        with _lock:
+            if not _hook:
+                _hook.append(register_optimizer_step_post_hook(_count_update))
+        record = _checks[group] = _GroupChecks()
+    return record
+
+
+def _count_update(*_: object) -> None:
+    _updates.count += 1
+
+
+def _difference(descriptions: list[dict[str, str]], ranks: list[int]) -> str:
+    """Return a message with the values that differ and the ranks of each."""
+    names = dict.fromkeys([name for description in descriptions for name in description])
+    lines: list[str] = []
+    for name in names:
+        values: dict[str, list[int]] = {}
+        for number, description in zip(ranks, descriptions, strict=True):
+            values.setdefault(description.get(name, "(none)"), []).append(number)
+        if len(values) > 1:
+            found = "; ".join([f"{_listed(members)}: {value}" for value, members in values.items()])
+            lines.append(f"{name}: {found}")
+    remedy = (
+        "give every rank the same number of micro-batches per step"
+        if any(line.startswith(OPTIMIZER_STEPS) for line in lines)
+        else "give every rank of the group the same settings and inputs of the same shape"
+    )
+    return f"the ranks of a process group differ, so that a collective would hang. {'. '.join(lines)}. Remedy: {remedy}"
+
+
+def _listed(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+class NamedFailures:
+    """Context manager of a collective: its errors name the operation, the tensor, the group and the missing ranks."""
+
+    def __init__(self, operation: str, x: Tensor, group: dist_group_type | None) -> None:
+        # Without the tensor, whose memory may be freed before the end of the collective.
+        self._operation, self._dtype, self._shape, self._group = operation, x.dtype, x.shape, group
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError) and not torch.compiler.is_compiling():
+            raise type(error)(self._message(error)) from error
+
+    def _message(self, error: RuntimeError) -> str:
+        ranks, own = dist.get_process_group_ranks(self._group), dist.get_rank()
+        return (
+            f"{self._operation} of {self._dtype} {list(self._shape)} over ranks {ranks} failed on rank {own}: "
+            f"{missing_ranks(ranks, own)}. {error}"
+        )
+
+
+class NamedWork:
+    """Handle of an asynchronous collective whose failures are named; other attributes are those of the handle."""
+
+    def __init__(self, work: Any, failures: NamedFailures) -> None:
+        self._work, self._failures = work, failures
+
+    def wait(self, *arguments: Any, **options: Any) -> Any:
+        """Wait for the collective."""
+        with self._failures:
+            return self._work.wait(*arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def missing_ranks(ranks: list[int], own: int) -> str:
+    """Return which ranks do not report the failure of a collective within RESPONSE_SECONDS.
+
+    Every rank whose collective has failed writes a key to the store of the default process group. A rank that has
+    ended, or waits elsewhere, does not.
+    """
+    gone = (
+        "the store of the process group does not respond; the rank that holds it, usually rank 0, has ended"
+    )
+    store: Any = dist.distributed_c10d._get_default_store()
+    missing: list[int] = []
+    try:
+        store.set(f"transformer_engine/failed/{own}", "1")
+    except RuntimeError:
+        return gone
+    for rank in ranks:
+        seconds = RESPONSE_SECONDS if not missing else 0.1
+        try:
+            store.wait([f"transformer_engine/failed/{rank}"], timedelta(seconds=seconds))
+        except dist.DistNetworkError:
+            return gone
+        except RuntimeError:  # DistStoreError, or a plain one of a FileStore: the key has not been written
+            missing.append(rank)
+    if not missing:
+        return "every rank reports a failure"
+    verb = "have ended or do" if len(missing) > 1 else "has ended or does"
+    return f"{_listed(missing)} {verb} not take part"

@@ -1,0 +1,226 @@
+"""Parameters and gradients of a parallel model: gathered values, copies to the model of one device, and averages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..distributed.collectives import rank, world_size
+from ..module import LayerNorm, RMSNorm
+from ..tensor.quantized_tensor import QuantizedTensor
+from .verified_runs import original_name, unwrapped
+from .verified_shards import ROLES, RankPlace, gather_parts, parts_of_parameter, shard_parts, sharded_dim
+
+# Relative difference of one value in two dtypes: half a step of the narrower one, and that of E4M3 for codes.
+_ROUNDING = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+_CODES = 2.0**-4
+# Parameters of fused layers that are replicated over tensor-parallel ranks.
+_REPLICATED = ("layer_norm_weight", "layer_norm_bias", "fc2_bias")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Error of a tensor on this rank, and the errors that noise explains; see `TensorCheck`."""
+
+    error: float
+    allowance: float
+    gain: float | None = None
+    gain_allowance: float = 0.0
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class NamedParameter:
+    """A parameter with its name, module and the name within the module."""
+
+    name: str
+    module: nn.Module
+    attribute: str
+    value: nn.Parameter
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Sizes of its parts along dimension 0, each of which is sharded by itself."""
+        return parts_of_parameter(self.module, self.attribute, self.value.shape[0])
+
+
+def parameters_of(model: nn.Module) -> dict[str, NamedParameter]:
+    """Return {name: parameter} of a model, with names that lack the prefixes of wrappers."""
+    found: dict[str, NamedParameter] = {}
+    for prefix, module in unwrapped(model).named_modules():
+        for attribute, value in module.named_parameters(recurse=False):
+            name = original_name(prefix)
+            name = f"{name}.{attribute}" if name else attribute
+            found[name] = NamedParameter(name, module, attribute, value)
+    return found
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return a detached float32 copy of a plain, quantized or distributed tensor, gathered if it is distributed."""
+    from torch.distributed.tensor import DTensor
+
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        local = tensor.to_local()
+        if isinstance(local, QuantizedTensor):
+            local = local.dequantize()
+        tensor = DTensor.from_local(
+            local.float(),
+            tensor.device_mesh,
+            tensor.placements,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+            run_check=False,
+        ).full_tensor()
+    if isinstance(tensor, QuantizedTensor):
+        tensor = tensor.dequantize()
+    return tensor.float().clone()
+
+
+def copy_parameters(
+    parallel: nn.Module, copies: Sequence[nn.Module], place: RankPlace, gathered: bool
+) -> dict[str, Difference]:
+    """Give the models of one device the parameters of the parallel model, and compare the ranks' parameters.
+
+    Args:
+        parallel: Model with this rank's parameters.
+        copies: Models of one device; receive the parameters of rank 0 and of its tensor-parallel group.
+        place: This rank's place in the mesh.
+        gathered: Copy the parallel model's parameters. Otherwise the first model of `copies` keeps its own, which the
+            others receive and the parallel model's parameters are compared with.
+
+    Returns:
+        The difference of each parameter of this rank, with its name as key.
+
+    Raises:
+        ValueError: The models have different parameters.
+    """
+    own = parameters_of(parallel)
+    whole = [parameters_of(copy) for copy in copies]
+    if own.keys() != whole[0].keys():
+        missing = sorted(own.keys() ^ whole[0].keys())
+        raise ValueError(
+            f"model_fn(None) and model_fn(mesh) have different parameters: {', '.join(missing[:4])}; both need the "
+            "same modules under the same names (fully_shard keeps names, FullyShardedDataParallel needs "
+            "use_orig_params=True)"
+        )
+    differences: dict[str, Difference] = {}
+    with torch.no_grad():
+        for name, target in whole[0].items():
+            local, note = plain(own[name].value), ""
+            dim = sharded_dim(target.value.shape, local.shape, place.tensor[1])
+            parts = target.parts if dim == 0 else (target.value.shape[dim or 0],)
+            value = plain(target.value)
+            if gathered and dim is None:
+                value = local.clone()
+            elif gathered and dim is not None:
+                value, shards = gather_parts(local, dim, place.tensor_group, parts)
+                note = _repeated(shards, place.tensor[0])
+            if world_size() > 1:
+                dist.broadcast(value, 0)
+            for copy in whole:
+                copy[name].value.copy_(value)
+            expected = value if dim is None else shard_parts(value, dim, place.tensor, parts)
+            error = float(
+                (local.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)
+            )
+            allowance = 2.0**-24 if gathered else _rounding(own[name].value)
+            differences[name] = Difference(error, allowance, note=note)
+    return differences
+
+
+def _rounding(parameter: Tensor) -> float:
+    from torch.distributed.tensor import DTensor
+
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return _CODES if isinstance(local, QuantizedTensor) else _ROUNDING.get(local.dtype, 2.0**-8)
+
+
+def _repeated(shards: Sequence[Tensor], own: int) -> str:
+    """Return a note if this rank's shard of a weight equals the shard of a rank before it."""
+    mine = shards[own]
+    if mine.dim() < 2 or mine.min() == mine.max():
+        return ""
+    equal = next((index for index in range(own) if torch.equal(shards[index], mine)), None)
+    return "" if equal is None else f"equals the shard of tensor-parallel rank {equal}"
+
+
+def average_gradients(model: nn.Module, place: RankPlace) -> None:
+    """Average gradients over the data- and context-parallel ranks, unless the model's wrapper did.
+
+    Gradients of parameters that see only a rank's tokens (sequence parallelism) are summed over the tensor-parallel
+    ranks: parameters with the attribute `sequence_parallel`, and replicated parameters of modules with that attribute.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    averaged = world_size(model.process_group) if isinstance(model, DistributedDataParallel) else 1
+    for parameter in parameters_of(model).values():
+        gradient = parameter.value.grad
+        if gradient is None:
+            continue
+        local = _local(gradient)
+        done = averaged if local is gradient else _ranks_of_shards(gradient)
+        for group in _groups_left(place, done):
+            dist.all_reduce(local, group=group)
+            local.div_(world_size(group))
+        if place.tensor[1] > 1 and _sees_own_tokens(parameter):
+            dist.all_reduce(local, group=place.tensor_group)
+
+
+def _local(gradient: Any) -> Tensor:
+    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
+
+
+def _ranks_of_shards(gradient: Any) -> int:
+    """Return the number of data and context ranks over which a sharded gradient has been averaged."""
+    mesh = gradient.device_mesh
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    sizes = [mesh.size(dim) for dim, name in enumerate(names) if name not in ROLES["tensor"]]
+    return math.prod(sizes)
+
+
+def _groups_left(place: RankPlace, done: int) -> tuple[Any, ...]:
+    if done == place.copies:
+        return ()
+    if done == 1:
+        return (*place.data_groups, *place.context_groups)
+    if done == place.data[1]:
+        return place.context_groups
+    raise ValueError(
+        f"the model's wrapper averages gradients over {done} ranks; a mesh of {place.data[1]} data-parallel and "
+        f"{place.context[1]} context-parallel ranks needs {place.data[1]} or {place.copies}; pass reduce_fn"
+    )
+
+
+def _sees_own_tokens(parameter: NamedParameter) -> bool:
+    """Whether a replicated parameter is used for this rank's tokens only; fully_shard drops the attribute."""
+    if hasattr(parameter.value, "sequence_parallel"):
+        return bool(parameter.value.sequence_parallel)  # pyright: ignore[reportAttributeAccessIssue]
+    if not getattr(parameter.module, "sequence_parallel", False):
+        return False
+    row = getattr(parameter.module, "parallel_mode", None) == "row"
+    norm = isinstance(parameter.module, (LayerNorm, RMSNorm))
+    return norm or parameter.attribute in _REPLICATED or (row and parameter.attribute == "bias")
+
+
+def scaling_states(model: nn.Module, group: Any) -> Iterator[tuple[str, str, bool]]:
+    """Compare the scales of delayed scaling with those of the group's first rank.
+
+    Yields:
+        Name of the module, "scaling_fwd.scale" or "scaling_bwd.scale", and whether this rank's scales are equal.
+    """
+    for name, module in unwrapped(model).named_modules():
+        meta = getattr(module, "fp8_meta", None) or {}
+        for direction in ("scaling_fwd", "scaling_bwd"):
+            scale = getattr(meta.get(direction), "scale", None)
+            if not isinstance(scale, Tensor):
+                continue
+            scales = [torch.empty_like(scale) for _ in range(world_size(group))]
+            dist.all_gather(scales, scale.contiguous(), group=group)
+            yield original_name(name), f"{direction}.scale", torch.equal(scales[0], scales[rank(group)])

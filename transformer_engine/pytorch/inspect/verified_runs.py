@@ -1,0 +1,207 @@
+"""One forward and backward pass of a model with the outputs of its modules and all gradients recorded.
+
+A run with noise multiplies every module output, and its gradient, by 1 + u eps with u uniform in [-1, 1]: a rounding of
+the run's dtype at each module boundary. The differences of several such runs measure how far the order of sums can move
+each tensor of this model (stochastic arithmetic), also of tensors that are differences of nearly equal numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..functions.scale_update import in_a_backward
+from ..tensor.quantized_tensor import QuantizedTensor
+
+WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
+Batch = Tensor | tuple[Any, ...] | list[Any] | dict[str, Any]
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class RecordKey:
+    """A tensor of a run: module, number of its call, and "output", "grad_output" or "grad_input"."""
+
+    module: str
+    call: int
+    kind: str
+
+    @property
+    def tensor(self) -> str:
+        """Name of the tensor; later calls of a module are numbered."""
+        return self.kind if self.call == 0 else f"{self.kind}[{self.call}]"
+
+
+@dataclass
+class RunRecord:
+    """Tensors of a run in float32, in the order in which they were computed.
+
+    forward     outputs of modules
+    backward    gradients of outputs and inputs of modules, in backward order
+    loss        loss of this rank
+    gradients   {name: gradient} of the parameters after the backward pass
+    """
+
+    forward: dict[RecordKey, Tensor] = field(default_factory=dict)
+    backward: dict[RecordKey, Tensor] = field(default_factory=dict)
+    loss: float = 0.0
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module that DistributedDataParallel or FullyShardedDataParallel wraps, or the model itself."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrapper = isinstance(model, (DistributedDataParallel, FullyShardedDataParallel))
+    return model.module if wrapper else model
+
+
+def original_name(name: str) -> str:
+    """Return the name of a module or parameter without the prefixes of wrappers."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "").removesuffix(wrapper[:-1])
+    return name.rstrip(".")
+
+
+def called(model: nn.Module, batch: Batch) -> Any:
+    """Call a model with a tensor, a tuple of arguments or a dictionary of keyword arguments."""
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def first_tensor(value: Any) -> Any:
+    """Return the first tensor of an output, or the output itself if it has none."""
+    return next((leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)), value)
+
+
+def in_float32(batch: Batch) -> Batch:
+    """Return a batch whose floating-point tensors are float32."""
+    leaves, tree = tree_flatten(batch)
+    widened = [
+        leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf for leaf in leaves
+    ]
+    return tree_unflatten(widened, tree)
+
+
+def record_run(
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: LossFunction,
+    block: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    steps: int = 1,
+    scale: float = 1.0,
+    noise: tuple[float, int] | None = None,
+) -> RunRecord:
+    """Run forward and backward passes without updates, and record the last one.
+
+    Args:
+        model: The model; its gradients are replaced.
+        batch: Arguments of the model. The first floating-point tensor gets a gradient.
+        loss_fn: Function (output, batch) -> scalar.
+        block: Context manager of the forward pass, such as `autocast` with a recipe.
+        steps: Number of passes; delayed scaling has its scales from the second one on.
+        scale: Factor of the loss in the backward pass.
+        noise: (eps, seed) of a run with noise; None: a run without noise.
+    """
+    record = RunRecord()
+    leaves, tree = tree_flatten(batch)
+    for step in range(steps):
+        model.zero_grad(set_to_none=True)
+        differentiable = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        for leaf in differentiable:
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                leaf.requires_grad_()
+                break
+        arguments: Any = tree_unflatten(differentiable, tree)
+        with _Recorder(unwrapped(model), record if step == steps - 1 else RunRecord(), noise):
+            with block():
+                output = called(model, arguments)
+            loss = loss_fn(output, arguments)
+            (loss * scale).backward()
+        record.loss = float(loss.detach())
+    return record
+
+
+class _Recorder:
+    """Hooks of one pass on all modules of a model."""
+
+    def __init__(self, model: nn.Module, record: RunRecord, noise: tuple[float, int] | None) -> None:
+        self._model, self._record = model, record
+        self._eps, self._seed = noise if noise is not None else (0.0, 0)
+        self._generator: torch.Generator | None = None
+        self._calls: dict[str, int] = {}
+        self._labels: dict[int, tuple[Tensor, list[RecordKey]]] = {}
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> None:
+        for name, module in self._model.named_modules():
+            self._hooks.append(module.register_forward_hook(self._hook_of(original_name(name))))
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._labels.clear()
+
+    def _hook_of(self, name: str) -> Callable[[nn.Module, Any, Any], Any]:
+        return lambda module, arguments, output: self._see(name, arguments, output)
+
+    def _see(self, name: str, arguments: Any, output: Any) -> Any:
+        recomputed = in_a_backward()
+        call = self._calls.get(name, 0)
+        if not recomputed:
+            self._calls[name] = call + 1
+        result = first_tensor(output)
+        if not isinstance(result, Tensor):
+            return None
+        replaced = None
+        if self._eps and not recomputed and result is output and not isinstance(result, QuantizedTensor):
+            result = replaced = self._disturbed(result)
+        if not recomputed:
+            self._record.forward[RecordKey(name, call, "output")] = _copy(result)
+        self._watch(first_tensor(arguments), RecordKey(name, call, "grad_input"))
+        self._watch(result, RecordKey(name, call, "grad_output"))
+        return replaced
+
+    def _disturbed(self, output: Tensor) -> Tensor:
+        if not output.is_floating_point():
+            return output
+        if self._generator is None:
+            self._generator = torch.Generator(output.device).manual_seed(self._seed)
+        factor = torch.empty_like(output, dtype=torch.float32).uniform_(-1, 1, generator=self._generator)
+        return output * (1 + self._eps * factor).to(output.dtype)
+
+    def _watch(self, tensor: Any, key: RecordKey) -> None:
+        """Record the gradient of a tensor.
+
+        A tensor is the output of one module and the input of others. Its gradient is listed as that of the inputs
+        first, innermost module first, because the pass of an input's module computed it.
+        """
+        if not isinstance(tensor, Tensor) or not tensor.requires_grad:
+            return
+        held = self._labels.get(id(tensor))
+        if held is not None:
+            inputs = sum(label.kind == "grad_input" for label in held[1])
+            held[1].insert(inputs if key.kind == "grad_input" else len(held[1]), key)
+            return
+        labels = [key]
+        self._labels[id(tensor)] = (tensor, labels)
+
+        def see(gradient: Tensor) -> None:
+            for label in labels:
+                self._record.backward[label] = _copy(gradient)
+
+        tensor.register_hook(see)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, QuantizedTensor):
+        tensor = tensor.dequantize()
+    return tensor.detach().float().clone()

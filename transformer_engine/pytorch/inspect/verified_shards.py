@@ -1,0 +1,227 @@
+"""Shards of parameters and activations: a rank's place in a mesh, and which part of a whole tensor that rank holds.
+
+mesh dimension    names                                                  shards
+data              dp, ddp, fsdp, data, dp_replicate, dp_shard,           the batch
+                  replicate, shard
+context           cp, context                                            tokens: chunks r and 2 n - 1 - r of 2 n
+tensor            tp, tensor                                             parameters; tokens if sequence parallel
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..distributed.collectives import rank, world_size
+from ..module import LayerNormMLP
+from ..primitives.activation import ACTIVATIONS
+
+ROLES = {
+    "data": ("dp", "ddp", "fsdp", "data", "dp_replicate", "dp_shard", "replicate", "shard"),
+    "context": ("cp", "context"),
+    "tensor": ("tp", "tensor"),
+}
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Coordinates of this rank, and the dimensions along which the ranks share activations.
+
+    data, context, tensor   (coordinate, size) of each kind of parallelism
+    data_groups, context_groups   process groups of those dimensions that have several ranks
+    tensor_group            process group of the tensor-parallel ranks
+    tokens_over_tensor      the model's inputs and outputs are sharded along the tokens over tensor-parallel ranks
+    sequence_dim, batch_dim   dimensions of the tokens and of the batch in activations
+    """
+
+    data: tuple[int, int] = (0, 1)
+    context: tuple[int, int] = (0, 1)
+    tensor: tuple[int, int] = (0, 1)
+    data_groups: tuple[Any, ...] = ()
+    context_groups: tuple[Any, ...] = ()
+    tensor_group: Any = None
+    tokens_over_tensor: bool = False
+    sequence_dim: int = 0
+    batch_dim: int = 1
+
+    @property
+    def copies(self) -> int:
+        """Number of data- and context-parallel ranks, over which gradients are averaged."""
+        return self.data[1] * self.context[1]
+
+    def shard_batch(self, whole: Tensor) -> Tensor:
+        """Return this rank's part of an input or output of the whole batch; other tensors are returned unchanged."""
+        if whole.dim() <= max(self.sequence_dim, self.batch_dim):
+            return whole
+        for size, dim in ((self.data[1], self.batch_dim), (2 * self.context[1], self.sequence_dim)):
+            if size > (2 if dim == self.sequence_dim else 1) and whole.shape[dim] % size:
+                raise ValueError(
+                    f"dimension {dim} of a batch tensor {list(whole.shape)} is not divisible by {size}, the number of "
+                    "parts of the mesh; pad the batch or pass shard_fn"
+                )
+        part = self._activation(whole)
+        if not self.tokens_over_tensor or self.tensor[1] == 1:
+            return part
+        if part.shape[self.sequence_dim] % self.tensor[1]:
+            raise ValueError(
+                f"{part.shape[self.sequence_dim]} tokens of a rank are not divisible by the {self.tensor[1]} "
+                "tensor-parallel ranks that share them; pad the sequence"
+            )
+        return _chunk(part, self.sequence_dim, self.tensor)
+
+    def shard_activation(self, whole: Tensor, shape: Sequence[int], parts: Sequence[int]) -> Tensor | None:
+        """Return the part of an activation of one device that has the given shape on this rank.
+
+        Args:
+            whole: Activation of one device.
+            shape: Shape of this rank's activation.
+            parts: Sizes of the parts of the last dimension that are sharded one by one.
+
+        Returns:
+            The part, or None if no sharding of the batch, the tokens and the features has this shape.
+        """
+        shape = tuple(shape)
+        candidates = [whole]
+        sharded = self._divisible(whole)
+        if sharded is not None:
+            candidates = [sharded]
+            if self.tensor[1] > 1 and sharded.shape[self.sequence_dim] % self.tensor[1] == 0:
+                candidates.append(_chunk(sharded, self.sequence_dim, self.tensor))
+        base = candidates[0]
+        if self.tensor[1] > 1 and base.dim():
+            candidates.append(shard_parts(base, base.dim() - 1, self.tensor, parts))
+        if self.tensor[1] > 1 and base.dim() == 4:  # [tokens, batch, heads, head_dim]
+            candidates.append(shard_parts(base, 2, self.tensor, (base.shape[2],)))
+        return next((part for part in candidates if tuple(part.shape) == shape), None)
+
+    def _divisible(self, whole: Tensor) -> Tensor | None:
+        if whole.dim() <= max(self.sequence_dim, self.batch_dim):
+            return None
+        chunks = 2 * self.context[1] if self.context[1] > 1 else 1
+        if whole.shape[self.batch_dim] % self.data[1] or whole.shape[self.sequence_dim] % chunks:
+            return None
+        return self._activation(whole)
+
+    def _activation(self, whole: Tensor) -> Tensor:
+        part = _chunk(whole, self.batch_dim, self.data)
+        own, size = self.context
+        if size == 1:
+            return part
+        chunks = part.chunk(2 * size, self.sequence_dim)
+        return torch.cat((chunks[own], chunks[2 * size - 1 - own]), self.sequence_dim)
+
+
+def place_of(mesh: Any, sequence_parallel: bool, sequence_dim: int, batch_dim: int) -> RankPlace:
+    """Return this rank's place in a mesh whose dimensions have names.
+
+    Raises:
+        ValueError: A dimension has no name or an unknown one, or the mesh does not have all ranks.
+    """
+    if mesh is None:
+        if world_size() > 1:
+            raise ValueError(
+                f"mesh=None in a process group of {world_size()} ranks; pass the DeviceMesh with the names of its "
+                "dimensions, for example init_device_mesh('cuda', (2,), mesh_dim_names=('tp',))"
+            )
+        return RankPlace(sequence_dim=sequence_dim, batch_dim=batch_dim)
+    names: tuple[str, ...] = tuple(mesh.mesh_dim_names or ())
+    known = {name: role for role, members in ROLES.items() for name in members}
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        raise ValueError(
+            f"mesh dimensions {list(names)}: give each one of the names {', '.join(known)}; they determine the sharding"
+        )
+    if mesh.size() != world_size():
+        raise ValueError(
+            f"the mesh has {mesh.size()} ranks and the default process group {world_size()}; every rank takes part"
+        )
+    roles: dict[str, tuple[int, int]] = dict.fromkeys(ROLES, (0, 1))
+    groups: dict[str, list[Any]] = {role: [] for role in ROLES}
+    for name in names:
+        group = mesh.get_group(name)
+        (own, size), role = roles[known[name]], known[name]
+        roles[role] = (own * world_size(group) + rank(group), size * world_size(group))
+        if world_size(group) > 1:
+            groups[role].append(group)
+    if len(groups["tensor"]) > 1:
+        raise ValueError(
+            f"mesh dimensions {list(names)}: only one can be tensor parallel; flatten them to one"
+        )
+    return RankPlace(
+        roles["data"],
+        roles["context"],
+        roles["tensor"],
+        tuple(groups["data"]),
+        tuple(groups["context"]),
+        next(iter(groups["tensor"]), None),
+        sequence_parallel,
+        sequence_dim,
+        batch_dim,
+    )
+
+
+def parts_of_parameter(module: nn.Module, name: str, rows: int) -> tuple[int, ...]:
+    """Return the sizes of a parameter's parts along dimension 0, each of which is sharded by itself.
+
+    A gated MLP has the gate and the linear half in one matrix, and each rank has a shard of both.
+    """
+    parameter = getattr(module, name)
+    count = getattr(parameter, "partition_stride", 1)
+    if count == 1 and isinstance(module, LayerNormMLP) and name.startswith("fc1_"):
+        count = 2 if ACTIVATIONS[module.activation].gated else 1
+    return (rows // count,) * count
+
+
+def parts_of_output(module: nn.Module, features: int) -> tuple[int, ...]:
+    """Return the sizes of the parts of a module's output that are sharded one by one: one for each weight."""
+    names = getattr(module, "weight_names", ())
+    rows = tuple([getattr(module, name).shape[0] for name in names]) if len(names) > 1 else ()
+    return rows if sum(rows) == features else (features,)
+
+
+def sharded_dim(whole: Sequence[int], local: Sequence[int], size: int) -> int | None:
+    """Return the dimension of a tensor-parallel shard, or None for a replicated parameter.
+
+    Raises:
+        ValueError: The shapes are not those of a tensor and of one of `size` shards of it.
+    """
+    if tuple(whole) == tuple(local):
+        return None
+    dims = [dim for dim, (n, m) in enumerate(zip(whole, local, strict=False)) if n != m]
+    if len(whole) != len(local) or len(dims) != 1 or local[dims[0]] * size != whole[dims[0]]:
+        raise ValueError(
+            f"a parameter is {list(whole)} on one device and {list(local)} on a rank of {size} tensor-parallel ranks; "
+            f"one dimension must be {size} times smaller"
+        )
+    return dims[0]
+
+
+def shard_parts(whole: Tensor, dim: int, place: tuple[int, int], parts: Sequence[int]) -> Tensor:
+    """Return a rank's shard along `dim` of every part, joined; the whole tensor if a part is not divisible."""
+    if any(part % place[1] for part in parts) or sum(parts) != whole.shape[dim]:
+        return whole
+    return torch.cat([_chunk(part, dim, place) for part in whole.split(list(parts), dim)], dim)
+
+
+def gather_parts(local: Tensor, dim: int, group: Any, parts: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+    """Gather a tensor-parallel parameter; the inverse of `shard_parts`.
+
+    Returns:
+        The whole tensor, and the shards of all ranks.
+    """
+    size = world_size(group)
+    shards = [torch.empty_like(local) for _ in range(size)]
+    dist.all_gather(shards, local.contiguous(), group=group)
+    own = [part // size for part in parts]
+    split = [shard.split(own, dim) for shard in shards]
+    return torch.cat([piece[i] for i in range(len(parts)) for piece in split], dim), shards
+
+
+def _chunk(tensor: Tensor, dim: int, place: tuple[int, int]) -> Tensor:
+    own, size = place
+    return tensor if size == 1 else tensor.chunk(size, dim)[own]
