@@ -75,6 +75,18 @@ def test_a_shard_is_written_in_its_padded_buffer(device):
     assert not padded.dequantize()[16:].any()
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "block_2d", "nvfp4_2d"])
+def test_a_shard_that_ends_inside_a_block_is_plain(name, device):
+    """Its codes would have the scale of a part of a block."""
+    step = granularity(name)
+    q = quantizer_of(name, device)(values(device, 2 * step, 64))
+    assert isinstance(q.new_zeros(step, 64), QuantizedTensor)
+    plain = q.new_zeros(step // 2, 64)
+    assert not isinstance(plain, QuantizedTensor) and plain.dtype == q.dtype
+    plain.copy_(torch.chunk(q, 4)[1])
+    assert torch.equal(plain, q.dequantize()[step // 2 : step])
+
+
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_gathered_bytes_are_the_whole_tensor(name, device):
     q = quantizer_of(name, device)(values(device, 2, 2 * granularity(name), 64))
