@@ -8,6 +8,7 @@ plain tensors (an optimizer's state), except `new_zeros`, which sharded data par
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from math import prod
 from types import MethodType
@@ -255,9 +256,18 @@ def _new_zeros(
     usages = tensor.get_usages()
     writer = tensor.writer()
     nominal: torch.dtype = dtype or tensor.dtype
-    if not nominal.is_floating_point or writer.shape_refusal(shape, **usages) is not None:
+    if not nominal.is_floating_point:
         return NotImplemented
-    if tuple(shape) != tuple(tensor.shape) and len(shape) and prod(shape[:-1]) % tensor.row_granularity():
+    is_shard = len(shape) > 1 and tuple(shape[1:]) == tuple(tensor.shape[1:]) and shape[0] < tensor.shape[0]
+    granularity = tensor.row_granularity()
+    cuts_block = is_shard and prod(shape[:-1]) % granularity != 0
+    if cuts_block or writer.shape_refusal(shape, **usages) is not None:
+        if cuts_block:
+            warnings.warn(
+                f"a shard of {shape[0]} rows of a {type(tensor).__name__} {list(tensor.shape)} ends inside a block of "
+                f"{granularity} rows, so it is stored and gathered in {nominal}; shard multiples of {granularity} rows",
+                stacklevel=2,
+            )
         return NotImplemented
     writer = writer.copy()
     writer.set_usage(**usages)
