@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 
 import transformer_engine.pytorch as te
@@ -93,8 +94,8 @@ def _fsdp1(recipe):
     wrap = te.distributed.FullyShardedDataParallel
     model = wrap(nn.Sequential(*[wrap(layer, device_id=cpu) for layer in _layers()]), device_id=cpu)
     layers = [module for module in model.modules() if isinstance(module, (te.Linear, te.LayerNormMLP))]
-    assert len(layers) == 2 and all(layer.fsdp_group.size() == 2 for layer in layers)
-    assert isinstance(model, torch.distributed.fsdp.FullyShardedDataParallel)
+    assert len(layers) == 2 and all(dist.get_world_size(vars(layer)["fsdp_group"]) == 2 for layer in layers)
+    assert isinstance(model, fsdp.FullyShardedDataParallel)
     with te.quantized_model_init(recipe=recipe()):
         quantized = te.Linear(WIDTH, WIDTH, device="cpu")
     with pytest.raises(RuntimeError, match="holds quantized parameters"):

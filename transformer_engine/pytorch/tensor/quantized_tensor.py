@@ -360,7 +360,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):
         write_gathered(out, storage, derived_tensors(storage, all_gather_outputs))
         return None
 
-    def __get_tensor_shard__(self, index: Any) -> QuantizedTensor:
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
         """Return an alias for torch.distributed.checkpoint, which saves it, or reads shards into parts of it."""
         alias = self.detach()
         setattr(alias, READS, self)
