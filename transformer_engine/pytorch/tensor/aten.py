@@ -261,7 +261,7 @@ def _new_zeros(
     is_shard = len(shape) > 1 and tuple(shape[1:]) == tuple(tensor.shape[1:]) and shape[0] < tensor.shape[0]
     granularity = tensor.row_granularity()
     cuts_block = is_shard and prod(shape[:-1]) % granularity != 0
-    if cuts_block or writer.shape_refusal(shape, **usages) is not None:
+    if cuts_block or writer.unsupported_shape_reason(shape, **usages) is not None:
         if cuts_block:
             warnings.warn(
                 f"a shard of {shape[0]} rows of a {type(tensor).__name__} {list(tensor.shape)} ends inside a block of "
