@@ -58,9 +58,9 @@ def _ddp(recipe):
 
     def hook(state, bucket):
         buckets.append(bucket.buffer().numel())
-        return (
-            dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda f: f.value()[0])
-        )
+        work = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda future: future.value()[0])
 
     wrapped = DistributedDataParallel(_layers(), bucket_cap_mb=0.02)
     wrapped.register_comm_hook(None, hook)
