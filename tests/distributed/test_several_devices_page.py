@@ -42,12 +42,12 @@ def run(name, folder, *arguments):
     return done.stdout
 
 
-def test_sharded_parameters(tmp_path):
-    assert run("sharded", tmp_path) == printed_by_page("sharded")
+def test_data_parallelism(tmp_path):
+    assert run("data_parallel", tmp_path) == printed_by_page("data_parallel")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["data_parallel", "tensor_parallel"])
+@pytest.mark.parametrize("name", ["sharded", "tensor_parallel"])
 def test_other_programs(name, tmp_path):
     assert run(name, tmp_path) == printed_by_page(name)
 
