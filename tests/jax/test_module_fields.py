@@ -243,7 +243,7 @@ def covering(fields: dict[str, tuple[dict[str, Any], ...]]) -> list[dict[str, An
 
 
 CASES = [
-    pytest.param(cls, fields, id=f"{cls.__name__}-{place}", marks=[pytest.mark.slow] if place > 1 else [])
+    pytest.param(cls, fields, id=f"{cls.__name__}-{place}", marks=[pytest.mark.slow] if place > 0 else [])
     for cls, of_module in FIELDS.items()
     for place, fields in enumerate(covering(of_module))
 ]

@@ -30,7 +30,7 @@ KINDS = ("normal", "spread", "special", "infinite", "large", "small", "zero")
 SHAPES = ((144, 130), (16, 2), (1, 4))
 DTYPES = ("float32", "bfloat16", "float16")
 # One of each kind of scale: what the slow variants repeat for every spec.
-CHOSEN = ("float8-e4m3", "block1d", "mxfp8-e4m3", "nvfp4-hadamard")
+CHOSEN = ("float8-e4m3", "nvfp4-hadamard")
 
 # Combinations of what other specs have.
 RARE = ("mxfp8-e5m2", "block2d-power-of-two", "nvfp4-hadamard-unsigned", "nvfp4-2d-stochastic", "float8-e5m2")
@@ -145,7 +145,7 @@ def test_dequantized_values_equal_the_torch_reference(name, dtype):
     "name", [pytest.param(n, marks=[] if n in CHOSEN else pytest.mark.slow) for n in SPECS]
 )
 @settings(
-    max_examples=4,
+    max_examples=2,
     deadline=None,
     derandomize=True,  # a failure on a machine is one on every machine
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -60,8 +60,27 @@ def penalty(y_of):
     return lambda x: (jax.grad(lambda x: (y_of(x) ** 2).sum())(x) ** 2).sum()
 
 
-@pytest.mark.parametrize("operation", ["dense", "layernorm_dense", "layernorm_mlp", "grouped_dense"])
-@pytest.mark.parametrize("chosen", RECIPES, ids=lambda chosen: type(chosen).__name__)
+OPERATIONS = ("dense", "layernorm_dense", "layernorm_mlp", "grouped_dense")
+# Every operation under the first recipe, every recipe with one operation.
+ALWAYS = [
+    *((0, operation) for operation in OPERATIONS),
+    *((place, "layernorm_mlp") for place in range(1, len(RECIPES))),
+]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "operation"),
+    [
+        pytest.param(
+            chosen,
+            operation,
+            id=f"{type(chosen).__name__}-{operation}",
+            marks=[] if (place, operation) in ALWAYS else pytest.mark.slow,
+        )
+        for place, chosen in enumerate(RECIPES)
+        for operation in OPERATIONS
+    ],
+)
 def test_a_second_derivative_through_codes_is_rejected(chosen, operation):
     """It was 0 of a dense, and a part of the right one behind a norm."""
     (x,) = arrays((64, HIDDEN))

@@ -321,8 +321,17 @@ class Block(nn.Module):
         return te_flax.DenseGeneral(features=32, use_bias=False, name="dense")(x)
 
 
-@pytest.mark.parametrize("within_block", [False, True])
-@pytest.mark.parametrize("lift", [lambda cls: cls, nn.remat, nn.jit], ids=["plain", "remat", "jit"])
+@pytest.mark.parametrize(
+    ("lift", "within_block"),
+    [
+        pytest.param(lambda cls: cls, False, id="plain-False"),
+        pytest.param(nn.remat, True, id="remat-True"),
+        pytest.param(nn.jit, False, id="jit-False"),
+        pytest.param(lambda cls: cls, True, id="plain-True", marks=pytest.mark.slow),
+        pytest.param(nn.remat, False, id="remat-False", marks=pytest.mark.slow),
+        pytest.param(nn.jit, True, id="jit-True", marks=pytest.mark.slow),
+    ],
+)
 def test_a_module_called_twice_by_a_lifted_transformation_merges_its_states(lift, within_block):
     """The scales are those of the larger amax of both calls, in the forward and in the backward pass."""
     x = jax.random.normal(jax.random.key(0), (16, 32))
