@@ -126,9 +126,8 @@ def test_ddp_averages_gradients_in_buckets(name, ranks):
     for rank in ranks:
         expected, found, buckets = rank[f"ddp {name}"]
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
-        assert (
-            len(buckets) >= 3 * 2 and buckets.sum() == 3 * found.shape[1]
-        )  # several buckets for each average
+        # DDP sends the first gradients in one bucket and rebuilds its buckets for the later ones.
+        assert len(buckets) > 3 and buckets.sum() == 3 * found.shape[1]
         assert torch.equal(found, ranks[0][f"ddp {name}"][1])
         assert found.isfinite().all() and not torch.equal(found[0], found[1])
 
