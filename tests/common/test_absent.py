@@ -68,7 +68,6 @@ NAMES = {
     ("transformer_engine_jax", "pack_fused_attn_descriptor"): "pass the settings as arguments",
     ("transformer_engine_jax", "initialize_cgemm_communicator"): "collective_gemm_bootstrap",
     ("transformer_engine_jax", "set_ep_communicator"): "ep_bootstrap",
-    ("transformer_engine.pytorch.distributed", "FullyShardedDataParallel"): "prepare_te_modules_for_fsdp",
 }
 
 

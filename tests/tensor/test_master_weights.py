@@ -58,6 +58,30 @@ def test_one_process_writes_what_quantize_would(name, device):
         assert weight._quantizer.amax.item() == quantizer.amax.item()
 
 
+def _owned_by_one_rank(device):
+    """The weights after rank 0, which which owns the first weight, and rank 1, which owns the second, wrote them."""
+    rank, results = torch.distributed.get_rank(), {}
+    flat = master(device).view(-1)
+    for name in WEIGHTS:
+        weights = [weight_of(name, device), weight_of(name, device)]
+        masters = [flat if rank == i else None for i in range(2)]
+        offsets = [0 if rank == i else None for i in range(2)]
+        cast_master_weights_to_fp8(weights, masters, offsets, torch.distributed.group.WORLD)
+        results[name] = [payload(weight) for weight in weights]
+    return results
+
+
+def test_a_rank_without_a_part_of_a_weight_has_its_scales(tmp_path):
+    ranks = run_on_ranks(_owned_by_one_rank, 2, tmp_path)
+    for name in WEIGHTS:
+        expected = payload(quantizer_of(name, torch.device("cpu"))(master("cpu").bfloat16()))
+        for rank, results in enumerate(ranks):
+            for place, found in enumerate(results[name]):
+                for field, part in found.items():
+                    if rank == place or "scale" in field or "amax" in field:
+                        assert torch.equal(part, expected[field]), (name, rank, place, field)
+
+
 def _sharded(device):
     """Both ranks' weights after each wrote its part and the codes were exchanged."""
     rank, results = torch.distributed.get_rank(), {}

@@ -75,6 +75,19 @@ def test_a_shard_is_written_in_its_padded_buffer(device):
     assert not padded.dequantize()[16:].any()
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "block_2d", "nvfp4_2d"])
+def test_a_shard_that_ends_inside_a_block_is_plain(name, device):
+    """Its codes would have the scale of a part of a block."""
+    step = granularity(name)
+    q = quantizer_of(name, device)(values(device, 2 * step, 64))
+    assert isinstance(q.new_zeros(step, 64), QuantizedTensor)
+    with pytest.warns(UserWarning, match=f"ends inside a block of {step} rows"):
+        plain = q.new_zeros(step // 2, 64)
+    assert not isinstance(plain, QuantizedTensor) and plain.dtype == q.dtype
+    plain.copy_(torch.chunk(q, 4)[1])
+    assert torch.equal(plain, q.dequantize()[step // 2 : step])
+
+
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_gathered_bytes_are_the_whole_tensor(name, device):
     q = quantizer_of(name, device)(values(device, 2, 2 * granularity(name), 64))
@@ -96,6 +109,19 @@ def test_a_gather_carries_no_direction_that_follows_from_the_other(device):
     q = quantizer_of("current", device)(values(device, 32, 64))
     tensors, _ = q.fsdp_pre_all_gather(None, None, None, None, None)
     assert [tuple(part.shape) for part in tensors] == [(32, 64)]
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [("delayed", 0.5), ("current", 0.5), ("block_2d", 0.5), ("nvfp4_2d", 0.28), ("mxfp8", 1.03)],
+)
+def test_a_gather_sends_this_share_of_the_bytes_of_bfloat16(name, share, device):
+    """MXFP8 codes of one direction do not follow from those of the other, so both are sent."""
+    q = quantizer_of(name, device)(values(device, 256, 256))
+    sent, _ = q.fsdp_pre_all_gather(None, None, None, None, None)
+    assert sum(part.numel() * part.element_size() for part in sent) / (2 * q.numel()) == pytest.approx(
+        share, abs=2e-3
+    )
 
 
 def test_a_column_wise_shard_is_gathered_too(device):

@@ -88,8 +88,6 @@ ABSENT = {
     'core_attention_bias_type="alibi", with alibi_slopes or without',
     "transformer_engine.pytorch.dot_product_attention": "the package is transformer_engine.pytorch.attention."
     "dot_product_attention; use te.DotProductAttention and te.InferenceParams",
-    "transformer_engine.pytorch.distributed.FullyShardedDataParallel": "wrap the model in the class of "
-    "torch.distributed.fsdp, then call prepare_te_modules_for_fsdp",
     "transformer_engine.pytorch.ep": "expert parallelism over symmetric memory; exchange tokens with "
     "torch.distributed.all_to_all_single around te.moe_permute (docs/experts.md)",
     "transformer_engine.pytorch.export": "export to ONNX; convert the weights (docs/checkpoints.md) and export "

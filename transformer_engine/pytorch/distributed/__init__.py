@@ -1,7 +1,11 @@
 """Distributed training: collectives, tensor parallelism, random states, recomputation."""
 
+import functools
+from typing import Any
+
 import torch
 
+from ...common import absent
 from ...common.formats import TENSOR_FORMATS
 from .collectives import (
     DeferredGather,
@@ -108,3 +112,32 @@ def prepare_te_modules_for_fsdp(fsdp_root: torch.nn.Module) -> None:
             )
     for wrapper, layer in layers:
         layer.fsdp_group = wrapper.process_group  # pyright: ignore
+
+
+@functools.cache
+def _fully_sharded_class() -> type[torch.nn.Module]:
+    # Imported on first use, as in prepare_te_modules_for_fsdp.
+    from torch.distributed import fsdp
+
+    class FullyShardedDataParallel(fsdp.FullyShardedDataParallel):
+        """torch.distributed.fsdp.FullyShardedDataParallel that calls `prepare_te_modules_for_fsdp` after wrapping.
+
+        Args:
+            module: The module to shard. Its layers must not hold quantized parameters.
+            *args: Further arguments of torch's class.
+            **kwargs: Further arguments of torch's class.
+
+        Raises:
+            RuntimeError: A wrapped layer holds quantized parameters.
+        """
+
+        def __init__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+            super().__init__(module, *args, **kwargs)
+            prepare_te_modules_for_fsdp(self)
+
+    FullyShardedDataParallel.__module__ = __name__
+    FullyShardedDataParallel.__qualname__ = "FullyShardedDataParallel"
+    return FullyShardedDataParallel
+
+
+__getattr__ = absent.getter(__name__, {"FullyShardedDataParallel": _fully_sharded_class})

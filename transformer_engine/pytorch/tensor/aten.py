@@ -8,7 +8,9 @@ plain tensors (an optimizer's state), except `new_zeros`, which sharded data par
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
+from math import prod
 from types import MethodType
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map
 
+from .checkpoint_reads import COLLECTED, READS, narrowed
 from .row_writes import OUT_OF_DATE, ROWS_OF, remember_place, same_place, write, write_quantized
 from .storage.fsdp import DerivedTensors, row_slice
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
@@ -86,7 +89,7 @@ def _view_like(tensor: Any, storage: QuantizedTensorStorage, shape: Sequence[int
 
 def attributes(tensor: Any) -> dict[str, Any]:
     """Return the attributes that users have set on a tensor (a parameter's partition_dim, main_grad, ...)."""
-    payload = {*tensor.TENSORS, *tensor.CONSTANTS, "_is_param", ROWS_OF}
+    payload = {*tensor.TENSORS, *tensor.CONSTANTS, "_is_param", ROWS_OF, READS, COLLECTED}
     return {name: value for name, value in vars(tensor).items() if name not in payload}
 
 
@@ -190,6 +193,8 @@ def _expand(tensor: Any, shape: Sequence[int], *, implicit: bool = False) -> Any
 
 @_handles(aten.slice.Tensor)
 def _slice(tensor: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    if READS in vars(tensor):
+        return narrowed(tensor, getattr(tensor, READS), (0,) * tensor.dim(), dim, start, end, step)
     if dim % max(tensor.dim(), 1) or step != 1 or tensor.dim() == 0:
         return NotImplemented
     start, end, _ = slice(start, end).indices(tensor.shape[0])
@@ -244,11 +249,25 @@ def _new_zeros(
     device: torch.device | None = None,
     pin_memory: bool | None = None,
 ) -> Any:
-    """A quantized tensor of zero codes in the directions that tensor has, where the format takes the shape."""
+    """A quantized tensor of zero codes in the directions that tensor has, if the format supports the shape.
+
+    A shard whose last rows end inside a block is a plain tensor: its codes would have other scales than the whole.
+    """
     usages = tensor.get_usages()
     writer = tensor.writer()
     nominal: torch.dtype = dtype or tensor.dtype
-    if not nominal.is_floating_point or writer.unsupported_shape_reason(shape, **usages) is not None:
+    if not nominal.is_floating_point:
+        return NotImplemented
+    is_shard = len(shape) > 1 and tuple(shape[1:]) == tuple(tensor.shape[1:]) and shape[0] < tensor.shape[0]
+    granularity = tensor.row_granularity()
+    cuts_block = is_shard and prod(shape[:-1]) % granularity != 0
+    if cuts_block or writer.unsupported_shape_reason(shape, **usages) is not None:
+        if cuts_block:
+            warnings.warn(
+                f"a shard of {shape[0]} rows of a {type(tensor).__name__} {list(tensor.shape)} ends inside a block of "
+                f"{granularity} rows, so it is stored and gathered in {nominal}; shard multiples of {granularity} rows",
+                stacklevel=2,
+            )
         return NotImplemented
     writer = writer.copy()
     writer.set_usage(**usages)

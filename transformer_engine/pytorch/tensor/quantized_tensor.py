@@ -16,6 +16,7 @@ from torch import Tensor
 from ..runtime.checks import values_dtype
 from ..runtime.device import canonical_device
 from . import aten, initial_values
+from .checkpoint_reads import READS
 from .construction import (
     check_keywords,
     check_shape,
@@ -365,6 +366,12 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):
         storage = join_payload(all_gather_outputs, metadata, param_dtype, columnwise)
         write_gathered(out, storage, derived_tensors(storage, all_gather_outputs))
         return None
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """Return an alias for torch.distributed.checkpoint, which saves it, or reads shards into parts of it."""
+        alias = self.detach()
+        setattr(alias, READS, self)
+        return alias
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         """Create or drop directions in place; None leaves a direction unchanged."""

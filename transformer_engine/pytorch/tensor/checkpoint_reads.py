@@ -1,0 +1,136 @@
+"""Reads of a distributed checkpoint into a quantized tensor whose saved shards have other rows than the tensor.
+
+torch.distributed.checkpoint reads a tensor shard by shard, as `tensor.narrow(..).copy_(saved)`. A quantized tensor
+cannot be written that way. One scale can belong to all rows, so that each write would quantize the other rows again,
+and a shard can end inside a block. `ShardTarget` therefore presents a tensor whose narrowed parts collect the saved
+shards. The last shard completes the tensor: its codes and scales are those of the shards, joined as a gather joins
+them. Shards with different scales, or without codes, are decoded, and the whole tensor is quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .storage.fsdp import gather_payload, join_payload
+from .storage.quantized_tensor_storage import QuantizedTensorStorage
+
+aten = torch.ops.aten
+Offsets = tuple[int, ...]
+
+READS = "_reads_shards"  # attribute of the tensor that a checkpoint narrows: the tensor that the shards are read into
+COLLECTED = "_collected_shards"  # attribute of the tensor that is read into, until it is complete
+
+
+class ShardTarget(Tensor):
+    """A part of a quantized tensor that accepts only `narrow`, `detach` and `copy_`, which collects its argument."""
+
+    _whole: Any
+    _offsets: Offsets
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+    @staticmethod
+    def of(whole: Any, offsets: Offsets, shape: Sequence[int]) -> ShardTarget:
+        """Return the part of a quantized tensor that begins at these offsets."""
+        made = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+            ShardTarget, torch.Size(shape), dtype=whole.dtype, device=whole.device
+        )
+        made._whole, made._offsets = whole, offsets
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        part = args[0]
+        if func is aten.slice.Tensor and isinstance(part, ShardTarget):
+            return narrowed(part, part._whole, part._offsets, *args[1:], **(kwargs or {}))
+        if func in (aten.detach.default, aten.alias.default):
+            return ShardTarget.of(part._whole, part._offsets, part.shape)
+        if func is aten.copy_.default and isinstance(part, ShardTarget):
+            collect(part._whole, part._offsets, args[1])
+            return part
+        raise NotImplementedError(
+            f"{func} on a part of a quantized tensor that a distributed checkpoint is read into; the part accepts "
+            "narrow, detach and copy_; load the checkpoint first, then use the tensor"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"ShardTarget(offsets={self._offsets}, shape={tuple(self.shape)}, of={type(self._whole).__name__})"
+
+
+def narrowed(
+    part: Tensor,
+    whole: Any,
+    offsets: Offsets,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> ShardTarget:
+    """Return part[start:end] along a dimension; part begins at these offsets of the whole tensor."""
+    if step != 1:
+        raise NotImplementedError(
+            f"step={step} in a read of a distributed checkpoint; shards are contiguous runs"
+        )
+    dim %= part.dim()
+    first, stop, _ = slice(start, end).indices(part.shape[dim])
+    moved = (*offsets[:dim], offsets[dim] + first, *offsets[dim + 1 :])
+    return ShardTarget.of(whole, moved, (*part.shape[:dim], max(stop - first, 0), *part.shape[dim + 1 :]))
+
+
+def collect(whole: Any, offsets: Offsets, source: Tensor) -> None:
+    """Keep a saved shard, or write the tensor if the kept shards cover it."""
+    shards: dict[Offsets, Tensor] = vars(whole).setdefault(COLLECTED, {})
+    shards[offsets] = source.detach().clone()
+    if sum(shard.numel() for shard in shards.values()) < whole.numel():
+        return
+    delattr(whole, COLLECTED)
+    storage = _joined(whole, shards)
+    with torch.no_grad():
+        if storage is not None:
+            whole.copy_(type(whole).from_storage(storage))
+            return
+        # float32 holds the product of a code and its scale with the least rounding.
+        quantized = any(isinstance(shard, QuantizedTensorStorage) for shard in shards.values())
+        dtype = torch.float32 if quantized else next(iter(shards.values())).dtype
+        values = torch.empty(whole.shape, dtype=dtype, device=whole.device)
+        for place, shard in shards.items():
+            window = values
+            for dim, (start, size) in enumerate(zip(place, shard.shape, strict=True)):
+                window = window.narrow(dim, start, size)
+            window.copy_(shard.decode(torch.float32) if isinstance(shard, QuantizedTensorStorage) else shard)
+        whole.copy_(values)
+
+
+def _joined(whole: Any, shards: dict[Offsets, Tensor]) -> QuantizedTensorStorage | None:
+    """Return the payload of shards that are quantized rows with equal scales of the whole; None for other shards."""
+    ordered = [shards[place] for place in sorted(shards)]
+    first: Any = ordered[0]
+    sent, payloads, row = [], [], 0
+    for place, shard in zip(sorted(shards), ordered, strict=True):
+        if (
+            not isinstance(shard, QuantizedTensorStorage)
+            or shard.shape[1:] != whole.shape[1:]
+            or place[0] != row
+        ):
+            return None
+        if shard.storage_class() is not whole.storage_class() or shard.byte_layout() != whole.byte_layout():
+            return None
+        if shard.get_usages() != first.get_usages():
+            return None
+        row += shard.shape[0]
+        rows = shard.shape[0] * prod(shard.shape[1:-1])
+        if row != whole.shape[0] and rows % shard.row_granularity():
+            return None  # the block of the last rows continues in the next shard
+        tensors, payload = gather_payload(shard)
+        sent.append(tensors)
+        payloads.append(payload)
+    whole_parts = payloads[0].whole
+    for payload in payloads[1:]:
+        if any(not torch.equal(part, payload.whole[name]) for name, part in whole_parts.items()):
+            return None
+    return join_payload([torch.cat(parts) for parts in zip(*sent, strict=True)], payloads[0], whole.dtype)
