@@ -90,8 +90,10 @@ ABSENT = {
     "dot_product_attention; use te.DotProductAttention and te.InferenceParams",
     "transformer_engine.pytorch.distributed.FullyShardedDataParallel": "wrap the model in the class of "
     "torch.distributed.fsdp, then call prepare_te_modules_for_fsdp",
-    "transformer_engine.pytorch.ep": "expert parallelism over symmetric memory; exchange tokens with "
-    "torch.distributed.all_to_all_single around te.moe_permute (docs/experts.md)",
+    **dict.fromkeys(
+        ("transformer_engine_torch.ep_*", "transformer_engine_torch.*_ep_*"),
+        "the communicator of the original's expert parallelism; call the functions of transformer_engine.pytorch.ep",
+    ),
     "transformer_engine.pytorch.export": "export to ONNX; convert the weights (docs/checkpoints.md) and export "
     "the model with torch.nn layers",
     "transformer_engine.pytorch.onnx_export": "export to ONNX; convert the weights (docs/checkpoints.md) and "
