@@ -147,7 +147,8 @@ def route(
         numbers = torch.cat((tokens, sends.sum(0), receives.sum(1), totals[rank].view(1))).tolist()
         _check_ranks(numbers[:size])
         out, back = tuple(numbers[size : 2 * size]), tuple(numbers[2 * size : 3 * size])
-        wire, room, total = Wire(placement.group, size, out, back), numbers[-1], torch.tensor(numbers[-1:])
+        wire, room = Wire(placement.group, size, out, back), numbers[-1]
+        total = torch.tensor([room], device="cpu")
         slots_sent, slots_received = sum(out), sum(back)
         first_sent, first_received = (_starts(count, gathered.device) for count in (out, back))
     else:

@@ -7,6 +7,8 @@ without tokens. Rows travel through `torch.distributed.all_to_all_single` of any
 Without `recv_capacity_per_rank` (eager mode) the host waits once per dispatch for the sizes, and only filled rows
 travel. With it no call waits for the device, so that a CUDA graph can capture the calls. The exchange then has a fixed
 size: for each rank `max_tokens_per_rank` rows, or recv_capacity_per_rank if that is less.
+
+Under `torch.compile` the functions run eagerly between compiled parts; `fullgraph=True` raises torch's error.
 """
 
 from __future__ import annotations
@@ -44,15 +46,11 @@ __all__ = [
 __getattr__ = absent.getter(__name__, {"_BOOTSTRAPPED": is_ep_bootstrapped})
 
 
+@torch.compiler.disable
 def ep_dispatch(
-    buffer: EpBuffer,
-    tokens: Tensor,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-    *,
-    recv_tokens: Tensor | None = None,
-    recv_topk_weights: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    buffer: EpBuffer, tokens: Tensor, topk_idx: Tensor, topk_weights: Tensor, *,
+    recv_tokens: Tensor | None = None, recv_topk_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Send each token to the ranks of its experts.
 
     Rows are ordered by local expert, then by rank, token and choice. The rows of each expert are padded with zeros to a
@@ -147,6 +145,7 @@ def _check_receive_buffers(
         )
 
 
+@torch.compiler.disable
 def ep_combine(
     buffer: EpBuffer,
     expert_out: Tensor,

@@ -135,6 +135,7 @@ def _quantizer(name: str, recipe: Recipe | None, mode: str, width: int) -> Quant
     )
 
 
+@torch.compiler.disable
 def ep_prepare(buffer: EpBuffer, topk_idx: Tensor) -> Tensor:
     """Exchange the routing of all ranks and store it in the buffer; `ep_dispatch` does the same first.
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..distributed.expert_parallel import ExpertRouting, Wire, exchange
+from ..runtime.double_backward import once_differentiable
 from ..tensor import QuantizedTensor
 from ..tensor.quantizer import Quantizer
 from ..tensor.storage.fsdp import gather_payload, join_payload
@@ -37,7 +38,7 @@ def dispatch(
     sent = tokens if quantizer is None else quantizer(tokens)
     slots = permute(sent, routing.sent, routing.slots_sent)[0]  # pyright: ignore[reportArgumentType]
     slot_weights = permute(weights, routing.sent, routing.slots_sent)[0]
-    slots, slot_weights = _Exchange.apply(routing.wire, slots, slot_weights)  # pyright: ignore[reportGeneralTypeIssues]
+    slots, slot_weights = _RowExchange.apply(routing.wire, slots, slot_weights)  # pyright: ignore[reportGeneralTypeIssues]
     rows = permute(slots, routing.received, routing.rows)[0]
     row = routing.received.map.view(weights.shape[1], routing.slots_received).t().reshape(-1).long()
     # The last element collects the weights of choices without a row.
@@ -55,7 +56,7 @@ def combine(rows: Tensor, routing: ExpertRouting, gradient_quantizer: Quantizer 
         gradient_quantizer: Quantizes the gradient before the backward pass sends it; None sends it as it is.
     """
     sums = unpermute(rows, routing.received)
-    (slots,) = _Exchange.apply(routing.wire.reversed(), sums)  # pyright: ignore[reportGeneralTypeIssues]
+    (slots,) = _RowExchange.apply(routing.wire.reversed(), sums)  # pyright: ignore[reportGeneralTypeIssues]
     result = unpermute(slots, routing.sent)
     return result if gradient_quantizer is None else _QuantizedGradient.apply(result, gradient_quantizer)  # pyright: ignore[reportReturnType]
 
@@ -95,7 +96,7 @@ def _sent_quantized(part: QuantizedTensor, plain: list[Tensor]) -> Callable[[lis
     return join
 
 
-class _Exchange(Function):
+class _RowExchange(Function):
     """Exchange of several tensors at once, so that all ranks call the collectives in the same order."""
 
     @staticmethod
@@ -104,10 +105,11 @@ class _Exchange(Function):
         return tuple(exchange_any(parts, wire))
 
     @staticmethod
+    @once_differentiable("expert parallelism")
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         wanted = ctx.needs_input_grad[1:]
         sent = tuple(g for g, needed in zip(gradients, wanted, strict=True) if needed)
-        returned = iter(_Exchange.apply(ctx.wire.reversed(), *sent))  # pyright: ignore[reportArgumentType, reportCallIssue]
+        returned = iter(exchange_any(sent, ctx.wire.reversed()))
         results = []
         for dtype, needed in zip(ctx.dtypes, wanted, strict=True):
             gradient = next(returned) if needed else None
@@ -124,6 +126,7 @@ class _QuantizedGradient(Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable("expert parallelism")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return ctx.quantizer(gradient), None
 
@@ -142,6 +145,7 @@ class _ThroughBuffers(Function):
         return _written(x, buffers.result)
 
     @staticmethod
+    @once_differentiable("expert parallelism")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return _written(gradient, ctx.buffers.gradient), None
 
