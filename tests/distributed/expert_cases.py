@@ -121,17 +121,19 @@ def kept_rows(case: Case, choices: list[Tensor]) -> list[list[tuple[int, int, in
     return kept
 
 
-def on_a_rank(case: Case, rank: int, drop: bool = False) -> dict[str, Tensor]:
+def on_a_rank(
+    case: Case, rank: int, drop: bool = False, device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
     """Outputs and gradients of one rank: {"y", "tokens", "weights", "fc1", "fc2"}, and what was received."""
     given, ranks = inputs(case), len(case.tokens)
     local = case.experts // ranks
     most = max(1, *case.tokens)
     ep.ep_bootstrap(None, case.experts, most, HIDDEN, case.top_k, case.capacity, drop_on_overflow=drop)
     buffer = ep.EpBuffer(case.top_k, most, HIDDEN, local, alignment=case.alignment, **case.settings)
-    x, w = given.tokens[rank].requires_grad_(), given.weights[rank].requires_grad_()
+    x, w = (values[rank].to(device).requires_grad_() for values in (given.tokens, given.weights))
     own = slice(rank * local, (rank + 1) * local)
-    fc1, fc2 = (full[own].clone().requires_grad_() for full in (given.fc1, given.fc2))
-    received, received_weights, counts = ep.ep_dispatch(buffer, x, given.choices[rank], w)
+    fc1, fc2 = (full[own].to(device, copy=True).requires_grad_() for full in (given.fc1, given.fc2))
+    received, received_weights, counts = ep.ep_dispatch(buffer, x, given.choices[rank].to(device), w)
     rows = (
         received.dequantize()
         if hasattr(received, "dequantize") and type(received) is not Tensor
@@ -142,7 +144,7 @@ def on_a_rank(case: Case, rank: int, drop: bool = False) -> dict[str, Tensor]:
     out = torch.cat([*outputs, torch.full_like(parts[-1], float("nan"))])  # unused rows do not contribute
     weighted = (out * received_weights[:, None]).to(x.dtype)
     y = ep.ep_combine(buffer, weighted, num_local_tokens=case.tokens[rank])
-    y.backward(given.gradients[rank])
+    y.backward(given.gradients[rank].to(device))
     ep.ep_finalize()
     if dist.is_initialized():
         dist.barrier()
