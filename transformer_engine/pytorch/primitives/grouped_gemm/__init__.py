@@ -1,8 +1,8 @@
 """y_e [M_e, N] = a_e [M_e, K] @ b_e [N, K].T and dw_e [N, K] = dy_e.T @ x_e, all groups of rows at once.
 
-A stack of parameters, which torch.nn.functional.grouped_mm wants, is not needed: measured on an H200, its kernels
-and the Triton ones here take the same time (64 groups of 512 x 1408 x 2048, bfloat16: 628, 649 and 499 TFLOP/s of
-the three products against 641, 605 and 496), and these read the parameters where they are.
+A stack of parameters, which torch.nn.functional.grouped_mm requires, is not needed. On an H200, its kernels and these
+Triton kernels take the same time (64 groups of 512 x 1408 x 2048, bfloat16: 628, 649 and 499 TFLOP/s of the three
+products against 641, 605 and 496), and these read the parameters in place.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def product_of_rows(
     exact: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """y [total, N], its rows of group e being a's rows @ b_e [N, K].T (+ bias[e], of bias [groups, N]) in dtype.
+    """Return y [total, N]: rows of group e are a's rows @ b_e [N, K].T (+ bias[e], of bias [groups, N]) in dtype.
 
-    exact   partial sums of FP8 products are promoted to float32 on the way
-    out     contiguous, of y's shape and dtype: receives it
-    Raises ValueError when the contracted extents differ.
+    exact   promote partial sums of FP8 products to float32
+    out     contiguous buffer for y, with y's shape and dtype
+    Raises ValueError if the contracted extents differ.
     """
     n, k = b.extents
     codes = a.codes
@@ -87,7 +87,7 @@ def product_of_columns(
     accumulate: bool = False,
     exact: bool = True,
 ) -> None:
-    """out[e] [N, K] = a_e.T @ b_e of a [total, N] and b [total, K], added to what it holds with accumulate.
+    """out[e] [N, K] = a_e.T @ b_e of a [total, N] and b [total, K]; accumulate: added to the present values.
 
     out   a stack [groups, N, K], or a tensor for every group
     """
