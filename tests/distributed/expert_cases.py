@@ -124,7 +124,7 @@ def kept_rows(case: Case, choices: list[Tensor]) -> list[list[tuple[int, int, in
 def on_a_rank(
     case: Case, rank: int, drop: bool = False, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
-    """Outputs and gradients of one rank: {"y", "tokens", "weights", "fc1", "fc2"}, and what was received."""
+    """Outputs and gradients of one rank: {"y", "tokens", "weights", "fc1", "fc2"}, and the received rows."""
     given, ranks = inputs(case), len(case.tokens)
     local = case.experts // ranks
     most = max(1, *case.tokens)

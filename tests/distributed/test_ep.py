@@ -211,7 +211,7 @@ def test_buffers_of_the_caller_hold_rows_weights_and_gradient():
             ep.is_symm_backed(rows) and ep.is_symm_backed(rows[3:]) and not ep.is_symm_backed(torch.zeros(3))
         )
         x = given.tokens[rank].clone().requires_grad_()
-        for _ in range(2):  # the second call overwrites what the first wrote
+        for _ in range(2):  # the second call overwrites the result of the first
             arguments = (x, given.choices[rank], given.weights[rank])
             received, received_weights, counts = ep.ep_dispatch(
                 buffer, *arguments, recv_tokens=rows, recv_topk_weights=weights

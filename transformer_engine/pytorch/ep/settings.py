@@ -28,11 +28,11 @@ class EpSettings:
 
 
 class _WithoutGroups:
-    """Stands for the default process group of a process without torch.distributed."""
+    """Key of the settings of a process without torch.distributed."""
 
 
 _ALONE = _WithoutGroups()
-# One entry per default process group: threads that stand for ranks have one each, and an entry ends with its group.
+# One entry per default process group: in the threaded backend each thread has its own. An entry ends with its group.
 _settings: WeakKeyDictionary[Any, EpSettings] = WeakKeyDictionary()
 
 

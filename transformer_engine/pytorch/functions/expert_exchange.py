@@ -30,7 +30,7 @@ def dispatch(
         tokens: [T, H].
         weights: [T, k].
         routing: Routing of the tokens.
-        quantizer: Quantizes the tokens before they are sent; None sends them as they are.
+        quantizer: Quantizes the tokens before they are sent; None sends them unquantized.
 
     Returns:
         `(rows [R, H], row_weights [R])`. A row without a token is zero. The rows are quantized if the tokens are.
@@ -53,7 +53,7 @@ def combine(rows: Tensor, routing: ExpertRouting, gradient_quantizer: Quantizer 
     Args:
         rows: Outputs of the experts.
         routing: Routing of the dispatch.
-        gradient_quantizer: Quantizes the gradient before the backward pass sends it; None sends it as it is.
+        gradient_quantizer: Quantizes the gradient before the backward pass sends it; None sends it unquantized.
     """
     sums = unpermute(rows, routing.received)
     (slots,) = _RowExchange.apply(routing.wire.reversed(), sums)  # pyright: ignore[reportGeneralTypeIssues]
@@ -69,7 +69,7 @@ def through_buffers(x: Tensor, result: Tensor | None, gradient: Tensor | None) -
 
 
 def exchange_any(parts: tuple[Tensor, ...], wire: Wire) -> list[Tensor]:
-    """Exchange plain tensors as they are, and quantized tensors as row-wise codes and scales."""
+    """Exchange the rows of plain tensors, and the row-wise codes and scales of quantized tensors."""
     plain: list[Tensor] = []
     rebuild: list[Callable[[list[Tensor]], Tensor]] = []
     for part in parts:
