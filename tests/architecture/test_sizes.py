@@ -16,8 +16,7 @@ def test_a_file_is_short_or_says_why_not():
     long = {
         name: count
         for name, count in lines.items()
-        if count > FILE_LINES
-        and "longer than" not in (ast.get_docstring(tree(modules()[name])) or "").lower()
+        if count > FILE_LINES and "longer than" not in (ast.get_docstring(tree(modules()[name])) or "").lower()
     }
     assert not long, f"{{file: lines}}: {long}"
 
