@@ -147,12 +147,8 @@ def _check_receive_buffers(
 
 @torch.compiler.disable
 def ep_combine(
-    buffer: EpBuffer,
-    expert_out: Tensor,
-    *,
-    num_local_tokens: int | None = None,
-    grad_out: Tensor | None = None,
-) -> Tensor:
+    buffer: EpBuffer, expert_out: Tensor, *, num_local_tokens: int | None = None, grad_out: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """Send the experts' outputs back and sum the k rows of each token, without weights.
 
     The rows of a token on one rank are summed in float32 and sent in the dtype of expert_out; the sums of the ranks are
