@@ -92,7 +92,7 @@ def gpt(settings: dict[str, Any], ours: bool = False, first: bool = True, last: 
 
     torch.manual_seed(0)
     made = megatron_cases.config(**settings)
-    spec = get_gpt_layer_with_transformer_engine_spec(made.num_moe_experts, made.moe_grouped_gemm)
+    spec: Any = get_gpt_layer_with_transformer_engine_spec(made.num_moe_experts, made.moe_grouped_gemm)
     if ours:
         from transformer_engine.pytorch.integrations.megatron import SelfAttention
         from transformer_engine.pytorch.integrations.megatron.layers import CoreAttention
@@ -123,11 +123,13 @@ def start(**sizes: int) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(**sizes)
+    model_parallel: Any = parallel_state
+    model_parallel.destroy_model_parallel()
+    model_parallel.initialize_model_parallel(**sizes)
     random.initialize_rng_tracker(use_te_rng_tracker=True, force_reset=True)
     for seed, name in enumerate(("model-parallel-rng", random.get_expert_parallel_rng_tracker_name())):
-        random.get_cuda_rng_tracker().add(name, seed)
+        tracker: Any = random.get_cuda_rng_tracker()
+        tracker.add(name, seed)
 
 
 def alone(settings: dict[str, Any]) -> tuple[Any, torch.Tensor]:
@@ -180,7 +182,8 @@ def context_parallel(comm: str, settings: dict[str, Any], ours: bool) -> dict[st
 
     whole, expected = alone(settings)
     start(context_parallel_size=2)
-    TEDotProductAttention.cp_stream = "no stream on a CPU"  # otherwise Megatron creates a CUDA stream
+    attention: Any = TEDotProductAttention
+    attention.cp_stream = "no stream on a CPU"  # otherwise Megatron creates a CUDA stream
     rank = dist.get_rank()
     part = gpt({**settings, "context_parallel_size": 2, "cp_comm_type": comm}, ours)
     load(part, {}, whole, rank)

@@ -25,6 +25,7 @@ from ..constants import dist_group_type
 from ..functions.expert_exchange import combine, dispatch, through_buffers
 from ..runtime.checks import extents, floating, group_or_none, same_device, tensor, values_dtype
 from ..runtime.device import canonical_device
+from ..runtime.tracing import in_eager_mode
 from ..tensor import QuantizedTensor
 from .buffer import EpBuffer, check_buffer, ep_prepare, exchange_routing
 from .settings import ep_bootstrap, ep_finalize, is_ep_bootstrapped
@@ -46,7 +47,7 @@ __all__ = [
 __getattr__ = absent.getter(__name__, {"_BOOTSTRAPPED": is_ep_bootstrapped})
 
 
-@torch.compiler.disable
+@in_eager_mode
 def ep_dispatch(
     buffer: EpBuffer, tokens: Tensor, topk_idx: Tensor, topk_weights: Tensor, *,
     recv_tokens: Tensor | None = None, recv_topk_weights: Tensor | None = None,
@@ -145,7 +146,7 @@ def _check_receive_buffers(
         )
 
 
-@torch.compiler.disable
+@in_eager_mode
 def ep_combine(
     buffer: EpBuffer, expert_out: Tensor, *, num_local_tokens: int | None = None, grad_out: Tensor | None = None
 ) -> Tensor:  # fmt: skip

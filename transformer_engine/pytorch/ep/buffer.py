@@ -14,6 +14,7 @@ from ..distributed.expert_parallel import ExpertRouting, gather_choices, route
 from ..quantization.family import family_of
 from ..runtime.checks import integers, values_dtype
 from ..runtime.device import canonical_device
+from ..runtime.tracing import in_eager_mode
 from ..runtime.warn_once import warn_once
 from ..tensor.quantizer import Quantizer
 from .settings import current_settings
@@ -120,7 +121,7 @@ def _quantizer(name: str, recipe: Recipe | None, mode: str, width: int) -> Quant
         raise TypeError(f"{name}={described(recipe)} is a {type(recipe).__name__}; pass a recipe, or None")
     make = family_of(recipe).quantizer
     slot = "input" if mode == "forward" else "grad_output"
-    quantizer = None if make is None else make(recipe, mode, slot, canonical_device())
+    quantizer: Any = None if make is None else make(recipe, mode, slot, canonical_device())
     if quantizer is not None:
         reason = quantizer.shape_refusal((1, width), True, False)
         if reason is not None:
@@ -135,7 +136,7 @@ def _quantizer(name: str, recipe: Recipe | None, mode: str, width: int) -> Quant
     )
 
 
-@torch.compiler.disable
+@in_eager_mode
 def ep_prepare(buffer: EpBuffer, topk_idx: Tensor) -> Tensor:
     """Exchange the routing of all ranks and store it in the buffer; `ep_dispatch` does the same first.
 
