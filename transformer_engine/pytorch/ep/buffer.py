@@ -121,9 +121,9 @@ def _quantizer(name: str, recipe: Recipe | None, mode: str, width: int) -> Quant
         raise TypeError(f"{name}={described(recipe)} is a {type(recipe).__name__}; pass a recipe, or None")
     make = family_of(recipe).quantizer
     slot = "input" if mode == "forward" else "grad_output"
-    quantizer: Any = None if make is None else make(recipe, mode, slot, canonical_device())
+    quantizer = None if make is None else make(recipe, mode, slot, canonical_device())
     if quantizer is not None:
-        reason = quantizer.shape_refusal((1, width), True, False)
+        reason = quantizer.unsupported_shape_reason((1, width), True, False)
         if reason is not None:
             raise ValueError(f"hidden_dim={width} does not fit {name}: {reason}")
         quantizer.set_usage(rowwise=True, columnwise=False)
