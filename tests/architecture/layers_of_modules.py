@@ -44,8 +44,8 @@ PYTORCH = (
         8,
         "transformer_engine.pytorch.module transformer_engine.pytorch.optimizers "
         "transformer_engine.pytorch.cross_entropy transformer_engine.pytorch.permutation "
-        "transformer_engine.pytorch.router",
-        "the other `nn.Module` classes, optimizers, losses, routing of tokens to experts",
+        "transformer_engine.pytorch.router transformer_engine.pytorch.ep",
+        "the other `nn.Module` classes, optimizers, losses, routing of tokens to experts, experts over ranks",
     ),
     (
         8,

@@ -15,7 +15,6 @@ CLIENTS: dict[str, Any] = json.loads(SURFACE.read_text())
 # Beginnings of names that are not here, and why that stops nobody.
 ABSENT = {
     "transformer_engine.pytorch.cpp_extensions.cast_to_fp8": "asked for below version 2.0 only",
-    "transformer_engine.pytorch.ep": "expert parallelism over symmetric memory: optional in Megatron-core",
     "transformer_engine.pytorch.module.layernorm_linear._og_LayerNormLinear": "made by nvidia-modelopt itself",
     "transformer_engine.pytorch.module.layernorm_linear.tex": "asked for below version 2.0 only",
     "transformer_engine.pytorch.onnx_export": "export to ONNX is not implemented",

@@ -17,6 +17,8 @@ from tests.support.programs import ROOT
 HERE = Path(__file__).parent
 LOSSES = ("float32", "bfloat16", "delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4", "fp8_parameters", "llama",
           "qk_layernorm", "op_fuser", "op_fuser_llama", "op_fuser_fp8", "cross_entropy")  # fmt: skip
+PARALLEL = ("context p2p", "context all_gather", "context a2a", "context p2p, own attention", "tensor",
+            "tensor and sequence", "pipeline", "experts allgather", "experts alltoall", "experts ncclep")  # fmt: skip
 
 pytestmark = [
     pytest.mark.clients,
@@ -43,7 +45,7 @@ def test_every_feature_of_the_engine_is_found(results):
     assert len(of(results, "flags")) > 30
     absent = {name for name, there in of(results, "flags").items() if not there}
     asks_for_cuda = set() if torch.cuda.is_available() else {"dist_checkpointing.strategies.torch HAVE_TE"}
-    assert absent == {"transformer.moe.fused_a2a HAVE_TE_EP"} | asks_for_cuda
+    assert absent == asks_for_cuda
 
 
 @pytest.mark.parametrize("case", LOSSES)
@@ -114,9 +116,9 @@ def test_the_example_of_the_page_runs(tmp_path):
     output(["-c", example], tmp_path)
 
 
-@pytest.mark.parametrize("case", ["p2p", "all_gather", "a2a", "p2p own attention"])
-def test_two_context_parallel_ranks_compute_what_one_rank_computes(case):
-    said = json.loads(once([str(HERE / "megatron_context_parallel_cases.py")], 2).splitlines()[-1])
-    differences = of(said, case)
-    assert differences["losses"] <= 1e-5
-    assert differences["gradients"] <= 1e-5
+@pytest.mark.parametrize("case", PARALLEL)
+def test_two_ranks_compute_what_one_rank_computes(case):
+    # Megatron compiles small functions of its own, which takes longer than all cases.
+    said = once([str(HERE / "megatron_parallel_cases.py")], 1, TORCHDYNAMO_DISABLE="1")
+    for name, difference in of(json.loads(said.splitlines()[-1]), case).items():
+        assert difference <= 1e-5, name

@@ -17,7 +17,6 @@ from transformer_engine.common import absent
 USE = {
     "transformer_engine.debug": "use te.observe",
     "transformer_engine.tensorflow": "use transformer_engine.pytorch",
-    "transformer_engine.pytorch.ep": "torch.distributed.all_to_all_single",
     "transformer_engine.pytorch.custom_recipes.quantization": "recipe.CustomRecipe",
 }
 ATTENTION = "transformer_engine.pytorch.attention"
@@ -29,6 +28,7 @@ NAMES = {
     ("transformer_engine.pytorch.fp8", "nothing"): r"dir\(transformer_engine.pytorch.fp8\)",
     ("transformer_engine.pytorch.module.linear", "nothing"): "docs/support.md",
     ("transformer_engine_torch", "nothing"): "docs/support.md",
+    ("transformer_engine_torch", "ep_initialize"): "transformer_engine.pytorch.ep",
     # Modules that nothing imports before they are asked for.
     ("transformer_engine.pytorch.cpu_offload_v1", "nothing"): "docs/support.md",
     ("transformer_engine.pytorch.custom_recipes", "quantization_nvfp4"): "recipe.CustomRecipe",
@@ -143,7 +143,7 @@ def test_an_attribute_is_an_attribute_error_with_the_same_words(module: str, nam
     assert raised.value.name == name and raised.value.obj is found
 
 
-@pytest.mark.parametrize("name", ["transformer_engine.debug", "transformer_engine.pytorch.ep"])
+@pytest.mark.parametrize("name", ["transformer_engine.debug", "transformer_engine.pytorch.onnx_export"])
 def test_a_search_finds_nothing_and_raises_nothing(name: str):
     assert importlib.util.find_spec(name) is None
 

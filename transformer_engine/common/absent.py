@@ -88,8 +88,10 @@ ABSENT = {
     'core_attention_bias_type="alibi", with alibi_slopes or without',
     "transformer_engine.pytorch.dot_product_attention": "the package is transformer_engine.pytorch.attention."
     "dot_product_attention; use te.DotProductAttention and te.InferenceParams",
-    "transformer_engine.pytorch.ep": "expert parallelism over symmetric memory; exchange tokens with "
-    "torch.distributed.all_to_all_single around te.moe_permute (docs/experts.md)",
+    **dict.fromkeys(
+        ("transformer_engine_torch.ep_*", "transformer_engine_torch.*_ep_*"),
+        "the communicator of the original's expert parallelism; call the functions of transformer_engine.pytorch.ep",
+    ),
     "transformer_engine.pytorch.export": "export to ONNX; convert the weights (docs/checkpoints.md) and export "
     "the model with torch.nn layers",
     "transformer_engine.pytorch.onnx_export": "export to ONNX; convert the weights (docs/checkpoints.md) and "

@@ -76,12 +76,13 @@ globals().update(tensor.EXPORTS | quantization.availability())
 
 if TYPE_CHECKING:
     from . import conversion as conversion
+    from . import ep as ep
     from . import integrations as integrations
     from .integrations.huggingface import convert_hf, revert_hf
 
 # Imported on first use. cpp_extensions is built on transformer_engine_torch, which imports this package.
 # Checkpoint conversion and integrations take a tenth of the import time, and most programs do not use them.
-_LAZY_SUBMODULES = ("conversion", "cpp_extensions", "integrations")
+_LAZY_SUBMODULES = ("conversion", "cpp_extensions", "ep", "integrations")
 _LAZY_NAMES = {"convert_hf": "integrations.huggingface", "revert_hf": "integrations.huggingface"}
 
 

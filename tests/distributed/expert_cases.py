@@ -1,0 +1,158 @@
+"""One-device oracle of expert parallelism in float64, and the same mixture of experts over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from transformer_engine.pytorch import ep
+
+HIDDEN, INNER = 32, 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mixture of experts over ranks.
+
+    Attributes:
+        tokens: Tokens of each rank.
+        experts: Number of experts on all ranks.
+        top_k: Experts per token.
+        capacity: Rows of a receive buffer; None for the eager mode.
+        alignment: Of the rows of each expert.
+        spread: Experts that tokens choose from; None for all.
+        absent: Share of choices that are -1.
+        dtype: Of tokens and experts.
+        settings: Further arguments of EpBuffer.
+    """
+
+    tokens: tuple[int, ...]
+    experts: int = 8
+    top_k: int = 2
+    capacity: int | None = None
+    alignment: int = 0
+    spread: tuple[int, ...] | None = None
+    absent: float = 0.0
+    dtype: torch.dtype = torch.float32
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Inputs:
+    """Tokens [T, H], choices [T, k], weights [T, k] and gradients [T, H] of each rank, and the experts' weights."""
+
+    tokens: list[Tensor]
+    choices: list[Tensor]
+    weights: list[Tensor]
+    gradients: list[Tensor]
+    fc1: Tensor
+    fc2: Tensor
+
+
+def inputs(case: Case) -> Inputs:
+    """Return the inputs of a case, the same in every process."""
+    random = torch.Generator().manual_seed(7)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random).to(case.dtype)
+
+    choices = []
+    for count in case.tokens:
+        allowed = torch.tensor(range(case.experts) if case.spread is None else case.spread)
+        chosen = allowed[torch.rand(count, len(allowed), generator=random).argsort(1)[:, : case.top_k]]
+        chosen[torch.rand(chosen.shape, generator=random) < case.absent] = -1
+        choices.append(chosen)
+    weights = [torch.rand(count, case.top_k, generator=random) for count in case.tokens]
+    return Inputs(
+        [normal(count, HIDDEN) for count in case.tokens],
+        choices,
+        weights,
+        [normal(count, HIDDEN) for count in case.tokens],
+        normal(case.experts, INNER, HIDDEN) / HIDDEN**0.5,
+        normal(case.experts, HIDDEN, INNER) / INNER**0.5,
+    )
+
+
+def on_one_device(case: Case) -> dict[str, Any]:
+    """Outputs and gradients in float64: {"y", "tokens", "weights": one per rank, "fc1", "fc2": of all experts}."""
+    given = inputs(case)
+    leaves = {
+        "tokens": [x.double().requires_grad_() for x in given.tokens],
+        "weights": [w.double().requires_grad_() for w in given.weights],
+    }
+    fc1, fc2 = (w.double().requires_grad_() for w in (given.fc1, given.fc2))
+    kept = kept_rows(case, given.choices)
+    outputs = []
+    for rank, (x, w) in enumerate(zip(leaves["tokens"], leaves["weights"], strict=True)):
+        y = torch.zeros(x.shape, dtype=torch.float64) + 0 * x
+        for token, place, expert in kept[rank]:
+            out = fc2[expert] @ torch.tanh(fc1[expert] @ x[token]) * w[token, place]
+            y = y.index_add(0, torch.tensor([token]), out[None])
+        outputs.append(y)
+    loss = sum((y * g.double()).sum() for y, g in zip(outputs, given.gradients, strict=True))
+    loss.backward()  # pyright: ignore[reportAttributeAccessIssue]
+    zero = {"fc1": torch.zeros_like(fc1), "fc2": torch.zeros_like(fc2)}
+    return {
+        "y": [y.detach() for y in outputs],
+        "tokens": [x.grad for x in leaves["tokens"]],
+        "weights": [torch.zeros_like(w) if w.grad is None else w.grad for w in leaves["weights"]],
+        "fc1": zero["fc1"] if fc1.grad is None else fc1.grad,
+        "fc2": zero["fc2"] if fc2.grad is None else fc2.grad,
+    }
+
+
+def kept_rows(case: Case, choices: list[Tensor]) -> list[list[tuple[int, int, int]]]:
+    """Return per rank the (token, place, expert) of the choices that have a row within the capacity."""
+    local, align = case.experts // len(case.tokens), max(1, case.alignment)
+    kept: list[list[tuple[int, int, int]]] = [[] for _ in case.tokens]
+    row = 0
+    for expert in range(case.experts):
+        row = 0 if expert % local == 0 else row
+        for rank, chosen in enumerate(choices):
+            for token, place in (chosen == expert).nonzero().tolist():
+                if case.capacity is None or row < case.capacity:
+                    kept[rank].append((token, place, expert))
+                row += 1
+        row = -(-row // align) * align
+    return kept
+
+
+def on_a_rank(
+    case: Case, rank: int, drop: bool = False, device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
+    """Outputs and gradients of one rank: {"y", "tokens", "weights", "fc1", "fc2"}, and the received rows."""
+    given, ranks = inputs(case), len(case.tokens)
+    local = case.experts // ranks
+    most = max(1, *case.tokens)
+    ep.ep_bootstrap(None, case.experts, most, HIDDEN, case.top_k, case.capacity, drop_on_overflow=drop)
+    buffer = ep.EpBuffer(case.top_k, most, HIDDEN, local, alignment=case.alignment, **case.settings)
+    x, w = (values[rank].to(device).requires_grad_() for values in (given.tokens, given.weights))
+    own = slice(rank * local, (rank + 1) * local)
+    fc1, fc2 = (full[own].to(device, copy=True).requires_grad_() for full in (given.fc1, given.fc2))
+    received, received_weights, counts = ep.ep_dispatch(buffer, x, given.choices[rank].to(device), w)
+    rows = (
+        received.dequantize()
+        if hasattr(received, "dequantize") and type(received) is not Tensor
+        else received
+    )
+    parts = rows.split([*counts.tolist(), rows.shape[0] - int(counts.sum())])
+    outputs = [torch.tanh(part @ a.t()) @ b.t() for part, a, b in zip(parts, fc1, fc2, strict=False)]
+    out = torch.cat([*outputs, torch.full_like(parts[-1], float("nan"))])  # unused rows do not contribute
+    weighted = (out * received_weights[:, None]).to(x.dtype)
+    y = ep.ep_combine(buffer, weighted, num_local_tokens=case.tokens[rank])
+    y.backward(given.gradients[rank].to(device))
+    ep.ep_finalize()
+    if dist.is_initialized():
+        dist.barrier()
+    of_leaves = {"tokens": x, "weights": w, "fc1": fc1, "fc2": fc2}
+    gradients = {
+        name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in of_leaves.items()
+    }
+    return {
+        "y": y.detach(), **gradients, "counts": counts, "total": buffer.total_recv_tokens.clone(),
+        "rows": rows.detach(), "row_weights": received_weights.detach(),
+    }  # fmt: skip
