@@ -168,9 +168,9 @@ def _cast_at_once(call: GroupedCall, groups: Groups, s: CastSettings, x: Any) ->
 
 def _convert(env: Environment, s: Layer, x: Any) -> tuple[Any]:
     call: GroupedCall = env.linears[s.layer]  # pyright: ignore[reportAssignmentType]
-    if call.layout is not None:
-        return (x,)  # one launch reads weights of the input's dtype only
     dtype = call.dtype
+    if call.layout is not None and (x[0] if isinstance(x, list) else x).dtype is dtype:
+        return (x,)  # one launch reads weights of the input's dtype only
     if isinstance(x, Tensor) and not isinstance(x, QuantizedTensorStorage):
         return (x.to(dtype),)
     return (
@@ -210,7 +210,9 @@ def _product(env: Environment, s: Product, a: Any, b: Any, bias: Any = None) -> 
         if not isinstance(b, GroupedMatrices):
             matrices = GroupedMatrices(Matrices.of(members_of(b)), s.turned[1])
         stack = torch.stack(bias) if isinstance(bias, list) else bias
-        y = product_of_rows(rows, matrices, call.layout, first.dtype, bias=stack, exact=exact, out=buffer)
+        y = product_of_rows(
+            rows, matrices, call.layout, first.dtype, bias=stack, exact=exact, out=buffer, clears=call.clears
+        )
     return (y if buffer is None else handed_out(y),)
 
 
