@@ -17,20 +17,12 @@ from .request import GroupedGemmRequest, GroupedProduct
 
 def run(product: GroupedProduct) -> None:
     if product.clears:
-        product = _without_rest(product)
+        assert isinstance(product.out, Tensor)
+        product.out[sum(product.groups.known_rows) :].zero_()
     biases = [None] * product.groups.count if product.bias is None else product.bias.unbind(0)
     for bias, (_, a, b, out) in zip(biases, operands_of(product), strict=True):
         epilogue = Epilogue(out.dtype, bias=bias, out=out, accumulate=product.accumulate, exact=product.exact)
         gemm(a, b, epilogue)
-
-
-def _without_rest(product: GroupedProduct) -> GroupedProduct:
-    """Clear the rows of the result behind the last group, and return the product of the rows before."""
-    assigned, out = sum(product.groups.known_rows), product.out
-    assert isinstance(out, Tensor)
-    out[assigned:].zero_()
-    a = product.a._replace(codes=product.a.codes[:assigned])
-    return product._replace(a=a, out=out[:assigned])
 
 
 def _bind(request: GroupedGemmRequest) -> Callable[[GroupedProduct], None]:
