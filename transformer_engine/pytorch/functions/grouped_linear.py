@@ -183,7 +183,16 @@ def _convert(env: Environment, s: Layer, x: Any) -> tuple[Any]:
 
 def _dequantize(env: Environment, s: Layer, x: Any) -> tuple[Any]:
     single = OPERATIONS["dequantize"]
-    return ([single(env, s, member)[0] for member in x],) if isinstance(x, list) else single(env, s, x)
+    if not isinstance(x, list):
+        return single(env, s, x)
+    return ([None if member is None else single(env, s, member)[0] for member in x],)
+
+
+def _trained(env: Environment, s: Layer, codes: list[Any]) -> tuple[list[Any]]:
+    """The input codes of groups whose weights get a gradient, and None for the others."""
+    groups = env.linears[s.layer].groups  # pyright: ignore[reportAttributeAccessIssue]
+    pairs = zip(codes, groups, strict=True)
+    return ([part if group.needs_grad_weight else None for part, group in pairs],)
 
 
 def _product(env: Environment, s: Product, a: Any, b: Any, bias: Any = None) -> tuple[Tensor]:
@@ -286,6 +295,7 @@ OPERATIONS.update(
     grouped_convert=_convert,
     grouped_dequantize=_dequantize,
     grouped_product=_product,
+    grouped_trained=_trained,
     grouped_weight_gradient=_weight_gradient,
     grouped_column_sum=_column_sum,
 )
