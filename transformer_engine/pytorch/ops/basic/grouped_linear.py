@@ -209,8 +209,12 @@ class GroupedLinear(StepOperation):
 
     def _held_weights(self) -> list[Tensor]:
         """Return the parameters that are weights: one of each group, or the stack."""
-        names = ("weight",) if self.single_grouped_weight else [f"weight{i}" for i in range(self.num_groups)]
-        return [getattr(self, name) for name in names]
+        held: dict[str, Any] = self._parameters
+        return [
+            held[name] if name in held else getattr(self, name)
+            for name in self.parameter_names
+            if name.startswith("weight")
+        ]
 
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
         """Check the parameters.
