@@ -83,7 +83,7 @@ class GroupedWay(NamedTuple):
 
 def asked_for() -> bool | None:
     """Return the value of NVTE_USE_CUTLASS_GROUPED_GEMM; None if it is not set."""
-    return None if _text() is None else env.get(_NAME)
+    return None if _text() is None else env.flag(_NAME)
 
 
 def are_regular(weights: Sequence[Tensor]) -> bool:
