@@ -47,7 +47,7 @@ class Step(NamedTuple):
         made = self.made()
         return te.autocast(enabled=made is not None, recipe=made)
 
-    def refusal(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Why this machine does not compute the recipe; None where it does."""
         supported, reason = (True, "") if self.recipe == "none" else check_recipe_support(self.made())
         return None if supported else reason
@@ -62,7 +62,7 @@ def main() -> None:
     ]
     rows = []
     for step in chosen_of(steps, chosen.only):
-        refusal = step.refusal()
+        refusal = step.unsupported_reason()
         figures = measured(step) if refusal is None else {"skipped": refusal}
         rows.append({"case": step.name, **figures})
         print(*(f"{key} {value}" for key, value in rows[-1].items()), flush=True)

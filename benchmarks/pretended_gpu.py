@@ -31,8 +31,8 @@ _nowhere: Any = itertools.chain
 def pretend() -> None:
     """Have this process, in which the package computes nothing from here on, take the CPU for an H200."""
     _module("pytorch")
-    everywhere("refuses_elementwise", _takes_all)
-    everywhere("refuses_casts", _takes_all)
+    everywhere("unsupported_elementwise", _takes_all)
+    everywhere("unsupported_casts", _takes_all)
     everywhere("compiles_on", lambda device: True)
     everywhere("get_device_compute_capability", lambda: HOPPER)
     everywhere("processors", functools.cache(_processors))
@@ -155,4 +155,4 @@ def _pretend_requests() -> None:
     request.__init__ = on_a_gpu
     tables = _module("common.dispatch").tables
     for operation, name in (("scale_update", "triton"), ("grouped_gemm", "triton")):
-        object.__setattr__(tables[operation].named(name), "refuses", _takes_all)
+        object.__setattr__(tables[operation].named(name), "unsupported_reason", _takes_all)

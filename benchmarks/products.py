@@ -83,8 +83,8 @@ def compared(case: Case) -> dict[str, object]:
     backends = [TABLE.named("cublaslt"), TABLE.named(case.through_torch)]
     request = GemmRequest.of(case.a, case.b, case.epilogue)
     for backend in backends:
-        if reason := backend.refuses(request):
-            raise SystemExit(f"{case.name}: {backend.name} refuses: {reason}")
+        if reason := backend.unsupported_reason(request):
+            raise SystemExit(f"{case.name}: {backend.name} does not support it: {reason}")
     a, b, epilogue = case[1:4]
     ours, theirs = measure_in_turns([lambda run=x.run: run(a, b, epilogue) for x in backends], RUNS)
     rate = 2 * a.rows * b.rows * a.depth / ours / 1e9

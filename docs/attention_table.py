@@ -109,7 +109,7 @@ def table() -> str:
     lines = [f"| | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}"]
     for title, call in ROWS.items():
         order = preference(call)
-        takes = {name: TABLE.named(name).refusal(call) is None for name in names}
+        takes = {name: TABLE.named(name).rejection_reason(call) is None for name in names}
         first = next(name for name in order if takes[name])
         cells = ("**yes**" if name == first else "yes" if takes[name] else "" for name in names)
         lines.append(f"| {title} | {' | '.join(cells)} |")

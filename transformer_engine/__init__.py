@@ -1,7 +1,7 @@
 """Transformer Engine in pure Python: FP8, MXFP8 and NVFP4 for Transformers on any machine.
 
-The frameworks are attributes that are imported when they are asked for: whoever works with one does not wait for the
-other, and need not have it.
+The frameworks are attributes that are imported on first access, so that a user of one framework neither waits for the
+other nor needs it.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def fused_attn_fwd(
     lse         float32 [b, h, s_q, 1], of packed tokens [t, h, 1]: log of the softmax's denominator
     max_logit   float32 [h] with return_max_logit;  rng_state int64 [2], (seed, offset) of dropout
     window_size (left, right), -1 = unlimited;  cu_seqlens_* int32 [b + 1]
-    page_table_*  int32 [b, pages a sequence] with a paged layout; keys and values lie in the same pages
+    page_table_*  int32 [b, pages per sequence] with a paged layout; keys and values use the same pages
 
     Raises ValueError for lengths and pages that do not fit the tensors; of those on a GPU this is known with TE_CHECK=1
     alone. Dropout draws from torch's generator of the device. Tokens outside all sequences are zero with set_zero and

@@ -39,7 +39,7 @@ def thd_second_half_lse_correction(
     column, inside = _padded_second_half(cu_seqlens, lse_per_step.shape[-1], lse.shape[-1])
     column = column[:, None].expand(-1, lse.shape[1], -1)
     old = lse.gather(2, column)
-    # What lies behind a sequence is written with what it holds: a column outside is never one inside.
+    # Columns after a sequence are written with their old values: such a column is never one of the sequence.
     merged = torch.where(inside[:, None], torch.logaddexp(old, lse_per_step), old)
     lse.scatter_(2, column, merged)
 
@@ -150,7 +150,7 @@ def _check_tokens(tensor: Tensor, total_tokens: int | None) -> None:
 
 
 def _half(cu_seqlens: Tensor, tokens: int, half_idx: int) -> Tensor:
-    """int64 [tokens]: where the tokens of a half of every sequence lie in the whole."""
+    """Return int64 [tokens]: the indices of the tokens of a half of every sequence in the whole tensor."""
     if half_idx not in (0, 1):
         raise ValueError(f"half_idx={half_idx} is neither 0 (the first half) nor 1 (the second)")
     bounds = cu_seqlens.long()

@@ -60,10 +60,10 @@ def get_cudnn_version() -> int:
 
 
 def device_supports_multicast(device_id: int = -1) -> bool:
-    """Return False: there are no userbuffers over multicast memory."""
+    """Return False: userbuffers over multicast memory are unsupported."""
     return False
 
 
 def ubuf_built_with_mpi() -> bool:
-    """Return False: there are no userbuffers."""
+    """Return False: userbuffers are unsupported."""
     return False

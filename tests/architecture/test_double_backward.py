@@ -1,4 +1,4 @@
-"""No autograd function is differentiated twice in silence: it is refused by name, or known to be right."""
+"""No autograd function is differentiated twice silently: it raises an error that names it, or it is proven right."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TWICE = {
     "attention.rope.FusedQKVRoPEFunc",  # by the backward of ApplyPackedRope
     "attention.rope.FusedRoPEFunc",  # by that of ApplyRope
     "runtime.double_backward._LinearMap",
-    "runtime.double_backward._Refusal",  # it is the refusal
+    "runtime.double_backward._FirstDerivativeOnly",  # it raises the error
     "functions.activation._Activation",
     "functions.attention.context_parallel.all_to_all._Exchange",
     "functions.dropout._BiasAdd",
@@ -45,19 +45,19 @@ def autograd_functions() -> dict[str, ast.FunctionDef]:
     return found
 
 
-def refuses(backward: ast.FunctionDef) -> bool:
-    refusals = ("once_differentiable(", "backward_of(")
-    return any(ast.unparse(d).startswith(refusals) for d in backward.decorator_list)
+def rejects(backward: ast.FunctionDef) -> bool:
+    decorators = ("once_differentiable(", "backward_of(")
+    return any(ast.unparse(d).startswith(decorators) for d in backward.decorator_list)
 
 
-def test_every_autograd_function_refuses_a_second_derivative_or_has_one():
+def test_every_autograd_function_rejects_a_second_derivative_or_has_one():
     functions = autograd_functions()
     assert len(functions) > len(TWICE)
-    assert {name for name, backward in functions.items() if not refuses(backward)} == TWICE
+    assert {name for name, backward in functions.items() if not rejects(backward)} == TWICE
 
 
-def test_a_refusal_stands_inside_of_staticmethod():
+def test_decorators_that_reject_are_seen_inside_of_staticmethod():
     """The other way round autograd would call the guard with the descriptor."""
     for name, backward in autograd_functions().items():
-        if refuses(backward):
+        if rejects(backward):
             assert ast.unparse(backward.decorator_list[0]) == "staticmethod", name

@@ -48,7 +48,7 @@ def spans(x: Tensor, starts: Tensor | None, used: Tensor | None, table: Tensor |
 
 
 def flash_attn_fwd(q, k, v, **given):
-    """As flash_attn.cute.interface._flash_attn_fwd; rows of no sequence stay as they are."""
+    """As flash_attn.cute.interface._flash_attn_fwd; rows that belong to no sequence are not written."""
     window = window_of(given)
     out = given["out"]
     queries = spans(q, given["cu_seqlens_q"], given["seqused_q"])

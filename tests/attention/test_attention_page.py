@@ -1,4 +1,4 @@
-"""The attention page shows what the backends answer and what was measured."""
+"""The attention page shows the choices of the backends and the measurements."""
 
 from __future__ import annotations
 

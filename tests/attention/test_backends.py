@@ -305,7 +305,7 @@ def error(x: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.parametrize("case", CASES, ids=identity)
 @pytest.mark.parametrize("backend", TABLE.names())
-def test_a_backend_refuses_or_is_as_exact_as_plain_pytorch(backend, case, device, monkeypatch):
+def test_a_backend_rejects_or_is_as_exact_as_plain_pytorch(backend, case, device, monkeypatch):
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0" if case.extra == "deterministic" else "1")
     with use_backend(attention=backend):
         try:
@@ -493,7 +493,7 @@ def test_attention_to_a_cache_equals_attention_to_its_tokens(backend, paged, q_f
             scattered.append(store)
         k, v = scattered
     chosen = TABLE.named(backend)
-    refusal = chosen.refusal(request)
+    refusal = chosen.rejection_reason(request)
     if refusal is not None:
         pytest.skip(refusal)
     inputs = AttentionInputs(

@@ -62,8 +62,8 @@ def chosen(**fields):
     return choose(AttentionParams(**fields).request()).name
 
 
-def refusal(backend, **fields):
-    return {v.backend: v.refusal for v in explain(AttentionParams(**fields).request())}[backend]
+def rejection_reason(backend, **fields):
+    return {v.backend: v.reason for v in explain(AttentionParams(**fields).request())}[backend]
 
 
 def test_torch_goes_first_and_the_reference_takes_the_rest():
@@ -80,14 +80,14 @@ def test_torch_goes_first_and_the_reference_takes_the_rest():
         ({"max_seqlen_q": 0}, "an empty tensor"),
     ],
 )
-def test_torch_says_why_it_refuses(fields, reason):
-    assert reason in refusal("torch_sdpa", **fields)
+def test_torch_says_why_it_rejects(fields, reason):
+    assert reason in rejection_reason("torch_sdpa", **fields)
 
 
-def test_torch_refuses_determinism_on_cuda_unless_torch_provides_it():
+def test_torch_rejects_determinism_on_cuda_unless_torch_provides_it():
     request = AttentionParams(deterministic=True).request()
     on_cuda = dataclasses.replace(request, device_type="cuda")
-    assert "only deterministic under" in {v.backend: v.refusal for v in explain(on_cuda)}["torch_sdpa"]
+    assert "only deterministic under" in {v.backend: v.reason for v in explain(on_cuda)}["torch_sdpa"]
 
 
 @pytest.mark.skipif(MISSING is not None, reason=f"{MISSING}")
@@ -103,11 +103,11 @@ def test_torch_refuses_determinism_on_cuda_unless_torch_provides_it():
         ),
     ],
 )
-def test_our_kernels_refuse_what_their_grid_does_not_hold(fields, reason):
+def test_our_kernels_reject_what_their_grid_does_not_hold(fields, reason):
     """CUDA's own words were "invalid argument"."""
     asked = AttentionParams(qkv_dtype=torch.bfloat16).request()
     asked = dataclasses.replace(asked, device_type="cuda", capability=(9, 0), needs_gradient=True, **fields)
-    assert triton.refuses(asked) == reason
+    assert triton.unsupported_reason(asked) == reason
 
 
 def question(seqlen: int, mask: str = "causal", dtype: torch.dtype = torch.bfloat16) -> AttentionCall:
@@ -196,7 +196,7 @@ def test_an_unknown_bias_shape_is_an_error(kind):
         params.request()
 
 
-def test_a_forced_backend_that_refuses_raises_its_reason(device):
+def test_a_forced_backend_that_rejects_raises_its_reason(device):
     module = DotProductAttention(2, 4, qkv_format="bshd", softmax_type="off-by-one")
     reason = "does not know softmax_type='off-by-one'"
     with use_backend(attention="torch_sdpa"), pytest.raises(Unsupported, match=reason):
@@ -349,7 +349,7 @@ def test_a_changed_window_is_announced(mask, window):
 
 
 @pytest.mark.parametrize("mask, window", [("causal", (-2, 0)), ("no_mask", (-1, 3)), ("padding", (3, -1))])
-def test_impossible_windows_are_refused(mask, window):
+def test_impossible_windows_are_rejected(mask, window):
     with pytest.raises(ValueError, match="window_size="):
         check_set_window_size(mask, window)
 
@@ -380,12 +380,12 @@ def test_unknown_names_list_the_known_ones(device):
         ),
     ],
 )
-def test_heads_that_cannot_be_shared_are_refused(options, message):
+def test_heads_that_cannot_be_shared_are_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         DotProductAttention(kv_channels=4, **options)
 
 
-def test_tensors_that_do_not_fit_are_refused(device):
+def test_tensors_that_do_not_fit_are_rejected(device):
     q, k, v = qkv(device)
     module = DotProductAttention(2, 4, qkv_format="bshd")
     with pytest.raises(ValueError, match=r"key_layer is \[2, 5, 1, 4\].*\(heads, size\) = \(2, 4\)"):
@@ -402,7 +402,7 @@ def test_tensors_that_do_not_fit_are_refused(device):
         module(q)
 
 
-def test_masks_and_biases_that_do_not_fit_are_refused(device):
+def test_masks_and_biases_that_do_not_fit_are_rejected(device):
     q, k, v = qkv(device)
     module = DotProductAttention(2, 4, qkv_format="bshd")
     with pytest.raises(ValueError, match="a padding mask needs cu_seqlens_q"):
@@ -426,7 +426,7 @@ def test_masks_and_biases_that_do_not_fit_are_refused(device):
 
 
 @pytest.mark.parametrize("option", ["score_mod_bprop"])
-def test_unavailable_options_are_refused(option, device):
+def test_unavailable_options_are_rejected(option, device):
     with pytest.raises(NotImplementedError, match=f"{option}.* is not available"):
         DotProductAttention(2, 4, qkv_format="bshd")(*qkv(device), **{option: lambda *_: None})
 

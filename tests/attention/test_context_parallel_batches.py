@@ -88,7 +88,7 @@ def test_size_and_rank_are_asked_of_the_default_group_where_none_is_given(device
         get_batch_on_this_cp_rank(bounds([8], device), ids[1:], ids, ids)
 
 
-def test_other_formats_and_wrong_sizes_are_refused(device):
+def test_other_formats_and_wrong_sizes_are_rejected(device):
     ids, cu = torch.arange(8, device=device), bounds([8], device)
     with pytest.raises(ValueError, match="qvk_format='bshd'"):
         get_batch_on_this_cp_rank(cu, ids, ids, ids, qvk_format="bshd")

@@ -1,4 +1,4 @@
-"""The cuDNN backend: what it refuses and why on any machine; on a GPU, every option against the float32 reference."""
+"""The cuDNN backend: unsupported calls with reasons on any machine; on a GPU, all options against the reference."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ def test_importing_the_package_imports_no_cudnn():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_library_that_is_not_there_is_a_refusal(monkeypatch):
+def test_a_library_that_is_not_there_is_a_rejection(monkeypatch):
     cudnn_graph.missing.cache_clear()
     monkeypatch.setattr(optional, "installed", lambda name: False)
-    assert "not installed; pip install" in (cudnn.BACKEND.refusal(request()) or "")
+    assert "not installed; pip install" in (cudnn.BACKEND.rejection_reason(request()) or "")
     cudnn_graph.missing.cache_clear()
 
 
 @pytest.mark.parametrize("version", ["1.22.1", "1.24.0", "1.28.0"])
-def test_other_versions_of_the_frontend_are_a_refusal(version, monkeypatch):
+def test_other_versions_of_the_frontend_are_a_rejection(version, monkeypatch):
     cudnn_graph.missing.cache_clear()
     monkeypatch.setattr(optional, "installed", lambda name: True)
     monkeypatch.setattr(cudnn_graph.importlib.metadata, "version", lambda name: version)
@@ -78,7 +78,7 @@ def test_other_versions_of_the_frontend_are_a_refusal(version, monkeypatch):
     cudnn_graph.missing.cache_clear()
 
 
-def test_an_old_cudnn_is_a_refusal(monkeypatch):
+def test_an_old_cudnn_is_a_rejection(monkeypatch):
     cudnn_graph.missing.cache_clear()
     monkeypatch.setattr(optional, "installed", lambda name: True)
     monkeypatch.setattr(cudnn_graph.importlib.metadata, "version", lambda name: "1.23.0")
@@ -138,9 +138,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refusals_name_the_value_and_the_limit(name, installed):
+def test_rejections_name_the_value_and_the_limit(name, installed):
     options, sentence = REFUSED[name]
-    assert sentence in (cudnn.BACKEND.refusal(request(**options)) or "")
+    assert sentence in (cudnn.BACKEND.rejection_reason(request(**options)) or "")
 
 
 @pytest.mark.parametrize(
@@ -160,9 +160,9 @@ def test_refusals_name_the_value_and_the_limit(name, installed):
         ),
     ],
 )
-def test_refusals_of_versions(version, options, sentence, installed, monkeypatch):
+def test_rejections_of_versions(version, options, sentence, installed, monkeypatch):
     monkeypatch.setattr(cudnn, "get_cudnn_version", lambda: version)
-    assert sentence in (cudnn.BACKEND.refusal(request(**options)) or "")
+    assert sentence in (cudnn.BACKEND.rejection_reason(request(**options)) or "")
 
 
 TAKEN: dict[str, dict[str, Any]] = {
@@ -182,7 +182,7 @@ TAKEN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_it_takes(name, installed):
-    assert cudnn.BACKEND.refusal(request(**TAKEN[name])) is None
+    assert cudnn.BACKEND.rejection_reason(request(**TAKEN[name])) is None
 
 
 FP8_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -202,15 +202,15 @@ FP8_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", FP8_REFUSED)
-def test_refusals_of_fp8(name, installed):
+def test_rejections_of_fp8(name, installed):
     options, sentence = FP8_REFUSED[name]
-    assert sentence in (FORWARD.named("cudnn").refusal(request(**options, fp8="delayed")) or "")
+    assert sentence in (FORWARD.named("cudnn").rejection_reason(request(**options, fp8="delayed")) or "")
 
 
 def test_the_fp8_backward_takes_one_head_size(installed):
-    assert FORWARD.named("cudnn").refusal(request(fp8="delayed")) is None
-    assert "it takes 128" in (cudnn_fp8.refuses_backward(request()) or "")
-    assert cudnn_fp8.refuses_backward(request(head_dim_qk=128, head_dim_v=128)) is None
+    assert FORWARD.named("cudnn").rejection_reason(request(fp8="delayed")) is None
+    assert "it takes 128" in (cudnn_fp8.unsupported_backward(request()) or "")
+    assert cudnn_fp8.unsupported_backward(request(head_dim_qk=128, head_dim_v=128)) is None
 
 
 def test_strides_of_every_format_become_those_of_bhsd():
@@ -287,7 +287,7 @@ def real_rows(r: AttentionCall, inputs: AttentionInputs) -> Tensor:
 
 def assert_exact(r: AttentionCall, inputs: AttentionInputs) -> None:
     """Output, statistics and gradients within what rounding to 16 bits explains: 2^-9 once or twice."""
-    assert cudnn.BACKEND.refusal(r) is None
+    assert cudnn.BACKEND.rejection_reason(r) is None
     grad = torch.randn(*inputs.q.shape[:-1], r.head_dim_v, device="cuda").to(r.dtype)
     wide, exact_request = widened(inputs), replace(r, dtype=torch.float32)
     exact = reference.forward(exact_request, wide)

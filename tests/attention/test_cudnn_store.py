@@ -1,4 +1,4 @@
-"""cuDNN's plans on disk: what is read, what is built again and why, on a stand-in for the library."""
+"""cuDNN's plans on disk: which are read, and which are built again and why, with a stand-in for the library."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Node:
 
 
 class Graph:
-    """Collects uids, counts what is built, and serialises itself as the library does: to a list of numbers."""
+    """Collects uids, counts built plans, and serializes itself to a list of numbers, as the library does."""
 
     workspace = 4096
 
@@ -298,7 +298,7 @@ def test_a_damaged_file_is_logged_once_and_built_again(name, library, tmp_path, 
 @pytest.mark.parametrize(
     "error", [RuntimeError("CUDNN_STATUS_NOT_SUPPORTED"), NotSupported("no engine"), IndexError("stoll")]
 )
-def test_a_plan_that_the_library_refuses_is_logged_and_built_again(error, library, tmp_path, caplog):
+def test_a_plan_that_the_library_rejects_is_logged_and_built_again(error, library, tmp_path, caplog):
     plan()
     library.refusal = error
     made = plan()
@@ -306,7 +306,7 @@ def test_a_plan_that_the_library_refuses_is_logged_and_built_again(error, librar
     assert made.graph.uids
     assert library.stream == 5  # and not where the failed warm-up left it
     (record,) = caplog.records
-    assert f"the library refuses it ({error})" in record.getMessage()
+    assert f"the library rejects it ({error})" in record.getMessage()
     library.refusal = None
     plan()
     assert (library.built, library.read) == (2, 1)
@@ -358,7 +358,7 @@ def test_a_folder_that_others_may_write_is_neither_read_nor_written(mode, librar
         plan(request("no_mask"))
     assert (library.built, library.read) == (5, 0)
     assert files(tmp_path) == [path] and path.stat().st_mtime_ns == before.st_mtime_ns
-    assert len(caplog.records) == 1 and "make it yours alone" in caplog.text
+    assert len(caplog.records) == 1 and "make it writable only by you" in caplog.text
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in this file system")
@@ -368,7 +368,7 @@ def test_a_pipe_in_a_files_place_does_not_block(library, tmp_path, caplog):
     path.unlink()
     os.mkfifo(path)
     plan()
-    assert library.built == 2 and "it is no plain file" in caplog.text
+    assert library.built == 2 and "it is not a regular file" in caplog.text
     plan()
     assert library.read == 1
 

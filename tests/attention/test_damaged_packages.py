@@ -1,4 +1,4 @@
-"""An optional library that is installed and cannot be imported is a refusal with the import's words, asked for once."""
+"""An optional library that cannot be imported is an unsupported backend with the import's error, asked for once."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ cudnn_graph.get_cudnn_version = lambda: (9, 19, 0)
 request = replace(AttentionParams(qkv_dtype=torch.bfloat16, qkv_layout="bshd_bshd_bshd").request(),
     device_type="cuda", capability=(9, 0), needs_gradient=True)
 ask = {
-    "flash_attn": lambda: flash2.refuses(request),
-    "flash_attn.cute.interface": lambda: flash4.refuses(request),
-    "flash_attn_interface": lambda: flash3.refuses(request),
-    "cudnn": lambda: cudnn.refuses(request),
+    "flash_attn": lambda: flash2.unsupported_reason(request),
+    "flash_attn.cute.interface": lambda: flash4.unsupported_reason(request),
+    "flash_attn_interface": lambda: flash3.unsupported_reason(request),
+    "cudnn": lambda: cudnn.unsupported_reason(request),
     "nvmath": cublaslt_library.missing,
-    "triton": lambda: triton.refuses(request),
+    "triton": lambda: triton.unsupported_reason(request),
 }
 for name in COUNTERS:
     print("REFUSAL", name, ask[name]())
     assert ask[name]() == ask[name]()
 if "triton" in COUNTERS:
-    assert launching.refuses_elementwise(torch.device("cuda"), torch.float32) == ask["triton"]()
+    assert launching.unsupported_elementwise(torch.device("cuda"), torch.float32) == ask["triton"]()
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 layer = te.MultiheadAttention(32, 4, attention_dropout=0.0, device=device)
@@ -104,7 +104,7 @@ def run(folder: Path, program: str) -> str:
 
 
 @pytest.mark.parametrize("damages", DAMAGES, ids=str)
-def test_a_damaged_package_is_a_refusal_and_every_call_works(damages, tmp_path):
+def test_a_damaged_package_is_a_rejection_and_every_call_works(damages, tmp_path):
     counters = {module: str(install(tmp_path, module, ERRORS[error])) for module, error in damages.items()}
     lines = run(tmp_path, f"COUNTERS = {counters!r}\n" + ASKED).splitlines()
     for module, error in damages.items():
@@ -115,7 +115,7 @@ def test_a_damaged_package_is_a_refusal_and_every_call_works(damages, tmp_path):
             assert f"IMPORTED {module} 1" in lines
 
 
-def test_a_package_without_the_function_that_is_called_is_a_refusal(tmp_path):
+def test_a_package_without_the_function_that_is_called_is_a_rejection(tmp_path):
     counter = install(tmp_path, "flash_attn", "pass")
     out = run(tmp_path, f"COUNTERS = {{'flash_attn': {str(counter)!r}}}\n" + ASKED)
     assert "flash_attn has no flash_attn_func; install a version that has" in out

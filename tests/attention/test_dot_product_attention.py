@@ -404,7 +404,7 @@ def test_empty_tensors_give_empty_results(empty, device):
     assert out.shape == (*q.shape[:2], 8) and q.grad.shape == q.shape
 
 
-def test_second_derivatives_of_attention_are_refused_by_name():
+def test_second_derivatives_of_attention_are_rejected():
     attention = DotProductAttention(2, 16)
     q, k, v = (torch.randn(8, 2, 2, 16, requires_grad=True) for _ in range(3))
     (gradient,) = torch.autograd.grad(attention(q, k, v).sum(), q, create_graph=True)

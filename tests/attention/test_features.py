@@ -1,4 +1,4 @@
-"""A backend of attention takes the features that it names and no other, and knows nothing of autograd."""
+"""A backend of attention supports only the features that it declares, and does not depend on autograd."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ ASKED = {
 
 
 @pytest.mark.parametrize("feature", ASKED, ids=[feature.name for feature in ASKED])
-def test_a_backend_refuses_by_its_name_what_it_does_not_say_that_it_takes(feature):
+def test_a_backend_rejects_by_its_name_what_it_does_not_say_that_it_takes(feature):
     asked = request(**ASKED[feature])
     assert asked.features == (feature,)
     for backend in TABLE.backends:
         if feature not in backend.takes:
-            assert backend.refusal(asked) == f"it does not know {feature.value}", backend.name
+            assert backend.rejection_reason(asked) == f"it does not know {feature.value}", backend.name
 
 
 def test_a_plain_request_asks_for_no_feature():
@@ -62,11 +62,11 @@ def test_a_plain_request_asks_for_no_feature():
 
 
 @pytest.mark.parametrize("table", [TABLE, fp8.FORWARD, fp8.BACKWARD], ids=lambda table: table.operation)
-def test_a_feature_that_nobody_knows_is_refused_by_all(table, monkeypatch):
+def test_a_feature_that_nobody_knows_is_rejected_by_all(table, monkeypatch):
     monkeypatch.setattr(AttentionCall, "features", ("an attention of tomorrow",))
     asked = request() if table is not fp8.BACKWARD else fp8.BackwardRequest(request(), "cudnn", None)
     for verdict in table.explain(asked):
-        assert verdict.refusal == "it does not know an attention of tomorrow", verdict.backend
+        assert verdict.reason == "it does not know an attention of tomorrow", verdict.backend
 
 
 def test_a_request_hashes_and_compares_by_its_fields():
@@ -88,12 +88,12 @@ def test_explaining_plans_nothing(monkeypatch):
     planned = []
     monkeypatch.setattr(cudnn, "missing", lambda: None)
     monkeypatch.setattr(cudnn, "has_cuda", lambda: True)
-    monkeypatch.setattr(cudnn, "_refused_by_planning", lambda r: planned.append(r) or "not today")
+    monkeypatch.setattr(cudnn, "_planning_failure", lambda r: planned.append(r) or "not today")
     asked = replace(request(), device_type="cuda", capability=(9, 0), seqlen_q=4096, seqlen_kv=4096)
     verdicts = {verdict.backend: verdict for verdict in TABLE.explain(asked)}
-    assert verdicts["cudnn"].refusal is None and not planned
+    assert verdicts["cudnn"].reason is None and not planned
     assert TABLE.bind(asked).name != "cudnn" and planned == [asked]
-    assert {verdict.backend: verdict.refusal for verdict in TABLE.explain(asked)}["cudnn"] == "not today"
+    assert {verdict.backend: verdict.reason for verdict in TABLE.explain(asked)}["cudnn"] == "not today"
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.py")), ids=lambda path: path.stem)
@@ -127,7 +127,7 @@ def test_a_setting_that_changes_between_two_plain_calls_takes_effect(name, devic
 
 
 @pytest.mark.parametrize("wrong", [1.5, "1"])
-def test_a_switch_of_the_wrong_kind_is_refused_though_it_equals_a_right_one(wrong, device):
+def test_a_switch_of_the_wrong_kind_is_rejected_though_it_equals_a_right_one(wrong, device):
     layer = te.DotProductAttention(2, 8)
     q = torch.randn(5, 1, 2, 8, device=device)
     layer(q, q, q)
@@ -135,7 +135,7 @@ def test_a_switch_of_the_wrong_kind_is_refused_though_it_equals_a_right_one(wron
         layer(q, q, q, num_splits=wrong)
 
 
-def test_a_layer_refuses_a_wrong_input_also_after_a_right_one_of_the_same_kind(device):
+def test_a_layer_rejects_a_wrong_input_also_after_a_right_one_of_the_same_kind(device):
     layer = te.MultiheadAttention(16, 2, attention_dropout=0.0, device=device)
     x = torch.randn(4, 1, 16, device=device)
     layer(x)

@@ -1,4 +1,4 @@
-"""What the flash backends tell their libraries: with a literal library in place, they equal the reference."""
+"""Arguments that the flash backends pass to their libraries: with a literal library, they equal the reference."""
 
 from __future__ import annotations
 
@@ -204,8 +204,8 @@ def on_hopper(**changes):
         ),
     ],
 )
-def test_refusals_name_the_value_and_the_limit(backend, changes, reason):
-    refusal = backend.BACKEND.refusal(on_hopper(**changes))
+def test_rejections_name_the_value_and_the_limit(backend, changes, reason):
+    refusal = backend.BACKEND.rejection_reason(on_hopper(**changes))
     assert (refusal is None) if reason is None else reason in (refusal or "")
 
 
@@ -214,12 +214,12 @@ def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(flash2, "VERSION", None)
     monkeypatch.setattr(flash3, "INSTALLED", False)
     for backend in (flash4, flash3, flash2):
-        assert "is not installed" in (backend.BACKEND.refusal(on_hopper()) or "")
+        assert "is not installed" in (backend.BACKEND.rejection_reason(on_hopper()) or "")
     monkeypatch.setattr(flash2, "VERSION", "1.0.9")
     wanted = "is not a version from 2.1.1 up to, not including, 2.8.4"
     for version in ("1.0.9", "2.1.0", "2.8.4", "2.8.4+cu128"):
         monkeypatch.setattr(flash2, "VERSION", version)
-        assert flash2.refuses(on_hopper()) == f"flash-attn {version} {wanted}"
+        assert flash2.unsupported_reason(on_hopper()) == f"flash-attn {version} {wanted}"
 
 
 @pytest.mark.parametrize("version", ["2.1.1", "2.3.6", "2.4.0", "2.4.1", "2.8.3", "2.8.3+cu128torch2.9"])
@@ -256,4 +256,4 @@ def test_flash2_is_given_the_options_that_its_release_has(version, monkeypatch):
 )
 def test_an_older_flash2_names_the_option_that_it_lacks(version, changes, reason, monkeypatch):
     monkeypatch.setattr(flash2, "VERSION", version)
-    assert reason in (flash2.refuses(on_hopper(**changes)) or "")
+    assert reason in (flash2.unsupported_reason(on_hopper(**changes)) or "")

@@ -287,7 +287,7 @@ def test_explain_names_both_passes_and_the_reason(device):
         told = te.explain(attention(), *tensors(device))
     by_operation = {decision.operation: decision for decision in told.decisions}
     assert by_operation["fp8_attention_backward"].chosen == "high_precision"
-    refusals = {v.backend: v.refusal for v in by_operation["fp8_attention_backward"].verdicts}
+    refusals = {v.backend: v.reason for v in by_operation["fp8_attention_backward"].verdicts}
     if device.type == "cpu":
         assert by_operation["fp8_attention"].chosen == "emulated"
         assert refusals["cudnn"] == "the forward pass is 'emulated'"

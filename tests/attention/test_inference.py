@@ -1,4 +1,4 @@
-"""Decoding with a key-value cache equals attention over the whole sequences, whoever joins and leaves."""
+"""Decoding with a key-value cache equals attention over whole sequences, while sequences join and leave."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ def test_pages_return_when_a_sequence_ends(device):
     assert manager.free_pages() == 5
 
 
-def test_running_out_of_pages_is_refused_before_anything_changes(device):
+def test_running_out_of_pages_is_rejected_before_anything_changes(device):
     cache = params(is_paged=True, page_size=4, total_num_pages=3)
     cache.allocate_memory(1)
     cache.pre_step({"a": 4, "b": 5})
@@ -342,7 +342,7 @@ def test_limits_are_checked_before_anything_changes(device):
     assert cache.get_seqlens_pre_step().tolist() == [0, 0]
 
 
-def test_tensors_that_do_not_fit_the_step_are_refused_before_writing(device):
+def test_tensors_that_do_not_fit_the_step_are_rejected_before_writing(device):
     cache = params()
     cache.allocate_memory(1)
     cache.pre_step({"a": 4})
@@ -358,7 +358,7 @@ def test_tensors_that_do_not_fit_the_step_are_refused_before_writing(device):
     assert not cache.convert_paged_to_nonpaged(1)[0].any()
 
 
-def test_wrong_construction_is_refused(device):
+def test_wrong_construction_is_rejected(device):
     with pytest.raises(ValueError, match=r"page_size=0 is below 1"):
         params(is_paged=True, page_size=0)
     with pytest.raises(ValueError, match=r"total_num_pages=0 is below 1"):
@@ -406,7 +406,7 @@ def test_packed_keys_must_be_all_that_the_step_announced():
     cache.step(1, short[:0], short[:0], "thd")
 
 
-def test_a_mask_tensor_over_a_cache_is_refused_before_the_cache_is_written(device):
+def test_a_mask_tensor_over_a_cache_is_rejected_before_the_cache_is_written(device):
     module = DotProductAttention(HEADS, WIDTH, num_gqa_groups=GROUPS, layer_number=1, qkv_format="bshd")
     cache = params(device=device)
     cache.pre_step({"a": 2})
@@ -417,7 +417,7 @@ def test_a_mask_tensor_over_a_cache_is_refused_before_the_cache_is_written(devic
     assert not cache.cache_manager.cache
 
 
-def test_a_cache_of_another_dtype_is_refused_before_it_is_written(device):
+def test_a_cache_of_another_dtype_is_rejected_before_it_is_written(device):
     module = DotProductAttention(HEADS, WIDTH, num_gqa_groups=HEADS, layer_number=1, qkv_format="bshd")
     cache = params(num_heads_kv=HEADS, dtype=torch.bfloat16, device=device)
     cache.pre_step({"a": 2})
@@ -472,7 +472,7 @@ def test_a_captured_decoding_step_replays_as_sequences_grow(pages):
 @pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 @pytest.mark.parametrize("then", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 def test_a_cache_goes_from_one_mode_to_another(first, then, pages, device):
-    """What was allocated in inference mode is written outside of it, page tables and rows that move included."""
+    """Tensors allocated in inference mode are written outside of it, including page tables and rows that move."""
     found, modes = [], (first, then)
     for allocated in (first, torch.no_grad):
         data, layer, outputs = tokens(device, HEADS * WIDTH), attention_layer(device), []

@@ -1,4 +1,4 @@
-"""A projection's heads and their attention are one node, with the bits of two, and the core is seen by who looks."""
+"""A projection's heads and their attention are one node with the bits of two, and hooks still see the core."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_dropout_recomputation_and_no_gradient_take_no_joint_node(device):
 
 
 def test_what_a_cache_has_become_is_seen_by_the_next_step(device):
-    """A step's facts are remembered; a batch, a limit, a cache or a page table of another kind is none of theirs."""
+    """A cached step applies to no batch, limit, cache or page table of another kind."""
     layer = make(device, qkv_format="bshd", layer_number=1).eval()
     options = {"num_heads_kv": HEADS, "head_dim_k": HIDDEN // HEADS, "dtype": torch.float32, "device": device}
     cache = InferenceParams(2, 16, **options)

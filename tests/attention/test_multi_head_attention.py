@@ -246,7 +246,7 @@ def test_sharded_heads_have_sharded_projections(device):
         ({"qk_norm_type": "BatchNorm"}, "qk_norm_type='BatchNorm' does not exist"),
     ],
 )
-def test_wrong_construction_is_refused(options, message, device):
+def test_wrong_construction_is_rejected(options, message, device):
     with pytest.raises(ValueError, match=message):
         make(device, **options)
     with pytest.raises(ValueError, match="num_attention_heads=25 is above hidden_size=24"):

@@ -1,4 +1,4 @@
-"""What callers of the original read and call beside the layers: the last choice, codes of one scale, versions."""
+"""Names that callers of the original use besides the layers: the last choice, codes of one scale, versions."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_delayed_scaling_uses_its_scale_and_records_the_largest(device):
         assert torch.equal(coded._data, want.view(torch.uint8))
 
 
-def test_block_formats_and_unknown_layouts_are_refused(device):
+def test_block_formats_and_unknown_layouts_are_rejected(device):
     q, k, v = laid_out("bshd_bshd_bshd", device)
     with pytest.raises(TypeError, match="MXFP8Quantizer has no one scale"):
         combine_and_quantize("bshd_bshd_bshd", q, k, v, te.MXFP8Quantizer(E4M3))

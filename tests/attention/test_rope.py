@@ -184,7 +184,7 @@ def test_interpolation_squeezes_positions():
     assert RotaryPositionEmbedding(8, rotary_percent=0.5)(4).shape[-1] == 4
 
 
-def test_wrong_arguments_are_refused_with_the_limit(device):
+def test_wrong_arguments_are_rejected_with_the_limit(device):
     x, freqs = sample(device, 5, 2, 3, 8), angles(device, 8, length=4)
     with pytest.raises(ValueError, match=r"sequence length 5 > 4 positions"):
         apply_rotary_pos_emb(x, freqs)
@@ -194,7 +194,7 @@ def test_wrong_arguments_are_refused_with_the_limit(device):
         apply_rotary_pos_emb(x, freqs, "thd")
     with pytest.raises(ValueError, match="needs cu_seqlens"):
         apply_rotary_pos_emb(x[0], freqs, "thd")
-    with pytest.raises(ValueError, match="turn 16 features, the head has 8"):
+    with pytest.raises(ValueError, match="rotate 16 features, the head has 8"):
         apply_rotary_pos_emb(x, angles(device, 16))
     with pytest.raises(ValueError, match=r"cp_rank=2 is outside 0\.\.1"):
         apply_rotary_pos_emb(x, freqs, cp_size=2, cp_rank=2)

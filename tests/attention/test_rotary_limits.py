@@ -1,4 +1,4 @@
-"""A table of rotary angles that is too short is refused with its length; starts and ranks go together."""
+"""A table of rotary angles that is too short raises an error with its length; starts and ranks are independent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from tests.attention.attention_oracle import cumulative
-from tests.support.sequences import int32, refuses
+from tests.support.sequences import int32, rejects
 from transformer_engine.pytorch import InferenceParams, MultiheadAttention, RotaryPositionEmbedding
 from transformer_engine.pytorch.attention import apply_rotary_pos_emb
 from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb
@@ -25,19 +25,19 @@ def angles(device, length, dim=8):
 
 
 @pytest.mark.parametrize("tensor_format", ["sbhd", "bshd"])
-def test_starts_past_the_table_or_below_zero_are_refused(tensor_format, device):
+def test_starts_past_the_table_or_below_zero_are_rejected(tensor_format, device):
     x = torch.randn(2, 2, 3, 8, device=device)
     for start, match in (
         ([0, 15], r"start_positions up to 15 and 2 tokens need 17 positions, freqs has 16; make it longer"),
         ([0, -1], r"start_positions has -1; positions count from 0"),
     ):
         given = int32(start, device)
-        refuses(match, lambda given=given: apply_rotary_pos_emb(x, angles(device, 16), tensor_format, given))
+        rejects(match, lambda given=given: apply_rotary_pos_emb(x, angles(device, 16), tensor_format, given))
     apply_rotary_pos_emb(x, angles(device, 16), tensor_format, int32([0, 14], device))
     te.check()
 
 
-def test_packed_sequences_longer_than_the_table_are_refused(device):
+def test_packed_sequences_longer_than_the_table_are_rejected(device):
     x, freqs = torch.randn(9, 2, 8, device=device), angles(device, 4)
     for lengths, start, match in (
         ([2, 5, 2], None, r"sequence 1 needs 5 positions, freqs has 4; make it longer"),
@@ -49,12 +49,12 @@ def test_packed_sequences_longer_than_the_table_are_refused(device):
             "start_positions": None if start is None else int32(start, device),
             "cu_seqlens": cumulative(lengths, device),
         }
-        refuses(match, lambda options=options: apply_rotary_pos_emb(x, freqs, "thd", **options))
-    refuses(
+        rejects(match, lambda options=options: apply_rotary_pos_emb(x, freqs, "thd", **options))
+    rejects(
         "cu_seqlens falls from 4 to 2 at sequence 1",
         lambda: apply_rotary_pos_emb(x, freqs, "thd", cu_seqlens=int32([0, 4, 2], device)),
     )
-    refuses(
+    rejects(
         "cu_seqlens begins with 1",
         lambda: apply_rotary_pos_emb(x, freqs, "thd", cu_seqlens=int32([1, 4], device)),
     )
@@ -63,29 +63,29 @@ def test_packed_sequences_longer_than_the_table_are_refused(device):
 def test_packed_sequences_of_several_ranks_need_the_whole_table(device):
     x = torch.randn(8, 2, 8, device=device)
     options = {"cu_seqlens": cumulative([4, 12], device), "cp_size": 2, "cp_rank": 1}
-    refuses(
+    rejects(
         r"sequence 1 needs 12 positions, freqs has 8",
         lambda: apply_rotary_pos_emb(x, angles(device, 8), "thd", **options),
     )
     options["cu_seqlens"] = cumulative([6, 10], device)
-    refuses(
-        r"sequence 0 of 6 tokens is no multiple of 2 \* cp_size = 4; pad it",
+    rejects(
+        r"sequence 0 of 6 tokens is not a multiple of 2 \* cp_size = 4; pad it",
         lambda: apply_rotary_pos_emb(x, angles(device, 16), "thd", **options),
     )
 
 
-def test_the_fused_and_the_extensions_functions_refuse_the_same(device):
+def test_the_fused_and_the_extensions_functions_reject_the_same(device):
     qkv, freqs = torch.randn(5, 2, 2, 24, device=device), angles(device, 6)
     start = int32([0, 2], device)
     want = "start_positions up to 2 and 5 tokens need 7 positions, freqs has 6"
     x = qkv[..., :8].contiguous()
     sbhd = tex.NVTE_QKV_Format.NVTE_SBHD
-    refuses(want, lambda: apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [8, 8, 8], start_positions=start))
-    refuses(want, lambda: tex.fused_rope_forward(x, freqs, start, sbhd, False, None, 1, 0))
-    refuses(want, lambda: tex.fused_rope_backward(x, freqs, start, sbhd, False, None, 1, 0))
-    refuses(want, lambda: tex.fused_qkv_rope_forward(qkv, freqs, freqs, start, [8, 8, 8], sbhd, False, 1, 0))
+    rejects(want, lambda: apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [8, 8, 8], start_positions=start))
+    rejects(want, lambda: tex.fused_rope_forward(x, freqs, start, sbhd, False, None, 1, 0))
+    rejects(want, lambda: tex.fused_rope_backward(x, freqs, start, sbhd, False, None, 1, 0))
+    rejects(want, lambda: tex.fused_qkv_rope_forward(qkv, freqs, freqs, start, [8, 8, 8], sbhd, False, 1, 0))
     short = angles(device, 4)
-    refuses(
+    rejects(
         "sequence length 5 > 4 positions",
         lambda: tex.fused_rope_forward(x, short, None, sbhd, False, None, 1, 0),
     )
@@ -107,7 +107,7 @@ def test_an_unchecked_position_without_an_angle_gives_nan_in_both_directions(ten
 
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
-def test_a_cache_that_outgrows_the_table_is_refused_and_padding_is_not(tensor_format, paged, device):
+def test_a_cache_that_outgrows_the_table_is_rejected_and_padding_is_not(tensor_format, paged, device):
     layer = MultiheadAttention(
         16, 2, attention_dropout=0.0, layer_number=1, qkv_format=tensor_format, device=device
     ).eval()
@@ -154,7 +154,7 @@ def test_padding_between_packed_sequences_may_lie_past_the_table_and_sequences_m
     out.sum().backward()
     te.check()
     assert out.isfinite().all() and x.grad is not None and x.grad.isfinite().all()
-    refuses(
+    rejects(
         "sequence 0 has 3 tokens > 2 positions of freqs",
         lambda: layer(x, rotary_pos_emb=angles(device, 2), **options),
     )
@@ -199,7 +199,7 @@ def test_starts_and_ranks_together_are_the_ranks_part_of_the_whole(cp_size, tens
 
 def test_starts_and_ranks_together_need_a_table_for_the_whole_sequence(device):
     x = torch.randn(4, 2, 3, 8, device=device)
-    refuses(
+    rejects(
         "start_positions up to 9 and 8 tokens need 17 positions, freqs has 16",
         lambda: apply_rotary_pos_emb(x, angles(device, 16), start_positions=int32([0, 9], device), cp_size=2),
     )

@@ -1,4 +1,4 @@
-"""Lengths, offsets and pages that do not fit are refused by name: at once on a CPU, by TE_CHECK=2 on a GPU."""
+"""Lengths, offsets and pages that do not fit raise errors: at once on a CPU, with TE_CHECK=2 on a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from tests.attention.attention_oracle import cumulative
-from tests.support.sequences import int32, refuses
+from tests.support.sequences import int32, rejects
 from transformer_engine.pytorch import DotProductAttention, InferenceParams
 from transformer_engine.pytorch.attention.kv_cache import NonPagedKVCacheManager
 from transformer_engine.pytorch.attention.kv_cache_paged import PagedKVCacheManager
@@ -32,7 +32,7 @@ def qkv(device, *shape):
     return torch.randn(3, *(shape or (TOKENS,)), HEADS, SIZE, device=device)
 
 
-# cu_seqlens, padded offsets, max_seqlen -> what is said of 12 packed tokens.
+# cu_seqlens, padded offsets, max_seqlen -> message for 12 packed tokens.
 PACKED = {
     "longest too short": (
         [0, 5, 12],
@@ -66,16 +66,16 @@ PACKED = {
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_packed_sequences_that_do_not_fit_are_refused(name, device):
+def test_packed_sequences_that_do_not_fit_are_rejected(name, device):
     lengths, offsets, longest, match = PACKED[name]
     options = {"cu_seqlens_q": int32(lengths, device), "max_seqlen_q": longest, "max_seqlen_kv": longest}
     if offsets is not None:
         options["cu_seqlens_q_padded"] = int32(offsets, device)
-    refuses(match, lambda: attention()(*qkv(device), **options))
+    rejects(match, lambda: attention()(*qkv(device), **options))
 
 
 @pytest.mark.parametrize("name", [name for name in PACKED if "offsets" not in name])
-def test_the_extensions_attention_refuses_the_same(name, device):
+def test_the_extensions_attention_rejects_the_same(name, device):
     lengths, _, longest, match = PACKED[name]
     bounds = int32(lengths, device)
 
@@ -92,27 +92,27 @@ def test_the_extensions_attention_refuses_the_same(name, device):
             qkv_layout="thd_thd_thd",
         )
 
-    refuses(match, call)
+    rejects(match, call)
 
 
 def test_keys_are_checked_against_their_own_lengths(device):
     module = attention(attention_type="cross")
     good = {"cu_seqlens_q": cumulative([5, 7], device), "max_seqlen_q": 7, "max_seqlen_kv": 7}
-    refuses(
+    rejects(
         "cu_seqlens_kv gives sequence 0 9 tokens, more than max_seqlen=7",
         lambda: module(*qkv(device), cu_seqlens_kv=cumulative([9, 3], device), **good),
     )
-    refuses(
+    rejects(
         "cu_seqlens_kv ends with 14",
         lambda: module(*qkv(device), cu_seqlens_kv=cumulative([7, 7], device), **good),
     )
 
 
 @pytest.mark.parametrize("tensor_format", ["sbhd", "bshd"])
-def test_padded_sequences_longer_than_the_tensor_are_refused(tensor_format, device):
+def test_padded_sequences_longer_than_the_tensor_are_rejected(tensor_format, device):
     module = DotProductAttention(HEADS, SIZE, qkv_format=tensor_format, attn_mask_type="padding")
     shape = (TOKENS, 2) if tensor_format == "sbhd" else (2, TOKENS)
-    refuses(
+    rejects(
         "cu_seqlens_q gives sequence 1 13 tokens, more than the 12 that the tensor has",
         lambda: module(*qkv(device, *shape), cu_seqlens_q=cumulative([3, 13], device)),
     )
@@ -128,7 +128,10 @@ def test_padded_sequences_longer_than_the_tensor_are_refused(tensor_format, devi
             {"cu_seqlens_q": torch.zeros(2, 2, dtype=torch.int32)},
             r"cu_seqlens_q is \[2, 2\]; give \[b \+ 1\]",
         ),
-        ({"cu_seqlens_q": torch.zeros(1, dtype=torch.int32)}, r"cu_seqlens_q is \[1\], which is no sequence"),
+        (
+            {"cu_seqlens_q": torch.zeros(1, dtype=torch.int32)},
+            r"cu_seqlens_q is \[1\], which describes no sequence",
+        ),
         (
             {"cu_seqlens_q_padded": torch.zeros(4, dtype=torch.int32)},
             r"cu_seqlens_q_padded is \[4\], cu_seqlens_q \[3\]; give both, equally long",
@@ -136,10 +139,10 @@ def test_padded_sequences_longer_than_the_tensor_are_refused(tensor_format, devi
     ],
     ids=["fraction", "negative", "list", "axes", "no sequence", "offsets of others"],
 )
-def test_arguments_of_a_wrong_kind_are_refused(options, match, device):
+def test_arguments_of_a_wrong_kind_are_rejected(options, match, device):
     options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     given = {"cu_seqlens_q": cumulative([5, 7], device), "max_seqlen_q": 7, "max_seqlen_kv": 7, **options}
-    refuses(match, lambda: attention()(*qkv(device), **given))
+    rejects(match, lambda: attention()(*qkv(device), **given))
 
 
 def test_lengths_that_fit_are_taken_with_and_without_a_longest_and_with_tokens_of_no_sequence(device):
@@ -165,12 +168,12 @@ def test_nothing_is_checked_on_a_gpu_unless_asked_and_never_while_a_compiler_tra
 
 
 STEPS = {
-    "fraction": ({0: 1.5}, "sequence 0 brings 1.5 tokens, which is no whole number"),
+    "fraction": ({0: 1.5}, "sequence 0 brings 1.5 tokens, which is not a whole number"),
     "negative": ({0: -1}, "sequence 0 brings -1 tokens, allowed: 0.."),
     "too long": ({0: 17}, "sequence 0"),
     "too many": (dict.fromkeys(range(5), 1), "5 sequences in a step > max_batch_size=4"),
     "no dictionary": ([3, 4], "a step is a list; give a dictionary"),
-    "text": ({0: "3"}, "sequence 0 brings '3' tokens, which is no whole number"),
+    "text": ({0: "3"}, "sequence 0 brings '3' tokens, which is not a whole number"),
 }
 
 
@@ -184,7 +187,7 @@ def managers(device):
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_steps_that_do_not_fit_are_refused_and_forgotten(name, device):
+def test_steps_that_do_not_fit_are_rejected_and_forgotten(name, device):
     step, match = STEPS[name]
     for manager in managers(device):
         manager.pre_step({"a": 3, "b": 2})
@@ -197,7 +200,7 @@ def test_steps_that_do_not_fit_are_refused_and_forgotten(name, device):
 
 
 @pytest.mark.parametrize("index", [0, 1], ids=["contiguous", "paged"])
-def test_managers_refuse_layers_and_sequences_that_they_do_not_know(index, device):
+def test_managers_reject_layers_and_sequences_that_they_do_not_know(index, device):
     manager = managers(device)[index]
     new = torch.ones(2, 3, HEADS, SIZE, device=device)
     manager.pre_step({"a": 3, "b": 2})
@@ -211,7 +214,7 @@ def test_managers_refuse_layers_and_sequences_that_they_do_not_know(index, devic
     more = cumulative([3, 2, 1], device)
     with pytest.raises(ValueError, match="lengths of 3 sequences, pre_step announced 2"):
         manager.step(1, three, three, more, more, "bshd")
-    refuses(
+    rejects(
         "sequence 0 brings 4 new tokens > 3",
         lambda: manager.step(1, new, new, cumulative([4, 2], device), cumulative([4, 2], device), "bshd"),
     )
@@ -241,7 +244,7 @@ def test_what_a_manager_keeps_can_be_printed_and_asked_for(capsys, device):
     )
 
 
-# new lengths, cached lengths, page table of 2 sequences -> what is said.
+# New lengths, cached lengths, page table of 2 sequences -> message.
 APPENDS = {
     "page below zero": ([2, 1], [6, 1], [[0, -1], [2, 3]], r"sends sequence 0 to page -1, outside of 0\.\.4"),
     "page past the end": ([2, 1], [6, 1], [[0, 5], [2, 3]], r"sequence 0 to page 5, outside of 0\.\.4"),
@@ -262,7 +265,7 @@ APPENDS = {
 
 
 @pytest.mark.parametrize("name", APPENDS)
-def test_appending_what_has_no_place_is_refused_before_anything_is_written(name, device):
+def test_appending_what_has_no_place_is_rejected_before_anything_is_written(name, device):
     new, cached, table, match = APPENDS[name]
     keys, values = torch.zeros(2, 5, 4, HEADS, SIZE, device=device)
     tokens = torch.ones(2, 4, HEADS, SIZE, device=device)
@@ -274,7 +277,7 @@ def test_appending_what_has_no_place_is_refused_before_anything_is_written(name,
             tokens, tokens, keys, values, int32(table, device), *lengths, bshd, 2, 3, 8, 2, False
         )
 
-    refuses(match, call)
+    rejects(match, call)
     if device.type == "cpu":
         assert not keys.any() and not values.any()
 
@@ -290,7 +293,7 @@ def test_an_unchecked_page_that_does_not_exist_is_not_written_to(page, device):
     assert not keys.any() and not values.any()
 
 
-def test_reading_pages_that_do_not_exist_is_refused(device):
+def test_reading_pages_that_do_not_exist_is_rejected(device):
     pages = torch.randn(2, 5, 4, HEADS, SIZE, device=device)
     q = torch.randn(2, 3, HEADS, SIZE, device=device)
 
@@ -313,4 +316,4 @@ def test_reading_pages_that_do_not_exist_is_refused(device):
 
     call([[0, 1], [2, -1]])  # of sequence 1 the second page is not used
     te.check()
-    refuses(r"page_table has page -1 for sequence 0, outside of 0\.\.4", lambda: call([[0, -1], [2, 3]]))
+    rejects(r"page_table has page -1 for sequence 0, outside of 0\.\.4", lambda: call([[0, -1], [2, 3]]))

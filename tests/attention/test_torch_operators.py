@@ -1,4 +1,4 @@
-"""PyTorch's own attention operators: what they are refused, asked and given, as far as a CPU can tell."""
+"""PyTorch's own attention operators: rejected calls, arguments and results, as far as a CPU can check them."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_torchs_flash_operator_takes_what_it_is_given(q_format, window):
     """On the meta device: names, order and shapes of arguments and results."""
     mask = "padding_causal" if q_format == "thd" else "causal"
     request = on_hopper(mask=mask, window=window, q_format=q_format, kv_format=q_format, same_lengths=True)
-    assert torch_flash.BACKEND.refusal(request) is None
+    assert torch_flash.BACKEND.rejection_reason(request) is None
     starts = cumulative([16, 16], "meta") if q_format == "thd" else None
     inputs = inputs_of(request, "meta", starts_q=starts, starts_kv=starts)
     found = torch_flash.forward(request, inputs)
@@ -115,7 +115,7 @@ def test_torchs_flash_operator_takes_what_it_is_given(q_format, window):
 @pytest.mark.parametrize("q_format", ["bshd", "sbhd"])
 def test_torchs_cudnn_operator_takes_what_it_is_given(q_format):
     request = on_hopper(q_format=q_format, kv_format=q_format)
-    assert torch_cudnn.BACKEND.refusal(request) is None
+    assert torch_cudnn.BACKEND.rejection_reason(request) is None
     inputs = inputs_of(request, "meta")
     found = torch_cudnn.forward(request, inputs)
     assert found.output.shape == inputs.q.shape and found.output.is_contiguous()
@@ -167,6 +167,6 @@ def test_torchs_cudnn_operator_takes_what_it_is_given(q_format):
         (torch_cudnn, {"head_dim_qk": 256, "head_dim_v": 256}, "multiples of 8 up to 128"),
     ],
 )
-def test_refusals_name_the_value_and_the_limit(backend, changes, reason):
-    refusal = backend.BACKEND.refusal(replace(on_hopper(), **changes))
+def test_rejections_name_the_value_and_the_limit(backend, changes, reason):
+    refusal = backend.BACKEND.rejection_reason(replace(on_hopper(), **changes))
     assert (refusal is None) if reason is None else reason in (refusal or "")

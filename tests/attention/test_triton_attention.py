@@ -277,9 +277,12 @@ def request_of(**changes):
     return dataclasses.replace(request, **{"device_type": "cuda", "capability": (9, 0), **changes})
 
 
-def test_it_takes_what_it_can_and_refuses_the_rest_with_the_value_and_the_limit():
-    assert triton.BACKEND.refusal(request_of()) is None
-    assert triton.BACKEND.refusal(request_of(head_dim_qk=576, head_dim_v=512, needs_gradient=False)) is None
+def test_it_takes_what_it_can_and_rejects_the_rest_with_the_value_and_the_limit():
+    assert triton.BACKEND.rejection_reason(request_of()) is None
+    assert (
+        triton.BACKEND.rejection_reason(request_of(head_dim_qk=576, head_dim_v=512, needs_gradient=False))
+        is None
+    )
     for changes, words in (
         ({"device_type": "cpu"}, "on cpu"),
         ({"capability": (7, 5)}, "7.5 < 8.0"),
@@ -291,5 +294,5 @@ def test_it_takes_what_it_can_and_refuses_the_rest_with_the_value_and_the_limit(
         ({"fp8": "current"}, "FP8"),
         ({"score_mod": max}, "score_mod"),
     ):
-        refusal = triton.BACKEND.refusal(request_of(**changes))
+        refusal = triton.BACKEND.rejection_reason(request_of(**changes))
         assert refusal is not None and words in refusal

@@ -137,7 +137,7 @@ def test_a_sharded_checkpoint_of_plain_layers_loads_strictly(
         ours.load_state_dict(read, strict=True)
 
 
-def test_codes_of_another_kind_are_refused_and_nothing_is_loaded(device: torch.device):
+def test_codes_of_another_kind_are_rejected_and_nothing_is_loaded(device: torch.device):
     current, blocks = recipes.Float8CurrentScaling(), recipes.MXFP8BlockScaling()
     plain = te.plain_state_dict(model(current, True, device))
     target = model(blocks, True, device)

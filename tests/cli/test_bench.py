@@ -121,9 +121,9 @@ def test_a_failure_is_a_row_with_its_sentence():
 
 def test_a_missing_library_is_a_sentence():
     missing = Provider("other", ("bf16",), {}, module="no_such_library", remedy="pip install it")
-    assert missing.refusal(CPU) == "not installed; pip install it"
+    assert missing.unavailable_reason(CPU) == "not installed; pip install it"
     assert list(run(cases(["bf16"], True, ["rope"]), [missing], CPU, ROOFS, BRIEF)) == []
-    assert replace(missing, module=None, gpu_only="needs one").refusal(CPU) == "needs one"
+    assert replace(missing, module=None, gpu_only="needs one").unavailable_reason(CPU) == "needs one"
 
 
 def test_a_case_goes_to_the_providers_of_its_recipe():
@@ -202,7 +202,7 @@ def test_an_interrupt_prints_what_was_measured(tmp_path: Path, monkeypatch: pyte
     path = tmp_path / "figures.json"
     result = te("--quick", "--family", "rope", "--json", str(path))
     assert result.exit_code == 0, result.output
-    assert "stopped; what was measured until then" in result.output
+    assert "stopped; figures until then" in result.output
     assert "1.500" in result.output
     assert len(json.loads(path.read_text())["results"]) == 1
 
@@ -274,7 +274,7 @@ def test_a_comparison_reads_lists_and_reports(tmp_path: Path):
     assert "0.707" in result.output  # the geometric mean of 0.5 and 1
 
 
-def test_a_comparison_without_a_common_case_is_refused(tmp_path: Path):
+def test_a_comparison_without_a_common_case_is_rejected(tmp_path: Path):
     first, second = tmp_path / "a.json", tmp_path / "b.json"
     first.write_text(json.dumps(figures(norm_of_a=1.0)))
     second.write_text(json.dumps(figures(norm_of_b=1.0)))
@@ -283,7 +283,7 @@ def test_a_comparison_without_a_common_case_is_refused(tmp_path: Path):
     assert "have no case in common" in result.output
 
 
-def test_a_file_without_cases_is_refused(tmp_path: Path):
+def test_a_file_without_cases_is_rejected(tmp_path: Path):
     path = tmp_path / "other.json"
     path.write_text('{"losses": [1, 2]}')
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/: they import, choose cases, refuse without a GPU, and write what ran their figures."""
+"""The scripts of benchmarks/: they import, choose cases, stop without a GPU, and write records of the machine."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_no_script_times_by_itself():
 def test_a_step_of_experts_names_why_a_recipe_is_left_out():
     step = importlib.import_module("expert_step").Step
     with te.emulate(False):
-        assert step("bf16", "none", 128, 32).refusal() is None
-        refusal = step("mxfp8", "mxfp8", 128, 32).refusal()
+        assert step("bf16", "none", 128, 32).unsupported_reason() is None
+        refusal = step("mxfp8", "mxfp8", 128, 32).unsupported_reason()
     if refusal is not None or not torch.cuda.is_available():
         assert "Set TE_EMULATE=1" in refusal
 

@@ -32,7 +32,7 @@ def test_it_goes_both_ways_and_says_how_many_tensors_there_were(tmp_path: Path):
     ("arguments", "sentence"),
     [
         (("absent", "ours"), "there is no folder absent; give one that holds a checkpoint"),
-        ((".", "ours", "--shard-size", "0"), "shard_size=0.0 is no positive number"),
+        ((".", "ours", "--shard-size", "0"), "shard_size=0.0 is not a positive number"),
     ],
 )
 def test_a_wrong_argument_is_one_sentence_and_exit_code_2(arguments, sentence: str):

@@ -1,4 +1,4 @@
-"""Sizes and options: what a run is made of, and what is refused before anything is built."""
+"""Sizes and options: the settings of a run, and settings that are rejected before anything is built."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def config(**changes: Any) -> RunConfig:
         ({"learning_rate": 2.0}, r"lr=2.0 is outside 0 < lr < 1"),
     ],
 )
-def test_an_impossible_size_is_refused_with_a_remedy(changes: dict[str, Any], message: str):
+def test_an_impossible_size_is_rejected_with_a_remedy(changes: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         config(**changes)
 
 
-def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_cuda_without_a_gpu_is_rejected(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"no CUDA device; use --device cpu"):
         resolve("cuda", {})
     assert resolve("auto", {}).device == "cpu"
 
 
-def test_an_unknown_device_is_refused():
+def test_an_unknown_device_is_rejected():
     with pytest.raises(ValueError, match=r"device 'tpu' does not exist; choose auto, cpu or cuda"):
         resolve("tpu", {})
 
@@ -90,7 +90,7 @@ def test_a_checkpoint_keeps_its_config():
     assert restore(saved.as_dict(), "auto", {"steps": None, "seed": 5}) == saved
 
 
-def test_an_option_that_contradicts_the_checkpoint_is_refused():
+def test_an_option_that_contradicts_the_checkpoint_is_rejected():
     with pytest.raises(
         ValueError, match=r"steps=80 contradicts the checkpoint's steps=40; leave the option out"
     ):

@@ -1,4 +1,4 @@
-"""The text: which bytes are trained on, which validate, and what is said when there is no text."""
+"""The text: training and validation bytes, and the error without a text."""
 
 from __future__ import annotations
 

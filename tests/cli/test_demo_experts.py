@@ -78,6 +78,6 @@ def test_the_cache_changes_no_byte():
     assert cached == whole
 
 
-def test_one_expert_is_refused():
+def test_one_expert_is_rejected():
     with pytest.raises(ValueError, match="experts=1 must be 2 or more"):
         tiny(experts=1)

@@ -43,13 +43,13 @@ def test_the_seed_decides_the_text(model: ByteGPT, config: RunConfig):
     assert first != generate(model, config, PROMPT, 16, temperature=2.0, seed=2)
 
 
-def test_more_bytes_than_positions_are_refused(model: ByteGPT, config: RunConfig):
+def test_more_bytes_than_positions_are_rejected(model: ByteGPT, config: RunConfig):
     with pytest.raises(
         ValueError, match=r"9 \+ 60 bytes exceed the 64 positions .* ask for at most 55 bytes"
     ):
         generate(model, config, PROMPT, 60)
 
 
-def test_an_empty_prompt_is_refused(model: ByteGPT, config: RunConfig):
+def test_an_empty_prompt_is_rejected(model: ByteGPT, config: RunConfig):
     with pytest.raises(ValueError, match=r"the prompt is empty"):
         generate(model, config, b"", 4)

@@ -71,7 +71,7 @@ def test_training_lowers_the_loss_and_the_recipe_changes_it(corpus: Corpus, tmp_
     assert last["current"] != last[HIGH_PRECISION]
 
 
-def test_a_recipe_that_does_not_run_here_is_refused_before_training(corpus: Corpus, tmp_path: Path):
+def test_a_recipe_that_does_not_run_here_is_rejected_before_training(corpus: Corpus, tmp_path: Path):
     if torch.cuda.is_available():
         pytest.skip("a GPU may have the format")
     with (
@@ -92,7 +92,7 @@ def test_metrics_beyond_the_checkpoint_are_dropped(corpus: Corpus, tmp_path: Pat
     assert [record.step for record in read_metrics(resumed.metrics_path)] == [1, 2]
 
 
-def test_another_text_is_refused(corpus: Corpus, tmp_path: Path):
+def test_another_text_is_rejected(corpus: Corpus, tmp_path: Path):
     trainer = Trainer(tiny("none"), corpus, tmp_path)
     trainer.train(stop=stop_after(1, trainer))
     state = checkpoint.load(trainer.checkpoint_path)
@@ -128,7 +128,7 @@ class Exploit:
 def test_a_hostile_checkpoint_runs_nothing(tmp_path: Path):
     path, evidence = tmp_path / "checkpoint", tmp_path / "evidence"
     torch.save({"step": Exploit(evidence)}, path)
-    with pytest.raises(ValueError, match="is no checkpoint that te train wrote"):
+    with pytest.raises(ValueError, match="is not a checkpoint of te train"):
         checkpoint.load(path)
     assert not evidence.exists()
 
@@ -219,7 +219,9 @@ def test_an_observed_run_logs_the_first_of_ten_steps(corpus: Corpus, tmp_path: P
         (Execution(graphs=True, observe=True), "--graphs and --observe exclude each other"),
     ],
 )
-def test_what_cannot_be_computed_together_is_refused(execution, message: str, corpus: Corpus, tmp_path: Path):
+def test_what_cannot_be_computed_together_is_rejected(
+    execution, message: str, corpus: Corpus, tmp_path: Path
+):
     with pytest.raises(ValueError, match=message):
         Trainer(tiny("none"), corpus, tmp_path, execution)
 
@@ -246,7 +248,7 @@ def test_a_run_of_fused_adam_continues_exactly(corpus: Corpus, tmp_path: Path):
     assert losses(second.history) == losses(whole.history)
 
 
-def test_a_state_of_the_other_optimizer_is_refused(corpus: Corpus, tmp_path: Path):
+def test_a_state_of_the_other_optimizer_is_rejected(corpus: Corpus, tmp_path: Path):
     trainer = Trainer(tiny("none"), corpus, tmp_path)
     trainer.train(stop=stop_after(1, trainer))
     state = checkpoint.load(trainer.checkpoint_path)

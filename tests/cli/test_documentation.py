@@ -1,4 +1,4 @@
-"""The documentation says what the program does: tables and defaults are those of the code."""
+"""The documentation matches the program: tables and defaults are those of the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of mixtures of experts: its example runs as it is printed."""
+"""The page of mixtures of experts: its example runs as printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong outside of the program is one sentence that names the file and the remedy, never a traceback."""
+"""Errors outside of the program are one sentence that names the file and the remedy, never a traceback."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_checkpoint_that_is_none_is_named_by_resume_and_generate(damage: str, 
         refused(te("generate", "--name", "current", "--out", str(run.parent), "--device", "cpu"))
 
 
-def test_an_optimizer_of_another_model_is_refused(run: Path):
+def test_an_optimizer_of_another_model_is_rejected(run: Path):
     without_moments(run / "checkpoint")
     refused(
         te("train", "--resume", "--name", "current", "--out", str(run.parent)), "checkpoint", "master weights"
@@ -146,7 +146,7 @@ def test_an_optimizer_of_another_model_is_refused(run: Path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{not json}\n", ("line 2", "no JSON")),
+        ("{not json}\n", ("line 2", "not JSON")),
         ('{"step": 2}\n', ("line 2", "learning_rate")),
         ("[1, 2]\n", ("line 2",)),
         ('{"step": "2", "learning_rate": 0.1, "loss": {}, "seconds": {}}\n', ("line 2", "step")),
@@ -231,7 +231,7 @@ def test_a_text_that_cannot_be_read_is_named(text: str, tmp_path: Path, monkeypa
     )
 
 
-def test_a_text_with_an_impossible_name_is_refused(tmp_path: Path):
+def test_a_text_with_an_impossible_name_is_rejected(tmp_path: Path):
     refused(te("train", *TINY, "--data", "x" * 5000, "--out", str(tmp_path)), "--data")
 
 
@@ -249,7 +249,7 @@ def test_a_text_with_an_impossible_name_is_refused(tmp_path: Path):
     ],
     ids=" ".join,
 )
-def test_a_bad_option_of_generate_is_refused(options: list[str], run: Path):
+def test_a_bad_option_of_generate_is_rejected(options: list[str], run: Path):
     named = [] if "--name" in options else ["--name", "current"]
     refused(
         te("generate", "x", *named, "--out", str(run.parent), "--device", "cpu", *options), options[1][:12]
@@ -268,7 +268,7 @@ def test_a_bad_option_of_generate_is_refused(options: list[str], run: Path):
     ],
     ids=" ".join,
 )
-def test_a_bad_option_of_train_is_refused(options: list[str], text: str, tmp_path: Path):
+def test_a_bad_option_of_train_is_rejected(options: list[str], text: str, tmp_path: Path):
     arguments = [*TINY, "--data", text, "--device", "cpu", "--out", str(tmp_path), *options]
     refused(te("train", *arguments), options[1])
 
@@ -288,7 +288,7 @@ def test_figures_that_no_ratio_can_be_made_of_are_left_out(tmp_path: Path):
 
 
 @pytest.mark.parametrize("options", [["--json", "."], ["--plot-dir", __file__], ["--json", "absent/a.json"]])
-def test_a_place_that_bench_cannot_write_to_is_refused_before_measuring(options: list[str]):
+def test_a_place_that_bench_cannot_write_to_is_rejected_before_measuring(options: list[str]):
     refused(te("bench", "--quick", "--family", "norm", *options), options[0])
 
 
@@ -334,7 +334,7 @@ def test_a_bad_value_of_the_environment_is_a_sentence(name: str, value: str):
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "/absolute", "a\\b"])
-def test_a_name_that_is_a_path_is_refused_and_nothing_is_written(name: str, text: str, tmp_path: Path):
+def test_a_name_that_is_a_path_is_rejected_and_nothing_is_written(name: str, text: str, tmp_path: Path):
     out = tmp_path / "runs"
     refused(
         te("train", *TINY, "--data", text, "--device", "cpu", "--out", str(out), "--name", name),

@@ -41,7 +41,7 @@ def test_json_has_the_documented_keys():
     for operation in report["operations"]:
         assert set(operation) == {"operation", "recipes", "chosen", "backends"}
         for backend in operation["backends"]:
-            assert set(backend) == {"backend", "refusal", "chosen"}
+            assert set(backend) == {"backend", "reason", "chosen"}
 
 
 def test_the_readable_form_names_every_recipe_and_operation(found: Survey):
@@ -58,7 +58,7 @@ def test_one_backend_is_chosen_and_the_others_say_why_not(found: Survey):
     for finding in found.findings:
         assert {verdict.backend for verdict in finding.verdicts} == set(tables[finding.operation].names())
         assert sum(verdict.chosen for verdict in finding.verdicts) == 1
-        assert all(verdict.chosen or verdict.refusal for verdict in finding.verdicts)
+        assert all(verdict.chosen or verdict.reason for verdict in finding.verdicts)
 
 
 def test_every_table_is_either_used_or_listed_as_unused(found: Survey):

@@ -1,4 +1,7 @@
-"""Programs of clients that use one part of the engine each: `name: parts of a program`, which finds `device` set."""
+"""Programs of clients that use one part of the engine each.
+
+`CASES` maps a name to the parts of a program. The program finds the variable `device` set.
+"""
 
 ESM_STACK = """
 import torch
@@ -465,7 +468,27 @@ y.square().sum().backward()
 assert y.shape == (1, 32, 1)
 """
 
-# One process an entry: importing a client takes longer than its cases. The first word is the client.
+NEMO_WINDOWS = """
+import torch
+from nemo_automodel._transformers.te_attention import get_te_attention_stats, inject_te_attention
+import transformers
+
+torch.manual_seed(0)
+common = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+              num_key_value_heads=2, max_position_embeddings=64)
+qwen = transformers.Qwen2Config(**common, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+gemma = transformers.Gemma2Config(**common, head_dim=8, sliding_window=4, query_pre_attn_scalar=8,
+                                  attn_logit_softcapping=None, attn_implementation="sdpa")
+for config, kind in ((qwen, transformers.Qwen2ForCausalLM), (gemma, transformers.Gemma2ForCausalLM)):
+    model = kind(config).eval()
+    tokens = torch.randint(0, 64, (2, 16))
+    before = model(tokens).logits
+    inject_te_attention(model)
+    torch.testing.assert_close(before, model(tokens).logits, rtol=1e-4, atol=1e-5)
+    print(get_te_attention_stats())
+"""
+
+# The first word is the client: its cases share one process, since importing a client takes longer than they do.
 CASES = {
     "esm": (ESM_STACK, ESM_PARITY, ESM_STACK, ESM_GRADIENTS, ESM_STACK, ESM_FP8, ESM_WEIGHTS),
     "olmo_core attention": (OLMO_ATTENTION,),
@@ -476,6 +499,7 @@ CASES = {
     "nemo_automodel layers": (NEMO_LAYERS,),
     "nemo_automodel experts": (NEMO_EXPERTS,),
     "nemo_automodel optimizer": (NEMO_OPTIMIZER,),
+    "nemo_automodel windows": (NEMO_WINDOWS,),
     "modelopt": (MODELOPT,),
     "composer": (COMPOSER,),
     "thunder": (THUNDER_MODEL, THUNDER_PASSES, THUNDER_FP8),

@@ -203,7 +203,7 @@ def test_recomputed_layers_change_no_bit(name, reentrant):
     assert train(model) == kept
 
 
-def test_recomputation_that_forgets_the_recipe_is_refused():
+def test_recomputation_that_forgets_the_recipe_is_rejected():
     model = te.convert_hf(stock(), recipe=DelayedScaling()).train()
     model.gradient_checkpointing_enable(offload=True)
     tokens = installed.tokens(DEVICE)
@@ -416,14 +416,14 @@ def test_what_cannot_be_converted_is_named():
     last.model.norm.variance_epsilon = 0.5
     for wrong, sentence in (
         (doubled, "mlp of layer 0 of LlamaModel is a Doubled"),
-        (patched, "post_attention_layernorm of layer 1 of LlamaModel has a forward of its own"),
+        (patched, "post_attention_layernorm of layer 1 of LlamaModel has a replaced forward"),
         (rounder, "input_layernorm of layer 1 of GemmaModel has epsilon 0.5"),
         (last, "the last norm of LlamaModel has epsilon 0.5"),
         (shared, "up_proj.weight of layer 1 of LlamaModel is mlp.up_proj.weight of layer 0"),
         (hooked, "self_attn of layer 1 of LlamaModel has a hook on q_proj"),
         (watched, "mlp of layer 0 of LlamaModel has a hook on down_proj.weight"),
         (gpt2, "has no decoder of llama, mistral"), (exact, "gelu by tanh"), (halves, "differ"),
-        (partly, "freeze all or none"), (converted, "revert_hf"), (adapted, "is a Linear, not a torch.nn.Linear"),
+        (partly, "freeze all or leave all"), (converted, "revert_hf"), (adapted, "is a Linear, not a torch.nn.Linear"),
         (dispatched, "without device_map"),
     ):  # fmt: skip
         before = [type(module) for module in wrong.modules()]

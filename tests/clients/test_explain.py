@@ -24,10 +24,10 @@ def test_every_product_of_a_training_step_is_explained(device):
     assert sum(d.count for d in explanation.decisions if d.operation == "quantize") == 3
     for decision in explanation.decisions:
         assert decision.chosen in dispatch.tables[decision.operation].names()
-        assert all(verdict.chosen or len(verdict.refusal) > 10 for verdict in decision.verdicts)
+        assert all(verdict.chosen or len(verdict.reason) > 10 for verdict in decision.verdicts)
 
 
-def test_the_text_names_the_choice_and_each_refusal(device):
+def test_the_text_names_the_choice_and_each_rejection(device):
     layer, x = layer_and_input(device)
     explanation = te.explain(layer, x, backward=False)
     (decision,) = (d for d in explanation.decisions if d.operation == "gemm")

@@ -235,7 +235,7 @@ def test_several_tokens_behind_a_cache_are_those_of_one_pass(family, way):
     assert all_computed(3 * LAYERS)
 
 
-def test_a_softcap_is_refused_by_name_and_left_out_where_the_stock_attention_leaves_it_out():
+def test_a_softcap_is_rejected_and_left_out_where_the_stock_attention_leaves_it_out():
     model = stock("gemma2", attn_logit_softcapping=50.0)
     with pytest.raises(NotImplementedError, match=r"softcap is not computed.*attn_logit_softcapping to None"):
         engine(model, "attn_implementation")(tokens())

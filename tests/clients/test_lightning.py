@@ -1,4 +1,4 @@
-"""lightning as published trains on this engine: its precision by plugin and by name, with Trainer and with Fabric."""
+"""Unmodified lightning trains with this package: its precision as plugin and by name, with Trainer and Fabric."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples of the pages on accelerate, Lightning, peft and Hugging Face, each page in a process of its own."""
+"""The examples of the pages on accelerate, Lightning, peft and Hugging Face, each page in a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""peft as published adapts this engine's layers: trains beside frozen weights, quantized ones too, saves and loads."""
+"""Unmodified peft adapts this package's layers: it trains with frozen weights, quantized ones too, saves and loads."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_saved_adapter_comes_back(kind, recipe, tmp_path):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_merging_is_refused_by_peft_itself(kind):
+def test_merging_is_rejected_by_peft_itself(kind):
     with pytest.raises(NotImplementedError, match="does not support merge"):
         adapted(kind).merge_and_unload()
 

@@ -198,7 +198,7 @@ def test_a_replaced_general_gemm_makes_every_product(name):
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_a_replaced_product_refuses_quantized_operands():
+def test_a_replaced_product_rejects_quantized_operands():
     layer = te.Linear(32, 32)
     own = partial(cpp_extensions.general_gemm)
     refused = pytest.raises(NotImplementedError, match="restore the original")
@@ -325,7 +325,7 @@ def test_contexts_of_recomputation_serve_torchs_checkpoint():
     assert x.grad.isfinite().all()
 
 
-def test_preparing_what_is_not_sharded_is_refused():
+def test_preparing_what_is_not_sharded_is_rejected():
     with pytest.raises(TypeError, match="FullyShardedDataParallel"):
         prepare_te_modules_for_fsdp(te.Linear(32, 32))
 

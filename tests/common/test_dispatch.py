@@ -3,27 +3,29 @@ from typing import NamedTuple
 import pytest
 
 from transformer_engine.common import dispatch
-from transformer_engine.common.dispatch import Backend, Operator, Refusal, Table, Unsupported, use_backend
+from transformer_engine.common.dispatch import Backend, Operator, PlanFailure, Table, Unsupported, use_backend
 
 
 @pytest.fixture
 def table():
-    """Doubles its request; `small` takes numbers below 10, `even` even ones, both refuse the rest."""
+    """Doubles its request; `small` supports numbers below 10, `even` even ones, neither supports the rest."""
     small = Backend(
-        "small", refuses=lambda n: None if n < 10 else f"n={n} >= 10", bind=lambda n: lambda: 2 * n
+        "small", unsupported_reason=lambda n: None if n < 10 else f"n={n} >= 10", bind=lambda n: lambda: 2 * n
     )
-    even = Backend("even", refuses=lambda n: f"n={n} is odd" if n % 2 else None, bind=lambda n: lambda: n + n)
+    even = Backend(
+        "even", unsupported_reason=lambda n: f"n={n} is odd" if n % 2 else None, bind=lambda n: lambda: n + n
+    )
     yield Table("double", (small, even))
     del dispatch.tables["double"]
 
 
 @pytest.mark.parametrize(("request_", "chosen"), [(2, "small"), (3, "small"), (12, "even")])
-def test_the_first_backend_that_does_not_refuse_is_selected(table, request_, chosen):
+def test_the_first_backend_that_does_not_reject_is_selected(table, request_, chosen):
     assert table.chosen(request_) == chosen
     assert table.bind(request_)() == 2 * request_
 
 
-def test_when_all_refuse_the_error_carries_every_reason(table):
+def test_when_all_reject_the_error_carries_every_reason(table):
     with pytest.raises(Unsupported, match=r"small: n=13 >= 10; even: n=13 is odd"):
         table.bind(13)
 
@@ -34,7 +36,7 @@ def test_a_forced_backend_is_selected_before_the_order(table):
     assert table.chosen(2) == "small"
 
 
-def test_a_forced_backend_that_refuses_raises_its_reason_and_falls_back_to_nothing(table):
+def test_a_forced_backend_that_rejects_raises_its_reason_and_falls_back_to_nothing(table):
     with use_backend(double="small"), pytest.raises(Unsupported, match=r"'small'.*n=12 >= 10.*use_backend"):
         table.bind(12)
 
@@ -60,9 +62,9 @@ def test_explain_marks_the_backend_that_select_returns(table, request_):
     chosen = [v.backend for v in verdicts if v.chosen]
     if chosen:
         assert chosen == [table.chosen(request_)]
-        assert all((v.refusal is None) == v.chosen for v in verdicts)
+        assert all((v.reason is None) == v.chosen for v in verdicts)
     else:
-        assert all(v.refusal for v in verdicts)
+        assert all(v.reason for v in verdicts)
         with pytest.raises(Unsupported):
             table.bind(request_)
 
@@ -71,12 +73,12 @@ def test_explain_says_that_a_choice_is_in_force(table):
     with use_backend(double="even"):
         small, even = table.explain(2)
     assert not small.chosen
-    assert "use_backend(double='even')" in small.refusal
+    assert "use_backend(double='even')" in small.reason
     assert even.chosen
 
 
-def test_unknown_operations_and_backends_are_refused_with_the_names_there_are(table):
-    with pytest.raises(ValueError, match=r"no operation 'treble'.*double"), use_backend(treble="small"):
+def test_unknown_operations_and_backends_are_rejected_with_the_names_there_are(table):
+    with pytest.raises(ValueError, match=r"unknown operation 'treble'.*double"), use_backend(treble="small"):
         pass
     with pytest.raises(ValueError, match=r"no backend 'odd'.*small, even"), use_backend(double="odd"):
         pass
@@ -91,7 +93,7 @@ class Doubling(NamedTuple):
 
 
 class Doubler:
-    """Counts what is asked of its backends: `small` adds, `even` is slow to plan and has no plan for 40."""
+    """Counts the uses of its backends: `small` adds, `even` is slow to plan and has no plan for 40."""
 
     def __init__(self):
         self.planned: list[tuple[str, int]] = []
@@ -102,12 +104,12 @@ class Doubler:
                 Backend(
                     "small",
                     takes=frozenset({"negated"}),
-                    refuses=lambda request: None if request.n < 10 else f"n={request.n} >= 10",
+                    unsupported_reason=lambda request: None if request.n < 10 else f"n={request.n} >= 10",
                     bind=self._small,
                 ),
                 Backend(
                     "even",
-                    refuses=lambda request: f"n={request.n} is odd" if request.n % 2 else None,
+                    unsupported_reason=lambda request: f"n={request.n} is odd" if request.n % 2 else None,
                     bind=self._even,
                     opaque=True,
                 ),
@@ -127,7 +129,7 @@ class Doubler:
 
     def _even(self, request):
         self.planned.append(("even", request.n))
-        return Refusal("40 is too much of a plan") if request.n == 40 else lambda x: x + x
+        return PlanFailure("40 is too much of a plan") if request.n == 40 else lambda x: x + x
 
 
 @pytest.fixture
@@ -142,7 +144,7 @@ def test_a_request_is_described_and_planned_once(doubler):
     assert doubler.described == [12]
 
 
-def test_a_feature_that_a_backend_does_not_declare_is_refused_by_name(doubler):
+def test_a_feature_that_a_backend_does_not_declare_is_rejected(doubler):
     negated, squared = frozenset({"negated"}), frozenset({"squared"})
     assert doubler.table.bound((2, negated))(2) == -4
     with pytest.raises(Unsupported, match=r"small: n=12 >= 10; even: it does not know negated"):
@@ -151,12 +153,12 @@ def test_a_feature_that_a_backend_does_not_declare_is_refused_by_name(doubler):
         doubler.table.bound((2, squared))
 
 
-def test_a_plan_that_fails_is_a_refusal_with_its_own_reason(doubler):
+def test_a_plan_that_fails_is_a_rejection_with_its_own_reason(doubler):
     for _ in range(2):
         with pytest.raises(Unsupported, match=r"small: n=40 >= 10; even: 40 is too much of a plan"):
             doubler.table.bound((40,))
     assert doubler.planned == [("even", 40)]
-    assert doubler.table.explain(Doubling(40))[1].refusal == "40 is too much of a plan"
+    assert doubler.table.explain(Doubling(40))[1].reason == "40 is too much of a plan"
 
 
 def test_a_forced_backend_whose_plan_fails_raises_that_reason(doubler):
@@ -217,7 +219,9 @@ def test_requests_without_end_do_not_fill_the_memory(doubler, monkeypatch):
 
 
 def test_a_table_of_ways_to_go_decides_and_is_observed():
-    left = Backend("left", takes=frozenset({"rain"}), refuses=lambda r: None if r.n < 0 else f"n={r.n} >= 0")
+    left = Backend(
+        "left", takes=frozenset({"rain"}), unsupported_reason=lambda r: None if r.n < 0 else f"n={r.n} >= 0"
+    )
     table = Table("ways", (left, Backend("right", takes=frozenset({"rain"}))), describe=Doubling)
     try:
         assert [table.choose((n, ("rain",))) for n in (-1, 1, -1)] == ["left", "right", "left"]
@@ -239,7 +243,7 @@ def demanded(monkeypatch):
     return switch
 
 
-def test_a_backend_whose_results_vary_refuses_where_they_must_not(demanded):
+def test_a_backend_whose_results_vary_rejects_where_they_must_not(demanded):
     fast = Backend("fast", bind=lambda n: lambda: "fast", varies="it adds in the order of arrival")
     slow = Backend("slow", bind=lambda n: lambda: "slow")
     table = Table("sum", (fast, slow), describe=lambda n: n)
@@ -248,7 +252,7 @@ def test_a_backend_whose_results_vary_refuses_where_they_must_not(demanded):
         demanded["on"] = True
         assert [table.bound((1,))(), table.name_of((1,)), table.choose((1,))] == ["slow"] * 3
         assert (
-            table.explain(1)[0].refusal
+            table.explain(1)[0].reason
             == "its results differ from run to run, it adds in the order of arrival"
         )
         with use_backend(sum="fast"), pytest.raises(Unsupported, match="adds in the order of arrival"):

@@ -94,6 +94,6 @@ def test_an_unparsable_value_names_the_variable_the_value_and_what_is_allowed(
         assert part in str(raised.value)
 
 
-def test_a_name_outside_the_table_is_refused():
+def test_a_name_outside_the_table_is_rejected():
     with pytest.raises(ValueError, match="NVTE_NO_SUCH_THING"):
         env.get("NVTE_NO_SUCH_THING")

@@ -1,4 +1,4 @@
-"""Memory: what is kept is a function of its key alone, and there is only so much of it."""
+"""Memory: a cached value is a function of its key only, and the number of entries is bounded."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_an_error_is_not_kept():
     assert built == [3, 3] and not memory
 
 
-def test_a_build_that_could_read_more_than_its_key_is_refused():
+def test_a_build_that_could_read_more_than_its_key_is_rejected():
     offset = 10
 
     class Owner:

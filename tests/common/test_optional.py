@@ -1,4 +1,4 @@
-"""What cannot be imported is a sentence, found out once; what is there is found without importing it."""
+"""A failed import is a sentence, computed once; installed libraries are found without importing them."""
 
 from __future__ import annotations
 

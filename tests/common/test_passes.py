@@ -1,4 +1,4 @@
-"""Passes as data: rules and schedules leave what a pass computes as it is, on random passes and on layers' passes."""
+"""Passes as data: rules and schedules do not change the result of a pass, for random passes and for layers."""
 
 from __future__ import annotations
 

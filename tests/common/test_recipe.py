@@ -223,7 +223,7 @@ def test_a_subclass_with_its_own_constructor_works():
         (lambda: CustomRecipe(qfactory=len, quantization_alignment=0), ["quantization_alignment=0"]),
     ],
 )
-def test_impossible_recipes_are_refused_with_value_and_remedy(make_recipe, words):
+def test_impossible_recipes_are_rejected_with_value_and_remedy(make_recipe, words):
     with pytest.raises(ValueError) as raised:
         make_recipe()
     for word in words:
@@ -304,7 +304,7 @@ def test_what_a_caller_has_assigned_to_a_derived_field_stays():
         (MXFP8BlockScaling, "fp8_format", Format.E5M2, ValueError, "gradients alone may use E5M2"),
     ],
 )
-def test_an_assignment_that_the_constructor_would_refuse_changes_nothing(recipe, name, value, error, message):
+def test_an_assignment_that_the_constructor_would_reject_changes_nothing(recipe, name, value, error, message):
     changed = recipe()
     with pytest.raises(error, match=re.escape(message)):
         setattr(changed, name, value)

@@ -251,7 +251,7 @@ def test_explain_names_the_scheme_and_why_others_are_not_used():
     table = tables["context_parallel"]
     call = _call(Mask("padding_causal", (3, 0), False), q_format="thd", kv_format="thd")
     verdicts = {verdict.backend: verdict for verdict in table.explain(table.described((call, "p2p", 1, 2)))}
-    assert "window_size=(3, 0)" in (verdicts["p2p"].refusal or "")
+    assert "window_size=(3, 0)" in (verdicts["p2p"].reason or "")
     assert verdicts["all_gather"].chosen
 
 

@@ -110,14 +110,14 @@ CALLS = {
         None,
         None,
         {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": torch.zeros(1, 1, 16, 16)},
-        "core_attention_bias .1, 1, 16, 16. has 16 rows; a context-parallel rank gives the rows of its own 8 queries",
+        "core_attention_bias .1, 1, 16, 16. has 16 rows; a context-parallel rank gives the rows of its 8 queries",
     ),
     "mask rows of the whole sequence": (
         Case(mask="arbitrary"),
         None,
         None,
         {"attention_mask": torch.zeros(2, 1, 16, 16, dtype=torch.bool)},
-        "attention_mask .2, 1, 16, 16. has 16 rows; a context-parallel rank gives the rows of its own 8",
+        "attention_mask .2, 1, 16, 16. has 16 rows; a context-parallel rank gives the rows of its 8",
     ),
     "padding mask of the rank's tokens": (
         Case(mask="padding"),

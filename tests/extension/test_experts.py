@@ -49,7 +49,7 @@ def test_rows_are_padded_and_unpadded_in_place(device):
     assert torch.equal(back, x)
 
 
-def test_rows_that_do_not_fit_are_refused_before_anything_is_written(device):
+def test_rows_that_do_not_fit_are_rejected_before_anything_is_written(device):
     x, out = torch.ones(9, H, device=device), torch.zeros(12, H, device=device)
     with pytest.raises(ValueError, match=r"groups of \[3, 5\] rows, padded to \[4, 8\]"):
         tex.fused_multi_row_padding(x, out, [3, 5], [4, 8])

@@ -58,7 +58,7 @@ def test_a_contiguous_cache_follows_the_batch_order(device):
         assert torch.equal(cache[2], old[2])
 
 
-def test_a_paged_cache_without_a_table_is_refused(device):
+def test_a_paged_cache_without_a_table_is_rejected(device):
     x, lens = sample(device, 1, 1, 1, 2), cumulative([1], device)
     with pytest.raises(ValueError, match="a paged cache needs page_table"):
         tex.copy_to_kv_cache(x, x, x, x, None, lens, lens, BSHD, 1, 1, 1, 1, False)
@@ -66,7 +66,7 @@ def test_a_paged_cache_without_a_table_is_refused(device):
         tex.copy_to_kv_cache(x, x, x, x, None, lens, lens, tex.NVTE_QKV_Format.NVTE_BHSD, 1, 1, 1, 1, True)
 
 
-def test_tensors_that_do_not_fit_the_cache_are_refused(device):
+def test_tensors_that_do_not_fit_the_cache_are_rejected(device):
     cache, lens = sample(device, 2, 4, 3, 2), cumulative([1], device)
     new = sample(device, 1, 1, 3, 4)
     with pytest.raises(ValueError, match=r"new_k \[1, 1, 3, 4\] does not fit k_cache \[2, 4, 3, 2\]"):

@@ -131,7 +131,7 @@ def test_a_beta_of_zero_ignores_what_is_there(device, dtype):
         ({"accumulate": True, "beta": 2.0, "bias": torch.zeros(7)}, "the bias has shape"),
     ],
 )
-def test_a_refused_accumulation_changes_nothing(options, match, device, dtype):
+def test_a_rejected_accumulation_changes_nothing(options, match, device, dtype):
     x, w, _ = layer(device, dtype)
     held = torch.ones(M, N, device=device, dtype=dtype)
     with pytest.raises(ValueError, match=match):
@@ -155,7 +155,7 @@ def test_matrices_of_two_dtypes_meet_in_the_wider(device):
         ({"beta": 2.0}, ValueError, "beta=2.0 without accumulate"),
     ],
 )
-def test_what_is_not_there_is_refused(options, error, match, device, dtype):
+def test_what_is_not_there_is_rejected(options, error, match, device, dtype):
     x, w, _ = layer(device, dtype)
     with pytest.raises(error, match=match):
         cpp.general_gemm(w, x, **options)
@@ -263,7 +263,7 @@ def test_a_bias_may_be_a_row(quantized, device, dtype):
         (2, M - 1, {}, f"M={M - 1}, N={N}, K={K} are not all multiples of 16"),
     ],
 )
-def test_products_of_blocks_that_the_library_has_not_are_refused(w_blocks, rows, options, match, device):
+def test_products_of_blocks_that_the_library_has_not_are_rejected(w_blocks, rows, options, match, device):
     x, w, _ = layer(device, torch.bfloat16)
     both = w_blocks == "x"
     qx, qw = blocks(2 if both else 1)(x[:rows]), blocks(2)(w)

@@ -42,7 +42,7 @@ def test_reading_a_half_takes_it_of_every_sequence(half, bounds, device):
     assert torch.equal(tex.thd_read_half_tensor(pair, bounds, half), halves(pair, half, axis=1))
 
 
-def test_a_half_that_does_not_exist_is_refused(bounds, device):
+def test_a_half_that_does_not_exist_is_rejected(bounds, device):
     with pytest.raises(ValueError, match="half_idx=2 is neither 0"):
         tex.thd_read_half_tensor(sample(device, TOKENS, 1, 1), bounds, 2)
 
@@ -107,7 +107,7 @@ def test_outputs_are_added_with_their_share_of_the_softmax(dtype, second_half, p
 
 
 def test_two_parts_of_the_keys_make_the_whole_attention(bounds, device):
-    """The corrections put partial softmaxes together, which is what they are for."""
+    """The corrections combine partial softmaxes, which is their purpose."""
     logits = sample(device, HEADS, TOKENS, 8)
     values = sample(device, HEADS, 8, SIZE, seed=1)
     parts = [(logits[..., :3], values[:, :3]), (logits[..., 3:], values[:, 3:])]
@@ -140,7 +140,7 @@ def test_gradients_take_each_half_as_told(shape, first, second, bounds, device):
         torch.testing.assert_close(again, want)
 
 
-def test_an_unknown_way_to_correct_is_refused(bounds, device):
+def test_an_unknown_way_to_correct_is_rejected(bounds, device):
     x = sample(device, TOKENS, 1, 1)
     with pytest.raises(ValueError, match="second_half='twice' does not exist"):
         tex.thd_grad_correction(x, x, bounds, "add", "twice")
@@ -162,7 +162,7 @@ def test_ranks_hold_mirrored_chunks_of_every_sequence(world, device):
     assert sorted(held) == list(range(sum(lengths)))
 
 
-def test_a_partition_that_does_not_come_out_even_is_refused(device):
+def test_a_partition_that_does_not_come_out_even_is_rejected(device):
     bounds = torch.tensor([0, 6], dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match=r"6 tokens are not a multiple of 2 \* 2"):
         tex.thd_get_partitioned_indices(bounds, 6, 2, 0)

@@ -226,7 +226,7 @@ def test_the_gradient_of_the_activation_is_never_in_memory(gradient):
 def ways(explanation) -> dict[str, tuple[str | None, str]]:
     """The way that each matrix between two steps went, and why not the first one."""
     return {
-        decision.operation: (decision.chosen, str(decision.verdicts[0].refusal))
+        decision.operation: (decision.chosen, str(decision.verdicts[0].reason))
         for decision in explanation.decisions
         if decision.operation in ("norm_output", "mlp_activation", "mlp_gradient")
     }

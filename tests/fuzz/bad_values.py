@@ -36,7 +36,7 @@ NOT_A_TENSOR = ([1.0, 2.0], "tensor", 3.0, numpy.zeros((4, 16), dtype=numpy.floa
 
 @dataclass
 class Made:
-    """A callable, arguments that it takes, and the objects whose state no refused call may change."""
+    """A callable, arguments that it accepts, and the objects whose state no rejected call may change."""
 
     function: Callable[..., Any]
     arguments: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Bad calls of what has been constructed: the forward passes of layers, with and without recipes."""
+"""Bad calls of constructed layers: their forward passes, with and without recipes."""
 
 from __future__ import annotations
 

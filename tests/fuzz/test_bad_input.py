@@ -1,4 +1,4 @@
-"""A bad argument is refused by a sentence that names it and the remedy, and leaves every bit of state as it was."""
+"""A bad argument raises an error that names it and the remedy, and leaves every bit of state unchanged."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Trial:
         return fingerprint(self.made.arguments, *self.made.watched)
 
     def outcome(self, argument: str, value: object) -> str | None:
-        """What is wrong with the way in which a bad call was refused; None: nothing."""
+        """Return the fault in the error of a bad call, or None."""
         try:
             self.made.function(**{**self.made.arguments, argument: value})
         except Exception as error:
@@ -85,7 +85,7 @@ CALLS = {call.name: call for table in TABLES for call in table()}
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_every_bad_call_is_refused_by_name_and_changes_nothing(name: str):
+def test_every_bad_call_is_rejected_and_changes_nothing(name: str):
     call = CALLS[name]
     faults = []
     with call.context():

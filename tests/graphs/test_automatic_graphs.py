@@ -44,7 +44,7 @@ def _kept(module):
 def _reason(module, *args, **kwargs):
     explanation = te.explain(module, *args, **kwargs)
     (decision,) = [d for d in explanation.decisions if d.operation == "graphed"]
-    return decision.chosen, next((v.refusal for v in decision.verdicts if v.backend == "captured"), None)
+    return decision.chosen, next((v.reason for v in decision.verdicts if v.backend == "captured"), None)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -416,7 +416,7 @@ def test_reset_forgets_and_begins_again(rerun):
     ("arguments", "error"),
     [(((3,), {}), TypeError), ((("x",), {}), TypeError), (((print,), {"after": 0}), ValueError)],
 )
-def test_what_cannot_be_graphed_is_refused(arguments, error):
+def test_what_cannot_be_graphed_is_rejected(arguments, error):
     args, kwargs = arguments
     with pytest.raises(error):
         te.graphed(*args, **kwargs)

@@ -375,12 +375,12 @@ def test_keywords_that_are_no_tensors_are_kept_by_the_graph(rerun):
 
 
 @pytest.mark.parametrize("wrong", [object(), [print], torch.nn.Identity()])
-def test_a_keyword_whose_content_may_change_is_refused(rerun, wrong):
+def test_a_keyword_whose_content_may_change_is_rejected(rerun, wrong):
     with pytest.raises(TypeError, match="a graph takes tensors, and in keywords None, numbers, text"):
         te.make_graphed_callables(_Choosing(), (_x(),), sample_kwargs={"kind": wrong})
 
 
-def test_an_input_of_another_shape_is_refused_and_changes_nothing(rerun):
+def test_an_input_of_another_shape_is_rejected_and_changes_nothing(rerun):
     sample = _x().requires_grad_()
     module = te.make_graphed_callables(_layer("Linear"), (sample,))
     before = sample.detach().clone()
@@ -396,7 +396,7 @@ def test_an_input_of_another_shape_is_refused_and_changes_nothing(rerun):
     assert rerun.log == []
 
 
-def test_a_backward_after_a_later_forward_is_refused(rerun):
+def test_a_backward_after_a_later_forward_is_rejected(rerun):
     module = _graphed(_layer("Linear"))
     first = module(_x(1).requires_grad_())
     module(_x(2).requires_grad_())
@@ -516,9 +516,9 @@ def test_weight_gradients_may_have_a_place_in_the_order(rerun):
 @pytest.mark.parametrize(
     ("order", "layers", "per_chunk", "message"),
     [
-        ([1, 2, -2], 2, None, "give each once forward and once backward a microbatch"),
+        ([1, 2, -2], 2, None, "give each once forward and once backward per microbatch"),
         ([1, -1], 2, [1], "not for 1 chunks of 2 modules"),
-        ([1, 2, -1, -2], 3, None, "no whole number a chunk of 2"),
+        ([1, 2, -1, -2], 3, None, "cannot be split evenly into 2 chunks"),
         ([-1, 1], 1, None, "has no forward before it"),
         ([], 1, None, "_order is empty"),
         ([1, 0, -1], 1, None, "holds 0"),
@@ -526,7 +526,7 @@ def test_weight_gradients_may_have_a_place_in_the_order(rerun):
         ([1, -1, -1.5], 2, 2, "_num_layers_per_chunk of 1"),
     ],
 )
-def test_an_order_whose_counts_do_not_fit_is_refused(order, layers, per_chunk, message):
+def test_an_order_whose_counts_do_not_fit_is_rejected(order, layers, per_chunk, message):
     with pytest.raises(ValueError, match=message):
         te.make_graphed_callables(
             tuple(_layer("Linear") for _ in range(layers)),
@@ -536,7 +536,7 @@ def test_an_order_whose_counts_do_not_fit_is_refused(order, layers, per_chunk, m
         )
 
 
-# Calls that are refused before anything runs.
+# Calls that raise an error before anything runs.
 
 
 def _with_hook():
@@ -594,13 +594,13 @@ def _with_trained_buffer():
         ),
     ],
 )
-def test_a_call_that_cannot_be_is_refused(module, arguments, error, message):
+def test_a_call_that_cannot_be_is_rejected(module, arguments, error, message):
     arguments = {"sample_args": (_x(),)} | arguments
     with pytest.raises(error, match=message):
         te.make_graphed_callables(module(), **arguments)
 
 
-def test_an_input_that_nothing_depends_on_is_refused_unless_allowed(rerun):
+def test_an_input_that_nothing_depends_on_is_rejected_unless_allowed(rerun):
     def function(x, unused):
         return x * 2
 
@@ -842,7 +842,7 @@ def test_gradient_accumulators_that_somebody_keeps_are_captured_from_a_stream_of
     expected = [p.grad.clone() for p in layer.parameters()]
     layer.zero_grad()
     if not aside:
-        with pytest.raises(RuntimeError, match=r"make the wrapper under torch\.cuda\.stream"):
+        with pytest.raises(RuntimeError, match=r"create the wrapper under torch\.cuda\.stream"):
             te.make_graphed_callables(layer, (x,))
         assert torch.rand(2, device="cuda").isfinite().all(), "random states go on"
         return
@@ -877,7 +877,7 @@ def test_a_call_of_the_class_says_what_is_captured(rerun):
     assert torch.equal(found[0], expected)
 
 
-def test_what_lies_beside_the_gpu_is_refused():
+def test_what_lies_beside_the_gpu_is_rejected():
     """A graph would record nothing of it, and replay nothing."""
 
     def asked(module, x):

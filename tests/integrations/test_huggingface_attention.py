@@ -301,10 +301,10 @@ def test_an_attention_imported_by_name_is_skipped_with_a_warning(caplog):
     layer = Imported()
     with caplog.at_level(logging.WARNING):
         assert not inject_te_attention_into_module(layer)
-    assert "Imported is left as it is: its file imports scaled_dot_product_attention" in caplog.text
+    assert "Imported is not changed: its file imports scaled_dot_product_attention" in caplog.text
 
 
-def test_what_is_no_model_is_refused():
+def test_what_is_no_model_is_rejected():
     with pytest.raises(TypeError, match="model=None is no"):
         inject_te_attention(None)  # pyright: ignore[reportArgumentType]
 
@@ -472,7 +472,7 @@ def test_counters_are_logged_when_asked_for(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias"])
-def test_the_interface_refuses_what_it_does_not_compute(name):
+def test_the_interface_rejects_what_it_does_not_compute(name):
     q = torch.randn(1, HEADS, 4, SIZE)
     with pytest.raises(NotImplementedError, match=f'{name} is not computed.*attn_implementation="eager"'):
         te_attention_forward(nn.Module(), q, q, q, None, **{name: 1.0})

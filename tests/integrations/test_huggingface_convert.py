@@ -195,7 +195,7 @@ def test_torch_s_checkpoint_repeats_the_recipe(recipe, reentrant, device):
     assert again.layers[0].runs == [name] * 6
 
 
-def test_another_checkpoint_is_refused_under_a_recipe(device):
+def test_another_checkpoint_is_rejected_under_a_recipe(device):
     decoder, x = Decoder().to(device), torch.randn(16, 16, device=device)
 
     def offloading(function: Any, *args: Any) -> Any:

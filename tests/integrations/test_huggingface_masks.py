@@ -1,4 +1,4 @@
-"""Mask tensors as mask types: what is recognised attends as the tensor says, and what differs in one place is not."""
+"""Mask tensors as mask types: recognized masks attend like the tensor, and masks with one difference are kept."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_a_mask_that_no_type_describes_is_not_recognised(name):
 
 
 def test_one_flipped_pair_is_seen_wherever_it_is():
-    """A mask that differs from a padded window in one pair is refused, or is another one that is recognised."""
+    """A mask that differs from a padded window in one pair is not recognized, or recognized as another mask."""
     visible = band(6, 6, 0, 3, [(0, 6), (0, 5)])
     for place in range(visible.numel()):
         flipped = visible.clone()
@@ -218,7 +218,7 @@ def left_out(masking: masks.Masking, batch: int, queries: int) -> torch.Tensor:
     return (place < begins[:, None]) | (place >= (begins + lengths)[:, None])
 
 
-def test_random_masks_are_refused_or_right():
+def test_random_masks_are_rejected_or_right():
     drawn, recognised = random.Random(0), 0
     for _ in range(300):
         queries, keys, batch = drawn.randint(2, 6), drawn.randint(2, 9), drawn.randint(1, 3)

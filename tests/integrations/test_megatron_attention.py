@@ -1,4 +1,4 @@
-"""Attention layers with Megatron's calls, without Megatron: gradients, generation from caches, clipping, refusals."""
+"""Attention layers with Megatron's calls, without Megatron: gradients, generation, clipping, rejected calls."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_cross_attention_leaves_the_caches_of_self_attention_alone():
             context.sequence_len_offset += len(part)
         pages = PagedContext(2, 1, pages=8, page_size=4, groups=HEADS, size=SIZE)
         pages.begin_step([2, 2])
-        with pytest.raises(ValueError, match="cross-attention with a context of pages"):
+        with pytest.raises(ValueError, match="cross-attention with a paged context"):
             cross(target[:, :1], None, inference_context=pages, **given)
     for found, whole in zip(parts, expected, strict=True):
         torch.testing.assert_close(torch.cat(found), whole, rtol=1e-5, atol=1e-5)
@@ -330,7 +330,7 @@ def test_it_trains_under_a_recipe_and_puts_weight_gradients_off():
     assert layer.linear_proj.weight.grad.abs().sum() > 0
 
 
-def test_what_it_cannot_do_is_refused_by_a_sentence():
+def test_what_it_cannot_do_is_rejected_by_a_sentence():
     with pytest.raises(ValueError, match="cross-attention has no groups"):
         CrossAttention(CONFIG, cross_attention_submodules(CONFIG), 1)
     config = replace(CONFIG, num_query_groups=HEADS)
@@ -349,7 +349,7 @@ def test_what_it_cannot_do_is_refused_by_a_sentence():
         self_attention(replace(CONFIG, fused_single_qkv_rope=True))(hidden(), None)
 
 
-def test_offloading_that_only_megatron_s_layer_does_is_refused():
+def test_offloading_that_only_megatron_s_layer_does_is_rejected():
     config = replace(CONFIG)
     settings = {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn", "moe_act"]}
     vars(config).update(settings)  # Megatron's config has them
@@ -384,7 +384,9 @@ def test_ranks_whose_norms_differ_are_named(kind, group, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
     layer.run_realtime_tests()
     wrong[0] = 1e-3
-    with pytest.raises(RuntimeError, match=f"k_layernorm.bias of {kind}-parallel rank 1 are not this rank's"):
+    with pytest.raises(
+        RuntimeError, match=f"k_layernorm.bias of {kind}-parallel rank 1 differ from this rank's"
+    ):
         layer.run_realtime_tests()
 
 
@@ -426,7 +428,7 @@ def test_flash_decode_keeps_to_the_layer_and_its_context(case):
     )
 
 
-def test_rotations_that_nothing_would_compute_are_refused():
+def test_rotations_that_nothing_would_compute_are_rejected():
     x, freqs, static = hidden(), angles(), StaticContext(2, LENGTH)
     flash = self_attention(replace(CONFIG, flash_decode=True)).eval()
     pages = PagedContext(2, 1, pages=8, page_size=4, groups=2, size=SIZE)
@@ -515,7 +517,7 @@ def test_contexts_say_what_they_cannot_hold():
     with pytest.raises(ValueError, match="pages=0"):
         PagedContext(1, 1, 0, 2, 2, SIZE)
     layer, context = self_attention().eval(), PagedContext(1, 1, 8, 2, 2, SIZE)
-    with pytest.raises(ValueError, match="tell begin_step"):
+    with pytest.raises(ValueError, match="pass begin_step"):
         layer(hidden(1), None, inference_context=context)
     narrow = PagedContext(1, 1, 8, 2, 4, SIZE)
     narrow.begin_step([LENGTH])

@@ -1,4 +1,4 @@
-"""Arrays of both frameworks as bytes, and matrices that cover what a cast can meet."""
+"""Arrays of both frameworks as bytes, and matrices with all kinds of values that a cast can receive."""
 
 from __future__ import annotations
 

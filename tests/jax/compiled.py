@@ -36,7 +36,7 @@ def _quick_options(
 
 @functools.cache
 def _known(option: str) -> bool:
-    """Has this XLA an option of that name? It refuses to compile with others."""
+    """Return whether this XLA has an option of that name; it rejects unknown options."""
     compiler.get_compile_options = _as_users
     try:
         jax.jit(lambda x: x).lower(1.0).compile(compiler_options={option: _QUICK[option]})

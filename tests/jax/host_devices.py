@@ -38,7 +38,7 @@ def difference(got, want) -> float:
     each = [
         np.abs(np.asarray(a) - np.asarray(b)).max() / (np.abs(np.asarray(b)).max() + 1e-30) for a, b in pairs
     ]
-    return float(np.max(each))
+    return float(np.max(each, initial=0.0))
 
 
 class Block(nn.Module):

@@ -36,7 +36,7 @@ def difference(got, want) -> float:
     return float(np.abs(np.asarray(got) - np.asarray(want)).max())
 
 
-def refusal(call) -> str:
+def error_of(call) -> str:
     try:
         call()
     except ValueError as error:
@@ -178,8 +178,8 @@ def main() -> None:
         out_specs=PartitionSpec(None, "cp"), check_vma=False,
     )  # fmt: skip
     with jax.set_mesh(mesh), te.autocast(enabled=False, mesh_resource=te.MeshResource(cp_resource="cp")):
-        facts["no axis"] = refusal(lambda: attend(*arrays, context_parallel_axis="tp"))
-        facts["no axis, a layer"] = refusal(
+        facts["no axis"] = error_of(lambda: attend(*arrays, context_parallel_axis="tp"))
+        facts["no axis, a layer"] = error_of(
             lambda: te_flax.DotProductAttention(
                 head_dim=4,
                 num_attention_heads=2,
@@ -187,7 +187,7 @@ def main() -> None:
                 context_parallel_causal_load_balanced=True,
             ).apply({}, *arrays, deterministic=True)
         )
-        facts["manual"] = refusal(lambda: jax.jit(manual)(*arrays))
+        facts["manual"] = error_of(lambda: jax.jit(manual)(*arrays))
     facts |= by_resource(mesh)
     facts |= counted(Mesh(devices[:2], ("dp",)))
     experts = Mesh(devices[:2], ("ep",))
@@ -196,14 +196,14 @@ def main() -> None:
     ep.ep_finalize()
     cfg = ep.ep_bootstrap(4, 0, EXPERTS, TOKENS, 8, WIDTH)
     given = (cfg, jnp.zeros((TOKENS, 2), jnp.int32), jnp.zeros((TOKENS, WIDTH)), jnp.zeros((TOKENS, 2)), 8)
-    facts["outside"] = refusal(lambda: ep.ep_dispatch(*given))
+    facts["outside"] = error_of(lambda: ep.ep_dispatch(*given))
     with jax.set_mesh(experts):
         whole = PartitionSpec()
         fewer = jax.shard_map(
             lambda tokens: ep.ep_dispatch(cfg, given[1], tokens, *given[3:])[0], mesh=experts, in_specs=whole,
             out_specs=whole, check_vma=False,
         )  # fmt: skip
-        facts["fewer"] = refusal(lambda: jax.jit(fewer)(given[2]))
+        facts["fewer"] = error_of(lambda: jax.jit(fewer)(given[2]))
     ep.ep_finalize()
     with te.autocast(enabled=False, mesh_resource=te.MeshResource(ep_resource="experts")):
         facts["axis"] = ep.ep_bootstrap(2, 0, EXPERTS, TOKENS, 8, WIDTH).axis

@@ -66,18 +66,18 @@ NO_MEMBERS = {
 
 
 @pytest.mark.parametrize("name", NO_MEMBERS)
-def test_what_is_no_member_is_refused(name):
+def test_what_is_no_member_is_rejected(name):
     with pytest.raises(TypeError, match=rf"^{name.split()[0]}=.* is no \w+; give one of "):
         NO_MEMBERS[name]()
 
 
 REFUSED = {
     "a length behind its row": (
-        "a sequence ends behind token 5 of a row of 4",
+        "a sequence ends after token 5 of a row of 4",
         lambda: attend(attn_mask_type=PADDING, sequence_descriptor=descriptor([5, 2])),
     ),
     "an offset behind its row": (
-        "a sequence ends behind token 5 of a row of 4",
+        "a sequence ends after token 5 of a row of 4",
         lambda: attend(
             attn_mask_type=PADDING, qkv_layout=PACKED,
             sequence_descriptor=descriptor([[1], [3]], [[0, 1], [2, 4]]),
@@ -103,10 +103,10 @@ REFUSED = {
         ),
     ),
     "scores in another shape": (
-        "score_mod made .* of scores of shape",
+        "score_mod returned .* of scores of shape",
         lambda: attend(score_mod=lambda scores, tensors: scores.sum(axis=-1, keepdims=True)),
     ),
-    "scores as booleans": ("score_mod made .* of scores of shape", lambda: attend(score_mod=lambda s, t: s > 0)),
+    "scores as booleans": ("score_mod returned .* of scores of shape", lambda: attend(score_mod=lambda s, t: s > 0)),
     "an axis that is none": ("seq_dim=2 of a tensor of shape", lambda: reordered(seq_dim=2)),
     "no ranks": ("cp_size=0 is below 1", lambda: reordered(cp_size=0)),
     "a strategy that is none": (
@@ -197,7 +197,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_refused(name):
+def test_what_does_not_fit_is_rejected(name):
     sentence, call = REFUSED[name]
     with pytest.raises(ValueError, match=sentence):
         call()

@@ -1,4 +1,4 @@
-"""Attention against loops over queries in float64, softmax, masks and sequences, and what is refused."""
+"""Attention against loops over queries in float64, softmax, masks and sequences, and rejected calls."""
 
 from __future__ import annotations
 
@@ -512,7 +512,7 @@ def module(**fields):
         (lambda: module(attention_dropout=-0.1), "outside"),
     ],
 )
-def test_a_bad_call_is_refused_with_value_limit_and_remedy(bad, sentence):
+def test_a_bad_call_is_rejected_with_value_limit_and_remedy(bad, sentence):
     with pytest.raises((ValueError, TypeError), match=sentence):
         bad()
 

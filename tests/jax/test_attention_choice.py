@@ -63,10 +63,10 @@ def h200(monkeypatch):
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_every_attention_is_taken_and_every_refusal_is_a_sentence(platform, h200):
+def test_every_attention_is_taken_and_every_rejection_is_a_sentence(platform, h200):
     takers = set()
     for request in requests(platform):
-        refusals = {backend.name: backend.refusal(request) for backend in TABLE.candidates(request)}
+        refusals = {backend.name: backend.rejection_reason(request) for backend in TABLE.candidates(request)}
         assert None in refusals.values(), request
         assert all(said is None or len(said.split()) > 2 for said in refusals.values()), refusals
         takers.add(next(name for name, said in refusals.items() if said is None))
@@ -76,7 +76,7 @@ def test_every_attention_is_taken_and_every_refusal_is_a_sentence(platform, h200
 def test_on_a_gpu_the_reference_takes_scores_by_a_function_and_biases_of_packed_rows_alone(h200):
     """Sinks, bottom-right masks, windows on both sides, packed rows and dropout have kernels, gradients included."""
     for request in requests("cuda"):
-        taker = next(b.name for b in TABLE.candidates(request) if b.refusal(request) is None)
+        taker = next(b.name for b in TABLE.candidates(request) if b.rejection_reason(request) is None)
         left = request.modified or (request.layout is PACKED and request.bias is not AttnBiasType.NO_BIAS)
         assert (taker == "reference") is left, request
 

@@ -806,7 +806,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("call", "value"), CALLS)
-def test_a_bad_call_is_refused_in_a_sentence_and_changes_nothing(call, value):
+def test_a_bad_call_is_rejected_in_a_sentence_and_changes_nothing(call, value):
     before = state(value)
     with pytest.raises((ValueError, TypeError)) as refused:
         call(value)

@@ -1,4 +1,4 @@
-"""What stands beside the layers: explain, policies, dumps, names of the extension, switches of kernels, NNX."""
+"""Functions besides the layers: explain, policies, dumps, names of the extension, switches of kernels, NNX."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_explain_names_every_operation_and_why_not_the_others(cpu_alone):
     found = {d.operation: d for d in explanation.decisions if getattr(d.request, "platform", "cpu") == "cpu"}
     assert {"jax_gemm", "jax_quantize", "jax_norm", "jax_activation", "jax_scale_update"} <= set(found)
     assert found["jax_gemm"].chosen == "reference"
-    reasons = {v.backend: v.refusal for v in found["jax_gemm"].verdicts}
+    reasons = {v.backend: v.reason for v in found["jax_gemm"].verdicts}
     assert "it needs a CUDA device" in reasons["scaled"]
     assert "jax_norm: reference" in str(explanation)
     operations = [d.request.operation for d in explanation.decisions if d.operation == "jax_norm"]

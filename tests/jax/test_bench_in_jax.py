@@ -154,10 +154,10 @@ def test_they_are_measured_where_they_are_named():
     assert [provider.name for provider in _providers(["xla", "jax"])] == ["jax", "xla"]
 
 
-def test_a_device_that_one_framework_alone_has_is_refused(cpu_alone):
-    assert JAX.refusal(CPU) is None
+def test_a_device_that_one_framework_alone_has_is_rejected(cpu_alone):
+    assert JAX.unavailable_reason(CPU) is None
     assert (
-        JAX.refusal(torch.device("cuda"))
+        JAX.unavailable_reason(torch.device("cuda"))
         == 'jax finds no GPU; pip install ".[jax-cuda13]" in a checkout of this package'
     )
 

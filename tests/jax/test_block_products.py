@@ -56,14 +56,14 @@ def shapes(second, m, n, k):
     ({"m": 256 * 17}, "136 tiles of 256 x 128 leave more than 3 in 10"),
     ({"dtype": jnp.dtype(jnp.float8_e4m3fn)}, "it writes bfloat16"),
 ])  # fmt: skip
-def test_what_it_refuses_and_why(change):
+def test_what_it_rejects_and_why(change):
     fields, sentence = change
     assert codes_product.gluon_unsupported_reason(REQUEST) is None
     assert sentence in (codes_product.gluon_unsupported_reason(dataclasses.replace(REQUEST, **fields)) or "")
 
 
 @needs_bridge
-def test_a_triton_without_gluon_or_with_its_interpreter_is_refused(monkeypatch):
+def test_a_triton_without_gluon_or_with_its_interpreter_is_rejected(monkeypatch):
     import triton
 
     monkeypatch.setattr(triton, "__version__", "3.5.1")
@@ -101,7 +101,10 @@ def test_it_is_chosen_on_hopper_and_its_memory_is_a_result(second):
 
     arrays = shapes(second, 4000, 1008, 400)
     request = dataclasses.replace(REQUEST, b_format=second, m=4000, n=1008, k=400)
-    assert next(one.name for one in TABLE.candidates(request) if one.refusal(request) is None) == "gluon"
+    assert (
+        next(one.name for one in TABLE.candidates(request) if one.rejection_reason(request) is None)
+        == "gluon"
+    )
     text = jax.jit(product).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     # 16 x 8 programs; a map of 128 bytes of each matrix and of the scales that the copy engine brings
     maps = 5 if second == BLOCK_1D else 4

@@ -50,7 +50,7 @@ def test_an_error_leaves_every_entry_of_it(block_and_setting):
     assert setting() == outside
 
 
-def test_an_object_that_is_refused_is_refused_again_and_changes_nothing():
+def test_an_object_that_is_rejected_is_rejected_again_and_changes_nothing():
     refused = te.autocast(enabled=object())  # pyright: ignore[reportArgumentType]
     with te.autocast(True, DELAYED):
         for _ in range(2):

@@ -127,7 +127,7 @@ def test_a_call_lowers_under_vmap_and_inside_shard_map():
 
 
 @needs_bridge
-def test_tables_of_addresses_are_refused():
+def test_tables_of_addresses_are_rejected():
     from transformer_engine.common.kernels import delayed_scaling
 
     launch = delayed_scaling.advance(4, 16, 3, True, True, 448.0, 0)

@@ -1,4 +1,4 @@
-"""Kernels that quantize what they make: their rules fit their arrays, and a quantized MLP for CUDA is made of them."""
+"""Kernels that quantize their results: their rules fit their arrays, and a quantized MLP for CUDA uses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token by token with a cache of keys and values, a layer computes what it computes of the whole sequence."""
+"""Token by token with a cache of keys and values, a layer computes the same as for the whole sequence."""
 
 from __future__ import annotations
 
@@ -97,11 +97,11 @@ def test_a_quantized_layer_decodes_near_the_whole():
     np.testing.assert_array_equal(first, whole[:, :1])
 
 
-def test_what_does_not_fit_the_cache_is_refused_with_the_remedy():
+def test_what_does_not_fit_the_cache_is_rejected_with_the_remedy():
     model = te_flax.MultiHeadAttention(4, 4)
     x = jnp.ones((2, 2, HIDDEN))
     variables = model.init(jax.random.key(0), x, x, decode=True, deterministic=True)
-    with pytest.raises(ValueError, match="a step takes one token"):
+    with pytest.raises(ValueError, match="a step has one token"):
         model.apply(variables, x, x, decode=True, deterministic=True, mutable=["cache"])
     full = {**variables, "cache": variables["cache"] | {"cache_index": jnp.asarray(2)}}
     token = x[:, :1]

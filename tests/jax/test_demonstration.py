@@ -1,4 +1,4 @@
-"""`te train --framework jax`: the same text and records as torch's, exact continuation, and what it refuses."""
+"""`te train --framework jax`: the text and records of torch, exact continuation, and rejected options."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_the_command_writes_the_same_files_prints_the_same_table_and_continues(t
     (folder / "checkpoint" / "about.json").write_text("{}")
     damaged = te(*command, "--resume")
     assert damaged.exit_code == 2
-    assert "is no checkpoint that te train wrote: its 'config' is a NoneType" in damaged.output
+    assert "is not a checkpoint of te train: its 'config' is a NoneType" in damaged.output
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_the_command_writes_the_same_files_prints_the_same_table_and_continues(t
         (["--resume"], "there is no checkpoint at"),
     ],
 )
-def test_what_the_flax_model_does_not_have_is_refused(
+def test_what_the_flax_model_does_not_have_is_rejected(
     options: list[str], words: str, text: str, tmp_path: Path
 ):
     result = te(

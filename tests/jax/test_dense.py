@@ -1,4 +1,4 @@
-"""Dense layers against plain jnp: values, every gradient, parameter trees, and what is refused."""
+"""Dense layers against plain jnp: values, every gradient, parameter trees, and rejected calls."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_checkpoint_names_reach_every_leaf_of_the_quantized_tensors():
     assert text.count("name=codes") == 2 * 2 * 3  # two tensors, two directions, three leaves
 
 
-def test_a_forced_backend_that_refuses_raises_its_reason():
+def test_a_forced_backend_that_rejects_raises_its_reason():
     x, kernel, _ = inputs()
     with (
         use_backend(jax_gemm="direct"),
@@ -265,7 +265,7 @@ def test_a_forced_backend_that_refuses_raises_its_reason():
         ),
     ],
 )
-def test_a_bad_call_is_refused_with_value_limit_and_remedy(call, error, sentence):
+def test_a_bad_call_is_rejected_with_value_limit_and_remedy(call, error, sentence):
     with pytest.raises(error, match=sentence):
         call()
 

@@ -1,4 +1,4 @@
-"""The code of the pages of JAX runs as it is printed."""
+"""The code of the pages of JAX runs as printed."""
 
 from __future__ import annotations
 

@@ -23,15 +23,15 @@ def found() -> dict:
     return printed_by(PROGRAM.with_name("host_experts.py"))
 
 
-def assert_one_device(case: dict, gradients: float = SUMS) -> None:
+def assert_one_device(case: dict, gradients: float = SUMS, states_of_gradients: float = 0.0) -> None:
     assert case["state"] == 0.0
+    assert case["state of gradients"] <= states_of_gradients
     assert case["y"] < SUMS and case["dx"] < SUMS and case["gradients"] < gradients, case
     assert case["received"] == case["slots"]
 
 
-@pytest.mark.parametrize("name", ["delayed", "current", "mxfp8"])
-def test_experts_on_eight_devices_compute_what_those_on_one_do(found, name):
-    assert_one_device(found[f"dp and ep: {name}"])
+def test_experts_on_eight_devices_compute_what_those_on_one_do(found):
+    assert_one_device(found["dp and ep: current"])
 
 
 def test_rows_of_an_expert_begin_where_blocks_do(found):
@@ -40,12 +40,9 @@ def test_rows_of_an_expert_begin_where_blocks_do(found):
 
 def test_an_axis_beside_those_of_tokens_and_experts_changes_no_state(found):
     """Kernels lie over it, the mesh is entered by `with mesh:`, and experts get tokens on some devices alone."""
-    assert_one_device(found["few tokens: delayed"])
-
-
-def test_halves_are_rounded_as_on_one_device_but_for_sums_of_kernels(found):
-    """Two devices round their parts of a kernel's gradient to bfloat16, and add them up."""
-    assert_one_device(found["halves: current"], gradients=2**-7)
+    # The experts' gradients have the routing probabilities as factors. These come from a product in float32, whose
+    # sums may have another order where a device has fewer rows.
+    assert_one_device(found["few tokens: delayed"], states_of_gradients=SUMS)
 
 
 @pytest.mark.parametrize("case", ["delayed dgrad", "current x", "nvfp4 x", "nvfp4 dgrad"])
@@ -65,6 +62,8 @@ def test_every_recipe_on_every_mesh():
     for name in RECIPES:
         for case in ("dp and ep", "ep 2", "ep 4", "early"):
             assert_one_device(found[f"{case}: {name}"])
+    # Two devices round their parts of a kernel's gradient to bfloat16 before the sum.
+    assert_one_device(found["halves: current"], gradients=2**-7)
     codes = {name: case["unequal"] for name, case in found.items() if name.startswith("codes")}
     assert len(codes) == 2 * len(QUANTIZED) and not any(codes.values()), codes
     # Two halves of a batch are alike: codes of values are, those of gradients are rounded by numbers of each device.
@@ -92,7 +91,7 @@ def test_rows_between_experts_stay_zero_up_to_the_last_product(early):
     np.testing.assert_array_equal(state["fp8_metas"]["x_2_amax_history"], 0.0)
 
 
-def test_an_axis_of_data_that_the_mesh_has_not_is_refused():
+def test_an_axis_of_data_that_the_mesh_has_not_is_rejected():
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("ep",))
     model = te_flax._MoEBlock(
         num_experts=2,
@@ -103,6 +102,6 @@ def test_an_axis_of_data_that_the_mesh_has_not_is_refused():
     )
     with (
         jax.set_mesh(mesh),
-        pytest.raises(ValueError, match="data_parallelism_axes='zz' is no axis of the mesh"),
+        pytest.raises(ValueError, match="data_parallelism_axes='zz' is not an axis of the mesh"),
     ):
         jax.eval_shape(model.init, jax.random.key(0), jnp.ones((1, 4, 16)))

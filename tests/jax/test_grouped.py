@@ -194,7 +194,7 @@ def test_the_module_of_grouped_products_keeps_a_state_a_group():
         ({"x": jnp.ones((M, K), jnp.int32)}, TypeError, "cast it"),
     ],
 )
-def test_a_bad_grouped_call_is_refused_with_value_limit_and_remedy(change, error, sentence):
+def test_a_bad_grouped_call_is_rejected_with_value_limit_and_remedy(change, error, sentence):
     x, kernel, _, _ = inputs()
     with pytest.raises(error, match=sentence):
         grouped_dense(**({"x": x, "kernel": kernel, "group_sizes": jnp.asarray(SIZES)} | change))
@@ -231,7 +231,7 @@ def test_quantizers_of_groups_are_not_those_of_one_tensor():
 @pytest.mark.parametrize("name", ["none", "current", "mxfp8"])
 @pytest.mark.parametrize("mapped", [(0, None, None), (None, 0, None), (None, None, 0), (1, 3, 0)])
 def test_under_vmap_a_grouped_product_is_one_call_after_the_other(name, mapped):
-    """JAX refuses its own ragged products there: "ragged_dot vmap over any dim but 0 - NYI"."""
+    """JAX rejects its own ragged products there: "ragged_dot vmap over any dim but 0 - NYI"."""
     x, kernel, dy, _ = inputs()
     with te.autocast(name != "none", RECIPES[name][0]):
         quantizers = QuantizerFactory.create_set(n_groups=3)

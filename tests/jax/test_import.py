@@ -150,9 +150,9 @@ def test_an_unknown_attribute_is_an_attribute_error():
 @pytest.mark.parametrize(
     ("found", "fits"), [("0.10.1", False), ("0.10.2", True), ("0.12.9", True), ("0.13.0", False)]
 )
-def test_a_version_out_of_range_is_refused_with_the_range(found, fits):
+def test_a_version_out_of_range_is_rejected_with_the_range(found, fits):
     jax = next(package for package in frameworks.JAX.packages if package.name == "jax")
-    refusal = jax.refuses(found)
+    refusal = jax.unsupported_reason(found)
     assert (refusal is None) is fits
     assert fits or refusal == f"jax {found} is installed, jax>=0.10.2,<0.13 is needed"
 
@@ -175,7 +175,7 @@ def test_an_import_with_a_version_out_of_range_says_which_and_what_to_install(na
     assert 'pip install ".[jax]" in a checkout' in last
 
 
-def test_an_old_python_is_refused_with_the_least_version(monkeypatch):
+def test_an_old_python_is_rejected_with_the_least_version(monkeypatch):
     monkeypatch.setattr(sys, "version_info", (3, 10, 4, "final", 0))
     with pytest.raises(
         ImportError, match=r"transformer_engine.jax needs Python 3.11 or newer, this is Python 3.10"

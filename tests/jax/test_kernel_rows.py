@@ -86,16 +86,16 @@ def test_gradients_of_a_norms_parameters_are_float32_sums_rounded_to_their_dtype
 def test_without_a_gpu_no_kernel_is_asked_for_unless_one_says_so(monkeypatch):
     request = norm.NormRequest("forward", 64, jnp.dtype(jnp.bfloat16), 4, "cuda")
     row = norm.triton.BACKEND
-    assert row.refusal(request) is None
-    assert "it needs a CUDA device" in (row.refusal(request._replace(platform="cpu")) or "")
+    assert row.rejection_reason(request) is None
+    assert "it needs a CUDA device" in (row.rejection_reason(request._replace(platform="cpu")) or "")
     monkeypatch.delenv("TE_JAX_KERNELS")
     assert not env.flag("TE_JAX_KERNELS")
-    assert "set TE_JAX_KERNELS=1" in (row.refusal(request) or "")
+    assert "set TE_JAX_KERNELS=1" in (row.rejection_reason(request) or "")
     assert "a sink" in (
-        softmax.triton.refuses(softmax.SoftmaxRequest((1, 1, 2, 2), False, True, "cuda")) or ""
+        softmax.triton.unsupported_reason(softmax.SoftmaxRequest((1, 1, 2, 2), False, True, "cuda")) or ""
     )
     empty = activations.ActivationRequest("forward", ("gelu",), jnp.dtype(jnp.float32), 0, "cuda")
-    assert "without elements" in (activations.triton.refuses(empty) or "")
+    assert "without elements" in (activations.triton.unsupported_reason(empty) or "")
 
 
 def test_a_kernel_lowers_under_vmap_and_runs_as_the_reference_here():
@@ -108,7 +108,7 @@ def test_a_kernel_lowers_under_vmap_and_runs_as_the_reference_here():
 
 
 @pytest.mark.parametrize("name", ["rmsnorm", "gelu", "softmax"])
-def test_a_second_derivative_of_a_kernel_is_refused_with_the_remedy_which_computes_it(name, monkeypatch):
+def test_a_second_derivative_of_a_kernel_is_rejected_with_the_remedy_which_computes_it(name, monkeypatch):
     function, shape, _ = CASES[name]
     x = x_of(*shape, dtype=jnp.float32)
 
@@ -117,7 +117,7 @@ def test_a_second_derivative_of_a_kernel_is_refused_with_the_remedy_which_comput
 
     with pytest.raises(
         NotImplementedError,
-        match=r"a derivative of the kernel (Forward|Backward): .*NVTE_JAX_CUSTOM_CALLS=false",
+        match=r"a derivative of the kernel \w+(Forward|Backward): .*NVTE_JAX_CUSTOM_CALLS=false",
     ):
         second()
     with pytest.raises(TypeError, match="forward-mode"):  # JAX's own words, before a rule of ours is asked

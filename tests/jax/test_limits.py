@@ -39,7 +39,7 @@ def constrained(pspec: Any, x: Any = None):
 
 REFUSED = {
     "a margin of a recipe": (
-        ValueError, r"DelayedScaling: margin=10000: 2\^10000 is no normal float32; give a number from -126 to 127",
+        ValueError, r"DelayedScaling: margin=10000: 2\^10000 is not a normal float32; give a number from -126 to 127",
         lambda: recipe.DelayedScaling(margin=10**4),
     ),
     "a margin below": (ValueError, "margin=-127: .* from -126 to 127", lambda: recipe.DelayedScaling(margin=-127)),
@@ -77,7 +77,7 @@ REFUSED = {
     ),
     "a history of no steps": (ValueError, r"amax_history \[0\]; give one scale a history", lambda: delayed(1, 0)),
     "a state of three tensors for one": (
-        ValueError, r"scale has shape \[3\]; one tensor takes one scale, \[1\]",
+        ValueError, r"scale has shape \[3\]; a tensor has one scale, \[1\]",
         lambda: delayed(3, (3, 4)).quantize(jnp.ones((2, 3))),
     ),
     "a state of one tensor for three groups": (
@@ -106,7 +106,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_refused_by_name(name):
+def test_what_cannot_be_is_rejected(name):
     error, sentence, call = REFUSED[name]
     with pytest.raises(error, match=sentence):
         call()

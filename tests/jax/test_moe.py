@@ -263,7 +263,7 @@ def test_top_elements_of_rows():
         (
             lambda: router.fused_topk_with_score_function(logits(), 2, expert_bias=jnp.zeros(E)),
             ValueError,
-            "steers 'sigmoid' alone",
+            "only 'sigmoid' uses it",
         ),
         (
             lambda: router.fused_topk_with_score_function(logits(), 2, scaling_factor=jnp.ones(())),
@@ -295,7 +295,7 @@ def test_top_elements_of_rows():
         (lambda: ep.ep_bootstrap(2, 0, 8, 4, 4, 4, jnp.int32), TypeError, "max_token_dtype"),
     ],
 )
-def test_a_bad_call_is_refused_with_value_limit_and_remedy(call, error, sentence):
+def test_a_bad_call_is_rejected_with_value_limit_and_remedy(call, error, sentence):
     with pytest.raises(error, match=sentence):
         call()
     ep.ep_finalize()

@@ -428,13 +428,13 @@ def test_the_state_of_an_mlp_has_a_postfix_for_each_product():
         (lambda: activation(jnp.ones((2, 1, 4)), ("gelu",), act_params={"beta": 1}), "choose from"),
         (
             lambda: te_flax.LayerNormMLP(activations=("nosuch",)).init(jax.random.key(0), jnp.ones((2, 4))),
-            "no activation",
+            "is not an activation",
         ),
         (lambda: te_flax.LayerNormMLP(axis=0).init(jax.random.key(0), jnp.ones((2, 4))), "give -1"),
         (lambda: te_flax.LayerNormMLP(0).init(jax.random.key(0), jnp.ones((2, 4))), "intermediate_dim=0"),
     ],
 )
-def test_a_bad_call_is_refused_with_value_limit_and_remedy(call, sentence):
+def test_a_bad_call_is_rejected_with_value_limit_and_remedy(call, sentence):
     with pytest.raises((ValueError, TypeError), match=sentence):
         call()
 

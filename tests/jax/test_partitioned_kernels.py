@@ -61,11 +61,11 @@ needs_bridge = pytest.mark.skipif(
 )
 
 
-def printed_by(program: str) -> tuple[dict, str]:
+def printed_by(program: str, *options: str) -> tuple[dict, str]:
     """What a program on eight host devices prints, and what it says on stderr."""
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "jax" / program)], capture_output=True, text=True,
+        [sys.executable, str(ROOT / "tests" / "jax" / program), *options], capture_output=True, text=True,
         env=os.environ | flags | {"PYTHONPATH": search_path()},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -91,12 +91,13 @@ def test_devices_cut_kernels_as_their_rules_say_and_agree_with_one_device():
     assert not any(gathers[f"{name}: gathers"] for name in free), gathers
 
 
-def test_what_devices_of_a_layer_exchange():
+@pytest.mark.parametrize("options", [(), pytest.param(("--others",), marks=pytest.mark.slow)], ids=str)
+def test_what_devices_of_a_layer_exchange(options):
     """No kernel under tensor parallelism, and of a kernel whose parts devices hold its codes alone.
 
     Of blocks scales too, one for 16 or 32 elements, where several axes are the rows or columns of a matrix.
     """
-    found, said = printed_by("host_layers.py")
+    found, said = printed_by("host_layers.py", *options)
     assert "without a mesh" not in said
     for case, facts in found.items():
         recipe, layout = case.split()
@@ -195,7 +196,7 @@ def test_a_rule_tells_factors_and_the_sizes_that_no_axis_tells():
     assert unknown_sizes("r (k b) -> k r, (k c)", {"k": 2, "b": 3, "c": 4}) == {"b": 3, "c": 4}
     assert extent("m", 256, 128).whole == "(m min)"
     assert extent("m", 200, 128).replicated == extent("m", 128, 128).replicated == ("m", "min", "mhalf")
-    assert head_factors(1, 4) == "r", "Shardy refuses a factor of one element beside another"
+    assert head_factors(1, 4) == "r", "Shardy rejects a factor of one element next to another"
     assert in_order("b s (g r) d, b t -> b s", ("r", "d", "s", "t")) == ("s", "r", "d", "t"), (
         "as Shardy demands"
     )
@@ -348,7 +349,7 @@ def test_devices_decode_codes_in_blocks_that_no_kernel_multiplies_or_say_why_not
     )
     request = dataclasses.replace(request, **change)
     assert decoded.unsupported_reason(request) == sentence
-    taken = next(one.name for one in TABLE.candidates(request) if one.refusal(request) is None)
+    taken = next(one.name for one in TABLE.candidates(request) if one.rejection_reason(request) is None)
     assert taken == ("decoded" if sentence is None else "reference")
 
 

@@ -26,12 +26,14 @@ def test_context_parallelism_takes_its_axis_from_the_mesh_resource(facts, balanc
     assert facts["resource, one token"] < 1e-5
 
 
-def test_an_axis_that_the_mesh_has_not_is_refused(facts):
+def test_an_axis_that_the_mesh_has_not_is_rejected(facts):
     for name in ("no axis", "no axis, a layer"):
-        assert "context_parallel_axis='tp' is no axis of the mesh in use, which has ('cp',)" in facts[name]
+        assert (
+            "context_parallel_axis='tp' is not an axis of the mesh in use, which has ('cp',)" in facts[name]
+        )
 
 
-def test_a_manual_axis_is_refused_by_its_name(facts):
+def test_a_manual_axis_is_rejected_by_its_name(facts):
     assert "context_parallel_axis='cp' is manual here, inside shard_map" in facts["manual"]
 
 

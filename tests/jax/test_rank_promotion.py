@@ -1,4 +1,4 @@
-"""Layers under the options by which users find what they did not mean: broadcasts of ranks, promotions, leaks."""
+"""Layers under the options that report unintended broadcasts of ranks, promotions and leaks."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ UNDER = [
 
 @pytest.mark.parametrize(("name", "of", "option"), UNDER)
 def test_modules_and_their_gradients_are_traced_under_options(name, of, option, request):
-    """What an option refuses, it refuses while a program is traced."""
+    """An option rejects a call while a program is traced."""
     x, settings, module = jnp.ones((2, 16, 64)), OF_MODULES[of], MODULES[name]
     given = {"deterministic": True} if name in ("mlp", "layer") else {}
     keys = {"sr_rng": jax.random.key(3)}

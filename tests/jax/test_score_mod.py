@@ -1,4 +1,4 @@
-"""A function between scores and softmax: its values, its gradients, and what stands beside it."""
+"""A function between scores and softmax: its values, its gradients, and the settings that it excludes."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_modules_hand_it_on():
         ({"score_mod": lambda graph, score, tensors: score}, NotImplementedError, "jnp operations"),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(options, error, sentence):
+def test_what_does_not_go_with_it_is_rejected(options, error, sentence):
     q, k, v, _ = data()
     if "seed" in options:
         options = options | {"seed": jax.random.key(0)}

@@ -1,4 +1,4 @@
-"""Derivatives of codes: right where nothing is quantized, refused by name where something is, never rounded to FP8."""
+"""Derivatives of codes: right if nothing is quantized, an error otherwise, never rounded to FP8."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def penalty(y_of):
 
 @pytest.mark.parametrize("operation", ["dense", "layernorm_dense", "layernorm_mlp", "grouped_dense"])
 @pytest.mark.parametrize("chosen", RECIPES, ids=lambda chosen: type(chosen).__name__)
-def test_a_second_derivative_through_codes_is_refused(chosen, operation):
+def test_a_second_derivative_through_codes_is_rejected(chosen, operation):
     """It was 0 of a dense, and a part of the right one behind a norm."""
     (x,) = arrays((64, HIDDEN))
     y_of = functions(chosen)[operation]
@@ -73,7 +73,7 @@ def test_a_second_derivative_through_codes_is_refused(chosen, operation):
 
 
 @pytest.mark.parametrize("function", [layernorm, activation])
-def test_a_second_derivative_through_a_quantizer_behind_a_function_is_refused(function):
+def test_a_second_derivative_through_a_quantizer_behind_a_function_is_rejected(function):
     (x, gamma) = arrays((64, HIDDEN), (HIDDEN,))
     quantizer = QuantizerFactory.create(
         scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn
@@ -107,7 +107,7 @@ def test_what_is_like_an_array_copies_nothing_of_it_where_nothing_is_jitted():
 
 
 def test_what_goes_past_the_codes_is_differentiated():
-    """A gradient that is used, and not differentiated, is none of the refusal's business."""
+    """A gradient that is used, and not differentiated, does not raise the error."""
     (x,) = arrays((64, HIDDEN))
     y_of = functions(recipe.Float8CurrentScaling())["layernorm_mlp"]
     gradient = jax.grad(lambda x: (y_of(x) ** 2).sum())
@@ -157,7 +157,7 @@ def test_codes_of_rows_in_groups_are_not_differentiated():
 
 
 def test_a_gradient_of_kernels_of_groups_is_differentiated():
-    """JAX refused: "Unimplemented grad_y_dims for ragged dot general", of mixtures of experts too."""
+    """JAX raised "Unimplemented grad_y_dims for ragged dot general", of mixtures of experts too."""
     x, kernel, x_way, kernel_way = arrays((12, 8), (3, 8, 5), (12, 8), (3, 8, 5))
     sizes = np.asarray([3, 0, 7])
     rows = np.pad(np.repeat(np.eye(3, dtype=np.float32), sizes, axis=0), ((0, 2), (0, 0)))

@@ -1,4 +1,4 @@
-"""Layers laid over a mesh compute what one device does, and keep its state; what is refused without a MeshResource."""
+"""Layers sharded over a mesh compute the result of one device, and keep its state; errors without MeshResource."""
 
 from __future__ import annotations
 
@@ -125,8 +125,8 @@ def mesh():
     return Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
 
 
-def test_a_mesh_without_a_resource_is_refused_with_the_remedy(mesh):
-    remedy = r"MeshResource says what axes of a mesh are for; enter autocast\(mesh_resource=MeshResource"
+def test_a_mesh_without_a_resource_is_rejected_with_the_remedy(mesh):
+    remedy = r"MeshResource assigns its axes; enter autocast\(mesh_resource=MeshResource"
     with pytest.raises(ValueError, match=f"^no mesh is in use, and no {remedy}"):
         sharding.global_mesh_resource()
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=f"^a mesh is in use and no {remedy}"):
@@ -135,7 +135,7 @@ def test_a_mesh_without_a_resource_is_refused_with_the_remedy(mesh):
 
 @pytest.mark.parametrize("quantized", [None, False, True])
 @pytest.mark.parametrize("entered", ["with mesh", "set_mesh"])
-def test_names_of_axes_under_a_mesh_without_a_resource_are_refused_with_the_remedy(mesh, entered, quantized):
+def test_names_of_axes_under_a_mesh_without_a_resource_are_rejected_with_the_remedy(mesh, entered, quantized):
     """Also under an autocast without a mesh_resource, which is no resource of no axes."""
     axes = {
         "kernel_axes": (sharding.W_FSDP_AXES, sharding.W_TP_AXES),
@@ -166,12 +166,10 @@ def test_tensor_and_sequence_axes_exclude_each_other(monkeypatch):
 
 
 @pytest.mark.parametrize("field", [name for name in vars(te.MeshResource()) if name != "cp_resource"])
-def test_an_axis_that_the_mesh_has_not_is_refused_where_the_resource_and_the_mesh_meet(mesh, field):
+def test_an_axis_that_the_mesh_has_not_is_rejected_where_the_resource_and_the_mesh_meet(mesh, field):
     """The resource within the mesh where it is entered, the mesh within the resource where an axis is looked up."""
     resource = te.MeshResource(**{field: "zz"}, cp_resource="dp")
-    refusal = (
-        rf"{field}='zz' is no axis of the mesh in use, which has \('dp', 'tp'\); give one of them, or None"
-    )
+    refusal = rf"{field}='zz' is not an axis of the mesh in use, which has \('dp', 'tp'\); give one of them, or None"
     for block in (te.autocast(True, mesh_resource=resource), sharding.global_shard_guard(resource)):
         with jax.set_mesh(mesh), pytest.raises(ValueError, match=refusal), block:
             pytest.fail("the block was entered")
@@ -188,8 +186,8 @@ def test_an_axis_that_the_mesh_has_not_is_refused_where_the_resource_and_the_mes
             sharding.get_active_resource_axis(field)
 
 
-def test_an_axis_that_the_mesh_has_not_is_refused_by_every_function_of_axes(mesh):
-    x, refusal = jnp.ones((2, 3)), r"='zz' is no axis of the mesh( in use)?, which has \('dp', 'tp'\)"
+def test_an_axis_that_the_mesh_has_not_is_rejected_by_every_function_of_axes(mesh):
+    x, refusal = jnp.ones((2, 3)), r"='zz' is not an axis of the mesh( in use)?, which has \('dp', 'tp'\)"
     with pytest.raises(ValueError, match=refusal):
         sharding.get_mesh_axis_size("zz", mesh)
     assert sharding.get_mesh_axis_size("zz") == 1, "no mesh is in use"
@@ -210,10 +208,10 @@ def test_an_axis_that_the_mesh_has_not_is_refused_by_every_function_of_axes(mesh
                     call()
 
 
-def test_the_axis_of_a_field_that_a_resource_has_not_is_refused():
+def test_the_axis_of_a_field_that_a_resource_has_not_is_rejected():
     with (
         sharding.global_shard_guard(te.MeshResource(dp_resource="dp")),
-        pytest.raises(ValueError, match=r"mesh_resource_name='dp' is no field of .* dp_resource, "),
+        pytest.raises(ValueError, match=r"mesh_resource_name='dp' is not a field of .* dp_resource, "),
     ):
         sharding.get_active_resource_axis("dp")
 

@@ -512,7 +512,7 @@ def test_autocast_nests_and_is_restored():
         ("DelayedScaling", TypeError, "pass an instance"),
     ],
 )
-def test_a_recipe_that_cannot_be_followed_is_refused_when_entered(settings, error, sentence):
+def test_a_recipe_that_cannot_be_followed_is_rejected_when_entered(settings, error, sentence):
     with pytest.raises(error, match=sentence), te.autocast(True, settings):
         pytest.fail("the block was entered")
 
@@ -526,7 +526,7 @@ def test_a_recipe_that_cannot_be_followed_is_refused_when_entered(settings, erro
         (recipe.NVFP4BlockScaling(), 90, "needs compute capability 10.0, this GPU has 9.0"),
     ],
 )
-def test_a_recipe_that_the_gpu_lacks_is_refused_with_the_switch_that_emulates_it(
+def test_a_recipe_that_the_gpu_lacks_is_rejected_with_the_switch_that_emulates_it(
     settings, capability, limit, monkeypatch
 ):
     monkeypatch.setattr(recipes, "compute_capability", lambda gpu_id=0: capability)
@@ -539,7 +539,7 @@ def test_a_recipe_that_the_gpu_lacks_is_refused_with_the_switch_that_emulates_it
         assert te.quantize.get_global_quantize_recipe() is settings
 
 
-def test_a_recipe_that_cannot_be_followed_is_refused_without_autocast():
+def test_a_recipe_that_cannot_be_followed_is_rejected_without_autocast():
     refused = te_flax.make_dot_general_cls(recipe.MXFP8BlockScaling(backward_override="dequantized"))
     layer = nn.Dense(4, dot_general=refused())
     with pytest.raises(ValueError, match="backward_override='dequantized'"):
@@ -562,7 +562,7 @@ def test_the_collection_of_a_module_has_the_names_and_shapes_of_checkpoints():
         assert set(made(settings)) == {"params"}
 
 
-def test_a_model_without_its_state_is_refused_with_the_remedy():
+def test_a_model_without_its_state_is_rejected_with_the_remedy():
     x = jnp.ones((8, 16))
     model = te_flax.DenseGeneral(features=4)
     variables = model.init(jax.random.key(0), x)
@@ -584,7 +584,7 @@ def test_a_model_without_its_state_is_refused_with_the_remedy():
         (lambda leaf: leaf[:0], ValueError, r"has shape \[0\], not \[1\]"),
     ],
 )  # fmt: skip
-def test_a_state_that_is_no_float32_or_of_other_extents_is_refused(change, error, said):
+def test_a_state_that_is_no_float32_or_of_other_extents_is_rejected(change, error, said):
     """A tree that is cast as a whole was computed with, and only its gradient failed, within a concatenation."""
     x = jnp.ones((8, 16))
     model = te_flax.DenseGeneral(features=4)

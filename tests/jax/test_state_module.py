@@ -79,16 +79,16 @@ def test_a_function_gets_a_quantizer_set_for_each_postfix():
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: te_flax.wrap_function_in_te_state_module("f", RECIPE), "is no function"),
+        (lambda: te_flax.wrap_function_in_te_state_module("f", RECIPE), "is not a function"),
         (lambda: te_flax.wrap_function_in_te_state_module(lambda g: g, "delayed"), "instance of a recipe"),
         (
             lambda: te_flax.make_dot_general_cls(RECIPE)().init(
                 jax.random.key(0), jnp.ones((2, 3, 4)), jnp.ones((2, 4, 5)), (((2,), (1,)), ((0,), (0,)))
             ),
-            "takes none",
+            "the product has none",
         ),
     ],
 )
-def test_a_bad_call_is_refused_with_value_limit_and_remedy(call, sentence):
+def test_a_bad_call_is_rejected_with_value_limit_and_remedy(call, sentence):
     with pytest.raises((TypeError, ValueError), match=sentence):
         call()

@@ -93,7 +93,7 @@ def test_a_mask_that_the_type_does_not_read_is_warned_of_once(kind, other):
 @pytest.mark.parametrize(
     "layer", [te_flax.DenseGeneral(8), te_flax.LayerNormDenseGeneral(8), te_flax.LayerNormMLP(8)]
 )
-def test_inputs_without_elements_to_sum_over_are_refused(layer):
+def test_inputs_without_elements_to_sum_over_are_rejected(layer):
     with pytest.raises(ValueError, match=r"would have shape \(0.*give inputs whose last axis"):
         layer.init(jax.random.key(0), jnp.ones((4, 0)))
 

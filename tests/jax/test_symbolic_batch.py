@@ -1,4 +1,4 @@
-"""Programs that `jax.export` makes for every batch: one that comes is computed as by a program of its own."""
+"""Programs that jax.export makes for every batch: a batch is computed as by a program for its size."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_program_for_cuda_is_exported_with_the_calls_that_the_documentation_al
     assert needed in program.mlir_module()
 
 
-def test_a_kernel_forced_on_a_symbol_is_refused_by_name():
+def test_a_kernel_forced_on_a_symbol_is_rejected():
     gamma = jnp.ones(WIDTH)
     (batch,) = export.symbolic_shape("batch")
     program = jax.jit(lambda x: layernorm(x, gamma, None, "rmsnorm"))

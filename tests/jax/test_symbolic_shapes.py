@@ -1,4 +1,4 @@
-"""Attention exported once for every batch and, where no table has a row a token, for every length."""
+"""Attention exported once for every batch and, if no table has one row per token, for every length."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_length_may_be_symbolic(name):
 
 
 @pytest.mark.parametrize(("name", "message"), [("angles", "length of rows=s"), ("buckets", "q_seqlen=s")])
-def test_a_symbolic_length_is_refused_by_name_where_a_table_has_a_row_a_token(name, message):
+def test_a_symbolic_length_is_rejected_where_a_table_has_a_row_a_token(name, message):
     (tokens,) = export.symbolic_shape("s")
     with pytest.raises(ValueError, match=f"{message} is symbolic.*export with a number"):
         exported(name, 3, tokens)

@@ -1,4 +1,4 @@
-"""optax and orbax: an optimizer beside the state of delayed scaling, and a run that stops and goes on bit for bit."""
+"""optax and orbax: an optimizer with the state of delayed scaling, and a run that stops and continues bit for bit."""
 
 from __future__ import annotations
 

@@ -584,7 +584,7 @@ def test_a_layer_takes_the_width_of_its_inputs():
         ({"mlp_hidden_size": 0}, False, "mlp_hidden_size=0"),
     ],
 )
-def test_a_bad_layer_is_refused_with_value_limit_and_remedy(fields, encoded, sentence):
+def test_a_bad_layer_is_rejected_with_value_limit_and_remedy(fields, encoded, sentence):
     x = jnp.ones((1, 4, HIDDEN))
     model = te_flax.TransformerLayer(**({"hidden_size": HIDDEN, "num_attention_heads": HEADS} | fields))
     with pytest.raises((ValueError, TypeError), match=sentence):

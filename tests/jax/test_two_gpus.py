@@ -1,4 +1,4 @@
-"""Two GPUs compute what one does: sharded layers, experts, and sequences over devices, whose kernels are cut."""
+"""Two GPUs compute the result of one: sharded layers, experts, and sharded sequences, with partitioned kernels."""
 
 from __future__ import annotations
 

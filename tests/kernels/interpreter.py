@@ -48,7 +48,7 @@ _original_patch = interpreter._patch_lang_tensor
 
 
 def _patch_lang_tensor(tensor, scope):
-    """As the original, but with a loop bound of shape [1], which NumPy 2.4 refuses to take for an integer."""
+    """As the original, but with a loop bound of shape [1], which NumPy 2.4 does not accept as an integer."""
     _original_patch(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 

@@ -1,4 +1,4 @@
-"""The product with block scales in Gluon: what the assembler makes of it, without a GPU."""
+"""The product with block scales in Gluon: the assembler's output, without a GPU."""
 
 from __future__ import annotations
 

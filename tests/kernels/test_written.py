@@ -69,7 +69,7 @@ def test_what_a_record_leaves_out_or_adds_is_seen():
 
 
 @pytest.mark.parametrize("fault", ["too few", "another dtype", "an output that is not asked for"])
-def test_a_start_that_differs_from_its_record_is_refused(fault):
+def test_a_start_that_differs_from_its_record_is_rejected(fault):
     from transformer_engine.common.formats import E4M3
     from transformer_engine.common.kernels import cast
     from transformer_engine.common.kernels.launch import start

@@ -18,14 +18,17 @@ class Library:
     refusal: str | None = None
 
     @classmethod
-    def refuses(cls, request):
+    def unsupported_reason(cls, request):
         return cls.refusal if request.a_element is torch.bfloat16 else "it multiplies bfloat16"
 
 
 @pytest.fixture
 def library(monkeypatch):
     backend = Backend(
-        "library", takes=EPILOGUES, refuses=Library.refuses, bind=lambda request: PlanByAddress(request).run
+        "library",
+        takes=EPILOGUES,
+        unsupported_reason=Library.unsupported_reason,
+        bind=lambda request: PlanByAddress(request).run,
     )
     monkeypatch.setattr(TABLE, "backends", (backend, *TABLE.backends))
     monkeypatch.setattr(Library, "refusal", None)

@@ -120,7 +120,7 @@ def test_attention_backends_without_an_order_refuse_by_name(backend, monkeypatch
     _, call = call_of(layer)
     explanation = te.explain(call)
     (decision,) = [d for d in explanation.decisions if d.operation == "attention"]
-    refusal = next(v.refusal for v in decision.verdicts if v.backend == backend)
+    refusal = next(v.reason for v in decision.verdicts if v.backend == backend)
     assert refusal is not None
 
 

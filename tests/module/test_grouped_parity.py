@@ -29,7 +29,7 @@ class Case:
         self.recipe = RECIPES[choose.choice(sorted(RECIPES))]
         if not isinstance(self.recipe, NoneType | te.recipe.DelayedScaling) and choose.random() < 0.4:
             override = choose.choice(["high_precision", "dequantized"])
-            self.recipe = dataclasses.replace(self.recipe, backward_override=override)
+            self.recipe = dataclasses.replace(self.recipe, backward_override=override)  # pyright: ignore
         self.groups = choose.choice([1, 2, 5])
         self.frozen = {i for i in range(self.groups) if choose.random() < 0.2}
         self.needs_grad_input = choose.random() < 0.8

@@ -119,7 +119,7 @@ def test_the_explanation_says_why_they_go_one_by_one(reason, device, monkeypatch
     explained = explain(layer, x, splits, backward=False)
     (way,) = (decision for decision in explained.decisions if decision.operation == "grouped_linear")
     assert way.chosen == "one_by_one"
-    assert reason in way.verdicts[0].refusal
+    assert reason in way.verdicts[0].reason
     monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
     plain = GroupedLinear(len(splits), IN, OUT, device=device, params_dtype=torch.bfloat16)
     explained = explain(plain, x.bfloat16(), splits, backward=False)

@@ -29,9 +29,9 @@ def test_only_small_layers_run_unquantized_and_only_when_asked(monkeypatch, kind
 @pytest.mark.parametrize("kind", RECIPES)
 def test_the_explanation_says_what_quantizing_costs(kind):
     quantized, unquantized = precision.TABLE.explain(precision.PrecisionRequest(*SMALL, kind, False))
-    assert quantized.chosen and "NVTE_FP8_AUTO=1" in str(unquantized.refusal)
+    assert quantized.chosen and "NVTE_FP8_AUTO=1" in str(unquantized.reason)
     quantized, unquantized = precision.TABLE.explain(precision.PrecisionRequest(*SMALL, kind, True))
-    assert unquantized.chosen and "costs about" in str(quantized.refusal)
+    assert unquantized.chosen and "costs about" in str(quantized.reason)
 
 
 def test_recipes_without_measurements_are_left_alone(monkeypatch):

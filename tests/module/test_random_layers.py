@@ -27,7 +27,7 @@ EACH = settings(
     deadline=None,
     database=None,
     derandomize=True,
-    suppress_health_check=list(HealthCheck),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 
 

@@ -195,7 +195,7 @@ def test_a_tensor_is_copied_after_the_moment_its_maker_names(link):
         ["start_offload", "release_activation_forward_gpu_memory", "start_offload"],
     ],
 )
-def test_a_step_out_of_order_is_refused(steps, link):
+def test_a_step_out_of_order_is_rejected(steps, link):
     state = _state(link)
     state.push_tensor(torch.randn(LARGE))
     for step in steps[:-1]:
@@ -331,7 +331,7 @@ def test_a_disabled_context_is_one_that_can_be_entered_again():
         ({"offload_stream": object(), "model_layers": 3}, "manual_synchronization=True"),
     ],
 )
-def test_a_call_that_cannot_be_is_refused(keywords, message):
+def test_a_call_that_cannot_be_is_rejected(keywords, message):
     with pytest.raises(ValueError, match=message):
         get_cpu_offload_context(enabled=True, **keywords)
 

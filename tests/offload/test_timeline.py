@@ -1,4 +1,4 @@
-"""How long a step with offloading takes beside its computation and its copies: on clocks in place of a GPU."""
+"""Duration of a step with offloading compared with its computation and its copies: on clocks in place of a GPU."""
 
 from __future__ import annotations
 

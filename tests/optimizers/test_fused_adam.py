@@ -346,12 +346,12 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "words"), REFUSED, ids=lambda value: str(value)[:40])
-def test_combinations_that_do_not_exist_are_refused(options, words, device):
+def test_combinations_that_do_not_exist_are_rejected(options, words, device):
     with pytest.raises(RuntimeError, match=words):
         FusedAdam(parameters(device), **options)
 
 
-def test_bad_numbers_and_gradients_are_refused_with_nothing_changed(device):
+def test_bad_numbers_and_gradients_are_rejected_with_nothing_changed(device):
     for name in ("lr", "eps", "weight_decay"):
         with pytest.raises(ValueError, match=f"{name}=inf is not finite"):
             FusedAdam(parameters(device), **{name: float("inf")})

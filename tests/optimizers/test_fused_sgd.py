@@ -1,4 +1,4 @@
-"""FusedSGD: the steps of torch.optim.SGD, and what the original's callers set on it."""
+"""FusedSGD: the steps of torch.optim.SGD, and the attributes that the original's callers set."""
 
 from __future__ import annotations
 
@@ -88,19 +88,19 @@ def test_a_saved_optimizer_goes_on_where_it_stopped(device):
 @pytest.mark.parametrize(
     "bad", [{"lr": -1.0}, {"momentum": -1.0}, {"weight_decay": -1.0}, {"nesterov": True}], ids=str
 )
-def test_bad_numbers_are_refused(bad, device):
+def test_bad_numbers_are_rejected(bad, device):
     with pytest.raises(ValueError, match=r"; give"):
         FusedSGD(made(device)[0], **({"lr": 0.1} | bad))
 
 
-def test_parameters_that_cannot_be_stepped_are_refused(device):
+def test_parameters_that_cannot_be_stepped_are_rejected(device):
     p = torch.nn.Parameter(torch.ones(3, dtype=torch.float64, device=device))
     p.grad = torch.ones_like(p)
     with pytest.raises(RuntimeError, match=r"torch\.float64"):
         FusedSGD([p], 0.1).step()
 
 
-def test_a_refused_step_changes_nothing(device):
+def test_a_rejected_step_changes_nothing(device):
     good = torch.nn.Parameter(torch.ones(6, 4, device=device))
     bad = torch.nn.Parameter(torch.ones(4, 6, dtype=torch.bfloat16, device=device))
     exact = torch.nn.Parameter(torch.ones(6, 4, device=device))

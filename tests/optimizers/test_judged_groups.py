@@ -1,4 +1,4 @@
-"""What stands in parameter groups and saved states is judged whole: a refusal has changed nothing."""
+"""Parameter groups and saved states are checked as a whole: an error has changed nothing."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "bad"), CASES)
-def test_a_number_of_a_later_group_is_refused_before_the_first_group_steps(kind, bad):
+def test_a_number_of_a_later_group_is_rejected_before_the_first_group_steps(kind, bad):
     optimizer = stepped(kind)
     name, value, error, words = (BAD | OF_ADAM | OF_SGD)[bad]
     group = optimizer.param_groups[1]
@@ -111,7 +111,7 @@ def test_a_number_written_into_the_same_object_is_judged_again():
 
 @OURS
 @pytest.mark.parametrize("setting", ["maximize", "differentiable"])
-def test_a_setting_that_no_kernel_computes_is_refused_where_a_group_is_given(kind, setting):
+def test_a_setting_that_no_kernel_computes_is_rejected_where_a_group_is_given(kind, setting):
     other = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(RuntimeError, match=f"{setting}=True in a parameter group"):
         MAKERS[kind]([{"params": [other], setting: True}])
@@ -133,7 +133,7 @@ TORCHS = {
     ("kind", "options"),
     [("adam", {"maximize": True}), ("adam", {"amsgrad": True}), ("sgd", {"maximize": True})],
 )
-def test_a_state_of_torchs_that_steps_otherwise_is_refused_with_nothing_changed(kind, options):
+def test_a_state_of_torchs_that_steps_otherwise_is_rejected_with_nothing_changed(kind, options):
     optimizer = stepped(kind)
     theirs = TORCHS[kind]([{"params": [torch.nn.Parameter(torch.ones(3))]} for _ in range(2)], **options)
     give_gradients(theirs)
@@ -197,7 +197,7 @@ def test_masters_are_saved_for_all_parameters_or_for_none():
     optimizer.step()
 
 
-def test_a_momentum_of_another_shape_is_refused_with_nothing_changed():
+def test_a_momentum_of_another_shape_is_rejected_with_nothing_changed():
     optimizer = stepped("sgd")
     saved = copy.deepcopy(optimizer.state_dict())
     saved["param_groups"][0]["lr"] = 77.0
@@ -221,7 +221,7 @@ def test_a_cleared_state_begins_anew(kind):
     assert same(everything(cleared), everything(fresh))
 
 
-def test_a_state_that_has_lost_its_parts_is_refused_by_name():
+def test_a_state_that_has_lost_its_parts_is_rejected():
     optimizer = stepped("adam")
     optimizer.state[optimizer.param_groups[1]["params"][0]].clear()
     before = optimizer.param_groups[0]["params"][0].detach().clone()

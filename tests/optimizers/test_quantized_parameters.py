@@ -1,4 +1,4 @@
-"""Quantized parameters: trained by masters under every recipe, saved, loaded, and what is refused."""
+"""Quantized parameters: trained by masters under every recipe, saved, loaded, and rejected steps."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_codes_that_lie_in_another_buffer_are_the_ones_that_are_trained(device):
     assert weight._data is buffer and not torch.equal(buffer, before)
 
 
-def test_without_masters_codes_of_delayed_scaling_step_and_others_are_refused(device):
+def test_without_masters_codes_of_delayed_scaling_step_and_others_are_rejected(device):
     recipe = RECIPES["delayed"]
     model = model_of(recipe, device)
     losses = train(model, FusedAdam(model.parameters(), lr=1e-2), recipe, device)

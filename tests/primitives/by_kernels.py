@@ -23,7 +23,7 @@ from transformer_engine.pytorch.primitives.quantize import QuantizeSpec
 def activation_fuses(
     name: str, x: Tensor, spec: QuantizeSpec, dbias: torch.dtype | None = None, *, backward: bool
 ) -> bool:
-    """Does the kernel of an activation, or of its gradient, quantize what it makes?"""
+    """Return whether the kernel of an activation, or of its gradient, quantizes its result."""
     gradient = (x.stride(), x.dtype) if backward else None
     facts = (name, x.shape, x.stride(), x.dtype, x.device, DEFAULT_PARAMS.constants)
     request = activation_request(*facts, gradient, spec, False, False, dbias)
@@ -32,7 +32,7 @@ def activation_fuses(
 
 
 def norm_fuses(x: Tensor, spec: QuantizeSpec, *, centered: bool) -> bool:
-    """Does a norm's kernel quantize what it makes?"""
+    """Return whether a norm's kernel quantizes its result."""
     operation = "layernorm_forward" if centered else "rmsnorm_forward"
     (rows, width), (apart, along) = x.shape, x.stride()
     facts = ((rows, width), (apart, along), x.dtype, x.dtype, x.device, False, 1e-5)

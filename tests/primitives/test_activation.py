@@ -116,7 +116,7 @@ def test_every_backend_agrees_with_the_reference(backend, name, dtype, device):
     x = torch.randn(19, 160, device=device).to(dtype)
     dy = torch.randn(19, 80 if ACTIVATIONS[name].gated else 160, device=device).to(dtype)
     for backward in (False, True):
-        refusal = TABLE.named(backend).refuses(
+        refusal = TABLE.named(backend).unsupported_reason(
             ActivationRequest(name, backward, x.shape, x.stride(), dtype, x.device)
         )
         if refusal is not None:
@@ -140,7 +140,7 @@ def test_an_unknown_name_lists_the_known_ones():
         activation_forward("mish", torch.zeros(2))
 
 
-def test_a_gated_activation_refuses_an_odd_width():
+def test_a_gated_activation_rejects_an_odd_width():
     with pytest.raises(ValueError, match="odd"):
         activation_forward("swiglu", torch.zeros(2, 3))
 

@@ -103,6 +103,6 @@ def test_compiled_code_reaches_the_same_kernels_without_a_graph_break():
     assert all(torch.equal(a, b) for a, b in zip(compiled, eager, strict=True))
 
 
-def test_a_tensor_on_the_cpu_is_refused_with_the_reason():
+def test_a_tensor_on_the_cpu_is_rejected_with_the_reason():
     request = ActivationRequest("gelu", False, torch.Size((2, 8)), (8, 1), torch.float32, torch.device("cpu"))
     assert "on cpu" in (triton.unsupported_reason(request) or "")

@@ -112,9 +112,9 @@ def test_rows_are_cut_where_there_are_few():
     assert strips_of(1, 1 << 20) == 128
 
 
-def test_a_tensor_on_the_cpu_is_refused_with_the_reason():
+def test_a_tensor_on_the_cpu_is_rejected_with_the_reason():
     labels = Labels(IGNORED, 0.0, 0, 8)
     request = CrossEntropyRequest("statistics", 2, 8, torch.float32, torch.device("cpu"), labels)
     assert "on cpu" in (triton.unsupported_reason(request) or "")
-    assert triton.unsupported_reason(request._replace(width=0)) == "there are no logits"
+    assert triton.unsupported_reason(request._replace(width=0)) == "the logits are empty"
     assert [v.backend for v in cross_entropy.TABLE.explain(request) if v.chosen] == ["reference"]

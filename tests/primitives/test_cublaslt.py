@@ -232,13 +232,13 @@ FP8_REFUSALS = {
     + [("float8", reason, change) for reason, change in FP8_REFUSALS.items()],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_what_it_does_not_cover_is_refused_with_the_reason(library, pair, reason, change):
+def test_what_it_does_not_cover_is_rejected_with_the_reason(library, pair, reason, change):
     request = request_of(*PAIRS[pair](), Epilogue(torch.bfloat16))
     assert cublaslt.unsupported_reason(request) is None
     assert reason in (cublaslt.unsupported_reason(dataclasses.replace(request, **change)) or "")
 
 
-def test_a_problem_without_an_algorithm_is_refused(library):
+def test_a_problem_without_an_algorithm_is_rejected(library):
     library.algorithms = []
     request = request_of(*PAIRS["bf16"](), Epilogue(torch.bfloat16))
     assert cublaslt.unsupported_reason(request) is None  # it plans nothing
@@ -293,7 +293,7 @@ def test_a_small_gain_does_not_change_the_algorithm(timed, monkeypatch):
 
 
 @pytest.mark.parametrize("code", [REFUSED.hex(), "00"], ids=["refused", "short"])
-def test_a_stored_algorithm_that_the_library_refuses_is_timed_anew(timed, code):
+def test_a_stored_algorithm_that_the_library_rejects_is_timed_anew(timed, code):
     a, b = PAIRS["bf16"]()
     plan = cublaslt.plan_of(request_of(a, b, Epilogue(torch.bfloat16)))
     path = tuning.choices_of(0).path

@@ -1,4 +1,4 @@
-"""Dropout: what is kept, how masks replay, and the Triton kernels bit for bit against the reference."""
+"""Dropout: kept elements, replay of masks, and the Triton kernels bit for bit against the reference."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_compiled_code_reaches_the_same_kernels_without_a_graph_break():
     assert all(torch.equal(a, b) for a, b in zip(compiled, eager, strict=True))
 
 
-def test_a_tensor_on_the_cpu_is_refused_with_the_reason():
+def test_a_tensor_on_the_cpu_is_rejected_with_the_reason():
     request = DropoutRequest("forward", torch.Size((8,)), torch.float32, torch.device("cpu"))
     assert "on cpu" in (triton.unsupported_reason(request) or "")
     assert "fewer than" in (triton.unsupported_reason(request._replace(shape=torch.Size((1 << 35,)))) or "")

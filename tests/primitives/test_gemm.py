@@ -1,4 +1,4 @@
-"""One body for every backend of the product: refuse with a reason, or agree with the float32 reference."""
+"""One body for every backend of the product: a reason why it is unsupported, or the float32 reference's result."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def bound_of(a: Operand, b: Operand, tensor_cores: bool) -> torch.Tensor:
 @pytest.mark.parametrize("backend", TABLE.names())
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda p: f"{p[0]}x{p[1]}")
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_a_backend_refuses_or_meets_the_exact_product(backend, pair, size, device):
+def test_a_backend_rejects_or_meets_the_exact_product(backend, pair, size, device):
     m, n, k = size
     a, b = operand(pair[0], m, k, device), operand(pair[1], n, k, device)
     epilogue = Epilogue(torch.float32)
     request = GemmRequest.of(a, b, epilogue)
-    if reason := TABLE.named(backend).refuses(request):
+    if reason := TABLE.named(backend).unsupported_reason(request):
         pytest.skip(f"{backend}: {reason}")
     with use_backend(gemm=backend):
         out = gemm(a, b, epilogue).double()
@@ -126,7 +126,7 @@ def test_an_empty_product_is_zero(size, device):
     assert not out.any()
 
 
-def test_operands_that_contract_different_extents_are_refused(device):
+def test_operands_that_contract_different_extents_are_rejected(device):
     with pytest.raises(ValueError, match="contract 8 and 9"):
         gemm(
             plain(torch.ones(2, 8, device=device)),
@@ -135,17 +135,17 @@ def test_operands_that_contract_different_extents_are_refused(device):
         )
 
 
-def test_a_forced_backend_that_refuses_says_why():
+def test_a_forced_backend_that_rejects_says_why():
     a = operand("float8", 16, 16, "cpu")
     with use_backend(gemm="widen"), pytest.raises(Unsupported, match="for GPUs"):
         gemm(a, a, Epilogue(torch.float32))
 
 
-def test_every_refusal_is_a_sentence():
+def test_every_rejection_is_a_sentence():
     a = operand("block2d", 16, 16, "cpu")
     for verdict in TABLE.explain(GemmRequest.of(a, a, Epilogue(torch.float32))):
         assert verdict.chosen == (verdict.backend == "reference")
-        assert verdict.chosen or len(verdict.refusal) > 10
+        assert verdict.chosen or len(verdict.reason) > 10
 
 
 @pytest.mark.parametrize("b_format", [formats.BLOCK_2D, formats.BLOCK_1D])
@@ -158,4 +158,4 @@ def test_torch_is_asked_for_no_gradient_in_blocks(b_format):
         a_element=torch.float8_e5m2,
         b_format=b_format,
     )
-    assert "not support E5M2 operands" in str(TABLE.named("scaled_mm_block").refuses(request))
+    assert "not support E5M2 operands" in str(TABLE.named("scaled_mm_block").unsupported_reason(request))

@@ -1,4 +1,4 @@
-"""A product and what follows it: every backend against float64, cuBLASLt's descriptors on a stand-in, its refusals."""
+"""Products with a fused operation: all backends against float64, cuBLASLt's descriptors and unsupported requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from tests.primitives.cublaslt_on_cpu import installed
 from transformer_engine.common import formats
-from transformer_engine.common.dispatch import Refusal, observing, use_backend
+from transformer_engine.common.dispatch import PlanFailure, observing, use_backend
 from transformer_engine.pytorch.primitives.gemm import (
     Epilogue,
     GemmRequest,
@@ -66,9 +66,9 @@ def slope(x: torch.Tensor) -> torch.Tensor:
 
 
 def take(backend: str, kind: str, a, b, epilogue, second, x=None, dtype=None) -> None:
-    """Skip where the backend refuses."""
+    """Skip if the backend does not support the request."""
     request = FusedRequest.of(kind, a, b, epilogue, second, x, dtype)
-    if reason := fused.TABLE.named(backend).refusal(request):
+    if reason := fused.TABLE.named(backend).rejection_reason(request):
         pytest.skip(f"{backend}: {reason}")
 
 
@@ -440,7 +440,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("reason", REFUSALS)
-def test_what_the_library_does_not_list_is_refused_with_the_reason(library, reason):
+def test_what_the_library_does_not_list_is_rejected_with_the_reason(library, reason):
     kind, change = REFUSALS[reason]
     if "a_element" in change:
         change = {"b_element": change["a_element"], **change}
@@ -451,10 +451,10 @@ def test_what_the_library_does_not_list_is_refused_with_the_reason(library, reas
     assert reason in (cublaslt_fused.unsupported_reason(request) or "")
 
 
-def test_other_refusals_name_what_they_look_at(library):
+def test_other_rejections_name_what_they_look_at(library):
     a, b = operand(M, K, "cpu", formats.E4M3), operand(N, K, "cpu", formats.E4M3)
     codes = on_h200(CODES, a, b, Epilogue(BF16), True, None, torch.float8_e5m2)
-    assert "E5M2 only where" in (cublaslt_fused.unsupported_reason(codes) or "")
+    assert "E5M2 only if" in (cublaslt_fused.unsupported_reason(codes) or "")
     x = torch.zeros(M, N, dtype=BF16)
     slow = on_h200(GELU_GRADIENT, a, b, Epilogue(BF16), False, x, BF16)
     assert "twice as long" in (cublaslt_fused.unsupported_reason(slow) or "")
@@ -500,7 +500,7 @@ def test_the_library_takes_bfloat16_products_with_gelu(kind):
     if reason := cublaslt_fused.cublaslt.unsupported_reason(request.product):
         pytest.skip(f"cublaslt: {reason}")
     assert cublaslt_fused.unsupported_reason(request) is None
-    assert not isinstance(cublaslt_fused.bind(request), Refusal)
+    assert not isinstance(cublaslt_fused.bind(request), PlanFailure)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""A generated pass starts what a function of symbols lists, on other tensors."""
+"""A generated pass starts the work that a function of symbols lists, on other tensors."""
 
 from __future__ import annotations
 

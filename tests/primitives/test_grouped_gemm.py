@@ -57,7 +57,7 @@ def assert_close(result, expected, kind, backend, empty=False) -> None:
 
 
 def run_with(backend: str, function):
-    """The result with a backend forced; a refusal skips the case."""
+    """Return the result with a backend forced; skip the case if it is unsupported."""
     try:
         with use_backend(grouped_gemm=backend):
             return function()
@@ -160,7 +160,7 @@ def test_a_gpu_takes_one_launch_for_many_groups_and_the_library_for_few(kind):
         assert [v.backend for v in verdicts if v.chosen] == [chosen]
 
 
-def test_rows_and_matrices_of_different_depth_are_refused(device):
+def test_rows_and_matrices_of_different_depth_are_rejected(device):
     x = torch.randn(32, 48, device=device, dtype=torch.bfloat16)
     b = GroupedMatrices(Matrices.of([torch.randn(16, 32, device=device, dtype=torch.bfloat16)]))
     with pytest.raises(ValueError, match="contract 48 elements, the matrices 32"):

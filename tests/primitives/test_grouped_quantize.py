@@ -141,7 +141,7 @@ def test_sums_of_rows_are_float32_sums_of_each_group(device):
     torch.testing.assert_close(sums.double(), expected, rtol=1e-5, atol=1e-3)
 
 
-def test_formats_without_a_grouped_form_are_refused(device):
+def test_formats_without_a_grouped_form_are_rejected(device):
     x = values(64, device)
     with pytest.raises(ValueError, match="not to mxfp8"):
         quantize_rows(x, groups_of((64,), 64, x.device), QuantizeSpec(MXFP8, E4M3))
@@ -154,6 +154,6 @@ def test_formats_without_a_grouped_form_are_refused(device):
     [(3, 4), (8, -1), torch.tensor([[7]]), torch.tensor([3.5, 3.5])],
     ids=["sum", "sign", "2d", "float"],
 )
-def test_splits_that_are_no_rows_are_refused(splits, device):
+def test_splits_that_are_no_rows_are_rejected(splits, device):
     with pytest.raises(ValueError, match="splits"):
         groups_of(splits, 8, device)

@@ -160,7 +160,7 @@ def test_appending_traces_and_writes_in_a_compiled_graph():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
-def test_the_kernel_says_why_it_refuses(dtype):
+def test_the_kernel_says_why_it_rejects(dtype):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert "needs a CUDA device" in str(
         triton.unsupported_reason(CacheRequest(torch.float32, torch.float32, cpu))

@@ -1,4 +1,4 @@
-"""Launches and programs on torch tensors: what is made, what is handed over, in which order."""
+"""Launches and programs on torch tensors: allocated and passed tensors, and their order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def record(name: str, inputs: int, *outputs: Output | None, **rest) -> Launch:
 
 
 @pytest.mark.parametrize("grid", [(1, 65536, 1), (1, 1, 65536), (2**31, 1, 1)])
-def test_a_grid_that_cuda_does_not_start_is_refused_by_name(grid):
+def test_a_grid_that_cuda_does_not_start_is_rejected(grid):
     with pytest.raises(ValueError, match=rf"^one needs a grid of \({grid[0]}, .* at most .* split the batch"):
         Launch(_Kernel("one", 1), grid, (), (), (), 1)
     Launch(_Kernel("one", 1), (2**31 - 1, 65535, 65535), (), (), (), 1)

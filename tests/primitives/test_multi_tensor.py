@@ -184,7 +184,7 @@ def test_the_first_bias_is_exact_in_float32():
 def test_what_the_kernels_do_not_take_is_said():
     kinds = (torch.float32, torch.float32)
     assert "on cpu" in (triton.unsupported_reason(MultiTensorRequest("scale", CPU, kinds)) or "")
-    if triton.refuses_elementwise(torch.device("cpu"), torch.float32):
+    if triton.unsupported_elementwise(torch.device("cpu"), torch.float32):
         request = MultiTensorRequest("adam", CPU, kinds, Adam())
         assert [v.backend for v in multi_tensor.TABLE.explain(request) if v.chosen] == ["reference"]
 

@@ -209,20 +209,20 @@ def _request(device="cuda", dtype=torch.bfloat16):
     return NormRequest("rmsnorm_forward", *lies, torch.bfloat16, torch.device(device), False)
 
 
-def test_a_tensor_on_the_cpu_is_refused_with_the_reason():
+def test_a_tensor_on_the_cpu_is_rejected_with_the_reason():
     assert "on cpu" in (triton.unsupported_reason(_request("cpu")) or "")
     x = torch.randn(2, 8)
     with use_backend(norm="triton"), pytest.raises(Unsupported, match="needs a CUDA device"):
         norm.rmsnorm_forward(x, torch.ones(8), EPS, False)
 
 
-def test_a_missing_triton_is_a_refusal(monkeypatch):
+def test_a_missing_triton_is_a_rejection(monkeypatch):
     monkeypatch.setattr(launching, "missing", lambda: "triton is not installed")
     assert triton.unsupported_reason(_request()) == "triton is not installed"
 
 
 @pytest.mark.parametrize("capability, taken", [((7, 5), False), ((8, 0), True), ((9, 0), True)])
-def test_old_devices_and_float64_are_refused(monkeypatch, capability, taken):
+def test_old_devices_and_float64_are_rejected(monkeypatch, capability, taken):
     monkeypatch.setattr(launching, "missing", lambda: None)
     monkeypatch.setattr(launching, "get_device_compute_capability", lambda: capability)
     assert (triton.unsupported_reason(_request()) is None) == taken

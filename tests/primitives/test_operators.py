@@ -1,4 +1,4 @@
-"""What a compiler is told of an operation is what it returns: shapes and dtypes, on a GPU that is not there."""
+"""Operators report their results' shapes and dtypes to a compiler, also for a GPU that is absent."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def on_gpu(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("table", [product.TABLE, quantization.TABLE], ids=lambda table: table.operation)
-def test_a_feature_that_nobody_has_declared_is_refused_by_every_backend(table, monkeypatch):
+def test_a_feature_that_nobody_has_declared_is_rejected_by_every_backend(table, monkeypatch):
     case = product_case() if table is product.TABLE else quantize_case("float8")
     request = case[1]
     assert table.chosen(request)

@@ -204,7 +204,7 @@ class TestKernels:
         ({}, "it needs a CUDA device"),
     ],
 )
-def test_the_kernels_refuse_what_they_cannot_by_name(changes, reason):
+def test_the_kernels_reject_what_they_cannot_by_name(changes, reason):
     request = permutation.PermutationRequest("map", (8, 4), torch.bool, torch.device("cpu"))
     assert reason in triton.unsupported_reason(request._replace(**changes))
 

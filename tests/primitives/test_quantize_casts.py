@@ -174,7 +174,7 @@ class TestPacking:
         packed = torch.arange(256, dtype=torch.uint8, device=device).view(8, 32)
         assert torch.equal(pack_fp4(unpack_fp4(packed)), packed)
 
-    def test_an_odd_number_of_codes_is_refused(self, device):
+    def test_an_odd_number_of_codes_is_rejected(self, device):
         with pytest.raises(ValueError, match=r"K=3 .*multiple of 2"):
             pack_fp4(torch.zeros(1, 3, dtype=torch.uint8, device=device))
 

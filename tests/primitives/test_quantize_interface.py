@@ -1,4 +1,4 @@
-"""quantize() and dequantize() as callers meet them: refusals, shapes, dtypes, special values, compilation."""
+"""quantize() and dequantize() as callers see them: rejected calls, shapes, dtypes, special values, compilation."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ class TestChoices:
         x = sample(32, 48, device)
         request = QuantizeRequest(SPECS["mxfp8"], (32, 48), x.dtype, x.device)
         reference = TABLE.named("reference")
-        assert reference.refusal(request) is None
+        assert reference.rejection_reason(request) is None
         with use_backend(quantize="reference"):
             assert_same(quantize(x, SPECS["mxfp8"]), reference.bind(request)(x, *[None] * 4))
 
@@ -231,7 +231,7 @@ class TestDequantize:
             dequantize(Operand(codes, scale, TensorFormat("ternary", None, "float32")))
 
 
-class TestRefusals:
+class TestRejections:
     @pytest.mark.parametrize(
         "fields, message",
         [
@@ -243,7 +243,7 @@ class TestRefusals:
             ({"format": NVFP4, "element": E2M1, "two_dimensional": True, "hadamard": True}, "choose one"),
         ],
     )
-    def test_contradictory_specs_are_refused(self, fields, message):
+    def test_contradictory_specs_are_rejected(self, fields, message):
         with pytest.raises(ValueError, match=message):
             QuantizeSpec(**{"format": FLOAT8, "element": E4M3, **fields})
 
@@ -267,7 +267,7 @@ class TestRefusals:
             ("nvfp4-hadamard", 18, 16, "M=18 is not a multiple of 16"),
         ],
     )
-    def test_nvfp4_refuses_what_does_not_fill_bytes_or_groups(self, name, rows, depth, message, device):
+    def test_nvfp4_rejects_what_does_not_fill_bytes_or_groups(self, name, rows, depth, message, device):
         with pytest.raises(ValueError, match=message):
             quantize(torch.zeros(rows, depth, device=device), SPECS[name])
 

@@ -415,6 +415,6 @@ def test_hadamard_transform_keeps_products(device):
     )
 
 
-def test_hadamard_transform_refuses_a_ragged_axis(device):
+def test_hadamard_transform_rejects_a_ragged_axis(device):
     with pytest.raises(ValueError, match="groups of 16, 24 elements"):
         hadamard_transform(torch.zeros(2, 24, device=device))

@@ -247,27 +247,27 @@ def test_a_compiled_full_graph_keeps_the_kernels(name):
     ("device", "dtype", "reason"),
     [("cpu", torch.bfloat16, "needs a CUDA device"), ("cuda", torch.float64, "float64")],
 )
-def test_what_the_kernels_cannot_do_is_refused_with_the_reason(device, dtype, reason, monkeypatch):
+def test_what_the_kernels_cannot_do_is_rejected_with_the_reason(device, dtype, reason, monkeypatch):
     monkeypatch.setattr(launching, "missing", lambda: None)
     request = QuantizeRequest(QuantizeSpec(FLOAT8, E4M3), (16, 16), dtype, torch.device(device))
-    refusal = TRITON.refuses(request)
+    refusal = TRITON.unsupported_reason(request)
     assert refusal is not None and reason in refusal
 
 
-def test_a_missing_triton_is_a_refusal(monkeypatch):
+def test_a_missing_triton_is_a_rejection(monkeypatch):
     monkeypatch.setattr(launching, "missing", lambda: "triton is not installed")
     request = QuantizeRequest(QuantizeSpec(FLOAT8, E4M3), (16, 16), torch.bfloat16, torch.device("cuda"))
-    assert TRITON.refuses(request) == "triton is not installed"
+    assert TRITON.unsupported_reason(request) == "triton is not installed"
     assert TABLE.backends[0] is TRITON
 
 
 @pytest.mark.parametrize(
     ("capability", "refused"), [((8, 0), True), ((8, 9), True), ((9, 0), False), ((10, 0), False)]
 )
-def test_architectures_without_a_correctly_rounded_cast_are_refused(capability, refused, monkeypatch):
+def test_architectures_without_a_correctly_rounded_cast_are_rejected(capability, refused, monkeypatch):
     monkeypatch.setattr(launching, "missing", lambda: None)
     monkeypatch.setattr(launching, "get_device_compute_capability", lambda: capability)
     request = QuantizeRequest(QuantizeSpec(FLOAT8, E4M3), (16, 16), torch.bfloat16, torch.device("cuda"))
-    refusal = TRITON.refuses(request)
+    refusal = TRITON.unsupported_reason(request)
     assert (refusal is not None) == refused
     assert refusal is None or f"{capability[0]}.{capability[1]}" in refusal

@@ -224,7 +224,7 @@ def test_compiled_code_reaches_the_same_kernel_without_a_graph_break():
     assert all(torch.equal(a, b) for a, b in zip(compiled, eager, strict=True))
 
 
-def test_a_tensor_on_the_cpu_is_refused_with_the_reason():
+def test_a_tensor_on_the_cpu_is_rejected_with_the_reason():
     request = RopeRequest(
         "forward",
         (torch.Size((2, 1, 1, 8)), (8, 8, 8, 1)),

@@ -39,7 +39,7 @@ def bits(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("length", [1, 2, 3, 16, 1024])
 def test_backends_step_as_the_reference_does(device, backend, algorithm, keep_idle, margin, length):
     request = ScaleUpdateRequest(device, length, 8)
-    if refusal := scale_update.TABLE.named(backend).refuses(request):
+    if refusal := scale_update.TABLE.named(backend).unsupported_reason(request):
         pytest.skip(refusal)
     results = []
     for name in ("reference", backend):
@@ -56,7 +56,7 @@ def test_backends_step_as_the_reference_does(device, backend, algorithm, keep_id
 
 @pytest.mark.parametrize("backend", scale_update.TABLE.names())
 def test_wide_states_are_stepped_in_blocks_of_columns(device, backend):
-    if refusal := scale_update.TABLE.named(backend).refuses(ScaleUpdateRequest(device, 1024, 192)):
+    if refusal := scale_update.TABLE.named(backend).unsupported_reason(ScaleUpdateRequest(device, 1024, 192)):
         pytest.skip(refusal)
     results = []
     for name in ("reference", backend):
@@ -79,12 +79,12 @@ def test_states_of_different_lengths_are_stepped_together(device):
 
 
 def test_the_kernel_says_which_states_it_does_not_take():
-    refuses = scale_update.triton.unsupported_reason
-    assert "on cpu" in str(refuses(ScaleUpdateRequest("cpu", 16, 4)))
+    reason = scale_update.triton.unsupported_reason
+    assert "on cpu" in str(reason(ScaleUpdateRequest("cpu", 16, 4)))
     if scale_update.triton.launch.MISSING is None:
-        assert "differ in length" in str(refuses(ScaleUpdateRequest("cuda", None, 4)))
-        assert "exceeds" in str(refuses(ScaleUpdateRequest("cuda", 1 << 16, 1)))
-        assert refuses(ScaleUpdateRequest("cuda", 1024, 400)) is None
+        assert "differ in length" in str(reason(ScaleUpdateRequest("cuda", None, 4)))
+        assert "exceeds" in str(reason(ScaleUpdateRequest("cuda", 1 << 16, 1)))
+        assert reason(ScaleUpdateRequest("cuda", 1024, 400)) is None
 
 
 @pytest.mark.gpu

@@ -146,7 +146,7 @@ def test_compiled_code_reaches_the_same_kernels_without_a_graph_break():
     assert all(torch.equal(a, b) for a, b in zip(compiled, eager, strict=True))
 
 
-def test_a_tensor_on_the_cpu_is_refused_with_the_reason():
+def test_a_tensor_on_the_cpu_is_rejected_with_the_reason():
     request = SoftmaxRequest("forward", torch.Size((2, 8)), torch.float32, torch.device("cpu"), None)
     assert "on cpu" in (triton.unsupported_reason(request) or "")
     assert [v.backend for v in softmax.TABLE.explain(request) if v.chosen] == ["reference"]

@@ -47,7 +47,7 @@ def test_the_kernel_says_what_it_does_not_take():
         ({"dtype": torch.bfloat16}, "one byte"),
         ({"contiguous": False}, "not contiguous"),
         ({"native": False}, "not a plain tensor"),
-        ({"shape": (0, 8)}, "no codes"),
+        ({"shape": (0, 8)}, "codes are empty"),
         ({"shape": (8, 1 << 24)}, "reaches"),
         ({"device": torch.device("cpu")}, "on cpu"),
     ):

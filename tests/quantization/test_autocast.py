@@ -80,7 +80,7 @@ def test_without_a_recipe_the_default_applies():
         assert q.current().recipe is None
 
 
-def test_an_unsupported_recipe_is_refused_before_anything_changes(monkeypatch):
+def test_an_unsupported_recipe_is_rejected_before_anything_changes(monkeypatch):
     monkeypatch.delenv("TE_EMULATE", raising=False)
     monkeypatch.setattr(support, "has_cuda", lambda: True)
     monkeypatch.setattr(support, "get_device_compute_capability", lambda: (9, 0))
@@ -101,7 +101,7 @@ def test_an_unsupported_recipe_is_refused_before_anything_changes(monkeypatch):
 
 
 @pytest.mark.parametrize("block", [q.autocast, q.quantized_model_init])
-def test_a_recipe_of_another_type_is_refused(block):
+def test_a_recipe_of_another_type_is_rejected(block):
     with pytest.raises(TypeError, match="str"):
         block(recipe="fp8")
 

@@ -135,7 +135,7 @@ def test_an_archive_with_a_recipe_is_read_and_validated():
     torch.save({"recipe": DelayedScaling(fp8_format=Format.E4M3)}, buffer)
     assert q.decode_extra_state(buffer)["recipe"] == DelayedScaling(fp8_format=Format.E4M3)
     broken = DelayedScaling()
-    vars(broken)["amax_history_len"] = -1  # an assignment would be refused
+    vars(broken)["amax_history_len"] = -1  # an assignment would raise an error
     buffer = io.BytesIO()
     torch.save({"recipe": broken}, buffer)
     with pytest.raises(ExtraStateError, match="amax_history_len=-1"):
@@ -185,7 +185,7 @@ def test_loading_writes_in_place_and_adjusts_the_history(length):
     assert module["recipe"] == saved["recipe"]
 
 
-def test_loading_another_number_of_quantizers_is_refused_before_anything_changes():
+def test_loading_another_number_of_quantizers_is_rejected_before_anything_changes():
     saved = meta(DelayedScaling(), slots=6)
     module = meta(DelayedScaling(margin=1))
     with pytest.raises(ExtraStateError, match=r"scale_fwd .*\(6,\); .* 3 quantizers"):
@@ -229,7 +229,7 @@ NAMES = [name for name, _ in payloads("unused")]
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["bytes", "archive", "archive_bytes"])
-def test_a_hostile_pickle_is_refused_and_runs_nothing(tmp_path, name, kind):
+def test_a_hostile_pickle_is_rejected_and_runs_nothing(tmp_path, name, kind):
     marker = tmp_path / "ran"
     payload = dict(payloads(str(marker)))[name]
     if kind == "bytes":
@@ -245,7 +245,7 @@ def test_a_hostile_pickle_is_refused_and_runs_nothing(tmp_path, name, kind):
     assert not marker.exists()
 
 
-def test_the_refusal_names_what_was_asked_for(tmp_path):
+def test_the_rejection_names_what_was_asked_for(tmp_path):
     with pytest.raises(ExtraStateError, match=r"posix\.system"):
         q.decode_extra_state(encoded(Exploit(os.system, f"touch {tmp_path / 'ran'}")))
     assert list(tmp_path.iterdir()) == []
@@ -288,7 +288,7 @@ def _tensor_record(storage, offset, size, stride):
 @pytest.mark.parametrize(
     ("offset", "size", "stride"), [(0, (100,), (1,)), (3, (2,), (1,)), (-1, (1,), (1,)), (0, (2,), (-1,))]
 )
-def test_a_tensor_outside_of_its_storage_is_refused(offset, size, stride):
+def test_a_tensor_outside_of_its_storage_is_rejected(offset, size, stride):
     storage = torch.storage.TypedStorage(
         wrap_storage=torch.arange(4.0).untyped_storage(), dtype=torch.float32, _internal=True
     )
@@ -328,14 +328,14 @@ def test_tensor_views_are_read_with_their_values(tensor):
         (encoded({"recipe": Exploit(Format, 7)}), "7"),
     ],
 )
-def test_damaged_states_are_refused_with_what_is_wrong(state, words):
+def test_damaged_states_are_rejected_with_what_is_wrong(state, words):
     with pytest.raises(ExtraStateError, match=words):
         q.decode_extra_state(state)
 
 
 def test_a_tampered_recipe_is_validated():
     recipe = DelayedScaling()
-    vars(recipe)["amax_history_len"] = -3  # an assignment would be refused
+    vars(recipe)["amax_history_len"] = -3  # an assignment would raise an error
     with pytest.raises(ExtraStateError, match="amax_history_len=-3"):
         q.decode_extra_state(encoded({"recipe": recipe}))
     current = Float8CurrentScaling()
@@ -344,14 +344,14 @@ def test_a_tampered_recipe_is_validated():
         q.decode_extra_state(encoded({"recipe": current}))
 
 
-def test_a_container_that_holds_itself_is_refused():
+def test_a_container_that_holds_itself_is_rejected():
     loop = []
     loop.append(loop)
     with pytest.raises(ExtraStateError, match="readable pickle"):
         q.decode_extra_state(encoded({"x": loop}))
 
 
-def test_a_storage_of_something_else_is_refused():
+def test_a_storage_of_something_else_is_rejected():
     buffer = io.BytesIO()
     torch.save(struct.pack("i", 1), buffer)
     with pytest.raises(ExtraStateError, match="storage is a bytes"):

@@ -270,17 +270,17 @@ def test_equal_requests_of_a_custom_factory_share_a_state_that_is_updated(device
     assert state.delayed_states == (first, second)
 
 
-def test_an_unknown_request_is_refused(device):
+def test_an_unknown_request_is_rejected(device):
     recipe = CustomRecipe(qfactory=lambda role: q.QuantizerRequest())
     with pytest.raises(TypeError, match="DelayedScalingRequest"):
         both_directions(recipe, device)
 
 
-def test_a_recipe_outside_the_families_is_refused(device):
+def test_a_recipe_outside_the_families_is_rejected(device):
     class Strange(Recipe):
         pass
 
-    with pytest.raises(ValueError, match="Strange is none of"):
+    with pytest.raises(ValueError, match="Strange is not one of"):
         q.RecipeState.create(Strange(), mode="forward", device=device)
     with pytest.raises(ValueError, match="Strange"):
         q.make_quantizers(Strange(), "forward", 1, device, None)
@@ -289,7 +289,7 @@ def test_a_recipe_outside_the_families_is_refused(device):
 @pytest.mark.parametrize(
     ("keywords", "words"), [({"mode": "sideways"}, "sideways"), ({"num_quantizers": -1}, "-1")]
 )
-def test_impossible_states_are_refused(keywords, words):
+def test_impossible_states_are_rejected(keywords, words):
     with pytest.raises(ValueError, match=words):
         q.RecipeState.create(DelayedScaling(), **{"mode": "forward", **keywords})
 

@@ -1,4 +1,4 @@
-"""Pools of delayed scaling hold what lives, and ranks agree on what they reduce."""
+"""Pools of delayed scaling hold live states, and ranks agree on the states that they reduce."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_the_default_recipe_is_the_best_that_needs_no_emulation(machine, capabil
     assert type(q.FP8GlobalStateManager.get_fp8_recipe()) is kind
 
 
-def test_an_unknown_kind_is_refused(machine):
+def test_an_unknown_kind_is_rejected(machine):
     machine((9, 0))
     with pytest.raises(ValueError, match=r"'fp6'.*nvfp4"):
         q.support_of("fp6")

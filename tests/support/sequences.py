@@ -1,4 +1,4 @@
-"""Lengths as tensors, and calls whose numbers are refused."""
+"""Lengths as tensors, and calls whose numbers are rejected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def int32(values: Sequence[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def refuses(match: str, call: Callable[[], object]) -> None:
+def rejects(match: str, call: Callable[[], object]) -> None:
     """The call, or the check of numbers that follows it, raises a ValueError of these words."""
     with pytest.raises(ValueError, match=match):
         call()

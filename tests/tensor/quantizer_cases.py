@@ -1,4 +1,4 @@
-"""Every kind of quantizer by name, for tests that claim something of all of them."""
+"""Every kind of quantizer with its name, for tests that hold for all of them."""
 
 from __future__ import annotations
 

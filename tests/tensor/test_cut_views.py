@@ -1,4 +1,4 @@
-"""Parts of a quantized tensor that are no views of its codes: read like any values, and never written in silence."""
+"""Parts of a quantized tensor without views of its codes: readable like any values, and never written silently."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_rows_that_are_assigned_by_index_are_written(name, rows, device):
         assert torch.equal(q.dequantize(), quantizer_of(name, device)(exact).dequantize())
 
 
-def test_a_trained_parameter_is_refused_by_autograd(device):
+def test_a_trained_parameter_is_rejected_by_autograd(device):
     weight = torch.nn.Parameter(quantized("mxfp8", device))
     with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
         weight[3:7].copy_(torch.zeros(4, COLUMNS, device=device))

@@ -50,7 +50,7 @@ def test_offsets_are_cumulative():
     assert GroupedTensorStorage.make_tensor_offsets([2, 0, 3], 8) == [0, 16, 16, 40]
 
 
-def test_what_does_not_fit_is_refused():
+def test_what_does_not_fit_is_rejected():
     with pytest.raises(ValueError, match="2 tensors of 24 elements do not fill a buffer of 23"):
         GroupedTensor.make_grouped_tensor_from_rowwise_data(
             num_tensors=2, tensor_shape=(3, 4), rowwise_data=torch.zeros(23)
@@ -100,7 +100,7 @@ def test_a_group_is_a_quantized_tensor_of_its_members(name, device):
     assert type(grouped + 1) is torch.Tensor and float(grouped.amax()) == float(grouped.dequantize().amax())
     grouped.mul_(0.5)
     assert type(grouped) is GroupedTensor
-    with pytest.raises(TypeError, match="a group of 3 matrices is no operand"):
+    with pytest.raises(TypeError, match="a group of 3 matrices is not an operand"):
         grouped.contract("cols")
 
 
@@ -143,7 +143,7 @@ def test_grouped_products_take_rows_from_the_device(device):
 
 
 @pytest.mark.gpu
-def test_rows_on_the_host_are_refused_where_it_must_not_wait():
+def test_rows_on_the_host_are_rejected_where_it_must_not_wait():
     layer = te.GroupedLinear(2, 16, 16, use_grouped_tensor=True)
     with pytest.raises(
         ValueError, match="m_splits is a list; with use_grouped_tensor=True give int64 on the GPU"

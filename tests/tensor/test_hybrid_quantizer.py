@@ -1,4 +1,4 @@
-"""HybridQuantizer: what the column-wise codes are of, in tensors and in a layer whose three products differ."""
+"""HybridQuantizer: the source of column-wise codes, in tensors and in a layer with three different products."""
 
 import pytest
 import torch
@@ -61,12 +61,12 @@ def test_columns_of_rows_need_a_shape_that_rows_take(device):
     assert not hybrid("rowwise_dequantized", columns=columns, rowwise=False).is_quantizable(narrow)
 
 
-def test_wrong_arguments_are_refused_by_name():
+def test_wrong_arguments_are_rejected():
     with pytest.raises(ValueError, match="columnwise_source='columns'"):
         hybrid("columns")
-    with pytest.raises(TypeError, match="rowwise_quantizer=5 is no Quantizer"):
+    with pytest.raises(TypeError, match="rowwise_quantizer=5 is not a Quantizer"):
         te.HybridQuantizer(rowwise_quantizer=5, columnwise_quantizer=te.IdentityQuantizer())
-    with pytest.raises(TypeError, match="columnwise_quantizer=None is no Quantizer"):
+    with pytest.raises(TypeError, match="columnwise_quantizer=None is not a Quantizer"):
         te.HybridQuantizer(te.IdentityQuantizer(), None)
 
 

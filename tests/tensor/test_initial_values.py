@@ -1,4 +1,4 @@
-"""Initial values of quantized parameters in files: what was saved is read again, and answers as it did."""
+"""Initial values of quantized parameters in files: saved values are loaded, and work as before."""
 
 from __future__ import annotations
 

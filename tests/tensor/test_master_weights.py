@@ -109,7 +109,7 @@ def test_codes_can_go_to_a_shard_of_their_own(device):
     assert torch.equal(target[0], expected._data.view(-1)[:3072])
 
 
-def test_what_cannot_be_written_is_refused(device):
+def test_what_cannot_be_written_is_rejected(device):
     flat = master(device).view(-1)
     with pytest.raises(ValueError, match="check start_offsets"):
         quantize_master_weights([weight_of("current", device)], [flat], [1], None)

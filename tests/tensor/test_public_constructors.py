@@ -61,7 +61,7 @@ def hybrid(**given):
     return te.HybridQuantizedTensorStorage(quantizer=None, **given)
 
 
-def test_parts_of_no_tensor_are_refused(device):
+def test_parts_of_no_tensor_are_rejected(device):
     x, rows, columns = parts(device)
     _, _, longer = parts(device, (64, 64))
     whole = hybrid(rowwise_storage=rows, columnwise_storage=columns)
@@ -83,7 +83,7 @@ def test_parts_of_no_tensor_are_refused(device):
         hybrid(rowwise=rows)
     with pytest.raises(ValueError, match="are one setting; give one of them"):
         hybrid(rowwise_storage=rows, fake_dtype=torch.bfloat16, dtype=torch.float32)
-    with pytest.raises(TypeError, match=r"fake_dtype=torch\.int8 is no floating-point dtype"):
+    with pytest.raises(TypeError, match=r"fake_dtype=torch\.int8 is not a floating-point dtype"):
         hybrid(rowwise_storage=rows, fake_dtype=torch.int8)
 
 
@@ -112,7 +112,7 @@ def test_an_identity_quantizer_converts_to_its_dtype(device):
     quantizer.update_quantized(x.detach(), empty)
     assert empty.dtype == torch.bfloat16 and torch.equal(empty.dequantize(), x.detach().bfloat16())
     assert quantizer != te.IdentityQuantizer() and quantizer == te.IdentityQuantizer(dtype=torch.bfloat16)
-    with pytest.raises(TypeError, match=r"dtype=torch\.int8 is no floating-point dtype"):
+    with pytest.raises(TypeError, match=r"dtype=torch\.int8 is not a floating-point dtype"):
         te.IdentityQuantizer(dtype=torch.int8)
 
 
@@ -139,13 +139,13 @@ def float8(x, **changed):
     return te.Float8Tensor(**(settings | payload | changed))
 
 
-def test_a_shape_or_dtype_that_the_payload_has_not_is_refused(device):
+def test_a_shape_or_dtype_that_the_payload_has_not_is_rejected(device):
     x = values(device, 32, 64)
     assert float8(x).shape == float8(x, shape=None).shape == (32, 64)
     assert float8(x, fp8_dtype=torch.float8_e4m3fn)._fp8_dtype is E4M3
     with pytest.raises(ValueError, match=r"shape=\(3, 4\) is of 12 values, the payload of \(32, 64\)"):
         float8(x, shape=(3, 4))
-    with pytest.raises(TypeError, match="dtype='bf16' is no floating-point dtype"):
+    with pytest.raises(TypeError, match="dtype='bf16' is not a floating-point dtype"):
         float8(x, dtype="bf16")
     with pytest.raises(ValueError, match="'e4m3' is not a quantized element; choose from kFloat8E4M3"):
         float8(x, fp8_dtype="e4m3")
@@ -189,7 +189,7 @@ def test_parts_make_the_tensor_and_the_storage_that_they_are_of(device, name):
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_parts_by_place_are_refused_by_their_keywords(device, name):
+def test_parts_by_place_are_rejected_by_their_keywords(device, name):
     codes = torch.zeros(128, 128, dtype=torch.uint8, device=device)
     first = PARTS[name].split()[0]
     for given in ((codes, codes), (codes, codes, None, None, E4M3, None), ((128, 128), torch.float32, codes)):
@@ -197,7 +197,7 @@ def test_parts_by_place_are_refused_by_their_keywords(device, name):
             getattr(te, name)(*given)
 
 
-def test_parts_of_two_formats_by_place_are_refused_by_their_keywords(device):
+def test_parts_of_two_formats_by_place_are_rejected_by_their_keywords(device):
     _, rows, columns = parts(device)
     with pytest.raises(
         TypeError, match=r"by keyword: rowwise_storage=\.\., columnwise_storage=\.\., quantizer="
@@ -210,7 +210,7 @@ def test_the_abstract_tensor_says_that_it_has_no_payload():
         te.QuantizedTensor((2, 2), torch.float32, requires_grad=False, device=None)
 
 
-def test_objects_and_saved_tensors_in_the_wrong_order_are_refused(device):
+def test_objects_and_saved_tensors_in_the_wrong_order_are_rejected(device):
     storage = te.MXFP8Quantizer(E4M3)(values(device, 32, 64)).as_storage()
     tensors, objects = te.prepare_for_saving(storage, torch.ones(2, device=device))
     with pytest.raises(TypeError, match="tensors holds a Tensor; give the objects that prepare_for_saving"):

@@ -317,7 +317,7 @@ def test_only_codes_of_one_scale_are_gathered_by_rows_alone(device):
         ("nvfp4", (), "0 dimensions, blocks need at least 2"),
     ],
 )
-def test_shapes_that_cut_blocks_are_refused_with_a_remedy(name, shape, message, device):
+def test_shapes_that_cut_blocks_are_rejected_with_a_remedy(name, shape, message, device):
     quantizer = quantizer_of(name, device)
     x = torch.zeros(shape, device=device)
     assert not quantizer.is_quantizable(x)
@@ -371,7 +371,7 @@ def test_row_wise_codes_do_not_ask_for_whole_blocks_of_rows(device):
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_a_wrong_destination_is_refused_before_anything_changes(name, device):
+def test_a_wrong_destination_is_rejected_before_anything_changes(name, device):
     quantizer = quantizer_of(name, device)
     q = quantizer(values(device, 32, 64))
     before = {field: part.clone() for field, part in payload(q).items()}
@@ -387,7 +387,7 @@ def test_a_wrong_destination_is_refused_before_anything_changes(name, device):
     assert all(torch.equal(part, before[field]) for field, part in payload(q).items())
 
 
-def test_arguments_that_mean_nothing_are_refused():
+def test_arguments_that_mean_nothing_are_rejected():
     with pytest.raises(ValueError, match="kFloat8E4M3 or kFloat8E5M2"):
         MXFP8Quantizer(DType.kFloat4E2M1)
     with pytest.raises(ValueError, match="not a quantized element"):

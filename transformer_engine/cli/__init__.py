@@ -108,11 +108,11 @@ def _load(name: str) -> TyperCommand:
     else:
         options = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-        def refuse() -> None:
+        def raise_missing() -> None:
             """Needs torch, which is not installed."""
             sys.exit(f"te {name} needs torch; install with {optional.install_command('cli')}")
 
-        single.command(name, context_settings=options)(refuse)
+        single.command(name, context_settings=options)(raise_missing)
     return typer.main.get_command(single)  # pyright: ignore[reportReturnType]
 
 

@@ -32,7 +32,9 @@ def convert(
     console = Console(highlight=False)
     with reporting(console), writing(folder, "free some space there, or choose another folder"):
         if not 0 < shard_size < float("inf"):
-            raise ValueError(f"shard_size={shard_size} is no positive number; give gigabytes, for example 5")
+            raise ValueError(
+                f"shard_size={shard_size} is not a positive number; give gigabytes, for example 5"
+            )
         checkpoint = conversion.convert(
             source,
             folder,

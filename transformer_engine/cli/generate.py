@@ -95,7 +95,7 @@ class _Shown:
 
 
 def load(path: Path, device: str, high_precision: bool) -> tuple[ByteGPT, RunConfig]:
-    """Load the model of a checkpoint of te train on a device; ValueError if there is none."""
+    """Load the model of a checkpoint of te train on a device; raise ValueError without one."""
     if not path.is_file():
         raise ValueError(
             f"there is no checkpoint at {path}; write one with te train, or fix --name and --out"
@@ -107,10 +107,12 @@ def load(path: Path, device: str, high_precision: bool) -> tuple[ByteGPT, RunCon
     run = HIGH_PRECISION if high_precision else config.runs[0]
     model = ByteGPT(config)
     saved = state["runs"].get(run)
-    refusal = "it has no such run" if saved is None else checkpoint.misfit(saved["model"], model.state_dict())
-    if refusal is not None:
+    mismatch = (
+        "it has no such run" if saved is None else checkpoint.misfit(saved["model"], model.state_dict())
+    )
+    if mismatch is not None:
         raise ValueError(
-            f"{path} does not fit the model of the run {run}: {refusal}; train it again with te train"
+            f"{path} does not fit the model of the run {run}: {mismatch}; train it again with te train"
         )
     model.load_state_dict(state["runs"][run]["model"])
     return model, config

@@ -142,20 +142,20 @@ def _print_backends(console: Console, found: Survey) -> None:
         "operation", "recipes", "backend", "why not the others", title="backends", title_justify="left"
     )
     for finding in found.findings:
-        refused = [v for v in finding.verdicts if not v.chosen and v.refusal != LATER]
-        refusals = [f"{v.backend}: {v.refusal}" for v in refused]
-        later = [v.backend for v in finding.verdicts if v.refusal == LATER]
+        rejected = [v for v in finding.verdicts if not v.chosen and v.reason != LATER]
+        reasons = [f"{v.backend}: {v.reason}" for v in rejected]
+        later = [v.backend for v in finding.verdicts if v.reason == LATER]
         if later:
-            refusals.append(f"later in order: {', '.join(later)}")
+            reasons.append(f"later in order: {', '.join(later)}")
         table.add_row(
             finding.operation,
             _names(finding.recipes, [report.recipe for report in found.recipes]),
             finding.chosen or "none",
-            escape("\n".join(refusals)),
+            escape("\n".join(reasons)),
         )
     console.print(table)
     console.print(
-        "The layer that was asked is small (hidden 128, 128 tokens); te.explain(module, x) answers for your own calls.",
+        "The layer is small (hidden 128, 128 tokens); te.explain(module, x) explains your own calls.",
         soft_wrap=True,
     )
     if found.unused:

@@ -103,7 +103,7 @@ def _report(name: str, requests: list[tuple[str, Any]]) -> RecipeReport:
     backends = _backends([request for request in products if request.a_format is not None])
     support = support_of(KINDS[name])
     if not support.native:
-        return RecipeReport(name, "emulated" if support.emulated else "on request", backends, support.refusal)
+        return RecipeReport(name, "emulated" if support.emulated else "on request", backends, support.reason)
     emulated = [backend for backend in backends if backend in EMULATING]
     if emulated:
         reason = f"the hardware has the format, the backend {emulated[0]} does not use it"

@@ -37,7 +37,7 @@ from .failure import Failure, fitting, reporting, reporting_failures, writing
 SMALLER = "give a smaller --batch, --seq, --hidden or --layers"
 ELSEWHERE = "choose another folder with --out, or make this one writable"
 
-# The recipes and optimizers as typer lists them.
+# The recipes and optimizers in typer's form.
 RecipeName = enum.Enum("RecipeName", {name: name for name in RECIPES}, type=str)
 OptimizerName = enum.Enum("OptimizerName", {name: name for name in OPTIMIZERS}, type=str)
 FrameworkName = enum.Enum("FrameworkName", {name: name for name in FRAMEWORKS}, type=str)
@@ -146,7 +146,7 @@ def train(
 
 
 def _check_replacing(folder: Path, resume: bool, overwrite: bool) -> None:
-    """ValueError where a run would replace a checkpoint unasked: it may be hours of work."""
+    """Raise ValueError if a run would replace a checkpoint, possibly hours of work, without --overwrite."""
     if resume and overwrite:
         raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")
     with writing(folder, ELSEWHERE):
@@ -159,7 +159,7 @@ def _check_replacing(folder: Path, resume: bool, overwrite: bool) -> None:
 
 
 def _prepare(folder: Path, device: str, given: dict[str, Any], execution: Execution, resume: bool) -> Trainer:
-    """A trainer at its first step, or where the folder's checkpoint left off."""
+    """Return a trainer at its first step, or at the step of the folder's checkpoint."""
     if not resume:
         _demand(given["framework"] or default_framework())  # before its devices are queried
         config = resolve(device, given)
@@ -186,7 +186,7 @@ def _prepare(folder: Path, device: str, given: dict[str, Any], execution: Execut
 
 
 def _demand(framework: str) -> None:
-    """Failure unless everything that a run in the framework needs is installed."""
+    """Exit with an error unless everything that a run in the framework needs is installed."""
     missing = missing_for(framework)
     if missing is not None:
         raise Failure(missing)
@@ -215,7 +215,7 @@ def _describe(console: Console, trainer: Trainer) -> None:
 
 @contextmanager
 def _interrupts(console: Console) -> Iterator[list[bool]]:
-    """The first Ctrl-C asks for a stop after the current step, the second raises at once."""
+    """Stop after the current step on the first Ctrl-C, and at once on the second."""
     asked: list[bool] = []
 
     def ask(signum, frame) -> None:
@@ -273,7 +273,7 @@ def _conclude(console: Console, trainer: Trainer) -> None:
 
 
 def _show_observed(console: Console, trainer: Trainer) -> None:
-    """What quantization did in the last observed step, and a picture of all of them."""
+    """Show the statistics of quantization in the last observed step, and a plot of all observed steps."""
     observation = trainer.observation
     if observation is None or observation.report is None:
         return
@@ -308,6 +308,6 @@ def _table(trainer: Trainer) -> Table:
 
 
 def _printable(text: bytes) -> str:
-    """Bytes as text; control characters other than line breaks and tabs are shown as escapes."""
+    """Return bytes as text; control characters other than line breaks and tabs are shown as escapes."""
     characters = text.decode("utf-8", errors="replace")
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in characters)

@@ -1,4 +1,4 @@
-"""What every framework shares: recipes, formats, environment variables, backend choice."""
+"""Code shared by all frameworks: recipes, formats, environment variables and the choice of backends."""
 
 from . import absent, recipe
 

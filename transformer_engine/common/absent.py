@@ -72,7 +72,7 @@ ABSENT = {
     "argument out",
     "transformer_engine.tensorflow": "discontinued by the original; use transformer_engine.pytorch, or .jax",
     "transformer_engine.paddle": "discontinued by the original; use transformer_engine.pytorch, or .jax",
-    "transformer_engine.common.load_framework_extension": "there is no shared library to load; import the framework's "
+    "transformer_engine.common.load_framework_extension": "no shared library has to be loaded; import the framework's "
     "package, transformer_engine.pytorch or transformer_engine.jax",
     "transformer_engine.pytorch.custom_recipes": "examples of the original; pass recipe.CustomRecipe a function built "
     "from custom_recipes.quantizer_factories, and from te.HybridQuantizer if the products of a layer differ",

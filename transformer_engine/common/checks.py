@@ -17,7 +17,7 @@ from .numbers import described as described
 from .numbers import to_bool
 
 
-def refuse_keywords(function: str, given: Collection[str], renamed: Mapping[str, str]) -> None:
+def reject_keywords(function: str, given: Collection[str], renamed: Mapping[str, str]) -> None:
     """Raise TypeError for unknown keywords; the message gives the present name of a renamed keyword."""
     for name in given:
         remedy = f"use {renamed[name]}=" if name in renamed else "leave it out"
@@ -33,58 +33,58 @@ def whole(name: str, value: Any, least: int = 1) -> None:
 
 
 def whole_or_none(name: str, value: Any, least: int = 1) -> None:
-    """None, or a whole number of at least `least`."""
+    """Raise an error unless value is None or a whole number of at least `least`."""
     if value is not None:
         whole(name, value, least)
 
 
 def integer(name: str, value: Any) -> None:
-    """Any whole number, negative ones included."""
+    """Raise an error unless value is a whole number; negative numbers are valid."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}={described(value)} must be a whole number; give an int")
 
 
 def number(name: str, value: Any) -> None:
-    """A finite number."""
+    """Raise an error unless value is a finite number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}={described(value)} must be a number; give a float")
-    # Compared, as a tracer's symbol can be, which isfinite does not take.
+    # Compared instead of tested with isfinite, which does not accept the symbol of a tracer.
     if not -math.inf < value < math.inf:  # pyright: ignore[reportOperatorIssue]
         raise ValueError(f"{name}={value} is not finite; give a finite number")
 
 
 def number_or_none(name: str, value: Any) -> None:
-    """None, or a finite number."""
+    """Raise an error unless value is None or a finite number."""
     if value is not None:
         number(name, value)
 
 
 def epsilon(name: str, value: Any) -> None:
-    """A finite number >= 0, which is added where a division by zero could be."""
+    """Raise an error unless value is a finite number >= 0, such as the eps that keeps a divisor above zero."""
     number(name, value)
     if value < 0:
         raise ValueError(f"{name}={value} is below 0; give a small number such as 1e-5, or 0")
 
 
 def positive(name: str, value: Any) -> None:
-    """A finite number > 0."""
+    """Raise an error unless value is a finite number > 0."""
     number(name, value)
     if value <= 0:
         raise ValueError(f"{name}={value} must be above 0; give a positive number")
 
 
 def exponent(name: str, value: Any) -> None:
-    """A number whose power of two is a normal float32, which a scale is divided by."""
+    """Raise an error unless 2 to the power of value is a normal float32, by which a scale can be divided."""
     number(name, value)
     if not -126 <= value <= 127:
-        raise ValueError(f"{name}={value}: 2^{value} is no normal float32; give a number from -126 to 127")
+        raise ValueError(f"{name}={value}: 2^{value} is not a normal float32; give a number from -126 to 127")
 
 
 def drop_rate(name: str, value: Any) -> None:
-    """The share of elements to drop, in [0, 1): who drops all divides by zero."""
+    """Raise an error unless value is a fraction of elements to drop in [0, 1): at 1, the scaling divides by zero."""
     number(name, value)
     if not 0.0 <= value < 1.0:
-        raise ValueError(f"{name}={value} is outside [0, 1); give the share of elements to drop")
+        raise ValueError(f"{name}={value} is outside [0, 1); give the fraction of elements to drop")
 
 
 def switch(name: str, value: Any) -> None:
@@ -94,25 +94,25 @@ def switch(name: str, value: Any) -> None:
 
 
 def text_or_none(name: str, value: Any) -> None:
-    """None, or a str."""
+    """Raise TypeError unless value is None or a str."""
     if value is not None and not isinstance(value, str):
         raise TypeError(f"{name}={described(value)} must be a str; give a name, or None")
 
 
 def function(name: str, value: Any) -> None:
-    """Something that can be called."""
+    """Raise TypeError unless value is callable."""
     if not callable(value):
         raise TypeError(f"{name}={described(value)} cannot be called; give a function")
 
 
 def function_or_none(name: str, value: Any) -> None:
-    """None, or something that can be called."""
+    """Raise TypeError unless value is None or callable."""
     if value is not None and not callable(value):
         raise TypeError(f"{name}={described(value)} cannot be called; give a function, or None")
 
 
 def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
-    """Raise ValueError for a value outside the allowed ones. True is not 1; a member of a str enumeration is a str."""
+    """Raise ValueError unless value is one of the allowed values. True is not 1; a str enumeration member is a str."""
     if isinstance(value, str) and value in allowed:
         return
     if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in allowed):
@@ -122,18 +122,18 @@ def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
 
 
 def member(name: str, value: Any, kind: type[Enum]) -> None:
-    """A member of an enumeration; its name or its number is none."""
+    """Raise TypeError unless value is a member of an enumeration; its name or its number is not accepted."""
     if not isinstance(value, kind):
         raise TypeError(
-            f"{name}={described(value)} is no {kind.__name__}; give one of "
+            f"{name}={described(value)} is not a {kind.__name__}; give one of "
             + ", ".join(f"{kind.__name__}.{choice}" for choice in kind.__members__)
         )
 
 
 def whole_numbers(name: str, value: Any) -> None:
-    """A sequence of whole numbers."""
+    """Raise TypeError unless value is a sequence of whole numbers."""
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        raise TypeError(f"{name}={described(value)} is no sequence; give a list of whole numbers")
+        raise TypeError(f"{name}={described(value)} is not a sequence; give a list of whole numbers")
     for item in value:
         if isinstance(item, bool) or not isinstance(item, Integral):
             raise TypeError(

@@ -1,10 +1,10 @@
 """Choice of a backend: the first backend of a table that supports a request is bound to the request once.
 
 Every operation has one `Table`. A request is a hashable record of properties (features, extents, dtypes, the device),
-never of a tensor's values. A backend declares the features that it supports (`takes`), returns the reason why it does
-not support a request (`refuses`, which reads the request and the hardware), and returns a callable that computes equal
-requests (`bind`). The table selects the backend, reports all reasons if none supports the request, and explains the
-choice from the same reasons. The table alone caches, forces, observes, and registers operators of tracing compilers.
+never of a tensor's values. A backend declares three things: the features that it supports (`takes`), the reason why
+it does not support a request on this hardware (`unsupported_reason`), and a callable that computes equal requests
+(`bind`). The table selects the backend, reports all reasons if none supports the request, and explains the choice
+from the same reasons. The table alone caches, forces, observes, and registers operators of tracing compilers.
 
     SUMS: Table[SumsRequest] = Table("column_sums", (triton, reference), describe=SumsRequest, operator=...)
     SUMS.bound((x.shape, x.dtype, dtype, x.device))(x)
@@ -29,14 +29,14 @@ class Unsupported(RuntimeError):
     """No backend supports a request; the message contains the reason of every backend."""
 
 
-class Refusal(NamedTuple):
+class PlanFailure(NamedTuple):
     """Result of `bind` if planning, for example by a library, shows that the request is unsupported."""
 
     reason: str
 
 
-def takes_all(request: Any) -> None:
-    """The `refuses` of a backend that supports all requests with the features that it declares."""
+def supports_all(request: Any) -> None:
+    """The `unsupported_reason` of a backend that supports all requests with the features that it declares."""
     return None
 
 
@@ -47,8 +47,8 @@ class Backend(Generic[Request]):
     Attributes:
         name: Name in `use_backend` and in explanations.
         takes: Supported features; a request with any other feature is unsupported.
-        refuses: request -> reason why it is unsupported (extents, alignment, hardware, a missing library), or None.
-        bind: request -> callable of tensors that computes equal requests, or a Refusal. None with `Table.choose`.
+        unsupported_reason: request -> reason why it is unsupported (extents, hardware, a missing library), or None.
+        bind: request -> callable of tensors that computes equal requests, or a `PlanFailure`. None with `Table.choose`.
         opaque: Whether a tracing compiler calls the operator of the table instead of tracing the bound callable.
         varies: Reason why the bits of results may vary between runs, for example atomic sums, or None. Such a backend
             is unsupported if repeatable results are required.
@@ -56,19 +56,19 @@ class Backend(Generic[Request]):
 
     name: str
     takes: frozenset[str] = frozenset()
-    refuses: Callable[[Request], str | None] = takes_all
-    bind: Callable[[Request], Callable[..., Any] | Refusal] | None = None
+    unsupported_reason: Callable[[Request], str | None] = supports_all
+    bind: Callable[[Request], Callable[..., Any] | PlanFailure] | None = None
     opaque: bool = False
     varies: str | None = None
 
-    def refusal(self, request: Request) -> str | None:
-        """Return the reason why the request is unsupported, before planning, or None."""
+    def rejection_reason(self, request: Request) -> str | None:
+        """Return the reason why the request is unsupported, or None. Plans nothing."""
         for feature in getattr(request, "features", ()):
             if feature not in self.takes:
                 return f"it does not know {feature}"
         if self.varies is not None and _demands_repeatable():
             return f"its results differ from run to run, {self.varies}"
-        return self.refuses(request)
+        return self.unsupported_reason(request)
 
 
 class Operator(NamedTuple):
@@ -88,7 +88,7 @@ class Verdict:
     """One line of an explanation: a backend, the reason why it is not used, or None, and whether it is used."""
 
     backend: str
-    refusal: str | None
+    reason: str | None
     chosen: bool
 
 
@@ -150,7 +150,7 @@ class Table(Generic[Request]):
         self.order = order
         self.operator = operator
         self._bound: Memory[tuple[Any, ...], Callable[..., Any]] = Memory(_bind_key, _REMEMBERED, self)
-        self._plans: Memory[tuple[str, Request], Callable[..., Any] | Refusal] = Memory(
+        self._plans: Memory[tuple[str, Request], Callable[..., Any] | PlanFailure] = Memory(
             _plan, _REMEMBERED, self
         )
         self._names: Memory[tuple[Any, ...], str] = Memory(_name, _REMEMBERED, self)
@@ -169,7 +169,7 @@ class Table(Generic[Request]):
         return tuple(backend.name for backend in self.backends)
 
     def named(self, name: str) -> Backend[Request]:
-        """Return a backend by name; raise ValueError, which lists the names, if it does not exist."""
+        """Return the backend called `name`; raise ValueError, which lists the names, if it does not exist."""
         for backend in self.backends:
             if backend.name == name:
                 return backend
@@ -253,14 +253,14 @@ class Table(Generic[Request]):
         forced = _forced.get(self.operation)
         verdicts: list[Verdict] = []
         for backend in self.candidates(request):
-            refusal = self._refusal(backend, request)
-            if refusal is None and forced is not None and backend.name != forced:
-                refusal = f"use_backend({self.operation}={forced!r}) is in force"
+            reason = self._known_reason(backend, request)
+            if reason is None and forced is not None and backend.name != forced:
+                reason = f"use_backend({self.operation}={forced!r}) is in force"
             found = any(verdict.chosen for verdict in verdicts)
-            chosen = refusal is None and not found
-            if refusal is None and found:
-                refusal = LATER
-            verdicts.append(Verdict(backend.name, refusal, chosen))
+            chosen = reason is None and not found
+            if reason is None and found:
+                reason = LATER
+            verdicts.append(Verdict(backend.name, reason, chosen))
         return verdicts
 
     def _remember_what_is_demanded(self) -> None:
@@ -278,16 +278,16 @@ class Table(Generic[Request]):
     def _first(self, backends: tuple[Backend[Request], ...], request: Request) -> Callable[..., Any]:
         """Return the callable of the first of these backends that supports the request."""
         for backend in backends:
-            if backend.refusal(request) is None:
+            if backend.rejection_reason(request) is None:
                 call = self._plans[backend.name, request]
-                if not isinstance(call, Refusal):
+                if not isinstance(call, PlanFailure):
                     return call
         raise self._unsupported(request)
 
     def _taker(self, backends: tuple[Backend[Request], ...], request: Request) -> Backend[Request]:
         """Return the first of these backends that supports the request, without planning."""
         for backend in backends:
-            if self._refusal(backend, request) is None:
+            if self._known_reason(backend, request) is None:
                 return backend
         raise self._unsupported(request)
 
@@ -299,26 +299,26 @@ class Table(Generic[Request]):
             return self.operator(request).call
         assert backend.bind is not None
         call = backend.bind(request)
-        assert not isinstance(call, Refusal), "a backend whose planning may fail is opaque"
+        assert not isinstance(call, PlanFailure), "a backend whose planning may fail is opaque"
         return call
 
-    def _refusal(self, backend: Backend[Request], request: Request) -> str | None:
+    def _known_reason(self, backend: Backend[Request], request: Request) -> str | None:
         """Return the reason before planning, or the reason of a planning failure in the cache, or None."""
-        reason = backend.refusal(request)
+        reason = backend.rejection_reason(request)
         if reason is None and not _tracing():
             known = self._plans.get((backend.name, request))
-            reason = known.reason if isinstance(known, Refusal) else None
+            reason = known.reason if isinstance(known, PlanFailure) else None
         return reason
 
     def _unsupported(self, request: Request) -> Unsupported:
         forced = _forced.get(self.operation)
         if forced is not None:
             return Unsupported(
-                f"{self.operation}: backend {forced!r} was asked for but refuses: "
-                f"{self._refusal(self.named(forced), request)}; "
+                f"{self.operation}: backend {forced!r} is forced but does not support this request: "
+                f"{self._known_reason(self.named(forced), request)}; "
                 f"remove use_backend({self.operation}={forced!r}) to choose another backend"
             )
-        reasons = "; ".join(f"{b.name}: {self._refusal(b, request)}" for b in self.candidates(request))
+        reasons = "; ".join(f"{b.name}: {self._known_reason(b, request)}" for b in self.candidates(request))
         return Unsupported(f"no backend of {self.operation} takes this request ({reasons})")
 
 
@@ -330,7 +330,7 @@ def _bind_key(table: Table[Any], key: tuple[Any, ...]) -> Callable[..., Any]:
     return table._first(table.candidates(request), request)
 
 
-def _plan(table: Table[Any], key: tuple[str, Any]) -> Callable[..., Any] | Refusal:
+def _plan(table: Table[Any], key: tuple[str, Any]) -> Callable[..., Any] | PlanFailure:
     name, request = key
     bind = table.named(name).bind
     assert bind is not None, "a backend without bind is for Table.choose"
@@ -387,7 +387,7 @@ def use_backend(**choice: str) -> Iterator[None]:
     """
     for operation, name in choice.items():
         if operation not in tables:
-            raise ValueError(f"there is no operation {operation!r}; choose from {', '.join(sorted(tables))}")
+            raise ValueError(f"unknown operation {operation!r}; choose from {', '.join(sorted(tables))}")
         tables[operation].named(name)
     added = {operation: name for operation, name in choice.items() if operation not in _forced}
     _forced.update(added)

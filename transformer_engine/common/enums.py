@@ -1,4 +1,4 @@
-"""Enumerations of the original's headers, by name and number: element types, and the settings of attention."""
+"""Enumerations of the original's headers, with their names and numbers: element types and settings of attention."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NVTE_Bias_Type(enum.IntEnum):
 
 
 class NVTE_Mask_Type(enum.IntEnum):
-    """Which keys a query sees."""
+    """The keys that a query attends to."""
 
     NVTE_NO_MASK = 0
     NVTE_PADDING_MASK = 1

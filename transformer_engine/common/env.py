@@ -1,8 +1,8 @@
 """value = get(name): every NVTE_* and TE_* environment variable in one table, typed and explained.
 
-Variables are read when asked for, so that a change takes effect at the next question; whoever needs the value
-of import time (the recipes) asks once at import. The sentence of a variable that nothing reads begins with
-"Accepted" and says what happens instead. Longer than other files, because the table is one.
+Every call of `get` reads the variable, so that a change takes effect in the next call. The recipes read their
+variables once, at import. The description of a variable without effect begins with "Accepted" and names the
+alternative. This file is longer than others because it holds the whole table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FALSE = ("0", "false", "no", "off", "")
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable: `kind` is bool, int or str; `choices` limits a str, None means any."""
+    """One environment variable. `kind` is bool, int or str; `choices` are the valid texts, None accepts every text."""
 
     name: str
     kind: type
@@ -50,12 +50,12 @@ class Variable:
             try:
                 return int(text)
             except ValueError:
-                raise self._refusal(text, "an integer") from None
+                raise self._invalid(text, "an integer") from None
         if self.choices is not None and text not in self.choices:
-            raise self._refusal(text, "one of " + ", ".join(repr(choice) for choice in self.choices))
+            raise self._invalid(text, "one of " + ", ".join(repr(choice) for choice in self.choices))
         return text
 
-    def _refusal(self, text: str, allowed: str) -> ValueError:
+    def _invalid(self, text: str, allowed: str) -> ValueError:
         return ValueError(f"{self.name}={text!r} is not {allowed}; set it to {allowed} or unset it")
 
 
@@ -363,7 +363,7 @@ VARIABLES: dict[str, Variable] = {v.name: v for group in GROUPS.values() for v i
 
 
 def variable(name: str) -> Variable:
-    """The row of the table; ValueError for a name that is not in it."""
+    """Return the row of the table; raise ValueError for a name that is not in it."""
     try:
         return VARIABLES[name]
     except KeyError:
@@ -373,15 +373,15 @@ def variable(name: str) -> Variable:
 
 
 def get(name: str) -> Value:
-    """The typed value of the variable, or its default where it is unset."""
+    """Return the typed value of the variable, or its default if the variable is unset."""
     row = variable(name)
-    # Every supported compiler traces this; what runs often is keyed by generation().
+    # Every supported compiler can trace this. Frequent callers cache their decision under generation().
     text = os.environ.get(name)
     return row.default if text is None else row.parse(text)
 
 
 def check_all() -> None:
-    """ValueError for the first variable of the table whose value it cannot have."""
+    """Raise ValueError for the first variable of the table that has an invalid value."""
     for name in VARIABLES:
         get(name)
 
@@ -392,27 +392,28 @@ def texts(names: tuple[str, ...]) -> tuple[str | None, ...]:
 
 
 def stored(names: tuple[str, ...]) -> tuple[str | bytes | None, ...]:
-    """texts(names) as os.environ stores them, for keys of decisions that every call looks up."""
-    # os.environ.get raises and catches a KeyError for an unset variable: eight take 10 us, eight look-ups 0.5.
+    """Return the texts of variables as os.environ stores them: the key of decisions that every call needs."""
+    # os.environ.get raises and catches a KeyError for an unset variable: eight calls take 10 us, eight look-ups
+    # in a dict 0.5.
     return tuple(map(os.environ._data.get, _stored_names(names)))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def watch(name: str) -> Callable[[], str | bytes | None]:
-    """stored((name,))[0] as a function, for a key that every call makes: 50 ns."""
+    """Return stored((name,))[0] as a function, for a key that every call builds: 50 ns."""
     variable(name)
     texts = os.environ._data  # pyright: ignore[reportAttributeAccessIssue]
     key = os.environ.encodekey(name)  # pyright: ignore[reportAttributeAccessIssue]
-    return lambda: texts.get(key)  # as a partial of texts.get no compiler would trace it
+    return lambda: texts.get(key)  # no compiler traces a partial of texts.get
 
 
 def watch_in_eager_mode(name: str) -> Callable[[], str | bytes | None]:
-    """watch(name) for a caller that has asked whether a compiler is tracing: 20 ns."""
+    """Return watch(name) for callers that have already tested whether a compiler is tracing: 20 ns."""
     variable(name)
     return functools.partial(os.environ._data.get, os.environ.encodekey(name))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def generation() -> int:
-    """A number that is another one whenever a variable of the table that anything reads has changed: for keys.
+    """Return a number that changes whenever a variable that the package reads has changed; part of cache keys.
 
     os.environ reports no writes, so each call reads it: 0.4 us while no variable is set, 1 us otherwise.
     """
@@ -432,12 +433,12 @@ def renew() -> None:
 
 @functools.cache
 def _stored_names(names: tuple[str, ...]) -> tuple[str | bytes, ...]:
-    """Names as os.environ stores them: bytes, on Windows capitals."""
+    """Return the names as os.environ stores them: as bytes, on Windows in capitals."""
     return tuple(map(os.environ.encodekey, names))
 
 
 def flag(name: str) -> bool:
-    """The value of a boolean variable (unset without a default: False)."""
+    """Return the value of a boolean variable; False if it is unset and has no default."""
     return bool(get(name))
 
 
@@ -454,7 +455,7 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "transformer_engine"
 
 
-# As os.environ stores them. A live view of its keys is the fastest test of the usual case that no variable is set.
+# The names as os.environ stores them. A live view of its keys is the fastest test that no variable is set.
 _READ_IN_ORDER = _stored_names(
     tuple(v.name for v in VARIABLES.values() if not v.meaning.startswith("Accepted"))
 )

@@ -25,7 +25,7 @@ class Decision:
 
     @property
     def chosen(self) -> str | None:
-        """The backend that was used."""
+        """The name of the backend that was used."""
         return chosen_of(self.verdicts)
 
 
@@ -67,8 +67,8 @@ class Explanation:
     """The decisions of one call in the order in which they were first made; str() is a readable table.
 
     Attributes:
-        decisions: What every table chose.
-        passes: The passes of the call's layers with their steps, if they were asked for.
+        decisions: The choice of every table.
+        passes: The passes of the call's layers with their steps, if `explain` was called with `steps`.
     """
 
     decisions: tuple[Decision, ...]
@@ -78,12 +78,12 @@ class Explanation:
         lines: list[str] = [str(report) for report in self.passes]
         for decision in self.decisions:
             lines.append(f"{decision.operation}: {decision.chosen} ({decision.count}x)")
-            lines += [f"    not {v.backend}: {v.refusal}" for v in decision.verdicts if not v.chosen]
+            lines += [f"    not {v.backend}: {v.reason}" for v in decision.verdicts if not v.chosen]
         return "\n".join(lines)
 
 
 def explained(call: Callable[[], Any]) -> Explanation:
-    """Run the call and report the requests to every table with their verdicts."""
+    """Run the call and report its requests to every table, with their verdicts."""
     counts: dict[tuple[str, Any], int] = {}
 
     def see(operation: str, request: Any) -> None:

@@ -1,4 +1,4 @@
-"""Quantization formats as data: which element, which elements share a scale, how the scale is stored."""
+"""Quantization formats as data: the element, the elements that share a scale, and the storage of the scale."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 class Element:
     """A narrow floating-point number: value = (-1)^s * 2^(e - bias) * (1 + m / 2^mantissa_bits).
 
-    greatest   the largest finite number, as text: a compiler makes a symbol of a float that it finds in an object
-               while shapes are dynamic, and cannot use it in two layers of one graph
+    greatest   the largest finite number, as text. While shapes are dynamic, a compiler turns a float attribute into a
+               symbol, which it cannot use in two layers of one graph.
     """
 
     name: str
@@ -40,17 +40,17 @@ class TensorFormat:
     scale   "float32", "e8m0" (a power of two in one byte) or "e4m3"
     packing codes in one byte
 
-    What follows does not tell formats apart: two with the same four fields above are the same format.
+    The other fields do not distinguish formats: formats with the same four fields above are the same.
 
-    elements          names of the elements that the codes may be
-    levels            two levels of scales: the elements of the codes and of the blocks' scales, which share the range
-    two_dimensional   may square tiles of block[1] x block[1] share a scale, which is repeated on their rows?
-    hadamard          may the column direction be Hadamard transformed?
-    stochastic        is stochastic rounding defined?
-    fits_bfloat16     is every code times its block's scale exact in bfloat16 (the tensor's scale apart)?
-    four_over_six     may a block's maximum be mapped to 4 instead of 6, where that makes the smaller error?
+    elements          names of the elements that the codes can have
+    levels            two levels of scales: the elements of the codes and of the block scales, which share the range
+    two_dimensional   square tiles of block[1] x block[1] can share a scale, which is repeated on their rows
+    hadamard          the columnwise direction supports a Hadamard transform
+    stochastic        stochastic rounding is defined
+    fits_bfloat16     every code times its block scale is exact in bfloat16, apart from the tensor's scale
+    four_over_six     a block's maximum can map to 4 instead of 6, if that makes the smaller error
     row_scaled        the second level of scales is one per row instead of one per tensor
-    columns           the format of the columnwise direction, where it differs from this one
+    columns           the format of the columnwise direction, if it differs from this one
     """
 
     name: str
@@ -115,15 +115,15 @@ FLOAT32_MAX = 3.4028234663852886e38
 
 
 def float32_max() -> float:
-    """FLOAT32_MAX where a compiler traces: it makes a symbol of a global float too, see Element.greatest."""
+    """Return FLOAT32_MAX for traced code: compilers turn a global float into a symbol too; see `Element.greatest`."""
     return 3.4028234663852886e38
 
 
 def ceil_div(n: int, d: int) -> int:
-    """n / d, rounded up."""
+    """Return n / d, rounded up."""
     return -(-n // d)
 
 
 def round_up(n: int, multiple: int) -> int:
-    """The least number from n on that is divisible by multiple."""
+    """Return the smallest number >= n that is divisible by multiple."""
     return ceil_div(n, multiple) * multiple

@@ -1,4 +1,4 @@
-"""Is a framework there, in versions that this engine works with? If not, an ImportError says what to install."""
+"""Checks that a framework is installed in a supported version; the ImportError names the package to install."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from . import optional
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution of which versions in [least, below) are known to work; None: no limit."""
+    """A distribution that is supported in the versions [least, below); None: no limit."""
 
     name: str
     least: str
     below: str | None = None
 
-    def refuses(self, found: str) -> str | None:
-        """Why this version cannot be used, None if it can."""
+    def unsupported_reason(self, found: str) -> str | None:
+        """Return the reason why this version is unsupported, or None."""
         release = Version(found)
         if release >= Version(self.least) and (self.below is None or release < Version(self.below)):
             return None
@@ -30,7 +30,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Framework:
-    """What `transformer_engine.<module>` needs, and the extra that brings it."""
+    """The requirements of `transformer_engine.<module>`, and the extra that installs them."""
 
     module: str
     extra: str
@@ -43,7 +43,7 @@ JAX = Framework("jax", "jax", (3, 11), (Package("jax", "0.10.2", "0.13"), Packag
 
 
 def demand(framework: Framework) -> None:
-    """ImportError unless Python and every package of the framework are there in a version that works."""
+    """Raise ImportError unless Python and every package of the framework have a supported version."""
     name = f"transformer_engine.{framework.module}"
     remedy = optional.install_command(framework.extra)
     if sys.version_info[:2] < framework.python:
@@ -58,8 +58,8 @@ def demand(framework: Framework) -> None:
                 f"{name} needs {package.name}, which is not installed; {remedy}", name=package.name
             )
         try:
-            refusal = package.refuses(version(package.name))
+            reason = package.unsupported_reason(version(package.name))
         except PackageNotFoundError:
             continue  # a package on the path without metadata: a development build
-        if refusal is not None:
-            raise ImportError(f"{name}: {refusal}; {remedy}")
+        if reason is not None:
+            raise ImportError(f"{name}: {reason}; {remedy}")

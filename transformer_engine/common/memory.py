@@ -35,8 +35,8 @@ class Memory(dict[K, V]):
             or build.__kwdefaults__
         ):
             raise TypeError(
-                f"build={build!r} is not a plain function: what it is bound to, closes over or defaults to would be no "
-                "part of a key; write a function of the module, and hand it what it needs in the key"
+                f"build={build!r} is not a plain function: its bound object, closure and defaults would not be part of "
+                "the key; write a function of the module, and put all of its inputs into the key"
             )
         hash(fixed)
         self.build = build

@@ -19,14 +19,14 @@ FAST_ERRORS = {MAE: FAST_MAE, MSE: FAST_MSE}
 class QuantizeSpec:
     """One way to quantize a matrix [M, K]; hashable, so that backends and caches can key on it.
 
-    columnwise        also the codes of the transposed matrix [K, M], for products that contract rows
+    columnwise        also quantize the transposed matrix [K, M], for products that contract rows
     power_of_two      FLOAT8 without a given scale, BLOCK: round the scale down to a power of two
-    epsilon           FLOAT8 without a given scale, BLOCK: the least absolute maximum a scale is made from
+    epsilon           FLOAT8 without a given scale, BLOCK: the smallest absolute maximum from which a scale is computed
     two_dimensional   NVFP4: 16 x 16 elements share a scale; MXFP8: 32 x 32
     hadamard          NVFP4: transform the columnwise direction along the rows before quantizing
-    random_sign       the fixed sign vector of that transform, else all +1
-    stochastic        NVFP4: round stochastically; the caller gives the random numbers
-    four_over_six     NVFP4: each block's maximum maps to 4 or to 6, whichever makes the smaller of these errors
+    random_sign       use the fixed sign vector in that transform instead of +1
+    stochastic        NVFP4: round stochastically; the caller passes the random numbers
+    four_over_six     NVFP4: map each block's maximum to 4 or to 6, whichever makes the smaller of these errors
                       (`BLOCK_ERRORS`); empty: always to 6
     """
 
@@ -99,7 +99,7 @@ class QuantizeSpec:
 
     @property
     def tile(self) -> tuple[int, int] | None:
-        """(rows, K) extent of the elements that share a scale; None: the whole matrix."""
+        """The (rows, K) extent of the elements that share a scale; None: the whole matrix."""
         block = self.format.block
         if block is not None and self.two_dimensional:
             return (block[1], block[1])
@@ -107,7 +107,7 @@ class QuantizeSpec:
 
     @property
     def transposes(self) -> bool:
-        """Is the columnwise result the exact transpose of the rowwise one?"""
+        """Whether the columnwise result is the exact transpose of the rowwise one."""
         tile = self.tile
         return tile is None or tile[0] == tile[1]
 

@@ -60,7 +60,7 @@ def check_activation(activation_type: Sequence[str], shape: Sequence[int]) -> tu
     names = tuple(activation_type)
     if names not in ACTIVATIONS:
         choices = ", ".join(str(names) for names in ACTIVATIONS)
-        raise ValueError(f"activation_type={names} is none of the activations; choose one of {choices}")
+        raise ValueError(f"activation_type={names} is not a known activation; choose one of {choices}")
     if len(shape) < 2 or shape[-2] != len(names):
         raise ValueError(f"x has shape {tuple(shape)}; {names} takes [..., {len(names)}, h]")
     return names

@@ -1,4 +1,4 @@
-"""Policies of jax.checkpoint that keep the results of this engine's products, which are tagged by name."""
+"""Policies of jax.checkpoint that save the results of this package's products, which are tagged with names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives beside a product: which one surrounds it in the forward pass, hence which in the backward."""
+"""Collectives of a product: the one in the forward pass determines the one in the backward pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["CollectiveOp", "CollectiveOpSet", "collective_gemm_bootstrap", "noop
 
 
 class CollectiveOp(enum.Enum):
-    """What is done to an operand before a product, or to its result."""
+    """The collective on an operand before a product, or on its result."""
 
     NONE = 0
     ALL_GATHER = 1
@@ -23,14 +23,14 @@ class CollectiveOp(enum.Enum):
 
     @property
     def backward(self) -> CollectiveOp:
-        """What the gradient needs: one undoes the other."""
+        """The collective of the gradient, which is the inverse one."""
         others = {self.ALL_GATHER: self.REDUCE_SCATTER, self.REDUCE_SCATTER: self.ALL_GATHER}
         return others.get(self, self.NONE)
 
 
 @dataclass(frozen=True)
 class CollectiveOpSet:
-    """Of one layer; XLA puts the collectives where the sharding of input and output asks for them."""
+    """The collectives of one layer; XLA inserts them where the sharding of input and output requires."""
 
     forward: CollectiveOp
     backward: CollectiveOp
@@ -50,7 +50,7 @@ def collective_gemm_bootstrap(
     num_sm_for_communication: int = 2, use_ce: bool = True, aggregate_all_gather: bool = False,
     use_cublasmp: bool = False,
 ) -> None:  # fmt: skip
-    """Check that the sizes fit together; there is nothing to prepare, since XLA schedules the collectives."""
+    """Check that the sizes fit together; nothing is prepared, because XLA schedules the collectives."""
     for name, value in (
         ("num_total_devices", num_total_devices), ("num_devices_per_process", num_devices_per_process),
         ("tensor_parallel_size", tensor_parallel_size), ("num_max_streams", num_max_streams),

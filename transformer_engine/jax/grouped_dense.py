@@ -1,4 +1,4 @@
-"""y [M, N] = rows of group g of x [M, K] @ kernel[g] (+ bias[g]), in the precision that quantizers ask for."""
+"""y [M, N] = rows of group g of x [M, K] @ kernel[g] (+ bias[g]), in the precision of the quantizers."""
 
 from __future__ import annotations
 
@@ -51,21 +51,26 @@ def grouped_dense(
     quantizer_set: QuantizerSet = noop_quantizer_set,
     kernel_fsdp_info: tuple[str | None, int] = (None, -1),
 ) -> Array:
-    """y [M, N] of x [M, K], kernel [G, K, N] and bias [G, N]; the first group_sizes[0] rows are group 0, and so on.
+    """Compute y [M, N] of x [M, K], kernel [G, K, N] and bias [G, N]; the first group_sizes[0] rows are group 0.
 
-    group_sizes              int32 [G], 0 or more, at most M in all (traced, they are not looked at); rows behind
-                             come out as zero
-    contracting_dims         ((1,), (1,)); ((1,), (2,)) for a kernel [G, N, K]
-    precision                taken for compatibility: partial sums are kept in float32
-    preferred_element_type   y's dtype; None: x's
-    quantizer_set            of GroupedQuantizers; differentiable: the cotangent of its state is the next state
-    kernel_fsdp_info         (mesh axis, dimension) that the kernel is laid over; XLA gathers it by itself
+    Args:
+        x: Input [M, K].
+        kernel: Weights [G, K, N], or [G, N, K] by contracting_dims.
+        group_sizes: int32 [G], at least 0, at most M in total (not checked if traced); later rows of y are zero.
+        contracting_dims: ((1,), (1,)); ((1,), (2,)) for a kernel [G, N, K].
+        bias: Bias [G, N].
+        precision: Has no effect: partial sums are float32.
+        preferred_element_type: Dtype of y; None: that of x.
+        group_offset: Must be None.
+        quantizer_set: Set of GroupedQuantizers. It is differentiable: the cotangent of its state is the next state.
+        kernel_fsdp_info: (mesh axis, dimension) over which the kernel is sharded; has no effect, because XLA gathers
+            it.
     """
     kernel = checked_kernel(x, kernel, group_sizes, contracting_dims)
     groups, _, features = kernel.shape
     if group_offset is not None:
         raise NotImplementedError(
-            f"group_offset={described(group_offset)}: kernels of some groups alone are not taken; give None and the "
+            f"group_offset={described(group_offset)}: kernels of some groups are unsupported; give None and the "
             "kernels of all groups"
         )
     if bias is not None:
@@ -81,9 +86,9 @@ def grouped_dense(
 def product(
     x: Array, kernel: Array, group_sizes: Array, quantizer_set: QuantizerSet, over: RowAxes = ALL_HERE
 ) -> Array:
-    """y [M, N], as `grouped_dense`, of x [M, K] and what `checked_kernel` answers.
+    """Return y [M, N] of `grouped_dense` for x [M, K] and the result of `checked_kernel`.
 
-    over   where other devices hold rows of the same tensor, whose maxima count
+    over   axes whose devices hold other rows of the same tensor, which count in its maximum
     """
     check_instance("quantizer_set", quantizer_set, QuantizerSet)
     for name in ("x", "kernel", "dgrad"):
@@ -100,7 +105,7 @@ def product(
 
 
 def plus_bias(y: Array, bias: Array, groups: Array) -> Array:
-    """y [M, N] + bias [G, N] of every row's group, groups int32 [M]; nothing is added to rows of group G."""
+    """Return y [M, N] + bias [G, N] of every row's group, groups int32 [M]; rows of group G have no bias."""
     (y, bias, groups), _ = vary_alike((y, bias.astype(y.dtype), groups))
     return _plus_bias(y, bias, groups)
 
@@ -111,8 +116,9 @@ def _plus_bias(y: Array, bias: Array, groups: Array) -> Array:
 
 
 def _bias_gradient(residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array, Any]:
-    """dbias [G, N] is a product with ones and zeros: the gradient of a look-up would be added up in dy's dtype, where
-    a sum of 4096 numbers in bfloat16 stands still at a tenth of itself.
+    """Compute dbias [G, N] as a product with ones and zeros.
+
+    The gradient of a look-up would be summed in dy's dtype: a bfloat16 sum of 4096 numbers stops growing at a tenth.
     """
     empty, groups = residuals
     belongs = jnp.arange(empty.shape[1])[:, None] == groups
@@ -126,13 +132,13 @@ _plus_bias.defvjp(lambda y, bias, groups: (_plus_bias(y, bias, groups), (like(bi
 
 
 def checked_kernel(x: Array, kernel: Array, group_sizes: Array, dims: Any = ((1,), (1,))) -> Array:
-    """kernel as [G, K, N]; an error where the arguments do not fit together."""
+    """Return kernel as [G, K, N]; raise an error if the arguments do not fit together."""
     check_values("x", x)
     check_values("kernel", kernel)
     if x.ndim != 2 or kernel.ndim != 3:
         raise ValueError(f"x {x.shape} and kernel {kernel.shape}; give [M, K] and [G, K, N]")
     check_axis_pairs("contracting_dims", dims)
-    # An axis that an array has not stays as it is, and so fits nothing.
+    # An axis that the array does not have stays as given, and fails the check.
     axes = tuple(
         tuple(d + a.ndim if d < 0 else d for d in side) for side, a in zip(dims, (x, kernel), strict=True)
     )
@@ -157,12 +163,12 @@ def _encode(
 
 
 def _scales(a: Any, b: Any) -> Scales:
-    """The scales of two quantized tensors, where each has one a group, so that a product takes their codes."""
+    """Return the scales of two quantized tensors if both have one per group, so that a product can read their codes."""
     return None if a.scales is None or b.scales is None else (a.scales, b.scales)
 
 
 def _of_rows(x: Any, kernel: Any, group_sizes: Array, dtype: Any, backward: bool) -> Array:
-    """Rows of group g of x [M, K] @ kernel[g] [K, N]; backward: x is dy [M, N], to be contracted over N.
+    """Return rows of group g of x [M, K] @ kernel[g] [K, N]; backward: x is dy [M, N], contracted over N.
 
     Partial sums of codes are promoted to float32 as in products of one matrix, see `products`.
     """
@@ -172,13 +178,13 @@ def _of_rows(x: Any, kernel: Any, group_sizes: Array, dtype: Any, backward: bool
         return grouped_gemm(
             rows.dequantize(), stack.dequantize(), group_sizes, dtype, features_first=backward
         )
-    # Codes of both directions end in what is contracted.
+    # The codes of both directions end in the contracted axis.
     exact = backward or env.flag("NVTE_FP8_GEMM_HIGH_PRECISION_ACCUMULATION")
     return grouped_gemm(rows.codes, stack.codes, group_sizes, dtype, scales, features_first=True, exact=exact)
 
 
 def _over_rows(x: Any, dy: Any, group_sizes: Array, dtype: Any) -> Array:
-    """dkernel[g] [K, N] = (rows of group g of x).T @ (those of dy)."""
+    """Return dkernel[g] [K, N] = (rows of group g of x).T @ (rows of group g of dy)."""
     columns = x.get_tensor(COLUMNS), dy.get_tensor(COLUMNS)
     scales = _scales(*columns)
     a, b = (tensor.dequantize() if scales is None else tensor.codes for tensor in columns)

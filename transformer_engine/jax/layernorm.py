@@ -1,4 +1,4 @@
-"""y = layernorm(x) or rmsnorm(x) over the last axis, in FP8 where a quantizer is given."""
+"""y = layernorm(x) or rmsnorm(x) over the last axis, in FP8 if a quantizer is given."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TYPES = ("layernorm", "rmsnorm")
 
 
 def canonicalize_norm_type(norm_type: str) -> str:
-    """The name of a norm: "layernorm" or "rmsnorm", of a name in any case, with - or _."""
+    """Return "layernorm" or "rmsnorm" for a name in any case, with - or _."""
     if not isinstance(norm_type, str):
         raise TypeError(f"norm_type={described(norm_type)}; give 'layernorm' or 'rmsnorm'")
     name = norm_type.lower().replace("-", "").replace("_", "")
@@ -41,11 +41,16 @@ def layernorm(
     epsilon: float = 1e-6,
     quantizer: Quantizer | None = None,
 ) -> Array:
-    """y [..., width] of x, gamma [width] and beta [width], in x's dtype.
+    """Return y [..., width] of x, gamma [width] and beta [width], in x's dtype.
 
-    norm_type            "layernorm", or "rmsnorm", which takes neither beta nor zero_centered_gamma
-    zero_centered_gamma  multiply by 1 + gamma
-    quantizer            y passes through its codes; differentiable: its cotangent is its next state
+    Args:
+        x: Input [..., width].
+        gamma: Scale [width].
+        beta: Bias [width]; None for "rmsnorm".
+        norm_type: "layernorm", or "rmsnorm", which accepts neither beta nor zero_centered_gamma.
+        zero_centered_gamma: Multiply by 1 + gamma.
+        epsilon: Added to the variance or mean square.
+        quantizer: Quantizer through whose codes y passes. It is differentiable: its cotangent is its next state.
     """
     name = check_norm(x, gamma, beta, norm_type, zero_centered_gamma, epsilon)
     check_optional("quantizer", quantizer, Quantizer)
@@ -60,7 +65,7 @@ def layernorm(
 def check_norm(
     x: Array, gamma: Array, beta: Array | None, norm_type: str, zero_centered_gamma: bool, epsilon: float
 ) -> str:
-    """The norm's canonical name; an error where arguments do not fit."""
+    """Return the norm's canonical name; raise an error if the arguments do not fit together."""
     name = canonicalize_norm_type(norm_type)
     check_values("x", x)
     check_epsilon("epsilon", epsilon)
@@ -69,11 +74,11 @@ def check_norm(
     if beta is not None:
         check_shaped("beta", beta, x.shape[-1:])
     if name == "rmsnorm" and beta is not None:
-        raise ValueError("norm_type='rmsnorm' adds no beta; give beta=None")
+        raise ValueError("norm_type='rmsnorm' has no beta; give beta=None")
     if name == "rmsnorm" and zero_centered_gamma:
         raise ValueError("zero_centered_gamma=True belongs to norm_type='layernorm'; set it to False")
     if name == "layernorm" and beta is None:
-        raise ValueError("norm_type='layernorm' needs beta, which is None; give one number a column")
+        raise ValueError("norm_type='layernorm' needs beta, which is None; give one number per column")
     return name
 
 
@@ -81,7 +86,7 @@ def check_norm(
 def _norm(
     x: Array, gamma: Array, beta: Array | None, centered: bool, zero_centered: bool, epsilon: float, passes: bool
 ) -> tuple[Array, tuple[Array, ...]]:  # fmt: skip
-    """y, and x where it goes round."""
+    """Return y, and x for a norm whose result passes through codes."""
     return _norm_fwd(x, gamma, beta, centered, zero_centered, epsilon, passes)[0]
 
 

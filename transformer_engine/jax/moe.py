@@ -32,14 +32,14 @@ from .sharding import (
 __all__ = ["moe"]
 
 _ALIGN_SIZE = (
-    128  # rows of an expert are a multiple of it, as blocks of every format and tiles of kernels want
+    128  # rows of an expert are a multiple of it: blocks of all formats and tiles of kernels divide it
 )
 Axes = tuple[str | None, ...]
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How experts are chosen; see `fused_topk_with_score_function`."""
+    """The choice of experts; see `fused_topk_with_score_function`."""
 
     num_experts: int
     topk: int
@@ -57,7 +57,7 @@ class Routing:
         )  # fmt: skip
 
     def aux_loss(self, logits: Array, chosen: Array, axes: tuple[str, ...]) -> Array | None:
-        """The loss of all tokens, those on other devices along axes too."""
+        """Return the loss of all tokens, including those on other devices along `axes`."""
         if self.aux_loss_coeff == 0.0:
             return None
         scores, _ = fused_topk_with_score_function(
@@ -71,9 +71,9 @@ class Routing:
 
 @dataclass(frozen=True)
 class Experts:
-    """How the experts compute.
+    """The computation of the experts.
 
-    over   where other devices hold rows that these are one tensor with
+    over   axes whose devices hold other rows of the same tensors
     """
 
     activation_type: str
@@ -82,10 +82,10 @@ class Experts:
     over: RowAxes = ALL_HERE
 
     def __call__(self, params: Any, rows: Array, weights: Array, counts: Array) -> Array:
-        """[rows, h] -> [rows, h]; weights multiply the hidden values.
+        """Compute rows [rows, h] -> [rows, h]; weights multiply the hidden values.
 
-        counts   tokens of every expert, whose rows begin at multiples of _ALIGN_SIZE, those of expert 0 first. Rows
-                 between them stay zero up to the last product, or their biases would count in maxima
+        counts   tokens of every expert, whose rows begin at multiples of _ALIGN_SIZE, expert 0 first. The rows between
+                 them stay zero up to the last product, because otherwise their biases would count in maxima
         """
         sizes = aligned(counts, _ALIGN_SIZE)
         experts = _expert_of_rows(sizes, counts, rows.shape[0])
@@ -105,9 +105,9 @@ class Experts:
 
 
 def _expert_of_rows(sizes: Array, counts: Array, rows: int) -> Array:
-    """int32 [rows]: the expert whose token a row is, the number of experts for a row that is none's.
+    """Return int32 [rows]: the expert of each row's token; the number of experts for a row without a token.
 
-    sizes   rows of every expert, of which the first counts are tokens
+    sizes   rows of every expert, the first `counts` of which are tokens
     """
     expert = group_of_rows(sizes, rows)
     ends = jnp.append(jnp.cumsum(sizes) - sizes + counts, 0)
@@ -124,16 +124,27 @@ def moe(
     wi_kernel_axes: Axes = ("exp", "embed", "mlp"), wo_kernel_axes: Axes = ("exp", "mlp", "embed"),
     quantizer_sets: tuple[QuantizerSet, ...] = (noop_quantizer_set,) * 3, dtype: Any = None,
 ) -> tuple[Array, Array | None, Array]:  # fmt: skip
-    """(y [b, s, h], the loss that balances experts or None, rows that this device's experts received).
+    """Compute a mixture of experts.
 
-    x [b, s, h], gate_kernel [h, E], wi_0 and wi_1 [E, h, f], wo [E, f, h]; biases [E, f] and [E, h]; expert_bias [E].
+    Args:
+        x: Tokens [b, s, h].
+        gate_kernel: Router weight [h, E].
+        wi_0: Weight [E, h, f] before the activation; its bias wi_0_bias is [E, f].
+        wi_1: Weight [E, h, f] of the factor; its bias wi_1_bias is [E, f].
+        wo: Weight [E, f, h] of the output; its bias wo_bias is [E, h].
+        expert_bias: Bias [E] of the choice of experts.
+        apply_topk_weights_early: Multiply the hidden values by a token's weights instead of the output; wo_bias is not
+            multiplied.
+        ep_axis: Mesh axis over which experts are sharded. Tokens are sharded over it and data_parallelism_axes, and
+            maxima are those of the whole tensor. XLA shards over the other axes.
+        quantizer_sets: Quantizer sets of wi_0, wi_1 and wo with n_groups.
+        dtype: Dtype of the computation; None: that of x.
 
-    apply_topk_weights_early   multiply the hidden values by a token's weights, not the output; wo_bias stays whole
-    ep_axis                    mesh axis that experts are laid over; tokens are laid over it and data_parallelism_axes,
-                               and maxima are those of the whole tensor. Other axes of the mesh are left to XLA
-    .._axes                    logical names of axes, for sharding
-    quantizer_sets             of wi_0, wi_1 and wo, made with n_groups
-    dtype                      of the computation; None: x's
+    The arguments that end in _axes are logical names of axes, for sharding. See `fused_topk_with_score_function` for
+    the arguments of routing.
+
+    Returns:
+        Output [b, s, h], the loss that balances experts or None, and the rows that this device's experts received.
     """
     check_values("x", x)
     check_values("gate_kernel", gate_kernel)
@@ -197,7 +208,7 @@ def _constrained(kernel: Array, axes: Axes) -> Array:
 def _routed(
     x: Array, gate_kernel: Array, expert_bias: Array | None, routing: Routing
 ) -> tuple[Array, Array, Array]:
-    """(logits, weights, choice) [T, E] of tokens [T, h], in float32: a choice must not hang on rounding."""
+    """Return (logits, weights, choice) [T, E] of tokens [T, h], in float32: rounding must not change the choice."""
     logits = jnp.matmul(
         x.astype(jnp.float32), gate_kernel.astype(jnp.float32), precision=lax.Precision.HIGHEST
     )
@@ -227,9 +238,9 @@ def _on_many(
     cfg: EpConfig,
     data_axes: tuple[str, ...],
 ) -> tuple[Array, Array | None, Array]:
-    """Every device chooses for its tokens, sends them to their experts, and sums what comes back.
+    """Choose experts for the tokens of every device, exchange the tokens, and sum the returned results.
 
-    An expert's rows lie over data_axes, those of all experts over cfg.axis too. Other axes of the mesh are XLA's.
+    An expert's rows are sharded over data_axes, those of all experts over cfg.axis too. XLA shards over other axes.
     """
     data_axes = tuple(axis for axis in data_axes if axis != cfg.axis)
     batch = (*data_axes, cfg.axis)
@@ -257,12 +268,12 @@ def _on_many(
         return y.reshape(x.shape), routing.aux_loss(logits, chosen, batch), total[None]
 
     whole_axes, by_expert = PartitionSpec(), PartitionSpec(cfg.axis)
-    # States lie an expert; a random key is everyone's.
+    # States are sharded by expert; random keys are replicated.
     of_sets = jax.tree.map(lambda leaf: by_expert if _is_state(leaf) else whole_axes, experts.quantizer_sets)
-    # The device's place is given: lax.axis_index is not lowered where another shard_map holds part of the mesh.
+    # The device's index is an argument: lax.axis_index is not lowered if an outer shard_map has part of the mesh.
     places = jnp.arange(math.prod(get_mesh_axis_size(axis) for axis in batch), dtype=jnp.int32)
-    # One over a part of the mesh's axes runs in a compiled program alone, and hides from kernels how arrays lie along
-    # the others; axes of one device are therefore taken in.
+    # A shard_map of a part of the mesh's axes runs in compiled programs only, and hides the sharding over the other
+    # axes from kernels; therefore it includes the axes with one device.
     mapped = jax.shard_map(
         local,
         mesh=mesh_in_use(),
@@ -275,17 +286,17 @@ def _on_many(
 
 
 def _is_state(leaf: Array) -> bool:
-    """Is this leaf of a quantizer a state, and no random key?"""
+    """Return whether this leaf of a quantizer is a state, not a random key."""
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def _own_key(data: Array, place: Array) -> Array:
-    """Data of a key of this device's own, or all would round their rows by the same numbers."""
+    """Return the data of a random key of this device, so that devices round with different numbers."""
     return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(data), place))
 
 
 def _of_own(quantizers: QuantizerSet, count: int, axes: tuple[str, ...]) -> QuantizerSet:
-    """The part of a set that belongs to this device's experts, whose states devices along axes share."""
+    """Return the part of a set for this device's experts, whose states the devices along axes share."""
     parts = (quantizers.x, quantizers.kernel, quantizers.dgrad)
     own = [None if part is None else GroupedQuantizer(part.quantizer, count) for part in parts]
     return over_devices(QuantizerSet(*own), axes, merges=False)

@@ -1,4 +1,4 @@
-"""Modules of transformer_engine.jax.flax within Flax NNX: bridged, differentiated with their state, kept up to date."""
+"""Modules of transformer_engine.jax.flax in Flax NNX: bridging, differentiation, and updates of their state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flax import linen
 
 try:
     from flax import nnx
-except AttributeError as error:  # flax 0.12.8 asks jax.experimental for what jax 0.11.2 no longer has
+except AttributeError as error:  # flax 0.12.8 uses a name of jax.experimental that jax 0.11.2 has removed
     raise ImportError(
         f"transformer_engine.jax.nnx: flax.nnx of flax {flax.__version__} cannot be imported beside jax "
         f"{jax.__version__} ({error}); pip install --upgrade flax"
@@ -26,9 +26,9 @@ __all__ = ["bridged", "state_type", "value_and_grad"]
 
 
 def bridged(module: linen.Module, rngs: nnx.Rngs, *inputs: Any, **options: Any) -> Any:
-    """The linen module as one of NNX, its parameters and state made for inputs.
+    """Return the linen module as an NNX module, with parameters and state initialized for `inputs`.
 
-    Without a mesh the names of its parameters' axes stay names; NNX would ask for a mesh to lay them over.
+    Without a mesh, the logical names of the parameters' axes are kept; NNX itself would require a mesh.
     """
     if not isinstance(module, linen.Module):
         raise TypeError(f"module is a {type(module).__name__}; give a module of flax.linen")
@@ -38,19 +38,19 @@ def bridged(module: linen.Module, rngs: nnx.Rngs, *inputs: Any, **options: Any) 
 
 
 def state_type(collection: str = NVTE_FP8_COLLECTION_NAME) -> type[nnx.Variable]:
-    """NNX's type of the variables of a collection: "fp8_metas", or "_overwrite_with_gradient"."""
+    """Return NNX's type of the variables of a collection: "fp8_metas", or "_overwrite_with_gradient"."""
     return nnx.variable_type_from_name(collection, allow_register=True)
 
 
 def value_and_grad(
     loss: Callable[..., Any], model: Any, *args: Any, has_aux: bool = False, **kwargs: Any
 ) -> tuple[Any, nnx.State]:
-    """(loss(model, *args, **kwargs), gradients of its nnx.Params); the model's quantizers advance by one step.
+    """Return loss(model, *args, **kwargs) and the gradients of its nnx.Params; quantizers advance by one step.
 
-    has_aux   loss answers (value, anything else), and so does this in the place of the value
+    has_aux   loss returns (value, anything else), and so does this function in place of the value
 
-    The gradient of a state is its next state, which is written into the model. Where loss calls the model several times
-    the larger amax of the calls counts; calls inside of jit, scan or vmap within loss have to be one.
+    The gradient of a state is its next state, which is written into the model. If loss calls the model several times,
+    the largest amax of the calls counts; calls inside of jit, scan or vmap within loss must be a single one.
     """
 
     def of_one_step(model: Any, keywords: Any, *args: Any) -> Any:

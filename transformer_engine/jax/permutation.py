@@ -1,4 +1,4 @@
-"""Tokens in the order of the experts that they go to, and back."""
+"""Permutation of tokens into the order of their experts, and its inverse."""
 
 from __future__ import annotations
 
@@ -44,17 +44,20 @@ def token_dispatch(
     probs: Array | None = None,
     align_size: int | None = None,
 ) -> tuple[Array, Array | None, Array, Array | None, Array]:
-    """(rows sorted by expert, their weights, row_id_map, pad_offsets, tokens_per_expert) of inp [T, H].
+    """Return tokens sorted by expert, differentiable in inp and probs.
 
-    routing_map        [T, E], nonzero where token t goes to expert e
-    num_out_tokens     rows of the result, those of all pairs (t, e) before padding; rows behind it are dropped
-    probs              [T, E]: weights come along as [rows]
-    align_size         pads the rows of every expert with zeros to a multiple of it
-    row_id_map         int32 [T, 2 E + 1]: for the n experts of a token its rows without padding, from E on the experts,
-                       -1 behind either, and last n
-    pad_offsets        int32 [E]: what padding adds to the rows of an expert; None without it
-    tokens_per_expert  int32 [E], with padding
-    Differentiable in inp and probs.
+    Args:
+        inp: Tokens [T, H].
+        routing_map: [T, E], nonzero if token t is routed to expert e.
+        num_out_tokens: Rows of the result: all pairs (t, e) before padding; later rows are dropped.
+        probs: Weights [T, E], which are sorted too.
+        align_size: Pad the rows of every expert with zeros to a multiple of this size.
+
+    Returns:
+        Rows sorted by expert, their weights [rows], row_id_map, pad_offsets and tokens_per_expert. row_id_map is int32
+        [T, 2 E + 1]: for the n experts of a token its rows without padding, from E on the experts, -1 after both, and
+        last n. pad_offsets is int32 [E], the shift of an expert's rows by padding; None without it. tokens_per_expert
+        is int32 [E] and includes padding.
     """
     check_values("inp", inp)
     check_array("routing_map", routing_map)
@@ -82,7 +85,7 @@ def token_dispatch(
         padded = aligned(counts, align_size)
         pad_offsets = jnp.cumsum(padded) - padded - starts
         rows, counts = jnp.where(rows < 0, -1, rows + pad_offsets[None]), padded
-    # Of every row of the result the pair (t, e) that it holds, T * E for padding.
+    # The pair (t, e) of every row of the result, T * E for padding.
     pairs = jnp.arange(tokens * experts, dtype=jnp.int32)
     places = jnp.where(rows.ravel() < 0, size, rows.ravel())
     source = jnp.full(size, tokens * experts, jnp.int32).at[places].set(pairs, mode="drop")
@@ -92,12 +95,12 @@ def token_dispatch(
 
 
 def aligned(counts: Array, align_size: int) -> Array:
-    """The rows, multiples of align_size, that groups of so many tokens take."""
+    """Return the padded rows, multiples of align_size, of groups with these numbers of tokens."""
     return -(-counts // align_size) * align_size
 
 
 def room_for(tokens: int, groups: int, align_size: int) -> int:
-    """Rows that hold so many tokens however groups share them out, each of which begins at a multiple of align_size."""
+    """Return rows that suffice for all sizes of groups with this total, each aligned to a multiple of align_size."""
     return (tokens + groups * (align_size - 1)) // align_size * align_size
 
 
@@ -107,7 +110,7 @@ def token_combine(
     merging_probs: Array | None = None,
     pad_offsets: Array | None = None,
 ) -> Array:
-    """out [T, H]: the sum of a token's rows of inp [rows, H], times merging_probs [T, E] where given."""
+    """Return out [T, H]: the sum of a token's rows of inp [rows, H], multiplied by merging_probs [T, E] if given."""
     check_values("inp", inp)
     check_integers("row_id_map", row_id_map)
     if inp.ndim != 2 or row_id_map.ndim != 2 or row_id_map.shape[1] % 2 == 0:
@@ -137,7 +140,7 @@ def token_combine(
 
 
 def _row_id_map(rows: Array, chosen: Array) -> Array:
-    """See `token_dispatch`; rows [T, E], -1 where there is none."""
+    """Return the row_id_map of `token_dispatch`; rows [T, E], -1 for a pair without a row."""
     experts = chosen.shape[1]
     order = jnp.argsort(rows < 0, axis=1, stable=True)
     sorted_rows = jnp.take_along_axis(rows, order, axis=1)
@@ -148,9 +151,9 @@ def _row_id_map(rows: Array, chosen: Array) -> Array:
 
 
 def sort_chunks_by_index(inp: Array, split_sizes: Array, sorted_indices: Array) -> tuple[Array, Array]:
-    """(chunks of inp [rows, H] in the order of sorted_indices, row_id_map [rows]: where every row went).
+    """Return chunks of inp [rows, H] in the order of sorted_indices, and row_id_map [rows], the new index of every row.
 
-    split_sizes   rows of every chunk as they lie; rows behind their sum stay where they are
+    split_sizes   rows of every chunk in their present order; rows after their sum are not moved
     """
     check_values("inp", inp)
     if inp.ndim != 2:
@@ -171,10 +174,10 @@ def sort_chunks_by_index(inp: Array, split_sizes: Array, sorted_indices: Array) 
 
 
 def _check_order(order: Array, count: int) -> None:
-    """TypeError or ValueError unless order [count] holds the numbers from 0 on, each once; traced, its shape alone."""
+    """Raise TypeError or ValueError unless order [count] is a permutation; of a traced array, only check the shape."""
     check_integers("sorted_indices", order)
     if order.shape != (count,):
-        raise ValueError(f"sorted_indices has shape {order.shape}; give one number a chunk, ({count},)")
+        raise ValueError(f"sorted_indices has shape {order.shape}; give one number per chunk, ({count},)")
     if is_known(order) and not np.array_equal(np.sort(np.asarray(order)), np.arange(count)):
         raise ValueError(
             f"sorted_indices={np.asarray(order).tolist()[:8]}; give the numbers from 0 to {count - 1}, each once"
@@ -182,7 +185,7 @@ def _check_order(order: Array, count: int) -> None:
 
 
 class PureJaxPermState(NamedTuple):
-    """How `pure_jax_token_dispatch` sorted: the order of all slots, and how many of them are tokens and padding."""
+    """The permutation of `pure_jax_token_dispatch`: the order of all slots, and counts of tokens and of padding."""
 
     sorted_indices: Array
     num_real_tokens: int
@@ -197,10 +200,11 @@ def pure_jax_token_dispatch(
     align_size: int = 0,
     roll_to_expert_id: Array | int | None = None,
 ) -> tuple[Array, PureJaxPermState, Array]:
-    """(rows sorted by expert, state, rows of every expert) of inputs [.., H] and selected_experts [.., k].
+    """Return inputs [.., H] sorted by selected_experts [.., k], the state, and the rows of every expert.
 
     align_size          above 0: zeros pad every expert's rows to a multiple of it
-    roll_to_expert_id   the expert that comes first, those before it come last; may be traced, as of lax.axis_index
+    roll_to_expert_id   the expert that comes first; the earlier ones come last; may be traced, for example
+                        lax.axis_index
     """
     whole("num_experts", num_experts)
     whole("num_experts_per_tok", num_experts_per_tok)
@@ -214,7 +218,7 @@ def pure_jax_token_dispatch(
     experts = selected_experts.reshape(-1).astype(jnp.int32)
     if experts.size != flat.shape[0] * num_experts_per_tok:
         raise ValueError(
-            f"selected_experts {selected_experts.shape} of inputs {inputs.shape}; give {num_experts_per_tok} a token"
+            f"selected_experts {selected_experts.shape} of inputs {inputs.shape}; give {num_experts_per_tok} per token"
         )
     if roll_to_expert_id is not None:
         experts = (experts - roll_to_expert_id) % num_experts
@@ -224,7 +228,7 @@ def pure_jax_token_dispatch(
         missing = -counts % align_size
         spare = jnp.arange(padding, dtype=jnp.int32)
         owner, place = spare // (align_size - 1), spare % (align_size - 1)
-        # Padding that an expert does not need goes behind all experts.
+        # Padding that an expert does not need is placed after all experts.
         experts = jnp.concatenate((experts, jnp.where(place < missing[owner], owner, num_experts)))
         counts = counts + missing
     order = jnp.argsort(experts, stable=True)
@@ -236,7 +240,7 @@ def pure_jax_token_dispatch(
 def pure_jax_token_combine(
     expert_outputs: Array, perm_state: PureJaxPermState, routing_weights: Array, num_experts_per_tok: int
 ) -> Array:
-    """out [T, H]: the sum of a token's rows, times routing_weights [.., k]."""
+    """Return out [T, H]: the sum of a token's rows, multiplied by routing_weights [.., k]."""
     check_values("expert_outputs", expert_outputs)
     check_values("routing_weights", routing_weights)
     check_instance("perm_state", perm_state, PureJaxPermState)
@@ -249,7 +253,7 @@ def pure_jax_token_combine(
     if routing_weights.size != slots or slots % num_experts_per_tok:
         raise ValueError(
             f"routing_weights has shape {routing_weights.shape}; perm_state has {slots} choices, give a weight each, "
-            f"num_experts_per_tok={num_experts_per_tok} a token"
+            f"num_experts_per_tok={num_experts_per_tok} per token"
         )
     expert_outputs, routing_weights = jnp.asarray(expert_outputs), jnp.asarray(routing_weights)
     back = jnp.argsort(perm_state.sorted_indices)[: perm_state.num_real_tokens]
@@ -262,7 +266,7 @@ def pure_jax_token_combine(
 def routing_map_to_selected_experts(
     sparse_probs: Array, routing_map: Array, topk: int
 ) -> tuple[Array, Array]:
-    """(experts int32 [T, topk] in their order, their weights [T, topk]) of weights and a choice [T, E]."""
+    """Return the chosen experts int32 [T, topk], sorted, and their weights [T, topk]."""
     check_array("routing_map", routing_map)
     if routing_map.ndim != 2:
         raise ValueError(f"routing_map has shape {routing_map.shape}; give [tokens, experts]")
@@ -279,33 +283,33 @@ def routing_map_to_selected_experts(
 def compute_ragged_all_to_all_params(
     all_shards_tokens_per_expert: Array, shard_id: Array | int, num_expert_shards: int
 ) -> tuple[Array, Array, Array, Array]:
-    """(input_offsets, send_sizes, output_offsets, recv_sizes), each [R], for lax.ragged_all_to_all of one shard.
+    """Return (input_offsets, send_sizes, output_offsets, recv_sizes), each [R], for lax.ragged_all_to_all of one shard.
 
-    all_shards_tokens_per_expert   [R, E]: rows that every shard holds for every expert; expert e lives on e // (E / R)
+    all_shards_tokens_per_expert   [R, E]: rows of every shard for every expert; expert e is on shard e // (E / R)
     """
     sent = _sent_between(all_shards_tokens_per_expert, shard_id, num_expert_shards)
     mine = sent[shard_id]
-    before = jnp.cumsum(sent, axis=0) - sent  # rows that shards in front of a shard send to each shard
+    before = jnp.cumsum(sent, axis=0) - sent  # rows that earlier shards send to each shard
     return jnp.cumsum(mine) - mine, mine, before[shard_id], sent[:, shard_id]
 
 
 def compute_reverse_ragged_all_to_all_params(
     all_shards_tokens_per_expert: Array, shard_id: Array | int, num_expert_shards: int
 ) -> tuple[Array, Array, Array, Array]:
-    """The same for the way back: what was received is sent, and lands where it came from."""
+    """Return the arguments of the inverse exchange: received rows are sent back to their origin."""
     sent = _sent_between(all_shards_tokens_per_expert, shard_id, num_expert_shards)
     received = sent[:, shard_id]
-    offsets = jnp.cumsum(sent, axis=1) - sent  # where a shard keeps the rows of each shard
+    offsets = jnp.cumsum(sent, axis=1) - sent  # offsets at which a shard stores the rows of each shard
     return jnp.cumsum(received) - received, received, offsets[:, shard_id], sent[shard_id]
 
 
 def _sent_between(tokens_per_expert: Array, shard_id: Array | int, shards: int) -> Array:
-    """[from, to]: rows that go from a shard to a shard."""
+    """Return [from, to]: rows sent between two shards."""
     return _by_shard(tokens_per_expert, shard_id, shards).sum(axis=-1)
 
 
 def _by_shard(tokens_per_expert: Array, shard_id: Array | int, shards: int) -> Array:
-    """[from, to, local expert]: rows that go from a shard to an expert of a shard."""
+    """Return [from, to, local expert]: rows sent from a shard to an expert of another shard."""
     whole("num_expert_shards", shards)
     check_integers("all_shards_tokens_per_expert", tokens_per_expert)
     shape = tokens_per_expert.shape
@@ -326,9 +330,9 @@ def _by_shard(tokens_per_expert: Array, shard_id: Array | int, shards: int) -> A
 def local_permute_after_a2a(
     x_recv: Array, all_shards_tokens_per_expert: Array, shard_id: Array | int, num_expert_shards: int
 ) -> tuple[Array, Array, Array]:
-    """(rows sorted by local expert, rows of every local expert, where every received row went).
+    """Return rows sorted by local expert, rows of every local expert, and the new index of every received row.
 
-    x_recv   rows as they arrive: shard after shard, and of each shard expert after expert
+    x_recv   rows in the order of reception: by shard, then by expert
     """
     shards = num_expert_shards
     counts = _by_shard(all_shards_tokens_per_expert, shard_id, shards)[:, shard_id]
@@ -339,7 +343,7 @@ def local_permute_after_a2a(
 
 
 def local_unpermute_before_a2a(expert_outputs: Array, goes_to: Array) -> Array:
-    """The rows of `local_permute_after_a2a` as they arrived."""
+    """Return the rows of `local_permute_after_a2a` in the order of reception."""
     check_values("expert_outputs", expert_outputs)
     check_integers("goes_to", goes_to)
     if expert_outputs.ndim != 2 or goes_to.shape != expert_outputs.shape[:1]:

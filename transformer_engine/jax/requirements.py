@@ -1,4 +1,4 @@
-"""Imported first: says in one sentence what is missing, before another module trips over it."""
+"""Imported first: reports missing dependencies in one sentence before another module fails to import them."""
 
 from ..common import frameworks
 

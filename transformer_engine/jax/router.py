@@ -1,4 +1,4 @@
-"""Which experts a token goes to, with which weight, and the loss that balances them."""
+"""The choice of experts for a token, their weights, and the loss that balances them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .checks import check_array, check_shaped, check_values
 
 __all__ = ["RoutingMapFormat", "ScoreFunction", "fused_moe_aux_loss", "fused_topk_with_score_function"]
 
-_TINY = 1e-20  # keeps a row of sigmoids that are all zero from dividing by zero
+_TINY = 1e-20  # prevents a division by zero for a row of sigmoids that are all zero
 
 
 class ScoreFunction(enum.Enum):
-    """How logits become scores."""
+    """The function from logits to scores."""
 
     SIGMOID = 0
     SOFTMAX = 1
 
 
 class RoutingMapFormat(enum.Enum):
-    """How the choice is stored: a bool an expert, or a bit."""
+    """The storage of the choice: a bool or a bit per expert."""
 
     BYTEMAP = 0
     BITMAP_U8 = 1
@@ -44,15 +44,23 @@ def fused_topk_with_score_function(
     compute_aux_scores: bool = False,
     routing_map_format: str | int | RoutingMapFormat = "bytemap",
 ) -> tuple[Array, Array]:
-    """(weights [T, E] in logits' dtype, zero where not chosen; choice bool [T, E] or uint8 [T, ceil(E / 8)]).
+    """Choose experts for each token.
 
-    use_pre_softmax      softmax over all experts before the choice; else over the chosen ones
-    num_groups, group_topk   choose among the experts of the group_topk best of num_groups groups; -1: of all
-    scaling_factor       multiplies the weights
-    score_function       "softmax", or "sigmoid", whose weights are divided by their sum if topk > 1
-    expert_bias          [E], with sigmoid: added for the choice alone
-    compute_aux_scores   normalised scores of all experts and the plain choice, for the loss
-    Bit e % 8 of byte e // 8 stands for expert e. arXiv:2408.15664 (bias), arXiv:2412.19437 (groups).
+    Args:
+        logits: Router logits [T, E].
+        topk: Experts per token.
+        use_pre_softmax: Apply softmax to all experts before the choice; otherwise to the chosen ones.
+        num_groups: Number of groups of experts; -1: no groups.
+        group_topk: Number of best groups whose experts can be chosen; -1: all.
+        scaling_factor: Factor of the weights.
+        score_function: "softmax", or "sigmoid", whose weights are divided by their sum if topk > 1.
+        expert_bias: Bias [E] of the scores for the choice only; with "sigmoid".
+        compute_aux_scores: Return normalized scores of all experts and the choice without groups and bias, for the
+            loss.
+
+    Returns:
+        Weights [T, E] in the dtype of logits, zero for experts that are not chosen; choice bool [T, E] or uint8
+        [T, ceil(E / 8)], with expert e in bit e % 8 of byte e // 8. arXiv:2408.15664 (bias), arXiv:2412.19437 (groups).
     """
     function = _member(ScoreFunction, "score_function", score_function)
     form = _member(RoutingMapFormat, "routing_map_format", routing_map_format)
@@ -85,7 +93,7 @@ def fused_topk_with_score_function(
 def fused_moe_aux_loss(probs: Array, tokens_per_expert: Array, topk: int, coeff: float) -> Array:
     """loss [] = E * coeff / (topk * T^2) * sum over e of tokens_per_expert[e] * sum over t of probs[t, e].
 
-    Differentiable in probs [T, E] alone. arXiv:2101.03961, equation 4, for topk choices.
+    Differentiable in probs [T, E] only. arXiv:2101.03961, equation 4, for topk choices.
     """
     check_values("probs", probs)
     check_array("tokens_per_expert", tokens_per_expert)
@@ -105,7 +113,7 @@ def fused_moe_aux_loss(probs: Array, tokens_per_expert: Array, topk: int, coeff:
 
 
 def bits_of(chosen: Array) -> Array:
-    """bool [T, E] -> uint8 [T, ceil(E / 8)]."""
+    """Pack bool [T, E] into uint8 [T, ceil(E / 8)]."""
     return jnp.packbits(chosen, axis=-1, bitorder="little")
 
 
@@ -121,13 +129,13 @@ def _normalised(logits: Array, softmax: bool) -> Array:
 
 
 def _chosen(scores: Array, topk: int) -> Array:
-    """bool [T, E]: the topk greatest of every row, the first of equal ones."""
+    """Return bool [T, E]: the topk largest scores of every row; ties go to the lower index."""
     _, places = lax.top_k(lax.stop_gradient(scores), topk)
     return jax.nn.one_hot(places, scores.shape[-1], dtype=jnp.bool_).any(axis=-2)
 
 
 def _of_best_groups(scores: Array, topk: int, num_groups: int, group_topk: int) -> Array:
-    """scores, -inf outside of the groups whose topk / group_topk best experts have the greatest sum."""
+    """Return scores, with -inf outside of the groups with the largest sums of their topk / group_topk best experts."""
     tokens, experts = scores.shape
     grouped = lax.stop_gradient(scores).reshape(tokens, num_groups, experts // num_groups)
     best, _ = lax.top_k(grouped, topk // group_topk)
@@ -136,7 +144,7 @@ def _of_best_groups(scores: Array, topk: int, num_groups: int, group_topk: int) 
 
 
 def _member(kind: type[enum.Enum], name: str, value: Any) -> Any:
-    """A member by itself, by its name in any case, or by its number."""
+    """Return a member given by itself, by its name in any case, or by its number."""
     if isinstance(value, kind):
         return value
     for member in kind:
@@ -166,7 +174,7 @@ def _check(
     if topk > experts:
         raise ValueError(f"topk={topk} of {experts} experts; choose at most {experts}")
     if expert_bias is not None and softmax:
-        raise ValueError("expert_bias with score_function='softmax'; it steers 'sigmoid' alone, give None")
+        raise ValueError("expert_bias with score_function='softmax'; only 'sigmoid' uses it, give None")
     if expert_bias is not None:
         check_shaped("expert_bias", expert_bias, (experts,))
     integer("group_topk", group_topk)

@@ -1,6 +1,6 @@
-"""Which axes of a mesh the dimensions of tensors are laid over, by name.
+"""The mesh axes over which the dimensions of tensors are sharded, by name.
 
-Nothing here moves data: a constraint is a hint to XLA's partitioner, and without a mesh there is none.
+These functions move no data: a constraint is a hint to XLA's partitioner, and has no effect without a mesh.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ W_JOINED_AXES = "nvte_w_joined"
 
 
 def token_axes(transposed: bool, sequence: str, hidden: str) -> tuple[str, str, str]:
-    """Names of the axes of [b, s, hidden], or of [s, b, hidden] when transposed."""
+    """Return the names of the axes of [b, s, hidden], or of [s, b, hidden] if transposed."""
     return (sequence, BATCH_AXES, hidden) if transposed else (BATCH_AXES, sequence, hidden)
 
 
 @dataclass(frozen=True)
 class MeshResource:
-    """The names of a mesh's axes by the kind of parallelism they serve; None: there is none of that kind."""
+    """The names of a mesh's axes by the kind of parallelism that they serve; None: the mesh has no such axis."""
 
     dp_resource: str | None = None
     tp_resource: str | None = None
@@ -58,10 +58,10 @@ _resource: ContextVar[MeshResource | None] = ContextVar("transformer_engine_mesh
 
 @reusable
 def global_shard_guard(resource: MeshResource | None) -> Iterator[None]:
-    """Let layers traced in this block shard their tensors over the axes that resource names; None: over none.
+    """Shard the tensors of layers that are traced in this block over the axes of `resource`; None: over no axis.
 
-    Raises ValueError where a mesh is in use that has not all of them; a mesh that is entered later is asked where an
-    axis is looked up.
+    Raises ValueError if the mesh in use lacks one of the axes. A mesh that is entered later is checked when an axis is
+    read.
     """
     if resource is not None:
         if not isinstance(resource, MeshResource):
@@ -77,25 +77,25 @@ def global_shard_guard(resource: MeshResource | None) -> Iterator[None]:
 
 
 def mesh_resource_or_default() -> MeshResource:
-    """The MeshResource in force, else one of no axes."""
+    """Return the active MeshResource, by default one without axes."""
     return MeshResource() if _resource.get() is None else global_mesh_resource()
 
 
 def global_mesh_resource() -> MeshResource:
-    """The MeshResource in force; ValueError where there is none, or the mesh in use has not all of its axes."""
+    """Return the active MeshResource; raise ValueError without one, or if the mesh in use lacks one of its axes."""
     resource = _resource.get()
     if resource is None:
         mesh = "no mesh is in use, and no" if _mesh() is None else "a mesh is in use and no"
         raise ValueError(
-            f"{mesh} MeshResource says what axes of a mesh are for; enter autocast(mesh_resource=MeshResource(..)) or "
+            f"{mesh} MeshResource assigns its axes; enter autocast(mesh_resource=MeshResource(..)) or "
             "global_shard_guard(MeshResource(..))"
         )
-    _check_axes(resource)  # again: the mesh may have come after the resource
+    _check_axes(resource)  # checked again, because the mesh may have been entered after the resource
     return resource
 
 
 def _check_axes(resource: MeshResource) -> None:
-    """ValueError where the mesh in use has not all axes, or two of them would both cut the width of tensors."""
+    """Raise ValueError if the mesh in use lacks an axis, or if two axes would both shard the width of tensors."""
     for name, axis in vars(resource).items():
         check_axis(name, axis)
     both = (resource.tp_resource, resource.tpsp_resource)
@@ -107,23 +107,23 @@ def _check_axes(resource: MeshResource) -> None:
 
 
 def _mesh() -> Mesh | jax.sharding.AbstractMesh | None:
-    """The mesh of jax.set_mesh, else that of `with mesh:`; None where there is none."""
+    """Return the mesh of jax.set_mesh, otherwise that of `with mesh:`, otherwise None."""
     abstract = jax.sharding.get_abstract_mesh()
     if not abstract.empty:
         return abstract
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # jax has no other door to a mesh of `with mesh:`
+        warnings.simplefilter("ignore", DeprecationWarning)  # the only access to a mesh of `with mesh:`
         try:
             from jax.interpreters import pxla
 
             physical = pxla.thread_resources.env.physical_mesh
         except (ImportError, AttributeError):
-            return None  # a jax without that door has no `with mesh:` either
+            return None  # a jax without that access has no `with mesh:` either
     return None if physical.empty else physical
 
 
 def mesh_of_devices() -> Mesh | None:
-    """The mesh in use; None where there is none but names of axes, and in a trace, where jax tells no devices."""
+    """Return the mesh in use; None for an abstract mesh, and in a trace, where jax does not provide devices."""
     mesh = _mesh()
     if mesh is None or isinstance(mesh, Mesh):
         return mesh
@@ -135,7 +135,7 @@ def mesh_of_devices() -> Mesh | None:
 
 
 def mesh_in_use() -> Mesh | jax.sharding.AbstractMesh:
-    """The mesh in use here; ValueError where there is none."""
+    """Return the mesh in use; raise ValueError without one."""
     mesh = _mesh()
     if mesh is None:
         raise ValueError("no mesh is in use; enter `with mesh:` or jax.set_mesh(mesh)")
@@ -143,21 +143,21 @@ def mesh_in_use() -> Mesh | jax.sharding.AbstractMesh:
 
 
 def automatic_axes() -> dict[str, int]:
-    """The axes of the mesh in use that no shard_map around us holds, and their devices."""
+    """Return the axes of the mesh in use that are not manual in an enclosing shard_map, with their device counts."""
     mesh = mesh_in_use()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return {name: mesh.shape[name] for name, kind in kinds if kind is not AxisType.Manual}
 
 
 def is_mesh_available() -> bool:
-    """Is a mesh in use here?"""
+    """Return whether a mesh is in use."""
     return _mesh() is not None
 
 
 def get_mesh_axis_size(axis: str | None, mesh: Mesh | None = None) -> int:
-    """Devices along an axis of the mesh, by default of the one in use; 1 for None, and where no mesh is in use.
+    """Return the devices along an axis of a mesh, by default of the one in use; 1 for None, and without a mesh.
 
-    Raises ValueError for an axis that the mesh has not.
+    Raises ValueError for an axis that the mesh does not have.
     """
     check_axis("axis", axis, mesh)
     found = _mesh() if mesh is None else mesh
@@ -165,41 +165,41 @@ def get_mesh_axis_size(axis: str | None, mesh: Mesh | None = None) -> int:
 
 
 def check_axis(name: str, axis: str | None, mesh: Mesh | None = None) -> None:
-    """ValueError unless the mesh, by default the one in use, has the axis; without a mesh there is nothing to say."""
+    """Raise ValueError if the mesh, by default the one in use, lacks the axis; without a mesh, every axis is valid."""
     found = _mesh() if mesh is None else mesh
     if found is not None and axis is not None and axis not in found.axis_names:
         raise ValueError(
-            f"{name}={axis!r} is no axis of the mesh{' in use' if mesh is None else ''}, which has "
+            f"{name}={axis!r} is not an axis of the mesh{' in use' if mesh is None else ''}, which has "
             f"{tuple(found.axis_names)}; give one of them, or None"
         )
 
 
 def check_automatic_axis(name: str, axis: str | None) -> None:
-    """ValueError unless the mesh in use has the axis and leaves it to XLA; without a mesh there is nothing to say."""
+    """Raise ValueError if the mesh in use lacks the axis, or if the axis is manual; without a mesh, it is valid."""
     check_axis(name, axis)
     mesh = _mesh()
     if mesh is None or axis is None:
         return
     if dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis] is AxisType.Manual:
         raise ValueError(
-            f"{name}={axis!r} is manual here, inside shard_map, where a device sees its own part alone; call it "
-            "outside of it, or leave the axis out of shard_map's axis_names"
+            f"{name}={axis!r} is manual here, inside shard_map, where a device sees its own part only; call it "
+            "outside of shard_map, or leave the axis out of shard_map's axis_names"
         )
 
 
 def num_of_devices() -> int:
-    """Devices of all processes."""
+    """Return the number of devices of all processes."""
     return jax.device_count()
 
 
 def get_num_devices_in_mesh(mesh: Mesh | None = None) -> int:
-    """Devices of the mesh, by default of the one in use; 1 where there is none."""
+    """Return the number of devices of a mesh, by default of the one in use; 1 without a mesh."""
     found = _mesh() if mesh is None else mesh
     return 1 if found is None else found.size
 
 
 def get_sharding_map_logic_axis_to_mesh_axis() -> dict[str, str | None]:
-    """{axis name of this module: axis of the mesh or None}, by the MeshResource in force."""
+    """Return {axis name of this module: axis of the mesh or None} for the active MeshResource."""
     resource = global_mesh_resource()
 
     def either(first: str | None, second: str | None) -> str | None:
@@ -223,10 +223,10 @@ def get_sharding_map_logic_axis_to_mesh_axis() -> dict[str, str | None]:
 
 
 def with_sharding_constraint(x: Array, pspec: PartitionSpec | None) -> Array:
-    """x, laid over the mesh as pspec says; x as it is without a mesh, without a spec, or where pspec is all None.
+    """Return x, sharded over the mesh by `pspec`; x itself without a mesh, without a spec, or if `pspec` is all None.
 
-    Axes that are manual here (inside shard_map) are dropped from the spec; one that the mesh has not raises ValueError,
-    but for a mesh whose axes are all manual, that of pmap among them, where nothing can be laid.
+    Axes that are manual here (inside shard_map) are dropped from the spec. An axis that the mesh does not have raises
+    ValueError, except in a mesh whose axes are all manual, such as that of pmap, where nothing can be sharded.
     """
     check_array("x", x)
     _check_spec(pspec, x.ndim)
@@ -248,18 +248,19 @@ def with_sharding_constraint(x: Array, pspec: PartitionSpec | None) -> Array:
     if all(entry is None for entry in spec):
         return x
     if not isinstance(x, Tracer):
-        # An array is laid over devices, a traced one over their names; so is an array that a trace closes over.
+        # A concrete array needs a mesh of devices, a traced one an abstract mesh; so does an array that a trace closes
+        # over.
         mesh = mesh_of_devices() or mesh
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def _is_manual(mesh: Mesh | jax.sharding.AbstractMesh) -> bool:
-    """Is no axis left to lay anything over, as inside shard_map of all axes, and pmap?"""
+    """Return whether all axes are manual, as inside shard_map of all axes, and pmap."""
     return all(kind is AxisType.Manual for kind in mesh.axis_types)
 
 
 def _check_spec(pspec: Any, ndim: int) -> None:
-    """TypeError or ValueError unless this is None, or names of a mesh's axes for at most ndim axes of an array."""
+    """Raise TypeError or ValueError unless this is None, or names of mesh axes for at most ndim axes of an array."""
     if pspec is None:
         return
     if not isinstance(pspec, (PartitionSpec, tuple, list)):
@@ -284,11 +285,11 @@ def _check_spec(pspec: Any, ndim: int) -> None:
 def with_sharding_constraint_by_logical_axes(
     x: Array, logical_axis_names: Sequence[str | None] | None
 ) -> Array:
-    """x, laid over the mesh by the names of its axes: Flax's axis rules, or the names of this module.
+    """Return x, sharded by the names of its axes: by Flax's axis rules, or by the names of this module.
 
-    None or () does nothing, nor does any name where all axes of the mesh are manual (shard_map, pmap); without Flax
-    rules names of this module are mapped with a DeprecationWarning, and others raise ValueError. Under Flax's rules an
-    axis whose name none has stays whole, which a warning says once a name.
+    None or () has no effect, and neither has any name if all axes of the mesh are manual (shard_map, pmap). Without
+    Flax rules, names of this module are mapped with a DeprecationWarning, and other names raise ValueError. With Flax
+    rules, an axis whose name has no rule is not sharded, which a warning reports once per name.
     """
     if logical_axis_names is None:
         return x
@@ -297,13 +298,13 @@ def with_sharding_constraint_by_logical_axes(
         return x
     if (mesh := _mesh()) is not None and _is_manual(mesh):
         return x
-    from flax import linen  # the layers below Flax do without it elsewhere
+    from flax import linen  # other layers do not depend on Flax
 
     if rules := linen.get_logical_axis_rules():
         if mesh is not None:
             _warn_of_names(logical_axis_names, {name for name, _ in rules})
         if mesh is not None and (AxisType.Manual in mesh.axis_types or not isinstance(x, Tracer)):
-            # Flax neither drops manual axes nor lays an array that exists already.
+            # Flax neither drops manual axes nor shards concrete arrays.
             return with_sharding_constraint(x, linen.logical_to_mesh_axes(tuple(logical_axis_names)))
         return linen.with_logical_constraint(x, tuple(logical_axis_names))
     if not is_mesh_available():
@@ -331,23 +332,23 @@ def _warn_of_names(names: Sequence[str | None], known: set[str]) -> None:
 
 @functools.cache
 def _warn_of_name(name: str) -> None:
-    """Once a process, of a name that Flax drops."""
+    """Warn once per process about a name without a rule."""
     warnings.warn(
-        f"no rule of flax.linen.logical_axis_rules has the axis name {name!r}: its axis is left whole; give "
+        f"flax.linen.logical_axis_rules has no rule for the axis name {name!r}: its axis is not sharded; give "
         f"({name!r}, an axis of the mesh or None), or te.flax.extend_logical_axis_rules(rules), which adds our names",
         stacklevel=4,
     )
 
 
 def get_active_resource_axis(mesh_resource_name: str) -> str | None:
-    """The mesh axis of a field of MeshResource ("tp_resource"), None where it has one device.
+    """Return the mesh axis of a field of MeshResource ("tp_resource"); None if it has one device.
 
-    Raises ValueError for a name that is no field of it.
+    Raises ValueError if MeshResource does not have the field.
     """
     fields = vars(global_mesh_resource())
     if mesh_resource_name not in fields:
         raise ValueError(
-            f"mesh_resource_name={described(mesh_resource_name)} is no field of MeshResource; give one of "
+            f"mesh_resource_name={described(mesh_resource_name)} is not a field of MeshResource; give one of "
             f"{', '.join(fields)}"
         )
     axis = fields[mesh_resource_name]
@@ -355,36 +356,36 @@ def get_active_resource_axis(mesh_resource_name: str) -> str | None:
 
 
 def tpsp_axis_size() -> int:
-    """Devices along the tensor-sequence-parallel axis."""
+    """Return the number of devices along the tensor-sequence-parallel axis."""
     return get_mesh_axis_size(global_mesh_resource().tpsp_resource)
 
 
 def dp_or_fsdp_axis_size() -> int:
-    """Devices along the axis that batches are laid over."""
+    """Return the number of devices along the axis over which batches are sharded."""
     resource = global_mesh_resource()
     return max(get_mesh_axis_size(resource.dp_resource), get_mesh_axis_size(resource.fsdp_resource))
 
 
 def ep_axis_size() -> int:
-    """Devices along the expert-parallel axis."""
+    """Return the number of devices along the expert-parallel axis."""
     return get_mesh_axis_size(global_mesh_resource().ep_resource)
 
 
 def all_reduce_max_along_all_axes_except_PP(x: Array, mesh: Mesh | None = None) -> Array:
-    """The maximum of x over every axis of the MeshResource but the pipeline's; for shard_map, where axes are manual."""
+    """Return the maximum of x over all axes of the MeshResource except the pipeline axis; for use in shard_map."""
     resource = global_mesh_resource()
     axes = [axis for name, axis in vars(resource).items() if name != "pp_resource"]
     return _reduced(jax.lax.pmax, x, axes, mesh)
 
 
 def all_reduce_sum_along_dp_fsdp(x: Array, mesh: Mesh | None = None) -> Array:
-    """The sum of x over the axes that batches are laid over; for shard_map."""
+    """Return the sum of x over the axes over which batches are sharded; for use in shard_map."""
     resource = global_mesh_resource()
     return _reduced(jax.lax.psum, x, [resource.dp_resource, resource.fsdp_resource], mesh)
 
 
 def all_reduce_sum_along_dp_fsdp_tpsp(x: Array, mesh: Mesh | None = None) -> Array:
-    """The sum of x over the axes that tokens are laid over: batches, and sequences; for shard_map."""
+    """Return the sum of x over the axes over which batches and sequences are sharded; for use in shard_map."""
     resource = global_mesh_resource()
     axes = [resource.dp_resource, resource.fsdp_resource, resource.tpsp_resource]
     return _reduced(jax.lax.psum, x, axes, mesh)
@@ -393,6 +394,6 @@ def all_reduce_sum_along_dp_fsdp_tpsp(x: Array, mesh: Mesh | None = None) -> Arr
 def _reduced(
     operation: Callable[..., Array], x: Array, axes: Sequence[str | None], mesh: Mesh | None
 ) -> Array:
-    """operation over those of the axes that have several devices, each once."""
+    """Return operation(x) over each of the axes that has several devices."""
     several = tuple(dict.fromkeys(axis for axis in axes if axis and get_mesh_axis_size(axis, mesh) > 1))
     return operation(x, several) if several else x

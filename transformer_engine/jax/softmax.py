@@ -1,4 +1,4 @@
-"""p = softmax(scale * logits), with a mask of hidden keys or a causal one."""
+"""p = softmax(scale * logits), optionally with a mask of hidden keys or a causal mask."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["SoftmaxFusionType", "softmax"]
 
 
 class SoftmaxFusionType(enum.Enum):
-    """What is done beside the softmax."""
+    """The operations that are fused with the softmax."""
 
     SCALED = "scaled"
     SCALED_MASKED = "scaled_masked"
@@ -29,17 +29,17 @@ def softmax(
     scale_factor: float = 1.0,
     softmax_fusion_type: SoftmaxFusionType = SoftmaxFusionType.SCALED,
 ) -> Array:
-    """Probabilities in logits' dtype, of logits [b, h, q, k]; those of hidden keys are exactly zero.
+    """Return probabilities in the dtype of logits [b, h, q, k]; those of hidden keys are exactly zero.
 
-    mask   read by SCALED_MASKED: True (1) hides a key; [b or 1, 1 or h, q, k]. Others ignore it with a warning
-    SCALED_UPPER_TRIANG_MASKED hides keys behind the query, counted from the first of both.
+    mask   for SCALED_MASKED: True (1) hides a key; [b or 1, 1 or h, q, k]. Other types ignore it with a warning
+    SCALED_UPPER_TRIANG_MASKED hides later keys than the query, counted from the first query and key.
     """
     check_values("logits", logits)
     return scaled_softmax(logits, mask, scale_factor, softmax_fusion_type, None).astype(logits.dtype)
 
 
 def check_scores(logits: Array, scale_factor: float) -> None:
-    """TypeError or ValueError unless logits are [b, h, q, k] and are scaled by a number."""
+    """Raise TypeError or ValueError unless logits are [b, h, q, k] and the scale is a number."""
     number("scale_factor", scale_factor)
     if logits.ndim != 4:
         raise ValueError(f"logits have shape {logits.shape}; give [b, h, q, k]")
@@ -52,7 +52,7 @@ def scaled_softmax(
     softmax_fusion_type: SoftmaxFusionType,
     sink: Array | None,
 ) -> Array:
-    """`softmax` in float32, with a sink."""
+    """Return `softmax` in float32, with a sink."""
     member("softmax_fusion_type", softmax_fusion_type, SoftmaxFusionType)
     check_scores(logits, scale_factor)
     if softmax_fusion_type is SoftmaxFusionType.SCALED_MASKED:

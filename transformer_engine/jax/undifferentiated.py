@@ -46,7 +46,7 @@ def _tied(made: Any, of: Any) -> Any:
 def _raise(of: Any, cotangent: Any) -> Any:
     shapes = ", ".join(f"{list(array.shape)} {array.dtype}" for array in jax.tree.leaves(of))
     raise NotImplementedError(
-        f"what was made of codes, of {shapes}, is differentiated, and codes have no derivative. For a second "
+        f"an array computed from codes, of {shapes}, is differentiated, and codes have no derivative. For a second "
         "derivative trace both under te.autocast(enabled=False); for the gradient of y = dequantize(quantize(x)) write "
         "x + jax.lax.stop_gradient(y - x)"
     )

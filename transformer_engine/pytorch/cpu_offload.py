@@ -1,4 +1,4 @@
-"""Saved activations of a model's first layers wait in host memory: contexts, marks, schedules.
+"""Offload of the activations that a model's first layers save to host memory: contexts, marks, schedules.
 
 The way of a layer's tensors is in `offload/layer_state.py`, the times in `offload/synchronizer.py`.
 """
@@ -25,7 +25,7 @@ from .offload.synchronizer import (
     OffloadSynchronizer,
 )
 
-# Callers of the original's first form set it; what is offloaded follows from the contexts alone.
+# Set by callers of the original's first interface; only the contexts determine what is offloaded.
 CPUOffloadEnabled = False
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""parallel_cross_entropy(logits, target), whose vocabulary may be cut over ranks, and fused_linear_cross_entropy."""
+"""parallel_cross_entropy(logits, target), with a vocabulary that may be sharded, and fused_linear_cross_entropy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["fused_linear_cross_entropy", "parallel_cross_entropy"]
 
 _LOGITS = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-_NO_FEATURES = 16  # zeros that stand for none, as many as a product likes
+_NO_FEATURES = 16  # zeros in place of features, as many as a product needs
 
 
 def parallel_cross_entropy(
@@ -97,12 +97,13 @@ def fused_linear_cross_entropy(
 ) -> Tensor:
     """float32 [] = mean(-ln(softmax(hidden [.., K] @ weight [V, K].T + bias [V])[target [..]])), without the logits.
 
-    Differentiable in hidden, weight and bias. Beside the gradients there is memory for a 21st of the logits. With
-    reduce_loss the forward pass makes the gradients too, if any is asked for, and the backward multiplies them, in
-    place, by that of the loss; without it, losses float32 [..], the backward makes the logits once more.
+    Differentiable in hidden, weight and bias. In addition to the gradients, it allocates memory for a 21st of the
+    logits. With reduce_loss, the forward pass also computes the gradients, if any is needed, and the backward pass
+    multiplies them in place by that of the loss. Without it, the losses are float32 [..], and the backward pass
+    recomputes the logits.
 
     precise   The mean's gradient of the weight is added up in the weight's dtype: a product for the first K rows, and
-              one for each 21st of the rows, as far as they are left, each rounded. With logits of deviation 1 that of
+              one for each 21st of the remaining rows, each rounded. With logits of deviation 1 that of
               bfloat16 is 2.5 times as far from the exact one as that of the two steps ([2048, 1024] and 8192 ids), with
               4 1.2 times. precise=True makes those rows' logits twice and adds them in a few products: 1.8 and 1.1
               times. Where there are no more rows than features nothing is added either way.

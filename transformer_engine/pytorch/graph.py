@@ -92,14 +92,14 @@ def make_graphed_callables(
                                  captured keyword. Others raise TypeError if the callable takes them and the value is
                                  not the default, since a replay would ignore them
     num_warmup_iters             runs before the capture, at least one. Nothing that they record or draw counts
-    allow_unused_input           may an input want a gradient that there is none of?
+    allow_unused_input           accept inputs that require a gradient but do not affect the outputs
     enabled, calibrating, recipe, amax_reduction_group   the autocast to capture under; enabled for each module where it
-                                 is a tuple. Calls are made in an autocast of their own, whose end updates scales
+                                 is a tuple. Each call has a separate autocast, whose end updates scales
     cache_quantized_params       quantize weights in the first microbatch of a step only: every call passes
                                  is_first_microbatch
     pool                         memory to share with other graphs
     retain_graph_in_backward     capture the backward with retain_graph=True
-    clone_param_grads_on_return  parameters get gradients of their own; False: those that the next replay overwrites
+    clone_param_grads_on_return  parameters get copies of the gradients; False: buffers that the next replay overwrites
     pre_warmup_hook, post_warmup_hook   called once, round the warm-up
     capture_time_hooks           for each callable {"forward_pre_hooks", ..: {id: hook(module)}}, called while warming
                                  up and capturing, never at a replay

@@ -40,30 +40,30 @@ __all__ = [
     "torch_get_autocast_gpu_dtype",
 ]
 
-_ROWS, _DEPTH = 8, 16  # what FP8 products of tensors with one scale take: multiples of these
+_ROWS, _DEPTH = 8, 16  # multiples of these are the sizes of FP8 products of tensors with one scale
 
 
 def round_up_to_nearest_multiple(value: int, multiple: int) -> int:
-    """The smallest multiple that is not below value; ValueError for a multiple of 0."""
+    """Return the smallest multiple that is not below value; raise ValueError for a multiple of 0."""
     if multiple == 0:
         raise ValueError("multiple=0; give the number whose multiple is wanted")
     return -(-value // multiple) * multiple
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """numerator / denominator; ValueError where a rest stays."""
+    """Return numerator / denominator; raise ValueError if there is a remainder."""
     if numerator % denominator:
         raise ValueError(f"{denominator} does not divide {numerator}; pad it to a multiple")
     return numerator // denominator
 
 
 def check_dim_for_fp8_exec(tensor: Tensor) -> bool:
-    """Can a matrix [M, K] go into an FP8 product: is M a multiple of 8, and K one of 16?"""
+    """Return whether a matrix [M, K] fits FP8 products: M is a multiple of 8, and K of 16."""
     return tensor.shape[0] % _ROWS == 0 and tensor.shape[-1] % _DEPTH == 0
 
 
 def assert_dim_for_fp8_exec(*tensors: Tensor) -> None:
-    """ValueError unless all of the matrices can."""
+    """Raise ValueError unless all matrices fit FP8 products."""
     for tensor in tensors:
         if not check_dim_for_fp8_exec(tensor):
             raise ValueError(
@@ -72,20 +72,21 @@ def assert_dim_for_fp8_exec(*tensors: Tensor) -> None:
 
 
 def cast_if_needed(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The tensor in dtype; itself, or None, where there is nothing to do."""
+    """Return the tensor in dtype; the tensor itself, or None, if nothing has to be converted."""
     return tensor if tensor is None or tensor.dtype == dtype else tensor.to(dtype)
 
 
 def interleave_glu_tensor(tensor: Tensor, interleave_size: int) -> Tensor:
-    """[2f, ..], the f rows of a gate before the f rows that it multiplies, with blocks of both in turn.
+    """Interleave [2f, ..], the f rows of a gate before the f rows that it multiplies, in blocks of both.
 
-    Blocks have interleave_size rows. A new tensor; ValueError where 2f is not a multiple of 2 interleave_size.
+    Blocks have interleave_size rows. Returns a new tensor; raises ValueError unless 2f is a multiple of 2
+    interleave_size.
     """
     return _glu_blocks(tensor, interleave_size, (2, -1, interleave_size))
 
 
 def deinterleave_glu_tensor(tensor: Tensor, interleave_size: int) -> Tensor:
-    """The inverse of `interleave_glu_tensor`: all rows of the gate before all that it multiplies."""
+    """Return the inverse of `interleave_glu_tensor`: all rows of the gate before all rows that it multiplies."""
     return _glu_blocks(tensor, interleave_size, (-1, 2, interleave_size))
 
 
@@ -103,7 +104,7 @@ def _glu_blocks(tensor: Tensor, interleave_size: int, blocks: tuple[int, int, in
 
 
 def is_non_tn_fp8_gemm_supported() -> bool:
-    """Does the hardware multiply FP8 matrices whose depth is not the last dimension, without transposed copies?"""
+    """Return whether FP8 matrices whose depth is not the last dimension can be multiplied without transposed copies."""
     capability = get_device_compute_capability()
     return (10, 0) <= capability < (12, 0) or capability >= (13, 0)
 
@@ -111,24 +112,24 @@ def is_non_tn_fp8_gemm_supported() -> bool:
 def split_tensor_along_dim(
     tensor: Tensor, dim: int, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[Tensor, ...]:
-    """Equal parts along a dimension; ValueError where they cannot be equal."""
+    """Return equal parts along a dimension; raise ValueError if they cannot be equal."""
     whole("num_partitions", num_partitions)
     parts = torch.split(tensor, divide(tensor.shape[dim], num_partitions), dim=dim)
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else tuple(parts)
 
 
 def get_default_init_method() -> Callable[[Tensor], Tensor]:
-    """What fills a weight when nobody says otherwise: N(0, 0.023)."""
+    """Return the default initialization of weights: N(0, 0.023)."""
     return default_init_method
 
 
 def init_method_normal(sigma: float) -> Callable[[Tensor], Tensor]:
-    """Fills a tensor by N(0, sigma)."""
+    """Return a function that fills a tensor by N(0, sigma)."""
     return lambda tensor: torch.nn.init.normal_(tensor, mean=0.0, std=sigma)
 
 
 def scaled_init_method_normal(sigma: float, num_layers: int) -> Callable[[Tensor], Tensor]:
-    """Fills a tensor by N(0, sigma / sqrt(2 num_layers)), for the layers that add to a residual stream."""
+    """Return a function that fills a tensor by N(0, sigma / sqrt(2 num_layers)), for layers on a residual stream."""
     return init_method_normal(sigma / math.sqrt(2.0 * num_layers))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from ...pytorch.quantization import all_families
 from .kernel_cases import KERNELS
 
-# Recipes of modules; the first means no recipe: parameters and arithmetic in bfloat16.
+# Recipes of modules; the first one means no recipe: parameters and arithmetic in bfloat16.
 RECIPES = ("bf16", *(family.name for family in all_families() if family.samples))
 # A recipe may quantize to more than one format.
 QUANTIZATIONS = {sample.name: (family.name, sample) for family in all_families() for sample in family.samples}
@@ -29,8 +29,8 @@ class Case:
     recipe      one of RECIPES, or of QUANTIZATIONS in the family quantize
     arguments   arguments of a provider's builder of the family
     backward    run the backward pass too
-    operations  floating-point operations of the matrix products; 0 where bytes count
-    moved       bytes that have to be read and written once; 0 where operations count
+    operations  floating-point operations of the matrix products; 0 if bytes limit the speed
+    moved       bytes that must be read and written once; 0 if operations limit the speed
     """
 
     name: str
@@ -43,7 +43,7 @@ class Case:
 
 
 def cases(recipes: Iterable[str], quick: bool, families: Iterable[str] = ()) -> list[Case]:
-    """Every case of the families (all when none is named) under the recipes; quick: small sizes, fit for a CPU."""
+    """Return every case of the families (by default all) under the recipes; quick: small sizes, suitable for a CPU."""
     chosen = tuple(families) or tuple(FAMILIES)
     unknown = [name for name in chosen if name not in FAMILIES]
     if unknown:
@@ -95,14 +95,14 @@ def _linear(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 
 
 def _dense(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """Square products: below some size quantizing costs more than it saves."""
+    """Square products: below some size, quantization costs more than it saves."""
     for recipe in recipes:
         for side in (128,) if quick else (8192, 4096, 2048):
             yield _products("dense_fb", "dense", recipe, (side, side, side), False)
 
 
 def _products(kind: str, family: str, recipe: str, sizes: tuple[int, int, int], bias: bool) -> Case:
-    """A linear layer of rows x depth times depth x width; with a bias the forward pass alone."""
+    """Return a linear layer of rows x depth times depth x width; with a bias only the forward pass."""
     return Case(
         f"{kind}/{recipe}/{'x'.join(map(str, sizes))}",
         family,
@@ -153,7 +153,7 @@ def _grouped_linear(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 
 
 def _ops(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """An MLP and a grouped MLP of experts as a Sequential of operations, and the same as modules."""
+    """An MLP and a grouped MLP of experts as a Sequential of operations, and as modules."""
     rows, hidden, inner = (256, 256, 512) if quick else (8192, 4096, 14336)
     groups, expert = (4, 128) if quick else (8, 1408)
     kinds = (
@@ -191,7 +191,7 @@ def _attention(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
     small = (("causal", 2, 128, 4, 2, 64, True),)
     for recipe in recipes:
         if recipe not in ("bf16", "delayed", "current"):
-            continue  # no scale of a block fits an attention's kernels
+            continue  # an attention's kernels support no block scales
         table = ATTENTIONS if recipe == "bf16" else FP8_ATTENTIONS
         for kind, batch, sequence, heads, groups, size, forward_too in small if quick else table:
             passes = [("f", False)] if forward_too else []
@@ -241,7 +241,7 @@ def _layer(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 
 
 def _layer_small(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """A layer that is all host time: its wall time is the figure."""
+    """A layer whose wall time is its host time."""
     sizes = {"hidden": 1024, "inner": 4096, "heads": 16, "groups": 16, "sequence": 128}
     if quick:
         sizes = {"hidden": 128, "inner": 256, "heads": 2, "groups": 2, "sequence": 32}
@@ -266,7 +266,7 @@ def _layer_variant(
 
 
 def _offload(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """Linear layers most of whose saved inputs wait on the host."""
+    """Linear layers whose saved inputs are mostly offloaded to the host."""
     sizes = {"rows": 8192, "width": 8192, "layers": 8, "offloaded": 6}
     if quick:
         sizes = {"rows": 64, "width": 128, "layers": 4, "offloaded": 2}
@@ -293,7 +293,7 @@ def _rope(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 
 
 def _permute(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """Tokens to their experts and, by weights without a gradient, back; a pass moves a token and its rows once."""
+    """Tokens to their experts and, with weights without a gradient, back; a pass moves a token and its rows once."""
     tokens, hidden, experts, places = (256, 128, 8, 2) if quick else (16384, 4096, 64, 8)
     sizes = {"tokens": tokens, "hidden": hidden, "experts": experts, "places": places}
     name = f"permute_fb/bf16/t{tokens}_h{hidden}_e{experts}_k{places}"
@@ -302,7 +302,7 @@ def _permute(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 
 
 def _padding(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """Rows of experts padded for a recipe and cut again; both passes read and write every row twice."""
+    """Rows of experts padded for a recipe and unpadded again; both passes read and write every row twice."""
     groups, rows, width = (4, 300, 128) if quick else (64, 65601, 4096)
     if "bf16" in recipes:
         name = f"padding_fb/bf16/{groups}x{rows}x{width}"
@@ -341,7 +341,7 @@ def _linear_cross_entropy(recipes: tuple[str, ...], quick: bool) -> Iterator[Cas
 
 
 def _adam(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """Float32 gradients are read, parameters and two moments read and written; of small tensors it is all host time."""
+    """Float32 gradients are read, parameters and two moments read and written; small tensors only take host time."""
     sizes = ((4, 1 << 12),) if quick else ((60, 1 << 24), (1000, 1 << 10))
     for count, size in sizes if "bf16" in recipes else ():
         yield Case(

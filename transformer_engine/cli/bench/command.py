@@ -65,7 +65,7 @@ def _recipes(given: list[str] | None, device: torch.device) -> tuple[str, ...]:
             raise ValueError(f"recipe {name!r} does not exist; choose from {', '.join(RECIPES)}")
         support = support_of(KINDS[name]) if name in KINDS else None
         if support is not None and not support.available:
-            raise ValueError(f"recipe {name}: {support.refusal}")
+            raise ValueError(f"recipe {name}: {support.reason}")
     if given:
         return tuple(given)
     if device.type == "cpu":
@@ -110,7 +110,7 @@ def _measure(
         console.print("torch finds no CUDA device: the figures are a CPU's, at small sizes")
     roofs = measure_roofs(device, effort)
     print_roofs(console, roofs)
-    reasons = {provider.name: provider.refusal(device) for provider in providers}
+    reasons = {provider.name: provider.unavailable_reason(device) for provider in providers}
     missing = {provider: reason for provider, reason in reasons.items() if reason is not None}
     for provider, reason in missing.items():
         console.print(f"without {provider}: {escape(reason)}", soft_wrap=True)
@@ -124,7 +124,7 @@ def _measure(
                     with writing(json, "free some space there, or choose another file with --json"):
                         write(json, as_dict(rows, roofs, missing))
     except KeyboardInterrupt:
-        console.print("stopped; what was measured until then:")
+        console.print("stopped; figures until then:")
     print_rows(console, rows)
     if json is not None:
         console.print(f"wrote {escape(str(json))}", soft_wrap=True)

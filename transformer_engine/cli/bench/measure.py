@@ -1,8 +1,8 @@
 """Measurement of one call: GPU, host and wall milliseconds, and the additional memory.
 
 gpu_ms    between two events around the call on the stream; the stream sleeps first, so that every launch is queued
-          by the time that the first one runs, and the L2 cache holds other data
-cpu_ms    until the call returns to the host, its work queued
+          before the first one runs, and the L2 cache holds other data
+cpu_ms    until the call returns to the host, with its work queued
 eager_ms  wall time of a call in a loop of calls, as in a training step; roughly the larger of the other two
 """
 
@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 import torch
 
-# Cycles of torch.cuda._sleep in a second. A GPU with a slower clock sleeps longer, which harms nothing.
+# Cycles of torch.cuda._sleep per second. A GPU with a slower clock sleeps longer, which is harmless.
 CYCLES = 1.9e9
 EVICTING = 256 << 20  # bytes, several times the largest L2 cache
-SLEEP = "spin_kernel"  # by which torch.cuda._sleep sleeps
+SLEEP = "spin_kernel"  # kernel of torch.cuda._sleep
 
 
 class Effort(NamedTuple):
-    """How often a call is repeated: until budget_ms are spent, within the limits."""
+    """The number of repetitions of a call: until budget_ms are spent, within the limits."""
 
     warmup: int = 5
     budget_ms: float = 120.0
@@ -30,7 +30,7 @@ class Effort(NamedTuple):
     most: int = 40
 
     def runs(self, one_ms: float) -> int:
-        """How often a call of so many milliseconds is repeated."""
+        """Return the number of repetitions of a call of this many milliseconds."""
         return max(self.fewest, min(self.most, int(self.budget_ms / max(one_ms, 1e-3))))
 
 
@@ -39,7 +39,7 @@ QUICK = Effort(warmup=2, budget_ms=30.0, fewest=3, most=10)
 
 
 class Timing(NamedTuple):
-    """Milliseconds; medians. None: the device has no queue, as a CPU."""
+    """Milliseconds, medians. None: the device has no queue, as on a CPU."""
 
     gpu_ms: float | None
     cpu_ms: float | None
@@ -55,9 +55,9 @@ class Figures(NamedTuple):
     """The figures of a case.
 
     peak_mib   additional memory of a call
-    compile_s  seconds until the call could be made, where a program was compiled for it
-    cached_s   the same again, the program taken from the compiler's cache on disk
-    fp8_calls  products of FP8 operands that the program hands to cuBLASLt
+    compile_s  seconds until the first call is possible, for a compiled program
+    cached_s   the same with the program from the compiler's cache on disk
+    fp8_calls  products of FP8 operands that the program passes to cuBLASLt
     """
 
     timing: Timing
@@ -68,7 +68,7 @@ class Figures(NamedTuple):
 
 
 def measure(call: Callable[[], object], device: torch.device, effort: Effort = FULL) -> Timing:
-    """The timing of a call whose work runs on the device."""
+    """Return the timing of a call whose work runs on the device."""
     for _ in range(effort.warmup):
         call()
     if device.type != "cuda":
@@ -92,7 +92,7 @@ def measure(call: Callable[[], object], device: torch.device, effort: Effort = F
 
 
 def measure_in_turns(calls: Sequence[Callable[[], object]], runs: int) -> list[float]:
-    """GPU milliseconds of each call on a CUDA device, medians; in turns, so that a GPU that warms up favours none."""
+    """Return median GPU milliseconds of each call, measured alternately, so that a warm-up affects all equally."""
     for call in calls:
         for _ in range(FULL.warmup):
             call()
@@ -111,7 +111,7 @@ def measure_in_turns(calls: Sequence[Callable[[], object]], runs: int) -> list[f
 
 
 def pause(other: torch.Tensor, host: float) -> None:
-    """Queue, for the GPU, to write `other`, which evicts the L2 cache, and to sleep while a call is queued.
+    """Make the GPU write `other`, which evicts the L2 cache, and sleep while a call is queued.
 
     host   seconds that queueing takes
     """
@@ -120,7 +120,7 @@ def pause(other: torch.Tensor, host: float) -> None:
 
 
 def _queued_once(call: Callable[[], object], other: torch.Tensor, host: float) -> tuple[float, float]:
-    """(GPU ms, host ms) of one call."""
+    """Return (GPU ms, host ms) of one call."""
     pause(other, host)
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     first.record()
@@ -144,7 +144,7 @@ def _wall(call: Callable[[], object], effort: Effort) -> float:
 
 
 def peak_mib(call: Callable[[], object], device: torch.device) -> float | None:
-    """The most MiB allocated during a call beyond those allocated before it; None on a CPU, which does not count."""
+    """Return the maximum MiB allocated during a call in addition to the present ones; None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize()

@@ -22,7 +22,7 @@ from .run import Row
 MEANING = (
     "gpu_ms: GPU time, launches queued ahead and L2 evicted; cpu_ms: host time to queue one call; eager_ms: wall "
     "time of a call in a loop; rate: over gpu_ms (eager_ms on a CPU); roof: part of the measured roof; "
-    "peak_mib: memory of one call beyond what was there; of programs that JAX compiles also compile_s, cached_s from "
+    "peak_mib: additional memory of one call; of programs that JAX compiles also compile_s, cached_s from "
     "JAX's cache on disk, and fp8_calls: their products of FP8 operands in cuBLASLt; there gpu_ms is kernel time by "
     "the profiler, peak_mib XLA's plan"
 )

@@ -65,7 +65,7 @@ def run(
     observe: Callable[[str], None] = lambda name: None,
 ) -> Iterator[Row]:
     """Measure the cases one by one; observe hears of each before it begins."""
-    available = [provider for provider in providers if provider.refusal(device) is None]
+    available = [provider for provider in providers if provider.unavailable_reason(device) is None]
     for case in cases:
         for provider in available:
             observe(f"{case.name} {provider.name}")

@@ -50,10 +50,10 @@ def load(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, KeyError, EOFError) as error:
         line = str(error).strip().partition("\n")[0][:120]
-        raise ValueError(f"{path} is no checkpoint that te train wrote ({line}); {remedy}") from None
-    refusal = _refusal(state)
-    if refusal is not None:
-        raise ValueError(f"{path} is no checkpoint that te train wrote: {refusal}; {remedy}")
+        raise ValueError(f"{path} is not a checkpoint of te train ({line}); {remedy}") from None
+    reason = _content_error(state)
+    if reason is not None:
+        raise ValueError(f"{path} is not a checkpoint of te train: {reason}; {remedy}")
     return state
 
 
@@ -65,11 +65,11 @@ def _damage(path: Path) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     except zipfile.BadZipFile:
-        return "it is cut short, or another kind of file"
+        return "it is truncated, or another kind of file"
     return None if broken is None else f"its part {broken} is damaged"
 
 
-def _refusal(state: Any) -> str | None:
+def _content_error(state: Any) -> str | None:
     """Return what differs from a state that te train writes, or None."""
     if not isinstance(state, dict):
         return f"it holds a {type(state).__name__}, not a dict"

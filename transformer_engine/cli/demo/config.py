@@ -19,7 +19,7 @@ NEEDED = {
     "jax": (("jax", "flax", "optax", "orbax"), "cli-jax"),
 }
 FRAMEWORKS = tuple(NEEDED)
-CLIP = 1.0  # norm that gradients are clipped to
+CLIP = 1.0  # maximum norm of gradients
 BETAS = (0.9, 0.95)
 DECAY = 0.1  # weight decay of matrices; vectors have none
 
@@ -75,10 +75,10 @@ KINDS: dict[str, tuple[type, ...]] = {
     "float": (float, int),
     "str | None": (str, type(None)),
 }
-SEEDS = 2**40  # seeds are below it: batches draw from a multiple of theirs
+SEEDS = 2**40  # limit of seeds, because batches use a multiple of theirs
 VOCABULARY = 256  # the tokens are bytes
 
-# Two cores train the CPU size in about two minutes, both runs together.
+# Two cores train the CPU size, with both runs, in about two minutes.
 CPU_SIZES: dict[str, Any] = {
     "steps": 800,
     "batch": 8,
@@ -171,7 +171,7 @@ class RunConfig:
 
     @property
     def feed_forward(self) -> int:
-        """Width of the gated feed-forward layer: 8/3 of hidden, rounded up to the 128 of block scaling."""
+        """The width of the gated feed-forward layer: 8/3 of hidden, rounded up to the 128 of block scaling."""
         return -(-self.hidden * 8 // (3 * 128)) * 128
 
     @property
@@ -185,7 +185,7 @@ class RunConfig:
         return (HIGH_PRECISION,) if self.recipe == "none" else (self.recipe, HIGH_PRECISION)
 
     def label(self, run: str) -> str:
-        """How a run is shown: the recipe's name, or the dtype of the parameters for high precision."""
+        """Return the displayed name of a run: the recipe's name, or the parameters' dtype for high precision."""
         return self.precision if run == HIGH_PRECISION else run
 
     @property
@@ -198,10 +198,10 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Execution:
-    """How a run is computed, which its losses do not depend on: a continued run may be computed otherwise.
+    """Options of the execution, which do not change the losses; a continued run may use others.
 
     graphs           capture the model's calls as CUDA graphs
-    offload_layers   activations of so many layers wait in host memory
+    offload_layers   number of layers whose activations are offloaded to host memory
     observe          observe the tensors in every tenth step
     """
 
@@ -210,7 +210,7 @@ class Execution:
     observe: bool = False
 
     def check(self, config: RunConfig) -> None:
-        """ValueError for what cannot be had together, or with a model of this depth or framework."""
+        """Raise ValueError for options that exclude each other, or that this model or framework does not support."""
         if config.framework == "jax" and self != Execution():
             raise ValueError(
                 "--graphs, --offload-layers and --observe are of the demonstration in torch; leave them out, or take "
@@ -230,7 +230,7 @@ class Execution:
 
 
 def resolve(device: str, given: dict[str, Any]) -> RunConfig:
-    """A RunConfig for "auto", "cpu" or "cuda": the values given that are not None, else the device's sizes."""
+    """Return a RunConfig for "auto", "cpu" or "cuda": given values that are not None, otherwise the device's sizes."""
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device {device!r} does not exist; choose auto, cpu or cuda")
     chosen = {name: value for name, value in given.items() if value is not None}
@@ -244,7 +244,7 @@ def resolve(device: str, given: dict[str, Any]) -> RunConfig:
 def restore(
     saved: dict[str, Any], device: str, given: dict[str, Any], source: str = "the checkpoint"
 ) -> RunConfig:
-    """The RunConfig of a checkpoint; a contradicting option raises: the continuation would not be exact."""
+    """Return the RunConfig of a checkpoint; raise an error for a contradicting option, which would change losses."""
     config = saved_config(saved, source)
     asked = {**given, "device": None if device == "auto" else device}
     for name, value in asked.items():
@@ -257,7 +257,7 @@ def restore(
 
 
 def saved_config(saved: dict[str, Any], source: str) -> RunConfig:
-    """The RunConfig in source, fields of other versions left out; ValueError, naming source, where it is none."""
+    """Return the RunConfig in source without fields of other versions; the ValueError for others names the source."""
     known = {field.name for field in fields(RunConfig)}
     missing = sorted(known - set(saved) - {"seed", "data", "experts", "optimizer", "framework"})
     if missing:

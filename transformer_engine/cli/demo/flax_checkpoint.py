@@ -75,7 +75,7 @@ def load(path: Path) -> dict[str, Any]:
         value = about.get(name) if isinstance(about, dict) else None
         if not isinstance(value, kind) or isinstance(value, bool):
             raise ValueError(
-                f"{path} is no checkpoint that te train wrote: its {name!r} is a {type(value).__name__}; {remedy}"
+                f"{path} is not a checkpoint of te train: its {name!r} is a {type(value).__name__}; {remedy}"
             )
     return {**about, "runs": runs}
 

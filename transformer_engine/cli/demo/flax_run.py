@@ -1,4 +1,4 @@
-"""One model in Flax with its optimizer and the recipe it computes under; a step is one compiled program."""
+"""A Flax model with its optimizer and the recipe of its computation; a step is one compiled program."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ load, save = flax_checkpoint.load, flax_checkpoint.save
 
 
 class TrainingState(NamedTuple):
-    """All that a step changes: parameters, scales and histories, and the optimizer's moments."""
+    """Everything that a step changes: parameters, scales and histories, and the optimizer's moments."""
 
     params: Any
     scaling: Any
@@ -34,7 +34,7 @@ class TrainingState(NamedTuple):
 
 
 class FlaxRun:
-    """Trains one model; the parameters are float32, computed with in the precision of the config."""
+    """Trains one model; the parameters are float32, the computation has the precision of the config."""
 
     observation = None
 
@@ -51,11 +51,11 @@ class FlaxRun:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the model learns."""
+        """Return the number of parameters of the model."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.state.params))
 
     def train(self, batches: Sequence[Batch], rates: Sequence[float], first: int) -> list[float]:
-        """The losses of the steps from `first` on, one a batch, each before its optimizer step."""
+        """Train from step `first` on, one batch per step; return each loss before its optimizer step."""
         losses = []
         with self._device():
             for step, (batch, rate) in enumerate(zip(batches, rates, strict=True), start=first):
@@ -77,7 +77,7 @@ class FlaxRun:
         return float(np.mean([np.float32(loss) for loss in losses]))
 
     def sample(self, prompt: bytes, count: int) -> bytes:
-        """The bytes that follow a prompt, drawn with a KV cache, outside of any recipe."""
+        """Return the bytes that follow a prompt, sampled with a KV cache, outside of any recipe."""
         text = list(prompt)
         with self._device():
             tokens = jnp.zeros((1, len(prompt) + count), jnp.int32)
@@ -98,11 +98,11 @@ class FlaxRun:
         raise NotImplementedError("--observe is of the demonstration in torch; take --framework torch")
 
     def state_dict(self) -> dict[str, Any]:
-        """{path: array}."""
+        """Return {path: array}."""
         return flax_checkpoint.flattened(self.state)
 
-    def refusal(self, state: dict[str, Any] | None) -> str | None:
-        """Why a state is not one of this model and optimizer; None when it is."""
+    def mismatch(self, state: dict[str, Any] | None) -> str | None:
+        """Return the reason why a state does not belong to this model and optimizer, or None."""
         return flax_checkpoint.misfit(state, self.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -110,21 +110,21 @@ class FlaxRun:
             self.state = flax_checkpoint.rebuilt(state, self.state)
 
 
-Run = FlaxRun  # the name by which the trainer finds the runs of a framework
+Run = FlaxRun  # name under which the trainer finds the runs of a framework
 
 
 def continue_from(state: dict[str, Any]) -> None:
-    """Nothing: random numbers follow from the seed and the step."""
+    """Do nothing: random numbers depend on the seed and the step only."""
 
 
 def _precision(name: str) -> AbstractContextManager[Any]:
-    """The recipe that is traced under; ValueError, with the reason, where it does not run."""
+    """Return the autocast of a recipe; raise ValueError, with the reason, if it is unsupported here."""
     recipe = make_recipe(name)
     return te.autocast(enabled=recipe is not None, recipe=recipe)
 
 
 def _adamw() -> optax.GradientTransformation:
-    """AdamW without its learning rate, by which the step multiplies. Only matrices decay."""
+    """Return AdamW without its learning rate, which the step multiplies; only matrices have weight decay."""
     matrices = functools.partial(jax.tree.map, lambda weight: weight.ndim >= 2)
     return optax.chain(
         optax.clip_by_global_norm(CLIP),
@@ -162,7 +162,7 @@ def _step(
     config: RunConfig,
     name: str,
 ) -> tuple[TrainingState, Array]:
-    """The next state and the loss before it; the gradient with respect to scales and histories is their next value."""
+    """Return the next state and the loss before it; the gradient of scales and histories is their next value."""
     differentiated = jax.value_and_grad(_loss_of, argnums=(0, 1))
     loss, (gradients, scaling) = differentiated(
         state.params, state.scaling, inputs, targets, key, config, name
@@ -174,7 +174,7 @@ def _step(
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnums=1)
 def _following(params: Any, cache: Any, byte: Array, key: Array, *, config: RunConfig) -> tuple[Any, Array]:
-    """The cache with one more byte, and a draw of the byte behind it."""
+    """Return the cache with one more byte, and a sample of the next byte."""
     variables = {"params": params, "cache": cache}
     logits, changed = FlaxByteGPT(config).apply(variables, byte[None, None], decode=True, mutable=["cache"])
     return changed["cache"], jax.random.categorical(key, jnp.float32(logits[0, 0]) / TEMPERATURE)

@@ -48,7 +48,7 @@ class MasterAdamW:
     def state_dict(self) -> dict[str, Any]:
         return {"adam": self.adam.state_dict(), "masters": [master.detach() for master in self.masters]}
 
-    def refusal(self, state: dict[str, Any]) -> str | None:
+    def mismatch(self, state: dict[str, Any]) -> str | None:
         """Why a state is not one of this optimizer; None when it is."""
         adam, masters = state.get("adam"), state.get("masters")
         if not isinstance(adam, dict) or not isinstance(masters, list):
@@ -89,7 +89,7 @@ class FusedAdamW:
     def state_dict(self) -> dict[str, Any]:
         return {"fused_adam": self.adam.state_dict()}
 
-    def refusal(self, state: dict[str, Any]) -> str | None:
+    def mismatch(self, state: dict[str, Any]) -> str | None:
         """Why a state is not one of this optimizer; None when it is."""
         adam = state.get("fused_adam")
         if not isinstance(adam, dict):

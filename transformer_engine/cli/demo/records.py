@@ -12,7 +12,7 @@ from .config import RunConfig
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the training stands: one record of metrics.jsonl, losses and seconds by the run's name."""
+    """The progress of a training: one record of metrics.jsonl, losses and seconds by the run's name."""
 
     step: int
     learning_rate: float
@@ -26,9 +26,9 @@ class Progress:
 
 
 def read_metrics(path: Path, last_step: int | None = None) -> list[Progress]:
-    """The records of a metrics.jsonl up to last_step; a line cut short by a crash is left out.
+    """Return the records of a metrics.jsonl up to last_step; a last line truncated by a crash is ignored.
 
-    ValueError, with the file and the line, for one that is damaged otherwise.
+    Raises ValueError, with the file and the line, for any other damaged line.
     """
     if not path.is_file():
         return []
@@ -44,16 +44,16 @@ def read_metrics(path: Path, last_step: int | None = None) -> list[Progress]:
 
 
 WITHOUT_METRICS = (
-    "remove the file or what is damaged in it: the curve loses those steps, the training goes on exactly"
+    "remove the file or its damaged lines: the curve loses those steps, the training continues exactly"
 )
 
 
 def _record(path: Path, number: int, line: str) -> Progress:
-    """The record in a line of a metrics file."""
+    """Return the record in a line of a metrics file."""
     try:
         content = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"line {number} of {path} is no JSON ({error.msg}); {WITHOUT_METRICS}") from None
+        raise ValueError(f"line {number} of {path} is not JSON ({error.msg}); {WITHOUT_METRICS}") from None
     kinds = {"step": int, "learning_rate": float, "loss": dict, "seconds": dict, "validation": dict}
     known = content if isinstance(content, dict) else {}
     optional = {"validation": {}}
@@ -72,7 +72,7 @@ def _record(path: Path, number: int, line: str) -> Progress:
 
 @dataclass(frozen=True)
 class RunResult:
-    """How one run ended: losses in nats a byte, speed over all its steps without evaluation."""
+    """Result of a run: losses in nats per byte, speed over all its steps without evaluation."""
 
     name: str
     train: float
@@ -82,9 +82,9 @@ class RunResult:
 
 
 def summarize(config: RunConfig, history: list[Progress]) -> list[RunResult]:
-    """One RunResult a run: the training loss is the mean of the last twentieth of the steps (at least ten).
+    """Return one RunResult per run; the training loss is the mean of the last twentieth of the steps (at least ten).
 
-    The tokens a second are those of the median step: the first ones compile kernels.
+    The tokens per second are those of the median step, because the first steps compile kernels.
     """
     last = history[-max(10, len(history) // 20) :]
     final = history[-1].validation or {}

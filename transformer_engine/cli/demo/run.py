@@ -1,4 +1,4 @@
-"""One model in torch with its optimizer and the recipe it computes under, and how its checkpoint is kept."""
+"""A torch model with its optimizer and the recipe of its computation, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLAINLY = Execution()
 
 
 class Run:
-    """One model with its optimizer and the recipe it computes under."""
+    """One model with its optimizer and the recipe of its computation."""
 
     def __init__(self, name: str, config: RunConfig, execution: Execution = PLAINLY):
         self.config, self.recipe = config, make_recipe(name)
@@ -46,20 +46,20 @@ class Run:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the model learns."""
+        """Return the number of parameters of the model."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def train(self, batches: Sequence[Batch], rates: Sequence[float], first: int) -> list[float]:
-        """The losses of the steps from `first` on, one a batch, each before its optimizer step.
+        """Train from step `first` on, one batch per step; return each loss before its optimizer step.
 
-        A GPU is read back once, so that its queue never drains.
+        A GPU is synchronized once, so that its queue never becomes empty.
         """
         return torch.stack(
             [self.step(*batch, rate) for batch, rate in zip(batches, rates, strict=True)]
         ).tolist()
 
     def step(self, inputs: Any, targets: Any, rate: float) -> Tensor:
-        """The loss of one batch before its optimizer step."""
+        """Return the loss of one batch before its optimizer step."""
         with self.precision():
             loss = self.model.loss(*self._placed((inputs, targets)))
         loss.backward()
@@ -70,7 +70,7 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Mean loss over batches."""
+        """Return the mean loss over batches."""
         self.model.eval()
         paused = nullcontext() if self.observation is None else self.observation.paused()
         with paused, self.precision():
@@ -79,7 +79,7 @@ class Run:
         return torch.stack(losses).mean().item()
 
     def sample(self, prompt: bytes, count: int) -> bytes:
-        """The bytes that follow a prompt, drawn with a KV cache."""
+        """Return the bytes that follow a prompt, sampled with a KV cache."""
         return generate(self.model, self.config, prompt, count, seed=self.config.seed)
 
     def _placed(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -89,11 +89,11 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
-    def refusal(self, state: dict[str, Any] | None) -> str | None:
-        """Why a state is not one of this model and optimizer; None when it is."""
+    def mismatch(self, state: dict[str, Any] | None) -> str | None:
+        """Return the reason why a state does not belong to this model and optimizer, or None."""
         if state is None:
             return "it has no such run"
-        return checkpoint.misfit(state["model"], self.model.state_dict()) or self.optimizer.refusal(
+        return checkpoint.misfit(state["model"], self.model.state_dict()) or self.optimizer.mismatch(
             state["optimizer"]
         )
 
@@ -103,7 +103,7 @@ class Run:
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """A checkpoint of runs, with the random numbers that the next step would draw."""
+    """Save a checkpoint of runs, with the state of the random generators."""
     checkpoint.save(path, {**state, "random": checkpoint.random_state()})
 
 
@@ -112,5 +112,5 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def continue_from(state: dict[str, Any]) -> None:
-    """Draw the random numbers that the checkpoint's next step would have drawn."""
+    """Restore the random generators from the checkpoint."""
     checkpoint.set_random_state(state["random"])

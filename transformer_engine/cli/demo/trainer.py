@@ -1,4 +1,4 @@
-"""The same model, seed and batches under a recipe and in high precision, in lockstep, in either framework."""
+"""Training of one model in lockstep, with equal seeds and batches, under a recipe and in high precision."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLAINLY = Execution()
 
 
 class ModelRun(Protocol):
-    """One model with its optimizer and the recipe it computes under."""
+    """One model with its optimizer and the recipe of its computation."""
 
     observation: Any
 
@@ -27,19 +27,19 @@ class ModelRun(Protocol):
 
     @property
     def parameters(self) -> int:
-        """How many numbers the model learns."""
+        """Return the number of parameters of the model."""
         ...
 
     def train(self, batches: Sequence[Batch], rates: Sequence[float], first: int) -> list[float]:
-        """The losses of the steps from `first` on, one a batch, each before its optimizer step."""
+        """Train from step `first` on, one batch per step; return each loss before its optimizer step."""
         ...
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Mean loss over batches."""
+        """Return the mean loss over batches."""
         ...
 
     def sample(self, prompt: bytes, count: int) -> bytes:
-        """The bytes that follow a prompt."""
+        """Return the bytes that follow a prompt."""
         ...
 
     def observe(self, log: Path) -> None:
@@ -48,31 +48,31 @@ class ModelRun(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
 
-    def refusal(self, state: dict[str, Any] | None) -> str | None:
-        """Why a state is not one of this model and optimizer; None when it is."""
+    def mismatch(self, state: dict[str, Any] | None) -> str | None:
+        """Return the reason why a state does not belong to this model and optimizer, or None."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Runs(Protocol):
-    """A framework's runs and how their checkpoints are kept."""
+    """A framework's runs and the storage of their checkpoints."""
 
     Run: type[ModelRun]
 
     @staticmethod
     def save(path: Path, state: dict[str, Any]) -> None:
-        """Write the state of the runs to path; an earlier checkpoint is replaced when the new one is complete."""
+        """Write the state of the runs to path; an earlier checkpoint is replaced once the new one is complete."""
         ...
 
     @staticmethod
     def load(path: Path) -> dict[str, Any]:
-        """Load the state; ValueError for a path that te train did not write."""
+        """Load the state; raise ValueError for a path that te train did not write."""
         ...
 
     @staticmethod
     def continue_from(state: dict[str, Any]) -> None:
-        """Bring what belongs to the process, such as random numbers, to where the checkpoint has it."""
+        """Restore the state of the process, such as random numbers, from the checkpoint."""
         ...
 
 
@@ -80,14 +80,14 @@ _MODULES = {"torch": ".run", "jax": ".flax_run"}
 
 
 def runs_of(framework: str) -> Runs:
-    """The runs of a framework, which is imported here: the other one need not be installed."""
+    """Return the runs of a framework, which is imported here: the other one need not be installed."""
     return cast(Runs, import_module(_MODULES[framework], __package__))
 
 
 class Trainer:
     """Trains every run of a RunConfig and writes folder/metrics.jsonl and folder/checkpoint.
 
-    Of an execution that observes, the first run is observed, to folder/observed.jsonl.
+    If the execution observes, the first run is observed, to folder/observed.jsonl.
     """
 
     def __init__(self, config: RunConfig, corpus: Corpus, folder: Path, execution: Execution = PLAINLY):
@@ -113,7 +113,7 @@ class Trainer:
 
     @property
     def observation(self) -> Any:
-        """Of the first run, where it is observed."""
+        """Return the observation of the first run, or None."""
         return self.runs[self.config.runs[0]].observation
 
     @property
@@ -125,7 +125,7 @@ class Trainer:
         observe: Callable[[Progress], None] = lambda progress: None,
         stop: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Train to the last step or until stop() is true; save a checkpoint either way. True: finished."""
+        """Train to the last step or until stop() is true, and save a checkpoint; return True if finished."""
         if self.execution.observe and self.observation is None:
             with writing(self.observed_path, "free some space there, or choose another --out"):
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -146,8 +146,8 @@ class Trainer:
         return self.finished
 
     def _advance(self) -> list[Progress]:
-        """Every run takes the next few steps, up to the next evaluation at most."""
-        # A GPU is read back once in a chunk.
+        """Train every run for the next few steps, up to the next evaluation at most."""
+        # A GPU is synchronized once per chunk.
         interval = max(1, self.config.steps // 10)
         chunk = 1 if self.config.device == "cpu" else 10
         end = min(self.step + chunk, self.config.steps, (self.step // interval + 1) * interval)
@@ -180,7 +180,7 @@ class Trainer:
         ]
 
     def save(self) -> None:
-        """Everything the next step depends on."""
+        """Save everything on which the next step depends."""
         state = {
             "config": self.config.as_dict(),
             "fingerprint": self.corpus.fingerprint,
@@ -190,17 +190,17 @@ class Trainer:
         self.framework.save(self.checkpoint_path, state)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's state: the losses that follow are those of an uninterrupted run."""
+        """Continue from a checkpoint's state: the next losses are those of an uninterrupted run."""
         if state["fingerprint"] != self.corpus.fingerprint:
             raise ValueError(
                 f"the text of {self.corpus.source} is not the one this checkpoint was trained on; "
                 f"give the same text with --data, or start another run with --name"
             )
         for name, run in self.runs.items():
-            refusal = run.refusal(state["runs"].get(name))
-            if refusal is not None:
+            mismatch = run.mismatch(state["runs"].get(name))
+            if mismatch is not None:
                 raise ValueError(
-                    f"{self.checkpoint_path} does not fit the run {name}: {refusal}; leave --resume out to start "
+                    f"{self.checkpoint_path} does not fit the run {name}: {mismatch}; leave --resume out to start "
                     "this run again, or start another with --name"
                 )
         history = read_metrics(self.metrics_path, last_step=state["step"])

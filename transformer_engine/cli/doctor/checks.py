@@ -100,7 +100,9 @@ def _original(e: Installation) -> Results:
     there = [f"{name} {e.version_of(name)}" for name in ORIGINALS if e.version_of(name) is not None]
     remedy = f"pip uninstall -y {PACKAGE} {' '.join(ORIGINALS)}, then {optional.install_command('pytorch')}"
     if there:
-        words = f"the original is installed beside this package, over the same files: {', '.join(there)}"
+        words = (
+            f"the original is installed in addition to this package, over the same files: {', '.join(there)}"
+        )
         yield "problem", words, remedy
     foreign = e.extension is not None and not e.extension.endswith("__init__.py")
     if foreign:
@@ -123,7 +125,7 @@ def _jax(e: Installation) -> Results:
 
 
 def _framework(e: Installation, framework: frameworks.Framework) -> Results:
-    """The packages of a framework, in versions that work, and does our side of it import?"""
+    """Check the packages of a framework and their versions, and whether this package's modules for it import."""
     remedy = optional.install_command(framework.extra)
     missing = [package.name for package in framework.packages if e.version_of(package.name) is None]
     if missing:
@@ -132,8 +134,8 @@ def _framework(e: Installation, framework: frameworks.Framework) -> Results:
         return
     for package in framework.packages:
         version = e.version_of(package.name) or ""
-        refusal = package.refuses(version) or e.failures.get(package.name)
-        yield ("problem", refusal, remedy) if refusal else ("good", f"{package.name} {version}", "")
+        reason = package.unsupported_reason(version) or e.failures.get(package.name)
+        yield ("problem", reason, remedy) if reason else ("good", f"{package.name} {version}", "")
     ours = f"transformer_engine.{framework.module}"
     if ours in e.failures and not any(package.name in e.failures for package in framework.packages):
         yield "problem", e.failures[ours], remedy
@@ -176,7 +178,7 @@ def _triton(e: Installation) -> Results:
 
 
 def _libraries(e: Installation) -> Results:
-    """Bindings of cuBLASLt and cuDNN."""
+    """Check the bindings of cuBLASLt and cuDNN."""
     if e.gpu.name is None:
         return
     for module, name, brings in (
@@ -210,12 +212,12 @@ def _flash(e: Installation) -> Results:
 
 
 def _command(e: Installation) -> Results:
-    """Which commands run: `te train` with either framework, the others with torch."""
+    """Check which commands run: `te train` with either framework, the others with torch."""
     has_torch, has_jax = (e.version_of(name) is not None for name in ("torch", "jax"))
     missing = [name for name in ("typer", "rich", "matplotlib") if e.version_of(name) is None]
     if missing:
         words = f"{', '.join(missing)} not installed: no command but te doctor runs"
-        # Who has JAX alone is not told to install torch's gigabytes.
+        # With JAX alone, the remedy does not install torch, which takes gigabytes.
         yield "note", words, optional.install_command("cli-jax" if has_jax and not has_torch else "cli")
         return
     if has_torch:
@@ -233,7 +235,7 @@ def _clients(e: Installation) -> Results:
     for name, found, row in clients.installed(e):
         pin, label = clients.pins(found), f"{name} {found.version}"
         if pin and not clients.takes(pin, e.version):
-            words = f"{label} asks for {PACKAGE}{pin}, this is {e.version}: it may call what is not there"
+            words = f"{label} asks for {PACKAGE}{pin}, this is {e.version}: it may call missing functions"
             yield "note", words, f"install a version of {name} that takes {e.version}"
         elif row is not None and row.metadata and e.version_of(PACKAGE) is None:
             yield "problem", f"{label} will not find this package: it asks for {row.by}", REINSTALL
@@ -284,24 +286,24 @@ def run(as_json: bool) -> int:
 
 
 def as_text(findings: list[Finding]) -> str:
-    """One line a finding, its remedy below, and the sum."""
+    """Return one line per finding, with its remedy, and the total."""
     lines = []
     for finding in findings:
         lines.append(f"{SIGNS[finding.status]}  {finding.check:<16}{finding.said}")
         if finding.remedy:
             lines.append(f"      {'':<16}-> {finding.remedy}")
     problems = sum(finding.status == "problem" for finding in findings)
-    lines.append("nothing stands in the way" if not problems else f"{problems} problem(s), marked FAIL")
+    lines.append("no problem found" if not problems else f"{problems} problem(s), marked FAIL")
     return "\n".join(lines)
 
 
 def as_dict(findings: list[Finding]) -> dict[str, object]:
-    """The same for programs: keys healthy and findings."""
+    """Return the findings as a dict with the keys healthy and findings."""
     return {"healthy": healthy(findings), "findings": [asdict(finding) for finding in findings]}
 
 
 def main(arguments: list[str]) -> int:
-    """`te doctor` where the libraries of the command line are missing: no option but --json."""
+    """Run `te doctor` without the libraries of the command line: only the option --json."""
     unknown = [argument for argument in arguments if argument != "--json"]
     if unknown:
         print(f"error: te doctor takes no {unknown[0]}; it has --json alone", file=sys.stderr)

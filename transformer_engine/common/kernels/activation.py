@@ -1,8 +1,8 @@
-"""y = f(a) or f(a) * b, and dx, for x = a [rows, width] or [a, b] [rows, 2 * width], in float32.
+"""Activations f(a) and f(a) * b and their gradients, for x = a [rows, width] or [a, b] [rows, 2 * width], in float32.
 
-Every curve is written with the logistic function, 0.5 * (1 + tanh(u)) being sigmoid(2u): no cancellation, and
-nothing but an exponential, so that the kernels run in the interpreter too. Comparisons are written so that NaN
-passes through.
+All curves use the logistic function, because 0.5 * (1 + tanh(u)) = sigmoid(2u) has no cancellation. The only
+transcendental function is the exponential, which Triton's interpreter supports too. Comparisons are written so that
+NaN passes through.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 from ..formats import ceil_div
 from .launch import Launch, Output
 
-# What f is, by the public name of the activation.
+# Public name of the activation -> name of f.
 CURVES = {
     "gelu": "gelu",
     "geglu": "gelu",
@@ -28,7 +28,7 @@ CURVES = {
     "swiglu": "silu",
     "clamped_swiglu": "clamped",
 }
-_TILE = 2048  # elements a program; H200: 3.9-4.1 of the 4.13 TB/s that a copy reaches, 512 to 4096 alike
+_TILE = 2048  # elements per program; H200: 3.9-4.1 of the 4.13 TB/s of a copy, the same for 512 to 4096
 
 GELU_SCALE = tl.constexpr(1.5957691216057308)  # 2 * sqrt(2 / pi)
 GELU_CUBIC = tl.constexpr(0.044715)
@@ -42,7 +42,7 @@ def _sigmoid(x):
 
 @triton.jit
 def curve(x, CURVE: tl.constexpr):
-    """f(x)"""
+    """Return f(x)."""
     if CURVE == "gelu":
         return x * _sigmoid(GELU_SCALE * (x + GELU_CUBIC * x * x * x))
     elif CURVE == "qgelu":
@@ -61,7 +61,7 @@ def curve(x, CURVE: tl.constexpr):
 
 @triton.jit
 def curve_and_slope(x, CURVE: tl.constexpr):
-    """(f(x), f'(x))"""
+    """Return f(x) and f'(x)."""
     if CURVE == "gelu":
         sigmoid = _sigmoid(GELU_SCALE * (x + GELU_CUBIC * x * x * x))
         inner = GELU_SCALE * (1.0 + 3.0 * GELU_CUBIC * x * x)
@@ -90,7 +90,7 @@ def _clamp(x, limit):
 
 @triton.jit
 def gated(a, b, limit, alpha, offset, CURVE: tl.constexpr):
-    """f(a) * b; for "clamped": min(a, limit) * sigmoid(alpha * min(a, limit)) * (clamp(b) + offset)"""
+    """Return f(a) * b; for "clamped": min(a, limit) * sigmoid(alpha * min(a, limit)) * (clamp(b) + offset)."""
     if CURVE == "clamped":
         a = tl.where(a > limit, limit, a)
         return a * _sigmoid(alpha * a) * (_clamp(b, limit) + offset)
@@ -100,7 +100,7 @@ def gated(a, b, limit, alpha, offset, CURVE: tl.constexpr):
 
 @triton.jit
 def gated_gradients(dy, a, b, limit, alpha, offset, CURVE: tl.constexpr):
-    """(da, db) of `gated`"""
+    """Return the gradients (da, db) of `gated` for dy."""
     if CURVE == "clamped":
         bounded = tl.where(a > limit, limit, a)
         sigmoid = _sigmoid(alpha * bounded)
@@ -115,7 +115,7 @@ def gated_gradients(dy, a, b, limit, alpha, offset, CURVE: tl.constexpr):
 
 @triton.jit
 def _tile(width, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """Row and column numbers of this program's tile."""
+    """Return the row and column numbers of this program's tile."""
     tiles = tl.cdiv(width, BLOCK_WIDTH)
     row = tl.program_id(0) // tiles * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     return row, tl.program_id(0) % tiles * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
@@ -136,7 +136,7 @@ def forward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
-    """One tile of y, the tiles being counted along the rows first."""
+    """Compute one tile of y; tiles are numbered along the rows first."""
     row, column = _tile(width, BLOCK_ROWS, BLOCK_WIDTH)
     mask = (row < rows)[:, None] & (column < width)[None, :]
     source = x + row.to(tl.int64)[:, None] * x_stride + column[None, :]
@@ -167,7 +167,7 @@ def backward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
-    """The same tile of dx, and of its second half when gated."""
+    """Compute the same tile of dx, and of its second half if gated."""
     row, column = _tile(width, BLOCK_ROWS, BLOCK_WIDTH)
     mask = (row < rows)[:, None] & (column < width)[None, :]
     offset_rows = row.to(tl.int64)[:, None]
@@ -195,7 +195,10 @@ def forward(
     dtype: str,
     constants: tuple[float, float, float],
 ) -> Launch:
-    """(x [rows, width] or [rows, 2 * width]) -> y [rows, width]; constants are limit, alpha, offset of "clamped"."""
+    """Return the launch (x [rows, width] or [rows, 2 * width]) -> y [rows, width].
+
+    `constants` are limit, alpha and offset of "clamped".
+    """
     block_rows, block_width, grid = _tiling(rows, width)
     scalars = (rows, width, x_stride, *constants)
     outputs = (Output((rows, width), dtype),)
@@ -213,7 +216,7 @@ def backward(
     dtype: str,
     constants: tuple[float, float, float],
 ) -> Launch:
-    """(dy [rows, width], x) -> dx, shaped like x; strides are those of dy and x."""
+    """Return the launch (dy [rows, width], x) -> dx, shaped like x; `strides` are those of dy and x."""
     block_rows, block_width, grid = _tiling(rows, width)
     scalars = (rows, width, *strides, *constants)
     outputs = (Output((rows, 2 * width if gated else width), dtype),)

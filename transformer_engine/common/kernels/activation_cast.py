@@ -1,7 +1,7 @@
-"""y = f(x) or dx, as FP8 codes [M, N], as their transpose [N, M], as numbers [M, N], with max|y| and column sums.
+"""f(x) or dx as FP8 codes [M, N], as their transpose [N, M], or as values [M, N], with max|y| and column sums.
 
-Every value is rounded to x's dtype first, so that codes are those of the separate operations. A tile's even and odd
-rows are computed apart: pairs of codes cross the shared memory as one word (see `tile`).
+Every value is rounded to x's dtype first, so that the codes equal those of separate operations. The even and the odd
+rows of a tile are computed separately, so that pairs of codes cross the shared memory as one word (see `tile`).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def _emit(
     PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Stores the tile whose rows 2 half and 2 half + 1 are even and odd; returns int32 bits of its magnitudes.
+    """Store the tile whose rows 2 half and 2 half + 1 are `even` and `odd`; return the int32 bits of its magnitudes.
 
-    It belongs to the columns shift .. shift + width of matrices [M, stride].
+    The tile belongs to the columns shift .. shift + width of matrices [M, stride].
     """
     if y is not None:
         _store(y + shift, M, width, stride, first_m, first_n, half * 2, column, even, EVEN)
@@ -67,7 +67,7 @@ def _store(matrix, M, width, stride, first_m, first_n, rows, column, values, EVE
 
 @triton.jit
 def load_tile(matrix, M, width, stride, first_m, first_n, rows, column, EVEN: tl.constexpr):
-    """float32 of elements (first_m + rows, first_n + column) of [M, width], 0 outside; rows lie stride apart."""
+    """Load float32 elements (first_m + rows, first_n + column) of [M, width], 0 outside; `stride` is that of rows."""
     pointers = matrix + (first_m * stride + first_n) + (rows[:, None] * stride + column[None, :])
     inside = (first_m + rows < M)[:, None] & (first_n + column < width)[None, :]
     return tile.load(pointers, inside, EVEN).to(tl.float32)
@@ -111,7 +111,7 @@ def forward_kernel(
     PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """A tile of y [M, width]."""
+    """Compute a tile of y [M, width]."""
     program = tl.program_id(0)
     factor = multiplier_of(multiplier, scale, program, ZERO_IS_ONE)
     known = maximum_before(amax)
@@ -143,7 +143,7 @@ def forward_kernel(
         even, odd, y, codes, codes_t, M, width, width, 0, first_m, first_n, half, column, factor,
         PAIRS, EVEN,
     )  # fmt: skip
-    if amax is not None:  # every curve is 0 at 0, which is what lies outside
+    if amax is not None:  # every curve maps the 0 outside of the matrix to 0
         record_maximum(amax, tl.max(bits), known)
 
 
@@ -152,7 +152,7 @@ def gradients(
     dy, x, M, width, dy_stride, x_stride, first_m, first_n, rows, column, limit, alpha, offset,
     CURVE: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """(da, db), rounded; the same twice when there is but one."""
+    """Return (da, db), rounded; without a second half, da twice."""
     gradient = load_tile(dy, M, width, dy_stride, first_m, first_n, rows, column, EVEN)
     if CURVE == "identity":
         da = gradient.to(dy.dtype.element_ty)
@@ -174,7 +174,7 @@ def gradients(
 
 @triton.jit
 def store_column_sums(workspace, sums, strip, N, first_n, column, width):
-    """workspace [strips, N]: the sums over a strip's rows."""
+    """Store the sums over a strip's rows in workspace [strips, N]."""
     inside = first_n + column < width
     tl.store(workspace + strip.to(tl.int64) * N + first_n + column, tl.sum(sums, 0), mask=inside)
 
@@ -207,9 +207,9 @@ def backward_kernel(
     EVEN: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """A strip of TILES tiles of dx [M, width], and when gated the one beside it of [M, 2 * width].
+    """Compute a strip of TILES tiles of dx [M, width], and if gated the same strip of the second half of dx.
 
-    "identity": dx = dy. Sums of columns are kept for a whole strip: a reduction at every tile costs as much as it.
+    "identity": dx = dy. Column sums are accumulated over a whole strip: a reduction per tile costs as much as the tile.
     """
     program = tl.program_id(0)
     factor = multiplier_of(multiplier, scale, program, ZERO_IS_ONE)
@@ -270,11 +270,12 @@ def forward(
     measures: bool = False,
     zero_is_one: bool = False,
 ) -> Launch:
-    """Inputs: x, multiplier float32 [1] of the codes or None, amax float32 [1] or None, which keeps the larger of
-    itself and max|y|. Outputs: codes [M, width], codes_t [width, M] if columnwise, scale float32 [1], None, or, without
-    an element for codes, only the last: y [M, width].
+    """Return the launch of f(x).
 
-    measures: amax is the first of the outputs instead. zero_is_one: a given multiplier of 0 is read as 1.
+    Inputs: x, multiplier float32 [1] of the codes or None, amax float32 [1] or None, which becomes max(amax, max|y|).
+    Outputs: codes [M, width], codes_t [width, M] if columnwise, scale float32 [1], None; without an element for codes,
+    only the last: y [M, width]. `measures`: the first output is amax instead. `zero_is_one`: read a multiplier of 0 as
+    1.
     """
     tile, warps = _forward_tile(shape[0] * shape[1], gated, columnwise)
     tiling, grid = _tiling(shape, tile)
@@ -301,10 +302,10 @@ def backward(
     measures: bool = False,
     zero_is_one: bool = False,
 ) -> Launch:
-    """Inputs: dy [M, width] and x (their strides are given), then multiplier and amax as of `forward`. Outputs: its
-    four, of dx [M, N], and float32 sums [strips, N] of the columns, if asked for; before them amax if it measures.
+    """Return the launch of dx [M, N]; N is 2 * width if gated. "identity": x is None, dx is dy.
 
-    N is 2 * width when gated. "identity": x is None, dx is dy.
+    Inputs: dy [M, width] and x with the given strides, then multiplier and amax as in `forward`. Outputs: the four of
+    `forward`, and float32 column sums [strips, N] if requested; with `measures`, amax comes first.
     """
     rows, width = shape
     tile, warps = _backward_tile(rows * width, name, gated, columnwise, sums_columns)
@@ -328,7 +329,7 @@ _MEASURED = Output((1,), "float32", begins=0.0)
 def made(
     shape: tuple[int, int], dtype: str, element: Element | None, columnwise: bool
 ) -> tuple[Output | None, ...]:
-    """(codes, codes_t, scale, None) of a result, or (None, None, None, the result) without an element."""
+    """Return the outputs (codes, codes_t, scale, None), or (None, None, None, result) without an element."""
     if element is None:
         return None, None, None, Output(shape, dtype)
     codes = Output(shape, codes_dtype(element))
@@ -339,7 +340,7 @@ def made(
 def _tiling(
     shape: tuple[int, int], tile: tuple[int, int, int, int]
 ) -> tuple[tuple[int, int, int, bool, bool], tuple[int, int, int]]:
-    """(rows, columns, tiles a band, even number of rows?, whole tiles?) and the grid."""
+    """Return (rows, columns, tiles per band, whether M is even, whether tiles are whole) and the grid."""
     rows, width = shape
     block_m, block_n, band, tiles = tile
     even = rows % (block_m * tiles) == 0 and width % block_n == 0
@@ -347,12 +348,12 @@ def _tiling(
     return (block_m, block_n, band, rows % 2 == 0, even), grid
 
 
-# Tiles are (rows, columns, tiles a band, tiles a strip); the times are of [8192, 14336] outputs on an H200, in ms.
+# Tiles are (rows, columns, tiles per band, tiles per strip); times are of [8192, 14336] outputs on an H200, in ms.
 _SMALL = (64, 64, 4, 1), 4
 
 
 def _forward_tile(size: int, gated: bool, columnwise: bool) -> tuple[tuple[int, int, int, int], int]:
-    """The tile and the warps of a program that makes size elements."""
+    """Return the tile and the warps of a program that computes `size` elements."""
     if size <= 1 << 22:
         return _SMALL
     if not columnwise:
@@ -365,7 +366,7 @@ def _forward_tile(size: int, gated: bool, columnwise: bool) -> tuple[tuple[int, 
 def _backward_tile(
     size: int, name: str, gated: bool, columnwise: bool, sums_columns: bool
 ) -> tuple[tuple[int, int, int, int], int]:
-    """The tile and the warps of a program that reads size elements of dy."""
+    """Return the tile and the warps of a program that reads `size` elements of dy."""
     if size <= 1 << 22:
         return _SMALL
     if sums_columns and columnwise and name == "identity":

@@ -1,12 +1,12 @@
 """out [i, d] = sum_j p v[j], p = exp(s - lse), s = scale * q k^T + bias where visible, tile by tile.
 
-One program computes ROWS queries of one head and walks over the keys, KEYS at a time. Logits are kept in units of
-log 2, so that exp2 serves. Key j is visible to query i when -left <= j - i - shift <= right, inside its sequence,
-and when no mask hides it; tiles where everything is inside the band skip that test.
+One program computes ROWS queries of one head and loops over the keys, KEYS per iteration. Logits are in units of
+log 2, so that exp2 computes the probabilities. Key j is visible to query i if -left <= j - i - shift <= right, j is
+inside the sequence, and no mask hides it; tiles that are entirely inside the band skip this test.
 
-q [.., h, QK], k [.., g, QK], v [.., g, V] have unit stride along the head size and any others: a sequence's tensor
-begins at batch * stride + start * token stride. Sizes that are no power of two are cut in two, QK = QK_MAIN +
-QK_REST, instead of being padded to the next one: 192 costs 128 + 64, not 256.
+q [.., h, QK], k [.., g, QK] and v [.., g, V] have unit stride along the head size and any other strides: a sequence
+begins at batch * stride + start * token stride. A size that is not a power of two is split into two parts, QK =
+QK_MAIN + QK_REST, instead of being padded to the next power: 192 costs 128 + 64, not 256.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def extent(lengths, starts, masked, size, sequence):
-    """(tokens to look at, place of the first, real tokens) of a sequence; under a mask real ones may be anywhere."""
+    """Return (tokens to visit, offset of the first, valid tokens) of a sequence; a mask can make any token valid."""
     length = size
     if lengths is not None:
         length = tl.load(lengths + sequence)
@@ -41,9 +41,9 @@ def extent(lengths, starts, masked, size, sequence):
 
 @triton.jit
 def owned(lengths, program, size, ROWS: tl.constexpr, SEQUENCES: tl.constexpr):
-    """(tile, sequence) of a program, one behind all rows where there is none; size: rows of a sequence at most.
+    """Return (tile, sequence) of a program; a program without work gets a tile behind all rows. size: longest sequence.
 
-    SEQUENCES   share out the programs of a head, tile behind tile; 0: each has its own, the grid's third axis
+    SEQUENCES   sequences that share the programs of a head, tile after tile; 0: the grid's third axis is the sequence
     """
     if SEQUENCES == 0:
         return program, tl.program_id(2)
@@ -60,7 +60,7 @@ def owned(lengths, program, size, ROWS: tl.constexpr, SEQUENCES: tl.constexpr):
 
 @triton.jit
 def at(pointer, sequence, start, head, batch_stride, token_stride, head_stride):
-    """Where a sequence's tokens of one head begin."""
+    """Return the pointer to the first token of one head of a sequence."""
     offset = tl.cast(sequence, tl.int64) * batch_stride + tl.cast(head, tl.int64) * head_stride
     return pointer + offset + tl.cast(start, tl.int64) * token_stride
 
@@ -70,7 +70,7 @@ def load_rows(
     matrix, first, stride, limit, ROWS: tl.constexpr, COLUMN: tl.constexpr, COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr, CHECK: tl.constexpr
 ):  # fmt: skip
-    """Elements (first + i, COLUMN + j) of a matrix [limit, WIDTH], 0 outside; CHECK: rows may lie outside."""
+    """Load elements (first + i, COLUMN + j) of a matrix [limit, WIDTH], 0 outside; CHECK: rows can be outside."""
     row = tl.arange(0, ROWS)[:, None]
     column = COLUMN + tl.arange(0, COLUMNS)[None, :]
     pointers = matrix + tl.cast(first, tl.int64) * stride + (row * stride + column)
@@ -90,11 +90,11 @@ def load_paged_rows(
     matrix, pages, first, page_stride, stride, limit, ROWS: tl.constexpr, COLUMN: tl.constexpr,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, CHECK: tl.constexpr, PAGE: tl.constexpr
 ):  # fmt: skip
-    """load_rows of a sequence whose token i lies in page pages[i // PAGE]; PAGE = 0: all in one stretch."""
+    """load_rows of a sequence whose token i is in page pages[i // PAGE]; PAGE = 0: the sequence is contiguous."""
     if PAGE == 0:
         return load_rows(matrix, first, stride, limit, ROWS, COLUMN, COLUMNS, WIDTH, CHECK)
     elif PAGE % ROWS == 0:
-        page = tl.load(pages + first // PAGE)  # first < limit, so that the entry is a page
+        page = tl.load(pages + first // PAGE)  # first < limit, so that the entry is a valid page
         start = matrix + tl.cast(page, tl.int64) * page_stride
         within = first % PAGE
         return load_rows(start, within, stride, limit - first + within, ROWS, COLUMN, COLUMNS, WIDTH, CHECK)
@@ -112,7 +112,7 @@ def store_rows(
     matrix, first, stride, limit, values, ROWS: tl.constexpr, COLUMN: tl.constexpr, COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr
 ):  # fmt: skip
-    """values into elements (first + i, COLUMN + j) of a matrix [limit, WIDTH]."""
+    """Store values in elements (first + i, COLUMN + j) of a matrix [limit, WIDTH]."""
     row = tl.arange(0, ROWS)[:, None]
     column = COLUMN + tl.arange(0, COLUMNS)[None, :]
     pointers = matrix + tl.cast(first, tl.int64) * stride + (row * stride + column)
@@ -125,9 +125,9 @@ def logits(
     masked_kv, masked, masked_row, masked_column, bias, bias_row, bias_column, slope,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """log2(e) * (scale * product + bias), -inf where not visible; row and column broadcast to the product's shape.
+    """Return log2(e) * (scale * product + bias), -inf where not visible; row and column broadcast to product's shape.
 
-    masked_kv is the sequence's padding mask, masked and bias the matrices of this head.
+    `masked_kv` is the sequence's padding mask; `masked` and `bias` are the matrices of this head.
     """
     value = product * scale
     inside = (row < limit_q) & (column < limit_kv)
@@ -154,9 +154,9 @@ def logits(
 
 @triton.jit
 def survives(rng, row, column, stream, dropout):
-    """Does the probability (row, column) of a head survive: Philox of (seed, offset), the same in both passes.
+    """Return whether dropout keeps the probability (row, column) of a head, by Philox of (seed, offset) in both passes.
 
-    The offset's upper half counts heads of sequences that other devices have.
+    The offset's upper half is the number of heads of sequences on other devices.
     """
     zero = row * 0 + column * 0
     offset = tl.load(rng + 1)
@@ -170,7 +170,7 @@ def visible_keys(
     first_row, limit_q, limit_kv, shift, left, right,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """(low, full_low, full_high, high): keys that some rows see, and among them whole tiles that all rows see."""
+    """Return (low, full_low, full_high, high): the keys that some rows see, and the whole tiles that all rows see."""
     last_row = tl.minimum(first_row + ROWS, limit_q) - 1
     low = 0
     high = limit_kv
@@ -198,7 +198,7 @@ def take_keys(
     V_REST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys into the running sums: output (two parts), largest logit, denominator."""
+    """Add one tile of keys to the running output (two parts), largest logit and denominator."""
     tile = load_paged_rows(key, pages, first, k_batch, k_token, limit_kv, KEYS, 0, QK_MAIN, QK, EDGE, PAGE)
     product = tl.dot(q_main, tl.trans(tile), input_precision=PRECISION)
     if QK_REST:
@@ -243,8 +243,8 @@ def attend(
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """out, lse of ROWS queries of one head; tops: the largest logit of every tile."""
-    last = tl.num_programs(0) - 1 - tl.program_id(0)  # under a causal mask the last has the most to do
+    """Compute out and lse of ROWS queries of one head, and in tops the largest logit of every tile."""
+    last = tl.num_programs(0) - 1 - tl.program_id(0)  # under a causal mask, the last tile has the most work
     block, sequence = owned(lengths_q, last, seqlen_q, ROWS, SEQUENCES)
     head = tl.program_id(1)
     limit_q, start_q, length_q = extent(lengths_q, starts_q, masked_q, seqlen_q, sequence)
@@ -254,7 +254,7 @@ def attend(
     stored = seqlen_q
     if starts_q is not None:
         stored = limit_q
-        if first_row >= limit_q:  # nothing of this tile is a token's
+        if first_row >= limit_q:  # this tile has no token
             if tops is not None and SEQUENCES == 0:
                 tl.store(tops + place, -float("inf"))
             return
@@ -265,7 +265,7 @@ def attend(
     query = at(q, sequence, start_q, head, q_batch, q_token, q_head)
     kv_head, kv_sequence = head // group, sequence
     if PAGE:
-        kv_sequence = 0  # the stride leads from page to page
+        kv_sequence = 0  # the stride is that of the pages
         pages += tl.cast(sequence, tl.int64) * pages_batch
     key = at(k, kv_sequence, start_kv, kv_head, k_batch, k_token, k_head)
     value = at(v, kv_sequence, start_kv, kv_head, v_batch, v_token, v_head)
@@ -350,10 +350,11 @@ def attend(
 def forward(
     problem: AttentionProblem, max_logit: bool, keeps_lse: bool = True, packed: bool = False
 ) -> Launch:
-    """(q, k, v, lengths_q, lengths_kv, starts_q, starts_kv, masked_q, masked_kv, masked, bias, slopes, sink, rng,
-    pages) -> out, lse if it is to be kept, tops float32 [b, h, tiles of the longest] when max_logit.
+    """Return the launch of the forward pass.
 
-    packed   q is: tokens of no sequence are not visited
+    Inputs: q, k, v, lengths_q, lengths_kv, starts_q, starts_kv, masked_q, masked_kv, masked, bias, slopes, sink, rng,
+    pages. Outputs: out, lse if keeps_lse, and with max_logit float32 [b, h, tiles of the longest sequence]. packed: q
+    is packed, and tokens outside of all sequences are not visited.
     """
     rows, keys, warps, stages = forward_tile(problem)
     scalars = (*problem.scalars, *problem.out)

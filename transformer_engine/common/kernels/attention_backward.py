@@ -1,11 +1,11 @@
 """dq = scale ds k, dk = scale ds^T q, dv = p^T do; ds = p (dp - D), dp = do v^T, D = sum(do o).
 
-Probabilities are made again from the logits and lse. dk and dv are summed by programs that own keys, dq by programs
-that own queries: no atomics, so that two runs give the same bits. Rows that see no key, and rows that are padding,
-have lse = inf here, which makes their probabilities 0.
+Probabilities are recomputed from the logits and lse. Programs that own keys sum dk and dv, programs that own queries
+sum dq. There are no atomics, so that two runs give the same bits. For rows that see no key and for padding, lse is inf
+here, which makes their probabilities 0.
 
-Arguments, extents and tiles are those of the forward. The kernels of keys work on transposed tiles [keys, rows], so
-that probabilities go from the registers into the next product.
+Arguments, extents and tiles are those of the forward pass. The kernels that own keys work on transposed tiles
+[keys, rows], so that the probabilities are passed to the next product in registers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .launch import Launch, Output
 
 @triton.jit
 def statistics(lse, delta, lse_token, masked_q, row, limit):
-    """(lse in units of log 2, inf for a row without a key; D) of rows."""
+    """Return lse in units of log 2 (inf for a row without a key) and D of the rows."""
     real = row < limit
     if masked_q is not None:
         real = real & (tl.load(masked_q + row, mask=real, other=1) == 0)
@@ -40,7 +40,7 @@ def _take_rows(
     V_REST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries into the running dk and dv of a tile of keys; tiles are [keys, rows]."""
+    """Add one tile of queries to the running dk and dv of a tile of keys; tiles are [keys, rows]."""
     q_main = load_rows(query, first, q_token, limit_q, ROWS, 0, QK_MAIN, QK, True)
     product = tl.dot(k_main, tl.trans(q_main), input_precision=PRECISION)
     if QK_REST:
@@ -90,7 +90,7 @@ def grad_keys(
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of KEYS keys of one head, summed over `members` query heads; the group's others are other parts."""
+    """Compute dk and dv of KEYS keys of one head, summed over `members` query heads of the group."""
     block, sequence = owned(lengths_kv, tl.program_id(0), seqlen_kv, KEYS, SEQUENCES)
     kv_head, part = tl.program_id(1) // parts, tl.program_id(1) % parts
     limit_q, start_q, length_q = extent(lengths_q, starts_q, masked_q, seqlen_q, sequence)
@@ -201,7 +201,7 @@ def grad_logits(
     V_REST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(ds float32 [rows, KEYS], the two parts of the keys)"""
+    """Return ds float32 [rows, KEYS] and the two parts of the keys."""
     k_main = load_rows(key, first, k_token, limit_kv, KEYS, 0, QK_MAIN, QK, EDGE)
     k_rest = k_main
     product = tl.dot(q_main, tl.trans(k_main), input_precision=PRECISION)
@@ -240,7 +240,7 @@ def grad_queries(
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """dq of ROWS queries of one head."""
+    """Compute dq of ROWS queries of one head."""
     last = tl.num_programs(0) - 1 - tl.program_id(0)
     block, sequence = owned(lengths_q, last, seqlen_q, ROWS, SEQUENCES)
     head = tl.program_id(1)
@@ -338,9 +338,10 @@ def keys(
     parts: int,
     packed: bool = False,
 ) -> Launch:
-    """(q, .., delta) -> dk, dv, strides (part, batch, token, head): each part takes an even share of a group's heads.
+    """Return the launch (q, .., delta) -> dk, dv with strides (part, batch, token, head).
 
-    Several parts are float32, to be summed. packed: tokens of no sequence are not visited.
+    Each part sums an even share of a group's heads. Several parts are float32, and the caller sums them. packed: tokens
+    outside of all sequences are not visited.
     """
     block_rows, block_keys, warps, stages = keys_tile(problem)
     members = problem.heads // problem.groups // parts
@@ -354,7 +355,10 @@ def keys(
 
 
 def queries(problem: AttentionProblem, dq: tuple[int, int, int], packed: bool = False) -> Launch:
-    """(q, .., delta) -> dq, strides (batch, token, head); packed: tokens of no sequence are not visited."""
+    """Return the launch (q, .., delta) -> dq with strides (batch, token, head).
+
+    packed: tokens outside of all sequences are not visited.
+    """
     block_rows, block_keys, warps, stages = queries_tile(problem)
     scalars = (*problem.scalars, *problem.out, *dq)
     programs, sequences = problem.query_tiles(block_rows)

@@ -1,7 +1,7 @@
 """dbias = sum of ds = p (do v^T - D) over the sequences, heads, rows and columns that share an element of the bias.
 
-A program owns a tile of the bias and walks over the sequences and heads that read it: no atomics. Arguments are
-those of the backward's other kernels.
+A program owns a tile of the bias and loops over the sequences and heads that read it, without atomics. Its arguments
+are those of the backward pass's other kernels.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def grad_added(
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SUM_ROWS: tl.constexpr,
     SUM_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dbias [.., out_heads, out_rows, out_columns], a tile summed over sequences and members (heads) that share it.
+    """Compute a tile of dbias [.., out_heads, out_rows, out_columns], summed over the sequences and heads sharing it.
 
-    SUM_ROWS, SUM_COLUMNS: the bias is the same for all of them; one row or column a tile is left.
+    SUM_ROWS, SUM_COLUMNS: all rows or columns share the bias, and one row or column per tile remains.
     """
     first_key, first_row = tl.program_id(0) * KEYS, tl.program_id(1) * ROWS
     plane = tl.program_id(2)
@@ -102,7 +102,10 @@ def grad_added(
 
 
 def added(problem: AttentionProblem, shape: tuple[int, ...]) -> tuple[Launch, tuple[int, ...]]:
-    """((q, .., delta) -> dbias, dbias's shape); float32, to be summed, where that is larger than the bias's shape."""
+    """Return the launch (q, .., delta) -> dbias, and the shape of dbias.
+
+    dbias is float32. If its shape is larger than that of the bias, the caller sums it.
+    """
     block_rows, block_keys, warps = bias_tile(problem)
     down, across = ceil_div(problem.seqlen_q, block_rows), ceil_div(problem.seqlen_kv, block_keys)
     batch, heads, size_q, size_kv = shape

@@ -1,8 +1,8 @@
-"""out = softmax(scale * q k^T) v for a few queries and many keys, the keys shared out over programs.
+"""out = softmax(scale * q k^T) v for a few queries and many keys, which are distributed over programs.
 
-A program takes the queries of all heads that read one key head, so that the cache is read once, and one of `splits`
-stretches of a sequence's keys; `merge` adds the stretches up, weighted with their denominators. How a sequence is cut
-follows from its length on the device, the grid from shapes only: a captured graph serves every length.
+A program computes the queries of all heads that read one key head, so that the cache is read once, for one of
+`splits` ranges of a sequence's keys. `merge` adds the results of the ranges, weighted with their denominators. The
+ranges depend on the sequence's length on the device, the grid on shapes only: one captured graph serves all lengths.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def attend_stretch(
     V_REST: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """partial [b, g, splits, rows, V] float32, level = log2 of its denominator; row = query * group + head."""
+    """Compute partial [b, g, splits, rows, V] float32 and level = log2 of its denominator; row = query * group + h."""
     split, splits = tl.program_id(0), tl.num_programs(0)
     kv_head, block = tl.program_id(1) // blocks, tl.program_id(1) % blocks
     sequence = tl.program_id(2)
@@ -54,7 +54,7 @@ def attend_stretch(
         q_rest = tl.load(pointers + column, mask=(row < limit_q)[:, None] & (column < QK), other=0.0)
     kv_sequence = sequence
     if PAGE:
-        kv_sequence = 0  # the stride leads from page to page
+        kv_sequence = 0  # the stride is that of the pages
         pages += tl.cast(sequence, tl.int64) * pages_batch
     key = at(k, kv_sequence, start_kv, kv_head, k_batch, k_token, k_head)
     value = at(v, kv_sequence, start_kv, kv_head, v_batch, v_token, v_head)
@@ -128,7 +128,7 @@ def merge(
     seqlen_q, heads, group, splits, out_batch, out_token, out_head,
     V: tl.constexpr, BLOCK_V: tl.constexpr, SPLITS: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
-    """out of one query of one head: sum over stretches of 2^level partial, over the sum of 2^level and of the sink."""
+    """Compute out of one query of one head: sum over ranges of 2^level partial, over the sum of 2^level and sink."""
     if FOLLOWS:
         gdc_wait()
     query, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -169,9 +169,10 @@ def merge(
 
 
 def stretches(problem: AttentionProblem, processors: int, splits: int = 0) -> tuple[Launch, int]:
-    """((q, k, v, lengths_q, lengths_kv, starts_q, starts_kv, slopes, pages) -> partial, level, splits).
+    """Return the launch of `attend_stretch`, and the number of splits.
 
-    splits   0: enough to fill the processors; partial is float32 [b, g, splits, rows, size_v]
+    Inputs: q, k, v, lengths_q, lengths_kv, starts_q, starts_kv, slopes, pages. Outputs: partial float32 [b, g, splits,
+    rows, size_v] and level. splits = 0: enough ranges to fill the processors.
     """
     rows = problem.heads // problem.groups * problem.seqlen_q
     block_rows, keys, warps, stages = decode_tile(problem, rows)
@@ -195,7 +196,10 @@ def stretches(problem: AttentionProblem, processors: int, splits: int = 0) -> tu
 
 
 def merging(problem: AttentionProblem, splits: int, follows: bool, packed: bool = False) -> Launch:
-    """(partial, level, sink | None, lengths_q, starts_q) -> out; packed: tokens of no sequence are not visited."""
+    """Return the launch (partial, level, sink | None, lengths_q, starts_q) -> out.
+
+    packed: tokens outside of all sequences are not visited.
+    """
     block = triton.next_power_of_2(problem.size_v)
     group = problem.heads // problem.groups
     scalars = (problem.seqlen_q, problem.heads, group, splits, *problem.out)
@@ -206,8 +210,8 @@ def merging(problem: AttentionProblem, splits: int, follows: bool, packed: bool 
 
 
 def split_count(problem: AttentionProblem, blocks: int, keys: int, processors: int) -> int:
-    """Stretches a sequence: two programs a processor, or 4096 keys a program if that is more of them."""
-    # One sequence of 65536, H200: 16 or 33 of them 3.3 to 3.4 TB/s, 66 of them 2.9.
+    """Return the ranges per sequence: two programs per processor, or 4096 keys per program if that is more ranges."""
+    # One sequence of 65536 keys, H200: 3.3 to 3.4 TB/s with 16 or 33 ranges, 2.9 with 66.
     filling = 2 * processors // (problem.batch * problem.groups * blocks)
     shortest = ceil_div(problem.seqlen_kv, max(keys, 128))
     return max(1, min(max(filling, ceil_div(problem.seqlen_kv, 4096)), shortest, 128))

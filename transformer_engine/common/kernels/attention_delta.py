@@ -1,6 +1,6 @@
-"""D = sum_d do o of every row, which the gradients of queries and of keys both read, and the gradient of the sink.
+"""D = sum_d do o of every row, which the gradients of queries and keys read, and the gradient of the sink.
 
-Arguments and extents are those of the forward (attention.py).
+Arguments and extents are those of the forward pass (attention.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def row_products(
     seqlen_q, lse_batch, lse_token, lse_head, out_batch, out_token, out_head, grad_batch, grad_token, grad_head,
     V: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """delta [.., i] = sum_d do o; grad_sink [b, h, blocks] = -sum_i p_sink delta."""
+    """Compute delta [.., i] = sum_d do o, and grad_sink [b, h, blocks] = -sum_i p_sink delta."""
     block, sequence = owned(lengths_q, tl.program_id(0), seqlen_q, ROWS, SEQUENCES)
     head = tl.program_id(1)
     limit, start, _ = extent(lengths_q, starts_q, masked_q, seqlen_q, sequence)
@@ -52,8 +52,11 @@ def row_products(
 
 
 def delta(problem: AttentionProblem, out: tuple[int, int, int], has_sink: bool = False) -> Launch:
-    """(out, grad_out, lse, sink | None, lengths_q, starts_q, masked_q) -> delta, grad_sink [b, h, tiles of the longest]
-    | None; problem.out has grad_out's strides, out those of the output."""
+    """Return the launch (out, grad_out, lse, sink | None, lengths_q, starts_q, masked_q) -> delta, grad_sink | None.
+
+    grad_sink is [b, h, tiles of the longest sequence]. `problem.out` are the strides of grad_out, `out` those of the
+    output.
+    """
     block = max(16, triton.next_power_of_2(problem.size_v))
     rows = max(16, 4096 // block)
     scalars = (problem.seqlen_q, *problem.lse, *out, *problem.out)

@@ -1,4 +1,4 @@
-"""An attention as plain numbers, and the sizes of the tiles in which its kernels compute it."""
+"""The sizes and settings of an attention as plain numbers, and the tile sizes of its kernels."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ..formats import ceil_div
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """One attention as numbers; strides are (batch, token, head), or those of a broadcast [b, h, i, j].
+    """The sizes and settings of one attention; strides are (batch, token, head), or those of a broadcast [b, h, i, j].
 
     window       (left, right), -1: unlimited
     scales       of q k^T, of the bias
-    page_size    0: keys of a sequence lie in one stretch; else k's batch stride leads from page to page
+    page_size    0: a sequence's keys are contiguous; otherwise k's batch stride is the stride of the pages
     outer        strides of the slopes' batch and of the page table's batch
-    varied       a bias, slopes, a mask tensor or dropout: more is live in a tile
-    tokens       of queries and of keys that packed sequences have together at most; None: not known
+    varied       a bias, slopes, a mask tensor or dropout: a tile needs more registers
+    tokens       maximum total number of queries and of keys in packed sequences; None: unknown
     """
 
     dtype: str
@@ -47,7 +47,7 @@ class AttentionProblem:
 
     @property
     def scalars(self) -> tuple[int | float, ...]:
-        """What every kernel takes between its tensors and the strides of its outputs."""
+        """The scalar arguments of every kernel, between its tensors and the strides of its outputs."""
         logarithm = math.log2(math.e)  # logits are kept in units of log 2
         left, right = self.window
         return (
@@ -58,38 +58,38 @@ class AttentionProblem:
 
     @property
     def band(self) -> tuple[bool, bool, bool]:
-        """(does the diagonal end bottom right, is the window limited to the left, to the right)"""
+        """(whether the diagonal ends bottom right, whether the window is limited to the left, and to the right)."""
         left, right = self.window
         return self.bottom_right, left >= 0, right >= 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The head sizes, each with the two parts that it is cut in."""
+        """The head sizes, each followed by its two parts; see `halves`."""
         return self.size_qk, *halves(self.size_qk), self.size_v, *halves(self.size_v)
 
     @property
     def widths(self) -> tuple[int, int]:
-        """The head sizes as they are padded."""
+        """The padded head sizes."""
         return sum(halves(self.size_qk)), sum(halves(self.size_v))
 
     @property
     def bytes(self) -> int:
-        """Bytes of an element of q, k and v."""
+        """Bytes per element of q, k and v."""
         return 4 if self.dtype == "float32" else 2
 
     def query_tiles(self, rows: int) -> tuple[int, int]:
-        """See `_tiles`: of the queries."""
+        """Return `_tiles` of the queries."""
         return self._tiles(0, self.seqlen_q, rows)
 
     def key_tiles(self, rows: int) -> tuple[int, int]:
-        """See `_tiles`: of the keys."""
+        """Return `_tiles` of the keys."""
         return self._tiles(1, self.seqlen_kv, rows)
 
     def _tiles(self, side: int, longest: int, rows: int) -> tuple[int, int]:
-        """(programs a head, sequences whose tiles they share out among themselves, 0: they are those of each sequence).
+        """Return (programs per head, number of sequences that share them); with 0, each sequence has its own programs.
 
-        Sequences leave at most one tile each partly filled; as long as the row each, they need many more. A program
-        that looks for its tile reads all lengths, so that there must not be too many of them.
+        Shared programs: each sequence has at most one partly filled tile. Own programs: each sequence needs the tiles
+        of the longest one. A shared program reads all lengths to find its tile, which limits the number of sequences.
         """
         each = ceil_div(longest, rows)
         if self.tokens is None or self.batch > 1024:
@@ -98,10 +98,10 @@ class AttentionProblem:
         return (shared, self.batch) if shared < each * self.batch else (each, 0)
 
     def key_parts(self, rows: int, processors: int) -> int:
-        """Programs that share a tile of `rows` keys of a head: one, or one a head of queries where there are few tiles.
+        """Return the number of programs that share a tile of `rows` keys: 1, or the heads of a group if tiles are few.
 
-        Of 16 sequences in 8192 tokens and one head of keys, 64 a tile, that is 144 tiles; sequences as long as the row
-        each would have 2048.
+        Example: 16 sequences in 8192 tokens, one key head and 64 keys per tile make 144 tiles; 16 sequences of 8192
+        tokens each would make 2048.
         """
         tiles, sequences = self.key_tiles(rows)
         programs = tiles * self.groups * (1 if sequences else self.batch)
@@ -109,23 +109,23 @@ class AttentionProblem:
 
     @property
     def precision(self) -> str:
-        """What products of float32 are computed in; 16-bit types ignore it."""
-        # Three products of tf32 halves are faster, and leave gradients with four times the error of float32.
+        """The precision of float32 products; 16-bit types ignore it."""
+        # Three products of tf32 halves are faster, but their gradients have four times the error of float32.
         return "ieee" if self.dtype == "float32" else "tf32"
 
 
 def halves(size: int) -> tuple[int, int]:
-    """size, at least 16, as a power of two and a smaller one (0: none), as little above it as possible."""
+    """Return a power of two and a smaller one (or 0) whose sum is size, at least 16, or exceeds it least."""
     main = 1 << (size.bit_length() - 1)
     if main < 16 or size == main:
         return max(16, main), 0
-    # Parts of 32 and 16 columns fault, or give wrong sums, in 16-bit types on sm90 (Triton 3.6, head size 40).
+    # In 16-bit types, parts of 32 and 16 columns fault or give wrong sums on sm90 (Triton 3.6, head size 40).
     rest = max(32, 1 << (size - main - 1).bit_length())
     return (2 * main, 0) if rest >= main else (main, rest)
 
 
 def forward_tile(problem: AttentionProblem) -> tuple[int, int, int, int]:
-    """(rows, keys, warps, stages) of the forward. TFLOP/s are an H200's, causal, bfloat16."""
+    """Return (rows, keys, warps, stages) of the forward pass. TFLOP/s below are an H200's, causal, bfloat16."""
     qk, v = problem.widths
     if problem.bytes == 4:
         return (32, 32, 8, 1) if max(qk, v) <= 256 else (16, 16, 4, 1)
@@ -136,12 +136,12 @@ def forward_tile(problem: AttentionProblem) -> tuple[int, int, int, int]:
     elif max(qk, v) <= 64:
         candidates = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 1))  # 324 at 64; 128 keys 212
     elif problem.varied:
-        # with a bias 1.2 times as fast as 128 rows, with dropout 1.1 times
+        # 1.2 times as fast as 128 rows with a bias, 1.1 times with dropout
         candidates = ((64, 64, 4, 2), (64, 32, 4, 1))
     else:
         candidates = ((128, 128, 8, 2), (64, 64, 4, 2), (64, 32, 4, 1))  # 455 at 128; 64 rows 430
     for rows, keys, warps, stages in candidates:
-        # A tile of the bias and of the mask may be staged too.
+        # The compiler may also stage a tile of the bias and of the mask.
         extra = stages * rows * keys * 5 if problem.varied else 0
         matrices = rows * qk + stages * keys * (qk + v)
         if matrices * problem.bytes + extra <= problem.shared_memory - 4096:
@@ -150,7 +150,7 @@ def forward_tile(problem: AttentionProblem) -> tuple[int, int, int, int]:
 
 
 def keys_tile(problem: AttentionProblem) -> tuple[int, int, int, int]:
-    """(rows, keys, warps, stages) of the gradients of keys and values."""
+    """Return (rows, keys, warps, stages) for the gradients of keys and values."""
     width = sum(problem.widths)
     if width <= 128:
         candidates = ((64, 64, 4, 2), (32, 64, 4, 1))
@@ -162,7 +162,7 @@ def keys_tile(problem: AttentionProblem) -> tuple[int, int, int, int]:
 
 
 def queries_tile(problem: AttentionProblem) -> tuple[int, int, int, int]:
-    """(rows, keys, warps, stages) of the gradients of queries."""
+    """Return (rows, keys, warps, stages) for the gradients of queries."""
     width = sum(problem.widths)
     if width <= 256:
         candidates = ((64, 64, 4, 2), (64, 32, 4, 1))
@@ -172,7 +172,7 @@ def queries_tile(problem: AttentionProblem) -> tuple[int, int, int, int]:
 
 
 def bias_tile(problem: AttentionProblem) -> tuple[int, int, int]:
-    """(rows, keys, warps) of the gradient of the bias."""
+    """Return (rows, keys, warps) for the gradient of the bias."""
     width = sum(problem.widths)
     if problem.bytes == 4:
         return (32, 32, 8) if width <= 256 else (16, 16, 4)
@@ -180,13 +180,13 @@ def bias_tile(problem: AttentionProblem) -> tuple[int, int, int]:
 
 
 def decode_tile(problem: AttentionProblem, rows: int) -> tuple[int, int, int, int]:
-    """(rows, keys, warps, stages): what is in flight matters, not the size of a product."""
+    """Return (rows, keys, warps, stages) for decoding, whose speed depends on the bytes in flight."""
     width = sum(problem.widths)
     block_rows = min(64, max(16, 1 << (rows - 1).bit_length()))
     if width > 512 or problem.bytes == 4:
         block_rows = min(block_rows, 16 if problem.bytes == 4 else 32)
-    # TB/s of an H200, 64 sequences of 8192 keys: 128 keys 4.35, 64 keys 4.2. Behind a page table, whose entries
-    # take stages of their own, 4.2 with five stages, 4.0 with three; a tile within a page of 256, 4.3.
+    # TB/s of an H200, 64 sequences of 8192 keys: 4.35 with 128 keys, 4.2 with 64. With a page table, whose entries need
+    # stages too: 4.2 with five stages, 4.0 with three; 4.3 for tiles within a page of 256.
     if problem.page_size and problem.page_size % 128 == 0 and block_rows == 16:
         candidates = ((128, 3), (64, 3), (32, 3), (16, 3))
     elif problem.page_size:
@@ -207,7 +207,7 @@ def decode_tile(problem: AttentionProblem, rows: int) -> tuple[int, int, int, in
 def _fitting(
     problem: AttentionProblem, candidates: tuple[tuple[int, int, int, int], ...]
 ) -> tuple[int, int, int, int]:
-    """The first tile whose fixed operands, stages and tiles of logits fit the shared memory; float32 has its own."""
+    """Return the first tile whose fixed operands, stages and logits fit into the shared memory; float32 has others."""
     if problem.bytes == 4:
         return (32, 32, 8, 1) if sum(problem.widths) <= 256 else (16, 16, 4, 1)
     for rows, keys, warps, stages in candidates:

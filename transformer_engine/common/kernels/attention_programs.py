@@ -1,4 +1,4 @@
-"""Attention of several kernels as programs: decoding over stretches of a cache, and the backward pass."""
+"""Programs of several attention kernels: decoding over ranges of a cache, and the backward pass."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ SOURCES = (*_TENSORS, *_BOUNDS, "masked_q", "masked_kv", "masked", "bias", "slop
 
 
 def decoding(problem: AttentionProblem, processors: int, splits: int, follows: bool, packed: bool) -> Program:
-    """(q, k, v, the four bounds, slopes, pages, sink, and out, which the caller makes).
+    """Return the program (q, k, v, the four bounds, slopes, pages, sink, and out, which the caller allocates).
 
-    splits    stretches a sequence, 0: enough to fill the processors
-    follows   the second kernel may begin while the first one ends
-    packed    tokens of no sequence are not visited
+    splits    ranges per sequence; 0: enough to fill the processors
+    follows   the second kernel may begin before the first one ends
+    packed    tokens outside of all sequences are not visited
     """
     given = (*_TENSORS, *_BOUNDS, "slopes", "pages", "sink")
     first, count = stretches(problem, processors, splits)
@@ -30,8 +30,10 @@ def decoding(problem: AttentionProblem, processors: int, splits: int, follows: b
 
 
 def gradients(delta: Launch, queries: Launch, keys: Launch, bias: Launch | None) -> Program:
-    """(the sources, random, out, dout, lse, sink, and what the caller makes: delta, dsink if any, dq, dk, dv, dbias if
-    any)."""
+    """Return the program (sources, random, out, dout, lse, sink, and the buffers delta, dsink, dq, dk, dv, dbias).
+
+    dsink and dbias are present if the attention has a sink and a bias.
+    """
     given = (*SOURCES, "random", "out", "dout", "lse", "sink")
     context = (*SOURCES, "random", "dout", "lse", "delta")
     rows = ("out", "dout", "lse", "sink", "lengths_q", "starts_q", "masked_q")

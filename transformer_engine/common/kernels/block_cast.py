@@ -1,4 +1,4 @@
-"""codes [M, K] = saturate(x * scale of its tile), tiles of 1 x 128 or 128 x 128, both directions from one read."""
+"""codes [M, K] = saturate(x * scale of its tile), tiles of 1 x 128 or 128 x 128; both directions from one read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _row_blocks(
     VALUE_FOR_INF: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """codes and scales of the tile's given rows, every one its own block."""
+    """Store codes and scales of the given rows of a tile; every row is one block."""
     amax = as_float(tl.max(magnitude_bits(values), 1))
     multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
     narrow = (values.to(tl.float32) * multiplier[:, None]).to(codes.dtype.element_ty)
@@ -63,10 +63,10 @@ def tile_blocks(
     PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """1 x 128 blocks of a tile whose rows 2 half and 2 half + 1 are even and odd, 0 outside of [M, K].
+    """Store 1 x 128 blocks of a tile whose rows 2 half and 2 half + 1 are `even` and `odd`, 0 outside of [M, K].
 
-    codes or codes_t may be None. Scales are [ceil(K/128), M] and, column-wise, [ceil(M/128), K]; the latter need a
-    tile of 128 rows.
+    `codes` or `codes_t` can be None. Scales are [ceil(K/128), M] and, columnwise, [ceil(M/128), K]; the columnwise ones
+    need a tile of 128 rows.
     """
     if codes is not None:
         _row_blocks(
@@ -130,7 +130,7 @@ def tile_square(
     PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """The tile as one block of 128 x 128: scale [ceil(M/128), ceil(K/128)], scale_t its transpose."""
+    """Store the tile as one block of 128 x 128: scale [ceil(M/128), ceil(K/128)], scale_t is its transpose."""
     tile_m, tile_k = first_m // WIDTH, first_k // WIDTH
     amax = as_float(tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd))))
     multiplier, decode = scale_from_amax(amax, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF)
@@ -161,7 +161,7 @@ def row_block_kernel(
     BLOCK_M: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """1 x 128 blocks of the rows alone; scale [ceil(K/128), M]."""
+    """Quantize 1 x 128 blocks along the rows only; scale [ceil(K/128), M]."""
     program = tl.program_id(0)
     tiles_k = tl.cdiv(K, WIDTH)
     m = tl.arange(0, BLOCK_M)
@@ -205,8 +205,9 @@ def both_blocks_kernel(
     PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """1 x 128 blocks of the columns, and of the rows unless codes is None; scale [ceil(K/128), M] and
-    scale_t [ceil(M/128), K]. The programs share the 128 x 128 tiles out and load STAGES ahead."""
+    """Quantize 1 x 128 blocks along the columns, and along the rows unless codes is None.
+
+    scale is [ceil(K/128), M], scale_t [ceil(M/128), K]. Programs share the 128 x 128 tiles and load STAGES ahead."""
     tiles_m = tl.cdiv(M, WIDTH)
     tiles_k = tl.cdiv(K, WIDTH)
     half = tl.arange(0, WIDTH // 2)
@@ -256,7 +257,7 @@ def square_block_kernel(
     PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """128 x 128 blocks; scale [ceil(M/128), ceil(K/128)], scale_t its transpose."""
+    """Quantize 128 x 128 blocks; scale [ceil(M/128), ceil(K/128)], scale_t is its transpose."""
     tiles_m = tl.cdiv(M, WIDTH)
     tiles_k = tl.cdiv(K, WIDTH)
     tile_m, tile_k = tile.position(tl.program_id(0), tiles_m, tiles_k, BAND)
@@ -289,7 +290,7 @@ def square_block_kernel(
 
 
 class Blocks(NamedTuple):
-    """How a kernel quantizes its own result: as `row_blocks` (1 x 128), or as `square_blocks` if square."""
+    """The cast of a kernel's own result: as `row_blocks` (1 x 128), or as `square_blocks` if `square`."""
 
     element: Element
     columnwise: bool
@@ -300,7 +301,7 @@ class Blocks(NamedTuple):
 
     @property
     def steps(self) -> tuple[float, float, bool, float]:
-        """The kernels' MAXIMUM, EPSILON, POWER_OF_TWO and VALUE_FOR_INF."""
+        """The kernels' arguments MAXIMUM, EPSILON, POWER_OF_TWO and VALUE_FOR_INF."""
         return self.element.maximum, self.epsilon, self.power_of_two, self.value_for_inf
 
 
@@ -316,8 +317,9 @@ def row_blocks(
     value_for_inf: float,
     processors: int,
 ) -> Launch:
-    """Inputs: x [M, K] contiguous; outputs: codes, scale [M, ceil(K/128)], and with columnwise codes_t,
-    scale_t [K, ceil(M/128)]. The scales' rows are contiguous, as the products of 1 x 128 blocks read them.
+    """Return the launch (x [M, K] contiguous) -> codes, scale [M, ceil(K/128)], codes_t, scale_t [K, ceil(M/128)].
+
+    The last two need `columnwise`. Rows of scales are contiguous, as the products of 1 x 128 blocks read them.
     """
     rows, depth = shape
     dtype = codes_dtype(element)
@@ -337,8 +339,8 @@ def row_blocks(
         Output((depth, rows), dtype),
         Output((tiles_m, depth), "float32", transposed=True),
     )
-    # H200, the same: two programs of 4 warps a processor, three tiles under way, bands of 4: 0.1371 ms; in order
-    # 0.1383; a program a tile: 0.1518 with 8 warps and 128 registers, 0.154 with 4.
+    # H200, the same: two programs of 4 warps per processor, three tiles in flight, bands of 4: 0.1371 ms; without
+    # bands 0.1383; one program per tile: 0.1518 with 8 warps and 128 registers, 0.154 with 4.
     even = rows % _WIDTH == 0 and depth % _WIDTH == 0
     programs = min(2 * processors, tiles_m * tiles_k)
     tiles = (4, 3 if even else 1, rows % 2 == 0, even)
@@ -358,7 +360,7 @@ def square_blocks(
     epsilon: float,
     value_for_inf: float,
 ) -> Launch:
-    """Inputs: x [M, K] contiguous; outputs: codes, scale [ceil(M/128), ceil(K/128)], codes_t, scale_t."""
+    """Return the launch (x [M, K] contiguous) -> codes, scale [ceil(M/128), ceil(K/128)], codes_t, scale_t."""
     rows, depth = shape
     dtype = codes_dtype(element)
     tiles_m, tiles_k = ceil_div(rows, _WIDTH), ceil_div(depth, _WIDTH)
@@ -369,7 +371,7 @@ def square_blocks(
         Output((tiles_k, tiles_m), "float32") if columnwise else None,
     )
     # H200, 8192 x 14336 bfloat16 to e4m3, both directions: 8 warps in bands of 4 0.1231 ms, of 1 0.1238; 4 warps
-    # 0.1239. Rows alone: 4 warps 0.0873, 8 warps 0.0892.
+    # 0.1239. Rows only: 4 warps 0.0873, 8 warps 0.0892.
     band, warps = (4, 8) if columnwise else (1, 4)
     even = rows % _WIDTH == 0 and depth % _WIDTH == 0
     constants = (element.maximum, epsilon, power_of_two, value_for_inf, band, rows % 2 == 0, even)

@@ -1,8 +1,9 @@
-"""FP8 codes in blocks of 128 of a result that a kernel makes itself: f(x), dx, dy with its column sums.
+"""FP8 codes, in blocks of 128, of a result that the same kernel computes: f(x), dx, or dy with its column sums.
 
-The result [M, N] is rounded to its dtype in registers, a tile of 128 x 128 at a time, and goes through the steps of
-`block_cast`: codes and scales have the bits of separate steps, and the result itself is never stored. A tile's even
-and odd rows are computed apart: pairs of codes cross the shared memory as one word (see `tile`).
+The result [M, N] is rounded to its dtype in registers, one tile of 128 x 128 at a time, and quantized as in
+`block_cast`. Codes and scales have the bits of separate operations, and the result itself is never stored. The even
+and the odd rows of a tile are computed separately, so that pairs of codes cross the shared memory as one word (see
+`tile`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .block_cast import Blocks, tile_blocks, tile_square
 from .launch import Launch, Output, codes_dtype
 
 _WIDTH = 128
-_EXCHANGE_BYTES = 20 << 10  # 16 KiB of codes, and what reductions need
+_EXCHANGE_BYTES = 20 << 10  # 16 KiB of codes, and the buffers of reductions
 WIDTH = tl.constexpr(_WIDTH)
 
 
@@ -68,7 +69,7 @@ def forward_kernel(
     PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """The tiles of y [M, width], shared out among the programs, which load STAGES of them ahead."""
+    """Quantize the tiles of y [M, width]; programs share the tiles and load STAGES of them ahead."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(width, WIDTH)
     half = tl.arange(0, BLOCK_M // 2)
@@ -120,9 +121,9 @@ def backward_kernel(
     PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """The tiles of dx [M, width], and when gated the one of [M, 2 * width] beside each; "identity": dx = dy.
+    """Quantize the tiles of dx [M, width], and if gated the same tiles of the second half of [M, 2 * width].
 
-    workspace [tiles of rows, columns]: the sums over a tile's rows.
+    "identity": dx = dy. workspace [row tiles, columns] receives the sums over a tile's rows.
     """
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(width, WIDTH)
@@ -159,7 +160,7 @@ def backward_kernel(
 
 
 class Machine(NamedTuple):
-    """Multiprocessors, bytes of shared memory a program may have, and bytes read for one element of a tile."""
+    """Multiprocessors, shared memory per program in bytes, and bytes read per element of a tile."""
 
     processors: int
     shared_memory: int
@@ -167,11 +168,11 @@ class Machine(NamedTuple):
 
 
 class FusedPlan(NamedTuple):
-    """How a kernel is started.
+    """Launch settings of a kernel.
 
-    resident   programs a multiprocessor that share the tiles out; 0: a program for every tile
-    stages     tiles whose loads are under way at once; only whole tiles can be loaded ahead
-    band       rows of tiles that are gone through together
+    resident   programs per multiprocessor that share the tiles; 0: one program per tile
+    stages     tiles whose loads are in flight at once; only whole tiles can be loaded ahead
+    band       rows of tiles that are visited together
     """
 
     warps: int
@@ -190,7 +191,7 @@ def forward(
     machine: Machine,
     plan: FusedPlan | None = None,
 ) -> Launch:
-    """Inputs: x [M, width] or [M, 2 * width]; outputs: codes, scale, codes_t, scale_t of f(x) [M, width]."""
+    """Return the launch (x [M, width] or [M, 2 * width]) -> codes, scale, codes_t, scale_t of f(x) [M, width]."""
     plan = plan or _plan(name, blocks)
     tiling, grid = _tiling(shape, blocks, machine, plan)
     scalars = (*shape, x_stride, *constants)
@@ -209,10 +210,10 @@ def backward(
     machine: Machine,
     plan: FusedPlan | None = None,
 ) -> Launch:
-    """Inputs: dy [M, width] and x, of these strides; outputs: codes, scale, codes_t, scale_t of dx [M, N], and
-    float32 sums [tiles of rows, N] of its columns, if asked for.
+    """Return the launch (dy [M, width], x) -> codes, scale, codes_t, scale_t of dx [M, N], column sums.
 
-    N is 2 * width when gated, and width then a multiple of 128. "identity": x is None, dx is dy.
+    The float32 column sums [row tiles, N] are present if requested. N is 2 * width if gated, where width must be a
+    multiple of 128. "identity": x is None, dx is dy. `strides` are those of dy and x.
     """
     rows, width = shape
     assert not gated or width % _WIDTH == 0, "a block would reach from the gate's gradient into the other"
@@ -242,27 +243,27 @@ def _outputs(shape: tuple[int, int], blocks: Blocks) -> tuple[Output | None, ...
 def _tiling(
     shape: tuple[int, int], blocks: Blocks, machine: Machine, plan: FusedPlan
 ) -> tuple[tuple[int, int, int, bool, bool], tuple[int, int, int]]:
-    """(rows of a tile, band, stages, even number of rows?, whole tiles?) and the grid."""
+    """Return (rows of a tile, band, stages, whether M is even, whether tiles are whole) and the grid."""
     rows, width = shape
     block_m = _WIDTH if blocks.columnwise or blocks.square else 32
     even = rows % block_m == 0 and width % _WIDTH == 0
     tiles = ceil_div(rows, block_m) * ceil_div(width, _WIDTH)
     programs = min(plan.resident * machine.processors, tiles) if plan.resident else tiles
-    # A stage but the one that is computed lies in the shared memory, which also takes the codes to be transposed.
+    # All stages but the current one are in the shared memory, which also holds the codes to be transposed.
     room = (machine.shared_memory - _EXCHANGE_BYTES) // (block_m * _WIDTH * machine.bytes_read)
     stages = max(1, min(plan.stages, room + 1)) if even else 1
     return (block_m, plan.band, stages, rows % 2 == 0, even), (programs, 1, 1)
 
 
-# H200, 8192 x 14336 bfloat16, both directions, ms; tiles are shared out among few programs that load the next ones
-# ahead. f(x), SwiGLU and GELU: this plan 0.266 and 0.250, with two stages 0.331 and 0.333, with 16 warps 0.342 and
-# 0.330 (of 128 registers, fewer than a tile needs), a program a tile 0.395 and 0.340, two programs of 4 warps 0.428 and
-# 0.263; separate steps 0.301 and 0.255. dx with its column sums: 0.676 and 0.367, with 16 warps 0.960 and 0.510, with
-# 4 warps 1.253 and 0.620; separate steps 0.696 and 0.392.
+# H200, 8192 x 14336 bfloat16, both directions, ms; few programs share the tiles and load the next ones ahead. f(x),
+# SwiGLU and GELU: this plan 0.266 and 0.250, with two stages 0.331 and 0.333, with 16 warps 0.342 and 0.330 (of 128
+# registers, fewer than a tile needs), one program per tile 0.395 and 0.340, two programs of 4 warps 0.428 and 0.263;
+# separate steps 0.301 and 0.255. dx with its column sums: 0.676 and 0.367, with 16 warps 0.960 and 0.510, with 4 warps
+# 1.253 and 0.620; separate steps 0.696 and 0.392.
 _BOTH = FusedPlan(8, 1, 3)
 # dy itself with its column sums: 0.160, with 8 warps 0.237, with two stages 0.190; separate steps 0.225.
 _IDENTITY = FusedPlan(4, 2, 3)
-# Tiles of 32 rows, several programs a processor. f(x) of SwiGLU and GELU: 0.190 and 0.168; separate steps 0.252, 0.204.
+# Tiles of 32 rows, several programs per processor. f(x) of SwiGLU and GELU: 0.190 and 0.168; separate 0.252, 0.204.
 _ROWS = FusedPlan(8, 0, 1)
 
 

@@ -1,17 +1,17 @@
-"""out [M, N] = a [M, K] @ b [N, K].T for FP8 codes with a scale a block of 128, on Hopper (compute capability 9.0).
+"""out [M, N] = a [M, K] @ b [N, K].T for FP8 codes with one scale per block of 128, on Hopper (capability 9.0).
 
-In Gluon, Triton's explicit language. A program takes tile after tile of 256 rows and 128 columns. One warp fetches: the
-copy engine brings 128 of K at a time, codes and scales, into a ring of stages. Two groups of four warps multiply 128
-rows each, 64 at a time, and add every 128 of K to a sum in float32. While one group adds, the tensor cores work for the
-other; while both write a tile, the next one's first stages are on their way.
+Written in Gluon, Triton's explicit language. A program computes one tile of 256 rows and 128 columns after another.
+One warp loads: the copy engine writes 128 of K at a time, codes and scales, to a ring of stages. Two groups of four
+warps multiply 128 rows each, 64 at a time, and add every 128 of K to a float32 sum. While one group adds, the tensor
+cores multiply for the other; while both groups write a tile, the first stages of the next tile are loading.
 
-H200, TFLOP/s, 8192 x 28672 x 4096, 8192 x 4096 x 28672 and, with a scale a row of b, 28672 x 4096 x 8192: 1124, 1165
-and 903, in turns with cuBLASLt's 1123, 1183 and 934, and with 718, 730 and 645 of grouped_gemm.py. Groups that multiply
-in turns make 3 % of it; with a scale a row of b, where adding takes as long as multiplying, turns lose 8 %. Four
-stages, with one buffer for results and scales that the warps load themselves, lose 5 to 15 %.
+H200, TFLOP/s, 8192 x 28672 x 4096, 8192 x 4096 x 28672 and, with one scale per row of b, 28672 x 4096 x 8192: 1124,
+1165 and 903, measured alternately with cuBLASLt's 1123, 1183 and 934, and with 718, 730 and 645 of grouped_gemm.py.
+Alternating groups account for 3 %; with one scale per row of b, adding takes as long as multiplying, and alternating
+loses 8 %. Four stages, with one buffer for results and scales that the warps load themselves, lose 5 to 15 %.
 
-`product_of_rows` and `product_of_columns` of grouped_gemm.py, which Triton schedules, compute the same on every GPU
-with FP8 tensor cores.
+`product_of_rows` and `product_of_columns` of grouped_gemm.py, which Triton schedules, compute the same products on
+every GPU with FP8 tensor cores.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from ..formats import ceil_div
 from .launch import Launch, Output
 
-BLOCK = gl.constexpr(128)  # of K, and columns of a tile
+BLOCK = gl.constexpr(128)  # along K, and columns of a tile
 TILE_ROWS = 256
 ROWS = gl.constexpr(TILE_ROWS)
-HALF = gl.constexpr(64)  # rows of an instruction: a group of warps multiplies its 128 in two
-REGISTERS = 168  # a thread at first; 24 in the warps that fetch, 240 in those that multiply
+HALF = gl.constexpr(64)  # rows of one instruction: a group of warps multiplies its 128 rows in two steps
+REGISTERS = 168  # per thread at launch; later 24 in the warps that load, 240 in the warps that multiply
 
 
 @gluon.jit
 def tile_position(tile, tiles_m, tiles_n, BAND: gl.constexpr):
-    """(tile row, tile column): BAND rows of tiles at a time, each band column by column."""
+    """Return (tile row, tile column): BAND rows of tiles at a time, each band column by column."""
     band = tile // (BAND * tiles_n)
     height = min(tiles_m - band * BAND, BAND)
     within = tile % (BAND * tiles_n)
@@ -47,7 +47,7 @@ def fetch(
     matrices, scales, stages, barriers, M, N, K,
     BY_ROW: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
-    """Every tile's codes and scales, 128 of K a stage, as soon as both groups have read what lies there."""
+    """Load the codes and scales of every tile, 128 of K per stage, as soon as both groups have read the stage."""
     a, b = matrices
     scale_a, scale_b = scales
     a_stages, b_stages, scale_a_stages, scale_b_stages = stages
@@ -60,7 +60,7 @@ def fetch(
         m, n = tile_m * ROWS, tile_n * BLOCK
         for block in range(blocks):
             place = step % STAGES
-            # The first round finds the stages free: the phase before the first one counts as over.
+            # In the first round the stages are free: the phase before the first one counts as completed.
             mbarrier.wait(free.index(place), (step // STAGES & 1) ^ 1)
             arrived = full.index(place)
             mbarrier.expect(arrived, SIZE)
@@ -76,7 +76,7 @@ def fetch(
 
 @gluon.jit
 def multiplied(a, b, product, never, turns, GROUP: gl.constexpr, PHASE: gl.constexpr, BY_ROW: gl.constexpr):
-    """a @ b, begun: in turns with the other group where that pays, whose turn it is then."""
+    """Start a @ b; if alternating is faster, wait for this group's turn and give the turn to the other group."""
     if not BY_ROW:
         mbarrier.wait(turns.index(GROUP), PHASE)
     product = hopper.warpgroup_mma(a, b, product, use_acc=never, is_async=True)
@@ -87,10 +87,10 @@ def multiplied(a, b, product, never, turns, GROUP: gl.constexpr, PHASE: gl.const
 
 @gluon.jit
 def added(total, product, by_row, by_column, BY_ROW: gl.constexpr):
-    """total + product * scales, here and now.
+    """Return total + product * scales, computed at this point of the program.
 
-    The assembler would rather put the sum off past the next product, which then needs 64 registers of its own that are
-    not there. It cannot where the next product may read this one (`never`, below) and a volatile move the sum.
+    The assembler would otherwise move the sum behind the next product, which needs 64 registers that are not free.
+    Two things prevent that: the next product may read this one (`never`, below), and a volatile move of the sum.
     """
     if BY_ROW:
         total += product * by_row[:, None] * by_column[None, :]
@@ -101,7 +101,7 @@ def added(total, product, by_row, by_column, BY_ROW: gl.constexpr):
 
 @gluon.jit
 def write(out, total, m, n, buffer):
-    """out[m:, n:] = total [64, 128], by way of shared memory; what lies outside is left away by the copy engine."""
+    """Write total [64, 128] to out[m:, n:] through shared memory; the copy engine omits elements outside of out."""
     buffer.store(total.to(buffer.dtype))
     hopper.fence_async_shared()
     tma.async_copy_shared_to_global(out, [m, n], buffer)
@@ -112,14 +112,14 @@ def multiply(
     out, scale_b, stages, buffers, barriers, M, N, K,
     GROUP: gl.constexpr, BY_ROW: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    """The rows [128 GROUP, 128 GROUP + 128) of every tile."""
+    """Compute the rows [128 GROUP, 128 GROUP + 128) of every tile."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     RIGHT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     BELOW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     a_stages, b_stages, scale_a_stages, scale_b_stages = stages
     full, free, turns = barriers
     tiles_m, tiles_n, blocks = gl.cdiv(M, ROWS), gl.cdiv(N, BLOCK), gl.cdiv(K, BLOCK)
-    never = M < 0  # what the assembler does not know, see `added`
+    never = M < 0  # always false, which the assembler cannot know; see `added`
     product = gl.zeros([HALF, BLOCK], gl.float32, LAYOUT)
     step = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
@@ -181,9 +181,9 @@ def product_kernel(
     BAND: gl.constexpr,
     BUFFERS: gl.constexpr,
 ):
-    """scale_a [ceil(K / 128), M]; scale_b [ceil(N / 128), ceil(K / 128)], BY_ROW [ceil(K / 128), N].
+    """Compute out; scale_a [ceil(K / 128), M]; scale_b [ceil(N / 128), ceil(K / 128)], BY_ROW [ceil(K / 128), N].
 
-    BUFFERS   of 64 rows of results, that a group of warps has
+    BUFFERS   buffers of 64 rows of results per group of warps
     """
     CODES: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     LINE: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
@@ -228,9 +228,10 @@ def product_kernel(
 
 @functools.lru_cache(maxsize=4096)
 def product(m: int, n: int, k: int, dtype: str, *, by_row: bool, processors: int) -> Launch:
-    """Inputs: a [m, k], b [n, k], scale_a [ceil(k/128), m], scale_b [ceil(n/128), ceil(k/128)] or, by_row,
-    [ceil(k/128), n]; output: out [m, n] in dtype. m is a multiple of 4 (rows of scales then begin at multiples of 16
-    bytes, as the copy engine wants), n and k of 16; a GPU has so many processors.
+    """Return the launch (a [m, k], b [n, k], scale_a [ceil(k/128), m], scale_b) -> out [m, n] in dtype.
+
+    scale_b is [ceil(n/128), ceil(k/128)], by_row [ceil(k/128), n]. n and k are multiples of 16, m of 4: the copy engine
+    requires rows of scales that begin at multiples of 16 bytes. `processors`: multiprocessors of the GPU.
     """
     tiles = ceil_div(m, TILE_ROWS) * ceil_div(n, BLOCK.value)
     return Launch(

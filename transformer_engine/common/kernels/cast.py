@@ -1,4 +1,4 @@
-"""codes [M, K] = saturate(x * multiplier), codes_t [K, M] = codes.T, amax = max|x|: one scale for the matrix."""
+"""codes [M, K] = saturate(x * multiplier), codes_t [K, M] = codes.T, amax = max|x|: one scale per matrix."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _ROWS, _COLUMNS = 8, 256  # the tile of `row_maximum_kernel`
 
 
 class OneScale(NamedTuple):
-    """How a kernel is to quantize what it makes, rows first, where the matrix has one scale.
+    """The cast of a kernel's own result, with one scale for the matrix and rowwise codes.
 
-    columnwise   the codes' transpose too
-    given        the scale is, and the kernel makes the codes itself; else it finds the maximum and a cast follows,
-                 of a scale that power_of_two and epsilon belong to
-    records      of a given scale: a maximum is given too, which keeps the larger of itself and that of the result
-    zero_is_one  a given scale of 0 is read as 1
+    columnwise   also store the transpose of the codes
+    given        the scale is given, and the kernel computes the codes itself; otherwise it computes the maximum, and a
+                 cast with power_of_two and epsilon follows
+    records      with a given scale: a given amax becomes max(amax, maximum of the result)
+    zero_is_one  read a given scale of 0 as 1
     """
 
     element: Element
@@ -39,12 +39,12 @@ class OneScale(NamedTuple):
 
     @property
     def results(self) -> tuple[str | None, ...]:
-        """The buffers codes, scale, codes_t, scale_t, amax of a program; the two directions share a scale."""
+        """The buffers codes, scale, codes_t, scale_t, amax of a program; both directions share a scale."""
         both = ("codes_t", "scale") if self.columnwise else (None, None)
         return ("codes", "scale", *both, "record" if self.records else "amax")
 
     def after(self, values: str, shape: tuple[int, int]) -> ProgramStep:
-        """The cast of values [M, K], which lie in memory, by the maximum that has been found."""
+        """Return the cast of stored values [M, K] by their maximum, which an earlier step has computed."""
         launch = cast(
             shape, self.element, True, self.columnwise, power_of_two=self.power_of_two, epsilon=self.epsilon
         )
@@ -61,7 +61,7 @@ def absolute_maximum_kernel(
     EVEN: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """amax = max(amax, max|x|) for x [SIZE], NaN if there is one; every program takes BLOCK elements.
+    """Compute amax = max(amax, max|x|) for x [SIZE], NaN if x has one; every program reads BLOCK elements.
 
     OVERLAPS: a cast of the same x follows, which may start early and reads the end of x first.
     """
@@ -82,7 +82,7 @@ def absolute_maximum_kernel(
 
 @triton.jit
 def _record(amax, bits):
-    # As integers: the order of non-negative floats, with NaN on top.
+    # Compared as integers: they order like non-negative floats, with NaN as the largest.
     tl.atomic_max(amax.to(tl.pointer_type(tl.int32)), bits, sem="relaxed")
 
 
@@ -91,7 +91,7 @@ def _scale_of(
     program, multiplier, amax, scale, MAXIMUM: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     ZERO_IS_ONE: tl.constexpr,
 ):  # fmt: skip
-    """The multiplier, given or made from amax; program 0 stores its inverse."""
+    """Return the multiplier, given or computed from amax; program 0 stores its inverse."""
     if multiplier is not None:
         factor = given_multiplier(multiplier, ZERO_IS_ONE)
         decode = tl.div_rn(1.0, factor)
@@ -120,7 +120,7 @@ def cast_kernel(
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """codes [SIZE] of x [SIZE]: without codes_t the matrix's shape does not matter."""
+    """Compute codes [SIZE] of x [SIZE]: without codes_t, the matrix's shape does not matter."""
     program = tl.program_id(0)
     if FOLLOWS:
         program = tl.num_programs(0) - 1 - program
@@ -162,7 +162,7 @@ def cast_transpose_kernel(
     PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """codes [M, K] (unless None) and codes_t [K, M] of x [M, K], a tile a program."""
+    """Compute codes [M, K] (unless None) and codes_t [K, M] of x [M, K], one tile per program."""
     program = tl.program_id(0)
     if FOLLOWS:
         program = tl.num_programs(0) - 1 - program
@@ -190,7 +190,7 @@ def cast_transpose_kernel(
 
 @triton.jit
 def row_maximum_kernel(x, amax, M, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """amax [M] = max|x| of every row of x [M, K], NaN for a row with a NaN."""
+    """Compute amax [M] = max|x| of every row of x [M, K], NaN for a row with a NaN."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     bits = tl.zeros((ROWS, COLUMNS), tl.int32)
@@ -203,9 +203,9 @@ def row_maximum_kernel(x, amax, M, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr)
 
 @functools.lru_cache(maxsize=4096)
 def absolute_maximum(size: int, *, overlaps: bool = False) -> Launch:
-    """Inputs: x, any shape of size elements, contiguous; outputs: amax float32 [1].
+    """Return the launch (x contiguous, with `size` elements) -> amax float32 [1].
 
-    overlaps: what is queued next is `cast(follows=True)` of the same x.
+    overlaps: the next launch is `cast(follows=True)` of the same x.
     """
     block, warps = _block(size)
     programs = ceil_div(size, block)
@@ -221,7 +221,7 @@ def absolute_maximum(size: int, *, overlaps: bool = False) -> Launch:
 
 @functools.lru_cache(maxsize=4096)
 def row_maxima(shape: tuple[int, int]) -> Launch:
-    """Inputs: x [M, K] contiguous; outputs: amax float32 [M]."""
+    """Return the launch (x [M, K] contiguous) -> amax float32 [M]."""
     rows, _ = shape
     grid = (ceil_div(rows, _ROWS), 1, 1)
     outputs = (Output((rows,), "float32"),)
@@ -242,11 +242,11 @@ def cast(
     epsilon: float = 0.0,
     zero_is_one: bool = False,
 ) -> Launch:
-    """Inputs: x [M, K] contiguous, multiplier [1] or None, amax float32 [1]; outputs: codes, codes_t, scale [1].
+    """Return the launch (x [M, K] contiguous, multiplier [1] | None, amax float32 [1]) -> codes, codes_t, scale [1].
 
-    Without a multiplier it is made from amax. records: amax = max(amax, max|x|) instead. measures: amax = max|x| is
-    the first of the outputs instead. follows: the launch before is `absolute_maximum(overlaps=True)` of x; this one
-    reads x while that one ends, then waits for amax. zero_is_one: a given multiplier of 0 is read as 1.
+    A multiplier of None is computed from amax. records: amax becomes max(amax, max|x|). measures: the first output is
+    amax = max|x|. follows: the previous launch is `absolute_maximum(overlaps=True)` of x; this launch reads x before
+    that one ends, then waits for amax. zero_is_one: read a given multiplier of 0 as 1.
     """
     rows, depth = shape
     dtype = codes_dtype(element)
@@ -292,14 +292,14 @@ def one_scale(
     epsilon: float = 0.0,
     zero_is_one: bool = False,
 ) -> Program:
-    """(x [M, K] contiguous, ..) -> codes, scale, codes_t, scale_t, amax; the two directions share a scale.
+    """Return the launch (x [M, K] contiguous, ..) -> codes, scale, codes_t, scale_t, amax; directions share a scale.
 
-    amax       what becomes of the maximum, and what is given behind x:
-    RECORDED   (.., multiplier, amax): amax keeps the larger of itself and max|x|
-    MEASURED   (.., multiplier): amax = max|x|, on the way
-    GIVEN      (.., multiplier | None, amax): without a multiplier it is made from amax
-    SCALES     (..): a first pass finds max|x|, of which the scale is made; the second may begin while it ends
-    zero_is_one: a given multiplier of 0 is read as 1
+    amax       how the maximum is used, and the inputs after x:
+    RECORDED   (.., multiplier, amax): amax becomes max(amax, max|x|)
+    MEASURED   (.., multiplier): amax = max|x|, computed by the same kernel
+    GIVEN      (.., multiplier | None, amax): a multiplier of None is computed from amax
+    SCALES     (..): a first pass computes max|x|, from which the scale is computed; the passes may overlap
+    zero_is_one: read a given multiplier of 0 as 1
     """
     plain = (shape, element, rowwise, columnwise)
     scaling = {"power_of_two": power_of_two, "epsilon": epsilon, "zero_is_one": zero_is_one}
@@ -324,20 +324,20 @@ def one_scale(
 
 RECORDED, MEASURED, GIVEN, SCALES = "recorded", "measured", "given", "scales"
 
-# Elements of the end of x that the amax pass leaves in the L2 for the cast: 24 MiB of bfloat16. H200, 8192 x 14336:
-# the two passes take 0.1376 ms, 0.1383 without, 0.1404 without the early start.
+# Elements at the end of x that the amax pass leaves in the L2 for the cast: 24 MiB of bfloat16. H200, 8192 x 14336:
+# the two passes take 0.1376 ms, 0.1383 without it, 0.1404 without the early start.
 _KEPT = 12 << 20
 
 
 def _block(size: int) -> tuple[int, int]:
-    """(elements, warps) of a program over a flat tensor."""
+    """Return (elements, warps) of a program over a flat tensor."""
     # H200, 8192 x 14336 bfloat16 to e4m3: 16384 elements and 16 warps 0.0860 ms, 8192 and 8 0.0867, 4096 0.094,
     # 2048 0.124, 32768 0.0864. The amax pass over the same: 0.0630, 0.0641, 0.0717, 0.0946.
     return (16384, 16) if size > 1 << 22 else (2048, 4)
 
 
 def _tile(rows: int, depth: int) -> tuple[int, int, int, int]:
-    """(rows, columns, tiles a band, warps) of a program that also writes the transpose."""
-    # H200, 8192 x 14336 bfloat16 to e4m3: 64 x 256 with 8 warps in bands of 4 0.1220 ms, not in bands 0.1239;
+    """Return (rows, columns, tiles per band, warps) of a program that also writes the transpose."""
+    # H200, 8192 x 14336 bfloat16 to e4m3: 64 x 256 with 8 warps in bands of 4 0.1220 ms, without bands 0.1239;
     # 128 x 128 with 8 0.1237, 128 x 64 with 4 0.1247, 64 x 64 with 4 0.1247.
     return (64, 256, 4, 8) if rows * depth > 1 << 22 else (64, 64, 4, 4)

@@ -19,23 +19,23 @@ _KINDS = {
     "int64": "i64",
     "bool": "i1",
 }
-_ALIGNMENT = 16  # what Triton specialises pointers and numbers on
+_ALIGNMENT = 16  # alignment of pointers and numbers by which Triton specializes
 
 
 class Scalar(NamedTuple):
-    """A number that the kernel takes at run time, and Triton's name of its type."""
+    """A number that the kernel takes at run time, and the name of its type in Triton."""
 
     value: int | float
     kind: str
 
 
 class Compiled(NamedTuple):
-    """A kernel's PTX, and what whoever starts it has to give.
+    """A kernel's PTX, and the arguments of its launch.
 
-    warps      of a program, those with parts of their own included
-    scratch    bytes of memory that every program wants behind the scalars, a pointer more
-    pointers   which of the inputs and then the outputs are given, in the order of the kernel's arguments
-    scalars    the numbers behind them; those that became constants are left out
+    warps      per program, including warps with a specialized role
+    scratch    bytes of memory per program, passed as a pointer behind the scalars
+    pointers   indices of the inputs, then outputs, that are passed, in the order of the kernel's arguments
+    scalars    the numbers behind the pointers, without those that became constants
     """
 
     name: str
@@ -49,10 +49,10 @@ class Compiled(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What a kernel is compiled for, as a key.
+    """The cache key of a compiled kernel.
 
-    dtypes   of the inputs and then the outputs; None: not given
-    kinds    the types of scalars and constants: 1 and 1.0 are equal, and not the same argument
+    dtypes   of the inputs, then the outputs; None: absent
+    kinds    types of scalars and constants: 1 and 1.0 are equal, but different arguments
     """
 
     kernel: Any
@@ -67,9 +67,9 @@ class Wanted(NamedTuple):
 
 
 def compiled(launch: Launch, dtypes: Sequence[str | None], capability: int) -> Compiled:
-    """The launch's kernel for pointers of these dtypes (the inputs, then the outputs; None: not given).
+    """Compile the launch's kernel for pointers of these dtypes (the inputs, then the outputs; None: absent).
 
-    Every pointer must be a multiple of 16 bytes, as arrays of XLA are; capability is 90 for Hopper.
+    Every pointer must be a multiple of 16 bytes, as XLA's arrays are. capability is 90 for Hopper.
     """
     assert not launch.dependent, (
         "a launch that starts early needs an attribute that only a stream's launcher sets"
@@ -99,7 +99,7 @@ def _compile(wanted: Wanted) -> Compiled:
     numbers, others = rest[: len(wanted.scalars)], rest[len(wanted.scalars) :]
     constants = dict(zip(others, wanted.constants, strict=True))
     constants |= {name: None for name, dtype in zip(pointers, wanted.dtypes, strict=True) if dtype is None}
-    # As Triton's own launcher does: a whole number that is 1 becomes a constant.
+    # As in Triton's own launcher: an integer equal to 1 becomes a constant.
     constants |= {n: v for n, v in zip(numbers, wanted.scalars, strict=True) if type(v) is int and v == 1}
     kinds = {
         name: f"*{_KINDS[dtype]}"
@@ -135,7 +135,7 @@ def _compile(wanted: Wanted) -> Compiled:
 
 
 def _source(kernel: Any) -> Any:
-    """What Triton makes of a kernel in its own language, or in Gluon."""
+    """Return Triton's source object of a kernel in Triton or Gluon."""
     if kernel.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource
 

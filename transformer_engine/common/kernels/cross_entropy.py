@@ -1,16 +1,16 @@
 """loss = ln(sum(exp(x))) - x[target] of every row, and dx = (softmax(x) - one_hot(target)) * factor, in float32.
 
-x is contiguous [rows, width]: the columns first .. first + width of a vocabulary of `total` ids, which other ranks may
-hold the rest of. Four launches:
+x is contiguous [rows, width]: the columns first .. first + width of a vocabulary of `total` classes, whose other
+columns may be on other ranks. Four launches:
 
-    statistics   x -> partials [strips, rows, 4]: of each strip of columns max, sum(exp(x - max)), x[target], and what
-                 it adds to the mean of x over all ids
+    statistics   x -> partials [strips, rows, 4]: for each strip of columns max, sum(exp(x - max)), x[target], and
+                 its share of the mean of x over all classes
     losses       partials of all strips of all ranks -> loss [rows], and max and sum(exp(x - max)) of whole rows
-    gradient     x, max, sum -> dx, in place of x where asked
-    rescale      x *= factor, which nothing is read for where the factor is 1
+    gradient     x, max, sum -> dx, optionally in place of x
+    rescale      x *= factor; reads nothing if the factor is 1
 
-Label smoothing s takes the place of one_hot(target) by (1 - s) one_hot(target) + s / total. A row whose target is
-`ignored` has loss 0 and gradient 0.
+Label smoothing s replaces one_hot(target) by (1 - s) one_hot(target) + s / total. A row whose target is `ignored` has
+loss 0 and gradient 0.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from ..formats import ceil_div
 from ..operation_settings import Labels
 from .launch import Launch, Output
 
-_BLOCK = 8192  # columns a program holds at once: 16 KiB of bfloat16
-_STRIP = 4  # numbers of a strip
-_ROWS = 128  # rows of a program that adds up strips
+_BLOCK = 8192  # columns that a program holds at once: 16 KiB of bfloat16
+_STRIP = 4  # numbers per strip
+_ROWS = 128  # rows of a program that adds strips
 _SCALED = 4096  # values that a program multiplies at once
-_PROGRAMS = 2112  # sixteen for each processor of an H200: as many as it holds
+_PROGRAMS = 2112  # 16 for each processor of an H200, the largest number of resident programs
 
 
 @triton.jit
 def _statistics(
     x, targets, partials, rows, width, strip_width, first_id, share, SUMS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One row's strip of columns a program."""
+    """Compute the partials of one row's strip of columns per program."""
     row = tl.program_id(0)
     strip = tl.program_id(1)
     source = x + row.to(tl.int64) * width
@@ -74,7 +74,7 @@ def _losses(
     smoothing,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK rows a program, strip after strip."""
+    """Compute the losses of BLOCK rows per program, strip after strip."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     greatest = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -117,7 +117,7 @@ def _gradient(
     factor_stride,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK columns of one row a program; without dx, x receives its gradient."""
+    """Compute the gradient of BLOCK columns of one row per program; without dx, x is overwritten with it."""
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -138,7 +138,7 @@ def _gradient(
 
 @triton.jit
 def _rescale(x, factor, rows, width, parts, BLOCK: tl.constexpr):
-    """So many parts of BLOCK values a program, a grid apart; it returns at once where the factor is 1."""
+    """Multiply `parts` blocks of BLOCK values per program, one grid apart; return at once if the factor is 1."""
     multiplier = tl.load(factor)
     if multiplier != 1.0:
         elements = tl.cast(rows, tl.int64) * width
@@ -150,7 +150,7 @@ def _rescale(x, factor, rows, width, parts, BLOCK: tl.constexpr):
 
 
 def statistics(rows: int, width: int, strips: int, labels: Labels) -> Launch:
-    """(x [rows, width], targets int64 [rows]) -> partials float32 [strips, rows, 4]"""
+    """Return the launch (x [rows, width], targets int64 [rows]) -> partials float32 [strips, rows, 4]."""
     block = _block(width)
     strip_width = ceil_div(ceil_div(width, strips), block) * block
     return Launch(
@@ -164,7 +164,7 @@ def statistics(rows: int, width: int, strips: int, labels: Labels) -> Launch:
 
 
 def losses(rows: int, strips: int, labels: Labels) -> Launch:
-    """(partials [strips, rows, 4], targets [rows]) -> (loss [rows], statistics [rows, 2]: max and sum of a row)"""
+    """Return the launch (partials [strips, rows, 4], targets [rows]) -> loss [rows], statistics [rows, 2]: max, sum."""
     return Launch(
         _losses,
         (ceil_div(rows, _ROWS), 1, 1),
@@ -176,7 +176,7 @@ def losses(rows: int, strips: int, labels: Labels) -> Launch:
 
 
 def gradient(rows: int, width: int, labels: Labels, dtype: str, per_row: bool, in_place: bool) -> Launch:
-    """(x, targets, statistics, factor float32 [rows], or [1] for all) -> dx, or nothing: x is overwritten with it"""
+    """Return the launch (x, targets, statistics, factor float32 [rows] or [1]) -> dx, or nothing if in place of x."""
     block = _block(width)
     return Launch(
         _gradient,
@@ -190,7 +190,7 @@ def gradient(rows: int, width: int, labels: Labels, dtype: str, per_row: bool, i
 
 
 def rescale(rows: int, width: int) -> Launch:
-    """(x [rows, width], factor float32 [1]): x becomes x * factor"""
+    """Return the launch (x [rows, width], factor float32 [1]) that overwrites x with x * factor."""
     parts = ceil_div(rows * width, _SCALED)
     programs = min(parts, _PROGRAMS)
     scalars = (rows, width, ceil_div(parts, programs))

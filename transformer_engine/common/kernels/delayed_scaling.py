@@ -1,4 +1,4 @@
-"""One step of delayed scaling for many states in one launch: reached through a table of their addresses, or given."""
+"""One step of delayed scaling for many states in one launch, through a table of their addresses or as arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .launch import NUMBER, WRITTEN, AddressTable, Launch, Output
 from .rounding import given_multiplier
 
 _LARGEST = tl.constexpr(FLOAT32_MAX)
-LIMIT = 1 << 15  # elements of a history that one program holds in registers: whole columns
+LIMIT = 1 << 15  # elements of a history that one program holds in registers, in whole columns
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def _advance(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Row i of the table: addresses of a history float32 [LENGTH, n] and a scale float32 [n], and n."""
+    """Advance the state in row i of the table: the address of a history float32 [LENGTH, n], that of a scale, n."""
     entry = table_ptr + 3 * tl.program_id(0)
     history_ptr = tl.load(entry).to(tl.pointer_type(tl.float32))
     scale_ptr = tl.load(entry + 1).to(tl.pointer_type(tl.float32))
@@ -34,7 +34,7 @@ def _advance(
     present = column < columns
     inside = (row < LENGTH) & present[None, :]
 
-    # What moves up into each row: the next one, and row 0 into the last. Together they are the whole history.
+    # Row r receives row r + 1, and the last row receives row 0: together they are the whole history.
     source = tl.where(row == LENGTH - 1, 0, row + 1)
     history = tl.load(history_ptr + source * columns + column[None, :], mask=inside, other=0.0)
     latest = tl.load(history_ptr + column, mask=present, other=0.0)
@@ -53,7 +53,7 @@ def _advance(
     moved = present
     if KEEPS_IDLE:
         moved = present & (latest != 0.0)
-    tl.debug_barrier()  # every row has been read before one is written
+    tl.debug_barrier()  # all rows are read before the first one is written
     tl.store(
         history_ptr + row * columns + column[None, :],
         tl.where(row == 0, 0.0, history),
@@ -71,7 +71,7 @@ def advance(
     fp8_max: float,
     margin: float,
 ) -> Launch:
-    """table int64 [states, 3] -> nothing: histories and scales are updated where they are.
+    """Return the launch (table int64 [states, 3]) that updates histories and scales in place.
 
     columns   the largest n of the states
     """

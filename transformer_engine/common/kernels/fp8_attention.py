@@ -1,7 +1,7 @@
-"""Around an FP8 attention with delayed scaling: codes of q, k, v in one launch; o of its codes.
+"""Casts around an FP8 attention with delayed scaling: codes of q, k and v in one launch; values of the output's codes.
 
 The state of delayed scaling is read and written in place: scale [n] and amax_history [rows, n], whose row 0 belongs
-to the running step. Slots are columns of both.
+to the current step. Slots are columns of both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from . import tile
 from .launch import Launch, Output
 from .rounding import magnitude_bits
 
-# H200, 2 x 8192 tokens of 32 + 8 + 8 heads of 128: as for the plain cast, see cast.py.
+# H200, 2 x 8192 tokens of 32 + 8 + 8 heads of 128: the same as for the plain cast, see cast.py.
 _BLOCK, _WARPS = 16384, 16
 _SMALL_BLOCK, _SMALL_WARPS = 2048, 4
 
@@ -30,7 +30,7 @@ def _codes_of_block(x, codes, block, SIZE, multiplier, amax, BLOCK: tl.constexpr
     tl.store(
         codes + start + offsets, (values.to(tl.float32) * multiplier).to(codes.dtype.element_ty), mask=inside
     )
-    # As integers: the order of non-negative floats, with NaN on top.
+    # Compared as integers: they order like non-negative floats, with NaN as the largest.
     tl.atomic_max(amax.to(tl.pointer_type(tl.int32)), tl.max(magnitude_bits(values), 0), sem="relaxed")
 
 
@@ -52,7 +52,7 @@ def codes_of_three_kernel(
     SLOT_OUTPUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """codes = x * scale[SLOT] for three flat tensors; descales [8]: 1 / scale of SLOT, and 4 on of the output."""
+    """Compute codes = x * scale[SLOT] of three flat tensors; descales [8]: 1 / scale of SLOT, then of the output."""
     program = tl.program_id(0)
     multiplier = tl.load(scale + SLOT)
     blocks_q, blocks_k = tl.cdiv(SIZE_Q, BLOCK), tl.cdiv(SIZE_K, BLOCK)
@@ -80,7 +80,7 @@ def values_kernel(
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """values [SIZE] = codes * descale; history keeps the larger of itself and amaxes [2] (output, softmax)."""
+    """Compute values [SIZE] = codes * descale; history becomes max(history, amaxes [2]) of the output and softmax."""
     program = tl.program_id(0)
     if history is not None and program == 0:
         output, softmax = tl.load(amaxes), tl.load(amaxes + 1)
@@ -100,11 +100,10 @@ def values_kernel(
 
 @functools.lru_cache(maxsize=256)
 def codes_of_three(sizes: tuple[int, int, int], slots: tuple[int, int], dtype: str) -> Launch:
-    """Inputs: q, k, v contiguous, scale [n], history [rows, n], in place; outputs: three flat codes, descales [8].
+    """Return the launch (q, k, v contiguous, scale [n], history [rows, n]) -> three flat codes, descales [8].
 
-    slots   of q, k and v together, of the output
-
-    The inverse scales stand at 0 and 4: products want theirs at a multiple of 16 bytes.
+    The launch updates `history` in place. `slots` are those of q, k and v together, and of the output. The inverse
+    scales are at indices 0 and 4, because matrix products read them at multiples of 16 bytes.
     """
     block, warps = (_BLOCK, _WARPS) if sum(sizes) > 1 << 22 else (_SMALL_BLOCK, _SMALL_WARPS)
     grid = sum(ceil_div(size, block) for size in sizes)
@@ -114,9 +113,9 @@ def codes_of_three(sizes: tuple[int, int, int], slots: tuple[int, int], dtype: s
 
 @functools.lru_cache(maxsize=256)
 def values_of(size: int, slots: tuple[int, int], dtype: str) -> Launch:
-    """Inputs: codes [size], descale [1], amaxes [2] and history [rows, n], in place, or None; output: values [size].
+    """Return the launch (codes [size], descale [1], amaxes [2], history [rows, n] | None) -> values [size].
 
-    slots   of the softmax, of the output
+    The launch updates `history` in place. `slots` are those of the softmax and of the output.
     """
     block, warps = (8192, 8) if size > 1 << 22 else (_SMALL_BLOCK, _SMALL_WARPS)
     constants = (*slots, block, size % block == 0)

@@ -1,7 +1,7 @@
-"""FP8 codes in blocks of many matrices in one launch: what `grouped_cast` says, each block with its own scale.
+"""FP8 codes, in blocks, of many matrices in one launch; the layout is that of `grouped_cast`, with scales per block.
 
-Scales of 1 x 128 blocks lie group by group, [ceil(K / 128), rows] for the row codes and [tiles, K] for the transposed
-ones; those of 128 x 128 blocks matrix by matrix.
+Scales of 1 x 128 blocks are stored group by group, [ceil(K / 128), rows] for the row codes and [tiles, K] for the
+transposed codes; scales of 128 x 128 blocks matrix by matrix.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def row_block_kernel(
     INFINITE: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """1 x 128 blocks of groups of rows, along the rows unless codes is None, along the columns unless codes_t is."""
+    """Quantize 1 x 128 blocks of groups of rows: along rows unless codes is None, along columns unless codes_t is."""
     group, matrix, rows, first_m, tile_k, start, first_tile, tiles = place_of(
         tl.program_id(0), x, table, layout, M, K, TILES_K, GROUPS, True, WIDTH
     )
@@ -93,7 +93,7 @@ def square_block_kernel(
     INFINITE: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """128 x 128 blocks of matrices [M, K] by address: scale [GROUPS, tiles of M, of K], scale_t its transposes."""
+    """Quantize 128 x 128 blocks of matrices [M, K] by address: scale [GROUPS, tiles of M, of K], scale_t transposed."""
     _, matrix, rows, first_m, tile_k, start, first_tile, tiles = place_of(
         tl.program_id(0), x, table, layout, M, K, TILES_K, GROUPS, False, WIDTH
     )
@@ -131,7 +131,7 @@ def row_blocks(
     rowwise: bool,
     columnwise: bool,
 ) -> Launch:
-    """Inputs: x [total, K], None, layout; outputs: codes and scale if rowwise, codes_t and scale_t if columnwise."""
+    """Return the launch (x [total, K], None, layout) -> codes, scale if rowwise, codes_t, scale_t if columnwise."""
     grid, scalars, even = grid_of(shape, groups, True, TILE_ROWS, TILE_ROWS)
     steps = (groups, element.maximum, epsilon, power_of_two, value_for_inf, even)
     codes, codes_t = codes_of(shape, groups, True, element, rowwise, columnwise)
@@ -151,8 +151,9 @@ def square_blocks(
     rowwise: bool,
     columnwise: bool,
 ) -> Launch:
-    """Inputs: a matrix [M, K] (M even), the table, None; outputs: codes, scale if rowwise, codes_t, scale_t if
-    columnwise."""
+    """Return the launch (a matrix [M, K] with even M, the table, None) -> codes, scale, codes_t, scale_t.
+
+    codes and scale are present if rowwise, codes_t and scale_t if columnwise."""
     grid, scalars, even = grid_of(shape, groups, False, TILE_ROWS, TILE_ROWS)
     steps = (groups, element.maximum, epsilon, power_of_two, value_for_inf, even)
     codes, codes_t = codes_of(shape, groups, False, element, rowwise, columnwise)

@@ -1,9 +1,9 @@
 """FP8 codes of many matrices in one launch: the consecutive groups of rows of one matrix, or matrices by address.
 
-Every group is quantized as it would be alone, bit for bit: with its own scale and recorded maximum, or in its own
-blocks (`grouped_block_cast`). Row codes keep the matrix's layout; codes of the transpose lie group by group, [K, rows
-rounded up to 128] each, zero past the last row, so that a product along the rows needs no masks. See `grouped_layout`
-for the tensor that says where the groups are.
+Every group is quantized bit for bit as in a launch of its own: with its own scale and recorded maximum, or in its own
+blocks (`grouped_block_cast`). Row codes keep the matrix's layout. Transposed codes are stored group by group, [K, rows
+rounded up to 128] each, with zeros past the last row, so that a product along the rows needs no masks. The positions
+of the groups are in a tensor; see `grouped_layout`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,13 @@ def place_of(
     HEIGHT: tl.constexpr,
     REST: tl.constexpr = False,
 ):
-    """(group, its matrix, its rows, first row of the tile, tile column, first row of all, first tile of all, tiles).
+    """Return the place of a program.
 
-    HEIGHT   rows of the program's tile, a part of the 128 that count as a tile of the layout
-    REST     there is a tile more than the layout's, see `group_or_none`; M is the rows of all
+    The place is: group, its matrix, its rows, first row and tile column of the program's tile, then the group's first
+    row, first tile, and number of tiles.
+
+    HEIGHT   rows of the program's tile, part of the 128 rows of a tile of the layout
+    REST     there is one tile more than the layout's, see `group_or_none`; M is the total number of rows
     """
     if BY_ROWS:
         part = program // TILES_K
@@ -94,7 +97,7 @@ def maximum_kernel(
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """amax[group] = max(amax[group], max|x|) over the group's elements, a tile a program."""
+    """Compute amax[group] = max(amax[group], max|x|) over the group's elements, one tile per program."""
     group, matrix, rows, first_m, tile_k, _, _, _ = place_of(
         tl.program_id(0), x, table, layout, M, K, TILES_K, GROUPS, BY_ROWS, BLOCK_M
     )
@@ -133,10 +136,11 @@ def cast_kernel(
     EVEN: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """One multiplier a group: at OFFSET + group * STRIDE, while amax there records max|x|, or, where none is given,
-    made from amax[group]; scale [GROUPS, SLOT], the first of a row being written.
+    """Quantize with one multiplier per group; the first entry of each row of scale [GROUPS, SLOT] is written.
 
-    REST   rows behind the last group, up to M, have codes too, of a multiplier of 1, and count in no maximum
+    A given multiplier is at OFFSET + group * STRIDE, and amax at the same offset records max|x|. Otherwise, the
+    multiplier is computed from amax[group]. REST: rows after the last group, up to M, get codes with a multiplier of 1
+    and do not contribute to a maximum.
     """
     program = tl.program_id(0)
     if program < GROUPS:
@@ -196,7 +200,7 @@ def _cast_behind(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """codes = x in a tile of the rows behind the last group."""
+    """Convert x to codes, with a multiplier of 1, in a tile of the rows after the last group."""
     part = program // TILES_K
     row = row_behind(layout, part // (WIDTH // BLOCK_M), GROUPS) + part % (WIDTH // BLOCK_M) * BLOCK_M
     first_m, first_k = row.to(tl.int64), (program % TILES_K * BLOCK_K).to(tl.int64)
@@ -220,7 +224,7 @@ def _scale_of(
     ZERO_IS_ONE: tl.constexpr,
     STORES: tl.constexpr,
 ):
-    """The multiplier of a group, given or made from its amax; STORES writes its inverse."""
+    """Return the multiplier of a group, given or computed from its amax; STORES: write its inverse."""
     if multiplier is not None:
         factor = given_multiplier(multiplier + OFFSET + group * STRIDE, ZERO_IS_ONE)
         decode = tl.div_rn(1.0, factor)
@@ -247,10 +251,10 @@ def store_transposed(
     BY_ROWS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """A tile's codes into the group's [K, rows rounded up to 128], or into its [K, M] where matrices have one size.
+    """Store a tile's codes in the group's [K, rows rounded up to 128], or in its [K, M] for matrices of one size.
 
-    EVEN   no column of the tile is past K, and, of matrices, no row past M. Groups of rows need no mask along the
-           rows, which would cut the stores into single words: theirs are rounded up.
+    EVEN   no column of the tile is past K and, for matrices, no row past M. Groups of rows need no mask along the rows,
+           because they are rounded up; a mask would split the stores into single words.
     """
     if BY_ROWS:
         depth = tiles * WIDTH
@@ -270,8 +274,7 @@ def store_transposed(
 
 @functools.lru_cache(maxsize=1024)
 def maximum(shape: tuple[int, int], groups: int, by_rows: bool) -> Launch:
-    """Inputs: x [total, K] or one of the matrices [M, K], the table or None, layout or None; output: amax float32
-    [groups]."""
+    """Return the launch (x [total, K] or one matrix [M, K], table | None, layout | None) -> amax float32 [groups]."""
     block_m, block_k, warps = _MAXIMUM_TILE
     grid, scalars, even = grid_of(shape, groups, by_rows, block_m, block_k)
     outputs = (Output((groups,), "float32", begins=0.0),)
@@ -285,13 +288,14 @@ def cast(
     power_of_two: bool, epsilon: float, rowwise: bool, columnwise: bool, *,
     records: bool, zero_is_one: bool = False, rest: bool = False,
 ) -> Launch:  # fmt: skip
-    """Inputs: x [total, K] or one of the matrices [M, K] (M even), the table or None, layout or None, multiplier or
-    None, amax; outputs: codes if rowwise, codes_t if columnwise, scale [groups, 4].
+    """Return the launch (x, table | None, layout | None, multiplier | None, amax) -> codes, codes_t, scale [groups, 4].
 
-    records          the multiplier is given, and amax keeps the larger of itself and max|x|; else amax gives it
-    stride, offset   of a given multiplier and its amax: those of group e are at offset + e * stride
-    zero_is_one      a given multiplier of 0 is read as 1
-    rest             row codes of the rows behind the last group too, which no multiplier belongs to
+    x is [total, K] or one of the matrices [M, K] with even M. codes is present if rowwise, codes_t if columnwise.
+
+    records          the multiplier is given, and amax becomes max(amax, max|x|); otherwise it is computed from amax
+    stride, offset   the given multiplier and amax of group e are at offset + e * stride
+    zero_is_one      read a given multiplier of 0 as 1
+    rest             also quantize the rows after the last group, with a multiplier of 1
     """
     assert not (rest and (columnwise or not by_rows)), "rows that are no group's have codes by rows alone"
     block_m, block_k, warps = _CAST_TILE
@@ -325,11 +329,11 @@ def by_tensor(
     columnwise: bool,
     slots: tuple[int, int] | None,
 ) -> Program:
-    """(x [total, K] or one of the matrices [M, K], the table or None, layout or None, codes, codes_t, scale: what the
-    caller makes), of one scale a group, which is made of the group's maximum.
+    """Return the program (x, table | None, layout | None, codes, codes_t, scale) with one scale per group.
 
-    slots   stride and offset of scales that are given instead, with places for the maxima: (x, table, layout,
-            multiplier, amax, codes, codes_t, scale)
+    x is [total, K] or one of the matrices [M, K]; the caller allocates codes, codes_t and scale. The scale is computed
+    from the group's maximum, unless `slots` are the stride and offset of given scales and of their maxima; then the
+    inputs are (x, table, layout, multiplier, amax, codes, codes_t, scale).
     """
     given, into = ("x", "table", "layout"), ("codes", "codes_t", "scale")
     plain = (shape, groups, by_rows, element)
@@ -349,14 +353,14 @@ def by_tensor(
 
 
 def tables_of(by_rows: bool) -> tuple[AddressTable, ...]:
-    """Matrices are found by their addresses."""
+    """Return the table of addresses through which matrices are read; groups of rows need none."""
     return () if by_rows else (AddressTable(1, (READ,)),)
 
 
 def codes_of(
     shape: tuple[int, int], groups: int, by_rows: bool, element: Element, rowwise: bool, columnwise: bool
 ) -> tuple[Output | None, Output | None]:
-    """Codes and their transposes; how many rows the groups have, each rounded up, depends on the groups."""
+    """Return codes and their transposes; the rounded-up number of rows depends on the groups."""
     dtype = codes_dtype(element)
     stack = () if by_rows else (groups,)
     return (
@@ -372,7 +376,7 @@ _CAST_TILE = (128, 64, 8)
 def grid_of(
     shape: tuple[int, int], groups: int, by_rows: bool, block_m: int, block_k: int
 ) -> tuple[tuple[int, int, int], tuple[int, int, int], bool]:
-    """(grid, the kernels' scalars, does every tile end with its matrix's columns and, of matrices, rows?)"""
+    """Return (grid, the kernels' scalars, whether every tile ends with the matrix's columns, and rows by address)."""
     rows, depth = shape
     tiles_k = ceil_div(depth, block_k)
     if by_rows:

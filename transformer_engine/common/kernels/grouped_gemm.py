@@ -1,10 +1,10 @@
 """y_e [M_e, N] = a_e [M_e, K] @ b_e [N, K].T and dw_e [N, K] = dy_e.T @ x_e for consecutive groups of rows.
 
-Where the groups lie says a tensor on the device (`grouped_layout`). Codes that are contracted along the rows lie group
-by group, each [columns, rows rounded up to 128] with zeros at the end.
+The positions of the groups are in a tensor on the device (`grouped_layout`). Codes that are contracted along the rows
+are stored group by group, each [columns, rows rounded up to 128] with zeros at the end.
 
-Partial sums are kept in float32. FP8 products with one scale a tensor either leave the sum to the tensor cores,
-which keep about 14 bits of it, or promote it every BLOCK_K elements; those with block scales promote it every block.
+Partial sums are float32. FP8 products with one scale per tensor either accumulate in the tensor cores, which keep
+about 14 bits of the sum, or promote it every BLOCK_K elements; products with block scales promote it every block.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from . import tile
 from .grouped_layout import ROWS, group_of_tile, group_or_none, row_behind, rows_of_group, tiles_at_most
 from .launch import READ, WRITTEN, AddressTable, Launch, Output
 
-SCALE_SLOT = 4  # floats from one group's scale to the next: cuBLASLt takes scales at multiples of 16 bytes
+SCALE_SLOT = 4  # floats from one group's scale to the next: cuBLASLt reads scales at multiples of 16 bytes
 SLOT = tl.constexpr(SCALE_SLOT)
 
 UNSCALED, TENSOR_SCALES, BLOCK_SCALES = 0, 1, 2
@@ -29,7 +29,7 @@ _BY_BLOCK = tl.constexpr(BLOCK_SCALES)
 
 @triton.jit
 def base_of(matrices, table, group, size):
-    """Where matrix `group` of a stack begins, or of a table of addresses when there is one."""
+    """Return the address of matrix `group` in a stack, or in a table of addresses if there is one."""
     if table is None:
         base = matrices + group.to(tl.int64) * size
     else:
@@ -62,11 +62,11 @@ def rows_kernel(
     EVEN: tl.constexpr,
     CLEARS: tl.constexpr,
 ):
-    """out [total, N]: rows of group e are a's rows [.., K] @ b_e [N, K].T (TRANSPOSED: @ b_e [K, N]).
+    """Compute out [total, N]: rows of group e are a's rows [.., K] @ b_e [N, K].T (TRANSPOSED: @ b_e [K, N]).
 
-    scale_a   by tensor [GROUPS, SLOT]; by block, group after group, [ceil(K / 128), rows]
-    scale_b   by tensor [GROUPS, SLOT]; by block [GROUPS, ceil(N / 128), ceil(K / 128)]
-    CLEARS    rows behind the last group, up to TOTAL, are zero; else they stay
+    scale_a   per tensor [GROUPS, SLOT]; per block, group after group, [ceil(K / 128), rows]
+    scale_b   per tensor [GROUPS, SLOT]; per block [GROUPS, ceil(N / 128), ceil(K / 128)]
+    CLEARS    rows after the last group, up to TOTAL, become zero; otherwise they are not written
     """
     tile_m, tile_n = tile.position(tl.program_id(0), TILES_M, tl.cdiv(N, BLOCK_N), BAND)
     if CLEARS:
@@ -87,7 +87,7 @@ def rows_kernel(
     m = tl.arange(0, ROWS)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    # Rows past the end are read twice rather than masked: nobody stores them.
+    # Rows past the end are clamped rather than masked: their results are not stored.
     read_m = tl.minimum(m, rows - first_m - 1)
     read_n = tl.minimum(n, N - 1)
     a_tile = a + corner * K + (read_m[:, None] * K + k[None, :])
@@ -145,9 +145,9 @@ def columns_kernel(
     BAND: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """out_e [N, K] = sum over the rows of group e of a [.., N] and b [.., K], or of codes [N, rows], [K, rows].
+    """Compute out_e [N, K] = sum over the rows of group e of a [.., N] and b [.., K], or of codes [N, rows], [K, rows].
 
-    scale_a, scale_b   by tensor [GROUPS, SLOT]; by block, group after group, [tiles, N] and [tiles, K]
+    scale_a, scale_b   per tensor [GROUPS, SLOT]; per block, group after group, [tiles, N] and [tiles, K]
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_k = tl.cdiv(K, BLOCK_K)
@@ -173,7 +173,7 @@ def columns_kernel(
     else:
         depth = tiles * ROWS
         corner = first_tile.to(tl.int64) * ROWS
-        # Columns past the end are other columns read again: nobody stores them.
+        # Columns past the end are clamped rather than masked: their results are not stored.
         read_n = tl.minimum(tl.arange(0, BLOCK_N), N - tile_n * BLOCK_N - 1)
         read_k = tl.minimum(tl.arange(0, BLOCK_K), K - tile_k * BLOCK_K - 1)
         a_tile = (
@@ -207,7 +207,7 @@ def columns_kernel(
 
 @triton.jit
 def row_sums_kernel(x, layout, sums, N, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """sums [GROUPS, N] = the sum of every group's rows of x [total, N], in float32 and in one order."""
+    """Compute sums [GROUPS, N] of every group's rows of x [total, N], in float32 and in a fixed order."""
     group = tl.program_id(0)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
@@ -235,10 +235,10 @@ def product_of_rows(
     clears: bool = False,
     shared_memory: int = 1 << 30,
 ) -> Launch:
-    """Inputs: a [total, depth], b or, by_address, one of its matrices, the table or None, scale_a, scale_b,
-    bias [groups, width] or None, layout; output: out [total, width].
+    """Return the launch (a [total, depth], b, table | None, scale_a, scale_b, bias | None, layout) -> out.
 
-    clears   rows behind the last group are zero; else they stay
+    out is [total, width]. by_address: b is one of the matrices of the table. bias is [groups, width]. clears: rows
+    after the last group become zero; otherwise they are not written.
     """
     block_n, block_k, band, stages, warps = _tile_of_rows(width, scaling, shared_memory)
     even = depth % block_k == 0 and (not transposed or width % block_n == 0)
@@ -277,10 +277,10 @@ def product_of_columns(
     by_address: bool = False,
     shared_memory: int = 1 << 30,
 ) -> Launch:
-    """Inputs: a, b, scale_a, scale_b, layout, the table of results or None; output: out [groups, width, depth].
+    """Return the launch (a, b, scale_a, scale_b, layout, table of results | None) -> out [groups, width, depth].
 
     by_address   the table's matrices are written; out is one of them, for its dtype
-    accumulates  what out holds is added to
+    accumulates  add to the present values of out
     """
     block_n, block_k, block_m, band, stages, warps = _tile_of_columns(scaling, shared_memory)
     programs = groups * ceil_div(width, block_n) * ceil_div(depth, block_k)
@@ -308,17 +308,17 @@ def product_of_columns(
 
 @functools.lru_cache(maxsize=1024)
 def row_sums(width: int, groups: int) -> Launch:
-    """Inputs: x [total, width], layout; output: sums float32 [groups, width]."""
+    """Return the launch (x [total, width], layout) -> sums float32 [groups, width]."""
     grid = (groups, ceil_div(width, 128), 1)
     outputs = (Output((groups, width), "float32"),)
     return Launch(row_sums_kernel, grid, outputs, (width,), (groups, 32, 128), warps=4)
 
 
-_LARGE = 200 << 10  # bytes of shared memory that four stages of the wide tiles need
+_LARGE = 200 << 10  # bytes of shared memory for four stages of the wide tiles
 
 
 def _tile_of_rows(width: int, scaling: int, shared_memory: int) -> tuple[int, int, int, int, int]:
-    """(columns, depth, tiles a band, stages, warps) of a program's tile of 128 rows."""
+    """Return (columns, depth, tiles per band, stages, warps) of a program's tile of 128 rows."""
     # H200, TFLOP/s, 64 groups of 512 x 1408 x 2048 and 8 of 2048 x 4096 x 2048: bfloat16 128 columns, 3 stages, 4 warps
     # 641 and 687, 256 columns, 4 stages, 8 warps 597 and 713; e4m3 fast 128 columns 1065 and 1174, 256 1000 and 1182;
     # promoted 884 and 949, 387 and 508; block scales 64 columns, 4 warps 725 and 766, 128 columns, 8 warps 691 and 727.
@@ -330,7 +330,7 @@ def _tile_of_rows(width: int, scaling: int, shared_memory: int) -> tuple[int, in
 
 
 def _tile_of_columns(scaling: int, shared_memory: int) -> tuple[int, int, int, int, int, int]:
-    """(rows of the result, its columns, contracted rows a step, tiles a band, stages, warps)."""
+    """Return (rows of the result, its columns, contracted rows per step, tiles per band, stages, warps)."""
     # H200, TFLOP/s, the same shapes: bfloat16 256 columns 502 and 712, 128 columns 473 and 620; e4m3 promoted 601
     # and 949, 256 columns 353 and 472; block scales 64 x 128 with 4 warps 472 and 676, 128 x 128 with 8 316 and 449.
     if scaling == UNSCALED:

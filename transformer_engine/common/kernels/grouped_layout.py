@@ -1,7 +1,7 @@
-"""Where consecutive groups of rows lie, as an int32 tensor on the device, so that no size travels to the host.
+"""The positions of consecutive groups of rows as an int32 tensor on the device, without a copy of sizes to the host.
 
-The layout: the first row of every group and the end of the last, its first tile of 128 rows and their end, and the
-group of every tile.
+The layout contains the first row of every group and the end of the last, the first tile of 128 rows of every group and
+the end of the last, and the group of every tile.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ ROWS = tl.constexpr(TILE_ROWS)
 
 
 def layout_size(total: int, groups: int) -> int:
-    """Integers in the layout of groups that have total rows: two tables of groups + 1, and the tiles at most."""
+    """Return the number of integers in the layout of `total` rows: two tables of groups + 1, and the most tiles."""
     return 2 * (groups + 1) + tiles_at_most(total, groups)
 
 
 def tiles_at_most(total: int, groups: int) -> int:
-    """Tiles of 128 rows that groups with total rows can need: each group leaves at most one partly filled."""
+    """Return the maximum number of tiles of 128 rows: each group has at most one partly filled tile."""
     return total // TILE_ROWS + groups
 
 
@@ -32,7 +32,7 @@ def tiles_at_most(total: int, groups: int) -> int:
 def layout_kernel(
     splits, layout, TOTAL, TILES, GROUPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """layout of splits [GROUPS], rows a group; WIDTH is a power of two above GROUPS. Rows past TOTAL are cut off."""
+    """Compute the layout of splits [GROUPS], rows per group, clamped to TOTAL; WIDTH is a power of two above GROUPS."""
     e = tl.arange(0, WIDTH)
     rows = tl.load(splits + e, mask=e < GROUPS, other=0).to(tl.int32)
     ends = tl.minimum(tl.cumsum(tl.maximum(rows, 0), 0), TOTAL)
@@ -50,29 +50,29 @@ def layout_kernel(
 
 @triton.jit
 def group_of_tile(layout, tile_m, GROUPS: tl.constexpr):
-    """The group of a tile; GROUPS for a tile that does not exist."""
+    """Return the group of a tile; GROUPS for a tile that does not exist."""
     return tl.load(layout + 2 * (GROUPS + 1) + tile_m)
 
 
 @triton.jit
 def group_or_none(layout, tile_m, TILES, GROUPS: tl.constexpr):
-    """The group of one of TILES tiles, of which the last is behind all groups whatever their sizes: GROUPS there.
+    """Return the group of one of TILES tiles; the last tile is after all groups for any sizes, and returns GROUPS.
 
-    One tile more than `tiles_at_most` is enough for every row to have one: with S of T rows in groups, at most
-    (S + 127 GROUPS) / 128 tiles are theirs, so that T // 128 + GROUPS + 1 leave (T - S) / 128 or more.
+    One tile more than `tiles_at_most` suffices for every row to be in a tile: if S of T rows are in groups, the groups
+    need at most (S + 127 GROUPS) / 128 tiles, so that T // 128 + GROUPS + 1 leave (T - S) / 128 or more.
     """
     return tl.load(layout + 2 * (GROUPS + 1) + tile_m, mask=tile_m < TILES - 1, other=GROUPS)
 
 
 @triton.jit
 def row_behind(layout, tile_m, GROUPS: tl.constexpr):
-    """The first row of a tile that is no group's: they follow the last row that is one's."""
+    """Return the first row of a tile after all groups; such tiles begin after the last row of the last group."""
     return tl.load(layout + GROUPS) + (tile_m - tl.load(layout + 2 * GROUPS + 1)) * ROWS
 
 
 @triton.jit
 def rows_of_group(layout, group, GROUPS: tl.constexpr):
-    """(first row, rows, first tile, tiles) of a group."""
+    """Return (first row, rows, first tile, tiles) of a group."""
     start = tl.load(layout + group)
     rows = tl.load(layout + group + 1) - start
     first_tile = tl.load(layout + GROUPS + 1 + group)
@@ -81,7 +81,7 @@ def rows_of_group(layout, group, GROUPS: tl.constexpr):
 
 @functools.lru_cache(maxsize=256)
 def layout_of(total: int, groups: int) -> Launch:
-    """Input: splits [groups] of any integer type; output: layout int32 [layout_size]."""
+    """Return the launch (splits [groups] of any integer type) -> layout int32 [layout_size]."""
     tiles = tiles_at_most(total, groups)
     width = triton.next_power_of_2(groups)
     block = max(1, min(128, 8192 // width))

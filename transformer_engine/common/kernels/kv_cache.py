@@ -1,7 +1,7 @@
 """cache[slot(sequence, start + i)] = new token i of each sequence, keys and values in one launch.
 
-Legend: a slot is a token's row of a cache [pages or sequences, tokens, heads, size]; without a page table a
-sequence's slots follow each other, with one they follow each other inside a page.
+A slot is a token's row of a cache [pages or sequences, tokens, heads, size]. A sequence's slots are consecutive;
+with a page table, they are consecutive inside a page.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 from ..formats import ceil_div
 from .launch import Launch
 
-_ELEMENTS = 4096  # of a program's tile: 8 KiB of bfloat16 in flight for 4 warps
+_ELEMENTS = 4096  # elements of a program's tile: 8 KiB of bfloat16 in flight for 4 warps
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def _copy_tokens(
     features,
     BLOCK: tl.constexpr,
 ):
-    """cache[slot, :] = new[source, :], the features of all heads, where real."""
+    """Copy cache[slot, :] = new[source, :], the features of all heads, where `real`."""
     for first in range(0, features, BLOCK):
         feature = first + tl.arange(0, BLOCK)
         place = (feature // size) * head_stride + feature % size
@@ -64,7 +64,7 @@ def append_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """BLOCK_TOKENS new tokens of one sequence; cu_cached counts them, so the first lies at cached - new."""
+    """Copy BLOCK_TOKENS new tokens of one sequence; cu_cached includes them: the first has index cached - new."""
     sequence = tl.program_id(0)
     token = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     begin = tl.load(cu_new + sequence)
@@ -100,14 +100,14 @@ def append(
     pages: int,
     table_stride: int,
 ) -> Launch:
-    """(new_k, new_v, k_cache, v_cache, page_table | None, cu_new, cu_cached) -> nothing; the caches are written.
+    """Return the launch (new_k, new_v, k_cache, v_cache, page_table | None, cu_new, cu_cached) that writes the caches.
 
-    longest     no sequence brings more new tokens
+    longest     maximum number of new tokens per sequence
     sizes       features of a key's and a value's head
     strides     of new_k's, then new_v's sequence, token and head axes, in elements; a packed tensor's first is 0
-    capacity    tokens that a sequence may have; behind it nothing is written
-    pages       how many there are; to others nothing is written
-    page_size   tokens a page, table_stride elements between two rows of the page table; unused without pages
+    capacity    maximum number of tokens per sequence; later tokens are not written
+    pages       number of pages; tokens of other pages are not written
+    page_size   tokens per page; table_stride: elements between two rows of the page table; unused without pages
     """
     blocks = [min(triton.next_power_of_2(heads * size), 2048) for size in sizes]
     tokens = max(1, min(triton.next_power_of_2(longest), _ELEMENTS // max(blocks)))

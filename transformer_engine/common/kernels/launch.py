@@ -1,15 +1,15 @@
-"""A kernel call as data, and the shortest way to start it: outputs = kernel[grid](inputs, outputs, scalars).
+"""A kernel call as data, and its fastest launch: outputs = kernel[grid](inputs, outputs, scalars).
 
-`kernel[grid](...)` costs 8-16 us of host time a call, because Triton binds and specialises every argument anew. A
-`Launch` fixes the kernel, the grid, the scalars and the constants; what is left to vary is the tensors' dtypes
-and which pointers are multiples of 16, so one dictionary look-up finds the compiled handle.
+`kernel[grid](...)` costs 8-16 us of host time per call, because Triton binds and specializes every argument again. A
+`Launch` fixes the kernel, the grid, the scalars and the constants. Only the tensors' dtypes and the alignment of their
+pointers to 16 bytes vary between calls, so that one dict access finds the compiled kernel.
 
-This module is the only one that touches Triton's private calling convention, which versions 3.6 to 3.9 share; with
-another version, or under TRITON_INTERPRET=1, `start` takes the public `kernel[grid]`. Launch hooks
-(`triton.knobs.runtime.launch_enter_hook`, as profilers set them) are called by the public form alone.
+This is the only module that uses Triton's private calling convention, which versions 3.6 to 3.9 share. With another
+version, or under TRITON_INTERPRET=1, `start` uses the public `kernel[grid]`. Only the public form calls launch hooks
+(`triton.knobs.runtime.launch_enter_hook`), which profilers set.
 
-Compiled kernels are kept on disk by Triton itself, keyed by source, options and versions, in the user's own
-TRITON_CACHE_DIR (~/.triton/cache by default).
+Triton itself caches compiled kernels on disk, keyed by source, options and versions, in the user's TRITON_CACHE_DIR
+(~/.triton/cache by default).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _DTYPES = {E4M3.name: "float8_e4m3fn", E5M2.name: "float8_e5m2", E2M1.name: "uin
 
 _FAST_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
 _DIRECT_VERSIONS = ("3.6",)
-# Programs a dimension (CUDA C++ Programming Guide, compute capabilities).
+# Programs per dimension (CUDA C++ Programming Guide, compute capabilities).
 LARGEST_GRID = (2**31 - 1, 65535, 65535)
-ALIGNMENT = 16  # bytes; Triton compiles a kernel anew for pointers that are not multiples of it
+ALIGNMENT = 16  # bytes; Triton compiles a kernel again for pointers that are not multiples of this
 
 
 def _missing() -> str | None:
@@ -44,23 +44,23 @@ def _missing() -> str | None:
     return None
 
 
-# A constant, so that a compiler tracing through `refuses` reads it as one.
+# A constant, because a compiler that traces `unsupported_reason` treats it as one.
 MISSING: str | None = _missing()
 
 
 def missing() -> str | None:
-    """Why Triton cannot be used, None if it can; imports it, so that whoever asks has seen a GPU."""
+    """Return the reason why Triton is unavailable, or None; Triton is imported only after a GPU has been found."""
     return optional.failure("triton", "jit") if MISSING is None else MISSING
 
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor that a launch makes: a pointer behind those of the inputs, which the kernel writes.
+    """A tensor that a launch allocates and the kernel writes; its pointer follows those of the inputs.
 
-    shape        None: the record does not know it, and the caller makes the tensor
-    dtype        torch's name of it; None: what the caller makes it
-    transposed   callers see its .t()
-    begins       what its elements must be when the kernel starts; None: anything
+    shape        None: unknown to the record; the caller allocates the tensor
+    dtype        torch's name of the dtype; None: the dtype of the caller's tensor
+    transposed   callers get its .t()
+    begins       value of the elements when the kernel starts; None: any
     """
 
     shape: tuple[int, ...] | None
@@ -70,10 +70,10 @@ class Output:
 
 
 class AddressTable(NamedTuple):
-    """An input of addresses, int64 [entries] or [entries, columns], whose tensors the caller keeps alive.
+    """An input of addresses, int64 [entries] or [entries, columns]; the caller keeps their tensors alive.
 
-    place     which of the inputs it is
-    columns   READ or WRITTEN, what the kernel does with the tensor at an address; NUMBER: no address
+    place     index of the input
+    columns   READ or WRITTEN, the kernel's access to the tensor at an address; NUMBER: not an address
     """
 
     place: int
@@ -85,24 +85,24 @@ READ, WRITTEN, NUMBER = "read", "written", "number"
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """kernel[grid](*inputs, *outputs, *scalars, *constants), whatever the dtypes of the inputs.
+    """kernel[grid](*inputs, *outputs, *scalars, *constants), for inputs of any dtype.
 
-    It names every tensor that the kernel writes, so that any framework can start it: what torch writes in place is to
-    JAX an operand that a result aliases.
+    The record names every tensor that the kernel writes, so that any framework can start it: a tensor that torch writes
+    in place is, in JAX, an operand that is aliased to a result.
 
-    outputs     what is made for the call, in the order of the kernel's arguments; None: not asked for
-    scalars     run-time arguments; Triton specialises on their values, which is why they belong to the record
+    outputs     tensors that each call allocates, in the order of the kernel's arguments; None: not requested
+    scalars     run-time arguments; part of the record, because Triton specializes on their values
     constants   compile-time arguments
-    registers   a thread starts with, which warps with parts of their own then share out; None: what the compiler takes
-    dependent   may start before the launch in front of it has ended (programmatic dependent launch); the kernel
-                waits before it reads what that one wrote
-    fuses       a product and a sum behind it may become one fused multiply-add, which rounds once
-    in_place    which of the inputs are written too, where they are given; a kernel gets them once
-    tables      the inputs through which it reaches further tensors
-    handles     the compiled kernel's starters, by what the record leaves open
-    makers      what a framework keeps to make the outputs, by device
+    registers   per thread at launch, which specialized warps then redistribute; None: the compiler's choice
+    dependent   may start before the previous launch has ended (programmatic dependent launch); the kernel waits before
+                it reads the results of that launch
+    fuses       a product and a following sum may become one fused multiply-add, which rounds once
+    in_place    indices of inputs that are also written, if present; they are passed once
+    tables      inputs with the addresses of further tensors
+    handles     starters of the compiled kernel, by the properties that the record does not fix
+    makers      allocators of the outputs, by device; filled by a framework
 
-    ValueError for a grid that CUDA does not start: see LARGEST_GRID.
+    Raises ValueError for a grid that CUDA cannot start; see LARGEST_GRID.
     """
 
     kernel: Any
@@ -129,24 +129,24 @@ class Launch:
 
     @property
     def inputs(self) -> int:
-        """How many inputs the kernel takes."""
+        """Number of inputs of the kernel."""
         rest = len(self.outputs) + len(self.scalars) + len(self.constants)
         return len(self.kernel.arg_names) - rest
 
 
 def codes_dtype(element: Element) -> str:
-    """torch's name of the dtype that holds an element's codes."""
+    """Return torch's name of the dtype that stores an element's codes."""
     return _DTYPES[element.name]
 
 
 def start(launch: Launch, tensors: Tensors, device: int, made: Tensors = ()) -> Any:
-    """Queue the kernel on the device's current stream, and answer what starts it; tensors are inputs, then outputs.
+    """Launch the kernel on the device's current stream, and return its starter; tensors are inputs, then outputs.
 
-    The device must be the current one. A tensor that the kernel's constants make unnecessary is None. Outputs that
-    were allocated as the record says may come as `made` instead: their dtypes and alignment are known.
+    The device must be the current one. A tensor that the kernel does not need is None. Outputs that were allocated as
+    the record declares can be passed as `made` instead, because their dtypes and alignment are known.
     """
     pointers: Pointers = []
-    key: list[Any] = [device]  # with everything that Triton specialises on and the record leaves open
+    key: list[Any] = [device]  # all properties on which Triton specializes and which the record does not fix
     together = 0
     for tensor in tensors:
         if tensor is None:
@@ -169,12 +169,12 @@ def start(launch: Launch, tensors: Tensors, device: int, made: Tensors = ()) -> 
 
 
 def starter(launch: Launch, tensors: Tensors) -> Any:
-    """What `start` finds or compiles for tensors of these dtypes and alignment: f(device, pointers, tensors, made)."""
+    """Return the starter f(device, pointers, tensors, made) that `start` uses for these dtypes and this alignment."""
     return _compile(launch, tensors)
 
 
 def _compile(launch: Launch, tensors: Tensors) -> Any:
-    """A callable (device, pointers, tensors, made) that starts the kernel compiled for tensors of this alignment."""
+    """Return a callable (device, pointers, tensors, made) that starts the kernel compiled for this alignment."""
     _check(launch, tensors)
     arguments = (*launch.scalars, *launch.constants)
     options = compile_options(launch.warps, launch.registers, launch.fuses)
@@ -182,7 +182,7 @@ def _compile(launch: Launch, tensors: Tensors) -> Any:
         options["launch_pdl"] = True
     import triton
 
-    # Under TRITON_INTERPRET=1 kernels are of another class.
+    # Under TRITON_INTERPRET=1, kernels have another class.
     if not (_calling_convention_is_known() and isinstance(launch.kernel, triton.JITFunction)):
 
         def start_publicly(device: int, pointers: Pointers, tensors: Tensors, made: Tensors) -> None:
@@ -201,7 +201,7 @@ def _compile(launch: Launch, tensors: Tensors) -> Any:
 
 
 def compile_options(warps: int, registers: int | None, fuses: bool = True) -> dict[str, Any]:
-    """Triton's compile options of a launch; see `Launch`."""
+    """Return Triton's compile options of a launch; see `Launch`."""
     options: dict[str, Any] = {"num_warps": warps, "num_stages": 1}
     if not fuses:
         options["enable_fp_fusion"] = False
@@ -234,7 +234,7 @@ class Handle:
 
 
 def _check(launch: Launch, tensors: Tensors) -> None:
-    """Raise AssertionError unless tensors are what the record declares: as many, and outputs of its dtypes."""
+    """Raise AssertionError unless the number of tensors and the dtypes of the outputs match the record."""
     name = launch.kernel.fn.__name__
     inputs = launch.inputs
     expected = inputs + len(launch.outputs)
@@ -253,9 +253,9 @@ def _check(launch: Launch, tensors: Tensors) -> None:
 
 
 def _without_wrapper(launcher: Any) -> tuple[Any, ...] | None:
-    """Triton 3.6's compiled launcher and what its Python wrapper would pass to it; None where that is not known.
+    """Return Triton 3.6's compiled launcher and the arguments of its Python wrapper; None for other versions.
 
-    The wrapper allocates scratch memory, which our kernels do not use.
+    The wrapper allocates scratch memory, which the kernels of this package do not use.
     """
     if not version("triton").startswith(_DIRECT_VERSIONS) or not hasattr(launcher, "launch"):
         return None
@@ -273,7 +273,7 @@ def _calling_convention_is_known() -> bool:
 
 
 def current_stream(device: int) -> int:
-    """The handle of the device's current CUDA stream."""
+    """Return the handle of the device's current CUDA stream."""
     return _stream_of()(device)
 
 

@@ -1,11 +1,11 @@
-"""One launch over the elements of many tensors, reached through a table of addresses, a row for each chunk of one.
+"""One launch over the elements of many tensors, through a table of addresses with one row per chunk of a tensor.
 
-Row i of a table is [elements of the chunk, address of its first element in list 0, in list 1, ..]: a program finds all
-that it works on in its own row. Where every address and every size is a multiple of 16 (aligned), a thread moves 16
-bytes at once. Numbers that change from step to step (rates) lie in a float32 tensor, not in the
-launch, so that a launch is compiled once and a captured graph reads the latest.
+Row i of a table is [elements of the chunk, address of its first element in list 0, in list 1, ..], so that a program
+reads only its own row. If every address and size is a multiple of 16 (aligned), a thread moves 16 bytes at once.
+Numbers that change between steps (rates) are in a float32 tensor instead of the launch, so that a launch is compiled
+once and a captured graph reads the current values.
 
-    scale     y = x * factor, and a flag where x is not finite
+    scale     y = x * factor, and a flag if an x is not finite
     squares   partials [chunks] = sum((x * factor)^2)
     adam      p, m, v after one step of Adam; see `_adam`
     sgd       p and its momentum after one step of gradient descent
@@ -19,15 +19,15 @@ import triton.language as tl
 from ..operation_settings import Adam, Sgd
 from .launch import NUMBER, READ, WRITTEN, AddressTable, Launch, Output
 
-CHUNK = 8192  # elements a program works on
-_BLOCK = 2048  # of them at once: with 256 threads two 16-byte accesses a thread and list of float32
+CHUNK = 8192  # elements per program
+_BLOCK = 2048  # elements at once: with 256 threads, two 16-byte accesses per thread and list of float32
 _WARPS = 8
 _BITS = tl.constexpr(0xFFFF)
 
 
 @triton.jit
 def _tensor(table, column: tl.constexpr, columns: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where this program's chunk of a list begins."""
+    """Return the address of this program's chunk of a list."""
     address = tl.load(table + tl.program_id(0).to(tl.int64) * columns + column)
     if KIND == "float32":
         pointer = address.to(tl.pointer_type(tl.float32))
@@ -45,7 +45,7 @@ def _tensor(table, column: tl.constexpr, columns: tl.constexpr, KIND: tl.constex
 
 @triton.jit
 def _count(table, flag, columns: tl.constexpr, ALIGNED: tl.constexpr):
-    """The elements of this program's chunk; none where a flag is not 0."""
+    """Return the number of elements of this program's chunk; 0 if a flag is not 0."""
     count = tl.load(table + tl.program_id(0).to(tl.int64) * columns).to(tl.int32)
     if flag is not None:
         count = tl.where(tl.load(flag) == 0, count, 0)
@@ -64,7 +64,7 @@ def _stepped(
     COLUMNS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """The elements of this program's chunk, and where its gradients, parameters and first states begin."""
+    """Return the size of this program's chunk, and the addresses of its gradients, parameters and first states."""
     count = _count(table, flag, COLUMNS, ALIGNED)
     g = _tensor(table, 1, COLUMNS, G, ALIGNED)
     p = _tensor(table, 2, COLUMNS, P, ALIGNED)
@@ -123,7 +123,7 @@ def _squares(
 
 @triton.jit
 def _joined(upper, lower):
-    """float32 numbers of a rounded upper half and the lower half: one less where rounding has gone up."""
+    """Return the float32 numbers of a rounded upper half, decremented if it was rounded up, and a lower half."""
     high = upper.to(tl.int32)
     low = lower.to(tl.int32)
     high = tl.where(low < 0, high - 1, high)
@@ -146,9 +146,9 @@ def _adam(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, p -= lr (m / c1 / (sqrt(v / c2) + eps) + decay p)
+    """m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, p -= lr (m / c1 / (sqrt(v / c2) + eps) + decay p).
 
-    rates  lr, b1, 1 - b1, b2, 1 - b2, eps, decay, c1, c2, what a gradient is multiplied by
+    rates  lr, b1, 1 - b1, b2, 1 - b2, eps, decay, c1, c2, multiplier of the gradient
     """
     count, g_ptr, p_ptr, m_ptr = _stepped(table, flag, G, P, M, COLUMNS, ALIGNED)
     v_ptr = _tensor(table, 4, COLUMNS, V, ALIGNED)
@@ -217,7 +217,7 @@ def _sgd(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """g = scale g (+ decay p), m = momentum m + (1 - dampening) g, p -= lr (nesterov: g + momentum m, else m)
+    """g = scale g (+ decay p), m = momentum m + (1 - dampening) g, p -= lr (nesterov: g + momentum m, otherwise m).
 
     rates  decay, momentum, 1 - dampening, lr, scale
     """
@@ -256,14 +256,14 @@ def _sgd(
 
 
 def scale(chunks: int, kinds: tuple[str, ...], aligned: bool) -> Launch:
-    """(table [chunks, 3], factor float32 [1], flag int32 [1]) -> nothing: outputs and the flag are written"""
+    """Return the launch (table [chunks, 3], factor float32 [1], flag int32 [1]) that writes outputs and flag."""
     tables = (AddressTable(0, (NUMBER, READ, WRITTEN)),)
     constants = (*kinds, aligned, CHUNK, _BLOCK)
     return Launch(_scale, (chunks, 1, 1), (), (), constants, _WARPS, in_place=(2,), tables=tables)
 
 
 def squares(chunks: int, kind: str, aligned: bool) -> Launch:
-    """(table [chunks, 2], factor float32 [1] or None) -> partials float32 [chunks]"""
+    """Return the launch (table [chunks, 2], factor float32 [1] | None) -> partials float32 [chunks]."""
     tables = (AddressTable(0, (NUMBER, READ)),)
     outputs = (Output((chunks,), "float32"),)
     return Launch(
@@ -272,9 +272,9 @@ def squares(chunks: int, kind: str, aligned: bool) -> Launch:
 
 
 def adam(chunks: int, kinds: tuple[str, ...], how: Adam, aligned: bool) -> Launch:
-    """(table, rates float32 [10], flag int32 [1] or None) -> nothing: parameters and states are written.
+    """Return the launch (table, rates float32 [10], flag int32 [1] | None) that writes parameters and states.
 
-    kinds   of gradients, parameters, first and second moments, and, if there are any, masters; masters of "int16" are
+    kinds   dtypes of gradients, parameters, first and second moments, and masters, if present; masters of "int16" are
             the lower halves of float32 numbers whose upper halves are the parameters
     """
     lists = len(kinds)
@@ -288,9 +288,9 @@ def adam(chunks: int, kinds: tuple[str, ...], how: Adam, aligned: bool) -> Launc
 
 
 def sgd(chunks: int, kinds: tuple[str, ...], how: Sgd, aligned: bool) -> Launch:
-    """(table, rates float32 [5], flag int32 [1]) -> nothing: parameters, momenta and copies are written.
+    """Return the launch (table, rates float32 [5], flag int32 [1]) that writes parameters, momenta and copies.
 
-    kinds   of gradients, parameters, momenta, and of copies of the parameters, if there are any
+    kinds   dtypes of gradients, parameters, momenta, and copies of the parameters, if present
     """
     lists = len(kinds)
     if lists == 3:

@@ -1,4 +1,4 @@
-"""codes [M, K] = saturate(x * 2^(127 - e)), e one byte for 32 (or 32 x 32) elements, both directions from one read."""
+"""codes [M, K] = saturate(x * 2^(127 - e)), e one byte per 32 (or 32 x 32) elements; both directions from one read."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ GROUP = tl.constexpr(_GROUP)
 
 @triton.jit
 def _exponent(bits, INVERSE_MAXIMUM: tl.constexpr):
-    """The least e with 2^(e - 127) >= amax / maximum, at most 254; 255 of a NaN. bits: those of amax."""
+    """Return the smallest e with 2^(e - 127) >= amax / maximum, at most 254; 255 for NaN. `bits` are those of amax."""
     scaled = (as_float(bits) * INVERSE_MAXIMUM).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     exponent = scaled >> 23
     mantissa = scaled & 0x7FFFFF
-    # Of the subnormals, those up to 2^-127 take the least scale.
+    # Subnormals up to 2^-127 have the smallest scale.
     above = mantissa > tl.where(exponent == 0, 0x400000, 0)
     rounded = tl.minimum(exponent + above.to(tl.int32), 254)
     return tl.where(scaled > 0x7F800000, 255, rounded)
@@ -30,7 +30,7 @@ def _exponent(bits, INVERSE_MAXIMUM: tl.constexpr):
 
 @triton.jit
 def _multiplier(exponent):
-    """2^(127 - e) as float32; NaN of 255."""
+    """Return 2^(127 - e) as float32; NaN for 255."""
     inverse = 254 - exponent
     bits = tl.where(inverse == 0, 0x400000, inverse << 23)
     return as_float(tl.where(inverse < 0, 0x7FC00000, bits))
@@ -53,7 +53,7 @@ def _store_row_blocks(
     GROUPS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Codes and exponents of the tile's given rows; bits [ROWS, GROUPS]: the amax of their blocks."""
+    """Store codes and exponents of the given rows of a tile; bits [ROWS, GROUPS] are the amax of their blocks."""
     exponent = _exponent(bits, INVERSE_MAXIMUM)
     scaled = values.to(tl.float32).reshape(ROWS, GROUPS, GROUP) * _multiplier(exponent)[:, :, None]
     narrow = scaled.reshape(ROWS, GROUPS * GROUP).to(codes.dtype.element_ty)
@@ -80,7 +80,7 @@ def block_kernel(
     PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """scale [M, ceil(K/32)] and scale_t [K, ceil(M/32)], bytes; SQUARE: one exponent for 32 x 32 elements."""
+    """Quantize; scale [M, ceil(K/32)], scale_t [K, ceil(M/32)] in bytes; SQUARE: one exponent per 32 x 32 elements."""
     HALF: tl.constexpr = BLOCK_M // 2
     GROUPS_M: tl.constexpr = BLOCK_M // GROUP
     GROUPS_K: tl.constexpr = BLOCK_K // GROUP
@@ -156,11 +156,11 @@ def block_kernel(
 def blocks(
     shape: tuple[int, int], element: Element, rowwise: bool, columnwise: bool, *, square: bool
 ) -> Launch:
-    """Inputs: x [M, K] contiguous; outputs: codes, scale [M, ceil(K/32)], codes_t, scale_t [K, ceil(M/32)]."""
+    """Return the launch (x [M, K] contiguous) -> codes, scale [M, ceil(K/32)], codes_t, scale_t [K, ceil(M/32)]."""
     rows, depth = shape
     dtype = codes_dtype(element)
     # H200, 8192 x 14336 bfloat16 to e4m3: both directions 64 x 64 with 4 warps 0.182 ms, 128 x 64 0.193, 64 x 128
-    # 0.234; rows alone 32 x 128 with 4 warps 0.0918, 64 x 64 0.0983.
+    # 0.234; rows only 32 x 128 with 4 warps 0.0918, 64 x 64 0.0983.
     block_m, block_k, warps = (64, 64, 4) if columnwise else (32, 128, 4)
     outputs = (
         Output((rows, depth), dtype) if rowwise else None,

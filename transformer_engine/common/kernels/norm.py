@@ -1,11 +1,11 @@
 """y = (x - mean) * rstdev * gamma + beta, y = x * rstdev * gamma and their gradients, on rows of a matrix.
 
 x, dy, dx and y are [rows, width] with unit column stride; an RMSNorm has mean = None. All arithmetic is float32.
-The forward kernels round y to x's dtype and store it, or FP8 codes [rows, width] = saturate(y * multiplier), or both;
-amax, where given, keeps the larger of itself and max|y|. The multiplier is one of all, or, with MAXIMUM above 0, one of
-each 1 x 128 block, whose inverses, the scales, are stored [blocks of a row, rows].
-Gradients of gamma and beta are summed by each program over its own rows into a workspace [1 or 2, programs, width],
-and then over the programs in a fixed order: no atomics, so that two runs give the same bits.
+The forward kernels round y to x's dtype and store y, or FP8 codes [rows, width] = saturate(y * multiplier), or both; a
+given amax becomes max(amax, max|y|). There is one multiplier for all elements or, with MAXIMUM above 0, one for each
+1 x 128 block; the inverses of the latter, the scales, are stored as [blocks of a row, rows].
+Each program sums the gradients of gamma and beta over its own rows into a workspace [1 or 2, programs, width], which
+is then summed over the programs in a fixed order. There are no atomics, so that two runs give the same bits.
 
 Longer than 400 lines because the kernels share the tables that size them.
 """
@@ -23,12 +23,12 @@ from .launch import Launch, Output, codes_dtype
 from .program import Program, ProgramStep
 from .rounding import as_float, given_multiplier, magnitude_bits, scale_from_amax
 
-WIDTH = tl.constexpr(128)  # of a block
+WIDTH = tl.constexpr(128)  # elements of a block
 
 
 @triton.jit
 def multiplier_of(multiplier, scale, program, ZERO_IS_ONE: tl.constexpr):
-    """The factor of the codes, 1 where there are none; program 0 stores its inverse."""
+    """Return the multiplier of the codes, 1 without codes; program 0 stores its inverse."""
     factor = 1.0
     if multiplier is not None:
         factor = given_multiplier(multiplier, ZERO_IS_ONE)
@@ -39,7 +39,7 @@ def multiplier_of(multiplier, scale, program, ZERO_IS_ONE: tl.constexpr):
 
 @triton.jit
 def maximum_before(amax):
-    """int32 bits of what amax held when the program began: most programs have nothing to add to it."""
+    """Return the int32 bits of amax when the program begins; most programs do not exceed it."""
     known = 0
     if amax is not None:
         known = tl.load(amax.to(tl.pointer_type(tl.int32)))
@@ -48,7 +48,7 @@ def maximum_before(amax):
 
 @triton.jit
 def record_maximum(amax, bits, known):
-    """amax = max(amax, the number of these bits); as integers floats are ordered with NaN on top."""
+    """Compute amax = max(amax, the number of these bits); as integers, floats are ordered, with NaN as the largest."""
     tl.atomic_max(amax.to(tl.pointer_type(tl.int32)), bits, mask=bits > known, sem="relaxed")
 
 
@@ -57,7 +57,7 @@ def _multipliers_of_blocks(
     rounded, mask, scale, row, rows, first_column, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     MAXIMUM: tl.constexpr, EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr, VALUE_FOR_INF: tl.constexpr,
 ):  # fmt: skip
-    """The factor of every element of a tile of ROWS x COLUMNS, its block's; the blocks' inverses are stored."""
+    """Return the multiplier of every element of a tile of ROWS x COLUMNS by its block; store the blocks' inverses."""
     BLOCK: tl.constexpr = min(WIDTH, COLUMNS)
     COUNT: tl.constexpr = COLUMNS // BLOCK
     bits = tl.where(mask, magnitude_bits(rounded), 0)
@@ -76,17 +76,17 @@ def _emit(
     element: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MAXIMUM: tl.constexpr,
     EPSILON: tl.constexpr, POWER_OF_TWO: tl.constexpr, VALUE_FOR_INF: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """Stores the tile as asked, rounded to element first; returns int32 bits of its magnitudes, 0 outside.
+    """Store the requested results of the tile, rounded to `element`; return int32 bits of its magnitudes, 0 outside.
 
-    Codes are stored in runs as long as those that x is read in. Longer ones, of 16 bytes, would make the compiler
-    deal the row to threads in another way, and statistics would differ in their last bits.
+    Codes are stored in runs as long as the runs in which x is read. Longer runs of 16 bytes would make the compiler
+    distribute the row over the threads differently, and the last bits of the statistics would change.
     """
     rounded = result.to(element)
     if y is not None:
         tl.store(y + offset, rounded, mask=mask, eviction_policy=POLICY)
     if codes is not None:
         run: tl.constexpr = 128 // element.primitive_bitwidth
-        nothing = tl.program_id(1) * run  # the grid has one axis; to the compiler this is a multiple of run
+        nothing = tl.program_id(1) * run  # always 0; to the compiler, a multiple of run
         if MAXIMUM > 0.0:
             factor = _multipliers_of_blocks(
                 rounded, mask, scale, row, rows, first_column, width, ROWS, COLUMNS,
@@ -99,9 +99,9 @@ def _emit(
 
 @triton.jit
 def _normalize(value, gamma, beta, inside, mean, rstdev, row, valid, width, eps, ZERO_CENTERED: tl.constexpr):
-    """The normalized tile [rows, width] of float32 values that are 0 outside; stores its statistics.
+    """Return the normalized tile [rows, width] of float32 values that are 0 outside; store its statistics.
 
-    gamma and beta are pointers: read late, they hold no registers while the sums are made.
+    gamma and beta are pointers: they are read late, so that they need no registers while the sums are computed.
     """
     if mean is not None:
         average = tl.sum(value, 1) / width
@@ -143,7 +143,7 @@ def forward_rows(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
-    """BLOCK_ROWS whole rows a program, in registers."""
+    """Normalize BLOCK_ROWS whole rows per program, in registers."""
     factor = multiplier_of(multiplier, scale, tl.program_id(0), ZERO_IS_ONE)
     known = maximum_before(amax)
     column = tl.arange(0, BLOCK_WIDTH)[None, :]
@@ -190,7 +190,7 @@ def forward_streamed(
     BLOCK_WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A whole row in registers, the next ones on their way through shared memory; each program takes many rows."""
+    """Normalize one row after another in registers, while the next rows are loaded to shared memory."""
     factor = multiplier_of(multiplier, scale, tl.program_id(0), ZERO_IS_ONE)
     known = maximum_before(amax)
     greatest = 0
@@ -218,7 +218,7 @@ def forward_streamed(
             x.dtype.element_ty, 1, BLOCK_WIDTH, MAXIMUM, EPSILON, POWER_OF_TWO, VALUE_FOR_INF, "",
         )  # fmt: skip
         if amax is not None:
-            greatest = tl.maximum(greatest, tl.max(bits, 0))  # a maximum for every column spills
+            greatest = tl.maximum(greatest, tl.max(bits, 0))  # a maximum per column spills registers
     if amax is not None:
         record_maximum(amax, greatest, known)
 
@@ -247,7 +247,7 @@ def forward_wide(
     VALUE_FOR_INF: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
-    """A row of any length a program, read once for each statistic and once to scale it: later reads hit the cache."""
+    """Normalize a row of any length per program: one read per statistic and one to scale; later reads hit the cache."""
     row = tl.program_id(0)
     factor = multiplier_of(multiplier, scale, row, ZERO_IS_ONE)
     known = maximum_before(amax)
@@ -358,7 +358,7 @@ def backward_rows(
 def _store_sums(
     dgamma, dbeta, mean, workspace, program, programs, first_column, width, BLOCK_WIDTH: tl.constexpr
 ):
-    """workspace [1 or 2, programs, width] of one program: the sums over the rows of its two tiles."""
+    """Store workspace [1 or 2, programs, width] of one program: the sums over the rows of its two tiles."""
     column = first_column + tl.arange(0, BLOCK_WIDTH)
     partial = workspace + program.to(tl.int64) * width + column
     tl.store(partial, tl.sum(dgamma, 0), mask=column < width)
@@ -383,7 +383,7 @@ def backward_wide(
     ZERO_CENTERED: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
-    """dx of a row of any length a program, read twice: for the two means, then for the gradient."""
+    """Compute dx of a row of any length per program, with two reads: for the two means, and for the gradient."""
     row = tl.program_id(0)
     offset = row.to(tl.int64)
     lane = tl.arange(0, BLOCK_WIDTH)
@@ -437,7 +437,7 @@ def column_sums(
     BLOCK_WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Sums of dy * xhat and of dy over this program's share of the rows, BLOCK_WIDTH columns."""
+    """Sum dy * xhat and dy over this program's share of the rows, BLOCK_WIDTH columns."""
     first_column = tl.program_id(0) * BLOCK_WIDTH
     column = (first_column + tl.arange(0, BLOCK_WIDTH))[None, :]
     dgamma = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)
@@ -463,7 +463,7 @@ def column_sums(
 def sum_partials(
     workspace, dgamma, dbeta, programs, width, BLOCK_PROGRAMS: tl.constexpr, BLOCK_WIDTH: tl.constexpr
 ):
-    """dgamma (program_id(1) = 0) or dbeta (1) [width] = the sum of workspace [program_id(1), programs, width]."""
+    """Compute dgamma (program_id(1) = 0) or dbeta (1) [width] = sum of workspace [program_id(1), programs, width]."""
     column = tl.program_id(0) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
     inside = column < width
     source = workspace + tl.program_id(1).to(tl.int64) * programs * width
@@ -485,7 +485,7 @@ def sum_partials(
 
 
 class NormRows(NamedTuple):
-    """What every forward depends on: x [rows, width] and the elements between two of its rows, the norm, the GPU."""
+    """The settings of every forward pass: x [rows, width], its row stride in elements, the norm, and the GPU."""
 
     rows: int
     width: int
@@ -505,14 +505,16 @@ def forward(
     measures: bool = False,
     zero_is_one: bool = False,
 ) -> Launch:
-    """Inputs: x, gamma, beta | None, multiplier float32 [1] of the codes or None, amax float32 [1] or None, which keeps
-    the larger of itself and max|y|. Outputs: codes [rows, width], scale, y [rows, width], mean float32 [rows] when
-    centered, rstdev [rows].
+    """Return the launch of the forward pass.
 
-    element   of codes with one multiplier, given; scale is float32 [1], and there is no y
-    blocks    how codes are made in blocks of 1 x 128 in rows alone; no multiplier is given, scale is [blocks, rows]
-    measures  amax is the first of the outputs instead: max|y|
-    zero_is_one  a given multiplier of 0 is read as 1
+    Inputs: x, gamma, beta | None, multiplier float32 [1] of the codes or None, amax float32 [1] or None, which becomes
+    max(amax, max|y|). Outputs: codes [rows, width], scale, y [rows, width], mean float32 [rows] if centered, rstdev
+    [rows].
+
+    element   codes with one given multiplier; scale is float32 [1], and there is no y
+    blocks    codes in 1 x 128 blocks along the rows; multiplier is None, scale is [blocks, rows]
+    measures  the first output is amax = max|y| instead
+    zero_is_one  read a given multiplier of 0 as 1
     """
     rows, width, x_stride, dtype, eps, zero_centered, centered, processors = x
     fixed = (zero_centered, zero_is_one, *((0.0, 0.0, False, 0.0) if blocks is None else blocks.steps))
@@ -534,10 +536,10 @@ def forward(
     if width > 16384:  # RMSNorm 3.5 at 32768, LayerNorm 2.9; whole rows in registers spill: 1.2
         grid, constants = (rows, 1, 1), (*fixed, 8192)
         return Launch(forward_wide, grid, outputs, scalars, constants, warps=32, in_place=recorded)
-    if width > 8192:  # 3.4-3.6; one row a program 2.5-2.9: it reads gamma again from the L2 cache
+    if width > 8192:  # 3.4-3.6; one row per program 2.5-2.9, because gamma is read again from the L2 cache
         grid = (min(rows, 2 * processors), 1, 1)
         return Launch(forward_streamed, grid, outputs, scalars, (*fixed, block, 3), 16, in_place=recorded)
-    if centered and 4096 < width < block:  # 3.6 at 5120; one row a program 3.1-3.2
+    if centered and 4096 < width < block:  # 3.6 at 5120; one row per program 3.1-3.2
         grid = (min(rows, 2 * processors), 1, 1)
         return Launch(forward_streamed, grid, outputs, scalars, (*fixed, block, 4), 8, in_place=recorded)
     block_rows, warps = _forward_tile(block, centered)
@@ -547,7 +549,7 @@ def forward(
 
 
 def _forward_tile(block: int, centered: bool) -> tuple[int, int]:
-    """(rows a program, warps) for rows padded to block columns: 3.8-4.0 TB/s."""
+    """Return (rows per program, warps) for rows padded to `block` columns: 3.8-4.0 TB/s."""
     if block == 4096:
         return (2, 8) if centered else (1, 8)
     return max(1, 2048 // block), 4
@@ -565,11 +567,12 @@ def backward(
     processors: int,
     shared_memory: int,
 ) -> Program:
-    """(dy, x, add | None, gamma, mean | None, rstdev) -> dx [rows, width], dgamma [width], dbeta [width] when centered
-    (else None); strides are those of dy, x and add (0 without one).
+    """Return the program (dy, x, add | None, gamma, mean | None, rstdev) -> dx, dgamma [width], dbeta [width] | None.
 
-    column_bytes   bytes of one element each of dy, x and add, what a stage of the pipeline holds a column
-    shared_memory  bytes that one program may have
+    dx is [rows, width]; dbeta is present if centered. `strides` are those of dy, x and add (0 without it).
+
+    column_bytes   bytes of one element each of dy, x and add: the size of a pipeline stage per column
+    shared_memory  bytes available to one program
     """
     kinds = 2 if centered else 1
     dx = Output((rows, width), dtype)
@@ -578,7 +581,7 @@ def backward(
     def fitting(stages: int, tile: int) -> int:
         return max(1, min(stages, (shared_memory - _REDUCTION_BYTES) // (tile * column_bytes)))
 
-    # A LayerNorm keeps two sums a column; with a row beyond 8192 they do not fit the registers (1.1 TB/s).
+    # A LayerNorm holds two sums per column; beyond 8192 columns they do not fit into registers with a row (1.1 TB/s).
     if width > (8192 if centered else 16384):
         programs = min(32, ceil_div(rows, 32))
         workspace = Output((kinds, programs, width), "float32")
@@ -607,19 +610,19 @@ _GIVEN = ("dy", "x", "add", "gamma", "mean", "rstdev")
 
 
 def _summed(*steps: ProgramStep, sums: Launch) -> Program:
-    """The steps, which make dx and a workspace, and the sums of the workspace."""
+    """Return the steps, which compute dx and a workspace, followed by the sums of the workspace."""
     gradients = ("dgamma", None if sums.outputs[1] is None else "dbeta")
     return Program(_GIVEN, (*steps, ProgramStep(sums, ("workspace",), gradients)), ("dx", *gradients))
 
 
-# Shared memory that a program's reductions need beside its pipeline; 4.1 KB were seen.
+# Shared memory of a program's reductions, in addition to its pipeline; 4.1 KB were measured.
 _REDUCTION_BYTES = 8192
 
 
 def _backward_tile(width: int) -> tuple[int, int, int, int]:
-    """(rows a tile, warps, programs a multiprocessor, stages), with TB/s of an H200 in bf16."""
+    """Return (rows of a tile, warps, programs per multiprocessor, stages), with TB/s of an H200 in bf16."""
     if width > 8192:
-        return 1, 16, 1, 1  # 3.4-3.6, gamma read anew for each row; kept it spills: 3.2-3.5
+        return 1, 16, 1, 1  # 3.4-3.6 with gamma read again for each row; keeping it spills: 3.2-3.5
     if width > 6144:
         return 1, 8, 1, 3  # 4.0
     if width > 4096:

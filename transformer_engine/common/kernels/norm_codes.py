@@ -1,4 +1,4 @@
-"""The codes of a norm's output as programs: made where it is, transposed or cast behind it."""
+"""Programs that compute the codes of a norm's output: in the norm's kernel, or with a transpose or cast after it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _STATISTICS = ("mean", "rstdev")
 
 
 def one_scale(x: NormRows, how: OneScale) -> Program:
-    """(x, gamma, beta | None, multiplier | None, record | None) -> codes, scale, codes_t, scale_t, amax, mean, rstdev.
+    """Return the program (x, gamma, beta | None, multiplier | None, record | None) -> codes, scale, codes_t, ...
 
-    The transpose is one of codes, a quarter of the bytes of y's, and has a kernel of its own also where x is so small
-    that the launch costs more: the norm's would store it code by code, see `tile`. Without a given scale, y is stored
-    and cast.
+    The last results are amax, mean and rstdev. The codes are transposed, a quarter of the bytes of y, in a separate
+    kernel. This holds also for small x, for which the launch costs more: the norm's kernel would store single codes,
+    see `tile`. Without a given scale, y is stored and cast.
     """
     element = how.element if how.given else None
     launch = forward(x, element, measures=not how.records, zero_is_one=how.zero_is_one)
@@ -37,9 +37,9 @@ def one_scale(x: NormRows, how: OneScale) -> Program:
 
 
 def row_blocks(x: NormRows, blocks: Blocks) -> Program:
-    """(x, gamma, beta | None) -> codes, scale, None, None, None, mean, rstdev.
+    """Return the program (x, gamma, beta | None) -> codes, scale, None, None, None, mean, rstdev.
 
-    The kernel that makes y holds whole rows, and so every 1 x 128 block of them.
+    The kernel that computes y holds whole rows, and therefore every 1 x 128 block of them.
     """
     first = step(forward(x, None, blocks), (*_GIVEN[:3], None, None), _MADE)
     results = ("codes", "scale", None, None, None, *_statistics(x.centered))

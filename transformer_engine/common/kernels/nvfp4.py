@@ -1,7 +1,7 @@
 """NVFP4 casts: codes [M, K] = e2m1(x / (s * g)), an E4M3 scale s per 16 (or 16 x 16) elements, g per matrix or row.
 
-The columnwise direction may pass through the Hadamard transform of `primitives.quantize.hadamard` first. "4over6" codes
-every block twice, with its maximum mapped to 6 and to 4, and keeps the coding with the smaller error.
+The columnwise direction can be transformed first, by the Hadamard transform of `primitives.quantize.hadamard`. "4over6"
+codes every block twice, with its maximum mapped to 6 and to 4, and selects the coding with the smaller error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TILE = 64
 
 @triton.jit
 def _butterfly(y, DISTANCE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sums and differences of elements DISTANCE apart, along groups of 2 DISTANCE on the last axis."""
+    """Return sums and differences of elements DISTANCE apart, in groups of 2 DISTANCE on the last axis."""
     PAIRS: tl.constexpr = COLUMNS // (2 * DISTANCE)
     first, second = tl.split(y.reshape(ROWS, PAIRS, 2, DISTANCE).permute(0, 1, 3, 2))
     return tl.join(first + second, first - second).permute(0, 1, 3, 2).reshape(ROWS, COLUMNS)
@@ -45,12 +45,12 @@ def _butterfly(y, DISTANCE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.conste
 
 @triton.jit
 def _transform(x, RANDOM_SIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """x [ROWS, COLUMNS] -> its Hadamard transform in groups of 16 along the last axis, rounded to x's dtype."""
+    """Return the Hadamard transform of x [ROWS, COLUMNS] in groups of 16 on the last axis, rounded to x's dtype."""
     y = x.to(tl.float32)
     if RANDOM_SIGN:
         # Bit i: the sign of element i of a group, +1 +1 +1 -1 +1 -1 -1 -1 -1 -1 -1 +1 -1 +1 -1 -1.
         negative = (0xD7E8 >> (tl.arange(0, COLUMNS) % GROUP)) & 1
-        y = y * tl.where(negative == 1, -1.0, 1.0)[None, :]  # not -y: Triton's is 0 - y, which loses -0
+        y = y * tl.where(negative == 1, -1.0, 1.0)[None, :]  # not -y: Triton computes 0 - y, which loses -0
     y = _butterfly(y, 1, ROWS, COLUMNS)
     y = _butterfly(y, 2, ROWS, COLUMNS)
     y = _butterfly(y, 4, ROWS, COLUMNS)
@@ -60,7 +60,7 @@ def _transform(x, RANDOM_SIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.con
 
 @triton.jit
 def _maxima(amax, first_r, R, ROWS: tl.constexpr, PER_ROW: tl.constexpr):
-    """The maxima that the second-level scales of a tile's rows follow from: [ROWS, 1], or a number for all rows."""
+    """Return the maxima for the second-level scales of a tile's rows: [ROWS, 1], or one number for all rows."""
     if PER_ROW:
         r = tl.arange(0, ROWS)
         maxima = tl.load(amax + first_r + r, mask=first_r + r < R, other=0.0)[:, None]
@@ -87,16 +87,17 @@ def _store_direction(
     RANGE: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Codes and scales of a tile x [ROWS, COLUMNS] of a matrix [R, C].
+    """Store codes and scales of a tile x [ROWS, COLUMNS] of a matrix [R, C].
 
-    bits [ROWS, COLUMNS / 16]: its blocks' maxima; four: which blocks map theirs to 4, None: all map it to 6; amax: as
-    `_maxima` returns them.
+    bits [ROWS, COLUMNS / 16]: maxima of the blocks; four: the blocks that map their maximum to 4, None: all map it to
+    6;
+    amax: result of `_maxima`.
     """
     GROUPS: tl.constexpr = COLUMNS // GROUP
     encode_scale = encode_scale_of(amax, RANGE)
     if four is not None:
         to_six, to_four = candidates(bits, encode_scale)
-        # Chosen as float32, which holds every block scale.
+        # Selected in float32, which represents every block scale.
         chosen = tl.where(four == 1, to_four.to(tl.float32), to_six.to(tl.float32))
         block_scale = chosen.to(tl.float8e4nv)
     else:
@@ -127,7 +128,7 @@ def _store_direction(
 
 @triton.jit
 def _square_tile(x, M, K, TILE: tl.constexpr, EVEN: tl.constexpr):
-    """(values [TILE, TILE], first row, first column) of this program's tile of x [M, K]."""
+    """Return (values [TILE, TILE], first row, first column) of this program's tile of x [M, K]."""
     program = tl.program_id(0)
     tiles_k = tl.cdiv(K, TILE)
     m = tl.arange(0, TILE)
@@ -141,7 +142,7 @@ def _square_tile(x, M, K, TILE: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def _on_every_row(square, TILE: tl.constexpr):
-    """[TILE / 16, TILE / 16], one number per square tile, as [TILE, TILE / 16]."""
+    """Expand [TILE / 16, TILE / 16], one number per square tile, to [TILE, TILE / 16]."""
     GROUPS: tl.constexpr = TILE // GROUP
     return square[:, None, :].broadcast_to(GROUPS, GROUP, GROUPS).reshape(TILE, GROUPS)
 
@@ -168,12 +169,12 @@ def block_kernel(
     TILE: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Both directions of a TILE x TILE tile.
+    """Quantize both directions of a TILE x TILE tile.
 
-    SQUARE     16 x 16 elements share a scale; the columnwise direction repeats the rowwise random numbers
-    PER_ROW    the rowwise direction has a maximum per row, amax [M]; the columnwise one has one, amax_t [1]
+    SQUARE     16 x 16 elements share a scale; the columnwise direction uses the rowwise random numbers
+    PER_ROW    the rowwise direction has one maximum per row, amax [M]; the columnwise one has one, amax_t [1]
     RANGE      6 times the largest block scale
-    ERROR      how 4over6 chooses, a number of `ERRORS`; 0: every block's maximum maps to 6
+    ERROR      error of 4over6, a number of `ERRORS`; 0: every block's maximum maps to 6
     """
     GROUPS: tl.constexpr = TILE // GROUP
     values, first_m, first_k = _square_tile(x, M, K, TILE, EVEN)
@@ -183,7 +184,7 @@ def block_kernel(
         square = tl.max(bits.reshape(GROUPS, GROUP, GROUPS), 1)
         bits = _on_every_row(square, TILE)
         if ERROR > 0:
-            # Both directions code the same choice: the rowwise one, since the order of a sum matters.
+            # Both directions use the rowwise choice, because the order of a sum matters.
             maximum = _maxima(amax if codes is not None else amax_t, first_m, M, TILE, False)
             square_four = takes_four(values, bits, maximum, RANGE, ERROR, False, True, TILE, TILE)
     if codes is not None:
@@ -221,7 +222,7 @@ def block_kernel(
 def transformed_maximum_kernel(
     x, amax, M, K, RANDOM_SIGN: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr
 ):
-    """amax = max(amax, max|transform of x.T|)."""
+    """Compute amax = max(amax, max|transform of x.T|)."""
     values, _, _ = _square_tile(x, M, K, TILE, EVEN)
     turned = _transform(tl.trans(values), RANDOM_SIGN, TILE, TILE)
     tl.atomic_max(amax.to(tl.pointer_type(tl.int32)), tl.max(magnitude_bits(turned)), sem="relaxed")
@@ -237,7 +238,7 @@ def _even(shape: tuple[int, int]) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def transformed_maximum(shape: tuple[int, int], random_sign: bool) -> Launch:
-    """Inputs: x [M, K] contiguous, M a multiple of 16; outputs: amax float32 [1]."""
+    """Return the launch (x [M, K] contiguous, M a multiple of 16) -> amax float32 [1]."""
     constants = (random_sign, _TILE, _even(shape))
     outputs = (Output((1,), "float32", begins=0.0),)
     return Launch(transformed_maximum_kernel, _grid(shape), outputs, shape, constants, warps=4)
@@ -245,13 +246,13 @@ def transformed_maximum(shape: tuple[int, int], random_sign: bool) -> Launch:
 
 @dataclass(frozen=True)
 class Options:
-    """Kernel options of a QuantizeSpec, except its directions.
+    """Kernel options of a QuantizeSpec, without its directions.
 
     square           16 x 16 elements share a scale
-    hadamard         the columnwise direction is transformed first, with signs where random_sign
-    per_row          the rowwise direction has a second-level scale per row
+    hadamard         transform the columnwise direction first, with signs if random_sign
+    per_row          the rowwise direction has one second-level scale per row
     largest_scale    of a block: 448 or 256
-    four_over_six    the error by which a block's maximum maps to 4 or to 6; empty: always to 6
+    four_over_six    error by which a block's maximum maps to 4 or to 6; empty: always to 6
     """
 
     square: bool = False
@@ -263,7 +264,7 @@ class Options:
 
     @classmethod
     def of(cls, spec: QuantizeSpec) -> Options:
-        """The options of a spec in one of the formats of NVFP4."""
+        """Return the options of a spec in one of the formats of NVFP4."""
         assert spec.format.levels is not None
         return cls(
             spec.two_dimensional,
@@ -282,8 +283,10 @@ class Options:
 
 @functools.lru_cache(maxsize=4096)
 def blocks(shape: tuple[int, int], rowwise: bool, columnwise: bool, options: Options) -> Launch:
-    """Inputs: x [M, K] contiguous, amax float32 [1] (per row [M]), amax_t float32 [1], random [M, K], random_t [K, M]
-    float32 or None; outputs: codes [M, K / 2], scale [M, ceil(K/16)], codes_t [K, M / 2], scale_t [K, ceil(M/16)]."""
+    """Return the launch (x, amax, amax_t, random, random_t) -> codes, scale, codes_t, scale_t.
+
+    x is [M, K] contiguous, amax float32 [1] (per row [M]), amax_t float32 [1], random [M, K] and random_t [K, M]
+    float32 or None. codes are [M, K / 2], scale [M, ceil(K/16)], codes_t [K, M / 2], scale_t [K, ceil(M/16)]."""
     rows, depth = shape
     outputs = (
         Output((rows, depth // 2), "uint8") if rowwise else None,
@@ -305,11 +308,10 @@ def program(
     amax_given: bool,
     amax_t_given: bool,
 ) -> Program:
-    """(x [M, K] contiguous, random | None, random_t | None, amax if given, amax_t if given) -> codes, scale, codes_t,
-    scale_t, amax, amax_t.
+    """Return the program (x, random | None, random_t | None, amax, amax_t) -> codes, scale, codes_t, scale_t, maxima.
 
-    Launches that precede the cast compute the missing maxima: of x, of its rows, and of its transpose where that is
-    transformed.
+    x is [M, K] contiguous; amax and amax_t are inputs if given. Launches before the cast compute the missing maxima: of
+    x, of its rows, and of its transpose if the transpose is transformed.
     """
     given = ("x", "random", "random_t")
     given += ("amax",) if amax_given else ()

@@ -1,4 +1,4 @@
-"""x [t, width] is 0 in tokens of no sequence: behind the last of a packed tensor, or wherever a mask says so."""
+"""Set x [t, width] to 0 in tokens outside of all sequences: after the last packed sequence, or by a mask."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .launch import Launch
 
 @triton.jit
 def zero_behind_kernel(x, starts, tokens, width, sequences, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """x [tokens, width] in place; starts int32 [sequences + 1]."""
+    """Clear x [tokens, width] in place; starts int32 [sequences + 1]."""
     first = tl.load(starts + sequences)
     begin = tl.program_id(0) * ROWS
     if begin + ROWS > first:
@@ -25,7 +25,7 @@ def zero_behind_kernel(x, starts, tokens, width, sequences, ROWS: tl.constexpr, 
 
 
 def zero_behind_launch(tokens: int, width: int, sequences: int) -> Launch:
-    """Inputs x [tokens, width], which is written, and starts int32 [sequences + 1]."""
+    """Return the launch (x [tokens, width], starts int32 [sequences + 1]) that writes x."""
     rows, columns = 64, 128
     return Launch(
         zero_behind_kernel,
@@ -40,7 +40,7 @@ def zero_behind_launch(tokens: int, width: int, sequences: int) -> Launch:
 
 @triton.jit
 def zero_unseen_kernel(x, seen, tokens, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """x [tokens, width] in place, where seen [tokens] is 0; nothing of x is read."""
+    """Clear x [tokens, width] in place where seen [tokens] is 0; x is not read."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     clears = tl.load(seen + row, mask=row < tokens, other=1) == 0
     if tl.max(clears.to(tl.int32), 0) > 0:
@@ -52,7 +52,7 @@ def zero_unseen_kernel(x, seen, tokens, width, ROWS: tl.constexpr, COLUMNS: tl.c
 
 
 def zero_unseen(tokens: int, width: int) -> Launch:
-    """Inputs x [tokens, width], which is written, and seen uint8 [tokens]."""
+    """Return the launch (x [tokens, width], seen uint8 [tokens]) that writes x."""
     rows, columns = 16, 256
     grid = (ceil_div(tokens, rows), 1, 1)
     return Launch(zero_unseen_kernel, grid, (), (tokens, width), (rows, columns), warps=4, in_place=(0,))

@@ -1,10 +1,10 @@
 """y[row of (t, j)] = x[t], and x[t] = sum over j of w[t, j] * y[row of (t, j)]: tokens [T, H] to experts and back.
 
-Legend: token t has routes j, one for each expert that takes it, each with a row of y and a column of probabilities.
+Token t has routes j, one for each expert that processes it. Each route has a row of y and a column of probabilities.
     by mask    map int32 [T, 2 E + 1]: a token's rows, the highest first; from E on their experts; at 2 E their number.
                A route's column is its expert; pad_offsets int64 [E] shift an expert's rows
-    by index   map int32 [J, T]: the row of token t's route j, -1 where it is dropped. A route's column is j
-Rows at or beyond those of y are dropped too. Values that are only moved may be of any dtype.
+    by index   map int32 [J, T]: the row of token t's route j, -1 if it is dropped. A route's column is j
+Rows beyond those of y are dropped too. Values that are only moved can have any dtype.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ..formats import ceil_div
 from .launch import Launch, Output
 from .program import Program, ProgramStep, step
 
-_CLEARED = 32  # rows that a program of clear_kernel looks at
-_TOGETHER = 4  # rows that a program of collect_kernel waits for at once
+_CLEARED = 32  # rows per program of clear_kernel
+_TOGETHER = 4  # rows that a program of collect_kernel loads at once
 
 
 @triton.jit
 def _routes(map, token, columns, BY_MASK: tl.constexpr):
-    """How many routes a token has."""
+    """Return the number of a token's routes."""
     count = columns
     if BY_MASK:
         count = tl.load(map + token.to(tl.int64) * (2 * columns + 1) + 2 * columns)
@@ -31,7 +31,7 @@ def _routes(map, token, columns, BY_MASK: tl.constexpr):
 
 @triton.jit
 def _route(map, pad_offsets, token, j, tokens, columns, BY_MASK: tl.constexpr):
-    """(row int64, column) of a token's route j."""
+    """Return (row int64, column) of a token's route j."""
     if BY_MASK:
         start = map + token.to(tl.int64) * (2 * columns + 1) + j
         row = tl.load(start).to(tl.int64)
@@ -49,9 +49,9 @@ def send_kernel(
     x, map, pad_offsets, probs, y, row_probs, taken, tokens, rows, hidden, columns,
     BY_MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK values of a token to all of its rows; with probs, a row whose probability is 0 is zero.
+    """Copy BLOCK values of a token to all of its rows; with probs, a row with probability 0 becomes zero.
 
-    taken [rows] is marked where a row is written.
+    taken [rows] is marked for every written row.
     """
     parts = tl.cdiv(hidden, BLOCK)
     token = tl.program_id(0) // parts
@@ -74,7 +74,7 @@ def send_kernel(
 
 @triton.jit
 def clear_kernel(y, row_probs, taken, rows, hidden, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """The rows that nothing was sent to become zero."""
+    """Set the rows without a token to zero."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     free = tl.load(taken + row, mask=row < rows, other=1) == 0
     if tl.max(free.to(tl.int32), 0) != 0:
@@ -94,7 +94,7 @@ def collect_kernel(
 ):  # fmt: skip
     """x[t] = sum over routes of weight * y[row], from the lowest row on; values[t, column] = row_values[row].
 
-    The rows of TOGETHER routes are on their way at once.
+    The rows of TOGETHER routes are loaded at once.
     """
     parts = tl.cdiv(hidden, BLOCK)
     token = tl.program_id(0) // parts
@@ -129,9 +129,9 @@ def send_weighted_kernel(
     dx, map, pad_offsets, weights, y, dy, grad_weights, taken, tokens, rows, hidden, columns,
     BY_MASK: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dy[row] = weight * dx[t] and grad_weights[t, column] = sum(y[row] * dx[t]) of one token: collect's gradients.
+    """dy[row] = weight * dx[t] and grad_weights[t, column] = sum(y[row] * dx[t]) of one token: gradients of collect.
 
-    Without y the weights want no gradient. WHOLE: a row is one BLOCK.
+    Without y, the weights need no gradient. WHOLE: a row is one BLOCK.
     """
     token = tl.program_id(0)
     lane = tl.arange(0, COLUMNS)
@@ -173,10 +173,10 @@ def send(
     probs: str | None,
     every_row: bool,
 ) -> Program:
-    """(x [T, H], map, pad_offsets | None, probs [T, columns] | None) -> y [rows, H], row_probs [rows].
+    """Return the program (x [T, H], map, pad_offsets | None, probs [T, columns] | None) -> y, row_probs [rows].
 
-    probs       dtype of the probabilities, None without
-    every_row   is every row of y sent something? Else those that are not become zero
+    probs       dtype of the probabilities; None: no probabilities
+    every_row   every row of y receives a token; otherwise rows without a token become zero
     """
     tokens, hidden = shape
     block, warps = _tile(hidden)
@@ -198,9 +198,9 @@ def send(
 def collect(
     shape: tuple[int, int], rows: int, columns: int, by_mask: bool, dtype: str, values: str | None
 ) -> Launch:
-    """(y [rows, H], map, pad_offsets | None, weights [T, columns] | None, row_values [rows] | None) -> x, values.
+    """Return the launch (y [rows, H], map, pad_offsets | None, weights | None, row_values [rows] | None) -> x, values.
 
-    x [T, H] and values [T, columns], of dtype and of values; without row_values there are no values.
+    weights are [T, columns], x [T, H] of `dtype`, values [T, columns] of dtype `values`; without row_values, None.
     """
     tokens, hidden = shape
     block, warps = _tile(hidden)
@@ -213,9 +213,10 @@ def collect(
 def send_weighted(
     shape: tuple[int, int], rows: int, columns: int, by_mask: bool, dtypes: tuple[str, str | None]
 ) -> Program:
-    """(dx [T, H], map, pad_offsets | None, weights [T, columns], y [rows, H] | None) -> dy [rows, H], grad_weights.
+    """Return the program (dx [T, H], map, pad_offsets | None, weights [T, columns], y | None) -> dy, grad_weights.
 
-    dtypes of dy and of the weights' gradient [T, columns], None without y; rows that no route leads to are zero.
+    y and dy are [rows, H]. `dtypes` are those of dy and of the weights' gradient [T, columns], None without y; rows
+    without a route become zero.
     """
     tokens, hidden = shape
     block = min(triton.next_power_of_2(hidden), 8192)
@@ -246,10 +247,10 @@ def _clearing(rows: int, hidden: int, y: str, row_probs: str | None) -> ProgramS
 
 
 def _tile(hidden: int) -> tuple[int, int]:
-    """(values, warps) of a program: the largest power of two that leaves at most an eighth of its lanes idle.
+    """Return (values, warps) of a program: the largest power of two that leaves at most an eighth of its lanes idle.
 
-    Parts of a row follow one another. [16384, 4096] bfloat16 to 131072 rows on an H200: 0.318 ms in parts of 2048,
-    0.326 in one; back again, four rows together, 0.281, where one at a time in one part takes 0.296.
+    Parts of a row are adjacent programs. [16384, 4096] bfloat16 to 131072 rows on an H200: 0.318 ms in parts of 2048,
+    0.326 in one part; the inverse with four rows at once 0.281, with one row at a time in one part 0.296.
     """
     if ceil_div(hidden, 2048) * 2048 <= hidden * 1.125:
         return 2048, 4

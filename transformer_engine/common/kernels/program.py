@@ -1,4 +1,4 @@
-"""An operation of several kernels as data: launches in order, and the buffers that they share, by name."""
+"""An operation of several kernels as data: launches in order, and the named buffers that they share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .launch import Launch
 
 
 class ProgramStep(NamedTuple):
-    """One launch, and what its inputs and its outputs are called; None: not given, not made."""
+    """One launch, and the names of its inputs and outputs; None: absent."""
 
     launch: Launch
     inputs: tuple[str | None, ...]
@@ -18,7 +18,7 @@ class ProgramStep(NamedTuple):
 
 
 def step(launch: Launch, inputs: tuple[str | None, ...], names: tuple[str, ...]) -> ProgramStep:
-    """A launch, and the names of those of its outputs that it makes."""
+    """Return the step of a launch; `names` are those of its present outputs."""
     outputs = zip(names, launch.outputs, strict=True)
     return ProgramStep(
         launch, inputs, tuple(name if output is not None else None for name, output in outputs)
@@ -27,15 +27,15 @@ def step(launch: Launch, inputs: tuple[str | None, ...], names: tuple[str, ...])
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Steps, to be started in order.
+    """Steps that are launched in order.
 
-    inputs    what the caller gives
-    results   what the caller gets; every other buffer is scratch. The launch that makes a buffer says what it is, and
-              what it must hold before
-    into      buffers that the caller makes, because it knows their extents, and gives behind the inputs
-    kept      what a framework keeps to perform it, by device
+    inputs    buffers that the caller passes
+    results   buffers that are returned; all others are scratch. The launch that allocates a buffer declares its shape,
+              dtype and initial value
+    into      buffers that the caller allocates, because their extents are known there, and passes after the inputs
+    kept      prepared executions, by device; filled by a framework
 
-    Raises ValueError for a step that reads what no step before it makes, or that makes what it does not name.
+    Raises ValueError for a step that reads a buffer before it is written, or that writes a buffer without a name.
     """
 
     inputs: tuple[str, ...]
@@ -59,9 +59,9 @@ class Program:
 
     @cached_property
     def places(self) -> tuple[tuple[tuple[Launch, tuple[int, ...]], ...], tuple[int, ...]]:
-        """(launch and places of its inputs, of every step; places of the results).
+        """Return (launch and input indices of every step; indices of the results).
 
-        Places count None, then the inputs and what the caller makes, then the outputs of the steps in order.
+        Index 0 is None, followed by the inputs, the buffers of the caller, and the outputs of the steps in order.
         """
         given = (*self.inputs, *self.into)
         numbers: dict[str | None, int] = {None: 0}
@@ -78,7 +78,7 @@ class Program:
 
     @cached_property
     def caller_made(self) -> tuple[tuple[int, ...], ...]:
-        """Of every step the places of its outputs that the caller makes, 0 for the others; () where there is none."""
+        """The indices of each step's outputs that the caller allocates, 0 for the others; () for a step without any."""
         numbers = {name: place for place, name in enumerate(self.into, len(self.inputs) + 1)}
         steps = (tuple(numbers.get(name or "", 0) for name in outputs) for _, _, outputs in self.steps)
         return tuple(places if any(places) else () for places in steps)

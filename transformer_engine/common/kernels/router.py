@@ -1,8 +1,9 @@
 """probs [T, E] = weights of the k experts of each token, their gradient, and loss = c * sum(tokens[e] * probs[t, e]).
 
-From logits x in float32: scores s = softmax(x), x itself (softmax after the choice), sigmoid(x) or sqrt(softplus(x)).
-Chosen are the k largest s + bias; of experts in groups only those of the best groups count, by the sum of a group's
-largest. Of equal ones the lower number comes first. Rows of experts are tiles [groups, experts of a group].
+Computed in float32 from logits x: scores s = softmax(x), x itself (softmax after the choice), sigmoid(x) or
+sqrt(softplus(x)). The k largest s + bias are chosen. With groups, only experts of the best groups are candidates;
+groups are ranked by the sum of their largest scores. Ties go to the lower index. Rows of experts are tiles [groups,
+experts of a group].
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ _SIGMOID = tl.constexpr(SIGMOID)
 _SQRTSOFTPLUS = tl.constexpr(SQRTSOFTPLUS)
 _BYTES = tl.constexpr(BYTES)
 _BITS = tl.constexpr(BITS)
-_NONE = tl.constexpr(1 << 30)  # above every number of an expert
-_LINEAR = tl.constexpr(20.0)  # softplus(x) is x beyond, in float32
+_NONE = tl.constexpr(1 << 30)  # above every index of an expert
+_LINEAR = tl.constexpr(20.0)  # above this, softplus(x) = x in float32
 
 
 @triton.jit
 def _over(x):
-    """Sum over the experts [rows, groups, experts], keeping the axes."""
+    """Return the sum over the experts [rows, groups, experts], keeping the axes."""
     return tl.expand_dims(tl.expand_dims(tl.sum(tl.sum(x, 2), 1), 1), 2)
 
 
@@ -54,7 +55,7 @@ def _softmax(x):
 
 @triton.jit
 def _softplus(x):
-    """log(1 + e^x), where 1 + e^x has rounded e^x off by Kahan's quotient."""
+    """Return log(1 + e^x), with Kahan's quotient for the part of e^x that 1 + e^x rounds off."""
     power = tl.exp(tl.minimum(x, _LINEAR))
     above = 1.0 + power
     exact = tl.where(above == 1.0, power, tl.log(above) * (power / tl.where(above == 1.0, 1.0, above - 1.0)))
@@ -63,7 +64,7 @@ def _softplus(x):
 
 @triton.jit
 def _score(x, inside, KIND: tl.constexpr):
-    """Scores of logits, 0 outside."""
+    """Return the scores of logits, 0 outside."""
     score = x
     if KIND == _SOFTMAX:
         score = _softmax(tl.where(inside, x, float("-inf")))
@@ -76,7 +77,7 @@ def _score(x, inside, KIND: tl.constexpr):
 
 @triton.jit
 def _best_groups(key, group, PLACES: tl.constexpr, KEPT: tl.constexpr):
-    """bool [rows, groups]: the KEPT groups with the largest sum of PLACES keys [rows, groups, experts]."""
+    """Return bool [rows, groups]: the KEPT groups with the largest sum of PLACES keys [rows, groups, experts]."""
     expert = tl.arange(0, key.shape[2])[None, None, :] + tl.zeros_like(key).to(tl.int32)
     total = tl.zeros([key.shape[0], key.shape[1]], tl.float32)
     for _ in range(PLACES):
@@ -118,10 +119,10 @@ def choose_kernel(
     PLACES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """probs, the map of those chosen, and the scores that the gradient is made of.
+    """Compute probs, the map of the chosen experts, and the scores for the gradient.
 
-    WHOLE   probs are those of all experts, which add up to 1, for a loss; else of those chosen
-    KEPT    groups that may be chosen from, by the sum of their GROUP_PLACES largest; 0: all
+    WHOLE   probs of all experts, which sum to 1, for a loss; otherwise of the chosen ones
+    KEPT    number of groups with candidates, by the sum of their GROUP_PLACES largest; 0: all
     WIDTH   bytes of a map of bits, padded
     """
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -199,7 +200,7 @@ def gradient_kernel(
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """The gradient of the logits from the scores that choose_kernel saved."""
+    """Compute the gradient of the logits from the scores that choose_kernel saved."""
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, EXPERTS)[None, :]
     inside = (token < tokens)[:, None] & (expert < experts)
@@ -233,7 +234,7 @@ def gradient_kernel(
         share = tl.where(counts, active, 0.0)
         if WHOLE or K > 1:
             total = tl.sum(share, 1)[:, None] + EPSILON
-            # Divided twice: the square of a small total is 0 in float32.
+            # Divided twice, because the square of a small total is 0 in float32.
             gradient = gradient / total - tl.sum(gradient * share, 1)[:, None] / total / total
         if KIND == _SIGMOID:
             slope = active * (1.0 - active)
@@ -247,7 +248,7 @@ def gradient_kernel(
 def loss_part_kernel(
     probs, tokens_of, parts, rows, columns, share, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """parts [programs] = sum of tokens_of[c] * probs[r, c] over a program's share of the rows."""
+    """Compute parts [programs] = sum of tokens_of[c] * probs[r, c] over a program's share of the rows."""
     first = tl.program_id(0) * share
     total = tl.zeros([COLUMNS], tl.float32)
     for begin in range(0, columns, COLUMNS):
@@ -265,7 +266,7 @@ def loss_part_kernel(
 
 @triton.jit
 def loss_kernel(parts, total, loss, count, factor, BLOCK: tl.constexpr):
-    """loss [1] = factor / total^2 * sum(parts); total is that of the tokens, and None where factor has it."""
+    """Compute loss [1] = factor / total^2 * sum(parts); total is the number of tokens, None if factor includes it."""
     lane = tl.arange(0, BLOCK)
     value = tl.sum(tl.load(parts + lane, mask=lane < count, other=0.0), 0) * factor
     if total is not None:
@@ -286,13 +287,13 @@ def choose(
     probs: str,
     keeps: bool,
 ) -> Launch:
-    """(logits [T, E], bias [E] | None, indices [T, k] | None) -> probs, map, scores.
+    """Return the launch (logits [T, E], bias [E] | None, indices [T, k] | None) -> probs, map, scores.
 
     kind     a number of SCORES
-    groups   (how many, how many of them are chosen from); None: any expert
-    map      a number of MAPS: uint8 [T, E], uint8 [T, ceil(E / 8)], or none, with indices, which are written
-    keeps    float32 [T, E] for the gradient: scores, with softmax after the choice its result (-inf for others),
-             for sqrt(softplus) the logits
+    groups   (number of groups, number of groups with candidates); None: all experts are candidates
+    map      a number of MAPS: uint8 [T, E], uint8 [T, ceil(E / 8)], or none, where indices are written
+    keeps    save float32 [T, E] for the gradient: the scores, for softmax after the choice its result (-inf for
+             others), for sqrt(softplus) the logits
     """
     count, kept = groups or (1, 0)
     places = experts // count
@@ -305,7 +306,7 @@ def choose(
         Output((tokens, experts), "float32") if keeps else None,
     )
     rows, warps = tokens_of_program(tile[0] * tile[1])
-    # Without a map of bits one lane is enough.
+    # Without a map of bits, one lane suffices.
     lanes = triton.next_power_of_2(width) if map == BITS else 1
     constants = (k, kind, whole, k // kept if kept else 0, kept, map, rows, *tile, lanes)
     scalars = (tokens, experts, count, places, float(scale))
@@ -317,7 +318,7 @@ def choose(
 def gradient(
     tokens: int, experts: int, k: int, kind: int, whole: bool, scale: float, map: int, dtype: str
 ) -> Launch:
-    """(map | indices, scores, grad_probs) -> grad_logits [T, E], of choose's probs; whole: no map is read."""
+    """Return the launch (map | indices, scores, grad_probs) -> grad_logits [T, E] of choose; whole: no map is read."""
     width = triton.next_power_of_2(experts)
     rows, warps = tokens_of_program(width)
     outputs = (Output((tokens, experts), dtype),)
@@ -327,7 +328,7 @@ def gradient(
 
 
 def loss(rows: int, columns: int, factor: float, dtype: str) -> Program:
-    """(probs [rows, columns], tokens [columns], total [1] | None) -> loss [1]."""
+    """Return the program (probs [rows, columns], tokens [columns], total [1] | None) -> loss [1]."""
     block = min(triton.next_power_of_2(columns), 1024)
     tile = max(4096 // block, 1)
     share = ceil_div(max(ceil_div(rows, 256), 1), tile) * tile
@@ -356,7 +357,7 @@ def loss(rows: int, columns: int, factor: float, dtype: str) -> Program:
 
 
 def tokens_of_program(width: int) -> tuple[int, int]:
-    """(tokens, warps) of a program: up to 1024 experts of a token stay within a warp, where sums need no barrier."""
+    """Return (tokens, warps) of a program: up to 1024 experts of a token fit a warp, where sums need no barrier."""
     if width > 1024:
         return 1, 4
     return max(256 // width, 1), 1

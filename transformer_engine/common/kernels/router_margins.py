@@ -1,6 +1,6 @@
-"""histogram[e, bin] += 1 for each token: how much the score of expert e lacks to the largest that is not chosen.
+"""histogram[e, bin] += 1 for each token: the bin is the score of expert e minus the largest score not chosen.
 
-Counts are whole numbers, so that the order in which programs add does not matter.
+Counts are integers, so that the order in which programs add does not matter.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ..formats import ceil_div
 from .launch import Launch
 from .router import tokens_of_program
 
-NONE = tl.constexpr(1 << 30)  # above every number of an expert
+NONE = tl.constexpr(1 << 30)  # above every index of an expert
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def margins_kernel(
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """histogram[e, bin] += 1 for every token, by how much the score of e lacks to the largest that is not chosen."""
+    """Add 1 to histogram[e, bin] for every token, by the distance of e's score from the largest score not chosen."""
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, EXPERTS)[None, :] + tl.zeros([ROWS, EXPERTS], tl.int32)
     inside = (token < tokens)[:, None] & (expert < experts)
@@ -48,14 +48,14 @@ def margins_kernel(
     cutoff = tl.max(key, 1)[:, None]
     lower = tl.load(bounds)
     place = tl.floor((cutoff - score - lower) * bins.to(tl.float32) / (tl.load(bounds + 1) - lower))
-    # What is no number falls into the first bin, as what lies below it.
+    # NaN falls into the first bin, like values below it.
     place = tl.where(place > 0.0, tl.minimum(place, (bins - 1).to(tl.float32)), 0.0)
     target = histogram + expert.to(tl.int64) * bins + place.to(tl.int32)
     tl.atomic_add(target, tl.full([ROWS, EXPERTS], 1, tl.int32), mask=inside, sem="relaxed")
 
 
 def margins(tokens: int, experts: int, k: int, bins: int) -> Launch:
-    """(logits [T, E], bias [E], histogram int32 [E, bins], bounds [2]): the histogram is added to."""
+    """Return the launch (logits [T, E], bias [E], histogram int32 [E, bins], bounds [2]) that adds to the histogram."""
     width = triton.next_power_of_2(experts)
     rows, warps = tokens_of_program(width)
     grid = (ceil_div(tokens, rows), 1, 1)

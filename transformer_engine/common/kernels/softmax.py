@@ -1,8 +1,8 @@
 """y = softmax(scale * x) along the keys, and dx = scale * y * (dy - sum(dy * y)), in float32.
 
-x, y, dy and dx are contiguous [batch, heads, queries, keys]; the mask is read through strides, 0 where it repeats. A
-masked key has probability 0 whatever its score, and a query without a key gets zeros. Under a causal mask query i
-sees the keys up to i + shift; the others are neither read nor multiplied.
+x, y, dy and dx are contiguous [batch, heads, queries, keys]; the mask is read through strides, 0 along broadcast axes.
+A masked key has probability 0 for any score, and a query without a key has zeros. Under a causal mask, query i sees
+the keys up to i + shift; other keys are neither read nor multiplied.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 from ..formats import ceil_div
 from .launch import Launch, Output
 
-_WHOLE = 16384  # keys that a program keeps in registers
+_WHOLE = 16384  # keys that a program holds in registers
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def _visible(row, query, key, keys, shift, CAUSAL: tl.constexpr):
 
 @triton.jit
 def _mask_rows(mask, row, queries, heads, batch_stride, head_stride, query_stride):
-    """Where the mask's rows start."""
+    """Return the pointer to the mask's rows."""
     lead = row // queries
     return (
         mask
@@ -55,7 +55,7 @@ def forward_rows(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """BLOCK_ROWS whole rows a program."""
+    """Compute BLOCK_ROWS whole rows per program."""
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     key = tl.arange(0, BLOCK_KEYS)[None, :]
     valid = (row < rows)[:, None]
@@ -77,7 +77,7 @@ def forward_rows(
 
 @triton.jit
 def _scores(x, mask, key, keys, query, key_stride, shift, scale, CAUSAL: tl.constexpr):
-    """Scaled scores of one row's keys, -inf where a key is not seen."""
+    """Return the scaled scores of one row's keys, -inf for keys that are not visible."""
     visible = _visible(0, query, key, keys, shift, CAUSAL)
     score = tl.load(x + key, mask=visible, other=0.0).to(tl.float32) * scale
     if mask is not None:
@@ -104,7 +104,7 @@ def forward_wide(
     CAUSAL: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """A row of any length a program: once through it for the maximum and the sum, once to write."""
+    """Compute a row of any length per program: one read for the maximum and the sum, one to write."""
     row = tl.program_id(0)
     query = row % queries
     source = x + row.to(tl.int64) * keys
@@ -146,7 +146,7 @@ def backward_rows(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """BLOCK_ROWS whole rows a program."""
+    """Compute BLOCK_ROWS whole rows per program."""
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     key = tl.arange(0, BLOCK_KEYS)[None, :]
     valid = (row < rows)[:, None]
@@ -172,7 +172,7 @@ def backward_wide(
     CAUSAL: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """A row of any length a program, read twice."""
+    """Compute a row of any length per program with two reads."""
     row = tl.program_id(0)
     query = row % queries
     start = row.to(tl.int64) * keys
@@ -202,7 +202,7 @@ def forward(
     scale: float,
     shift: int | None,
 ) -> Launch:
-    """(x, mask uint8 | None) -> y, both [batch, heads, queries, keys]; shift: of the causal mask, None without."""
+    """Return the launch (x, mask uint8 | None) -> y, both [batch, heads, queries, keys]; shift: of the causal mask."""
     rows, queries, keys, heads = _extents(shape)
     scalars = (rows, queries, keys, heads, *mask_strides, shift or 0, float(scale))
     outputs = (Output(shape, dtype),)
@@ -215,7 +215,7 @@ def forward(
 
 
 def backward(shape: tuple[int, int, int, int], dtype: str, scale: float, shift: int | None) -> Launch:
-    """(dy, y) -> dx, all [batch, heads, queries, keys]."""
+    """Return the launch (dy, y) -> dx, all [batch, heads, queries, keys]."""
     rows, queries, keys, _ = _extents(shape)
     scalars = (rows, queries, keys, shift or 0, float(scale))
     outputs = (Output(shape, dtype),)
@@ -233,7 +233,7 @@ def _extents(shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
 
 
 def _tile(keys: int) -> tuple[int, int, int]:
-    """(rows, padded keys, warps) of a program."""
+    """Return (rows, padded keys, warps) of a program."""
     block = max(triton.next_power_of_2(keys), 16)
     if block >= 2048:
         return 1, block, max(4, block // 1024)

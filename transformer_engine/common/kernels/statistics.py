@@ -1,4 +1,4 @@
-"""What quantization did to a matrix x [M, K]: max|x|, counts and squared sums, from one read of x, codes and scales."""
+"""Statistics of the quantization of x [M, K]: max|x|, counts and squared sums, from one read of x, codes and scales."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from ..formats import ceil_div
 from .launch import Launch, Output
 from .program import Program, ProgramStep
 
-# The statistics in their order; the first is a maximum, the others are sums.
+# The statistics in order; the first is a maximum, the others are sums.
 FIELDS = ("maximum", "underflow", "saturation", "signal", "noise", "nonfinite")
-_WIDTH = tl.constexpr(8)  # of a row of partial results: the next power of two
-_NEIGHBOURS = tl.constexpr(8)  # elements of two bytes that one thread loads together
-NO_CODES, ONE_SCALE, FLOAT_BLOCKS, EXPONENT_BLOCKS, TWO_LEVELS = range(5)  # how codes are scaled
+_WIDTH = tl.constexpr(8)  # columns of partial results: the next power of two
+_NEIGHBOURS = tl.constexpr(8)  # two-byte elements that one thread loads at once
+NO_CODES, ONE_SCALE, FLOAT_BLOCKS, EXPONENT_BLOCKS, TWO_LEVELS = range(5)  # values of `Codes.scaling`
 _NO_CODES, _ONE_SCALE = tl.constexpr(NO_CODES), tl.constexpr(ONE_SCALE)
 _EXPONENT_BLOCKS, _TWO_LEVELS = tl.constexpr(EXPONENT_BLOCKS), tl.constexpr(TWO_LEVELS)
 
 
 class Codes(NamedTuple):
-    """How the codes of a matrix lie and are scaled.
+    """The layout and scaling of a matrix's codes.
 
-    scaling    one of the five above
-    packed     two codes of four bits in a byte, the low one first
+    scaling    one of the five constants above
+    packed     two codes of four bits per byte, the low one first
     block      rows and columns that share a scale
-    greatest   the largest code's magnitude;  beyond  saturated is what lies beyond so many times it
+    greatest   magnitude of the largest code;  beyond  values above this multiple of it count as saturated
     strides    of codes and of scales
     """
 
@@ -41,7 +41,7 @@ class Codes(NamedTuple):
 
 @triton.jit
 def _fourbit(code):
-    """The number that four bits of E2M1 are."""
+    """Return the value of four bits of E2M1."""
     exponent = ((code >> 1) & 3).to(tl.int32)
     mantissa = (code & 1).to(tl.float32)
     power = tl.where(exponent == 3, 4.0, tl.where(exponent == 2, 2.0, 1.0))
@@ -53,7 +53,7 @@ def _fourbit(code):
 def _fourbits_of_tile(
     codes, row, column, M, K, code_row, code_column, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """The codes of a tile [M, K] as numbers, from its bytes [M, K / 2]."""
+    """Return the codes of a tile [M, K] as numbers, from its bytes [M, K / 2]."""
     pair = tl.min(column, axis=0) // 2 + tl.arange(0, BLOCK_K // 2)
     inside = (row < M)[:, None] & (pair * 2 < K)[None, :]
     byte = tl.load(codes + row[:, None] * code_row + pair[None, :] * code_column, mask=inside, other=0)
@@ -62,7 +62,7 @@ def _fourbits_of_tile(
 
 @triton.jit
 def _power_of_two(exponent):
-    """2^(exponent - 127) of a byte; 255 is NaN."""
+    """Return 2^(exponent - 127) of a byte; NaN for 255."""
     bits = tl.where(exponent == 0, 0x00400000, exponent.to(tl.int32) << 23)
     bits = tl.where(exponent == 255, 0x7FC00000, bits)
     return bits.to(tl.float32, bitcast=True)
@@ -70,7 +70,7 @@ def _power_of_two(exponent):
 
 @triton.jit
 def _neighbours(values):
-    """[M, K / 8, 8] of values [M, K]: eight neighbours lie in one thread, which adds them without asking another."""
+    """Reshape values [M, K] to [M, K / 8, 8]: one thread holds eight adjacent values and adds them without exchange."""
     groups: tl.constexpr = values.shape[1] // _NEIGHBOURS
     return tl.reshape(values, [values.shape[0], groups, _NEIGHBOURS])
 
@@ -89,7 +89,7 @@ def _scales_of_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The scales of a tile's elements, [M, 1] or [1, K] where an axis of the tile has one."""
+    """Return the scales of a tile's elements, [M, 1] or [1, K] if the tile has one scale along an axis."""
     of_row, of_column = (row // ROWS) * scale_row, (column // COLUMNS) * scale_column
     if COLUMNS % BLOCK_K == 0:
         found = tl.load(scales + of_row + tl.min(of_column, axis=0), mask=row < M, other=0.0)[:, None]
@@ -136,10 +136,10 @@ def _of_strip(
     WHOLE: tl.constexpr,
     GUARDED: tl.constexpr,
 ):
-    """The six statistics of BLOCK_M * TILES rows from first_row on.
+    """Return the six statistics of BLOCK_M * TILES rows from first_row on.
 
-    WHOLE    every tile that begins inside of the matrix ends there: nothing is masked
-    GUARDED  values may be infinite or NaN; else they count as any other, and the signal is not finite
+    WHOLE    every tile that begins inside of the matrix ends inside: nothing is masked
+    GUARDED  values can be infinite or NaN; otherwise such values count like any other, and the signal is not finite
     """
     greatest = tl.zeros([BLOCK_M, BLOCK_K // _NEIGHBOURS], tl.float32)
     underflow = tl.zeros([BLOCK_M, BLOCK_K // _NEIGHBOURS], tl.float32)
@@ -223,10 +223,10 @@ def statistics_kernel(
     TILES: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """partials [programs, 8]: the six statistics of BLOCK_M * TILES rows and BLOCK_K columns, and two zeros.
+    """Compute partials [programs, 8]: the six statistics of BLOCK_M * TILES rows and BLOCK_K columns, and two zeros.
 
-    ROWS, COLUMNS: elements that share a scale. A value that is not finite counts as such and nowhere else: what holds
-    one is read a second time, which spares all others five instructions an element.
+    ROWS, COLUMNS: elements that share a scale. A value that is not finite contributes only to its own count. Strips
+    with such a value are read a second time, which saves five instructions per element in all others.
     """
     tiles_k = tl.cdiv(K, BLOCK_K)
     first_row = (tl.program_id(0) // tiles_k).to(tl.int64) * (TILES * BLOCK_M)
@@ -253,9 +253,9 @@ def statistics_kernel(
 
 @triton.jit
 def add_statistics(partials, kept, programs, BLOCK: tl.constexpr):
-    """kept float64 [6]: the maximum of its first and of partials' [programs, 8] first column, and sums of the others.
+    """Update kept float64 [6]: the maximum of its first entry and column 0 of partials [programs, 8], sums of the rest.
 
-    float64, because a count of 2^24 and more is no float32. One program adds in one order, so that bits repeat.
+    float64, because float32 cannot represent all counts above 2^24. One program adds in a fixed order: bits repeat.
     """
     column = tl.arange(0, _WIDTH)
     sums = tl.zeros([_WIDTH], tl.float64)
@@ -273,14 +273,14 @@ def add_statistics(partials, kept, programs, BLOCK: tl.constexpr):
 
 @functools.lru_cache(maxsize=1024)
 def statistics(shape: tuple[int, int], strides: tuple[int, int], codes: Codes) -> Program:
-    """(x [M, K], codes, scales, second [1], kept float64 [6]) -> nothing: kept takes the statistics in.
+    """Return the program (x [M, K], codes, scales, second [1], kept float64 [6]) that updates kept.
 
-    codes, scales and second are None where `codes.scaling` needs none.
+    codes, scales and second are None if `codes.scaling` does not need them.
     """
     rows, columns = shape
     block_m, block_k = _TILE
     tiles_k, tiles_m = ceil_div(columns, block_k), ceil_div(rows, block_m)
-    # Eight programs for each of 132 processors: more of them would be more rows for the one program that adds.
+    # Eight programs for each of 132 processors: more programs mean more rows for the program that adds.
     tiles = max(1, min(tiles_m, tiles_m * tiles_k // 1056))
     programs = ceil_div(tiles_m, tiles) * tiles_k
     measure = Launch(

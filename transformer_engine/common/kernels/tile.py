@@ -1,10 +1,10 @@
-"""Tiles of a row-major matrix: where they lie, how they are read, and how their transpose is written.
+"""Tiles of a row-major matrix: their positions, their loads, and stores of their transposes.
 
-Codes of a tile are transposed in pairs: the codes of rows 2 r and 2 r + 1 travel as one 16-bit word. That halves the
-words that cross shared memory, fits the transposing matrix load (ldmatrix) and, the pair coming out of one
-conversion instruction, costs nothing to put together. Taking single bytes out of such a result instead is not an
-option: ptxas 12.8 then mixes up codes as soon as they are stored row by row as well, also where each direction has a
-conversion of its own (whole columns of float32, half of the rows of bfloat16 100 wide, read off sm_90's machine code).
+Codes of a tile are transposed in pairs: the codes of rows 2 r and 2 r + 1 form one 16-bit word. This halves the words
+that cross the shared memory and fits the transposing matrix load (ldmatrix). Both codes are the result of one
+conversion instruction, so that the word costs nothing. Extracting single bytes from that result is not possible:
+ptxas 12.8 then mixes up codes if they are also stored row by row, even with a separate conversion for each direction
+(whole columns of float32, half of the rows of bfloat16 100 wide, seen in sm_90's machine code).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def position(program, TILES_M, TILES_K, BAND: tl.constexpr):
-    """(tile row, tile column) of a program: BAND rows of tiles at a time, each band column by column."""
+    """Return (tile row, tile column) of a program: BAND rows of tiles at a time, each band column by column."""
     band = program // (BAND * TILES_K)
     height = tl.minimum(TILES_M - band * BAND, BAND)
     within = program % (BAND * TILES_K)
@@ -24,7 +24,7 @@ def position(program, TILES_M, TILES_K, BAND: tl.constexpr):
 
 @triton.jit
 def load(pointers, inside, EVEN: tl.constexpr):
-    """The elements at pointers, 0 outside."""
+    """Load the elements at pointers, 0 outside."""
     if EVEN:
         return tl.load(pointers)
     return tl.load(pointers, mask=inside, other=0.0)
@@ -40,14 +40,14 @@ def store(pointers, values, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def load_rows(matrix, M, K, first_m, first_k, rows, k, EVEN: tl.constexpr):
-    """Elements (first_m + rows, first_k + k) of a matrix [M, K], 0 outside."""
+    """Load elements (first_m + rows, first_k + k) of a matrix [M, K], 0 outside."""
     inside = (first_m + rows < M)[:, None] & (first_k + k < K)[None, :]
     return load(matrix + (first_m * K + first_k) + (rows[:, None] * K + k[None, :]), inside, EVEN)
 
 
 @triton.jit
 def store_rows(matrix, M, K, first_m, first_k, rows, k, values, EVEN: tl.constexpr):
-    """values into elements (first_m + rows, first_k + k) of a matrix [M, K]."""
+    """Store values in elements (first_m + rows, first_k + k) of a matrix [M, K]."""
     inside = (first_m + rows < M)[:, None] & (first_k + k < K)[None, :]
     store(matrix + (first_m * K + first_k) + (rows[:, None] * K + k[None, :]), values, inside, EVEN)
 
@@ -56,9 +56,9 @@ def store_rows(matrix, M, K, first_m, first_k, rows, k, values, EVEN: tl.constex
 def store_pairs_transposed(
     codes_t, M, K, first_m, first_k, half, k, codes, PAIRS: tl.constexpr, EVEN: tl.constexpr
 ):
-    """FP8 codes [rows / 2, columns, 2] (the last axis: rows 2 half and 2 half + 1) into codes_t [K, M].
+    """Store FP8 codes [rows / 2, columns, 2] (last axis: rows 2 half and 2 half + 1) in codes_t [K, M].
 
-    PAIRS: M is even, so that a word lies on two bytes; an odd M takes two stores of single bytes.
+    PAIRS: M is even, so that a word is stored as two adjacent bytes; an odd M needs two stores of single bytes.
     """
     low, high = tl.split(codes)
     words = tl.trans(

@@ -22,7 +22,7 @@ def transpose_kernel(
     PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """One tile. Without PAIRS M is odd, and a word's two bytes are stored apart."""
+    """Transpose one tile. Without PAIRS, M is odd, and the two bytes of a word are stored separately."""
     tile_m, tile_k = tile.position(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(K, BLOCK_K), BAND)
     half = tl.arange(0, BLOCK_M // 2)
     k = tl.arange(0, BLOCK_K)
@@ -47,7 +47,7 @@ def transpose_kernel(
 
 @triton.jit
 def _load(codes, M, K, first_m, first_k, rows, k, EVEN: tl.constexpr):
-    """Bytes of codes, whatever their type, as words."""
+    """Load bytes of codes, of any type, as words."""
     first = codes.to(tl.pointer_type(tl.uint8)) + (first_m * K + first_k)
     pointers = first + (rows[:, None] * K + k[None, :])
     if EVEN:
@@ -57,7 +57,7 @@ def _load(codes, M, K, first_m, first_k, rows, k, EVEN: tl.constexpr):
 
 
 def transpose(shape: tuple[int, int], dtype: str = "uint8") -> Launch:
-    """Inputs: codes [M, K] of a dtype of one byte, contiguous; outputs: codes_t [K, M]."""
+    """Return the launch (codes [M, K] of a one-byte dtype, contiguous) -> codes_t [K, M]."""
     rows, depth = shape
     block_m, block_k, band, warps = _tile(rows, depth)
     grid = (ceil_div(rows, block_m) * ceil_div(depth, block_k), 1, 1)
@@ -67,6 +67,6 @@ def transpose(shape: tuple[int, int], dtype: str = "uint8") -> Launch:
 
 
 def _tile(rows: int, depth: int) -> tuple[int, int, int, int]:
-    """(rows, columns, tiles a band, warps) of a program."""
+    """Return (rows, columns, tiles per band, warps) of a program."""
     # H200, 8192 x 14336: 256 x 128 0.0636 ms (3.7 TB/s), 128 x 128 0.0653, 64 x 128 0.0664, 64 x 64 0.0699
     return (256, 128, 4, 8) if rows * depth > 1 << 22 else (64, 64, 4, 4)

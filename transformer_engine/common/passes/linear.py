@@ -116,7 +116,7 @@ def joined(
 
 
 def forward_steps(facts: LinearFacts, x: str, weight: str, bias: str | None) -> LinearForwardSteps:
-    """Return the steps from the buffers x, weight and bias to y, and what they save."""
+    """Return the steps from the buffers x, weight and bias to y, and the buffers that they save."""
     steps: list[Step] = []
     name = facts.layer
     if facts.mode == "column" and facts.sequence:

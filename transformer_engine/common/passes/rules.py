@@ -240,7 +240,7 @@ def _merged(pass_: Pass, first: int, second: int, step: Step) -> Pass | None:
 
 
 def without_identity_casts(pass_: Pass, is_identity: Callable[[CastSettings], bool]) -> Pass:
-    """Remove casts that leave values as they are: products read the matrix itself, transposed for a column direction.
+    """Remove casts that leave values unchanged: products read the matrix itself, transposed for a column direction.
 
     Args:
         pass_: The pass.

@@ -1,4 +1,4 @@
-"""The operations of passes: the settings of each, and what it reads and makes.
+"""The operations of passes: their settings, inputs and results.
 
 An operation contributes steps with these names to a pass. An executor has one function per name; a pass of an unknown
 operation is rejected by the executor. Optional inputs and results are None where they are absent. "Direction" means the
@@ -61,7 +61,7 @@ Operations that only sequences of operations (`te.ops`) contribute; `Named` name
 | `grouped_scaled_bias` | y, biases, scales | y_g + scales_g[:, None] * bias_g of each group g | `Layer` |
 | `grouped_scaled_bias_backward` | dy, biases, scales | dbiases, dscales [M, 1] | `Layer` |
 
-Where `settings.cast` is not None, the operation quantizes what it makes: two results, the rowwise and the columnwise
+Where `settings.cast` is not None, the operation quantizes its result: two results, the rowwise and the columnwise
 codes, take the place of the first result (of `column_sum`: they precede the sums).
 """
 

@@ -1,4 +1,4 @@
-"""The arrays and options of an attention: what they have to be, and what is made of them."""
+"""Checks and conversions of the arrays and options of an attention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..primitives.attention.enums import AttnBiasType, AttnSoftmaxType, QKVLayou
 
 
 def separated(qkv: tuple[Array, ...], layout: QKVLayout) -> tuple[Array, Array, Array]:
-    """query, key and value [b, s, heads, d] of the arrays that a layout has."""
+    """Return query, key and value [b, s, heads, d] of the arrays of a layout."""
     if not isinstance(qkv, (tuple, list)):
         raise TypeError(f"qkv={described(qkv)}; give a tuple of one, two or three arrays")
     wanted = 1 if layout.is_qkvpacked() else 2 if layout.is_kvpacked() else 3
@@ -46,7 +46,7 @@ def check_attention(
     dropout: float,
     scale: float,
 ) -> None:
-    """ValueError or TypeError unless arrays and options fit together."""
+    """Raise ValueError or TypeError unless arrays and options fit together."""
     for name, array in (("query", query), ("key", key), ("value", value)):
         check_values(name, array)
     if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
@@ -74,7 +74,7 @@ def check_attention(
 
 
 def sink_of(softmax_type: AttnSoftmaxType, offset: Array | None, heads: int) -> Array | None:
-    """float32 [1, h or 1, 1, 1] in the denominator: nothing, 0, or the learnt offsets."""
+    """Return the sink in the denominator, float32 [1, h or 1, 1, 1]: None, 0, or the learnable offsets."""
     member("softmax_type", softmax_type, AttnSoftmaxType)
     if (offset is not None) is not (softmax_type is AttnSoftmaxType.LEARNABLE_SOFTMAX):
         raise ValueError(
@@ -89,7 +89,7 @@ def sink_of(softmax_type: AttnSoftmaxType, offset: Array | None, heads: int) -> 
 
 
 def dropout_of(key: Array, rate: float) -> Callable[[Array], Array]:
-    """weights [b, h, q, k] -> those that a draw keeps, scaled up by what it drops; TypeError for what is no key."""
+    """Return a function that drops weights [b, h, q, k] and scales the kept ones; TypeError unless key is a key."""
     check_key("seed", key)
 
     def drop(weights: Array) -> Array:

@@ -57,22 +57,24 @@ def fused_attn(
     score_mod_tensors: Any = None,
     score_mod_bprop_tensors: Any = None,
 ) -> Array:
-    """out [b, q, h, dv] in query's dtype.
+    """Return the attention out [b, q, h, dv] in query's dtype.
 
-    qkv                  one array [b, s, 3, h, d], two [b, q, h, d] and [b, k, 2, g, d], or three; g divides h
-    bias                 [1 or b, 1 or h, q, k], differentiable
-    sequence_descriptor  which tokens belong together; None: each row is one sequence; or a mask, True hides a key, read
-                         by mask types with padding, and by causal ones with a window
-    seed                 a key of jax.random, for dropout
-    max_segments_per_seq sequences that a packed row has at most; segment numbers above it are refused, and where they
-                         are traced their tokens count as padding
-    context_parallel_*   shard the tokens over a mesh axis, by default the MeshResource's cp_resource: ALL_GATHER (the
-                         default) gathers keys and values, RING passes them from device to device; load-balanced: the
-                         tokens are in the order of `reorder_causal_load_balancing`
-    softmax_offset       [1, h, 1, 1], differentiable, of LEARNABLE_SOFTMAX
-    stripe_size          tokens of a stripe, of packed rows that are load-balanced
-    score_mod            (scores [b, h, q, k], score_mod_tensors) -> scores, in jnp operations, before the softmax;
-                         differentiable, or by score_mod_bprop (gradient, scores, score_mod_bprop_tensors)
+    Args:
+        qkv: One array [b, s, 3, h, d], two [b, q, h, d] and [b, k, 2, g, d], or three; g divides h.
+        bias: [1 or b, 1 or h, q, k], differentiable.
+        sequence_descriptor: The sequences of the tokens; None: each row is one sequence; or a mask, True hides a key,
+            read by mask types with padding, and by causal ones with a window.
+        seed: A key of jax.random, for dropout.
+        max_segments_per_seq: Maximum number of sequences in a packed row. A larger segment number raises ValueError; if
+            the numbers are traced, its tokens count as padding.
+        context_parallel_strategy: ALL_GATHER (the default) gathers keys and values, RING passes them between devices.
+        context_parallel_causal_load_balanced: Tokens are in the order of `reorder_causal_load_balancing`.
+        context_parallel_axis: Mesh axis over which tokens are sharded, by default the MeshResource's cp_resource.
+        softmax_offset: [1, h, 1, 1], differentiable, for LEARNABLE_SOFTMAX.
+        stripe_size: Tokens per stripe, for packed rows that are load-balanced.
+        score_mod: (scores [b, h, q, k], score_mod_tensors) -> scores, in jnp operations, before the softmax.
+        score_mod_bprop: Gradient (gradient, scores, score_mod_bprop_tensors); by default JAX differentiates score_mod.
+
     Rows of tokens that belong to no sequence, and rows that see no key, are zero.
     """
     check_kinds(attn_bias_type, attn_mask_type, qkv_layout, softmax_type)
@@ -90,7 +92,7 @@ def fused_attn(
         stripe_size, extents[1:],
     )  # fmt: skip
     if score_mod is not None and not context_parallel_axis and not context_parallel_causal_load_balanced:
-        plan = None  # the MeshResource's axis is a default, and a score_mod is computed from whole arrays
+        plan = None  # the MeshResource's axis is only a default, and a score_mod needs whole arrays
     others = {
         "sequence_descriptor": sequence_descriptor is not None, "window_size": window,
         "dropout_probability": dropout_probability, "context_parallel_axis": "" if plan is None else plan.axis,
@@ -130,15 +132,15 @@ def fused_attn_thd(
     kv_seq_offsets: Array, seed: Array | None, attn_bias_type: AttnBiasType, attn_mask_type: AttnMaskType,
     qkv_layout: QKVLayout, *arguments: Any, **options: Any,
 ) -> Array:  # fmt: skip
-    """`fused_attn` of packed rows, under its former arguments: lengths [b, n] and offsets [b, n + 1].
+    """`fused_attn` of packed rows, with its former arguments: lengths [b, n] and offsets [b, n + 1].
 
-    The arguments after qkv_layout are those of `fused_attn`, but softmax_type may be left out: a vanilla softmax.
+    The arguments after qkv_layout are those of `fused_attn`; softmax_type is optional, by default a vanilla softmax.
     """
     if not arguments or not isinstance(arguments[0], AttnSoftmaxType):
         arguments = (options.pop("softmax_type", AttnSoftmaxType.VANILLA_SOFTMAX), *arguments)
     member("qkv_layout", qkv_layout, QKVLayout)
     if not qkv_layout.is_thd():
-        raise ValueError(f"qkv_layout={qkv_layout.name} has one sequence a row; call fused_attn")
+        raise ValueError(f"qkv_layout={qkv_layout.name} has one sequence per row; call fused_attn")
     descriptor = SequenceDescriptor.from_seqlens_and_offsets(
         (q_seq_lens, kv_seq_lens), (q_seq_offsets, kv_seq_offsets)
     )
@@ -276,9 +278,9 @@ def is_fused_attn_kernel_available(
     batch_size: int | None = None,
     max_segments_per_seq: int | None = None,
 ) -> bool:
-    """Would another backend than the reference take such a call on this machine? None takes a symbolic length.
+    """Return whether another backend than the reference supports a call on this machine; none has symbolic lengths.
 
-    batch_size and max_segments_per_seq decide nothing: a backend takes all of them, or none.
+    batch_size and max_segments_per_seq have no influence: a backend supports all of them, or none.
     """
     check_kinds(attn_bias_type, attn_mask_type, qkv_layout, softmax_type)
     switch("is_training", is_training)
@@ -301,7 +303,9 @@ def is_fused_attn_kernel_available(
         q_num_heads, kv_num_heads, q_max_seqlen, kv_max_seqlen, head_dim_qk, head_dim_v, check_window(window_size),
         is_training, "cuda" if has_gpu() else "cpu",
     )  # fmt: skip
-    return any(b.name != "reference" and b.refusal(request) is None for b in TABLE.candidates(request))
+    return any(
+        b.name != "reference" and b.rejection_reason(request) is None for b in TABLE.candidates(request)
+    )
 
 
 def hidden_of(

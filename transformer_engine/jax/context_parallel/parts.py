@@ -103,7 +103,7 @@ class _Problem:
         chunk = jnp.stack((rank, 2 * self.plan.devices - 1 - rank)[: self.chunks])
         counts = jnp.tile(chunk >= step, rows // self.chunks)
         if left < 0:
-            # The last queries attend to none of these keys, and no query to the first of them.
+            # The last queries attend to no key of this range, and no query attends to the first keys.
             return _Block(0, tokens + left, -left, tokens + left, counts, 0)
         return _Block(0, tokens, 0, tokens, counts, left if left < tokens - 1 else None)
 

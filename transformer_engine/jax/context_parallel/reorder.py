@@ -1,4 +1,4 @@
-"""Tokens dealt to ranks so that each has the same share of a causal triangle, and put back."""
+"""Distribution of tokens to ranks with equal shares of a causal triangle, and its inverse."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..checks import check_array
 
 
 class ReorderStrategy(enum.Enum):
-    """Chunks r and 2n - 1 - r of 2n to rank r, or stripes in turn."""
+    """Chunks r and 2n - 1 - r of 2n to rank r, or alternating stripes."""
 
     DualChunkSwap = 0
     Striped = 1
 
 
 class CPStrategy(enum.Enum):
-    """How ranks that hold parts of the sequence attend to all of it."""
+    """The exchange with which ranks that hold parts of the sequence attend to all of it."""
 
     DEFAULT = 0
     ALL_GATHER = 1
@@ -30,7 +30,7 @@ class CPStrategy(enum.Enum):
 def reorder_causal_load_balancing(
     tensor: Array, strategy: ReorderStrategy, cp_size: int, seq_dim: int, stripe_size: int | None = None
 ) -> Array:
-    """The tensor with its sequence in the order of ranks."""
+    """Return the tensor with its sequence in the order of ranks."""
     order = order_of_tokens(_extent(tensor, seq_dim), strategy, cp_size, stripe_size)
     return jnp.take(tensor, order, axis=seq_dim)
 
@@ -38,7 +38,7 @@ def reorder_causal_load_balancing(
 def inverse_reorder_causal_load_balancing(
     tensor: Array, strategy: ReorderStrategy, cp_size: int, seq_dim: int, stripe_size: int | None = None
 ) -> Array:
-    """The tensor with its sequence in order again."""
+    """Return the tensor with its sequence in the original order."""
     order = order_of_tokens(_extent(tensor, seq_dim), strategy, cp_size, stripe_size)
     return jnp.take(tensor, np.argsort(order), axis=seq_dim)
 
@@ -56,7 +56,7 @@ def _extent(tensor: Array, seq_dim: int) -> int:
 def order_of_tokens(
     length: int, strategy: ReorderStrategy, cp_size: int, stripe_size: int | None
 ) -> np.ndarray:
-    """Which of `length` tokens stands at each place."""
+    """Return the index of the token at each place, for `length` tokens."""
     member("strategy", strategy, ReorderStrategy)
     whole("cp_size", cp_size)
     whole_or_none("stripe_size", stripe_size)

@@ -1,4 +1,4 @@
-"""x = inspect_array(x, name): the array as it is, its bytes and statistics in files, and a line on the screen."""
+"""x = inspect_array(x, name): returns the array, writes its bytes and statistics to files, and prints a line."""
 
 from __future__ import annotations
 

@@ -50,8 +50,10 @@ class Softmax(nn.Module):
         bias: Array | None = None,
         softmax_offset: Array | None = None,
     ) -> Array:
-        """inputs [b, h, q, k], of which a bias may have 1 in place of an extent; a mask's True hides a key;
-        softmax_offset [1, h, 1, 1] of LEARNABLE_SOFTMAX.
+        """Compute the softmax of inputs [b, h, q, k].
+
+        A bias has the inputs' shape or 1 in place of an extent; True in a mask hides a key; softmax_offset is [1, h, 1,
+        1], for LEARNABLE_SOFTMAX.
         """
         check_call(self, inputs=inputs)
         member("softmax_type", self.softmax_type, AttnSoftmaxType)
@@ -72,7 +74,7 @@ class Softmax(nn.Module):
 
 
 def softmax_offset(module: nn.Module, softmax_type: AttnSoftmaxType, heads: int) -> Array | None:
-    """The module's parameter of learnable sinks, float32 [1, h, 1, 1]; None for other softmaxes."""
+    """Return the module's parameter of learnable sinks, float32 [1, h, 1, 1]; None for other softmaxes."""
     if softmax_type is not AttnSoftmaxType.LEARNABLE_SOFTMAX:
         return None
     axes = (None, HEAD_AXES, None, None)
@@ -145,12 +147,12 @@ class _FusedDotProductAttention(nn.Module):
 class DotProductAttention(nn.Module):
     """out [b, q, h, d] in query's dtype; with transpose_batch_sequence [q, b, h, d].
 
-    num_gqa_groups       heads of keys and values, which divide num_attention_heads; None: as many
-    attn_bias_type       "no_bias", "pre_scale_bias", "post_scale_bias"; None: the last, where a bias is given
-    float32_logits       scores in float32 before the softmax; else in the inputs' dtype
+    num_gqa_groups       heads of keys and values, a divisor of num_attention_heads; None: num_attention_heads
+    attn_bias_type       "no_bias", "pre_scale_bias", "post_scale_bias"; None: the last if a bias is given
+    float32_logits       compute scores in float32 before the softmax; otherwise in the inputs' dtype
     qkv_layout           "bshd_bshd_bshd", "bshd_bs2hd", "bs3hd", or with "t" for rows of several sequences
     scale_factor         None: 1 / sqrt(head_dim)
-    context_parallel_*   lay tokens over a mesh axis, "ALL_GATHER" or "RING", see `attention.fused_attn`
+    context_parallel_*   shard tokens over a mesh axis, "ALL_GATHER" or "RING", see `attention.fused_attn`
     score_mod            a function of scores before the softmax, see `attention.fused_attn`
     window_size          (left, right) tokens that a query sees, -1 for no limit
     softmax_type         "vanilla", "off_by_one" or "learnable"
@@ -192,11 +194,11 @@ class DotProductAttention(nn.Module):
         score_mod_tensors: Any = None,
         score_mod_bprop_tensors: Any = None,
     ) -> Array:
-        """query, key, value as qkv_layout has them; sequence_descriptor or a mask, True of which hides a key."""
+        """Attend; the shapes are those of qkv_layout. sequence_descriptor can be a mask, in which True hides a key."""
         if mask is not None:
             if sequence_descriptor is not None:
                 raise ValueError(
-                    "mask and sequence_descriptor were both given; give the sequence_descriptor alone"
+                    "mask and sequence_descriptor were both given; give the sequence_descriptor only"
                 )
             warnings.warn(
                 "mask is deprecated; pass it as sequence_descriptor", DeprecationWarning, stacklevel=2
@@ -264,7 +266,7 @@ class DotProductAttention(nn.Module):
         window: Window | None,
         deterministic: bool,
     ) -> bool:
-        """Several devices and a score_mod need fused_attn; else a kernel does, unless NVTE_FUSED_ATTN=0."""
+        """Return whether to use fused_attn: for several devices, a score_mod, and kernels unless NVTE_FUSED_ATTN=0."""
         balanced = self.context_parallel_causal_load_balanced
         tokens = (query.shape[1], key.shape[1])
         plan = plan_of(self.context_parallel_axis, self._strategy(), balanced, layout, None, tokens)

@@ -1,4 +1,4 @@
-"""What every module shares: the quantizers of its products, and their state in a collection."""
+"""The base of all modules: the quantizers of their products, and the state of these in a collection."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TENSORS = ("x", "kernel", "grad")
 def parameter(
     module: nn.Module, name: str, init: Initializer, axes: Axes, shape: Sequence[int], dtype: Any
 ) -> Array:
-    """The module's parameter of that name, boxed with the names of its axes; the names must fit, or be none."""
+    """Return the module's parameter of that name, boxed with the names of its axes; () or one name per axis."""
     check_axis_names(f"axes of {name}", axes, len(shape))
     if dtype is not None:
         check_floating("dtype", dtype)
@@ -54,9 +54,10 @@ _KINDS: dict[str, Callable[[str, Any], object]] = {
 
 
 def check_call(module: nn.Module, **arrays: Any) -> None:
-    """TypeError unless arrays hold values, and switches, initializers and names among a module's fields are such.
+    """Raise TypeError unless arrays hold values, and the module's switches, initializers and names have these types.
 
-    Fields by their annotations: what is no bool ("False", an array) would count as True.
+    The annotations of the fields determine the types: a switch that is not a bool ("False", an array) would count as
+    True.
     """
     for name, array in arrays.items():
         check_values(name, array)
@@ -71,7 +72,7 @@ def check_call(module: nn.Module, **arrays: Any) -> None:
 def kernel_initializer(
     init: Initializer | None, dtype: Any, distribution: Any = "truncated_normal"
 ) -> Initializer:
-    """The given one, else variance_scaling(1.0, "fan_in", distribution)."""
+    """Return the given initializer, by default variance_scaling(1.0, "fan_in", distribution)."""
     return (
         nn.initializers.variance_scaling(1.0, "fan_in", distribution, dtype=dtype) if init is None else init
     )
@@ -79,7 +80,7 @@ def kernel_initializer(
 
 @dataclass(frozen=True, eq=False)
 class _Unread:
-    """What is left of a state for further calls of its module: the copy, and where and what it is a copy of."""
+    """A copy of a state for further calls of its module, and the collection, name and value of its origin."""
 
     trace: Any
     leaves: list[Array]
@@ -94,7 +95,7 @@ class _Unread:
 
 
 def _check_state(name: str, leaf: Any, extents: tuple[int | None, ...]) -> None:
-    """TypeError or ValueError unless a leaf of a state is float32 of these extents; None: one or more."""
+    """Raise TypeError or ValueError unless a leaf of a state is float32 of these extents; None: at least one."""
     dtype, shape = getattr(leaf, "dtype", type(leaf).__name__), tuple(getattr(leaf, "shape", ()))
     if dtype != jnp.float32:
         raise TypeError(
@@ -114,7 +115,7 @@ _of_step: ContextVar[list[_Unread] | None] = ContextVar("transformer_engine_jax_
 
 @contextmanager
 def one_step() -> Iterator[None]:
-    """Every call of a model in this block, within one differentiated function, reads its own copy of a state."""
+    """Give every call of a model in this block, within one differentiated function, its own copy of a state."""
     token = _of_step.set([])
     try:
         yield
@@ -133,13 +134,16 @@ class TransformerEngineBase(nn.Module):
         fp8_recipe: Recipe | None = None,
         n_groups: int | None = None,
     ) -> QuantizerSet:
-        """The quantizers of one product of this module.
+        """Return the quantizers of one product of this module.
 
-        postfix               tells the states of several products apart
-        variable_collection   where they lie; None: "fp8_metas"
-        fp8_recipe            instead of the recipe of autocast
-        n_groups              of a grouped product: every group has a state of its own
-        A history that is longer or shorter than the recipe's goes on at its own length.
+        Args:
+            postfix: Distinguishes the states of several products.
+            variable_collection: Collection of the states; None: "fp8_metas".
+            quantization_checkpoint_name: Name of the codes for recomputation policies.
+            fp8_recipe: Recipe instead of that of autocast.
+            n_groups: Number of groups of a grouped product, each with a separate state.
+
+        A history with another length than in the recipe keeps its length.
         """
         config = QuantizeConfig(get_global_quantize_recipe() if fp8_recipe is None else fp8_recipe)
         if config.recipe is None:
@@ -160,9 +164,9 @@ class TransformerEngineBase(nn.Module):
         return self._one_use(quantizers)
 
     def _one_use(self, quantizers: QuantizerSet) -> QuantizerSet:
-        """A copy of the set for this call: the next states of all calls of a module merge, see `fan_out`.
+        """Return a copy of the set for this call: the next states of all calls of a module are merged, see `fan_out`.
 
-        Calls under another transformation of JAX than the first (jit or grad within the model) do not belong together.
+        Calls in another transformation of JAX than the first (jit or grad within the model) are not merged with it.
         """
         # Stored on the root scope: Flax recreates submodules of a compact method in each call.
         assert self.scope is not None, "a module is called with a scope"
@@ -205,10 +209,10 @@ Rules = Sequence[tuple[str, str | None]]
 
 
 def extend_logical_axis_rules(rules: Rules) -> tuple[tuple[str, str | None], ...]:
-    """The rules, and behind them a rule for each axis name of transformer_engine.jax.sharding.
+    """Return the rules, followed by a rule for each axis name of transformer_engine.jax.sharding.
 
-    Raises ValueError where a name of this engine is mapped to another mesh axis than the MeshResource says, and
-    TypeError for rules that are no pairs of names.
+    Raises ValueError if a name of this package is mapped to another mesh axis than in the MeshResource, and TypeError
+    for rules that are not pairs of names.
     """
     ours = get_sharding_map_logic_axis_to_mesh_axis()
     extended: list[tuple[str, str | None]] = []

@@ -1,4 +1,4 @@
-"""Keys and values of earlier tokens: a decoding step adds one token to them and attends to all."""
+"""Keys and values of earlier tokens: a decoding step adds one token and attends to all."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..checks import is_known
 class KeyValueCache:
     """The variables `cached_key`, `cached_value` and `cache_index` of a module's collection "cache".
 
-    filled   were they there before this call? The call that makes them gives their length and computes as without
-    axis     of tokens: 1, or 0 where the sequence comes first
+    filled   whether they existed before this call; the call that creates them sets their length and does not use them
+    axis     of tokens: 1, or 0 if the sequence is the first axis
     """
 
     key: Any
@@ -28,7 +28,7 @@ class KeyValueCache:
 
     @classmethod
     def of(cls, module: nn.Module, key: Array, value: Array, axis: int) -> KeyValueCache:
-        """The cache of a module that is called with decode=True; ValueError unless a step is one token that fits."""
+        """Return the cache of a module called with decode=True; raise ValueError unless a step is one token."""
         filled = module.has_variable("cache", "cached_key")
         cache = cls(
             module.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype),
@@ -47,13 +47,13 @@ class KeyValueCache:
 
     @property
     def position(self) -> Array | int:
-        """Where the first token of this call stands in the sequence."""
+        """Return the position of this call's first token in the sequence."""
         return self.index.value if self.filled else 0
 
     def extended(self, key: Array, value: Array) -> tuple[Array, Array]:
-        """All keys and values, those of this step among them, which stay for the next.
+        """Append keys and values of this step to the cache, and return all of them.
 
-        A step behind the end of the cache, which an error tells where the index is known, is NaN where it is traced.
+        A step after the end of the cache raises an error if the index is known, and results in NaN if it is traced.
         """
         position = self.index.value
         key, value = (
@@ -65,7 +65,7 @@ class KeyValueCache:
         return self.key.value, self.value.value
 
     def hidden(self, window: tuple[int, int] | None) -> Array:
-        """[1, 1, 1, length], True for a token that this step does not see: later ones, and those outside its window."""
+        """Return [1, 1, 1, length], True for a token that is hidden from this step: later ones, and by its window."""
         distance = self.position - jnp.arange(self.length)
         hidden = distance < 0
         if window is not None and window[0] >= 0:
@@ -77,7 +77,7 @@ class KeyValueCache:
             wanted = tuple(1 if axis == self.axis else n for axis, n in enumerate(kept.shape))
             if array.shape != wanted:
                 raise ValueError(
-                    f"decode=True with a {name} of shape {array.shape}; a step takes one token, {wanted}; the cache is "
+                    f"decode=True with a {name} of shape {array.shape}; a step has one token, {wanted}; the cache is "
                     f"made for {self.length} tokens by init with decode=True"
                 )
             if array.dtype != kept.dtype:

@@ -22,10 +22,10 @@ from .norm import norm_of_inputs, norm_parameters, scale_initializer
 
 
 class LayerNormDenseGeneral(TransformerEngineBase):
-    """(y [*batch, *features], norm(x) or None), in x's dtype; parameters as DenseGeneral's, `scale` and `ln_bias`.
+    """Compute (y [*batch, *features], norm(x) or None), in x's dtype; parameters of DenseGeneral, `scale`, `ln_bias`.
 
-    enable_layernorm, return_layernorm_output   apply the norm; answer with its output too
-    depth_scaling                               y is divided by it
+    enable_layernorm, return_layernorm_output   apply the norm; also return its output
+    depth_scaling                               divisor of y
     """
 
     features: Iterable[int] | int
@@ -61,7 +61,7 @@ class LayerNormDenseGeneral(TransformerEngineBase):
 
     @nn.compact
     def __call__(self, inputs: Array) -> tuple[Array, Array | None]:
-        """inputs [..], of which the axes called `axis` are replaced by the features, which come last."""
+        """Compute the layer for inputs [..]; the features replace the axes called `axis`, and come last."""
         assert self.kernel_init is not None and self.scale_init is not None, "__post_init__ sets them"
         check_call(self, inputs=inputs)
         features = _canonicalize_tuple(self.features)
@@ -93,7 +93,7 @@ class LayerNormDenseGeneral(TransformerEngineBase):
         return self._depth_scaled(y), normalized if self.return_layernorm_output else None
 
     def _in_one(self, axis: tuple[int, ...], ndim: int) -> bool:
-        """Is the norm's result read by a quantized product alone, so that nothing but its codes has to exist?"""
+        """Return whether only a quantized product reads the norm's result, so that only its codes must exist."""
         alone = self.enable_layernorm and not (
             self.return_layernorm_output or self.enable_low_rank_adaptation
         )
@@ -110,7 +110,7 @@ class LayerNormDenseGeneral(TransformerEngineBase):
         )  # fmt: skip
 
     def _kernel(self, sizes: tuple[int, ...], features: tuple[int, ...]) -> tuple[Array, QuantizerSet]:
-        """kernel [*sizes, *features] and the quantizers of its product."""
+        """Return kernel [*sizes, *features] and the quantizers of its product."""
         assert self.kernel_init is not None, "__post_init__ sets it"
         shape = (*sizes, *features)
         kernel = parameter(self, "kernel", self.kernel_init, self.kernel_axes, shape, self.dtype)

@@ -26,13 +26,13 @@ from .norm import norm_of_inputs, norm_parameters, scale_initializer
 
 
 class LayerNormMLP(TransformerEngineBase):
-    """(y [*batch, h], norm(x) or None), in x's dtype, of x [*batch, h].
+    """Compute (y [*batch, h], norm(x) or None), in x's dtype, of x [*batch, h].
 
     Parameters: scale, ln_bias [h], wi_kernel [h, n_act, f], wo_kernel [f, h], wi_bias [n_act, f], wo_bias [h].
 
     intermediate_dim   f
     activations        names or functions, whose results are multiplied; n_act of them
-    intermediate_dropout_*   dropout of the activations' product, by Flax's stream of that name
+    intermediate_dropout_*   dropout of the activations' product, with Flax's random stream of that name
     """
 
     intermediate_dim: int = 2048
@@ -77,7 +77,7 @@ class LayerNormMLP(TransformerEngineBase):
 
     @nn.compact
     def __call__(self, inputs: Array, deterministic: bool = False) -> tuple[Array, Array | None]:
-        """inputs [*batch, h]; deterministic: without dropout."""
+        """Compute the layer for inputs [*batch, h]; deterministic: without dropout."""
         check_call(self, inputs=inputs)
         switch("deterministic", deterministic)
         whole("intermediate_dim", self.intermediate_dim)
@@ -105,7 +105,7 @@ class LayerNormMLP(TransformerEngineBase):
         return y, normalized if self.return_layernorm_output else None
 
     def _in_one(self, deterministic: bool) -> bool:
-        """Are norm and activation read by quantized products alone, so that nothing but their codes has to exist?"""
+        """Return whether only quantized products read norm and activation, so that only their codes must exist."""
         alone = self.enable_layernorm and not (
             self.return_layernorm_output or self.enable_low_rank_adaptation
         )
@@ -126,7 +126,7 @@ class LayerNormMLP(TransformerEngineBase):
         )  # fmt: skip
 
     def _kernels(self, width: int) -> tuple[Array, Array]:
-        """wi_kernel [h, n_act, f] and wo_kernel [f, h]"""
+        """Return wi_kernel [h, n_act, f] and wo_kernel [f, h]."""
         assert self.kernel_init is not None, "__post_init__ sets it"
         shape = (width, len(self.activations), self.intermediate_dim)
         first = parameter(self, "wi_kernel", self._stacked_init, self.kernel_axes_1, shape, self.dtype)
@@ -142,7 +142,7 @@ class LayerNormMLP(TransformerEngineBase):
         return first, second
 
     def _stacked_init(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-        """[h, n_act, f], drawn activation by activation."""
+        """Initialize [h, n_act, f] separately for each activation."""
         assert self.kernel_init is not None
         width, parts, features = shape
         kernels = []
@@ -152,7 +152,7 @@ class LayerNormMLP(TransformerEngineBase):
         return jnp.stack(kernels, axis=-2)
 
     def _product(self, name: str, x: Array, kernel: Array, quantizer_set: QuantizerSet) -> Array:
-        """x @ kernel, with what low-rank adaptation and the bias add; name is "wi" or "wo"."""
+        """Return x @ kernel plus low-rank adaptation and bias; name is "wi" or "wo"."""
         first = name == "wi"
         kernel_axes = self.kernel_axes_1 if first else self.kernel_axes_2
         features = kernel.shape[1:]
@@ -182,7 +182,7 @@ class LayerNormMLP(TransformerEngineBase):
         return parameter(self, f"{name}_bias", self.bias_init, axes, features, self.dtype)
 
     def _activated(self, x: Array) -> Array:
-        """Product of the activations of x [.., n_act, f]."""
+        """Return the product of the activations of x [.., n_act, f]."""
         if is_known(self.activations):
             return activation(x, self.activations, act_params=self.activation_params)  # pyright: ignore
         y = _function(self.activations[0])(x[..., 0, :])
@@ -192,7 +192,7 @@ class LayerNormMLP(TransformerEngineBase):
 
 
 def check_activations(name: str, activations: object) -> None:
-    """ValueError unless activations are a sequence of at least one."""
+    """Raise ValueError unless activations are a sequence of at least one."""
     if isinstance(activations, str) or not isinstance(activations, Sequence) or not activations:
         raise ValueError(
             f"{name}={described(activations)}; give a sequence of at least one, such as ('gelu',)"
@@ -200,7 +200,7 @@ def check_activations(name: str, activations: object) -> None:
 
 
 def _function(name: str | Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """A function of one array: itself, "linear", or one of flax.linen by name."""
+    """Return a function of one array: itself, "linear", or one of flax.linen by its name."""
     if callable(name):
         return name
     if name == "linear":
@@ -208,6 +208,6 @@ def _function(name: str | Callable[[Array], Array]) -> Callable[[Array], Array]:
     found: Callable[[Array], Array] | None = getattr(nn, name, None) if isinstance(name, str) else None
     if found is None or not callable(found):
         raise ValueError(
-            f"activations: {described(name)} is no activation; give a name of flax.linen, 'linear' or a function"
+            f"activations: {described(name)} is not an activation; give a name of flax.linen, 'linear' or a function"
         )
     return found

@@ -15,7 +15,7 @@ from .base import parameter
 
 
 def _normalize_axes(axes: Iterable[int], ndim: int) -> tuple[int, ...]:
-    """Axes counted from the front."""
+    """Return axes counted from the front."""
     return tuple(axis if axis >= 0 else ndim + axis for axis in axes)
 
 
@@ -26,7 +26,7 @@ def _canonicalize_tuple(value: int | Iterable[int]) -> tuple[int, ...]:
 def lora_shapes(
     contracted: Sequence[int], features: Sequence[int], rank: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of a [*contracted, *features but the last, rank] and b [*features but the last, rank, last feature]."""
+    """Return shapes a [*contracted, *features except the last, rank], b [*features except the last, rank, last]."""
     return (*contracted, *features[:-1], rank), (*features[:-1], rank, features[-1])
 
 
@@ -38,7 +38,7 @@ def _apply_low_rank_adaptation(
     lora_b_kernel: Array,
     alpha: float | None,
 ) -> Array:
-    """x [.., *contracted] -> [.., *features], x @ a @ b times alpha / rank (alpha None: as it is)."""
+    """Return x @ a @ b * alpha / rank for x [.., *contracted] -> [.., *features]; alpha None: without the factor."""
     axis = _normalize_axes(_canonicalize_tuple(axis), x.ndim)
     features = _canonicalize_tuple(features)
     kept = [d for d in range(x.ndim) if d not in axis]
@@ -72,7 +72,7 @@ def low_rank_term(
     rank: int,
     alpha: float | None,
 ) -> Array:
-    """What adaptation adds to a product, by the module's parameters `lora_a_kernel` and `lora_b_kernel`, prefixed."""
+    """Return the low-rank term of a product, with the module's prefixed `lora_a_kernel` and `lora_b_kernel`."""
     whole("low_rank_adaptation_dim", rank)
     shapes = lora_shapes([x.shape[d] for d in axis], features, rank)
     dtype = module.dtype  # pyright: ignore[reportAttributeAccessIssue]
@@ -85,7 +85,7 @@ def low_rank_term(
 
 @dataclass(frozen=True)
 class LoRAScope:
-    """One switch for the projections of query, key and value, for that of the output, and for the MLP."""
+    """One switch for the projections of query, key and value, one for the output projection, and one for the MLP."""
 
     qkv_proj: bool = False
     output_proj: bool = False
@@ -105,7 +105,7 @@ _SCOPES = {
 
 
 def _canonicalize_lora_scope(scope: str | None) -> LoRAScope:
-    """Return the switches of a scope's name; None is "none", and so is an unknown scope, with a warning."""
+    """Return the switches of a scope's name; None means "none", and so does an unknown scope, with a warning."""
     name = "none" if scope is None else str(scope).lower()
     if name not in _SCOPES:
         warn_once(

@@ -58,7 +58,7 @@ class _MoEBlock(TransformerEngineBase):
         for name in ("num_experts", "num_experts_per_tok", "intermediate_size"):
             whole(name, getattr(self, name))
         count, width, inner = self.num_experts, inputs.shape[-1], self.intermediate_size
-        # Axes [E, in, out]: an expert's fan-in is that of its own matrix.
+        # Axes [E, in, out]: an expert's fan-in is that of its matrix.
         init: Any = self.kernel_init
         gate = parameter(self, "gate_kernel", init, self.gate_kernel_axes, (width, count), self.dtype)
         shapes = {"wi_0": (count, width, inner), "wi_1": (count, width, inner), "wo": (count, inner, width)}

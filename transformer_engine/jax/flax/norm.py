@@ -1,4 +1,4 @@
-"""LayerNorm, and the parameters that every module with a norm has."""
+"""LayerNorm, and the parameters of all modules with a norm."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .base import Axes, Initializer, check_call, parameter
 
 
 def scale_initializer(scale_init: Initializer | None, zero_centered: bool) -> Initializer:
-    """The given one, else ones, or zeros where 1 is added."""
+    """Return the given initializer, by default ones, or zeros if 1 is added."""
     if scale_init is not None:
         return scale_init
     return nn.initializers.zeros if zero_centered else nn.initializers.ones
 
 
 def norm_of_inputs(module: Any, inputs: Array) -> Array:
-    """The norm in front of a module's product by the module's fields and parameters; the inputs where it has none."""
+    """Return the norm before a module's product by its fields and parameters; the inputs for a module without one."""
     inputs = with_sharding_constraint_by_logical_axes(inputs, module.layernorm_input_axes)
     if not module.enable_layernorm:
         return inputs
@@ -31,7 +31,7 @@ def norm_of_inputs(module: Any, inputs: Array) -> Array:
 def norm_parameters(
     module: Any, width: int, bias_init: Initializer, bias_axes: Axes
 ) -> tuple[Array, Array | None]:
-    """The module's `scale` [width] and, of layernorm alone, `ln_bias`."""
+    """Return the module's `scale` [width] and, for layernorm, `ln_bias`."""
     shape = (width,)
     scale = parameter(module, "scale", module.scale_init, module.scale_axes, shape, module.dtype)
     if canonicalize_norm_type(module.layernorm_type) != "layernorm":
@@ -40,7 +40,7 @@ def norm_parameters(
 
 
 def _norm(module: Any, x: Array, bias_init: Initializer, bias_axes: Axes) -> Array:
-    """The norm of x by the module's fields and its parameters."""
+    """Return the norm of x by the module's fields and its parameters."""
     scale, bias = norm_parameters(module, x.shape[-1], bias_init, bias_axes)
     return layernorm(x, scale, bias, module.layernorm_type, module.zero_centered_gamma, module.epsilon)
 
@@ -68,6 +68,6 @@ class LayerNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        """x [..., width]."""
+        """Compute y for x [..., width]."""
         check_call(self, x=x)
         return _norm(self, x, self.bias_init, self.bias_axes)

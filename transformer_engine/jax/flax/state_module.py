@@ -1,4 +1,4 @@
-"""Functions of others with products in FP8: their quantizers' state lives in a Flax module round them."""
+"""Flax modules around functions of other libraries with products in FP8, for their quantizers' state."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def wrap_function_in_te_state_module(
     name: str | None = None,
     quantization_checkpoint_name: str | None = None,
 ) -> type[TransformerEngineBase]:
-    """A module class whose call runs f(generate_quantizer_set, *args, **kwargs).
+    """Return a module class whose call runs f(generate_quantizer_set, *args, **kwargs).
 
-    generate_quantizer_set(postfix="")   a quantizer set of the recipe (None: that of autocast), whose state lies in the
-                                         collection "_overwrite_with_gradient" of the module
-    name                                 ends the class's name
+    generate_quantizer_set(postfix="")   a quantizer set of the recipe (None: that of autocast), with its state in the
+                                         module's collection "_overwrite_with_gradient"
+    name                                 suffix of the class's name
     """
     if not callable(f):
-        raise TypeError(f"f={described(f)} is no function; give f(generate_quantizer_set, ..)")
+        raise TypeError(f"f={described(f)} is not a function; give f(generate_quantizer_set, ..)")
     text_or_none("name", name)
     text_or_none("quantization_checkpoint_name", quantization_checkpoint_name)
     if recipe is not None and not isinstance(recipe, Recipe):
@@ -59,7 +59,7 @@ def wrap_function_in_te_state_module(
 
 
 def make_dot_general_cls(quantization_recipe: Recipe | None) -> type[TransformerEngineBase]:
-    """A class for nn.Dense(dot_general=cls()): products of the recipe, without batch dimensions."""
+    """Return a class for nn.Dense(dot_general=cls()): products of the recipe, without batch dimensions."""
 
     def te_dot_general(
         generate_quantizer_set: Callable[..., QuantizerSet],
@@ -72,7 +72,7 @@ def make_dot_general_cls(quantization_recipe: Recipe | None) -> type[Transformer
         contracting, batch = dims
         if len(batch[0]) or len(batch[1]):
             raise ValueError(
-                f"dot_general with the batch dimensions {batch}; the product takes none, give ((), ())"
+                f"dot_general with the batch dimensions {batch}; the product has none, give ((), ())"
             )
         y = dense(x, kernel, contracting_dims=contracting, quantizer_set=generate_quantizer_set())
         return y if preferred_element_type is None else y.astype(jnp.dtype(preferred_element_type))
@@ -83,7 +83,7 @@ def make_dot_general_cls(quantization_recipe: Recipe | None) -> type[Transformer
 def make_grouped_dense_cls(
     quantization_recipe: Recipe | None, quantization_checkpoint_name: str | None = None
 ) -> TransformerEngineBase:
-    """An instance, called as module(x [M, K], kernel [G, K, N], group_sizes [G]): products in groups, of the recipe."""
+    """Return a module for grouped products of the recipe: module(x [M, K], kernel [G, K, N], group_sizes [G])."""
 
     def te_grouped_dense(
         generate_quantizer_set: Callable[..., QuantizerSet],

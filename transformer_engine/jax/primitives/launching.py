@@ -60,7 +60,7 @@ def switched_off(primitive: str) -> str | None:
         name, separator, word = entry.partition("=")
         if not separator:
             raise ValueError(
-                f"{_SWITCHES}={value!r}: {entry!r} is no Name=true or Name=false; separate them by ','"
+                f"{_SWITCHES}={value!r}: {entry!r} is not Name=true or Name=false; separate them by ','"
             )
         off = not _truth(word)
         if off and name.strip() == primitive:
@@ -183,7 +183,7 @@ def perform(
     Args:
         program: Launches, with the names of the buffers that they read and write.
         inputs: Inputs of the program, None for an absent one.
-        into: Shapes and dtypes of the buffers that the program does not define, by name.
+        into: Shapes and dtypes of the buffers that the program does not define, with their names.
 
     Returns:
         The results of the program, None for an absent one, followed by the buffers in `program.into`.

@@ -182,7 +182,7 @@ def _forward_by_platform(branches: _Branches, arrays: tuple[Any, ...]) -> tuple[
 
 
 def _backward_by_platform(branches: _Branches, saved: Any, cotangent: Any) -> tuple[Any]:
-    """Return the cotangents of the arrays, None for those that are not floating point."""
+    """Return the cotangents of the arrays; None for arrays that are not floating point."""
     arrays, pullback = saved
     leaves, tree = jax.tree.flatten(arrays)
     backward = branches.map(lambda _: _pull_back, lambda other: _PullBackByRecomputation(other, tree))

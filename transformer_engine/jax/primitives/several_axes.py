@@ -187,7 +187,7 @@ def call_on_axes(kernel: Kernel, counts: Mapping[str, int], *arrays: Array) -> t
     ahead = _ahead(rule, counts, arrays)
     for factor in [factor for factor in ahead if factor in outer.sizes]:
         blocks, rest = divmod(outer.sizes[factor], prod(ahead[factor]))
-        if rest or blocks == 1:  # Shardy rejects a factor of one element beside another
+        if rest or blocks == 1:  # Shardy rejects a factor of one element next to another
             arrays = _in_one(rule, factor, counts, arrays)
             del ahead[factor]
             counts = {name: count for name, count in counts.items() if name != factor}

@@ -15,7 +15,7 @@ from typing import Any
 
 from flax.core.frozen_dict import FrozenDict
 
-from ...common.checks import described, member, refuse_keywords, switch
+from ...common.checks import described, member, reject_keywords, switch
 from ...common.recipe import DelayedScaling, Recipe
 from .. import sharding
 from ..blocks import reusable
@@ -76,7 +76,7 @@ def autocast(
         TypeError: recipe is not an instance of a recipe class.
         ValueError: The machine, or transformer_engine.jax, does not support the recipe or one of its settings.
     """
-    refuse_keywords("autocast", others, {"fp8_recipe": "recipe"})
+    reject_keywords("autocast", others, {"fp8_recipe": "recipe"})
     switch("enabled", enabled)
     _check_recipe("recipe", recipe)
     chosen = None

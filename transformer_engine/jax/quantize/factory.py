@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from ...common.checks import member, refuse_keywords, switch, whole
+from ...common.checks import member, reject_keywords, switch, whole
 from ...common.recipe import Recipe
 from ..checks import check_dtype
 from . import recipes
@@ -104,7 +104,8 @@ class QuantizerFactory:
             scaling_mode: Scaling mode of all three quantizers; excludes fp8_recipe.
             fwd_dtype: dtype of the codes of inputs and kernels.
             bwd_dtype: dtype of the codes of gradients.
-            is_2x2x: Whether to store both directions of every tensor; None stores those that matrix products read.
+            is_2x2x: Whether to store both directions of every tensor; None stores the ones that matrix products
+                read.
             n_groups: Number of groups; None creates quantizers of single tensors.
             checkpoint_name: Name of the codes and scales for recomputation policies.
             fp8_recipe: Recipe; requires quantize_meta_set.
@@ -120,7 +121,7 @@ class QuantizerFactory:
         _check_count("n_quantizer_sets", n_quantizer_sets)
         if n_groups is not None:
             _check_count("n_groups", n_groups)
-        refuse_keywords("QuantizerFactory.create_set", kwargs.keys() - {"quantize_meta_set"}, {})
+        reject_keywords("QuantizerFactory.create_set", kwargs.keys() - {"quantize_meta_set"}, {})
         switch("is_2x2x", is_2x2x)
         if scaling_mode is not None and fp8_recipe is not None:
             raise ValueError(
@@ -192,7 +193,7 @@ def _one(
 
 
 def _layout(mode: ScalingMode, both: bool | None) -> QuantizeLayout:
-    """Return the stored directions of a tensor; None stores those that matrix products read."""
+    """Return the stored directions of a tensor; None stores the ones that matrix products read."""
     if both is None:
         both = mode.is_block_scaling() or not is_fp8_gemm_with_all_layouts_supported()
     return QuantizeLayout.ROWWISE_COLWISE if both else QuantizeLayout.ROWWISE

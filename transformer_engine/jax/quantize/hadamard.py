@@ -1,4 +1,4 @@
-"""The random Hadamard transform of NVFP4's column direction, and what it is made of."""
+"""The random Hadamard transform of NVFP4's column direction, and its matrix."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..primitives.quantize.hadamard import GROUP, SIGNS
 
 
 def apply_rht(x: Array, inverse: bool = False) -> Array:
-    """y [..., 16 n] = (x * signs) @ H / 4 on groups of 16, or x of a y, in x's dtype.
+    """Return y [..., 16 n] = (x * signs) @ H / 4 in groups of 16, or the inverse, in x's dtype.
 
-    Raises TypeError for what is no array of values, and ValueError for a last axis that groups of 16 do not fill.
+    Raises TypeError unless x is an array of values, and ValueError unless its last axis consists of groups of 16.
     """
     check_values("x", x)
     switch("inverse", inverse)
@@ -25,12 +25,12 @@ def apply_rht(x: Array, inverse: bool = False) -> Array:
 
 
 def get_wgrad_sign_vector() -> Array:
-    """The 16 signs, float32."""
+    """Return the 16 signs, float32."""
     return jnp.asarray(np.asarray(SIGNS, np.float32))
 
 
 def get_rht_matrix() -> Array:
-    """diag(signs) @ H / 4 [16, 16] in bfloat16: x @ matrix transforms a group."""
+    """Return diag(signs) @ H / 4 [16, 16] in bfloat16: x @ matrix transforms a group."""
     rows = np.arange(GROUP)
     ones = np.vectorize(lambda n: bin(n).count("1"))(rows[:, None] & rows[None, :])
     return jnp.asarray((np.asarray(SIGNS)[:, None] * (-1.0) ** ones) / 4, jnp.bfloat16)

@@ -1,7 +1,7 @@
-"""Quantizers: tensor [*rows, *columns] -> codes and scales, and for delayed scaling the state of the next step.
+"""Quantizers: tensor [*rows, *columns] -> codes and scales, and the next state of delayed scaling.
 
-They are pytrees, whose leaves are their state, and look mutable as the original's do. Rules of differentiation use
-the functions that change nothing: `encode` and `advanced`.
+Quantizers are pytrees whose leaves are their state, and have mutable methods for compatibility with the original.
+Differentiation rules use the methods without side effects: `encode` and `advanced`.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ Class = TypeVar("Class", bound=type)
 
 
 def _register(cls: Class) -> Class:
-    """A dataclass whose STATE fields are leaves of a pytree and whose other fields are not."""
+    """Make a dataclass a pytree whose leaves are its STATE fields."""
 
     def flatten(quantizer: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         state = tuple(getattr(quantizer, name) for name in cls.STATE)
         return state, tuple(getattr(quantizer, f.name) for f in fields(cls) if f.name not in cls.STATE)
 
     def unflatten(static: tuple[Any, ...], state: Sequence[Any]) -> Any:
-        # Not through __init__: leaves may be tracers, shapes or nothing at all.
+        # Not by __init__: leaves may be tracers, shapes or None.
         made = object.__new__(cls)
         names = [f.name for f in fields(cls) if f.name not in cls.STATE]
         made.__dict__.update(zip(names, static, strict=True))
@@ -69,9 +69,9 @@ class Quantizer:
     """One way to quantize tensors.
 
     q_dtype          dtype of the codes
-    scaling_mode     where scales come from
-    q_layout         which directions are made
-    data_layout      how the row-wise and the column-wise codes lie: N as they are, T transposed
+    scaling_mode     the source of the scales
+    q_layout         the directions that are quantized
+    data_layout      layout of the row-wise and the column-wise codes: N not transposed, T transposed
     checkpoint_name  name of the codes and scales for recomputation policies
     """
 
@@ -103,7 +103,7 @@ class Quantizer:
         self, x: Array, is_rowwise: bool | None = None, is_colwise: bool | None = None, dq_dtype: Any = None,
         flatten_axis: int = -1, over: tuple[str, ...] = (),
     ) -> tuple[ScaledTensor, Array | None]:  # fmt: skip
-        """(tensor, its absolute maximum or None) without a change of state; over is that of `primitives.quantize`."""
+        """Return the tensor and its absolute maximum or None, without a change of state; see `quantize`."""
         check_values("x", x)
         for name, asked in (("is_rowwise", is_rowwise), ("is_colwise", is_colwise)):
             switch(name, asked)
@@ -115,28 +115,28 @@ class Quantizer:
         return self._tensors(made, spec, x.shape, dtype, axis), made.amax
 
     def directions(self, is_rowwise: bool | None, is_colwise: bool | None) -> tuple[bool, bool]:
-        """(row-wise, column-wise), as asked for; None: as the layout has it."""
+        """Return (row-wise, column-wise); None: as in q_layout."""
         rowwise = self.q_layout.has_rowwise if is_rowwise is None else is_rowwise
         colwise = self.q_layout.has_colwise if is_colwise is None else is_colwise
         return rowwise, colwise
 
     def cast(self) -> Cast | None:
-        """How an operation quantizes its own result as `encode` would; None where it cannot."""
+        """Return the cast with which an operation quantizes its own result as `encode` does, or None if unsupported."""
         return Cast(self.spec(self.q_layout.has_rowwise, self.q_layout.has_colwise))
 
     def from_codes(
         self, made: primitive.Quantized, shape: tuple[int, ...], dtype: Any, flatten_axis: int
     ) -> tuple[ScaledTensor, Array | None]:
-        """What `encode` answers of a result [*shape], from the codes that its operation made by `cast`."""
+        """Return the result of `encode` for a result [*shape] that its operation has quantized by `cast`."""
         cast = self.cast()
-        assert cast is not None, "its operation was told how"
+        assert cast is not None, "the operation has used the cast"
         axis = positive_axis(flatten_axis, len(shape))
         return self._tensors(made, cast.spec, shape, jnp.dtype(dtype), axis), made.amax
 
     def _tensors(
         self, made: primitive.Quantized, spec: QuantizeSpec, shape: tuple[int, ...], dtype: Any, axis: int
     ) -> ScaledTensor:
-        """The codes of a matrix as tensors of its array [*shape], whose columns begin at axis."""
+        """Return the codes of a matrix as tensors of its array [*shape], whose columns begin at axis."""
         tensors: list[ScaledTensor1x] = []
         if spec.rowwise:
             assert made.codes is not None and made.scale is not None
@@ -152,23 +152,23 @@ class Quantizer:
         return tensors[0] if len(tensors) == 1 else ScaledTensor2x(*tensors)
 
     def update(self, amax: Array | None) -> None:
-        """Bring the state one step forward; without a state nothing happens."""
+        """Advance the state by one step; no effect without a state."""
 
     def advanced(self, amax: Array | None) -> Quantizer:
-        """The quantizer of the next step."""
+        """Return the quantizer of the next step."""
         return self
 
     def get_data_layout(self) -> str:
-        """data_layout of the directions that are made."""
+        """Return the data_layout of the quantized directions."""
         if self.q_layout is QuantizeLayout.ROWWISE:
             return self.data_layout[0]
         return self.data_layout[1] if self.q_layout is QuantizeLayout.COLWISE else self.data_layout
 
     def spec(self, rowwise: bool, colwise: bool) -> QuantizeSpec:
-        """What the primitive is asked for."""
+        """Return the settings for the quantization primitive."""
         form = self.scaling_mode.format
         if form is None:
-            raise ValueError(f"scaling_mode={self.scaling_mode} quantizes nothing; choose another mode")
+            raise ValueError(f"scaling_mode={self.scaling_mode} does not quantize; choose another mode")
         return QuantizeSpec(
             form,
             element_of(self.q_dtype),
@@ -182,7 +182,7 @@ class Quantizer:
         return {}
 
     def _given(self, x: Array, axis: int) -> dict[str, Any]:
-        """What the primitive is given beside x."""
+        """Return the keyword arguments of the quantization primitive."""
         return {}
 
     def _tensor(
@@ -212,7 +212,7 @@ class Quantizer:
 @_register
 @dataclass
 class CurrentScaleQuantizer(Quantizer):
-    """One scale a tensor, made from its own absolute maximum."""
+    """One scale per tensor, computed from its own absolute maximum."""
 
     scaling_mode: ScalingMode = ScalingMode.CURRENT_TENSOR_SCALING
     q_layout: QuantizeLayout = QuantizeLayout.ROWWISE_COLWISE
@@ -227,10 +227,10 @@ class CurrentScaleQuantizer(Quantizer):
 @_register
 @dataclass
 class DelayedScaleQuantizer(Quantizer):
-    """One scale a tensor, made from the absolute maxima of earlier steps.
+    """One scale per tensor, computed from the absolute maxima of earlier steps.
 
-    scale         float32 [1], what values are multiplied by; 0, JAX's gradient of a state that a step left unread, is
-                  read as 1 where it is loaded: read before, it would take a kernel of XLA's for every tensor
+    scale         float32 [1], the multiplier of values. It is 0, JAX's gradient of a state that a step did not read,
+                  only until a kernel loads it as 1: a conversion before the kernel would need an XLA kernel per tensor
     amax_history  float32 [length]
     """
 
@@ -262,14 +262,14 @@ class DelayedScaleQuantizer(Quantizer):
         if tuple(self.scale.shape) == (1,):
             return self.scale
         raise ValueError(
-            f"scale has shape {list(self.scale.shape)}; one tensor takes one scale, [1], and groups a GroupedQuantizer"
+            f"scale has shape {list(self.scale.shape)}; a tensor has one scale, [1], and groups need a GroupedQuantizer"
         )
 
 
 @_register
 @dataclass
 class BlockScaleQuantizer(Quantizer):
-    """One scale a block: MXFP8, and FP8 in blocks of 1 x 128 or 128 x 128."""
+    """One scale per block: MXFP8, and FP8 in blocks of 1 x 128 or 128 x 128."""
 
     scaling_mode: ScalingMode = ScalingMode.MXFP8_1D_SCALING
     q_layout: QuantizeLayout = QuantizeLayout.ROWWISE_COLWISE
@@ -286,12 +286,12 @@ class BlockScaleQuantizer(Quantizer):
 @_register
 @dataclass
 class NVFP4Quantizer(Quantizer):
-    """E2M1 codes, an E4M3 scale for 16 of them, one float32 scale for the tensor.
+    """E2M1 codes, one E4M3 scale per 16 codes, one float32 scale per tensor.
 
     use_rht                        Hadamard transform the column direction
-    stochastic_rounding_rng_state  uint32 words, such as the data of a jax.random key: round stochastically; None: to
-                                   nearest
-    four_over_six                  "MAE" or "MSE": map a block's maximum to 4 instead of 6 where that makes the smaller
+    stochastic_rounding_rng_state  uint32 words, such as the data of a jax.random key: round stochastically; None: round
+                                   to nearest
+    four_over_six                  "MAE" or "MSE": map a block's maximum to 4 instead of 6 if that makes the smaller
                                    error; empty: never
     """
 
@@ -305,7 +305,7 @@ class NVFP4Quantizer(Quantizer):
     four_over_six: str = ""
 
     def cast(self) -> Cast | None:
-        return None  # its kernels read a matrix that lies in memory
+        return None  # its kernels read a matrix from memory
 
     def _options(self) -> dict[str, Any]:
         error = self.four_over_six
@@ -318,7 +318,7 @@ class NVFP4Quantizer(Quantizer):
         if (state := self.stochastic_rounding_rng_state) is None:
             return {}
         rows, columns = jax.random.split(key_of(state))
-        # Explicit, since under jax_enable_x64 the default is float64: other numbers, which no kernel reads.
+        # Explicit, because under jax_enable_x64 the default is float64: other numbers, which no kernel reads.
         uniform = functools.partial(jax.random.uniform, dtype=jnp.float32)
         return {"random": (uniform(rows, x.shape), uniform(columns, (*x.shape[axis:], *x.shape[:axis])))}
 
@@ -326,7 +326,7 @@ class NVFP4Quantizer(Quantizer):
 def advanced_together(
     quantizers: Sequence[Quantizer | None], amaxes: Sequence[Array | None]
 ) -> tuple[Quantizer | None, ...]:
-    """The quantizers of the next step; states that are alike advance in one operation."""
+    """Return the quantizers of the next step; equal kinds of states advance in one operation."""
     following = list(quantizers)
     alike: dict[tuple[Any, ...], list[int]] = {}
     for place, quantizer in enumerate(quantizers):
@@ -354,7 +354,7 @@ def advanced_together(
 class QuantizerSet:
     """The quantizers of a linear layer's input, kernel and output gradient; None: not quantized.
 
-    Each is a Quantizer, or of grouped products a GroupedQuantizer.
+    Each is a Quantizer, or for grouped products a GroupedQuantizer.
     """
 
     x: Any
@@ -370,7 +370,7 @@ class QuantizerSet:
 
     @property
     def is_noop(self) -> bool:
-        """Does it quantize nothing?"""
+        """Return whether nothing is quantized."""
         return self.x is None and self.kernel is None and self.dgrad is None
 
     def __eq__(self, other: object) -> bool:
@@ -385,7 +385,7 @@ noop_quantizer_set = QuantizerSet(None, None, None)
 
 
 def as_cotangent(tree: Any) -> Any:
-    """A state as the cotangent of an earlier one: what is not a float (a random key) has none."""
+    """Return a state as the cotangent of an earlier one: leaves that are not floats (random keys) have none."""
 
     def leaf(value: Array) -> Any:
         return (

@@ -1,4 +1,4 @@
-"""q, k, v of one projection: how heads are ordered in it."""
+"""The order of heads in a projection that computes queries, keys and values together."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from ..functions.split_heads import parts_of, split_heads
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of one tensor-parallel rank, and how their projections are ordered in a fused weight.
+    """The heads of one tensor-parallel rank, and their order in a fused weight.
 
-    interleaved   group by group (the group's queries, its key, its value), else all queries, all keys, all
-                  values
+    interleaved   group by group (the group's queries, its key, its value); otherwise all queries, all keys, all values
     """
 
     queries: int
@@ -23,21 +22,21 @@ class Heads:
     interleaved: bool
 
     def split_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [.., h, d], k [.., g, d], v [.., g, d] of x [.., (h + 2 g) d]."""
+        """Return q [.., h, d], k [.., g, d], v [.., g, d] of x [.., (h + 2 g) d]."""
         return split_heads(x, self.queries, self.groups, self.size, self.interleaved)
 
     def views(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same in eager mode, for whoever looks after their gradients."""
+        """Return the views of `split_qkv` in eager mode, for callers that compute the gradients themselves."""
         return parts_of(x, self.queries, self.groups, self.size, self.interleaved)
 
     def grouped(self, x: Tensor) -> Tensor | None:
-        """x [.., (h + 2 g) d] as [.., g, (h / g + 2) d], group by group; None where groups do not lie so."""
+        """Return x [.., (h + 2 g) d] as [.., g, (h / g + 2) d], group by group; None for another order of heads."""
         if not self.interleaved and self.groups > 1:
             return None
         return x.unflatten(-1, (self.groups, -1))
 
     def split_kv(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """k [.., g, d], v [.., g, d] of x [.., 2 g d]."""
+        """Return k [.., g, d], v [.., g, d] of x [.., 2 g d]."""
         if self.interleaved:
             k, v = x.unflatten(-1, (self.groups, 2 * self.size)).chunk(2, dim=-1)
         else:
@@ -45,7 +44,7 @@ class Heads:
         return k, v
 
     def split_q(self, x: Tensor) -> Tensor:
-        """q [.., h, d] of x [.., h d]."""
+        """Return q [.., h, d] of x [.., h d]."""
         return x.unflatten(-1, (self.queries, self.size))
 
 

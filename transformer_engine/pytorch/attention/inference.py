@@ -1,10 +1,10 @@
-"""InferenceParams: the keys and values of earlier tokens, and how long every sequence of the batch is.
+"""InferenceParams: the keys and values of earlier tokens, and the length of every sequence of the batch.
 
-A step: `pre_step({sequence id: new tokens})` says who is in the batch, in the order of the batch; every attention
-layer then calls `step` with its new keys and values and attends to what comes back. Lengths are known on the host
-from the dictionary, so nothing is read from the device. What `step` reads (lengths, page tables) lies in device
-tensors of fixed address that `pre_step` fills: a CUDA graph of a decoding step is captured once and replayed
-after every `pre_step` of as many sequences with as many new tokens.
+For each step, `pre_step({sequence id: new tokens})` announces the sequences in batch order. Then every attention layer
+calls `step` with its new keys and values, and attends to the returned ones. The dictionary gives the lengths on the
+host, so that nothing is read from the device. `step` reads lengths and page tables from device tensors with fixed
+addresses, which `pre_step` fills. A CUDA graph of a decoding step is therefore captured once, and replayed after every
+`pre_step` with the same numbers of sequences and new tokens.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from .kv_cache import KVCacheManager, NonPagedKVCacheManager, lasting_zeros, who
 from .kv_cache_paged import PagedKVCacheManager
 
 FORMATS = ("sbhd", "bshd", "thd")
-# Managers whose steps are known before they are made.
+# Managers whose results are known in advance.
 _OURS = (NonPagedKVCacheManager, PagedKVCacheManager)
 
 
 class CachedKeysValues(NamedTuple):
-    """What an attention attends to: all keys and values of the step's sequences.
+    """All keys and values of a step's sequences, to which an attention attends.
 
-    key, value       bshd [b, s, h, d]; with a page_table int32 [b, pages] they are [pages, page_size, h, d]
-    cu_seqlens_*     int32 [b + 1], of the new tokens (q) and of all of them (kv);  lengths_* int32 [b] the same
+    key, value       bshd [b, s, h, d]; with a page_table int32 [b, pages], [pages, page_size, h, d]
+    cu_seqlens_*     int32 [b + 1], of the new tokens (q) and of all tokens (kv);  lengths_* int32 [b] the same
     max_seqlen_*     bounds of the lengths: of this step (q), and of the cache (kv)
     """
 
@@ -54,7 +54,7 @@ class CachedKeysValues(NamedTuple):
 
 
 class StepLimits(NamedTuple):
-    """What new keys and values of a step have to be like: those of the cache, and of what pre_step announced."""
+    """Limits of a step's new keys and values: those of the cache, and of the sequences that pre_step announced."""
 
     dtype: torch.dtype
     heads: int
@@ -66,7 +66,7 @@ class StepLimits(NamedTuple):
     max_sequence_length: int
 
     def check(self, new_k: Any, new_v: Any, qkv_format: str) -> None:
-        """ValueError unless shapes, of tensors or of descriptions, are within the limits."""
+        """Raise ValueError unless the shapes, of tensors or of descriptions, are within the limits."""
         if qkv_format not in FORMATS:
             raise ValueError(f"qkv_format={qkv_format!r}; choose one of {', '.join(FORMATS)}")
         if new_k.shape[:-2] != new_v.shape[:-2]:
@@ -104,7 +104,7 @@ class StepLimits(NamedTuple):
 
 
 class Foreseen(NamedTuple):
-    """What a cache will give a step, its description, and what both hold for: limits, a layer's cache, a page table."""
+    """The future results of a cache for a step, their description, limits, the layer's cache, and the page table."""
 
     upcoming: CachedKeysValues
     described: Any
@@ -114,16 +114,20 @@ class Foreseen(NamedTuple):
 
 
 class InferenceParams:
-    """The key-value caches of a model's attention layers, and which sequence is how long.
+    """The key-value caches of a model's attention layers, and the lengths of the sequences.
 
-    max_batch_size, max_sequence_length   limits of a step's batch, and of a sequence including its new tokens
-    num_heads_kv, head_dim_k, head_dim_v  of the keys and values that are cached (per tensor-parallel rank)
-    is_paged         keep them in total_num_pages pages of page_size tokens; by default 64 tokens, and pages
-                     for max_batch_size sequences of full length. With fewer, pre_step raises when they run out.
-                     Without pages both numbers stand for nothing, so that a flag alone chooses
-    max_ctx_len      the most new tokens of a sequence in one step; default max_sequence_length
-    qkv_format       layout of the new tokens: sbhd, bshd (real tokens first, padding behind) or thd
-    custom_cache_manager   a KVCacheManager to use instead
+    Args:
+        max_batch_size: Maximum number of sequences in a step.
+        max_sequence_length: Maximum number of tokens of a sequence, including its new ones.
+        num_heads_kv: Key and value heads per tensor-parallel rank.
+        head_dim_k: Features of a key head.
+        head_dim_v: Features of a value head; by default head_dim_k.
+        is_paged: Store the cache in total_num_pages pages of page_size tokens; by default 64 tokens, and pages for
+            max_batch_size sequences of full length. With fewer pages, pre_step raises ValueError when none is free.
+            Without is_paged, both numbers have no effect.
+        max_ctx_len: Maximum number of new tokens of a sequence in one step; by default max_sequence_length.
+        qkv_format: Layout of the new tokens: "sbhd", "bshd" (with padding at the end) or "thd".
+        custom_cache_manager: KVCacheManager to use instead of this package's managers.
     """
 
     def __init__(
@@ -155,8 +159,8 @@ class InferenceParams:
         tensor_dtype("dtype", dtype)
         if custom_cache_manager is not None and not isinstance(custom_cache_manager, KVCacheManager):
             raise TypeError(
-                f"custom_cache_manager={described(custom_cache_manager)} is no KVCacheManager; give an instance of a "
-                "subclass, or None"
+                f"custom_cache_manager={described(custom_cache_manager)} is not a KVCacheManager; give an instance of "
+                "a subclass, or None"
             )
         self.max_batch_size = max_batch_size
         self.max_sequence_length = max_sequence_length
@@ -172,7 +176,7 @@ class InferenceParams:
         self.cache_manager = custom_cache_manager or self._manager()
         self.sequences: OrderedDict[Any, int] = OrderedDict()
         self.batch_size = -1
-        self.longest_step = 0  # new tokens of the sequence that brings most
+        self.longest_step = 0  # largest number of new tokens of a sequence
         self.step_tokens = 0  # new tokens of all sequences
         # One copy from the host fills all lengths; sections begin at multiples of 16 bytes.
         self._section = round_up(max_batch_size + 1, 4)
@@ -181,7 +185,7 @@ class InferenceParams:
         self._set_batch_size(0)
 
     def _pages(self, page_size: int | None, total_num_pages: int | None) -> tuple[int | None, int | None]:
-        """Tokens a page and number of pages, checked; None without pages."""
+        """Return tokens per page and number of pages, checked; None without pages."""
         if not self.is_paged:
             return None, None
         size = 64 if page_size is None else page_size
@@ -197,7 +201,7 @@ class InferenceParams:
         return PagedKVCacheManager(*pages, *heads, *limits, self.head_dim_v, self.device)
 
     def allocate_memory(self, layer_number: int) -> None:
-        """Make the cache of a layer; `step` does it where it was not done."""
+        """Allocate the cache of a layer; by default, the layer's first `step` does it."""
         if type(layer_number) is not int or layer_number < 1:
             layer_number = to_int("layer_number", layer_number)
         self.cache_manager.allocate_memory(layer_number)
@@ -205,8 +209,10 @@ class InferenceParams:
     def pre_step(self, step_dict: Mapping[Any, int]) -> None:
         """Begin a step of the sequences {id: new tokens}, in batch order.
 
-        Known ids continue, unknown ones join, those left out are forgotten: {} forgets all. Raises ValueError, before
-        anything changes, when a limit would be exceeded or pages run out.
+        Known ids continue, unknown ids start a sequence, and all other sequences are removed: {} removes all.
+
+        Raises:
+            ValueError: A limit would be exceeded, or no page is free. Nothing has changed.
         """
         step_dict = whole_step(
             step_dict, self.sequences, self.max_batch_size, self.max_ctx_len, self.max_sequence_length
@@ -224,11 +230,11 @@ class InferenceParams:
         for end, row in enumerate(rows, start=1):
             filled.extend(row)
             filled.extend([0] * (end * self._section - len(filled)))
-        # From memory that is not pinned: the copy is staged before the call returns, and waits for nothing.
+        # The host memory is not pinned: the copy is staged before the call returns, and does not wait for the device.
         self._lengths.copy_(torch.tensor(filled, dtype=torch.int32, device="cpu"), non_blocking=True)
 
     def _set_batch_size(self, size: int) -> None:
-        """Cut the lengths to the batch: once for a size, not in every layer of every step."""
+        """Slice the lengths to the batch, once per batch size instead of in every layer of every step."""
         if size == self.batch_size:
             return
         self.batch_size = size
@@ -237,23 +243,23 @@ class InferenceParams:
         self._cu_new, self._cu_total = cu_new[: size + 1], cu_total[: size + 1]
 
     def get_seqlens_pre_step(self) -> Tensor:
-        """Tokens [b] int32 that each sequence of this step had before it."""
+        """Return int32 [b]: the number of tokens of each sequence before this step."""
         return self._start
 
     @property
     def cu_seqlens_q(self) -> Tensor:
-        """Cumulative new tokens [b + 1] int32 of this step."""
+        """Cumulative new tokens of this step, int32 [b + 1]."""
         return self._cu_new
 
     @property
     def cu_seqlens_kv(self) -> Tensor:
-        """Cumulative tokens [b + 1] int32 of the sequences, those of this step included."""
+        """Cumulative tokens of the sequences including this step, int32 [b + 1]."""
         return self._cu_total
 
     def step(self, layer_number: int, new_k: Tensor, new_v: Tensor, qkv_format: str) -> CachedKeysValues:
-        """Append a layer's new keys and values; all of them, masked by the lengths that come with them.
+        """Append a layer's new keys and values, and return all of them with the lengths that mask them.
 
-        The cache holds no gradient. Raises ValueError, before writing, when the tensors do not fit the step.
+        The cache has no gradient. Raises ValueError, before writing, if the tensors do not fit the step.
         """
         tensor("new_k", new_k)
         tensor("new_v", new_v)
@@ -263,11 +269,11 @@ class InferenceParams:
 
     @property
     def foresees(self) -> bool:
-        """Can `upcoming` say what a step will return? A custom manager may do anything."""
+        """Whether `upcoming` knows the results of a step; those of a custom manager are unknown."""
         return type(self.cache_manager) in _OURS
 
     def limits(self, qkv_format: str) -> StepLimits:
-        """What the step's new keys and values have to be like. Of packed tokens alone the number is one of them."""
+        """Return the limits of the step's new keys and values, which include the number of packed tokens."""
         return StepLimits(*self._limits(qkv_format))
 
     def _limits(self, qkv_format: str) -> tuple[Any, ...]:
@@ -276,9 +282,9 @@ class InferenceParams:
         return (*heads, self.batch_size, tokens, self.longest_step, self.max_sequence_length)
 
     def upcoming(self, layer_number: int) -> CachedKeysValues | None:
-        """What `step` will return, nothing written yet: whoever may still refuse the call asks for it first.
+        """Return the result of `step` without writing anything, for checks before a call has effects.
 
-        None: a custom manager alone knows, or the layer has no memory yet.
+        None if only a custom manager knows the result, or if the layer has no memory yet.
         """
         manager = self.cache_manager
         if not self.foresees or layer_number not in manager.cache:
@@ -291,7 +297,7 @@ class InferenceParams:
     def foreseen(
         self, layer_number: int, qkv_format: str, describe: Callable[[CachedKeysValues, StepLimits], Any]
     ) -> Foreseen | None:
-        """`upcoming` and describe(of it, limits), made once for equal steps; for calls that no compiler traces."""
+        """Return `upcoming` and describe(upcoming, limits), cached for equal steps; not while a compiler traces."""
         manager = self.cache_manager
         pair = manager.cache.get(layer_number) if type(manager) in _OURS else None
         made = self._foreseen.get(layer_number)
@@ -306,7 +312,7 @@ class InferenceParams:
         upcoming = self.upcoming(layer_number)
         if upcoming is None:
             return None
-        assert pair is not None, "a custom manager's steps are not known"
+        assert pair is not None, "the steps of a custom manager are unknown"
         limits = self.limits(qkv_format)
         made = Foreseen(upcoming, describe(upcoming, limits), limits, pair, manager.page_table)
         self._foreseen[layer_number] = made
@@ -315,7 +321,7 @@ class InferenceParams:
     def write(
         self, layer_number: int, new_k: Tensor, new_v: Tensor, qkv_format: str
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Append new keys and values that `upcoming` has seen; keys, values and page table as managers have them."""
+        """Append new keys and values that `upcoming` has described; return keys, values and page table."""
         return self.cache_manager.step(layer_number, new_k, new_v, self._cu_new, self._cu_total, qkv_format)
 
     def _with_lengths(self, k: Tensor, v: Tensor, table: Tensor | None) -> CachedKeysValues:
@@ -337,9 +343,9 @@ class InferenceParams:
     step_kv_cache = step
 
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [b, s, h, d] of a layer for the step's sequences, each in one stretch.
+        """Return keys and values [b, s, h, d] of a layer for the step's sequences, each contiguous.
 
-        Copies of pages, with whatever lies behind a sequence's last token; of a cache without pages, itself.
+        Pages are copied, including the values after a sequence's last token; a cache without pages returns itself.
         """
         k, v = self.cache_manager.cache[layer_number]
         if not isinstance(self.cache_manager, PagedKVCacheManager):
@@ -348,7 +354,7 @@ class InferenceParams:
         return gather_pages(k, table), gather_pages(v, table)
 
     def print(self) -> None:
-        """Print the limits, and what the cache holds."""
+        """Print the limits and the contents of the cache."""
         print(
             f"InferenceParams: {len(self.sequences)} of {self.max_batch_size} sequences, up to "
             f"{self.max_sequence_length} tokens, {self.num_heads_kv} heads of {self.head_dim_k} and {self.head_dim_v} "
@@ -357,7 +363,7 @@ class InferenceParams:
         self.cache_manager.print_cache()
 
     def reset(self) -> None:
-        """Forget every sequence; the memory stays."""
+        """Remove every sequence; the memory stays allocated."""
         self.cache_manager.reset()
         self.sequences.clear()
         self.longest_step = self.step_tokens = 0

@@ -1,8 +1,8 @@
-"""Where the keys and values of earlier tokens are kept: one contiguous stretch a sequence, or pages.
+"""Caches of keys and values of earlier tokens: one contiguous range per sequence, or pages.
 
-A manager knows which sequences there are and how long they are, on the host. What a step changes on the device
-(rows that move, page tables) is written in `pre_step`; `step` only starts kernels on tensors of fixed addresses, so
-a CUDA graph can hold it.
+A manager keeps the sequences and their lengths on the host. `pre_step` writes the changes of a step on the device (rows
+that move, page tables). `step` only launches kernels on tensors with fixed addresses, so that a CUDA graph can
+contain it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..runtime.device import canonical_device
 
 
 def lasting_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros for later steps to write, in whatever mode: what is made in inference mode is written nowhere else."""
+    """Return zeros that later steps can write in any mode: tensors of inference mode are read-only elsewhere."""
     with torch.inference_mode(False):
         return torch.zeros(*shape, dtype=dtype, device=device)
 
@@ -29,7 +29,7 @@ def lasting_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tens
 class KVCacheManager(ABC):
     """The caches of all layers: cache[layer] = (keys, values), and sequences {id: tokens} in batch order."""
 
-    page_size = 0  # tokens a page; 0: no pages
+    page_size = 0  # tokens per page; 0: no pages
     page_table: Any = None
 
     def __init__(self) -> None:
@@ -38,13 +38,13 @@ class KVCacheManager(ABC):
 
     @abstractmethod
     def allocate_memory(self, layer_number: int) -> None:
-        """Make room for a layer; a second call for the same layer does nothing."""
+        """Allocate the cache of a layer; a second call for the same layer does nothing."""
 
     @abstractmethod
     def pre_step(self, step_dict: Mapping[Any, int]) -> OrderedDict[Any, int]:
-        """The sequences {id: tokens with the new ones} of a step {id: new tokens}; others are forgotten.
+        """Return the sequences {id: tokens including new ones} of a step {id: new tokens}; others are removed.
 
-        Raises ValueError, before anything changes, if they find no room.
+        Raises ValueError, before anything changes, if there is not enough memory for the sequences.
         """
 
     @abstractmethod
@@ -57,28 +57,28 @@ class KVCacheManager(ABC):
         cu_cached_seqlens: Tensor,
         qkv_format: str,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(keys, values, page table) of the step's sequences, with the new tokens written behind the old.
+        """Append the new tokens, and return (keys, values, page table) of the step's sequences.
 
-        cu_new_seqlens, cu_cached_seqlens  int32 [b + 1]: cumulative new tokens, and tokens with the new ones
+        cu_new_seqlens, cu_cached_seqlens  int32 [b + 1]: cumulative new tokens, and cumulative tokens including them
         """
 
     def reset(self) -> None:
-        """Forget every sequence; the memory stays."""
+        """Remove every sequence; the memory stays allocated."""
         self.sequences.clear()
 
     def print_cache(self) -> None:
-        """Print what is kept: layers, and each sequence of the batch with its tokens."""
+        """Print the contents: layers, and each sequence of the batch with its number of tokens."""
         print("\n".join(self.described()))
 
     def described(self) -> list[str]:
-        """The lines of print_cache."""
+        """Return the lines of print_cache."""
         lines = [f"{type(self).__name__}: layers {sorted(self.cache)}, {len(self.sequences)} sequences"]
         for row, (sequence, tokens) in enumerate(self.sequences.items()):
             lines.append(f"  row {row}: sequence {sequence!r}, {tokens} tokens{self._place_of(sequence)}")
         return lines
 
     def _place_of(self, sequence: Any) -> str:
-        """Where the tokens of a sequence lie, as far as its row does not say it."""
+        """Return the location of a sequence's tokens, unless its row determines it."""
         return ""
 
     def _advance(self, step_dict: Mapping[Any, int]) -> None:
@@ -90,9 +90,9 @@ class KVCacheManager(ABC):
 def whole_step(
     step_dict: Any, known: Mapping[Any, int], max_batch: int, most: int, longest: int
 ) -> dict[Any, int]:
-    """step_dict with plain integers; ValueError unless sequences, new tokens and totals are within the limits.
+    """Return step_dict with plain integers; raise ValueError unless sequences, new tokens and totals are within limits.
 
-    most, longest   new tokens that a sequence may bring (max_ctx_len), tokens that it may have then
+    most, longest   maximum number of new tokens per sequence (max_ctx_len), and of its tokens afterwards
     """
     if not isinstance(step_dict, Mapping):
         raise ValueError(
@@ -109,7 +109,7 @@ def whole_step(
             new = to_int("tokens", given)
         except TypeError:
             raise ValueError(
-                f"sequence {sequence!r} brings {given!r} tokens, which is no whole number; give an int"
+                f"sequence {sequence!r} brings {given!r} tokens, which is not a whole number; give an int"
             ) from None
         if not 0 <= new <= most:
             raise ValueError(
@@ -127,7 +127,7 @@ def whole_step(
 
 
 def check_layer(cache: Mapping[int, object], layer_number: int) -> None:
-    """ValueError unless the layer has memory."""
+    """Raise ValueError unless the layer has memory."""
     if layer_number not in cache:
         raise ValueError(
             f"layer_number={layer_number} has no cache, there are {sorted(cache)}; call allocate_memory first"
@@ -135,7 +135,7 @@ def check_layer(cache: Mapping[int, object], layer_number: int) -> None:
 
 
 def check_batch(known: Mapping[Any, int], cu_new_seqlens: Tensor) -> None:
-    """ValueError unless the lengths are of as many sequences as pre_step announced."""
+    """Raise ValueError unless the lengths are those of as many sequences as pre_step announced."""
     batch = cu_new_seqlens.shape[0] - 1
     if batch != len(known):
         raise ValueError(
@@ -146,8 +146,9 @@ def check_batch(known: Mapping[Any, int], cu_new_seqlens: Tensor) -> None:
 class NonPagedKVCacheManager(KVCacheManager):
     """Keys and values [max_batch_size, max_seqlen, heads, size]; row i belongs to the i-th sequence of the batch.
 
-    A sequence whose place in the batch changes is moved: keep the order where it can be kept. Zeros at first: a masked
-    key counts 0 times its value, so that no NaN may lie there.
+    A sequence whose position in the batch changes is moved, so keep the order if possible. The memory is initialized
+    with
+    zeros: a masked key contributes 0 times its value, which would be NaN for a NaN.
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class NonPagedKVCacheManager(KVCacheManager):
         return self.sequences
 
     def _move(self, moves: list[tuple[int, int]]) -> None:
-        """Row target becomes what row source was, for all (source, target) at once."""
+        """Copy row source to row target for all (source, target) at once."""
         if not moves or not self.cache:
             return
         where = torch.tensor(moves, device="cpu").t().to(self.device, non_blocking=True)

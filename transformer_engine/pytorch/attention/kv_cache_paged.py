@@ -1,8 +1,8 @@
-"""Keys and values in pages [pages, page size, heads, size] that sequences take and give back as they grow and end.
+"""Keys and values in pages [pages, page size, heads, size] that sequences allocate and release as they grow and end.
 
-Memory is bound to the tokens that there are, not to the longest sequence times the batch, and a sequence that
-changes its place in the batch moves one row of the page table instead of its keys and values (Kwon et al.,
-Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023).
+The memory depends on the number of tokens instead of the longest sequence times the batch. A sequence that changes its
+position in the batch moves one row of the page table instead of its keys and values (Kwon et al., Efficient Memory
+Management for Large Language Model Serving with PagedAttention, 2023).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .kv_cache import KVCacheManager, check_batch, check_layer, lasting_zeros, w
 
 
 class PagedKVCacheManager(KVCacheManager):
-    """page_table [max_batch, pages a sequence] int32: row i lists the pages of the i-th sequence of the batch.
+    """page_table [max_batch, pages per sequence] int32: row i lists the pages of the i-th sequence of the batch.
 
-    Entries behind a sequence's pages are 0, a page that exists, so that reading them does no harm.
+    Entries after a sequence's pages are 0, a valid page, so that reading them is harmless.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class PagedKVCacheManager(KVCacheManager):
         self.page_table = lasting_zeros(*table, dtype=torch.int32, device=self.device)
         self._table = lasting_zeros(*table, dtype=torch.int32, device=torch.device("cpu"))
         self._pages: dict[Any, list[int]] = {}
-        self._free = list(range(total_num_pages - 1, -1, -1))  # taken from its end: the lowest page first
+        self._free = list(range(total_num_pages - 1, -1, -1))  # used from its end: the lowest page first
 
     def allocate_memory(self, layer_number: int) -> None:
         if layer_number not in self.cache:
@@ -90,22 +90,23 @@ class PagedKVCacheManager(KVCacheManager):
             self._table[row, :count] = torch.tensor(pages, dtype=torch.int32, device="cpu")
         if first_changed < len(totals):
             changed = slice(first_changed, len(totals))
-            # From memory that is not pinned: the copy is staged before the call returns, and waits for nothing.
+            # The host memory is not pinned: the copy is staged before the call returns, and does not wait for the
+            # device.
             self.page_table[changed].copy_(self._table[changed], non_blocking=True)
         return self.sequences
 
     def free_pages(self) -> int:
-        """Pages that belong to no sequence."""
+        """Return the number of pages that belong to no sequence."""
         return len(self._free)
 
     get_free_page_count = free_pages
 
     def has_free_page(self) -> bool:
-        """Is there a page that belongs to no sequence?"""
+        """Return whether there is a page that belongs to no sequence."""
         return bool(self._free)
 
     def get_page_list(self, seq: Any) -> list[int]:
-        """The pages of a sequence in the order of its tokens; ValueError for one that is not in the batch."""
+        """Return the pages of a sequence in token order; raise ValueError for a sequence that is not in the batch."""
         if seq not in self._pages:
             raise ValueError(
                 f"sequence {seq!r} is not in the batch, which has {list(self._pages)}; call pre_step"
@@ -113,7 +114,7 @@ class PagedKVCacheManager(KVCacheManager):
         return list(self._pages[seq])
 
     def get_page_table(self, sequences: Sequence[Any]) -> Tensor:
-        """int32 [sequences, pages a sequence] on the cache's device: the pages of each, then 0."""
+        """Return int32 [sequences, pages per sequence] on the cache's device: the pages of each sequence, then 0."""
         rows = [self.get_page_list(sequence) for sequence in sequences]
         filled = [row + [0] * (self.max_pages_per_seq - len(row)) for row in rows]
         table = torch.tensor(filled, dtype=torch.int32, device=self.device)

@@ -120,7 +120,7 @@ def check_variant(
     """
     if fuse_wgrad_accumulation and not fuse_qkv_params:
         raise ValueError(
-            "fuse_wgrad_accumulation=True needs one weight a projection; set fuse_qkv_params=True"
+            "fuse_wgrad_accumulation=True needs one weight per projection; set fuse_qkv_params=True"
         )
     warn_without_norm(return_layernorm_output, input_layernorm)
 

@@ -10,7 +10,7 @@ from ..primitives.attention.mask import canonical_name
 from ..runtime.warn_once import warn_once
 from .heads import Heads
 
-# Attributes that children work by, those that decided which children there are, and those kept as they are given.
+# Attributes that children use, that determined which children exist, and that are stored unchanged.
 _PROJECTIONS = ("layernorm_qkv", "qkv", "layernorm_query", "query_layer", "key_value")
 WORKED_BY = {
     "attn_mask_type": ("core_attention.attn_mask_type",),
@@ -106,5 +106,5 @@ class MultiheadAttentionConfig(Config):
 
     @property
     def ranks(self) -> int:
-        """How many share the tokens of a sequence."""
+        """The number of ranks that share the tokens of a sequence."""
         return self.tp_size if self.sequence_parallel else 1

@@ -8,7 +8,7 @@ from torch import nn
 
 
 class FusedMLAQUpProjRopeQuant(nn.Module):
-    """A module that callers of the original ask is_supported() about before they make one; it is on no device."""
+    """A module whose is_supported() callers of the original test before they create one; it is supported nowhere."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise NotImplementedError(
@@ -18,5 +18,5 @@ class FusedMLAQUpProjRopeQuant(nn.Module):
 
     @staticmethod
     def is_supported(*_: Any, **__: Any) -> bool:
-        """False: the three steps run one by one."""
+        """Return False: the three steps run one by one."""
         return False

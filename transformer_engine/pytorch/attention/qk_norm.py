@@ -16,14 +16,14 @@ NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
 
 
 class L2Normalization(nn.Module):
-    """y [.., d] = x / sqrt(sum(x²) + eps), in float32, returned in x's dtype; it has no parameters."""
+    """y [.., d] = x / sqrt(sum(x²) + eps), computed in float32 and returned in x's dtype, without parameters."""
 
     def __init__(self, eps: float = 1e-6) -> None:
         super().__init__()
         self.eps = epsilon("eps", eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        """y of x [.., d]."""
+        """Return y for x [.., d]."""
         floating("x", x)
         wide = x.float()
         return (wide * torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + self.eps)).to(x.dtype)
@@ -32,7 +32,7 @@ class L2Normalization(nn.Module):
 def query_key_norm(
     norm: str | None, size: int, eps: float, dtype: torch.dtype | None, device: torch.device | str | int
 ) -> nn.Module | None:
-    """The norm called `norm` over heads of `size` features; None for None."""
+    """Return the norm called `norm` over heads of `size` features; None for None."""
     if norm is None:
         return None
     one_of("qk_norm_type", norm, (None, *NORMS))

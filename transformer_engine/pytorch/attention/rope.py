@@ -96,7 +96,7 @@ class RotaryPositionEmbedding(nn.Module):
         return angles[:, None, None, :]
 
     def _interpolation(self, max_seq_len: int) -> float:
-        """Positions are squeezed by the given factor, or by what a sequence longer than trained on needs."""
+        """Return the divisor of positions: the given factor, or that of a sequence longer than in training."""
         factor, trained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
         if factor is None:
             return 1.0
@@ -234,13 +234,22 @@ def apply_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> Tensor:
-    """t rotated by freqs [s, 1, 1, d] (raw angles) at each token's position; see RopeSpec for the layouts.
+    """Rotate t by freqs [s, 1, 1, d] (angles) at each token's position; see RopeSpec for the layouts.
 
-    start_positions [b] offsets each sequence; cu_seqlens [b + 1] bounds the sequences of "thd" (of the whole
-    sequences, not of this context-parallel rank's part). `fused` is accepted and changes nothing.
+    Args:
+        t: Queries or keys in `tensor_format`.
+        freqs: Rotation angles of all positions.
+        tensor_format: "sbhd", "bshd" or "thd".
+        start_positions: Offset of each sequence [b].
+        interleaved: Pairs are adjacent features; otherwise half the rotated width apart.
+        fused: Has no effect.
+        cu_seqlens: Bounds of the "thd" sequences [b + 1]; of whole sequences, not of a context-parallel rank's part.
+        cp_size: Number of context-parallel ranks.
+        cp_rank: This context-parallel rank.
 
-    Raises ValueError when freqs is too short. Of start_positions and cu_seqlens on a GPU this is known with TE_CHECK=1
-    alone; without it they are trusted, and a token whose position has no angle becomes NaN.
+    Raises:
+        ValueError: freqs is too short. start_positions and cu_seqlens on a GPU are only checked with TE_CHECK=1;
+            otherwise, a token whose position has no angle becomes NaN.
     """
     spec = _spec(tensor_format, interleaved, cp_size, cp_rank)
     positions = Positions(start_positions, cu_seqlens)
@@ -249,7 +258,7 @@ def apply_rotary_pos_emb(
 
 
 def rotated(t: Tensor, freqs: Tensor, spec: RopeSpec, positions: Positions) -> Tensor:
-    """apply_rotary_pos_emb of what `check_rotation` has seen."""
+    """Compute apply_rotary_pos_emb for arguments that `check_rotation` has accepted."""
     return _apply(t, _angles(freqs), positions.start, positions.cu_seqlens, spec)
 
 
@@ -310,7 +319,7 @@ def rotated_qkv(
     spec: RopeSpec,
     positions: Positions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """apply_fused_qkv_rotary_pos_emb of what has been checked; freqs: of queries, of keys."""
+    """Compute apply_fused_qkv_rotary_pos_emb for checked arguments; freqs are those of queries and of keys."""
     q_angles, k_angles = _angles(freqs[0]), _angles(freqs[1])
     start, bounds = positions
     return _apply_packed(qkv, q_angles, k_angles, start, bounds, sizes, spec)
@@ -327,5 +336,5 @@ def _spec(tensor_format: str, interleaved: Any, cp_size: Any, cp_rank: Any) -> R
 
 
 def _angles(freqs: Tensor) -> Tensor:
-    """[positions, d] of [positions, 1, 1, d]."""
+    """Return [positions, d] of [positions, 1, 1, d]."""
     return freqs.reshape(freqs.shape[0], freqs.shape[-1])

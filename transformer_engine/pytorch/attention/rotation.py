@@ -1,4 +1,4 @@
-"""How the queries and keys of one call turn with their tokens' positions."""
+"""The rotation of the queries and keys of one call by the positions of their tokens."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Pair = tuple[Tensor | None, Tensor | None]
 
 
 class Rotation(NamedTuple):
-    """The rotary embedding of one call: angles of queries and keys, positions before, bounds of thd sequences.
+    """The rotary embedding of one call: angles of queries and keys, start positions, and bounds of thd sequences.
 
-    spec   with clamps where the caller has seen that the tables reach as far as all real tokens
+    spec   with `clamps` if the caller has checked that the tables cover all tokens except padding
     """
 
     angles: tuple[Tensor, Tensor]
@@ -28,25 +28,25 @@ class Rotation(NamedTuple):
     bounds: tuple[Tensor | None, Tensor | None]
 
     def facts(self) -> tuple[torch.Size, torch.Size, RopeSpec] | None:
-        """All that `check` depends on beside q and k, where that is no number in a tensor; None where it is."""
+        """Return all inputs of `check` except q and k; None if the check reads numbers in tensors."""
         if self.before is not None or self.spec.tensor_format == "thd":
             return None
         return self.angles[0].shape, self.angles[1].shape, self.spec
 
     def check(self, q: Any, k: Any) -> None:
-        """ValueError unless the tables fit q [.., h, d] and k [.., g, d], of which shapes are read."""
+        """Raise ValueError unless the tables fit q [.., h, d] and k [.., g, d]; only shapes are read."""
         for x, angles, bounds in zip((q, k), self.angles, self.bounds, strict=True):
             check_rotation(x, angles, Positions(self.before, bounds), self.spec, x.shape[-1])
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q [.., h, d] and k [.., g, d], rotated; the layer has checked them, unless a compiler traces it."""
+        """Return q [.., h, d] and k [.., g, d], rotated; the layer has checked them, except while a compiler traces."""
         if torch.compiler.is_compiling():
             self.check(q, k)
         q = rotated(q, self.angles[0], self.spec, Positions(self.before, self.bounds[0]))
         return q, rotated(k, self.angles[1], self.spec, Positions(self.before, self.bounds[1]))
 
     def of_projection(self, grouped: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v of a projection [.., g, (h / g + 2) d], q and k rotated, in one pass."""
+        """Return q, k, v of a projection [.., g, (h / g + 2) d], with q and k rotated, in one pass."""
         each = heads.queries // heads.groups
         sizes = (each * heads.size, heads.size, heads.size)
         return rotated_qkv(grouped, self.angles, sizes, self.spec, Positions(self.before, self.bounds[0]))
@@ -60,10 +60,10 @@ def rotation_of(
     bounds: Pair,
     padded: Pair,
 ) -> Rotation:
-    """The rotation of a call, whose positions continue those of the cached tokens.
+    """Return the rotation of a call, whose positions continue those of the cached tokens.
 
-    shares_lengths   keys are as long as queries where nothing else is said
-    bounds           cu_seqlens of queries, of keys;  padded  where sequences begin, when tokens of none lie between
+    shares_lengths   by default, keys have the queries' lengths
+    bounds           cu_seqlens of queries, of keys;  padded  starts of the sequences if there are tokens between them
     """
     angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
     before = None
@@ -77,7 +77,7 @@ def rotation_of(
     starts_kv = starts_kv if padded_kv is None else padded_kv
     gaps = spec.tensor_format == "thd" and not (padded[0] is None and padded[1] is None)
     if gaps and before is None:
-        # Padding behind a sequence may lie past the table; the sequences themselves may not.
+        # Padding after a sequence may exceed the table; the sequences themselves must not.
         real_kv = bounds[0] if bounds[1] is None and shares_lengths else bounds[1]
         for table, real in zip(angles, (bounds[0], real_kv), strict=True):
             demand(reaches_lengths, (real,), table.shape[0])
@@ -89,7 +89,7 @@ def rotation_of(
 
 
 def _check_reaches(angles: tuple[Tensor, Tensor], cache: InferenceParams) -> None:
-    """ValueError unless the tables have angles for every token of a step, whose lengths the host knows."""
+    """Raise ValueError unless the tables have angles for every token of a step, whose lengths the host knows."""
     longest, table = max(cache.sequences.values(), default=0), min(x.shape[0] for x in angles)
     if longest > table:
         raise ValueError(

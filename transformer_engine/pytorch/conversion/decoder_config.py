@@ -14,11 +14,11 @@ NORMS = ("RMSNorm", "LayerNorm")
 
 @dataclass(frozen=True)
 class RotaryConfig:
-    """angles = position * frequency: base^(-2i/d), stretched as the family says.
+    """angles = position * frequency: base^(-2i/d), scaled by the rule of the family.
 
-    factor       positions are divided by it; 1: not at all
+    factor       divisor of positions; 1: none
     low, high    "llama3": frequencies with fewer than `low` turns in `trained` positions are divided by factor, those
-                 with more than `high` are kept, and what lies between is blended; None: all are divided
+                 with more than `high` are kept, and the others are blended; None: all are divided
     """
 
     base: float = 10000.0
@@ -33,15 +33,15 @@ class DecoderConfig:
     """A stack of TransformerLayer between an embedding and a head.
 
     vocabulary, hidden, feed_forward, layers, heads, groups, head_size   extents; groups: of keys and values
-    positions      the most that the model was made for
+    positions      the maximum number of positions of the model
     norm, epsilon, zero_centered   of all norms; zero_centered: they multiply by 1 + weight
     activation     of the feed-forward layer
-    qkv_bias, output_bias, mlp_bias   which products add one
-    rotary         how queries and keys turn; None: positions have an embedding instead
-    windows        how many tokens a layer attends to, its own included; None: all before it
-    qk_norm        are queries and keys normalized by heads, before they turn?
-    tied           is the head the embedding's weight?
-    embedding_scale   what embedded tokens are multiplied by, as the parameters' dtype rounds it
+    qkv_bias, output_bias, mlp_bias   products with a bias
+    rotary         rotation of queries and keys; None: positions have an embedding instead
+    windows        number of tokens that a layer attends to, including its own; None: all earlier ones
+    qk_norm        normalize queries and keys by heads, before their rotation
+    tied           the head uses the embedding's weight
+    embedding_scale   factor of embedded tokens, rounded to the parameters' dtype
     """
 
     vocabulary: int
@@ -85,12 +85,12 @@ class DecoderConfig:
 
     @staticmethod
     def read(content: Mapping[str, Any], source: str) -> DecoderConfig:
-        """The config that `as_dict` wrote; ValueError, naming source, where it is none."""
+        """Return the config that `as_dict` wrote; the ValueError for another content names the source."""
         known = {field.name for field in fields(DecoderConfig)}
         strange = sorted(set(content) ^ known)
         if strange:
             raise ValueError(
-                f"{source} describes no decoder of this release (its {strange[0]!r}); convert it anew"
+                f"{source} describes no decoder of this release (its {strange[0]!r}); convert it again"
             )
         rotary = content["rotary"]
         try:

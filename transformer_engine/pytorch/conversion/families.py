@@ -249,10 +249,10 @@ def family_named(model_type: object) -> CheckpointFamily:
     """Return the family of a checkpoint's model_type.
 
     Raises:
-        ValueError: There is no such family; the message lists all families.
+        ValueError: The family is unknown; the message lists all families.
     """
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
     raise ValueError(
-        f"model_type {model_type!r} has no table of names; those that have: {', '.join(sorted(FAMILIES))}"
+        f"model_type {model_type!r} has no table of names; known types: {', '.join(sorted(FAMILIES))}"
     )

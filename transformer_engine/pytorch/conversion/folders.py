@@ -108,7 +108,7 @@ def load_model(
 ) -> Decoder:
     """Load the model in a folder of either format, in `dtype` or the dtype of its embedding.
 
-    Under `quantized_model_init` the weights are quantized as they are read.
+    Under `quantized_model_init` the weights are quantized while they are read.
     """
     checkpoint = Checkpoint.open(Path(folder))
     _check_dtype(dtype)

@@ -1,6 +1,6 @@
 """Layers through monkey-patched names: y = norm(x) @ w.T + b by a module's general_gemm and apply_normalization.
 
-Other libraries assign functions of their own to `module.linear` and its neighbours. The classes here have the names
+Other libraries assign their functions to `module.linear` and its neighbours. The classes here have the names
 and the arguments that those libraries expect, and look every function up in the module when they call it, forward and
 backward. They multiply unquantized matrices only. Layers use them only while a name is replaced.
 """

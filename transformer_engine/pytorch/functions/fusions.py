@@ -57,7 +57,7 @@ def _refuses_gradient_codes(fusion: Fusion) -> str | None:
         return reason
     if fusion.one_scale and ACTIVATIONS[fusion.activation].gated:
         # A kernel finds the maximum and another casts, with dy [M, F] in memory until both are done: for a gated unit
-        # that is the peak of the whole layer, and separate steps let go of dy in between.
+        # that is the peak of the whole layer, and separate steps free dy in between.
         return "dy would be in memory until the one scale is known, at the peak of the layer"
     return "blocks of rows beside their sums are faster after it" if fusion.sums else None
 
@@ -69,20 +69,20 @@ def _refuses_product(fusion: Fusion) -> str | None:
         return "the product is only this rank's part of a sum"
     if fusion.codes is not None:
         return f"{fusion.codes} codes are made where the activation is"
-    # A graph, in which no kernel makes codes, has the bits of eager mode, whose kernel reads x as it is rounded.
+    # A graph, in which no kernel makes codes, has the bits of eager mode, whose kernel reads the rounded x.
     return "the product is quantized" if fusion.quantized else None
 
 
 _APART = Backend[Fusion](APART, takes=_FEATURES)
 NORM_OUTPUT: Table[Fusion] = Table(
-    "norm_output", (Backend(IN_CODES, refuses=_refuses_codes), _APART), describe=Fusion
+    "norm_output", (Backend(IN_CODES, unsupported_reason=_refuses_codes), _APART), describe=Fusion
 )
 
 
 def _mlp_table(name: str, refuses_codes: Callable[[Fusion], str | None]) -> Table[Fusion]:
     """Return the table of a matrix between the two products of an MLP."""
-    in_codes = Backend[Fusion](IN_CODES, refuses=refuses_codes)
-    in_product = Backend[Fusion](IN_PRODUCT, takes=_FEATURES, refuses=_refuses_product)
+    in_codes = Backend[Fusion](IN_CODES, unsupported_reason=refuses_codes)
+    in_product = Backend[Fusion](IN_PRODUCT, takes=_FEATURES, unsupported_reason=_refuses_product)
     return Table(name, (in_codes, in_product, _APART), describe=Fusion)
 
 

@@ -51,7 +51,7 @@ class GroupedSpec:
         stacked_weight: The weights of all groups are one parameter [n, N, K].
         stacked_bias: The biases of all groups are one parameter [n, N].
         at_once: The call may be computed in one launch per step.
-        way: The request of `grouped_way.TABLE`, but for the number of rows; None while a compiler traces.
+        way: The request of `grouped_way.TABLE` without the number of rows; None while a compiler traces.
         quantizers: The quantizers of all groups as one; no quantizers if there are none of that kind.
         needs_grad: Some tensor needs a gradient.
         scale_update: What delayed scaling updates after the backward pass.
@@ -125,7 +125,7 @@ class GroupedCall:
         return Environment(linears, {LINEAR: dtypes[0]} if dtypes else {}, leading)
 
     def rows_of(self, x: Any) -> Sequence[Any]:
-        """Return each group's rows of a matrix; values that are given per group are returned as they are."""
+        """Return each group's rows of a matrix; values that are given per group are returned unchanged."""
         if isinstance(x, list):
             return x
         return (x[: x.shape[0] - self.unassigned] if self.unassigned else x).split(self.rows)
@@ -158,7 +158,7 @@ def stacked_gradient(members: Sequence[Tensor | None], gradient: WeightGradient)
 
 
 class StackMember:
-    """stack[i] as a parameter of its own, for the accumulation of its gradient."""
+    """stack[i] as a separate parameter, for the accumulation of its gradient."""
 
     __slots__ = ("_index", "whole")
 

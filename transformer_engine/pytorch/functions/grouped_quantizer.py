@@ -21,7 +21,7 @@ from ..tensor.quantizer import Quantizer
 class GroupedQuantizer:
     """Codes of every group as its own quantizer would make them, recorded maxima included.
 
-    format                  what it makes: FLOAT8, BLOCK_1D or BLOCK_2D
+    format                  of the codes: FLOAT8, BLOCK_1D or BLOCK_2D
     state, offset, stride   of delayed scaling: where the groups' slots are in its tensors, which may be replaced
                             between two calls
     """

@@ -121,6 +121,6 @@ def _refuses_together(way: GroupedWay) -> str | None:
 
 TABLE: Table[GroupedWay] = Table(
     "grouped_linear",
-    (Backend(AT_ONCE, refuses=_refuses_together), Backend(LOOP, takes=_FEATURES)),
+    (Backend(AT_ONCE, unsupported_reason=_refuses_together), Backend(LOOP, takes=_FEATURES)),
     describe=GroupedWay,
 )

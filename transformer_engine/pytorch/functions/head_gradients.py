@@ -26,7 +26,7 @@ def whole_tiles(size: int) -> int:
 
 
 class RowFacts(NamedTuple):
-    """What the gradient of rows of logits follows from beside them; factor: float32 [M], or [1] for all rows."""
+    """Inputs of the gradient of rows of logits, except the logits; factor: float32 [M], or [1] for all rows."""
 
     targets: Tensor
     statistics: Tensor
@@ -46,7 +46,7 @@ class RowFacts(NamedTuple):
 
 @dataclass
 class HeadGradients:
-    """What parts are written into and added to, in the dtypes of the inputs but for the bias; None: nobody asks."""
+    """Buffers of gradients, in the dtypes of the inputs (float32 for the bias); None: not needed."""
 
     hidden: Tensor | None
     weight: Tensor | None

@@ -1,7 +1,7 @@
 """What the autograd functions of Linear, LayerNormLinear and LayerNormMLP share: passes run, buffers saved.
 
 A layer's spec names its linear layers, its passes, and the environment of their steps. Each layer has an autograd
-function of its own, whose two methods are `forward_of` and `backward_of_layer`.
+function, whose two methods are `forward_of` and `backward_of_layer`.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class _Rows(Function):
 def _by_ids(
     gradients: HeadGradients, hidden: Tensor, weight: Tensor, bias: Tensor | None, lend: bool, rest: bool
 ) -> Iterator[tuple[slice, LogitsByIds]]:
-    """The first rows, in groups that add to the weight's gradient once each; what is left goes by chunks.
+    """The first rows, in groups that add to the weight's gradient once each; the others are processed in chunks.
 
     lend   the memory of that gradient holds the logits of those rows that it can
     rest   no row is left

@@ -9,7 +9,7 @@ gives
 so that the weight's gradient is written, or added to, once for all of these rows. A chunk of rows, whose logits are
 made once, reads and writes all of it: 1 GB each for [128256, 4096] in bfloat16, and rounds it once more.
 
-The first m <= K rows need not have their logits made twice. There is no sum yet that they would be added to, and its
+The first m <= K rows need not have their logits made twice. No earlier sum exists that they would be added to, and its
 memory [V, K], which waits, holds them: a block takes the beginning of its n rows there, until its d.T @ hidden does.
 """
 
@@ -34,7 +34,7 @@ class LogitsByIds:
     memory  of one block, whose place the next one takes, or
     lent    that of the weight's gradient, which holds all blocks
     rows    how many have their sums over the ids kept at a time, all unless the memory is lent
-    sums    memory for those in float32, also lent, by the gradient of hidden; None: of its own
+    sums    memory for those in float32, also lent, by the gradient of hidden; None: newly allocated
     """
 
     hidden: Tensor
@@ -50,7 +50,7 @@ class LogitsByIds:
     def in_gradients(
         cls, room: int, hidden: Tensor, weight: Tensor, bias: Tensor | None, gradients: HeadGradients
     ) -> LogitsByIds:
-        """Those of the first rows, which take about as much memory as `room` logits beside that of the gradients."""
+        """The logits of the first rows, in about as much memory as `room` logits in addition to the gradients."""
         assert gradients.weight is not None
         (count, features), of_hidden, wide = hidden.shape, gradients.hidden, _sum_in_logits(hidden)
         if of_hidden is not None and count * wide <= of_hidden.shape[0]:
@@ -99,7 +99,7 @@ class LogitsByIds:
     def _sum_over_ids(
         self, rows: slice, facts: RowFacts, gradients: HeadGradients, whole: bool, begin: bool
     ) -> None:
-        """The gradient of hidden[rows]; whole: there are no other rows, and each block has had its last reader."""
+        """Compute the gradient of hidden[rows]; whole: these are all rows, and this is the last read of each block."""
         assert gradients.hidden is not None
         total = self.sums
         if total is None:
@@ -111,11 +111,11 @@ class LogitsByIds:
             if whole:
                 gradients.take_ids(ids, of_logits, self.hidden, begin)
             del of_logits  # before the next block's is made
-        # Sums that lie in the gradient itself are narrowed beside it first.
+        # Sums that share the memory of the gradient are converted into new memory first.
         gradients.hidden[rows] = total if self.sums is None else total.to(gradients.hidden.dtype)
 
     def _gradient(self, ids: slice, logits: Tensor, facts: RowFacts) -> Tensor:
-        """Of logits that lie there, beside them; else of logits made again, in place."""
+        """Return the gradient of the logits: in new memory if they are kept, else in place of recomputed logits."""
         if not self.lent:
             self._make(ids, logits)
         return facts.gradient(logits, ids.start, in_place=not self.lent)

@@ -2,7 +2,7 @@
 
 tensor_lists holds parallel lists: the tensors of one list have one dtype, and the i-th of all lists one number of
 elements; all are contiguous and on the device of noop_flag, int32 [1]. chunk_size is taken for the callers' sake: how
-tensors are cut is the kernels' own affair. Lists without a tensor are no work.
+tensors are split is a choice of the kernels. Empty lists need no work.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def multi_tensor_unscale_l2norm(
     inv_scale: Tensor,
     per_tensor: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`multi_tensor_l2norm` of the tensors times inv_scale, float32 of one element; the tensors stay as they are."""
+    """`multi_tensor_l2norm` of the tensors times inv_scale, float32 of one element; the tensors are unchanged."""
     tensor("noop_flag", noop_flag)
     return _norms(noop_flag, tensor_lists, _factor("inv_scale", inv_scale, noop_flag), per_tensor)
 
@@ -269,12 +269,12 @@ def check_sgd_rates(
 
 
 def sgd_checked(noop_flag: Any, tensor_lists: Any) -> bool:
-    """`checked` of [gradients, parameters(, momenta)]: what is known of a step before its first momenta are made."""
+    """`checked` of [gradients, parameters(, momenta)]: the checks of a step before its first momenta are made."""
     return checked(noop_flag, tensor_lists, _VALUES, _VALUES, optional=_VALUES)
 
 
 def adam_checked(noop_flag: Any, tensor_lists: Any) -> bool:
-    """`checked` of the lists of a step of Adam; remainders stand beside parameters of bfloat16 alone."""
+    """`checked` of the lists of a step of Adam; only bfloat16 parameters have remainders."""
     last = (*_VALUES, torch.int16)
     there = checked(noop_flag, tensor_lists, _VALUES, _VALUES, _MOMENTS, _MOMENTS, optional=last)
     if there and len(tensor_lists) == 5 and tensor_lists[4][0].dtype == torch.int16:

@@ -141,7 +141,7 @@ class NormMLPSpec:
         beta: The norm has an additive parameter.
         biases: fc1's and fc2's product add a bias.
         returns_norm_output: The caller also gets norm(x).
-        recompute: The backward pass computes again what it reads of norm, fc1 and activation.
+        recompute: The backward pass recomputes the results of norm, fc1 and activation that it reads.
         needs_grad: Some tensor needs a gradient.
         passes: The passes; None before `chosen`.
         compiled: The compiled passes; None if they are not compiled.

@@ -78,12 +78,12 @@ def _sent(
 
 
 def _one_a_row(operand: Operand) -> bool:
-    """Has each row scales of its own?"""
+    """Return whether each row has separate scales."""
     return operand.format is not None and operand.format.block is not None
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """Codes and scales as a dtype that kernels move: float32 scales as they are."""
+    """Codes and scales as a dtype that kernels move: float32 scales are unchanged."""
     return x.contiguous() if x.dtype is torch.float32 else x.contiguous().view(torch.uint8)
 
 
@@ -98,7 +98,7 @@ def _plain(name: str, gradient: Tensor) -> Tensor:
 def _keep(ctx: Any, routes: Routes, *tensors: Tensor | None) -> None:
     """Save the tensors and the routes, whose numbers the map's shape tells the backward.
 
-    A size that no step of a forward reads gets lost where a compiler keeps it beside them (torch 2.13, dynamic shapes).
+    A size that no step of a forward reads gets lost if a compiler stores it with tensors (torch 2.13, dynamic shapes).
     """
     map = routes.map if routes.layout == MASK else routes.map.view(routes.columns, routes.tokens)
     ctx.save_for_backward(map, routes.pad_offsets, *tensors)

@@ -71,10 +71,10 @@ class _Whole(torch.autograd.Function):
 
 
 def _check_unnoticed_writes(pieces: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """RuntimeError for a write since the forward that autograd, which looks at the first piece, has not seen.
+    """Raise RuntimeError for a write since the forward pass that autograd, which checks the first piece only, missed.
 
-    Pieces that were made together count writes together, so that whoever has saved them all hears of each. Those
-    that were unpickled count alone.
+    Pieces that were made together count writes together, so that an operation that saved all of them detects each
+    write. Unpickled pieces count separately.
     """
     first, *others = [piece._version != version for piece, version in zip(pieces, versions, strict=True)]
     if any(others) and not first:

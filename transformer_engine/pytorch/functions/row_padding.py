@@ -1,4 +1,4 @@
-"""Groups of rows of x [sum m_i, K], each padded by rows of zeros to a number of its own, and back; differentiable."""
+"""Groups of rows of x [sum m_i, K], each padded by zeros to a given number of rows, and back; differentiable."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class WeightGradient:
         return gemm(dy, x, Epilogue(dtype, exact=exact))
 
     def place(self, gradient: Tensor) -> Tensor | None:
-        """Put dw [N, K], which somebody else computed, where `compute` puts its own."""
+        """Store a given dw [N, K] where `compute` stores its result."""
         if self.store is not None:
             self.store.put((gradient,), self._place_late)
             return self._placeholder(gradient.dtype) if self.fused else None
@@ -212,7 +212,7 @@ def _add_to_grads(parameters: tuple[Any, ...], grad: Tensor) -> None:
 
 
 def main_grad_of(parameter: torch.nn.Parameter | None) -> Tensor:
-    """The buffer a fused weight gradient goes to; AttributeError with the remedy when there is none."""
+    """Return the buffer of a fused weight gradient; raise AttributeError with the remedy if it is absent."""
     if parameter is not None and hasattr(parameter, "__fsdp_param__"):
         return parameter.get_main_grad()  # pyright: ignore[reportAttributeAccessIssue]
     main_grad = getattr(parameter, "main_grad", None)
@@ -240,7 +240,7 @@ _dummy_wgrads: Memory[Placeholder, Tensor] = Memory(_empty, _KEPT)
 def dummy_gradient(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, zero: bool = False
 ) -> Tensor:
-    """One shared tensor per shape, dtype and device, whose values nobody reads (zeros when asked for)."""
+    """One shared tensor per shape, dtype and device, whose values are never read (zeros if requested)."""
     if torch.compiler.is_compiling():
         return torch.zeros(shape, dtype=dtype, device=device)
     dummy = _dummy_wgrads[shape, dtype, device]

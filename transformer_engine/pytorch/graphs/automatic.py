@@ -65,7 +65,7 @@ def _unsupported_reason(call: Situation) -> str | None:
 
 
 TABLE: Table[Situation] = Table(
-    "graphed", (Backend(CAPTURED, refuses=_unsupported_reason), Backend(EAGER)), describe=Situation
+    "graphed", (Backend(CAPTURED, unsupported_reason=_unsupported_reason), Backend(EAGER)), describe=Situation
 )
 
 

@@ -101,12 +101,12 @@ def chunks_of(
     if len(set(forwards + backwards)) != 1 or len(whole) != 2 * count * forwards[0]:
         raise ValueError(
             f"_order={list(order)} names the {count} chunks {forwards} times forward and {backwards} times backward; "
-            "give each once forward and once backward a microbatch"
+            "give each once forward and once backward per microbatch"
         )
     if layers_per_chunk is None:
         if layers % count:
             raise ValueError(
-                f"{layers} modules are no whole number a chunk of {count}; give _num_layers_per_chunk"
+                f"{layers} modules cannot be split evenly into {count} chunks; give _num_layers_per_chunk"
             )
         sizes = (layers // count,) * count
     else:

@@ -84,10 +84,10 @@ class Standing(NamedTuple):
 
 
 def obstacle_of(leaves: ArgumentLeaves) -> str | None:
-    """Why no graph could serve a call with these arguments."""
+    """Return the reason why no graph could serve a call with these arguments, or None."""
     for leaf in leaves.constants:
         if not isinstance(leaf, CONSTANTS):
-            return f"an argument is a {type(leaf).__name__}, whose content a graph would keep as it is now"
+            return f"an argument is a {type(leaf).__name__}, whose present content a graph would keep"
     for tensor in leaves.tensors:
         if isinstance(tensor, QuantizedTensorStorage) or type(tensor) not in (Tensor, torch.nn.Parameter):
             return f"an argument is a {type(tensor).__name__}; graphs take plain tensors"
@@ -95,7 +95,7 @@ def obstacle_of(leaves: ArgumentLeaves) -> str | None:
 
 
 def standing_of(module: torch.nn.Module | None) -> Standing:
-    """The standing of a module, read from all of its layers because nothing reports a write to a layer."""
+    """Return the standing of a module, read from all of its layers because writes to a layer are not reported."""
     if module is None:
         return Standing((), None)
     facts: list[Any] = []
@@ -116,7 +116,7 @@ def standing_of(module: torch.nn.Module | None) -> Standing:
 
 
 def _layer(layer: torch.nn.Module, seen: set[int], depth: int) -> tuple[Any, ...]:
-    """A layer without its parameters, buffers and children as a part of a signature."""
+    """Return a layer without its parameters, buffers and children as a part of a signature."""
     own = layer.__dict__
     config = own.get("_config")
     if config is None:
@@ -142,7 +142,7 @@ def _is_ours(value: object) -> bool:
 
 
 def _fact(value: Any, seen: set[int], depth: int) -> Any:
-    """A value as a part of a signature.
+    """Return a value as a part of a signature.
 
     Numbers, text and containers of them count by value, tensors by address and layout, other objects by identity.
     For depth > 0, the attributes of an object count too, such as those of a model's configuration. Callables and
@@ -184,7 +184,7 @@ def _fact(value: Any, seen: set[int], depth: int) -> Any:
 
 
 def _place(tensor: Tensor) -> Any:
-    """The address of a tensor, or those of the parts of a quantized tensor."""
+    """Return the address of a tensor, or those of the parts of a quantized tensor."""
     if isinstance(tensor, QuantizedTensorStorage):
         parts: Sequence[Tensor | None] = tensor.as_storage().flatten()[0]
         return tuple([None if part is None else part.data_ptr() for part in parts])
@@ -194,7 +194,7 @@ def _place(tensor: Tensor) -> Any:
 def signature_of(
     leaves: ArgumentLeaves, standing: Standing, state: AutocastState, caches: bool
 ) -> tuple[Any, ...]:
-    """The signature of a call."""
+    """Return the signature of a call."""
     kinds = {tensor.device.type for tensor in leaves.tensors}
     return (
         leaves.structure,

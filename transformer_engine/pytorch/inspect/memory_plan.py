@@ -56,7 +56,7 @@ class MemoryPlan:
     parameters     and buffers, and the state of the recipe
     gradients      of parameters
     weight_copies  weights as quantized for the products
-    activations    tensors that the forward pass saved and the backward pass has not freed
+    activations    tensors between their save in the forward pass and their release in the backward pass
     boundary       the model's input and output, and their gradients
     transient      everything else: results and operands under way
     workspace      workspaces of the libraries of products

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...common.dispatch import Refusal, Table, binding
+from ...common.dispatch import PlanFailure, Table, binding
 from ...common.kernels import launch
 from ..attention import DotProductAttention
 from ..functions import weight_gradient
@@ -66,7 +66,7 @@ def _results(table: Table[Any], request: Any) -> Callable[..., Any]:
     """Allocate the results of an operation as its compiler operator describes them; otherwise run its reference."""
     if table.operator is None:
         call = table.backends[-1].bind(request)  # pyright: ignore[reportOptionalCall]
-        assert not isinstance(call, Refusal)
+        assert not isinstance(call, PlanFailure)
         return call
     return table.operator(request).results
 

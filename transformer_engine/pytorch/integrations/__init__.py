@@ -1,1 +1,1 @@
-"""Layers and functions for models of other libraries, each library a folder, none of them needed for the others."""
+"""Layers and functions for models of other libraries; the folder of each library is independent of the others."""

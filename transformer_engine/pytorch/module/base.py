@@ -50,7 +50,7 @@ def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) ->
 
 @dataclass(frozen=True, eq=False)
 class ModuleConfig(Config):
-    """Settings of every layer with quantizers; `_kind`: what it is called in messages."""
+    """Settings of every layer with quantizers; `_kind`: the name of the layer in messages."""
 
     name: str | None = None
     tp_group: Any = None
@@ -79,7 +79,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
                    quantizers   {"scaling_fwd": [input, weight, output] * n,
                                  "scaling_bwd": [grad_output, grad_input] * n}
 
-    A module of another library calls what stands in `forward_protocol` round a forward of its own.
+    A module of another library calls the functions of `forward_protocol` around its forward pass.
     """
 
     num_products = 1
@@ -176,7 +176,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.numerics.workspaces = workspaces
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> Sequence[QuantizerRole | None] | None:
-        """What each slot of one direction is for, as a custom recipe's factory is told; None: unknown."""
+        """The role of each slot of one direction, which a custom recipe's factory receives; None: unknown."""
         return None
 
     def fast_setattr(self, name: str, value: Any) -> None:
@@ -343,7 +343,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
             hook()
 
     def get_extra_state(self) -> Tensor:
-        """Recipe and delayed-scaling state as a uint8 CPU tensor; empty when there is none to keep."""
+        """Recipe and delayed-scaling state as a uint8 CPU tensor; empty if the module has no state."""
         keep = self.fp8_meta.get("fp8_checkpoint") or self.fp8 or self.fp8_calibration
         return ResizableState.of(encode_extra_state(self.fp8_meta if keep else {}))
 

@@ -14,8 +14,8 @@
 
     norm.eps = 0.1                                       # norm._config is another record from here on
 
-What is remembered of a call has the record in its key, by identity, so a write takes effect in the next call. Callers
-write settings before the module's constructor has run, and have names of their own, among them `config`: a write
+Caches of calls have the record in their keys, by identity, so a write takes effect in the next call. Callers
+write settings before the module's constructor has run, and use other names, among them `config`: a write
 without a record begins one, and only the names of its fields are properties.
 """
 
@@ -60,8 +60,8 @@ def configured(
     fixed         fields by which children and parameters of the module were made: another value is an AttributeError
     handed_down   {field: ("child.attribute", ..)} that are set to the same value, once the children exist
     written       called as written(module, field, value) after each write
-    rules         what fields can be, beside those of `arguments.RULES`: a write that the constructor would refuse is
-                  refused in its words, as is one that does not go with the other fields (`Config.check`)
+    rules         accepted values, in addition to `arguments.RULES`: a write that the constructor would reject is
+                  rejected with the same message, as is one that conflicts with the other fields (`Config.check`)
     """
     if config.__hash__ is not object.__hash__:
         raise TypeError(

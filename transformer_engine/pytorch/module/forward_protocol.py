@@ -4,7 +4,7 @@
     if self.fp8:
         x_codes = self.quantizers["scaling_fwd"][FP8FwdTensorIdx.GEMM1_INPUT](x)
         w_codes = self.get_weight_workspace(tensor=self.weight, quantizer=...)
-    ...                                            # general_gemm, fused_attn_fwd, an autograd function of its own
+    ...                                            # general_gemm, fused_attn_fwd, the library's autograd function
     self.end_forward()
 
 The layers of this package do not go this way: they resolve a spec once and remember it. These functions are methods of
@@ -232,8 +232,8 @@ def get_weight_workspace(
     """A weight as its quantizer holds it; kept under cache_name for the later microbatches of a step.
 
     tensor             the weight; a quantized parameter is returned itself, in the quantizer's directions
-    update_workspace   quantize again; False returns what is kept, if that has the quantizer's directions
-    skip_update_flag   float32 [1] on the device: where it is set, what is kept stays as it is
+    update_workspace   quantize again; False returns the cached tensor if it has the quantizer's directions
+    skip_update_flag   float32 [1] on the device: if it is set, the cached tensor is unchanged
     workspace_dtype    the nominal dtype of a workspace that is made
     """
     if fsdp_group is not None:

@@ -67,7 +67,7 @@ class GroupedLinearConfig(LinearConfig):
 
 @configured(GroupedLinearConfig, fixed=SIZES | {"num_gemms", "single_grouped_weight", "single_grouped_bias"})
 class GroupedLinear(ProductsModule):
-    """y [sum m_i, out_features]: rows of x in num_gemms consecutive groups, each with a weight and bias of its own.
+    """y [sum m_i, out_features]: rows of x in num_gemms consecutive groups, each with a separate weight and bias.
 
     num_gemms             number of groups; parameters weight0 .. and bias0 ..
     parallel_mode, tp_size, tp_group   decide the shapes of the parameters; communication is the caller's
@@ -188,7 +188,7 @@ class GroupedLinear(ProductsModule):
         """y [.., out_features], or (y, [bias of each group]) with return_bias.
 
         m_splits   rows of each group, in order; zeros are allowed, the sum is the number of rows. A tensor on a
-                   GPU stays there where the groups go together: nobody checks its sum, and rows past it get
+                   GPU stays there where the groups go together: its sum is not checked, and rows past it get
                    undefined results. Where the groups go one by one the host reads it, and waits
         out        contiguous buffer of the output's shape and dtype. The output is written there, and the returned
                    tensor shares its memory

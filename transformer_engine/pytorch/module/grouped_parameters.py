@@ -101,7 +101,7 @@ def _shape(config: Any, kind: str, member: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _of_members(init: ParameterInit, count: int) -> ParameterInit:
-    """Each matrix is filled as a parameter of its own would be, one after the other."""
+    """Initialize each matrix like a separate parameter, in order."""
     each = functools.partial(_fill_members, init.init)
     return ParameterInit(each, init.rng_tracker, init.rng_tracker_name, fp8_meta_index=1, members=count)
 

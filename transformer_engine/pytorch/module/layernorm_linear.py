@@ -207,7 +207,7 @@ class LayerNormLinear(ProductsModule):
 def _by_name(
     inp: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, spec: NormLinearSpec
 ) -> tuple[Tensor, Tensor | None]:
-    """`norm_linear` by what stands in this file's names; products keep their formats where only the norm is another."""
+    """Call `norm_linear` through replaceable names of this file; a replaced norm changes no format of the products."""
     file = sys.modules[__name__]
     names = _replaced.names | _common._replaced.names
     if names == {"apply_normalization"}:

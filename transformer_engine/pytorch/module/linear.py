@@ -159,7 +159,7 @@ class Linear(ProductsModule):
 
 
 def _linear_by_name(inp: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
-    """`linear` by what stands in this file's names."""
+    """Call `linear` through the names of this file, which may be replaced."""
     refuse_quantized(spec, _replaced.names, "Linear")
     records = torch.is_grad_enabled()
     return called_by_name(_Linear, records, weight, inp, bias, spec, sys.modules[__name__])

@@ -54,7 +54,7 @@ class ProductsConfig(ModuleConfig):
     """Settings of every layer that is made of linear products.
 
     _options   what the switches of its forward are called, in their order; is_first_microbatch is the first
-    _tensors   what the tensors that its forward computes with beside the input are called, in their order
+    _tensors   names of the tensors that its forward pass reads in addition to the input, in order
     _weights   the parameters that make up each product's weight
     """
 
@@ -214,8 +214,8 @@ class ProductsModule(TransformerEngineBaseModule):
         """Does a product make the module's output, or the gradient of its input?"""
         return True
 
-    # What a custom recipe's factory is told the output is for, such as an attention's "qkv"; the same of the input's
-    # gradient.
+    # The roles of the output and of the input's gradient that a custom recipe's factory receives, such as an
+    # attention's "qkv".
     output_quantizer_role = _role("_output_role")
     grad_input_quantizer_role = _role("_grad_input_role")
 
@@ -272,7 +272,7 @@ class ProductsModule(TransformerEngineBaseModule):
                     ]
                 ),
             )
-            # Anew where somebody wants to see the choices that are made on the way.
+            # Computed again if an observer records the choices.
             return self._specs[key] if undisturbed() else type(self).build(key)
         except (AttributeError, TypeError) as error:
             stumbled = error
@@ -282,7 +282,7 @@ class ProductsModule(TransformerEngineBaseModule):
     def _key(
         self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], active: ModuleRecipe
     ) -> Call:
-        """The key of a call that is not looked up; TypeError for an input that is no tensor."""
+        """The key of a call that is not looked up; TypeError if the input is not a tensor."""
         floating("the input", inp)
         accumulates = self.wgrad_store is not None or self._config.fuse_wgrad_accumulation
         compiling = _is_compiling()
@@ -304,7 +304,7 @@ class ProductsModule(TransformerEngineBaseModule):
     def _active_of(
         self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], state: AutocastState
     ) -> ModuleRecipe:
-        """What the call computes by; a call that is refused makes nothing."""
+        """Return the settings of the computation; a rejected call creates nothing."""
         numerics = self.numerics
         active = numerics.active
         if active is None or not active.serves(state):

@@ -1,7 +1,7 @@
 """Numerics: the one owner of a module's recipe, scaling states, quantizers, weight copies and replay.
 
 The original's names on a module (`fp8_meta`, `quantizers`, `fp8`, `_fp8_workspaces`, ..) are views: reading them reads
-what is here, and a write into them, also of one slot of a list, takes effect in the next call.
+this record, and a write into them, also of one slot of a list, takes effect in the next call.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Numerics:
         self._put_together: list[_PutTogether] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has been called as the original was, by no block of its own, and nobody observes it."""
+        """A copy has the calls of the original, no block and no observer."""
         called = AutocastState(self.state.enabled, self.state.calibrating)
         own = {"state": called, "state_without_gradients": None, "observer": None, "_put_together": []}
         return self.__dict__ | own
@@ -120,7 +120,7 @@ class Numerics:
         self._active.forget()
 
     def of_call(self, owner: Owner, state: AutocastState) -> ModuleRecipe:
-        """What a call under an autocast state computes by; makes what is missing."""
+        """Return the settings of a call under an autocast state; create missing quantizers and states."""
         if state.enabled or state.calibrating:
             active = self.serve(owner, state)
             if state.enabled:
@@ -156,7 +156,7 @@ class Numerics:
         return made
 
     def _of_slots(self, recipe: Recipe, group: Any) -> ModuleRecipe:
-        """The recipe by the quantizers in the slots, observed where somebody observes.
+        """The recipe with the quantizers of the slots, with observers attached if there are any.
 
         Put together once for each observer: what calls remember hangs on the object.
         """

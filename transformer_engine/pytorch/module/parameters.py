@@ -32,7 +32,7 @@ def default_init_method(weight: Tensor) -> Tensor:
 class ParameterInit:
     """How a parameter gets its first values, and which of the forward quantizers holds it when it is quantized.
 
-    members   how many products' weights it is a stack of, each with a quantizer of its own; None: it is one weight
+    members   number of weights in the stack, each with a separate quantizer; None: it is one weight
     """
 
     init: InitMethod
@@ -64,7 +64,7 @@ class ParameterInit:
 def split_names(
     parameters_split: Sequence[str] | Mapping[str, int] | None, rows: int, tp_size: int = 1
 ) -> dict[str, int]:
-    """{prefix: rows} of the parameters that the weight [rows, K] is cut into along its first axis.
+    """{prefix: rows} of the parameters that the weight [rows, K] is split into along its first axis.
 
     A sequence of names cuts evenly, a mapping gives each name its (unsharded) rows; "" is the whole weight.
     Raises ValueError when the pieces do not make up the weight.

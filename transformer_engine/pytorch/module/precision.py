@@ -74,8 +74,11 @@ def _refuses_high_precision(request: PrecisionRequest) -> str | None:
 TABLE: Table[PrecisionRequest] = Table(
     "precision",
     (
-        Backend("quantized", refuses=lambda request: fp8_refusal(*request[:4]) if request.asked else None),
-        Backend("high_precision", refuses=_refuses_high_precision),
+        Backend(
+            "quantized",
+            unsupported_reason=lambda request: fp8_refusal(*request[:4]) if request.asked else None,
+        ),
+        Backend("high_precision", unsupported_reason=_refuses_high_precision),
     ),
     describe=PrecisionRequest,
 )

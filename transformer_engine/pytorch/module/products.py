@@ -43,7 +43,7 @@ class ProductQuantizers:
         )
 
     def replay_states(self) -> tuple[tuple[Tensor, ...], ...]:
-        """What the three forward quantizers depend on beside their input."""
+        """The settings that the three forward quantizers depend on."""
         return self.input.replay_state(), self.weight.replay_state(), self.output.replay_state()
 
     def replaying(self, states: tuple[tuple[Tensor, ...], ...]) -> ProductQuantizers:

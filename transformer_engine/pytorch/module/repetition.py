@@ -1,4 +1,4 @@
-"""A module's call in a function that is run twice: repeated bit for bit, or refused where it would not be."""
+"""A module's call in a function that is run twice: repeated bit for bit, or rejected if that is not possible."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def may_be_repeated() -> bool:
 def repeatable(kind: str, tracing_key: str, active: ModuleRecipe) -> ModuleRecipe:
     """What a call in a recomputed function computes by: first runs keep their states, second runs repeat them.
 
-    kind   of module, for messages. A call in a backward that is no such run keeps its quantizers; it warns where it is
+    kind   of module, for messages. Any other call in a backward pass keeps its quantizers; it warns where it is
            another checkpoint's second run
     """
     if not is_fp8_activation_recompute_enabled():

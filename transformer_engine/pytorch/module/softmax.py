@@ -16,7 +16,7 @@ from .arguments import finite_or_none
 
 
 class FusedScaleMaskSoftmax(nn.Module):
-    """y [b, h, q, k] = softmax(softmax_scale * scores), in one kernel wherever the mask can be read as it is.
+    """y [b, h, q, k] = softmax(softmax_scale * scores), in one kernel if the kernel can read the mask directly.
 
     mask_func         (scores, mask) -> masked scores, used where the mask is neither bool nor uint8
     softmax_in_fp32   kept for its callers: every path computes in float32

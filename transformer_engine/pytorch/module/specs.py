@@ -43,7 +43,7 @@ class Facts(NamedTuple):
 
 
 class EqualFacts(NamedTuple):
-    """Facts of consecutive parameters that agree in them, as they stand in a key; see `ProductsModule.spec`."""
+    """Facts of consecutive parameters that are equal in them, in the form of a key; see `ProductsModule.spec`."""
 
     facts: tuple[Any, ...] | None
     count: int
@@ -118,14 +118,14 @@ class Call(NamedTuple):
 
 
 def facts_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    """The fields of Facts, as they stand in a key."""
+    """The fields of Facts, in the form of a key."""
     if tensor is None:
         return None
     return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def check_call(call: Call, features: int) -> None:
-    """What a forward refuses: TypeError, ValueError or RuntimeError."""
+    """Check the arguments of a forward pass; raise TypeError, ValueError or RuntimeError."""
     x = call.input
     if not x.dtype.is_floating_point:
         raise TypeError(f"the input is {x.dtype}; give floating-point values, for example the input.float()")
@@ -183,7 +183,7 @@ def product_refusal(product: ProductQuantizers | LinearSpec, m: int, k: int, n: 
         (product.weight, (n, k)),
         (product.grad_output, (m, n)),
     ):
-        reason = quantizer.shape_refusal(extents, True, True)
+        reason = quantizer.unsupported_shape_reason(extents, True, True)
         if reason is not None:
             return reason
     return None
@@ -289,7 +289,7 @@ def product_spec(
 ) -> LinearSpec:
     """The spec of a call's product.
 
-    weight    of the parameter; None where nobody knows that it is one tensor
+    weight    of the parameter; None if it may be several tensors
     needs     gradients of its input, its weight and the bias that it adds
     results   are its output, and its input's gradient, to be quantized?
     """

@@ -233,7 +233,7 @@ def _save(
     saved: list[Any],
     traced_plan: BackwardPlan | None,
 ) -> None:
-    """Keep saved buffers in a context: tensors and operands by their tensors, shapes beside them."""
+    """Keep saved buffers in a context: tensors and operands by their tensors, shapes separately."""
     constants = {i: value for i, value in enumerate(saved) if type(value) in (tuple, torch.Size)}
     tensors, forms = pack(*[None if i in constants else value for i, value in enumerate(saved)])
     if traced_plan is not None:

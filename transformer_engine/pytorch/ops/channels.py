@@ -34,7 +34,7 @@ class Channels:
             The operation.
 
         Raises:
-            IndexError: There is no such extra input.
+            IndexError: The index is not that of an extra input.
             ValueError: The name is not a string with characters.
             RuntimeError: A fuser has been built with the operation.
         """
@@ -54,7 +54,7 @@ class Channels:
             The operation.
 
         Raises:
-            IndexError: There is no such extra output.
+            IndexError: The index is not that of an extra output.
             ValueError: The name is not a string with characters.
             TypeError: `output_to_caller` is not a bool.
             RuntimeError: A fuser has been built with the operation.

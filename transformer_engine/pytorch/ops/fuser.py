@@ -277,7 +277,7 @@ class OperationFuser:
     def _first_requiring_backward(
         self, x: Tensor, parameters: list[list[Any]], extra_inputs: tuple[Tensor, ...]
     ) -> int:
-        """Return the index of the first operation with a gradient to compute; their number if there is none."""
+        """Return the index of the first operation with a gradient to compute; their number if no operation has one."""
         if not torch.is_grad_enabled():
             return self._num_basic_ops
         if x.requires_grad:

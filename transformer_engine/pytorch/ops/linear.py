@@ -59,7 +59,7 @@ class Linear(StepFusedOperation):
             in_features,
             out_features,
         )
-        # A row-parallel product computes a partial sum, which an operation of its own reduces.
+        # A row-parallel product computes a partial sum, which a separate operation reduces.
         row = boundary.mode == "row"
         linear = BasicLinear(
             in_features // boundary.size if row else in_features,

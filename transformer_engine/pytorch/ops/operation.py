@@ -29,7 +29,7 @@ _revisions = itertools.count(1)
 class OperationContext:
     """State that the forward pass of one basic operation leaves to its backward pass.
 
-    Operations may set attributes of their own.
+    Operations may set further attributes.
 
     Attributes:
         saved_tensors: In the backward pass, the tensors that `save_for_backward` received.
@@ -151,7 +151,7 @@ class FusibleOperation(torch.nn.Module, metaclass=ABCMeta):
         return fuser(input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy makes a fuser of its own."""
+        """A copy creates a new fuser."""
         return {name: value for name, value in self.__dict__.items() if name != "_own_fuser"}
 
     def basic_operations(self) -> list[BasicOperation]:
@@ -194,7 +194,7 @@ class BasicOperation(Channels, RecipeSlots, FusibleOperation, metaclass=ABCMeta)
         object.__setattr__(self, "_revision", next(_revisions))
 
     def call_facts(self, extra_inputs: tuple[Tensor, ...]) -> Hashable:
-        """Return what the steps of a call depend on beside attributes, and metadata of inputs and parameters."""
+        """Return the dependencies of a call's steps other than attributes and metadata of inputs and parameters."""
         return None
 
     @property
@@ -294,7 +294,7 @@ class BasicOperation(Channels, RecipeSlots, FusibleOperation, metaclass=ABCMeta)
 class FusedOperation(FusibleOperation):
     """An operation that replaces several consecutive basic operations.
 
-    It holds no parameters and no state of its own. Derived classes implement `fuser_forward` or `fuser_backward`, or
+    It holds neither parameters nor state. Derived classes implement `fuser_forward` or `fuser_backward`, or
     both. A class that replaces only one of the passes keeps in the contexts exactly what the other pass of the basic
     operations expects.
 
@@ -302,7 +302,7 @@ class FusedOperation(FusibleOperation):
         basic_ops: The basic operations, in order.
 
     Raises:
-        ValueError: There are no basic operations.
+        ValueError: The list of basic operations is empty.
     """
 
     def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:

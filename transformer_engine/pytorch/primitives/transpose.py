@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...common.dispatch import Backend, Table
-from ..runtime.launching import operator, refuses_elementwise, run
+from ..runtime.launching import operator, run, unsupported_elementwise
 from .operand import Operand
 from .quantize import pack_fp4, unpack_fp4
 
@@ -66,10 +66,10 @@ def unsupported_reason(request: TransposeRequest) -> str | None:
     if not request.native:
         return "the codes are not a plain tensor"
     if not request.contiguous or 0 in request.shape:
-        return "the codes are not contiguous" if not request.contiguous else "there are no codes"
+        return "the codes are not contiguous" if not request.contiguous else "the codes are empty"
     if max(request.shape) >= _LIMIT:
         return f"an extent of {list(request.shape)} reaches {_LIMIT}"
-    return refuses_elementwise(request.device)
+    return unsupported_elementwise(request.device)
 
 
 def _bind_triton(request: TransposeRequest) -> Callable[[Tensor], Tensor]:
@@ -81,7 +81,7 @@ def _bind_triton(request: TransposeRequest) -> Callable[[Tensor], Tensor]:
 
 
 TRITON: Backend[TransposeRequest] = Backend(
-    "triton", refuses=unsupported_reason, bind=_bind_triton, opaque=True
+    "triton", unsupported_reason=unsupported_reason, bind=_bind_triton, opaque=True
 )
 REFERENCE: Backend[TransposeRequest] = Backend(
     "reference", bind=lambda request: lambda codes: codes.t().contiguous()

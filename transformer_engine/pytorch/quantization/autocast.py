@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...common.checks import refuse_keywords
+from ...common.checks import reject_keywords
 from ...common.numbers import to_bool
 from ...common.recipe import Recipe
 from ..constants import dist_group_type
@@ -157,7 +157,7 @@ class autocast(ContextDecorator):
         **others: Any,
     ):
         if others:
-            refuse_keywords("autocast", others, {"fp8_recipe": "recipe", "fp8_group": "amax_reduction_group"})
+            reject_keywords("autocast", others, {"fp8_recipe": "recipe", "fp8_group": "amax_reduction_group"})
         enabled = check_block(enabled, recipe)
         if type(calibrating) is not bool:
             calibrating = to_bool("calibrating", calibrating)
@@ -226,6 +226,6 @@ def fp8_autocast(
     fp8_group: dist_group_type | None = None, _graph: bool = False, **others: Any,
 ) -> autocast:  # fmt: skip
     """autocast by its earlier name."""
-    refuse_keywords("fp8_autocast", others, {"recipe": "fp8_recipe", "amax_reduction_group": "fp8_group"})
+    reject_keywords("fp8_autocast", others, {"recipe": "fp8_recipe", "amax_reduction_group": "fp8_group"})
     warn_deprecated("fp8_autocast", "autocast(enabled, calibrating, recipe, amax_reduction_group)")
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)

@@ -29,7 +29,7 @@ _TORCH_FUNCTIONS = (
     ("torch._utils", "_rebuild_tensor_v2"),
     ("torch._utils", "_rebuild_parameter"),
     ("torch.storage", "_load_from_bytes"),
-    # Megatron-core puts this function of its own in the place of the one above, and pickle writes its name down.
+    # Megatron-core replaces the function above by this one, whose name pickle stores.
     ("megatron.core.safe_globals", "safe_load_from_bytes"),
     ("torch", "Size"),
     ("collections", "OrderedDict"),
@@ -57,7 +57,7 @@ class ExtraStateError(ValueError):
 
 
 def encode_extra_state(fp8_meta: dict[str, Any]) -> Tensor:
-    """uint8 CPU tensor of the module's recipe, and its scales and histories under delayed scaling.
+    """Return a uint8 CPU tensor of the module's recipe, and its scales and histories under delayed scaling.
 
     It is empty without a recipe, and for a custom recipe, whose factory is code: no checkpoint may hold it.
     """
@@ -88,7 +88,7 @@ def encode_extra_state(fp8_meta: dict[str, Any]) -> Tensor:
 
 
 def decode_extra_state(state: Tensor | io.BytesIO | None) -> dict[str, Any] | None:
-    """The dict that was encoded; None for an empty state. ExtraStateError if it is damaged or not harmless.
+    """Return the encoded dict; None for an empty state. Raise ExtraStateError if it is damaged or not harmless.
 
     Reads what any version of the original wrote: bytes in a uint8 tensor, or an io.BytesIO of torch.save.
     """
@@ -115,7 +115,7 @@ def decode_extra_state(state: Tensor | io.BytesIO | None) -> dict[str, Any] | No
 
 
 def check_extra_state(decoded: dict[str, Any], slots: dict[str, int]) -> None:
-    """ExtraStateError unless the scales and histories fit a module with that many slots; nothing is changed.
+    """Raise ExtraStateError unless scales and histories fit a module with that many slots; nothing is changed.
 
     slots   the number of quantizers of each direction, "fwd" and "bwd"
     """
@@ -165,7 +165,7 @@ def load_extra_state(decoded: dict[str, Any], fp8_meta: dict[str, Any]) -> None:
 
 
 def _modernized(decoded: dict[str, Any]) -> dict[str, Any]:
-    """The rules for states of earlier versions, which knew delayed scaling only."""
+    """Apply the rules for states of earlier versions, which only had delayed scaling."""
     modern = {key: value for key, value in decoded.items() if not str(key).startswith("scale_inv")}
     if "recipe" not in modern:
         modern["recipe"] = DelayedScaling(backward_override=None)
@@ -258,7 +258,7 @@ def _recipe_classes() -> list[type[Recipe]]:
 
 
 def _derived_recipe(module: str, name: str) -> type[Recipe] | None:
-    """The public recipe class that an already imported subclass of one derives from."""
+    """Return the public recipe class from which an already imported subclass derives."""
     candidate = vars(sys.modules[module]).get(name) if module in sys.modules else None
     if not isinstance(candidate, type):
         return None
@@ -283,7 +283,7 @@ def _load_pickle(data: bytes) -> Any:
 
 
 def _load_archive(data: bytes) -> Any:
-    """torch.load restricted to the same classes; recipes are rebuilt, so that their validation runs."""
+    """Return torch.load restricted to the same classes; recipes are rebuilt, so that their validation runs."""
     allowed = [*_recipe_classes(), *_DATA_CLASSES.values(), Format]
     if len(data) == 0:
         return None
@@ -306,7 +306,7 @@ def _revalidated(value: Any) -> Any:
 
 
 def _built(value: Any) -> Any:
-    """The object that a record describes; containers are walked, plain values pass."""
+    """Return the object that a record describes; containers are converted recursively, plain values are unchanged."""
     if isinstance(value, _Record):
         return _built_record(value)
     if isinstance(value, dict):
@@ -339,7 +339,7 @@ def _built_record(record: _Record) -> Any:
 
 
 def _recipe(kind: Any, attributes: Any) -> Recipe:
-    """A recipe from the attributes that its class knows; construction validates them."""
+    """Return a recipe from the attributes that its class has; construction validates them."""
     if not isinstance(attributes, dict):
         raise ExtraStateError(f"extra state's {kind.__name__} has no attributes")
     known = {f.name: f for f in fields(kind)}
@@ -374,7 +374,7 @@ def _torch_object(name: str, arguments: list[Any]) -> Any:
 
 
 def _tensor(storage: Any, offset: int, size: Any, stride: Any) -> Tensor:
-    """A tensor within its storage; hooks and flags that a pickle may ask for are left out."""
+    """Return a tensor within its storage; hooks and flags in the pickle are ignored."""
     if not isinstance(storage, torch.storage.TypedStorage):
         raise ExtraStateError(f"a tensor is made of a {type(storage).__name__}")
     whole = torch.tensor([], dtype=storage.dtype, device=storage._untyped_storage.device).set_(

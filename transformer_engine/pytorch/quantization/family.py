@@ -100,7 +100,7 @@ def family_of(recipe: Recipe) -> Family:
         if row is not None:
             return row
     raise ValueError(
-        f"{type(recipe).__name__} is none of {', '.join(kind.__name__ for kind in _FAMILIES)}; derive it from one"
+        f"{type(recipe).__name__} is not one of {', '.join(kind.__name__ for kind in _FAMILIES)}; derive it from one"
     )
 
 
@@ -109,6 +109,4 @@ def family_named(name: str) -> Family:
     for row in _FAMILIES.values():
         if row.name == name:
             return row
-    raise ValueError(
-        f"there is no recipe {name!r}; choose one of {', '.join(r.name for r in all_families())}"
-    )
+    raise ValueError(f"unknown recipe {name!r}; choose one of {', '.join(r.name for r in all_families())}")

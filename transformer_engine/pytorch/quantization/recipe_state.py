@@ -25,22 +25,22 @@ def _is_e4m3(fp8_recipe: Recipe, fprop_tensor: bool) -> bool:
 
 
 def get_fp8_te_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> DType:
-    """E4M3, except E5M2 for the backward pass of HYBRID."""
+    """Return E4M3, except E5M2 for the backward pass of HYBRID."""
     return DType.kFloat8E4M3 if _is_e4m3(fp8_recipe, fprop_tensor) else DType.kFloat8E5M2
 
 
 def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dtype:
-    """The same as a torch dtype."""
+    """Return the dtype of `get_fp8_te_dtype` as a torch dtype."""
     return torch.float8_e4m3fn if _is_e4m3(fp8_recipe, fprop_tensor) else torch.float8_e5m2
 
 
 def get_fp4_te_dtype(fp4_recipe: Recipe) -> DType:
-    """E2M1, the one 4-bit element type."""
+    """Return E2M1, the only 4-bit element type."""
     return DType.kFloat4E2M1
 
 
 def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:
-    """448 for E4M3, 57344 for E5M2."""
+    """Return 448 for E4M3, 57344 for E5M2."""
     largest = fp8_recipe.fp8_format.value
     return largest.max_fwd if fprop_tensor else largest.max_bwd
 
@@ -77,7 +77,7 @@ class RecipeState:
         device: torch.device | str | int | None = None,
         roles: Sequence[QuantizerRole | None] | None = None,
     ) -> RecipeState:
-        """The state class of the recipe's family."""
+        """Return a state of the recipe's family."""
         state = family_of(recipe).state
         return state(recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles)
 
@@ -203,7 +203,7 @@ class DelayedScalingRecipeState(RecipeState):
         self.amax_history[:rows].copy_(history[:rows])
 
     def resize_history(self, length: int) -> None:
-        """Keep `length` rows: the oldest positions beyond it go, missing ones are zero."""
+        """Keep `length` rows: older positions are dropped, missing ones are zero."""
         rows = self.amax_history.shape[0]
         if length == rows:
             return
@@ -227,7 +227,7 @@ class CustomRecipeState(RecipeState):
 
     @property
     def scale(self) -> Tensor:
-        """The scales of the slots with a delayed-scaling request, where all of these are equal."""
+        """The scales of the slots with a delayed-scaling request, if all requests are equal."""
         return self._one_delayed("scale").scale
 
     @property
@@ -243,7 +243,7 @@ class CustomRecipeState(RecipeState):
         return next(iter(self.delayed_states))
 
     def inherit(self, previous: RecipeState) -> None:
-        """Nothing: another factory may mean something else by the same slot."""
+        """Inherit nothing: another factory may assign the slots differently."""
 
     def make_quantizers(self) -> list[Quantizer]:
         return self.fulfil(factory_roles(self.mode, self.num_quantizers, self._roles_of_slots()))

@@ -25,12 +25,12 @@ _BF16 = Requirement("BF16", (8, 0))
 
 @dataclass(frozen=True)
 class Support:
-    """Whether this machine runs a format: on its hardware, by emulation, or not at all, for the reason `refusal`."""
+    """Whether this machine runs a format: on its hardware, by emulation, or not at all, for the reason `reason`."""
 
     kind: str
     native: bool
     emulated: bool
-    refusal: str
+    reason: str
 
     @property
     def available(self) -> bool:
@@ -75,15 +75,15 @@ def is_emulating() -> bool:
 
 
 @constant_while_tracing
-def _hardware_refusal(kind: str) -> str:
+def _hardware_reason(kind: str) -> str:
     """Empty if the current device computes the format in hardware, else a sentence."""
     if not has_cuda():
         return f"There is no CUDA device for {kind} execution."
-    return _refusal_of(kind, get_device_compute_capability(), cuda_version())
+    return _reason_for(kind, get_device_compute_capability(), cuda_version())
 
 
 @functools.cache
-def _refusal_of(kind: str, capability: tuple[int, int], cuda: tuple[int, int]) -> str:
+def _reason_for(kind: str, capability: tuple[int, int], cuda: tuple[int, int]) -> str:
     """Return the reason for a device; cached, because every autocast block reads it."""
     needs = _requirement(kind)
     if needs.below is not None and capability >= needs.below:
@@ -108,7 +108,7 @@ def _requirement(kind: str) -> Requirement:
     for family in all_families():
         if family.kind == kind and family.needs is not None:
             return family.needs
-    raise ValueError(f"there is no format kind {kind!r}; choose one of {', '.join(kinds())}")
+    raise ValueError(f"unknown format kind {kind!r}; choose one of {', '.join(kinds())}")
 
 
 def has_capability(least: tuple[int, int]) -> bool:
@@ -118,16 +118,16 @@ def has_capability(least: tuple[int, int]) -> bool:
 
 def support_of(kind: str) -> Support:
     """Return the support of this machine for a format of `kinds()`."""
-    refusal = _hardware_refusal(kind)
-    native = refusal == ""
-    return Support(kind, native, not native and is_emulating(), refusal)
+    reason = _hardware_reason(kind)
+    native = reason == ""
+    return Support(kind, native, not native and is_emulating(), reason)
 
 
 def _check(kind: str) -> tuple[bool, str]:
-    refusal = _hardware_refusal(kind)
-    if refusal == "" or is_emulating():
+    reason = _hardware_reason(kind)
+    if reason == "" or is_emulating():
         return True, ""
-    return False, f"{refusal} Set TE_EMULATE=1 or call te.emulate() to compute it by emulation."
+    return False, f"{reason} Set TE_EMULATE=1 or call te.emulate() to compute it by emulation."
 
 
 def check_recipe_support(recipe: Recipe) -> tuple[bool, str]:

@@ -1,1 +1,1 @@
-"""What stands between torch and everything else: the device, tracing, threads, starting kernels, checks of values."""
+"""The interface to torch: devices, tracing, threads, kernel launches, and checks of values."""

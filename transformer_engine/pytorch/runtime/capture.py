@@ -1,7 +1,7 @@
-"""Work written down once and done again: what CUDA graphs are to the rest of the package.
+"""Recording and replay of work: the interface of the rest of the package to CUDA graphs.
 
-A `Recorder` runs a body and keeps what the device did; the `Recording` does that again, on the same memory, without
-Python. The body's results stay where they were written. Tests schedule on a recorder that runs the body again.
+A `Recorder` runs a body and records the work of the device. The `Recording` repeats this work on the same memory
+without Python, and its results overwrite those of the body. Tests use a recorder that runs the body again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Results = Sequence[Tensor | None]
 
 
 class Recording(Protocol):
-    """What was recorded. `results` are the body's, overwritten by every replay."""
+    """Recorded work. `results` are those of the body, overwritten by every replay."""
 
     @property
     def results(self) -> Results: ...
@@ -30,10 +30,10 @@ class Recording(Protocol):
 
 
 class Recorder(Protocol):
-    """Records bodies that are replayed in the order in which they are recorded.
+    """Records bodies, which are replayed in the order of their recording.
 
-    warming   round everything that runs before the first recording
-    record    run the body once, without effect where recording is no running
+    warming   context for everything that runs before the first recording
+    record    run the body once; the results are invalid until the first replay if the recorder only records
     """
 
     def warming(self) -> AbstractContextManager[None]: ...
@@ -49,17 +49,17 @@ _state = _State()
 
 
 def set_capture_start() -> None:
-    """Say that graphs are being captured, until `set_capture_end`."""
+    """Declare that graphs are being captured, until `set_capture_end`."""
     _state.capturing = True
 
 
 def set_capture_end() -> None:
-    """Say that no graphs are being captured."""
+    """Declare that no graphs are being captured."""
     _state.capturing = False
 
 
 def is_graph_capturing() -> bool:
-    """Has somebody said that graphs are being captured?"""
+    """Return whether `set_capture_start` has declared that graphs are being captured."""
     return _state.capturing
 
 
@@ -71,7 +71,7 @@ class CudaRecording:
         self.results = results
 
     def replay(self, stream: Any = None, event: Any = None) -> None:
-        """On the current stream; or on the given one, which the current one waits for."""
+        """Replay on the current stream, or on the given one, which then waits for the current one."""
         here = torch.cuda.current_stream()
         if stream is None or stream == here:
             self.graph.replay()
@@ -89,23 +89,23 @@ class CudaRecording:
 
 
 _INVALIDATED = (
-    "a CUDA graph was not captured, because something beside the captured stream took part: work of another thread, or "
-    "in a backward a parameter's gradient accumulator that lives on the default stream, where a wrapper such as "
-    "DistributedDataParallel keeps it since it was made; make the wrapper under torch.cuda.stream(torch.cuda.Stream())"
+    "a CUDA graph was not captured, because work outside of the captured stream took part: work of another thread, or "
+    "in a backward pass a parameter's gradient accumulator on the default stream, where a wrapper such as "
+    "DistributedDataParallel creates it; create the wrapper under torch.cuda.stream(torch.cuda.Stream())"
 )
 
 
 @functools.cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """One for all recorders of a device: libraries keep a workspace for each stream that they have run on."""
+    """Return the stream of all recorders of a device: libraries keep one workspace per stream that they have used."""
     return torch.cuda.Stream(device)
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share a pool of memory.
+    """Records CUDA graphs that share a memory pool.
 
-    pool         as torch.cuda.graph_pool_handle() gives it; None: a new one
-    generators   random states, beside torch's own, that bodies draw from
+    pool         a result of torch.cuda.graph_pool_handle(); None: a new pool
+    generators   random generators of the bodies, in addition to torch's default ones
     """
 
     def __init__(self, pool: Any = None, generators: Sequence[torch.Generator] = ()):
@@ -126,7 +126,7 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         for generator in self.generators:
             graph.register_generator_state(generator)
-        # Other threads, a loader that pins memory for example, may call CUDA meanwhile.
+        # Other threads may call CUDA at the same time, for example a data loader that pins memory.
         recording = torch.cuda.graph(
             graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
         )
@@ -143,10 +143,10 @@ class CudaRecorder:
         return CudaRecording(graph, results)
 
     def _leave_capture(self) -> None:
-        """Let random states go on after a capture that failed.
+        """Make random generators usable after a failed capture.
 
-        torch tells them that a capture has ended only where it ended well; until then they refuse to draw. So another
-        one ends well.
+        torch resets them only at the end of a successful capture; until then, they raise an error. An empty capture
+        that succeeds resets them.
         """
         graph = torch.cuda.CUDAGraph()
         for generator in self.generators:
@@ -157,7 +157,7 @@ class CudaRecorder:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """A collected tensor would give its memory back to a pool that is being recorded from."""
+    """Disable garbage collection: a collected tensor would return its memory to the pool that is being recorded."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -168,7 +168,7 @@ def _without_collection() -> Iterator[None]:
 
 
 def unowned(values: Tensor) -> Tensor:
-    """A tensor on the same memory that does not keep it: of a pool that something else keeps."""
+    """Return a tensor on the same memory that does not keep it alive, for memory of a pool with another owner."""
     storage = torch._C._construct_storage_from_data_pointer(  # pyright: ignore[reportAttributeAccessIssue]
         values.untyped_storage().data_ptr(), values.device, values.untyped_storage().nbytes()
     )

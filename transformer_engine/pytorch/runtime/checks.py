@@ -1,4 +1,4 @@
-"""Checks on single values that torch has types for: tensors, dtypes, devices, process groups."""
+"""Checks of single values with torch types: tensors, dtypes, devices and process groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NO_GROUP = (bool, int, float, str, bytes, list, tuple, dict, set, Tensor, torch
 
 
 def tensor(name: str, value: Any) -> TypeGuard[Tensor]:
-    """TypeError unless value is a tensor, plain or quantized."""
+    """Raise TypeError unless value is a tensor, plain or quantized."""
     if not isinstance(value, Tensor):
         raise TypeError(
             f"{name} is {described(value)}, a {type(value).__name__}; give a torch.Tensor, "
@@ -26,27 +26,27 @@ def tensor(name: str, value: Any) -> TypeGuard[Tensor]:
 
 
 def tensor_or_none(name: str, value: Any) -> None:
-    """TypeError unless value is a tensor or None."""
+    """Raise TypeError unless value is a tensor or None."""
     if value is not None:
         tensor(name, value)
 
 
 def floating(name: str, value: Any) -> None:
-    """TypeError unless value is a tensor of floating-point values."""
+    """Raise TypeError unless value is a tensor of floating-point values."""
     tensor(name, value)
     if not value.is_floating_point():
         raise TypeError(f"{name} is {value.dtype}; give floating-point values, for example {name}.float()")
 
 
 def integers(name: str, value: Any) -> None:
-    """TypeError unless value is a tensor of int32 or int64."""
+    """Raise TypeError unless value is a tensor of int32 or int64."""
     tensor(name, value)
     if value.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} is {value.dtype}; give int32 values, for example {name}.int()")
 
 
 def same_shape(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
-    """ValueError unless two tensors have one shape."""
+    """Raise ValueError unless two tensors have the same shape."""
     if value.shape != other.shape:
         raise ValueError(
             f"{name} is {list(value.shape)}, {other_name} {list(other.shape)}; give both the same shape"
@@ -54,7 +54,7 @@ def same_shape(name: str, value: Tensor, other_name: str, other: Tensor) -> None
 
 
 def same_device(name: str, value: Tensor, other_name: str, device: torch.device) -> None:
-    """ValueError unless a tensor lies on the device of another."""
+    """Raise ValueError unless a tensor is on the device of another one."""
     if value.device != device:
         raise ValueError(
             f"{name} is on {value.device}, {other_name} on {device}; move one of them with .to()"
@@ -62,30 +62,30 @@ def same_device(name: str, value: Tensor, other_name: str, device: torch.device)
 
 
 def parameter_dtype(name: str, value: Any) -> None:
-    """TypeError unless value is None or a dtype that parameters can be computed with."""
+    """Raise TypeError unless value is None or a dtype in which parameters can be computed."""
     if value is None:
         return
     if not isinstance(value, torch.dtype) or not value.is_floating_point or value.itemsize < 2:
         raise TypeError(
-            f"{name}={described(value)} is no dtype of parameters; give torch.float32, torch.bfloat16 or "
+            f"{name}={described(value)} is not a dtype of parameters; give torch.float32, torch.bfloat16 or "
             "torch.float16 (quantized_model_init quantizes parameters)"
         )
 
 
 def tensor_dtype(name: str, value: Any) -> None:
-    """TypeError unless value is a dtype of values that are not quantized."""
+    """Raise TypeError unless value is a dtype of values that are not quantized."""
     if value is None:
-        raise TypeError(f"{name}=None is no dtype; give torch.bfloat16, torch.float16 or torch.float32")
+        raise TypeError(f"{name}=None is not a dtype; give torch.bfloat16, torch.float16 or torch.float32")
     parameter_dtype(name, value)
 
 
 def device(name: str, value: Any) -> None:
-    """ValueError or TypeError unless value names a device."""
+    """Raise ValueError or TypeError unless value is the name of a device."""
     canonical_device(value, name)
 
 
 def group_or_none(name: str, value: Any) -> None:
-    """TypeError for plain data where a process group belongs; objects that stand for one pass."""
+    """Raise TypeError for a number, text or container in place of a process group; other objects are accepted."""
     if isinstance(value, _NO_GROUP):
         raise TypeError(
             f"{name}={described(value)} is a {type(value).__name__}; give a torch.distributed.ProcessGroup, or None"
@@ -93,16 +93,17 @@ def group_or_none(name: str, value: Any) -> None:
 
 
 def groups_or_none(name: str, value: Any) -> None:
-    """The same, or a list of groups."""
+    """Check a process group, or a list of process groups; see `group_or_none`."""
     for member in value if isinstance(value, list) and value else [value]:
         group_or_none(name, member)
 
 
 def values_dtype(name: str, value: Any) -> None:
-    """TypeError unless value is a floating-point dtype, one that quantized values can be presented in."""
+    """Raise TypeError unless value is a floating-point dtype in which quantized values can be presented."""
     if not isinstance(value, torch.dtype) or not value.is_floating_point:
         raise TypeError(
-            f"{name}={described(value)} is no floating-point dtype; give torch.float32, torch.bfloat16 or torch.float16"
+            f"{name}={described(value)} is not a floating-point dtype; give torch.float32, torch.bfloat16 or "
+            "torch.float16"
         )
 
 
@@ -122,7 +123,7 @@ def extents(name: str, value: Any) -> tuple[int, ...]:
 
 
 def flag_tensor(name: str, value: Any) -> None:
-    """TypeError or ValueError unless value is None or a tensor of one element."""
+    """Raise TypeError or ValueError unless value is None or a tensor of one element."""
     if value is None:
         return
     tensor(name, value)

@@ -1,4 +1,4 @@
-"""Do results have to have the same bits in every run? Asked by tables of backends, and by what measures."""
+"""Whether results must have the same bits in every run; read by the tables of backends and by autotuning."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch
 from ...common import dispatch, env
 
 _NAME = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
-_written = env.watch(_NAME)  # what the variable holds, None where it is not set
+_written = env.watch(_NAME)  # value of the variable; None if it is unset
 
 
 def is_demanded() -> bool:
-    """By te.deterministic(), which is torch's own switch too, or by NVTE_ALLOW_NONDETERMINISTIC_ALGO=0."""
+    """Return whether te.deterministic(), torch's own switch, or NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 demands it."""
     if torch.are_deterministic_algorithms_enabled():
         return True
     return _written() is not None and not env.flag(_NAME)

@@ -1,4 +1,4 @@
-"""The machine: the only module that asks CUDA about itself."""
+"""The machine: the only module that queries CUDA."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @functools.cache
 def has_cuda() -> bool:
-    """Is there a CUDA device that this torch can use?"""
+    """Return whether this torch can use a CUDA device."""
     return torch.cuda.is_available()
 
 
@@ -20,16 +20,16 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 def get_device_compute_capability() -> tuple[int, int]:
-    """Compute capability (major, minor) of the current CUDA device; (0, 0) on a machine without one."""
-    # Compilers trace torch's question for the current device, and not the one for their number.
+    """Return the compute capability (major, minor) of the current CUDA device; (0, 0) without one."""
+    # Compilers can trace torch's query of the current device, but not the query of the number of devices.
     return _capability(torch.cuda.current_device()) if has_cuda() else (0, 0)
 
 
 def autocast_dtype(kind: str) -> torch.dtype | None:
-    """torch.autocast's dtype on a kind of device, such as "cuda", while it is active there."""
+    """Return the dtype of torch.autocast on a kind of device, such as "cuda", while autocast is active there."""
     if kind == "meta" or not torch.is_autocast_enabled(
         kind
-    ):  # torch knows no autocast of tensors without memory
+    ):  # torch has no autocast for tensors without memory
         return None
     return torch.get_autocast_dtype(kind)
 
@@ -41,19 +41,19 @@ def _device_count() -> int:
 
 @functools.cache
 def only_device() -> bool:
-    """Is there one CUDA device, which every launch goes to?"""
+    """Return whether there is exactly one CUDA device, which then executes every launch."""
     return _device_count() == 1
 
 
 def is_current_device(index: int | None) -> bool:
-    """Is this the CUDA device that launches go to?"""
-    # torch.cuda.current_device asks first whether CUDA is initialised, for five times as long: a tensor is there.
+    """Return whether this is the CUDA device that executes launches."""
+    # torch.cuda.current_device first tests whether CUDA is initialized, and takes five times as long; a tensor exists.
     return only_device() or torch._C._cuda_getDevice() == index
 
 
 @functools.cache
 def get_cudnn_version() -> tuple[int, int, int]:
-    """Version (major, minor, patch) of the cuDNN that torch loads; (0, 0, 0) without one."""
+    """Return the version (major, minor, patch) of the cuDNN that torch loads; (0, 0, 0) without one."""
     encoded = torch.backends.cudnn.version() if has_cuda() else None
     if not encoded:
         return (0, 0, 0)
@@ -63,7 +63,7 @@ def get_cudnn_version() -> tuple[int, int, int]:
 
 @functools.cache
 def cuda_version() -> tuple[int, int]:
-    """The CUDA toolkit version (major, minor) torch was built with; (0, 0) for a CPU build."""
+    """Return the CUDA toolkit version (major, minor) of the torch build; (0, 0) for a CPU build."""
     if torch.version.cuda is None:
         return (0, 0)
     major, minor = torch.version.cuda.split(".")[:2]
@@ -71,10 +71,10 @@ def cuda_version() -> tuple[int, int]:
 
 
 def canonical_device(device: torch.device | str | int | None = "cuda", name: str = "device") -> torch.device:
-    """The device a module allocates on: "cuda", the default everywhere, means the CPU where there is no GPU.
+    """Return the device on which a module allocates: "cuda", the default, means the CPU if there is no GPU.
 
-    Raises ValueError or TypeError, with the argument's name, for what is no device, and for a GPU by a number that no
-    GPU has.
+    Raises ValueError or TypeError, with the argument's name, if the value is not a device, or for the index of a GPU
+    that does not exist.
     """
     if device is None:
         device = "cuda"
@@ -89,7 +89,7 @@ def canonical_device(device: torch.device | str | int | None = "cuda", name: str
         device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except RuntimeError:
         raise ValueError(
-            f"{name}={device!r} is no device of torch; give 'cuda', 'cuda:0', 'cpu' or 'meta'"
+            f"{name}={device!r} is not a device of torch; give 'cuda', 'cuda:0', 'cpu' or 'meta'"
         ) from None
     if device.type != "cuda":
         return device
@@ -100,7 +100,7 @@ def canonical_device(device: torch.device | str | int | None = "cuda", name: str
 
 
 def _check_number(device: torch.device, name: str) -> None:
-    """ValueError unless torch finds the GPU of this number."""
+    """Raise ValueError unless torch finds the GPU with this index."""
     if not has_cuda():
         raise ValueError(
             f"{name}={str(device)!r}: torch finds no CUDA device; give 'cpu', or 'cuda', which means the CPU where "
@@ -114,5 +114,5 @@ def _check_number(device: torch.device, name: str) -> None:
 
 
 def is_meta(device: torch.device | str | int | None) -> bool:
-    """Does this device hold shapes only, so that parameters are to be filled later?"""
+    """Return whether tensors on this device have shapes only, so that parameters are initialized later."""
     return device is not None and not isinstance(device, int) and torch.device(device).type == "meta"

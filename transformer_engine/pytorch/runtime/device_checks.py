@@ -1,11 +1,11 @@
-"""demand(rule, tensors, *facts): numbers that lie in tensors are checked without waiting for a device.
+"""demand(rule, tensors, *facts): checks numbers in tensors without waiting for a device.
 
-A rule is a function of numbers on the host, lists as `Tensor.tolist` gives them, that raises ValueError. For tensors on
-the CPU it runs at once, before anything is changed. A GPU would have to be waited for, so that its numbers are trusted,
-unless TE_CHECK=1: then they are copied to pinned memory on the stream, and the rule runs when a later call finds
-the copy done, in `check()`, or when the process ends. The call itself goes on, and a kernel that reads outside of its
-tensors may end the process first: TE_CHECK=2 waits and runs the rule before anything else. Nothing is checked while a
-compiler traces or a CUDA graph is captured.
+A rule is a function of numbers on the host (lists as returned by `Tensor.tolist`) that raises ValueError. For tensors
+on the CPU it runs at once, before anything is changed. Numbers on a GPU are not checked by default, because the host
+would have to wait for them. With TE_CHECK=1, they are copied to pinned memory on the stream, and the rule runs in a
+later call that finds the copy finished, in `check()`, or at the end of the process. The checked call itself continues,
+and a kernel that reads outside of its tensors may end the process first. With TE_CHECK=2, the call waits and runs the
+rule before anything else. Nothing is checked while a compiler traces or a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from ...common import env
 Rule = Callable[..., None]
 
 _SWITCH = ("TE_CHECK",)
-_PLAIN = (Tensor, torch.nn.Parameter)  # not those of tracers, which hold no numbers
+_PLAIN = (
+    Tensor,
+    torch.nn.Parameter,
+)  # the classes of tracers are excluded, because their tensors hold no numbers
 
 
 class Waiting(NamedTuple):
-    """A check whose numbers are on their way: arrived() says whether they are there, wait() waits for them."""
+    """A check whose numbers are being copied: arrived() returns whether the copy has finished, wait() waits for it."""
 
     rule: Rule
     numbers: list[Tensor | None]
@@ -44,10 +47,10 @@ _registered = False
 
 
 def demand(rule: Rule, tensors: tuple[Tensor | None, ...], *facts: Any) -> None:
-    """rule(*numbers of tensors, *facts) now; for tensors on a GPU as TE_CHECK says: not at all, later or now.
+    """Run rule(*numbers of tensors, *facts) at once; for tensors on a GPU as TE_CHECK selects: never, later or at once.
 
-    A tensor that is None stays None. Raises the ValueError of the rule, or that of an earlier check whose numbers
-    have arrived.
+    A tensor that is None stays None. Raises the ValueError of the rule, or of an earlier check whose numbers have been
+    copied.
     """
     if torch.compiler.is_compiling():
         return
@@ -82,16 +85,16 @@ def demand(rule: Rule, tensors: tuple[Tensor | None, ...], *facts: Any) -> None:
 
 
 def check() -> None:
-    """Wait for all checks under way; raises the ValueError of the first that fails, and drops the others.
+    """Wait for all pending checks; raise the ValueError of the first that fails, and drop the others.
 
-    With TE_CHECK=1 sequence lengths, positions and pages on a GPU are checked after the call that was given them,
-    with TE_CHECK=2 by the call itself.
+    With TE_CHECK=1, sequence lengths, positions and pages on a GPU are checked after the call that received them; with
+    TE_CHECK=2, by the call itself.
     """
     _settle(wait=True)
 
 
 def collect(waiting: Waiting) -> None:
-    """Keep a check until its numbers have arrived."""
+    """Keep a check until its numbers have been copied."""
     global _registered
     with _lock:
         if not _registered:
@@ -101,7 +104,7 @@ def collect(waiting: Waiting) -> None:
 
 
 def _settle(wait: bool) -> None:
-    """Run the rules whose numbers have arrived, those of all with wait, the oldest first."""
+    """Run the rules whose numbers have been copied, or with `wait` all rules, the oldest first."""
     while True:
         with _lock:
             if not _waiting or not (wait or _waiting[0].arrived()):
@@ -118,7 +121,7 @@ def _settle(wait: bool) -> None:
 
 
 def _at_exit() -> None:
-    """What nobody asked for is at least printed: an exception would have nobody to catch it."""
+    """Print the errors of pending checks: at the end of the process, no caller could catch an exception."""
     try:
         _settle(wait=True)
     except ValueError as error:

@@ -1,12 +1,12 @@
-"""Gradients of gradients: right, or refused by the name of the operation.
+"""Gradients of gradients: correct, or an error that names the operation.
 
-A backward pass that is called with create_graph=True is itself recorded by autograd, which sees torch operations and
-nothing of kernels, codes or saved copies: what it could not see would count as constant, in silence. So every
-autograd function of this package does one of three things there:
+A backward pass with create_graph=True is itself recorded by autograd. Autograd records torch operations, but no
+kernels, codes or saved copies, and would silently treat those as constants. Therefore every autograd function of this
+package uses one of three functions:
 
-    @once_differentiable("Linear")      whoever differentiates its gradients gets an error with that name
+    @once_differentiable("Linear")      differentiating the gradients raises an error with that name
     replayed(program, tensors, grads)   the gradients of the same function, written in torch operations
-    transposed(there, back, *grads)     for a backward that is a linear map of its gradients alone
+    transposed(there, back, *grads)     for a backward pass that is a linear map of its gradients
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from torch.autograd import Function
 
 
 def is_recorded() -> bool:
-    """Is this backward pass part of an eager graph (create_graph=True)? A compiled one has no second derivative."""
+    """Return whether this backward pass is part of an eager graph (create_graph=True); compiled graphs never are."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def once_differentiable(operation: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates `backward` of an autograd function whose gradients cannot be differentiated.
+    """Decorate `backward` of an autograd function whose gradients cannot be differentiated.
 
-    They are the same with create_graph=True as without. A later backward pass that reaches them, through the gradients
-    they were made of or through any leaf below the operation, raises RuntimeError with the operation's name; one that
-    goes past them is not disturbed.
+    The gradients do not depend on create_graph. A later backward pass that reaches them, through the gradients from
+    which they were computed or through any leaf below the operation, raises RuntimeError with the operation's name. A
+    backward pass that does not reach them is unaffected.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(ctx: Any, *grads: Any) -> Any:
             if not torch.is_grad_enabled() or torch.compiler.is_compiling():
                 return backward(ctx, *grads)
-            return _refusing(operation, ctx, backward, grads)
+            return _first_derivative_only(operation, ctx, backward, grads)
 
         guarded.__doc__ = backward.__doc__
         guarded.once_differentiable = operation  # pyright: ignore[reportFunctionMemberAccess]
@@ -45,8 +45,10 @@ def once_differentiable(operation: str) -> Callable[[Callable[..., Any]], Callab
     return decorate
 
 
-def _refusing(operation: str, ctx: Any, backward: Callable[..., Any], grads: tuple[Any, ...]) -> Any:
-    """backward(ctx, *grads), its results behind a node that raises."""
+def _first_derivative_only(
+    operation: str, ctx: Any, backward: Callable[..., Any], grads: tuple[Any, ...]
+) -> Any:
+    """Return backward(ctx, *grads) with its results behind an autograd node that raises an error."""
     with torch.no_grad():
         made = backward(ctx, *grads)
     results = list(made) if isinstance(made, tuple) else [made]
@@ -54,16 +56,16 @@ def _refusing(operation: str, ctx: Any, backward: Callable[..., Any], grads: tup
     links += _leaves_below(ctx)
     places = [i for i, result in enumerate(results) if isinstance(result, Tensor)]
     if links and places:
-        behind = _Refusal.apply(operation, [results[i] for i in places], *links)
+        behind = _FirstDerivativeOnly.apply(operation, [results[i] for i in places], *links)
         for i, result in zip(places, behind, strict=True):  # pyright: ignore[reportArgumentType]
             results[i] = result
     return tuple(results) if isinstance(made, tuple) else results[0]
 
 
 def _leaves_below(node: Any) -> list[Tensor]:
-    """The leaf tensors that the node's inputs were computed from.
+    """Return the leaf tensors from which the node's inputs were computed.
 
-    The inputs themselves are not at hand: what is saved of them may be codes, and keeping them costs their memory.
+    The inputs themselves may not exist any more: the saved tensors can be codes, and keeping the inputs costs memory.
     """
     leaves: list[Tensor] = []
     seen: set[Any] = set()
@@ -73,7 +75,7 @@ def _leaves_below(node: Any) -> list[Tensor]:
         if below is None or below in seen:
             continue
         seen.add(below)
-        variable = getattr(below, "variable", None)  # of the nodes that accumulate into a leaf
+        variable = getattr(below, "variable", None)  # present in nodes that accumulate into a leaf
         if variable is None:
             waiting += [next_node for next_node, _ in below.next_functions]
         else:
@@ -81,8 +83,8 @@ def _leaves_below(node: Any) -> list[Tensor]:
     return leaves
 
 
-class _Refusal(Function):
-    """The given gradients, in a graph as functions of the links, and an error where their derivative is asked for."""
+class _FirstDerivativeOnly(Function):
+    """The given gradients, as functions of the links in the graph; their derivative raises an error."""
 
     @staticmethod
     def forward(ctx: Any, operation: str, gradients: list[Tensor], *links: Tensor) -> tuple[Tensor, ...]:
@@ -92,26 +94,26 @@ class _Refusal(Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(
-            f"the gradients of {ctx.operation} have no derivative of their own, and this backward pass goes through "
-            "them; make them with create_graph=False, or compute this part of the model by plain torch modules"
+            f"the gradients of {ctx.operation} have no derivative of their own, and this backward pass "
+            "reaches them; compute them with create_graph=False, or this part of the model by plain torch modules"
         )
 
 
-def refuse_second(operation: str, node: Any, *inputs: Tensor) -> None:
-    """`once_differentiable` for a node of torch's own, which computed something of these inputs."""
+def reject_second_derivative(operation: str, node: Any, *inputs: Tensor) -> None:
+    """Apply `once_differentiable` to a node of torch itself, which computed a function of these inputs."""
 
-    def refuse(gradients: tuple[Any, ...], grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def reject(gradients: tuple[Any, ...], grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not is_recorded():
             return None
         links = [t for t in (*inputs, *grads) if isinstance(t, Tensor) and t.requires_grad]
         places = [i for i, gradient in enumerate(gradients) if gradient is not None]
         results = list(gradients)
-        behind = _Refusal.apply(operation, [results[i] for i in places], *links)
+        behind = _FirstDerivativeOnly.apply(operation, [results[i] for i in places], *links)
         for i, result in zip(places, behind, strict=True):  # pyright: ignore[reportArgumentType]
             results[i] = result
         return tuple(results)
 
-    node.register_hook(refuse)
+    node.register_hook(reject)
 
 
 def replayed(
@@ -119,13 +121,13 @@ def replayed(
     tensors: Sequence[Tensor | None],
     grads: Tensor | Sequence[Tensor],
 ) -> list[Tensor | None]:
-    """The gradient of program(*tensors) for each tensor, as a graph; None for those that want none.
+    """Return the gradient of program(*tensors) for each tensor, as a graph; None for tensors without a gradient.
 
     program   the operation in differentiable torch operations
-    tensors   as saved by the forward pass: its own arguments, which autograd connects with what made them
+    tensors   the operation's arguments as saved by the forward pass, which autograd connects with their origin
     """
     with torch.enable_grad():
-        # Aliases: where one argument was computed from another, the gradients stay partial ones.
+        # Aliases: if one argument was computed from another one, the gradients remain partial derivatives.
         own = [None if tensor is None else tensor.view_as(tensor) for tensor in tensors]
         outputs = program(*own)
         wanted = [tensor for tensor in own if tensor is not None and tensor.requires_grad]
@@ -137,9 +139,9 @@ def replayed(
 
 
 def transposed(there: Callable[..., Any], back: Callable[..., Any], *grads: Tensor) -> Any:
-    """there(*grads), differentiable as often as wanted: `back` is the transposed map.
+    """Return there(*grads), differentiable any number of times: `back` is the transposed map.
 
-    Both take and return one tensor or several.
+    Both functions accept and return one tensor or several.
     """
     return _LinearMap.apply(there, back, *grads)
 

@@ -1,8 +1,8 @@
 """results = generated(given): the instructions of a pass as one function that allocates, launches and multiplies.
 
-The source of the function is generated from the instructions: every handle, form and constant is a name, every buffer
-a local variable that is deleted after the instruction that reads it last. Small buffers of a pass share one
-allocation, because an allocation takes as long as half a launch.
+The source of the function is generated from the instructions. Every handle, form and constant is a name. Every buffer
+is a local variable that is deleted after its last reader. Small buffers of a pass share one allocation, because an
+allocation takes as long as half a launch.
 
 Source is generated because a loop over closures takes twice as long: for the forward pass of a Linear under current
 scaling (four kernels, a product) 16 us instead of 8.4, with launches that do nothing (`benchmarks/pretended_gpu.py`).
@@ -22,15 +22,15 @@ from .device import only_device
 from .symbols import Called, Form, Instructions, Made, Multiplied, NotListed, Numbers, Started, Symbol
 from .zeros import numbers
 
-# An allocation takes 3.3 us of an H200's host, a launch 5. Larger passes wait for the GPU, and for memory.
+# An allocation takes 3.3 us on an H200's host, a launch 5 us. Larger passes wait for the GPU, and for memory.
 _SMALL = 1 << 20
-_SCALES = 2  # the first pointers of a product, which need less alignment than a matrix
+_SCALES = 2  # number of leading pointers of a product that need less alignment than a matrix
 
 Generated = Callable[[list[Any]], "tuple[Any, ...] | None"]
 
 
 class Result(NamedTuple):
-    """A tensor that a pass returns: a buffer, in the form in which it was made or in another one."""
+    """A tensor that a pass returns: a buffer, in its original form or in another one."""
 
     buffer: int
     form: Form
@@ -96,7 +96,7 @@ class _Writer:
         return generated
 
     def _checks(self, given: list[int]) -> list[str]:
-        """Return the checks of what numbers of a pointer decide, before anything is done."""
+        """Return the checks that depend on pointers, which run before anything else."""
         by_alignment: dict[int, list[str]] = {}
         for i in given:
             if self.instructions.is_aligned(i):
@@ -110,7 +110,7 @@ class _Writer:
         return checks
 
     def _alignment_of(self, given: int) -> int:
-        """Return the alignment that kernels, and products that multiply or add a tensor, rely on."""
+        """Return the alignment on which kernels rely, and products that multiply or add a tensor."""
         relied_on = [ALIGNMENT]
         for step in self.instructions.steps:
             if isinstance(step, Multiplied):
@@ -120,7 +120,7 @@ class _Writer:
         return max(relied_on)
 
     def _context(self) -> list[str]:
-        """Return the lines that read the current stream and allocate what the instructions share."""
+        """Return the lines that read the current stream and allocate the shared buffers."""
         started = [step for step in self.instructions.steps if isinstance(step, Started)]
         multiplied = [step.plan for step in self.instructions.steps if isinstance(step, Multiplied)]
         if not started and not multiplied:
@@ -140,7 +140,7 @@ class _Writer:
         return lines + self._numbers()
 
     def _numbers(self) -> list[str]:
-        """Return the lines that make all numbers at once: they are slots of an existing tensor."""
+        """Return the lines that allocate all numbers at once: they are slots of an existing tensor."""
         steps = [step for step in self.instructions.steps if isinstance(step, Numbers)]
         if not steps:
             return []
@@ -234,7 +234,7 @@ class _Writer:
         if form == lies:
             return f"b{buffer}"
         if lies == form._replace(dtype=lies.dtype) and lies.dtype.itemsize == form.dtype.itemsize:
-            return f"b{buffer}.view({self._name(form.dtype)})"  # codes, as bytes and as FP8
+            return f"b{buffer}.view({self._name(form.dtype)})"  # codes, as bytes or as FP8
         if not _is_view(lies, form):
             raise NotListed("a result is a part of a tensor")
         return f"b{buffer}.view({form.shape})"
@@ -254,7 +254,7 @@ class _Writer:
 def _handles(instructions: Instructions) -> dict[int, Handle]:
     """Return the compiled kernel of each launch, by the identity of its instruction.
 
-    Triton specializes a kernel on dtypes and alignment, so that small tensors stand for buffers that are made.
+    Triton specializes a kernel on dtypes and alignment, so that small tensors can represent buffers not yet allocated.
     """
     standing: dict[torch.dtype, Tensor] = {}
     handles: dict[int, Handle] = {}
@@ -282,7 +282,7 @@ def _handles(instructions: Instructions) -> dict[int, Handle]:
 
 
 def _read(step: Any) -> list[int]:
-    """Return the buffers whose addresses an instruction reads, its own results included."""
+    """Return the buffers whose addresses an instruction reads, including its own results."""
     if isinstance(step, Started):
         return [buffer for buffer in step.buffers if buffer is not None]
     if isinstance(step, Multiplied):
@@ -291,7 +291,7 @@ def _read(step: Any) -> list[int]:
 
 
 def _is_view(lies: Form, form: Form) -> bool:
-    """Does a view of a tensor of one form have another form?"""
+    """Return whether a view of a tensor of one form can have another form."""
     tensor = torch.empty_strided(lies.shape, lies.strides, dtype=lies.dtype, device="meta")
     try:
         return Form.of(tensor.view(form.shape)) == form
@@ -305,11 +305,11 @@ def _elements(form: Form) -> int:
     return sum(reach) + 1
 
 
-_APART = 256  # bytes; the most that a product's algorithm asks of a pointer
+_APART = 256  # bytes; the largest alignment that a product's algorithm requires
 
 
 class Life(NamedTuple):
-    """A buffer of so many bytes, from the step that makes it to the one that reads it last."""
+    """A buffer of this many bytes, from the step that allocates it to its last reader."""
 
     buffer: int
     first: int
@@ -318,16 +318,16 @@ class Life(NamedTuple):
 
 
 class ScratchPlan(NamedTuple):
-    """Offset of each buffer in one allocation of so many bytes."""
+    """The offset of each buffer in one allocation of this many bytes."""
 
     offsets: dict[int, int]
     bytes: int
 
 
 def plan_scratch(lives: Sequence[Life]) -> ScratchPlan:
-    """Place buffers of a few steps in one allocation, apart if their lives overlap.
+    """Place buffers of a few steps in one allocation, at distinct offsets if their lifetimes overlap.
 
-    Each buffer gets the lowest offset that is free during its whole life, in the order of the first steps.
+    Each buffer gets the lowest offset that is free during its whole lifetime, in the order of the first steps.
     """
     offsets: dict[int, int] = {}
     placed: list[Life] = []

@@ -1,4 +1,4 @@
-"""outputs = run(launch, inputs), or perform(program, inputs): kernel calls that are data, on torch tensors."""
+"""Kernel calls as data, executed on torch tensors: run(launch, inputs) and perform(program, inputs)."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _DTYPES = {
 
 
 class Processors(NamedTuple):
-    """How many multiprocessors there are, and the bytes of shared memory that one program may have."""
+    """The number of multiprocessors, and the shared memory in bytes that is available to one program."""
 
     count: int
     shared_memory: int
 
 
 def run(launch: Launch, inputs: Sequence[Tensor | None]) -> list[Tensor]:
-    """The launch's outputs, made on the device of the first input; None where the launch has none."""
+    """Return the launch's outputs, allocated on the device of the first input; None for absent outputs."""
     first = inputs[0]
     assert first is not None
     device = first.device
@@ -61,7 +61,7 @@ def _listed(launch: Launch, first: Symbol, inputs: Sequence[Any]) -> list[Any]:
 
 
 def perform(program: Program, inputs: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """The program's results, made on the device of the first input; None where it has none."""
+    """Return the program's results, allocated on the device of the first input; None for absent results."""
     first = inputs[0]
     assert first is not None
     performed = program.kept.get(first.device)
@@ -71,10 +71,11 @@ def perform(program: Program, inputs: Sequence[Tensor | None]) -> tuple[Any, ...
 
 
 class Performed:
-    """A program on one device, with all that is known before a call: a call allocates and launches, nothing else.
+    """A program on one device, prepared so that a call only allocates and launches.
 
-    Called with the inputs, and behind them what the caller has made, it answers the results. What it makes itself has
-    known dtypes and lies at multiples of 16 bytes, so that what it is given decides the kernels of all its steps.
+    A call takes the inputs, followed by the caller's buffers, and returns the results. Buffers that the program
+    allocates have known dtypes and are aligned to 16 bytes, so that the arguments determine the compiled kernels of all
+    steps.
     """
 
     def __init__(self, program: Program, device: torch.device):
@@ -93,7 +94,7 @@ class Performed:
             with torch.cuda.device(self.device):
                 return self(*given)
         addresses: list[int | None] = [None]
-        key: list[Any] = []  # with everything that Triton specialises on and the records leave open
+        key: list[Any] = []  # all properties on which Triton specializes and which the records do not fix
         together = 0
         for tensor in given:
             if tensor is None:
@@ -128,16 +129,16 @@ class Performed:
         return tuple([instructions.symbol(result) for result in self.results(buffers)])
 
     def _compiled(self, buffers: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-        """Of every step what starts it, and what picks its arguments."""
+        """Return the starter of every step, and the function that selects its arguments."""
         pairs = zip(self.launches, self.picks, strict=True)
         return tuple((starter(launch, pick(buffers)), pick) for launch, pick in pairs)
 
 
 class _Planned(NamedTuple):
-    """How a program is performed on a device. Places count None, what is given, what makers make, then numbers.
+    """The execution of a program on a device. Index 0 is None, then the arguments, allocated buffers, and numbers.
 
-    zeroed    of every number, float32 [1], whether it must be 0: they are asked for together
-    places    of every step, those of its kernel's arguments
+    zeroed    for every number, float32 [1], whether it must be 0; all numbers are allocated together
+    places    for every step, the indices of its kernel's arguments
     """
 
     launches: tuple[Launch, ...]
@@ -152,7 +153,7 @@ def _planned(program: Program, device: torch.device) -> _Planned:
     given = len(program.inputs) + len(program.into)
     makers: list[Callable[[], Tensor]] = []
     zeroed: list[bool] = []
-    # By a program's own place of an output: the caller's, a maker's or, counted from -1 down, a number's.
+    # By a program's index of an output: that of the caller's or an allocated buffer or, from -1 down, of a number.
     outputs: list[int] = []
     for (launch, _), caller_made in zip(steps, program.caller_made, strict=True):
         for place, output in enumerate(launch.outputs):
@@ -182,14 +183,14 @@ def _planned(program: Program, device: torch.device) -> _Planned:
 
 
 def _taking(places: tuple[int, ...]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """The function that takes the elements at these places out of a sequence."""
+    """Return the function that returns the elements of a sequence at these indices."""
     if len(places) > 1:
         return itemgetter(*places)
     return lambda sequence: tuple([sequence[place] for place in places])
 
 
 def run_into(launch: Launch, tensors: Sequence[Tensor | None], device: torch.device) -> None:
-    """Start the launch on its inputs and, behind them, the outputs, which the caller has made on the device."""
+    """Start the launch on its inputs, followed by the outputs, which the caller has allocated on the device."""
     if device.type == "cuda" and not is_current_device(device.index):
         with torch.cuda.device(device):
             start(launch, tensors, device.index)
@@ -198,13 +199,15 @@ def run_into(launch: Launch, tensors: Sequence[Tensor | None], device: torch.dev
 
 
 def makers_of(launch: Launch, device: torch.device) -> list[Any]:
-    """Functions of nothing that make the launch's outputs on a device; None where there is none."""
+    """Return functions without arguments that allocate the launch's outputs on a device; None for absent outputs."""
     return [None if output is None else _maker(output, device) for output in launch.outputs]
 
 
 def _maker(output: Output, device: torch.device) -> Callable[[], Tensor]:
     shape, dtype, begins = output.shape, output.dtype, output.begins
-    assert shape is not None and dtype is not None, "whoever knows the extents makes the tensor: use run_into"
+    assert shape is not None and dtype is not None, (
+        "a caller that knows the shape allocates the output: use run_into"
+    )
     if begins is not None:
         assert not output.transposed
         if begins == 0 and shape == (1,) and dtype == "float32":
@@ -218,24 +221,24 @@ def _maker(output: Output, device: torch.device) -> Callable[[], Tensor]:
             shape,
             tuple(prod(max(extent, 1) for extent in shape[axis + 1 :]) for axis in range(len(shape))),
         )
-    # On a CPU's clock: 0.8 us where torch.empty takes 1.2.
+    # On the host: 0.8 us, torch.empty takes 1.2 us.
     return functools.partial(torch.empty_strided, seen, strides, dtype=_DTYPES[dtype], device=device)
 
 
 def rows_dense(tensor: Tensor) -> Tensor:
-    """The tensor, or a contiguous copy where neighbours along its last axis lie apart; its rows may lie anywhere."""
+    """Return the tensor, or a contiguous copy unless its last axis is contiguous; its rows may have any stride."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 @functools.cache
 def processors(device: int) -> Processors:
-    """The multiprocessors of a CUDA device."""
+    """Return the multiprocessors of a CUDA device."""
     properties = torch.cuda.get_device_properties(device)
     return Processors(properties.multi_processor_count, properties.shared_memory_per_block_optin)
 
 
-def refuses_elementwise(device: torch.device, *dtypes: torch.dtype) -> str | None:
-    """Why a Triton kernel that reads and writes 16- and 32-bit floats cannot run here; None if it can."""
+def unsupported_elementwise(device: torch.device, *dtypes: torch.dtype) -> str | None:
+    """Return the reason why a Triton kernel on 16- and 32-bit floats is unsupported on this device, or None."""
     if device.type != "cuda":
         return f"it needs a CUDA device, the tensors are on {device.type}"
     if (reason := missing()) is not None:
@@ -249,8 +252,8 @@ def refuses_elementwise(device: torch.device, *dtypes: torch.dtype) -> str | Non
     return None
 
 
-def refuses_casts(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why Triton cannot cast values of a dtype to narrow codes here, to the bit as the reference; None if it can."""
+def unsupported_casts(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return the reason why Triton casts of a dtype do not match the reference's bits on this device, or None."""
     if device.type != "cuda":
         return f"it needs a CUDA device, the values are on {device.type}"
     if (reason := missing()) is not None:
@@ -269,22 +272,22 @@ def refuses_casts(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 class TorchOperator(NamedTuple):
-    """An operator of torch, and what makes room for its results: functions of the schema's arguments."""
+    """An operator of torch, and the allocation of its results; both are functions of the schema's arguments."""
 
     call: Callable[..., Any]
     results: Callable[..., Any]
 
     def given(self, **constants: Any) -> Operator:
-        """The operator of one request, whose facts are these arguments."""
+        """Return the operator of one request, whose properties are these arguments."""
         return Operator(
             functools.partial(self.call, **constants), functools.partial(self.results, **constants)
         )
 
 
 def operator(schema: str, eager: Callable[..., Any], results: Callable[..., Any]) -> TorchOperator:
-    """transformer_engine::schema, which a tracing compiler does not look into: it runs eager, on a GPU.
+    """Register transformer_engine::schema, which a tracing compiler does not trace: it runs `eager`, on a GPU.
 
-    results   makes tensors of the shapes and dtypes that eager returns, and computes nothing
+    results   allocates tensors of the shapes and dtypes that `eager` returns, without computing them
     """
     name = schema[: schema.index("(")]
     qualified = f"transformer_engine::{name}"

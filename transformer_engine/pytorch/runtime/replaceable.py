@@ -1,4 +1,4 @@
-"""What other libraries have replaced: names of a file of this package, methods of its classes, calls of a module.
+"""Names that other libraries replace: functions of a module, methods of its classes, and calls of an nn.Module.
 
 Tools for fake quantization and for batch-invariant results replace the original's private functions by assigning to
 its modules. A layer reads `replaced.names` in every call; if the set is not empty, it calls the replaced names.
@@ -17,7 +17,7 @@ from torch.nn.modules import module as everywhere
 
 
 class Replaced:
-    """names   those of a file that hold something else than they held when the file was read"""
+    """names   the names of a file whose present value differs from the value at import"""
 
     def __init__(self, originals: Mapping[str, Any]) -> None:
         self._originals = originals
@@ -35,7 +35,7 @@ class _File(ModuleType):
 
 
 def watched(file: str, originals: Mapping[str, Any]) -> Replaced:
-    """The record of a file's names, to be kept there as `_replaced`; classes among them may be changed as well."""
+    """Return the record of a file's names, which the file stores as `_replaced`; classes may be changed as well."""
     module = sys.modules[file]
     replaced = Replaced(originals)
     for kind in originals.values():
@@ -46,7 +46,7 @@ def watched(file: str, originals: Mapping[str, Any]) -> Replaced:
 
 
 class ReplaceableFunction(type(torch.autograd.Function)):
-    """The class of autograd functions whose apply, forward or backward others replace."""
+    """The metaclass of autograd functions whose apply, forward or backward can be replaced."""
 
     watchers: list[Replaced]
 
@@ -61,7 +61,7 @@ class ReplaceableFunction(type(torch.autograd.Function)):
         if name not in ("apply", "forward", "backward"):
             return
         steps: Replaced = cls.__dict__["_steps"]
-        # A bound method is another object each time it is asked for.
+        # Every access to a bound method creates a new object.
         known = steps._originals[name]
         steps.assigned(name, known if value == known else value)
         for replaced in cls.watchers:

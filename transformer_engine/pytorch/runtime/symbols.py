@@ -1,9 +1,9 @@
-"""Symbols stand for the tensors of a pass while its launches and products are listed, before any is started.
+"""Symbols of the tensors of a pass, with which its launches and products are listed before any is started.
 
-A pass of steps is evaluated on `Symbol`s. What its operations would start (a `Program`, a `Launch`, a product of
-cuBLASLt) they append to the `Instructions` of their symbols instead, and return symbols of the results. Views of a
-symbol are symbols of the same buffer. Anything else that an operation does with a symbol, such as a computation by
-torch, raises `NotListed` with the reason: such a pass runs step by step. Nothing is computed, and no tensor is written.
+A pass of steps is evaluated on `Symbol`s. Operations append the work that they would start (a `Program`, a `Launch`, a
+product of cuBLASLt) to the `Instructions` of their symbols, and return symbols of the results. Views of a symbol are
+symbols of the same buffer. Any other use of a symbol, such as a computation by torch, raises `NotListed` with the
+reason; such a pass runs step by step. Nothing is computed, and no tensor is written.
 
 `generated_pass.py` makes one function of the instructions.
 """
@@ -25,7 +25,7 @@ class NotListed(Exception):
 
 
 class NotAligned(NotListed):
-    """The tensors of this call are not aligned as the next call's may be."""
+    """The tensors of this call are not aligned, but those of later calls may be."""
 
 
 class Form(NamedTuple):
@@ -48,14 +48,14 @@ class Made(NamedTuple):
 
 
 class Called(NamedTuple):
-    """An instruction that makes a buffer by a function without arguments."""
+    """An instruction that allocates a buffer by a function without arguments."""
 
     buffer: int
     make: Callable[[], Tensor]
 
 
 class Numbers(NamedTuple):
-    """An instruction that makes buffers float32 [1], some of which must be zero."""
+    """An instruction that allocates buffers float32 [1], some of which must be zero."""
 
     buffers: tuple[int, ...]
     zeroed: tuple[bool, ...]
@@ -82,10 +82,10 @@ Instruction = Made | Called | Numbers | Started | Multiplied
 
 
 class Instructions:
-    """What a pass starts, in order.
+    """The launches and products of a pass, in order.
 
     Args:
-        given: The tensors of the pass; they are the first buffers. None for those that are absent.
+        given: The tensors of the pass; they are the first buffers. None for absent ones.
         device: The device of all tensors.
 
     Raises:
@@ -132,7 +132,7 @@ class Instructions:
         return Symbol(self, number, _meta(Form.of(value)))
 
     def is_aligned(self, number: int) -> bool:
-        """Is the address of a given tensor a multiple of what kernels rely on?"""
+        """Return whether the address of a given tensor has the alignment on which kernels rely."""
         tensor = self.given[number]
         return tensor is not None and tensor.data_ptr() % ALIGNMENT == 0
 
@@ -143,23 +143,23 @@ class Instructions:
         return symbol
 
     def make(self, maker: Callable[[], Tensor]) -> Symbol:
-        """Append what makes a buffer by a function without arguments; return its symbol."""
+        """Append the allocation of a buffer by a function without arguments; return its symbol."""
         if isinstance(maker, partial) and maker.func is torch.empty_strided:
             return self.made(Form(tuple(maker.args[0]), tuple(maker.args[1]), maker.keywords["dtype"]))
-        tensor = maker()  # a constant or a number; its form alone is used here
+        tensor = maker()  # a constant or a number, of which only the form is used here
         symbol = self._new(Form.of(tensor))
         self.steps.append(Called(symbol.buffer, maker))
         return symbol
 
     def numbers(self, zeroed: tuple[bool, ...]) -> list[Symbol]:
-        """Append what makes numbers float32 [1]; return their symbols."""
+        """Append the allocation of numbers float32 [1]; return their symbols."""
         symbols = [self._new(Form((1,), (1,), torch.float32)) for _ in zeroed]
         if symbols:
             self.steps.append(Numbers(tuple([symbol.buffer for symbol in symbols]), zeroed))
         return symbols
 
     def start(self, launch: Launch, arguments: Sequence[Any]) -> None:
-        """Append a launch on its inputs and outputs."""
+        """Append a launch with its inputs and outputs."""
         symbols = [self.symbol(argument) for argument in arguments]
         self.steps.append(Started(launch, tuple([None if s is None else s.buffer for s in symbols])))
 
@@ -179,7 +179,7 @@ class Instructions:
 
 
 class Symbol:
-    """A tensor of a pass that is being listed: a buffer, and the form in which an operation sees it."""
+    """A tensor of a pass that is being listed: a buffer, and the form in which an operation uses it."""
 
     __slots__ = ("buffer", "instructions", "meta")
 
@@ -262,7 +262,7 @@ def _not_listed(name: str) -> Callable[..., Any]:
     return operator
 
 
-# Python looks operators up in the class alone.
+# Python reads operators from the class only.
 for _name in (
     "add",
     "sub",

@@ -1,4 +1,4 @@
-"""What is done otherwise while torch.compile traces."""
+"""Differences between eager mode and tracing by torch.compile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def constant_while_tracing(function: F) -> F:
-    """What torch.compiler.assume_constant_result does, without importing the compiler, which takes a second."""
+    """torch.compiler.assume_constant_result without importing the compiler, which takes a second."""
     function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return function
 
@@ -33,25 +33,25 @@ def in_eager_mode(function: F) -> F:
 
 
 def warn_deprecated(name: str, instead: str) -> None:
-    """A DeprecationWarning at the caller of the function of that name; none while a compiler traces."""
+    """Issue a DeprecationWarning at the caller of the function of that name; none while a compiler traces."""
     if not torch.compiler.is_compiling():
         warnings.warn(f"{name} is deprecated; use {instead}", DeprecationWarning, stacklevel=3)
 
 
 def result_as(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """y in a dtype, for what an autograd function gives back; while a compiler traces, a tensor of its own.
+    """Return y in a dtype, for results of an autograd function; while a compiler traces, always a distinct tensor.
 
-    torch 2.11 loses the gradient of a traced function's result that it knows under a second name, as y is where the
+    torch 2.11 loses the gradient of a traced function's result that it knows under two names, as it would y if the
     dtype is y's.
     """
     return y.to(dtype, copy=torch.compiler.is_compiling())
 
 
 def result_in(y: Tensor, shape: Sequence[int]) -> Tensor:
-    """A fresh y in another shape, for what an autograd function gives back: no view to autograd, as y itself is none.
+    """Return y in another shape, for results of an autograd function: not a view for autograd, because y is not one.
 
-    A view that was made within such a function cannot be written in place. y shares its memory but not its count of
-    writes with the result: whatever else is kept of y has to be the result itself. A compiler follows views by itself.
+    A view that is created within an autograd function cannot be written in place. The result shares y's memory but not
+    its version counter: everything else that saves y must save the result instead. A compiler tracks views by itself.
     """
     if torch.compiler.is_compiling():
         return y.view(shape)
@@ -59,11 +59,11 @@ def result_in(y: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def text_of_number(value: float) -> str:
-    """The number as a constant for `number_while_tracing`; exact."""
+    """Return the number as an exact constant for `number_while_tracing`."""
     return float(value).hex()
 
 
 @constant_while_tracing
 def number_while_tracing(text: str) -> float:
-    """The number of a text: in a graph of dynamic shapes a float is a symbol, which no choice can be made by."""
+    """Return the number of a text: in a graph of dynamic shapes, a float is a symbol, on which no choice can depend."""
     return float.fromhex(text)

@@ -1,4 +1,4 @@
-"""Tensors of one float32 on a device: zeros for kernels that keep a maximum in them, and scalars to be written."""
+"""Tensors of one float32 on a device: zeros in which kernels store a maximum, and uninitialized scalars."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _slots: dict[tuple[int, int], list[Tensor]] = {}
 
 
 def zero(device: torch.device) -> Tensor:
-    """float32 [1] that holds 0, and is never handed out again.
+    """Return float32 [1] that holds 0; it is never returned again.
 
-    Clearing four bytes takes a launch, 1.5 us of the GPU and 4 us of the host, so that 512 are cleared at a time.
-    A captured graph clears its own, on every replay.
+    Clearing four bytes takes a launch, 1.5 us of the GPU and 4 us of the host, so that 512 are cleared at a time. A
+    captured graph clears its own numbers in every replay.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.float32, device=device)
@@ -25,7 +25,7 @@ def zero(device: torch.device) -> Tensor:
 
 
 def numbers(device: torch.device, zeroed: Sequence[bool]) -> list[Tensor]:
-    """Return tensors float32 [1], those that are zeroed as by `zero`, for the current stream of the device.
+    """Return tensors float32 [1] for the current stream of the device; `zeroed` ones hold 0, as from `zero`.
 
     The others hold any value; on a GPU they are zeros too, because a slot costs less than an allocation.
     """
@@ -46,9 +46,10 @@ def _slots_of(device: torch.device) -> list[Tensor]:
 def _popped(slots: list[Tensor], device: torch.device) -> Tensor:
     try:
         return slots.pop()
-    except IndexError:  # not checked before the pop: two threads may share a stream
+    except IndexError:  # not checked before the pop, because two threads can share a stream
         with torch.inference_mode(False), torch.no_grad():
-            # 16 bytes apart, as aligned tensors are; .data, so that a write to one leaves the versions of the others.
+            # 16 bytes apart, for alignment; .data, so that a write to one does not change the version counters of the
+            # others.
             cleared = torch.zeros(_SLOTS, 4, dtype=torch.float32, device=device)
             first, *rest = (slot.data for slot in cleared[:, :1].unbind(0))
             slots.extend(rest)

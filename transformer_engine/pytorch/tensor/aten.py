@@ -248,7 +248,7 @@ def _new_zeros(
     usages = tensor.get_usages()
     writer = tensor.writer()
     nominal: torch.dtype = dtype or tensor.dtype
-    if not nominal.is_floating_point or writer.shape_refusal(shape, **usages) is not None:
+    if not nominal.is_floating_point or writer.unsupported_shape_reason(shape, **usages) is not None:
         return NotImplemented
     writer = writer.copy()
     writer.set_usage(**usages)

@@ -28,13 +28,13 @@ def values_of(tensor: QuantizedTensor, names: Sequence[str]) -> tuple[Any, ...]:
 
 
 def from_values(kind: type[T], names: Sequence[str], values: Sequence[Any]) -> T:
-    """A tensor of values_of(another, names); trailing fields that an older pickle lacks have their defaults."""
+    """Return an object with values_of(another, names); fields that an older pickle lacks have their defaults."""
     fields = dict(zip(names, values, strict=False))
     return kind(fields.pop("shape"), fields.pop("dtype"), **fields)  # pyright: ignore[reportReturnType]
 
 
 class BlockScalingQuantizer(Quantizer):
-    """Quantizes from the tensor alone: no state, so equal settings mean equal quantizers.
+    """Quantizes without state, so that quantizers with equal settings are equal.
 
     TENSOR     the class of its tensors
     MULTIPLE   divisor of the last dimension and, column-wise, of the product of the others
@@ -48,11 +48,11 @@ class BlockScalingQuantizer(Quantizer):
     dtype: DType
 
     def spec(self, rowwise: bool, columnwise: bool) -> QuantizeSpec:
-        """The request to the quantize operation."""
+        """Return the settings of the quantize operation."""
         raise NotImplementedError
 
     def constants(self) -> dict[str, Any]:
-        """The storage's constructor keywords that this quantizer decides."""
+        """Return the storage's constructor keywords that this quantizer determines."""
         raise NotImplementedError
 
     def _quantized(self, matrix: Tensor, spec: QuantizeSpec) -> Quantized:
@@ -61,9 +61,9 @@ class BlockScalingQuantizer(Quantizer):
     def encode(
         self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
     ) -> QuantizedTensorStorage:
-        refusal = self.shape_refusal(tensor.shape, rowwise, columnwise)
-        if refusal is not None:
-            raise ValueError(f"{type(self).__name__} cannot quantize shape {tuple(tensor.shape)}: {refusal}")
+        reason = self.unsupported_shape_reason(tensor.shape, rowwise, columnwise)
+        if reason is not None:
+            raise ValueError(f"{type(self).__name__} cannot quantize shape {tuple(tensor.shape)}: {reason}")
         quantized = self._quantized(plain_matrix(tensor), self.spec(rowwise, columnwise))
         return self._packed(quantized, tensor.shape, tensor.dtype)
 
@@ -78,9 +78,9 @@ class BlockScalingQuantizer(Quantizer):
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
     ) -> QuantizedTensorStorage:
-        refusal = self.shape_refusal(shape, self.rowwise_usage, self.columnwise_usage)
-        if refusal is not None:
-            raise ValueError(f"{type(self).__name__} cannot hold shape {tuple(shape)}: {refusal}")
+        reason = self.unsupported_shape_reason(shape, self.rowwise_usage, self.columnwise_usage)
+        if reason is not None:
+            raise ValueError(f"{type(self).__name__} cannot hold shape {tuple(shape)}: {reason}")
         spec = self.spec(self.rowwise_usage, self.columnwise_usage)
         storage = self._packed(empty_quantized(spec, *matrix_shape(shape), device), shape, dtype)
         return storage.mapped(Tensor.pin_memory) if pin_memory else storage
@@ -92,15 +92,15 @@ class BlockScalingQuantizer(Quantizer):
         return (*shape[-1:], *shape[:-1]) if storage.COLUMNS_TRANSPOSED else tuple(shape)
 
     def get_scale_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, ...]:
-        """The shape, padding included, of one direction's scales; ValueError for a shape that cannot be quantized."""
-        refusal = self.shape_refusal(shape, not columnwise, columnwise)
-        if refusal is not None:
-            raise ValueError(f"{type(self).__name__} cannot hold shape {tuple(shape)}: {refusal}")
+        """Return the padded shape of one direction's scales; raise ValueError for an unsupported shape."""
+        reason = self.unsupported_shape_reason(shape, not columnwise, columnwise)
+        if reason is not None:
+            raise ValueError(f"{type(self).__name__} cannot hold shape {tuple(shape)}: {reason}")
         spec = self.spec(not columnwise, columnwise)
         storage: Any = self._packed(empty_quantized(spec, *matrix_shape(shape), "meta"), shape, torch.float32)
         return tuple((storage._columnwise_scale_inv if columnwise else storage._rowwise_scale_inv).shape)
 
-    def shape_refusal(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
+    def unsupported_shape_reason(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
         if self.VECTORS and not len(shape):
             return None
         if len(shape) < 2 and not self.VECTORS:

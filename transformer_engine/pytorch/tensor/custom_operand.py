@@ -1,4 +1,4 @@
-"""CustomOperand: a matrix [rows, K] in a format that only the quantizer of a custom recipe knows how to multiply.
+"""CustomOperand: a matrix [rows, K] in a format that only the quantizer of a custom recipe can multiply.
 
 Such a quantizer multiplies by `qgemm(qx, qw, m_params, out_dtype, sx, sw, bias, gemm_type=, qresult_x=, qresult_w=)`,
 qx @ qw.T, and its tensors have `data` and `scale` of its rows, `data_t` and `scale_t` of its columns. One without
@@ -22,7 +22,7 @@ _FORMAT = TensorFormat("custom", None, "none")
 
 
 class GEMMType(enum.Enum):
-    """Which of a linear layer's three products."""
+    """The three products of a linear layer."""
 
     FPROP = "fprop"
     DGRAD = "dgrad"
@@ -31,7 +31,7 @@ class GEMMType(enum.Enum):
 
 @dataclass(frozen=True)
 class MMParams:
-    """How a product is to be computed."""
+    """Options of a product."""
 
     out_dtype: torch.dtype | None = None
     use_split_accumulator: bool = True
@@ -64,7 +64,7 @@ class CustomOperand(OwnedOperand):
         return halves.data, halves.scale
 
     def take_apart(self) -> tuple[list[Tensor | None], Callable[[list[Tensor | None]], tuple[Any, int]]]:
-        """(tensors for save_for_backward, what makes the operand of them again and says how many it took)."""
+        """Return (tensors for save_for_backward, function that rebuilds the operand and returns how many it used)."""
         axis = ROWS if self.columnwise else COLS
         tensors, emptied = self.made.prepare_for_saving()
 
@@ -75,7 +75,7 @@ class CustomOperand(OwnedOperand):
         return list(tensors), together
 
     def multiplied(self, other: Operand, epilogue: Any) -> Tensor:
-        """self [M, K] @ other [N, K].T by the quantizer of self."""
+        """Return self [M, K] @ other [N, K].T, computed by the quantizer of self."""
         if not isinstance(other, CustomOperand):
             raise TypeError(
                 f"{type(self.made).__name__} of a custom quantizer meets an operand of another kind; give input, "
@@ -123,9 +123,9 @@ def contracted(made: Any, axis: str, quantizer: Any) -> Operand:
 
 
 def saved_attributes(made: Any) -> tuple[str, ...]:
-    """The attributes of TENSORS; of a class written elsewhere, which need not have it, all that hold a tensor."""
+    """Return the attributes of TENSORS; for a class of another library without it, all attributes with a tensor."""
     if hasattr(made, "TENSORS"):
         return tuple(made.TENSORS)
     found = tuple(name for name, value in vars(made).items() if isinstance(value, Tensor))
-    made._found = found or getattr(made, "_found", ())  # none hold one while the tensors are handed over
+    made._found = found or getattr(made, "_found", ())  # all are None while the tensors are saved elsewhere
     return made._found

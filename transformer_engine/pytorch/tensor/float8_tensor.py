@@ -1,4 +1,4 @@
-"""FP8 with one scale a tensor: codes [..., K] = saturate(x x scale), the scale delayed (from past steps) or current."""
+"""FP8 with one scale per tensor: codes [..., K] = saturate(x * scale), with a delayed or a current scale."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ __all__ = ["Float8CurrentScalingQuantizer", "Float8Quantizer", "Float8Tensor", "
 
 
 class ScalingState(Protocol):
-    """Delayed scaling of n tensors: scale [n], and amax_history [length, n] whose row 0 is the running step.
+    """Delayed scaling of n tensors: scale [n], and amax_history [length, n], whose row 0 is the current step.
 
-    scale_in_place   the tensor that updates write; while compiling, scale is a copy that they leave alone
+    scale_in_place   the tensor that updates write; while compiling, scale is a copy that updates do not change
     """
 
     @property
@@ -61,7 +61,7 @@ def _operands(quantized: Quantized, dtype: torch.dtype) -> Operands:
 
 
 class _PerTensorQuantizer(Quantizer):
-    """What delayed and current scaling share: one FP8 element, one scale."""
+    """The base of delayed and current scaling: one FP8 element, one scale."""
 
     dtype: DType
 
@@ -82,7 +82,7 @@ class _PerTensorQuantizer(Quantizer):
         requires_grad: bool = False,
         internal: bool = False,
     ) -> Float8Tensor | Float8TensorStorage:
-        """A tensor around uint8 codes [..., K] that were made elsewhere with this quantizer's scale."""
+        """Return a tensor of uint8 codes [..., K] that were computed elsewhere with this quantizer's scale."""
         if data.dtype not in (torch.uint8, float8_dtype(self.dtype)):
             raise TypeError(
                 f"codes are uint8 or {float8_dtype(self.dtype)}, not {data.dtype}; view them as uint8"
@@ -126,7 +126,7 @@ class _StateViews(NamedTuple):
 
 
 def _check_scalar(name: str, value: Tensor | None) -> None:
-    """TypeError or ValueError unless value is a float32 tensor of one element, or None."""
+    """Raise TypeError or ValueError unless value is a float32 tensor of one element, or None."""
     if value is None:
         return
     tensor(name, value)
@@ -173,7 +173,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         rowwise: bool = True,
         columnwise: bool = True,
     ) -> Float8Quantizer:
-        """A quantizer on slot `index` of a state, read through the state's tensors at every use."""
+        """Return a quantizer of slot `index` of a state, which reads the state's tensors at every use."""
         self = cls(None, None, fp8_dtype, rowwise=rowwise, columnwise=columnwise)
         self._state = state
         self._index = index
@@ -221,7 +221,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         return Cast(_spec(self.dtype, rowwise, columnwise), *self._views())
 
     def _views(self) -> tuple[Tensor, Tensor]:
-        """scale and amax, float32 [1]; views of a state are kept as long as the state has the same tensors."""
+        """Return scale and amax, float32 [1]; views of a state are cached while the state has the same tensors."""
         state = self._state
         if state is None:
             return self.scale.view(1), self.amax.view(1)
@@ -236,7 +236,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         return (self.dtype, self._views()) if alone else None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A process group lives as long as its process.
+        # a process group lives as long as its process
         return self.__dict__ | {"_slot": None, "amax_reduction_group": None}
 
     def reducing_over(self, group: torch.distributed.ProcessGroup) -> Float8Quantizer:
@@ -263,7 +263,8 @@ class Float8Quantizer(_PerTensorQuantizer):
         """Raise the recorded maximum to amax [1], unless the device flag is set."""
         recorded = self.amax
         largest = torch.maximum(recorded, amax.reshape(recorded.shape))
-        # `self.amax` anew: writes must reach the state through its base tensor for a compiler to see their order.
+        # `self.amax` is read again: writes must reach the state through its base tensor for a compiler to see their
+        # order.
         self.amax.copy_(largest if noop_flag is None else torch.where(noop_flag != 0, recorded, largest))
         if self.amax_reduction_group is not None:
             self._agree_on_amax()
@@ -381,7 +382,7 @@ def _make_float8_tensor_in_reduce_ex(
     shape: Sequence[int],
     data_transpose: Tensor | None = None,
 ) -> Float8Tensor:
-    """A Float8Tensor from its pickle; where it goes decides its quantizer."""
+    """Return a Float8Tensor from its pickle; its use determines its quantizer."""
     return Float8Tensor(  # pyright: ignore[reportReturnType]
         shape,
         dtype,

@@ -1,6 +1,6 @@
-"""GroupedTensor: the matrices of n groups in one buffer, a tensor [n, M, N] where their shapes are equal.
+"""GroupedTensor: the matrices of n groups in one buffer, a tensor [n, M, N] if their shapes are equal.
 
-Values are plain, or codes of one format: then each matrix has the codes and scales that its own quantizer makes of it.
+Values are plain, or codes of one format; then each matrix has the codes and scales of its own quantizer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Shapes = Sequence[Sequence[int]]
 class StackQuantizer(Quantizer):
     """codes_i = quantizer_i(x_i) for the matrices x_i of a group, into one buffer.
 
-    quantizers   one a matrix; None: the values stay plain
+    quantizers   one per matrix; None: the values stay plain
     shapes       of the matrices; None: those of a stack [n, M, N]
     """
 
@@ -80,15 +80,15 @@ class StackQuantizer(Quantizer):
         for quantizer, member in zip(self.quantizers or (), tensor.unbind(0), strict=False):
             quantizer.calibrate(member)
 
-    def shape_refusal(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
+    def unsupported_shape_reason(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
         for quantizer, one in zip(self.quantizers or (), self._shapes(shape), strict=False):
-            refusal = quantizer.shape_refusal(one, rowwise, columnwise)
-            if refusal is not None:
-                return refusal
+            reason = quantizer.unsupported_shape_reason(one, rowwise, columnwise)
+            if reason is not None:
+                return reason
         return None
 
     def copy(self) -> StackQuantizer:
-        """One whose usages can change alone, and those of its members' quantizers with it."""
+        """Return a copy whose usages, and those of its members' quantizers, are independent."""
         twin = copy.copy(self)
         twin.quantizers = None if self.quantizers is None else tuple(q.copy() for q in self.quantizers)
         return twin
@@ -105,7 +105,7 @@ def stack_quantizer(quantizer: Quantizer | None, shapes: Shapes) -> StackQuantiz
 
 
 class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
-    """The matrices as a tensor: [n, M, N] of equal shapes, else their logical shape. Operations give plain tensors."""
+    """The matrices as a tensor: [n, M, N] for equal shapes, else their logical shape. Results are plain tensors."""
 
     STORAGE = GroupedTensorStorage
     amax = torch.Tensor.amax  # pyright: ignore[reportAssignmentType]
@@ -120,7 +120,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
         stride: Sequence[int] | None = None,
         **buffers: Any,
     ) -> GroupedTensor:
-        """Wrap buffers that were made elsewhere.
+        """Wrap buffers that were allocated elsewhere.
 
         Args:
             requires_grad: As of `torch.Tensor`.
@@ -159,7 +159,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> GroupedTensor:
-        """Uninitialised matrices of these shapes, each quantized as the quantizer has it."""
+        """Return uninitialized matrices of these shapes, each with the format of the quantizer."""
         num_tensors = to_int("num_tensors", num_tensors, 1)
         if len(shapes) != num_tensors or not shapes:
             raise ValueError(f"{len(shapes)} shapes for num_tensors={num_tensors}; give one a tensor")
@@ -176,7 +176,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
         logical_first_dim: int, logical_last_dim: int, quantizer: Quantizer | None = None,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> GroupedTensor:  # fmt: skip
-        """Uninitialised matrices whose extents are numbers of the device, which the host reads; None: all are equal."""
+        """Return uninitialized matrices whose extents are read from the device; None: all are equal."""
         num_tensors = to_int("num_tensors", num_tensors, 1)
         firsts = _extents_of("first_dims", first_dims, num_tensors, logical_first_dim, last_dims is None)
         lasts = _extents_of("last_dims", last_dims, num_tensors, logical_last_dim, False)
@@ -194,7 +194,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
         dtype: torch.dtype | None = None,
         internal: bool = False,
     ) -> GroupedTensor | GroupedTensorStorage:
-        """num_tensors matrices of one shape around a buffer; internal: without a tensor around them."""
+        """Return num_tensors matrices of one shape that share a buffer; internal: without a tensor."""
         num_tensors = to_int("num_tensors", num_tensors, 1)
         tensor("rowwise_data", rowwise_data)
         if dtype is not None and dtype != rowwise_data.dtype:
@@ -216,7 +216,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
 
 
 def _extents_of(name: str, given: Tensor | None, count: int, logical: int, is_sum: bool) -> list[int]:
-    """One extent of each matrix; where none are given all have `logical`, or an equal share of it."""
+    """Return one extent of each matrix; without given ones `logical`, or an equal share of it."""
     if given is None:
         if is_sum and logical % max(count, 1):
             raise ValueError(f"num_tensors={count} does not divide the logical extent {logical}; give {name}")
@@ -230,7 +230,7 @@ def _extents_of(name: str, given: Tensor | None, count: int, logical: int, is_su
 
 
 def _make_grouped_tensor_in_reduce_ex(members: Sequence[Tensor]) -> GroupedTensor:
-    """A GroupedTensor from its pickle."""
+    """Return a GroupedTensor from its pickle."""
     return GroupedTensor.of_members(members)
 
 

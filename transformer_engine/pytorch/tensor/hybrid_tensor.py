@@ -42,8 +42,8 @@ class HybridQuantizer(Quantizer):
         ):
             if not isinstance(given, Quantizer):
                 raise TypeError(
-                    f"{name}={described(given)} is no Quantizer; give an instance of one, te.IdentityQuantizer() for "
-                    "high precision"
+                    f"{name}={described(given)} is not a Quantizer; give an instance of one, te.IdentityQuantizer() "
+                    "for high precision"
                 )
         one_of("columnwise_source", columnwise_source, COLUMNWISE_SOURCES)
         self.rowwise_quantizer = rowwise_quantizer
@@ -99,12 +99,12 @@ class HybridQuantizer(Quantizer):
         self.rowwise_quantizer.calibrate(tensor)
         self.columnwise_quantizer.calibrate(tensor)
 
-    def shape_refusal(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
+    def unsupported_shape_reason(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
         reads_rows = rowwise or (columnwise and self.columnwise_source == "rowwise_dequantized")
-        refusal = self.rowwise_quantizer.shape_refusal(shape, True, False) if reads_rows else None
-        if refusal is None and columnwise:
-            refusal = self.columnwise_quantizer.shape_refusal(shape, False, True)
-        return refusal
+        reason = self.rowwise_quantizer.unsupported_shape_reason(shape, True, False) if reads_rows else None
+        if reason is None and columnwise:
+            reason = self.columnwise_quantizer.unsupported_shape_reason(shape, False, True)
+        return reason
 
     def reducing_over(self, group: torch.distributed.ProcessGroup) -> HybridQuantizer:
         rowwise = self.rowwise_quantizer.reducing_over(group)

@@ -164,8 +164,10 @@ class _TensorScaled:
 
 
 class _BlockScaled:
-    """One scale per block. Elements of other ranks are replaced by their block's maximum, so that blocks at the ends of
-    a shard have the scales of the whole weight; the codes of these elements are not written."""
+    """Quantize with one scale per block.
+
+    Elements of other ranks are replaced by their block's maximum, so that blocks at the ends of a shard have the scales
+    of the whole weight; the codes of these elements are not written."""
 
     def __init__(self, shard: Shard, quantizer: BlockScalingQuantizer):
         weight: Any = shard.weight

@@ -22,9 +22,9 @@ _BETWEEN = "::"
 
 
 def plain_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """module.state_dict() with the payload of every quantized tensor in its place.
+    """Return module.state_dict() with the payload of every quantized tensor in place of the tensor.
 
-    As libraries of files want it: row after row, and no two in the same memory. Nothing else is copied.
+    File formats require contiguous tensors that do not share memory; other tensors are not copied.
     """
     plain: dict[str, Tensor] = {}
     for name, value in module.state_dict().items():
@@ -42,9 +42,9 @@ def plain_state_dict(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_plain_state_dict(module: nn.Module, tensors: Mapping[str, Tensor], strict: bool = True) -> Any:
-    """module.load_state_dict of what `plain_state_dict` made. Plain values are quantized where the module is.
+    """Load the result of `plain_state_dict`, as module.load_state_dict does; plain values are quantized if needed.
 
-    ValueError, and nothing is loaded, for codes of another kind than the module's parameter, or for parts of them.
+    Raises ValueError, and loads nothing, for codes of another kind than the module's parameter, or for a part of them.
     """
     own = module.state_dict()
     state: dict[str, Any] = {}
@@ -61,7 +61,7 @@ def load_plain_state_dict(module: nn.Module, tensors: Mapping[str, Tensor], stri
 
 
 def _kind(tensor: QuantizedTensor) -> str:
-    """The class and the element of the codes, which their bytes do not tell; of a group those of its members too."""
+    """Return the class and the element of the codes, which bytes do not contain; of a group, those of members too."""
     if isinstance(tensor, GroupedTensor):
         member = tensor.split_into_quantized_tensors()[0]
         inner = _kind(member) if isinstance(member, QuantizedTensor) else str(tensor.dtype).rpartition(".")[2]
@@ -76,7 +76,7 @@ def _parts(tensor: QuantizedTensor) -> dict[str, Tensor]:
 
 
 def _together(name: str, own: Any, payload: dict[str, Tensor]) -> Any:
-    """A tensor of own's kind around a payload."""
+    """Return a tensor of own's kind with this payload."""
     kinds = sorted({key.partition(_BETWEEN)[0] for key in payload})
     wanted = _kind(own) if isinstance(own, QuantizedTensor) else "plain"
     if kinds != [wanted]:

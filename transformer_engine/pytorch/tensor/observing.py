@@ -67,7 +67,7 @@ class Observing(Quantizer):
     wrap = _forwarded("wrap")
     empty = _forwarded("empty")
     calibrate = _forwarded("calibrate")
-    shape_refusal = _forwarded("shape_refusal")
+    unsupported_shape_reason = _forwarded("unsupported_shape_reason")
     replay_state = _forwarded("replay_state")
     replaying = _forwarded("replaying")
     reducing_over = _forwarded("reducing_over")

@@ -51,7 +51,7 @@ __all__ = [
 def _rebuild_trained(
     make: Any, arguments: tuple[Any, ...], requires_grad: bool, is_parameter: bool
 ) -> QuantizedTensor:
-    """What make(*arguments) gives, as the parameter, or with the need of a gradient, that was pickled."""
+    """Return make(*arguments) as a parameter, or with requires_grad, as it was pickled."""
     tensor = make(*arguments)
     if is_parameter:
         tensor._is_param = True  # how torch marks parameters of other tensor classes
@@ -59,9 +59,9 @@ def _rebuild_trained(
 
 
 def storage_of(tensor: QuantizedTensor) -> QuantizedTensorStorage:
-    """The payload of a quantized tensor, shared; a function, as torch.compile traces no methods of tensors.
+    """Return the shared payload of a quantized tensor; a function, because torch.compile traces no methods of tensors.
 
-    A storage is its own.
+    The payload of a storage is the storage itself.
     """
     if not isinstance(tensor, torch.Tensor):
         return tensor
@@ -106,9 +106,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):
         check_keywords(cls, (shape, dtype, *parts))
         dtype = nominal_dtype(fake_dtype, dtype) or torch.float32
         if device is not None:
-            canonical_device(
-                device
-            )  # the payload says where the tensor lies; a device that is none is a fault
+            canonical_device(device)  # the payload determines the device; an invalid device raises an error
         values_dtype("dtype", dtype)
         storage = cls.STORAGE(**payload, dtype=dtype)  # pyright: ignore[reportCallIssue]
         check_shape(shape, storage.shape)
@@ -150,7 +148,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):
         return cls.STORAGE
 
     def as_storage(self) -> QuantizedTensorStorage:
-        """The payload without the tensor, shared; in compiled code call `storage_of`."""
+        """Return the shared payload without the tensor; in compiled code call `storage_of`."""
         return storage_of(self)
 
     @classmethod
@@ -170,7 +168,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):
         return cls(tensor.shape if shape is None else shape, nominal, requires_grad=requires_grad, **metadata)
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
-        """The values as a plain tensor; the gradient passes through."""
+        """Return the values as a plain tensor; the gradient passes through."""
         if dtype is None:
             dtype = self.dtype
         else:
@@ -212,17 +210,17 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):
         return self.dequantize(dtype=torch.bfloat16)
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
-        """The quantized tensor on the CPU, as `to` and `cuda` move it."""
+        """Return the quantized tensor on the CPU, as `to` and `cuda` move it."""
         return self.to("cpu", memory_format=memory_format)
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
-        """Return this tensor if its nominal strides are contiguous, else a copy with contiguous strides."""
+        """Return this tensor if its nominal strides are contiguous, otherwise a copy with contiguous strides."""
         if memory_format not in (torch.contiguous_format, torch.preserve_format):
             raise ValueError(f"a {type(self).__name__} has no layout {memory_format}; dequantize it first")
         return self if self.is_contiguous() else self.clone()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Empty: the bytes belong to the payload's tensors."""
+        """Return an empty storage: the bytes belong to the payload's tensors."""
         return torch.UntypedStorage(0, device=self.device)
 
     def _get_data(self) -> Tensor:
@@ -248,7 +246,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):
     data = property(_get_data, _set_data)  # pyright: ignore[reportAssignmentType]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Write values at an index; where it cuts blocks, into the dequantized whole, which is quantized again."""
+        """Write values at an index; if it splits blocks, write the dequantized tensor, and quantize it again."""
         with torch.no_grad():
             quantized = isinstance(self[index], QuantizedTensor)
         if quantized:
@@ -283,7 +281,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):
         return twin
 
     def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
-        """(function, arguments) that make this tensor again from its pickle, without gradient or attributes."""
+        """Return (function, arguments) that create this tensor from its pickle, without gradient or attributes."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it is made from its pickle")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -296,7 +294,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):
         return (*made, state) if state else made
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the attributes that users had set before the tensor was pickled."""
+        """Restore the attributes that users set before the tensor was pickled."""
         initial_values.restore(self, state)
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
@@ -317,7 +315,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):
 
     @classmethod
     def __metadata_guard__(cls, seen: dict[str, Any], found: dict[str, Any]) -> bool:
-        """Does code compiled for one tensor serve another? Quantizers do not count: they are guarded where used."""
+        """Return whether code compiled for one tensor is valid for another; quantizers have guards of their use."""
         return all(seen[name] == found[name] for name in seen if name != "_quantizer")
 
     def fsdp_pre_all_gather(
@@ -330,7 +328,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):
         if mesh is not None and mesh.size() > 1:
             self._quantizer = self.writer().reducing_over(mesh.get_group(mesh.ndim - 1))
         tensors, payload = gather_payload(self)
-        if mesh is not None and mesh.size() == 1:  # torch copies the first tensor alone then
+        if mesh is not None and mesh.size() == 1:  # torch then copies only the first tensor
             tensors, payload = tensors[:1], payload.holding(tensors[1:])
         return tensors, payload
 
@@ -342,10 +340,10 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):
         *,
         out: Tensor | None = None,
     ) -> Any:
-        """The whole tensor from the gathered bytes: (tensor, its inner tensors), or None when out is filled.
+        """Return (tensor, its inner tensors) of the whole tensor from the gathered bytes, or None if out is filled.
 
-        out keeps its tensors, and the directions that derive from gathered bytes: operands that a forward saved are
-        views of them.
+        `out` keeps its tensors, and the directions that derive from gathered bytes: operands that a forward pass saved
+        are views of them.
         """
         if out is None:
             storage = join_payload(all_gather_outputs, metadata, param_dtype)

@@ -1,4 +1,4 @@
-"""Quantizer: codes, scales = quantize(x [..., K]); what to do with a tensor, held apart from the tensors it makes."""
+"""Quantizer: codes, scales = quantize(x [..., K]); the settings of quantization, separate from its results."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ class Quantizer:
 
     @property
     def column_signs(self) -> bool | None:
-        """Of a Hadamard transform of the column direction: with (True) or without random signs; None: no transform."""
+        """Hadamard transform of the column direction: with (True) or without random signs; None: no transform."""
         return None
 
     def encode(
         self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
     ) -> QuantizedTensorStorage:
-        """Quantize [..., K] in the requested directions; where noop_flag is set, statistics are not recorded."""
+        """Quantize [..., K] in the requested directions; if noop_flag is set, statistics are not recorded."""
         usages = self.rowwise_usage, self.columnwise_usage
         self.set_usage(rowwise=rowwise, columnwise=columnwise)
         try:
@@ -93,7 +93,7 @@ class Quantizer:
             self.set_usage(rowwise=usages[0], columnwise=usages[1])
 
     def quantize_impl(self, tensor: Tensor) -> Any:
-        """A tensor quantized in the directions of the usages, without autograd."""
+        """Return a tensor quantized in the directions of the usages, without autograd."""
         return self._quantize(tensor, None)
 
     def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
@@ -132,7 +132,7 @@ class Quantizer:
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
     ) -> QuantizedTensorStorage:
-        """An uninitialised storage for values of this shape, in this quantizer's directions."""
+        """Return an uninitialized storage for values of this shape, in this quantizer's directions."""
         if type(self).make_empty is Quantizer.make_empty:
             raise TypeError(f"{type(self).__name__} makes no empty tensors; define make_empty(shape, ..)")
         return self.make_empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
@@ -169,7 +169,7 @@ class Quantizer:
             set_grad_enabled(True)
 
     def _made(self, values: Tensor, dtype: torch.dtype | None) -> Any:
-        """The tensor, or bare storage, of values without a gradient."""
+        """Return the tensor, or bare storage, of values without a gradient."""
         storage = self.encode(values, self.rowwise_usage, self.columnwise_usage)
         if dtype is not None:
             storage._dtype = dtype
@@ -185,11 +185,11 @@ class Quantizer:
         return [self.quantize(tensor) for tensor in list_of_tensors]
 
     def is_requantization_safe(self) -> bool:
-        """Does quantizing the same values again later give the same codes and scales?
+        """Return whether quantizing the same values again later gives the same codes and scales.
 
-        False where the result depends on state that changes between calls, as with delayed scaling, or on random
-        numbers, as with stochastic rounding. A quantizer of another library is assumed to be safe unless it overrides
-        this method.
+        False if the result depends on state that changes between calls, as with delayed scaling, or on random numbers,
+        as with stochastic rounding. A quantizer of another library is assumed to be safe unless it overrides this
+        method.
         """
         return not (self.stateful or self.stochastic_rounding)
 
@@ -224,7 +224,7 @@ class Quantizer:
         requires_grad: bool = False,
         pin_memory: bool = False,
     ) -> Any:
-        """An uninitialised quantized tensor, to be filled by `update_quantized`, made where modules are."""
+        """Return an uninitialized quantized tensor, by default on the device of modules; see `update_quantized`."""
         shape = extents("shape", shape)
         values_dtype("dtype", dtype)
         requires_grad = to_bool("requires_grad", requires_grad)
@@ -235,21 +235,21 @@ class Quantizer:
         return storage if self.internal else self.wrap(storage, requires_grad=requires_grad)
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Choose the directions of later quantizations; None leaves a direction unchanged."""
+        """Select the directions of later quantizations; None leaves a direction unchanged."""
         rows = self.rowwise_usage if rowwise is None else to_bool("rowwise", rowwise)
         columns = self.columnwise_usage if columnwise is None else to_bool("columnwise", columnwise)
         self.rowwise_usage, self.columnwise_usage = rows, columns
 
     def get_usages(self) -> dict[str, bool]:
-        """The directions of later quantizations: {"rowwise": bool, "columnwise": bool}."""
+        """Return the directions of later quantizations: {"rowwise": bool, "columnwise": bool}."""
         return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
 
     def copy(self) -> Quantizer:
-        """A quantizer whose usages can change alone; scaling state, where there is any, stays shared."""
+        """Return a quantizer with independent usages that shares scaling state, if any."""
         return copy.copy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Quantizer:
-        """Scaling state is copied, a process group is not: there is one in the process."""
+        """Copy scaling state but not the process group, which exists once per process."""
         twin = copy.copy(self)
         memo[id(self)] = twin
         for name, value in vars(self).items():
@@ -262,9 +262,9 @@ class Quantizer:
 
     def is_quantizable(self, inp: Tensor) -> bool:
         """Return whether the format supports a tensor of this shape."""
-        return self.shape_refusal(inp.shape, self.rowwise_usage, self.columnwise_usage) is None
+        return self.unsupported_shape_reason(inp.shape, self.rowwise_usage, self.columnwise_usage) is None
 
-    def shape_refusal(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
+    def unsupported_shape_reason(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
         """Return the reason why the format does not support a shape in these directions, or None."""
         return None
 
@@ -284,11 +284,11 @@ class Quantizer:
         return self
 
     def _get_compatible_recipe(self) -> type[recipes.Recipe] | None:
-        """The recipe class whose weights this quantizer makes; None: any."""
+        """Return the recipe class for whose weights this quantizer is made; None: any."""
         return None
 
     def reducing_over(self, group: torch.distributed.ProcessGroup) -> Quantizer:
-        """The quantizer of a shard whose tensor is spread over a group: one tensor has one scale."""
+        """Return the quantizer of a shard whose tensor is sharded over a group: one tensor has one scale."""
         return self
 
     def supports_only_rowwise_all_gather(self) -> bool:

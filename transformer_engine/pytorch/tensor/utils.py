@@ -51,7 +51,7 @@ def quantize_master_weights(
 
     Values are rounded to the weight's nominal dtype first, as unquantized training would do. Scales come from maxima
     over the group; None: over all ranks, where torch.distributed is initialised. fsdp_shard_model_weights[i], flat
-    uint8 codes of the run (MXFP8: row-wise and column-wise in a tuple or list), is written in place of its own codes.
+    uint8 codes of the run (MXFP8: row-wise and column-wise in a tuple or list), is written instead of its own codes.
     The weights' initial values of high precision, if they were preserved, are dropped.
 
     Column-wise codes that follow from the row-wise ones are dropped, and made again by the next forward. With

@@ -1,4 +1,4 @@
-"""This engine: modules and quantizers under `te.autocast`."""
+"""This package: modules and quantizers under `te.autocast`."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _attention(case: Case, device: torch.device) -> Workload:
 
 @contextmanager
 def _attention_precision(recipe: recipes.Recipe | None, fp8_backward: bool) -> Iterator[None]:
-    """An attention's forward pass decides, by a variable of the environment, whether its backward is in FP8 too."""
+    """Select by environment variable whether an attention's backward pass is in FP8 too; its forward pass decides."""
     before = os.environ.get("NVTE_FP8_DPA_BWD")
     if recipe is not None:
         os.environ["NVTE_FP8_DPA_BWD"] = str(int(fp8_backward))
@@ -173,7 +173,7 @@ def _layer(case: Case, device: torch.device) -> Workload:
 
 
 class Recomputed(torch.nn.Module):
-    """y = layer(x), computed again in the backward pass by `checkpoint`."""
+    """y = layer(x), recomputed in the backward pass by `checkpoint`."""
 
     def __init__(self, layer: Any, checkpoint: Any):
         super().__init__()
@@ -256,7 +256,7 @@ def _padding(case: Case, device: torch.device) -> Workload:
 
 
 def splits_of(case: Case) -> list[int]:
-    """Rows of each group, no two groups with as many; they add up to the case's."""
+    """Return the rows of each group, all different, which add up to the case's rows."""
     groups, rows = case.arguments["groups"], case.arguments["rows"]
     splits = [rows // groups + number - groups // 2 for number in range(groups)]
     return [*splits[:-1], rows - sum(splits[:-1])]
@@ -288,7 +288,7 @@ def _linear_cross_entropy(case: Case, device: torch.device) -> Workload:
 
 
 def ids_of(case: Case, device: torch.device) -> Tensor:
-    """A target for every row."""
+    """Return a target for every row."""
     return torch.randint(0, case.arguments["ids"], (1, case.arguments["rows"]), device=device)
 
 
@@ -314,7 +314,7 @@ def _sgd(case: Case, device: torch.device) -> Workload:
 
 @BUILDERS.of("kernel")
 def _kernel(case: Case, device: torch.device) -> Workload | None:
-    """The launch itself, which a GPU alone can run."""
+    """Return the launch itself, which needs a GPU."""
     a = case.arguments
     if device.type != "cuda":
         return None
@@ -328,7 +328,7 @@ def _kernel(case: Case, device: torch.device) -> Workload | None:
 
 
 def parameters_of(case: Case, device: torch.device) -> list[torch.nn.Parameter]:
-    """Parameters of float32 with gradients."""
+    """Return float32 parameters with gradients."""
     a = case.arguments
     parameters = [torch.nn.Parameter(torch.randn(a["size"], device=device)) for _ in range(a["count"])]
     for parameter in parameters:

@@ -61,7 +61,7 @@ class Provider:
     unsupported_reason: Callable[[torch.device], str | None] = lambda device: None
     on_request: bool = False
 
-    def refusal(self, device: torch.device) -> str | None:
+    def unavailable_reason(self, device: torch.device) -> str | None:
         """Return why the provider cannot run here, or None."""
         if self.module is not None and find_spec(self.module) is None:
             return f"not installed; {self.remedy}"

@@ -1,6 +1,6 @@
 """Activations with the kernels of common/kernels/activation.py, on arrays [rows, n, width].
 
-Several axes may stand for the rows. Rows and columns may be sharded; the axis n of unit and gate may not.
+Several axes may form the rows. Rows and columns may be sharded; the axis n of unit and gate may not.
 """
 
 from __future__ import annotations
@@ -110,5 +110,5 @@ def backward(dy: Array, x: Array, names: tuple[str, ...], params: ActivationPara
 
 OPERATIONS: dict[str, Callable[..., Any]] = {"forward": forward, "backward": backward}
 BACKEND = Backend[ActivationRequest](
-    "triton", refuses=unsupported_reason, bind=lambda request: OPERATIONS[request.operation]
+    "triton", unsupported_reason=unsupported_reason, bind=lambda request: OPERATIONS[request.operation]
 )

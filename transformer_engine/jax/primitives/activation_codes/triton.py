@@ -322,6 +322,6 @@ def _quantized(
 OPERATIONS: dict[str, Callable[..., Any]] = {"forward": forward, "backward": backward}
 BACKEND = Backend[ActivationCodesRequest](
     "triton",
-    refuses=unsupported_reason,
+    unsupported_reason=unsupported_reason,
     bind=lambda request: functools.partial(OPERATIONS[request.activation.operation], cast=request.cast),
 )

@@ -1,4 +1,4 @@
-"""SequenceDescriptor: which tokens of padded or packed rows belong together, in one of three forms."""
+"""SequenceDescriptor: the sequences of the tokens in padded or packed rows, in one of three forms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Pair = tuple[Array, Array]
 
 
 class Segments(NamedTuple):
-    """Of queries and keys: number of the sequence of every token [b, s], 0 for padding, and its place in it."""
+    """Of queries and keys: sequence number of every token [b, s], 0 for padding, and its position in the sequence."""
 
     query: Array
     key: Array
@@ -31,7 +31,7 @@ def _empty() -> Pair:
 
 
 def _pair(name: str, value: Any) -> Pair:
-    """One array for queries and keys, or one for each."""
+    """Return one array for both queries and keys, or one for each, as a pair."""
     if not isinstance(value, (tuple, list)):
         value = (value, value)
     if len(value) != 2:
@@ -47,7 +47,7 @@ def _pair(name: str, value: Any) -> Pair:
 @jax.tree_util.register_pytree_node_class
 @dataclass
 class SequenceDescriptor:
-    """Four pairs (of queries, of keys); those that a form does not have are empty arrays."""
+    """Four pairs (of queries, of keys); those that a form does not use are empty arrays."""
 
     seqlens: Pair
     seq_offsets: Pair
@@ -63,12 +63,12 @@ class SequenceDescriptor:
 
     @classmethod
     def from_seqlens(cls, seqlens: Array | Pair) -> SequenceDescriptor:
-        """One sequence a row of the batch: lengths [b], 0 or more; attention raises ValueError for others."""
+        """Describe one sequence per row: lengths [b], at least 0; attention raises ValueError for others."""
         return cls(_pair("seqlens", seqlens), _empty(), _empty(), _empty())
 
     @classmethod
     def from_seqlens_and_offsets(cls, seqlens: Array | Pair, seq_offsets: Array | Pair) -> SequenceDescriptor:
-        """Packed rows: lengths [b, segments] and where they begin [b, segments + 1]; -1 where there is none."""
+        """Describe packed rows: lengths [b, segments] and starts [b, segments + 1]; -1 for absent sequences."""
         lengths, offsets = _pair("seqlens", seqlens), _pair("seq_offsets", seq_offsets)
         for length, offset in zip(lengths, offsets, strict=True):
             wanted = (*length.shape[:-1], length.shape[-1] + 1)
@@ -82,9 +82,9 @@ class SequenceDescriptor:
     def from_segment_ids_and_pos(
         cls, segment_ids: Array | Pair, segment_pos: Array | Pair | None = None
     ) -> SequenceDescriptor:
-        """Numbers of sequences [b, s], from 1, 0 for padding, and the place of every token in its sequence."""
+        """Describe tokens by sequence numbers [b, s], from 1, 0 for padding, and their positions in the sequence."""
         if segment_pos is None:
-            raise ValueError("segment_pos=None; give the place of every token in its sequence, [b, s]")
+            raise ValueError("segment_pos=None; give the position of every token in its sequence, [b, s]")
         ids, positions = _pair("segment_ids", segment_ids), _pair("segment_pos", segment_pos)
         for one, other in zip(ids, positions, strict=True):
             if one.shape != other.shape:
@@ -94,7 +94,7 @@ class SequenceDescriptor:
         return cls(_empty(), _empty(), ids, positions)
 
     def check_segments(self, most: int) -> None:
-        """ValueError where a row is seen to hold more sequences than `most`; see `checks.is_known`."""
+        """Raise ValueError if a row is known to have more sequences than `most`; see `checks.is_known`."""
         for ids, lengths, offsets in zip(self.segment_ids, self.seqlens, self.seq_offsets, strict=True):
             held, given = 0, "offsets put {} sequences into a row"
             if ids.size and is_known(ids):
@@ -113,9 +113,9 @@ class SequenceDescriptor:
                 )
 
     def within(self, most: int) -> SequenceDescriptor:
-        """The sequences 1 to `most` of every row alone, which kernels look for: no backend sees others then.
+        """Return the sequences 1 to `most` of every row, the only ones that kernels read, so that all backends agree.
 
-        Only numbers that are not known here can pass `check_segments` and lie outside.
+        Only traced numbers can exceed `most` after `check_segments`.
         """
         if all(is_known(ids) for ids in self.segment_ids):
             return self
@@ -123,7 +123,7 @@ class SequenceDescriptor:
         return replace(self, segment_ids=numbers)  # pyright: ignore[reportArgumentType]
 
     def check_lengths(self, queries: int, keys: int) -> None:
-        """ValueError where a sequence is seen to end behind its row, or before it begins; see `checks.is_known`."""
+        """Raise ValueError if a sequence is known to exceed its row; see `checks.is_known`."""
         for lengths, offsets, tokens in zip(self.seqlens, self.seq_offsets, (queries, keys), strict=True):
             if not lengths.size or not is_known(lengths) or not is_known(offsets):
                 continue
@@ -135,11 +135,11 @@ class SequenceDescriptor:
                 raise ValueError(f"seqlens hold {least}, which is below 0; give 0 for a row without tokens")
             if ends.max() > tokens:
                 raise ValueError(
-                    f"a sequence ends behind token {ends.max()} of a row of {tokens}; give lengths and offsets within"
+                    f"a sequence ends after token {ends.max()} of a row of {tokens}; give lengths and offsets within"
                 )
 
     def segments(self, batch: int, queries: int, keys: int) -> Segments:
-        """The sequences of b x q query tokens and b x k key tokens."""
+        """Return the sequences of b x q query tokens and b x k key tokens."""
         made = []
         for place, tokens in enumerate((queries, keys)):
             lengths, offsets, ids, positions = (
@@ -165,10 +165,10 @@ class SequenceDescriptor:
         window_size: tuple[int, int] | None,
         max_segments_per_seq: int,
     ) -> tuple[Array, Array, Array, Array]:
-        """Lengths of queries and keys, then their offsets: what was given, else counted from the segment numbers.
+        """Return lengths of queries and keys, then their offsets: the given ones, or computed from segment numbers.
 
-        Of packed rows [b, n] and [b, n + 1], -1 where there is no sequence; of others lengths [b], and no offsets.
-        Neither the mask's type nor a window changes how long a sequence is.
+        For packed rows [b, n] and [b, n + 1], -1 for absent sequences; for others lengths [b], and no offsets. The mask
+        type and the window do not change the lengths.
         """
         lengths, offsets = list(self.seqlens), list(self.seq_offsets)
         for place, ids in enumerate(self.segment_ids):
@@ -179,14 +179,14 @@ class SequenceDescriptor:
         return lengths[0], lengths[1], offsets[0], offsets[1]
 
     def lengths_within(self, queries: int, keys: int) -> Pair:
-        """The lengths, none of which passes its row."""
+        """Return the lengths, limited to their rows."""
         return _within(self.seqlens[0], queries), _within(self.seqlens[1], keys)
 
     def bounds(self, batch: int, queries: int, keys: int, most: int) -> tuple[Array, Array, Array, Array]:
-        """Lengths of queries and of keys, then their first tokens, int32 [b, n]; 0 where there is no sequence.
+        """Return lengths of queries and of keys, then their first tokens, int32 [b, n]; 0 for absent sequences.
 
-        most   n where sequences are given by their numbers, whose tokens lie side by side
-        A sequence that queries or keys have alone has the length 0 in the others: kernels count both by one number.
+        most   n if sequences are given by their numbers, whose tokens are adjacent
+        A sequence that only queries or only keys have gets the length 0 in the others: kernels use one number for both.
         """
         made: list[Pair] = []
         for ids, lengths, offsets, tokens in zip(
@@ -210,24 +210,24 @@ class SequenceDescriptor:
 
 
 def _filled(x: Array, count: int) -> Array:
-    """x [b, n] as [b, count], zeros behind."""
+    """Return x [b, n] padded with zeros to [b, count]."""
     return x if x.shape[1] == count else jnp.pad(x, ((0, 0), (0, count - x.shape[1])))
 
 
 def _within(lengths: Array, room: Array | int) -> Array:
-    """Lengths cut to the room that a row has for them: kernels read as many tokens as they are told."""
+    """Limit lengths to the size of their rows: kernels read as many tokens as the lengths specify."""
     return jnp.clip(lengths, 0, jnp.maximum(room, 0))
 
 
 def _absent_as_minus_one(lengths: Array, begins: Array) -> Pair:
-    """Lengths [b, n] and offsets [b, n + 1], -1 where there is no sequence."""
+    """Return lengths [b, n] and offsets [b, n + 1], with -1 for absent sequences."""
     real = lengths > 0
     offsets = jnp.pad(jnp.where(real, begins, -1), ((0, 0), (0, 1)), constant_values=-1)
     return jnp.where(real, lengths, -1), offsets
 
 
 def segments_at_most(descriptor: SequenceDescriptor | Array | None, most: int) -> int:
-    """Sequences that a packed row has at most: as many as it has lengths, else as many as its caller says."""
+    """Return the maximum number of sequences in a packed row: the number of its lengths, otherwise the caller's."""
     if isinstance(descriptor, SequenceDescriptor) and descriptor.seq_offsets[0].size:
         return max(lengths.shape[1] for lengths in descriptor.seqlens)
     return most
@@ -239,7 +239,7 @@ def _fits(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
 
 
 def _packed(lengths: Array, offsets: Array, tokens: int) -> Pair:
-    """Segment numbers and places of the tokens of rows that hold several sequences."""
+    """Return segment numbers and positions of the tokens of rows with several sequences."""
     begins, token = offsets[:, :-1, None], jnp.arange(tokens, dtype=jnp.int32)
     inside = (
         (begins >= 0) & (lengths[:, :, None] > 0) & (token >= begins) & (token < begins + lengths[:, :, None])
@@ -251,6 +251,6 @@ def _packed(lengths: Array, offsets: Array, tokens: int) -> Pair:
 
 
 def _runs(ids: Array, most: int) -> Pair:
-    """Lengths and first places [b, most] of the sequences numbered 1 to most."""
+    """Return lengths and first tokens [b, most] of the sequences numbered 1 to most."""
     inside = ids[:, None, :] == jnp.arange(1, most + 1, dtype=jnp.int32)[:, None]
     return inside.sum(axis=2, dtype=jnp.int32), jnp.argmax(inside, axis=2).astype(jnp.int32)

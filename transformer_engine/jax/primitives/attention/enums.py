@@ -1,4 +1,4 @@
-"""The vocabulary of attention: masks, biases, sinks, layouts."""
+"""Enumerations of attention: masks, biases, sinks and layouts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ....common.checks import described, member
 
 
 class AttnBiasType(enum.Enum):
-    """Where a bias is added: not at all, before scores are scaled, after it."""
+    """The use of a bias: none, before scores are scaled, or after it."""
 
     NO_BIAS = 0
     PRE_SCALE_BIAS = 1
@@ -16,7 +16,7 @@ class AttnBiasType(enum.Enum):
 
 
 class AttnMaskType(enum.Enum):
-    """Which keys a query does not see, beside those of a mask or a window."""
+    """The keys that are hidden from a query, in addition to those of a mask or a window."""
 
     NO_MASK = 0
     PADDING_MASK = 1
@@ -26,20 +26,20 @@ class AttnMaskType(enum.Enum):
     PADDING_CAUSAL_BOTTOM_RIGHT_MASK = 5
 
     def is_causal(self) -> bool:
-        """Are keys behind the query hidden?"""
+        """Whether later keys than the query are hidden."""
         return self not in (self.NO_MASK, self.PADDING_MASK)
 
     def is_padding(self) -> bool:
-        """Are tokens hidden that belong to no sequence?"""
+        """Whether tokens that belong to no sequence are hidden."""
         return self in (self.PADDING_MASK, self.PADDING_CAUSAL_MASK, self.PADDING_CAUSAL_BOTTOM_RIGHT_MASK)
 
     def is_bottom_right(self) -> bool:
-        """Does the diagonal end at the last query and the last key?"""
+        """Whether the diagonal ends at the last query and the last key."""
         return self in (self.CAUSAL_BOTTOM_RIGHT_MASK, self.PADDING_CAUSAL_BOTTOM_RIGHT_MASK)
 
 
 class AttnSoftmaxType(enum.Enum):
-    """What the denominator of the softmax has beside the keys: nothing, exp(0), exp(a learnt number a head)."""
+    """The additional term of the softmax's denominator: none, exp(0), exp(a learnable number per head)."""
 
     VANILLA_SOFTMAX = 0
     OFF_BY_ONE_SOFTMAX = 1
@@ -47,7 +47,7 @@ class AttnSoftmaxType(enum.Enum):
 
     @classmethod
     def from_str(cls, softmax_type: str) -> AttnSoftmaxType:
-        """The member called "vanilla", "off-by-one" (or with _) or "learnable"."""
+        """Return the member called "vanilla", "off-by-one" (or with _) or "learnable"."""
         names = {"vanilla": 0, "off-by-one": 1, "off_by_one": 1, "learnable": 2}
         if not isinstance(softmax_type, str) or softmax_type not in names:
             raise ValueError(
@@ -57,7 +57,7 @@ class AttnSoftmaxType(enum.Enum):
 
 
 class QKVFormat(enum.Enum):
-    """Order of a tensor's axes; THD: rows of [b, s] hold several sequences."""
+    """Order of a tensor's axes; THD: rows of [b, s] contain several sequences."""
 
     SBHD = 0
     BSHD = 1
@@ -65,7 +65,7 @@ class QKVFormat(enum.Enum):
 
 
 class QKVLayout(enum.Enum):
-    """Which of query, key and value lie in one array, and whether rows hold several sequences."""
+    """Packing of query, key and value into arrays, and whether rows contain several sequences."""
 
     BS3HD = "bs3hd"
     BSHD_BS2HD = "bshd_bs2hd"
@@ -122,14 +122,14 @@ _MASKS |= {
 
 
 def canonicalize_attn_mask_type(attn_mask_type: str) -> AttnMaskType:
-    """The mask of a name; ValueError lists the names."""
+    """Return the mask of a name; the ValueError for another name lists the names."""
     if not isinstance(attn_mask_type, str) or attn_mask_type not in _MASKS:
         raise ValueError(f"attn_mask_type={described(attn_mask_type)}; choose one of {', '.join(_MASKS)}")
     return _MASKS[attn_mask_type]
 
 
 def check_kinds(bias: AttnBiasType, mask: AttnMaskType, layout: QKVLayout, softmax: AttnSoftmaxType) -> None:
-    """TypeError unless each is a member: a name or a number would be equal to none, and so count as the first."""
+    """Raise TypeError unless each is a member: a name or a number would equal no member, and count as the first."""
     member("attn_bias_type", bias, AttnBiasType)
     member("attn_mask_type", mask, AttnMaskType)
     member("qkv_layout", layout, QKVLayout)

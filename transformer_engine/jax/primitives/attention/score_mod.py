@@ -26,12 +26,12 @@ def check_score_mod(
     softmax: AttnSoftmaxType,
     others: dict[str, object],
 ) -> None:
-    """An error unless a score_mod stands alone: it takes the place of masks, biases, windows, sinks and dropout."""
+    """Raise an error unless score_mod is the only modifier: it replaces masks, biases, windows, sinks and dropout."""
     check_functions(score_mod, score_mod_bprop, *tensors)
     if score_mod is None:
         return
     if layout is not QKVLayout.BSHD_BSHD_BSHD:
-        raise ValueError(f"score_mod with qkv_layout={layout.name}; it takes BSHD_BSHD_BSHD alone")
+        raise ValueError(f"score_mod with qkv_layout={layout.name}; it needs BSHD_BSHD_BSHD")
     given = {"attn_bias_type": bias, "attn_mask_type": mask, "softmax_type": softmax}
     plain = (AttnBiasType.NO_BIAS, AttnMaskType.NO_MASK, AttnSoftmaxType.VANILLA_SOFTMAX)
     for (name, value), wanted in zip(given.items(), plain, strict=True):
@@ -52,7 +52,7 @@ def check_score_mod(
 def check_functions(
     score_mod: object, score_mod_bprop: object, tensors: object, bprop_tensors: object
 ) -> None:
-    """An error unless the first two are functions or None, and nothing is given for one that there is not."""
+    """Raise an error unless both are functions or None, and tensors are only given together with their function."""
     function_or_none("score_mod", score_mod)
     function_or_none("score_mod_bprop", score_mod_bprop)
     for given, value, reader, function in (
@@ -68,7 +68,7 @@ def _check_parameters(name: str, called: Any, most: int) -> None:
     try:
         parameters = inspect.signature(called).parameters.values()
     except ValueError:
-        return  # a function of C tells none; what it makes is looked at
+        return  # a function of C has no signature; its result is checked
     required = [
         parameter
         for parameter in parameters
@@ -83,14 +83,14 @@ def _check_parameters(name: str, called: Any, most: int) -> None:
 
 
 def _like(name: str, made: Any, scores: Array) -> Array:
-    """What a function made of scores, in their dtype; an error unless it is an array of as many numbers."""
+    """Return the result of a function of scores, in their dtype; raise an error unless it has the scores' shape."""
     if (
         not isinstance(made, Array)
         or made.shape != scores.shape
         or not jnp.issubdtype(made.dtype, jnp.floating)
     ):
         raise ValueError(
-            f"{name} made {described(made)} of scores of shape {list(scores.shape)} and {scores.dtype}; return an "
+            f"{name} returned {described(made)} for scores of shape {list(scores.shape)} and {scores.dtype}; return an "
             "array of that shape that holds floating-point numbers"
         )
     return made.astype(scores.dtype)
@@ -99,10 +99,10 @@ def _like(name: str, made: Any, scores: Array) -> Array:
 def modifier(
     score_mod: ScoreMod, score_mod_bprop: Callable[..., Array] | None, tensors: Any, bprop_tensors: Any
 ) -> Callable[[Array], Array]:
-    """scores -> score_mod(scores, tensors), differentiated by JAX, in scores and tensors.
+    """Return scores -> score_mod(scores, tensors), differentiated by JAX in scores and tensors.
 
-    With score_mod_bprop the gradient of the scores is score_mod_bprop(gradient, scores, bprop_tensors), and the tensors
-    have none.
+    With score_mod_bprop, the gradient of the scores is score_mod_bprop(gradient, scores, bprop_tensors), and the
+    tensors have none.
     """
 
     def scored(scores: Array) -> Array:

@@ -139,4 +139,4 @@ def bind(request: AttentionRequest) -> Any:
     return Parts(functools.partial(forward_part, **options), functools.partial(backward_part, **options))
 
 
-BACKEND = Backend[AttentionRequest]("triton", refuses=unsupported_reason, bind=bind)
+BACKEND = Backend[AttentionRequest]("triton", unsupported_reason=unsupported_reason, bind=bind)

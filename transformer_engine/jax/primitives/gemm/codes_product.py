@@ -170,7 +170,7 @@ def unsupported_reason(request: GemmRequest) -> str | None:
     if None in formats:
         return "an operand is not quantized"
     if formats != (FLOAT8, FLOAT8) and formats not in _BLOCK_FORMATS:
-        return "it takes one scale a tensor, or 1x128 blocks times 128x128 or 1x128 blocks"
+        return "it takes one scale per tensor, or 1x128 blocks times 128x128 or 1x128 blocks"
     if formats == (FLOAT8, FLOAT8) and is_triton_off():
         return "one scale a tensor, which XLA hands to cuBLASLt"
     if request.n % 16 or request.k % 16:
@@ -188,7 +188,7 @@ def bind(request: GemmRequest) -> Callable[..., Array]:
     return multiplied
 
 
-TRITON = Backend[GemmRequest]("triton", refuses=unsupported_reason, bind=bind)
+TRITON = Backend[GemmRequest]("triton", unsupported_reason=unsupported_reason, bind=bind)
 
 
 def gluon_unsupported_reason(request: GemmRequest) -> str | None:
@@ -220,4 +220,6 @@ def _missing_gluon() -> str | None:
 
 # One object for all requests: equal functions are traced once.
 _RUN_GLUON = functools.partial(multiplied, by_groups=True)
-GLUON = Backend[GemmRequest]("gluon", refuses=gluon_unsupported_reason, bind=lambda request: _RUN_GLUON)
+GLUON = Backend[GemmRequest](
+    "gluon", unsupported_reason=gluon_unsupported_reason, bind=lambda request: _RUN_GLUON
+)

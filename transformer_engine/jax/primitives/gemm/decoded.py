@@ -111,4 +111,4 @@ def run(a: Operand, b: Operand, dtype: jnp.dtype, exact: bool) -> Array:
     return out.reshape(*a.codes.shape[: a.axis], *b.codes.shape[: b.axis])
 
 
-BACKEND = Backend[GemmRequest]("decoded", refuses=unsupported_reason, bind=lambda request: run)
+BACKEND = Backend[GemmRequest]("decoded", unsupported_reason=unsupported_reason, bind=lambda request: run)

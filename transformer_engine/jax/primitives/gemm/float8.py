@@ -47,8 +47,8 @@ def warn_of_the_flag(request: GemmRequest) -> None:
 @functools.cache
 def _warn() -> None:
     warnings.warn(
-        f"set XLA_FLAGS=--{FLAG}=false before jax starts: without it FP8 products with one scale a tensor do not reach "
-        "cuBLASLt, and those that XLA computes itself take about 30 s a shape to compile",
+        f"set XLA_FLAGS=--{FLAG}=false before jax starts: without it FP8 products with one scale per tensor do not "
+        "reach cuBLASLt, and XLA's own products take about 30 s per shape to compile",
         stacklevel=2,
     )
 
@@ -64,7 +64,7 @@ def unsupported_reason(request: GemmRequest) -> str | None:
         if form is None:
             return "an operand is not quantized"
         if form != FLOAT8:
-            return f"block scales ({form.name}); it takes one scale a tensor"
+            return f"block scales ({form.name}); it takes one scale per tensor"
     if request.a_element == request.b_element == jnp.float8_e5m2:
         return "both operands are E5M2; cuBLASLt takes at most one"
     if 0 in (request.m, request.n, request.k):
@@ -154,5 +154,7 @@ def bind_direct(request: GemmRequest) -> Callable[..., Array]:
     return run_direct
 
 
-SCALED = Backend[GemmRequest]("scaled", refuses=scaled_unsupported_reason, bind=lambda request: run_scaled)
-DIRECT = Backend[GemmRequest]("direct", refuses=unsupported_reason, bind=bind_direct)
+SCALED = Backend[GemmRequest](
+    "scaled", unsupported_reason=scaled_unsupported_reason, bind=lambda request: run_scaled
+)
+DIRECT = Backend[GemmRequest]("direct", unsupported_reason=unsupported_reason, bind=bind_direct)

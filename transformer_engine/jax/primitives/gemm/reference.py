@@ -89,5 +89,5 @@ def bind_values(request: GemmRequest) -> Callable[..., Array]:
     return run_narrow if narrow else run_values
 
 
-DOT = Backend[GemmRequest]("dot", refuses=unsupported_reason, bind=bind_values)
+DOT = Backend[GemmRequest]("dot", unsupported_reason=unsupported_reason, bind=bind_values)
 BACKEND = Backend[GemmRequest]("reference", bind=lambda request: run)

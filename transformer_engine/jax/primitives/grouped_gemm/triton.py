@@ -165,6 +165,6 @@ def over_rows(a: Array, b: Array, group_sizes: Array, scales: Scales, dtype: jnp
 
 BACKEND = Backend[GroupedGemmRequest](
     "triton",
-    refuses=unsupported_reason,
+    unsupported_reason=unsupported_reason,
     bind=lambda request: over_rows if request.contracts_rows else of_rows,
 )

@@ -28,7 +28,7 @@ def unsupported_reason(request: StackRequest | RowsRequest) -> str | None:
     if request.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"{request.dtype}; it takes float32, bfloat16 and float16"
     if isinstance(request, RowsRequest):
-        return f"{request.columns} columns are no multiple of 16" if request.columns % 16 else None
+        return f"{request.columns} columns are not a multiple of 16" if request.columns % 16 else None
     odd = [extent for extent in (request.rows, request.columns) if extent % 16]
     return f"an extent of {odd[0]} is not a multiple of 16" if odd else None
 
@@ -74,7 +74,9 @@ def quantize(x: Array, multiplier: Array, element: Element, directions: tuple[bo
     return StackCodes(rows, columns, next(made), next(made))
 
 
-BACKEND = Backend[StackRequest]("triton", refuses=unsupported_reason, bind=lambda request: quantize)
+BACKEND = Backend[StackRequest](
+    "triton", unsupported_reason=unsupported_reason, bind=lambda request: quantize
+)
 
 
 @dataclass(frozen=True)
@@ -164,4 +166,6 @@ def quantize_rows(
     return RowCodes(codes, scale, amax)
 
 
-ROWS = Backend[RowsRequest]("triton", refuses=unsupported_reason, bind=lambda request: quantize_rows)
+ROWS = Backend[RowsRequest](
+    "triton", unsupported_reason=unsupported_reason, bind=lambda request: quantize_rows
+)

@@ -128,5 +128,5 @@ def backward(
 
 OPERATIONS: dict[str, Callable[..., Any]] = {"forward": forward, "backward": backward}
 BACKEND = Backend[NormRequest](
-    "triton", refuses=unsupported_reason, bind=lambda request: OPERATIONS[request.operation]
+    "triton", unsupported_reason=unsupported_reason, bind=lambda request: OPERATIONS[request.operation]
 )

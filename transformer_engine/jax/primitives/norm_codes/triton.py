@@ -183,6 +183,6 @@ def run_codes(
 
 BACKEND = Backend[NormCodesRequest](
     "triton",
-    refuses=unsupported_reason,
+    unsupported_reason=unsupported_reason,
     bind=lambda request: functools.partial(run_codes, cast=request.cast),
 )

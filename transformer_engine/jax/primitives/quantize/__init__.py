@@ -67,7 +67,7 @@ def quantize(
         axis: Where K begins; None for a matrix. Codes keep the axes of x, [*M, *K] and [*K, *M], so that any of them
             may be sharded.
         over: FLOAT8, NVFP4: manual mesh axes over which the matrix is sharded, of which x is one shard. Measured maxima
-            are those of all shards. A block must lie in one shard.
+            are those of all shards. A block must not cross shards.
 
     Returns:
         Codes and scales.

@@ -1,8 +1,9 @@
-"""4over6: each tile's maximum maps to 6, or to 4 where that codes the tile with a smaller error.
+"""4over6: each tile's maximum maps to 6, or to 4 if that codes the tile with a smaller error.
 
-Errors decide by their last bit, so they are computed as IEEE float32 arithmetic would: XLA for a CPU flushes subnormal
-numbers to zero, divides by constants through their inverses and fuses products with sums. Products and quotients are
-those of `exact`; differences and sums are of values multiplied by a power of two that keeps them normal.
+The choice can depend on the last bit of an error, so errors are computed as in IEEE float32 arithmetic. XLA for a CPU
+would flush subnormal numbers to zero, divide by constants through their inverses, and fuse products with sums. Products
+and quotients are those of `exact`; differences and sums are of values multiplied by a power of two that keeps them
+normal.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ def encode(
     encode_scale: Array,
     multiplier_of: Callable[[Array], Array],
 ) -> tuple[Array, Array]:
-    """(codes of the tiles `cut`, their scales e4m3).
+    """Return codes of the tiles `cut` and their scales e4m3.
 
     Args:
         cut: Tiles [.., R, r, .., K, c] as `tiles.cut` makes them; `axis` is that of the matrix.
-        axis: Where the columns of the matrix begin.
+        axis: First column axis of the matrix.
         measure: One of `BLOCK_ERRORS`.
         largest: 6 times the largest block scale.
-        amax: The maxima that second-level scales follow from, of as many dimensions as there are tiles' scales.
+        amax: The maxima from which second-level scales are computed, with as many dimensions as the tiles' scales.
         encode_scale: The second-level scales, of the same shape.
         multiplier_of: Maps E4M3 block scales to multipliers of the values.
     """
@@ -68,7 +69,7 @@ def _coded(
     codes = encode_e2m1(cut.astype(jnp.float32) * tiles.spread(multiplier, axis), None)
     # At most 6 significant bits, from 2^-10 on: exact.
     product = jnp.abs(codes.astype(jnp.float32)) * tiles.spread(scale.astype(jnp.float32), axis)
-    # A code has the sign of its value, so differences of magnitudes are those of values.
+    # A code has the sign of its value, so that differences of magnitudes are those of values.
     values = exact.float_of(exact.magnitude_bits(cut))
     of_tiles = tiles.spread(amax, axis), tiles.spread(encode_scale, axis)
     if measure in (FAST_MAE, FAST_MSE):
@@ -80,7 +81,7 @@ def _coded(
 
 
 def _terms(product: Array, values: Array, amax: Array, largest: float, squared: bool) -> Array:
-    """|product * amax / largest - values|, or its square, times a power of two that depends on amax alone."""
+    """Return |product * amax / largest - values|, or its square, times a power of two that only depends on amax."""
     exponent = ((exact.bits_of(amax) >> 23) & 0xFF) - 127
     lift = jnp.clip(-exponent, 0, 100)
     decoded = exact.divide(exact.multiply(product, amax), jnp.float32(largest))
@@ -92,12 +93,12 @@ def _terms(product: Array, values: Array, amax: Array, largest: float, squared: 
 
 
 def _power(exponent: Array) -> Array:
-    """2^exponent, -126 to 127."""
+    """Return 2^exponent, for -126 to 127."""
     return exact.float_of((exponent + 127) << 23)
 
 
 def _sum(terms: Array, axis: int) -> Array:
-    """Sums of tiles: along a row from the first element to the last, then rows 0 with 8, 1 with 9, .., 0 with 4, .."""
+    """Return sums of tiles: along a row from the first element on, then rows 0 with 8, 1 with 9, .., 0 with 4, .."""
     columns = jnp.moveaxis(terms, -1, 0)
     total = columns[0]
     for place in range(1, columns.shape[0]):

@@ -50,7 +50,7 @@ def run(x: Array, given: QuantizeInputs, request: Request) -> Quantized:
 
 BACKEND: Backend[Request] = Backend(
     "triton",
-    refuses=unsupported_reason,
+    unsupported_reason=unsupported_reason,
     bind=lambda request: functools.partial(run, request=request),
 )
 

@@ -121,5 +121,7 @@ def rotate_packed(
 
 
 BACKEND = Backend[RopeRequest](
-    "triton", refuses=unsupported_reason, bind=lambda request: rotate_packed if request.packed else rotate
+    "triton",
+    unsupported_reason=unsupported_reason,
+    bind=lambda request: rotate_packed if request.packed else rotate,
 )

@@ -83,4 +83,6 @@ def advance(
     return tuple(made)
 
 
-BACKEND = Backend[ScaleUpdateRequest]("triton", refuses=unsupported_reason, bind=lambda request: advance)
+BACKEND = Backend[ScaleUpdateRequest](
+    "triton", unsupported_reason=unsupported_reason, bind=lambda request: advance
+)

@@ -95,4 +95,6 @@ def run_masked(scores: Array, hidden: Array | None, sink: Array | None) -> Array
     return softmax(scores, hidden)
 
 
-BACKEND = Backend[SoftmaxRequest]("triton", refuses=unsupported_reason, bind=lambda request: run_masked)
+BACKEND = Backend[SoftmaxRequest](
+    "triton", unsupported_reason=unsupported_reason, bind=lambda request: run_masked
+)

@@ -1,4 +1,4 @@
-"""Attention of given queries, keys and values: request, choice of a backend, backends."""
+"""Attention of queries, keys and values: arguments, choice of a backend, and backends."""
 
 from ...primitives.attention.layout import get_qkv_layout
 from . import context_parallel as context_parallel

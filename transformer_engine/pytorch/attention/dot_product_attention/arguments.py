@@ -75,7 +75,7 @@ def _given_once(packed: str, **others: Tensor | None) -> None:
     for name, tensor in others.items():
         if tensor is not None:
             raise ValueError(
-                f"{name}={described(tensor)} beside {packed}, which holds it; leave one of them out"
+                f"{name}={described(tensor)} is given together with {packed}, which contains it; leave one of them out"
             )
 
 
@@ -91,7 +91,7 @@ def _parts(name: str, packed: Tensor, count: int, axis: int) -> tuple[Tensor, ..
 
 
 def settled(config: AttentionConfig, a: AttentionArguments) -> AttentionArguments:
-    """Return the arguments of a call in the types of their annotations, without those that the call does not read.
+    """Return the arguments of a call in the types of their annotations, without arguments that the call ignores.
 
     Two calls whose arguments compare equal afterwards are computed alike, so the arguments can be parts of a key.
     Tensors of lengths are checked where they are read.
@@ -245,7 +245,7 @@ def check_cache(layer_number: int | None, cached: torch.dtype, given: torch.dtyp
     """Return the layer number, which a cache needs.
 
     Raises:
-        ValueError: There is none, or the cache has another dtype than the queries.
+        ValueError: The layer has no number, or the cache has another dtype than the queries.
     """
     if layer_number is None:
         raise ValueError("inference_params needs layer_number, which names the cache; set it at construction")
@@ -331,7 +331,7 @@ def sink_of(softmax_type: str, offset: Tensor | None, heads: int, device: torch.
 
 
 class BoundScoreMod:
-    """A score_mod with tensors by name; equal to another one of the same function and the same tensor objects."""
+    """A score_mod with named tensors; equal to another one of the same function and the same tensor objects."""
 
     def __init__(self, function: Callable[..., Tensor], tensors: Mapping[str, Tensor]):
         self.function = function
@@ -358,12 +358,12 @@ def bound_score_mod(
 
     Raises:
         NotImplementedError: A gradient of score_mod is given.
-        TypeError, ValueError: The tensors are not given by name, or without a score_mod.
+        TypeError, ValueError: The tensors are not a mapping of names, or are given without a score_mod.
     """
     if bprop is not None:
         raise NotImplementedError(
             f"score_mod_bprop={described(bprop)} is not available: autograd differentiates score_mod, and a gradient "
-            "given beside it could differ from that; leave it None"
+            "given in addition could differ from it; leave it None"
         )
     if bprop_tensors is not None:
         raise ValueError(
@@ -377,11 +377,13 @@ def bound_score_mod(
             f"score_mod_tensors={described(tensors)} without score_mod, which would read them; give both"
         )
     if not isinstance(tensors, Mapping):
-        raise TypeError(f"score_mod_tensors={described(tensors)} is not a mapping; give tensors by name")
+        raise TypeError(
+            f"score_mod_tensors={described(tensors)} is not a mapping; give a dict of named tensors"
+        )
     wrong = [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]
     if wrong:
         raise TypeError(
-            f"score_mod_tensors holds no tensor under {', '.join(map(repr, wrong))}; give tensors by name"
+            f"score_mod_tensors holds no tensor under {', '.join(map(repr, wrong))}; give a dict of named tensors"
         )
     return BoundScoreMod(score_mod, tensors)
 

@@ -30,7 +30,7 @@ def describe_sequences(
         config: Settings of the attention.
         qkv: q, k and v, or descriptions of them.
         a: Arguments of the call.
-        cached: Metadata of the cached keys and values; None beside inference_params if only a custom manager has it.
+        cached: Metadata of the cached keys and values; None with inference_params if only a custom manager has it.
         same_lengths: Result of `are_same`.
 
     Raises:
@@ -146,7 +146,7 @@ def whole_sequence(
             continue
         if x.shape[-2] != held:  # pyright: ignore[reportOptionalMemberAccess]
             raise ValueError(
-                f"{name} {list(x.shape)} has {x.shape[-2]} rows; a context-parallel rank gives the rows of its own "  # pyright: ignore[reportOptionalMemberAccess]
+                f"{name} {list(x.shape)} has {x.shape[-2]} rows; a context-parallel rank gives the rows of its "  # pyright: ignore[reportOptionalMemberAccess]
                 f"{held} queries, in their order, and the columns of all keys"
             )
         a = a._replace(**{name: _lengthened(x, x.ndim - 2, context.size)})  # pyright: ignore[reportOptionalMemberAccess]
@@ -161,7 +161,7 @@ def _lengthened(x: Any, axis: int, size: int) -> TensorFacts:
 
 
 def mask_name(config: AttentionConfig, a: AttentionArguments) -> str:
-    """Return the mask type of the call, by default the layer's; over a cache, sequences have lengths of their own."""
+    """Return the mask type of the call, by default the layer's; with a cache, sequences have individual lengths."""
     name = config.attn_mask_type if a.attn_mask_type is None else masks.canonical_name(a.attn_mask_type)
     return name if a.inference_params is None else masks.over_cached_keys(name)
 
@@ -169,7 +169,7 @@ def mask_name(config: AttentionConfig, a: AttentionArguments) -> str:
 def known(size: int) -> int:
     """Return a size as a number where a tracing compiler has a symbol, which guards the graph.
 
-    A backend is chosen for numbers: each longest sequence has a graph of its own. The tokens of packed sequences, on
+    A backend is chosen for numbers: each longest sequence has a separate graph. The tokens of packed sequences, on
     which no choice depends, stay a symbol.
     """
     # Every version of the tracer needs a number for the bounds of a range.

@@ -244,8 +244,8 @@ class DotProductAttention(TransformerEngineBaseModule):
                 broadcastable to [b, h, s_q, s_kv] for "arbitrary".
             cu_seqlens_q: Cumulative lengths of the sequences of queries, int32 [b + 1], instead of padding masks.
             cu_seqlens_kv: The same of keys and values.
-            cu_seqlens_q_padded: Starts of the sequences in a thd tensor of queries, int32 [b + 1], if tokens that
-                belong to no sequence lie between them.
+            cu_seqlens_q_padded: Starts of the sequences in a thd tensor of queries, int32 [b + 1], if there are
+                tokens between them that belong to no sequence.
             cu_seqlens_kv_padded: The same of keys and values. Context-parallel ranks pass bounds of whole sequences.
             max_seqlen_q: Length of the longest sequence (thd), like max_seqlen_kv; by default read from the device.
             core_attention_bias: Broadcastable to [b, h, s_q, s_kv]; core_attention_bias_type "post_scale_bias" adds it
@@ -259,7 +259,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             num_splits: Parts in which a long row of keys is processed; None lets the backend choose.
             fp8_output: Return a Float8Tensor; bf16_backward: compute gradients in high precision. Both are for FP8
                 attention, which the recipe of autocast requests by fp8_dpa or fp8_mha.
-            score_mod_tensors: Tensors by name, passed to score_mod as keywords.
+            score_mod_tensors: Named tensors, passed to score_mod as keywords.
             fast_zero_fill: Has no effect.
 
         Raises:

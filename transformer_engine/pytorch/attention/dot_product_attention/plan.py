@@ -225,7 +225,7 @@ def prepare(
     joint: bool = False,
     names: tuple[str | None, str | None] = (None, None),
 ) -> tuple[AttentionPlan, AttentionInputs, Append | None]:
-    """Plan a call, or look up its plan, and collect its tensors.
+    """Plan a call, or find its cached plan, and collect its tensors.
 
     Args:
         memory: Plans of the layer; None while a compiler traces.
@@ -293,7 +293,7 @@ def _find(
     checked: CheckedArguments,
     names: tuple[str | None, str | None] = (None, None),
 ) -> AttentionPlan:
-    """Look up the plan of a call; while a compiler traces, plan it."""
+    """Return the cached plan of a call; while a compiler traces, plan it."""
     a, deterministic = checked.arguments, torch.are_deterministic_algorithms_enabled()
     if memory is None:
         config, training, gradient = settings

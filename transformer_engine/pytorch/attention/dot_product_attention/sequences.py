@@ -43,7 +43,7 @@ class Sequences(NamedTuple):
     """The sequences of a batch.
 
     Attributes:
-        padded_between: Tokens that belong to no sequence lie between sequences.
+        padded_between: There are tokens between sequences that belong to no sequence.
         arbitrary: A mask tensor hides single pairs of queries and keys.
         bounded: Values of cumulative lengths are read, and must be those of sequences in the tensors.
     """
@@ -302,7 +302,7 @@ def _check_cumulative(name: str, bounds: Any, x: Tensor) -> None:
         )
     if bounds.shape[0] == 1 and x.numel():
         raise ValueError(
-            f"cu_seqlens_{name} is [1], which is no sequence, the tensor {list(x.shape)}; add where each sequence ends"
+            f"cu_seqlens_{name} is [1], which describes no sequence, the tensor {list(x.shape)}; add the end of each"
         )
     if bounds.device != x.device:
         raise ValueError(f"cu_seqlens_{name} is on {bounds.device}, the tensor on {x.device}; move it there")

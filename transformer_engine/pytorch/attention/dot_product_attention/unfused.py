@@ -1,4 +1,4 @@
-"""UnfusedDotProductAttention: the reference backend as a module, which callers of the original look for beside it."""
+"""UnfusedDotProductAttention: the reference backend as a module, under the original's name."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .dot_product_attention import DotProductAttention
 class UnfusedDotProductAttention(torch.nn.Module):
     """out [.., h * d_v] = softmax(softmax_scale * q k^T + bias) v by plain float32 operations.
 
-    The arguments are those of DotProductAttention of the same names. softmax_type "learnable" has its parameter there
-    and is refused here. A `use_backend(attention=...)` round the call forces another backend; compiled code calls
-    DotProductAttention instead.
+    The arguments are those of DotProductAttention of the same names. softmax_type "learnable" needs a parameter, which
+    only DotProductAttention has, and raises NotImplementedError here. A `use_backend(attention=...)` around the call
+    forces another backend; compiled code calls DotProductAttention instead.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class UnfusedDotProductAttention(torch.nn.Module):
         super().__init__()
         if softmax_type == "learnable":
             raise ValueError(
-                "softmax_type='learnable' needs a parameter, which this module has not; use DotProductAttention "
+                "softmax_type='learnable' needs a parameter, which this module does not have; use DotProductAttention "
                 "inside use_backend(attention='reference')"
             )
         self.options: dict[str, Any] = {
@@ -48,7 +48,7 @@ class UnfusedDotProductAttention(torch.nn.Module):
     def forward(
         self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, **options: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """out, or (out, max_logit [h]); options: keywords of DotProductAttention.forward, qkv_format among them."""
+        """Return out, or (out, max_logit [h]); options are the keywords of DotProductAttention.forward."""
         sizes = (query_layer.shape[-2], key_layer.shape[-2], query_layer.shape[-1], value_layer.shape[-1])
         layer = self._layer(sizes).train(self.training)
         with use_backend(attention="reference"):

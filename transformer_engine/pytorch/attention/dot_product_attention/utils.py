@@ -101,7 +101,7 @@ class AttentionParams:
         self.window_size = check_set_window_size(self.attn_mask_type, self.window_size)
 
     def __eq__(self, other: object) -> bool:
-        """Equal in every field; of fp8_meta, whose states change at every step, the recipe alone counts."""
+        """Return whether all fields are equal; of fp8_meta, whose states change at every step, only its recipe."""
         if not isinstance(other, AttentionParams):
             return NotImplemented
         names = [f.name for f in fields(self) if f.name != "fp8_meta"]
@@ -166,7 +166,7 @@ class AttentionParams:
         )
         if len(kind) != 4 or any(axis not in known for axis, known in zip(kind, sizes, strict=True)):
             raise ValueError(
-                f"core_attention_bias_shape={kind!r}; write b, h, s, s for the axes, and 1 for those that broadcast"
+                f"core_attention_bias_shape={kind!r}; write b, h, s, s for the axes, and 1 for broadcast axes"
             )
         b, h, i, j = (known[axis] for axis, known in zip(kind, sizes, strict=True))
         return b, h, i, j
@@ -201,8 +201,8 @@ def get_attention_backend(
         return _fp8_attention_backend(params, request)
     verdicts = TABLE.explain(request)
     for verdict in verdicts:
-        logger.debug("%s: %s", verdict.backend, verdict.refusal or "selected")
-    takes = [b.name for b in TABLE.candidates(request) if b.refusal(request) is None]
+        logger.debug("%s: %s", verdict.backend, verdict.reason or "selected")
+    takes = [b.name for b in TABLE.candidates(request) if b.rejection_reason(request) is None]
     versions = {name: find() for name, find in FLASH.items()}
     flash = [name for name in takes if name in versions]
     fused = [name for name in takes if name not in versions and name != "reference"]

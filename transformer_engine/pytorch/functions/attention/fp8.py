@@ -53,7 +53,7 @@ class BackwardRequest(NamedTuple):
 def _refuses_cudnn_forward(call: AttentionCall) -> str | None:
     if call.fp8 == "block":
         return "the recipe scales blocks; it takes one scale a tensor"
-    return cudnn_fp8.refuses(call)
+    return cudnn_fp8.unsupported_reason(call)
 
 
 EVERYTHING = frozenset(Feature)
@@ -64,7 +64,7 @@ FORWARD: Table[AttentionCall] = Table(
         Backend(
             "cudnn",
             takes=cudnn_fp8.TAKES,
-            refuses=_refuses_cudnn_forward,
+            unsupported_reason=_refuses_cudnn_forward,
             bind=lambda request: fp8_cudnn.forward,
         ),
         Backend("emulated", takes=EVERYTHING, bind=lambda request: fp8_emulation.forward),
@@ -81,7 +81,7 @@ def _refuses_cudnn_backward(request: BackwardRequest) -> str | None:
         return "it needs the scale of dP before dP; only delayed scaling has one"
     if request.asked is None:
         return "slower than 16 bits on compute capability 9.0; NVTE_FP8_DPA_BWD=1 asks for it"
-    return cudnn_fp8.refuses_backward(request.call)
+    return cudnn_fp8.unsupported_backward(request.call)
 
 
 def _refuses_high_precision(request: BackwardRequest) -> str | None:
@@ -108,13 +108,13 @@ BACKWARD: Table[BackwardRequest] = Table(
         Backend(
             "cudnn",
             takes=cudnn_fp8.TAKES,
-            refuses=_refuses_cudnn_backward,
+            unsupported_reason=_refuses_cudnn_backward,
             bind=lambda request: fp8_cudnn.backward,
         ),
         Backend(
             "high_precision",
             takes=EVERYTHING,
-            refuses=_refuses_high_precision,
+            unsupported_reason=_refuses_high_precision,
             bind=lambda request: high_precision,
         ),
         Backend("emulated", takes=EVERYTHING, bind=lambda request: fp8_emulation.backward),
@@ -146,7 +146,7 @@ def _chosen_passes(key: PassesKey) -> FP8Passes:
     if call.needs_gradient:
         backward = BACKWARD.bind(BackwardRequest(in_fp8, "cudnn" if by_cudnn else "emulated", asked))
     plain = None
-    if by_cudnn and cudnn.BACKEND.refusal(call) is None:
+    if by_cudnn and cudnn.BACKEND.rejection_reason(call) is None:
         # After cuDNN's FP8 kernel its own 16-bit backward, whose statistics are the same.
         plain = cudnn.bind(call)
     if not isinstance(plain, Passes):

@@ -1,10 +1,10 @@
-"""Hugging Face models on this engine.
+"""Hugging Face models with the layers of this package.
 
-    convert_hf(model, recipe=..)   # whole decoder layers of transformers, in place; revert_hf(model) goes back
-    inject_te_attention(model)     # attention layers, in place, whatever library the model comes from
+    convert_hf(model, recipe=..)   # converts whole decoder layers of transformers in place; revert_hf(model) undoes it
+    inject_te_attention(model)     # converts attention layers of any library in place
     register_te_attention()        # attn_implementation="transformer_engine" in transformers
 
-`transformers` is imported by the first and the last alone.
+Only the first and the last function import `transformers`.
 """
 
 from ....common import absent

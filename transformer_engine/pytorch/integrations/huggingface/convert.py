@@ -37,7 +37,7 @@ from .convertible import (
     norm_of,
     norm_place_of,
     place_of,
-    refuse_adapters,
+    reject_adapters,
     unfilled,
 )
 from .fused_attention import SET_BY_CALLERS, FusedAttention
@@ -107,7 +107,7 @@ def revert_hf(model: M) -> M:
     ]
     if not decoders:
         raise ValueError(f"{type(model).__name__} is not converted; there is nothing to revert")
-    refuse_adapters(model, "take them out with unload() first")
+    reject_adapters(model, "take them out with unload() first")
     for decoder in decoders:
         check_hooks(decoder)
     for decoder in decoders:

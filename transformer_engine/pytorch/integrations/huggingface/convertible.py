@@ -35,7 +35,7 @@ def decoders_of(model: Any) -> list[nn.Module]:
         raise TypeError(
             f"model={described(model)} is not a model of transformers; give the result of from_pretrained"
         )
-    refuse_adapters(model, "convert the model first, then give it to get_peft_model")
+    reject_adapters(model, "convert the model first, then give it to get_peft_model")
     named = {type(module): _model_type(module) for module in model.modules()}
     found = [
         module
@@ -51,7 +51,7 @@ def decoders_of(model: Any) -> list[nn.Module]:
     return found
 
 
-def refuse_adapters(model: nn.Module, remedy: str) -> None:
+def reject_adapters(model: nn.Module, remedy: str) -> None:
     """Raise ValueError for a model with adapters of peft."""
     if any(type(module).__module__.startswith("peft.") for module in model.modules()):
         raise ValueError(f"{type(model).__name__} holds adapters of peft; {remedy}")
@@ -105,7 +105,7 @@ def _check_classes(layer: nn.Module, fresh: nn.Module, place: str) -> None:
             forward = vars(part).get("forward")
             if forward is not None and not isinstance(forward, InjectedForward):
                 raise ValueError(
-                    f"{path} of {place} has a forward of its own, which would be lost; convert the model before its "
+                    f"{path} of {place} has a replaced forward, which would be lost; convert the model before its "
                     "forward is replaced"
                 )
 
@@ -161,8 +161,8 @@ def _check_products(layer: nn.Module, place: str) -> None:
         wanted = {parameter.requires_grad for name in names for parameter in parts[name].parameters()}
         if len(wanted) > 1:
             raise ValueError(
-                f"{', '.join(names)} of {place} become one weight, but only some of them want gradients; freeze all "
-                "or none of them"
+                f"{', '.join(names)} of {place} become one weight, but only some of them require gradients; freeze all "
+                "or leave all trainable"
             )
 
 
@@ -172,7 +172,7 @@ def _check_sharing(layer: nn.Module, place: str, owners: dict[int, str]) -> None
         mine = f"{name} of {place}"
         if owners.setdefault(id(parameter), mine) != mine:
             raise ValueError(
-                f"{mine} is {owners[id(parameter)]}, and would become a weight of its own; convert models whose layers "
+                f"{mine} is {owners[id(parameter)]}, and would become a separate weight; convert models whose layers "
                 "share none"
             )
 

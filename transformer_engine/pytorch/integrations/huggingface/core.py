@@ -1,7 +1,7 @@
 """out [b, q, h, d_v] = softmax(scale q k^T, masked) v of q, k, v [b, h, s, d], the layout of transformers' attentions.
 
-One DotProductAttention for each kind of call of a layer: heads, sizes, scale and dropout are its constructor's. They
-are no children of the layer, whose checkpoints stay those of the stock model, and have no parameters.
+A layer has one DotProductAttention for each kind of call, because heads, sizes, scale and dropout are constructor
+arguments. These modules have no parameters and are not children of the layer, so that its checkpoints do not change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class CoreSettings:
-    """What calls of one DotProductAttention have in common; causal: a window without a limit is another one then."""
+    """The settings of one DotProductAttention; `causal` is part of them because it changes unlimited windows."""
 
     heads: int
     groups: int
@@ -33,7 +33,7 @@ class CoreSettings:
     causal: bool = True
 
     def made(self) -> DotProductAttention:
-        """A DotProductAttention of that kind."""
+        """Return a DotProductAttention with these settings."""
         return DotProductAttention(
             self.heads,
             (self.size, self.size_v),
@@ -52,7 +52,7 @@ class Cores:
         self._made: dict[CoreSettings, DotProductAttention] = {}
 
     def of(self, kind: CoreSettings) -> DotProductAttention:
-        """That of a kind, made at its first call."""
+        """Return the module with these settings, created at the first call."""
         core = self._made.get(kind)
         if core is None:
             core = self._made[kind] = kind.made()
@@ -60,7 +60,7 @@ class Cores:
 
 
 class _Traced:
-    """Attributes: what compiled functions call that met a layer before its first eager call."""
+    """Modules as attributes, for compiled functions that call a layer before its first eager call."""
 
 
 _traced = _Traced()
@@ -79,7 +79,7 @@ def _make_while_tracing(name: str, text: str) -> bool:
 
 
 def core_of(module: torch.nn.Module, kind: CoreSettings) -> DotProductAttention:
-    """The module's DotProductAttention of a kind; a compiler has it made by a call that it takes for a constant."""
+    """Return the layer's DotProductAttention with these settings; while tracing, it is a constant."""
     if not torch.compiler.is_compiling():
         cores = module.__dict__.get("_te_cores")
         if cores is None:
@@ -92,7 +92,7 @@ def core_of(module: torch.nn.Module, kind: CoreSettings) -> DotProductAttention:
 
 
 def attend(core: DotProductAttention, q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> Tensor:
-    """out [b, q, h, d_v] of q, k, v [b, h, s, d] under a masking."""
+    """Return out [b, q, h, d_v] of q, k, v [b, h, s, d] under a masking."""
     if masking.keys is not None:
         begin, end = masking.keys
         k, v = k[:, :, begin:end], v[:, :, begin:end]
@@ -115,7 +115,7 @@ def attend(core: DotProductAttention, q: Tensor, k: Tensor, v: Tensor, masking: 
 
 
 def in_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v in torch.autocast's dtype where one is on, as torch casts them for its own attention."""
+    """Return q, k, v in the dtype of an active torch.autocast, to which torch casts them for its own attention."""
     device = q.device.type
     if not torch.is_autocast_enabled(device):
         return q, k, v
@@ -130,18 +130,18 @@ _logged_every = env.watch("TE_ATTENTION_LOG_EVERY")
 
 
 def get_te_attention_stats() -> dict[str, int]:
-    """A copy of the counters."""
+    """Return a copy of the counters of attention calls by path."""
     return dict(_counts)
 
 
 def reset_te_attention_stats() -> None:
-    """Every counter is 0 again."""
+    """Reset every counter to 0."""
     for name in _counts:
         _counts[name] = 0
 
 
 def count(name: str) -> None:
-    """One more attention of that name; with TE_ATTENTION_LOG_EVERY=n each n-th call logs all counters."""
+    """Add 1 to a counter; with TE_ATTENTION_LOG_EVERY=n, every n-th call logs all counters."""
     if torch.compiler.is_compiling():
         return
     _counts[name] += 1

@@ -1,4 +1,4 @@
-"""y [b, s, h] = attention(turned(norm(x) @ qkv_weight.T)) @ o_weight.T: a layer's attention with the norm before it."""
+"""y [b, s, h] = attention(rotated(norm(x) @ qkv_weight.T)) @ o_weight.T: an attention and the norm before it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SET_BY_CALLERS = ("scaling", "attention_dropout", "is_causal")
 
 
 class FusedAttention(nn.Module):
-    """Queries, keys and values in one product behind their norm, for a decoder layer of transformers.
+    """Queries, keys and values as one product with the norm before it, for a decoder layer of transformers.
 
-    The attention itself is whatever `config._attn_implementation` names in transformers' registry, called as the
-    stock layer calls it. Attributes that such functions, and caches, read of a stock layer are here too.
+    The attention function is the one that `config._attn_implementation` names in transformers' registry, and is called
+    as in the stock layer. The attributes of a stock layer that such functions and caches read exist here too.
     """
 
     def __init__(self, stock: Any, decoder: DecoderConfig, index: int):
@@ -68,7 +68,7 @@ class FusedAttention(nn.Module):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """(y, the attention's weights where its function gives them)."""
+        """Return (y, attention weights or None)."""
         parts = self._queries_keys_values(self.layernorm_qkv(hidden_states), position_embeddings.angles)
         query, key, value = (part.transpose(1, 2) for part in parts)
         if past_key_values is not None:
@@ -94,9 +94,11 @@ class FusedAttention(nn.Module):
         return self.o_proj(attended), weights
 
     def _queries_keys_values(self, qkv: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[b, s, heads | groups | groups, d] of qkv [b, s, ..], queries and keys turned by angles [1 | b, s, d]."""
+        """Return [b, s, heads | groups | groups, d] of qkv [b, s, ..]; q and k rotated by angles [1 | b, s, d]."""
         batch, length, _ = qkv.shape
-        if angles.shape[0] > 1:  # every sequence has positions of its own: one sequence of all tokens
+        if (
+            angles.shape[0] > 1
+        ):  # positions differ between sequences: treat them as one sequence of all tokens
             qkv = qkv.reshape(1, batch * length, -1)
         table = angles.reshape(-1, 1, 1, self.head_dim)
         qkv = qkv.unflatten(-1, (self.groups, -1))

@@ -1,7 +1,7 @@
-"""inject_te_attention(model): every attention layer computes scaled_dot_product_attention by DotProductAttention.
+"""inject_te_attention(model): attention layers compute scaled_dot_product_attention by DotProductAttention.
 
-A layer's forward stays the library's own. While it runs, torch's scaled_dot_product_attention is `Replacement`, which
-passes on what it can describe to DotProductAttention and the rest to torch, and counts both (`stats`).
+A layer's forward remains that of its library. While it runs, torch's scaled_dot_product_attention is replaced by
+`Replacement`, which passes supported calls to DotProductAttention and all others to torch, and counts both (`stats`).
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from .layouts import HeadLayout, layout_of
 
 logger = logging.getLogger(__name__)
 
-# Scales that differ by less are the same number, rounded on two ways.
+# Scales with a smaller difference are equal numbers, rounded differently.
 SCALE_TOLERANCE = 1e-6
 
 
 def inject_te_attention(model: torch.nn.Module) -> None:
     """Inject into every attention layer of a model, after its weights are loaded and before it is sharded.
 
-    Layers that carry an `attn_module` are left as they are. model._te_attention_injected says whether any layer has
-    been changed.
+    Layers with an `attn_module` are not changed. model._te_attention_injected is True if any layer was changed.
     """
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model={described(model)} is no torch.nn.Module; give a model, or a layer of one")
+        raise TypeError(f"model={described(model)} is not a torch.nn.Module; give a model, or a layer of one")
     injected = sum([inject_te_attention_into_module(module) for module in list(model.modules())])
     if injected:
         object.__setattr__(model, "_te_attention_injected", True)
@@ -45,7 +44,7 @@ def inject_te_attention(model: torch.nn.Module) -> None:
 
 
 def inject_te_attention_into_module(module: torch.nn.Module) -> bool:
-    """Inject into one attention layer; False: it is none, its layout is unknown, or it carries an `attn_module`."""
+    """Inject into one attention layer; return False for other layers, unknown layouts, and those with attn_module."""
     if hasattr(module, "attn_module"):
         return False
     layout = layout_of(module)
@@ -54,8 +53,8 @@ def inject_te_attention_into_module(module: torch.nn.Module) -> bool:
     name = sdpa.imported_by_name(module)
     if name is not None:
         logger.warning(
-            "%s is left as it is: its file imports scaled_dot_product_attention as %s, which cannot be exchanged; "
-            "let it call torch.nn.functional.scaled_dot_product_attention",
+            "%s is not changed: its file imports scaled_dot_product_attention as %s, which cannot be replaced; "
+            "change it to call torch.nn.functional.scaled_dot_product_attention",
             type(module).__name__,
             name,
         )
@@ -67,14 +66,14 @@ def inject_te_attention_into_module(module: torch.nn.Module) -> bool:
 
 
 class InjectedForward:
-    """forward(..) of a layer with torch's attention replaced; an object, so that copies of the layer call their own."""
+    """A layer's forward with torch's attention replaced; an object, so that copies of the layer call their own."""
 
     def __init__(self, forward: Any, replacement: Replacement) -> None:
         self.forward, self.replacement = forward, replacement
 
     @property
     def __wrapped__(self) -> Any:
-        """What `inspect.signature` reads; kept out of pickles, which know functions by their names."""
+        """The function that `inspect.signature` reads; excluded from pickles, which store functions by name."""
         return self.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +84,7 @@ class InjectedForward:
 
 
 class Replacement:
-    """out [b, h, q, d_v] of torch's scaled_dot_product_attention, of queries, keys and values of one layer."""
+    """out [b, h, q, d_v] of torch's scaled_dot_product_attention for queries, keys and values of one layer."""
 
     def __init__(self, layout: HeadLayout) -> None:
         self.layout = layout
@@ -93,7 +92,7 @@ class Replacement:
         self.warned = False
 
     def core(self, dropout: float, causal: bool) -> DotProductAttention:
-        """The layer's DotProductAttention with a dropout, for masks that are causal or for the others."""
+        """Return the layer's DotProductAttention with this dropout, for causal masks or for others."""
         a = self.layout
         return self.cores.of(CoreSettings(a.heads, a.groups, a.size, a.size_v, a.scale, dropout, causal))
 
@@ -104,15 +103,15 @@ class Replacement:
         q, k, v = in_autocast(query, key, value)
         masking = None
         k, v = self._once(k), self._once(v)
-        refusal = self._refusal(q, k, v, scale)
-        if refusal is None:
+        reason = self._fallback_reason(q, k, v, scale)
+        if reason is None:
             if attn_mask is None:
                 masking = masks.without_tensor(is_causal, q.shape[2], k.shape[2], self.layout.window)
             elif not is_causal:
                 masking = masks.of_mask(attn_mask, q.shape[0])
-            refusal = "fallback_mask" if masking is None else None
-        count(refusal or "te_hits")
-        if masking is None or refusal is not None:
+            reason = "fallback_mask" if masking is None else None
+        count(reason or "te_hits")
+        if masking is None or reason is not None:
             return sdpa.original()(
                 query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
                 enable_gqa=enable_gqa,
@@ -121,12 +120,12 @@ class Replacement:
         return attend(core, q, k, v, masking).transpose(1, 2)
 
     def _once(self, x: Tensor) -> Tensor:
-        """Keys or values without the repetitions that give each query head its own."""
+        """Return keys or values without the repetitions for the query heads of a group."""
         a = self.layout
         repeated = a.repeats > 1 and x.ndim == 4 and x.shape[1] == a.heads
         return x[:, :: a.repeats] if repeated else x
 
-    def _refusal(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> str | None:
+    def _fallback_reason(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> str | None:
         a = self.layout
         shapes = (q.shape[1:2], k.shape[1:2], v.shape[1:2], q.shape[3:], k.shape[3:], v.shape[3:])
         if (

@@ -3,8 +3,8 @@
     register_te_attention()
     model = AutoModelForCausalLM.from_pretrained(.., attn_implementation="transformer_engine")
 
-Nothing is left to torch here: a mask that no mask type describes goes to DotProductAttention as it is, and what it does
-not compute raises.
+This function never falls back to torch: a mask that no mask type describes is passed to DotProductAttention unchanged,
+and unsupported options raise an error.
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ def te_attention_forward(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """(out [b, q, h, d_v], None) of query [b, h, q, d] and key, value [b, groups, kv, d], with transformers' arguments.
+    """Return (out [b, q, h, d_v], None) for query [b, h, q, d] and key, value [b, groups, kv, d].
 
-    attention_mask   None: causal where is_causal, else the module, says so and there are several queries
+    The arguments are those of transformers. attention_mask None means causal if is_causal, or otherwise the module,
+    says so, and there are several queries.
     """
-    _refuse(options)
+    _reject_options(options)
     q, k, v = in_autocast(query, key, value)
     scale = q.shape[3] ** -0.5 if scaling is None else scaling
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -73,8 +74,8 @@ def te_attention_forward(
     return attend(core, q, k, v, masking), None
 
 
-def _refuse(options: dict[str, Any]) -> None:
-    """NotImplementedError for what DotProductAttention does not compute."""
+def _reject_options(options: dict[str, Any]) -> None:
+    """Raise NotImplementedError for options that DotProductAttention does not compute."""
     for name, remedy in (
         ("softcap", "set config.attn_logit_softcapping to None"),
         ("s_aux", "load the model without attention sinks"),

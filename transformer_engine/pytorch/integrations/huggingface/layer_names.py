@@ -101,7 +101,7 @@ class LayerNames:
     def to_theirs(self, state: MutableMapping[str, Any], prefix: str = "") -> None:
         """Replace our tensors by theirs, in separate memory: files reject tensors that share it.
 
-        Quantized tensors are dequantized, also those that keep their name.
+        Quantized tensors are dequantized, including those that keep their name.
         """
         for match in self.matches:
             name = prefix + match.ours

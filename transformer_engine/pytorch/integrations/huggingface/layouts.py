@@ -1,7 +1,7 @@
-"""heads, groups, size = layout(attention): what an attention's projections say of its queries, keys and values.
+"""heads, groups, size = layout(attention): the heads of queries, keys and values, from an attention's projections.
 
-Read once, when a model is prepared. A projection is a Linear, a module with a weight alone, transformers' Conv1D, or a
-wrapper round one of them; on "meta" its shapes are as good.
+Read once, when a model is prepared. A projection is a Linear, a module with only a weight, transformers' Conv1D, or a
+wrapper of one of these; it may be on the meta device.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-# (query, key, value) as three modules; one module of all three.
+# (query, key, value) as three modules; one module for all three.
 SEPARATE = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q_lin", "k_lin", "v_lin"))
 FUSED = ("qkv_proj", "query_key_value", "c_attn", "qkv", "Wqkv", "W_pack")
 
@@ -19,13 +19,13 @@ _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
 _GROUPS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _SIZE = ("head_dim", "attention_head_size", "head_size")
 _SCALE = ("scaling", "scale", "softmax_scale")
-# Modules that hold the projection that they change: Gemma's clipped Linear, PEFT's adapters.
+# Modules that contain the projection that they modify: Gemma's clipped Linear, PEFT's adapters.
 _WRAPPED = ("linear", "base_layer")
 
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """size of queries and keys; groups: heads of keys and values; window: keys that a query sees, its own included."""
+    """size: of queries and keys; groups: heads of keys and values; window: keys that a query sees, its own included."""
 
     heads: int
     groups: int
@@ -36,12 +36,12 @@ class HeadLayout:
 
     @property
     def repeats(self) -> int:
-        """Query heads that read the same keys."""
+        """Number of query heads that read the same keys."""
         return self.heads // self.groups
 
 
 def layout_of(module: torch.nn.Module) -> HeadLayout | None:
-    """The layout of an attention module; None: it is none, or none whose projections are known here."""
+    """Return the layout of an attention module; None for other modules and unknown projections."""
     found = _of_separate(module) or _of_fused(module)
     if found is None:
         return None
@@ -53,7 +53,7 @@ def layout_of(module: torch.nn.Module) -> HeadLayout | None:
 
 
 def _window(module: torch.nn.Module) -> int | None:
-    """The module's sliding window; None too where it has the model's, and says that its own layer sees everything."""
+    """Return the module's sliding window; None also for a module that declares full attention in a windowed model."""
     window = getattr(module, "sliding_window", None)
     if not isinstance(window, int) or window <= 0:
         return None
@@ -65,7 +65,7 @@ def _window(module: torch.nn.Module) -> int | None:
 
 
 def out_features(projection: object) -> int | None:
-    """Columns that a projection makes: what it says, what its weight says, what it wraps."""
+    """Return the output features of a projection, from its attributes, its weight, or the module that it wraps."""
     if not isinstance(projection, torch.nn.Module):
         return None
     for name in ("out_features", "nf"):
@@ -94,7 +94,7 @@ def _of_separate(module: torch.nn.Module) -> tuple[int, int, int, int] | None:
             size = q // heads
         if q % size or k % size:
             return None
-        # Of a tensor-parallel rank's share the projections know; attributes and configs speak of the whole.
+        # Projections have the share of a tensor-parallel rank; attributes and configs describe the whole layer.
         heads, groups = q // size, k // size
         return (heads, groups, size, v // groups) if groups and v % groups == 0 else None
     return None
@@ -114,7 +114,7 @@ def _of_fused(module: torch.nn.Module) -> tuple[int, int, int, int] | None:
 
 
 def _stated(module: torch.nn.Module, names: tuple[str, ...]) -> int | None:
-    """A number under one of these names in the module, else in its config."""
+    """Return a number under one of these names in the module, or otherwise in its config."""
     for owner in (module, getattr(module, "config", None)):
         for name in names:
             value: Any = getattr(owner, name, None)

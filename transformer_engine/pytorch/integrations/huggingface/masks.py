@@ -1,11 +1,12 @@
-"""Masking = of_mask(mask [b | 1, 1, q, kv]): the mask type, window and lengths that say the same as a mask tensor.
+"""Masking = of_mask(mask [b | 1, 1, q, kv]): the mask type, window and lengths that are equivalent to a mask tensor.
 
-Libraries give an attention a mask of every pair. Whoever sees an interval of keys in each row needs two numbers a row:
-its first and its last visible key. From these [b, q] follows all that is asked: is the last key the query's own
-(causal, from some diagonal on), is the first one everybody's (no window), as many keys before it (a window) or where
-its own sequence begins (packed sequences), and where do the keys of a sequence begin and end (padding, on either side).
-The judgement is exact: a mask that differs from what was recognised in one place is not recognised. It reads the mask
-once, not in every layer, and waits for the device once.
+Libraries pass an attention a mask of every pair. If each row's visible keys are an interval, two numbers per row
+describe it: its first and its last visible key. These [b, q] determine the mask type. If the last key is the query's
+own, up to a fixed diagonal, the mask is causal. If the first key is the same for all queries, there is no window;
+otherwise, a fixed number of keys before the query is a window, and the start of the query's sequence means packed
+sequences. The first and last key of a sequence determine its padding, on either side.
+Recognition is exact: a mask with a single different element is not recognized. The mask is read once instead of in
+every layer, with one synchronization with the device.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from torch import Tensor
 from ....common.formats import round_up
 from ...primitives.attention.packed import cumulative
 
-# An additive mask hides a key by any number below this: finfo.min, -inf, -1e9 and half precision's -65504.
+# An additive mask hides a key by a number below this: finfo.min, -inf, -1e9 or float16's -65504.
 HIDDEN = -1e4
 
 
 @dataclass(frozen=True, slots=True)
 class Masking:
-    """How DotProductAttention is to be called.
+    """The arguments of an equivalent DotProductAttention call.
 
-    window     (left, right) keys beside its own, None: no limit
-    keys       (begin, end) of the keys that anyone sees, None: all
-    packed     sequences lie in [b * s, h, d] with tokens of none between them
+    window     (left, right) keys besides the query's own, None: no limit
+    keys       (begin, end) of the keys that any query sees, None: all
+    packed     sequences in [b * s, h, d], with tokens between them that belong to no sequence
     arguments  lengths and masks, under the names of its forward
     """
 
@@ -42,7 +43,7 @@ class Masking:
 
     @property
     def causal(self) -> bool:
-        """Does a query see no key behind its own?"""
+        """Whether queries see no later keys."""
         return "causal" in self.name
 
 
@@ -50,7 +51,7 @@ NO_MASK, CAUSAL = Masking("no_mask"), Masking("causal")
 
 
 def without_tensor(causal: bool, queries: int, keys: int, window: int | None) -> Masking:
-    """The masking of a call without a mask; a causal one begins in the first query and key."""
+    """Return the masking of a call without a mask; a causal one begins at the first query and key."""
     if not causal:
         return NO_MASK
     cut = (0, queries) if keys > queries else None
@@ -60,13 +61,13 @@ def without_tensor(causal: bool, queries: int, keys: int, window: int | None) ->
 
 
 def of_one_query(mask: Tensor) -> Masking:
-    """Of a boolean mask [b, 1, 1, kv], True = visible, which is a padding mask as it is: nothing has to be read."""
+    """Return the masking of a boolean mask [b, 1, 1, kv], True = visible: a padding mask, whose values are not read."""
     query = mask.new_zeros(()).expand(mask.shape[0], 1, 1, 1)
     return Masking("padding", arguments={"attention_mask": (query, ~mask)})
 
 
 def as_it_is(mask: Tensor) -> Masking:
-    """Of any mask [b, h, q, kv]: boolean, or numbers that are added to the logits."""
+    """Return the masking of any mask [b, h, q, kv]: boolean, or numbers that are added to the logits."""
     if mask.dtype == torch.bool:
         return Masking("arbitrary", arguments={"attention_mask": ~mask})
     bias = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": mask}
@@ -74,10 +75,10 @@ def as_it_is(mask: Tensor) -> Masking:
 
 
 def of_mask(mask: Tensor, batch: int) -> Masking | None:
-    """The masking of a mask [batch | 1, 1, q, kv], boolean (True = visible) or additive; None: no mask type is like it.
+    """Return the masking of a mask [batch | 1, 1, q, kv], boolean (True = visible) or additive.
 
-    None too for a mask that cannot be read: while a compiler traces, a CUDA graph is captured, or memory is planned;
-    and for one that is trained.
+    None if no mask type is equivalent, if the mask cannot be read (a compiler traces, a CUDA graph is captured, or
+    memory is planned), and if the mask is trained.
     """
     if mask.ndim != 4 or mask.shape[0] not in (1, batch) or not mask.shape[-1] * mask.shape[2]:
         return None
@@ -91,17 +92,17 @@ def of_mask(mask: Tensor, batch: int) -> Masking | None:
         return None
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    # Nobody counts writes into an inference tensor: what was found for it may not be true in the next layer.
+    # An inference tensor has no version counter: a result for it may be outdated in the next layer.
     return _recognised(mask, batch) if mask.is_inference() else _remembered(mask, batch)
 
 
 _last: dict[int, tuple[weakref.ref[Tensor], int, int, Masking | None]] = {}
-# Masks of a model that are alive at once: one of each kind of layer, for a few models.
+# Masks of a model that exist at the same time: one for each kind of layer, for a few models.
 _MANY = 64
 
 
 def _remembered(mask: Tensor, batch: int) -> Masking | None:
-    """What was found for this very tensor, which all layers of a forward pass are given."""
+    """Return the cached result for this tensor object, which all layers of a forward pass receive."""
     known = _last.get(id(mask))
     if known is not None and known[0]() is mask and known[1:3] == (mask._version, batch):
         return known[3]
@@ -131,9 +132,9 @@ def _recognised(mask: Tensor, batch: int) -> Masking | None:
 
 
 class _Intervals(NamedTuple):
-    """Of each query its first and last key [b, q], and is it blind; of each sequence where its keys lie [b].
+    """First and last key of each query [b, q], and whether it sees none; key range of each sequence [b].
 
-    intervals   bool, of the whole mask: does every query see all keys between its first and its last?
+    intervals   bool, of the whole mask: every query sees all keys between its first and its last one
     """
 
     first: Tensor
@@ -147,10 +148,10 @@ class _Intervals(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What holds of every row. everything: a query sees all keys of its sequence.
+    """Properties of all rows. everything: a query sees all keys of its sequence.
 
     banded    query i sees keys up to i + diagonal, at most window of them (0: all)
-    longest   tokens of the longest of packed sequences, 0: there are none; begins, ends: (least, greatest) of them
+    longest   tokens of the longest packed sequence, 0: not packed; begins, ends: their (smallest, largest) value
     """
 
     everything: bool
@@ -165,12 +166,12 @@ class _Facts:
 
     @property
     def alike(self) -> bool:
-        """Do all sequences see the same keys?"""
+        """Whether all sequences see the same keys."""
         return self.begins[0] == self.begins[1] and self.ends[0] == self.ends[1]
 
 
 def _read(visible: Tensor) -> _Intervals:
-    """The intervals of visible [b, q, keys]."""
+    """Return the intervals of visible [b, q, keys]."""
     keys = visible.shape[-1]
     bits = visible.view(torch.uint8)
     count = visible.sum(-1)
@@ -184,7 +185,7 @@ def _read(visible: Tensor) -> _Intervals:
 
 
 def _judged(seen: _Intervals, agrees: Tensor | None) -> _Facts:
-    """The facts, computed where the mask is and read at once."""
+    """Return the properties, computed on the mask's device and read at once."""
     first, last, blind = seen.first, seen.last, seen.blind
     queries = first.shape[1]
     low, high = seen.begin[:, None], seen.end[:, None] - 1
@@ -215,18 +216,18 @@ def _judged(seen: _Intervals, agrees: Tensor | None) -> _Facts:
 
 
 def _packed(first: Tensor, longest: int, batch: int) -> Masking:
-    """Causal sequences behind one another: a sequence begins in every query whose first key is its own."""
+    """Return the masking of consecutive causal sequences: a query whose first key is its own starts a sequence."""
     tokens = batch * first.shape[1]
     begins = first == torch.arange(first.shape[1], device=first.device)
     places = begins.expand(batch, -1).flatten().nonzero()[:, 0]
     bounds = torch.cat((places, places.new_tensor([tokens]))).int()
-    size = min(round_up(longest, 64), first.shape[1])  # one of few sizes, for which backends plan
+    size = min(round_up(longest, 64), first.shape[1])  # one of few sizes, because backends plan for each size
     arguments = {"cu_seqlens_q": bounds, "cu_seqlens_kv": bounds, "max_seqlen_q": size, "max_seqlen_kv": size}
     return Masking("padding_causal", packed=True, arguments=arguments)
 
 
 def _everything(facts: _Facts, begin: Tensor, end: Tensor, batch: int) -> Masking:
-    """Every query sees all keys of its sequence."""
+    """Return the masking for queries that see all keys of their sequence."""
     if facts.alike:
         whole = (facts.begins[0], facts.ends[0]) == (0, facts.keys)
         return NO_MASK if whole else Masking("no_mask", keys=(facts.begins[0], facts.ends[0]))
@@ -235,15 +236,13 @@ def _everything(facts: _Facts, begin: Tensor, end: Tensor, batch: int) -> Maskin
 
 
 def _banded(facts: _Facts, begin: Tensor, end: Tensor, batch: int) -> Masking | None:
-    """A query sees keys up to a diagonal, as many as a window has."""
+    """Return the masking for queries that see keys up to a diagonal, limited by a window."""
     square = facts.queries == facts.keys
     diagonal, left = facts.diagonal, facts.window - 1
     if diagonal < 0 or (diagonal + facts.queries > facts.keys and not square):
         return None
     two_sided = square and diagonal > 0
-    if (
-        two_sided
-    ):  # as far ahead as diagonal says, and the window has to reach back at least to the query's own key
+    if two_sided:  # limited by the diagonal; the window must include at least the query's own key
         left = left - diagonal if facts.window else facts.keys
         if left < 0:
             return None
@@ -267,9 +266,9 @@ def _ranges(
     keys: tuple[Tensor, Tensor],
     batch: int,
 ) -> Masking:
-    """Sequences of (begin, end) [b]: their lengths where all begin in their first token, else their places too.
+    """Return the masking of sequences (begin, end) [b]: their lengths, and their starts unless all are 0.
 
-    What a packed tensor has before its first sequence counts as an empty one, for the first place has to be 0.
+    Tokens before the first packed sequence count as an empty sequence, because the first start must be 0.
     """
     arguments: dict[str, Any] = {}
     packed = facts.begins[1] > 0

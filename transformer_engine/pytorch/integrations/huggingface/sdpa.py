@@ -1,7 +1,7 @@
-"""with replaced(function): in this thread, torch's scaled_dot_product_attention is a function of the caller's.
+"""with replaced(function): in this thread, torch's scaled_dot_product_attention calls a function of the caller.
 
-torch.nn.functional's name is exchanged while any thread is inside, for one function that looks at what its own thread
-has asked for, and put back when the last one leaves.
+torch.nn.functional's attribute is replaced while any thread is in the context, by one function that calls the function
+of its thread. The last thread to leave restores the attribute.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Asked(threading.local):
 
 
 class _Exchanged:
-    """How many threads are inside, and what the name stood for before the first of them came."""
+    """The number of threads in the context, and the attribute's value before the first of them."""
 
     inside = 0
     before: Function = TORCH_SDPA
@@ -42,7 +42,7 @@ def _of_this_thread(*args: Any, **kwargs: Any) -> Any:
 
 
 class replaced:
-    """The context; a function that calls torch's attention itself takes `TORCH_SDPA`."""
+    """The context; a function that calls torch's attention itself uses `TORCH_SDPA`."""
 
     def __init__(self, function: Function) -> None:
         self.function, self.outer = function, None
@@ -64,7 +64,7 @@ class replaced:
 
 
 def traced(function: Function, call: Function, *args: Any, **kwargs: Any) -> Any:
-    """call(..) in the same way while a compiler traces: it keeps the exchange to itself, and knows no locks."""
+    """Return call(..) with the replacement while a compiler traces, without locks: only the trace sees it."""
     before = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = function
     try:
@@ -74,14 +74,14 @@ def traced(function: Function, call: Function, *args: Any, **kwargs: Any) -> Any
 
 
 def original() -> Function:
-    """What the name stands for outside of every context."""
+    """Return the attribute's value outside of every context."""
     if torch.compiler.is_compiling():
         return TORCH_SDPA
     return _exchanged.before if _exchanged.inside else F.scaled_dot_product_attention
 
 
 def imported_by_name(module: torch.nn.Module) -> str | None:
-    """The name of its own file by which the module calls torch's attention, which an exchange does not reach."""
+    """Return the global name by which the module's file calls torch's attention, bypassing torch.nn.functional."""
     for owner in type(module).__mro__:
         names = vars(sys.modules.get(owner.__module__, object))
         own = [f for f in names.values() if getattr(f, "__module__", None) == owner.__module__]
@@ -93,7 +93,7 @@ def imported_by_name(module: torch.nn.Module) -> str | None:
 
 
 def _globals_of(functions: list[Any]) -> set[str]:
-    """Names of their file that the code of functions, and of functions within them, looks up."""
+    """Return the global names that functions, and functions nested in them, read."""
     codes = [f.__code__ for f in functions if isinstance(f, FunctionType)]
     found: set[str] = set()
     while codes:

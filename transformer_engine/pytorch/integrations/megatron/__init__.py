@@ -2,8 +2,8 @@
 
     spec.submodules.self_attention.module = SelfAttention      # in a layer spec of Megatron-core
 
-They take Megatron-core's TransformerConfig, ModuleSpec, process groups and inference contexts, and derive from its
-MegatronModule, where it is installed. Where it is not, the small equivalents here do: `TransformerConfig`,
+They accept Megatron-core's TransformerConfig, ModuleSpec, process groups and inference contexts, and derive from its
+MegatronModule if it is installed. Otherwise, use the equivalents of this package: `TransformerConfig`,
 `self_attention_submodules()`, `cross_attention_submodules()`, `StaticContext`, `PagedContext`.
 """
 

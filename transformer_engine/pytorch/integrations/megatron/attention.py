@@ -1,4 +1,4 @@
-"""Attention: y [s, b, h] = proj(core(q, k, v)), what self- and cross-attention share, with Megatron-core's calls."""
+"""Attention: y [s, b, h] = proj(core(q, k, v)), the base of self- and cross-attention, with Megatron-core's calls."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .rotation import Forms, check_reach, concentration, embeddings_of, rotated
 class Attention(CachedAttention, ABC):
     """(y [s, b, h], bias) of hidden states [s, b, h]; the caller adds the bias of the output projection.
 
-    layer_number     counted from 1; pp_layer_offset: how many layers earlier pipeline stages have
-    attn_mask_type   which keys a query sees where no cache says otherwise
+    layer_number     counted from 1; pp_layer_offset: number of layers of earlier pipeline stages
+    attn_mask_type   keys that a query sees, unless a cache determines them
     pg_collection    its tp and cp groups; None: Megatron's, or none
     """
 
@@ -37,7 +37,7 @@ class Attention(CachedAttention, ABC):
         pg_collection: Any = None, pp_layer_offset: int | None = None, name: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(config=config)
-        _refuse_offloading(config)
+        _reject_offloading(config)
         self.config = config
         self.layer_number, self._pp_layer_offset = layer_number, pp_layer_offset
         self.attn_mask_type, self.attention_type = attn_mask_type, attention_type
@@ -72,13 +72,14 @@ class Attention(CachedAttention, ABC):
             submodules.linear_proj, name, "proj", self.query_projection_size, config.hidden_size
         )
         if (config.fp8 and config.fp8_recipe != "delayed") or setting(config, "fp4"):
-            # The core attention keeps its output for its own backward; a quantized copy beside it would be one more.
+            # The core attention keeps its output for its own backward pass; a quantized copy would be an additional
+            # tensor.
             save_original_input(self.linear_proj)
 
     def _projection(
         self, spec: Any, name: str | None, part: str, inputs: int, outputs: int, bias: bool | None = None
     ) -> Any:
-        """A linear layer of the attention; `part` "proj" is the one behind the core."""
+        """Construct a linear layer of the attention; `part` "proj" is the output projection."""
         config, last = self.config, part == "proj"
         kind: dict[str, Any] = {"input_is_parallel": True} if last else {"gather_output": False}
         return built(
@@ -101,7 +102,7 @@ class Attention(CachedAttention, ABC):
         self, hidden_states: Tensor, key_value_states: Tensor | None = None, split_qkv: bool = True,
         output_gate: bool = False,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """(q [s, b, heads, size], k, v [s, b, groups, size][, gate]); unsplit: (all of them, sizes of the parts)"""
+        """Return (q [s, b, heads, size], k, v [s, b, groups, size][, gate]); unsplit: (all of them, sizes of parts)."""
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Any, key_value_states: Tensor | None = None,
@@ -111,16 +112,18 @@ class Attention(CachedAttention, ABC):
         packed_seq_params: Any = None, sequence_len_offset: Tensor | int | None = None, *,
         inference_params: Any = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """(y [s, b, h], bias or None)
+        """Return (y [s, b, h], bias or None).
 
-        attention_mask      True: masked out
-        key_value_states    cross-attention: what keys and values are made of
-        rotary_pos_emb      angles [s, 1 | b, 1, d], of queries and keys or one for each; with caches those of all
-                            positions. Context-parallel: of this rank's tokens, of whole sequences where they are packed
-        rotary_pos_cos, rotary_pos_sin    [positions, d / 2], under flash_decode
-        rotary_pos_cos_sin  [positions, d], for contexts that turn queries and keys by themselves
-        packed_seq_params   where packed sequences begin; hidden_states are [t, 1, h] then
-        sequence_len_offset int32 [b] tokens in the caches, under flash_decode
+        Args:
+            attention_mask: True: masked out.
+            key_value_states: Cross-attention: input of keys and values.
+            rotary_pos_emb: Angles [s, 1 | b, 1, d] of queries and keys, or a pair; with caches, of all positions.
+                Context-parallel ranks pass those of their tokens, or of whole sequences if these are packed.
+            rotary_pos_cos: [positions, d / 2], under flash_decode.
+            rotary_pos_sin: [positions, d / 2], under flash_decode.
+            rotary_pos_cos_sin: [positions, d], for contexts that rotate queries and keys themselves.
+            packed_seq_params: Starts of packed sequences; hidden_states are [t, 1, h] then.
+            sequence_len_offset: int32 [b] tokens in the caches, under flash_decode.
         """
         context = self._cache_of(inference_context if inference_params is None else inference_params)
         config = self.config
@@ -179,21 +182,21 @@ class Attention(CachedAttention, ABC):
         return self.linear_proj(out if gate is None else _gated(out, gate))
 
     def _cache_of(self, context: Any) -> Any:
-        """The context that this layer writes its keys to; None: none, they are those of its call.
+        """Return the context to which this layer writes its keys; None if its keys are those of its call.
 
-        Cross-attention sees the same keys in every step, and its layer's place in a static context is self-attention's.
+        Cross-attention has the same keys in every step, and its entry in a static context belongs to self-attention.
         """
         if context is None or self.attention_type != "cross":
             return context
         if not context.is_static_batching():
             raise ValueError(
-                "cross-attention with a context of pages: its queries come packed, request by request, keys and values "
-                "do not; give a static context, or none"
+                "cross-attention with a paged context: its queries are packed, request by request, but keys and "
+                "values are not; give a static context, or none"
             )
         return None
 
     def _rotates_unsplit(self, rotary_pos_emb: Any, context: Any, packed: bool) -> bool:
-        """Are queries and keys turned on their way out of the projection?"""
+        """Return whether queries and keys are rotated before they are split."""
         if not setting(self.config, "fused_single_qkv_rope", False) or self.attention_type == "cross":
             return False
         turns = rotary_pos_emb is not None and all(part is not None for part in rotary_pos_emb)
@@ -210,15 +213,15 @@ class Attention(CachedAttention, ABC):
     def _rotated(
         self, query: Tensor, key: Tensor, embeddings: Any, context: Any, packed: Any
     ) -> tuple[Tensor, Tensor]:
-        """Queries and keys turned, each by its embedding, where it has one."""
+        """Return queries and keys, each rotated by its embedding, if it has one."""
         config, (of_query, of_key) = self.config, embeddings
         mscale = concentration(config)
         if context is not None and not context.is_static_batching():
-            if of_query is not None:  # the cache holds keys that are turned
+            if of_query is not None:  # the cache contains rotated keys
                 group = self.pg_collection.cp
                 query = context.apply_rotary_emb_query(query, of_query, config, None, group, mscale=mscale)
             return query, key
-        # A rank's own tokens come with their own angles, packed sequences with those of whole sequences.
+        # The angles are those of the rank's own tokens; packed sequences have the angles of whole sequences.
         size = 1 if packed is None else ranks_of(self.pg_collection.cp)
         cp = (size, 0 if size == 1 else torch.distributed.get_rank(self.pg_collection.cp))
         bounds = (None, None) if packed is None else _bounds(packed)
@@ -232,7 +235,7 @@ class Attention(CachedAttention, ABC):
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, rotary_pos_emb: Any = None,
         attn_mask_type: Any = None, attention_bias: Tensor | None = None, packed_seq_params: Any = None,
     ) -> Tensor:  # fmt: skip
-        """The core attention, computed again in the backward pass; only its inputs are kept."""
+        """Return the core attention, which is recomputed in the backward pass; only its inputs are saved."""
         return checkpoint(
             self.core_attention,
             query,
@@ -248,8 +251,8 @@ class Attention(CachedAttention, ABC):
     def _decoded(
         self, context: Any, query: Tensor, key: Tensor, value: Tensor, tables: Any, offset: Any, gate: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """A decoding step of static caches: one call that turns, writes and attends."""
-        # Offsets in a tensor stay on its device; the context knows of the same ones.
+        """Return a decoding step of static caches: one call that rotates, writes and attends."""
+        # Offsets in a tensor stay on its device; the context has equal ones.
         begin = offset if isinstance(offset, int) else context.sequence_len_offset
         tokens, rows = self._places(context, key, begin)
         check_reach(tables, tokens.stop)
@@ -273,11 +276,11 @@ class Attention(CachedAttention, ABC):
             context.is_decode_only(), self._softmax_offset(),
         ).flatten(-2)  # fmt: skip
         if self.config.fp8 or setting(self.config, "fp4"):
-            out[context.padding_slice] = 0.0  # what lies there must not enter a maximum
+            out[context.padding_slice] = 0.0  # these rows must not contribute to a maximum
         return out
 
     def set_for_recompute_input_layernorm(self) -> None:
-        """Keep the norm's input for a norm that is computed again, instead of quantized codes."""
+        """Save the norm's input instead of quantized codes, for a norm that is recomputed."""
         raise NotImplementedError(f"{type(self).__name__} has no norm of its input; use SelfAttention")
 
     def clip_qk(self) -> None:
@@ -286,30 +289,30 @@ class Attention(CachedAttention, ABC):
 
 
 def save_original_input(linear: Any) -> None:
-    """Have a linear layer keep its input as it came; ValueError for one that cannot."""
+    """Make a linear layer save its unquantized input; raise ValueError for a layer that cannot."""
     if not hasattr(linear, "save_original_input"):
         raise ValueError(f"{type(linear).__name__} has no save_original_input; use this package's Linear")
     linear.save_original_input = True
 
 
-def _refuse_offloading(config: Any) -> None:
-    """ValueError where Megatron's fine-grained offloading is to move activations that only its own layer hands it."""
+def _reject_offloading(config: Any) -> None:
+    """Raise ValueError if Megatron's fine-grained offloading needs activations that only its own layer provides."""
     if setting(config, "fine_grained_activation_offloading", False):
         ours = sorted({"qkv_linear", "core_attn", "attn_proj"} & set(config.offload_modules or ()))
         if ours:
             raise ValueError(
-                f"offload_modules={ours} under fine_grained_activation_offloading: this layer offloads none of them; "
+                f"offload_modules={ours} under fine_grained_activation_offloading: this layer does not offload them; "
                 "leave them out, or use Megatron-core's SelfAttention"
             )
 
 
 def _gated(out: Tensor, gate: Tensor) -> Tensor:
-    """out * sigmoid(gate), the sigmoid in float32."""
+    """Return out * sigmoid(gate), with the sigmoid in float32."""
     return (out * torch.sigmoid(gate.reshape(out.shape).float())).to(out.dtype)
 
 
 def _bounds(packed: Any) -> tuple[Tensor, Tensor]:
-    """Where packed queries and keys begin, the padding between sequences included."""
+    """Return the starts of packed queries and keys, including the padding between sequences."""
     queries, keys = packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded
     return (
         packed.cu_seqlens_q if queries is None else queries,

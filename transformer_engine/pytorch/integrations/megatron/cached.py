@@ -13,7 +13,7 @@ from .rotation import check_reach, concentration, rotated_by_tables
 
 
 class CachedAttention(MegatronModule):
-    """What an attention layer does with an inference context."""
+    """The methods of an attention layer that use an inference context."""
 
     config: Any
     layer_number: int
@@ -30,13 +30,13 @@ class CachedAttention(MegatronModule):
     def _allocate_memory(
         self, inference_max_sequence_length: int, batch_size: int, dim: int, dtype: torch.dtype
     ) -> Tensor:
-        """A cache [longest, batch, groups of this rank, dim]."""
+        """Return a new cache [longest, batch, groups of this rank, dim]."""
         device = next(self.linear_proj.parameters()).device
         shape = (inference_max_sequence_length, batch_size, self.num_query_groups_per_partition, dim)
         return torch.empty(shape, dtype=dtype, device=device)
 
     def _get_pp_layer_offset_for_inference(self) -> int:
-        """Layers of earlier pipeline stages, so that a stage's caches begin with its own first layer."""
+        """Return the number of layers of earlier pipeline stages; a stage's caches begin with its own first layer."""
         if self._pp_layer_offset is not None:
             return self._pp_layer_offset
         pp = getattr(self.pg_collection, "pp", None)
@@ -54,10 +54,10 @@ class CachedAttention(MegatronModule):
         rotary_pos_cos_sin: Tensor | None = None, sequence_len_offset: Any = None, *,
         inference_params: Any = None,
     ) -> tuple[Tensor, Tensor, Tensor, Any, Any, Tensor | None]:  # fmt: skip
-        """(query, key, value, rotary_pos_emb, mask type, page table): keys and values of all tokens so far.
+        """Return (query, key, value, rotary_pos_emb, mask type, page table), with keys and values of all tokens so far.
 
-        New ones are written to the context's caches. Of static caches they come back with the embeddings of their
-        positions, of pages as the pages themselves and their table.
+        New keys and values are written to the context's caches. For static caches, the embeddings are those of the
+        positions; for pages, keys and values are the pages themselves, with their table.
         """
         context = inference_context if inference_params is None else inference_params
         if context is None:
@@ -95,9 +95,10 @@ class CachedAttention(MegatronModule):
         with torch.no_grad():
             keys[tokens, rows], values[tokens, rows] = key, value
         mask_type = self.attn_mask_type
-        # In training a caller's own mask stays (of tokens that are guessed ahead); the causal one means the same there.
+        # In training, the caller's own mask is kept (for speculative tokens); the causal mask has the same meaning
+        # there.
         if tokens.start and (not self.training or mask_type == AttnMaskType.causal):
-            # One query sees every key; of several each sees those up to its own position.
+            # One query sees every key; one of several queries sees those up to its own position.
             mask_type = AttnMaskType.no_mask if query.shape[0] == 1 else AttnMaskType.causal_bottom_right
         if rotary_pos_emb is not None:
             parts = zip(rotary_pos_emb, (tokens, seen), strict=True)
@@ -105,7 +106,7 @@ class CachedAttention(MegatronModule):
         return query, keys[seen, rows], values[seen, rows], rotary_pos_emb, mask_type, None
 
     def _places(self, context: Any, key: Tensor, begin: int) -> tuple[slice, slice]:
-        """(tokens, sequences) of a context's caches that new keys [s, b, ..] go to; ValueError where they end."""
+        """Return (tokens, sequences) of the caches for new keys [s, b, ..]; raise ValueError if they do not fit."""
         first, longest, most = context.batch_size_offset, context.max_sequence_length, context.max_batch_size
         end, last = begin + key.shape[0], first + key.shape[1]
         if end > longest or last > most:
@@ -130,9 +131,9 @@ class CachedAttention(MegatronModule):
         inference_key_memory: Tensor, inference_value_memory: Tensor, rotary_cos: Tensor | None,
         rotary_sin: Tensor | None, rotary_interleaved: bool = False,
     ) -> Tensor:  # fmt: skip
-        """out [b, s, heads, size]: q and k turned by their positions, k and v written behind what is cached, attention.
+        """Rotate q and k by their positions, append k and v to the cache, and return out [b, s, heads, size].
 
-        sequence_len_offset   int32 [b] tokens in the caches [longest, b, groups, size]; nothing waits for it
+        sequence_len_offset   int32 [b] tokens in the caches [longest, b, groups, size]; the host does not wait for it
         rotary_cos, rotary_sin   [positions, d / 2]
         """
         new, batch = query_layer.shape[:2]
@@ -163,13 +164,14 @@ class CachedAttention(MegatronModule):
         cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, seqlens_k: Tensor, block_table: Tensor,
         is_decode_only: bool = False, softmax_offset: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """out [t, 1, heads, size] of queries [t, 1, heads, size] over keys in pages, prompts and single tokens mixed.
+        """Return out [t, 1, heads, size] of queries over keys in pages, for a mix of prompts and single tokens.
 
-        k, v            [pages, page_size, groups, size]; block_table int32 [requests, pages of a request]
-        seqlens_k       int32 [requests] keys of each; softmax_offset   [heads], a logit of the denominator alone
+        q               [t, 1, heads, size]
+        k, v            [pages, page_size, groups, size]; block_table int32 [requests, pages per request]
+        seqlens_k       int32 [requests] keys of each; softmax_offset   [heads], a logit of the denominator only
         """
         if self.training:
-            raise RuntimeError("caches in pages serve inference; call eval() on the layer first")
+            raise RuntimeError("paged caches are for inference; call eval() on the layer first")
         keys, values = of_pages(k, block_table), of_pages(v, block_table)
         rows = PackedRows(cu_seqlens_q.int(), max_seqlen_q, seqlens_k.int(), keys.shape[1])
         core = self._packed_core(softmax_offset)
@@ -179,7 +181,7 @@ class CachedAttention(MegatronModule):
         return getattr(self.core_attention, "softmax_offset", None)
 
     def _packed_core(self, softmax_offset: Tensor | None) -> Any:
-        """The attention over caches, with a logit [heads] of the denominator; no child: checkpoints do not know it."""
+        """Return the attention over caches, with a logit [heads] of the denominator; not a child, for checkpoints."""
         core = self.__dict__.get("_core_of_caches")
         if core is None:
             core = packed_core(
@@ -195,7 +197,7 @@ class CachedAttention(MegatronModule):
         return core
 
     def _window(self) -> tuple[int, int] | None:
-        """This layer's sliding window: every so many layers see everything."""
+        """Return this layer's sliding window; with a frequency, some layers have none."""
         window = self.config.window_size
         skip = setting(self.config, "window_attn_skip_freq")
         if window is None or skip is None:

@@ -1,4 +1,4 @@
-"""Caches of keys and values: one block per batch (static), or pages that requests own (dynamic).
+"""Caches of keys and values: one block per batch (static), or pages per request (dynamic).
 
 Both have the methods of Megatron-core's inference contexts that attention layers call.
 """
@@ -18,7 +18,7 @@ from .rotation import rotated_at, rotated_by_tables
 class StaticContext:
     """A batch that is prefilled and decoded together: caches [max_sequence_length, max_batch_size, groups, size].
 
-    sequence_len_offset   tokens that every sequence has in the caches; the caller moves it on after each step
+    sequence_len_offset   tokens of every sequence in the caches; the caller advances it after each step
     """
 
     def __init__(self, max_batch_size: int, max_sequence_length: int) -> None:
@@ -36,17 +36,17 @@ class StaticContext:
         return False
 
     def is_decode_only(self) -> bool:
-        """Is the prompt in the caches?"""
+        """Whether the caches contain the prompt."""
         return self.sequence_len_offset > 0
 
 
 class PagedContext:
-    """Requests of different lengths in pages of a common pool; new tokens of a step come packed, request by request.
+    """Requests of different lengths in pages of a shared pool; the new tokens of a step are packed, request by request.
 
-        context.begin_step([7, 1, 1])      # request 0 brings a prompt of 7, the others decode
+        context.begin_step([7, 1, 1])      # request 0 has a prompt of 7 tokens, the others decode
         y, bias = attention(hidden [9, 1, h], None, inference_context=context, ..)
 
-    Pages are handed out in order of need and never taken back: the context serves one batch of requests.
+    Pages are allocated when needed and never released: the context serves one batch of requests.
     """
 
     use_flashinfer_fused_rope = False
@@ -70,7 +70,7 @@ class PagedContext:
         self._positions = torch.zeros(0, dtype=torch.int64, device=device)
 
     def begin_step(self, new_tokens: list[int]) -> None:
-        """How many tokens each request brings; ValueError, with nothing changed, where pages do not suffice."""
+        """Set the number of new tokens per request; raise ValueError, with nothing changed, if pages are missing."""
         if len(new_tokens) != len(self._pages) or min(new_tokens) < 0 or sum(new_tokens) == 0:
             raise ValueError(
                 f"new_tokens={new_tokens}; give {len(self._pages)} numbers >= 0 that are not all 0"
@@ -106,7 +106,7 @@ class PagedContext:
         return True
 
     def is_decode_only(self) -> bool:
-        """Does each request bring one token?"""
+        """Whether each request has one new token."""
         return set(self._new) == {1}
 
     @property
@@ -115,47 +115,47 @@ class PagedContext:
         return slice(len(self._positions), None)
 
     def cu_query_lengths(self) -> tuple[Tensor, int]:
-        """(int32 [requests + 1], the longest)"""
+        """Return (int32 [requests + 1], the longest)."""
         return _cumulative(self._new, self._keys.device), max(self._new)
 
     def cu_kv_lengths(self) -> tuple[Tensor, Tensor, int]:
-        """(int32 [requests + 1], int32 [requests], the longest), this step's tokens included"""
+        """Return (int32 [requests + 1], int32 [requests], the longest), including this step's tokens."""
         lengths = torch.tensor(self._lengths, dtype=torch.int32, device=self._keys.device)
         return _cumulative(self._lengths, self._keys.device), lengths, max(self._lengths)
 
     def append_key_value_cache(self, layer_number: int, key: Tensor, value: Tensor) -> None:
-        """Keys and values [t, 1, groups, size] of this step, of a layer counted from 1; ValueError for other shapes."""
+        """Append keys and values [t, 1, groups, size] of a layer, counted from 1; raise ValueError for other shapes."""
         expected = [len(self._slots), 1, *self._keys.shape[3:]]
         if list(key.shape) != expected:
             raise ValueError(
-                f"keys are {list(key.shape)}, begin_step({self._new}) and the pages ask for {expected}; tell "
-                "begin_step how many tokens come, and make the context for the layer's groups and size"
+                f"keys are {list(key.shape)}, begin_step({self._new}) and the pages need {expected}; pass begin_step "
+                "the number of new tokens, and make the context for the layer's groups and size"
             )
         for cache, new in ((self._keys, key), (self._values, value)):
             flat = cache[layer_number - 1].flatten(0, 1)
             flat.index_copy_(0, self._slots, new.squeeze(1).to(flat.dtype))
 
     def key_value_cache(self, layer_number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(keys, values [pages, page_size, groups, size], int32 [requests, pages of a request])"""
+        """Return (keys, values [pages, page_size, groups, size], int32 [requests, pages per request])."""
         return self._keys[layer_number - 1], self._values[layer_number - 1], self._table
 
     def apply_rotary_emb_query(
         self, query: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None,
         cp_group: Any = None, mscale: float = 1.0,
     ) -> Tensor:  # fmt: skip
-        """query [t, 1, h, d] turned by the angles of its tokens' positions."""
+        """Return query [t, 1, h, d], rotated by the angles of its tokens' positions."""
         return rotated_at(query, freqs, self._positions, config.rotary_interleaved, mscale)
 
     def apply_rotary_emb_key(
         self, key: Tensor, freqs: Tensor, config: Any, cp_group: Any = None, mscale: float = 1.0
     ) -> Tensor:
-        """The same of keys."""
+        """Return key [t, 1, h, d], rotated by the angles of its tokens' positions."""
         return rotated_at(key, freqs, self._positions, config.rotary_interleaved, mscale)
 
     def apply_fused_qk_rotary_emb(
         self, query: Tensor, key: Tensor, cos_sin: Tensor, config: Any
     ) -> tuple[Tensor, Tensor]:
-        """Both, by one table [positions, d], cosines before sines."""
+        """Return query and key, rotated by one table [positions, d] with cosines before sines."""
         cos, sin = cos_sin[self._positions].chunk(2, dim=-1)
         tables = cos[:, None, None], sin[:, None, None]
         return tuple(rotated_by_tables(x, *tables, config.rotary_interleaved) for x in (query, key))  # pyright: ignore

@@ -1,7 +1,7 @@
 """Classes of Megatron-core that attention layers use, or equivalents if it is not installed.
 
-Settings are read by name, so both records of settings work. In a model of Megatron's, the base class of modules, the
-enum of masks and the process groups must be Megatron's own.
+Settings are read through their names, so that both kinds of config work. In a model of Megatron's, the base class of
+modules, the enum of masks and the process groups must be Megatron's own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...module.parameters import default_init_method
 
 
 class _LightMaskType(enum.Enum):
-    """Which keys a query sees."""
+    """The keys that a query sees."""
 
     padding = 1
     causal = 2
@@ -50,12 +50,12 @@ _get_rng_tracker: Any = _of_megatron("tensor_parallel.random", "get_cuda_rng_tra
 
 @dataclass
 class TransformerConfig:
-    """Settings of attention layers, under Megatron-core's names; None: what follows from the others.
+    """Settings of attention layers, under Megatron-core's names; None: derived from other settings.
 
-    attention_output_gate   a gate of the queries' size is projected too, and its sigmoid multiplies the output
-    no_rope_freq            a flag for each layer: does it leave rotary embeddings out?
+    attention_output_gate   also project a gate of the queries' size, whose sigmoid multiplies the output
+    no_rope_freq            flags per layer: omit rotary embeddings
     flash_decode            caches hold rotated keys, and a decoding step is one call
-    qk_clip                 scale the projections of queries and keys back where logits pass qk_clip_threshold
+    qk_clip                 scale the projections of queries and keys down if logits exceed qk_clip_threshold
     """
 
     hidden_size: int

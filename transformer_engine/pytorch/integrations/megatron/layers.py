@@ -32,7 +32,7 @@ def cross_attention_submodules(config: Any) -> CrossAttentionSubmodules:
 def _arguments(
     config: Any, *, init_method: Any, bias: bool, tp_group: Any = None, name: str | None = None, **_: Any
 ) -> dict[str, Any]:
-    """Convert the arguments of Megatron's constructors; those that the class determines are ignored."""
+    """Convert the arguments of Megatron's constructors; arguments that the class determines are ignored."""
     tp_size = ranks_of(tp_group)
     return {
         "name": name,
@@ -50,7 +50,7 @@ def _arguments(
 
 
 class _WithBias(torch.nn.Module):
-    """forward(x) returns (y, bias); bias is None if there is none or y includes it."""
+    """forward(x) returns (y, bias); bias is None without a bias, or if y includes it."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         made = super().forward(x)  # pyright: ignore[reportAttributeAccessIssue]
@@ -105,7 +105,7 @@ def head_norm(hidden_size: int, config: Any, eps: float) -> LayerNorm | RMSNorm:
 
 
 class HeadL2Norm(torch.nn.Module):
-    """y [.., d] = x / sqrt(mean(x^2) + eps) in float32, returned in x's dtype; it has no parameters."""
+    """y [.., d] = x / sqrt(mean(x^2) + eps), computed in float32 and returned in x's dtype, without parameters."""
 
     def __init__(self, hidden_size: int, config: Any, eps: float) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ _PACKED_KINDS: dict[str, str] = {"causal": "padding_causal", "no_mask": "padding
 class CoreAttention(attentions.DotProductAttention):
     """[s, b, heads * size] of q, k, v [s, b, heads, size], or [t, ..] of packed ones.
 
-    current_max_attn_logits   [heads] under qk_clip: the greatest logit of each head since it was last set to None
+    current_max_attn_logits   [heads] under qk_clip: the largest logit of each head since it was last set to None
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class ProjectionHeads(NamedTuple):
 
 
 def clipping_factors(greatest: Tensor, threshold: float, groups: int) -> Tensor:
-    """Return min(1, threshold / greatest logit) [groups] of logits [heads]; 1 for negative logits."""
+    """Return min(1, threshold / largest logit) [groups] of logits [heads]; 1 for negative logits."""
     return threshold / greatest.view(groups, -1).amax(dim=1).clamp(min=threshold)
 
 

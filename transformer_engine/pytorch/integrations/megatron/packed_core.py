@@ -1,6 +1,6 @@
-"""out [t, heads, size] = attention of packed queries over keys in caches, each sequence with a length of its own.
+"""out [t, heads, size] = attention of packed queries over keys in caches, with individual sequence lengths.
 
-A sequence's last query stands at its last key (causal, bottom right). Lengths are read on the device alone.
+A sequence's last query is at the position of its last key (causal, bottom right). Lengths are read on the device only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ...attention import DotProductAttention
 
 
 class PackedRows(NamedTuple):
-    """cu_queries int32 [b + 1] and the longest of them; lengths int32 [b] of keys, in rows of `width` each."""
+    """cu_queries int32 [b + 1] and the longest sequence of queries; lengths int32 [b] of keys, in rows of `width`."""
 
     cu_queries: Tensor
     longest: int
@@ -25,7 +25,7 @@ class PackedRows(NamedTuple):
 def packed_core(
     config: Any, heads: int, groups: int, window: tuple[int, int] | None, scale: float | None
 ) -> DotProductAttention:
-    """The attention that goes over caches: that of a core attention, for packed sequences."""
+    """Return the attention over caches: a core attention with these settings, for packed sequences."""
     return DotProductAttention(
         heads,
         config.kv_channels,
@@ -41,7 +41,7 @@ def packed_core(
 def attend(
     core: DotProductAttention, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows
 ) -> Tensor:
-    """query [t, heads, size]; keys and values [b, width, groups, size] of which the first lengths[i] count."""
+    """Return the attention of query [t, heads, size] over the first lengths[i] rows of keys and values of each i."""
     batch = rows.lengths.shape[0]
     starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * rows.width
     ends = torch.cat((starts[:1], rows.lengths.cumsum(0, dtype=torch.int32)))
@@ -61,5 +61,5 @@ def attend(
 
 
 def of_pages(cache: Tensor, table: Tensor) -> Tensor:
-    """[b, pages of a request * page_size, groups, size] of a cache [pages, page_size, groups, size]."""
+    """Return [b, pages per request * page_size, groups, size] of a cache [pages, page_size, groups, size]."""
     return cache[table.long().clamp(min=0)].flatten(1, 2)

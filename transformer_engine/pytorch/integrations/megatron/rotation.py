@@ -1,4 +1,4 @@
-"""Rotary embeddings in the forms that Megatron-core hands on: angles [s, 1 | b, 1, d], or tables of cos and sin."""
+"""Rotary embeddings in Megatron-core's forms: angles [s, 1 | b, 1, d], or tables of cosines and sines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...attention.rope import apply_rotary_pos_emb
 
 
 class Forms(NamedTuple):
-    """What a call was given: angles (of queries, of keys); cosines, sines [positions, d / 2]; one table of both."""
+    """The embeddings of a call: angles (of queries, of keys); cosines, sines [positions, d / 2]; one table of both."""
 
     angles: Any
     tables: tuple[Tensor | None, Tensor | None]
@@ -20,9 +20,9 @@ class Forms(NamedTuple):
 
 
 def embeddings_of(given: Forms, context: Any, flash_decode: bool) -> Any:
-    """The angles that queries and keys turn by, None where tables do; ValueError for a form that nothing would read.
+    """Return the angles of queries and keys, None if tables are used; raise ValueError for an unused form.
 
-    Caches of flash_decode hold keys that are turned, by the tables; contexts that turn by themselves take one table.
+    Caches of flash_decode contain rotated keys and use the tables; contexts that rotate themselves use one table.
     """
     pair, tables, cos_sin = given
     if pair is not None and len(pair) != 2:
@@ -46,16 +46,17 @@ def embeddings_of(given: Forms, context: Any, flash_decode: bool) -> Any:
     for name, form in (("rotary_pos_cos", tables[0]), ("rotary_pos_cos_sin", cos_sin)):
         if form is not None and pair is None:
             raise ValueError(
-                f"{name} is given, which a cache reads (flash_decode=True with a static context, or a context with "
-                "use_flashinfer_fused_rope), and there is none; give rotary_pos_emb"
+                f"{name} is given, which only a cache reads (flash_decode=True with a static context, or a context "
+                "with use_flashinfer_fused_rope), but the call has no cache; give rotary_pos_emb"
             )
     return pair
 
 
 def concentration(config: Any) -> float:
-    """What YaRN multiplies turned features with, of Megatron's config; 1 where it has no such settings.
+    """Return YaRN's factor of rotated features from Megatron's config; 1 without such settings.
 
-    (0.1 ln(factor) + 1), or the quotient of two such numbers, as in https://arxiv.org/abs/2309.00071 and DeepSeek-V2.
+    It is (0.1 ln(factor) + 1), or the quotient of two such numbers, as in https://arxiv.org/abs/2309.00071 and
+    DeepSeek-V2.
     """
     factor = getattr(config, "yarn_rotary_scaling_factor", None)
     if factor is None or factor <= 1:
@@ -67,7 +68,7 @@ def concentration(config: Any) -> float:
 
 
 def check_reach(tables: tuple[Tensor | None, Tensor | None], end: int) -> None:
-    """ValueError unless tables of cosines and sines have positions 0 .. end - 1."""
+    """Raise ValueError unless tables of cosines and sines have positions 0 .. end - 1."""
     for name, table in zip(("rotary_pos_cos", "rotary_pos_sin"), tables, strict=True):
         if table is not None and table.shape[0] < end:
             raise ValueError(f"{name} has {table.shape[0]} positions, {end} are needed; make it longer")
@@ -81,9 +82,9 @@ def rotated(
     cu_seqlens: Tensor | None = None,
     cp: tuple[int, int] = (1, 0),
 ) -> Tensor:
-    """x [s, b, h, d], or [t, h, d] with cu_seqlens, turned by freqs [s, 1, 1, d]; mscale times what is turned.
+    """Return x [s, b, h, d], or [t, h, d] with cu_seqlens, rotated by freqs [s, 1, 1, d], and multiplied by mscale.
 
-    freqs   [s, b, 1, d] where each sequence has angles of its own (multimodal positions); not with cu_seqlens
+    freqs   [s, b, 1, d] if the positions of sequences differ (multimodal positions); not with cu_seqlens
     cp      ranks of the context-parallel group, and this one; x holds this rank's part, freqs the whole sequences
     """
     if cu_seqlens is None and freqs.ndim == 4 and freqs.shape[1] > 1:
@@ -92,7 +93,7 @@ def rotated(
                 f"freqs are {list(freqs.shape)}, queries or keys {list(x.shape)}; give angles [{x.shape[0]}, 1 or "
                 f"{x.shape[1]}, 1, d]"
             )
-        # One sequence of all tokens, whose positions are tokens.
+        # One sequence of all tokens, whose positions are token indices.
         tokens, table = x.flatten(0, 1).unsqueeze(1), freqs[: x.shape[0]].flatten(0, 1).unsqueeze(1)
         return rotated(tokens, table, interleaved, mscale).view(x.shape)
     turned = apply_rotary_pos_emb(
@@ -111,12 +112,12 @@ def rotated(
 
 
 def rotated_at(x: Tensor, freqs: Tensor, positions: Tensor, interleaved: bool, mscale: float = 1.0) -> Tensor:
-    """x [t, 1, h, d] turned by the angles of its tokens' positions."""
+    """Return x [t, 1, h, d], rotated by the angles of its tokens' positions."""
     return rotated(x, freqs[positions], interleaved, mscale)
 
 
 def rotated_by_tables(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x [.., d] turned by cos and sin [.., r / 2], one column a pair of features; features past r stay."""
+    """Return x [.., d], rotated by cos and sin [.., r / 2], one column per pair of features; the rest is copied."""
     size = 2 * cos.shape[-1]
     turned, rest = x[..., :size].float(), x[..., size:]
     first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)

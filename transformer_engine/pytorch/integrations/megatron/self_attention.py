@@ -1,4 +1,4 @@
-"""SelfAttention: queries, keys and values of one projection, group by group in its rows."""
+"""SelfAttention: queries, keys and values from one projection, whose rows are ordered group by group."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .layers import HeadL2Norm, ProjectionHeads, clip_rows, clipping_factors, he
 
 
 class SelfAttention(Attention):
-    """(y [s, b, h], bias) of x [s, b, h]
+    """(y [s, b, h], bias) of x [s, b, h].
 
-    The projection's rows are, for each group: its queries (then their gate, where there is one), its key, its value.
+    The projection's rows are, for each group: its queries (then their gate, if any), its key, its value.
     """
 
     linear_qkv: Any
@@ -42,7 +42,7 @@ class SelfAttention(Attention):
         self.k_layernorm = self._head_norm("k_layernorm", submodules.k_layernorm)
 
     def _head_norm(self, name: str, spec: Any) -> Any:
-        """The norm of each query or key; None where the config asks for none."""
+        """Return the norm of each query or key; None if the config has none."""
         config = self.config
         if not (config.qk_layernorm or setting(config, "qk_l2_norm", False)):
             if spec is not None and getattr(spec, "__name__", "") != "IdentityOp":
@@ -67,7 +67,9 @@ class SelfAttention(Attention):
         mixed = mixed.view(*mixed.shape[:-1], groups, sum(sizes))
         if not split_qkv:
             if self._gates:
-                raise ValueError("split_qkv=False with an output gate: the gate is no query; leave it True")
+                raise ValueError(
+                    "split_qkv=False with an output gate: the gate is not a query; leave it True"
+                )
             return mixed, sizes
         query, *gate, key, value = SplitAlongDim.apply(mixed, 3, sizes)  # pyright: ignore[reportGeneralTypeIssues]
         query = query.reshape(*query.shape[:2], -1, size)
@@ -82,7 +84,7 @@ class SelfAttention(Attention):
         return query, key, value, gate[0].reshape(query.shape)
 
     def run_realtime_tests(self) -> None:
-        """RuntimeError where ranks that should hold the same norms of queries and keys do not."""
+        """Raise RuntimeError if the norms of queries and keys differ between ranks that must have the same."""
         if not self.config.qk_layernorm or not torch.distributed.is_initialized():
             return
         parameters = {
@@ -104,12 +106,12 @@ class SelfAttention(Attention):
                 ]
                 if wrong:
                     raise RuntimeError(
-                        f"{', '.join(wrong)} of {kind}-parallel rank {rank} are not this rank's; "
-                        "load the checkpoint again, and look at that rank's hardware"
+                        f"{', '.join(wrong)} of {kind}-parallel rank {rank} differ from this rank's; "
+                        "load the checkpoint again, and check that rank's hardware"
                     )
 
     def backward_dw(self) -> None:
-        """Compute the weight gradients that the backward pass put off."""
+        """Compute the weight gradients that the backward pass has delayed."""
         self._backward_qkv_proj()
         self._backward_output_proj()
 
@@ -123,11 +125,12 @@ class SelfAttention(Attention):
         save_original_input(self.linear_qkv)
 
     def clip_qk(self) -> None:
-        """Where a head's logits passed qk_clip_threshold, scale its group's queries and its key back; then forget them.
+        """Scale a group's queries and key down if a head's logits exceeded qk_clip_threshold, then reset the logits.
 
-        Queries go by factor^qk_clip_alpha and keys by the rest of factor = threshold / logit, in the weight (of codes:
-        its values are scaled and quantized again) and in the optimizer's copy (weight.main_param). Biases stay, as in
-        Megatron-core.
+        Queries are scaled by factor^qk_clip_alpha and keys by the rest of factor = threshold / logit, in the weight
+        (quantized
+        weights: their values are scaled and quantized again) and in the optimizer's copy (weight.main_param). Biases
+        are not scaled, as in Megatron-core.
         """
         config = self.config
         if not config.qk_clip:
@@ -137,7 +140,7 @@ class SelfAttention(Attention):
             raise ValueError("no logits are recorded; run a forward pass before clip_qk()")
         if greatest.shape != (self.num_attention_heads_per_partition,):
             raise ValueError(
-                f"logits are {list(greatest.shape)}, one a head would be [{self.num_attention_heads_per_partition}]; "
+                f"logits are {list(greatest.shape)}, one per head would be [{self.num_attention_heads_per_partition}]; "
                 "record return_max_logit of this layer"
             )
         groups = self.num_query_groups_per_partition

@@ -1,4 +1,4 @@
-"""A linear product and its gradients as two functions, for libraries that place products in graphs of their own."""
+"""A linear product and its gradients as two functions, for libraries that place products in their graphs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def functional_forward(
     input_requires_grad: bool = True,
     weight_requires_grad: bool = True,
 ) -> tuple[Any, Any, Any]:
-    """Compute y = x @ w.T + b for libraries that place products in graphs of their own.
+    """Compute y = x @ w.T + b for libraries that place products in their graphs.
 
     Args:
         input: x [.., K], plain or quantized.
@@ -92,7 +92,7 @@ def functional_backward(
 ) -> tuple[Any, Tensor | None]:
     """Compute dx [.., K] = dy [.., N] @ w and dw [N, K] = dy.T @ x; see `functional_forward`.
 
-    Matrices that are quantized already are read as they are.
+    Quantized matrices are read directly.
 
     Args:
         grad_weight: Receives dw, or accumulates it with `accumulate_into_grad_weight`.

@@ -31,7 +31,7 @@ class ProducerCasts:
         grad_output: Of the output gradient.
         one_scale: One scale of the whole gradient is computed from the gradient, so that a kernel cannot make its codes
             in one pass.
-        beside_sums: Codes of the gradient may be made beside its column sums by the kernel that makes the gradient.
+        beside_sums: The kernel that makes the gradient may also make its codes with its column sums.
     """
 
     input: bool = False
@@ -123,7 +123,7 @@ def accumulation_of(recipe: Recipe | None) -> Accumulation:
 def fitting(kind: str, quantizers: Sequence[Quantizer], m: int, k: int, n: int, traced: bool) -> bool:
     """Return whether the formats take x [m, k], w [n, k] and dy [m, n]; otherwise warn once that they do not."""
     for quantizer, extents in zip(quantizers, ((m, k), (n, k), (m, n)), strict=True):
-        reason = quantizer.shape_refusal(extents, True, True)
+        reason = quantizer.unsupported_shape_reason(extents, True, True)
         if reason is not None:
             if not traced:
                 warn_once(f"{kind} {reason}", f"{kind} runs in high precision: {reason}")

@@ -38,7 +38,7 @@ class ForwardLinearBiasActivation(StepFusedOperation):
     Args:
         linear: The product.
         bias: The bias.
-        activation: Must be None; activations are operations of their own.
+        activation: Must be None; activations are separate operations.
     """
 
     def __init__(

@@ -86,12 +86,12 @@ def activation_backward(
     cast: Cast | None = None,
     dbias: torch.dtype | None = None,
 ) -> Tensor | tuple[Quantized, Tensor | None]:
-    """dx, shaped and typed like x; dy is shaped like the output of activation_forward.
+    """Return dx, shaped and typed like x; dy is shaped like the output of activation_forward.
 
-    With a cast, (the codes of dx [M, N], the sum over its rows [N]): bit for bit those of separate steps.
+    With a cast, return the codes of dx [M, N] and the sum over its rows [N], bit for bit those of separate steps.
 
     dbias   dtype of the sum, which is computed in float32 from the rounded dx in an order that depends on the backend;
-            None: no sum. With a sum, codes of blocks in the row direction alone are cast after dx is stored; for these,
+            None: no sum. With a sum, codes of blocks in the row direction only are cast after dx is stored; for these,
             `gradient_fuses` is False
     """
     constants, gradient = params.constants, (dy.stride(), dy.dtype)

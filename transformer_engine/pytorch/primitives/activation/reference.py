@@ -1,4 +1,4 @@
-"""y = f(x), or y [..., F] = f(x[..., :F]) * x[..., F:] when gated, and the gradients, in float32.
+"""y = f(x), or y [..., F] = f(x[..., :F]) * x[..., F:] for gated units, and the gradients, in float32.
 
 Sources: GELU with tanh, arXiv:1606.08415; gated units, arXiv:2002.05202; squared ReLU, arXiv:2109.08668;
 clamped SwiGLU, the open-weight GPT-OSS model, arXiv:2508.10925. qgelu is x * sigmoid(1.702 x) of the first.
@@ -19,7 +19,7 @@ from .request import ACTIVATIONS, ActivationRequest, Constants
 
 
 def bind(request: ActivationRequest) -> Callable[..., Any]:
-    """x -> f(x), (dy, x) -> dx; with a cast (.., multiplier, record) -> the codes, and of dx its column sums."""
+    """Return x -> f(x) or (dy, x) -> dx; with a cast, (.., multiplier, record) -> the codes, and column sums of dx."""
     name, constants = request.name, request.constants
 
     def sums(dx: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ from ..quantize.fused_codes import cast_request
 
 @dataclass(frozen=True)
 class ActivationKind:
-    """y = f(x), or when gated y [..., F] = f(x[..., :F]) * x[..., F:]."""
+    """y = f(x), or for gated units y [..., F] = f(x[..., :F]) * x[..., F:]."""
 
     name: str
     gated: bool
@@ -63,7 +63,7 @@ class ActivationParams:
 
     @classmethod
     def from_mapping(cls, params: Mapping[str, float] | None) -> ActivationParams:
-        """From the dict users write: keys `limit`, `alpha`, `glu_linear_offset` or `offset`; else ValueError."""
+        """Convert a dict with keys `limit`, `alpha`, `glu_linear_offset` or `offset`; ValueError for other keys."""
         if params is not None and not isinstance(params, Mapping):
             raise TypeError(
                 f"activation_params={described(params)} is a {type(params).__name__}; give a dict of limit, alpha and "
@@ -84,10 +84,10 @@ DEFAULT_PARAMS = ActivationParams()
 
 
 class ActivationRequest(NamedTuple):
-    """One call on x [..., width]; backward tells the gradient from the function.
+    """One call on x [..., width]; `backward` distinguishes the gradient from the function.
 
     dy          strides and dtype of the gradient; None forward
-    dbias       dtype of the sums of dx's columns; None: not asked for
+    dbias       dtype of the sums of dx's columns; None: not requested
     """
 
     name: str
@@ -131,7 +131,7 @@ def request_of(
     """
     activation = ACTIVATIONS.get(name)
     if activation is None:
-        raise ValueError(f"there is no activation {name!r}; choose one of {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"unknown activation {name!r}; choose one of {', '.join(ACTIVATIONS)}")
     if activation.gated and shape[-1] % 2:
         raise ValueError(
             f"{name} halves the last dimension, and {shape[-1]} is odd; "

@@ -1,4 +1,4 @@
-"""The activations on GPUs: x and dy read once, y or dx written once, or the codes that a cast makes of them."""
+"""The activations on GPUs: x and dy are read once, and y, dx or the codes of a cast are written once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend, undisturbed
 from ...runtime import launching
-from ...runtime.launching import DTYPE_NAMES, Performed, refuses_elementwise, rows_dense, run
+from ...runtime.launching import DTYPE_NAMES, Performed, rows_dense, run, unsupported_elementwise
 from ..column_sums import column_sums
 from ..quantize import CastRequest, Quantized, fused_codes
 from ..quantize.format_row import as_float32
@@ -25,11 +25,11 @@ _HALVES = 256  # two halves of whole blocks
 
 
 def unsupported_reason(request: ActivationRequest) -> str | None:
-    return refuses_elementwise(request.device, request.dtype)
+    return unsupported_elementwise(request.device, request.dtype)
 
 
 def bind(request: ActivationRequest) -> Callable[..., Any]:
-    """x -> f(x), (dy, x) -> dx; with a cast (.., multiplier, record) -> the codes, and of dx its column sums."""
+    """Return x -> f(x) or (dy, x) -> dx; with a cast, (.., multiplier, record) -> the codes, and column sums of dx."""
     cast = request.cast
     if cast is not None and fuses(request, cast):
         return _backward_codes(request, cast) if request.backward else _forward_codes(request, cast)
@@ -94,13 +94,13 @@ def _backward(request: ActivationRequest) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _width(request: ActivationRequest) -> int:
-    """Columns of f(x)."""
+    """Return the number of columns of f(x)."""
     width = request.shape[-1] if request.shape else 1
     return width // 2 if request.gated else width
 
 
 def _rows(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, int]:
-    """(rows, elements between two) of `_matrix` of a tensor of this shape and these strides."""
+    """Return (rows, row stride in elements) of `_matrix` of a tensor of this shape and these strides."""
     if not shape:
         return 1, 1
     matrix = _matrix(torch.empty_strided(shape, strides, device="meta"))
@@ -108,14 +108,14 @@ def _rows(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _matrix(x: Tensor) -> Tensor:
-    """x as [rows, width], its columns next to each other; a copy only where no view has that form."""
+    """Return x as [rows, width] with contiguous columns; a copy only if no view has that form."""
     return rows_dense(x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1))
 
 
 def _forward_codes(
     request: ActivationRequest, cast: CastRequest
 ) -> Callable[[Tensor, Tensor | None, Tensor | None], Quantized]:
-    """quantize(y [M, F]) of x [M, F] or [M, 2F]"""
+    """Return x [M, F] or [M, 2F] -> quantize(y [M, F])."""
     from ....common.kernels import activation_codes, block_fused  # they import triton
 
     shape, stride = request.made, _rows(request.shape, request.strides)[1]
@@ -141,7 +141,7 @@ def _forward_codes(
 def _backward_codes(
     request: ActivationRequest, cast: CastRequest
 ) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Quantized, Tensor | None]]:
-    """(quantize(dx [M, N]), its column sums [N])"""
+    """Return the function that computes quantize(dx [M, N]) and its column sums [N]."""
     program = _backward_program(request, cast)
     taken, performed = len(program.inputs), Performed(program, request.device)
 
@@ -178,4 +178,6 @@ def _backward_program(request: ActivationRequest, cast: CastRequest) -> Program:
     return activation_codes.backward(*plain, DTYPE_NAMES[request.dtype], request.constants, how, sums)
 
 
-BACKEND: Backend[ActivationRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)
+BACKEND: Backend[ActivationRequest] = Backend(
+    "triton", unsupported_reason=unsupported_reason, bind=bind, opaque=True
+)

@@ -112,7 +112,7 @@ def choose(call: AttentionCall) -> Bound:
     if logger.isEnabledFor(logging.INFO):
         logger.info("Selected backend = %s", bound.name)
         for verdict in explain(call):
-            logger.debug("%s: %s", verdict.backend, verdict.refusal or "selected")
+            logger.debug("%s: %s", verdict.backend, verdict.reason or "selected")
         logger.debug("%s", call)
     return bound
 
@@ -131,7 +131,7 @@ def passes_of(call: AttentionCall) -> Passes:
     if isinstance(bound, Passes):
         return bound
     for backend in TABLE.candidates(call):
-        if backend.refusal(call) is None:
+        if backend.rejection_reason(call) is None:
             assert backend.bind is not None
             bound = backend.bind(call)
             if isinstance(bound, Passes):

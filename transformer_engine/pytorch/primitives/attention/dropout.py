@@ -1,4 +1,4 @@
-"""kept [b, h, i, j] = hash(seed, offset, index) >= p: dropout as a function of two numbers, so that it replays."""
+"""kept [b, h, i, j] = hash(seed, offset, index) >= p: dropout as a function of two numbers, for exact replay."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _SECOND = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def random_state(device: torch.device) -> Tensor:
-    """(seed, offset) int64 [2], >= 0, drawn on the device from its generator: forks and graphs replay it."""
+    """Draw (seed, offset) int64 [2], >= 0, on the device from its generator, so that forks and graphs replay them."""
     return torch.randint(0, 1 << 31, (2,), dtype=torch.int64, device=device)
 
 
 def kept(state: Tensor, shape: torch.Size, probability: float) -> Tensor:
-    """bool of the shape, each False with the probability, the same for the same state."""
+    """Return bool of this shape, each False with this probability; equal for equal states."""
     size = 1
     for extent in shape:
         size *= extent
@@ -30,5 +30,5 @@ def kept(state: Tensor, shape: torch.Size, probability: float) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """x >> bits without copies of the sign."""
+    """Return x >> bits, filled with zeros instead of the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

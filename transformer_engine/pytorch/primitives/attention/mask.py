@@ -131,7 +131,7 @@ def window_pair(window_size: Any) -> tuple[int, int]:
         return to_int("left", left), to_int("right", right)
     except (TypeError, ValueError):
         raise ValueError(
-            f"window_size={window_size!r} is no pair of integers; give (left, right), -1 for unlimited"
+            f"window_size={window_size!r} is not a pair of integers; give (left, right), -1 for unlimited"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Packed sequences [t, ..]: lengths and bounds, conversion to padded form and back, tokens behind the last one."""
+"""Packed sequences [t, ..]: lengths and bounds, conversion from and to padded form, and trailing padding."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from ...runtime.launching import DTYPE_NAMES, run
 
 
 def lengths_of(cu_seqlens: Tensor) -> Tensor:
-    """Tokens of each sequence [b] from their cumulative sum [b + 1]."""
+    """Return the tokens of each sequence [b] from their cumulative sum [b + 1]."""
     return cu_seqlens[1:] - cu_seqlens[:-1]
 
 
 def cumulative(lengths: Tensor) -> Tensor:
-    """cu_seqlens [b + 1] int32 from the tokens of each sequence [b]."""
+    """Return cu_seqlens [b + 1] int32 from the tokens of each sequence [b]."""
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def lengths_of_mask(masked: Tensor) -> Tensor:
-    """Tokens of each sequence [b] int32 from a padding mask [b, 1, 1, s] or [b, s], True = padding."""
+    """Return the tokens of each sequence [b] int32 from a padding mask [b, 1, 1, s] or [b, s], True = padding."""
     return (~masked.flatten(1)).sum(dim=1, dtype=torch.int32)
 
 
 def thd_to_bshd(x: Tensor, starts: Tensor, lengths: Tensor, size: int) -> Tensor:
-    """[b, size, h, d] of packed tokens [t, h, d]: x[starts[i] : starts[i] + lengths[i]], then zeros."""
+    """Return [b, size, h, d] of packed tokens [t, h, d]: x[starts[i] : starts[i] + lengths[i]], padded with zeros."""
     place = torch.arange(size, device=x.device)
     real = place < lengths[:, None]
     if x.shape[0] == 0:
@@ -38,7 +38,7 @@ def thd_to_bshd(x: Tensor, starts: Tensor, lengths: Tensor, size: int) -> Tensor
 
 
 def bshd_to_thd(x: Tensor, starts: Tensor, lengths: Tensor, tokens: int) -> Tensor:
-    """Packed tokens [t, h, d] of [b, s, h, d], the inverse of thd_to_bshd; tokens of no sequence are zero."""
+    """Return packed tokens [t, h, d] of [b, s, h, d], the inverse of thd_to_bshd; other tokens are zero."""
     token = torch.arange(tokens, device=x.device)
     starts = starts.long()
     sequence = (torch.searchsorted(starts, token, right=True) - 1).clamp(max=lengths.shape[0] - 1)
@@ -48,7 +48,7 @@ def bshd_to_thd(x: Tensor, starts: Tensor, lengths: Tensor, tokens: int) -> Tens
 
 
 def zero_behind(x: Tensor, starts: Tensor) -> None:
-    """x[t, ..] = 0 in place for the tokens t >= starts[-1]; x is contiguous, starts int32 [b + 1]."""
+    """Set x[t, ..] = 0 in place for the tokens t >= starts[-1]; x is contiguous, starts int32 [b + 1]."""
     if x.is_cuda and missing() is None and x.dtype in DTYPE_NAMES:
         run(_launch(x.shape[0], math.prod(x.shape[1:]), starts.shape[0] - 1), (x, starts))
         return
@@ -58,7 +58,7 @@ def zero_behind(x: Tensor, starts: Tensor) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _launch(tokens: int, width: int, sequences: int) -> Launch:
-    # Triton is imported where a kernel is first made.
+    # Triton is imported when the first kernel is needed.
     from ....common.kernels.packed_sequences import zero_behind_launch
 
     return zero_behind_launch(tokens, width, sequences)

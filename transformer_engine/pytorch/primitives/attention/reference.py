@@ -92,7 +92,7 @@ def additive_bias(call: AttentionCall, inputs: AttentionInputs) -> Tensor | None
     return inputs.bias
 
 
-def refuses(call: AttentionCall) -> str | None:
+def unsupported_reason(call: AttentionCall) -> str | None:
     """Return the reason why the call is unsupported; None if it is supported."""
     return None if call.switches.unfused else "NVTE_UNFUSED_ATTN=0"
 
@@ -106,4 +106,4 @@ def bind(call: AttentionCall) -> Bound:
 TAKES = frozenset(Feature) - {Feature.FP8}
 PASSES = Passes("reference", forward, backward)
 WHOLE = Whole("reference", run)
-BACKEND = Backend("reference", takes=TAKES, refuses=refuses, bind=bind)
+BACKEND = Backend("reference", takes=TAKES, unsupported_reason=unsupported_reason, bind=bind)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend, undisturbed
 from ...runtime import launching
-from ...runtime.launching import DTYPE_NAMES, Performed, refuses_elementwise, rows_dense
+from ...runtime.launching import DTYPE_NAMES, Performed, rows_dense, unsupported_elementwise
 from ..quantize import CastRequest, Quantized, fused_codes
 from ..quantize.format_row import as_float32
 from .reference import ColumnSumsRequest, with_cast
@@ -23,7 +23,7 @@ _NO_CONSTANTS = (0.0, 0.0, 0.0)
 
 
 def unsupported_reason(request: ColumnSumsRequest) -> str | None:
-    if (reason := refuses_elementwise(request.device, request.dtype, request.result)) is not None:
+    if (reason := unsupported_elementwise(request.device, request.dtype, request.result)) is not None:
         return reason
     if 0 in request.shape:
         return f"{list(request.shape)} has no elements"
@@ -108,4 +108,6 @@ def _fused_maximum(request: ColumnSumsRequest, cast: CastRequest) -> Program:
     return column_sums.sums_and_cast(request.shape, DTYPE_NAMES[request.result], after)
 
 
-BACKEND: Backend[ColumnSumsRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)
+BACKEND: Backend[ColumnSumsRequest] = Backend(
+    "triton", unsupported_reason=unsupported_reason, bind=bind, opaque=True
+)

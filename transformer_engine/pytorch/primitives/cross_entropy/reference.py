@@ -39,8 +39,10 @@ def strips_of(rows: int, width: int) -> int:
 
 
 def bind(request: CrossEntropyRequest) -> Callable[..., Any]:
-    """(x, targets) -> partials; (partials, targets) -> (loss, statistics); or (x, targets, statistics, factor) -> dx;
-    or (x, factor) -> x
+    """Return the operation of a request.
+
+    (x, targets) -> partials; (partials, targets) -> (loss, statistics); (x, targets, statistics, factor) -> dx; or
+    (x, factor) -> x.
     """
     labels, in_place = request.labels, request.in_place
     if request.operation == "statistics":

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ...runtime.launching import DTYPE_NAMES, refuses_elementwise, run
+from ...runtime.launching import DTYPE_NAMES, run, unsupported_elementwise
 from .reference import CrossEntropyRequest
 
 _LIMIT = 1 << 30  # rows and columns are numbered in 32 bits
@@ -18,8 +18,8 @@ def unsupported_reason(request: CrossEntropyRequest) -> str | None:
     if max(request.rows, request.width) >= _LIMIT:
         return f"{request.rows} rows of {request.width} columns reach {_LIMIT}"
     if 0 in (request.rows, request.width):
-        return "there are no logits"
-    return refuses_elementwise(request.device, request.dtype)
+        return "the logits are empty"
+    return unsupported_elementwise(request.device, request.dtype)
 
 
 def bind(request: CrossEntropyRequest) -> Callable[..., Any]:
@@ -52,4 +52,6 @@ def bind(request: CrossEntropyRequest) -> Callable[..., Any]:
     return gradient
 
 
-BACKEND: Backend[CrossEntropyRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)
+BACKEND: Backend[CrossEntropyRequest] = Backend(
+    "triton", unsupported_reason=unsupported_reason, bind=bind, opaque=True
+)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ...runtime.launching import DTYPE_NAMES, refuses_elementwise, run
+from ...runtime.launching import DTYPE_NAMES, run, unsupported_elementwise
 from .reference import DropoutRequest, empty_dropout, factor_of, threshold_of
 
 _LIMIT = 1 << 35  # eight elements share a 32-bit counter
@@ -18,7 +18,7 @@ def unsupported_reason(request: DropoutRequest) -> str | None:
     size = request.shape.numel()
     if size >= _LIMIT:
         return f"{size} elements; it numbers fewer than {_LIMIT}"
-    return refuses_elementwise(request.device, request.dtype)
+    return unsupported_elementwise(request.device, request.dtype)
 
 
 def bind(request: DropoutRequest) -> Callable[..., Any]:
@@ -53,4 +53,6 @@ def bind(request: DropoutRequest) -> Callable[..., Any]:
     return forward
 
 
-BACKEND: Backend[DropoutRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)
+BACKEND: Backend[DropoutRequest] = Backend(
+    "triton", unsupported_reason=unsupported_reason, bind=bind, opaque=True
+)

@@ -16,8 +16,11 @@ SCALE_ALIGNMENT = 16  # bytes; cuBLASLt reads the scale of a tensor at multiples
 
 
 def block_scale(operand: Operand, codes: Tensor) -> Tensor:
-    """Scales in cuBLASLt's layout: 1x128 [rows, K/128] rows contiguous; 128x128 [K/128, rows/128] K contiguous,
-    padded to a multiple of 4 blocks of K. codes are the operand's, padded by rows or columns of zeros perhaps."""
+    """Return the scales of an operand in cuBLASLt's layout; codes are those of the operand, possibly padded with zeros.
+
+    1x128 blocks: [rows, K/128], rows contiguous; 128x128 blocks: [K/128, rows/128], K contiguous, padded to a multiple
+    of 4 blocks of K.
+    """
     scale = block_scale_memory(operand, codes)
     return scale if operand.format == BLOCK_1D else scale.t()
 

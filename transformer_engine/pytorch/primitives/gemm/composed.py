@@ -114,18 +114,18 @@ def described(
 
 
 def gelu(keeps: bool, a: Operand, b: Operand, epilogue: Epilogue) -> tuple[Tensor, Tensor | None]:
-    """(gelu(x), x or None) of x = a @ b.T + bias, rounded to epilogue.dtype before the activation."""
+    """Return (gelu(x), x or None) of x = a @ b.T + bias, rounded to epilogue.dtype before the activation."""
     x = product(a, b, epilogue)
     return activation_forward("gelu", x), x if keeps else None
 
 
 def gelu_gradient(_: bool, a: Operand, b: Operand, epilogue: Epilogue, x: Tensor) -> Tensor:
-    """(a @ b.T) * gelu'(x), the product rounded to epilogue.dtype before it is multiplied."""
+    """Return (a @ b.T) * gelu'(x), with the product rounded to epilogue.dtype before the multiplication."""
     return activation_backward("gelu", product(a, b, epilogue), x)
 
 
 def codes(records: bool, a: Operand, b: Operand, epilogue: Epilogue, cast: Cast) -> Quantized:
-    """The cast of y = a @ b.T + bias, rounded to epilogue.dtype before it is scaled."""
+    """Return the cast of y = a @ b.T + bias, rounded to epilogue.dtype before it is scaled."""
     return quantize_as(product(a, b, epilogue), cast)
 
 

@@ -1,8 +1,8 @@
-"""Products by cuBLASLt itself: planned once a shape, bias and accumulation in the same call, no copies.
+"""Products by direct calls of cuBLASLt: planned once per shape, bias and accumulation in the same call, no copies.
 
-The library is the one that torch calls. What a direct call adds: a gradient is summed into `main_grad` by the
-product (also of FP8 operands), and a call costs the host a few microseconds. The rows of FP8 operands and results must
-be multiples of 16 bytes; other shapes are padded by the backends after this one.
+The library is the one that torch calls. A direct call has two advantages: the product itself adds a gradient to
+`main_grad` (also for FP8 operands), and a call costs only a few microseconds of host time. The rows of FP8 operands and
+results must be multiples of 16 bytes; the backends after this one pad other shapes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend, Refusal
+from ....common.dispatch import Backend, PlanFailure
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, TensorFormat
 from ..operand import Operand
 from . import cublaslt_library as library
@@ -37,7 +37,7 @@ def unsupported_reason(request: GemmRequest) -> str | None:
     if request.empty:
         return "there is nothing to multiply"
     if not request.native:
-        return "an operand is of a subclass of Tensor, or a TorchDispatchMode is to see torch's operators"
+        return "an operand is of a subclass of Tensor, or an active TorchDispatchMode needs torch's operators"
     quantized = request.a_format is not None or request.b_format is not None
     reason = _unsupported_quantized(request) if quantized else _unsupported_plain(request)
     return _unsupported_epilogue(request) if reason is None else reason
@@ -105,7 +105,7 @@ def _unsupported_epilogue(request: GemmRequest) -> str | None:
 
 
 def problem_of(request: GemmRequest) -> CublasProblem:
-    """The request in cuBLASLt's column-major terms, where b is the left matrix and a the right one."""
+    """Return the request in cuBLASLt's column-major terms, in which b is the left matrix and a the right one."""
     a, b, out = request.a_layout, request.b_layout, request.out_layout
     bias = NO_BIAS
     if request.bias is not None:  # the dtype that the epilogue reads; a bias of another dtype is cast to it
@@ -134,16 +134,16 @@ def problem_of(request: GemmRequest) -> CublasProblem:
 
 
 def plan_of(request: GemmRequest) -> CublasPlan:
-    """The plan of a supported request; raises NoAlgorithm where the library has none."""
+    """Return the plan of a supported request; raise NoAlgorithm if the library has none."""
     return plan_for(problem_of(request))
 
 
-def bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor] | Refusal:
+def bind(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor] | PlanFailure:
     try:
         plan = plan_of(request)
     except NoAlgorithm as error:
-        return Refusal(str(error))
+        return PlanFailure(str(error))
     return tuning.tuned(plan) if request.tuned else plan.run
 
 
-BACKEND = Backend("cublaslt", takes=EPILOGUES, refuses=unsupported_reason, bind=bind, opaque=True)
+BACKEND = Backend("cublaslt", takes=EPILOGUES, unsupported_reason=unsupported_reason, bind=bind, opaque=True)

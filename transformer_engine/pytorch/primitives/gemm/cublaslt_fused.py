@@ -1,12 +1,12 @@
-"""GELU, its gradient and FP8 results inside cuBLASLt's product, where the library supports them.
+"""GELU, its gradient and FP8 results inside cuBLASLt's product, if the library supports them.
 
 Sources: cuBLAS documentation, cublasLtMatmul, cublasLtMatmulDescAttributes_t and cublasLtEpilogue_t. An activation's
-input lies in memory in the result's dtype, its rows a multiple of 8 elements apart. An FP8 result is that of FP8
-operands with tensor scales, E5M2 only where an operand is; with p the float32 product, its bias added, the codes are
-p times the scale, saturated, and the maximum is that of |p|.
+input has the result's dtype, and a row stride that is a multiple of 8 elements. An FP8 result needs FP8 operands with
+tensor scales, and is E5M2 only if an operand is. With p the float32 product plus bias, the codes are p times the scale,
+saturated, and the maximum is that of |p|.
 
 Matrices at addresses that are not multiples of 256 bytes (parts of larger tensors) have a plan for their own alignment,
-down to 16 bytes; below that, or where the library has no algorithm for it, the parts are computed apart.
+down to 16 bytes. Below that, or if the library has no algorithm for it, the parts are computed separately.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....common.dispatch import Backend, Refusal
+from ....common.dispatch import Backend, PlanFailure
 from ....common.formats import FLOAT8
 from ..operand import Operand
 from ..quantize import Cast, Quantized, torch_dtype
@@ -29,8 +29,8 @@ from .cublaslt_problem import ALIGNMENT, CublasProblem
 from .request import Epilogue
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
-_AUX_ROWS = 8  # elements that the leading extent of an activation's input is a multiple of
-_LEAST_ALIGNMENT = 16  # bytes; rows of 8 elements of 16 bits keep it, and FP8 products ask for it
+_AUX_ROWS = 8  # divisor of the leading extent of an activation's input, in elements
+_LEAST_ALIGNMENT = 16  # bytes; rows of 8 elements of 16 bits keep it, and FP8 products require it
 
 
 def unsupported_reason(request: FusedRequest) -> str | None:
@@ -68,14 +68,14 @@ def _unsupported_activation(request: FusedRequest) -> str | None:
 def _unsupported_codes(request: FusedRequest) -> str | None:
     product = request.product
     if product.a_format != FLOAT8:
-        return "FP8 results are those of FP8 operands with one scale a tensor"
+        return "FP8 results need FP8 operands with one scale per tensor"
     if request.dtype == torch.float8_e5m2 not in (product.a_element, product.b_element):
-        return "it writes E5M2 only where one of the operands is E5M2"
+        return "it writes E5M2 only if one of the operands is E5M2"
     return None
 
 
 def problem_of(request: FusedRequest) -> CublasProblem:
-    """The product's problem with its activation, or with an FP8 result."""
+    """Return the product's problem with its activation, or with an FP8 result."""
     problem, product = cublaslt.problem_of(request.product), request.product
     if request.kind == GELU:
         kept = {"activation": "GELU_AUX", "aux_leading": product.n} if request.second else {}
@@ -90,12 +90,12 @@ def problem_of(request: FusedRequest) -> CublasProblem:
     return problem._replace(result=request.dtype, addend=addend, amax=request.second)
 
 
-def bind(request: FusedRequest) -> Callable[..., Any] | Refusal:
+def bind(request: FusedRequest) -> Callable[..., Any] | PlanFailure:
     """Return a callable with the arguments of the function of the same kind in `composed`."""
     try:
         plan = plan_for(problem_of(request))
     except NoAlgorithm as error:
-        return Refusal(str(error))
+        return PlanFailure(str(error))
     return functools.partial(_KINDS[request.kind], plan, request.second)
 
 
@@ -151,14 +151,14 @@ _KINDS: dict[str, Callable[..., Any]] = {GELU: _gelu, GELU_GRADIENT: _gelu_gradi
 
 
 def plan_behind(call: Callable[..., Any]) -> CublasPlan | None:
-    """Return the plan that a bound product with GELU, or with its gradient, starts; None for another backend's."""
+    """Return the plan of a bound product with GELU, or with its gradient; None for another backend's."""
     if isinstance(call, functools.partial) and call.func in (_gelu, _gelu_gradient):
         return call.args[0]
     return None
 
 
 def _bias(epilogue: Epilogue) -> Tensor | None:
-    """The bias as the library reads it: in the result's 16 bits, bfloat16 for a float32 one."""
+    """Return the bias as the library reads it: in the result's 16 bits, bfloat16 for a float32 result."""
     bias = epilogue.bias
     if bias is None:
         return None
@@ -167,7 +167,7 @@ def _bias(epilogue: Epilogue) -> Tensor | None:
 
 
 def _aligned(plan: CublasPlan, a: Operand, b: Operand, other: Tensor | None) -> CublasPlan | None:
-    """The plan for where the matrices lie: this one, another one where they are aligned to less, or None."""
+    """Return a plan for the alignment of the matrices: this one, another one for less alignment, or None."""
     joined = a.codes.data_ptr() | b.codes.data_ptr()
     if other is not None:
         joined |= other.data_ptr()
@@ -183,5 +183,5 @@ def _aligned(plan: CublasPlan, a: Operand, b: Operand, other: Tensor | None) -> 
 
 
 BACKEND: Backend[FusedRequest] = Backend(
-    "cublaslt", takes=KINDS, refuses=unsupported_reason, bind=bind, opaque=True
+    "cublaslt", takes=KINDS, unsupported_reason=unsupported_reason, bind=bind, opaque=True
 )

@@ -1,4 +1,4 @@
-"""cuBLASLt through nvmath-python's bindings: whether it can be loaded, its constants, handles and workspaces."""
+"""cuBLASLt through nvmath-python's bindings: availability, constants, handles and workspaces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ....common.memory import Memory
 from ...runtime.device import canonical_device
 from ...runtime.tracing import constant_while_tracing
 
-WORKSPACE_BYTES = 32 << 20  # what NVIDIA recommends for compute capability 9.0; smaller GPUs need less
+WORKSPACE_BYTES = 32 << 20  # NVIDIA's recommendation for compute capability 9.0; smaller GPUs need less
 ALGORITHM_BYTES = 64  # sizeof(cublasLtMatmulAlgo_t)
 HEURISTIC_BYTES = 96  # sizeof(cublasLtMatmulHeuristicResult_t): the algorithm, then the workspace it needs
 
@@ -50,7 +50,7 @@ def _missing() -> str | None:
 
 
 def bindings() -> ModuleType:
-    """nvmath.bindings.cublasLt; importing it takes about 0.2 s, so it is not done before the first product."""
+    """Return nvmath.bindings.cublasLt; the import takes about 0.2 s, so that the first product does it."""
     from nvmath.bindings import cublasLt
 
     return cublasLt
@@ -58,7 +58,7 @@ def bindings() -> ModuleType:
 
 @functools.cache
 def handle(device: int) -> int:
-    """The cuBLASLt handle of a CUDA device; any number of threads may use it."""
+    """Return the cuBLASLt handle of a CUDA device, which all threads share."""
     with torch.cuda.device(device):
         return bindings().create()
 
@@ -67,7 +67,7 @@ _workspaces: dict[tuple[int, int], tuple[int, Tensor]] = {}
 
 
 def workspace(device: int, stream: int) -> int:
-    """Address of the scratch memory of a stream: products of one stream follow each other, so they may share it."""
+    """Return the address of the scratch memory of a stream, whose products run one after another and share it."""
     found = _workspaces.get((device, stream))
     if found is None:
         memory = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device_of(device))
@@ -76,17 +76,17 @@ def workspace(device: int, stream: int) -> int:
 
 
 def device_of(device: int) -> torch.device:
-    """The device of a number, as tensors are allocated on it."""
+    """Return the torch.device with this index."""
     return torch.device("cuda", device)
 
 
 def current_stream(device: int) -> int:
-    """The handle of the device's current CUDA stream."""
+    """Return the handle of the device's current CUDA stream."""
     return torch._C._cuda_getCurrentRawStream(device)
 
 
 def current_device() -> int:
-    """The number of the calling thread's current CUDA device."""
+    """Return the index of the calling thread's current CUDA device."""
     return torch._C._cuda_getDevice()
 
 

@@ -1,8 +1,8 @@
 """D [N, M] = left [N, K] @ right [K, M] in cuBLASLt's column-major terms, planned once and then only started.
 
-A plan holds the descriptors, the algorithm and the host scalars of one `CublasProblem`. Starting it sets the pointers
-that differ between calls (scales, bias) and makes one library call. Asking the library for an algorithm and building
-descriptors at every call, as one-call interfaces do, costs 15-35 us of host time.
+A plan holds the descriptors, the algorithm and the host scalars of one `CublasProblem`. A call sets the pointers that
+differ between calls (scales, bias) and makes one library call. Interfaces that query an algorithm and build descriptors
+in every call cost 15-35 us of host time.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .block_scales import SCALE_ALIGNMENT, aligned_scale, block_scale_memory
 from .cublaslt_problem import NO_BIAS, NO_SCALE, POINTERS, SCALAR, CublasProblem, Descriptor, make_descriptor
 from .request import Epilogue
 
-# cublasLtReductionScheme_t; COMPUTE_TYPE alone: split sums meet in float32, not in the narrower result.
+# cublasLtReductionScheme_t; only COMPUTE_TYPE adds split sums in float32 instead of the narrower result.
 _SIXTEEN_BIT_REDUCTIONS = 2
 _ALL_REDUCTIONS = 7
 _BIAS_DTYPES = {NO_BIAS: None, **{number: dtype for dtype, number in library.DATA_TYPES.items()}}
-_FP8_ALIGNMENT = 16  # bytes; cuBLASLt has no FP8 product of pointers aligned to less
+_FP8_ALIGNMENT = 16  # bytes; cuBLASLt has no FP8 product for smaller alignments
 _SCALE_MASK = SCALE_ALIGNMENT - 1
 
 
@@ -52,7 +52,7 @@ class Attached(NamedTuple):
 
 
 class Way(NamedTuple):
-    """Everything that starting a plan takes except addresses, for `runtime/generated_pass.py`.
+    """The arguments of a library call except addresses, for `runtime/generated_pass.py`.
 
     idle        idle descriptors; describe creates one if the list is empty
     attributes  the numbers of POINTERS
@@ -73,7 +73,7 @@ class Way(NamedTuple):
 
 
 class CublasPlan:
-    """A problem's descriptors and algorithm; NoAlgorithm when the library has none."""
+    """A problem's descriptors and algorithm; NoAlgorithm if the library has none."""
 
     def __init__(self, problem: CublasProblem):
         self.problem = problem
@@ -83,11 +83,11 @@ class CublasPlan:
         self._alpha = ctypes.c_float(1.0)
         self._beta = ctypes.c_float(1.0 if problem.accumulate else 0.0)
         self._attributes = tuple(int(lib.MatmulDescAttribute[name]) for name in POINTERS)
-        self._idle: list[Descriptor] = []  # a thread that runs the plan takes one out until it is done
+        self._idle: list[Descriptor] = []  # a thread that runs the plan removes one meanwhile
         self._algorithm: ctypes.Array[ctypes.c_char] | None = None
         try:
             self._layouts = self._make_layouts()
-            # The library may be gone when the interpreter exits: then nothing is destroyed.
+            # The library may be unloaded when the interpreter exits: then nothing is destroyed.
             weakref.finalize(self, _destroy, lib, self._idle, self._layouts).atexit = False
             algorithms = self.candidates(1)
         except lib.cuBLASLtError as error:
@@ -97,7 +97,7 @@ class CublasPlan:
         self._use(ctypes.create_string_buffer(algorithms[0], library.ALGORITHM_BYTES))
 
     def _use(self, algorithm: ctypes.Array[ctypes.c_char]) -> None:
-        """Set the constants of a run in one tuple: looking up each costs the host as much as the library call."""
+        """Set the constants of a run as one tuple: accessing them one by one takes as long as the library call."""
         p = self.problem
         if self._algorithm is None:
             self._algorithm = algorithm
@@ -201,9 +201,9 @@ class CublasPlan:
         )
 
     def run_attached(self, a: Operand, b: Operand, out: Tensor, attached: Attached) -> None:
-        """epilogue(a [M, K] @ b [N, K].T) into out [M, N], for problems with an activation or an FP8 result.
+        """Write epilogue(a [M, K] @ b [N, K].T) to out [M, N], for problems with an activation or an FP8 result.
 
-        Scales are tensor scales; the matrices, aux included, are aligned as the problem says.
+        Scales are tensor scales; the matrices, including aux, have the problem's alignment.
         """
         index = self.problem.device
         if library.current_device() != index:
@@ -233,7 +233,7 @@ class CublasPlan:
         self._idle.append(descriptor)
 
     def _run_unaligned(self, a: Operand, b: Operand, epilogue: Epilogue, alignment: int) -> Tensor:
-        """The same where a pointer is a multiple of fewer bytes than planned for; epilogue.out is never None."""
+        """`run` for pointers with a smaller alignment than the plan's; epilogue.out is never None."""
         problem = self.problem
         assert epilogue.out is not None
         if problem.left_scale == NO_SCALE or alignment >= _FP8_ALIGNMENT:
@@ -246,7 +246,7 @@ class CublasPlan:
         return epilogue._replace(bias=None, accumulate=problem.accumulate).store(product)
 
     def candidates(self, count: int) -> list[bytes]:
-        """The heuristic's first algorithms, best guess first."""
+        """Return the heuristic's first algorithms, the best first."""
         lib, problem = self._lib, self.problem
         results = ctypes.create_string_buffer(library.HEURISTIC_BYTES * count)
         found = ctypes.c_int(0)
@@ -363,7 +363,7 @@ _plans: Memory[CublasProblem, CublasPlan | NoAlgorithm] = Memory(_planned, 4096)
 
 
 def plan_for(problem: CublasProblem) -> CublasPlan:
-    """Return the plan of a problem, built once; raise NoAlgorithm where the library has none."""
+    """Return the plan of a problem, built once; raise NoAlgorithm if the library has none."""
     plan = _plans[problem]
     if isinstance(plan, NoAlgorithm):
         # A new exception: a raised one keeps the frames of its traceback, and their tensors.

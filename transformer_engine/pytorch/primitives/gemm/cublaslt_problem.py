@@ -15,7 +15,7 @@ import torch
 
 from . import cublaslt_library as library
 
-ALIGNMENT = 256  # bytes; the most that an algorithm asks of a pointer
+ALIGNMENT = 256  # bytes; the largest alignment that an algorithm requires
 SCALAR = 0  # cublasLtMatmulMatrixScale_t SCALAR_32F
 NO_SCALE = -1
 NO_BIAS = -1
@@ -32,7 +32,7 @@ POINTERS = (
 
 
 class CublasProblem(NamedTuple):
-    """One product as cuBLASLt sees it; equal problems share a plan.
+    """One product in cuBLASLt's terms; equal problems share a plan.
 
     *_transposed    the matrix is the transpose of the column-major matrix in memory
     *_leading       elements between its columns in memory
@@ -40,9 +40,9 @@ class CublasProblem(NamedTuple):
     bias            cudaDataType_t of the bias, or NO_BIAS
     alignment       bytes, a power of two up to 256: every pointer to a matrix is a multiple of it
     activation      "GELU", "GELU_AUX" or "DGELU" of cublasLtEpilogue_t, "" without one
-    aux_leading     elements between the columns of the activation's input, 0 where it is not in memory
-    addend          dtype of C, which has no values, where the result is FP8
-    amax            the maximum of the unscaled result's absolute values is written too
+    aux_leading     elements between the columns of the activation's input, 0 if it is not in memory
+    addend          dtype of C, which has no values, if the result is FP8
+    amax            also write the maximum of the unscaled result's absolute values
     """
 
     device: int
@@ -71,14 +71,14 @@ class CublasProblem(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The problem without the device, as text: the key of a stored choice of algorithm."""
+        """The problem without the device, as text: the key of a stored algorithm."""
         plain = self[-4:] == ("", 0, None, False)
         fields: tuple[torch.dtype | int | str | None, ...] = self[1:-4] if plain else self[1:]
         return ",".join(f"{x:d}" if isinstance(x, int) else str(x).removeprefix("torch.") for x in fields)
 
     @property
     def reads(self) -> tuple[bool, ...]:
-        """Which of POINTERS the operation has."""
+        """Whether the operation uses each of POINTERS."""
         return (
             self.left_scale != NO_SCALE,
             self.right_scale != NO_SCALE,
@@ -105,7 +105,7 @@ class Descriptor(NamedTuple):
 
 
 def make_descriptor(lib: ModuleType, problem: CublasProblem, attributes: tuple[int, ...]) -> Descriptor:
-    """The operation of a problem; attributes are the numbers of POINTERS."""
+    """Return the operation of a problem; attributes are the numbers of POINTERS."""
     p, names = problem, lib.MatmulDescAttribute
     compute = library.COMPUTE_TF32 if p.tf32 else library.COMPUTE_FLOAT32
     operation = lib.matmul_desc_create(compute, library.DATA_TYPES[torch.float32])

@@ -30,11 +30,11 @@ def gemm(a: Operand, b: Operand, epilogue: Epilogue, cast: Cast) -> Quantized: .
 def gemm(a: Operand, b: Operand, epilogue: Epilogue, cast: Cast | None = None) -> Tensor | Quantized:
     """y [M, N] = a [M, K] @ b [N, K].T (+ bias [N]) in epilogue.dtype; both operands end in the contracted axis.
 
-    With epilogue.out the result is written there (accumulate=True: added to it) and returned. With a cast, y's place is
-    taken by the codes that quantizing y gives; cuBLASLt makes row-wise FP8 codes with a multiplier that is known
-    beforehand, from products that were not rounded to epilogue.dtype first. No record of max|y| while compiling.
-    Raises ValueError when the extents of operands, bias and out do not match, and Unsupported when no backend supports
-    the formats. Not differentiable: its callers are the forward and backward of autograd functions.
+    With epilogue.out, the result is written there (accumulate=True: added to it) and returned. With a cast, the codes
+    of y are returned instead of y. cuBLASLt computes row-wise FP8 codes if their multiplier is given, from products
+    that are not rounded to epilogue.dtype first. While compiling, max|y| is not recorded. Raises ValueError if the
+    extents of operands, bias and out do not match, and Unsupported if no backend supports the formats. Not
+    differentiable: its callers are the forward and backward functions of autograd functions.
     """
     if cast is None:
         return product(a, b, epilogue)
@@ -62,7 +62,7 @@ def gemm_gelu(
 def gemm_gelu_gradient(a: Operand, b: Operand, x: Tensor, epilogue: Epilogue) -> Tensor:
     """dx [M, N] = (a [M, K] @ b [N, K].T) * gelu'(x [M, N]) in epilogue.dtype, GELU with tanh.
 
-    ValueError as from `gemm`, and for an epilogue with a bias.
+    Raises ValueError as `gemm` does, and for an epilogue with a bias.
     """
     if epilogue.bias is not None:
         raise ValueError("a gradient has no bias to add; leave epilogue.bias out")

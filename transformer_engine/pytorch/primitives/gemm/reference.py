@@ -86,7 +86,7 @@ def _multiply_empty(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
 
 def _unsupported_by_widen(request: GemmRequest) -> str | None:
     if request.device != "cuda":
-        return f"it is for GPUs; on {request.device} bfloat16 products are no faster than float32"
+        return f"it is for GPUs; on {request.device} bfloat16 products are not faster than float32"
     if request.empty:
         return "there is nothing to multiply"
     if request.capability < (8, 0):
@@ -134,4 +134,6 @@ def _tensor_scale(operand: Operand) -> Tensor | float:
 REFERENCE = Backend(
     "reference", takes=EPILOGUES, bind=lambda request: _multiply_empty if request.empty else run
 )
-WIDEN = Backend("widen", takes=EPILOGUES, refuses=_unsupported_by_widen, bind=lambda request: _run_widened)
+WIDEN = Backend(
+    "widen", takes=EPILOGUES, unsupported_reason=_unsupported_by_widen, bind=lambda request: _run_widened
+)

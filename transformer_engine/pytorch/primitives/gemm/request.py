@@ -276,7 +276,7 @@ def format_named(name: str | None) -> TensorFormat | None:
         return None
     row = FORMATS.get(name)
     if row is None:
-        raise ValueError(f"there is no product of format {name!r}; choose one of {', '.join(FORMATS)}")
+        raise ValueError(f"unknown product format {name!r}; choose one of {', '.join(FORMATS)}")
     return row.format
 
 

@@ -61,7 +61,7 @@ def _bind_matmul(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue],
     return _product if request.bias is None else _product_and_bias
 
 
-MATMUL = Backend("matmul", takes=EPILOGUES, refuses=_unsupported_by_matmul, bind=_bind_matmul)
+MATMUL = Backend("matmul", takes=EPILOGUES, unsupported_reason=_unsupported_by_matmul, bind=_bind_matmul)
 
 
 def _unsupported_by_both(request: GemmRequest) -> str | None:
@@ -174,13 +174,16 @@ def _fuses_bias(b: Operand, epilogue: Epilogue) -> bool:
 
 
 TENSOR_SCALES = Backend(
-    "scaled_mm", takes=EPILOGUES, refuses=_unsupported_tensor_scales, bind=lambda request: _run_tensor_scales
+    "scaled_mm",
+    takes=EPILOGUES,
+    unsupported_reason=_unsupported_tensor_scales,
+    bind=lambda request: _run_tensor_scales,
 )
 # torch 2.11 cannot trace F.scaled_mm.
 BLOCK_SCALES = Backend(
     "scaled_mm_block",
     takes=EPILOGUES,
-    refuses=_unsupported_block_scales,
+    unsupported_reason=_unsupported_block_scales,
     bind=lambda request: _run_block_scales,
     opaque=True,
 )

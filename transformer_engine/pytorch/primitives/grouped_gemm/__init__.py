@@ -1,8 +1,8 @@
 """y_e [M_e, N] = a_e [M_e, K] @ b_e [N, K].T and dw_e [N, K] = dy_e.T @ x_e, all groups of rows at once.
 
-A stack of parameters, which torch.nn.functional.grouped_mm wants, is not needed: measured on an H200, its kernels
-and the Triton ones here take the same time (64 groups of 512 x 1408 x 2048, bfloat16: 628, 649 and 499 TFLOP/s of
-the three products against 641, 605 and 496), and these read the parameters where they are.
+A stack of parameters, which torch.nn.functional.grouped_mm requires, is not needed. On an H200, its kernels and these
+Triton kernels take the same time (64 groups of 512 x 1408 x 2048, bfloat16: 628, 649 and 499 TFLOP/s of the three
+products against 641, 605 and 496), and these read the parameters in place.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def product_of_columns(
     accumulate: bool = False,
     exact: bool = True,
 ) -> None:
-    """out[e] [N, K] = a_e.T @ b_e of a [total, N] and b [total, K], added to what it holds with accumulate.
+    """out[e] [N, K] = a_e.T @ b_e of a [total, N] and b [total, K]; accumulate: added to the present values.
 
     out   a stack [groups, N, K], or a tensor for every group
     """

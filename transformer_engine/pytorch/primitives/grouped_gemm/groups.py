@@ -1,7 +1,7 @@
-"""Groups: where consecutive groups of rows lie, and Matrices: one matrix a group, all without a word to the host.
+"""Groups: positions of consecutive groups of rows; Matrices: one matrix per group. Neither needs the host.
 
 Kernels read both from small tensors on the device: the layout that `common/kernels/grouped_layout` describes, and a
-table of addresses. Tables made from numbers that the host knows are kept, so that a repeated call copies nothing.
+table of addresses. Tables of numbers that are known on the host are cached, so that a repeated call copies nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ....common.kernels import launch
 from ....common.memory import Memory
 from ...runtime.launching import run
 
-TILE_ROWS = 128  # as in common/kernels/grouped_layout, which only imports where Triton is installed
+TILE_ROWS = 128  # as in common/kernels/grouped_layout, which needs Triton to be imported
 
 _KEPT_TABLES = 1024
 _Numbers = tuple[torch.device, torch.dtype, tuple[int, ...]]
@@ -29,14 +29,14 @@ def _no_tables(numbers: _Numbers) -> dict[int, Tensor]:
     return {}
 
 
-# By numbers, then by stream: one must not read what another is still filling.
+# By numbers, then by stream: a stream must not read a table that another one is still filling.
 _tables: Memory[_Numbers, dict[int, Tensor]] = Memory(_no_tables, _KEPT_TABLES)
 
 
 def on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """numbers as a tensor on the device, kept for the next call with the same ones; the host does not wait.
+    """Return numbers as a tensor on the device, cached for later calls; the host does not wait.
 
-    Raises RuntimeError while a graph is captured, unless an earlier call has put the numbers there.
+    Raises RuntimeError while a graph is captured, unless an earlier call has cached the numbers.
     """
     tables = _tables[device, dtype, numbers]
     on_gpu = device.type == "cuda" and device.index is not None and launch.missing() is None
@@ -56,7 +56,7 @@ def _copied(
         return table
     if not torch.cuda.is_current_stream_capturing():
         return table.pin_memory().to(device, non_blocking=True)
-    # Capturing begins with a synchronization, after which every stream may read every table.
+    # A capture begins with a synchronization, after which every stream may read every table.
     for known in others.values():
         return known
     raise RuntimeError(
@@ -66,12 +66,12 @@ def _copied(
 
 
 class Groups(NamedTuple):
-    """count groups of rows, one after another, of a matrix with total rows.
+    """`count` consecutive groups of rows of a matrix with `total` rows.
 
-    rows     of each group where the host knows them, else None
+    rows     of each group if known on the host, otherwise None
     layout   int32, on the matrix's device: first row and first tile of 128 rows of every group and of the end
              [2 x (count + 1)], then the group of every tile (count: no such tile)
-    padded   rows of all groups, each rounded up to 128; where the host does not know, the most it can be
+    padded   rows of all groups, each rounded up to 128; if the rows are unknown on the host, an upper bound
     """
 
     count: int
@@ -82,7 +82,7 @@ class Groups(NamedTuple):
 
     @property
     def known_rows(self) -> tuple[int, ...]:
-        """The rows of each group; the host waits for the device where it does not know them."""
+        """The rows of each group; the host waits for the device if it does not know them."""
         if self.rows is not None:
             return self.rows
         starts = self.layout[: self.count + 1].tolist()
@@ -95,20 +95,20 @@ class Groups(NamedTuple):
 
 
 def tiles_at_most(total: int, count: int) -> int:
-    """Tiles of 128 rows that count groups can need: each leaves at most one partly filled."""
+    """Return the maximum number of tiles of 128 rows: each group has at most one partly filled tile."""
     return total // TILE_ROWS + count
 
 
 def groups_of(splits: Sequence[int] | Tensor, total: int, device: torch.device) -> Groups:
-    """The groups of a matrix with total rows on device, splits rows each.
+    """Return the groups of a matrix with `total` rows on `device`, with `splits` rows each.
 
-    A tensor on the device stays there: nothing checks that it adds up to total, rows past it are cut off.
-    Raises ValueError for numbers that are negative or do not add up.
+    A tensor on the device is not copied to the host or checked: rows past `total` are ignored. Raises ValueError for
+    numbers that are negative or do not add up.
     """
     if isinstance(splits, Tensor):
         if splits.dim() != 1 or splits.is_floating_point():
             raise ValueError(
-                f"splits is {splits.dtype} {list(splits.shape)}; give one integer a group, in one dimension"
+                f"splits is {splits.dtype} {list(splits.shape)}; give one integer per group, in one dimension"
             )
         if splits.is_cuda and device.type == "cuda" and launch.missing() is None:
             return _laid_out_on_device(splits, total)
@@ -147,14 +147,14 @@ def _laid_out_on_device(splits: Tensor, total: int) -> Groups:
 
 
 class Matrices(NamedTuple):
-    """One contiguous matrix [rows, columns] a group, of one dtype, where they are: a table of addresses on a GPU."""
+    """One contiguous matrix [rows, columns] per group, of one dtype, not copied: a table of addresses on a GPU."""
 
     tensors: tuple[Tensor, ...]
     table: Tensor | None
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Matrices:
-        """The addresses are read anew at every call: whoever owns a tensor may have moved its storage."""
+        """Read the addresses in every call, because the owner of a tensor may have changed its storage."""
         first = tensors[0]
         if not first.is_cuda:
             return cls(tuple(tensors), None)
@@ -172,7 +172,7 @@ class Matrices(NamedTuple):
 
 
 def irregular(tensors: Sequence[Tensor]) -> str | None:
-    """Why tensors cannot be Matrices; None if they can."""
+    """Return the reason why tensors cannot be Matrices, or None."""
     first = tensors[0]
     shape, dtype, device = first.shape, first.dtype, first.device
     for tensor in tensors:

@@ -1,9 +1,9 @@
-"""A grouped product as a loop of cuBLAS calls that write into their part of the result: the bits of single products.
+"""A grouped product as a loop of cuBLAS calls that write their part of the result, with the bits of single products.
 
-For few groups, where it keeps the bits of single products, and for large ones: a call has to keep the GPU busy for
-longer than the host takes to make it, 12 us unquantized and 25 us in FP8. H200, 8 groups of 2048 x 4096 x 2048,
+It supports few groups, for which it keeps the bits of single products, and large groups, because a call must keep the
+GPU busy for longer than its host time, 12 us unquantized and 25 us in FP8. H200, 8 groups of 2048 x 4096 x 2048,
 TFLOP/s of forward, input and weight gradient: bfloat16 724, 747, 725 (Triton 713, 704, 712), e4m3 1214, 1239, 1101
-(Triton 1174, 997, 949), but 1.83 ms of host time a step against 1.05. With 64 groups of 512 x 1408 x 2048 the
+(Triton 1174, 997, 949), but 1.83 ms of host time per step against 1.05. With 64 groups of 512 x 1408 x 2048 the
 bfloat16 products run at 323 TFLOP/s, against 641.
 """
 
@@ -24,12 +24,12 @@ from .pieces import operands_of
 from .request import GroupedGemmRequest, GroupedMatrices, GroupedProduct
 
 _FEW = 6  # groups
-_LARGE = 1 << 33  # multiplications a group: 22 us of bfloat16 on an H200
+_LARGE = 1 << 33  # multiplications per group: 22 us of bfloat16 on an H200
 _LARGE_QUANTIZED = 1 << 35  # 55 us of FP8
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-def refuses(request: GroupedGemmRequest) -> str | None:
+def unsupported_reason(request: GroupedGemmRequest) -> str | None:
     if request.device.type != "cuda":
         return f"it needs a CUDA device, the operands are on {request.device.type}"
     if not request.rows_known:
@@ -44,21 +44,21 @@ def refuses(request: GroupedGemmRequest) -> str | None:
         return f"unquantized operands are {request.a_element}; it takes bfloat16 and float16"
     if request.a_format is None and request.b_format is None:
         return None if request.a_element == request.b_element else "the operands' dtypes differ"
-    return _refuses_quantized(request)
+    return _unsupported_quantized(request)
 
 
-def _refuses_quantized(request: GroupedGemmRequest) -> str | None:
+def _unsupported_quantized(request: GroupedGemmRequest) -> str | None:
     formats = (request.a_format, request.b_format)
     if request.a_element == request.b_element == torch.float8_e5m2:
-        return "cuBLASLt multiplies no two E5M2 operands"
+        return "cuBLASLt does not multiply two E5M2 operands"
     if request.a_format != FLOAT8 and torch.float8_e5m2 in (request.a_element, request.b_element):
-        return "cuBLASLt takes block scales for E4M3 alone"
+        return "cuBLASLt supports block scales for E4M3 only"
     if not request.fits or request.n % 16 or request.k % 16:
         return "a group's rows, or another extent, is not a multiple of 16"
     if formats == (FLOAT8, FLOAT8):
         return None if request.capability >= (8, 9) else "compute capability < 8.9 has no FP8 tensor cores"
     if formats not in ((BLOCK_1D, BLOCK_2D), (BLOCK_1D, BLOCK_1D)):
-        return "it takes one scale a tensor, or 1x128 blocks times 128x128 or 1x128 blocks"
+        return "it takes one scale per tensor, or 1x128 blocks times 128x128 or 1x128 blocks"
     if request.capability[0] != 9:
         return "cuBLASLt has products of 1x128 blocks on compute capability 9.0 only"
     if request.n % 128 or request.k % 128:
@@ -145,4 +145,4 @@ def _kind(operand: Operand) -> int:
     return (kinds.BlockWise1x128 if operand.format == BLOCK_1D else kinds.BlockWise128x128).value
 
 
-BACKEND: Backend[GroupedGemmRequest] = Backend("library", refuses=refuses, bind=_bind)
+BACKEND: Backend[GroupedGemmRequest] = Backend("library", unsupported_reason=unsupported_reason, bind=_bind)

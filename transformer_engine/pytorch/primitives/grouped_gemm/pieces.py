@@ -1,4 +1,4 @@
-"""One group's part of the operands of a grouped product, as the operands of a product of its own."""
+"""The operands of one group's product, as parts of the operands of a grouped product."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .request import GroupedColumns, GroupedMatrices, GroupedProduct, GroupedRow
 
 
 def rows_of(a: GroupedRows, groups: Groups) -> Iterator[Operand]:
-    """a_e [M_e, K] of every group."""
+    """Iterate over a_e [M_e, K] of every group."""
     if a.format is None or a.scale is None:
         for codes in groups.split(a.codes):
             yield Operand(codes, dtype=codes.dtype)
@@ -29,7 +29,7 @@ def rows_of(a: GroupedRows, groups: Groups) -> Iterator[Operand]:
 
 
 def columns_of(a: GroupedColumns, groups: Groups, width: int) -> Iterator[Operand]:
-    """a_e.T [width, M_e] of every group; quantized, M_e rounded up to 128, the codes past it being zero."""
+    """Iterate over a_e.T [width, M_e] of every group; quantized: M_e rounded up to 128, with codes of zero."""
     if a.format is None or a.scale is None:
         for codes in groups.split(a.codes):
             yield Operand(codes.t(), dtype=codes.dtype)
@@ -45,7 +45,7 @@ def columns_of(a: GroupedColumns, groups: Groups, width: int) -> Iterator[Operan
 
 
 def matrices_of(b: GroupedMatrices) -> Iterator[Operand]:
-    """b_e [N, K] of every group."""
+    """Iterate over b_e [N, K] of every group."""
     if b.codes is None or b.scale is None:
         assert b.matrices is not None
         for matrix in b.matrices.tensors:
@@ -57,12 +57,12 @@ def matrices_of(b: GroupedMatrices) -> Iterator[Operand]:
 
 
 def _first_column(scale: Tensor) -> tuple[Tensor, ...]:
-    """[1] of every group, of [groups, 4]."""
+    """Return [1] of every group, from [groups, 4]."""
     return scale[:, :1].unbind(0)
 
 
 def results_of(product: GroupedProduct) -> tuple[Tensor, ...]:
-    """Where each group's result goes."""
+    """Return the result of each group's product."""
     out = product.out
     if isinstance(product.b, GroupedMatrices):
         assert isinstance(out, Tensor)
@@ -71,7 +71,7 @@ def results_of(product: GroupedProduct) -> tuple[Tensor, ...]:
 
 
 def operands_of(product: GroupedProduct) -> Iterator[tuple[int, Operand, Operand, Tensor]]:
-    """(rows, a, b, result) of every group."""
+    """Iterate over (rows, a, b, result) of every group."""
     groups = product.groups
     if isinstance(product.b, GroupedMatrices):
         assert isinstance(product.a, GroupedRows)

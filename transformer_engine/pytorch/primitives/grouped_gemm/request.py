@@ -1,4 +1,4 @@
-"""What a grouped product is asked for: operands of all groups at once, and the request that backends judge."""
+"""The operands of a grouped product, for all groups at once, and the request that backends support or reject."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ....common.formats import TensorFormat
 from ...runtime.device import get_device_compute_capability
 from .groups import Groups, Matrices
 
-# (tensors that were saved, and possibly others behind them) -> (operand, number of its tensors)
+# (saved tensors, possibly followed by others) -> (operand, number of its tensors)
 Rebuilt = Callable[[list[Any]], tuple[Any, int]]
 
 
 class GroupedRows(NamedTuple):
     """The rows of all groups [total, K], contracted along K.
 
-    codes   [total, K] contiguous: FP8, or high precision when format is None
-    scale   FLOAT8 float32 [groups, 4], of which the first column counts: scales lie 16 bytes apart;
+    codes   [total, K] contiguous: FP8, or high precision if format is None
+    scale   FLOAT8 float32 [groups, 4], of which only the first column is read, so that scales are 16 bytes apart;
             BLOCK_1D float32, group after group [ceil(K / 128), rows], as one dimension
     """
 
@@ -34,14 +34,14 @@ class GroupedRows(NamedTuple):
         return [self.codes, self.scale]
 
     def take_apart(self) -> tuple[list[Tensor | None], Rebuilt]:
-        """Return these tensors, and the function that makes the operand of them."""
+        """Return these tensors, and the function that reconstructs the operand from them."""
         return self.tensors(), functools.partial(_rebuilt, GroupedRows, self.format)
 
 
 class GroupedColumns(NamedTuple):
-    """The same, contracted along the rows of each group.
+    """The rows of all groups, contracted along the rows of each group.
 
-    codes   high precision [total, K] when format is None; else the transpose of every group, group after group
+    codes   high precision [total, K] if format is None; otherwise the transpose of every group, group after group
             [K, rows rounded up to 128] with zeros at the end, as one dimension
     scale   FLOAT8 float32 [groups, 4]; BLOCK_1D float32, group after group [ceil(rows / 128), K], as one dimension
     """
@@ -55,14 +55,14 @@ class GroupedColumns(NamedTuple):
         return [self.codes, self.scale]
 
     def take_apart(self) -> tuple[list[Tensor | None], Rebuilt]:
-        """Return these tensors, and the function that makes the operand of them."""
+        """Return these tensors, and the function that reconstructs the operand from them."""
         return self.tensors(), functools.partial(_rebuilt, GroupedColumns, self.format)
 
 
 class GroupedMatrices(NamedTuple):
-    """One matrix a group, b_e [N, K], contracted along K.
+    """One matrix per group, b_e [N, K], contracted along K.
 
-    matrices     high precision, where they are; transposed: [K, N] each
+    matrices     high precision, not copied; transposed: [K, N] each
     codes        FP8 [groups, N, K] instead
     scale        FLOAT8 float32 [groups, 4]; BLOCK_2D float32 [groups, ceil(N / 128), ceil(K / 128)]
     """
@@ -78,12 +78,12 @@ class GroupedMatrices(NamedTuple):
         return [self.codes, self.scale]
 
     def take_apart(self) -> tuple[list[Tensor | None], Rebuilt]:
-        """Return these tensors, and the function that makes the operand of them."""
+        """Return these tensors, and the function that reconstructs the operand from them."""
         return self.tensors(), functools.partial(_rebuilt, _of_codes, self.format)
 
     @property
     def extents(self) -> tuple[int, int]:
-        """(N, K)"""
+        """(N, K) of a matrix."""
         if self.codes is not None:
             _, rows, columns = self.codes.shape
             return rows, columns
@@ -114,10 +114,10 @@ def _rebuilt(
 
 
 class GroupedProduct(NamedTuple):
-    """One call: along the columns when b holds matrices, along the rows when it holds columns too.
+    """One call: along the columns if b holds matrices, along the rows if it holds columns too.
 
     extents   (N, K) of b_e or of the result
-    out       [total, N]; along the rows a stack [groups, N, K] or one tensor a group, added to with accumulate
+    out       [total, N]; along the rows a stack [groups, N, K] or one tensor per group, added to with accumulate
     bias      [groups, N], along the columns only
     clears    along the columns: rows of out behind the last group become zero
     """

@@ -19,7 +19,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 _RESULTS = (*_HALVES, torch.float32)
 
 
-def refuses(request: GroupedGemmRequest) -> str | None:
+def unsupported_reason(request: GroupedGemmRequest) -> str | None:
     if request.device.type != "cuda":
         return f"it needs a CUDA device, the operands are on {request.device.type}"
     if (reason := launch.missing()) is not None:
@@ -98,4 +98,4 @@ def _columns(record: launch.Launch, product: GroupedProduct, device: int) -> Non
     launch.start(record, (a.codes, b.codes, a.scale, b.scale, groups.layout, table, first), device)
 
 
-BACKEND: Backend[GroupedGemmRequest] = Backend("triton", refuses=refuses, bind=bind)
+BACKEND: Backend[GroupedGemmRequest] = Backend("triton", unsupported_reason=unsupported_reason, bind=bind)

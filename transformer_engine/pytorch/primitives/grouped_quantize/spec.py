@@ -1,4 +1,4 @@
-"""What a grouped quantization is asked for, and what it answers."""
+"""The settings and results of a grouped quantization."""
 
 from __future__ import annotations
 

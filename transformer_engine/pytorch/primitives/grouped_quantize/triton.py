@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend
 from ....common.formats import FLOAT8, FLOAT32_MAX, ceil_div
-from ...runtime.launching import Performed, refuses_casts, run_into
+from ...runtime.launching import Performed, run_into, unsupported_casts
 from ..grouped_gemm import Groups, Matrices
 from ..quantize import QuantizeSpec, torch_dtype
 from .spec import Call, GroupedQuantized, GroupedQuantizeRequest, ScaleSlots
@@ -21,8 +21,8 @@ _WIDTH = 128
 Inputs = tuple[Tensor, "Tensor | None", "Tensor | None"]  # values, addresses, layout of the groups
 
 
-def refuses(request: GroupedQuantizeRequest) -> str | None:
-    if (reason := refuses_casts(request.device, request.dtype)) is not None:
+def unsupported_reason(request: GroupedQuantizeRequest) -> str | None:
+    if (reason := unsupported_casts(request.device, request.dtype)) is not None:
         return reason
     if request.shape[0] == 0 or request.shape[1] == 0:
         return "there is nothing to quantize"
@@ -126,4 +126,4 @@ def _space_for_matrices(
     return GroupedQuantized(codes, scale, codes_t, scale_t)
 
 
-BACKEND: Backend[GroupedQuantizeRequest] = Backend("triton", refuses=refuses, bind=bind)
+BACKEND: Backend[GroupedQuantizeRequest] = Backend("triton", unsupported_reason=unsupported_reason, bind=bind)

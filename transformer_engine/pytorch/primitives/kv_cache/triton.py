@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ...runtime.launching import refuses_elementwise, run
+from ...runtime.launching import run, unsupported_elementwise
 from .reference import CacheRequest
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def unsupported_reason(request: CacheRequest) -> str | None:
-    return refuses_elementwise(request.device, request.new, request.cache)
+    return unsupported_elementwise(request.device, request.new, request.cache)
 
 
 def bind(request: CacheRequest) -> Callable[..., None]:
@@ -62,4 +62,6 @@ def _strides(strides: tuple[int, ...], tensor_format: str) -> tuple[int, int, in
     return batch, token, strides[2]
 
 
-BACKEND: Backend[CacheRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)
+BACKEND: Backend[CacheRequest] = Backend(
+    "triton", unsupported_reason=unsupported_reason, bind=bind, opaque=True
+)

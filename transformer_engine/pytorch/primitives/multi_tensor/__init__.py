@@ -39,12 +39,12 @@ Lists = Sequence[Sequence[Tensor]]
 
 
 def scale_all(lists: Lists, factor: Tensor, flag: Tensor) -> None:
-    """lists[1][i] = lists[0][i] * factor [1], in float32; flag int32 [1] becomes 1 where an input is not finite."""
+    """lists[1][i] = lists[0][i] * factor [1], in float32; flag int32 [1] becomes 1 if an input is not finite."""
     TABLE.bound(("scale", *_facts(lists)))(lists, Extents(map(Tensor.numel, lists[0])), factor, flag)
 
 
 def squares_of_all(tensors: Sequence[Tensor], factor: Tensor | None = None) -> Tensor:
-    """float32 [n]: the sum of (x * factor [1])^2 over each tensor."""
+    """Return float32 [n]: the sum of (x * factor [1])^2 over each tensor."""
     lists = (tensors,)
     return TABLE.bound(("squares", *_facts(lists)))(lists, Extents(map(Tensor.numel, lists[0])), factor)
 
@@ -55,8 +55,8 @@ def adam_step(
     """One step of [gradients, parameters, first moments, second moments(, masters)], in place except for gradients.
 
     rates     float32 [10] of `adam_rates`
-    masters   the parameters in higher precision, of which the parameters are copies; int16: the lower halves of float32
-              numbers whose upper halves, rounded half up, are the parameters
+    masters   the parameters in higher precision, of which the parameters are copies; int16: the lower halves of
+              float32 numbers whose upper halves, rounded half up, are the parameters
     flag      int32 [1]: nothing is changed if it is not 0
     """
     facts = _facts(lists)

@@ -12,7 +12,7 @@ from torch import Tensor
 Lists = Sequence[Sequence[Tensor]]
 _Kind = tuple[
     tuple[int, ...], int, torch.device
-]  # bytes of an element of each list, elements of a chunk, where
+]  # bytes per element of each list, elements per chunk, device
 _ALIGNMENT = 16
 
 

@@ -33,7 +33,7 @@ Lists = Sequence[Sequence[Tensor]]
 
 
 def bind(request: MultiTensorRequest) -> Callable[..., Any]:
-    """(lists, extents, factor, flag) for "scale", (.., factor) -> sums, or (.., rates, flag) for a step"""
+    """Return (lists, extents, factor, flag) for "scale", (.., factor) -> sums, or (.., rates, flag) for a step."""
     how = request.how
     if request.operation == "scale":
         return lambda lists, extents, factor, flag: scale(lists, factor, flag)
@@ -46,7 +46,7 @@ def bind(request: MultiTensorRequest) -> Callable[..., Any]:
 
 
 def scale(lists: Lists, factor: Tensor, flag: Tensor) -> None:
-    """lists[1][i] = lists[0][i] * factor; the flag becomes 1 where an input is not finite."""
+    """lists[1][i] = lists[0][i] * factor; the flag becomes 1 if an input is not finite."""
     for x, y in zip(*lists, strict=True):
         values = x.to(torch.float32)
         flag.masked_fill_(~torch.isfinite(values).all(), 1)
@@ -54,7 +54,7 @@ def scale(lists: Lists, factor: Tensor, flag: Tensor) -> None:
 
 
 def squares(tensors: Sequence[Tensor], factor: Tensor | None) -> Tensor:
-    """float32 [n]: the sum of (x * factor)^2 of each tensor"""
+    """Return float32 [n]: the sum of (x * factor)^2 of each tensor."""
     sums = []
     for x in tensors:
         values = x.to(torch.float32) if factor is None else x.to(torch.float32) * factor
@@ -63,7 +63,7 @@ def squares(tensors: Sequence[Tensor], factor: Tensor | None) -> Tensor:
 
 
 def adam(lists: Lists, rates: Tensor, flag: Tensor | None, how: Adam) -> None:
-    """m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, p -= lr (m / c1 / (sqrt(v / c2) + eps) + decay p)
+    """m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, p -= lr (m / c1 / (sqrt(v / c2) + eps) + decay p).
 
     rates   lr, b1, 1 - b1, b2, 1 - b2, eps, decay, c1, c2, factor of the gradients
     """
@@ -90,7 +90,7 @@ def adam(lists: Lists, rates: Tensor, flag: Tensor | None, how: Adam) -> None:
 
 
 def sgd(lists: Lists, rates: Tensor, flag: Tensor, how: Sgd) -> None:
-    """g = scale g (+ decay p), m = momentum m + (1 - dampening) g, p -= lr (nesterov: g + momentum m, else m)
+    """g = scale g (+ decay p), m = momentum m + (1 - dampening) g, p -= lr (nesterov: g + momentum m, otherwise m).
 
     rates   decay, momentum, 1 - dampening, lr, scale
     """
@@ -111,14 +111,14 @@ def sgd(lists: Lists, rates: Tensor, flag: Tensor, how: Sgd) -> None:
 
 
 def joined(upper: Tensor, lower: Tensor) -> Tensor:
-    """float32 of a bfloat16 that was rounded half up from it, and of its lower 16 bits, int16."""
+    """Return float32 numbers of a bfloat16 that was rounded half up from them, and of their lower 16 bits, int16."""
     low = lower.to(torch.int32)
     high = upper.contiguous().view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
     return ((high << 16) | (low & 0xFFFF)).view(torch.float32)
 
 
 def halves(values: Tensor) -> tuple[Tensor, Tensor]:
-    """(bfloat16, rounded half up on the bits, and the lower 16 bits as int16) of float32 values."""
+    """Return (bfloat16, rounded half up on the bits, and the lower 16 bits as int16) of float32 values."""
     bits = values.contiguous().view(torch.int32)
     low = (bits << 16) >> 16
     high = (bits >> 16) + (low < 0).to(torch.int32)
@@ -126,7 +126,7 @@ def halves(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _write(pairs: Sequence[tuple[Tensor, Tensor]], flag: Tensor | None) -> None:
-    """target = value, unless the flag is set."""
+    """Write target = value, unless the flag is set."""
     for target, value in pairs:
         target.copy_(
             value if flag is None else torch.where(flag.reshape(()) == 0, value.to(target.dtype), target)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ....common.dispatch import Backend
 from ....common.memory import Memory
 from ....common.operation_settings import Adam, Sgd
-from ...runtime.launching import DTYPE_NAMES, refuses_elementwise, run
+from ...runtime.launching import DTYPE_NAMES, run, unsupported_elementwise
 from . import reference
 from .addresses import Extents, Lists, chunks_of
 from .reference import MultiTensorRequest
@@ -26,7 +26,7 @@ _REMEMBERED = 1 << 10
 
 def unsupported_reason(request: MultiTensorRequest) -> str | None:
     whole = (torch.int16,) if request.operation == "adam" else ()
-    return refuses_elementwise(request.device, *[kind for kind in request.kinds if kind not in whole])
+    return unsupported_elementwise(request.device, *[kind for kind in request.kinds if kind not in whole])
 
 
 def bind(request: MultiTensorRequest) -> Callable[..., Any]:
@@ -39,9 +39,9 @@ def bind(request: MultiTensorRequest) -> Callable[..., Any]:
         chunks = chunks_of(lists, extents, CHUNK)
         if chunks is None:
             warnings.warn(
-                f"a CUDA graph is capturing {request.operation} of tensors that no previous step had, whose addresses "
-                "cannot be copied to the device during capture, so that each tensor takes several launches; keep the "
-                "captured gradients with zero_grad(set_to_none=False) in the previous steps for a single launch",
+                f"a CUDA graph is capturing {request.operation} of tensors with new addresses, which cannot be copied "
+                "to the device during capture, so that each tensor takes several launches; keep the captured "
+                "gradients with zero_grad(set_to_none=False) in the previous steps for a single launch",
                 UserWarning,
                 stacklevel=2,
             )
@@ -79,4 +79,4 @@ def _launch(key: tuple[str, tuple[str, ...], Adam | Sgd | None, int, bool]) -> L
 
 _launches: Memory[tuple[Any, ...], Launch] = Memory(_launch, _REMEMBERED)
 
-BACKEND: Backend[MultiTensorRequest] = Backend("triton", refuses=unsupported_reason, bind=bind)
+BACKEND: Backend[MultiTensorRequest] = Backend("triton", unsupported_reason=unsupported_reason, bind=bind)

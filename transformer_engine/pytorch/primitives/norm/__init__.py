@@ -36,7 +36,7 @@ def layernorm_forward(
     zero_centered: bool,
     cast: Cast | None = None,
 ) -> tuple[Tensor | Quantized, Tensor, Tensor]:
-    """y [M, H] = (x - mean) * rstdev * gamma + bias; mean, rstdev float32 [M]; y in x's dtype, or as a cast asks.
+    """y [M, H] = (x - mean) * rstdev * gamma + bias; mean, rstdev float32 [M]; y in x's dtype, or the cast's codes.
 
     With a cast, the codes of y are returned instead of y. On a GPU the norm's kernel writes codes with one scale per
     tensor and codes of 1 x 128 blocks in the row direction. Then y is not stored, unless one scale is computed from its
@@ -53,7 +53,7 @@ def layernorm_forward(
 def layernorm_backward(
     dy: Tensor, x: Tensor, mean: Tensor, rstdev: Tensor, weight: Tensor, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx [M, H] in x's dtype, dweight [H], dbias [H] in weight's dtype), sums in float32."""
+    """Return dx [M, H] in x's dtype, dweight [H], dbias [H] in weight's dtype; sums are float32."""
     layout = (x.shape, x.stride(), x.dtype, weight.dtype, x.device)
     key = ("layernorm_backward", *layout, zero_centered, 0.0, (dy.stride(), dy.dtype))
     return TABLE.bound(key)(dy, x, mean, rstdev, weight)
@@ -74,7 +74,7 @@ def rmsnorm_forward(
 def rmsnorm_forward(
     x: Tensor, weight: Tensor, eps: float, zero_centered: bool, cast: Cast | None = None
 ) -> tuple[Tensor | Quantized, Tensor]:
-    """y [M, H] = x * rstdev * gamma; rstdev float32 [M] = rsqrt(E[x²] + eps); y in x's dtype, or as a cast asks."""
+    """y [M, H] = x * rstdev * gamma; rstdev float32 [M] = rsqrt(E[x²] + eps); y in x's dtype, or the cast's codes."""
     facts = ("rmsnorm_forward", x.shape, x.stride(), x.dtype, weight.dtype, x.device, zero_centered, eps)
     if cast is None:
         return TABLE.bound(facts)(x, weight)
@@ -86,7 +86,7 @@ def rmsnorm_forward(
 def rmsnorm_backward(
     dy: Tensor, x: Tensor, rstdev: Tensor, weight: Tensor, zero_centered: bool, add: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(dx [M, H] + add in x's dtype, dweight [H] in weight's dtype), sums in float32."""
+    """Return dx [M, H] + add in x's dtype, dweight [H] in weight's dtype; sums are float32."""
     layout, gradient = (x.shape, x.stride(), x.dtype, weight.dtype, x.device), (dy.stride(), dy.dtype)
     added = None if add is None else (add.stride(), add.dtype)
     key = ("rmsnorm_backward", *layout, zero_centered, 0.0, gradient, added)

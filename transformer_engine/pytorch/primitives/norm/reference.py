@@ -1,8 +1,8 @@
 """y = (x - E[x]) * rsqrt(Var[x] + eps) * gamma + beta and y = x * rsqrt(E[x²] + eps) * gamma, in float32.
 
 Layer Normalization: Ba, Kiros, Hinton, arXiv:1607.06450. Root Mean Square Layer Normalization: Zhang,
-Sennrich, arXiv:1910.07467. Every function takes matrices [rows, width]; gamma is weight, or 1 + weight when
-zero centered. The variance is that of the centred values (two passes): a large mean does not cancel it away.
+Sennrich, arXiv:1910.07467. Every function takes matrices [rows, width]; gamma is weight, or 1 + weight if zero
+centered. The variance is that of the centered values (two passes), so that a large mean does not cancel it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ StridesAndDtype = tuple["tuple[int, ...]", torch.dtype]  # strides and dtype
 
 
 class NormRequest(NamedTuple):
-    """One call on x [rows, width]; operation is the name of the public function that was called.
+    """One call on x [rows, width]; operation is the name of the called public function.
 
     eps       forward only
-    dy, add   layouts of the gradients that a backward reads
+    dy, add   layouts of the gradients that a backward pass reads
     """
 
     operation: str
@@ -68,7 +68,7 @@ def request_of(
 
 
 def bind(request: NormRequest) -> Callable[..., Any]:
-    """The operation that the request names, on its tensors; with a cast (.., multiplier, record) -> codes in y's place.
+    """Return the requested operation; with a cast, (.., multiplier, record) -> codes in y's place.
 
     layernorm_forward(x, weight, bias), layernorm_backward(dy, x, mean, rstdev, weight), rmsnorm_forward(x, weight),
     rmsnorm_backward(dy, x, rstdev, weight, add)
@@ -88,7 +88,7 @@ def bind(request: NormRequest) -> Callable[..., Any]:
 
 
 def with_cast(request: NormRequest, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward, and the cast behind it if the request asks for one."""
+    """Return the forward function, followed by the cast if the request has one."""
     if request.cast is None:
         return forward
     spec = request.cast.spec

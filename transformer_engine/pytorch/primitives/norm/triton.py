@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....common.dispatch import Backend, undisturbed
 from ...runtime import launching
-from ...runtime.launching import DTYPE_NAMES, Performed, refuses_elementwise, rows_dense, run
+from ...runtime.launching import DTYPE_NAMES, Performed, rows_dense, run, unsupported_elementwise
 from ..quantize import CastRequest, Quantized, fused_codes
 from ..quantize.format_row import as_float32
 from .reference import NormRequest, with_cast
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from ....common.kernels.norm import NormRows
     from ....common.kernels.program import Program
 
-_WIDEST_CENTERED = 4096  # columns of a LayerNorm that makes the codes of blocks
+_WIDEST_CENTERED = 4096  # largest width for which a LayerNorm writes the codes of blocks
 
 
 def unsupported_reason(request: NormRequest) -> str | None:
-    return refuses_elementwise(request.device, request.dtype, request.weight_dtype)
+    return unsupported_elementwise(request.device, request.dtype, request.weight_dtype)
 
 
 def bind(request: NormRequest) -> Callable[..., Any]:
@@ -41,8 +41,8 @@ def fuses(request: NormRequest, cast: CastRequest) -> bool:
     Blocks in both directions need tiles of 128 rows, and hence a second read of x after the statistics.
 
     H200, 8192 x 4096 bfloat16: 0.0245 ms for RMSNorm's statistics and 0.058 for tiles against 0.082 for separate steps.
-    Blocks of rows alone: RMSNorm 0.036 against 0.065, LayerNorm 0.039 against 0.067. With wider rows LayerNorm's kernel
-    runs out of registers (0.100 against 0.084 at 5120), and its statistics differ in the last bit from those it makes
+    Blocks along rows only: RMSNorm 0.036 against 0.065, LayerNorm 0.039 against 0.067. With wider rows LayerNorm's
+    kernel runs out of registers (0.100 against 0.084 at 5120), and the last bit of its statistics differs from those
     without codes.
     """
     narrow = not request.centered or request.shape[1] <= _WIDEST_CENTERED
@@ -52,7 +52,7 @@ def fuses(request: NormRequest, cast: CastRequest) -> bool:
 
 
 def _forward(request: NormRequest) -> Callable[..., tuple[Tensor, ...]]:
-    """(x, weight, bias) -> y, mean, rstdev, or (x, weight) -> y, rstdev"""
+    """Return (x, weight, bias) -> y, mean, rstdev, or (x, weight) -> y, rstdev."""
     if request.shape[0] == 0:
         return empty_layernorm if request.centered else empty_rmsnorm
     from ....common.kernels import norm  # it imports triton
@@ -87,7 +87,7 @@ def _row_stride(shape: tuple[int, int], strides: tuple[int, ...]) -> int:
 
 
 def _codes(request: NormRequest, cast: CastRequest) -> Callable[..., tuple[Any, ...]]:
-    """(x, weight, [bias], multiplier, record) -> the codes of y, from the kernel that makes y, [mean], rstdev"""
+    """Return (x, weight, [bias], multiplier, record) -> the codes of y, from the kernel of y, [mean], rstdev."""
     from ....common.kernels import norm_codes  # it imports triton
 
     if fused_codes.in_blocks(cast.spec):
@@ -118,7 +118,7 @@ def _codes(request: NormRequest, cast: CastRequest) -> Callable[..., tuple[Any, 
 
 
 def _backward(request: NormRequest) -> Callable[..., tuple[Tensor, ...]]:
-    """(dy, x, mean, rstdev, weight) -> dx, dweight, dbias, or (dy, x, rstdev, weight, add) -> dx, dweight"""
+    """Return (dy, x, mean, rstdev, weight) -> dx, dweight, dbias, or (dy, x, rstdev, weight, add) -> dx, dweight."""
     if request.shape[0] == 0:
         if request.centered:
             return lambda dy, x, mean, rstdev, weight: (
@@ -143,7 +143,7 @@ def _backward(request: NormRequest) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def backward_program(request: NormRequest) -> Program:
-    """Return the launches of a backward, and the buffer of their column sums."""
+    """Return the launches of a backward pass, and the buffer of their column sums."""
     from ....common.kernels import norm  # it imports triton
 
     assert request.dy is not None
@@ -178,4 +178,6 @@ def empty_rmsnorm(
     return x.new_empty(x.shape), x.new_empty(x.shape[:1], dtype=torch.float32)
 
 
-BACKEND: Backend[NormRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)
+BACKEND: Backend[NormRequest] = Backend(
+    "triton", unsupported_reason=unsupported_reason, bind=bind, opaque=True
+)

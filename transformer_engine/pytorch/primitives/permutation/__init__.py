@@ -1,4 +1,4 @@
-"""y[row of a route] = x[its token], and back: tokens [T, H] in the order of experts, and the table of backends."""
+"""y[row of a route] = x[its token], and its inverse: tokens [T, H] in the order of experts; table of backends."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ __all__ = [
 
 
 def rows_of_mask(mask: Tensor) -> Tensor:
-    """The map by mask, int32 [T, 2 E + 1], of a mask [T, E]: not 0 where an expert takes a token.
+    """Return the map by mask, int32 [T, 2 E + 1], of a mask [T, E]: not 0 if an expert processes a token.
 
-    Rows go by expert, those of an expert by token.
+    Rows are ordered by expert, then by token.
     """
     key = ("map", mask.shape, mask.dtype, mask.device, MASK, 0, 0, None, False, mask.stride())
     return TABLE.bound(key)(mask)
 
 
 def rows_of_indices(experts: Tensor, rows: int) -> Tensor:
-    """The map by index, int32 [J * T], of the experts [T, J] of each token.
+    """Return the map by index, int32 [J * T], of the experts [T, J] of each token.
 
-    Rows go by expert, those of an expert by token and route; routes beyond the last of the rows are dropped, -1.
+    Rows are ordered by expert, then by token and route; routes beyond the last row are dropped, -1.
     """
     order = (
         experts.reshape(-1).sort(stable=True).indices
-    )  # torch's own: a radix sort on a GPU, without a wait
+    )  # torch's radix sort on a GPU, without synchronization
     row = torch.arange(order.shape[0], dtype=torch.int32, device=experts.device)
     row = torch.where(row < rows, row, -1)
     return torch.empty_like(row).scatter_(0, order, row).view(experts.shape).t().reshape(-1)
 
 
 def rows_of_chunks(splits: Tensor, order: Tensor, tokens: int) -> Tensor:
-    """The map by index, int32 [T], that puts chunk order[i] of splits rows in place i; rows in no chunk stay."""
+    """Return the map by index, int32 [T], that moves chunk order[i] of splits rows to place i; other rows stay."""
     key = ("chunks", (tokens, splits.shape[0]), splits.dtype, splits.device)
     return TABLE.bound(key)(splits, order)
 
 
 def rows_of_segments(segments: Tensor, tokens: int) -> Tensor:
-    """The map by index, int32 [T]: segments int32 [3, N] are first row, rows and first row in the result."""
+    """Return the map by index, int32 [T]; segments int32 [3, N] are first row, rows, and first row in the result."""
     key = ("segments", (tokens, segments.shape[1]), segments.dtype, segments.device)
     return TABLE.bound(key)(segments)
 
@@ -65,10 +65,10 @@ def rows_of_segments(segments: Tensor, tokens: int) -> Tensor:
 def send(
     x: Tensor, routes: Routes, rows: int, probs: Tensor | None = None, *, every_row: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """(y [rows, H], row_probs [rows]): y[row] = x[token], row_probs[row] = probs[token, column].
+    """Return y [rows, H] and row_probs [rows]: y[row] = x[token], row_probs[row] = probs[token, column].
 
-    A row that nothing is sent to is zero, and so is, with probs, one whose probability is 0.
-    every_row   every row receives a token, so that no row needs a check
+    A row without a token is zero, and with probs also a row with probability 0.
+    every_row   every row receives a token, so that rows are not checked
     """
     key = _key("send", (routes.tokens, x.shape[1]), x, routes, rows, probs, every_row)
     return TABLE.bound(key)(x, routes.map, routes.pad_offsets, probs)
@@ -77,9 +77,9 @@ def send(
 def collect(
     y: Tensor, routes: Routes, weights: Tensor | None = None, row_values: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """(x [T, H], values [T, columns]): x[t] = sum over routes of weights[t, column] * y[row], in float32.
+    """Return x [T, H] and values [T, columns]: x[t] = sum over routes of weights[t, column] * y[row], in float32.
 
-    values[t, column] = row_values[row], 0 where a token has no such route.
+    values[t, column] = row_values[row], 0 for a token without such a route.
     """
     beside = weights if row_values is None else row_values
     key = _key("collect", (routes.tokens, y.shape[1]), y, routes, y.shape[0], beside, False)
@@ -89,9 +89,9 @@ def collect(
 def send_weighted(
     dx: Tensor, routes: Routes, rows: int, weights: Tensor, y: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """(dy [rows, H] = weight * dx[token], gradient of weights [T, columns] = sum(y[row] * dx[token])), of `collect`.
+    """Return `collect`'s gradients dy [rows, H] = weight * dx[token], dweights [T, columns] = sum(y[row] * dx[token]).
 
-    y   None where the weights want no gradient
+    y   None if the weights need no gradient
     """
     beside = None if y is None else weights
     key = _key("send_weighted", (routes.tokens, dx.shape[1]), dx, routes, rows, beside, False)

@@ -1,4 +1,4 @@
-"""Permutations of tokens in float32 torch operations of fixed shapes, on any device: by the token of every row."""
+"""Permutations of tokens in float32 torch operations of fixed shapes, on any device, by the token of every row."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MASK, INDEX = "mask", "index"
 
 
 class Routes(NamedTuple):
-    """Which rows tokens are sent to; a route of a token has a row and a column of probabilities [T, columns].
+    """The rows of tokens; a route of a token has a row and a column of probabilities [T, columns].
 
-    layout       MASK: map int32 [T, 2 E + 1], a token's rows, the highest first, from E on the experts they belong to,
-                 at 2 E how many they are; other cells hold anything. A column is an expert.
-                 INDEX: map int32 [J * T], row of token t's route j at j * T + t, -1 where it is dropped; a column is j
+    layout       MASK: map int32 [T, 2 E + 1], a token's rows, the highest first, from E on their experts, at 2 E their
+                 number; other cells are arbitrary. A column is an expert.
+                 INDEX: map int32 [J * T], row of token t's route j at j * T + t, -1 if it is dropped; a column is j
     pad_offsets  by mask: int64 [E], offsets of the experts' rows
     """
 
@@ -35,8 +35,8 @@ class PermutationRequest(NamedTuple):
 
     strides    of the mask
     rows       of the permuted tokens
-    weights    dtype of probabilities, or of values a row
-    every_row  is every row sent something?
+    weights    dtype of probabilities, or of values per row
+    every_row  every row receives a token
     """
 
     operation: str
@@ -52,7 +52,7 @@ class PermutationRequest(NamedTuple):
 
 
 def bind(request: PermutationRequest) -> Callable[..., Any]:
-    """What computes the operation, on the tensors that `__init__` hands over."""
+    """Return the operation as a callable on the tensors that `__init__` passes."""
     if request.operation == "map":
         return map_of_mask
     if request.operation == "chunks":
@@ -69,7 +69,7 @@ def bind(request: PermutationRequest) -> Callable[..., Any]:
 
 
 def map_of_mask(mask: Tensor) -> Tensor:
-    """int32 [T, 2 E + 1] of a mask [T, E]; -1 in the cells that hold nothing."""
+    """Return int32 [T, 2 E + 1] of a mask [T, E]; -1 in unused cells."""
     tokens, experts = mask.shape
     ones = (mask != 0).long()
     counts = ones.sum(0)
@@ -85,7 +85,7 @@ def map_of_mask(mask: Tensor) -> Tensor:
 
 
 def map_of_chunks(splits: Tensor, order: Tensor, tokens: int) -> Tensor:
-    """By index [T]: chunk order[i] of splits rows comes in place i."""
+    """Return the map by index [T]: chunk order[i] of splits rows moves to place i."""
     splits, order = splits.long(), order.long()
     starts = splits.cumsum(0) - splits
     sizes = splits[order]
@@ -93,7 +93,7 @@ def map_of_chunks(splits: Tensor, order: Tensor, tokens: int) -> Tensor:
 
 
 def map_of_segments(segments: Tensor, tokens: int) -> Tensor:
-    """By index [T]: a row moves with the segment (first row, rows, first row in the result) that it is in."""
+    """Return the map by index [T]: a row moves with its segment (first row, rows, first row in the result)."""
     begin, size, target = segments.long().unbind(0)
     row = torch.arange(tokens, device=segments.device)
     within = row[:, None] - begin
@@ -102,7 +102,7 @@ def map_of_segments(segments: Tensor, tokens: int) -> Tensor:
 
 
 def send(x: Tensor, routes: Routes, rows: int, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """(y [rows, H], row_probs [rows]); zero where a row's probability is 0, or where nothing is sent."""
+    """Return y [rows, H] and row_probs [rows]; zero if a row's probability is 0, or for a row without a token."""
     token, column = _origins(routes, rows)
     y = _with_zero(x)[token]
     if probs is None:
@@ -114,7 +114,7 @@ def send(x: Tensor, routes: Routes, rows: int, probs: Tensor | None) -> tuple[Te
 def collect(
     y: Tensor, routes: Routes, rows: int, weights: Tensor | None, row_values: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """(x [T, H] = sum of weight * y, values [T, columns] of row_values)."""
+    """Return x [T, H] = sum of weight * y, and values [T, columns] of row_values."""
     token, column = _origins(routes, rows)
     wide = _wide(y)
     if weights is not None:
@@ -128,7 +128,7 @@ def collect(
 def send_weighted(
     dx: Tensor, routes: Routes, rows: int, weights: Tensor, y: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """(dy [rows, H] = weight * dx, gradient of the weights [T, columns] = sum(y * dx), None without y)."""
+    """Return dy [rows, H] = weight * dx, and the weights' gradient [T, columns] = sum(y * dx), None without y."""
     token, column = _origins(routes, rows)
     gradient = _with_zero(_wide(dx))[token]
     weight = _with_zero(_wide(weights))[token, column][:, None].to(gradient.dtype)
@@ -140,7 +140,7 @@ def send_weighted(
 
 
 def _origins(routes: Routes, rows: int) -> tuple[Tensor, Tensor]:
-    """Of every row its token (T where nothing is sent) and its column."""
+    """Return the token (T for a row without a token) and the column of every row."""
     tokens, columns, device = routes.tokens, routes.columns, routes.map.device
     if routes.layout == MASK:
         cells = routes.map.long()
@@ -165,13 +165,13 @@ def _origins(routes: Routes, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _by_column(values: Tensor, token: Tensor, column: Tensor, routes: Routes) -> Tensor:
-    """[T, columns] with the value of each route's row, 0 where there is no route."""
+    """Return [T, columns] with the value of each route's row, 0 for absent routes."""
     whole = values.new_zeros(routes.tokens + 1, routes.columns)
     return whole.index_put((token, column), values)[: routes.tokens]
 
 
 def _with_zero(x: Tensor) -> Tensor:
-    """x with a row of zeros behind it."""
+    """Return x followed by a row of zeros."""
     return torch.cat((x, x.new_zeros(1, x.shape[1])))
 
 

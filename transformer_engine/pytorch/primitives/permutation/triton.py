@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ...runtime.launching import DTYPE_NAMES, perform, refuses_elementwise, run
+from ...runtime.launching import DTYPE_NAMES, perform, run, unsupported_elementwise
 from .reference import MASK, PermutationRequest
 
 _NAMES = {**DTYPE_NAMES, torch.uint8: "uint8"}  # codes are moved as bytes
-_EXPERTS = 4096  # columns that a program holds
+_EXPERTS = 4096  # columns that a program can hold
 _CHUNKS = 1024
 _LIMIT = 1 << 31  # rows are numbered in 32 bits
 _COUNTED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -28,12 +28,12 @@ def unsupported_reason(request: PermutationRequest) -> str | None:
         width, most = request.shape[1], _EXPERTS if request.operation == "map" else _CHUNKS
         if width > most and request.operation != "segments":
             return f"{width} {'experts' if request.operation == 'map' else 'chunks'} > {most}"
-        return refuses_elementwise(request.device)
+        return unsupported_elementwise(request.device)
     if request.columns > _EXPERTS:
         return f"{request.columns} experts > {_EXPERTS}"
     moved = request.operation == "send" and request.dtype == torch.uint8
     values = () if moved else (request.dtype,)
-    return refuses_elementwise(
+    return unsupported_elementwise(
         request.device, *values, *(() if request.weights is None else (request.weights,))
     )
 
@@ -155,4 +155,6 @@ def _is_empty(request: PermutationRequest) -> bool:
     return request.shape[0] * request.shape[1] * request.rows * request.columns == 0
 
 
-BACKEND: Backend[PermutationRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)
+BACKEND: Backend[PermutationRequest] = Backend(
+    "triton", unsupported_reason=unsupported_reason, bind=bind, opaque=True
+)

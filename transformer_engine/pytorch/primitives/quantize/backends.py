@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ...runtime.launching import refuses_casts
+from ...runtime.launching import unsupported_casts
 from ..operand import Operand
 from .encodings import widen
 from .format_row import PlannedCall, QuantizeInputs
@@ -49,14 +49,14 @@ def _bind_reference(request: QuantizeRequest) -> PlannedCall:
 
 
 def _unsupported_by_triton(request: QuantizeRequest) -> str | None:
-    if (reason := refuses_casts(request.device, request.dtype)) is not None:
+    if (reason := unsupported_casts(request.device, request.dtype)) is not None:
         return reason
     if 0 in request.shape:
         return "there is nothing to quantize"
     if max(request.shape) >= _LIMIT:
         return f"an extent of {list(request.shape)} reaches {_LIMIT}"
     if FORMATS[request.spec.format.name].plan is None:
-        return f"there is no kernel for format {request.spec.format.name}"
+        return f"it has no kernel for format {request.spec.format.name}"
     return None
 
 
@@ -68,5 +68,9 @@ def _bind_triton(request: QuantizeRequest) -> PlannedCall:
 
 REFERENCE: Backend[QuantizeRequest] = Backend("reference", takes=frozenset(OPTIONS), bind=_bind_reference)
 TRITON: Backend[QuantizeRequest] = Backend(
-    "triton", takes=frozenset(OPTIONS), refuses=_unsupported_by_triton, bind=_bind_triton, opaque=True
+    "triton",
+    takes=frozenset(OPTIONS),
+    unsupported_reason=_unsupported_by_triton,
+    bind=_bind_triton,
+    opaque=True,
 )

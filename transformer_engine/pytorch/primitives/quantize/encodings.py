@@ -20,7 +20,7 @@ def divide(numerator: float, denominator: Tensor) -> Tensor:
 
 
 def absolute_maximum(x: Tensor) -> Tensor:
-    """max|x| as float32 [1]; 0 of an empty tensor, NaN if any element is NaN."""
+    """Return max|x| as float32 [1]; 0 for an empty tensor, NaN if any element is NaN."""
     if x.numel() == 0:
         return torch.zeros(1, dtype=torch.float32, device=x.device)
     # One pass without a temporary; abs().amax() takes 2.5 times as long on a CPU.
@@ -29,7 +29,7 @@ def absolute_maximum(x: Tensor) -> Tensor:
 
 
 def row_maxima(x: Tensor) -> Tensor:
-    """max|x| of every row of x [M, K] as float32 [M]; 0 of empty rows, NaN where a row has a NaN."""
+    """Return max|x| of every row of x [M, K] as float32 [M]; 0 for empty rows, NaN for a row with a NaN."""
     if x.shape[1] == 0:
         return torch.zeros(x.shape[0], dtype=torch.float32, device=x.device)
     least, greatest = torch.aminmax(x, dim=1)
@@ -44,10 +44,10 @@ def scale_from_amax(
     epsilon: float = 0.0,
     value_for_inf: float | None = None,
 ) -> Tensor:
-    """scale = maximum / max(amax, epsilon) in float32; 1 where that amax is 0, infinite or NaN.
+    """Return scale = maximum / max(amax, epsilon) in float32; 1 if that amax is 0, infinite or NaN.
 
-    An infinite quotient becomes value_for_inf, by default the greatest float32; power_of_two rounds down by
-    clearing the mantissa.
+    An infinite quotient becomes value_for_inf, by default the largest float32; power_of_two rounds down by clearing the
+    mantissa.
     """
     amax = amax.to(torch.float32)
     if epsilon > 0.0:
@@ -61,7 +61,7 @@ def scale_from_amax(
 
 
 def cast(x: Tensor, element: Element) -> Tensor:
-    """The nearest codes of float32 x, ties to even; infinity as the maximum, NaN as 0x7F whatever its sign.
+    """Return the nearest codes of float32 x, ties to even; infinity becomes the maximum, NaN 0x7F for any sign.
 
     0x7F is NVIDIA's canonical NaN of both formats, which the conversion instruction of the kernels produces.
     """
@@ -72,7 +72,7 @@ def cast(x: Tensor, element: Element) -> Tensor:
 
 
 def widen(codes: Tensor) -> Tensor:
-    """float8 codes as float32, exactly."""
+    """Return float8 codes as float32, exactly."""
     if codes.dtype == torch.float8_e4m3fn and codes.device.type == "cpu":
         # torch's own cast takes 10.7 ms for 2048 x 2048 on one core, a table of the 256 values 2.5 ms.
         table = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).to(torch.float32)
@@ -82,16 +82,16 @@ def widen(codes: Tensor) -> Tensor:
 
 
 def encode_e2m1(x: Tensor, random: Tensor | None = None) -> Tensor:
-    """codes uint8 of float32 x: the nearest, ties to the even code, beyond 6 the code of 6, NaN as +6.
+    """Return uint8 codes of float32 x: nearest, ties to the even code; above 6 the code of 6, NaN becomes +6.
 
-    With random (uniform in [0, 1), shape of x): floor(|x| + random * gap) on the grid, gap being the distance
-    between the two magnitudes that enclose |x|.
+    With random (uniform in [0, 1), shape of x): floor(|x| + random * gap) on the grid; gap is the distance between the
+    two magnitudes that enclose |x|.
     """
     x = x.nan_to_num(nan=E2M1.maximum, posinf=E2M1.maximum, neginf=-E2M1.maximum)
     magnitude = x.abs()
-    # The grid has gaps of 1/2 up to 2, of 1 up to 4 and of 2 up to 6: three stretches of 4, 2 and 1 codes. A
-    # code is the sum of what |x| fills of the three, in units of their gaps. Every term is exact in float32.
-    # torch.where() instead costs 10 ms a call for 2048 x 2048 on one core, each of these about 0.6 ms.
+    # The grid has gaps of 1/2 up to 2, of 1 up to 4 and of 2 up to 6: three ranges of 4, 2 and 1 codes. A code is the
+    # sum of the parts of the three ranges below |x|, in units of their gaps. Every term is exact in float32.
+    # torch.where() would cost 10 ms per call for 2048 x 2048 on one core, each of these about 0.6 ms.
     stretches = (
         magnitude.clamp(max=2.0) * 2.0,
         magnitude.clamp(2.0, 4.0) - 2.0,
@@ -103,7 +103,7 @@ def encode_e2m1(x: Tensor, random: Tensor | None = None) -> Tensor:
     else:
         first, second, third = (stretch.floor() for stretch in stretches)
         whole = first + second + third
-        # At most one stretch is partly filled.
+        # At most one range is partly filled.
         fraction = (stretches[0] - first) + (stretches[1] - second) + (stretches[2] - third)
         codes = whole + (fraction + random).floor()
     return codes.to(torch.uint8) | (torch.signbit(x).to(torch.uint8) << 3)
@@ -141,7 +141,7 @@ _QUIET_NAN = 0x7FC00000
 
 
 def e8m0_from_float(v: Tensor) -> Tensor:
-    """The least exponent byte e with 2^(e - 127) >= v, for float32 v >= 0; NaN -> 255, above 2^127 -> 254."""
+    """Return the smallest exponent byte e with 2^(e - 127) >= v, for float32 v >= 0; NaN -> 255, above 2^127 -> 254."""
     bits = v.view(torch.int32) & 0x7FFFFFFF
     exponent = bits >> 23
     mantissa = bits & 0x007FFFFF
@@ -151,7 +151,7 @@ def e8m0_from_float(v: Tensor) -> Tensor:
 
 
 def e8m0_to_float(codes: Tensor) -> Tensor:
-    """2^(e - 127) as float32, exactly (2^-127 is subnormal); 255 -> NaN."""
+    """Return 2^(e - 127) as float32, exactly (2^-127 is subnormal); 255 -> NaN."""
     exponent = codes.to(torch.int32)
     bits = torch.where(exponent == 0, _HALF_LEAST_NORMAL, exponent << 23)
     return torch.where(exponent == _NAN, _QUIET_NAN, bits).view(torch.float32)
@@ -162,7 +162,7 @@ _NEGATIVE = 0b1101_0111_1110_1000  # bit i: element i of a group changes its sig
 
 
 def hadamard_transform(x: Tensor, random_sign: bool = True) -> Tensor:
-    """y = (x * signs) @ H / 4 on every 16 elements of the last axis [..., 16 n], in float32, rounded to x's dtype.
+    """Return y = (x * signs) @ H / 4 on groups of 16 of the last axis [..., 16 n], in float32, rounded to x's dtype.
 
     H is the 16 x 16 Hadamard matrix of Sylvester's construction.
 

@@ -1,7 +1,7 @@
 """FP8 codes that a kernel writes instead of its result: conditions, and the arguments of kernels.
 
-With one scale a tensor (`one_scale`), or with one a block, which needs no scale beforehand (`blocks`, `in_blocks`,
-`in_row_blocks`).
+The codes have one scale per tensor (`one_scale`), or one per block, which needs no scale beforehand (`blocks`,
+`in_blocks`, `in_row_blocks`).
 
 Codes, scales and maxima are those of the separate steps: the result is rounded to its dtype before it is scaled.
 """
@@ -40,7 +40,7 @@ def cast_request(
 def fuses(
     shape: tuple[int, int], dtype: torch.dtype, device: torch.device, spec: QuantizeSpec, given: bool
 ) -> bool:
-    """Would a kernel's own codes be those of `quantize`? One scale a tensor or a block, row-wise codes, by Triton."""
+    """Return whether a kernel's own codes equal those of `quantize`: scales per tensor or block, row-wise, Triton."""
     if spec.format.name not in _FORMATS or not spec.rowwise or 0 in shape or torch.compiler.is_compiling():
         return False
     return TABLE.name_of((spec, shape, dtype, device, given, False)) == "triton"
@@ -57,7 +57,7 @@ def in_blocks(spec: QuantizeSpec) -> bool:
 
 
 def in_row_blocks(spec: QuantizeSpec) -> bool:
-    """Return whether blocks are parts of rows in the row direction alone, so that a kernel quantizes each row."""
+    """Return whether blocks are parts of rows in the row direction only, so that a kernel quantizes each row."""
     return spec.format == BLOCK_1D and not spec.columnwise
 
 
@@ -65,14 +65,14 @@ def gradient_fuses(spec: QuantizeSpec, sums_columns: bool) -> bool:
     """Return whether the fused cast of dx is faster than a separate one: not for row blocks with column sums.
 
     H200, 8192 x 14336 bfloat16, SwiGLU and GELU, both directions: 0.507 and 0.298 ms (0.548 and 0.304 in two steps),
-    with sums 0.679 and 0.373 (0.677 and 0.380, but dx is stored then); rows alone 0.285 and 0.219 (0.444 and 0.254),
+    with sums 0.679 and 0.373 (0.677 and 0.380, but dx is stored then); rows only 0.285 and 0.219 (0.444 and 0.254),
     with sums 0.772 and 0.434 (0.573 and 0.328).
     """
     return not (sums_columns and in_row_blocks(spec))
 
 
 def blocks(spec: QuantizeSpec, dtype: torch.dtype) -> Blocks:
-    """The spec as kernels take it, for a result that is rounded to dtype."""
+    """Return the kernels' settings of a spec, for a result that is rounded to dtype."""
     from ....common.kernels.block_cast import Blocks  # it imports triton
 
     return Blocks(
@@ -86,7 +86,7 @@ def blocks(spec: QuantizeSpec, dtype: torch.dtype) -> Blocks:
 
 
 def one_scale(cast: CastRequest) -> OneScale:
-    """A cast with one scale a tensor as kernels take it."""
+    """Return the kernels' settings of a cast with one scale per tensor."""
     from ....common.kernels.cast import OneScale  # it imports triton
 
     spec = cast.spec

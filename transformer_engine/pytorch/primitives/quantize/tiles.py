@@ -1,4 +1,4 @@
-"""Matrices [R, K] cut into tiles of (r, c) elements: [ceil(R/r), r, ceil(K/c), c], padded with zeros."""
+"""Matrices [R, K] as tiles of (r, c) elements: [ceil(R/r), r, ceil(K/c), c], padded with zeros."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ....common.formats import round_up
 
 
 def cut(x: Tensor, tile: tuple[int, int]) -> Tensor:
-    """[R, K] -> float32 [ceil(R/r), r, ceil(K/c), c]; zeros fill the last tiles."""
+    """Split [R, K] into float32 tiles [ceil(R/r), r, ceil(K/c), c]; the last tiles are padded with zeros."""
     x = x.to(torch.float32)
     rows, depth = x.shape
     r, c = tile
@@ -20,7 +20,7 @@ def cut(x: Tensor, tile: tuple[int, int]) -> Tensor:
 
 
 def join(tiles: Tensor, shape: tuple[int, int]) -> Tensor:
-    """[ceil(R/r), r, ceil(K/c), c] -> [R, K] contiguous, the padding cut off."""
+    """Join [ceil(R/r), r, ceil(K/c), c] to [R, K] contiguous, without the padding."""
     rows, depth = shape
     tile_rows, r, tile_columns, c = tiles.shape
     if (tile_rows * r, tile_columns * c) == (rows, depth):
@@ -52,18 +52,18 @@ def _join_alone_shape(tiles: Tensor, rows: int, depth: int) -> Tensor:
 
 
 def tile_amax(tiles: Tensor) -> Tensor:
-    """max|x| of every tile, float32 [ceil(R/r), ceil(K/c)]; NaN where a tile holds one."""
+    """Return max|x| of every tile, float32 [ceil(R/r), ceil(K/c)]; NaN for a tile with a NaN."""
     amax = tiles.abs().amax(dim=-1)
     # The width first: both axes in one call take 1.5 times as long on a CPU.
     return amax.squeeze(1) if amax.shape[1] == 1 else amax.amax(dim=1)
 
 
 def spread(values: Tensor) -> Tensor:
-    """One value a tile [ceil(R/r), ceil(K/c)] -> [ceil(R/r), 1, ceil(K/c), 1], to multiply tiles by."""
+    """Reshape one value per tile [ceil(R/r), ceil(K/c)] to [ceil(R/r), 1, ceil(K/c), 1], to multiply tiles by it."""
     return values[:, None, :, None]
 
 
 def repeat_rows(values: Tensor, rows_a_tile: int, rows: int) -> Tensor:
-    """[ceil(R/r), n] -> [R, n]: each row of tiles' values for every row that it covers."""
+    """Repeat [ceil(R/r), n] to [R, n]: each row of tiles' values for every row of its tiles."""
     tile_rows, columns = values.shape
     return join(spread(values).expand(tile_rows, rows_a_tile, columns, 1), (rows, columns))

@@ -1,8 +1,8 @@
 """y = x rotated in pairs of features by an angle that grows with the token's position, and its gradient.
 
-Su et al., RoFormer (2021). `angles` is float32 [positions, rotated features]; features beyond the rotated
-ones pass through. Public callers use `check_rotation`; the functions here do not check their arguments, but a token
-whose position has no angle becomes NaN (RopeSpec.clamps).
+Su et al., RoFormer (2021). `angles` is float32 [positions, rotated features]; other features are copied. Public callers
+use `check_rotation`; these functions do not check their arguments, but a token whose position has no angle becomes NaN
+(RopeSpec.clamps).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .reference import Positions, RopeRequest, RopeSpec
 
 
 def rope_forward(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSpec) -> Tensor:
-    """y = x * cos(a) + pair(x) * sin(a), in float32, returned in x's dtype; x as spec.tensor_format says."""
+    """y = x * cos(a) + pair(x) * sin(a), in float32, returned in x's dtype; the layout of x is spec.tensor_format."""
     return _turned("forward", x, angles, *positions, spec)
 
 
@@ -36,9 +36,9 @@ def rope_qkv_forward(
     sizes: tuple[int, int, int],
     spec: RopeSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(q [.., g * n, d], k [.., g, d], v [.., g, dv]) of qkv [.., g, n * d + d + dv], q and k rotated; contiguous.
+    """Return q [.., g * n, d], k [.., g, d], v [.., g, dv] of qkv [.., g, n * d + d + dv]; q and k rotated, contiguous.
 
-    sizes = (n * d, d, dv) is how a group's features split; the leading axes are those of spec.tensor_format.
+    sizes = (n * d, d, dv) are the parts of a group's features; the leading axes are those of spec.tensor_format.
     """
     if sum(sizes) != qkv.shape[-1]:
         raise ValueError(
@@ -64,11 +64,11 @@ def rope_qkv_backward(
     sizes: tuple[int, int, int],
     spec: RopeSpec,
 ) -> Tensor:
-    """dqkv [.., g, n * d + d + dv] from the gradients of what rope_qkv_forward returned; contiguous."""
+    """Return dqkv [.., g, n * d + d + dv], contiguous, from the gradients of the results of rope_qkv_forward."""
     if (dq.shape[-2] * dq.shape[-1], dk.shape[-1], dv.shape[-1]) != (dk.shape[-2] * sizes[0], *sizes[1:]):
         raise ValueError(
             f"gradients {list(dq.shape)}, {list(dk.shape)}, {list(dv.shape)} do not fit the split {list(sizes)}; "
-            "give those of what rope_qkv_forward returned"
+            "give those of the results of rope_qkv_forward"
         )
     start, cu_seqlens = positions
     lies, shapes = (dk.shape, dk.stride()), (q_angles.shape, k_angles.shape)

@@ -15,9 +15,9 @@ FORMATS = ("sbhd", "bshd", "thd")
 
 
 def check_rotation(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSpec, size: int) -> None:
-    """ValueError unless angles [positions, .., rotated] fit x, whose heads have `size` features.
+    """Raise ValueError unless angles [positions, .., rotated] fit x, whose heads have `size` features.
 
-    Positions of tokens follow from shapes, and from numbers in tensors as far as `demand` sees them.
+    Positions depend on shapes, and on numbers in tensors, which `demand` checks if TE_CHECK allows.
     """
     if spec.tensor_format not in FORMATS:
         raise ValueError(f"tensor_format={spec.tensor_format!r}; choose one of {', '.join(FORMATS)}")
@@ -27,14 +27,16 @@ def check_rotation(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSp
         )
     if angles.shape[-1] > size:
         raise ValueError(
-            f"freqs turn {angles.shape[-1]} features, the head has {size}; lower dim, or give fewer"
+            f"freqs rotate {angles.shape[-1]} features, the head has {size}; lower dim, or give fewer"
         )
     if angles.numel() != angles.shape[0] * angles.shape[-1]:
         raise ValueError(
             f"freqs are {list(angles.shape)}; give [positions, 1, 1, d], the same of every sequence"
         )
     if angles.shape[-1] % 2:
-        raise ValueError(f"freqs turn {angles.shape[-1]} features, which come in pairs; give an even number")
+        raise ValueError(
+            f"freqs rotate {angles.shape[-1]} features, which come in pairs; give an even number"
+        )
     if not 0 <= spec.cp_rank < spec.cp_size:
         raise ValueError(f"cp_rank={spec.cp_rank} is outside 0..{spec.cp_size - 1}; give a rank of the group")
     if spec.tensor_format == "thd":
@@ -76,12 +78,12 @@ def _check_packed(tokens: int, table: int, positions: Positions, spec: RopeSpec)
 def _check_starts(start: Tensor, sequences: int) -> None:
     if start.ndim != 1 or start.shape[0] != sequences or start.is_floating_point():
         raise ValueError(
-            f"start_positions is {start.dtype} {list(start.shape)}; give integers [{sequences}], one a sequence"
+            f"start_positions is {start.dtype} {list(start.shape)}; give integers [{sequences}], one per sequence"
         )
 
 
 def reaches_starts(starts: list[int], length: int, table: int) -> None:
-    """ValueError unless sequences of that length from these positions on stay in a table of that many positions."""
+    """Raise ValueError unless sequences of that length from these positions on fit a table of that many positions."""
     if starts and min(starts) < 0:
         raise ValueError(f"start_positions has {min(starts)}; positions count from 0")
     needed = max(starts, default=0) + length
@@ -95,7 +97,7 @@ def reaches_starts(starts: list[int], length: int, table: int) -> None:
 def reaches_packed(
     bounds: list[int], starts: list[int] | None, tokens: int, table: int, cp_size: int
 ) -> None:
-    """ValueError unless bounds are those of whole sequences that `cp_size` ranks share, and the table reaches."""
+    """Raise ValueError unless bounds are those of whole sequences that `cp_size` ranks share, and the table fits."""
     if bounds[0] != 0:
         raise ValueError(f"cu_seqlens begins with {bounds[0]}; make its first entry 0")
     if starts is not None and starts and min(starts) < 0:
@@ -105,7 +107,7 @@ def reaches_packed(
             raise ValueError(f"cu_seqlens falls from {begin} to {end} at sequence {index}; it may only grow")
         if cp_size > 1 and (end - begin) % (2 * cp_size):
             raise ValueError(
-                f"sequence {index} of {end - begin} tokens is no multiple of 2 * cp_size = {2 * cp_size}; pad it"
+                f"sequence {index} of {end - begin} tokens is not a multiple of 2 * cp_size = {2 * cp_size}; pad it"
             )
         needed = end - begin + (0 if starts is None else starts[index])
         if needed > table:
@@ -120,7 +122,7 @@ def reaches_packed(
 
 
 def reaches_lengths(bounds: list[int] | None, table: int) -> None:
-    """ValueError unless a table has as many positions as the longest sequence between bounds has tokens."""
+    """Raise ValueError unless a table has as many positions as the longest sequence between bounds has tokens."""
     lengths = [] if bounds is None else [end - begin for begin, end in pairwise(bounds)]
     longest = max(lengths, default=0)
     if longest > table:

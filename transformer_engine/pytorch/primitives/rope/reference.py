@@ -15,10 +15,10 @@ class RopeSpec(NamedTuple):
     """tensor_format sbhd [s, b, h, d], bshd [b, s, h, d] or thd [t, h, d].
 
     interleaved  features are paired (0, 1), (2, 3), ... instead of (i, i + d/2)
-    cp_size, cp_rank  context parallelism: of 2 * cp_size equal chunks of a sequence this rank holds the two
+    cp_size, cp_rank  context parallelism: of 2 * cp_size equal chunks of a sequence, this rank has the two
                  numbered cp_rank and 2 * cp_size - 1 - cp_rank
-    clamps       a token whose position lies outside the angles is padding, and turns by the nearest of them; else
-                 such a token becomes NaN. Tokens behind the last packed sequence are padding always
+    clamps       a token whose position is outside of the angles is padding, and uses the nearest ones; otherwise
+                 such a token becomes NaN. Tokens after the last packed sequence are always padding
     """
 
     tensor_format: str
@@ -36,13 +36,13 @@ class Positions(NamedTuple):
 
 
 class RopeRequest(NamedTuple):
-    """One call, as a backend sees it before it says yes or no.
+    """The properties of one call.
 
     operation     forward, backward; qkv_forward, qkv_backward
     x             shape and strides of the rotated tensor, or of the joint tensor; of qkv_backward, of dk
     angles        shapes of the angles, of q and of k
     sequences     of a packed tensor
-    sizes         how a group's features split, of a joint tensor
+    sizes         parts of a group's features, for a joint tensor
     """
 
     operation: str
@@ -56,8 +56,10 @@ class RopeRequest(NamedTuple):
 
 
 def bind(request: RopeRequest) -> Callable[..., Any]:
-    """(x, angles, start, cu_seqlens) -> y, dy likewise; (qkv, q_angles, k_angles, start, cu_seqlens) -> q, k, v;
-    (dq, dk, dv, q_angles, k_angles, start, cu_seqlens) -> dqkv."""
+    """Return the operation: (x, angles, start, cu_seqlens) -> y, likewise dy -> dx; or on the joint tensor.
+
+    (qkv, q_angles, k_angles, start, cu_seqlens) -> q, k, v; (dq, dk, dv, q_angles, k_angles, start, cu_seqlens) ->
+    dqkv."""
     spec, sizes = request.spec, request.sizes
     if request.operation == "forward":
         return lambda x, angles, *positions: forward(x, angles, Positions(*positions), spec)
@@ -92,7 +94,7 @@ def qkv_forward(
     sizes: tuple[int, int, int],
     spec: RopeSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k of the joint tensor by themselves, rotated; v copied."""
+    """Return contiguous q and k of the joint tensor, rotated, and a copy of v."""
     q, k, v = torch.split(qkv, list(sizes), dim=-1)
     q = q.reshape(*qkv.shape[:-2], -1, sizes[1])
     return (
@@ -112,7 +114,7 @@ def qkv_backward(
     sizes: tuple[int, int, int],
     spec: RopeSpec,
 ) -> Tensor:
-    """The gradients of the parts, turned back and put side by side."""
+    """Return the joint gradient: the gradients of the parts, rotated back and concatenated."""
     q = backward(dq, q_angles, positions, spec).reshape(*dk.shape[:-1], sizes[0])
     return torch.cat((q, backward(dk, k_angles, positions, spec), dv), dim=-1)
 
@@ -120,14 +122,14 @@ def qkv_backward(
 def _split(
     x: Tensor, angles: Tensor, positions: Positions, spec: RopeSpec
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """cos and sin of each token's angles, the features that turn in float32, the features that do not."""
+    """Return cos and sin of each token's angles, the rotated features in float32, and the other features."""
     width = angles.shape[-1]
     angle = _token_angles(x, angles.float(), positions, spec).unsqueeze(-2)
     return torch.cos(angle), torch.sin(angle), x[..., :width].float(), x[..., width:]
 
 
 def _pair(x: Tensor, interleaved: bool) -> Tensor:
-    """(-x2, x1) for every pair (x1, x2) of features."""
+    """Return (-x2, x1) for every pair (x1, x2) of features."""
     if interleaved:
         return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
     first, second = x.chunk(2, dim=-1)
@@ -135,7 +137,7 @@ def _pair(x: Tensor, interleaved: bool) -> Tensor:
 
 
 def _token_angles(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSpec) -> Tensor:
-    """angles [positions, r] read at each token: [s, 1 | b, r], [1 | b, s, r] or [t, r]."""
+    """Return angles [positions, r] at each token: [s, 1 | b, r], [1 | b, s, r] or [t, r]."""
     if spec.tensor_format == "thd":
         return _read(angles, *_packed_positions(x.shape[0], positions, spec))
     sequence_axis = 0 if spec.tensor_format == "sbhd" else 1
@@ -147,7 +149,7 @@ def _token_angles(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSpe
 
 
 def _packed_positions(tokens: int, positions: Positions, spec: RopeSpec) -> tuple[Tensor, Tensor | bool]:
-    """Position of each of t packed tokens inside its own sequence, and whether it may be one without an angle."""
+    """Return the position of each of t packed tokens in its sequence, and whether the token may lack an angle."""
     assert positions.cu_seqlens is not None
     bounds = positions.cu_seqlens.long() // spec.cp_size
     token = torch.arange(tokens, device=bounds.device)
@@ -159,13 +161,13 @@ def _packed_positions(tokens: int, positions: Positions, spec: RopeSpec) -> tupl
 
 
 def _read(angles: Tensor, position: Tensor, padding: Tensor | bool) -> Tensor:
-    """angles [n, r] at each position; outside of 0..n - 1 the nearest ones for padding, NaN for other tokens."""
+    """Return angles [n, r] at each position; outside of 0..n - 1 the nearest ones for padding, NaN for other tokens."""
     nearest = position.clamp(0, angles.shape[0] - 1)
     return torch.where(((nearest == position) | padding).unsqueeze(-1), angles[nearest], torch.nan)
 
 
 def _chunked(position: Tensor, length: int | Tensor, spec: RopeSpec) -> Tensor:
-    """Global position of a local one, when this rank holds chunks cp_rank and 2 * cp_size - 1 - cp_rank."""
+    """Return the global position of a local one, for a rank with chunks cp_rank and 2 * cp_size - 1 - cp_rank."""
     if spec.cp_size == 1:
         return position
     half = length // 2

@@ -1,4 +1,4 @@
-"""The rotary embedding on GPUs: x read once, y written once, cosines and sines made on the way."""
+"""The rotary embedding on GPUs: x is read once, y written once, and cosines and sines are computed in the kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ...runtime.launching import DTYPE_NAMES, refuses_elementwise, rows_dense, run
+from ...runtime.launching import DTYPE_NAMES, rows_dense, run, unsupported_elementwise
 from .reference import RopeRequest
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def unsupported_reason(request: RopeRequest) -> str | None:
-    return refuses_elementwise(request.device, request.dtype)
+    return unsupported_elementwise(request.device, request.dtype)
 
 
 def bind(request: RopeRequest) -> Callable[..., Any]:
@@ -28,8 +28,9 @@ def bind(request: RopeRequest) -> Callable[..., Any]:
 
 
 def _rotate(request: RopeRequest) -> Callable[..., Tensor]:
-    """(x, angles, start, cu_seqlens) -> y[..., :r] = x * cos(a) + pair(x) * sin(a), y[..., r:] = x[..., r:]; or the
-    transposed rotation of a gradient."""
+    """Return (x, angles, start, cu_seqlens) -> y[..., :r] = x * cos(a) + pair(x) * sin(a), y[..., r:] = x[..., r:].
+
+    For a gradient, the transposed rotation."""
     shape = request.x[0]
     if shape.numel() == 0:
         return lambda x, *_: x.new_empty(shape)
@@ -64,7 +65,7 @@ def _rotation(request: RopeRequest) -> Launch:
 
 
 def _unpack(request: RopeRequest) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """(qkv, q_angles, k_angles, start, cu_seqlens) -> q and k rotated and v copied, in one pass."""
+    """Return (qkv, q_angles, k_angles, start, cu_seqlens) -> q and k rotated and v copied, in one pass."""
     shape, sizes = request.x[0], request.sizes
     if shape.numel() == 0:
         return lambda qkv, *_: empty_parts(qkv, sizes)
@@ -82,7 +83,7 @@ def _unpack(request: RopeRequest) -> Callable[..., tuple[Tensor, Tensor, Tensor]
 
 
 def _pack(request: RopeRequest) -> Callable[..., Tensor]:
-    """(dq, dk, dv, q_angles, k_angles, start, cu_seqlens) -> the joint gradient, in one pass."""
+    """Return (dq, dk, dv, q_angles, k_angles, start, cu_seqlens) -> the joint gradient, in one pass."""
     sizes = request.sizes
     joint = torch.empty(*request.x[0][:-1], sum(sizes), device="meta")
     if joint.numel() == 0:
@@ -110,7 +111,7 @@ def _ready(
 
 
 def _packed(request: RopeRequest, shape: torch.Size, strides: tuple[int, ...], transposed: bool) -> Launch:
-    """Of a joint tensor of this shape and these strides."""
+    """Return the launch for a joint tensor of this shape and these strides."""
     from ....common.kernels import rope_packed  # it imports triton
 
     spec, (q_angles, k_angles) = request.spec, request.angles
@@ -133,7 +134,7 @@ def _packed(request: RopeRequest, shape: torch.Size, strides: tuple[int, ...], t
 
 
 def _four(shape: torch.Size, strides: tuple[int, ...], layout: str) -> tuple[torch.Size, tuple[int, ...]]:
-    """Shape and strides of what kernels are given, `rows_dense` of the tensor: packed ones have a second axis of 1."""
+    """Return shape and strides of the kernels' argument, `rows_dense` of the tensor, with four axes."""
     if strides[-1] != 1:
         strides = torch.empty(shape, device="meta").stride()
     if layout != "thd":
@@ -156,4 +157,6 @@ def empty_joint(dk: Tensor, sizes: tuple[int, int, int]) -> Tensor:
     return dk.new_empty(*dk.shape[:-1], sizes[0] + sizes[1] + sizes[2])
 
 
-BACKEND: Backend[RopeRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)
+BACKEND: Backend[RopeRequest] = Backend(
+    "triton", unsupported_reason=unsupported_reason, bind=bind, opaque=True
+)

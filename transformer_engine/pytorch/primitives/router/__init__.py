@@ -49,12 +49,12 @@ def choose(
     indices: Tensor | None = None,
     keeps: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(probs [T, E] in dtype, map, scores float32 [T, E]) of logits [T, E]; computed in float32.
+    """Return probs [T, E] in dtype, map, and scores float32 [T, E] of logits [T, E]; computed in float32.
 
-    bias      [E], added to the scores to choose by; weights are without it
-    indices   [T, k], written in place with the experts, the best first; then there is no map
-    keeps     scores for `choose_backward` are made: those, of a softmax after the choice its result (-inf elsewhere),
-              of sqrtsoftplus the logits
+    bias      [E], added to the scores for the choice; weights do not include it
+    indices   [T, k], written in place with the experts, the best first; the map is None then
+    keeps     return the scores for `choose_backward`; for a softmax after the choice its result (-inf elsewhere), for
+              sqrtsoftplus the logits
     """
     key = ("choose", logits.shape, logits.dtype, dtype, logits.device, choice, keeps)
     return TABLE.bound(key)(logits, bias, indices)
@@ -63,16 +63,16 @@ def choose(
 def choose_backward(
     map: Tensor | None, scores: Tensor, grad_probs: Tensor, choice: Choice, dtype: torch.dtype
 ) -> Tensor:
-    """The gradient of the logits [T, E] in dtype, of choose's probs; map, or indices as choice says."""
+    """Return the gradient of the logits [T, E] in dtype for the probs of `choose`; map, or indices as in choice."""
     key = ("gradient", scores.shape, grad_probs.dtype, dtype, scores.device, choice)
     return TABLE.bound(key)(map, scores, grad_probs)
 
 
 def count_margins(logits: Tensor, bias: Tensor, k: int, histogram: Tensor, bounds: Tensor) -> None:
-    """histogram int32 [E, bins] += 1 for each token and expert, in the bin of how much the expert lacks.
+    """Add 1 to histogram int32 [E, bins] for each token and expert, in the bin of the expert's margin.
 
-    That is c - sigmoid(logit), where c is the (k + 1)st largest sigmoid(logit) + bias of the token, of which the lower
-    expert comes first where they are equal. bounds float32 [2]: the lower end of the first bin, the upper of the last.
+    The margin is c - sigmoid(logit), where c is the (k + 1)st largest sigmoid(logit) + bias of the token; ties are
+    ordered by expert. bounds float32 [2]: the lower end of the first bin, the upper end of the last.
     """
     choice = _NO_CHOICE._replace(k=k, score=SIGMOID)
     bins = histogram.shape[1]
@@ -92,9 +92,9 @@ def count_margins(logits: Tensor, bias: Tensor, k: int, histogram: Tensor, bound
 
 
 def balance_loss(probs: Tensor, tokens: Tensor, factor: float, total: Tensor | None = None) -> Tensor:
-    """[1] = factor * sum over c of tokens[c] * sum over r of probs[r, c], in float32, in probs' dtype.
+    """Return [1] = factor * sum over c of tokens[c] * sum over r of probs[r, c], in float32, in probs' dtype.
 
-    total   one number on the device whose square it is divided by
+    total   number on the device whose square is a divisor
     """
     key = (
         "loss",

@@ -1,4 +1,4 @@
-"""Choosing experts, its gradient and the loss that balances them, in float32 torch operations on any device."""
+"""Choice of experts, its gradient and the loss that balances them, in float32 torch operations on any device."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ BYTES, BITS, INDICES = "bytes", "bits", "indices"
 class Choice(NamedTuple):
     """The k experts of each token.
 
-    score    SOFTMAX, SIGMOID, SQRTSOFTPLUS of the logits; SOFTMAX_AFTER: the logits, and a softmax over those chosen
-    whole    weights are those of all experts, which add up to 1; else of those chosen
-    groups   (how many, how many of them are chosen from, by the sum of their k / that many largest); None: one
+    score    SOFTMAX, SIGMOID, SQRTSOFTPLUS of the logits; SOFTMAX_AFTER: the logits, and a softmax over the chosen ones
+    whole    return weights of all experts, which sum to 1; otherwise of the chosen ones
+    groups   (number of groups, number of groups to choose from, by the sum of their k / that many largest); None: one
     scale    factor of the weights of chosen experts
     map      BYTES uint8 [T, E], BITS uint8 [T, ceil(E / 8)], expert e in bit e % 8 of byte e // 8, or INDICES, [T, k]
     """
@@ -37,8 +37,8 @@ class RouterRequest(NamedTuple):
     """One operation: "choose", "gradient" and "margins" of logits [T, E], the "loss" of probabilities [rows, columns].
 
     dtype   of the logits or probabilities that are read;  made  dtype of the results
-    keeps   are scores kept for the gradient?
-    factor  of a loss; dynamic: it is yet to be divided by a number of tokens on the device, squared
+    keeps   return scores for the gradient
+    factor  of a loss; dynamic: divide by the square of a number of tokens on the device
     bins    of a histogram of margins
     """
 
@@ -55,8 +55,10 @@ class RouterRequest(NamedTuple):
 
 
 def bind(request: RouterRequest) -> Callable[..., Any]:
-    """(logits, bias, indices) -> (probs, map, scores), (map, scores, grad_probs) -> grad_logits,
-    (logits, bias, histogram, bounds) -> None, or (probs, tokens, total) -> loss [1]."""
+    """Return the operation as a callable.
+
+    choose: (logits, bias, indices) -> (probs, map, scores); gradient: (map, scores, grad_probs) -> grad_logits;
+    margins: (logits, bias, histogram, bounds) -> None; loss: (probs, tokens, total) -> loss [1]."""
     choice, made = request.choice, request.made
     if request.operation == "choose":
         return lambda logits, bias, indices: choose(logits, bias, indices, choice, made, request.keeps)
@@ -77,7 +79,7 @@ def choose(
     made: torch.dtype,
     keeps: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(probs [T, E], map, scores float32 [T, E]); indices [T, k] are written in place."""
+    """Return probs [T, E], map and scores float32 [T, E]; indices [T, k] are written in place."""
     x = logits.to(torch.float32)
     score = _score(x, choice.score)
     key = score if bias is None else score + bias.to(torch.float32)
@@ -105,7 +107,7 @@ def choose(
 def gradient(
     map: Tensor | None, scores: Tensor, grad_probs: Tensor, choice: Choice, made: torch.dtype
 ) -> Tensor:
-    """grad_logits [T, E]"""
+    """Return grad_logits [T, E]."""
     g = grad_probs.to(torch.float32)
     counts = torch.ones_like(scores, dtype=torch.bool) if choice.whole else _chosen(map, scores, choice)
     if not choice.whole:
@@ -127,9 +129,9 @@ def gradient(
 
 
 def margins(logits: Tensor, bias: Tensor, histogram: Tensor, bounds: Tensor, k: int) -> None:
-    """histogram[e, bin] += 1 for every token, by how much e lacks, c - score; c: the k + 1st largest biased score.
+    """histogram[e, bin] += 1 for every token, by the margin c - score of e; c: the k + 1st largest biased score.
 
-    bin = floor((c - score - lower) * bins / (upper - lower)), at least 0 and at most the last
+    bin = floor((c - score - lower) * bins / (upper - lower)), clamped to the first and last bin
     """
     bins = histogram.shape[1]
     score = logits.to(torch.float32).sigmoid()
@@ -141,7 +143,7 @@ def margins(logits: Tensor, bias: Tensor, histogram: Tensor, bounds: Tensor, k: 
 
 
 def loss(probs: Tensor, tokens: Tensor, total: Tensor | None, factor: float) -> Tensor:
-    """[1] = factor / total^2 * sum over c of tokens[c] * sum over r of probs[r, c], in probs' dtype."""
+    """Return [1] = factor / total^2 * sum over c of tokens[c] * sum over r of probs[r, c], in probs' dtype."""
     sums = probs.to(torch.float32).sum(0) * tokens.to(torch.float32)
     value = sums.sum().view(1) * factor
     if total is not None:
@@ -151,12 +153,12 @@ def loss(probs: Tensor, tokens: Tensor, total: Tensor | None, factor: float) -> 
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(1 + e^x); x beyond 20, in float32"""
+    """Return log(1 + e^x), or x above 20, in float32."""
     return torch.where(x > 20.0, x, torch.log1p(torch.exp(x.clamp(max=20.0))))
 
 
 def packed(chosen: Tensor) -> Tensor:
-    """uint8 [T, ceil(E / 8)] of uint8 [T, E], expert e in bit e % 8 of byte e // 8."""
+    """Return uint8 [T, ceil(E / 8)] of uint8 [T, E], with expert e in bit e % 8 of byte e // 8."""
     rows, experts = chosen.shape
     whole = torch.nn.functional.pad(chosen.to(torch.int32), (0, -experts % 8)).view(rows, -1, 8)
     return (whole << torch.arange(8, device=chosen.device, dtype=torch.int32)).sum(2).to(torch.uint8)
@@ -171,12 +173,12 @@ def _score(x: Tensor, kind: str) -> Tensor:
 
 
 def _first(key: Tensor, count: int) -> Tensor:
-    """The indices [T, count] of the largest keys, the largest first; of equal ones the lower first."""
+    """Return the indices [T, count] of the largest keys, the largest first; ties go to the lower index."""
     return key.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
 def _of_best_groups(key: Tensor, choice: Choice) -> Tensor:
-    """The keys, -inf where an expert's group is not among the best."""
+    """Return the keys, -inf for experts outside of the best groups."""
     if choice.groups is None:
         return key
     count, kept = choice.groups
@@ -187,7 +189,7 @@ def _of_best_groups(key: Tensor, choice: Choice) -> Tensor:
 
 
 def _chosen(map: Tensor | None, scores: Tensor, choice: Choice) -> Tensor:
-    """bool [T, E]"""
+    """Return bool [T, E]: the chosen experts."""
     assert map is not None
     if choice.map == BYTES:
         return map != 0

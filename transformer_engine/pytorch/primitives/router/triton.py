@@ -1,4 +1,4 @@
-"""Choosing experts on GPUs: logits read once, a warm row of experts stays in registers from scores to weights."""
+"""Choice of experts on GPUs: logits are read once, and a row of experts stays in registers until its weights."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ...runtime.launching import DTYPE_NAMES, perform, refuses_elementwise, run
+from ...runtime.launching import DTYPE_NAMES, perform, run, unsupported_elementwise
 from .reference import RouterRequest
 
-_EXPERTS = 4096  # that a program holds
+_EXPERTS = 4096  # experts that a program can hold
 _LIMIT = 1 << 31  # tokens are numbered in 32 bits
 
 
@@ -22,7 +22,7 @@ def unsupported_reason(request: RouterRequest) -> str | None:
         return f"{rows} tokens; it numbers fewer than {_LIMIT}"
     if request.operation != "loss" and experts > _EXPERTS:
         return f"{experts} experts > {_EXPERTS}"
-    return refuses_elementwise(request.device, request.dtype, request.made)
+    return unsupported_elementwise(request.device, request.dtype, request.made)
 
 
 def bind(request: RouterRequest) -> Callable[..., Any]:
@@ -63,7 +63,7 @@ def _gradient(request: RouterRequest) -> Callable[..., Tensor]:
     launch = router.gradient(*request.shape, *facts, DTYPE_NAMES[request.made])
 
     def gradient(map: Tensor | None, scores: Tensor, grad_probs: Tensor) -> Tensor:
-        # Without a map, which a loss does not need, the scores stand in its place: the first input says the device.
+        # Without a map, which a loss does not need, scores are passed as the first input, which determines the device.
         read = scores if map is None or choice.whole else map.contiguous()
         return run(launch, (read, scores.contiguous(), grad_probs.contiguous()))[0]
 
@@ -95,4 +95,6 @@ def _loss(request: RouterRequest) -> Callable[..., Tensor]:
     return loss
 
 
-BACKEND: Backend[RouterRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)
+BACKEND: Backend[RouterRequest] = Backend(
+    "triton", unsupported_reason=unsupported_reason, bind=bind, opaque=True
+)

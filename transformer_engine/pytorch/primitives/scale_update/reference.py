@@ -13,8 +13,11 @@ from ....common.formats import FLOAT32_MAX
 
 
 class ScaleUpdateRequest(NamedTuple):
-    """The device's type, the common length of the histories (None: they differ), the largest number of columns, the
-    number of states, and the rule: see `advance_scales`."""
+    """The update of several states, by the rule of `advance_scales`.
+
+    The fields are the device's type, the common length of the histories (None: they differ), the largest number of
+    columns, the number of states, and the rule.
+    """
 
     device: str
     length: int | None

@@ -86,4 +86,4 @@ _KEPT = 64
 _captured: dict[tuple[tuple[int, int, int], ...], Tensor] = {}
 
 
-BACKEND = Backend[ScaleUpdateRequest]("triton", refuses=unsupported_reason, bind=bind)
+BACKEND = Backend[ScaleUpdateRequest]("triton", unsupported_reason=unsupported_reason, bind=bind)

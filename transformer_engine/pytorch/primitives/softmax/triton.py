@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ...runtime.launching import DTYPE_NAMES, refuses_elementwise, run
+from ...runtime.launching import DTYPE_NAMES, run, unsupported_elementwise
 from .reference import SoftmaxRequest, shift_of
 
 _LIMIT = 1 << 31  # rows are numbered in 32 bits
@@ -17,7 +17,7 @@ _LIMIT = 1 << 31  # rows are numbered in 32 bits
 def unsupported_reason(request: SoftmaxRequest) -> str | None:
     if request.shape[:-1].numel() >= _LIMIT:
         return f"{list(request.shape)} has {_LIMIT} rows or more"
-    return refuses_elementwise(request.device, request.dtype)
+    return unsupported_elementwise(request.device, request.dtype)
 
 
 def bind(request: SoftmaxRequest) -> Callable[..., Tensor]:
@@ -71,4 +71,6 @@ def _hidden(mask: Tensor, shape: torch.Size) -> Tensor:
     return mask if len(shape) == 4 else mask.reshape(_four(shape))
 
 
-BACKEND: Backend[SoftmaxRequest] = Backend("triton", refuses=unsupported_reason, bind=bind, opaque=True)
+BACKEND: Backend[SoftmaxRequest] = Backend(
+    "triton", unsupported_reason=unsupported_reason, bind=bind, opaque=True
+)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from ....common.dispatch import Backend
-from ...runtime.launching import perform, refuses_casts
+from ...runtime.launching import perform, unsupported_casts
 from ..operand import Operand
 from .reference import StatisticsRequest, greatest
 
@@ -15,7 +15,7 @@ _SCALINGS = {"float32": "FLOAT_BLOCKS", "e8m0": "EXPONENT_BLOCKS", "e4m3": "TWO_
 
 
 def unsupported_reason(request: StatisticsRequest) -> str | None:
-    if (reason := refuses_casts(request.device, request.dtype)) is not None:
+    if (reason := unsupported_casts(request.device, request.dtype)) is not None:
         return reason
     if 0 in request.shape:
         return f"{list(request.shape)} has no elements"
@@ -60,4 +60,4 @@ def _one(scale: Tensor | None) -> Tensor | None:
     return scale if scale is None or scale.dim() else scale.view(1)
 
 
-BACKEND: Backend[StatisticsRequest] = Backend("triton", refuses=unsupported_reason, bind=bind)
+BACKEND: Backend[StatisticsRequest] = Backend("triton", unsupported_reason=unsupported_reason, bind=bind)

@@ -1,8 +1,8 @@
 """The base of block-scaled storages: codes and scales for each direction, value = code x scale of its block.
 
-Row-wise codes have the values' shape [..., K], packed codes fewer bytes along K. Column-wise codes are those of the
-transpose, [K, ...], or lie as the values do, K-last in memory all the same: the format's class says which, and how
-scales are padded. Everything else follows from the row of the format.
+Row-wise codes have the values' shape [..., K]; packed codes have fewer bytes along K. Column-wise codes have the
+transposed shape [K, ...] or the values' shape, and are always K-last in memory. The format's class determines which,
+and the padding of scales. All other properties are those of the format's row.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .quantized_tensor_storage import QuantizedTensorStorage, Writer, matrix_sha
 
 
 def padded(scale: Tensor, row_multiple: int, column_multiple: int) -> Tensor:
-    """scale [r, c] with zeros up to multiples of both; itself when there is nothing to add."""
+    """Return scale [r, c] padded with zeros to multiples of both; the scale itself if nothing has to be added."""
     rows, columns = scale.shape
     if rows % row_multiple or columns % column_multiple:
         more_rows = round_up(rows, row_multiple) - rows
@@ -43,12 +43,12 @@ def _without_base(tensor: Tensor | None) -> Tensor | None:
 
 
 class BlockScaledStorage(QuantizedTensorStorage):
-    """Two independent directions, each with codes and scales. A subclass needs a format, and nothing else.
+    """Two independent directions, each with codes and scales. A subclass only needs a format.
 
-    ELEMENT              the attribute that holds the number of the codes' element
+    ELEMENT              the attribute with the number of the codes' element
     PACKING              codes in one byte
-    COLUMNS_TRANSPOSED   have column-wise codes the transpose's shape? Else the values'
-    SCALE_PADDING        multiples that scales [rows, blocks] are padded to
+    COLUMNS_TRANSPOSED   column-wise codes have the transposed shape; otherwise the values' shape
+    SCALE_PADDING        multiples to which scales [rows, blocks] are padded
     """
 
     TENSORS = {
@@ -85,7 +85,7 @@ class BlockScaledStorage(QuantizedTensorStorage):
         quantizer: Writer | None,
         dtype: torch.dtype,
     ) -> None:
-        """Keep (codes, scales) of both directions, and what every block-scaled storage knows of them."""
+        """Store (codes, scales) of both directions, and the settings of every block-scaled storage."""
         self._rowwise_data, self._rowwise_scale_inv = rowwise
         self._columnwise_data, self._columnwise_scale_inv = columnwise
         setattr(self, self.ELEMENT, element if type(element) is DType else element_number(element))
@@ -105,12 +105,12 @@ class BlockScaledStorage(QuantizedTensorStorage):
 
     @classmethod
     def _rowwise_shape(cls, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of row-wise codes of values [..., K]."""
+        """Return the shape of row-wise codes of values [..., K]."""
         return tuple(shape) if cls.PACKING == 1 else (*shape[:-1], shape[-1] // cls.PACKING)
 
     @classmethod
     def _columnwise_shape(cls, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of column-wise codes: leading dimensions stay apart where whole bytes of codes fill the last of them."""
+        """Return the shape of column-wise codes, with leading dimensions if whole bytes fill the last of them."""
         if not cls.COLUMNS_TRANSPOSED:
             return tuple(shape)
         if cls.PACKING == 1:
@@ -145,11 +145,11 @@ class BlockScaledStorage(QuantizedTensorStorage):
         return Operand(codes, scale, form, self._amax_of(axis), self._dtype)
 
     def _format_of(self, axis: str) -> TensorFormat:
-        """The format of one direction's operand."""
+        """Return the format of one direction's operand."""
         return self.format
 
     def _unpadded(self, scale: Tensor, rows: int, columns: int) -> Tensor:
-        """The scales [rows, columns] of what `_padded` made."""
+        """Return the scales [rows, columns] of a result of `_padded`."""
         return scale[:rows, :columns]
 
     @classmethod
@@ -169,12 +169,12 @@ class BlockScaledStorage(QuantizedTensorStorage):
         return scale[:rows].contiguous()
 
     def _amax_of(self, axis: str) -> Tensor | None:
-        """The maximum that a second level of scales follows from."""
+        """Return the maximum from which a second level of scales is computed."""
         return None
 
     @classmethod
     def _maxima(cls, quantized: Quantized) -> dict[str, Tensor | None]:
-        """Constructor keywords of the maxima that a second level of scales follows from."""
+        """Return constructor keywords of the maxima from which a second level of scales is computed."""
         return {}
 
     @classmethod
@@ -217,7 +217,7 @@ class BlockScaledStorage(QuantizedTensorStorage):
         }
 
     def _of(self, axis: str) -> tuple[Tensor, Tensor]:
-        """(codes, scales) of a direction, as stored."""
+        """Return (codes, scales) of a direction, as stored."""
         rowwise = axis == COLS
         codes = self._rowwise_data if rowwise else self._columnwise_data
         scale = self._rowwise_scale_inv if rowwise else self._columnwise_scale_inv

@@ -264,6 +264,6 @@ def _name_of(part: str, view: Tensor, tensors: dict[str, Tensor], kind: str) -> 
         if tensor.data_ptr() == address:
             return name
     raise RuntimeError(
-        f"no attribute of this {kind} holds its {part} as they are sent; "
+        f"no attribute of this {kind} holds its {part} in the form that is sent; "
         f"make its tensors ({', '.join(tensors)}) contiguous"
     )

@@ -1,4 +1,4 @@
-"""Layout of the members of a grouped tensor: which part of which flat buffer holds which tensor of a member."""
+"""Layout of the members of a grouped tensor: the flat buffer and position of each tensor of a member."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class GroupMember:
 
 
 def parts_of(member: Tensor | QuantizedTensorStorage) -> dict[str, Tensor]:
-    """{buffer: tensor} of a member."""
+    """Return {buffer: tensor} of a member."""
     if not isinstance(member, QuantizedTensorStorage):
         return {"rowwise_data": member}
     tensors = {keyword: getattr(member, name) for name, keyword in member.TENSORS.items()}
@@ -74,14 +74,14 @@ def rebuild_of(member: Tensor | QuantizedTensorStorage) -> Rebuild | None:
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """Column-wise codes may lie K-last under a transposed view, as products read them; all else is row after row."""
+    """Return strides: column-wise codes may be K-last under a transposed view, all else is contiguous."""
     if tensor.dim() == 2 and tensor.t().is_contiguous():
         return tensor.stride()
     return torch.empty(tensor.shape, device="meta").stride()
 
 
 def extents_of(members: Sequence[GroupMember], device: torch.device) -> dict[str, Any]:
-    """first_dims, last_dims [n] and tensor_offsets [n + 1] of members whose shapes differ."""
+    """Return first_dims, last_dims [n] and tensor_offsets [n + 1] of members with different shapes."""
     if len({member.shape for member in members}) == 1:
         return {}
     offsets = make_tensor_offsets([prod(member.shape) for member in members], 1)
@@ -94,7 +94,7 @@ def extents_of(members: Sequence[GroupMember], device: torch.device) -> dict[str
 
 
 def make_tensor_offsets(split_dims: Sequence[int], common_dim: int) -> list[int]:
-    """[0, cumulative split * common]"""
+    """Return [0, cumulative split * common]."""
     offsets = [0]
     for split in split_dims:
         offsets.append(offsets[-1] + split * common_dim)
@@ -103,7 +103,7 @@ def make_tensor_offsets(split_dims: Sequence[int], common_dim: int) -> list[int]
 
 @dataclass(frozen=True)
 class Offsets:
-    """First elements of the members' tensors in caller-owned buffers; None means one member behind the other.
+    """First elements of the members' tensors in caller-owned buffers; None: one member after the other.
 
     Attributes:
         values: Of the codes, counted in values.
@@ -121,7 +121,7 @@ class Offsets:
         return cls(*map(host_numbers, offsets))
 
     def of(self, buffer: str) -> Sequence[int] | None:
-        """The offsets of one buffer."""
+        """Return the offsets of one buffer."""
         known = {
             "rowwise_data": self.values,
             "columnwise_data": self.values,

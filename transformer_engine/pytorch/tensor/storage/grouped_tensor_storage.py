@@ -47,11 +47,11 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         num_tensors: n.
         shapes: Shape of each matrix; by default they follow from shape, first_dims and last_dims.
         quantizer: Quantizer of every matrix; None for plain values.
-        data, columnwise_data: Codes (or plain values) of the two directions, one matrix behind the other.
+        data, columnwise_data: Codes (or plain values) of the two directions, one matrix after the other.
         scale_inv, columnwise_scale_inv: Scales of the two directions.
-        amax, columnwise_amax: Maxima that a second level of scales follows from.
+        amax, columnwise_amax: Maxima from which a second level of scales is computed.
         scale: Kept for the caller; the scales of delayed scaling belong to the quantizer.
-        first_dims, last_dims: Extents M_i and N_i, int64 [n]; None where all are equal.
+        first_dims, last_dims: Extents M_i and N_i, int64 [n]; None if all are equal.
         tensor_offsets, offsets: First element of each matrix in `data`, as a tensor [n + 1] or a host list.
         scale_inv_offsets, columnwise_scale_inv_offsets: First element of each matrix's scales.
         requires_grad, stride: Of a `GroupedTensor`; a storage has neither.
@@ -126,7 +126,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         )
 
     def _hold(self, shapes: list[tuple[int, ...]], quantizer: Any, offsets: Offsets) -> None:
-        """Find the members in buffers that the caller made; the buffers are shared."""
+        """Find the members in buffers that the caller has allocated; the buffers are shared."""
         for name in (*ROWWISE, *COLUMNWISE):
             held = getattr(self, name)
             if held is not None:
@@ -145,7 +145,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         quantizer: Writer | None,
         dtype: torch.dtype,
     ) -> GroupedTensorStorage:
-        """A group that holds a copy of the members; NotImplementedError where their format has other tensors."""
+        """Return a group with a copy of the members; NotImplementedError if their format has other tensors."""
         parts = [parts_of(member) for member in members]
         ends: dict[str, int] = dict.fromkeys((*ROWWISE, *COLUMNWISE), 0)
         made = []
@@ -170,7 +170,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
     def around(
         cls, shapes: Sequence[Sequence[int]], data: Tensor, quantizer: Writer | None
     ) -> GroupedTensorStorage:
-        """Plain matrices of these shapes in a buffer, which is shared."""
+        """Return plain matrices of these shapes in a shared buffer."""
         total = sum(prod(shape) for shape in shapes)
         if not shapes or data.numel() != total:
             raise ValueError(
@@ -214,7 +214,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
 
     @property
     def shape(self) -> torch.Size:
-        """[n, M, N] of matrices of one shape, else their logical shape."""
+        """[n, M, N] for matrices of one shape, otherwise their logical shape."""
         if self.all_same_shape():
             return torch.Size((len(self._members), *self._members[0].shape))
         return self.logical_shape
@@ -233,7 +233,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
 
     @property
     def offsets(self) -> list[int]:
-        """Where each member's values begin, in elements."""
+        """The first element of each member's values."""
         return make_tensor_offsets([prod(member.shape) for member in self._members], 1)[:-1]
 
     @property
@@ -250,7 +250,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
 
     @property
     def logical_shape(self) -> torch.Size:
-        """(n M, N) of equal shapes; (sum M_i, N), (M, sum N_i) where one extent is common; else (1, total)."""
+        """(n M, N) for equal shapes; (sum M_i, N), (M, sum N_i) if one extent is common; otherwise (1, total)."""
         firsts, lasts = self._along(0), self._along(-1)
         if self.all_same_last_dim():
             return torch.Size((sum(firsts), lasts[0]))
@@ -277,18 +277,18 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         return not (self.all_same_first_dim() or self.all_same_last_dim())
 
     def get_common_first_dim(self) -> int:
-        """The first extent of every matrix; RuntimeError where they differ."""
+        """Return the first extent of every matrix; RuntimeError if they differ."""
         return self._common(0, "first")
 
     def get_common_last_dim(self) -> int:
-        """The last extent of every matrix; RuntimeError where they differ."""
+        """Return the last extent of every matrix; RuntimeError if they differ."""
         return self._common(-1, "last")
 
     def get_dtype(self) -> torch.dtype:
         return self._dtype
 
     def copy(self) -> GroupedTensorStorage:
-        """Another group around the same buffers."""
+        """Return another group that shares the buffers."""
         tensors, rebuild = QuantizedTensorStorage.flatten(self)
         return rebuild(tensors)  # pyright: ignore[reportReturnType]
 
@@ -302,7 +302,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         return extents[0]
 
     def contract(self, axis: str) -> Operand:
-        raise TypeError(f"a group of {self.num_tensors} matrices is no operand; multiply its members()")
+        raise TypeError(f"a group of {self.num_tensors} matrices is not an operand; multiply its members()")
 
     @classmethod
     def pack(cls, quantized: Quantized, shape: Sequence[int], **constants: Any) -> QuantizedTensorStorage:
@@ -327,7 +327,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         return all(not isinstance(member, Tensor) and member.transposable for member in self.members())
 
     def _mirror(self, direction: str, usage: str) -> None:
-        """Make the direction that is missing by transposing the other one, member by member."""
+        """Create the missing direction by transposing the other one, member by member."""
         if not self.transposable:
             raise self._cannot_create(direction, usage)
         members = self.members()
@@ -345,7 +345,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         return self._members
 
     def row_granularity(self) -> int:
-        """A cut between members is none of codes that products read, so only the whole is a slice."""
+        """Return the number of all rows: products cannot read a part of a group, so that only all rows are a slice."""
         return max(prod(self.shape[:-1]), 1)
 
     @property
@@ -393,5 +393,5 @@ class GroupedTensorStorage(QuantizedTensorStorage):
 
     @staticmethod
     def make_tensor_offsets(split_dims: Sequence[int], common_dim: int) -> list[int]:
-        """[0, cumulative split * common]: where each matrix begins, and the end."""
+        """Return [0, cumulative split * common]: the first element of each matrix, and the end."""
         return make_tensor_offsets(split_dims, common_dim)

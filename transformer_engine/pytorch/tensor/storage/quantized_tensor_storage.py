@@ -24,21 +24,21 @@ __all__ = ["QuantizedTensorStorage"]
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """(rows, K) of a tensor [..., K] whose leading dimensions are flattened."""
+    """Return (rows, K) of a tensor [..., K] with flattened leading dimensions."""
     return (prod(shape[:-1]), shape[-1]) if len(shape) else (1, 1)
 
 
 def plain_matrix(tensor: Tensor) -> Tensor:
-    """Values [..., K] -> [rows, K], plain."""
+    """Return values [..., K] as a plain tensor [rows, K]."""
     if isinstance(tensor, QuantizedTensorStorage):
         tensor = tensor.dequantize()
     return tensor if tensor.dim() == 2 else tensor.reshape(matrix_shape(tensor.shape))
 
 
 class Rebuild:
-    """rebuild(tensors) is a new storage of the class and with the constants of `flatten`.
+    """rebuild(tensors) returns a new storage with the class and the constants of `flatten`.
 
-    Not a dataclass: torch 2.11 cannot trace a call of a frozen one that was made in the same graph.
+    Not a dataclass: torch 2.11 cannot trace a call of a frozen dataclass that was created in the same graph.
     """
 
     def __init__(self, storage_class: type[QuantizedTensorStorage], constants: tuple[tuple[str, Any], ...]):
@@ -50,7 +50,7 @@ class Rebuild:
         return self.storage_class(**fields, **dict(self.constants))
 
     def __eq__(self, other: object) -> bool:
-        """Return whether bytes have the same meaning, whatever their quantizer and nominal dtype."""
+        """Return whether bytes have the same meaning, regardless of quantizer and nominal dtype."""
         if not isinstance(other, Rebuild):
             return NotImplemented
         ours, theirs = (
@@ -72,7 +72,7 @@ class Writer(Protocol):
     def quantize(
         self, tensor: Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None
     ) -> Any:
-        """A new quantized tensor, or a bare storage where `internal` is set."""
+        """Return a new quantized tensor, or a bare storage if `internal` is set."""
         ...
 
     def update_quantized(
@@ -84,33 +84,33 @@ class Writer(Protocol):
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
     ) -> QuantizedTensorStorage:
-        """An uninitialised storage."""
+        """Return an uninitialized storage."""
         ...
 
-    def shape_refusal(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
+    def unsupported_shape_reason(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
         """Return the reason why a shape is unsupported."""
         ...
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Choose directions."""
+        """Select directions."""
         ...
 
     def copy(self) -> Writer:
-        """One whose usages change alone."""
+        """Return a copy whose usages are independent."""
         ...
 
     def reducing_over(self, group: torch.distributed.ProcessGroup) -> Writer:
-        """The quantizer of a shard of a tensor that is spread over a group."""
+        """Return the quantizer of a shard of a tensor that is sharded over a group."""
         ...
 
 
 class QuantizedTensorStorage:
-    """Codes and scales of one tensor. Subclasses name their fields once, and the bookkeeping follows from that.
+    """Codes and scales of one tensor. Subclasses declare their fields, and this class manages them.
 
-    An abstract class without abc's metaclass, which torch.Tensor's would not mix with.
+    An abstract class without abc's metaclass, which is incompatible with that of torch.Tensor.
 
-    TENSORS    attribute -> constructor keyword, of everything that is a tensor (or None)
-    CONSTANTS  the same for everything that is not
+    TENSORS    attribute -> constructor keyword, of all tensors (which may be None)
+    CONSTANTS  the same for all other fields
     """
 
     TENSORS: ClassVar[dict[str, str]]
@@ -128,11 +128,11 @@ class QuantizedTensorStorage:
 
     @property
     def column_signs(self) -> bool | None:
-        """Of a Hadamard transform of the column-wise codes: with (True) or without random signs; None: no transform."""
+        """Hadamard transform of the column-wise codes: with (True) or without random signs; None: no transform."""
         return None
 
     def contract(self, axis: str) -> Operand:
-        """COLS: row-wise data as an operand [rows, K]; ROWS: column-wise data as [K, rows].
+        """Return row-wise data as an operand [rows, K] for COLS, or column-wise data as [K, rows] for ROWS.
 
         A class without this method is multiplied by its quantizer's `qgemm`, or by its values.
         """
@@ -140,25 +140,25 @@ class QuantizedTensorStorage:
 
     @classmethod
     def pack(cls, quantized: Quantized, shape: Sequence[int], **constants: Any) -> QuantizedTensorStorage:
-        """Codes and scales of matrices, K last and unpadded, laid out as the public fields of this class."""
+        """Store codes and scales of matrices, K last and unpadded, in the layout of this class's public fields."""
         raise NotImplementedError
 
     def get_usages(self) -> dict[str, bool]:
-        """Which directions there are: {"rowwise": bool, "columnwise": bool}."""
+        """Return the present directions: {"rowwise": bool, "columnwise": bool}."""
         raise NotImplementedError
 
     def decode(self, dtype: torch.dtype) -> Tensor:
-        """The values [..., K] in dtype, computed in float32."""
+        """Return the values [..., K] in dtype, computed in float32."""
         raise NotImplementedError
 
     def viewed(self, shape: Sequence[int]) -> QuantizedTensorStorage | None:
-        """The same codes under another shape; None where scales or directions would not survive it."""
+        """Return the same codes with another shape; None if scales or directions do not allow it."""
         raise NotImplementedError
 
     def view(self, *shape: int | Sequence[int]) -> QuantizedTensorStorage:
-        """The same codes under another shape, one extent of which may be -1.
+        """Return the same codes with another shape, in which one extent may be -1.
 
-        RuntimeError where scales or directions would not survive it.
+        Raises RuntimeError if scales or directions do not allow it.
         """
         extents = tuple(shape[0]) if isinstance(shape[0], Sequence) else shape
         whole = torch.empty(self.shape, device="meta").view(extents).shape  # pyright: ignore
@@ -171,7 +171,7 @@ class QuantizedTensorStorage:
         return seen
 
     def unpack(self) -> Quantized:
-        """The inverse of `pack`, as views; maxima per row are a column [M, 1], so that it can be sliced by rows."""
+        """Return the inverse of `pack`, as views; maxima per row are a column [M, 1], so that rows can be sliced."""
         usages = self.get_usages()
         rowwise = self.contract(COLS) if usages["rowwise"] else Operand(None)  # pyright: ignore[reportArgumentType]
         columnwise = self.contract(ROWS) if usages["columnwise"] else Operand(None)  # pyright: ignore[reportArgumentType]
@@ -204,7 +204,7 @@ class QuantizedTensorStorage:
         self._mirror("column-wise", "columnwise")
 
     def _mirror(self, direction: str, usage: str) -> None:
-        """Make the direction that is missing by transposing the other."""
+        """Create the missing direction by transposing the other one."""
         if not self.transposable:
             raise self._cannot_create(direction, usage)
         existing = self.contract(ROWS if usage == "rowwise" else COLS)
@@ -223,11 +223,11 @@ class QuantizedTensorStorage:
 
     @classmethod
     def _dropped(cls, rowwise: bool, columnwise: bool) -> tuple[str, ...]:
-        """The attributes that hold the named directions."""
+        """Return the attributes that hold the given directions."""
         raise NotImplementedError
 
     def drop(self, *, rowwise: bool = False, columnwise: bool = False) -> QuantizedTensorStorage:
-        """A new storage without the named directions, sharing the rest."""
+        """Return a new storage without the given directions, which shares the rest."""
         gone = self._dropped(rowwise, columnwise)
         tensors, rebuild = QuantizedTensorStorage.flatten(self)
         return rebuild([None if name in gone else t for name, t in zip(self.TENSORS, tensors, strict=True)])
@@ -240,30 +240,30 @@ class QuantizedTensorStorage:
         )
 
     def flatten(self) -> tuple[tuple[Tensor | None, ...], Rebuild]:
-        """(tensors, rebuild) with rebuild(tensors) equal to this storage; nothing is changed."""
+        """Return (tensors, rebuild) with rebuild(tensors) equal to this storage, which is not changed."""
         constants = tuple(self.constants().items())
         return tuple(getattr(self, name) for name in self.TENSORS), Rebuild(self.storage_class(), constants)
 
     def constants(self) -> dict[str, Any]:
-        """Everything but the tensors, as constructor keywords."""
+        """Return all fields except the tensors, as constructor keywords."""
         return {keyword: getattr(self, name) for name, keyword in self.CONSTANTS.items()}
 
     @classmethod
     def storage_class(cls) -> type[QuantizedTensorStorage]:
-        """The class that holds this payload outside of autograd."""
+        """Return the class that holds this payload outside of autograd."""
         return cls
 
     def as_storage(self) -> QuantizedTensorStorage:
-        """This payload without a tensor around it."""
+        """Return this payload without a tensor."""
         return self
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> QuantizedTensorStorage:
-        """A new storage of the same kind with every tensor changed."""
+        """Return a new storage of the same kind with every tensor changed."""
         tensors, rebuild = QuantizedTensorStorage.flatten(self)
         return rebuild([None if tensor is None else change(tensor) for tensor in tensors])
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], QuantizedTensorStorage]:
-        """Hand over the tensors and become empty, until `restore_from_saved` brings them back."""
+        """Return the tensors and become empty, until `restore_from_saved` restores them."""
         names = saved_attributes(self)
         tensors = [getattr(self, name) for name in names]
         for name in names:
@@ -271,7 +271,7 @@ class QuantizedTensorStorage:
         return tensors, self
 
     def restore_from_saved(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Take back what `prepare_for_saving` handed over; returns the tensors that belong to others."""
+        """Restore the tensors of `prepare_for_saving`; return the remaining tensors, which belong to other storages."""
         names = saved_attributes(self)
         for name, tensor in zip(names, tensors[: len(names)], strict=True):
             setattr(self, name, tensor)
@@ -285,14 +285,14 @@ class QuantizedTensorStorage:
                 setattr(self, name, tensor.new_empty(0))
 
     def get_metadata(self) -> dict[str, Any]:
-        """The payload as constructor keywords."""
+        """Return the payload as constructor keywords."""
         return {keyword: getattr(self, name) for name, keyword in (self.TENSORS | self.CONSTANTS).items()}
 
     def get_data_tensors(
         self, rowwise_data: bool = True, columnwise_data: bool = True
     ) -> Tensor | tuple[Tensor | None, ...] | None:
-        """The code tensors: one when one direction is named, else (row-wise, column-wise)."""
-        every = tuple(self.TENSORS)  # values that serve both directions belong to neither
+        """Return the code tensors: one if one direction is requested, otherwise (row-wise, column-wise)."""
+        every = tuple(self.TENSORS)  # tensors that serve both directions belong to neither
         rowwise, columnwise = self._dropped(True, False) or every, self._dropped(False, True) or every
         chosen = [rowwise[0]] * rowwise_data + [columnwise[0]] * columnwise_data
         found = tuple(getattr(self, name) for name in chosen)
@@ -313,14 +313,14 @@ class QuantizedTensorStorage:
         return tuple(getattr(self, name) for name in self.CONSTANTS if name not in ("_quantizer", "_dtype"))
 
     def row_granularity(self) -> int:
-        """Return the multiple of rows at which slices cut no scale's block in any present direction."""
+        """Return the multiple of rows at which slices do not split blocks of scales in any present direction."""
         block = self.format.block
         if block is None:
             return 1
         return block[1] if self.get_usages()["columnwise"] else block[0]
 
     def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: Tensor | None = None) -> None:
-        """Overwrite this payload's bytes by src's, unless the flag on the device is set."""
+        """Overwrite this payload with the bytes of src, unless the flag on the device is set."""
         if not isinstance(src, QuantizedTensorStorage):
             raise TypeError(
                 f"src is a {type(src).__name__}; give a {self.storage_class().__name__}, or call quantize_"
@@ -337,14 +337,14 @@ class QuantizedTensorStorage:
                 mine.copy_(theirs if noop_flag is None else torch.where(noop_flag != 0, mine, theirs))
 
     def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensorStorage:
-        """Quantize a tensor into this payload, in the directions that it has."""
+        """Quantize a tensor into this payload, in its present directions."""
         if isinstance(tensor, QuantizedTensorStorage):
             tensor = tensor.decode(self.dtype)
         self.writer().update_quantized(tensor, self, noop_flag=noop_flag)
         return self
 
     def writer(self) -> Writer:
-        """The quantizer that writes into this payload: the one that made it, or the format's default."""
+        """Return the quantizer that writes this payload: the one that created it, or the format's default."""
         return self._default_quantizer() if self._quantizer is None else self._quantizer
 
     _get_quantizer = writer  # the original's name
@@ -355,7 +355,7 @@ class QuantizedTensorStorage:
         )
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
-        """The values in dtype (the nominal dtype when None)."""
+        """Return the values in dtype, by default the nominal dtype."""
         if dtype is None:
             return self.decode(self.dtype)
         values_dtype("dtype", dtype)

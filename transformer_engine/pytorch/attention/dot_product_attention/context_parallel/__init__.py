@@ -1,4 +1,4 @@
-"""Sequences that context-parallel ranks share: which tokens a rank holds, and batches padded and cut for it."""
+"""Sequences shared by context-parallel ranks: the tokens of a rank, and batches that are padded and split for it."""
 
 from ....functions.attention.context_parallel.layout import (
     get_cu_seqlens_on_cp_rank,

@@ -1,6 +1,6 @@
 """Token ids, labels and positions of packed sequences, padded so that ranks can share them, and a rank's part.
 
-This is work of a data loader: lengths are read on the host.
+These functions belong into a data loader: they read lengths on the host.
 """
 
 from __future__ import annotations
@@ -21,11 +21,18 @@ def pad_thd_sequences_for_cp(
     padding_token_id: int = 0,
     padding_label_id: int = -100,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(input_ids [p], labels [p], cu_seqlens), every sequence padded behind to a multiple of divisibility_factor.
+    """Pad every packed sequence at its end to a multiple of divisibility_factor.
 
-    input_ids, labels     [t] or [1, t], packed; p tokens with the padding come back flat in both cases
-    cu_seqlens            [b + 1], bounds of the sequences
-    divisibility_factor   2 * (ranks), so that each rank gets two equal chunks of every sequence
+    Args:
+        input_ids: Token ids [t] or [1, t].
+        labels: Labels [t] or [1, t].
+        cu_seqlens: Bounds of the sequences [b + 1].
+        divisibility_factor: 2 * (number of ranks), so that each rank gets two equal chunks of every sequence.
+        padding_token_id: Token id of the padding.
+        padding_label_id: Label of the padding.
+
+    Returns:
+        input_ids [p], labels [p] and cu_seqlens [b + 1]; p includes the padding.
     """
     lengths, padded = _padded_lengths(cu_seqlens, divisibility_factor)
     tokens = int(lengths.sum())
@@ -47,7 +54,7 @@ def pad_thd_sequences_for_cp(
 def generate_positional_ids_for_cp(
     cu_seqlens: Tensor, divisibility_factor: int, dtype: torch.dtype = torch.long
 ) -> Tensor:
-    """[t] positions 0, 1, .. in each sequence, padded to a multiple of divisibility_factor, the padding counted on."""
+    """Return positions [t] 0, 1, .. in each sequence, which continue in its padding to divisibility_factor."""
     _, padded = _padded_lengths(cu_seqlens, divisibility_factor)
     starts = torch.repeat_interleave(padded.cumsum(0) - padded, padded)
     return (torch.arange(int(padded.sum()), device="cpu") - starts).to(cu_seqlens.device, dtype)
@@ -62,15 +69,17 @@ def get_batch_on_this_cp_rank(
     qvk_format: str = "thd",
     cp_rank: int | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(input_ids, labels, position_ids), each with the tokens [t / ranks] that a rank holds; None stays None.
+    """Return (input_ids, labels, position_ids), each with the tokens [t / ranks] of one rank; None stays None.
 
-    The three are [t], [1, t] or [t, ..], padded as `pad_thd_sequences_for_cp` pads them. Ranks are those of cp_group
-    as torch.distributed.get_world_size and get_rank tell them; None: of the default group, which has to be there.
-    cp_rank: the rank, when it is not this process's in cp_group.
-    ValueError for another qvk_format, and for a tensor without an axis of t tokens.
+    The three are [t], [1, t] or [t, ..], padded as by `pad_thd_sequences_for_cp`. The number of ranks and this rank are
+    those of cp_group by torch.distributed.get_world_size and get_rank; None means the default group, which must be
+    initialized. cp_rank overrides the rank.
+
+    Raises:
+        ValueError: qvk_format is not "thd", or a tensor has no axis of t tokens.
     """
     if qvk_format != "thd":
-        raise ValueError(f"qvk_format={qvk_format!r}: only packed sequences are cut here; give 'thd'")
+        raise ValueError(f"qvk_format={qvk_format!r}: only packed sequences can be split; give 'thd'")
     size = torch.distributed.get_world_size(group=cp_group)
     if size <= 1:
         return input_ids_padded, labels_padded, position_ids_padded
@@ -86,7 +95,7 @@ def get_batch_on_this_cp_rank(
 
 
 def _token_axis(name: str, x: Tensor, tokens: int) -> int:
-    """The axis of the tokens: the second, if it is as long, else the first."""
+    """Return the axis of the tokens: the second if it has this length, otherwise the first."""
     for axis in (1, 0):
         if axis < x.ndim and x.shape[axis] == tokens:
             return axis
@@ -96,16 +105,16 @@ def _token_axis(name: str, x: Tensor, tokens: int) -> int:
 
 
 def _padded_lengths(cu_seqlens: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
-    """Lengths on the host, and lengths rounded up."""
+    """Return lengths on the host, and the lengths rounded up."""
     if multiple < 1:
-        raise ValueError(f"divisibility_factor={multiple} is no divisor; give 2 * (ranks)")
+        raise ValueError(f"divisibility_factor={multiple} is not a divisor; give 2 * (number of ranks)")
     bounds = cu_seqlens.cpu().long()
     lengths = bounds[1:] - bounds[:-1]
     return lengths, (lengths + multiple - 1) // multiple * multiple
 
 
 def _front_of_each(lengths: Tensor, padded: Tensor) -> Tensor:
-    """Where the tokens of packed sequences lie when each has its padding behind it."""
+    """Return the indices of the tokens of packed sequences if each sequence is followed by its padding."""
     gaps = torch.repeat_interleave((padded - lengths).cumsum(0) - (padded - lengths), lengths)
     return torch.arange(int(lengths.sum()), device="cpu") + gaps
 

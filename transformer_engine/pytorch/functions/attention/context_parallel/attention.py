@@ -92,7 +92,7 @@ def choose_context_parallel(call: AttentionCall, groups: ContextGroups) -> Conte
     check_divisible(call, groups)
     if groups.communication == "a2a+p2p":
         # Heads first; the table chooses how the ranks of the ring share the rest.
-        reason = TABLE.named("a2a").refusal(TABLE.described((call, "a2a", groups.heads_size, 1)))
+        reason = TABLE.named("a2a").rejection_reason(TABLE.described((call, "a2a", groups.heads_size, 1)))
         if reason is not None:
             raise NoBackend(f"cp_comm_type='a2a+p2p': {reason}")
     try:

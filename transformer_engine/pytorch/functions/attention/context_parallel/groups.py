@@ -141,7 +141,7 @@ def reduce_scatter(parts: Tensor, group: Any) -> Tensor:
 
 
 class Ring:
-    """Transfers from every rank to the next one of the ring, issued on a stream of their own if there is one.
+    """Transfers from every rank to the next one of the ring, issued on a separate stream if there is one.
 
     A transfer is an all-to-all with parts for one rank only, which NCCL performs as one send and one receive.
     """

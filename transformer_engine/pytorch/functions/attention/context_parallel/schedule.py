@@ -145,7 +145,7 @@ def band_block(call: AttentionCall, queries: Part, keys: Part) -> Block | None:
 def _block_mask(whole: Mask, rows: int, columns: int, below: int, above: int) -> Mask:
     """Return the mask under which query i of a block sees the keys i - below .. i + above.
 
-    Diagonals end bottom right, as fused kernels have them, unless sequences have lengths of their own.
+    Diagonals end bottom right, as fused kernels have them, unless sequences have individual lengths.
     """
     prefix = "padding" if whole.padding else ""
     if below >= rows - 1 and above >= columns - 1:
@@ -265,9 +265,9 @@ EVERYTHING = frozenset(Feature)
 TABLE: Table[ContextRequest] = Table(
     "context_parallel",
     (
-        Backend("p2p", takes=EVERYTHING, refuses=_refuses_ring),
-        Backend("all_gather", takes=EVERYTHING, refuses=_refuses_gather),
-        Backend("a2a", takes=EVERYTHING, refuses=_refuses_exchange),
+        Backend("p2p", takes=EVERYTHING, unsupported_reason=_refuses_ring),
+        Backend("all_gather", takes=EVERYTHING, unsupported_reason=_refuses_gather),
+        Backend("a2a", takes=EVERYTHING, unsupported_reason=_refuses_exchange),
     ),
     describe=ContextRequest,
     order=lambda request: _ORDERS[request.communication],

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .....common.dispatch import Backend, Refusal
+from .....common.dispatch import Backend, PlanFailure
 from .....common.memory import Memory
 from ....runtime.device import get_cudnn_version, has_cuda
 from ..call import Attended, AttentionCall, AttentionInputs, Feature, Gradients
@@ -43,22 +43,28 @@ TAKES = frozenset(Feature) - {
 _KEYS_OF_A_BLOCK = 128
 
 
-def refuses(call: AttentionCall) -> str | None:
+def unsupported_reason(call: AttentionCall) -> str | None:
     """Return the reason why the call is unsupported; None if it is supported."""
-    for rule in (_refuses_place, _refuses_shape, _refuses_mask, _refuses_options, _refuses_backward):
-        refusal = rule(call)
-        if refusal is not None:
-            return refusal
+    for rule in (
+        _unsupported_device,
+        _unsupported_shape,
+        _unsupported_mask,
+        _unsupported_options,
+        _unsupported_backward,
+    ):
+        reason = rule(call)
+        if reason is not None:
+            return reason
     return None
 
 
-def bind(call: AttentionCall) -> Passes | Refusal:
+def bind(call: AttentionCall) -> Passes | PlanFailure:
     """Return the two passes, planned for contiguous tensors, or the reason why the library cannot plan them."""
-    reason = _refused_by_planning(call) if has_cuda() else None
-    return PASSES if reason is None else Refusal(reason)
+    reason = _planning_failure(call) if has_cuda() else None
+    return PASSES if reason is None else PlanFailure(reason)
 
 
-def _refuses_place(call: AttentionCall) -> str | None:
+def _unsupported_device(call: AttentionCall) -> str | None:
     if not call.switches.fused or call.switches.fused_kind == "2":
         return "NVTE_FUSED_ATTN=0" if not call.switches.fused else "NVTE_FUSED_ATTN_BACKEND=2 asks for FP8"
     if call.device_type != "cuda":
@@ -70,7 +76,7 @@ def _refuses_place(call: AttentionCall) -> str | None:
     return missing()
 
 
-def _refuses_shape(call: AttentionCall) -> str | None:
+def _unsupported_shape(call: AttentionCall) -> str | None:
     for name, size in (("qk", call.head_dim_qk), ("v", call.head_dim_v)):
         if size % 8:
             return f"head_dim_{name}={size} is not a multiple of 8"
@@ -87,7 +93,7 @@ def _refuses_shape(call: AttentionCall) -> str | None:
     return None
 
 
-def _refuses_mask(call: AttentionCall) -> str | None:
+def _unsupported_mask(call: AttentionCall) -> str | None:
     left, right = call.mask.window
     if left >= 0 and right != 0 and get_cudnn_version() == (9, 14, 0):
         return f"window_size={left, right}: cuDNN 9.14.0 computes two-sided windows wrongly; take another version"
@@ -103,7 +109,7 @@ def _refuses_mask(call: AttentionCall) -> str | None:
     return None
 
 
-def _refuses_options(call: AttentionCall) -> str | None:
+def _unsupported_options(call: AttentionCall) -> str | None:
     if has_dense_bias(call):
         assert call.bias_shape is not None
         if call.bias_shape[2:] != (call.seqlen_q, call.seqlen_kv):
@@ -131,7 +137,7 @@ def _may_lack_keys(call: AttentionCall) -> bool:
     return call.mask.padding and not (call.same_lengths or call.cached)
 
 
-def _refuses_backward(call: AttentionCall) -> str | None:
+def _unsupported_backward(call: AttentionCall) -> str | None:
     if not call.needs_gradient:
         return None
     packed = "thd" in (call.q_format, call.kv_format)
@@ -150,7 +156,7 @@ def _refuses_backward(call: AttentionCall) -> str | None:
     return None
 
 
-def _refused_by_planning(call: AttentionCall) -> str | None:
+def _planning_failure(call: AttentionCall) -> str | None:
     """Return the reason why the library cannot plan contiguous tensors of this call; None if it can."""
     device = torch.cuda.current_device()
     q = _format_strides(call, True, call.heads, call.head_dim_qk)
@@ -388,4 +394,4 @@ def _grad_sink(
 
 
 PASSES = Passes("cudnn", forward, backward)
-BACKEND = Backend("cudnn", takes=TAKES, refuses=refuses, bind=bind, opaque=True)
+BACKEND = Backend("cudnn", takes=TAKES, unsupported_reason=unsupported_reason, bind=bind, opaque=True)

@@ -50,7 +50,7 @@ class CudnnFP8Gradients(NamedTuple):
     amax: Tensor
 
 
-def refuses(call: AttentionCall) -> str | None:
+def unsupported_reason(call: AttentionCall) -> str | None:
     """Return the reason why the FP8 forward pass does not support the call; None if it does."""
     if not call.switches.fused or call.switches.fused_kind == "1":
         return "NVTE_FUSED_ATTN=0" if not call.switches.fused else "NVTE_FUSED_ATTN_BACKEND=1 asks for 16 bit"
@@ -69,11 +69,11 @@ def refuses(call: AttentionCall) -> str | None:
     return missing()
 
 
-def refuses_backward(call: AttentionCall) -> str | None:
+def unsupported_backward(call: AttentionCall) -> str | None:
     """Return the reason why the FP8 backward pass does not support the call; None if it does."""
     if not call.head_dim_qk == call.head_dim_v == BACKWARD_HEAD_SIZE:
         return f"head sizes {call.head_dim_qk} and {call.head_dim_v} in the backward pass; it takes 128"
-    return refuses(call)
+    return unsupported_reason(call)
 
 
 def _strided(q: Tensor, k: Tensor, v: Tensor) -> Strided:

@@ -1,7 +1,7 @@
-"""plan.run(pointers): one cuDNN graph, planned once for its shapes and strides, then started on addresses.
+"""plan.run(pointers): a cuDNN graph that is planned once for its shapes and strides, and then run on addresses.
 
-A graph is described tensor by tensor under the names of `ROLES`. A warm start is one call into the library with a
-list of integers: no tensor objects, no look-up of attributes.
+A graph is described tensor by tensor under the names of `ROLES`. A warm call makes one library call with a list of
+integers, without tensor objects and attribute accesses.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ ROLES = (
 _UID = {role: uid for uid, role in enumerate(ROLES, start=1)}
 _FIRST_OFFSET = 1000
 
-# Frontends before 1.23 lack the start on a list of addresses; 1.24 to 1.26 emit an attribute that cuDNN before
-# 9.20 does not know; from 1.27 on, graphs are Python objects with a slower start.
+# Frontends before 1.23 cannot run on a list of addresses; 1.24 to 1.26 emit an attribute that cuDNN before 9.20 does
+# not support; from 1.27 on, graphs are Python objects that start more slowly.
 FRONTEND = (1, 23)
 MINIMUM_CUDNN = (9, 13, 1)
 
-# Plans that a process holds before it drops them all. One that is dropped takes its kernels along, so that a captured
-# CUDA graph would lose them: the limit is meant for lengths that never come twice, not for the shapes of a model.
+# Plans in a process before all are dropped. A dropped plan unloads its kernels, which a captured CUDA graph would lose:
+# the limit is for lengths that occur only once, not for the shapes of a model.
 MOST_PLANS = 4096
 
 Strides = tuple[int, ...]
@@ -47,7 +47,7 @@ Offset = tuple[str, int]
 
 @functools.cache
 def missing() -> str | None:
-    """Why the library cannot be used here; None when it can."""
+    """Return the reason why the library is unavailable, or None."""
     if not optional.installed("cudnn"):
         return "nvidia-cudnn-frontend is not installed; pip install 'nvidia-cudnn-frontend==1.23.*'"
     try:
@@ -64,13 +64,13 @@ def missing() -> str | None:
 
 @functools.cache
 def library() -> Any:
-    """The module `cudnn`."""
+    """Return the module `cudnn`."""
     return importlib.import_module("cudnn")
 
 
 @functools.cache
 def data_type(dtype: torch.dtype) -> Any:
-    """cuDNN's name of a dtype."""
+    """Return cuDNN's name of a dtype."""
     names = {
         torch.bfloat16: "BFLOAT16",
         torch.float16: "HALF",
@@ -84,13 +84,13 @@ def data_type(dtype: torch.dtype) -> Any:
 
 
 class _Handles(threading.local):
-    """This thread's library handle of each device, and the stream that it was last given."""
+    """This thread's library handle of each device, and the handle's present stream."""
 
     def __init__(self) -> None:
         self.of_device: dict[int, tuple[int, int]] = {}
 
     def current(self, device: int) -> int:
-        """The handle of a device, on torch's current stream."""
+        """Return the handle of a device, set to torch's current stream."""
         stream = torch._C._cuda_getCurrentRawStream(device)  # pyright: ignore[reportAttributeAccessIssue]
         known = self.of_device.get(device)
         if known is not None and known[1] == stream:
@@ -105,7 +105,7 @@ class _Handles(threading.local):
         return handle
 
     def give_stream_back(self, device: int) -> None:
-        """Set the stream of a device's handle again, after a call that may have left it on another one."""
+        """Restore the stream of a device's handle after a call that may have changed it."""
         library().set_stream(*self.of_device[device])
 
 
@@ -113,7 +113,7 @@ handles = _Handles()
 
 
 class Description:
-    """A graph while it is being described."""
+    """A graph that is being described."""
 
     def __init__(self, dtype: torch.dtype, **where: Any):
         self.graph = library().pygraph(
@@ -133,7 +133,7 @@ class Description:
         dtype: torch.dtype = torch.float32,
         ragged: Any = None,
     ) -> Any:
-        """An input of a role: contiguous where no strides are given."""
+        """Add an input with a role; contiguous by default."""
         self.roles.append(role)
         made = self.graph.tensor(
             dim=list(shape),
@@ -145,7 +145,7 @@ class Description:
         return made if ragged is None else made.set_ragged_offset(ragged)
 
     def scalar(self, role: str, dtype: torch.dtype = torch.float32) -> Any:
-        """A number that lies on the device."""
+        """Add a number in device memory."""
         return self.tensor(role, (1, 1, 1, 1), dtype=dtype)
 
     def output(
@@ -157,7 +157,7 @@ class Description:
         dtype: torch.dtype = torch.float32,
         ragged: Any = None,
     ) -> None:
-        """Make what an operation returned an output of a role."""
+        """Make the result of an operation an output with a role."""
         self.roles.append(role)
         tensor.set_output(True).set_uid(_UID[role]).set_dim(list(shape))
         tensor.set_stride(list(contiguous_strides(shape) if strides is None else strides))
@@ -166,7 +166,7 @@ class Description:
             tensor.set_ragged_offset(ragged)
 
     def offset(self, side: str, step: int, batch: int) -> Any:
-        """Where each sequence begins, in elements: starts of a side ("q" or "kv") x the elements of a token."""
+        """Return the start of each sequence in elements: starts of a side ("q" or "kv") x the elements of a token."""
         known = self.offsets.get((side, step))
         if known is None:
             known = self.graph.tensor(
@@ -180,7 +180,7 @@ class Description:
         return known
 
     def supported(self) -> None:
-        """Choose an engine; raises the library's cudnnGraphNotSupportedError with its reason."""
+        """Choose an engine; raise the library's cudnnGraphNotSupportedError with its reason if there is none."""
         modes = library().heur_mode
         self.graph.validate()
         self.graph.build_operation_graph()
@@ -189,9 +189,9 @@ class Description:
 
 
 class CudnnPlan:
-    """A graph with its kernels, built as it was described or read from disk.
+    """A graph with its kernels, built from its description or read from disk.
 
-    roles     what `run` needs the address of, in the library's order
+    roles     roles whose addresses `run` needs, in the library's order
     offsets   (side, step) of the ragged tensors, whose addresses follow
     """
 
@@ -212,13 +212,13 @@ class CudnnPlan:
         self.workspace = graph.get_workspace_size()
 
     def run(self, pointers: Mapping[str, int], device: torch.device, offsets: Sequence[int] = ()) -> None:
-        """Start the graph on the current stream; pointers by role, offsets in the order of `self.offsets`."""
+        """Run the graph on the current stream; pointers by role, offsets in the order of `self.offsets`."""
         index = device.index
         if not is_current_device(index):
             with torch.cuda.device(index):
                 self.run(pointers, device, offsets)
             return
-        # From torch's allocator each time: it is ordered by the stream, and part of a captured CUDA graph's pool.
+        # Allocated by torch for each call: ordered by the stream, and part of a captured CUDA graph's pool.
         space = torch.empty(self.workspace, dtype=torch.uint8, device=device) if self.workspace else None
         addresses = [pointers[role] for role in self.roles]
         addresses += offsets
@@ -227,9 +227,9 @@ class CudnnPlan:
 
 
 def planned(describe: Callable[..., Description], device: int, *arguments: Any) -> CudnnPlan:
-    """The plan of describe(*arguments) on a device; from disk where it is there, unless TE_CUDNN_PLAN_CACHE=0.
+    """Return the plan of describe(*arguments) on a device, from disk if stored there, unless TE_CUDNN_PLAN_CACHE=0.
 
-    Raises RuntimeError with the library's reason where there is no engine.
+    Raises RuntimeError with the library's reason if it has no engine for the graph.
     """
     with torch.cuda.device(device):
         description = describe(*arguments, handle=handles.current(device))
@@ -257,7 +257,7 @@ def _built(description: Description) -> CudnnPlan:
 
 
 def _machine(device: int) -> tuple[object, ...]:
-    """What a plan depends on besides its description: versions, and the GPU with the multiprocessors it shows."""
+    """Return the other inputs of a plan: versions, and the GPU with its available multiprocessors."""
     properties = torch.cuda.get_device_properties(device)
     return (
         library().backend_version(),
@@ -269,34 +269,34 @@ def _machine(device: int) -> tuple[object, ...]:
 
 
 def _library_errors() -> tuple[type[Exception], ...]:
-    """What the library raises: its own error, and what its bindings make of C++ exceptions."""
+    """Return the library's own error class, and those into which its bindings convert C++ exceptions."""
     return library().cudnnGraphNotSupportedError, RuntimeError, ValueError, IndexError
 
 
 def _restored(path: Path, description: Description, device: int) -> CudnnPlan | None:
-    """The plan in a file, whose tensors are those of the description; None where there is none that fits."""
+    """Return the plan in a file if its tensors are those of the description; otherwise None."""
     kept = cudnn_store.read(path)
     if kept is None:
         return None
     handle = handles.current(device)
     try:
         graph = library().pygraph(handle=handle)
-        graph.deserialize(handle, list(kept.serialized))  # the bindings refuse bytes
+        graph.deserialize(handle, list(kept.serialized))  # the bindings reject bytes
         graph._prepare_variant_pack_template()
         reason = _misfit(graph, description, kept)
         if reason is None:
             return CudnnPlan(description, graph)
     except _library_errors() as error:
-        reason = f"the library refuses it ({error})"
+        reason = f"the library rejects it ({error})"
     finally:
-        # The library warms a plan up on a stream of its own, where it stays when that fails.
+        # The library warms up a plan on an internal stream, and keeps that stream if the warm-up fails.
         handles.give_stream_back(device)
     cudnn_store.discard(path, reason)
     return None
 
 
 def _misfit(graph: Any, description: Description, kept: cudnn_store.Kept) -> str | None:
-    """Why a graph that was read is not the one described; None when it is."""
+    """Return the reason why a stored graph differs from the described one, or None."""
     described = sorted(_UID[role] for role in description.roles)
     described += range(_FIRST_OFFSET, _FIRST_OFFSET + len(description.offsets))
     found = list(graph._get_variant_pack_uids_sorted())
@@ -309,11 +309,11 @@ def _misfit(graph: Any, description: Description, kept: cudnn_store.Kept) -> str
 
 
 def _keep(path: Path, plan: CudnnPlan) -> None:
-    """Write a plan to a file; the library's refusal to serialise it is logged."""
+    """Write a plan to a file; log the reason if the library cannot serialize it."""
     try:
         serialized = bytes(plan.graph.serialize())
     except _library_errors() as error:
-        cudnn_store.warn(f"cuDNN does not serialise a plan, which is therefore not kept on disk: {error}")
+        cudnn_store.warn(f"cuDNN cannot serialize a plan, which is therefore not kept on disk: {error}")
         return
     cudnn_store.write(path, cudnn_store.Kept(plan.workspace, serialized))
 
@@ -326,7 +326,7 @@ def _steps(device: torch.device, steps: tuple[int, ...]) -> Tensor:
 def ragged_offsets(
     plan: CudnnPlan, starts_q: Tensor | None, starts_kv: Tensor | None
 ) -> tuple[list[int], list[Tensor]]:
-    """Addresses of starts x step for each of the plan's offsets, and what must live until the start."""
+    """Return addresses of starts x step for each of the plan's offsets, and the tensors that own them."""
     if not plan.offsets:
         return [], []
     if starts_q is not None and starts_q is starts_kv:
@@ -344,7 +344,7 @@ def ragged_offsets(
 
 
 def contiguous_strides(shape: Sequence[int]) -> Strides:
-    """Strides of a dense tensor, last axis fastest."""
+    """Return the strides of a dense tensor, last axis fastest."""
     strides = [1] * len(shape)
     for axis in range(len(shape) - 2, -1, -1):
         strides[axis] = strides[axis + 1] * max(shape[axis + 1], 1)

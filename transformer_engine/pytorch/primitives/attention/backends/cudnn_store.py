@@ -1,9 +1,9 @@
 """kept = read(locate(...)): cuDNN's plans as files, which later processes of the same user read instead of building.
 
-A file is MAGIC, the SHA-256 of its name and of what follows, the size of the workspace (8 bytes), and the library's
-own bytes. Its name is a hash of everything that the plan depends on: where any of it differs, another file is looked
-for. The library runs the kernels that it finds in a file, so that a folder or a file that somebody else may write is
-not read. Nothing here raises: what hinders a file is logged once, and the plan is built.
+A file contains MAGIC, the SHA-256 of its name and of the rest, the size of the workspace (8 bytes), and the library's
+own bytes. Its name is a hash of all inputs of the plan, so that different inputs have different files. The library runs
+the kernels in a file; therefore files and folders that other users can write are not read. These functions do not
+raise: a problem with a file is logged once, and the plan is built.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DIGEST = len(MAGIC)
 _BODY = _DIGEST + hashlib.sha256().digest_size
 _WRITABLE_BY_OTHERS = 0o022
 
-# What decides how a request becomes a graph, and what a file says about it.
+# The sources that determine the graph of a request, and the content of a file.
 SOURCES = (
     *(
         "backends/cudnn_graph.py",
@@ -45,7 +45,7 @@ logger = logging.getLogger("DotProductAttention")
 
 
 class Kept(NamedTuple):
-    """A plan on disk: bytes of workspace that it needs, and what the library wrote."""
+    """A plan on disk: bytes of its workspace, and the library's serialization."""
 
     workspace: int
     serialized: bytes
@@ -53,13 +53,13 @@ class Kept(NamedTuple):
 
 @functools.cache
 def warn(sentence: str) -> None:
-    """Log a sentence, the first time that it is said."""
+    """Log a sentence once per process."""
     logger.warning("%s", sentence)
 
 
 @functools.cache
 def source_digest() -> str:
-    """SHA-256 of the source files that describe graphs; OSError where they cannot be read."""
+    """Return SHA-256 of the source files that describe graphs; raise OSError if they cannot be read."""
     digest = hashlib.sha256()
     for source in SOURCES:
         digest.update((Path(__file__).parents[1] / source).read_bytes())
@@ -67,21 +67,21 @@ def source_digest() -> str:
 
 
 def locate(*parts: object) -> Path | None:
-    """The file of a plan that depends on `parts`, by their text; None where there can be no file."""
+    """Return the file of a plan that depends on `parts`, by their text; None if it cannot be stored."""
     try:
         text = "\n".join(map(str, (*parts, source_digest())))
         return env.cache_directory() / FOLDER / hashlib.sha256(text.encode()).hexdigest()
-    except (OSError, RuntimeError) as error:  # no source files; no home directory
+    except (OSError, RuntimeError) as error:  # no source files, or no home directory
         warn(f"cuDNN's plans cannot be kept on disk ({error}); set TE_CUDNN_PLAN_CACHE=0, or TE_CACHE_DIR")
         return None
 
 
 def read(path: Path) -> Kept | None:
-    """What `write` left in a file; None where there is none. A file that is not sound is deleted."""
+    """Return the content that `write` has stored in a file, or None. A damaged file is deleted."""
     try:
         if not _is_private(path.parent):
             return None
-        # Not blocking: what lies there may be a pipe that nobody writes.
+        # Not blocking: the path could be a pipe without a writer.
         with open(path, "rb", opener=_opened) as file:
             flaw = _untrusted(os.fstat(file.fileno()))
             content = b"" if flaw else file.read()
@@ -94,7 +94,7 @@ def read(path: Path) -> Kept | None:
     if flaw:
         discard(path, flaw)
         return None
-    with contextlib.suppress(OSError):  # a cache that can only be read keeps its order
+    with contextlib.suppress(OSError):  # a read-only cache keeps its order
         os.utime(path)
     (workspace,) = _SIZE.unpack_from(content, _BODY)
     return Kept(workspace, content[_BODY + _SIZE.size :])
@@ -105,20 +105,22 @@ def _opened(name: str, flags: int) -> int:
 
 
 def _is_private(folder: Path) -> bool:
-    """May nobody else put files into a folder? Otherwise that is logged; FileNotFoundError where there is no folder."""
+    """Return whether only the user can write to a folder; log the reason if not. FileNotFoundError if it is absent."""
     try:
         flaw = _untrusted(folder.stat())
     except PermissionError as error:
         flaw = str(error)
     if flaw:
-        warn(f"cuDNN's plans are not kept in {folder}: {flaw}; make it yours alone, or set TE_CACHE_DIR")
+        warn(
+            f"cuDNN's plans are not kept in {folder}: {flaw}; make it writable only by you, or set TE_CACHE_DIR"
+        )
     return flaw is None
 
 
 def _untrusted(status: os.stat_result) -> str | None:
-    """Why a file or a folder may hold kernels of another user; None when it may not."""
+    """Return the reason why a file or a folder may contain kernels of another user, or None."""
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
-        return "it is no plain file"
+        return "it is not a regular file"
     if status.st_uid not in (0, os.geteuid()):
         return f"it belongs to user {status.st_uid}"
     if status.st_mode & _WRITABLE_BY_OTHERS:
@@ -127,7 +129,7 @@ def _untrusted(status: os.stat_result) -> str | None:
 
 
 def _torn(content: bytes, name: str) -> str | None:
-    """Why bytes are not those of the whole file of a name; None when they are."""
+    """Return the reason why bytes are not the complete file of this name, or None."""
     if not content.startswith(MAGIC) or len(content) < _BODY + _SIZE.size:
         return f"its {len(content)} bytes do not begin as a plan's do"
     if _checksum(name, content[_BODY:]) != content[_DIGEST:_BODY]:
@@ -136,12 +138,12 @@ def _torn(content: bytes, name: str) -> str | None:
 
 
 def _checksum(name: str, body: bytes) -> bytes:
-    """With the name: nobody can put one plan in another's place."""
+    """Return a checksum that includes the name, so that a file cannot replace another one."""
     return hashlib.sha256(name.encode() + b"\n" + body).digest()
 
 
 def write(path: Path, kept: Kept) -> None:
-    """Put a plan into a file that only the user can read, all at once; the longest unused beyond LIMIT go."""
+    """Write a plan to a file that only the user can read, atomically; delete the least recently used beyond LIMIT."""
     body = _SIZE.pack(kept.workspace) + kept.serialized
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -161,8 +163,8 @@ def write(path: Path, kept: Kept) -> None:
 
 
 def discard(path: Path, reason: str) -> None:
-    """Delete a file for a reason, which is logged."""
-    warn(f"cuDNN's plan in {path} is not used: {reason}; it is deleted and built anew")
+    """Delete a file, and log the reason."""
+    warn(f"cuDNN's plan in {path} is not used: {reason}; it is deleted and built again")
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
@@ -178,5 +180,5 @@ def _drop_oldest(folder: Path) -> None:
 def _last_use(path: Path) -> float:
     try:
         return path.stat().st_mtime
-    except FileNotFoundError:  # another process has dropped it
+    except FileNotFoundError:  # another process has deleted it
         return 0.0

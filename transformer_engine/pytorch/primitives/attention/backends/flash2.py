@@ -12,7 +12,7 @@ from ..call import AttentionCall, AttentionInputs, AttentionResult, Feature
 from ..layout import batch_first
 from ..packed import zero_behind
 from ..passes import Whole
-from .limits import FLASH, refuses_beyond_flash
+from .limits import FLASH, unsupported_beyond_flash
 
 
 def _installed() -> str | None:
@@ -22,7 +22,7 @@ def _installed() -> str | None:
         return None
 
 
-# A constant, so that a compiler tracing through `refuses` reads it as one.
+# A constant, so that a compiler tracing through `unsupported_reason` reads it as one.
 VERSION: str | None = _installed()
 _LARGEST_HEAD = 256
 FIRST, END = (2, 1, 1), (2, 8, 4)  # supported releases: FIRST <= release < END
@@ -48,7 +48,7 @@ def is_supported(version: str) -> bool:
     return FIRST <= release(version) < END
 
 
-def refuses(call: AttentionCall) -> str | None:
+def unsupported_reason(call: AttentionCall) -> str | None:
     """Return the reason why the call is unsupported; None if it is supported."""
     if not (call.switches.flash and call.switches.flash2):
         return "NVTE_FLASH_ATTN=0" if not call.switches.flash else "NVTE_FLASH_ATTN_V2=0"
@@ -63,8 +63,8 @@ def refuses(call: AttentionCall) -> str | None:
         return f"flash-attn {VERSION} has no ALiBi, which came with 2.4"
     if found < DETERMINISTIC and call.deterministic:
         return f"flash-attn {VERSION} has no deterministic backward pass, which came with 2.4.1"
-    refusal = refuses_beyond_flash(call, _LARGEST_HEAD)
-    return refusal or optional.failure("flash_attn", "flash_attn_func", "flash_attn_varlen_func")
+    reason = unsupported_beyond_flash(call, _LARGEST_HEAD)
+    return reason or optional.failure("flash_attn", "flash_attn_func", "flash_attn_varlen_func")
 
 
 def run(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
@@ -99,4 +99,4 @@ def run(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
 
 
 WHOLE = Whole("flash2", run)
-BACKEND = Backend("flash2", takes=TAKES, refuses=refuses, bind=lambda call: WHOLE)
+BACKEND = Backend("flash2", takes=TAKES, unsupported_reason=unsupported_reason, bind=lambda call: WHOLE)

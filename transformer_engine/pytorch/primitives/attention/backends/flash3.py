@@ -10,23 +10,23 @@ from ..call import AttentionCall, AttentionInputs, AttentionResult
 from ..layout import batch_first
 from ..packed import zero_behind
 from ..passes import Whole
-from .limits import FLASH, refuses_beyond_flash
+from .limits import FLASH, unsupported_beyond_flash
 
-# A constant, so that a compiler tracing through `refuses` reads it as one.
+# A constant, so that a compiler tracing through `unsupported_reason` reads it as one.
 INSTALLED: bool = optional.installed("flash_attn_interface")
 _LARGEST_HEAD = 256
 TAKES = FLASH
 
 
-def refuses(call: AttentionCall) -> str | None:
+def unsupported_reason(call: AttentionCall) -> str | None:
     """Return the reason why the call is unsupported; None if it is supported."""
     if not (call.switches.flash and call.switches.flash3):
         return "NVTE_FLASH_ATTN=0" if not call.switches.flash else "NVTE_FLASH_ATTN_V3=0"
     if not INSTALLED:
         return "flash-attention 3 is not installed (build its hopper folder)"
-    refusal = refuses_beyond_flash(call, _LARGEST_HEAD)
-    if refusal is not None:
-        return refusal
+    reason = unsupported_beyond_flash(call, _LARGEST_HEAD)
+    if reason is not None:
+        return reason
     if call.capability != (9, 0):
         return f"compute capability {call.capability[0]}.{call.capability[1]}; it takes 9.0"
     return optional.failure("flash_attn_interface", "flash_attn_func", "flash_attn_varlen_func")
@@ -63,4 +63,4 @@ def _first(found: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 WHOLE = Whole("flash3", run)
-BACKEND = Backend("flash3", takes=TAKES, refuses=refuses, bind=lambda call: WHOLE)
+BACKEND = Backend("flash3", takes=TAKES, unsupported_reason=unsupported_reason, bind=lambda call: WHOLE)

@@ -19,7 +19,7 @@ from ..call import Attended, AttentionCall, AttentionInputs, Feature, Gradients
 from ..layout import batch_first
 from ..packed import zero_behind
 from ..passes import Passes
-from .limits import FLASH, refuses_beyond_flash
+from .limits import FLASH, unsupported_beyond_flash
 
 
 def _installed() -> str | None:
@@ -29,7 +29,7 @@ def _installed() -> str | None:
         return None
 
 
-# A constant, so that a compiler tracing through `refuses` reads it as one.
+# A constant, so that a compiler tracing through `unsupported_reason` reads it as one.
 VERSION: str | None = _installed()
 _LARGEST_HEAD = 256
 TAKES = FLASH | {
@@ -45,15 +45,15 @@ TAKES = FLASH | {
 _MULTIPLE = 32
 
 
-def refuses(call: AttentionCall) -> str | None:
+def unsupported_reason(call: AttentionCall) -> str | None:
     """Return the reason why the call is unsupported; None if it is supported."""
     if not (call.switches.flash and call.switches.flash4):
         return "NVTE_FLASH_ATTN=0" if not call.switches.flash else "NVTE_FLASH_ATTN_V4=0"
     if VERSION is None:
         return "flash-attn-4 is not installed (pip install flash-attn-4)"
-    refusal = refuses_beyond_flash(call, _LARGEST_HEAD, _MULTIPLE)
-    if refusal is not None:
-        return refusal
+    reason = unsupported_beyond_flash(call, _LARGEST_HEAD, _MULTIPLE)
+    if reason is not None:
+        return reason
     if call.capability[0] not in (9, 10):
         return f"compute capability {call.capability[0]}.{call.capability[1]}; it takes 9.x and 10.x"
     if (
@@ -166,4 +166,6 @@ def _rows(call: AttentionCall, like: Tensor, heads: int, size: int, zero: bool) 
 
 
 PASSES = Passes("flash4", forward, backward)
-BACKEND = Backend("flash4", takes=TAKES, refuses=refuses, bind=lambda call: PASSES, opaque=True)
+BACKEND = Backend(
+    "flash4", takes=TAKES, unsupported_reason=unsupported_reason, bind=lambda call: PASSES, opaque=True
+)

@@ -35,7 +35,7 @@ TAKES = frozenset(Feature) - {
 }
 
 
-def refuses(call: AttentionCall) -> str | None:
+def unsupported_reason(call: AttentionCall) -> str | None:
     """Return the reason why the call is unsupported; None if it is supported."""
     if not (call.switches.flash or call.switches.fused):
         return "NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0"
@@ -160,4 +160,4 @@ def _hidden(call: AttentionCall, inputs: AttentionInputs) -> Change:
 
 
 WHOLE = Whole("flex", run)
-BACKEND = Backend("flex", takes=TAKES, refuses=refuses, bind=lambda call: WHOLE)
+BACKEND = Backend("flex", takes=TAKES, unsupported_reason=unsupported_reason, bind=lambda call: WHOLE)

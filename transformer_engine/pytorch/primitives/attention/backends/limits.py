@@ -10,7 +10,7 @@ FLASH = frozenset(
 )
 
 
-def refuses_beyond_flash(call: AttentionCall, largest_head: int, multiple: int = 8) -> str | None:
+def unsupported_beyond_flash(call: AttentionCall, largest_head: int, multiple: int = 8) -> str | None:
     """Return the reason why a 16-bit kernel on CUDA does not support the call's tensors; None if it does."""
     if call.device_type != "cuda":
         return f"it needs a CUDA device, the tensors are on {call.device_type}"

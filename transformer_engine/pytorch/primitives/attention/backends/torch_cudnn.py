@@ -9,22 +9,22 @@ from .....common.dispatch import Backend
 from ..call import Attended, AttentionCall, AttentionInputs, Feature, Gradients
 from ..layout import heads_first, heads_last
 from ..passes import Passes
-from .limits import refuses_beyond_flash
+from .limits import unsupported_beyond_flash
 
 _LARGEST_HEAD = 128
 # Without deterministic gradients: PyTorch does not request them from cuDNN.
 TAKES = frozenset({Feature.TOP_LEFT, Feature.GROUPS})
 
 
-def refuses(call: AttentionCall) -> str | None:
+def unsupported_reason(call: AttentionCall) -> str | None:
     """Return the reason why the call is unsupported; None if it is supported."""
     if not call.switches.fused:
         return "NVTE_FUSED_ATTN=0"
     if call.switches.fused_kind == "2":
         return "NVTE_FUSED_ATTN_BACKEND=2 asks for FP8"
-    refusal = refuses_beyond_flash(call, _LARGEST_HEAD)
-    if refusal is not None:
-        return refusal
+    reason = unsupported_beyond_flash(call, _LARGEST_HEAD)
+    if reason is not None:
+        return reason
     if call.capability < (9, 0):
         return f"compute capability {call.capability[0]}.{call.capability[1]} < 9.0"
     return None
@@ -71,4 +71,6 @@ def backward(
 
 
 PASSES = Passes("torch_cudnn", forward, backward)
-BACKEND = Backend("torch_cudnn", takes=TAKES, refuses=refuses, bind=lambda call: PASSES, opaque=True)
+BACKEND = Backend(
+    "torch_cudnn", takes=TAKES, unsupported_reason=unsupported_reason, bind=lambda call: PASSES, opaque=True
+)

@@ -12,19 +12,19 @@ from ..call import Attended, AttentionCall, AttentionInputs, Feature, Gradients
 from ..layout import batch_first
 from ..packed import zero_behind
 from ..passes import Passes
-from .limits import FLASH, refuses_beyond_flash
+from .limits import FLASH, unsupported_beyond_flash
 
 _LARGEST_HEAD = 256
 TAKES = FLASH | {Feature.DROPOUT}
 
 
-def refuses(call: AttentionCall) -> str | None:
+def unsupported_reason(call: AttentionCall) -> str | None:
     """Return the reason why the call is unsupported; None if it is supported."""
     if not (call.switches.flash and call.switches.flash2):
         return "NVTE_FLASH_ATTN=0" if not call.switches.flash else "NVTE_FLASH_ATTN_V2=0"
-    refusal = refuses_beyond_flash(call, _LARGEST_HEAD)
-    if refusal is not None:
-        return refusal
+    reason = unsupported_beyond_flash(call, _LARGEST_HEAD)
+    if reason is not None:
+        return reason
     if call.capability < (8, 0):
         return f"compute capability {call.capability[0]}.{call.capability[1]} < 8.0"
     if call.deterministic and call.needs_gradient and not torch.are_deterministic_algorithms_enabled():
@@ -98,4 +98,6 @@ def _options(call: AttentionCall) -> dict[str, Any]:
 
 
 PASSES = Passes("torch_flash", forward, backward)
-BACKEND = Backend("torch_flash", takes=TAKES, refuses=refuses, bind=lambda call: PASSES, opaque=True)
+BACKEND = Backend(
+    "torch_flash", takes=TAKES, unsupported_reason=unsupported_reason, bind=lambda call: PASSES, opaque=True
+)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from .....common.dispatch import Backend
-from ....runtime.double_backward import refuse_second
+from ....runtime.double_backward import reject_second_derivative
 from .. import layout
 from ..call import AttentionCall, AttentionInputs, AttentionResult, Feature
 from ..passes import Whole
@@ -30,7 +30,7 @@ TAKES = frozenset(Feature) - {
 }
 
 
-def refuses(call: AttentionCall) -> str | None:
+def unsupported_reason(call: AttentionCall) -> str | None:
     """Return the reason why the call is unsupported; None if it is supported."""
     if not (call.switches.flash or call.switches.fused):
         return "NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0"
@@ -85,7 +85,7 @@ def _named(out: Tensor, *inputs: Tensor) -> None:
         return
     node = out.grad_fn
     if node is not None and node.name().startswith("ScaledDotProduct"):
-        refuse_second("DotProductAttention by torch_sdpa", node, *inputs)
+        reject_second_derivative("DotProductAttention by torch_sdpa", node, *inputs)
 
 
 def _guarded(out: Tensor) -> AttentionResult:
@@ -140,4 +140,4 @@ def _dense(call: AttentionCall) -> Callable[[AttentionCall, AttentionInputs], At
 
 
 WHOLE = Whole("torch_sdpa", attend)
-BACKEND = Backend("torch_sdpa", takes=TAKES, refuses=refuses, bind=bind)
+BACKEND = Backend("torch_sdpa", takes=TAKES, unsupported_reason=unsupported_reason, bind=bind)

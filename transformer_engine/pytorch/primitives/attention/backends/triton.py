@@ -34,7 +34,7 @@ LARGEST_HEAD = 256
 LARGEST_HEAD_WITHOUT_GRADIENT = 576
 
 
-def refuses(call: AttentionCall) -> str | None:
+def unsupported_reason(call: AttentionCall) -> str | None:
     """Return the reason why the call is unsupported; None if it is supported."""
     if not (call.switches.flash or call.switches.fused):
         return "NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0"
@@ -249,4 +249,6 @@ def _backward_plan(
 
 
 PASSES = Passes("triton", forward, backward)
-BACKEND = Backend("triton", takes=TAKES, refuses=refuses, bind=lambda call: PASSES, opaque=True)
+BACKEND = Backend(
+    "triton", takes=TAKES, unsupported_reason=unsupported_reason, bind=lambda call: PASSES, opaque=True
+)

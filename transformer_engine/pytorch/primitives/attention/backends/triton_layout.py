@@ -1,4 +1,4 @@
-"""Strides and other numbers that the Triton kernels receive beside pointers."""
+"""Strides and other numbers that the Triton kernels receive in addition to pointers."""
 
 from __future__ import annotations
 

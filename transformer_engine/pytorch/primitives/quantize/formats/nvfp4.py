@@ -35,13 +35,13 @@ from ..tile_scaled import scale_a_row, transposed
 
 
 def _range(form: TensorFormat) -> float:
-    """6 times the largest block scale: the quotient of a matrix's maximum and its second-level scale."""
+    """Return 6 times the largest block scale: the quotient of a matrix's maximum and its second-level scale."""
     assert form.unit_amax is not None
     return form.unit_amax
 
 
 def global_encode_scale(amax: Tensor, form: TensorFormat) -> Tensor:
-    """S = 6 * (largest block scale) / amax, at most FLOAT32_MAX; 1 where amax or S is 0."""
+    """S = 6 * (largest block scale) / amax, at most FLOAT32_MAX; 1 if amax or S is 0."""
     scale = divide(_range(form), amax).clamp(max=float32_max())
     return torch.where((amax == 0.0) | (scale == 0.0), 1.0, scale)
 
@@ -54,7 +54,7 @@ def global_decode_scale(amax: Tensor, form: TensorFormat) -> Tensor:
 def encode(
     x: Tensor, spec: QuantizeSpec, form: TensorFormat, amax: Tensor, random: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """x [R, K], amax [1] or [R] -> unpacked codes uint8 [R, K], block scales e4m3 [ceil(R/r), ceil(K/16)]."""
+    """Encode x [R, K] with amax [1] or [R]: unpacked uint8 codes [R, K], block scales e4m3 [ceil(R/r), ceil(K/16)]."""
     assert spec.tile is not None
     cut = tiles.cut(x, spec.tile)
     amax = amax.view(-1, 1)
@@ -70,7 +70,7 @@ def encode(
 
 
 def _multiplier(block_scale: Tensor, encode_scale: Tensor) -> Tensor:
-    """Multiplier of a block's values, 1 / (block scale / S), at most FLOAT32_MAX."""
+    """Return the multiplier of a block's values, 1 / (block scale / S), at most FLOAT32_MAX."""
     multiplier = (block_scale.to(torch.float32) * encode_scale.reciprocal()).reciprocal()
     return multiplier.clamp(max=float32_max())
 
@@ -78,7 +78,7 @@ def _multiplier(block_scale: Tensor, encode_scale: Tensor) -> Tensor:
 def _four_or_six(
     cut: Tensor, measure: str, form: TensorFormat, amax: Tensor, encode_scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Codes and block scales where each tile's maximum maps to 6, or to 4 where that makes a smaller error.
+    """Return codes and block scales with each tile's maximum mapped to 6, or to 4 if that makes a smaller error.
 
     A NaN error, of a tile or matrix that is not finite, is never smaller: such tiles map their maximum to 6.
     """
@@ -107,7 +107,7 @@ def _tile_error(
     amax: Tensor,
     encode_scale: Tensor,
 ) -> Tensor:
-    """The error of a tile's codes, float32 [ceil(R/r), ceil(K/16)], added up in the order that kernels use."""
+    """Return the error of a tile's codes, float32 [ceil(R/r), ceil(K/16)], summed in the order of the kernels."""
     product = decode_e2m1(codes) * tiles.spread(widen(block_scale))  # at most 6 significant bits: exact
     if measure in (FAST_MAE, FAST_MSE):
         difference = product - cut * tiles.spread(encode_scale)
@@ -125,7 +125,7 @@ def _tile_error(
 
 
 def quantize(x: Tensor, spec: QuantizeSpec, given: QuantizeInputs) -> Quantized:
-    """x [M, K] -> packed codes, block scales and maxima of the directions that spec asks for."""
+    """Quantize x [M, K]: packed codes, block scales and maxima of the spec's directions."""
     _, amax, amax_t, random, _ = given
     random_rows, random_columns = random if spec.stochastic and random is not None else (None, None)
     amax, amax_t = maxima(x, spec, amax, amax_t)
@@ -153,7 +153,7 @@ def quantize(x: Tensor, spec: QuantizeSpec, given: QuantizeInputs) -> Quantized:
 
 
 def dequantize(operand: Operand, scale: Tensor) -> Tensor:
-    """code * block scale * global scale."""
+    """Return code * block scale * global scale."""
     form = operand.format
     assert form is not None and form.block is not None
     if operand.amax is None:
@@ -169,7 +169,7 @@ def dequantize(operand: Operand, scale: Tensor) -> Tensor:
 
 
 def check(rows: int, depth: int, spec: QuantizeSpec) -> None:
-    """Raise ValueError where codes do not fill bytes, or rows do not fill the transform's groups."""
+    """Raise ValueError if codes do not fill whole bytes, or rows do not fill the transform's groups."""
     if spec.rowwise and depth % 2:
         raise ValueError(f"K={depth} FP4 codes do not fill whole bytes; pad K to a multiple of 2")
     if spec.columnwise and rows % 2:
@@ -184,9 +184,9 @@ def check(rows: int, depth: int, spec: QuantizeSpec) -> None:
 def maxima(
     x: Tensor, spec: QuantizeSpec, amax: Tensor | None, amax_t: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The absolute maxima of the two directions, measured where they are not given.
+    """Return the absolute maxima of the two directions; None is replaced by the measured maximum.
 
-    Row-wise float32 [1], or [M] of a format with one scale per row; column-wise float32 [1].
+    Row-wise float32 [1], or [M] for a format with one scale per row; column-wise float32 [1].
     """
     per_row = spec.format.row_scaled
     if amax is None and spec.rowwise and per_row:

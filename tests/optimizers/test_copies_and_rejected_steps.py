@@ -1,4 +1,4 @@
-"""FusedAdam and FusedSGD at the edges: refused steps, parameters without dimensions, copies, numbers of steps."""
+"""FusedAdam and FusedSGD at the edges: rejected steps, parameters without dimensions, copies, numbers of steps."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def give_gradients(optimizer, seed):
 
 
 @WAYS
-def test_a_refused_step_of_adam_changes_nothing(options, device):
+def test_a_rejected_step_of_adam_changes_nothing(options, device):
     good = torch.nn.Parameter(torch.ones(6, 4, device=device))
     bad = torch.nn.Parameter(torch.ones(4, 6, dtype=torch.bfloat16, device=device))
     ours = FusedAdam([{"params": [good]}, {"params": [bad]}], lr=0.1, **options)
@@ -75,7 +75,7 @@ def test_a_refused_step_of_adam_changes_nothing(options, device):
     assert [int(group["step"]) for group in ours.param_groups] == [1, 1]
 
 
-def test_a_state_that_cannot_be_stepped_is_refused_before_any_is(device):
+def test_a_state_that_cannot_be_stepped_is_rejected_before_any_is(device):
     params = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
     ours = FusedAdam([{"params": [p]} for p in params], lr=0.1)
     for p in params:
@@ -149,7 +149,7 @@ def test_an_optimizer_under_a_scheduler_is_pickled(device):
     assert twin.param_groups[0]["step"] == 1
 
 
-def test_unequal_numbers_of_steps_of_torchs_are_refused_with_nothing_changed(device):
+def test_unequal_numbers_of_steps_of_torchs_are_rejected_with_nothing_changed(device):
     params = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
     theirs = torch.optim.AdamW(params, lr=0.1)
     for p in (params[0], params[1]):

@@ -1,4 +1,4 @@
-"""A refused attention call records nothing: no amax, no scale, no cached key, no random number."""
+"""A rejected attention call records nothing: no amax, no scale, no cached key, no random number."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def bounds(device, *lengths):
     return cumulative(lengths, device)
 
 
-# What any attention layer in sbhd is refused with, by name.
+# Calls that every attention layer in sbhd rejects, with the message.
 def wrong(device):
     return {
         "mask name": ({"attn_mask_type": "causl"}, "attn_mask_type='causl' does not exist"),
         "mask type": ({"attn_mask_type": 3}, "attn_mask_type=3 does not exist"),
         "window": ({"window_size": (-5, 0)}, r"window_size=\(-5, 0\) has a size below -1"),
-        "one number": ({"window_size": 4}, "window_size=4 is no pair of integers"),
-        "window of floats": ({"window_size": (1.5, 0)}, r"window_size=\(1.5, 0\) is no pair of integers"),
+        "one number": ({"window_size": 4}, "window_size=4 is not a pair of integers"),
+        "window of floats": ({"window_size": (1.5, 0)}, r"window_size=\(1.5, 0\) is not a pair of integers"),
         "no lengths": ({"attn_mask_type": "padding"}, "a padding mask needs cu_seqlens_q"),
         "no mask": ({"attn_mask_type": "arbitrary"}, "'arbitrary' needs attention_mask"),
         "mask dtype": (
@@ -142,7 +142,7 @@ def hidden(device, *shape):
 
 @pytest.mark.parametrize("cold", [True, False], ids=["first-call", "after-a-call"])
 @pytest.mark.parametrize("name", NAMES)
-def test_an_attention_layer_refuses_before_its_projections_record(name, cold, device):
+def test_an_attention_layer_rejects_before_its_projections_record(name, cold, device):
     layer, x = MultiheadAttention(HIDDEN, HEADS, input_layernorm=True, device=device), hidden(device)
     if not cold:
         settled(layer, x)
@@ -151,7 +151,7 @@ def test_an_attention_layer_refuses_before_its_projections_record(name, cold, de
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_an_attention_layer_refuses_wrong_lengths_before_its_projections_record(name, device):
+def test_an_attention_layer_rejects_wrong_lengths_before_its_projections_record(name, device):
     layer, x = MultiheadAttention(HIDDEN, HEADS, input_layernorm=True, device=device), hidden(device)
     good = {"attn_mask_type": "padding", "cu_seqlens_q": bounds(device, 9, 12)}
     settled(layer, x, **good)
@@ -160,7 +160,7 @@ def test_an_attention_layer_refuses_wrong_lengths_before_its_projections_record(
     refused(layer, (x,), {**good, "cu_seqlens_q": given}, match)
 
 
-def test_a_first_call_that_is_refused_leaves_the_next_as_if_it_had_not_been(device):
+def test_a_first_call_that_is_rejected_leaves_the_next_as_if_it_had_not_been(device):
     layer, x = MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, device=device), hidden(device)
     twin = copy.deepcopy(layer)
     for _ in range(3):
@@ -184,7 +184,7 @@ def test_a_first_call_that_is_refused_leaves_the_next_as_if_it_had_not_been(devi
     ],
     ids=["width", "batch", "dtype", "axes"],
 )
-def test_cross_attention_refuses_an_encoder_output_before_its_query_records(encoder_output, match, device):
+def test_cross_attention_rejects_an_encoder_output_before_its_query_records(encoder_output, match, device):
     layer = MultiheadAttention(
         HIDDEN, HEADS, attention_type="cross", attn_mask_type="no_mask", input_layernorm=True, device=device
     )
@@ -211,12 +211,12 @@ def test_a_decoder_checks_its_cross_attention_before_its_self_attention_records(
     )
 
 
-def test_rotary_angles_that_do_not_fit_are_refused_before_projections_record(device):
+def test_rotary_angles_that_do_not_fit_are_rejected_before_projections_record(device):
     layer, x = MultiheadAttention(HIDDEN, HEADS, input_layernorm=True, device=device), hidden(device)
     settled(layer, x, rotary_pos_emb=RotaryPositionEmbedding(SIZE)(TOKENS).to(device))
     for dim, length, match in (
         (SIZE, TOKENS - 1, "sequence length 16 > 15"),
-        (2 * SIZE, TOKENS, "turn 16 features"),
+        (2 * SIZE, TOKENS, "rotate 16 features"),
     ):
         angles = RotaryPositionEmbedding(dim)(length).to(device)
         refused(layer, (x,), {"rotary_pos_emb": angles}, match)
@@ -239,7 +239,7 @@ def test_no_backend_and_no_fp8_attention_are_known_before_projections_record(dev
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in OF_THE_CACHE])
-def test_an_attention_with_a_cache_writes_nothing_when_refused(name, device):
+def test_an_attention_with_a_cache_writes_nothing_when_rejected(name, device):
     core = DotProductAttention(HEADS, SIZE, layer_number=1, return_max_logit=False)
     cache = InferenceParams(BATCH, TOKENS, HEADS, SIZE, torch.float32, device=device)
     cache.pre_step({"a": 3, "b": 2})
@@ -256,7 +256,7 @@ def test_an_attention_with_a_cache_writes_nothing_when_refused(name, device):
     assert same(before, state(core, cache.cache_manager.cache[1]))
 
 
-def test_dropout_draws_nothing_for_a_refused_call(device):
+def test_dropout_draws_nothing_for_a_rejected_call(device):
     core = DotProductAttention(HEADS, SIZE, attention_dropout=0.5)
     q = torch.randn(TOKENS, BATCH, HEADS, SIZE, device=device)
     for options, match in wrong(device).values():

@@ -1,4 +1,4 @@
-"""A checkpoint that does not fit its settings is refused by a sentence, before anything is written."""
+"""A checkpoint that does not fit its settings raises an error before anything is written."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_names_without_their_prefix_are_read(tmp_path: Path):
     [
         (
             {"model_type": "mamba"},
-            "model_type 'mamba' has no table of names; those that have: gemma, gpt2, llama",
+            "model_type 'mamba' has no table of names; known types: gemma, gpt2, llama",
         ),
         ({"hidden_act": "relu"}, "hidden_act='relu' is not computed by TransformerLayer; it takes silu"),
         ({"hidden_size": None}, "has no 'hidden_size'; take the config.json that belongs to the weights"),
@@ -162,7 +162,7 @@ def test_a_model_that_was_not_read_is_not_written(tmp_path: Path):
         ({"count": 1, "temperature": -1.0}, "temperature=-1.0 is below 0"),
     ],
 )
-def test_sampling_beyond_the_model_is_refused(arguments: dict, sentence: str, tmp_path: Path):
+def test_sampling_beyond_the_model_is_rejected(arguments: dict, sentence: str, tmp_path: Path):
     model = conversion.load_model(write_checkpoint(tmp_path / "theirs", "llama"), device="cpu")
     with pytest.raises(ValueError, match=sentence):
         model.generate(torch.zeros(1, 6, dtype=torch.int64), **arguments)
