@@ -1,8 +1,10 @@
-"""GroupedLinear with random settings: the bits of a loop of Linear layers, results, gradients and scaling states."""
+"""GroupedLinear with random settings: the bits of a loop of Linear layers, and no more saved bytes."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from types import NoneType
 from typing import Any
 
 import pytest
@@ -25,6 +27,9 @@ class Case:
     def __init__(self, seed: int, device: torch.device) -> None:
         choose = random.Random(seed)
         self.recipe = RECIPES[choose.choice(sorted(RECIPES))]
+        if not isinstance(self.recipe, NoneType | te.recipe.DelayedScaling) and choose.random() < 0.4:
+            override = choose.choice(["high_precision", "dequantized"])
+            self.recipe = dataclasses.replace(self.recipe, backward_override=override)  # pyright: ignore
         self.groups = choose.choice([1, 2, 5])
         self.frozen = {i for i in range(self.groups) if choose.random() < 0.2}
         self.needs_grad_input = choose.random() < 0.8
@@ -56,12 +61,23 @@ class Case:
             torch.randn(sum(rows), OUT, generator=generator).to(device, dtype) for rows in self.splits
         ]
 
-    def trained(self, layers: list[Any], grouped: bool) -> list[torch.Tensor | None]:
-        """Return results, gradients and scaling states of two steps."""
+    def trained(self, layers: list[Any], grouped: bool) -> tuple[list[torch.Tensor | None], int]:
+        """Return results, gradients and scaling states of two steps, and the bytes that their passes saved."""
         seen: list[torch.Tensor | None] = []
+        saved: dict[int, torch.UntypedStorage] = {}
+        held = {p.untyped_storage().data_ptr() for layer in layers for p in layer.parameters()}
+
+        def save(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in held:
+                saved[storage.data_ptr()] = storage  # held, so that its address stays its own
+            return tensor
+
         for rows, values, grad in zip(self.splits, self.inputs, self.grads, strict=True):
             x = values.clone().requires_grad_(self.needs_grad_input)
-            with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+            held.add(x.untyped_storage().data_ptr())
+            hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
+            with hooks, te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
                 if grouped:
                     y = layers[0](x, rows, is_first_microbatch=self.first)
                 else:
@@ -76,7 +92,7 @@ class Case:
             for kind in ("weight", "bias") if self.options["bias"] else ("weight",):
                 parameter = getattr(layers[0], f"{kind}{i}") if grouped else getattr(layers[i], kind)
                 seen += [parameter.grad, parameter.main_grad]
-        return seen + self._states(layers, grouped)
+        return seen + self._states(layers, grouped), sum([storage.nbytes() for storage in saved.values()])
 
     def _states(self, layers: list[Any], grouped: bool) -> list[torch.Tensor]:
         if not isinstance(self.recipe, te.recipe.DelayedScaling):
@@ -94,10 +110,34 @@ class Case:
 @pytest.mark.parametrize("seed", range(CASES))
 def test_random_settings_give_the_bits_of_a_loop_of_linears(seed, device):
     case = Case(seed, device)
-    ours = case.trained([case.layer], True)
-    theirs = case.trained(list(case.linears), False)
+    ours, saved = case.trained([case.layer], True)
+    theirs, saved_by_linears = case.trained(list(case.linears), False)
     assert len(ours) == len(theirs)
+    assert saved <= saved_by_linears
     for mine, other in zip(ours, theirs, strict=True):
         assert (mine is None) == (other is None)
         if mine is not None and other is not None:
             assert same([mine], [other])
+
+
+@pytest.mark.parametrize("name", ["current", "block", "mxfp8", "nvfp4"])
+def test_dequantized_backward_saves_no_input_of_frozen_weights(name, device):
+    recipe = dataclasses.replace(RECIPES[name], backward_override="dequantized")  # pyright: ignore[reportArgumentType]
+    layer = te.GroupedLinear(3, IN, OUT, bias=False, params_dtype=torch.bfloat16, device=device)
+    x = torch.randn(192, IN, device=device, dtype=torch.bfloat16)
+    saved: list[int] = []
+    for frozen in ([], [1], [0, 2]):
+        for i in range(3):
+            getattr(layer, f"weight{i}").requires_grad_(i not in frozen)
+        sizes: list[int] = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda t, s=sizes: s.append(t.nbytes) or t, lambda t: t
+        )
+        with hooks, te.autocast(recipe=recipe):
+            y = layer(x, [64, 64, 64])
+        y.sum().backward()
+        saved.append(sum(sizes))
+        for i in range(3):
+            assert (getattr(layer, f"weight{i}").grad is None) == (i in frozen)
+            getattr(layer, f"weight{i}").grad = None
+    assert saved[0] * 2 == saved[1] * 3 == saved[2] * 6

@@ -12,8 +12,9 @@ from torch import Tensor
 from ..primitives.grouped_gemm import Groups
 from ..primitives.grouped_quantize import GroupedQuantized
 from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
+from ..tensor.quantizer import Quantizer
 from .caller_buffers import NO_BUFFERS, CallerBuffers
-from .grouped_quantizer import GroupedQuantizer
+from .grouped_quantizer import GroupedQuantizer, grouped
 from .layer import Dtypes
 from .layer_passes import LayerPasses
 from .linear_spec import LINEAR, Environment, LinearSpec
@@ -27,6 +28,14 @@ class GroupedQuantizers(NamedTuple):
     input: GroupedQuantizer | None = None
     weight: GroupedQuantizer | None = None
     grad_output: GroupedQuantizer | None = None
+
+    @classmethod
+    def merged(
+        cls, inputs: Sequence[Quantizer], weights: Sequence[Quantizer], grad_outputs: Sequence[Quantizer]
+    ) -> GroupedQuantizers:
+        """Return the quantizers of each tensor of all groups as one; none if those of some tensor cannot be merged."""
+        made = cls(grouped(inputs, False), grouped(weights, True), grouped(grad_outputs, False))
+        return cls() if None in made else made
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,8 @@ class GroupedCall:
         layout: The groups on the device, for one launch per step; None to loop over the groups.
         buffers: Buffers of the caller for the results.
         cached: All weights as quantized for an earlier microbatch, for one launch per step.
-        unassigned: Rows behind those of the groups; results are zero there.
+        unassigned: Rows behind those of the groups; results are zero there. Not read if `layout` is given.
+        clears: With `layout`, results are zero in rows behind those of the groups; otherwise they are undefined there.
     """
 
     spec: GroupedSpec
@@ -82,6 +92,7 @@ class GroupedCall:
     buffers: CallerBuffers = NO_BUFFERS
     cached: GroupedQuantized | None = None
     unassigned: int = 0
+    clears: bool = False
 
     @property
     def passes(self) -> LayerPasses | None:

@@ -168,9 +168,9 @@ def _cast_at_once(call: GroupedCall, groups: Groups, s: CastSettings, x: Any) ->
 
 def _convert(env: Environment, s: Layer, x: Any) -> tuple[Any]:
     call: GroupedCall = env.linears[s.layer]  # pyright: ignore[reportAssignmentType]
-    if call.layout is not None:
-        return (x,)  # one launch reads weights of the input's dtype only
     dtype = call.dtype
+    if call.layout is not None and (x[0] if isinstance(x, list) else x).dtype is dtype:
+        return (x,)  # one launch reads weights of the input's dtype only
     if isinstance(x, Tensor) and not isinstance(x, QuantizedTensorStorage):
         return (x.to(dtype),)
     return (
@@ -183,7 +183,16 @@ def _convert(env: Environment, s: Layer, x: Any) -> tuple[Any]:
 
 def _dequantize(env: Environment, s: Layer, x: Any) -> tuple[Any]:
     single = OPERATIONS["dequantize"]
-    return ([single(env, s, member)[0] for member in x],) if isinstance(x, list) else single(env, s, x)
+    if not isinstance(x, list):
+        return single(env, s, x)
+    return ([None if member is None else single(env, s, member)[0] for member in x],)
+
+
+def _trained(env: Environment, s: Layer, codes: list[Any]) -> tuple[list[Any]]:
+    """The input codes of groups whose weights get a gradient, and None for the others."""
+    groups = env.linears[s.layer].groups  # pyright: ignore[reportAttributeAccessIssue]
+    pairs = zip(codes, groups, strict=True)
+    return ([part if group.needs_grad_weight else None for part, group in pairs],)
 
 
 def _product(env: Environment, s: Product, a: Any, b: Any, bias: Any = None) -> tuple[Tensor]:
@@ -210,7 +219,9 @@ def _product(env: Environment, s: Product, a: Any, b: Any, bias: Any = None) -> 
         if not isinstance(b, GroupedMatrices):
             matrices = GroupedMatrices(Matrices.of(members_of(b)), s.turned[1])
         stack = torch.stack(bias) if isinstance(bias, list) else bias
-        y = product_of_rows(rows, matrices, call.layout, first.dtype, bias=stack, exact=exact, out=buffer)
+        y = product_of_rows(
+            rows, matrices, call.layout, first.dtype, bias=stack, exact=exact, out=buffer, clears=call.clears
+        )
     return (y if buffer is None else handed_out(y),)
 
 
@@ -284,6 +295,7 @@ OPERATIONS.update(
     grouped_convert=_convert,
     grouped_dequantize=_dequantize,
     grouped_product=_product,
+    grouped_trained=_trained,
     grouped_weight_gradient=_weight_gradient,
     grouped_column_sum=_column_sum,
 )

@@ -6,10 +6,13 @@ scaling. The loop serves every call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from ...common import env
 from ...common.dispatch import Backend, Table
 
 AT_ONCE, LOOP = "together", "one_by_one"
@@ -25,6 +28,8 @@ OTHER_BACKWARD = "a backward pass in another precision"
 SINGLE_QUANTIZERS = "quantizers that cannot be merged into one"
 IRREGULAR = "groups whose parameters differ"
 FLAGGED_WEIGHTS = "weights whose quantization a flag on the device controls"
+SCALED_BIAS = "biases that are multiplied by a scale per row"
+UNASSIGNED_ROWS = "rows that belong to no group"
 _FEATURES = frozenset(
     {
         QUANTIZED_PARAMETERS,
@@ -37,8 +42,12 @@ _FEATURES = frozenset(
         SINGLE_QUANTIZERS,
         IRREGULAR,
         FLAGGED_WEIGHTS,
+        SCALED_BIAS,
+        UNASSIGNED_ROWS,
     }
 )
+_NAME = "NVTE_USE_CUTLASS_GROUPED_GEMM"
+_text = env.watch_in_eager_mode(_NAME)
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -70,6 +79,22 @@ class GroupedWay(NamedTuple):
     weights: torch.device
     computing: torch.dtype
     read: torch.dtype | None
+
+
+def asked_for() -> bool | None:
+    """Return the value of NVTE_USE_CUTLASS_GROUPED_GEMM; None if it is not set."""
+    return None if _text() is None else env.flag(_NAME)
+
+
+def are_regular(weights: Sequence[Tensor]) -> bool:
+    """Return whether one launch can read weights: they are contiguous and begin at multiples of 16 bytes.
+
+    Addresses may change between two calls.
+    """
+    addresses = 0
+    for address in map(Tensor.data_ptr, weights):
+        addresses |= address
+    return not addresses % 16 and all(map(Tensor.is_contiguous, weights))
 
 
 def _refuses_together(way: GroupedWay) -> str | None:

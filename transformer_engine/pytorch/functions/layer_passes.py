@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ...common.memory import Memory
-from ...common.passes.linear import LinearFacts, linear_passes, over_groups
+from ...common.passes.linear import LinearFacts, linear_passes, over_groups, saving_trained_groups
 from ...common.passes.norm_linear import NormFacts, norm_linear_passes, norm_mlp_passes
 from ...common.passes.rules import (
     ACTIVATION_GRADIENT_IN_PRODUCT,
@@ -132,7 +132,9 @@ def _built(key: tuple[Any, ...]) -> LayerPasses:
 
     forward, backward = (overlap(fuse(pass_, is_allowed)) for pass_ in made)
     if kind == "grouped":
-        forward, backward = over_groups(forward, (facts[0].layer,)), over_groups(backward, (facts[0].layer,))
+        layer = facts[0].layer
+        forward = saving_trained_groups(over_groups(forward, (layer,)), layer)
+        backward = over_groups(backward, (layer,))
     inference = needed_for(forward, forward.results, ())
     again = needed_for(forward, (), forward.saved)
     return LayerPasses(

@@ -20,7 +20,14 @@ from ..functions.caller_buffers import NO_BUFFERS, CallerBuffers, check_buffers,
 from ..functions.grouped_call import GroupedCall, GroupedSpec, members_of
 from ..functions.grouped_linear import grouped_linear
 from ..functions.grouped_quantizer import GroupedQuantizer
-from ..functions.grouped_way import AT_ONCE, FLAGGED_WEIGHTS, IRREGULAR, RECOMPUTATION, TABLE
+from ..functions.grouped_way import (
+    AT_ONCE,
+    FLAGGED_WEIGHTS,
+    IRREGULAR,
+    RECOMPUTATION,
+    TABLE,
+    are_regular,
+)
 from ..functions.linear_spec import LinearSpec
 from ..functions.weight_gradient import WeightGradStore
 from ..primitives.grouped_gemm import Matrices, groups_of
@@ -274,10 +281,7 @@ class GroupedLinear(ProductsModule):
             flag = FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor
             if flag is not None and is_captured(state):
                 features += (FLAGGED_WEIGHTS,)
-            addresses = 0
-            for address in map(Tensor.data_ptr, weights):
-                addresses |= address
-            if addresses % 16 or not all(map(Tensor.is_contiguous, weights)):
+            if not are_regular(weights):
                 features += (IRREGULAR,)
         if undisturbed():
             return spec.at_once and not features and has_rows

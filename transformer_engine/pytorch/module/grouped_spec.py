@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 
-from ...common import env
 from ..distributed.tensor_parallel import TensorParallel
 from ..functions.grouped_call import GroupedQuantizers, GroupedSpec, StackMember
 from ..functions.grouped_linear import passes_over_groups
-from ..functions.grouped_quantizer import grouped
 from ..functions.grouped_way import (
     AT_ONCE,
     CALIBRATION,
@@ -24,13 +22,11 @@ from ..functions.grouped_way import (
     QUANTIZED_PARAMETERS,
     SINGLE_QUANTIZERS,
     TABLE,
+    asked_for,
 )
 from ..functions.linear_spec import LinearSpec, changed
-from .products import UNQUANTIZED, ModuleRecipe, ProductQuantizers
+from .products import UNQUANTIZED, ProductQuantizers
 from .specs import Call, EqualFacts, Facts, check_call, product_spec, scale_update
-
-_asked_for = env.watch_in_eager_mode("NVTE_USE_CUTLASS_GROUPED_GEMM")
-_UNMERGED = GroupedQuantizers()
 
 
 def build(key: tuple[Any, ...]) -> GroupedSpec:
@@ -45,9 +41,15 @@ def build(key: tuple[Any, ...]) -> GroupedSpec:
     of_weights, of_biases = parameters[: len(config.weight_names)], parameters[len(config.weight_names) :]
     groups = _groups(call, call.active.products, of_weights, of_biases)
     quantizes = call.active.quantizes
-    features, quantizers, way, at_once = (), _UNMERGED, None, False
+    features, quantizers, way, at_once = (), GroupedQuantizers(), None, False
     if not call.traced:
-        quantizers = _merged(call.active) if quantizes else _UNMERGED
+        if quantizes:
+            products = call.active.products
+            quantizers = GroupedQuantizers.merged(
+                [product.input for product in products],
+                [product.weight for product in products],
+                [product.grad_output for product in products],
+            )
         features = _features(call, of_weights, of_biases, quantizers)
         way = _way(call, features, of_weights[0])
         at_once = TABLE.name_of(way) == AT_ONCE
@@ -105,17 +107,6 @@ def _groups(
     return tuple(made)
 
 
-def _merged(active: ModuleRecipe) -> GroupedQuantizers:
-    """Return the quantizers of each tensor of all groups as one; none if those of some tensor cannot be merged."""
-    products = active.products
-    made = GroupedQuantizers(
-        grouped([product.input for product in products], False),
-        grouped([product.weight for product in products], True),
-        grouped([product.grad_output for product in products], False),
-    )
-    return _UNMERGED if None in made else made
-
-
 def _features(
     call: Call,
     of_weights: Sequence[Facts | None],
@@ -132,7 +123,7 @@ def _features(
         CALIBRATION: not call.active.quantizes and call.active.recipe is not None,
         OTHER_PARAMETERS: not kinds <= {torch.nn.Parameter},
         IRREGULAR: len(set(of_weights)) > 1 or len(set(of_biases)) > 1,
-        SINGLE_QUANTIZERS: call.active.quantizes and quantizers is _UNMERGED,
+        SINGLE_QUANTIZERS: call.active.quantizes and quantizers.input is None,
         OTHER_BACKWARD: call.active.backward != "quantized",
     }
     return tuple([feature for feature, used in found.items() if used])
@@ -145,7 +136,7 @@ def _way(call: Call, features: tuple[str, ...], weight: Facts | None) -> tuple[A
     assert weight is not None
     return (
         features,
-        None if _asked_for() is None else env.get("NVTE_USE_CUTLASS_GROUPED_GEMM"),
+        asked_for(),
         x.kind in (torch.Tensor, torch.nn.Parameter),
         True,
         x.shape[-1],

@@ -7,7 +7,7 @@ run alone go through the same functions, so the passes of a chain are compared w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -41,11 +41,14 @@ class InputFacts(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     quantized: bool = False
+    subclass: bool = False
 
     @staticmethod
     def of(x: Any) -> InputFacts:
-        """Return the facts of a tensor, plain or quantized."""
-        return InputFacts(tuple(x.shape), x.dtype, x.device, isinstance(x, QuantizedTensorStorage))
+        """Return the facts of a tensor: plain, quantized, or of another subclass."""
+        quantized = isinstance(x, QuantizedTensorStorage)
+        subclass = not quantized and type(x) not in (Tensor, torch.nn.Parameter)
+        return InputFacts(tuple(x.shape), x.dtype, x.device, quantized, subclass)
 
 
 @dataclass(slots=True)
@@ -59,6 +62,8 @@ class ChainEnvironment:
         activations: Names and parameters of activations.
         objects: Everything else, by operation and slot: quantizers, dropout probabilities.
         leading: Unused; results keep their dimensions in buffers.
+        of_call: Operations whose entry of `linears` depends on values of their first extra input: the function from
+            that tensor to the entry. A prepared chain calls it in every call.
     """
 
     linears: dict[str, Any] = field(default_factory=dict)
@@ -67,6 +72,7 @@ class ChainEnvironment:
     activations: dict[str, tuple[str, ActivationParams]] = field(default_factory=dict)
     objects: dict[tuple[str, str], Any] = field(default_factory=dict)
     leading: tuple[int, ...] = ()
+    of_call: dict[str, Callable[[Tensor], Any]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

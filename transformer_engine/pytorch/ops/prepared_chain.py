@@ -65,6 +65,7 @@ class PreparedChain:
 
     __slots__ = (
         "_backward_plans",
+        "_of_call",
         "checks",
         "compiled",
         "environment",
@@ -97,6 +98,14 @@ class PreparedChain:
         self.checks: tuple[Callable[[], None], ...] = ()
         self._backward_plans: dict[Any, tuple[BackwardPlan, tuple[int, ...], tuple[int, ...]]] = {}
         self.compiled = self._compiled(device) if compiles_on(device) else None
+        # Names of operations whose entry in the environment is made in every call, with the place of its tensor.
+        self._of_call: list[tuple[str, int]] = []
+        place = 1
+        for member, count in zip(members, parameters, strict=True):
+            place += count
+            if member.name in environment.of_call:
+                self._of_call.append((member.name, place))
+            place += member.extra_inputs
 
     def _compiled(self, device: torch.device) -> CompiledLayer | None:
         """Return the compiled passes; None if the steps do more than launch kernels and products."""
@@ -116,13 +125,22 @@ class PreparedChain:
         Returns:
             The main output, or a tuple of the main output and the extra outputs.
         """
+        environment = self._environment_of(given) if self._of_call else self.environment
         if self.first < len(self.members):
-            results = _prepared(self, *given)
+            results = _prepared(self, environment, *given)
         elif self.compiled is None:
-            results = _forward_pass(given, self)[0]
+            results = _forward_pass(given, self, environment)[0]
         else:
             results = self.compiled.forward(given, self)[0]
         return results if self.outputs > 1 else results[0]
+
+    def _environment_of(self, given: list[Any]) -> ChainEnvironment:
+        """Return the environment of a call, in which some operations depend on values of their extra inputs."""
+        whole = self.environment
+        linears = dict(whole.linears)
+        for name, place in self._of_call:
+            linears[name] = whole.of_call[name](given[place])
+        return ChainEnvironment(linears, whole.dtypes, whole.norms, whole.activations, whole.objects)
 
     def backward_of(self, grads: Sequence[Any]) -> tuple[BackwardPlan, tuple[int, ...], tuple[int, ...]]:
         """Return the backward pass for gradients of the outputs, built at the first call of its kind.
@@ -177,9 +195,12 @@ class PreparedChain:
         return plan, tuple([places[name] for name in plan.steps.inputs]), tuple(order)
 
 
-def _forward_pass(given: list[Any], chain: PreparedChain) -> tuple[tuple[Any, ...], Any]:
+def _forward_pass(
+    given: list[Any], chain: PreparedChain, environment: ChainEnvironment | None = None
+) -> tuple[tuple[Any, ...], Any]:
     """Return the outputs and the tensors to save; and the non-tensor parts of the saved buffers."""
-    results, saved = run(chain.plan.schedule, chain.environment, given)  # pyright: ignore[reportArgumentType]
+    environment = chain.environment if environment is None else environment
+    results, saved = run(chain.plan.schedule, environment, given)  # pyright: ignore[reportArgumentType]
     if not saved:
         return tuple(results), ((), {})
     constants = {i: value for i, value in enumerate(saved) if type(value) in (tuple, torch.Size)}
@@ -198,17 +219,17 @@ def _backward_pass(given: list[Any], chain: PreparedChain, ctx: Any) -> tuple[tu
         values[count + i] = constant
     inputs = [values[place] for place in places]
     del values
-    results, _ = run(plan.schedule, chain.environment, inputs)  # pyright: ignore[reportArgumentType]
+    results, _ = run(plan.schedule, ctx.environment, inputs)  # pyright: ignore[reportArgumentType]
     return tuple([None if place < 0 else results[place] for place in order]), None
 
 
 class _PreparedChain(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, chain: PreparedChain, *tensors: Any) -> Any:
-        ctx.chain = chain
+    def forward(ctx: Any, chain: PreparedChain, environment: ChainEnvironment, *tensors: Any) -> Any:
+        ctx.chain, ctx.environment = chain, environment
         ctx.scale_update = update = of_the_pass() if chain.updates_scales else None
         if chain.compiled is None:
-            made, ctx.forms = _forward_pass([*tensors], chain)
+            made, ctx.forms = _forward_pass([*tensors], chain, environment)
             keep(ctx, made[chain.outputs :])
         else:
             made, kind = chain.compiled.forward([*tensors], chain)
@@ -235,7 +256,7 @@ class _PreparedChain(torch.autograd.Function):
             results = chain.compiled.backward(ctx, grads, chain)
         if ctx.scale_update is not None:
             ctx.scale_update.run()
-        return None, *results
+        return None, None, *results
 
 
 _prepared = applier(_PreparedChain)

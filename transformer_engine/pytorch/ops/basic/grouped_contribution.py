@@ -1,16 +1,34 @@
-"""The steps of a grouped linear layer in a chain: those of one linear layer, over groups of rows."""
+"""The steps of a grouped linear layer in a chain, those of one linear layer over groups of rows, and its calls."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
+from ....common.dispatch import undisturbed
+from ....common.kernels import launch
 from ....common.passes.linear import LinearFacts, backward_steps, forward_steps
 from ....common.passes.step import Step
 from ....common.passes.vocabulary import Layer, Named
+from ...distributed.recompute import is_fp8_activation_recompute_enabled
+from ...functions.grouped_call import GroupedCall, GroupedSpec
+from ...functions.grouped_way import (
+    AT_ONCE,
+    IRREGULAR,
+    RECOMPUTATION,
+    TABLE,
+    UNASSIGNED_ROWS,
+    GroupedWay,
+    are_regular,
+)
+from ...functions.linear_spec import LinearSpec
+from ...primitives.grouped_gemm import groups_of
 from ..pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPart, PassBuilder, Value
+from .linear_contribution import fitting
 
 GRAD_INPUT_BUFFER_KEY = "grad_input"
 OUTPUT_BUFFER_KEY = "output"
@@ -121,3 +139,71 @@ class GroupedContribution(Contribution):
 
     def is_plain(self, layer: str) -> bool:
         return self.facts.plain
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedKind:
+    """A kind of call of a grouped linear layer, which is everything but the number of rows of each group.
+
+    Attributes:
+        spec: The settings.
+        total: Number of rows of the input.
+        device: Device of the input.
+        weights: Function that returns the parameters that are weights.
+    """
+
+    spec: GroupedSpec
+    total: int
+    device: torch.device
+    weights: Callable[[], Sequence[Tensor]]
+
+    def call(self, sizes: Tensor) -> GroupedCall:
+        """Return the call with these numbers of rows; they stay on a GPU if one launch serves all groups.
+
+        Args:
+            sizes: Number of rows of each group, integers.
+
+        Raises:
+            ValueError: Numbers of rows on the host are negative, or more than the input has.
+        """
+        spec = self.spec
+        on_gpus = sizes.is_cuda and self.device.type == "cuda" and launch.missing() is None
+        if on_gpus and self._is_at_once(()):
+            layout = groups_of(sizes.reshape(-1), self.total, self.device)
+            return GroupedCall(spec, spec.groups, (), layout, clears=True)
+        rows = tuple([int(size) for size in sizes.reshape(-1).tolist()])
+        if min(rows) < 0 or sum(rows) > self.total:
+            raise ValueError(
+                f"split sizes {list(rows)} do not fit an input of {self.total} rows; give sizes >= 0 whose sum is at "
+                "most that"
+            )
+        unassigned = self.total - sum(rows)
+        if not on_gpus and self._is_at_once((UNASSIGNED_ROWS,) if unassigned else ()):
+            return GroupedCall(spec, spec.groups, (), groups_of(rows, self.total, self.device))
+        return GroupedCall(spec, self._fitting(rows), rows, unassigned=unassigned)
+
+    def _is_at_once(self, features: tuple[str, ...]) -> bool:
+        """Return whether all groups of a call with these features are computed in one launch per step."""
+        spec = self.spec
+        if spec.way is None:  # a compiler is tracing
+            return False
+        if spec.at_once:
+            if spec.quantizers.input is not None and is_fp8_activation_recompute_enabled():
+                features += (RECOMPUTATION,)
+            if not are_regular(self.weights()):
+                features += (IRREGULAR,)
+        if undisturbed():
+            return spec.at_once and not features and self.total > 0
+        way: GroupedWay = spec.way
+        way = way._replace(features=way.features + features, has_rows=self.total > 0)
+        return TABLE.choose(way) == AT_ONCE
+
+    def _fitting(self, rows: tuple[int, ...]) -> tuple[LinearSpec, ...]:
+        """Return the specs of the groups, in high precision where the format does not support a group's rows."""
+        groups, (n, k) = list(self.spec.groups), self.spec.extents
+        for i, unquantized in enumerate(self.spec.unquantized):
+            group = groups[i]
+            quantizers = (group.input, group.weight, group.grad_output)
+            if not fitting("GroupedLinear", quantizers, rows[i], k, n, group.traced):
+                groups[i] = unquantized
+        return tuple(groups)

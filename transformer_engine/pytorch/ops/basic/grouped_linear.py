@@ -14,7 +14,20 @@ from ....common.numbers import to_bool, to_int
 from ....common.recipe import Recipe
 from ...distributed.tensor_parallel import TensorParallel
 from ...functions.caller_buffers import check_buffers
-from ...functions.grouped_call import GroupedCall, GroupedQuantizers, GroupedSpec, StackMember
+from ...functions.grouped_call import GroupedQuantizers, GroupedSpec, StackMember
+from ...functions.grouped_way import (
+    AT_ONCE,
+    CALIBRATION,
+    DELAYED_WEIGHT_GRADIENTS,
+    OTHER_BACKWARD,
+    OTHER_PARAMETERS,
+    QUANTIZED_PARAMETERS,
+    SCALED_BIAS,
+    SINGLE_QUANTIZERS,
+    TABLE,
+    GroupedWay,
+    asked_for,
+)
 from ...functions.layer_passes import linear_facts
 from ...functions.linear_spec import LinearSpec, changed
 from ...functions.weight_gradient import WeightGradient, WeightGradStore
@@ -27,15 +40,22 @@ from ..chain import ChainEnvironment, InputFacts, OperationCall
 from ..pass_builder import Contribution
 from ..step_operation import StepOperation
 from .basic_linear import check_input, check_main_grad, parameter_dtype
-from .grouped_contribution import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, GroupedContribution
-from .linear_contribution import fitting, linear_spec
+from .grouped_contribution import (
+    GRAD_INPUT_BUFFER_KEY,
+    OUTPUT_BUFFER_KEY,
+    GroupedContribution,
+    GroupedKind,
+)
+from .linear_contribution import linear_spec
 
 
 class GroupedLinear(StepOperation):
     """y_g = x_g @ weight_g.T + bias_g for consecutive groups of rows.
 
     The first extra input holds the rows of each group, the second one with `scale_bias` a scale per row that multiplies
-    the bias. Rows that belong to no group give zeros.
+    the bias. Rows that belong to no group give zeros. On a GPU all groups are computed in one launch per step where
+    the table "grouped_linear" allows it, and the host does not wait for the rows of each group; otherwise it reads them
+    and computes group by group. NVTE_USE_CUTLASS_GROUPED_GEMM=0 always computes group by group.
 
     Args:
         num_groups: Number of groups.
@@ -185,7 +205,16 @@ class GroupedLinear(StepOperation):
         """Return the tensor that receives the gradient of each group's weight."""
         if self.single_grouped_weight:
             return [StackMember(self.weight, i) for i in range(self.num_groups)]
-        return [getattr(self, f"weight{i}") for i in range(self.num_groups)]
+        return self._held_weights()
+
+    def _held_weights(self) -> list[Tensor]:
+        """Return the parameters that are weights: one of each group, or the stack."""
+        held: dict[str, Any] = self._parameters
+        return [
+            held[name] if name in held else getattr(self, name)
+            for name in self.parameter_names
+            if name.startswith("weight")
+        ]
 
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
         """Check the parameters.
@@ -208,46 +237,30 @@ class GroupedLinear(StepOperation):
                     check_main_grad("GroupedLinear", parameter)
 
     def call_facts(self, extra_inputs: tuple[Tensor, ...]) -> Hashable:
-        """Return the rows of each group, which decide how rows are split and whether formats fit."""
+        # Prepared passes hold weights whose gradients are delayed, accumulated or parts of a stack.
         delayed = self.wgrad_store.delay_wgrad_compute()
         held = delayed or self._accumulate_into_main_grad or self.single_grouped_weight
-        weights = tuple([id(self._parameters[name]) for name in self.parameter_names]) if held else None
-        return tuple(extra_inputs[0].reshape(-1).tolist()), delayed, weights
+        return delayed, tuple([id(self._parameters[name]) for name in self.parameter_names]) if held else None
 
     def contribute(
         self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
     ) -> tuple[Contribution, InputFacts]:
         check_input("GroupedLinear", x, self.in_features)
         self._check_extra(x, call)
-        rows = _rows_of_groups(call.extra_tensors[0], math.prod(x.shape[:-1]))
-        weights = self._weights()
         first = getattr(self, self.parameter_names[0])
         bias = (
             self._parameters.get("bias" if self.single_grouped_bias else "bias0") if self.has_bias else None
         )
         dtype = call.autocast or first.dtype
         grad_bias = call.saves and bias is not None and bias.requires_grad
-        groups = self._specs(call, dtype, weights, first, rows, grad_bias)
-        needs_grad = call.saves and any([call.grad_input, *[p.requires_grad for p in self.parameters()]])
-        spec = GroupedSpec(
-            groups=groups,
-            unquantized=(),
-            passes=None,
-            extents=(self.out_features, self.in_features),
-            stacked_weight=self.single_grouped_weight,
-            stacked_bias=self.single_grouped_bias,
-            at_once=False,
-            way=None,
-            quantizers=GroupedQuantizers(),
-            needs_grad=needs_grad,
-            scale_update=None,
-        )
-        unassigned = math.prod(x.shape[:-1]) - sum(rows)
-        environment.linears[name] = GroupedCall(spec, groups, rows, unassigned=unassigned)
+        spec = self._spec(call, x, dtype, grad_bias)
+        kind = GroupedKind(spec, math.prod(x.shape[:-1]), x.device, self._held_weights)
+        environment.linears[name] = kind.call(call.extra_tensors[0])
+        environment.of_call[name] = kind.call
         environment.dtypes[name] = (first.dtype, first.dtype if bias is None else bias.dtype)
         buffers = self._caller_buffers(name, x, call, environment, dtype)
         contribution = GroupedContribution(
-            linear_facts(groups[0])._replace(plain=all(group.plain for group in groups)),
+            linear_facts(spec.groups[0]),
             self.num_groups,
             bias is not None,
             grad_bias,
@@ -276,33 +289,61 @@ class GroupedLinear(StepOperation):
                 "rows"
             )
 
-    def _specs(
-        self,
-        call: OperationCall,
-        dtype: torch.dtype,
-        weights: list[Any],
-        first: Any,
-        rows: tuple[int, ...],
-        grad_bias: bool,
-    ) -> tuple[LinearSpec, ...]:
-        """Return the spec of each group's product."""
+    def _spec(self, call: OperationCall, x: InputFacts, dtype: torch.dtype, grad_bias: bool) -> GroupedSpec:
+        """Return the settings of a kind of call."""
+        weights, first = self._weights(), getattr(self, self.parameter_names[0])
         needs = (call.saves and call.grad_input, call.saves and first.requires_grad)
-        active = call.state.enabled or call.state.calibrating
-        forward = self.forward_quantizers() if active else []
+        enabled = call.state.enabled
+        forward = self.forward_quantizers() if enabled or call.state.calibrating else []
         backward = self._quantizers["backward"]
-        quantized = isinstance(first, QuantizedTensorStorage)
-        specs: list[LinearSpec] = []
+        plain = not isinstance(first, QuantizedTensorStorage)
         store = self.wgrad_store if self.wgrad_store.delay_wgrad_compute() else None
-        for i in range(self.num_groups):
+        groups: list[LinearSpec] = []
+        unquantized: list[LinearSpec] = []
+        for i, weight in enumerate(weights):
             given = (*forward[2 * i : 2 * i + 2], backward[i]) if forward else None
-            if given is not None and call.state.enabled:
-                extents = (rows[i], self.in_features, self.out_features)
-                given = given if fitting("GroupedLinear", given, *extents, call.traced) else None
-            gradient = WeightGradient((weights[i],), self._accumulate_into_main_grad, False, store)
-            plain = given is None and not quantized
-            spec = linear_spec(call, dtype, given, TensorParallel(), gradient, needs, plain)
-            specs.append(changed(spec, needs_grad_bias=grad_bias))
-        return tuple(specs)
+            gradient = WeightGradient((weight,), self._accumulate_into_main_grad, False, store)
+            spec = linear_spec(call, dtype, given, TensorParallel(), gradient, needs, given is None and plain)
+            groups.append(changed(spec, needs_grad_bias=grad_bias))
+            if given is not None and enabled:
+                spec = linear_spec(call, dtype, None, TensorParallel(), gradient, needs, plain)
+                unquantized.append(changed(spec, needs_grad_bias=grad_bias, backward=groups[-1].backward))
+        quantizers, features = GroupedQuantizers(), self._features(call, groups[0])
+        if enabled and forward and not call.traced:
+            quantizers = GroupedQuantizers.merged(forward[::2], forward[1::2], backward)
+            features += (SINGLE_QUANTIZERS,) * (quantizers.input is None)
+        read = None if forward and enabled else first.dtype
+        extents = (self.out_features, self.in_features)
+        way = GroupedWay(
+            features, asked_for(), not x.subclass, True, self.in_features, dtype, x.device, extents, first.device,
+            dtype, read,
+        )  # fmt: skip
+        return GroupedSpec(
+            groups=tuple(groups),
+            unquantized=tuple(unquantized),
+            passes=None,
+            extents=extents,
+            stacked_weight=self.single_grouped_weight,
+            stacked_bias=self.single_grouped_bias,
+            at_once=not call.traced and TABLE.name_of(way) == AT_ONCE,
+            way=None if call.traced else way,
+            quantizers=quantizers,
+            needs_grad=call.saves and any([call.grad_input, *[p.requires_grad for p in self.parameters()]]),
+            scale_update=None,
+        )
+
+    def _features(self, call: OperationCall, group: LinearSpec) -> tuple[str, ...]:
+        """Return the features of every call of a kind that one launch per step does not support."""
+        kinds = {type(getattr(self, name)) for name in self.parameter_names}
+        found = {
+            DELAYED_WEIGHT_GRADIENTS: self.wgrad_store.delay_wgrad_compute(),
+            QUANTIZED_PARAMETERS: any(issubclass(kind, QuantizedTensorStorage) for kind in kinds),
+            OTHER_PARAMETERS: not kinds <= {torch.nn.Parameter},
+            CALIBRATION: call.state.calibrating and not call.state.enabled,
+            OTHER_BACKWARD: group.backward != "quantized",
+            SCALED_BIAS: self._scale_bias,
+        }
+        return tuple([feature for feature, used in found.items() if used])
 
     def _caller_buffers(
         self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment, dtype: torch.dtype
@@ -341,16 +382,6 @@ class GroupedLinear(StepOperation):
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], object]) -> None:
         """Call a function without arguments whenever `backward_dw` has finished."""
         self._wgrad_hooks.append(hook)
-
-
-def _rows_of_groups(sizes: Tensor, total: int) -> tuple[int, ...]:
-    """Read the rows of each group on the host; on a GPU this waits for the device."""
-    rows = tuple([int(size) for size in sizes.reshape(-1).tolist()])
-    if min(rows) < 0 or sum(rows) > total:
-        raise ValueError(
-            f"split sizes {list(rows)} do not fit an input of {total} rows; give sizes >= 0 whose sum is at most that"
-        )
-    return rows
 
 
 def is_op_fuser_grouped_tensor_path_supported(recipe: Recipe | None, dtype: torch.dtype) -> bool:

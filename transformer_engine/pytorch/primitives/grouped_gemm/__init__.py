@@ -57,12 +57,25 @@ def product_of_rows(
     bias: Tensor | None = None,
     exact: bool = False,
     out: Tensor | None = None,
+    clears: bool = False,
 ) -> Tensor:
-    """Return y [total, N]: rows of group e are a's rows @ b_e [N, K].T (+ bias[e], of bias [groups, N]) in dtype.
+    """Compute y_e [M_e, N] = a_e [M_e, K] @ b_e [N, K].T + bias[e] of every group.
 
-    exact   promote partial sums of FP8 products to float32
-    out     contiguous buffer for y, with y's shape and dtype
-    Raises ValueError if the contracted extents differ.
+    Args:
+        a: Rows [total, K] of all groups.
+        b: Matrix [N, K] of each group.
+        groups: The rows of each group.
+        dtype: Dtype of y.
+        bias: Biases [groups, N]; None to add none.
+        exact: Promote partial sums of FP8 products to float32.
+        out: Contiguous buffer of y's shape and dtype, which receives y; None to allocate y.
+        clears: Rows behind the last group are zero; otherwise they are undefined.
+
+    Returns:
+        y [total, N].
+
+    Raises:
+        ValueError: The contracted extents differ.
     """
     n, k = b.extents
     codes = a.codes
@@ -72,7 +85,7 @@ def product_of_rows(
         out = torch.empty((groups.total, n), dtype=dtype, device=codes.device)
     if groups.total == 0:
         return out
-    product = GroupedProduct(a, b, groups, (n, k), out, bias, False, exact)
+    product = GroupedProduct(a, b, groups, (n, k), out, bias, False, exact, clears)
     TABLE.bound_in_eager_mode(request_of(product))(product)
     return out
 

@@ -88,6 +88,11 @@ class Groups(NamedTuple):
         starts = self.layout[: self.count + 1].tolist()
         return tuple(end - start for start, end in itertools.pairwise(starts))
 
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return each group's rows of a matrix [total, ..], without rows behind the last group."""
+        rows = self.known_rows
+        return x[: sum(rows)].split(rows)
+
 
 def tiles_at_most(total: int, count: int) -> int:
     """Return the maximum number of tiles of 128 rows: each group has at most one partly filled tile."""

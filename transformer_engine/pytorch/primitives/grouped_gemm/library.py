@@ -34,6 +34,8 @@ def unsupported_reason(request: GroupedGemmRequest) -> str | None:
         return f"it needs a CUDA device, the operands are on {request.device.type}"
     if not request.rows_known:
         return "the host does not know the groups' rows"
+    if request.clears:
+        return "rows of no group are cleared, which its products leave undefined"
     large = _LARGE if request.a_format is None else _LARGE_QUANTIZED
     work = request.rows * request.n * request.k // request.groups
     if request.groups > _FEW and work < large:

@@ -8,33 +8,33 @@ from torch import Tensor
 
 from ....common.formats import FLOAT8, ceil_div
 from ..operand import Operand
-from .groups import TILE_ROWS
+from .groups import TILE_ROWS, Groups
 from .request import GroupedColumns, GroupedMatrices, GroupedProduct, GroupedRows
 
 
-def rows_of(a: GroupedRows, rows: tuple[int, ...]) -> Iterator[Operand]:
+def rows_of(a: GroupedRows, groups: Groups) -> Iterator[Operand]:
     """Iterate over a_e [M_e, K] of every group."""
     if a.format is None or a.scale is None:
-        for codes in a.codes.split(rows):
+        for codes in groups.split(a.codes):
             yield Operand(codes, dtype=codes.dtype)
         return
     if a.format == FLOAT8:
-        for codes, scale in zip(a.codes.split(rows), _first_column(a.scale), strict=True):
+        for codes, scale in zip(groups.split(a.codes), _first_column(a.scale), strict=True):
             yield Operand(codes, scale, FLOAT8)
         return
     blocks = ceil_div(a.codes.shape[1], TILE_ROWS)
-    scales = a.scale.split([m * blocks for m in rows])
-    for codes, scale in zip(a.codes.split(rows), scales, strict=True):
+    scales = a.scale.split([m * blocks for m in groups.known_rows])
+    for codes, scale in zip(groups.split(a.codes), scales, strict=True):
         yield Operand(codes, scale.view(blocks, len(codes)).t(), a.format)
 
 
-def columns_of(a: GroupedColumns, rows: tuple[int, ...], width: int) -> Iterator[Operand]:
+def columns_of(a: GroupedColumns, groups: Groups, width: int) -> Iterator[Operand]:
     """Iterate over a_e.T [width, M_e] of every group; quantized: M_e rounded up to 128, with codes of zero."""
     if a.format is None or a.scale is None:
-        for codes in a.codes.split(rows):
+        for codes in groups.split(a.codes):
             yield Operand(codes.t(), dtype=codes.dtype)
         return
-    tiles = [ceil_div(m, TILE_ROWS) for m in rows]
+    tiles = [ceil_div(m, TILE_ROWS) for m in groups.known_rows]
     codes = a.codes.split([count * TILE_ROWS * width for count in tiles])
     scales = (
         _first_column(a.scale) if a.format == FLOAT8 else a.scale.split([count * width for count in tiles])
@@ -66,18 +66,18 @@ def results_of(product: GroupedProduct) -> tuple[Tensor, ...]:
     out = product.out
     if isinstance(product.b, GroupedMatrices):
         assert isinstance(out, Tensor)
-        return out.split(product.groups.known_rows)
+        return product.groups.split(out)
     return tuple(out.unbind(0)) if isinstance(out, Tensor) else tuple(out)
 
 
 def operands_of(product: GroupedProduct) -> Iterator[tuple[int, Operand, Operand, Tensor]]:
     """Iterate over (rows, a, b, result) of every group."""
-    rows = product.groups.known_rows
+    groups = product.groups
     if isinstance(product.b, GroupedMatrices):
         assert isinstance(product.a, GroupedRows)
-        first, second = rows_of(product.a, rows), matrices_of(product.b)
+        first, second = rows_of(product.a, groups), matrices_of(product.b)
     else:
         assert isinstance(product.a, GroupedColumns)
         width, depth = product.extents
-        first, second = columns_of(product.a, rows, width), columns_of(product.b, rows, depth)
-    return zip(rows, first, second, results_of(product), strict=True)
+        first, second = columns_of(product.a, groups, width), columns_of(product.b, groups, depth)
+    return zip(groups.known_rows, first, second, results_of(product), strict=True)

@@ -119,6 +119,7 @@ class GroupedProduct(NamedTuple):
     extents   (N, K) of b_e or of the result
     out       [total, N]; along the rows a stack [groups, N, K] or one tensor per group, added to with accumulate
     bias      [groups, N], along the columns only
+    clears    along the columns: rows of out behind the last group become zero
     """
 
     a: GroupedRows | GroupedColumns
@@ -129,6 +130,7 @@ class GroupedProduct(NamedTuple):
     bias: Tensor | None = None
     accumulate: bool = False
     exact: bool = True
+    clears: bool = False
 
 
 class GroupedGemmRequest(NamedTuple):
@@ -158,6 +160,7 @@ class GroupedGemmRequest(NamedTuple):
     transposed: bool
     by_address: bool
     accumulates: bool
+    clears: bool = False
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -166,7 +169,7 @@ class GroupedGemmRequest(NamedTuple):
 
 def request_of(product: GroupedProduct) -> GroupedGemmRequest:
     """The request of one call."""
-    a, b, groups, (n, k), out, _, accumulate, exact = product
+    a, b, groups, (n, k), out, _, accumulate, exact, clears = product
     rows = groups.rows
     if isinstance(b, GroupedMatrices):
         along, element, transposed = "columns", b.element, b.transposed
@@ -192,4 +195,5 @@ def request_of(product: GroupedProduct) -> GroupedGemmRequest:
         transposed,
         by_address,
         accumulate,
+        clears,
     )

@@ -77,7 +77,9 @@ def _launch_of(request: GroupedGemmRequest) -> launch.Launch:
     }
     n, k, groups = request.n, request.k, request.groups
     if request.along == "columns":
-        return kernels.product_of_rows(request.rows, n, k, groups, transposed=request.transposed, **options)
+        return kernels.product_of_rows(
+            request.rows, n, k, groups, transposed=request.transposed, clears=request.clears, **options
+        )
     return kernels.product_of_columns(n, k, groups, accumulates=request.accumulates, **options)
 
 

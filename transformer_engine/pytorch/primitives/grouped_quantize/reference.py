@@ -33,7 +33,7 @@ def _run(
             scale, scale_t = (None if s is None else _apart(s) for s in (scale, scale_t))
         return GroupedQuantized(codes, scale, codes_t, scale_t)
     assert groups is not None
-    parts = _each(values.split(groups.known_rows), spec, slots)
+    parts = _each(groups.split(values), spec, slots)
     scale, scale_t = _flat([part.scale for part in parts]), _flat([part.scale_t for part in parts])
     if spec.tile is None:
         scale, scale_t = (None if s is None else _apart(s) for s in (scale, scale_t))

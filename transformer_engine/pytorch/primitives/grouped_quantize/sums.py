@@ -13,8 +13,7 @@ from ..grouped_gemm import Groups
 def row_sums(x: Tensor, groups: Groups) -> Tensor:
     """float32 [groups, N]; the host waits for nothing on a GPU with Triton."""
     if not x.is_cuda or launch.missing() is not None:
-        parts = x.split(groups.known_rows)
-        return torch.stack([part.sum(0, dtype=torch.float32) for part in parts])
+        return torch.stack([part.sum(0, dtype=torch.float32) for part in groups.split(x)])
     from ....common.kernels import grouped_gemm
 
     return run(grouped_gemm.row_sums(x.shape[1], groups.count), (x, groups.layout))[0]

@@ -1,0 +1,226 @@
+"""Random settings of the linear layers: compiled and graphed calls have the bits of eager calls.
+
+Compared are results, gradients, accumulated gradients and scaling states of three steps. Graphs are recorded by a
+recorder that runs again on a CPU, and by CUDA on a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils._pytree import tree_leaves
+
+import transformer_engine.pytorch as te
+from tests.support.layers import RECIPES, same
+from tests.support.recorder import RerunRecorder
+from transformer_engine.pytorch.graphs import build
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager, emulate
+
+SIZES = (128, 256, 64)  # of the input, the output and the rows; every format supports them
+STEPS = 3
+EACH = settings(
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+
+
+class Bound(torch.nn.Module):
+    """A GroupedLinear whose groups have 32, 0 and 32 rows."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor, **keywords: Any) -> Any:
+        return self.layer(x, [32, 0, 32], **keywords)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Settings of a layer and of its calls.
+
+    Attributes:
+        kind: Name of the layer's class.
+        recipe: Key of `RECIPES`.
+        override: `backward_override` of the recipe.
+        dtype: Dtype of parameters and inputs.
+        bias: The layer has biases.
+        return_bias: They are returned instead of added.
+        frozen: Numbers that choose frozen parameters, by their remainders.
+        grad_input: The gradient of the input is needed.
+        quantized: Parameters are quantized.
+        fused: Weight gradients accumulate into `main_grad`.
+        microbatches: `is_first_microbatch` is passed.
+        activation: Activation of a `LayerNormMLP`.
+        normalization: Normalization of a layer that has one.
+    """
+
+    kind: str
+    recipe: str
+    override: str | None
+    dtype: torch.dtype
+    bias: bool
+    return_bias: bool
+    frozen: frozenset[int]
+    grad_input: bool
+    quantized: bool
+    fused: bool
+    microbatches: bool
+    activation: str
+    normalization: str
+
+    def made_recipe(self) -> Any:
+        recipe: Any = RECIPES[self.recipe]
+        overrides = self.override is not None and self.recipe not in ("none", "delayed")
+        # A LayerNormMLP supports no override.
+        if overrides and self.kind != "LayerNormMLP":
+            recipe = dataclasses.replace(recipe, backward_override=self.override)
+        return recipe
+
+    def layer(self, device: torch.device) -> Any:
+        """Return the layer, with the same parameters every time."""
+        torch.manual_seed(3)
+        recipe = self.made_recipe()
+        options: dict[str, Any] = {"params_dtype": self.dtype, "device": device, "bias": self.bias}
+        options |= {"return_bias": self.return_bias, "fuse_wgrad_accumulation": self.fused}
+        if self.kind.startswith("LayerNorm"):
+            options["normalization"] = self.normalization
+        if self.kind == "LayerNormMLP":
+            options["activation"] = self.activation
+        count = (3,) if self.kind == "GroupedLinear" else ()
+        with te.quantized_model_init(enabled=self.quantized and recipe is not None, recipe=recipe):
+            layer = getattr(te, self.kind)(*count, *SIZES[:2], **options)
+        for number, parameter in enumerate(layer.parameters()):
+            parameter.requires_grad_(number % 4 not in self.frozen)
+            parameter.main_grad = torch.ones(parameter.shape, device=device)
+        return layer
+
+    def bound(self, layer: Any) -> Any:
+        """Return the layer as a module that takes no numbers of rows."""
+        return Bound(layer) if self.kind == "GroupedLinear" else layer
+
+    def sample(self, step: int, device: torch.device) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(SIZES[2], SIZES[0], generator=generator).to(device, self.dtype)
+        return x.requires_grad_(self.grad_input)
+
+    def keywords(self, step: int) -> dict[str, Any]:
+        return {"is_first_microbatch": step != 1} if self.microbatches else {}
+
+    def trained(self, layer: Any, call: Any, device: torch.device) -> list[Any]:
+        """Return everything that three steps leave."""
+        seen: list[Any] = []
+        recipe = self.made_recipe()
+        for step in range(STEPS):
+            x = self.sample(step, device)
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                made = call(x, **self.keywords(step))
+            results = [y for y in tree_leaves(made) if y is not None]
+            generator = torch.Generator().manual_seed(100 + step)
+            reached = [y for y in results if y.requires_grad]
+            if reached:
+                torch.autograd.backward(
+                    reached, [torch.randn(y.shape, generator=generator).to(y) for y in reached]
+                )
+            seen += [*[y.detach().clone() for y in results], None if x.grad is None else x.grad.clone()]
+            for parameter in layer.parameters():
+                seen += [
+                    None if parameter.grad is None else parameter.grad.clone(),
+                    parameter.main_grad.clone(),
+                ]
+                parameter.grad = None
+        states = [layer.fp8_meta.get(key) for key in ("scaling_fwd", "scaling_bwd")]
+        if self.recipe == "delayed":
+            seen += [part for state in states for part in (state.scale, state.amax_history)]
+        return seen
+
+
+def random_settings() -> st.SearchStrategy[Settings]:
+    return st.builds(
+        Settings,
+        kind=st.sampled_from(["Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"]),
+        recipe=st.sampled_from(sorted(RECIPES)),
+        override=st.sampled_from([None, None, "high_precision", "dequantized"]),
+        dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+        bias=st.booleans(),
+        return_bias=st.booleans(),
+        frozen=st.frozensets(st.integers(0, 3), max_size=3),
+        grad_input=st.booleans(),
+        quantized=st.booleans(),
+        fused=st.booleans(),
+        microbatches=st.booleans(),
+        activation=st.sampled_from(["gelu", "swiglu", "srelu"]),
+        normalization=st.sampled_from(["LayerNorm", "RMSNorm"]),
+    )
+
+
+def eager(case: Settings, device: torch.device) -> list[Any]:
+    FP8GlobalStateManager.reset()
+    layer = case.layer(device)
+    return case.trained(layer, case.bound(layer), device)
+
+
+def compare(expected: list[Any], found: list[Any]) -> None:
+    assert len(expected) == len(found)
+    for number, (mine, other) in enumerate(zip(found, expected, strict=True)):
+        assert (mine is None) == (other is None), number
+        if mine is not None:
+            assert same([mine], [other]), number
+
+
+def check_compiled(case: Settings, device: torch.device) -> None:
+    expected = eager(case, device)
+    FP8GlobalStateManager.reset()
+    torch._dynamo.reset()
+    layer = case.layer(device)
+    model = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=False)
+    compare(expected, case.trained(layer, case.bound(model), device))
+
+
+def check_graphed(case: Settings, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case.microbatches and case.fused:
+        return  # a graph that is recorded once either accumulates into main_grad or overwrites it
+    expected = eager(case, device)
+    FP8GlobalStateManager.reset()
+    layer, recipe = case.layer(device), case.made_recipe()
+    if device.type != "cuda":
+        recorder = RerunRecorder()
+        monkeypatch.setattr(build, "recorder_here", lambda pool=None: recorder)
+    graphed = te.make_graphed_callables(
+        case.bound(layer),
+        (case.sample(0, device),),
+        enabled=recipe is not None,
+        recipe=recipe,
+        cache_quantized_params=case.microbatches and recipe is not None,
+    )
+    compare(expected, case.trained(layer, graphed, device))
+
+
+@settings(EACH, max_examples=3)
+@given(case=random_settings())
+def test_compiled_layers_have_the_bits_of_eager_layers(case, device):
+    with emulate():
+        check_compiled(case, device)
+
+
+@settings(EACH, max_examples=12)
+@given(case=random_settings())
+def test_graphed_layers_have_the_bits_of_eager_layers(case, device):
+    with pytest.MonkeyPatch.context() as patch, emulate():
+        check_graphed(case, device, patch)
+
+
+@pytest.mark.slow
+@settings(EACH, max_examples=500)
+@given(case=random_settings())
+def test_many_layers_have_the_bits_of_eager_layers(case, device):
+    with pytest.MonkeyPatch.context() as patch, emulate():
+        check_compiled(case, device)
+        check_graphed(case, device, patch)

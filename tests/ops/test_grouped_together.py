@@ -1,0 +1,224 @@
+"""te.ops.GroupedLinear in one launch per step: the results of a loop over its groups, and launches of te.GroupedLinear.
+
+On a CPU, NVTE_USE_CUTLASS_GROUPED_GEMM=1 takes the way that is the default on a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.layers import RECIPES
+from tests.support.programs import output_without_gpu
+from transformer_engine.pytorch import autocast, checkpoint, explain, ops
+from transformer_engine.pytorch.functions.grouped_call import GroupedCall
+from transformer_engine.pytorch.ops.basic.grouped_contribution import GroupedKind
+from transformer_engine.pytorch.primitives.grouped_gemm import groups_of
+
+IN, OUT = 128, 64
+AT_ONCE = ("none", "delayed", "current", "block")
+SPLITS = ([128, 0, 64], [32, 32, 128], [3, 131, 58])
+OPTIONS = {
+    "separate": {},
+    "without bias": {"bias": False},
+    "stacked": {"single_grouped_weight": True, "single_grouped_bias": True},
+    "accumulated": {"accumulate_into_main_grad": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def _asked_for(monkeypatch):
+    monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
+
+
+def layer_of(**options: Any) -> Any:
+    layer = ops.GroupedLinear(3, IN, OUT, **{"dtype": torch.bfloat16, "device": "cpu", **options})
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 8)
+            parameter.main_grad = torch.ones(parameter.shape)  # pyright: ignore[reportAttributeAccessIssue]
+    return layer
+
+
+def sample(rows: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(rows, IN, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
+
+
+def outcome(layer: Any, x: torch.Tensor, splits: list[int], recipe: Any) -> list[Any]:
+    """Return the result, the gradients, accumulated gradients and scaling states of a step."""
+    x.grad = None
+    for parameter in layer.parameters():
+        parameter.grad = None
+    with autocast(enabled=recipe is not None, recipe=recipe):
+        y = layer(x, torch.tensor(splits))
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(y.dtype))
+    parameters = list(layer.parameters())
+    fused = layer._accumulate_into_main_grad
+    grads = [p.main_grad.clone() if fused and p.dim() > 1 else p.grad for p in parameters]
+    states = [s for mode in ("forward", "backward") for s in layer.delayed_states(mode)]
+    return [y.detach(), x.grad, *grads, *[part.clone() for s in states for part in (s.scale, s.amax_history)]]
+
+
+def assert_close(ours: list[Any], theirs: list[Any]) -> None:
+    """Sums in another order differ in the last bit of a bfloat16 result, 2^-9 of it."""
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.dtype == other.dtype and mine.shape == other.shape
+        assert (mine.double() - other.double()).norm() <= 4e-3 * other.double().norm()
+
+
+def way_of(layer: Any, x: torch.Tensor, splits: list[int], recipe: Any = None) -> tuple[str, str]:
+    """Return the chosen way of computation, and the reason why one launch per step is not used."""
+    with autocast(enabled=recipe is not None, recipe=recipe):
+        decisions = explain(layer, x, torch.tensor(splits)).decisions
+    (way,) = (decision for decision in decisions if decision.operation == "grouped_linear")
+    return way.chosen or "", way.verdicts[0].reason or ""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_launches_are_those_of_the_module_for_any_number_of_groups():
+    found = json.loads(output_without_gpu("tests/ops/grouped_launches.py").splitlines()[-1])
+    assert found.pop("loop").count("cublaslt") == 24
+    assert set(found) == set(AT_ONCE)
+    for started in found.values():
+        assert started["ops 8"] == started["ops 2"] == started["module 8"]
+        assert started["ops 8"].count("rows_kernel") == 2
+        assert "cublaslt" not in started["ops 8"]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_results_are_those_of_the_loop(name, options, monkeypatch):
+    together, alone = layer_of(**options), layer_of(**options)
+    for splits in SPLITS:
+        x = sample(sum(splits))
+        ours = outcome(together, x, splits, RECIPES[name])
+        with monkeypatch.context() as patch:
+            patch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "0")
+            theirs = outcome(alone, x, splits, RECIPES[name])
+        assert_close(ours, theirs)
+    assert way_of(together, x, splits, RECIPES[name]) == ("together", "")
+
+
+def test_results_are_those_of_plain_pytorch_in_float64():
+    layer, x, splits = layer_of(), sample(192), [128, 0, 64]
+    y, dx, *grads = outcome(layer, x, splits, None)
+    values = x.detach().double().requires_grad_()
+    parameters = {name: p.detach().double().requires_grad_() for name, p in layer.named_parameters()}
+    parts = [
+        part @ parameters[f"weight{i}"].t() + parameters[f"bias{i}"]
+        for i, part in enumerate(values.split(splits))
+    ]
+    expected = torch.cat(parts)
+    expected.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).bfloat16().double())
+    assert_close(
+        [y.double(), dx.double(), *[grad.double() for grad in grads]],
+        [expected.detach(), values.grad, *[p.grad for p in parameters.values()]],  # pyright: ignore
+    )
+
+
+def test_other_sizes_of_groups_reuse_the_prepared_passes(monkeypatch):
+    for asked in ("1", "0"):
+        monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", asked)
+        chain = ops.Sequential(layer_of())
+        for splits in SPLITS:
+            chain(sample(192), torch.tensor(splits))
+        assert len(chain._module_groups[0]._prepared) == 1  # pyright: ignore
+
+
+def test_two_passes_in_flight_keep_their_own_sizes():
+    layer = layer_of()
+    expected = [outcome(layer, sample(192), splits, None) for splits in SPLITS]
+    inputs = [sample(192) for _ in SPLITS]
+    results = [layer(x, torch.tensor(splits)) for x, splits in zip(inputs, SPLITS, strict=True)]
+    dy = torch.randn(192, OUT, generator=torch.Generator().manual_seed(3)).bfloat16()
+    for y, x, (_, dx, *_) in reversed(list(zip(results, inputs, expected, strict=True))):
+        y.backward(dy)
+        assert torch.equal(x.grad, dx)  # pyright: ignore[reportArgumentType]
+
+
+REASONS = {
+    "delayed weight gradients": ({"delay_wgrad_compute": True}, torch.bfloat16, [64, 64, 64]),
+    "scale per row": ({"scale_bias": True}, torch.bfloat16, [64, 64, 64]),
+    "rows that belong to no group": ({}, torch.bfloat16, [64, 64, 32]),
+    "the input is torch.float32": ({"dtype": torch.float32}, torch.float32, [64, 64, 64]),
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_the_explanation_reports_why_a_call_loops(reason):
+    options, dtype, splits = REASONS[reason]
+    layer, x = layer_of(**options), sample(192, dtype).detach()
+    extra = [torch.ones(192)] if options.get("scale_bias") else []
+    decisions = explain(layer, x, torch.tensor(splits), *extra, backward=False).decisions
+    (way,) = (decision for decision in decisions if decision.operation == "grouped_linear")
+    assert way.chosen == "one_by_one" and reason in (way.verdicts[0].reason or "")
+
+
+@pytest.mark.parametrize("splits", [[64, 64, 65], [-1, 64, 64]])
+def test_sizes_that_do_not_fit_are_rejected_before_any_state_changes(splits):
+    layer, x = layer_of(), sample(192)
+    before = outcome(layer, x, [64, 64, 64], RECIPES["delayed"])
+    with autocast(recipe=RECIPES["delayed"]), pytest.raises(ValueError, match="do not fit"):
+        layer(x, torch.tensor(splits))
+    other = layer_of()
+    assert_close(before, outcome(other, x, [64, 64, 64], RECIPES["delayed"]))
+    after = outcome(layer, x, [64, 64, 64], RECIPES["delayed"])
+    assert_close(after, outcome(other, x, [64, 64, 64], RECIPES["delayed"]))
+
+
+def test_moved_and_misaligned_weights_are_read_where_they_are():
+    layer, x, splits = layer_of(bias=False), sample(192), [64, 64, 64]
+    expected = outcome(layer, x, splits, None)
+    for parameter in layer.parameters():
+        parameter.data = parameter.data.clone()
+    assert_close(outcome(layer, x, splits, None), expected)
+    buffer = torch.empty(OUT * IN + 1, dtype=torch.bfloat16)
+    layer.weight1.data = buffer[1:].view(OUT, IN).copy_(layer.weight1.data)
+    assert_close(outcome(layer, x, splits, None), expected)
+    assert way_of(layer, x, splits)[0] == "one_by_one"
+
+
+def test_recomputed_calls_repeat_the_results_of_the_loop():
+    layer, x, splits = layer_of(), sample(192), torch.tensor([64, 64, 64])
+    alone = copy.deepcopy(layer)
+    found = []
+    for made in (layer, alone):
+        x.grad = None
+        with autocast(recipe=RECIPES["delayed"]):
+            y = checkpoint(made, x, splits) if made is layer else made(x, splits)
+        y.float().sum().backward()
+        found.append([y.detach(), x.grad, *[p.grad for p in made.parameters()]])
+    assert_close(*found)
+
+
+@contextmanager
+def sizes_stay_on_the_device(rows: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make calls as if the sizes were on a GPU: the host does not know the rows, some of which have no group."""
+
+    def call(kind: GroupedKind, sizes: torch.Tensor) -> GroupedCall:
+        layout = groups_of(rows, sum(rows), kind.device)._replace(total=kind.total, rows=None)
+        return GroupedCall(kind.spec, kind.spec.groups, (), layout, clears=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GroupedKind, "call", call)
+        yield
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_rows_behind_groups_on_the_device_give_zeros(name, monkeypatch):
+    layer, alone, splits = layer_of(), layer_of(), [64, 32, 32]
+    x = sample(192)
+    theirs = outcome(alone, x, splits, RECIPES[name])  # a loop, since the host knows of the other rows
+    with sizes_stay_on_the_device(splits, monkeypatch):
+        ours = outcome(layer, x, splits, RECIPES[name])
+    assert not ours[0][128:].any() and not ours[1][128:].any()
+    assert_close(ours, theirs)
