@@ -21,7 +21,7 @@ from tests.support.programs import search_path
 
 WITH_TORCH_211 = {"composer", "torchvision", "thunder", "looseversion", "physicsnemo", "warp", "pyvers"}
 ATTEMPTS = 3
-PATIENCE = 120  # seconds that a group of processes may take
+PATIENCE = 400  # seconds that a group of processes may take
 RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", uuid.uuid4().hex)  # the same in all of pytest's processes
 
 

@@ -33,7 +33,6 @@ UNDESCRIBED = {
     "transformer_engine.pytorch": 3,
     "transformer_engine.pytorch.ops": 2,
     "transformer_engine.pytorch.optimizers": 90,
-    "transformer_engine.pytorch.distributed": 4,
     "transformer_engine.pytorch.cpu_offload": 25,
     "transformer_engine.pytorch.graph": 4,
     "transformer_engine.pytorch.custom_recipes.quantizer_factories": 6,

@@ -12,18 +12,11 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 
-from ..common import recipe as recipes
 from ..pytorch.inspect.verification import verify as compare
+from .demo.config import make_recipe
 from .failure import FAILED, reporting
 from .train import DeviceName, RecipeName
 
-RECIPES = {
-    "delayed": recipes.DelayedScaling,
-    "current": recipes.Float8CurrentScaling,
-    "block": recipes.Float8BlockScaling,
-    "mxfp8": recipes.MXFP8BlockScaling,
-    "nvfp4": recipes.NVFP4BlockScaling,
-}
 REQUIRED = ("model_fn", "batch")
 OPTIONAL = ("loss_fn", "shard_fn", "reduce_fn")
 
@@ -55,7 +48,7 @@ def verify(
                 functions["model_fn"],
                 functions["batch"](),
                 mesh=mesh,
-                recipe=None if recipe is None or recipe.value == "none" else RECIPES[recipe.value](),
+                recipe=None if recipe is None else make_recipe(recipe.value),
                 sequence_parallel=sequence_parallel,
                 **{name: functions[name] for name in OPTIONAL if name in functions},
             )

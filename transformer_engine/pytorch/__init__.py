@@ -106,7 +106,7 @@ __getattr__ = absent.getter(
     __name__, {name: functools.partial(_load, name) for name in (*_LAZY_SUBMODULES, *_LAZY_NAMES)}
 )
 # Without __all__, `from transformer_engine.pytorch import *` would omit the lazy names. Names of Python's own libraries
-# are imported above and are no part of the package.
+# are imported above and do not belong to the package.
 _FROM_PYTHON = ("Any", "TYPE_CHECKING", "annotations", "functools", "importlib")
 __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     name for name in __dir__() if not name.startswith("_") and name not in _FROM_PYTHON

@@ -25,7 +25,7 @@ from .offload.synchronizer import (
     OffloadSynchronizer,
 )
 
-# Set by callers of the original's first interface; only the contexts determine what is offloaded.
+# Set by callers of the original's first interface; only the contexts determine the offloaded tensors.
 CPUOffloadEnabled = False
 
 __all__ = [

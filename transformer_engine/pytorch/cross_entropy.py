@@ -51,7 +51,7 @@ def parallel_cross_entropy(
         inp: Logits [B, S, V], or [B, S, V / ranks] with a process group.
         target: Ids [B, S] in the whole vocabulary.
         label_smoothing: Smoothing s. The target gets probability 1 - s, and s / V is added everywhere.
-        reduce_loss: Return the mean over the rows that are not ignored (0 if there is none).
+        reduce_loss: Return the mean over the rows that are not ignored (0 if all are).
         dist_process_group: Its ranks hold equal shares of the vocabulary, in order. All ranks return the same loss.
         ignore_idx: Rows with this target have loss 0 and gradient 0.
         is_cg_capturable: No effect: the host never waits for the device, so both values can be captured.
@@ -101,9 +101,9 @@ def fused_linear_cross_entropy(
 ) -> Tensor:
     """Compute the mean of -ln(softmax(hidden @ weight.T + bias)[target]) in float32 without storing the logits.
 
-    Peak memory is a 21st of the logits beside the gradients. With reduce_loss the forward pass also computes the
-    gradients, and the backward pass multiplies them in place by the gradient of the loss. Otherwise the backward pass
-    computes the logits again. Differentiable in hidden, weight and bias.
+    Peak memory is a 21st of the logits in addition to the gradients. With reduce_loss the forward pass also computes
+    the gradients, and the backward pass multiplies them in place by the gradient of the loss. Otherwise the backward
+    pass computes the logits again. Differentiable in hidden, weight and bias.
 
     Args:
         hidden: Features [.., K].

@@ -104,7 +104,7 @@ def make_graphed_callables(
         fp8_weight_caching: Earlier name of cache_quantized_params.
         enabled: Quantize, as in `autocast`; a tuple has one value per module.
         calibrating: As in `autocast`.
-        recipe: As in `autocast`. Calls are made in an autocast block of their own.
+        recipe: As in `autocast`. Calls are made in a separate autocast block.
         amax_reduction_group: As in `autocast`.
         cache_quantized_params: Quantize weights in the first microbatch of a step only. Every call passes
             is_first_microbatch.

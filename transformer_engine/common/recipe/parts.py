@@ -90,4 +90,4 @@ def described_fields(record: Any) -> str:
 
 # Pickles name these classes by the package, as those of the original do.
 for _part in (_FormatHelper, Format, MMParams, QParams):
-    _part.__module__ = __package__
+    _part.__module__ = __name__.rpartition(".")[0]

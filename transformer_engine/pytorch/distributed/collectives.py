@@ -27,19 +27,24 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def world_size(group: dist_group_type | None = None) -> int:
-    """Ranks in the group (None: the default group); 1 where torch.distributed is not initialised."""
+    """Return the number of ranks of a group, 1 if torch.distributed is not initialized.
+
+    Args:
+        group: Process group; None for the default group.
+    """
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank(group: dist_group_type | None = None) -> int:
-    """This process's rank in the group; 0 where torch.distributed is not initialised."""
+    """Return this process's rank in a group, 0 if torch.distributed is not initialized.
+
+    Args:
+        group: Process group; None for the default group.
+    """
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
 
 
-get_distributed_world_size, get_distributed_rank = (
-    world_size,
-    rank,
-)  # names that callers of the original import
+get_distributed_world_size, get_distributed_rank = world_size, rank  # names of the original
 
 
 class AllOf:
@@ -320,7 +325,12 @@ def split_tensor_into_1d_equal_chunks(
 
 
 def gather_split_1d_tensor(tensor: Tensor, tp_group: dist_group_type | None) -> Tensor:
-    """Return the vector of all shares that `split_tensor_into_1d_equal_chunks` returned on the ranks of a group."""
+    """Return the vector of all shares that `split_tensor_into_1d_equal_chunks` returned on the ranks of a group.
+
+    Args:
+        tensor: This rank's share.
+        tp_group: Group of the ranks that share the elements.
+    """
     return _gather(tensor.reshape(-1), tp_group, False)[0]
 
 

@@ -28,7 +28,11 @@ def graph_safe_rng_available() -> bool:
 
 
 def is_graph_safe_rng_state(state: RngState) -> bool:
-    """Return whether a CUDA graph can register a random state: a generator, not the bytes of its state."""
+    """Return whether a CUDA graph can register a random state: a generator, not the bytes of its state.
+
+    Args:
+        state: State of a random number generator.
+    """
     return isinstance(state, torch.Generator)
 
 

@@ -29,6 +29,7 @@ from ...common.checks import function, one_of, switch
 from ...common.recipe import Recipe
 from ..distributed.collectives import world_size
 from ..quantization import autocast
+from ..quantization.family import family_of
 from ..tensor.quantized_tensor import QuantizedTensor
 from .verification_report import TensorCheck, Verification
 from .verified_parameters import (
@@ -132,7 +133,7 @@ def verify(
     whole = in_float32(batch)
     _check_repeatable(exact, whole)
     reference = _finished(exact, record_run(exact, whole, loss_fn))
-    stateful = recipe is not None and recipe.delayed()
+    stateful = recipe is not None and family_of(recipe).stateful
     steps = 2 if stateful else 1
     eps = max(
         [torch.finfo(p.dtype).eps for p in single.parameters() if p.is_floating_point()], default=2 * _EPS

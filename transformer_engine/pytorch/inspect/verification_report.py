@@ -15,15 +15,16 @@ COLUMNS = ("module", "tensor", "rank", "error", "allowed", "gain", "allowed gain
 class TensorCheck:
     """Comparison of one tensor with the same tensor of one device in float32, on the rank that differs most.
 
-    module           name of the module; "" is the model itself
-    tensor           parameter, "output", "loss", "grad_output", "<parameter>.grad", "grad_input", or a scaling state
-    rank             rank in the default process group
-    error            |x - reference| / |reference| in the Euclidean norm; inf: non-finite values
-    allowance        largest error that the format and the dtype explain
-    gain             x . reference / |reference|^2: 0.5 for a tensor that lacks a factor of two; None: not compared,
-                     because noise alone changes it
-    gain_allowance   largest |gain - 1| that the format and the dtype explain
-    note             finding other than a numerical difference
+    Args:
+        module: Name of the module; "" is the model itself.
+        tensor: Parameter, "output", "loss", "grad_output", "<parameter>.grad", "grad_input", or a scaling state.
+        rank: Rank in the default process group.
+        error: |x - reference| / |reference| in the Euclidean norm; inf for values that are not finite.
+        allowance: Largest error that the format and the dtype explain.
+        gain: x . reference / |reference|^2: 0.5 for a tensor that lacks a factor of two; None: not compared, because
+            noise alone changes it.
+        gain_allowance: Largest |gain - 1| that the format and the dtype explain.
+        note: Finding other than a numerical difference.
     """
 
     module: str
@@ -71,13 +72,14 @@ class TensorCheck:
 class Verification:
     """Comparison of a parallel, quantized run with one device in float32; `str()` prints a table.
 
-    checks         one row per tensor in the order of execution: scaling states, parameters, outputs in forward order,
-                   loss, then gradients in backward order
-    ranks          number of ranks
-    recipe         recipe of the parallel run
-    loss           mean of the ranks' losses
-    exact_loss     loss of one device in float32
-    not_compared   tensors whose sharding is unknown, or that only one of the runs has
+    Args:
+        checks: One row per tensor in the order of execution: scaling states, parameters, outputs in forward order,
+            loss, then gradients in backward order.
+        ranks: Number of ranks.
+        recipe: Recipe of the parallel run.
+        loss: Mean of the ranks' losses.
+        exact_loss: Loss of one device in float32.
+        not_compared: Tensors whose sharding is unknown, or that only one of the runs has.
     """
 
     checks: tuple[TensorCheck, ...]

@@ -159,10 +159,9 @@ class GroupedLinear(ProductsModule):
         return self.num_gemms
 
     def make_grouped_weights(self, defer_init: bool = False) -> None:
-        """Turn `weight0`, `weight1`, ... into one parameter `weight` [num_gemms, out_features, in_features].
+        """Turn weight0, weight1, ... into one parameter `weight`, as with single_grouped_weight=True.
 
-        The layer then behaves like one constructed with single_grouped_weight=True. Call it before an optimizer holds
-        the parameters. A layer whose weights are grouped already is unchanged.
+        Call it before an optimizer holds the parameters. A layer whose weights are already grouped is unchanged.
 
         Args:
             defer_init: Do nothing, because the parameters are still to be allocated.
@@ -188,15 +187,15 @@ class GroupedLinear(ProductsModule):
         """y [.., out_features], or (y, [bias of each group]) with return_bias.
 
         m_splits   rows of each group, in order; zeros are allowed, the sum is the number of rows. A tensor on a
-                   GPU stays there where the groups go together: its sum is not checked, and rows past it get
-                   undefined results. Where the groups go one by one the host reads it, and waits
+                   GPU is not read by the host if one launch computes all groups: its sum is not checked, and
+                   rows past it get undefined results
         out        contiguous buffer of the output's shape and dtype. The output is written there, and the returned
                    tensor shares its memory
         dgrad_out  contiguous buffer of the input's shape and dtype. The backward pass writes the input gradient there,
                    and the gradient that autograd passes on shares its memory
 
-        Neither buffer may share memory with the input or a parameter. Both may be used again in the next step, and
-        may share memory with each other. A buffer belongs to one pass at a time:
+        Neither buffer may share memory with the input or a parameter; they may share memory with each other. Both may
+        be used again in the next step. A buffer belongs to one pass at a time:
 
         * `out` may be written again after the backward pass of the operations that read the output. Autograd raises
           RuntimeError where a tensor that it saved has been overwritten.
@@ -257,16 +256,14 @@ class GroupedLinear(ProductsModule):
             m_splits = m_splits.tolist()
             self._check_rows(m_splits, x.shape[0])
         rows = tuple(m_splits)
-        if spec.unquantized:
-            groups = self._fitting(spec, rows)
+        groups = self._fitting(spec, rows) if spec.unquantized else groups
         if is_first_microbatch is not None:
             members = members_of(weights[0]) if spec.stacked_weight else weights
-            groups = tuple(
-                [
-                    self.with_cached_weight(f"weight{i}", member, group, is_first_microbatch)
-                    for i, (member, group) in enumerate(zip(members, groups, strict=True))
-                ]
-            )
+            cached = [
+                self.with_cached_weight(f"weight{i}", member, group, is_first_microbatch)
+                for i, (member, group) in enumerate(zip(members, groups, strict=True))
+            ]
+            groups = tuple(cached)
         return GroupedCall(spec, groups, rows, None, buffers)
 
     def _is_at_once(self, spec: GroupedSpec, x: Tensor, weights: tuple[Any, ...]) -> bool:
@@ -295,9 +292,8 @@ class GroupedLinear(ProductsModule):
         for group, unquantized, m in zip(spec.groups, spec.unquantized, rows, strict=True):
             reason = product_refusal(group, m, k, n)
             if reason is not None:
-                self._warn_once(
-                    "group", f"GroupedLinear runs groups in high precision: {reason}; pad their rows"
-                )
+                said = f"GroupedLinear runs groups in high precision: {reason}; pad their rows"
+                self._warn_once("group", said)
             groups.append(group if reason is None else unquantized)
         return tuple(groups)
 
@@ -338,7 +334,7 @@ class GroupedLinear(ProductsModule):
         return buffers.counted_apart_from(inp)
 
     def _tensors(self) -> tuple[Tensor | None, ...]:
-        """All weights, then all biases."""
+        """Return all weights, then all biases."""
         config, held = self._config, self._parameters
         names = config._tensors if config.use_bias else config.weight_names
         try:

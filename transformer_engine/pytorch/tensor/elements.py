@@ -8,7 +8,7 @@ from torch import Tensor
 from ...common.formats import E2M1, E4M3, E5M2, Element, ceil_div
 from ..constants import DType
 from ..primitives.quantize import Quantized, QuantizeSpec, torch_dtype
-from ..runtime.checks import values_dtype
+from ..runtime.checks import tensor, values_dtype
 
 _SCALE_DTYPES = {"float32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
 
@@ -85,3 +85,12 @@ def nominal_dtype(fake_dtype: torch.dtype | None, dtype: torch.dtype | None) -> 
     if dtype is not None and dtype is not fake_dtype:
         raise ValueError(f"fake_dtype={fake_dtype} and dtype={dtype} are one setting; give one of them")
     return fake_dtype
+
+
+def check_scalar(name: str, value: Tensor | None) -> None:
+    """Raise TypeError or ValueError unless value is a float32 tensor of one element, or None."""
+    if value is None:
+        return
+    tensor(name, value)
+    if value.dtype != torch.float32 or value.numel() != 1:
+        raise ValueError(f"{name} is {value.dtype} {list(value.shape)}; give a float32 tensor of one element")

@@ -17,10 +17,10 @@ from ...common.numbers import to_bool
 from ..constants import DType
 from ..primitives.operand import Operand
 from ..primitives.quantize import Cast, Quantized, QuantizeSpec, absolute_maximum, quantize
-from ..runtime.checks import group_or_none, tensor
+from ..runtime.checks import group_or_none
 from ..runtime.device import canonical_device
 from .current_scaling import RecordsScale, ReducesMaximum
-from .elements import element_of, empty_quantized, float8_dtype, float8_number
+from .elements import check_scalar, element_of, empty_quantized, float8_dtype, float8_number
 from .quantized_tensor import QuantizedTensor
 from .quantizer import Operands, Quantizer, amax_floor
 from .storage.float8_tensor_storage import Float8TensorStorage
@@ -125,15 +125,6 @@ class _StateViews(NamedTuple):
     amax: Tensor
 
 
-def _check_scalar(name: str, value: Tensor | None) -> None:
-    """Raise TypeError or ValueError unless value is a float32 tensor of one element, or None."""
-    if value is None:
-        return
-    tensor(name, value)
-    if value.dtype != torch.float32 or value.numel() != 1:
-        raise ValueError(f"{name} is {value.dtype} {list(value.shape)}; give a float32 tensor of one element")
-
-
 class Float8Quantizer(_PerTensorQuantizer):
     """Delayed scaling. The other arguments are those of `Quantizer` and `Float8BlockQuantizer`.
 
@@ -154,8 +145,8 @@ class Float8Quantizer(_PerTensorQuantizer):
         rowwise: bool = True,
         columnwise: bool = True,
     ):
-        _check_scalar("scale", scale)
-        _check_scalar("amax", amax)
+        check_scalar("scale", scale)
+        check_scalar("amax", amax)
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.dtype = float8_number(fp8_dtype)
         self._scale = scale
@@ -269,8 +260,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         """Raise the recorded maximum to amax [1], unless the device flag is set."""
         recorded = self.amax
         largest = torch.maximum(recorded, amax.reshape(recorded.shape))
-        # `self.amax` is read again: writes must reach the state through its base tensor for a compiler to see their
-        # order.
+        # `self.amax` is read again: a compiler must see that writes reach the state through its base tensor.
         self.amax.copy_(largest if noop_flag is None else torch.where(noop_flag != 0, recorded, largest))
         if self.amax_reduction_group is not None:
             self._agree_on_amax()

@@ -60,10 +60,7 @@ def _rebuild_trained(
 
 
 def storage_of(tensor: QuantizedTensor) -> QuantizedTensorStorage:
-    """Return the shared payload of a quantized tensor; a function, because torch.compile traces no methods of tensors.
-
-    The payload of a storage is the storage itself.
-    """
+    """Return the shared payload of a tensor or storage; torch.compile would not trace a method of the tensor."""
     if not isinstance(tensor, torch.Tensor):
         return tensor
     cls = type(tensor)

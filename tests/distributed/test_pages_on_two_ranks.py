@@ -1,0 +1,20 @@
+"""The examples of the pages on context parallelism and te.verify run on two processes and print what the pages show."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.clients.processes import on_ranks
+from tests.support.pages import DOCS, examples
+
+
+@pytest.mark.parametrize(
+    ("page", "before"),
+    [("context_parallel.md", "With two processes it prints\n\n```\n"), ("verify.md", "It prints\n\n```\n")],
+)
+def test_the_example_of_a_page_prints_what_the_page_shows(page, before, tmp_path):
+    program = tmp_path / "example.py"
+    (example,) = examples(page)
+    program.write_text(example)
+    printed = (DOCS / page).read_text().split(before)[1].split("```")[0]
+    assert on_ranks([str(program)], 2, CUDA_VISIBLE_DEVICES="") == printed
