@@ -185,8 +185,11 @@ def test_norms_take_margins_by_number_stage_and_environment(kind, device, monkey
     assert [getattr(fused, name) for name in names] == [0, 7, 0]
 
 
-def test_overlap_of_the_reduce_scatter_is_kept_for_inspection(device):
-    assert te.LayerNormLinear(16, 16, ub_overlap_rs=True, device=device).overlap.overlap_reduce_scatter
+def test_an_overlap_flag_changes_no_result(device):
+    plain, flagged = (te.LayerNormLinear(16, 16, ub_overlap_rs=rs, device=device) for rs in (False, True))
+    flagged.load_state_dict(plain.state_dict())
+    x = torch.randn(4, 16, device=device)
+    assert torch.equal(plain(x), flagged(x))
 
 
 def test_hooks_are_called_by_keyword(device):

@@ -103,10 +103,10 @@ REFUSED = {
         ),
     ),
     "scores in another shape": (
-        "score_mod returned .* of scores of shape",
+        "score_mod returned .* for scores of shape",
         lambda: attend(score_mod=lambda scores, tensors: scores.sum(axis=-1, keepdims=True)),
     ),
-    "scores as booleans": ("score_mod returned .* of scores of shape", lambda: attend(score_mod=lambda s, t: s > 0)),
+    "scores as booleans": ("score_mod returned .* for scores of shape", lambda: attend(score_mod=lambda s, t: s > 0)),
     "an axis that is none": ("seq_dim=2 of a tensor of shape", lambda: reordered(seq_dim=2)),
     "no ranks": ("cp_size=0 is below 1", lambda: reordered(cp_size=0)),
     "a strategy that is none": (

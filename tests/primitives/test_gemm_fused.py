@@ -435,7 +435,7 @@ REFUSALS = {
         {**QUANTIZED, "a_element": torch.float8_e4m3fn, "b_element": torch.float8_e4m3fn},
     ),
     "it takes one dtype": (GELU_GRADIENT, {"dtype": torch.float16, "a_element": torch.float16}),
-    "one scale a tensor": (CODES, {}),
+    "one scale per tensor": (CODES, {}),
 }
 
 

@@ -34,7 +34,6 @@ from .linear_parameters import create_parameters, mark_parameters, weight_and_bi
 from .normalization import mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod, parameter_of
 from .specs import Call, check_call, product_spec, quantizable, scale_update
-from .userbuffers import OverlapOptions
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,9 +142,6 @@ class LayerNormLinear(ProductsModule):
             _tensors=("weight", "bias", "layer_norm_weight", "layer_norm_bias"),
         )
         self.ub_name = ub_name
-        self.overlap = OverlapOptions(
-            ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, ub_name
-        )
         if tp_group is not None:
             self.set_tensor_parallel_group(tp_group)
         if delay_wgrad_compute:

@@ -33,7 +33,6 @@ from .linear_base import ProductsConfig, ProductsModule
 from .normalization import mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod, ParameterInit, default_init_method, parameter_of
 from .specs import Call, Facts, check_call, product_spec, quantizable, scale_update
-from .userbuffers import OverlapOptions
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,9 +196,6 @@ class LayerNormMLP(ProductsModule):
             ),
             _weights=(("fc1_weight",), ("fc2_weight",)),
         )  # fmt: skip
-        self.overlap = OverlapOptions(
-            ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad
-        )
         if tp_group is not None:
             self.set_tensor_parallel_group(tp_group)
         if delay_wgrad_compute:

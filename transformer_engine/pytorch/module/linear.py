@@ -24,7 +24,6 @@ from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
 from .linear_parameters import create_parameters, mark_parameters, weight_and_bias
 from .parameters import InitMethod
 from .specs import Call, check_call, product_spec, quantizable, rows_of_shard, scale_update
-from .userbuffers import OverlapOptions
 
 
 def build(key: tuple[Any, ...]) -> LinearSpec:
@@ -127,9 +126,6 @@ class Linear(ProductsModule):
             _tensors=("weight", "bias"),
         )
         self.ub_name = ub_name
-        self.overlap = OverlapOptions(
-            ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, ub_name
-        )
         if tp_group is not None:
             self.set_tensor_parallel_group(tp_group)
         if delay_wgrad_compute:

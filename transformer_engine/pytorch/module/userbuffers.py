@@ -28,18 +28,6 @@ class UserBufferQuantizationMode(Enum):
     FP8 = "fp8"
 
 
-@dataclass(frozen=True)
-class OverlapOptions:
-    """The `ub_*` flags of a layer, as given."""
-
-    overlap_all_gather: bool = False
-    overlap_reduce_scatter: bool = False
-    overlap_reduce_scatter_dgrad: bool = False
-    bulk_dgrad: bool = False
-    bulk_wgrad: bool = False
-    name: str | None = None
-
-
 RING, PIPELINE, BULK, EXTERNAL = "ring_exchange", "pipeline", "bulk", "external"
 _METHODS = {
     "qkv_fprop": RING, "qkv_dgrad": BULK, "qkv_wgrad": BULK,
