@@ -67,7 +67,7 @@ NO_MEMBERS = {
 
 @pytest.mark.parametrize("name", NO_MEMBERS)
 def test_what_is_no_member_is_rejected(name):
-    with pytest.raises(TypeError, match=rf"^{name.split()[0]}=.* is no \w+; give one of "):
+    with pytest.raises(TypeError, match=rf"^{name.split()[0]}=.* is not an? \w+; give one of "):
         NO_MEMBERS[name]()
 
 
