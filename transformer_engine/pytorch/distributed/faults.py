@@ -63,7 +63,7 @@ def checks_step(group: dist_group_type, x: Any) -> bool:
     The result is the same on all ranks of the group. Nothing is checked for the fake tensors of a dry run, while a
     compiler traces, or in a CUDA graph.
     """
-    if torch.compiler.is_compiling() or isinstance(x, torch._subclasses.FakeTensor):
+    if group is None or torch.compiler.is_compiling() or isinstance(x, torch._subclasses.FakeTensor):
         return False
     record = _checks.get(group)
     if record is not None and record.finished and env.stored(_SWITCH)[0] is None:
