@@ -91,7 +91,9 @@ def recorded() -> Iterator[Sent]:
 
         return mock.patch.object(dist, name, call)
 
-    unchecked = mock.patch.object(faults, "checks_step", lambda *_: False)  # it sends a hash in the first step
+    unchecked = mock.patch.object(
+        faults, "checks_step", lambda *_: False
+    )  # it sends a hash in the first step
     with unchecked, recording("all_gather_into_tensor", 1), recording("all_reduce", 0):
         yield sent
 
