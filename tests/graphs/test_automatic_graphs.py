@@ -318,7 +318,7 @@ class _Outer(torch.nn.Module):
 @pytest.mark.parametrize(
     ("inner", "other", "message"),
     [
-        (None, object(), "an argument is a object, whose content a graph would keep"),
+        (None, object(), "an argument is of type object, whose present content a graph would keep"),
         (lambda: _layer(delay_wgrad_compute=True), None, "puts weight gradients off"),
     ],
 )

@@ -87,7 +87,7 @@ def obstacle_of(leaves: ArgumentLeaves) -> str | None:
     """Return the reason why no graph could serve a call with these arguments, or None."""
     for leaf in leaves.constants:
         if not isinstance(leaf, CONSTANTS):
-            return f"an argument is a {type(leaf).__name__}, whose present content a graph would keep"
+            return f"an argument is of type {type(leaf).__name__}, whose present content a graph would keep"
     for tensor in leaves.tensors:
         if isinstance(tensor, QuantizedTensorStorage) or type(tensor) not in (Tensor, torch.nn.Parameter):
             return f"an argument is a {type(tensor).__name__}; graphs take plain tensors"
