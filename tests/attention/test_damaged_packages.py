@@ -25,7 +25,6 @@ PACKAGES = {
 DAMAGES = [
     {module: "ModuleNotFoundError" for module in PACKAGES if module != "flash_attn.cute.interface"},
     {"flash_attn.cute.interface": "ModuleNotFoundError", "triton": "OSError", "cudnn": "OSError"},
-    {"flash_attn": "OSError"},
     {"flash_attn": "AttributeError"},
 ]
 ERRORS = {

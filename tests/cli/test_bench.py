@@ -60,7 +60,14 @@ def test_a_case_counts_the_work_of_its_products():
     assert case.moved == 8192 * 14336 * (2 + 1 + 1)
 
 
-@pytest.mark.parametrize("family", OF_A_CPU)
+# Their layers are also those of layer_small, layernorm_linear and ops.
+WITH_A_SMALLER_ONE = ("layer", "linear", "layernorm_mlp")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(one, marks=pytest.mark.slow if one in WITH_A_SMALLER_ONE else ()) for one in OF_A_CPU],
+)
 def test_the_engine_runs_every_family(family: str, device: torch.device):
     recipes = dict.fromkeys(("norm", "rope", "permute", "router"), ("bf16",))
     recipes["attention"] = ("bf16", "current", "delayed")

@@ -70,7 +70,7 @@ def test_a_rate_of_1_leaves_the_residual_alone(name):
     ("mode", "dtype"),
     [
         (ScalingMode.MXFP8_1D_SCALING, jnp.float8_e4m3fn), (ScalingMode.BLOCK_1D_SCALING, jnp.float8_e4m3fn),
-        (ScalingMode.NVFP4_1D_SCALING, jnp.float4_e2m1fn),
+        pytest.param(ScalingMode.NVFP4_1D_SCALING, jnp.float4_e2m1fn, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_row_wise_tensors_of_block_formats_are_multiplied_in_any_order_of_axes(mode, dtype):

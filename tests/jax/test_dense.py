@@ -294,7 +294,16 @@ def test_vectors_are_multiplied_as_matrices_of_one_row_or_column(x_shape, kernel
         np.testing.assert_allclose(one, other, atol=0.3 if quantized else 1e-5)
 
 
-@pytest.mark.parametrize("transformed", list(itertools.product((False, True), repeat=3)), ids=str)
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        pytest.param(
+            case, marks=() if case in ((False, True, False), (True, False, True)) else pytest.mark.slow
+        )
+        for case in itertools.product((False, True), repeat=3)
+    ],
+    ids=str,
+)
 def test_a_product_undoes_a_hadamard_transform_that_only_one_operand_carries(transformed):
     """Each of the three products equals the float64 product of the dequantized tensors, by quantizer with use_rht."""
     x, kernel, dy = (

@@ -98,7 +98,7 @@ def test_what_is_not_changed_is_listed_and_every_other_attribute_has_another_val
     assert set(NOT_CHANGED) - held == set()
 
 
-@pytest.mark.parametrize("recipe", [None, "current"], ids=str)
+@pytest.mark.parametrize("recipe", [pytest.param(None, marks=pytest.mark.slow), "current"], ids=str)
 def test_an_attribute_of_a_child(recipe: str | None):
     """A write to a layer within a layer: what the outer one remembers of calls depends on it."""
     under = ATTENTION_TOO.get(recipe or "")

@@ -44,7 +44,12 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", NAMES)
+VARIANTS = ("nvfp4_rht", "nvfp4_2d", "mxfp8_2d", "block_2d")  # with the code paths of the others
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=pytest.mark.slow if one in VARIANTS else ()) for one in NAMES]
+)
 def test_a_product_and_its_backward_compile_whole(name, device):
     results = []
     for run in (product, torch.compile(product, fullgraph=True, backend="aot_eager")):
