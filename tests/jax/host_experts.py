@@ -188,7 +188,7 @@ def main() -> None:
     for name, settings in RECIPES.items():
         if everything or name == "current":
             found[f"dp and ep: {name}"] = experts_case(mesh, ("dp",), settings, x, True)
-        if everything or name == "nvfp4":
+        if everything or name == "mxfp8":
             found[f"ep 2: {name}"] = experts_case(mesh_of(ep=2), (), settings)
         if everything:
             found[f"ep 4: {name}"] = experts_case(mesh_of(ep=4), (), settings)

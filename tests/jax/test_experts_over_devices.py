@@ -35,7 +35,7 @@ def test_experts_on_eight_devices_compute_what_those_on_one_do(found):
 
 
 def test_rows_of_an_expert_begin_where_blocks_do(found):
-    assert_one_device(found["ep 2: nvfp4"])
+    assert_one_device(found["ep 2: mxfp8"])
 
 
 def test_an_axis_beside_those_of_tokens_and_experts_changes_no_state(found):
