@@ -17,13 +17,6 @@ from tests.architecture.source import ROOT, modules, text
 
 HITS_PER_1000_WORDS = 1.0
 WORDS_PER_SENTENCE = 18.0
-# Folders that do not meet the limit yet, with their present rates, which may only fall.
-RATES = {
-    "transformer_engine/pytorch/module": 5.9,
-    "transformer_engine/pytorch/functions": 3.5,
-    "transformer_engine/pytorch/ops": 2.1,
-    "transformer_engine/common/passes": 1.8,
-}
 
 PHRASES = {
     r"whoever|nobody|somebody": "caller, user, no caller",
@@ -105,7 +98,7 @@ def test_phrases_are_found(sentence, hits):
 
 def above_the_limit(texts: dict[str, list[str]]) -> dict[str, float]:
     rates = {folder: round(rate(found), 2) for folder, found in texts.items()}
-    return {folder: r for folder, r in rates.items() if r > RATES.get(folder, HITS_PER_1000_WORDS)}
+    return {folder: r for folder, r in rates.items() if r > HITS_PER_1000_WORDS}
 
 
 def test_code_is_described_in_standard_technical_english():
