@@ -27,7 +27,7 @@ EXAMPLES = re.findall(
 EXAMPLE_OF = dict(zip(NEEDED, EXAMPLES, strict=True))  # the page has the clients in this order
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
-# Every case has variables of its own. A traceback names the case as its file.
+# Every case has separate variables. A traceback names the case as its file.
 DRIVER = """
 import torch
 

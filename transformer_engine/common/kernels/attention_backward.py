@@ -1,7 +1,7 @@
 """dq = scale ds k, dk = scale ds^T q, dv = p^T do; ds = p (dp - D), dp = do v^T, D = sum(do o).
 
 Probabilities are recomputed from the logits and lse. Programs that own keys sum dk and dv, programs that own queries
-sum dq. There are no atomics, so that two runs give the same bits. For rows that see no key and for padding, lse is inf
+sum dq. No atomics are used, so that two runs give the same bits. For rows that see no key and for padding, lse is inf
 here, which makes their probabilities 0.
 
 Arguments, extents and tiles are those of the forward pass. The kernels that own keys work on transposed tiles

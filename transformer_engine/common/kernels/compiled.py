@@ -35,7 +35,7 @@ class Compiled(NamedTuple):
     warps      per program, including warps with a specialized role
     scratch    bytes of memory per program, passed as a pointer behind the scalars
     pointers   indices of the inputs, then outputs, that are passed, in the order of the kernel's arguments
-    scalars    the numbers behind the pointers, without those that became constants
+    scalars    the numbers after the pointers, without compile-time constants
     """
 
     name: str

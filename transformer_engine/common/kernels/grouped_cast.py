@@ -1,6 +1,6 @@
 """FP8 codes of many matrices in one launch: the consecutive groups of rows of one matrix, or matrices by address.
 
-Every group is quantized bit for bit as in a launch of its own: with its own scale and recorded maximum, or in its own
+Every group is quantized bit for bit as in a separate launch: with its own scale and recorded maximum, or in its own
 blocks (`grouped_block_cast`). Row codes keep the matrix's layout. Transposed codes are stored group by group, [K, rows
 rounded up to 128] each, with zeros past the last row, so that a product along the rows needs no masks. The positions
 of the groups are in a tensor; see `grouped_layout`.

@@ -21,7 +21,7 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantizer import Quantizer
 from ..tensor.storage.fsdp import gather_payload, join_payload
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage, matrix_shape
-from .faults import NamedFailures, NamedWork
+from .faults import NamedWork, started
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -230,10 +230,12 @@ def _gather(
         made = functional.wait_tensor(functional.all_gather_tensor(inp, 0, _group(group)))
         return (made if output is None else output.copy_(made)), None
     gathered = inp.new_empty((size * inp.shape[0], *inp.shape[1:])) if output is None else output
-    failures = NamedFailures("all_gather", inp, group)
-    with failures:
-        work = dist.all_gather_into_tensor(gathered, inp, group=group, async_op=async_op)
-    return gathered, None if work is None else NamedWork(work, failures)
+    return gathered, started(
+        "all_gather",
+        inp,
+        group,
+        lambda: dist.all_gather_into_tensor(gathered, inp, group=group, async_op=async_op),
+    )
 
 
 def reduce_scatter_along_first_dim(
@@ -271,10 +273,12 @@ def reduce_scatter_along_first_dim(
         made = functional.wait_tensor(functional.reduce_scatter_tensor(inp, "sum", 0, _group(tp_group)))
         return (made if output is None else output.copy_(made)), None
     scattered = inp.new_empty((inp.shape[0] // size, *inp.shape[1:])) if output is None else output
-    failures = NamedFailures("reduce_scatter", inp, tp_group)
-    with failures:
-        work = dist.reduce_scatter_tensor(scattered, inp, group=tp_group, async_op=async_op)
-    return scattered, None if work is None else NamedWork(work, failures)
+    return scattered, started(
+        "reduce_scatter",
+        inp,
+        tp_group,
+        lambda: dist.reduce_scatter_tensor(scattered, inp, group=tp_group, async_op=async_op),
+    )
 
 
 def allreduce(
@@ -294,10 +298,9 @@ def allreduce(
         from torch.distributed import _functional_collectives as functional
 
         return functional.wait_tensor(functional.all_reduce(inp, "sum", _group(tp_group))), None
-    failures = NamedFailures("all_reduce", inp, tp_group)
-    with failures:
-        work = dist.all_reduce(inp, group=tp_group, async_op=async_op)
-    return inp, None if work is None else NamedWork(work, failures)
+    return inp, started(
+        "all_reduce", inp, tp_group, lambda: dist.all_reduce(inp, group=tp_group, async_op=async_op)
+    )
 
 
 def split_tensor_into_1d_equal_chunks(

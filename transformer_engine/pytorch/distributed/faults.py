@@ -9,10 +9,11 @@ continues it in every step.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -54,7 +55,6 @@ class _Updates(threading.local):
 _updates = _Updates()
 _checks: WeakKeyDictionary[Any, _GroupChecks] = WeakKeyDictionary()
 _lock = threading.Lock()
-_hook: list[Any] = []
 
 
 def checks_step(group: dist_group_type, x: Any) -> bool:
@@ -143,10 +143,15 @@ def _record(group: Any) -> _GroupChecks:
     record = _checks.get(group)
     if record is None:
         with _lock:
-            if not _hook:
-                _hook.append(register_optimizer_step_post_hook(_count_update))
+            _count_updates()
         record = _checks[group] = _GroupChecks()
     return record
+
+
+@functools.cache
+def _count_updates() -> None:
+    """Count the optimizer steps of each thread from the first call on."""
+    register_optimizer_step_post_hook(_count_update)
 
 
 def _count_update(*_: object) -> None:
@@ -211,6 +216,26 @@ class NamedWork:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
+
+
+def started(
+    operation: str, x: Tensor, group: dist_group_type | None, start: Callable[[], Any]
+) -> NamedWork | None:
+    """Start a collective whose failures are named.
+
+    Args:
+        operation: Name of the collective.
+        x: Tensor of this rank.
+        group: Process group.
+        start: Starts the collective and returns its handle, or None if it is complete.
+
+    Returns:
+        The handle, or None.
+    """
+    failures = NamedFailures(operation, x, group)
+    with failures:
+        work = start()
+    return None if work is None else NamedWork(work, failures)
 
 
 def missing_ranks(ranks: list[int], own: int) -> str:

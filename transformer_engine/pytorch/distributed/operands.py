@@ -11,13 +11,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..constants import dist_group_type
 from ..primitives.operand import Operand
-from .collectives import world_size
-from .faults import NamedFailures, NamedWork
+from .collectives import DeferredGather, gather_along_first_dim, world_size
+from .faults import NamedWork
 
 
 class _Received(NamedTuple):
@@ -30,7 +29,7 @@ class _Received(NamedTuple):
     """
 
     bytes: Tensor
-    work: NamedWork | None
+    work: NamedWork | DeferredGather | None
     dtype: torch.dtype
 
     def wait(self, ranks: int, axis: int) -> Tensor:
@@ -96,9 +95,5 @@ def gather_operand(operand: Operand, group: dist_group_type | None, axis: int = 
 
 def _sent(part: Tensor, group: dist_group_type | None) -> _Received:
     """Start to gather a matrix as bytes, which every backend carries."""
-    sent = part.contiguous().view(torch.uint8)
-    received = sent.new_empty((world_size(group) * sent.shape[0], *sent.shape[1:]))
-    failures = NamedFailures("all_gather", part, group)
-    with failures:
-        work = dist.all_gather_into_tensor(received, sent, group=group, async_op=True)
-    return _Received(received, None if work is None else NamedWork(work, failures), part.dtype)
+    received, work = gather_along_first_dim(part.contiguous().view(torch.uint8), group, async_op=True)
+    return _Received(received, work, part.dtype)

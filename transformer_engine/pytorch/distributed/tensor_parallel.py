@@ -59,13 +59,18 @@ class TensorParallel:
         """Whether enter_backward communicates."""
         return self.mode == "row" and self.sequence and self.size > 1
 
+    @property
+    def sums_symmetrically(self) -> bool:
+        """Whether the output of the layer is summed by `symmetric_all_reduce`."""
+        return self.mode == "row" and self.symmetric is not None and self.size > 1 and not self.sequence
+
     def enter_forward(self, x: Tensor) -> Tensor:
         """x as this rank's product reads it: gathered along the sequence for a column-parallel layer."""
         return self._gathered(x) if self.mode == "column" and self.sequence else x
 
     def leave_forward(self, y: Tensor) -> Tensor:
         """y summed over the ranks of a row-parallel layer; y may be overwritten."""
-        if self.mode == "row" and self.symmetric is not None and self.size > 1 and not self.sequence:
+        if self.sums_symmetrically:
             return symmetric_all_reduce(y, self.checked_group(), all_reduce_type=self.symmetric)[0]
         return self._summed(y) if self.mode == "row" else y
 

@@ -47,13 +47,13 @@ class Fusion(NamedTuple):
     reduced: bool = False
 
 
-def _refuses_codes(fusion: Fusion) -> str | None:
+def _unsupported_codes(fusion: Fusion) -> str | None:
     return None if fusion.codes is not None else "the product's quantizer asks no kernel for codes"
 
 
-def _refuses_gradient_codes(fusion: Fusion) -> str | None:
+def _unsupported_gradient_codes(fusion: Fusion) -> str | None:
     assert fusion.activation is not None
-    if (reason := _refuses_codes(fusion)) is not None:
+    if (reason := _unsupported_codes(fusion)) is not None:
         return reason
     if fusion.one_scale and ACTIVATIONS[fusion.activation].gated:
         # A kernel finds the maximum and another casts, with dy [M, F] in memory until both are done: for a gated unit
@@ -62,7 +62,7 @@ def _refuses_gradient_codes(fusion: Fusion) -> str | None:
     return "blocks of rows beside their sums are faster after it" if fusion.sums else None
 
 
-def _refuses_product(fusion: Fusion) -> str | None:
+def _unsupported_product(fusion: Fusion) -> str | None:
     if fusion.activation != "gelu":
         return f"{fusion.activation} is no part of a product; gelu is"
     if fusion.reduced:
@@ -75,19 +75,19 @@ def _refuses_product(fusion: Fusion) -> str | None:
 
 _APART = Backend[Fusion](APART, takes=_FEATURES)
 NORM_OUTPUT: Table[Fusion] = Table(
-    "norm_output", (Backend(IN_CODES, unsupported_reason=_refuses_codes), _APART), describe=Fusion
+    "norm_output", (Backend(IN_CODES, unsupported_reason=_unsupported_codes), _APART), describe=Fusion
 )
 
 
-def _mlp_table(name: str, refuses_codes: Callable[[Fusion], str | None]) -> Table[Fusion]:
+def _mlp_table(name: str, unsupported_codes: Callable[[Fusion], str | None]) -> Table[Fusion]:
     """Return the table of a matrix between the two products of an MLP."""
-    in_codes = Backend[Fusion](IN_CODES, unsupported_reason=refuses_codes)
-    in_product = Backend[Fusion](IN_PRODUCT, takes=_FEATURES, unsupported_reason=_refuses_product)
+    in_codes = Backend[Fusion](IN_CODES, unsupported_reason=unsupported_codes)
+    in_product = Backend[Fusion](IN_PRODUCT, takes=_FEATURES, unsupported_reason=_unsupported_product)
     return Table(name, (in_codes, in_product, _APART), describe=Fusion)
 
 
-MLP_ACTIVATION = _mlp_table("mlp_activation", _refuses_codes)
-MLP_GRADIENT = _mlp_table("mlp_gradient", _refuses_gradient_codes)
+MLP_ACTIVATION = _mlp_table("mlp_activation", _unsupported_codes)
+MLP_GRADIENT = _mlp_table("mlp_gradient", _unsupported_gradient_codes)
 
 
 def norm_output(linear: LinearSpec, returned: bool) -> str:

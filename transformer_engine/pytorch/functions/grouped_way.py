@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...common import env
-from ...common.dispatch import Backend, Table
+from ...common.dispatch import Backend, Table, undisturbed
 
 AT_ONCE, LOOP = "together", "one_by_one"
 
@@ -97,7 +97,7 @@ def are_regular(weights: Sequence[Tensor]) -> bool:
     return not addresses % 16 and all(map(Tensor.is_contiguous, weights))
 
 
-def _refuses_together(way: GroupedWay) -> str | None:
+def _unsupported_together(way: GroupedWay) -> str | None:
     if way.asked is False:
         return "NVTE_USE_CUTLASS_GROUPED_GEMM=0 asks for one product per group"
     if way.device.type != "cuda" and not way.asked:
@@ -121,6 +121,20 @@ def _refuses_together(way: GroupedWay) -> str | None:
 
 TABLE: Table[GroupedWay] = Table(
     "grouped_linear",
-    (Backend(AT_ONCE, unsupported_reason=_refuses_together), Backend(LOOP, takes=_FEATURES)),
+    (Backend(AT_ONCE, unsupported_reason=_unsupported_together), Backend(LOOP, takes=_FEATURES)),
     describe=GroupedWay,
 )
+
+
+def chosen_at_once(way: GroupedWay, supported: bool, features: tuple[str, ...], has_rows: bool) -> bool:
+    """Return whether all groups of a call are computed in one launch per step.
+
+    Args:
+        way: The request of a kind of call.
+        supported: One launch supports this kind of call.
+        features: Further features of the call.
+        has_rows: The input has rows.
+    """
+    if undisturbed():
+        return supported and not features and has_rows
+    return TABLE.choose(way._replace(features=way.features + features, has_rows=has_rows)) == AT_ONCE

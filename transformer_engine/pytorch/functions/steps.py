@@ -240,7 +240,7 @@ def _beginning(collective: str) -> Callable[..., tuple[Any]]:
         check_collective(parallel, collective, x)
         if isinstance(x, Operand):
             return (gather_operand(x, parallel.checked_group(), s.axis),)
-        if collective == "all_reduce" and parallel.mode == "row" and parallel.symmetric is not None:
+        if collective == "all_reduce" and parallel.sums_symmetrically:
             kind = parallel.symmetric
             return (symmetric_all_reduce(x, parallel.checked_group(), all_reduce_type=kind),)
         later = not (isinstance(x, QuantizedTensorStorage) or torch.compiler.is_compiling())

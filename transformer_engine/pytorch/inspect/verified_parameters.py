@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..distributed.collectives import rank, world_size
+from ..distributed.collectives import gather_along_first_dim, rank, world_size
 from ..module import LayerNorm, RMSNorm
 from ..tensor.quantized_tensor import QuantizedTensor
 from .verified_runs import original_name, unwrapped
@@ -221,6 +221,5 @@ def scaling_states(model: nn.Module, group: Any) -> Iterator[tuple[str, str, boo
             scale = getattr(meta.get(direction), "scale", None)
             if not isinstance(scale, Tensor):
                 continue
-            scales = [torch.empty_like(scale) for _ in range(world_size(group))]
-            dist.all_gather(scales, scale.contiguous(), group=group)
+            scales, _ = gather_along_first_dim(scale[None], group)
             yield original_name(name), f"{direction}.scale", torch.equal(scales[0], scales[rank(group)])

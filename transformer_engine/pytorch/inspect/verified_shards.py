@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..distributed.collectives import rank, world_size
+from ..distributed.collectives import gather_along_first_dim, rank, world_size
+from ..functions.attention.context_parallel.schedule import chunks_of
 from ..module import LayerNormMLP
 from ..primitives.activation import ACTIVATIONS
 
@@ -113,7 +113,7 @@ class RankPlace:
         if size == 1:
             return part
         chunks = part.chunk(2 * size, self.sequence_dim)
-        return torch.cat((chunks[own], chunks[2 * size - 1 - own]), self.sequence_dim)
+        return torch.cat([chunks[number] for number in chunks_of(size, own)], self.sequence_dim)
 
 
 def place_of(mesh: Any, sequence_parallel: bool, sequence_dim: int, batch_dim: int) -> RankPlace:
@@ -214,10 +214,8 @@ def gather_parts(local: Tensor, dim: int, group: Any, parts: Sequence[int]) -> t
     Returns:
         The whole tensor, and the shards of all ranks.
     """
-    size = world_size(group)
-    shards = [torch.empty_like(local) for _ in range(size)]
-    dist.all_gather(shards, local.contiguous(), group=group)
-    own = [part // size for part in parts]
+    shards = list(gather_along_first_dim(local[None], group)[0])
+    own = [part // len(shards) for part in parts]
     split = [shard.split(own, dim) for shard in shards]
     return torch.cat([piece[i] for i in range(len(parts)) for piece in split], dim), shards
 

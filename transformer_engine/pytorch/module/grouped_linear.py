@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.dispatch import undisturbed
 from ...common.numbers import to_bool
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..functions.by_name import GroupedLinearByName as _GroupedLinear
@@ -21,12 +20,11 @@ from ..functions.grouped_call import GroupedCall, GroupedSpec, members_of
 from ..functions.grouped_linear import grouped_linear
 from ..functions.grouped_quantizer import GroupedQuantizer
 from ..functions.grouped_way import (
-    AT_ONCE,
     FLAGGED_WEIGHTS,
     IRREGULAR,
     RECOMPUTATION,
-    TABLE,
     are_regular,
+    chosen_at_once,
 )
 from ..functions.linear_spec import LinearSpec
 from ..functions.weight_gradient import WeightGradStore
@@ -270,7 +268,7 @@ class GroupedLinear(ProductsModule):
         """Return whether all groups are computed in one launch per step."""
         if spec.way is None or _replaced.names:  # a compiler is tracing, or a name is replaced
             return False
-        features, has_rows = (), x.shape[0] > 0
+        features: tuple[str, ...] = ()
         if spec.at_once:
             state = self.numerics.state
             if state.enabled and is_fp8_activation_recompute_enabled():
@@ -280,10 +278,7 @@ class GroupedLinear(ProductsModule):
                 features += (FLAGGED_WEIGHTS,)
             if not are_regular(weights):
                 features += (IRREGULAR,)
-        if undisturbed():
-            return spec.at_once and not features and has_rows
-        way = spec.way
-        return TABLE.choose((way[0] + features, *way[1:3], has_rows, *way[4:])) == AT_ONCE
+        return chosen_at_once(spec.way, spec.at_once, features, x.shape[0] > 0)
 
     def _fitting(self, spec: GroupedSpec, rows: tuple[int, ...]) -> tuple[LinearSpec, ...]:
         """Return the specs of the groups, in high precision where the format does not support a group's rows."""

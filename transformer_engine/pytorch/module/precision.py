@@ -62,7 +62,7 @@ class PrecisionRequest(NamedTuple):
     asked: bool
 
 
-def _refuses_high_precision(request: PrecisionRequest) -> str | None:
+def _unsupported_high_precision(request: PrecisionRequest) -> str | None:
     reason = fp8_refusal(*request[:4])
     if reason is None:
         return "FP8 is faster for these extents"
@@ -78,7 +78,7 @@ TABLE: Table[PrecisionRequest] = Table(
             "quantized",
             unsupported_reason=lambda request: fp8_refusal(*request[:4]) if request.asked else None,
         ),
-        Backend("high_precision", unsupported_reason=_refuses_high_precision),
+        Backend("high_precision", unsupported_reason=_unsupported_high_precision),
     ),
     describe=PrecisionRequest,
 )

@@ -108,10 +108,10 @@ def collect(whole: Any, offsets: Offsets, source: Tensor) -> None:
 
 def _joined(whole: Any, shards: dict[Offsets, Tensor]) -> QuantizedTensorStorage | None:
     """Return the payload of shards that are quantized rows with equal scales of the whole; None for other shards."""
-    ordered = [shards[place] for place in sorted(shards)]
-    first: Any = ordered[0]
+    ordered = [(place, shards[place]) for place in sorted(shards)]
+    first: Any = ordered[0][1]
     sent, payloads, row = [], [], 0
-    for place, shard in zip(sorted(shards), ordered, strict=True):
+    for place, shard in ordered:
         if (
             not isinstance(shard, QuantizedTensorStorage)
             or shard.shape[1:] != whole.shape[1:]

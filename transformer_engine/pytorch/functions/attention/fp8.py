@@ -50,7 +50,7 @@ class BackwardRequest(NamedTuple):
         return self.call.features
 
 
-def _refuses_cudnn_forward(call: AttentionCall) -> str | None:
+def _unsupported_cudnn_forward(call: AttentionCall) -> str | None:
     if call.fp8 == "block":
         return "the recipe scales blocks; it takes one scale a tensor"
     return cudnn_fp8.unsupported_reason(call)
@@ -64,7 +64,7 @@ FORWARD: Table[AttentionCall] = Table(
         Backend(
             "cudnn",
             takes=cudnn_fp8.TAKES,
-            unsupported_reason=_refuses_cudnn_forward,
+            unsupported_reason=_unsupported_cudnn_forward,
             bind=lambda request: fp8_cudnn.forward,
         ),
         Backend("emulated", takes=EVERYTHING, bind=lambda request: fp8_emulation.forward),
@@ -72,7 +72,7 @@ FORWARD: Table[AttentionCall] = Table(
 )
 
 
-def _refuses_cudnn_backward(request: BackwardRequest) -> str | None:
+def _unsupported_cudnn_backward(request: BackwardRequest) -> str | None:
     if request.asked is False:
         return "high precision is asked for (NVTE_FP8_DPA_BWD=0, or bf16_backward)"
     if request.forward != "cudnn":
@@ -84,7 +84,7 @@ def _refuses_cudnn_backward(request: BackwardRequest) -> str | None:
     return cudnn_fp8.unsupported_backward(request.call)
 
 
-def _refuses_high_precision(request: BackwardRequest) -> str | None:
+def _unsupported_high_precision(request: BackwardRequest) -> str | None:
     return "NVTE_FP8_DPA_BWD=1 asks for FP8" if request.asked else None
 
 
@@ -108,13 +108,13 @@ BACKWARD: Table[BackwardRequest] = Table(
         Backend(
             "cudnn",
             takes=cudnn_fp8.TAKES,
-            unsupported_reason=_refuses_cudnn_backward,
+            unsupported_reason=_unsupported_cudnn_backward,
             bind=lambda request: fp8_cudnn.backward,
         ),
         Backend(
             "high_precision",
             takes=EVERYTHING,
-            unsupported_reason=_refuses_high_precision,
+            unsupported_reason=_unsupported_high_precision,
             bind=lambda request: high_precision,
         ),
         Backend("emulated", takes=EVERYTHING, bind=lambda request: fp8_emulation.backward),

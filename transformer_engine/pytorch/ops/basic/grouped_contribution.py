@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ....common.dispatch import undisturbed
 from ....common.kernels import launch
 from ....common.passes.linear import LinearFacts, backward_steps, forward_steps
 from ....common.passes.step import Step
@@ -17,13 +16,11 @@ from ....common.passes.vocabulary import Layer, Named
 from ...distributed.recompute import is_fp8_activation_recompute_enabled
 from ...functions.grouped_call import GroupedCall, GroupedSpec
 from ...functions.grouped_way import (
-    AT_ONCE,
     IRREGULAR,
     RECOMPUTATION,
-    TABLE,
     UNASSIGNED_ROWS,
-    GroupedWay,
     are_regular,
+    chosen_at_once,
 )
 from ...functions.linear_spec import LinearSpec
 from ...primitives.grouped_gemm import groups_of
@@ -192,11 +189,7 @@ class GroupedKind:
                 features += (RECOMPUTATION,)
             if not are_regular(self.weights()):
                 features += (IRREGULAR,)
-        if undisturbed():
-            return spec.at_once and not features and self.total > 0
-        way: GroupedWay = spec.way
-        way = way._replace(features=way.features + features, has_rows=self.total > 0)
-        return TABLE.choose(way) == AT_ONCE
+        return chosen_at_once(spec.way, spec.at_once, features, self.total > 0)
 
     def _fitting(self, rows: tuple[int, ...]) -> tuple[LinearSpec, ...]:
         """Return the specs of the groups, in high precision where the format does not support a group's rows."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .....common.checks import described
-from ....distributed.faults import NamedFailures
+from ....distributed.faults import NamedFailures, started
 
 COMMUNICATION = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
@@ -111,13 +111,15 @@ def all_to_all(parts: Tensor, group: Any) -> Callable[[], Tensor]:
     """Send parts[i] of [size, ..] to rank i; the returned function waits and returns the received [size, ..]."""
     parts = parts.contiguous()
     received = torch.empty_like(parts)
-    failures = NamedFailures("all_to_all of context parallelism", parts, group)
-    with failures:
-        work = dist.all_to_all_single(received, parts, group=group, async_op=True)
+    work: Any = started(
+        "all_to_all of context parallelism",
+        parts,
+        group,
+        lambda: dist.all_to_all_single(received, parts, group=group, async_op=True),
+    )
 
     def wait() -> Tensor:
-        with failures:
-            work.wait()  # pyright: ignore[reportOptionalMemberAccess]
+        work.wait()
         return received
 
     return wait
@@ -127,13 +129,15 @@ def all_gather(x: Tensor, group: Any, size: int) -> Callable[[], Tensor]:
     """Gather [size, ..] of x [..] of every rank; the returned function waits and returns the result."""
     x = x.contiguous()
     gathered = x.new_empty(size, *x.shape)
-    failures = NamedFailures("all_gather of context parallelism", x, group)
-    with failures:
-        work = dist.all_gather_into_tensor(gathered.view(-1), x.view(-1), group=group, async_op=True)
+    work: Any = started(
+        "all_gather of context parallelism",
+        x,
+        group,
+        lambda: dist.all_gather_into_tensor(gathered.view(-1), x.view(-1), group=group, async_op=True),
+    )
 
     def wait() -> Tensor:
-        with failures:
-            work.wait()  # pyright: ignore[reportOptionalMemberAccess]
+        work.wait()
         return gathered
 
     return wait
@@ -171,15 +175,19 @@ class Ring:
         """
         sends, receives = [0] * self.size, [0] * self.size
         sends[(self.rank + 1) % self.size] = receives[(self.rank - 1) % self.size] = x.numel()
-        failures = NamedFailures("transfer to the next rank of context parallelism", x, self.group)
-        with self._issuing(x, from_ring), failures:
+        with self._issuing(x, from_ring):
             received = torch.empty_like(x)
-            work = dist.all_to_all_single(received, x, receives, sends, group=self.group, async_op=True)
+            work: Any = started(
+                "transfer to the next rank of context parallelism",
+                x,
+                self.group,
+                lambda: dist.all_to_all_single(received, x, receives, sends, group=self.group, async_op=True),
+            )
 
         def wait() -> Tensor:
             nonlocal x
-            with failures, nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
-                work.wait()  # pyright: ignore[reportOptionalMemberAccess]
+            with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+                work.wait()
             if self.stream is not None:
                 torch.cuda.current_stream().wait_stream(self.stream)
                 received.record_stream(torch.cuda.current_stream())

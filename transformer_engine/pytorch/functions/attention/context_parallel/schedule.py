@@ -213,7 +213,7 @@ def _packed_ring_blocks(call: AttentionCall, size: int, rank: int, owner: int) -
     return (Block(queries, keys, mask, query_chunks=chunks_q, key_chunks=chunks_k),)
 
 
-def _refuses_blocks(request: ContextRequest) -> str | None:
+def _unsupported_blocks(request: ContextRequest) -> str | None:
     """Return why an attention cannot be divided into blocks of tokens."""
     call = request.call
     if call.score_mod is not None:
@@ -226,7 +226,7 @@ def _refuses_blocks(request: ContextRequest) -> str | None:
 _UNEQUAL = "the diagonal ends at each sequence's last tokens, and lengths of queries and keys may differ"
 
 
-def _refuses_ring(request: ContextRequest) -> str | None:
+def _unsupported_ring(request: ContextRequest) -> str | None:
     call, mask = request.call, request.call.mask
     if mask.padding and mask.bottom_right and mask.banded and not call.square:
         return _UNEQUAL
@@ -234,10 +234,10 @@ def _refuses_ring(request: ContextRequest) -> str | None:
         return f"chunks of packed sequences have lengths of their own, window_size={mask.window} has one"
     if call.packed and mask.banded and call.seqlen_q != call.seqlen_kv:
         return "a causal mask needs packed queries and keys of the same lengths"
-    return _refuses_blocks(request)
+    return _unsupported_blocks(request)
 
 
-def _refuses_gather(request: ContextRequest) -> str | None:
+def _unsupported_gather(request: ContextRequest) -> str | None:
     call, mask = request.call, request.call.mask
     if mask.padding and mask.bottom_right and mask.banded and not call.packed and not call.square:
         return _UNEQUAL
@@ -245,10 +245,10 @@ def _refuses_gather(request: ContextRequest) -> str | None:
         return f"window_size={mask.window} with packed sequences is not causal"
     if call.packed and mask.banded and not mask.bottom_right and call.seqlen_q != call.seqlen_kv:
         return "a causal mask that begins top left needs packed queries and keys of the same lengths"
-    return _refuses_blocks(request)
+    return _unsupported_blocks(request)
 
 
-def _refuses_exchange(request: ContextRequest) -> str | None:
+def _unsupported_exchange(request: ContextRequest) -> str | None:
     call = request.call
     ranks = request.heads_size * request.ring_size
     for name, heads in (("query", call.heads), ("key and value", call.groups)):
@@ -265,9 +265,9 @@ EVERYTHING = frozenset(Feature)
 TABLE: Table[ContextRequest] = Table(
     "context_parallel",
     (
-        Backend("p2p", takes=EVERYTHING, unsupported_reason=_refuses_ring),
-        Backend("all_gather", takes=EVERYTHING, unsupported_reason=_refuses_gather),
-        Backend("a2a", takes=EVERYTHING, unsupported_reason=_refuses_exchange),
+        Backend("p2p", takes=EVERYTHING, unsupported_reason=_unsupported_ring),
+        Backend("all_gather", takes=EVERYTHING, unsupported_reason=_unsupported_gather),
+        Backend("a2a", takes=EVERYTHING, unsupported_reason=_unsupported_exchange),
     ),
     describe=ContextRequest,
     order=lambda request: _ORDERS[request.communication],
