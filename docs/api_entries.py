@@ -1,10 +1,12 @@
 """Griffe extension that completes the entries of the API reference.
 
-Static analysis alone misreads this package in four ways, and each hook below corrects one of them:
+Static analysis alone misreads this package in five ways, and each hook below corrects one of them:
 
 - A public name may share its name with a submodule (`autocast`) or be assigned at import (`gelu`). Public names that
   static analysis resolves to a module, or not at all, become aliases of their definition, or functions with the
   signature and docstring of the runtime object.
+- A class without an `__init__` in its source (a Flax module, a tensor with `__new__`) gets the one of its runtime
+  signature.
 - "The other arguments are those of `Linear`." copies the missing entries into the table of arguments.
 - Shapes such as [*batch, f] would turn italic in Markdown, so they become code spans.
 - `Example:` is a section of the house style; Griffe calls it `Examples:`.
@@ -122,7 +124,25 @@ class ApiEntries(griffe.Extension):
             if package.split(".")[0] == pkg.name:
                 for name, value in public_names(package):
                     _complete_name(loader, package, name, value)
+                    _complete_constructor(loader, package, name, value)
                     _complete_arguments(loader, package, name, value)
+
+
+def _complete_constructor(loader: griffe.GriffeLoader, package: str, name: str, value: Any) -> None:
+    """Give a class without an `__init__` in its source, which therefore shows no signature, its runtime signature."""
+    entry = _found(loader, f"{package}.{name}")
+    if not isinstance(entry, griffe.Class):
+        return
+    if "__init__" in entry.all_members and "__new__" not in entry.all_members:
+        return
+    names = parameter_names(value)
+    if names:
+        parameters = _parameters_of(inspect.signature(value), names)
+        first = griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword)
+        entry.set_member(
+            "__init__",
+            griffe.Function("__init__", parameters=griffe.Parameters(first, *parameters), parent=entry),
+        )
 
 
 def _complete_arguments(loader: griffe.GriffeLoader, package: str, name: str, value: Any) -> None:
@@ -170,15 +190,7 @@ def _complete_name(loader: griffe.GriffeLoader, package: str, name: str, value: 
 def _function_of(module: griffe.Module, name: str, value: Any) -> griffe.Function:
     """Return the entry of a function that is created at import."""
     signature = inspect.signature(value)
-    parameters = [
-        griffe.Parameter(
-            parameter.name,
-            annotation=_text_of(parameter.annotation),
-            kind=griffe.ParameterKind[parameter.kind.name.lower()],
-            default=None if parameter.default is parameter.empty else repr(parameter.default),
-        )
-        for parameter in signature.parameters.values()
-    ]
+    parameters = _parameters_of(signature, list(signature.parameters))
     returned = _text_of(signature.return_annotation)
     function = griffe.Function(
         name, parameters=griffe.Parameters(*parameters), returns=returned, parent=module
@@ -186,6 +198,20 @@ def _function_of(module: griffe.Module, name: str, value: Any) -> griffe.Functio
     text = with_code_spans(inspect.getdoc(value) or "")
     function.docstring = griffe.Docstring(text, parent=function)
     return function
+
+
+def _parameters_of(signature: inspect.Signature, names: list[str]) -> list[griffe.Parameter]:
+    """Return the entries of those parameters of a signature that are named."""
+    return [
+        griffe.Parameter(
+            name,
+            annotation=_text_of(parameter.annotation),
+            kind=griffe.ParameterKind[parameter.kind.name.lower()],
+            default=None if parameter.default is parameter.empty else repr(parameter.default),
+        )
+        for name, parameter in signature.parameters.items()
+        if name in names
+    ]
 
 
 def _text_of(annotation: Any) -> str | None:
