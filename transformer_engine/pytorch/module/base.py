@@ -36,7 +36,14 @@ from .parameters import InitMethod, ParameterInit, default_init_method, empty_li
 from .products import ProductQuantizers, slots
 from .repetition import may_be_repeated, refuse_other_repetition, repeatable
 from .specs import common_dtype
-from .userbuffers import UserBufferQuantizationMode, destroy_ub, get_ub, initialize_ub  # noqa: F401
+from .userbuffers import (  # noqa: F401
+    UserBufferQuantizationMode,
+    destroy_ub,
+    get_ub,
+    get_ub_is_fp8,
+    initialize_ub,
+    is_ub_initialized,
+)
 
 # The accumulation flags of the original for delayed scaling, under the names that its users read.
 _2X_ACC_FPROP = False
