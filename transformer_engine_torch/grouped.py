@@ -89,6 +89,8 @@ def group_quantize(
         for member, piece in zip(output.members(), pieces, strict=True):
             member.quantize_(piece, noop_flag=noop)
         return output
+    if len(set(shapes)) == 1:
+        flat = flat.view(num_tensors, *shapes[0])
     stack = stack_quantizer(quantizer, shapes)
     return stack.wrap(stack.encode(flat, quantizer.rowwise_usage, quantizer.columnwise_usage))
 

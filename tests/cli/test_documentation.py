@@ -27,6 +27,7 @@ OPTIONS = {"sequence": "--seq", "learning_rate": "--lr"}
         "performance_table.py",
         "environment_table.py",
         "jax_goals_table.py",
+        "names_table.py",
     ],
 )
 def test_a_generated_page_is_that_of_its_source(script: str):

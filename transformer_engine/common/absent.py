@@ -125,6 +125,17 @@ ABSENT = {
     ),
     "transformer_engine.pytorch.dynamo": "the original's registration of quantizers with torch.compile; layers compile "
     "with fullgraph=True without it",
+    "transformer_engine.pytorch._extra_state.CheckpointExtraStatePolicy": "the original's choice of extra state that is "
+    "unpickled; it is read through an allow-list, see should_load_extra_state_pickle",
+    **dict.fromkeys(
+        (
+            "transformer_engine.pytorch.module._common.can_reconstruct_wgrad_input_from_original",
+            "transformer_engine.pytorch.module._common.set_quantizer_usage_for_wgrad_all_gather",
+        ),
+        "an internal step of the original's layers; set the usages of a quantizer with set_usage()",
+    ),
+    "transformer_engine.pytorch.module.base.fill_userbuffers_buffer_for_all_gather": "a step of userbuffers; layers "
+    "gather with torch.distributed, see te.initialize_ub",
     "transformer_engine.pytorch.module._split_quantization": "a part of the original's GroupedLinear; call "
     "transformer_engine_torch.split_quantize",
     "transformer_engine.pytorch.distributed.use_reentrant_activation_recompute": "a flag of the original's checkpoint; "
