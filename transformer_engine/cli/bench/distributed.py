@@ -187,14 +187,13 @@ def traced_exposure(step: Callable[[], object]) -> float | None:
     """Return the part of a step in which the GPU runs kernels of NCCL only; None if the trace has no kernels."""
     step()
     torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(TRACED_STEPS):
             step()
         torch.cuda.synchronize()
     kernels = [
         (event.name, event.time_range.start, event.time_range.end)
-        for event in profiler.events()
+        for event in profiler.events() or ()
         # Ranges of the host, such as "nccl:all_reduce", are no kernels.
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("nccl:")
     ]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from torch.cuda import nccl
 
 from ..devices import joined
 from ..failure import writing
@@ -118,7 +119,7 @@ def as_dict(rows: Sequence[RanksRow], ranks: int) -> dict[str, Any]:
         "backend": dist.get_backend(),
         "package": described.version,
         "torch": str(torch.__version__),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
+        "nccl": ".".join(map(str, nccl.version())) if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "command": " ".join(["te", *sys.argv[1:]]),
         "meaning": MEANING,
