@@ -33,18 +33,21 @@ def default_devices() -> int:
     return torch.cuda.device_count() or CPU_DEVICES
 
 
-def launch(function: Callable[..., None], devices: int, *arguments: Any) -> None:
+def launch(function: Callable[..., None], devices: int, *arguments: Any, restarts: int = 0) -> None:
     """Run function(*arguments) in one new process per device of this machine and wait for all of them.
 
     Args:
         function: Function of a module; the processes import it.
         devices: Number of processes.
         *arguments: Arguments that can be pickled.
+        restarts: How often all processes are started again after one of them has failed.
 
     Raises:
         Failure: A process failed. The others are stopped.
+        SystemExit: A signal ended this process.
     """
     # Importing the launcher takes half a second, which commands on one device do not need.
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -55,7 +58,7 @@ def launch(function: Callable[..., None], devices: int, *arguments: Any) -> None
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        max_restarts=0,
+        max_restarts=restarts,
     )
     try:
         elastic_launch(config, function)(*arguments)
@@ -63,6 +66,8 @@ def launch(function: Callable[..., None], devices: int, *arguments: Any) -> None
         rank, first = error.get_first_failure()
         message = first.message if isinstance(first.message, str) else first.message.get("message", "")
         raise Failure(f"rank {rank} failed with exit code {first.exitcode}: {message}") from None
+    except SignalException as error:
+        raise SystemExit(128 + error.sigval.value) from None
 
 
 @contextmanager
