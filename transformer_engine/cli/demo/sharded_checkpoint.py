@@ -41,7 +41,6 @@ ALLOWED = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
     "torch": {"Size", "bfloat16", "float16", "float32", "int16", "int64", "uint8"},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
 }
 
 
@@ -80,7 +79,7 @@ def save(
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         dist.barrier()
-        dcp.save(tensors, checkpoint_id=partial)
+        dcp.save(tensors, checkpoint_id=str(partial))  # the metadata contains it, as text
         _write(partial / f"rank_{dist.get_rank()}.pt", own)
         if first:
             _write(partial / "run.pt", run)
