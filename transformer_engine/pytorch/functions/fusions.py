@@ -112,7 +112,13 @@ def mlp_activation(activation: str, fc1: LinearSpec, fc2: LinearSpec) -> str:
 
 def mlp_gradient(activation: str, fc1: LinearSpec, fc2: LinearSpec) -> str:
     """Choose how the gradient of fc1's output is made."""
-    features = _features_of_gradient(fc1)
+    asked = {
+        UNUSED: not fc1.needs_grad_input,
+        OTHER_BACKWARD: fc1.backward != "quantized",
+        GATHERED: fc1.parallel.gathers_gradient,
+        TRACED: fc1.traced,
+    }
+    features = tuple(feature for feature, wanted in asked.items() if wanted)
     cast = None if features else gradient_cast(fc1)
     return MLP_GRADIENT.choose(
         Fusion(
@@ -131,16 +137,6 @@ def _features_of_input(spec: LinearSpec) -> tuple[str, ...]:
         KEPT: spec.keep_input,
         OTHER_BACKWARD: spec.backward != "quantized",
         GATHERED: gathers_values(spec),
-        TRACED: spec.traced,
-    }
-    return tuple(feature for feature, wanted in asked.items() if wanted)
-
-
-def _features_of_gradient(spec: LinearSpec) -> tuple[str, ...]:
-    asked = {
-        UNUSED: not spec.needs_grad_input,
-        OTHER_BACKWARD: spec.backward != "quantized",
-        GATHERED: spec.parallel.gathers_gradient,
         TRACED: spec.traced,
     }
     return tuple(feature for feature, wanted in asked.items() if wanted)

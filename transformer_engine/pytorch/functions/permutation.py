@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..primitives.operand import COLS, Operand
+from ..primitives.operand import COLS
 from ..primitives.permutation import INDEX, MASK, Routes, collect, send, send_weighted
 from ..primitives.quantize import Quantized
 from ..runtime.double_backward import once_differentiable
@@ -62,7 +62,7 @@ def _sent(
     operand = x.contract(COLS)
     codes, row_probs = send(_bytes(operand.codes), routes, rows, probs, every_row=every_row)
     scale = operand.scale
-    if scale is not None and _one_a_row(operand):
+    if scale is not None and (operand.format is not None and operand.format.block is not None):
         scale = send(_bytes(scale), routes, rows, None, every_row=every_row)[0].view(scale.dtype)
     amax = operand.amax
     if amax is not None and operand.format is not None and operand.format.row_scaled:
@@ -75,11 +75,6 @@ def _sent(
     if isinstance(storage, BlockScaledStorage):
         storage.trim_rowwise_scales()
     return type(x).from_storage(storage), row_probs
-
-
-def _one_a_row(operand: Operand) -> bool:
-    """Return whether each row has separate scales."""
-    return operand.format is not None and operand.format.block is not None
 
 
 def _bytes(x: Tensor) -> Tensor:

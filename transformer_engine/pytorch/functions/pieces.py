@@ -63,26 +63,21 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
-        _check_unnoticed_writes(ctx.weights, ctx.versions)
+        # Raise RuntimeError for a write since the forward pass that autograd, which checks the
+        # first piece only, missed.
+        first, *others = [
+            piece._version != version for piece, version in zip(ctx.weights, ctx.versions, strict=True)
+        ]
+        if any(others) and not first:
+            piece = ctx.weights[1 + others.index(True)]
+            raise RuntimeError(
+                f"a piece {list(piece.shape)} of a weight was changed in place between forward and backward; "
+                "change it after the backward pass"
+            )
         results: list[Tensor | None] = [None]
         for grad, rows in zip(grads, ctx.rows, strict=True):
             results += [None] * len(rows) if grad is None else grad.split(rows)
         return tuple(results)
-
-
-def _check_unnoticed_writes(pieces: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Raise RuntimeError for a write since the forward pass that autograd, which checks the first piece only, missed.
-
-    Pieces that were made together count writes together, so that an operation that saved all of them detects each
-    write. Unpickled pieces count separately.
-    """
-    first, *others = [piece._version != version for piece, version in zip(pieces, versions, strict=True)]
-    if any(others) and not first:
-        piece = pieces[1 + others.index(True)]
-        raise RuntimeError(
-            f"a piece {list(piece.shape)} of a weight was changed in place between forward and backward; "
-            "change it after the backward pass"
-        )
 
 
 _applied = applier(_Whole)

@@ -119,20 +119,6 @@ def _scheduled(pass_: Pass) -> Schedule:
     ]
     results = tuple([places[name] for name in pass_.results])
     kept = tuple([places[name] for name in pass_.saved])
-    return Schedule(
-        pass_,
-        size,
-        len(pass_.inputs),
-        tuple(unread),
-        tuple(steps),
-        results,
-        kept,
-        tuple([places[name] for name in saved if _is_weight(pass_, name)]),
-        _getters(steps, results, kept, size + 1 - len(pass_.inputs)),
-    )
-
-
-def _getters(steps: list[_Slots], results: tuple[int, ...], saved: tuple[int, ...], empty: int) -> _Getters:
     fast = [
         (
             step.op,
@@ -143,7 +129,17 @@ def _getters(steps: list[_Slots], results: tuple[int, ...], saved: tuple[int, ..
         )
         for step in steps
     ]
-    return _Getters(tuple(fast), _getter(results), _getter(saved), (None,) * empty)
+    return Schedule(
+        pass_,
+        size,
+        len(pass_.inputs),
+        tuple(unread),
+        tuple(steps),
+        results,
+        kept,
+        tuple([places[name] for name in saved if _is_weight(pass_, name)]),
+        _Getters(tuple(fast), _getter(results), _getter(kept), (None,) * (size + 1 - len(pass_.inputs))),
+    )
 
 
 def _is_weight(pass_: Pass, name: str) -> bool:

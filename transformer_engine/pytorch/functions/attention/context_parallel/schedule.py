@@ -73,7 +73,7 @@ def ring_blocks(call: AttentionCall, size: int, rank: int, owner: int) -> tuple[
     rows, columns = chunks_of(size, rank), chunks_of(size, owner)
     spans_q = [Part(i * length_q, (i + 1) * length_q) for i in rows]
     spans_k = [Part(i * length_k, (i + 1) * length_k) for i in columns]
-    if owner == rank and _is_plain_causal(call):
+    if owner == rank and (call.mask.causal and not call.mask.arbitrary and call.seqlen_q == call.seqlen_kv):
         # The later chunk sees all of the earlier one: in the rank's order the mask is causal as well.
         mask = Mask("padding_causal" if call.mask.padding else "causal", (-1, 0), False)
         whole_q, whole_k = Part(0, 2 * length_q), Part(0, 2 * length_k)
@@ -159,11 +159,6 @@ def _block_mask(whole: Mask, rows: int, columns: int, below: int, above: int) ->
     name = f"{prefix}_causal" if prefix else "causal"
     name += "_bottom_right" if bottom_right else ""
     return Mask(name, (-1 if everything_below else below, 0), bottom_right)
-
-
-def _is_plain_causal(call: AttentionCall) -> bool:
-    """Return whether queries and keys are the same tokens under a causal mask without a window."""
-    return call.mask.causal and not call.mask.arbitrary and call.seqlen_q == call.seqlen_kv
 
 
 def _moved(part: Part, offset: int) -> Part:
