@@ -20,7 +20,7 @@ from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix
 from .compiled import CompiledLayer, CompiledPass, compiles_on
 from .layer_passes import LayerPasses
-from .linear_spec import Environment, LinearSpec, backward_quantizers
+from .linear_spec import Environment, LinearSpec
 from .run import Schedule, run
 from .saving import pack, save, take_early, unpack
 from .scale_update import ScaleUpdate
@@ -137,7 +137,11 @@ def compiled_passes(
     returned = all(
         not linear.weight_gradient.fused and linear.weight_gradient.store is None for linear in linears
     )
-    of_backward = [quantizer for linear in linears for quantizer in backward_quantizers(linear)]
+    of_backward = [
+        quantizer
+        for linear in linears
+        for quantizer in ((linear.grad_output, linear.input) if linear.keep_input else (linear.grad_output,))
+    ]
     return CompiledLayer(
         CompiledPass(forward, device, quantizers),
         CompiledPass(backward, device if returned else None, of_backward),

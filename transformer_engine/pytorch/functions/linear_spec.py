@@ -214,16 +214,6 @@ def gradient_cast(spec: LinearSpec) -> Cast | None:
     return spec.grad_output.cast(True, spec.needs_grad_weight)
 
 
-def cached_parts(cached: QuantizedTensorStorage) -> tuple[Tensor, ...]:
-    """Return the tensors of a weight that was quantized for an earlier microbatch."""
-    return tuple([part for part in cached.flatten()[0] if part is not None])
-
-
-def backward_quantizers(spec: LinearSpec) -> tuple[Quantizer, ...]:
-    """Which quantizers a backward asks: the input's where that is quantized again."""
-    return (spec.grad_output, spec.input) if spec.keep_input else (spec.grad_output,)
-
-
 def sums_over_ranks(parallel: TensorParallel, mode: str) -> bool:
     """Is a product only this rank's part of a sum: the forward's of "row", the input gradient's of "column"?"""
     return parallel.mode == mode and parallel.size > 1

@@ -62,7 +62,7 @@ def _sent(
     operand = x.contract(COLS)
     codes, row_probs = send(_bytes(operand.codes), routes, rows, probs, every_row=every_row)
     scale = operand.scale
-    if scale is not None and (operand.format is not None and operand.format.block is not None):
+    if scale is not None and operand.format is not None and operand.format.block is not None:
         scale = send(_bytes(scale), routes, rows, None, every_row=every_row)[0].view(scale.dtype)
     amax = operand.amax
     if amax is not None and operand.format is not None and operand.format.row_scaled:

@@ -63,8 +63,8 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
-        # Raise RuntimeError for a write since the forward pass that autograd, which checks the
-        # first piece only, missed.
+        # Autograd detects writes to the first piece only. Pieces that were made together count writes together;
+        # unpickled pieces count separately.
         first, *others = [
             piece._version != version for piece, version in zip(ctx.weights, ctx.versions, strict=True)
         ]

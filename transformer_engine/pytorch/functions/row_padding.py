@@ -23,11 +23,6 @@ def unpad_rows(x: Tensor, rows: Sequence[int], padded: Sequence[int]) -> Tensor:
     return unpermute(x, _routes(x, rows, padded))
 
 
-def up_to(rows: int, multiple: int) -> int:
-    """rows, rounded up to a multiple."""
-    return -(-rows // multiple) * multiple
-
-
 def _routes(x: Tensor, rows: Sequence[int], padded: Sequence[int]) -> Routes:
     tokens = sum(rows)
     numbers = _segments(tuple(rows), tuple(padded))

@@ -20,7 +20,7 @@ from ..distributed.tensor_parallel import (
     check_tensor_parallel_group,
     tensor_parallel_size,
 )
-from ..functions.linear_spec import LinearSpec, cached_parts, changed
+from ..functions.linear_spec import LinearSpec, changed
 from ..functions.scale_update import in_a_backward, of_the_pass
 from ..functions.sequence import gather_sequence
 from ..quantization import QuantizerRole, delayed_scaling
@@ -387,4 +387,8 @@ class ProductsModule(TransformerEngineBaseModule):
         cached = self.numerics.cached_weight(key, weight, spec.weight, spec.needs_grad_input, first)
         if cached is None:
             return spec
-        return changed(spec, cached_weight=cached, beside=cached_parts(cached))
+        return changed(
+            spec,
+            cached_weight=cached,
+            beside=tuple([part for part in cached.flatten()[0] if part is not None]),
+        )

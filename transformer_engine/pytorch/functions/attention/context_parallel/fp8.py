@@ -74,7 +74,14 @@ class FP8ContextAttention:
             result = attend(fp8, shared.inner_call, exchange.enter(_of_values(inputs)))
             output = exchange.leave(result.output)
         else:
-            return self._with_exchanged_codes(exchange, inputs)
+            fp8 = replace(self._with_shared_scales(exchange.group), fp8_output=True)
+            codes = _EnteringCodes.apply(exchange, fp8.quantizers.qkv, *inputs[:3])
+            others = exchange.enter_others(inputs)
+            own = others._replace(q=codes[0], k=codes[1], v=codes[2])  # pyright: ignore[reportIndexIssue, reportOptionalSubscript]
+            result = attend(fp8, self.shared.inner_call, own)
+            output = _LeavingCodes.apply(exchange, self.fp8.fp8_output, result.output)
+            max_logit = None if result.max_logit is None else exchange.all_heads(result.max_logit)
+            return AttentionResult(output, max_logit)
         max_logit = None if result.max_logit is None else exchange.all_heads(result.max_logit)
         return AttentionResult(self._returned(output), max_logit)
 
@@ -100,16 +107,6 @@ class FP8ContextAttention:
         if not self.fp8.fp8_output or isinstance(output, QuantizedTensor):
             return output
         return _Quantized.apply(self.fp8.quantizers.output, output)  # pyright: ignore[reportReturnType]
-
-    def _with_exchanged_codes(self, exchange: HeadExchange, inputs: AttentionInputs) -> AttentionResult:
-        fp8 = replace(self._with_shared_scales(exchange.group), fp8_output=True)
-        codes = _EnteringCodes.apply(exchange, fp8.quantizers.qkv, *inputs[:3])
-        others = exchange.enter_others(inputs)
-        own = others._replace(q=codes[0], k=codes[1], v=codes[2])  # pyright: ignore[reportIndexIssue, reportOptionalSubscript]
-        result = attend(fp8, self.shared.inner_call, own)
-        output = _LeavingCodes.apply(exchange, self.fp8.fp8_output, result.output)
-        max_logit = None if result.max_logit is None else exchange.all_heads(result.max_logit)
-        return AttentionResult(output, max_logit)  # pyright: ignore[reportArgumentType]
 
 
 def _values(x: Tensor) -> Tensor:
