@@ -211,7 +211,22 @@ class Numerics:
         self.quantizers[key] = Slots(self._active, made)
         held = state.delayed_states
         if forward and any(all(old is not new for new in held) for old in before):
-            _update_parameters(owner, made)
+            # Give quantized parameters the new quantizers of their slots, so that later scale updates reach the
+            # parameters.
+            for name, init in owner.param_init_meta.items():
+                param = owner._parameters.get(name)
+                if (
+                    init.fp8_meta_index is None
+                    or not isinstance(param, QuantizedTensor)
+                    or param._quantizer is None
+                ):
+                    continue
+                own: Any = param._quantizer
+                quantizer = init.quantizer_among(made)
+                if not own.stateful and not quantizer.stateful:
+                    continue
+                quantizer.set_usage(**own.get_usages())
+                param.update_quantizer(quantizer)
 
     def delayed_states(self, key: str) -> tuple[Any, ...]:
         """The delayed-scaling states of a direction: "scaling_fwd" or "scaling_bwd"."""
@@ -272,20 +287,6 @@ def _announce_change(owner: Owner, before: Recipe | None, recipe: Recipe) -> Non
         f"Recipe type changed from {names[0]} to {names[1]}. This may affect model behavior: {type(owner).__name__} "
         "creates new quantizers and quantizes its weights again.",
     )
-
-
-def _update_parameters(owner: Owner, quantizers: Sequence[Quantizer]) -> None:
-    """Give quantized parameters the new quantizers of their slots, so that later scale updates reach the parameters."""
-    for name, init in owner.param_init_meta.items():
-        param = owner._parameters.get(name)
-        if init.fp8_meta_index is None or not isinstance(param, QuantizedTensor) or param._quantizer is None:
-            continue
-        own: Any = param._quantizer
-        quantizer = init.quantizer_among(quantizers)
-        if not own.stateful and not quantizer.stateful:
-            continue
-        quantizer.set_usage(**own.get_usages())
-        param.update_quantizer(quantizer)
 
 
 # While a compiler traces: functions that it calls for real, which take strings only, so that modules have names.

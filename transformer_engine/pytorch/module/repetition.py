@@ -26,7 +26,16 @@ def repeatable(kind: str, tracing_key: str, active: ModuleRecipe) -> ModuleRecip
            another checkpoint's second run
     """
     if not is_fp8_activation_recompute_enabled():
-        _warn_of_other_scales(kind)
+        # A checkpoint that is not ours repeats the autocast, but scales may have been updated since its first run.
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+        without_reentry = hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
+        if without_reentry or "Checkpoint" in type(torch._C._current_autograd_node()).__name__:
+            warnings.warn(
+                f"a checkpoint that does not keep the scales of delayed scaling runs {kind} again: where "
+                "they have moved since its first run, the gradients are of another function; use "
+                "transformer_engine.pytorch.checkpoint, which repeats them, or a recipe without history",
+                stacklevel=3,
+            )
         return active
     products = active.products
     for run in runs():
@@ -57,20 +66,3 @@ def refuse_other_repetition(kind: str, before: AutocastState, state: AutocastSta
         "gradients would be of another function; use transformer_engine.pytorch.checkpoint, which repeats the "
         "autocast, or, with a recipe without history, enter autocast inside of the function"
     )
-
-
-def _warn_of_other_scales(kind: str) -> None:
-    """UserWarning if a checkpoint that is not ours runs the module again under a recipe whose scales move.
-
-    Its second run has the same autocast, as its function enters it; but scales have been updated since its first run,
-    by that run's own autocast or by another micro-batch, and nothing tells which states the first run had.
-    """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
-    without_reentry = hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
-    if without_reentry or "Checkpoint" in type(torch._C._current_autograd_node()).__name__:
-        warnings.warn(
-            f"a checkpoint that does not keep the scales of delayed scaling runs {kind} again: where "
-            "they have moved since its first run, the gradients are of another function; use "
-            "transformer_engine.pytorch.checkpoint, which repeats them, or a recipe without history",
-            stacklevel=3,
-        )

@@ -65,7 +65,15 @@ class _Writer:
         for number, step in enumerate(instructions.steps):
             self.last.update((buffer, number) for buffer in _read(step) if buffer not in returned)
         self.forms = self._forms_wanted()
-        self.scratch = self._scratch()
+        # The offsets of small buffers that are not results in one shared allocation.
+        lives = [
+            Life(step.buffer, number, self.last[step.buffer], _elements(step.form) * step.form.dtype.itemsize)
+            for number, step in enumerate(self.instructions.steps)
+            if isinstance(step, Made) and step.buffer in self.last
+        ]
+        small = [life for life in lives if life.bytes <= _SMALL // 4]
+        planned = plan_scratch(small)
+        self.scratch = planned if len(small) > 1 and planned.bytes <= _SMALL else ScratchPlan({}, 0)
 
     def function(self) -> Generated:
         deleted: dict[int, list[str]] = {}  # lines that delete buffers, by the instruction before them
@@ -100,7 +108,13 @@ class _Writer:
         by_alignment: dict[int, list[str]] = {}
         for i in given:
             if self.instructions.is_aligned(i):
-                by_alignment.setdefault(self._alignment_of(i), []).append(f"p{i}")
+                # Products may rely on a larger alignment than kernels.
+                relied_on = [
+                    step.plan.way().alignment
+                    for step in self.instructions.steps
+                    if isinstance(step, Multiplied) and i in (step.left, step.right, *step.pointers[_SCALES:])
+                ]
+                by_alignment.setdefault(max([ALIGNMENT, *relied_on]), []).append(f"p{i}")
         checks = []
         for alignment, addresses in by_alignment.items():
             checks += [f"if ({' | '.join(addresses)}) & {alignment - 1}:", "    return None"]
@@ -108,16 +122,6 @@ class _Writer:
             self.names["current_device"] = torch._C._cuda_getDevice
             checks += [f"if current_device() != {self.instructions.device.index}:", "    return None"]
         return checks
-
-    def _alignment_of(self, given: int) -> int:
-        """Return the alignment on which kernels rely, and products that multiply or add a tensor."""
-        relied_on = [ALIGNMENT]
-        for step in self.instructions.steps:
-            if isinstance(step, Multiplied):
-                places = (step.left, step.right, *step.pointers[_SCALES:])
-                if given in places:
-                    relied_on.append(step.plan.way().alignment)
-        return max(relied_on)
 
     def _context(self) -> list[str]:
         """Return the lines that read the current stream and allocate the shared buffers."""
@@ -149,17 +153,6 @@ class _Writer:
         zeroed = tuple([zero for step in steps for zero in step.zeroed])
         lines = [f"{''.join(f'b{buffer}, ' for buffer in buffers)}= numbers(device, {zeroed})"]
         return lines + [f"p{buffer} = b{buffer}.data_ptr()" for buffer in buffers]
-
-    def _scratch(self) -> ScratchPlan:
-        """Return the offsets of small buffers that are not results in one shared allocation."""
-        lives = [
-            Life(step.buffer, number, self.last[step.buffer], _elements(step.form) * step.form.dtype.itemsize)
-            for number, step in enumerate(self.instructions.steps)
-            if isinstance(step, Made) and step.buffer in self.last
-        ]
-        small = [life for life in lives if life.bytes <= _SMALL // 4]
-        planned = plan_scratch(small)
-        return planned if len(small) > 1 and planned.bytes <= _SMALL else ScratchPlan({}, 0)
 
     def _forms_wanted(self) -> dict[int, Form]:
         """Return the form in which each buffer is allocated: that of the result, if it is returned in one form."""
