@@ -90,17 +90,17 @@ def overlap(pass_: Pass) -> Pass:
     steps = list(pass_.steps)
     for step in [step for step in steps if step.op.endswith(BEGIN)]:
         if pass_.maker(step.reads()[0]) is not None:
-            _move_up(steps, step)
+            at = steps.index(step)
+            while (
+                at
+                and not steps[at - 1].op.endswith(BEGIN)
+                and not set(step.reads()) & set(steps[at - 1].makes())
+            ):
+                steps[at - 1], steps[at] = step, steps[at - 1]
+                at -= 1
     for step in reversed([step for step in steps if step.op.endswith(WAIT)]):
         _move_down(steps, step)
     return Pass(pass_.inputs, pass_.results, pass_.saved, tuple(steps))
-
-
-def _move_up(steps: list[Step], step: Step) -> None:
-    at = steps.index(step)
-    while at and not steps[at - 1].op.endswith(BEGIN) and not set(step.reads()) & set(steps[at - 1].makes()):
-        steps[at - 1], steps[at] = step, steps[at - 1]
-        at -= 1
 
 
 def _move_down(steps: list[Step], step: Step) -> None:
