@@ -176,15 +176,7 @@ def _run_forward(
     results, saved = run(schedule, env, [tensor for tensor in tensors if tensor is not None])
     if len(leading) == 1 and not torch.compiler.is_compiling():
         return results, saved  # results are matrices
-    return _shaped(results, saved, x)
-
-
-def _shaped(results: list[Any], saved: list[Any], x: Tensor) -> tuple[list[Any], list[Any]]:
-    """Give results the leading dimensions of the input; a saved tensor that is also returned is the returned one.
-
-    Autograd then notices when the caller writes to a tensor that the backward pass reads. A view of it, kept by the
-    node that it comes from, would keep the node alive.
-    """
+    # Give results the leading dimensions of the input; a saved tensor that is also returned is the returned one.
     traced = torch.compiler.is_compiling()
     leading = tuple(x.shape[:-1])
     made: Any

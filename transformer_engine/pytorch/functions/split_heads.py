@@ -51,7 +51,10 @@ class _SplitHeads(torch.autograd.Function):
                 raise ValueError("the projection's codes are column-wise alone; keep rowwise_usage=True")
             # Dense, as kernels of FP8 attention read them; a copy moves one byte a value.
             codes = (part.contiguous() for part in _parts(x._data, queries, groups, size, axis))
-            return tuple(_with_codes(x, part) for part in codes)
+            return tuple(
+                Float8Tensor.from_storage(Float8TensorStorage(part, x._scale_inv, **x.constants()))
+                for part in codes
+            )
         return _parts(x, queries, groups, size, axis)
 
     @staticmethod
@@ -70,8 +73,3 @@ def _parts(x: Tensor, queries: int, groups: int, size: int, axis: int) -> tuple[
         return parts.select(axis, 0), parts.select(axis, 1), parts.select(axis, 2)
     q = parts.narrow(axis, 0, each).reshape(*leading, queries, size)
     return q, parts.select(axis, each), parts.select(axis, each + 1)
-
-
-def _with_codes(x: Float8Tensor, codes: Tensor) -> Float8Tensor:
-    """A tensor of some of x's codes, with x's scale."""
-    return Float8Tensor.from_storage(Float8TensorStorage(codes, x._scale_inv, **x.constants()))
