@@ -176,9 +176,10 @@ def _run_forward(
     results, saved = run(schedule, env, [tensor for tensor in tensors if tensor is not None])
     if len(leading) == 1 and not torch.compiler.is_compiling():
         return results, saved  # results are matrices
-    # Give results the leading dimensions of the input; a saved tensor that is also returned is the returned one.
+    # Results get the leading dimensions of the input. A saved tensor that is also returned is the returned one, so that
+    # autograd notices when the caller writes to it. A view of it, kept by the node that it comes from, would keep the
+    # node alive.
     traced = torch.compiler.is_compiling()
-    leading = tuple(x.shape[:-1])
     made: Any
     for i, made in enumerate(results):
         if made is None or isinstance(made, QuantizedTensorStorage):

@@ -245,22 +245,18 @@ def _forward_quantizers(spec: NormMLPSpec) -> tuple[Any, ...]:
     return (spec.fc1.input, spec.fc1.weight, spec.fc2.input, spec.fc2.weight)
 
 
-def _replaying(spec: NormMLPSpec, states: Sequence[Tensor]) -> NormMLPSpec:
-    """Return the spec whose quantizers repeat the quantization of the forward pass and record nothing."""
-    replayed, start = [], 0
-    for quantizer in _forward_quantizers(spec):
-        count = len(quantizer.replay_state())
-        replayed.append(quantizer.replaying(tuple(states[start : start + count])))
-        start += count
-    fc1 = replace(spec.fc1, input=replayed[0], weight=replayed[1])
-    return replace(spec, fc1=fc1, fc2=replace(spec.fc2, input=replayed[2], weight=replayed[3])).chosen()
-
-
 def _recomputed(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
     """Make the saved buffers again from the input, and run the backward pass on them."""
     count = len(NormMLPTensors._fields)
     kept = take_saved(ctx)
-    spec = _replaying(ctx.spec, kept[count:])
+    # Quantizers repeat the quantization of the forward pass and record nothing.
+    spec, replayed, start = ctx.spec, [], count
+    for quantizer in _forward_quantizers(spec):
+        end = start + len(quantizer.replay_state())
+        replayed.append(quantizer.replaying(tuple(kept[start:end])))
+        start = end
+    fc1 = replace(spec.fc1, input=replayed[0], weight=replayed[1])
+    spec = replace(spec, fc1=fc1, fc2=replace(spec.fc2, input=replayed[2], weight=replayed[3])).chosen()
     passes = spec.passes
     assert passes is not None
     env = spec.environment(ctx.dtypes, tuple(ctx.input_shape[:-1]))

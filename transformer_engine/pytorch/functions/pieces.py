@@ -29,20 +29,17 @@ def whole(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:
     """The pieces below each other: one view of them all, where they are neighbours in one storage."""
     first = pieces[0]
-    if not all(piece.is_contiguous() for piece in pieces) or not _are_neighbours(pieces):
-        return torch.cat(list(pieces))
-    rows = sum(piece.shape[0] for piece in pieces)
-    return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
-
-
-def _are_neighbours(pieces: Sequence[Tensor]) -> bool:
-    storage = pieces[0].untyped_storage()._cdata
-    return all(
+    storage = first.untyped_storage()._cdata
+    neighbours = all(piece.is_contiguous() for piece in pieces) and all(
         before.storage_offset() + before.numel() == after.storage_offset()
         and after.dtype is before.dtype
         and after.untyped_storage()._cdata == storage
         for before, after in pairwise(pieces)
     )
+    if not neighbours:
+        return torch.cat(list(pieces))
+    rows = sum(piece.shape[0] for piece in pieces)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
 class _Whole(torch.autograd.Function):

@@ -25,18 +25,11 @@ def unpad_rows(x: Tensor, rows: Sequence[int], padded: Sequence[int]) -> Tensor:
 
 def _routes(x: Tensor, rows: Sequence[int], padded: Sequence[int]) -> Routes:
     tokens = sum(rows)
-    numbers = _segments(tuple(rows), tuple(padded))
+    # First row, rows and first padded row of every group.
+    firsts, padded_firsts = ([0, *accumulate(sizes)][:-1] for sizes in (rows, padded))
+    numbers = (*firsts, *rows, *padded_firsts)
     if torch.compiler.is_compiling():
         segments = torch.tensor(numbers, dtype=torch.int32, device=x.device)
     else:
         segments = on_device(numbers, torch.int32, x.device)
     return Routes(rows_of_segments(segments.view(3, -1), tokens), INDEX, tokens, 1)
-
-
-def _segments(rows: tuple[int, ...], padded: tuple[int, ...]) -> tuple[int, ...]:
-    """First row, rows and first padded row of every group."""
-    return (*_starts(rows), *rows, *_starts(padded))
-
-
-def _starts(sizes: tuple[int, ...]) -> list[int]:
-    return [0, *accumulate(sizes)][:-1]

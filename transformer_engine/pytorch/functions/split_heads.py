@@ -29,7 +29,13 @@ def parts_of(
     x: Tensor, queries: int, groups: int, size: int, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same views, of which autograd sees nothing but views."""
-    return _parts(x, queries, groups, size, -2 if interleaved else -3)
+    axis = -2 if interleaved else -3  # that of a group's heads
+    each, leading = queries // groups, x.shape[:-1]
+    parts = x.reshape(*leading, *((groups, each + 2) if interleaved else (each + 2, groups)), size)
+    if each == 1:
+        return parts.select(axis, 0), parts.select(axis, 1), parts.select(axis, 2)
+    q = parts.narrow(axis, 0, each).reshape(*leading, queries, size)
+    return q, parts.select(axis, each), parts.select(axis, each + 1)
 
 
 def joined(dq: Tensor, dk: Tensor, dv: Tensor, interleaved: bool) -> Tensor:
@@ -45,17 +51,17 @@ def joined(dq: Tensor, dk: Tensor, dv: Tensor, interleaved: bool) -> Tensor:
 class _SplitHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, queries, groups, size, interleaved):
-        ctx.interleaved, axis = interleaved, -2 if interleaved else -3
+        ctx.interleaved = interleaved
         if isinstance(x, Float8Tensor):
             if x._data is None:
                 raise ValueError("the projection's codes are column-wise alone; keep rowwise_usage=True")
             # Dense, as kernels of FP8 attention read them; a copy moves one byte a value.
-            codes = (part.contiguous() for part in _parts(x._data, queries, groups, size, axis))
+            codes = (part.contiguous() for part in parts_of(x._data, queries, groups, size, interleaved))
             return tuple(
                 Float8Tensor.from_storage(Float8TensorStorage(part, x._scale_inv, **x.constants()))
                 for part in codes
             )
-        return _parts(x, queries, groups, size, axis)
+        return parts_of(x, queries, groups, size, interleaved)
 
     @staticmethod
     def backward(ctx, dq, dk, dv):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -63,13 +69,3 @@ class _SplitHeads(torch.autograd.Function):
 
 
 _apply = applier(_SplitHeads)
-
-
-def _parts(x: Tensor, queries: int, groups: int, size: int, axis: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The three, axis (-2 or -3) being the one of a group's heads."""
-    each, leading = queries // groups, x.shape[:-1]
-    parts = x.reshape(*leading, *((groups, each + 2) if axis == -2 else (each + 2, groups)), size)
-    if each == 1:
-        return parts.select(axis, 0), parts.select(axis, 1), parts.select(axis, 2)
-    q = parts.narrow(axis, 0, each).reshape(*leading, queries, size)
-    return q, parts.select(axis, each), parts.select(axis, each + 1)

@@ -13,7 +13,7 @@ the base class.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -24,23 +24,19 @@ from ...common.recipe import Recipe
 from ..distributed.collectives import gather_along_first_dim
 from ..distributed.recompute import in_fp8_activation_recompute_phase, is_fp8_activation_recompute_enabled
 from ..primitives.column_sums import column_sums
-from ..quantization import FP8GlobalStateManager, QuantizerRole
+from ..quantization import FP8GlobalStateManager
 from ..quantization.autocast import current
 from ..runtime.device import autocast_dtype
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
-from .numerics import Numerics
-from .parameters import ParameterInit
+from .numerics import Owner
 
 
-class Module(Protocol):
+class Module(Owner, Protocol):
     """Attributes and methods that these functions need of their module."""
 
-    num_products: int
+    num_products: int  # pyright: ignore[reportIncompatibleVariableOverride]
     products_grow: bool
-    numerics: Numerics
-    param_init_meta: dict[str, ParameterInit]
-    _parameters: dict[str, torch.nn.Parameter | None]
     training: bool
     tp_size: int
     tp_group_initialized: bool
@@ -52,10 +48,6 @@ class Module(Protocol):
     def computing_dtype(self, x: Tensor) -> torch.dtype: ...
 
     def fast_setattr(self, name: str, value: Any) -> None: ...
-
-    def get_quantizer_roles(
-        self, *, fwd: bool, num_quantizers: int
-    ) -> Sequence[QuantizerRole | None] | None: ...
 
     @property
     def prepare_forward(self) -> Callable[..., Tensor]: ...
@@ -70,10 +62,6 @@ class Module(Protocol):
     def init_fp8_metadata(self, num_gemms: int = 1) -> None: ...
 
     def _check_parameter_recipe(self, recipe: Recipe | None) -> None: ...
-
-    def _state_device(self) -> torch.device: ...
-
-    def _warn_once(self, key: str, message: str) -> None: ...
 
 
 def prepare_forward(
@@ -99,7 +87,7 @@ def prepare_forward(
             )
         self.set_activation_dtype(inp, allow_different_data_and_param_types)
         self.init_fp8_metadata(num_gemms)
-    if self.fp8 and _has_scaling_state(self):
+    if self.fp8 and self.numerics.delayed_states("scaling_fwd"):
         if again:
             FP8GlobalStateManager.get_old_fp8_meta_tensors_for_recompute(self.numerics.meta)
         elif is_fp8_activation_recompute_enabled() and self.training:
@@ -109,7 +97,7 @@ def prepare_forward(
 
 def end_forward(self: Module) -> None:
     """Undo what `prepare_forward` did for a recomputation: the scales are those of the present step again."""
-    if self.fp8 and _has_scaling_state(self) and in_fp8_activation_recompute_phase():
+    if self.fp8 and self.numerics.delayed_states("scaling_fwd") and in_fp8_activation_recompute_phase():
         FP8GlobalStateManager.restore_fp8_meta_tensors(self.numerics.meta)
 
 
@@ -287,13 +275,3 @@ def grow_to(self: Module, products: int | None) -> None:
     if products is not None and products > self.num_products:
         self.num_products = products
         self.numerics.forget()
-
-
-def products_of(self: Module, content: dict[str, Any]) -> int:
-    """How many products an extra state is of; a layer whose products are given by its class has that many."""
-    kept = content.get("extra_fp8_variables", {}).get("num_gemms")
-    return max(self.num_products, kept) if self.products_grow and isinstance(kept, int) else self.num_products
-
-
-def _has_scaling_state(self: Module) -> bool:
-    return len(self.numerics.delayed_states("scaling_fwd")) > 0

@@ -137,6 +137,7 @@ class LayerNormMLP(ProductsModule):
     """
 
     num_products = 2
+    product_names = ("fc1", "fc2")
     build = staticmethod(build)
     _config: NormMLPConfig
     activation: str
@@ -223,12 +224,6 @@ class LayerNormMLP(ProductsModule):
                 self.register_parameter(f"{layer}_bias", bias, ParameterInit(torch.nn.init.zeros_))
             else:
                 setattr(self, f"{layer}_bias", torch.empty(0, dtype=dtype, device=device))
-
-    def _product_name(self, product: int) -> str:
-        return ".".join(part for part in (self.name, ("fc1", "fc2")[product]) if part)
-
-    def _is_at_border(self, product: int, fwd: bool) -> bool:
-        return product == (1 if fwd else 0)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         super().reset_parameters(defer_init=defer_init)

@@ -165,10 +165,12 @@ class ProductsModule(TransformerEngineBaseModule):
     """A module whose forward is made of linear products.
 
     quantized_as   module_type of its quantizers' roles
+    product_names  names of products that follow one another; empty for one product, and for products side by side
     build          spec = build(key), see `specs`; None where no call is remembered
     """
 
     quantized_as = "linear"
+    product_names: tuple[str, ...] = ()
     products_grow = False
     build: Any = None
     _config: ProductsConfig
@@ -189,9 +191,12 @@ class ProductsModule(TransformerEngineBaseModule):
         border = self._output_role if fwd else self._grad_input_role
         roles: list[QuantizerRole | None] = []
         for product in range(products):
-            name = self._product_name(product)
+            part = self.product_names[product] if self.product_names else ""
+            name = ".".join(filter(None, (self.name, part)))
             roles += [QuantizerRole(self.quantized_as, tensor, name) for tensor in tensors]
-            if border is not None and self._is_at_border(product, fwd):
+            # Of several products in a row, one makes the module's output and one the gradient of its input.
+            at_border = not self.product_names or product == (products - 1 if fwd else 0)
+            if border is not None and at_border:
                 roles[-1] = border
         return roles
 
@@ -227,13 +232,6 @@ class ProductsModule(TransformerEngineBaseModule):
             for name, init in self.param_init_meta.items()
             if init.fp8_meta_index is not None and (parameter := self.get_parameter(name)).requires_grad
         ]
-
-    def _product_name(self, product: int) -> str:
-        return self.name or ""
-
-    def _is_at_border(self, product: int, fwd: bool) -> bool:
-        """Does a product make the module's output, or the gradient of its input?"""
-        return True
 
     # The roles of the output and of the input's gradient that a custom recipe's factory receives, such as an
     # attention's "qkv".

@@ -56,10 +56,6 @@ class _PutTogether(NamedTuple):
     quantizers: tuple[Quantizer, ...]
     made: ModuleRecipe
 
-    def serves(self, quantizers: tuple[Quantizer, ...], recipe: Recipe, group: Any) -> bool:
-        same = len(quantizers) == len(self.quantizers) and all(map(operator.is_, quantizers, self.quantizers))
-        return same and self.made.still_serves(recipe, group)
-
 
 class Numerics:
     """Of one module.
@@ -152,7 +148,7 @@ class Numerics:
         if before is None or not before.still_serves(recipe, group):
             self._make(owner, recipe, group)
         made = self._of_slots(recipe, group)
-        self._active.be(made)
+        self._active.recipe, self._active.before = made, None
         return made
 
     def _of_slots(self, recipe: Recipe, group: Any) -> ModuleRecipe:
@@ -163,7 +159,10 @@ class Numerics:
         forward, backward = self.quantizers["scaling_fwd"], self.quantizers["scaling_bwd"]
         quantizers = (*forward, *backward)
         for kept in self._put_together:
-            if kept.observer is self.observer and kept.serves(quantizers, recipe, group):
+            same = len(quantizers) == len(kept.quantizers) and all(
+                map(operator.is_, quantizers, kept.quantizers)
+            )
+            if kept.observer is self.observer and same and kept.made.still_serves(recipe, group):
                 kept.made.recipe, kept.made.revision, kept.made.pools = recipe, revision_of(recipe), None
                 return kept.made
         made = ModuleRecipe.of(recipe, group, forward, backward)
@@ -175,7 +174,15 @@ class Numerics:
 
     def _make(self, owner: Owner, recipe: Recipe, group: Any) -> None:
         """Create or adapt recipe states and quantizers; delayed scaling keeps its histories."""
-        _announce_change(owner, self.meta.get("recipe"), recipe)
+        before = self.meta.get("recipe")
+        if before is not None and family_of(before) is not family_of(recipe):
+            # Scales, histories and cached weights start anew.
+            names = type(before).__name__, type(recipe).__name__
+            owner._warn_once(
+                f"recipe {names}",
+                f"Recipe type changed from {names[0]} to {names[1]}. This may affect model behavior: "
+                f"{type(owner).__name__} creates new quantizers and quantizes its weights again.",
+            )
         for forward in (True, False):
             self.renew_direction(owner, forward, recipe)
         self.meta.update(recipe=recipe, num_gemms=owner.num_products, fp8_group=group, fp8_checkpoint=True)
@@ -275,18 +282,6 @@ def made_to_keep(make: Callable[[], Any]) -> Any:
             return make()
     with torch.no_grad():
         return make()
-
-
-def _announce_change(owner: Owner, before: Recipe | None, recipe: Recipe) -> None:
-    """Warn where the recipe's class changes, so that scales, histories and cached weights start anew."""
-    if before is None or family_of(before) is family_of(recipe):
-        return
-    names = type(before).__name__, type(recipe).__name__
-    owner._warn_once(
-        f"recipe {names}",
-        f"Recipe type changed from {names[0]} to {names[1]}. This may affect model behavior: {type(owner).__name__} "
-        "creates new quantizers and quantizes its weights again.",
-    )
 
 
 # While a compiler traces: functions that it calls for real, which take strings only, so that modules have names.

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from ...common.recipe import Recipe, revision_of, still_says
 from ..functions.linear_spec import IDENTITY, Accumulation
 from ..quantization.autocast import AutocastState
@@ -36,26 +34,9 @@ class ProductQuantizers:
     grad_output: Quantizer
     grad_input: Quantizer
 
-    def calibrating(self) -> ProductQuantizers:
-        """The same, but only recording statistics: the products stay in high precision."""
-        return ProductQuantizers(
-            Calibrating(self.input), Calibrating(self.weight), IDENTITY, IDENTITY, IDENTITY
-        )
-
-    def replay_states(self) -> tuple[tuple[Tensor, ...], ...]:
-        """The settings that the three forward quantizers depend on."""
-        return self.input.replay_state(), self.weight.replay_state(), self.output.replay_state()
-
-    def replaying(self, states: tuple[tuple[Tensor, ...], ...]) -> ProductQuantizers:
-        """The same as they were when `replay_states` returned states, recording nothing in the forward."""
-        of_input, of_weight, of_output = states
-        return ProductQuantizers(
-            self.input.replaying(of_input),
-            self.weight.replaying(of_weight),
-            self.output.replaying(of_output),
-            self.grad_output,
-            self.grad_input,
-        )
+    @property
+    def forward(self) -> tuple[Quantizer, Quantizer, Quantizer]:
+        return self.input, self.weight, self.output
 
 
 UNQUANTIZED = ProductQuantizers(IDENTITY, IDENTITY, IDENTITY, IDENTITY, IDENTITY)
@@ -105,16 +86,17 @@ class ModuleRecipe:
             for i in range(len(forward) // FORWARD_SLOTS)
         )
         made = ModuleRecipe(products, recipe, group, quantizes=True)
-        made.calibrating = ModuleRecipe(tuple(product.calibrating() for product in products), recipe, group)
+        # Products that stay in high precision and record statistics.
+        calibrating = tuple(
+            ProductQuantizers(Calibrating(p.input), Calibrating(p.weight), IDENTITY, IDENTITY, IDENTITY)
+            for p in products
+        )
+        made.calibrating = ModuleRecipe(calibrating, recipe, group)
         return made
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy's states have to be registered themselves."""
         return self.__dict__ | {"pools": None}
-
-    def replaying(self, products: tuple[ProductQuantizers, ...]) -> ModuleRecipe:
-        """The same with the quantizers of a repeated call."""
-        return ModuleRecipe(products, self.recipe, self.group, quantizes=True)
 
     def with_products(self, products: tuple[ProductQuantizers, ...]) -> ModuleRecipe:
         """The same by other quantizers, to the same results."""

@@ -10,7 +10,7 @@ from ..distributed.recompute import in_fp8_activation_recompute_phase, is_fp8_ac
 from ..functions.scale_update import in_a_backward
 from ..quantization.autocast import AutocastState
 from ..quantization.recompute_states import runs
-from .products import ModuleRecipe
+from .products import ModuleRecipe, ProductQuantizers
 
 
 def may_be_repeated() -> bool:
@@ -40,7 +40,7 @@ def repeatable(kind: str, tracing_key: str, active: ModuleRecipe) -> ModuleRecip
     products = active.products
     for run in runs():
         if not run.again:
-            run.states.keep(tracing_key, [product.replay_states() for product in products])
+            run.states.keep(tracing_key, [[q.replay_state() for q in p.forward] for p in products])
             continue
         states = run.next(tracing_key)
         if states is None:
@@ -48,8 +48,19 @@ def repeatable(kind: str, tracing_key: str, active: ModuleRecipe) -> ModuleRecip
                 f"{kind} is called in the second run of a checkpointed function, but was not called "
                 "under this recipe so often in its first; let the function do the same both times"
             )
-        products = tuple([p.replaying(s) for p, s in zip(products, states, strict=True)])
-    return active if products is active.products else active.replaying(products)
+        products = tuple(
+            [
+                ProductQuantizers(
+                    *[q.replaying(state) for q, state in zip(p.forward, s, strict=True)],
+                    p.grad_output,
+                    p.grad_input,
+                )
+                for p, s in zip(products, states, strict=True)
+            ]
+        )
+    if products is active.products:
+        return active
+    return ModuleRecipe(products, active.recipe, active.group, quantizes=True)
 
 
 def refuse_other_repetition(kind: str, before: AutocastState, state: AutocastState) -> None:

@@ -21,9 +21,6 @@ class Active:
         self.recipe: ModuleRecipe | None = None
         self.before: ModuleRecipe | None = None
 
-    def be(self, recipe: ModuleRecipe) -> None:
-        self.recipe, self.before = recipe, None
-
     def forget(self) -> None:
         self.recipe = self.before = None
 
