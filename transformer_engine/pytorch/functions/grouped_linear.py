@@ -154,7 +154,7 @@ def _cast(env: Environment, s: CastSettings, x: Any) -> tuple[Any, Any]:
 
 def _convert(env: Environment, s: Layer, x: Any) -> tuple[Any]:
     call: GroupedCall = env.linears[s.layer]  # pyright: ignore[reportAssignmentType]
-    dtype = call.dtype
+    dtype = call.groups[0].dtype
     if call.layout is not None and (x[0] if isinstance(x, list) else x).dtype is dtype:
         return (x,)  # one launch reads weights of the input's dtype only
     if isinstance(x, Tensor) and not isinstance(x, QuantizedTensorStorage):
@@ -187,7 +187,7 @@ def _product(env: Environment, s: Product, a: Any, b: Any, bias: Any = None) -> 
     first = call.groups[0]
     exact = getattr(first.accumulation, s.kind)
     if call.layout is None:
-        dtype, (left_turned, right_turned) = call.dtype, s.turned
+        dtype, (left_turned, right_turned) = first.dtype, s.turned
         epilogue = Epilogue(dtype, exact=exact)
         biases = [None] * len(call.groups) if bias is None else members_of(bias)
         parts = [

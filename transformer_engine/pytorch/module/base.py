@@ -226,7 +226,18 @@ class TransformerEngineBaseModule(torch.nn.Module):
                 if self.preserve_high_precision_init_val:
                     keep_initial_values(param, values)  # pyright: ignore[reportArgumentType]
             elif self.primary_weights_in_fp8 and init.fp8_meta_index is not None:
-                self._replace_parameter(name, self._quantized_parameter(values, init))
+                # Both directions of the weight quantizer while gradients are recorded.
+                recipe = self._model_init_recipe
+                assert recipe is not None
+                self.numerics.renew(self, recipe, self.fp8_meta["fp8_group"])
+                quantizer = init.quantizer_among(self.quantizers["scaling_fwd"])
+                quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled())
+                quantizer.internal = False
+                with torch.no_grad():
+                    quantized = torch.nn.Parameter(quantizer.quantize(values))  # pyright: ignore[reportArgumentType]
+                if self.preserve_high_precision_init_val:
+                    keep_initial_values(quantized, values)
+                self._replace_parameter(name, quantized)
             elif param.is_meta or values is not param:
                 self._replace_parameter(name, torch.nn.Parameter(values, requires_grad=param.requires_grad))
 
@@ -237,20 +248,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
             if not hasattr(new, key):
                 setattr(new, key, value)
         self._parameters[name] = new
-
-    def _quantized_parameter(self, values: Tensor, init: ParameterInit) -> torch.nn.Parameter:
-        """The parameter as its weight quantizer holds it; both directions while gradients are wanted."""
-        recipe = self._model_init_recipe
-        assert recipe is not None
-        self.numerics.renew(self, recipe, self.fp8_meta["fp8_group"])
-        quantizer = init.quantizer_among(self.quantizers["scaling_fwd"])
-        quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled())
-        quantizer.internal = False
-        with torch.no_grad():
-            param = torch.nn.Parameter(quantizer.quantize(values))  # pyright: ignore[reportArgumentType]
-        if self.preserve_high_precision_init_val:
-            keep_initial_values(param, values)
-        return param
 
     def _state_device(self) -> torch.device:
         """Where scales and histories live: with the parameters, once those are allocated."""

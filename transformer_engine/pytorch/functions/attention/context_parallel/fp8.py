@@ -78,10 +78,8 @@ class FP8ContextAttention:
             codes = _EnteringCodes.apply(exchange, fp8.quantizers.qkv, *inputs[:3])
             others = exchange.enter_others(inputs)
             own = others._replace(q=codes[0], k=codes[1], v=codes[2])  # pyright: ignore[reportIndexIssue, reportOptionalSubscript]
-            result = attend(fp8, self.shared.inner_call, own)
-            output = _LeavingCodes.apply(exchange, self.fp8.fp8_output, result.output)
-            max_logit = None if result.max_logit is None else exchange.all_heads(result.max_logit)
-            return AttentionResult(output, max_logit)
+            result = attend(fp8, shared.inner_call, own)
+            output: Any = _LeavingCodes.apply(exchange, self.fp8.fp8_output, result.output)
         max_logit = None if result.max_logit is None else exchange.all_heads(result.max_logit)
         return AttentionResult(self._returned(output), max_logit)
 
