@@ -6,9 +6,8 @@ import warnings
 
 import torch
 
-from ..distributed.recompute import in_fp8_activation_recompute_phase, is_fp8_activation_recompute_enabled
+from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..functions.scale_update import in_a_backward
-from ..quantization.autocast import AutocastState
 from ..quantization.recompute_states import runs
 from .products import ModuleRecipe, ProductQuantizers
 
@@ -61,19 +60,3 @@ def repeatable(kind: str, tracing_key: str, active: ModuleRecipe) -> ModuleRecip
     if products is active.products:
         return active
     return ModuleRecipe(products, active.recipe, active.group, quantizes=True)
-
-
-def refuse_other_repetition(kind: str, before: AutocastState, state: AutocastState) -> None:
-    """RuntimeError if the backward of a checkpoint that is not ours is running the module, which under `before` ran
-    without gradients, under another state."""
-    if before.enabled == state.enabled and (not state.enabled or before.recipe == state.recipe):
-        return
-    checkpoint = type(torch._C._current_autograd_node()).__name__
-    if "Checkpoint" not in checkpoint or in_fp8_activation_recompute_phase():
-        return
-    first, second = (type(s.recipe).__name__ if s.enabled else "no autocast" for s in (before, state))
-    raise RuntimeError(
-        f"{checkpoint} runs {kind} again under {second}, its first run was under {first}: the "
-        "gradients would be of another function; use transformer_engine.pytorch.checkpoint, which repeats the "
-        "autocast, or, with a recipe without history, enter autocast inside of the function"
-    )
