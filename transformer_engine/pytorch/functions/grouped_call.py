@@ -15,9 +15,8 @@ from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
 from ..tensor.quantizer import Quantizer
 from .caller_buffers import NO_BUFFERS, CallerBuffers
 from .grouped_quantizer import GroupedQuantizer, grouped
-from .layer import Dtypes
 from .layer_passes import LayerPasses
-from .linear_spec import LINEAR, Environment, LinearSpec
+from .linear_spec import LINEAR, Dtypes, Environment, LinearSpec
 from .scale_update import ScaleUpdate
 from .weight_gradient import WeightGradient, main_grad_of
 
@@ -97,10 +96,6 @@ class GroupedCall:
     @property
     def passes(self) -> LayerPasses | None:
         return self.spec.passes
-
-    @property
-    def needs_grad(self) -> bool:
-        return self.spec.needs_grad
 
     @property
     def scale_update(self) -> ScaleUpdate | None:

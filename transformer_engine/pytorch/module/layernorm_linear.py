@@ -68,7 +68,8 @@ def build(key: tuple[Any, ...]) -> NormLinearSpec:
         of_norm[1] is not None,
         bias is not None and not config.return_bias,
         bool(config.return_layernorm_output),
-        any(needs),
+        scale_update=update,
+        needs_grad=any(needs),
     ).chosen()
     return spec.warm(call.x[3]) if call.begin is None else spec
 

@@ -100,7 +100,8 @@ def build(key: tuple[Any, ...]) -> NormMLPSpec:
         (fc1_bias is not None, added is not None),
         bool(config.return_layernorm_output),
         config.checkpoint and wants,
-        wants,
+        scale_update=update,
+        needs_grad=wants,
     ).chosen()
     return made.warm(call.x[3]) if call.begin is None else made
 

@@ -359,6 +359,7 @@ def product_spec(
         needs_grad_weight=needs_grad_weight,
         needs_grad_bias=needs_grad_bias,
         scale_update=update,
+        needs_grad=needs_grad_input or needs_grad_weight or needs_grad_bias,
         traced=call.traced,
         plain=(
             quantizers is UNQUANTIZED
