@@ -240,7 +240,8 @@ class GroupedLinear(ProductsModule):
                 )
             splits = m_splits if isinstance(m_splits, Tensor) else tuple(m_splits)
             layout, cached = groups_of(splits, x.shape[0], x.device), None
-            if is_first_microbatch is not None and spec.quantizers.weight is not None:
+            quantizer = spec.quantizers.weight
+            if is_first_microbatch is not None and quantizer is not None:
                 columnwise = groups[0].needs_grad_input
                 # All weights as quantized for the first microbatch of a step.
                 workspaces: dict[str, Any] = self.numerics.workspaces
@@ -248,7 +249,7 @@ class GroupedLinear(ProductsModule):
                 if is_first_microbatch or cached is None or (columnwise and cached.codes_t is None):
                     stacked = self._config.single_grouped_weight
                     matrices = Matrices.of(members_of(weights[0]) if stacked else weights)
-                    cached = made_to_keep(lambda: spec.quantizers.weight.matrices(matrices, True, columnwise))
+                    cached = made_to_keep(lambda: quantizer.matrices(matrices, True, columnwise))
                     workspaces.clear()
                     workspaces[_ALL_WEIGHTS] = cached
             return GroupedCall(spec, groups, (), layout, buffers, cached)

@@ -39,7 +39,7 @@ def repeatable(kind: str, tracing_key: str, active: ModuleRecipe) -> ModuleRecip
     products = active.products
     for run in runs():
         if not run.again:
-            run.states.keep(tracing_key, [[q.replay_state() for q in p.forward] for p in products])
+            run.states.keep(tracing_key, [tuple([q.replay_state() for q in p.forward]) for p in products])
             continue
         states = run.next(tracing_key)
         if states is None:
@@ -47,16 +47,11 @@ def repeatable(kind: str, tracing_key: str, active: ModuleRecipe) -> ModuleRecip
                 f"{kind} is called in the second run of a checkpointed function, but was not called "
                 "under this recipe so often in its first; let the function do the same both times"
             )
-        products = tuple(
-            [
-                ProductQuantizers(
-                    *[q.replaying(state) for q, state in zip(p.forward, s, strict=True)],
-                    p.grad_output,
-                    p.grad_input,
-                )
-                for p, s in zip(products, states, strict=True)
-            ]
-        )
+        replayed: list[ProductQuantizers] = []
+        for product, of_product in zip(products, states, strict=True):
+            forward = [q.replaying(state) for q, state in zip(product.forward, of_product, strict=True)]
+            replayed.append(ProductQuantizers(*forward, product.grad_output, product.grad_input))
+        products = tuple(replayed)
     if products is active.products:
         return active
     return ModuleRecipe(products, active.recipe, active.group, quantizes=True)

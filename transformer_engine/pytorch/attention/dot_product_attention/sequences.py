@@ -106,16 +106,16 @@ def given_sequences(
         keys = keys._replace(lengths="queries")
     if queries.batch != keys.batch:
         raise ValueError(f"queries have {queries.batch} sequences, keys {keys.batch}; they must agree")
-    arbitrary = mask.arbitrary and is_tensor(a.attention_mask)
+    pairs: Any = a.attention_mask
+    arbitrary = mask.arbitrary and is_tensor(pairs)
     if arbitrary:
         shape = (queries.batch, q.shape[-2], queries.size, keys.size)
-        fits = a.attention_mask.ndim <= 4 and all(
-            size in (1, limit)
-            for size, limit in zip(reversed(a.attention_mask.shape), reversed(shape), strict=False)
+        fits = pairs.ndim <= 4 and all(
+            size in (1, limit) for size, limit in zip(reversed(pairs.shape), reversed(shape), strict=False)
         )
         if not fits:
             raise ValueError(
-                f"attention_mask {list(a.attention_mask.shape)} does not broadcast to {list(shape)}; "
+                f"attention_mask {list(pairs.shape)} does not broadcast to {list(shape)}; "
                 "give [b, h, s_q, s_kv] or 1s"
             )
     between = a.pad_between_seqs
