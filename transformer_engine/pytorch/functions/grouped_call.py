@@ -71,7 +71,9 @@ class GroupedSpec:
 
 @dataclass(eq=False)
 class GroupedCall:
-    """One call of a grouped linear layer; not frozen, since it is made in every call and frozen fields take longer.
+    """One call of a grouped linear layer, with the attributes of a `LayerSpec`.
+
+    It is made in every call and not frozen, because frozen fields take longer.
 
     Attributes:
         spec: Its settings.

@@ -56,7 +56,7 @@ def grouped_linear(
     """
     if call.spec.needs_grad:
         return _apply(x, call, len(weights), *weights, *(biases or ()))
-    return infer(call, _inputs(call.spec, x, weights, biases))[0]
+    return infer(call, _inputs(call.spec, x, weights, biases))[0]  # pyright: ignore[reportArgumentType]
 
 
 def _inputs(
@@ -75,7 +75,7 @@ class _GroupedLinear(torch.autograd.Function):
         dtypes = (weights[0].dtype, (biases or weights)[0].dtype)
         inputs = _inputs(call.spec, x, weights, biases)
         if torch.compiler.is_compiling():
-            return forward_of(ctx, call, inputs, (dtypes,))[0]
+            return forward_of(ctx, call, inputs, (dtypes,))[0]  # pyright: ignore[reportArgumentType]
         # The work of `forward_of`: neither are there compiled passes, nor dimensions in place of the rows.
         if offloading.synchronizer is not None:
             mark_ready(x)

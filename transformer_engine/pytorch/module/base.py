@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,6 @@ from ..functions.scale_update import ScaleUpdate, in_a_backward, of_the_pass
 from ..functions.weight_gradient import WeightGradStore, _dummy_wgrads, dummy_gradient  # noqa: F401
 from ..primitives.gemm.cublaslt_library import _cublas_workspace, get_workspace  # noqa: F401
 from ..quantization import (
-    QuantizerRole,
     check_extra_state,
     decode_extra_state,
     encode_extra_state,
@@ -111,7 +109,7 @@ class TransformerEngineBaseModule(ForwardInterface):
         self.wgrad_store: WeightGradStore | None = None
         self._model_init_recipe = model_init.recipe
         self._wgrad_hooks: list[Any] = []
-        self._warned: set[str] = set()
+        self._warned = set()
         self.tracing_key = new_tracing_key(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -156,10 +154,6 @@ class TransformerEngineBaseModule(ForwardInterface):
     @_fp8_workspaces.setter
     def _fp8_workspaces(self, workspaces: dict[str, QuantizedTensorStorage]) -> None:
         self.numerics.workspaces = workspaces
-
-    def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> Sequence[QuantizerRole | None] | None:
-        """The role of each slot of one direction, which a custom recipe's factory receives; None: unknown."""
-        return None
 
     def module_setattr(self, name: str, value: Any) -> None:
         """Set an attribute as nn.Module does, registering parameters and modules."""
@@ -226,12 +220,6 @@ class TransformerEngineBaseModule(ForwardInterface):
             if not hasattr(new, key):
                 setattr(new, key, value)
         self._parameters[name] = new
-
-    def _state_device(self) -> torch.device:
-        """Where scales and histories live: with the parameters, once those are allocated."""
-        for param in self.parameters(recurse=False):
-            return canonical_device("cuda") if param.is_meta else param.device
-        return canonical_device("cuda")
 
     def _product_quantizers(self, state: AutocastState) -> tuple[ProductQuantizers, ...]:
         """The quantizers of this forward, one set a product; all-identity outside of quantized regions."""
@@ -352,9 +340,3 @@ class TransformerEngineBaseModule(ForwardInterface):
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing_keys, *args)
         loading.forgive_missing(missing_keys, prefix)
         self._fp8_workspaces.clear()  # made of the weights that were here before
-
-    def _warn_once(self, key: str, message: str) -> None:
-        if torch.compiler.is_compiling() or key in self._warned:
-            return
-        self._warned.add(key)
-        warnings.warn(message, stacklevel=3)

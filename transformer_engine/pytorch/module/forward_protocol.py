@@ -12,7 +12,8 @@ The layers of this package do not use these methods: they resolve a spec once an
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import warnings
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,9 +24,9 @@ from ...common.recipe import Recipe
 from ..distributed.collectives import gather_along_first_dim
 from ..distributed.recompute import in_fp8_activation_recompute_phase, is_fp8_activation_recompute_enabled
 from ..primitives.column_sums import column_sums
-from ..quantization import FP8GlobalStateManager
+from ..quantization import FP8GlobalStateManager, QuantizerRole
 from ..quantization.autocast import current
-from ..runtime.device import autocast_dtype
+from ..runtime.device import autocast_dtype, canonical_device
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
 from . import loading
@@ -45,6 +46,7 @@ class ForwardInterface(torch.nn.Module):
     tp_group_initialized: bool
     primary_weights_in_fp8: bool
     _config: Any
+    _warned: set[str]
     _model_init_recipe: Recipe | None
 
     fp8 = of_the_last_call("enabled", "Was the last call under an autocast that quantizes?")
@@ -61,6 +63,10 @@ class ForwardInterface(torch.nn.Module):
         """
         named = [(name, param.dtype) for name, param in self._parameters.items() if param is not None]
         return common_dtype(x.dtype, autocast_dtype(x.device.type), named)
+
+    def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> Sequence[QuantizerRole | None] | None:
+        """The role of each slot of one direction, which a custom recipe's factory receives; None: unknown."""
+        return None
 
     def prepare_forward(
         self,
@@ -257,6 +263,12 @@ class ForwardInterface(torch.nn.Module):
             return matrix, grad_bias
         return quantizer.quantize(matrix), grad_bias
 
+    def _state_device(self) -> torch.device:
+        """Where scales and histories live: with the parameters, once those are allocated."""
+        for param in self.parameters(recurse=False):
+            return canonical_device("cuda") if param.is_meta else param.device
+        return canonical_device("cuda")
+
     def _check_parameter_recipe(self, recipe: Recipe | None) -> None:
         """RuntimeError under another kind of recipe than quantized parameters were made with, if there are any."""
         if self._config.primary_weights_in_fp8 and loading.quantized_otherwise(self, recipe):
@@ -270,3 +282,9 @@ class ForwardInterface(torch.nn.Module):
         if products is not None and products > self.num_products:
             self.num_products = products
             self.numerics.forget()
+
+    def _warn_once(self, key: str, message: str) -> None:
+        if torch.compiler.is_compiling() or key in self._warned:
+            return
+        self._warned.add(key)
+        warnings.warn(message, stacklevel=3)

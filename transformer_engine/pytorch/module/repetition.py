@@ -49,8 +49,12 @@ def repeatable(kind: str, tracing_key: str, active: ModuleRecipe) -> ModuleRecip
             )
         replayed: list[ProductQuantizers] = []
         for product, of_product in zip(products, states, strict=True):
-            forward = [q.replaying(state) for q, state in zip(product.forward, of_product, strict=True)]
-            replayed.append(ProductQuantizers(*forward, product.grad_output, product.grad_input))
+            of_input, of_weight, of_output = (
+                quantizer.replaying(state)
+                for quantizer, state in zip(product.forward, of_product, strict=True)
+            )
+            gradients = (product.grad_output, product.grad_input)
+            replayed.append(ProductQuantizers(of_input, of_weight, of_output, *gradients))
         products = tuple(replayed)
     if products is active.products:
         return active
