@@ -243,7 +243,7 @@ class GroupedLinear(ProductsModule):
             quantizer = spec.quantizers.weight
             if is_first_microbatch is not None and quantizer is not None:
                 columnwise = groups[0].needs_grad_input
-                # All weights as quantized for the first microbatch of a step.
+                # All weights, as quantized for the first microbatch of a step.
                 workspaces: dict[str, Any] = self.numerics.workspaces
                 cached = workspaces.get(_ALL_WEIGHTS)
                 if is_first_microbatch or cached is None or (columnwise and cached.codes_t is None):

@@ -218,8 +218,7 @@ class Numerics:
         self.quantizers[key] = Slots(self._active, made)
         held = state.delayed_states
         if forward and any(all(old is not new for new in held) for old in before):
-            # Give quantized parameters the new quantizers of their slots, so that later scale updates reach the
-            # parameters.
+            # Quantized parameters get the new quantizers of their slots, so that later scale updates reach them.
             for name, init in owner.param_init_meta.items():
                 param = owner._parameters.get(name)
                 if (

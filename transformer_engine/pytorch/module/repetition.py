@@ -25,7 +25,7 @@ def repeatable(kind: str, tracing_key: str, active: ModuleRecipe) -> ModuleRecip
            another checkpoint's second run
     """
     if not is_fp8_activation_recompute_enabled():
-        # A checkpoint that is not ours repeats the autocast, but scales may have been updated since its first run.
+        # A checkpoint of another library repeats the autocast, but scales may have been updated since its first run.
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
         without_reentry = hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
         if without_reentry or "Checkpoint" in type(torch._C._current_autograd_node()).__name__:

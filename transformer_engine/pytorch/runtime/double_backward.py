@@ -36,7 +36,7 @@ def once_differentiable(operation: str) -> Callable[[Callable[..., Any]], Callab
         def guarded(ctx: Any, *grads: Any) -> Any:
             if not torch.is_grad_enabled() or torch.compiler.is_compiling():
                 return backward(ctx, *grads)
-            # The results get behind an autograd node that raises an error.
+            # The results are returned behind an autograd node that raises an error.
             with torch.no_grad():
                 made = backward(ctx, *grads)
             results = list(made) if isinstance(made, tuple) else [made]

@@ -111,7 +111,7 @@ def settled(config: AttentionConfig, a: AttentionArguments) -> AttentionArgument
     if a.score_mod is not None:
         function("score_mod", a.score_mod)
     if a.core_attention_bias is not None or a.alibi_slopes is not None:
-        # The arguments without a bias or slopes that their bias type does not read, with a warning once.
+        # A bias or slopes that the bias type does not read are dropped, with a warning once.
         if a.core_attention_bias is not None and a.core_attention_bias_type == "no_bias":
             warn_once(
                 "core_attention_bias",

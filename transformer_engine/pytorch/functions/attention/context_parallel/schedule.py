@@ -68,8 +68,7 @@ def chunks_of(size: int, rank: int) -> tuple[int, int]:
 def ring_blocks(call: AttentionCall, size: int, rank: int, owner: int) -> tuple[Block, ...]:
     """Return the blocks of a rank's queries and the keys of another rank, or its own."""
     if call.packed:
-        # Return the one block of packed sequences: under a causal mask, a half of the queries or of
-        # the keys.
+        # One block of packed sequences: under a causal mask, a half of the queries or of the keys.
         chunks_q, chunks_k = chunks_of(size, rank), chunks_of(size, owner)
         queries = keys = Part(0, 2)
         mask = Mask("padding", UNLIMITED, True)
