@@ -30,7 +30,7 @@ class Buffer:
 
 
 def buffers(pass_: Pass) -> dict[str, Buffer]:
-    """Return the lifetime of every buffer by name, inputs first, then in the order in which steps make them."""
+    """Return {name: lifetime} of every buffer, inputs first, then in the order in which steps make them."""
     kept = pass_.kept()
     made: list[tuple[str, int | None]] = [(name, None) for name in pass_.inputs]
     made += [(name, i) for i, step in enumerate(pass_.steps) for name in step.makes()]

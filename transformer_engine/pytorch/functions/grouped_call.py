@@ -51,7 +51,7 @@ class GroupedSpec:
         stacked_bias: The biases of all groups are one parameter [n, N].
         at_once: The call may be computed in one launch per step.
         way: The request of `grouped_way.TABLE` without the number of rows; None while a compiler traces.
-        quantizers: The quantizers of all groups as one; no quantizers if there are none of that kind.
+        quantizers: The quantizers of all groups as one; no quantizers if they cannot be merged.
         needs_grad: Some tensor needs a gradient.
         scale_update: What delayed scaling updates after the backward pass.
     """

@@ -1,4 +1,4 @@
-"""What the autograd functions of Linear, LayerNormLinear and LayerNormMLP share: passes run, buffers saved.
+"""Execution of passes and saving of buffers, shared by the autograd functions of linear layers.
 
 A layer's spec names its linear layers, its passes, and the environment of their steps. Each layer has an autograd
 function, whose two methods are `forward_of` and `backward_of_layer`.
@@ -39,7 +39,7 @@ def forward_of(ctx: Any, spec: LayerSpec, tensors: Sequence[Tensor | None], dtyp
     Args:
         ctx: The node.
         spec: The call of the layer.
-        tensors: Input and parameters, None for those that are absent.
+        tensors: Input and parameters; None for absent ones.
         dtypes: Dtypes of the gradients of each linear layer's weight and bias.
     """
     passes: LayerPasses = spec.passes

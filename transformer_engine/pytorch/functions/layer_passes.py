@@ -34,7 +34,7 @@ class LayerPasses(NamedTuple):
     """The schedules of a layer.
 
     Attributes:
-        forward: Saves what the backward pass reads.
+        forward: The forward pass; it saves the buffers that the backward pass reads.
         inference: The forward pass without saving.
         backward: Takes the output gradients and the saved buffers.
         again: The part of the forward pass that makes the saved buffers, for recomputation.
@@ -85,7 +85,7 @@ def linear_fusions(spec: LinearSpec, layer: str) -> tuple[str, ...]:
         quantizer = getattr(spec, tensor)
         if quantizer is None or sums_over_ranks(spec.parallel, mode):
             continue
-        # A product quantizes its own result in FP8, with a scale that is known before it.
+        # A product quantizes its own result in FP8 with a scale that does not depend on the result.
         cast = quantizer.cast(True, False)
         if cast is not None and cast.multiplier is not None:
             allowed += (fusion(QUANTIZED_PRODUCT, layer, tensor),)

@@ -118,7 +118,7 @@ class LinearSpec(LayerSpec):
 
 
 class Environment(NamedTuple):
-    """What the settings of steps refer to by name.
+    """The objects to which the settings of steps refer.
 
     Attributes:
         linears: Spec of each linear layer.

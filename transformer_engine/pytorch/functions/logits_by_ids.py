@@ -1,6 +1,6 @@
 """Logits [m, V] of some rows in blocks of ids, made for the sums over the rows and once more for the gradients.
 
-A block is [m, n]. When all have been seen, the sum over each row is known. Then d, the gradient of block after block,
+A block is [m, n]. After all blocks the sum over each row is complete. Then d, the gradient of block after block,
 gives
 
     grad_hidden [m, K] += d @ weight[block]    summed in float32

@@ -44,7 +44,7 @@ def unpermute(y: Tensor, routes: Routes, probs: Tensor | None = None) -> Tensor:
 
 
 def quantized_refusal(x: Tensor) -> str | None:
-    """Why the rows of a quantized tensor cannot be moved; None for those that can, and for plain ones."""
+    """Return why the rows of a quantized tensor cannot be moved; None for rows that can, and for plain tensors."""
     if not isinstance(x, QuantizedTensor):
         return None
     if torch.compiler.is_compiling():

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ..runtime.autograd import applier
 
-# What a plan of memory has in their place shares storages, too.
+# The tensors of a memory plan share storages, too.
 _NATIVE = (Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
 
 
 def whole(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """The pieces of each as one tensor, differentiable in every piece; None of no biases.
+    """The pieces of each as one tensor, differentiable in every piece; None without biases.
 
     One node for both, whose backward hands out slices of the gradients.
     """

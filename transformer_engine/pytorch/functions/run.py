@@ -28,7 +28,7 @@ class _Slots(NamedTuple):
     """One step over a list of buffers: places of inputs and results, and the places that are freed after it.
 
     `arriving` are the inputs of the pass that the step is the first to read, `saved` the places of results that the
-    pass saves; `made` pairs places of the results with positions in what the operation returns.
+    pass saves; `made` pairs places of the results with positions in the tuple that the operation returns.
     """
 
     op: str
@@ -170,11 +170,11 @@ def run(schedule: Schedule, env: Environment, given: list[Any]) -> tuple[list[An
 
     Args:
         schedule: The pass, see `schedule_of`.
-        env: What the settings of the steps refer to.
+        env: Objects to which the settings of the steps refer.
         given: The inputs in order. The list is emptied, so that each input is freed after its last reader.
 
     Returns:
-        The results and the saved buffers, None for those that the pass does not make.
+        The results and the saved buffers; None for absent ones.
     """
     if offloading.used or watchers or torch.compiler.is_compiling():
         return _run_watched(schedule, env, given)

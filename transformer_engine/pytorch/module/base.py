@@ -41,7 +41,7 @@ _2X_ACC_DGRAD = _2X_ACC_WGRAD = True
 
 
 def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
-    """A tensor that stands for a weight gradient which went to main_grad; shared by shape and dtype."""
+    """Return a placeholder of a weight gradient that was added to main_grad; shared by shape and dtype."""
     return dummy_gradient(tuple(shape), dtype, canonical_device("cuda"), zero)
 
 

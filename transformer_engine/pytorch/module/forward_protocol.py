@@ -1,4 +1,4 @@
-"""What a module written on TransformerEngineBaseModule calls round its own forward and backward.
+"""Methods that a module derived from TransformerEngineBaseModule calls around its own forward and backward.
 
     x = self.prepare_forward(x, num_gemms=2)       # or: with self.prepare_forward_ctx(x, num_gemms=2) as x:
     if self.fp8:
@@ -142,7 +142,7 @@ class ForwardInterface(torch.nn.Module):
             self._check_parameter_recipe(state.recipe)
 
     def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
-        """States and quantizers of both directions for a recipe; those that serve it already are kept."""
+        """Create states and quantizers of both directions for a recipe, unless the present ones serve it."""
         self.numerics.renew(self, recipe, self.numerics.meta["fp8_group"])
 
     def set_meta_tensor(self, fwd: bool, recipe: Recipe) -> None:

@@ -1,4 +1,4 @@
-"""ProductsModule: a layer whose forward is made of linear products, and what a call of it costs: a key, a look-up."""
+"""ProductsModule: a layer made of linear products, whose specs are cached by the key of a call."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .products import ModuleRecipe, ProductQuantizers, unquantized
 from .repetition import may_be_repeated, repeatable
 from .specs import Call, EqualFacts, Held, check_call, facts_of, quantizable
 
-_KEPT = 64  # what a module keeps of calls that it may meet again
+_KEPT = 64  # cached specs per module
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -45,7 +45,7 @@ _is_compiling = torch.compiler.is_compiling
 class ProductsConfig(ModuleConfig):
     """Settings of every layer that is made of linear products.
 
-    _options   what the switches of its forward are called, in their order; is_first_microbatch is the first
+    _options   names of the switches of its forward, in their order; is_first_microbatch is the first
     _tensors   names of the tensors that its forward pass reads in addition to the input, in order
     _weights   the parameters that make up each product's weight
     """

@@ -1,4 +1,4 @@
-"""What a state dict may lack or name otherwise: the extra states of other libraries and of the original's releases."""
+"""Loading of state dicts in which extra states are absent or have the names of earlier releases."""
 
 from __future__ import annotations
 

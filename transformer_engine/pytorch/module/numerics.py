@@ -62,7 +62,7 @@ class Numerics:
 
     meta         fp8_meta: recipe, group and states under the original's keys, and what callers note there
     quantizers   {"scaling_fwd": [input, weight, output] * n, "scaling_bwd": [grad_output, grad_input] * n}
-    workspaces   weights as quantized for the first microbatch of a step, by name
+    workspaces   {name: weight as quantized for the first microbatch of a step}
     state        the autocast state of the last call
     initialized  have there ever been quantizers?
     observer     what calls get in place of the recipe that they would compute by; None: that itself
@@ -326,7 +326,7 @@ _traced: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDicti
 
 @constant_while_tracing
 def _first_call_while_tracing(tracing_key: str) -> bool:
-    """Is this the module's first call, of those that will have a backward, in the graph that is being traced?"""
+    """Return whether this is the module's first call with a backward in the graph that is being traced."""
     module, trace = _modules[tracing_key], TracingContext.try_get()
     before = _traced.get(module)
     if trace is None or (before is not None and before() is trace):
@@ -336,7 +336,7 @@ def _first_call_while_tracing(tracing_key: str) -> bool:
 
 
 def traced_update(owner: Owner, tracing_key: str, group: Any) -> ScaleUpdate | None:
-    """What the backward of a call in a graph updates: the module's own scales, in that of its first call, the last."""
+    """Return the scale update of a call in a graph: the module's own scales, after the backward of its first call."""
     if not _first_call_while_tracing(tracing_key):
         return None
     return ScaleUpdate(owner.numerics.delayed_states("scaling_bwd"), group)

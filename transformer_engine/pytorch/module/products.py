@@ -1,4 +1,4 @@
-"""The quantizers of linear products, and a module's under one recipe: what a spec is built from, never changed."""
+"""The quantizers of linear products, and those of a module under one recipe, from which specs are built."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ UNQUANTIZED = ProductQuantizers(IDENTITY, IDENTITY, IDENTITY, IDENTITY, IDENTITY
 
 
 class ModuleRecipe:
-    """What one module computes by: its products' quantizers, and what the recipe says of products and backward.
+    """The settings of one module: quantizers of its products, and the recipe's options for products and backward.
 
     recipe, group   None where nothing is quantized
     quantizes       False: in high precision, all quantizers are the identity or only record
@@ -121,7 +121,7 @@ def unquantized(products: int) -> ModuleRecipe:
 
 
 def accumulation_of(recipe: Recipe | None) -> Accumulation:
-    """Split accumulation by product: what the recipe says, else the original's defaults (forward fast)."""
+    """Return which products use split accumulation: the recipe's choice, or the original's defaults (forward fast)."""
     products = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
     if all(hasattr(recipe, name) for name in products):
         return Accumulation(*(getattr(recipe, name).use_split_accumulator for name in products))

@@ -19,7 +19,7 @@ def may_be_repeated() -> bool:
 
 
 def repeatable(kind: str, tracing_key: str, active: ModuleRecipe) -> ModuleRecipe:
-    """What a call in a recomputed function computes by: first runs keep their states, second runs repeat them.
+    """Return the settings of a call in a recomputed function: first runs keep their states, second runs repeat them.
 
     kind   of module, for messages. Any other call in a backward pass keeps its quantizers; it warns where it is
            another checkpoint's second run

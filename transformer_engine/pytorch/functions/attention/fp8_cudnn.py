@@ -51,7 +51,7 @@ def forward(attention: FP8Attention, inputs: AttentionInputs) -> Rounded:
     call, quantizers = attention.call, attention.quantizers
     q, k, v = (_aligned(codes_of(x, quantizers.qkv)) for x in inputs[:3])
     quantizer: Any = quantizers.output
-    # The multiplier of the output before its maximum is known; without a state, that of v.
+    # The multiplier of the output is needed before its maximum; without a state, it is that of v.
     scale_output = quantizer.scale if attention.scaling == "delayed" else v._scale_inv.reciprocal()
     descale_output = scale_output.reciprocal()
     scalars = {
