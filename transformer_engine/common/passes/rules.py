@@ -5,8 +5,8 @@ buffer, see `beside`). It returns the merged step, or None where it does not app
 applies any more; the caller's `allowed` decides per rule and pair whether a merge pays, because this depends on
 quantizers and kernels. Layers and user-defined sequences of operations share these rules.
 
-A merge never changes the results and the saved buffers of a pass: a buffer disappears only if the merged steps alone read
-it and the pass neither returns nor saves it.
+A merge never changes the results and the saved buffers of a pass: a buffer disappears only if the merged steps alone
+read it and the pass neither returns nor saves it.
 """
 
 from __future__ import annotations
