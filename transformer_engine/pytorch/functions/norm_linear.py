@@ -19,7 +19,7 @@ from ...common.passes.rules import (
 from ..primitives.activation import ActivationParams
 from ..runtime.autograd import applier
 from .fusions import APART, IN_CODES, IN_PRODUCT, mlp_activation, mlp_gradient, norm_output
-from .layer import backward_of_layer, compiled, forward_of, gradients_of, infer
+from .layer import backward_of_layer, forward_of, gradients_of, infer
 from .layer_passes import LayerPasses, fusion, layer_passes, linear_facts, linear_fusions
 from .linear_spec import LINEAR, Dtypes, Environment, LayerSpec, LinearSpec
 from .normalization import Norm
@@ -54,10 +54,6 @@ class NormLinearSpec(LayerSpec):
     def with_norm(self, norm: Any) -> NormLinearSpec:
         """Return the spec with another norm, which makes no codes."""
         return replace(self, norm=norm, compiled=None)._with_passes(APART)
-
-    def warm(self, device: torch.device) -> NormLinearSpec:
-        """Return the spec of a layer whose passes are compiled for warm calls."""
-        return replace(self, compiled=compiled(self, device))
 
     def _with_passes(self, way: str) -> NormLinearSpec:
         norm = (self.beta, self.norm.kind == "LayerNorm", self.returns_norm_output)
@@ -154,10 +150,6 @@ class NormMLPSpec(LayerSpec):
         """Return the spec with another norm, which makes no codes."""
         assert self.ways is not None, "the passes of a spec are chosen before its norm is replaced"
         return replace(self, norm=norm, compiled=None)._with_passes(self.ways._replace(norm=APART))
-
-    def warm(self, device: torch.device) -> NormMLPSpec:
-        """Return the spec of a layer whose passes are compiled for warm calls."""
-        return self if self.recompute else replace(self, compiled=compiled(self, device))
 
     def _with_passes(self, ways: Ways) -> NormMLPSpec:
         allowed = (*linear_fusions(self.fc1, FC1), *linear_fusions(self.fc2, FC2))

@@ -31,7 +31,7 @@ from .config import Config, configured
 from .forward_protocol import ForwardInterface
 from .numerics import Numerics, new_tracing_key, of_traced_call, traced_update
 from .parameters import InitMethod, ParameterInit, default_init_method, empty_like
-from .products import ProductQuantizers, slots
+from .products import BACKWARD_SLOTS, FORWARD_SLOTS, ProductQuantizers
 from .repetition import may_be_repeated, repeatable
 from .userbuffers import UserBufferQuantizationMode, destroy_ub, get_ub, initialize_ub  # noqa: F401
 
@@ -323,7 +323,8 @@ class TransformerEngineBaseModule(ForwardInterface):
         products, kept = self.num_products, content.get("extra_fp8_variables", {}).get("num_gemms")
         if self.products_grow and isinstance(kept, int):
             products = max(products, kept)
-        check_extra_state(content, slots(products))
+        # Quantizers in each direction, by the suffix of the states' keys.
+        check_extra_state(content, {"fwd": FORWARD_SLOTS * products, "bwd": BACKWARD_SLOTS * products})
         if loading.quantized_otherwise(self, content["recipe"]):
             loading.drop_state(self, content["recipe"])
             return

@@ -18,6 +18,7 @@ from ..distributed.tensor_parallel import (
     tensor_parallel_size,
 )
 from ..functions.by_name import NormByName
+from ..functions.layer import compiled
 from ..functions.linear_spec import LinearSpec, changed
 from ..functions.norm_linear import NormMLPSpec, NormMLPTensors, norm_mlp
 from ..functions.normalization import Norm
@@ -103,7 +104,9 @@ def build(key: tuple[Any, ...]) -> NormMLPSpec:
         scale_update=update,
         needs_grad=wants,
     ).chosen()
-    return made.warm(call.x[3]) if call.begin is None else made
+    if call.begin is not None or made.recompute:
+        return made
+    return changed(made, compiled=compiled(made, call.x[3]))
 
 
 def _check_rows(config: NormMLPConfig, rows: int) -> None:

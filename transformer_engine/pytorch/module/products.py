@@ -19,11 +19,6 @@ FORWARD_SLOTS = 3  # input, weight, output
 BACKWARD_SLOTS = 2  # grad_output, grad_input
 
 
-def slots(products: int) -> dict[str, int]:
-    """How many quantizers a module with so many products has in each direction, by the suffix of its states' keys."""
-    return {"fwd": FORWARD_SLOTS * products, "bwd": BACKWARD_SLOTS * products}
-
-
 @dataclass(frozen=True)
 class ProductQuantizers:
     """The five quantizers of one linear product and its two gradients."""
