@@ -193,14 +193,12 @@ class NamedFailures:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError) and not torch.compiler.is_compiling():
-            raise type(error)(self._message(error)) from error
-
-    def _message(self, error: RuntimeError) -> str:
-        ranks, own = dist.get_process_group_ranks(self._group), dist.get_rank()
-        return (
-            f"{self._operation} of {self._dtype} {list(self._shape)} over ranks {ranks} failed on rank {own}: "
-            f"{missing_ranks(ranks, own)}. {error}"
-        )
+            ranks, own = dist.get_process_group_ranks(self._group), dist.get_rank()
+            message = (
+                f"{self._operation} of {self._dtype} {list(self._shape)} over ranks {ranks} failed on rank {own}: "
+                f"{missing_ranks(ranks, own)}. {error}"
+            )
+            raise type(error)(message) from error
 
 
 class NamedWork:

@@ -77,11 +77,6 @@ class _Entry:
         self.graph: RecordedBlock | None = None
         self.failure: str | None = None
 
-    @property
-    def only_counts(self) -> bool:
-        """Return whether nothing but a number of calls is lost with this entry."""
-        return self.graph is None and self.failure is None
-
 
 class AutomaticGraph:
     """The forward of a graphed module, or a graphed function.
@@ -156,11 +151,13 @@ class AutomaticGraph:
         """
         entry = self._entries.get(signature)
         if entry is None:
-            counting = [key for key, known in self._entries.items() if known.only_counts]
+            counting = [
+                key for key, known in self._entries.items() if known.graph is None and known.failure is None
+            ]
             if len(counting) >= EAGER_SIGNATURES:
                 del self._entries[counting[0]]
             entry = self._entries[signature] = _Entry()
-        elif entry.only_counts:
+        elif entry.graph is None and entry.failure is None:
             self._entries.pop(signature, None)
             self._entries[signature] = entry  # at the end: used last
         return entry

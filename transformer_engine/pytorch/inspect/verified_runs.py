@@ -163,20 +163,19 @@ class _Recorder:
             return None
         replaced = None
         if self._eps and not recomputed and result is output and not isinstance(result, QuantizedTensor):
-            result = replaced = self._disturbed(result)
+            if result.is_floating_point():
+                if self._generator is None:
+                    self._generator = torch.Generator(result.device).manual_seed(self._seed)
+                factor = torch.empty_like(result, dtype=torch.float32).uniform_(
+                    -1, 1, generator=self._generator
+                )
+                result = result * (1 + self._eps * factor).to(result.dtype)
+            replaced = result
         if not recomputed:
             self._record.forward[RecordKey(name, call, "output")] = _copy(result)
         self._watch(first_tensor(arguments), RecordKey(name, call, "grad_input"))
         self._watch(result, RecordKey(name, call, "grad_output"))
         return replaced
-
-    def _disturbed(self, output: Tensor) -> Tensor:
-        if not output.is_floating_point():
-            return output
-        if self._generator is None:
-            self._generator = torch.Generator(output.device).manual_seed(self._seed)
-        factor = torch.empty_like(output, dtype=torch.float32).uniform_(-1, 1, generator=self._generator)
-        return output * (1 + self._eps * factor).to(output.dtype)
 
     def _watch(self, tensor: Any, key: RecordKey) -> None:
         """Record the gradient of a tensor.

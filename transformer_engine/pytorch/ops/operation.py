@@ -182,7 +182,10 @@ class BasicOperation(Channels, RecipeSlots, FusibleOperation, metaclass=ABCMeta)
     def __init__(self) -> None:
         torch.nn.Module.__init__(self)
         self._begin_recipe_slots()
-        self._begin_channels()
+        self._extra_input_channels = [None] * self.num_extra_inputs
+        self._extra_output_channels = [None] * self.num_extra_outputs
+        self._extra_output_to_caller = [True] * self.num_extra_outputs
+        self._captured_by_fuser = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)

@@ -46,10 +46,6 @@ class Sequential(torch.nn.Module):
             raise IndexError(f"index {index} is out of range for a Sequential of {len(keys)} modules")
         return keys[index]
 
-    def _next_key(self) -> str:
-        numbers = [int(key) for key in self._modules if key.isdigit()]
-        return str(max(numbers, default=-1) + 1)
-
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return type(self)({key: self._modules[key] for key in list(self._modules)[index]})  # pyright: ignore
@@ -73,7 +69,9 @@ class Sequential(torch.nn.Module):
 
     def append(self, module: torch.nn.Module) -> Sequential:
         """Append a module and return the container."""
-        self.add_module(self._next_key(), self._module(module))
+        numbers = [int(key) for key in self._modules if key.isdigit()]
+        key = str(max(numbers, default=-1) + 1)
+        self.add_module(key, self._module(module))
         return self
 
     def extend(self, modules: Iterable[torch.nn.Module]) -> Sequential:

@@ -54,16 +54,6 @@ def rates_of(
     return {device: rates.to(device) for device in devices}
 
 
-def inverse_scale(grad_scaler: Any, optimizer: torch.optim.Optimizer, flag: Tensor) -> Tensor:
-    """Return float32 [1] = 1 / scale, or 1 if the gradients are unscaled; set the flag if a gradient is not finite."""
-    found = grad_scaler._check_inf_per_device(optimizer)
-    flag.copy_(torch.stack([value.to(flag.device).view(()) for value in found.values()]).sum() != 0)
-    scale = grad_scaler._get_scale_async().to(flag.device)
-    if grad_scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED:
-        return torch.ones_like(scale, dtype=torch.float32).view(1)
-    return scale.to(torch.float64).reciprocal().to(torch.float32).view(1)
-
-
 __all__ = ["FusedAdam"]
 
 
@@ -226,7 +216,14 @@ class FusedAdam(AdamStates):
         flag = self._dummy_overflow_buf
         inverse = None
         if grad_scaler is not None and self.capturable:
-            inverse = inverse_scale(grad_scaler, self, flag)
+            # float32 [1] = 1 / scale, or 1 if the gradients are unscaled; sets the flag if a gradient is not finite.
+            found = grad_scaler._check_inf_per_device(self)
+            flag.copy_(torch.stack([value.to(flag.device).view(()) for value in found.values()]).sum() != 0)
+            scale = grad_scaler._get_scale_async().to(flag.device)
+            if grad_scaler._per_optimizer_states[id(self)]["stage"] is OptState.UNSCALED:
+                inverse = torch.ones_like(scale, dtype=torch.float32).view(1)
+            else:
+                inverse = scale.to(torch.float64).reciprocal().to(torch.float32).view(1)
         known = self._known_states
         if len(self.state) != len(known) or not all(map(is_, self.state.values(), known)):
             # The caller has replaced the dictionaries of the states since the last step.

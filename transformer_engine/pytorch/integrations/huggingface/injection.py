@@ -34,7 +34,14 @@ def inject_te_attention(model: torch.nn.Module) -> None:
     injected = sum([inject_te_attention_into_module(module) for module in list(model.modules())])
     if injected:
         object.__setattr__(model, "_te_attention_injected", True)
-        _warn_unless_sdpa(model)
+        asked = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        if isinstance(asked, str) and asked not in ("sdpa", "transformer_engine"):
+            logger.warning(
+                "%s computes its attention as %r, without scaled_dot_product_attention, and nothing changes; call "
+                'model.set_attn_implementation("sdpa")',
+                type(model).__name__,
+                asked,
+            )
     else:
         logger.warning(
             "no attention layer of %s was changed: none has projections of a known layout, such as q_proj, k_proj and "
@@ -140,28 +147,13 @@ class Replacement:
             return "fallback_input"
         asked = a.size**-0.5 if scale is None else scale
         if abs(asked - a.scale) > SCALE_TOLERANCE:
-            self._warn_of_scale(asked)
+            if not (self.warned or torch.compiler.is_compiling()):
+                self.warned = True
+                logger.warning(
+                    "scale=%s, the layer was injected with %s, its own; its attention is left to torch. transformers' "
+                    'attn_implementation="transformer_engine" takes the scale of every call',
+                    asked,
+                    self.layout.scale,
+                )
             return "fallback_scale_mismatch"
         return None
-
-    def _warn_of_scale(self, scale: float) -> None:
-        if self.warned or torch.compiler.is_compiling():
-            return
-        self.warned = True
-        logger.warning(
-            "scale=%s, the layer was injected with %s, its own; its attention is left to torch. transformers' "
-            'attn_implementation="transformer_engine" takes the scale of every call',
-            scale,
-            self.layout.scale,
-        )
-
-
-def _warn_unless_sdpa(model: torch.nn.Module) -> None:
-    asked = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if isinstance(asked, str) and asked not in ("sdpa", "transformer_engine"):
-        logger.warning(
-            "%s computes its attention as %r, without scaled_dot_product_attention, and nothing changes; call "
-            'model.set_attn_implementation("sdpa")',
-            type(model).__name__,
-            asked,
-        )
