@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,8 @@ class Quantizer:
         columnwise: Make codes for products along the other dimensions; the attribute `columnwise_usage`.
     """
 
+    TENSOR: ClassVar[Any] = None  # the class of the tensors that `wrap` returns; None: bare storages
+    RECIPE: ClassVar[type[recipes.Recipe] | None] = None  # the recipe for whose weights it is made; None: any
     is_identity = False  # `encode` leaves values unchanged
     stochastic_rounding: bool = False  # `encode` draws random numbers
     stateful: bool = False  # `encode` depends on scales that change between calls
@@ -127,8 +129,10 @@ class Quantizer:
         raise TypeError(f"{type(self).__name__} asks no kernel for codes")
 
     def wrap(self, storage: QuantizedTensorStorage, *, requires_grad: bool = False) -> Tensor:
-        """Return the tensor that shares a storage's payload for autograd; by default the storage itself."""
-        return storage  # pyright: ignore[reportReturnType]
+        """Return the tensor that shares a storage's payload for autograd; without TENSOR the storage itself."""
+        if self.TENSOR is None:
+            return storage  # pyright: ignore[reportReturnType]
+        return self.TENSOR.from_storage(storage, requires_grad=requires_grad)
 
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
@@ -286,7 +290,7 @@ class Quantizer:
 
     def _get_compatible_recipe(self) -> type[recipes.Recipe] | None:
         """Return the recipe class for whose weights this quantizer is made; None: any."""
-        return None
+        return self.RECIPE
 
     def reducing_over(self, group: torch.distributed.ProcessGroup) -> Quantizer:
         """Return the quantizer of a shard whose tensor is sharded over a group: one tensor has one scale."""
