@@ -132,10 +132,6 @@ class RecipeState:
             )
         return self.roles
 
-    def fulfil(self, roles: Sequence[QuantizerRole | None]) -> list[Quantizer]:
-        """Return the quantizers for the results of a custom recipe's factory."""
-        raise TypeError(f"{type(self).__name__} has no factory to ask; use CustomRecipe")
-
 
 class StatelessRecipeState(RecipeState):
     """No tensors: scales are computed from the quantized tensor."""
@@ -246,11 +242,9 @@ class CustomRecipeState(RecipeState):
         """Inherit nothing: another factory may assign the slots differently."""
 
     def make_quantizers(self) -> list[Quantizer]:
-        return self.fulfil(factory_roles(self.mode, self.num_quantizers, self._roles_of_slots()))
-
-    def fulfil(self, roles: Sequence[QuantizerRole | None]) -> list[Quantizer]:
         factory_of_role = self.recipe.qfactory
         assert factory_of_role is not None, "CustomRecipe validates it"
+        roles = factory_roles(self.mode, self.num_quantizers, self._roles_of_slots())
         answers = [factory_of_role(role) for role in roles]
         slots: dict[DelayedScalingRequest, tuple[int, ...]] = {}
         for slot, answer in enumerate(answers):
