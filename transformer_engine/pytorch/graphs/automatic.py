@@ -11,6 +11,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -69,13 +70,13 @@ TABLE: Table[Situation] = Table(
 )
 
 
+@dataclass(eq=False)
 class _Entry:
     """The state of one signature: the number of calls, the graph, or why its capture failed."""
 
-    def __init__(self) -> None:
-        self.calls = 0
-        self.graph: RecordedBlock | None = None
-        self.failure: str | None = None
+    calls: int = 0
+    graph: RecordedBlock | None = None
+    failure: str | None = None
 
 
 class AutomaticGraph:

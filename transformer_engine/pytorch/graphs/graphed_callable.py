@@ -102,11 +102,11 @@ def _as_captured(
     return tensor.to(device, dtype)
 
 
+@dataclass(eq=False)
 class EagerBlock:
     """Runs the callable eagerly, under the autocast that a graph of it would be captured with."""
 
-    def __init__(self, block: StaticBlock):
-        self.block = block
+    block: StaticBlock
 
     def run(self, tensors: Sequence[Tensor], first: bool | None, stream: Any, event: Any) -> Any:
         block = self.block

@@ -7,6 +7,7 @@ A layer's forward remains that of its library. While it runs, torch's scaled_dot
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -90,13 +91,13 @@ class InjectedForward:
             return self.forward(*args, **kwargs)
 
 
+@dataclass(eq=False)
 class Replacement:
     """out [b, h, q, d_v] of torch's scaled_dot_product_attention for queries, keys and values of one layer."""
 
-    def __init__(self, layout: HeadLayout) -> None:
-        self.layout = layout
-        self.cores = Cores()
-        self.warned = False
+    layout: HeadLayout
+    cores: Cores = field(default_factory=Cores)
+    warned: bool = False
 
     def core(self, dropout: float, causal: bool) -> DotProductAttention:
         """Return the layer's DotProductAttention with this dropout, for causal masks or for others."""
