@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...common.checks import described, whole
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
-from .correspondence import EXTRA_STATE, Correspondence, check_tensors, same_values
+from .correspondence import EXTRA_STATE, Correspondence, check_tensors
 from .decoder import Decoder
 from .decoder_config import DecoderConfig
 from .families import family_named
@@ -86,7 +86,8 @@ class Checkpoint:
             head = correspondence.family.head
             (embedding,) = next(m.theirs for m in correspondence.matches if m.ours == "embedding.weight")
             if head in names and embedding in names:
-                if not same_values(shards.read(names[head]), shards.read(names[embedding])):
+                stored, embedded = shards.read(names[head]), shards.read(names[embedding])
+                if stored.dtype != embedded.dtype or not torch.equal(stored, embedded):
                     raise ValueError(
                         f"{shards.folder}: config.json ties {head} to {embedding}, but their values differ; set "
                         "tie_word_embeddings to false if the head is meant to be its own"

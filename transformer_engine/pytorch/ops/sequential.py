@@ -114,18 +114,6 @@ class Sequential(torch.nn.Module):
         """A copy groups its own modules."""
         return {**self.__dict__, "_module_groups": None}
 
-    def _make_module_groups(self) -> list[OperationFuser | torch.nn.Module]:
-        groups: list[OperationFuser | torch.nn.Module] = []
-        chain: list[FusibleOperation] = []
-        for module in self:
-            if isinstance(module, FusibleOperation):
-                chain.append(module)
-                continue
-            groups += [OperationFuser(chain)] if chain else []
-            groups.append(module)
-            chain = []
-        return groups + ([OperationFuser(chain)] if chain else [])
-
     def forward(
         self,
         input: Tensor,
@@ -148,7 +136,16 @@ class Sequential(torch.nn.Module):
         """
         groups = self._module_groups
         if groups is None:
-            groups = self._module_groups = self._make_module_groups()
+            groups = []
+            chain: list[FusibleOperation] = []
+            for module in (*self, None):
+                if isinstance(module, FusibleOperation):
+                    chain.append(module)
+                    continue
+                groups += [OperationFuser(chain)] if chain else []
+                groups += [] if module is None else [module]
+                chain = []
+            self._module_groups = groups
         if len(groups) == 1 and not op_kwargs and isinstance(groups[0], OperationFuser):
             return groups[0](input, *extra_inputs)
         options = self._options(op_kwargs)

@@ -279,7 +279,7 @@ class Attention(CachedAttention, ABC):
         cu_keys, lengths, longest_key = context.cu_kv_lengths()
         out = self.flash_decode_and_prefill(
             query, key, value, longest_query, longest_key, cu_queries, cu_keys, lengths, table,
-            context.is_decode_only(), self._softmax_offset(),
+            context.is_decode_only(), getattr(self.core_attention, "softmax_offset", None),
         ).flatten(-2)  # fmt: skip
         if self.config.fp8 or setting(self.config, "fp4"):
             out[context.padding_slice] = 0.0  # these rows must not contribute to a maximum
