@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -143,17 +144,14 @@ class _Recorder:
 
     def __enter__(self) -> None:
         for name, module in self._model.named_modules():
-            self._hooks.append(module.register_forward_hook(self._hook_of(original_name(name))))
+            self._hooks.append(module.register_forward_hook(partial(self._see, original_name(name))))
 
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
         self._labels.clear()
 
-    def _hook_of(self, name: str) -> Callable[[nn.Module, Any, Any], Any]:
-        return lambda module, arguments, output: self._see(name, arguments, output)
-
-    def _see(self, name: str, arguments: Any, output: Any) -> Any:
+    def _see(self, name: str, module: nn.Module, arguments: Any, output: Any) -> Any:
         recomputed = in_a_backward()
         call = self._calls.get(name, 0)
         if not recomputed:

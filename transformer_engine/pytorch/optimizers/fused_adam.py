@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
 
@@ -30,29 +30,6 @@ from .checks import (
     pair_of,
 )
 from .multi_tensor_apply import Checked, local_of, multi_tensor_applier
-
-
-def rates_of(
-    group: dict[str, Any],
-    inverse: Tensor | None,
-    devices: Iterable[torch.device],
-    flag: Tensor,
-    capturable: bool,
-) -> dict[torch.device, Tensor]:
-    """Return the ten numbers of `adam_step` for a step of the group, on each device.
-
-    Args:
-        inverse: Multiplier of the gradients.
-    """
-    betas, eps, step = pair_of(group["betas"]), float(group["eps"]), group["step"]
-    rest = (to_bool("bias_correction", group["bias_correction"]), float(group["weight_decay"]))
-    if not capturable:
-        numbers = adam_rates(float(group["lr"]), betas, eps, step, *rest)
-        return {device: on_device(numbers, device) for device in devices}
-    lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=flag.device)
-    rates = device_rates(lr, betas, eps, step, *rest, inverse)
-    return {device: rates.to(device) for device in devices}
-
 
 __all__ = ["FusedAdam"]
 
@@ -250,7 +227,16 @@ class FusedAdam(AdamStates):
             else:
                 group["step"] = int(group.get("step", 0)) + 1
             devices = {bucket.parameters[0].device for bucket in layout.buckets}
-            rates = rates_of(group, inverse, devices, flag, self.capturable)
+            # The ten numbers of `adam_step` for a step of the group, on each device.
+            betas, eps, step = pair_of(group["betas"]), float(group["eps"]), group["step"]
+            rest = (to_bool("bias_correction", group["bias_correction"]), float(group["weight_decay"]))
+            if not self.capturable:
+                numbers = adam_rates(float(group["lr"]), betas, eps, step, *rest)
+                rates = {device: on_device(numbers, device) for device in devices}
+            else:
+                lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=flag.device)
+                values = device_rates(lr, betas, eps, step, *rest, inverse)
+                rates = {device: values.to(device) for device in devices}
             for bucket, of_bucket in zip(layout.buckets, of_group, strict=True):
                 self._step_bucket(bucket, of_bucket, rates)
         return loss
