@@ -61,8 +61,8 @@ class Checkpoint:
             path = folder / OURS
             content = read_json(path)
             settings, decoder = content.get("config"), content.get("decoder")
-            records = isinstance(settings, dict) and isinstance(decoder, dict)
-            if content.get("format") != FORMAT or not records:
+            known = content.get("format") == FORMAT
+            if not (known and isinstance(settings, dict) and isinstance(decoder, dict)):
                 raise ValueError(
                     f"{path} is not of format {FORMAT}, with config and decoder; convert the checkpoint again"
                 )

@@ -245,8 +245,7 @@ class _Comparison:
             loss = torch.tensor(losses, dtype=torch.float64, device="cpu").mean()
         exact, *noisy = [torch.tensor([run.loss], device="cpu") for run in (self._reference, *self._noisy)]
         found = difference(loss.reshape(1), exact, noisy)
-        # Return |dL/dy| |y' - y|, the largest first-order change of the loss by the noise of the model's
-        # output.
+        # |dL/dy| |y' - y|, the largest first-order change of the loss by the noise of the model's output.
         output, gradient = RecordKey("", 0, "output"), RecordKey("", 0, "grad_output")
         if output not in self._reference.forward or gradient not in self._reference.backward:
             change = 0.0

@@ -167,10 +167,10 @@ def average_gradients(model: nn.Module, place: RankPlace) -> None:
 
     averaged = world_size(model.process_group) if isinstance(model, DistributedDataParallel) else 1
     for parameter in parameters_of(model).values():
-        gradient = parameter.value.grad
+        gradient: Any = parameter.value.grad
         if gradient is None:
             continue
-        local: Any = gradient
+        local = gradient
         done = averaged  # the number of data and context ranks over which the gradient has been averaged
         if hasattr(gradient, "to_local"):
             local, shards = gradient.to_local(), gradient.device_mesh

@@ -128,10 +128,10 @@ class Quantizer:
         """Return the tensor of these codes, with this shape and nominal dtype."""
         raise TypeError(f"{type(self).__name__} asks no kernel for codes")
 
-    def wrap(self, storage: QuantizedTensorStorage, *, requires_grad: bool = False) -> Tensor:
+    def wrap(self, storage: QuantizedTensorStorage, *, requires_grad: bool = False) -> Any:
         """Return the tensor that shares a storage's payload for autograd; without TENSOR the storage itself."""
         if self.TENSOR is None:
-            return storage  # pyright: ignore[reportReturnType]
+            return storage
         return self.TENSOR.from_storage(storage, requires_grad=requires_grad)
 
     def empty(

@@ -103,7 +103,7 @@ def revert_hf(model: M) -> M:
     Args:
         model: A model that `convert_hf` converted. Quantized weights (te.quantized_model_init) are dequantized.
     """
-    decoders = [
+    decoders: list[Any] = [
         module for module in model.modules() if isinstance(getattr(module, "converted", None), Converted)
     ]
     if not decoders:
