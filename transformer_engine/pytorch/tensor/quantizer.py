@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Sequence
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from .custom_operand import contracted
 from .storage.identity_tensor_storage import IdentityTensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
 
+_flags = attrgetter("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm")
 is_compiling = torch.compiler.is_compiling
 is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
 
@@ -316,14 +318,10 @@ class Quantizer:
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
             return NotImplemented
-        return self._identity() == other._identity()  # pyright: ignore[reportAttributeAccessIssue]
+        return _flags(self) == _flags(other) and self._configuration() == other._configuration()  # pyright: ignore
 
     def __hash__(self) -> int:
         return hash((type(self), self._configuration()))
-
-    def _identity(self) -> Hashable:
-        flags = (self.rowwise_usage, self.columnwise_usage, self.internal, self.optimize_for_gemm)
-        return (flags, self._configuration())
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name.lstrip('_')}={value!r}" for name, value in vars(self).items())
