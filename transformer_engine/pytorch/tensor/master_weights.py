@@ -67,7 +67,7 @@ def _writer(shard: Shard) -> _Copied | _TensorScaled | _BlockScaled | _Hybrid:
     if isinstance(weight, IdentityTensorStorage):
         return _Copied(shard)
     if isinstance(weight, Float8TensorStorage):
-        return _TensorScaled(shard)
+        return _TensorScaled(shard, weight.writer())
     quantizer = weight.writer()
     if isinstance(quantizer, BlockScalingQuantizer):
         return _BlockScaled(shard, quantizer)
@@ -123,13 +123,14 @@ class _TensorScaled:
     """One scale per weight: the shard alone is cast."""
 
     shard: Shard
+    quantizer: Any
 
     def maxima(self) -> list[Tensor]:
         return [absolute_maximum(self.shard.values)]
 
     def write(self, maxima: Iterator[Tensor]) -> None:
         weight: Any = self.shard.weight
-        quantizer, amax = weight.writer(), next(maxima)
+        quantizer, amax = self.quantizer, next(maxima)
         delayed = isinstance(quantizer, Float8Quantizer)
         spec = QuantizeSpec(
             FLOAT8,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Sequence
-from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -23,7 +22,6 @@ from .custom_operand import contracted
 from .storage.identity_tensor_storage import IdentityTensorStorage
 from .storage.quantized_tensor_storage import QuantizedTensorStorage
 
-_flags = attrgetter("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm")
 is_compiling = torch.compiler.is_compiling
 is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
 
@@ -318,7 +316,11 @@ class Quantizer:
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
             return NotImplemented
-        return _flags(self) == _flags(other) and self._configuration() == other._configuration()  # pyright: ignore
+        ours, theirs = [
+            (q.rowwise_usage, q.columnwise_usage, q.internal, q.optimize_for_gemm, q._configuration())  # pyright: ignore
+            for q in (self, other)
+        ]
+        return ours == theirs
 
     def __hash__(self) -> int:
         return hash((type(self), self._configuration()))
