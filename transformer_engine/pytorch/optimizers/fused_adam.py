@@ -228,7 +228,8 @@ class FusedAdam(AdamStates):
                 group["step"] = int(group.get("step", 0)) + 1
             devices = {bucket.parameters[0].device for bucket in layout.buckets}
             # The ten numbers of `adam_step` for a step of the group, on each device.
-            betas, eps, step = pair_of(group["betas"]), float(group["eps"]), group["step"]
+            betas, eps = pair_of(group["betas"]), float(group["eps"])
+            step: Any = group["step"]
             rest = (to_bool("bias_correction", group["bias_correction"]), float(group["weight_decay"]))
             if not self.capturable:
                 numbers = adam_rates(float(group["lr"]), betas, eps, step, *rest)
