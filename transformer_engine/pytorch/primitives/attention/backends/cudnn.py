@@ -371,7 +371,13 @@ def backward(
     plan.run(pointers, device, offsets)
     del alive
     if call.softmax == "learnable" and grad_sink is None:
-        grad_sink = _grad_sink(call, inputs, output, grad_output, stats)
+        # dsink [h] = -sum exp(sink - lse) sum_d(do o), in a fixed order.
+        assert inputs.sink is not None
+        inner = (grad_output.float() * output.float()).sum(dim=-1)
+        inner = inner.permute(1, 2, 0) if call.q_format == "sbhd" else inner.transpose(1, 2)
+        share = torch.exp(inputs.sink[None, :, None] - stats)
+        # Rows of no token have no logarithm, and no output.
+        grad_sink = -torch.where(inner == 0.0, 0.0, share * inner).sum(dim=(0, 2))
     if not call.bias_gradient:
         grad_bias = None
     elif grad_bias is not None and inputs.bias is not None:
@@ -379,18 +385,6 @@ def backward(
             grad_bias = grad_bias * call.scale
         grad_bias = grad_bias.to(inputs.bias.dtype)
     return Gradients(grad_q, grad_k, grad_v, grad_bias, grad_sink)
-
-
-def _grad_sink(
-    call: AttentionCall, inputs: AttentionInputs, output: Tensor, grad_output: Tensor, lse: Tensor
-) -> Tensor:
-    """Compute dsink [h] = -sum exp(sink - lse) sum_d(do o), in a fixed order."""
-    assert inputs.sink is not None
-    inner = (grad_output.float() * output.float()).sum(dim=-1)
-    inner = inner.permute(1, 2, 0) if call.q_format == "sbhd" else inner.transpose(1, 2)
-    share = torch.exp(inputs.sink[None, :, None] - lse)
-    # Rows of no token have no logarithm, and no output.
-    return -torch.where(inner == 0.0, 0.0, share * inner).sum(dim=(0, 2))
 
 
 PASSES = Passes("cudnn", forward, backward)

@@ -38,14 +38,10 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         call.deterministic
         and call.needs_gradient
         and call.device_type == "cuda"
-        and not _torch_is_deterministic()
+        and not torch.are_deterministic_algorithms_enabled()
     ):
         return "its backward on CUDA is only deterministic under torch.use_deterministic_algorithms(True)"
     return None
-
-
-def _torch_is_deterministic() -> bool:
-    return torch.are_deterministic_algorithms_enabled()
 
 
 def attend(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
