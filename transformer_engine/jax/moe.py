@@ -193,8 +193,11 @@ def moe(
     }  # fmt: skip
     devices = get_mesh_axis_size(ep_axis)
     if devices == 1:
+        from flax import linen
+
         for name, axes in (("wi_0", wi_kernel_axes), ("wi_1", wi_kernel_axes), ("wo", wo_kernel_axes)):
-            params[name] = _constrained(params[name], axes)
+            if {axis for axis, _ in linen.get_logical_axis_rules()} & set(axes):
+                params[name] = with_sharding_constraint_by_logical_axes(params[name], axes)
         return _on_one_device(x, gate_kernel, expert_bias, params, routing, experts)
     assert ep_axis is not None
     if num_experts % devices:
@@ -205,13 +208,6 @@ def moe(
         x, gate_kernel, expert_bias, params, routing, experts,
         EpConfig(num_experts, devices, ep_axis), tuple(data_parallelism_axes),
     )  # fmt: skip
-
-
-def _constrained(kernel: Array, axes: Axes) -> Array:
-    from flax import linen
-
-    known = {name for name, _ in linen.get_logical_axis_rules()}
-    return with_sharding_constraint_by_logical_axes(kernel, axes) if known & set(axes) else kernel
 
 
 def _routed(
@@ -257,7 +253,14 @@ def _on_many(
     def local(
         place: Array, x: Array, gate_kernel: Array, bias: Array | None, params: Any, sets: Any
     ) -> tuple[Array, Any, Array]:
-        sets = jax.tree.map(lambda leaf: leaf if _is_state(leaf) else _own_key(leaf, place[0]), sets)
+        sets = jax.tree.map(
+            lambda leaf: (
+                leaf
+                if _is_state(leaf)
+                else jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(leaf), place[0]))
+            ),
+            sets,
+        )
         own = replace(
             experts,
             quantizer_sets=tuple(_of_own(s, cfg.local_experts, data_axes) for s in sets),
@@ -297,11 +300,6 @@ def _on_many(
 def _is_state(leaf: Array) -> bool:
     """Return whether this leaf of a quantizer is a state, not a random key."""
     return jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
-def _own_key(data: Array, place: Array) -> Array:
-    """Return the data of a random key of this device, so that devices round with different numbers."""
-    return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(data), place))
 
 
 def _of_own(quantizers: QuantizerSet, count: int, axes: tuple[str, ...]) -> QuantizerSet:

@@ -46,7 +46,15 @@ def bench(
             return
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         quick = quick or device.type == "cpu"
-        chosen = _chosen(_recipes(recipe, device), quick, family, only)
+        recipes = _recipes(recipe, device)
+        wanted = [part for part in only.split(",") if part]
+        chosen = [
+            case
+            for case in cases(recipes, quick, family or ())
+            if not wanted or any(part in case.name for part in wanted)
+        ]
+        if not chosen:
+            raise ValueError("no case is left by --family, --recipe and --only; leave one of them out")
         providers = _providers(provider)
         if json is not None and not json.parent.is_dir():
             raise ValueError(f"--json {json}: there is no folder {json.parent}; make it first")
@@ -81,18 +89,6 @@ def _providers(given: list[str] | None) -> list[Provider]:
     if given:
         return [provider for name, provider in known.items() if name in given]
     return [provider for provider in known.values() if not provider.on_request]
-
-
-def _chosen(recipes: tuple[str, ...], quick: bool, family: list[str] | None, only: str) -> list[Case]:
-    wanted = [part for part in only.split(",") if part]
-    found = [
-        case
-        for case in cases(recipes, quick, family or ())
-        if not wanted or any(part in case.name for part in wanted)
-    ]
-    if not found:
-        raise ValueError("no case is left by --family, --recipe and --only; leave one of them out")
-    return found
 
 
 def _measure(

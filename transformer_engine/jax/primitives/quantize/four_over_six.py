@@ -77,7 +77,16 @@ def _coded(
         terms = exact.multiply(difference, difference) if measure == FAST_MSE else difference
     else:
         terms = _terms(product, values, of_tiles[0], largest, measure == MSE)
-    return codes, scale, _sum(terms, axis)
+    # Sum of the tiles: along a row from the first element on, then rows 0 with 8, 1 with 9, .., 0 with 4, ..
+    columns = jnp.moveaxis(terms, -1, 0)
+    total = columns[0]
+    for place in range(1, columns.shape[0]):
+        total = total + columns[place]
+    rows = jnp.moveaxis(total, axis, 0)
+    while rows.shape[0] > 1:
+        half = rows.shape[0] // 2
+        rows = rows[:half] + rows[half:]
+    return codes, scale, rows[0]
 
 
 def _terms(product: Array, values: Array, amax: Array, largest: float, squared: bool) -> Array:
@@ -95,16 +104,3 @@ def _terms(product: Array, values: Array, amax: Array, largest: float, squared: 
 def _power(exponent: Array) -> Array:
     """Return 2^exponent, for -126 to 127."""
     return exact.float_of((exponent + 127) << 23)
-
-
-def _sum(terms: Array, axis: int) -> Array:
-    """Return sums of tiles: along a row from the first element on, then rows 0 with 8, 1 with 9, .., 0 with 4, .."""
-    columns = jnp.moveaxis(terms, -1, 0)
-    total = columns[0]
-    for place in range(1, columns.shape[0]):
-        total = total + columns[place]
-    rows = jnp.moveaxis(total, axis, 0)
-    while rows.shape[0] > 1:
-        half = rows.shape[0] // 2
-        rows = rows[:half] + rows[half:]
-    return rows[0]
