@@ -286,7 +286,7 @@ def compute_ragged_all_to_all_params(
 
     all_shards_tokens_per_expert   [R, E]: rows of every shard for every expert; expert e is on shard e // (E / R)
     """
-    sent = _sent_between(all_shards_tokens_per_expert, shard_id, num_expert_shards)
+    sent = _by_shard(all_shards_tokens_per_expert, shard_id, num_expert_shards).sum(axis=-1)
     mine = sent[shard_id]
     before = jnp.cumsum(sent, axis=0) - sent  # rows that earlier shards send to each shard
     return jnp.cumsum(mine) - mine, mine, before[shard_id], sent[:, shard_id]
@@ -296,15 +296,10 @@ def compute_reverse_ragged_all_to_all_params(
     all_shards_tokens_per_expert: Array, shard_id: Array | int, num_expert_shards: int
 ) -> tuple[Array, Array, Array, Array]:
     """Return the arguments of the inverse exchange: received rows are sent back to their origin."""
-    sent = _sent_between(all_shards_tokens_per_expert, shard_id, num_expert_shards)
+    sent = _by_shard(all_shards_tokens_per_expert, shard_id, num_expert_shards).sum(axis=-1)
     received = sent[:, shard_id]
     offsets = jnp.cumsum(sent, axis=1) - sent  # offsets at which a shard stores the rows of each shard
     return jnp.cumsum(received) - received, received, offsets[:, shard_id], sent[shard_id]
-
-
-def _sent_between(tokens_per_expert: Array, shard_id: Array | int, shards: int) -> Array:
-    """Return [from, to]: rows sent between two shards."""
-    return _by_shard(tokens_per_expert, shard_id, shards).sum(axis=-1)
 
 
 def _by_shard(tokens_per_expert: Array, shard_id: Array | int, shards: int) -> Array:

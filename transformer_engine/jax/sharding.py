@@ -302,7 +302,10 @@ def with_sharding_constraint_by_logical_axes(
 
     if rules := linen.get_logical_axis_rules():
         if mesh is not None:
-            _warn_of_names(logical_axis_names, {name for name, _ in rules})
+            known = {name for name, _ in rules}
+            for name in logical_axis_names:
+                if name is not None and name not in known:
+                    _warn_of_name(name)
         if mesh is not None and (AxisType.Manual in mesh.axis_types or not isinstance(x, Tracer)):
             # Flax neither drops manual axes nor shards concrete arrays.
             return with_sharding_constraint(x, linen.logical_to_mesh_axes(tuple(logical_axis_names)))
@@ -322,12 +325,6 @@ def with_sharding_constraint_by_logical_axes(
     return with_sharding_constraint(
         x, PartitionSpec(*(None if name is None else ours[name] for name in logical_axis_names))
     )
-
-
-def _warn_of_names(names: Sequence[str | None], known: set[str]) -> None:
-    for name in names:
-        if name is not None and name not in known:
-            _warn_of_name(name)
 
 
 @functools.cache

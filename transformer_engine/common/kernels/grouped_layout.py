@@ -80,6 +80,6 @@ def layout_of(total: int, groups: int) -> Launch:
     tiles = tiles_at_most(total, groups)
     width = triton.next_power_of_2(groups)
     block = max(1, min(128, 8192 // width))
-    outputs = (Output(((2 * (groups + 1) + tiles_at_most(total, groups)),), "int32"),)
+    outputs = (Output((2 * (groups + 1) + tiles_at_most(total, groups),), "int32"),)
     grid = (ceil_div(tiles, block), 1, 1)
     return Launch(layout_kernel, grid, outputs, (total, tiles), (groups, width, block), warps=4)

@@ -47,7 +47,8 @@ def fan_out(quantizer_set: State, n: int) -> tuple[State, ...]:
         leaves, tree = jax.tree.flatten(quantizer_set)
         if pairs is None:
             names = [
-                jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in _flat(quantizer_set)
+                jax.tree_util.keystr(path, simple=True, separator="/")
+                for path, _ in jax.tree_util.tree_flatten_with_path(quantizer_set)[0]
             ]
             raise TypeError(
                 f"quantizer_set holds {', '.join(names)}, not all of which are states of quantizers; give the "
@@ -74,13 +75,12 @@ def fan_out(quantizer_set: State, n: int) -> tuple[State, ...]:
     return _copies(n, False)(quantizer_set)
 
 
-def _flat(collections: Any) -> Sequence[tuple[Any, Any]]:
-    return jax.tree_util.tree_flatten_with_path(collections)[0]
-
-
 def pairs_of_leaves(collections: Any) -> list[tuple[int, int]] | None:
     """Return the places of every scale and its history among the leaves, or None if there are leaves without a pair."""
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in _flat(collections)]
+    names = [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, _ in jax.tree_util.tree_flatten_with_path(collections)[0]
+    ]
     places = {name: place for place, name in enumerate(names)}
     pairs: list[tuple[int, int]] = []
     for name in names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -14,9 +14,6 @@ from ...runtime.launching import DTYPE_NAMES, Performed, rows_dense, unsupported
 from ..quantize import CastRequest, Quantized, fused_codes
 from ..quantize.format_row import as_float32
 from .reference import ColumnSumsRequest, with_cast
-
-if TYPE_CHECKING:
-    from ....common.kernels.program import Program
 
 _LIMIT = 1 << 24  # offsets inside a tile are 32-bit integers
 _NO_CONSTANTS = (0.0, 0.0, 0.0)
@@ -56,7 +53,20 @@ def _with_codes(
 ) -> Callable[[Tensor, Tensor | None, Tensor | None], tuple[Quantized, Tensor]]:
     in_blocks = fused_codes.in_blocks(cast.spec)
     if in_blocks or cast.given:
-        program = _fused_cast(request, cast)
+        # One pass: the cast of the gradient of the identity also sums the columns of its tiles.
+        from ....common.kernels import activation_codes, block_fused  # they import triton
+
+        stride = request.strides[0] if request.strides[1] == 1 else request.shape[1]
+        plain = ("identity", False, request.shape, (stride, 0))
+        sums = DTYPE_NAMES[request.result]
+        if fused_codes.in_blocks(cast.spec):
+            processors = launching.processors(request.device.index)
+            machine = block_fused.Machine(*processors, request.dtype.itemsize)
+            blocks = fused_codes.blocks(cast.spec, request.dtype)
+            program = activation_codes.backward_blocks(*plain, _NO_CONSTANTS, blocks, sums, machine)
+        else:
+            how = fused_codes.one_scale(cast)
+            program = activation_codes.backward(*plain, DTYPE_NAMES[request.dtype], _NO_CONSTANTS, how, sums)
         ready = rows_dense
     else:
         # One pass for sums and maximum, then the cast, whose launch overlaps the end of the first.
@@ -85,22 +95,6 @@ def _with_codes(
         return Quantized(*codes), sums
 
     return run
-
-
-def _fused_cast(request: ColumnSumsRequest, cast: CastRequest) -> Program:
-    """One pass: the cast of the gradient of the identity also sums the columns of its tiles."""
-    from ....common.kernels import activation_codes, block_fused  # they import triton
-
-    stride = request.strides[0] if request.strides[1] == 1 else request.shape[1]
-    plain = ("identity", False, request.shape, (stride, 0))
-    sums = DTYPE_NAMES[request.result]
-    if fused_codes.in_blocks(cast.spec):
-        processors = launching.processors(request.device.index)
-        machine = block_fused.Machine(*processors, request.dtype.itemsize)
-        blocks = fused_codes.blocks(cast.spec, request.dtype)
-        return activation_codes.backward_blocks(*plain, _NO_CONSTANTS, blocks, sums, machine)
-    how = fused_codes.one_scale(cast)
-    return activation_codes.backward(*plain, DTYPE_NAMES[request.dtype], _NO_CONSTANTS, how, sums)
 
 
 BACKEND: Backend[ColumnSumsRequest] = Backend(

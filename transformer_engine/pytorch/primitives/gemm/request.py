@@ -197,7 +197,7 @@ def key_in_eager_mode(a: Operand, b: Operand, epilogue: Epilogue, traced: bool =
         element is torch.float32
         and not traced
         and a_codes.is_cuda
-        and (torch.backends.cuda.matmul.fp32_precision == "tf32"),
+        and torch.backends.cuda.matmul.fp32_precision == "tf32",
         not traced and (Switch.depth > 0 or asked() is not None) and wanted(),
     )
 

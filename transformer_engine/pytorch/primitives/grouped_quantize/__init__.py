@@ -37,7 +37,15 @@ def quantize_rows(
     if spec.format not in (FLOAT8, BLOCK_1D):
         raise ValueError(f"groups of rows are quantized to float8 or block1d, not to {spec.format.name}")
     shape = (x.shape[0], x.shape[1])
-    key = (spec, False, groups.count, shape, x.dtype, x.device, _places(slots))
+    key = (
+        spec,
+        False,
+        groups.count,
+        shape,
+        x.dtype,
+        x.device,
+        None if slots is None else (slots.stride, slots.offset),
+    )
     return TABLE.bound(key)(x, groups, slots)
 
 
@@ -51,9 +59,13 @@ def quantize_matrices(
     if spec.format not in (FLOAT8, BLOCK_2D):
         raise ValueError(f"matrices are quantized to float8 or block2d, not to {spec.format.name}")
     first = matrices.tensors[0]
-    key = (spec, True, len(matrices.tensors), matrices.shape, first.dtype, first.device, _places(slots))
+    key = (
+        spec,
+        True,
+        len(matrices.tensors),
+        matrices.shape,
+        first.dtype,
+        first.device,
+        None if slots is None else (slots.stride, slots.offset),
+    )
     return TABLE.bound(key)(matrices, None, slots)
-
-
-def _places(slots: ScaleSlots | None) -> tuple[int, int] | None:
-    return None if slots is None else (slots.stride, slots.offset)

@@ -30,13 +30,13 @@ def _run(
         stacks = [_stacked([part[i] for part in parts]) for i in range(4)]
         codes, scale, codes_t, scale_t = stacks
         if spec.tile is None:
-            scale, scale_t = (None if s is None else _apart(s) for s in (scale, scale_t))
+            scale, scale_t = (None if s is None else s.reshape(-1, 1).repeat(1, 4) for s in (scale, scale_t))
         return GroupedQuantized(codes, scale, codes_t, scale_t)
     assert groups is not None
     parts = _each(groups.split(values), spec, slots)
     scale, scale_t = _flat([part.scale for part in parts]), _flat([part.scale_t for part in parts])
     if spec.tile is None:
-        scale, scale_t = (None if s is None else _apart(s) for s in (scale, scale_t))
+        scale, scale_t = (None if s is None else s.reshape(-1, 1).repeat(1, 4) for s in (scale, scale_t))
     return GroupedQuantized(
         _joined([part.codes for part in parts]),
         scale,
@@ -73,11 +73,6 @@ def _flat(tensors: list[Tensor | None]) -> Tensor | None:
     return _bytewise(
         torch.cat, [(t.t() if t.dtype == torch.float32 and t.dim() == 2 else t).reshape(-1) for t in found]
     )
-
-
-def _apart(scale: Tensor) -> Tensor:
-    """[groups] -> [groups, 4], four times the same."""
-    return scale.reshape(-1, 1).repeat(1, 4)
 
 
 def _padded(codes_t: Tensor | None) -> Tensor | None:

@@ -46,7 +46,7 @@ def operator_of(quantize: Callable[..., Quantized]) -> Callable[[QuantizeRequest
         results = [made.codes, made.codes_t]
         if spec.format.block is None:
             results += [made.scale if spec.rowwise else made.scale_t]
-            results += [made.amax.clone()] if (amax is None) and made.amax is not None else []
+            results += [made.amax.clone()] if amax is None and made.amax is not None else []
         else:
             results += [made.scale, made.scale_t]
         return [result for result in results if result is not None]

@@ -125,16 +125,11 @@ def _unsupported_options(call: AttentionCall) -> str | None:
             return "ALiBi with sequences of unequal lengths"
     if call.max_logit and (call.softmax != "vanilla" or call.q_format == "thd"):
         return "return_max_logit with a sink or packed sequences"
-    if _may_lack_keys(call) and call.softmax != "vanilla":
+    if (call.mask.padding and not (call.same_lengths or call.cached)) and call.softmax != "vanilla":
         return "a sink, where a sequence of queries may have no keys"
     if call.page_size and (call.page_size & (call.page_size - 1) or call.needs_gradient):
         return f"page_size={call.page_size}: it takes powers of two, and no gradient"
     return None
-
-
-def _may_lack_keys(call: AttentionCall) -> bool:
-    """Return whether a sequence may have queries but no keys, where the library divides 0 by 0."""
-    return call.mask.padding and not (call.same_lengths or call.cached)
 
 
 def _unsupported_backward(call: AttentionCall) -> str | None:
@@ -274,24 +269,6 @@ def _fresh(call: AttentionCall, like: Tensor, depth: int, starts: Tensor | None)
     return torch.zeros(shape, dtype=call.dtype, device=like.device)
 
 
-def _without_keys(call: AttentionCall, output: Tensor, lse: Tensor | None, inputs: AttentionInputs) -> None:
-    """Write 0 to the output and -inf to the logarithm of sequences without keys, in place."""
-    assert inputs.lengths_kv is not None
-    none = inputs.lengths_kv == 0
-    if call.q_format == "thd":
-        assert inputs.starts_q is not None
-        token = torch.arange(output.shape[0], dtype=torch.int32, device=output.device)
-        sequence = torch.searchsorted(inputs.starts_q, token, right=True) - 1
-        none = none[sequence.clamp_(max=call.batch - 1)]
-        rows, statistics = none[:, None, None], none[:, None]
-    else:
-        rows = none[None, :, None, None] if call.q_format == "sbhd" else none[:, None, None, None]
-        statistics = none[:, None, None]
-    output.masked_fill_(rows, 0.0)
-    if lse is not None:
-        lse.masked_fill_(statistics, -torch.inf)
-
-
 def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
     """Compute o = softmax(scale * q k^T + bias) v and the logarithm of the softmax's denominator."""
     given = _addressable(call, inputs)
@@ -319,8 +296,22 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
     offsets, alive = ragged_offsets(plan, inputs.starts_q, inputs.starts_kv)
     plan.run(pointers, device, offsets)
     del alive
-    if _may_lack_keys(call):
-        _without_keys(call, output, lse, inputs)
+    if call.mask.padding and not (call.same_lengths or call.cached):
+        # Sequences without keys: 0 in the output and -inf in the logarithm, in place.
+        assert inputs.lengths_kv is not None
+        none = inputs.lengths_kv == 0
+        if call.q_format == "thd":
+            assert inputs.starts_q is not None
+            token = torch.arange(output.shape[0], dtype=torch.int32, device=output.device)
+            sequence = torch.searchsorted(inputs.starts_q, token, right=True) - 1
+            none = none[sequence.clamp_(max=call.batch - 1)]
+            rows, statistics = none[:, None, None], none[:, None]
+        else:
+            rows = none[None, :, None, None] if call.q_format == "sbhd" else none[:, None, None, None]
+            statistics = none[:, None, None]
+        output.masked_fill_(rows, 0.0)
+        if lse is not None:
+            lse.masked_fill_(statistics, -torch.inf)
     max_logit = None
     if score_sum is not None and lse is not None:
         max_logit = lse.amax(dim=(0, 2))
