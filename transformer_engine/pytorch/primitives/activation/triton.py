@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from ..quantize import CastRequest, Quantized, fused_codes
 from ..quantize.format_row import as_float32
 from .reference import with_cast
 from .request import ActivationRequest
-
-if TYPE_CHECKING:
-    from ....common.kernels.program import Program
 
 _LIMIT = 1 << 24  # offsets inside a tile of 128 rows are 32-bit integers
 _HALVES = 256  # two halves of whole blocks
