@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ....common.dispatch import Table
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
+from ....common.kernels import launch
+from ...runtime.launching import run
 from ..grouped_gemm import Groups, Matrices
 from ..quantize import QuantizeSpec
 from . import reference, triton
 from .spec import GroupedQuantized, GroupedQuantizeRequest, ScaleSlots
-from .sums import row_sums
 
 __all__ = [
     "TABLE",
@@ -69,3 +71,15 @@ def quantize_matrices(
         None if slots is None else (slots.stride, slots.offset),
     )
     return TABLE.bound(key)(matrices, None, slots)
+
+
+def row_sums(x: Tensor, groups: Groups) -> Tensor:
+    """Return the sum of the rows of each group of x [total, N], float32 [groups, N]: gradients of biases.
+
+    The host waits for nothing on a GPU with Triton.
+    """
+    if not x.is_cuda or launch.missing() is not None:
+        return torch.stack([part.sum(0, dtype=torch.float32) for part in groups.split(x)])
+    from ....common.kernels import grouped_gemm
+
+    return run(grouped_gemm.row_sums(x.shape[1], groups.count), (x, groups.layout))[0]

@@ -119,10 +119,7 @@ def _biased(call: AttentionCall, bias: Tensor) -> Change:
     factor = call.scale if call.bias == "pre_scale_bias" else 1.0
     whole = bias.expand(call.batch, call.heads, call.seqlen_q, call.seqlen_kv)
 
-    def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score + whole[b, h, i, j] * factor
-
-    return biased
+    return lambda score, b, h, i, j: score + whole[b, h, i, j] * factor
 
 
 def _alibi(call: AttentionCall, inputs: AttentionInputs) -> Change:
@@ -135,10 +132,7 @@ def _alibi(call: AttentionCall, inputs: AttentionInputs) -> Change:
     else:
         shifts = torch.full((call.batch,), shift, dtype=torch.int32, device=inputs.q.device)
 
-    def alibi(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score - slopes[b, h] * (j - i - shifts[b]).abs()
-
-    return alibi
+    return lambda score, b, h, i, j: score - slopes[b, h] * (j - i - shifts[b]).abs()
 
 
 def _hidden(call: AttentionCall, inputs: AttentionInputs) -> Change:
@@ -147,10 +141,7 @@ def _hidden(call: AttentionCall, inputs: AttentionInputs) -> Change:
     assert seen is not None
     whole = seen.expand(call.batch, call.heads, call.seqlen_q, call.seqlen_kv)
 
-    def hidden(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return torch.where(whole[b, h, i, j], score, -float("inf"))
-
-    return hidden
+    return lambda score, b, h, i, j: torch.where(whole[b, h, i, j], score, -float("inf"))
 
 
 WHOLE = Whole("flex", run)
