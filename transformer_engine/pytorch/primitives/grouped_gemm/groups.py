@@ -25,12 +25,8 @@ _KEPT_TABLES = 1024
 _Numbers = tuple[torch.device, torch.dtype, tuple[int, ...]]
 
 
-def _no_tables(numbers: _Numbers) -> dict[int, Tensor]:
-    return {}
-
-
 # By numbers, then by stream: a stream must not read a table that another one is still filling.
-_tables: Memory[_Numbers, dict[int, Tensor]] = Memory(_no_tables, _KEPT_TABLES)
+_tables: Memory[_Numbers, dict[int, Tensor]] = Memory(lambda numbers: {}, _KEPT_TABLES)
 
 
 def on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

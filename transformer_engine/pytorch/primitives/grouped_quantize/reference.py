@@ -15,11 +15,7 @@ from ....common.dispatch import Backend
 from ....common.formats import round_up
 from ..grouped_gemm import Groups, Matrices
 from ..quantize import Quantized, QuantizeSpec, quantize
-from .spec import Call, GroupedQuantized, GroupedQuantizeRequest, ScaleSlots
-
-
-def _bind(request: GroupedQuantizeRequest) -> Call:
-    return functools.partial(_run, request.spec)
+from .spec import GroupedQuantized, GroupedQuantizeRequest, ScaleSlots
 
 
 def _run(
@@ -90,4 +86,6 @@ def _bytewise(function: Callable[[list[Tensor]], Tensor], tensors: list[Tensor])
     return function([tensor.view(torch.uint8) for tensor in tensors]).view(tensors[0].dtype)
 
 
-BACKEND: Backend[GroupedQuantizeRequest] = Backend("reference", bind=_bind)
+BACKEND: Backend[GroupedQuantizeRequest] = Backend(
+    "reference", bind=lambda request: functools.partial(_run, request.spec)
+)

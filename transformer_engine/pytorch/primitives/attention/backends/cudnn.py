@@ -168,9 +168,9 @@ def _planning_failure(call: AttentionCall) -> str | None:
         tokens = (bucketed_tokens(call.batch * size) for size in (call.seqlen_q, call.seqlen_kv))
         strided = Strided(q, k, v, None, bias, *tokens)
     try:
-        _PLANS[describe_forward, call, strided, device]
+        _PLANS[describe_forward, device, call, strided]
         if call.needs_gradient:
-            _PLANS[describe_backward, call, strided._replace(grad_output=grad_output), device]
+            _PLANS[describe_backward, device, call, strided._replace(grad_output=grad_output)]
     except RuntimeError as error:
         return str(error)
     return None
@@ -182,12 +182,10 @@ def _format_strides(call: AttentionCall, of_queries: bool, heads: int, depth: in
     return contiguous_strides(format_shape(tensor_format, call.batch, size, heads, depth, 1))
 
 
-def _planned(key: tuple[Any, AttentionCall, Strided, int]) -> CudnnPlan:
-    describe, call, strided, device = key
-    return planned(describe, device, call, strided)
-
-
-_PLANS: Memory[tuple[Any, AttentionCall, Strided, int], CudnnPlan] = Memory(_planned, MOST_PLANS)
+# By the function that describes the graph, the device and the arguments of the function.
+_PLANS: Memory[tuple[Any, int, AttentionCall, Strided], CudnnPlan] = Memory(
+    lambda key: planned(*key), MOST_PLANS
+)
 
 
 class _Addressable(NamedTuple):
@@ -273,7 +271,7 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
     """Compute o = softmax(scale * q k^T + bias) v and the logarithm of the softmax's denominator."""
     given = _addressable(call, inputs)
     device = given.q.device
-    plan = _PLANS[describe_forward, call, given.strided, device.index]
+    plan = _PLANS[describe_forward, device.index, call, given.strided]
     packed = call.q_format == "thd"
     output = _fresh(call, given.q, call.head_dim_v, inputs.starts_q if packed else None)
     pointers = _common(call, inputs, given)
@@ -333,7 +331,7 @@ def backward(
     stats = (attended.lse.t() if call.q_format == "thd" else attended.lse).contiguous()
     output = attended.output.contiguous()
     plan = _PLANS[
-        describe_backward, call, given.strided._replace(grad_output=grad_output.stride()), device.index
+        describe_backward, device.index, call, given.strided._replace(grad_output=grad_output.stride())
     ]
     starts_kv = inputs.starts_kv if call.kv_format == "thd" else None
     grad_q = _fresh(call, given.q, call.head_dim_qk, inputs.starts_q if call.q_format == "thd" else None)

@@ -156,12 +156,7 @@ def describe_backward(
     return description
 
 
-def _planned(key: tuple[Any, ...]) -> CudnnPlan:
-    describe, device, *arguments = key
-    return planned(describe, device, *arguments)
-
-
-_PLANS: Memory[tuple[Any, ...], CudnnPlan] = Memory(_planned, MOST_PLANS)
+_PLANS: Memory[tuple[Any, ...], CudnnPlan] = Memory(lambda key: planned(*key), MOST_PLANS)
 
 
 def _common(call: AttentionCall, codes: Sequence[Tensor], inputs: AttentionInputs) -> dict[str, int]:
