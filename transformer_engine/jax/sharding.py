@@ -231,7 +231,7 @@ def with_sharding_constraint(x: Array, pspec: PartitionSpec | None) -> Array:
     check_array("x", x)
     _check_spec(pspec, x.ndim)
     mesh = _mesh()
-    if pspec is None or mesh is None or _is_manual(mesh):
+    if pspec is None or mesh is None or all(kind is AxisType.Manual for kind in mesh.axis_types):
         return x
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
@@ -252,11 +252,6 @@ def with_sharding_constraint(x: Array, pspec: PartitionSpec | None) -> Array:
         # over.
         mesh = mesh_of_devices() or mesh
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-
-def _is_manual(mesh: Mesh | jax.sharding.AbstractMesh) -> bool:
-    """Return whether all axes are manual, as inside shard_map of all axes, and pmap."""
-    return all(kind is AxisType.Manual for kind in mesh.axis_types)
 
 
 def _check_spec(pspec: Any, ndim: int) -> None:
@@ -296,7 +291,7 @@ def with_sharding_constraint_by_logical_axes(
     check_axis_names("logical_axis_names", logical_axis_names, x.ndim)
     if not logical_axis_names:
         return x
-    if (mesh := _mesh()) is not None and _is_manual(mesh):
+    if (mesh := _mesh()) is not None and all(kind is AxisType.Manual for kind in mesh.axis_types):
         return x
     from flax import linen  # other layers do not depend on Flax
 
