@@ -18,7 +18,7 @@ def hadamard_transform(x: Array, random_sign: bool = True) -> Array:
     """
     groups = _groups(x)
     if random_sign:
-        groups = groups * np.asarray(SIGNS, np.float32).reshape((1,) * (groups.ndim - 1) + (GROUP,))
+        groups = groups * _signs(groups.ndim)
     return (_butterflies(groups) * 0.25).reshape(x.shape).astype(x.dtype)
 
 
@@ -26,8 +26,13 @@ def inverse_transform(y: Array, random_sign: bool = True) -> Array:
     """Return x of y = hadamard_transform(x): H / 4 is its own inverse, the signs follow it."""
     groups = _butterflies(_groups(y)) * 0.25
     if random_sign:
-        groups = groups * np.asarray(SIGNS, np.float32).reshape((1,) * (groups.ndim - 1) + (GROUP,))
+        groups = groups * _signs(groups.ndim)
     return groups.reshape(y.shape).astype(y.dtype)
+
+
+def _signs(ndim: int) -> np.ndarray:
+    """Return the signs, float32 [1, .., 1, 16] with ndim axes: jax_numpy_rank_promotion may be "raise"."""
+    return np.asarray(SIGNS, np.float32).reshape((1,) * (ndim - 1) + (GROUP,))
 
 
 def _groups(x: Array) -> Array:
