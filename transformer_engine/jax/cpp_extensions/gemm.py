@@ -103,7 +103,7 @@ def gemm(
         check_optional(name, quantizer, Quantizer)
     member("collective_op", collective_op, CollectiveOp)
     if isinstance(lhs, ScaledTensor) or isinstance(rhs, ScaledTensor):
-        operand = lhs
+        operand: Any = lhs
         if isinstance(operand, ScaledTensor2x):
             operand = operand.rowwise_tensor
         dtype = operand.dq_dtype if isinstance(operand, ScaledTensor1x) else operand.dtype
