@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..common.checks import described, whole
 from .constants import dist_group_type
-from .functions.split_along import SplitAlongDim
+from .functions.split_heads import SplitAlongDim
 from .graph import make_weak_ref
 from .module.grouped_parameters import single_parameters
 from .module.parameters import default_init_method

@@ -9,7 +9,7 @@ Buffers are those of `torch.distributed._symmetric_memory`. NVLink multicast is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,18 +31,8 @@ _ALGORITHMS = {"one_shot": "one_shot", "two_shot": "two_shot", "multimem_all_red
 SYMMETRIC_ALL_REDUCES = (None, "nccl", *_ALGORITHMS)
 
 
-class Peers(Protocol):
-    """The buffers of all ranks: the methods of `torch._C._distributed_c10d._SymmetricMemory` that are used here."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0) -> Tensor: ...
-
-    def barrier(self, channel: int = 0) -> None: ...
+# The buffers of all ranks: a `torch._C._distributed_c10d._SymmetricMemory`.
+Peers = Any
 
 
 class _SharedBuffer(NamedTuple):
