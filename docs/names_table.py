@@ -3,9 +3,9 @@
 python docs/names_table.py [--check]
 
 The file lists the public names of release 2.20 of the original: name, kind, status and source. A name is "served" if it
-exists here, "raises" if a call of it raises an error with the replacement, and "absent" otherwise; the reasons of absent
-names are rows of transformer_engine/common/absent.py. The source is the strongest of documentation, clients (published
-packages that import the name), tests (code written against the original) and reference.
+exists here, "raises" if a call of it raises an error with the replacement, and "absent" otherwise. The reasons of
+absent names are rows of transformer_engine/common/absent.py. The source is clients (published packages that import the
+name), documentation, tests (code written against the original) or reference.
 """
 
 from __future__ import annotations

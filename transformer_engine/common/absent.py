@@ -125,8 +125,8 @@ ABSENT = {
     ),
     "transformer_engine.pytorch.dynamo": "the original's registration of quantizers with torch.compile; layers compile "
     "with fullgraph=True without it",
-    "transformer_engine.pytorch._extra_state.CheckpointExtraStatePolicy": "the original's choice of extra state that is "
-    "unpickled; it is read through an allow-list, see should_load_extra_state_pickle",
+    "transformer_engine.pytorch._extra_state.CheckpointExtraStatePolicy": "the original's choice of extra state "
+    "that is unpickled; it is read through an allow-list, see should_load_extra_state_pickle",
     **dict.fromkeys(
         (
             "transformer_engine.pytorch.module._common.can_reconstruct_wgrad_input_from_original",
