@@ -28,6 +28,7 @@ from ..quantization.autocast import AutocastState, current, here_in_eager_mode
 from ..quantization.roles import BACKWARD_TENSORS, FORWARD_TENSORS
 from ..runtime.checks import floating
 from ..runtime.device import autocast_dtype
+from ..runtime.tracing import export_mode
 from ..runtime.warn_once import warn_once
 from .base import ModuleConfig, TransformerEngineBaseModule
 from .config import configured
@@ -345,6 +346,9 @@ class ProductsModule(TransformerEngineBaseModule):
         return type(self).build(self._key(inp, tensors, options, active)._replace(begin=of_the_pass))
 
     def _traced_spec(self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Any:
+        if export_mode.onnx:
+            name = type(self).__name__
+            raise NotImplementedError(f"{name} cannot be exported to ONNX; docs/export.md lists the layers that can")
         self._refuse(inp, tensors, options)
         state = current()
         active = of_traced_call(self, self.tracing_key, state)

@@ -28,6 +28,7 @@ from ...primitives.attention.call import AttentionCall, AttentionInputs
 from ...quantization import QuantizerRole
 from ...quantization.autocast import AutocastState, current, here_in_eager_mode
 from ...runtime.device import canonical_device, is_meta
+from ...runtime.tracing import export_mode
 from ...runtime.warn_once import warn_once
 from ..inference import InferenceParams
 from .arguments import RULES, accept_older_state, bound_score_mod, check_heads, unpacked
@@ -259,8 +260,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             num_splits: Parts in which a long row of keys is processed; None lets the backend choose.
             fp8_output: Return a Float8Tensor; bf16_backward: compute gradients in high precision. Both are for FP8
                 attention, which the recipe of autocast requests by fp8_dpa or fp8_mha.
-            score_mod_tensors: Named tensors, passed to score_mod as keywords.
-            fast_zero_fill: Has no effect.
+            score_mod_tensors: Named tensors, passed to score_mod as keywords. fast_zero_fill has no effect.
 
         Raises:
             ValueError: An argument cannot be used; nothing has been written or drawn. Lengths and offsets on a GPU are
@@ -275,7 +275,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             score_mod = bound_score_mod(
                 score_mod, score_mod_tensors, score_mod_bprop, score_mod_bprop_tensors
             )
-        tracing = torch.compiler.is_compiling()
+        tracing = torch.compiler.is_compiling() or export_mode.onnx
         known = (self._config, self.training, self._parameters["softmax_offset"])
         # fmt: off
         if not tracing and (
@@ -341,7 +341,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             before = self.numerics.state_without_gradients
             if before is not state and (before is not None or not torch.is_grad_enabled()):
                 self.check_repetition(state)
-        recipe = attention_recipe(state.recipe) if state.enabled and not call.cached else None
+        recipe = attention_recipe(state.recipe) if state.enabled and not (call.cached or export_mode.onnx) else None
         if recipe is not None:
             shared = isinstance(backend, ContextParallelAttention)
             of_rank = backend.inner_call if shared else call

@@ -22,11 +22,11 @@ from ...functions.attention.context_parallel.attention import (
 )
 from ...primitives.attention.call import AttentionCall, AttentionInputs
 from ...primitives.attention.choose import choose
-from ...primitives.attention.operators import choose_when_traced
+from ...primitives.attention.operators import choose_when_exported, choose_when_traced
 from ...primitives.attention.passes import Bound
 from ...primitives.attention.visible import default_slopes
 from ...runtime.autograd import keep_backward_here
-from ...runtime.tracing import in_eager_mode
+from ...runtime.tracing import export_mode, in_eager_mode
 from ..inference import CachedKeysValues
 from .arguments import check_cache, check_slopes, check_tensors, settled, sink_of
 from .describe import describe_call, describe_sequences, mask_name
@@ -301,7 +301,8 @@ def _find(
         if config.context is not None:
             return _shared_outside_of_graphs(config, training, qkv, a, *modes)
         call, sequences = describe_call(config, training, qkv, a, *modes)
-        return AttentionPlan(call, choose_when_traced(call), sequences)
+        chosen = choose_when_exported(call) if export_mode.onnx else choose_when_traced(call)
+        return AttentionPlan(call, chosen, sequences)
     q, k, v = qkv
     # A plain tuple, which is created in half the time of a PlanKey.
     key = (
