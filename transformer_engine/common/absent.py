@@ -92,10 +92,6 @@ ABSENT = {
         ("transformer_engine_torch.ep_*", "transformer_engine_torch.*_ep_*"),
         "the communicator of the original's expert parallelism; call the functions of transformer_engine.pytorch.ep",
     ),
-    "transformer_engine.pytorch.export": "export to ONNX; convert the weights (docs/checkpoints.md) and export "
-    "the model with torch.nn layers",
-    "transformer_engine.pytorch.onnx_export": "export to ONNX; convert the weights (docs/checkpoints.md) and "
-    "export the model with torch.nn layers",
     **dict.fromkeys(
         (
             "transformer_engine.pytorch.GatedDeltaNet2Attention",

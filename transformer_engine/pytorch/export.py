@@ -22,10 +22,6 @@ from .runtime.tracing import export_mode
 
 __all__ = ["assert_warmed_up", "is_in_onnx_export_mode", "onnx_export", "te_translation_table"]
 
-# QuantizeLinear has float8 codes since opset 19, and blocks of 32 values since opset 21.
-MIN_OPSET = 21
-
-
 @contextmanager
 def onnx_export(enabled: bool = False) -> Iterator[None]:
     """Context manager: layers of this thread compute in operators that ONNX can express.
@@ -63,8 +59,10 @@ def assert_warmed_up(module: torch.nn.Module) -> None:
     )
 
 
-def _opset() -> Any:
-    """Return the operators of ONNX in which translations are written.
+def _opset(version: int) -> Any:
+    """Return the operators of an opset: QuantizeLinear has float8 codes since 19, and blocks of values since 21.
+
+    The exporter converts a model to the requested opset, if it is not older.
 
     Raises:
         ImportError: onnxscript, which torch.onnx.export(dynamo=True) needs too, is not installed.
@@ -75,7 +73,7 @@ def _opset() -> Any:
         raise ImportError(
             f"the export to ONNX needs onnxscript ({error}); install transformer-engine[onnx]"
         ) from error
-    return onnxscript.opset21
+    return getattr(onnxscript, f"opset{version}")
 
 
 def _float32(op: Any, x: Any) -> Any:
@@ -90,14 +88,18 @@ def _floor_to_power_of_two(op: Any, x: Any) -> Any:
     return op.Where(op.LessOrEqual(op.Mul(power, two), x), op.Mul(power, two), power)
 
 
+def _codes(op: Any, x: Any, scale_inv: Any, dtype: int) -> Any:
+    """Return the codes of float32 x with one scale; the type of the zero point is that of the codes."""
+    return op.QuantizeLinear(x, scale_inv, op.Cast(op.Constant(value_float=0.0), to=int(dtype)))
+
+
 def _fp8_quantize(tensor: Any, scale: Any, dtype: int) -> Any:
-    op = _opset()
-    scale_inv = op.Squeeze(op.Reciprocal(scale))
-    return op.QuantizeLinear(_float32(op, tensor), scale_inv, output_dtype=int(dtype))
+    op = _opset(19)
+    return _codes(op, _float32(op, tensor), op.Squeeze(op.Reciprocal(scale)), dtype)
 
 
 def _fp8_cs_quantize(tensor: Any, dtype: int, amax_epsilon: float, power_of_two: bool) -> Any:
-    op = _opset()
+    op = _opset(19)
     x = _float32(op, tensor)
     amax = op.ReduceMax(op.Abs(x), keepdims=0)
     if amax_epsilon > 0.0:
@@ -109,17 +111,16 @@ def _fp8_cs_quantize(tensor: Any, dtype: int, amax_epsilon: float, power_of_two:
     if power_of_two:
         scale = _floor_to_power_of_two(op, scale)
     scale_inv = op.Where(usable, op.Reciprocal(scale), one)
-    codes = op.QuantizeLinear(x, scale_inv, output_dtype=int(dtype))
-    return codes, op.Reshape(scale_inv, op.Constant(value_ints=[1]))
+    return _codes(op, x, scale_inv, dtype), op.Reshape(scale_inv, op.Constant(value_ints=[1]))
 
 
 def _fp8_dequantize(codes: Any, scale_inv: Any) -> Any:
-    op = _opset()
+    op = _opset(19)
     return op.DequantizeLinear(codes, op.Squeeze(scale_inv))
 
 
 def _mxfp8_quantize(tensor: Any, dtype: int) -> Any:
-    op = _opset()
+    op = _opset(21)
     x = _float32(op, tensor)
     blocks = op.Reshape(x, op.Constant(value_ints=[0] * (len(tensor.shape) - 1) + [-1, tex.BLOCK]))
     amax = op.ReduceMax(op.Abs(blocks), op.Constant(value_ints=[-1]), keepdims=0)
@@ -133,7 +134,7 @@ def _mxfp8_quantize(tensor: Any, dtype: int) -> Any:
 
 
 def _mxfp8_dequantize(codes: Any, scale_inv: Any) -> Any:
-    return _opset().DequantizeLinear(codes, scale_inv, axis=-1, block_size=tex.BLOCK)
+    return _opset(21).DequantizeLinear(codes, scale_inv, axis=-1, block_size=tex.BLOCK)
 
 
 # The numbers of float8 dtypes in ONNX, and the largest values of the formats.

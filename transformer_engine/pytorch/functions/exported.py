@@ -11,7 +11,6 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
-from ..constants import DType
 from ..primitives.activation import ActivationParams
 from ..primitives.activation.reference import value
 from ..primitives.quantize import exported as tex
@@ -19,7 +18,6 @@ from ..tensor.elements import float8_dtype
 from ..tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 from ..tensor.mxfp8_tensor import MXFP8Quantizer
 from ..tensor.quantizer import Quantizer
-from ..tensor.storage.float8_tensor_storage import Float8TensorStorage
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
 from .normalization import Norm
 
@@ -73,31 +71,27 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, quantizers: tuple[Qua
 
     Args:
         x: Input.
-        weight: Weight [N, K], also quantized.
+        weight: Weight [N, K].
         bias: Bias [N], or None.
         quantizers: Quantizers of x and of the weight; identities for a product in high precision.
+
+    Raises:
+        NotImplementedError: The weight is a quantized tensor, or ONNX has no operator for a format.
     """
     of_input, of_weight = quantizers
+    if isinstance(weight, QuantizedTensorStorage):
+        raise NotImplementedError(
+            f"a weight that is a {type(weight).__name__} cannot be exported: the exporter takes its codes apart; load "
+            "te.plain_state_dict(model) into a model made outside of quantized_model_init, and export that one"
+        )
     if of_input.is_identity and of_weight.is_identity:
-        if isinstance(weight, QuantizedTensorStorage):
-            weight = weight.dequantize(dtype=x.dtype)  # pyright: ignore[reportCallIssue]
         return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     y = torch.nn.functional.linear(
         x.float() if of_input.is_identity else round_trip(of_input, x),
-        _weight_values(weight, of_weight),
+        weight.float() if of_weight.is_identity else round_trip(of_weight, weight),
         None if bias is None else bias.float(),
     )
     return y.to(x.dtype)
-
-
-def _weight_values(weight: Tensor, quantizer: Quantizer) -> Tensor:
-    """Return the float32 values of a weight as the product reads it; codes of a quantized one are not computed again."""
-    if isinstance(weight, Float8TensorStorage) and weight._data is not None:
-        codes = weight._data.view(float8_dtype(DType(weight._fp8_dtype)))
-        return tex.fp8_dequantize(codes, weight._scale_inv)
-    if isinstance(weight, QuantizedTensorStorage):
-        return weight.dequantize(dtype=torch.float32)  # pyright: ignore[reportCallIssue]
-    return weight.float() if quantizer.is_identity else round_trip(quantizer, weight)
 
 
 def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:

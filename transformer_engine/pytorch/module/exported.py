@@ -65,7 +65,8 @@ def exported_products(
 def _check_warm(module: ProductsModule, state: Any) -> None:
     """Raise RuntimeError for a recipe with scales from earlier steps, of which the layer has none."""
     active = module.numerics.active
-    if family_of(state.recipe).stateful and (active is None or not active.serves(state)):
+    served = active is not None and active.still_serves(state.recipe, state.group)
+    if family_of(state.recipe).stateful and not served:
         raise RuntimeError(
             f"{type(module).__name__} has no scales for {type(state.recipe).__name__}; run one forward pass, or load a "
             "checkpoint and run one, under the same recipe before the export"

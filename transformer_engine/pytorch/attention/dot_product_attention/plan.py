@@ -299,6 +299,10 @@ def _find(
         config, training, gradient = settings
         modes = (gradient, deterministic, checked.cached, checked.same_lengths)
         if config.context is not None:
+            if export_mode.onnx:
+                raise NotImplementedError(
+                    "an attention with a cp_group cannot be exported: ONNX has no collectives; export without one"
+                )
             return _shared_outside_of_graphs(config, training, qkv, a, *modes)
         call, sequences = describe_call(config, training, qkv, a, *modes)
         chosen = choose_when_exported(call) if export_mode.onnx else choose_when_traced(call)
