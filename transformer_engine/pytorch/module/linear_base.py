@@ -257,6 +257,9 @@ class ProductsModule(TransformerEngineBaseModule):
             any_rows: The spec does not depend on the number of rows. The key then has one entry for consecutive
                 parameters of the same kind, so that a look-up takes little longer with many groups.
         """
+        if export_mode.onnx:
+            name = type(self).__name__
+            raise NotImplementedError(f"{name} cannot be exported to ONNX; docs/export.md lists the layers that can")
         if _is_compiling():
             return self._traced_spec(inp, tensors, options)
         thread = here_in_eager_mode()
@@ -346,9 +349,6 @@ class ProductsModule(TransformerEngineBaseModule):
         return type(self).build(self._key(inp, tensors, options, active)._replace(begin=of_the_pass))
 
     def _traced_spec(self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Any:
-        if export_mode.onnx:
-            name = type(self).__name__
-            raise NotImplementedError(f"{name} cannot be exported to ONNX; docs/export.md lists the layers that can")
         self._refuse(inp, tensors, options)
         state = current()
         active = of_traced_call(self, self.tracing_key, state)
