@@ -34,7 +34,11 @@ PYTORCH = (
         "checkpoints of other libraries as stacks of `TransformerLayer`",
     ),
     (10, "transformer_engine.pytorch.graphs", "modules captured in CUDA graphs"),
-    (10, "transformer_engine.pytorch.export", "export to ONNX: its mode, and the translation of quantizations"),
+    (
+        10,
+        "transformer_engine.pytorch.export",
+        "export to ONNX: its mode, and the translation of quantizations",
+    ),
     (
         9,
         "transformer_engine.pytorch.attention transformer_engine.pytorch.transformer "

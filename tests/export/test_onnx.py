@@ -65,7 +65,9 @@ def nodes(model: Any) -> list[str]:
     return [node.op_type for node in model.graph.node]
 
 
-def compare(layer: torch.nn.Module, model: Any, chosen: recipe.Recipe | None, *shapes: tuple[int, ...]) -> None:
+def compare(
+    layer: torch.nn.Module, model: Any, chosen: recipe.Recipe | None, *shapes: tuple[int, ...]
+) -> None:
     for shape in shapes:
         x = torch.randn(*shape) * 3.0
         with torch.no_grad(), under(chosen):
@@ -165,7 +167,9 @@ def test_an_exported_attention_reads_padding_masks():
     with torch.no_grad(), te.onnx_export(True):
         program = torch.onnx.export(layer, inputs(3, 8, 12), dynamo=True, dynamic_shapes=names, verbose=False)
     assert program is not None
-    session = ort.InferenceSession(program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(
+        program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
     for sizes in ((3, 8, 12), (2, 5, 3), (1, 1, 9)):
         given = inputs(*sizes)
         with torch.no_grad():
@@ -188,7 +192,9 @@ def test_a_bfloat16_model_is_exported_in_bfloat16():
     got = np.asarray(ReferenceEvaluator(model).run(None, given)[0], dtype=np.float32)
     with torch.no_grad():
         want = layer(x).float().numpy()
-    assert np.abs(got - want).max() <= 2.0**-7 * np.abs(want).max()  # one step of bfloat16 at the largest value
+    assert (
+        np.abs(got - want).max() <= 2.0**-7 * np.abs(want).max()
+    )  # one step of bfloat16 at the largest value
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "mxfp8"])

@@ -102,7 +102,9 @@ class ScoreGraph:
 def _check_keywords(name: str, given: dict[str, Any]) -> None:
     unknown = [key for key in given if key not in _WITHOUT_EFFECT]
     if unknown:
-        raise NotImplementedError(f"graph.{name} does not support {', '.join(unknown)} in a score_mod; leave it out")
+        raise NotImplementedError(
+            f"graph.{name} does not support {', '.join(unknown)} in a score_mod; leave it out"
+        )
 
 
 def builds_a_graph(score_mod: Callable[..., Any]) -> bool:

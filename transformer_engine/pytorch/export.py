@@ -1,9 +1,9 @@
 """Export to ONNX: the mode in which layers compute in operators that ONNX can express, and their translation.
 
-    with torch.no_grad(), te.autocast(recipe=recipe), te.onnx_export(enabled=True):
-        torch.onnx.export(
-            model, (x,), "model.onnx", dynamo=True, opset_version=21, custom_translation_table=te_translation_table
-        )
+with torch.no_grad(), te.autocast(recipe=recipe), te.onnx_export(enabled=True):
+    torch.onnx.export(
+        model, (x,), "model.onnx", dynamo=True, opset_version=21, custom_translation_table=te_translation_table
+    )
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .primitives.quantize import exported as tex
 from .runtime.tracing import export_mode
 
 __all__ = ["assert_warmed_up", "is_in_onnx_export_mode", "onnx_export", "te_translation_table"]
+
 
 @contextmanager
 def onnx_export(enabled: bool = False) -> Iterator[None]:

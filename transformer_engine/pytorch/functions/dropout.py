@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -40,7 +42,9 @@ def bias_dropout_add(
 def _refuse_export(p: float) -> None:
     """Raise NotImplementedError if elements are dropped within `te.onnx_export`."""
     if export_mode.onnx and p > 0.0:
-        raise NotImplementedError(f"dropout with p={p} cannot be exported to ONNX; call eval() of the model first")
+        raise NotImplementedError(
+            f"dropout with p={p} cannot be exported to ONNX; call eval() of the model first"
+        )
 
 
 class _Dropout(Function):
@@ -88,10 +92,7 @@ def _masked(dy: Tensor, mask: Tensor, p: float) -> Tensor:
     """dx = keep ? dy / (1 - p) : 0, which is its own transpose."""
     if not is_recorded():
         return dropout_backward(dy, mask, p)
-
-    def scaled(dy: Tensor) -> Tensor:
-        return dropout_backward(dy, mask, p)
-
+    scaled = partial(dropout_backward, mask=mask, p=p)
     return transposed(scaled, scaled, dy)
 
 

@@ -148,5 +148,7 @@ def _checked(name: str, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Te
         raise TypeError(f"{name}={described(tensors)} is not a mapping; give a dict of named tensors")
     wrong = [key for key, tensor in tensors.items() if not isinstance(tensor, Tensor)]
     if wrong:
-        raise TypeError(f"{name} holds no tensor under {', '.join(map(repr, wrong))}; give a dict of named tensors")
+        raise TypeError(
+            f"{name} holds no tensor under {', '.join(map(repr, wrong))}; give a dict of named tensors"
+        )
     return tensors
