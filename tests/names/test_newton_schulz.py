@@ -28,9 +28,7 @@ def conditioned(rows: int, columns: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (6, 20), (20, 6), (1, 5)])
-@pytest.mark.parametrize(
-    ("kind", "steps", "tolerance"), [("simple", 20, 1e-4), ("polar_express", 12, 1e-4), ("quintic", 10, 0.5)]
-)
+@pytest.mark.parametrize(("kind", "steps", "tolerance"), [("simple", 20, 1e-4), ("polar_express", 12, 1e-4), ("quintic", 10, 0.5)])
 def test_it_converges_to_the_orthogonal_factor(shape, kind, steps, tolerance):
     x = conditioned(*shape)
     expected = orthogonal_factor(x)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-
 from ..common.formats import float32_max
 from ..common.numbers import to_bool
 from .primitives.quantize import exported as tex
@@ -32,9 +31,6 @@ def onnx_export(enabled: bool = False) -> Iterator[None]:
 
     Args:
         enabled: Turn the mode on or off within the block.
-
-    Raises:
-        TypeError: `enabled` is not a boolean.
     """
     before, export_mode.onnx = export_mode.onnx, to_bool("enabled", enabled)
     try:
@@ -82,7 +78,7 @@ def _float32(op: Any, x: Any) -> Any:
 
 
 def _floor_to_power_of_two(op: Any, x: Any) -> Any:
-    """Return the largest power of two that is <= x > 0: a logarithm may be off by one, which two comparisons correct."""
+    """Return the largest power of two <= x > 0; two comparisons correct a logarithm that is off by one."""
     two = op.Constant(value_float=2.0)
     power = op.Pow(two, op.Floor(op.Div(op.Log(x), op.Constant(value_float=0.6931471805599453))))
     power = op.Where(op.Greater(power, x), op.Div(power, two), power)

@@ -95,8 +95,8 @@ def _at(tensors: Mapping[str, Tensor], places: Places) -> dict[str, Tensor]:
             found[name] = tensor.reshape(())
         elif tensor.dim() != 4:
             raise ValueError(
-                f"score_mod_tensors[{name!r}] is {list(tensor.shape)}; give one element, or 4 dimensions that broadcast "
-                "to [batch, heads, queries, keys]"
+                f"score_mod_tensors[{name!r}] is {list(tensor.shape)}; give one element, or 4 dimensions that "
+                "broadcast to [batch, heads, queries, keys]"
             )
         else:
             index = [0 if size == 1 else place for size, place in zip(tensor.shape, places, strict=True)]

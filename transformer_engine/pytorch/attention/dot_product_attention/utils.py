@@ -189,7 +189,8 @@ def get_attention_backend(
 ) -> tuple[bool, Version | None, bool, NVTE_Fused_Attn_Backend | None, bool, list[bool]]:
     """Return (use_flash, its version, use_fused, its kind, use_unfused, [flash, fused, unfused] that are supported).
 
-    At most one "use" is true. All are false if no backend supports the attention, or if the NVTE_* switches disable all backends. Context-parallel ranks use the backends of their parts.
+    At most one "use" is true. All are false if no backend supports the attention, or if the NVTE_* switches disable all
+    backends. Context-parallel ranks use the backends of their parts.
     """
     params = attention_params
     request = params.request()
