@@ -143,7 +143,7 @@ def test_an_attribute_is_an_attribute_error_with_the_same_words(module: str, nam
     assert raised.value.name == name and raised.value.obj is found
 
 
-@pytest.mark.parametrize("name", ["transformer_engine.debug", "transformer_engine.pytorch.triton"])
+@pytest.mark.parametrize("name", ["transformer_engine.debug", "transformer_engine.tensorflow"])
 def test_a_search_finds_nothing_and_raises_nothing(name: str):
     assert importlib.util.find_spec(name) is None
 
