@@ -35,6 +35,11 @@ PYTORCH = (
     ),
     (10, "transformer_engine.pytorch.graphs", "modules captured in CUDA graphs"),
     (
+        10,
+        "transformer_engine.pytorch.export",
+        "export to ONNX: its mode, and the translation of quantizations",
+    ),
+    (
         9,
         "transformer_engine.pytorch.attention transformer_engine.pytorch.transformer "
         "transformer_engine.pytorch.transformer_settings",

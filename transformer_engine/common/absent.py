@@ -151,10 +151,6 @@ ABSENT = {
     "transformer_engine.common._get_shared_object_file": "there is no shared library; leave the call out",
     "transformer_engine.pytorch.cpp_extensions.general_grouped_gemm_for_grouped_tensor": "products of GroupedTensor "
     "operands; call general_grouped_gemm with their members",
-    "transformer_engine.pytorch.export": "export to ONNX; convert the weights (docs/checkpoints.md) and export "
-    "the model with torch.nn layers",
-    "transformer_engine.pytorch.onnx_export": "export to ONNX; convert the weights (docs/checkpoints.md) and "
-    "export the model with torch.nn layers",
     **dict.fromkeys(
         (
             "transformer_engine.pytorch.GatedDeltaNet2Attention",

@@ -358,7 +358,9 @@ _PLATFORM = (
         "Accepted; tile sizes of Triton kernels come from tables.",
     ),
     _number("NVTE_RADIX_TOPK_THRESHOLD", 16, "Accepted; the choice of experts has one implementation."),
-    _number("NVTE_ONNX_KVCACHE_MAX_SEQ_LEN", 128, "Accepted; export to ONNX is not implemented."),
+    _number(
+        "NVTE_ONNX_KVCACHE_MAX_SEQ_LEN", 128, "Accepted; an export to ONNX has no cache of keys and values."
+    ),
 )
 
 GROUPS: dict[str, tuple[Variable, ...]] = {

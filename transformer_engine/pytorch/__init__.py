@@ -27,6 +27,7 @@ from .constants import DType
 from .cpu_offload import ManualOffloadSynchronizer, get_cpu_offload_context, mark_not_offload
 from .cross_entropy import fused_linear_cross_entropy, parallel_cross_entropy
 from .distributed import CudaRNGStatesTracker, checkpoint
+from .export import onnx_export
 from .functions import by_name
 from .graph import graphed, make_graphed_callables
 from .inspect.algorithms import autotune, deterministic

@@ -18,6 +18,7 @@ from ..module.linear import Linear
 from ..primitives.attention.mask import check_set_window_size
 from ..quantization.autocast import AutocastState, current, here_in_eager_mode
 from ..runtime.replaceable import is_bare
+from ..runtime.tracing import export_mode
 from .dot_product_attention import DotProductAttention
 from .dot_product_attention.arguments import RULES, check_heads
 from .dot_product_attention.fp8_recipe import outputs_codes, projects_codes
@@ -288,7 +289,7 @@ class MultiheadAttention(nn.Module):
             checkpoint_core_attention = to_bool("checkpoint_core_attention", checkpoint_core_attention)
         if encoder_output is not None and config.attention_type == "self":
             encoder_output = check_encoder(config, encoder_output)
-        tracing = torch.compiler.is_compiling()
+        tracing = torch.compiler.is_compiling() or export_mode.onnx
         state = current() if tracing else here_in_eager_mode().state
         modules: dict[str, Any] = self._modules
         core = modules["core_attention"]
@@ -304,7 +305,7 @@ class MultiheadAttention(nn.Module):
             tracing,
         )
         cached = arguments.inference_params is not None
-        codes = state.enabled and not cached and outputs_codes(state)
+        codes = state.enabled and not (cached or export_mode.onnx) and outputs_codes(state)
         if checked is not None and (not is_bare(core, DotProductAttention, _attention) or core.score_mod):
             checked = None  # hooks and other classes see a call of the module
         q, k, v, norm_output, projection = self._project(

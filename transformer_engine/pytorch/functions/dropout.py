@@ -17,10 +17,12 @@ from ..primitives.dropout import (
     dropout_forward,
 )
 from ..runtime.double_backward import is_recorded, transposed
+from ..runtime.tracing import export_mode
 
 
 def dropout(x: Tensor, p: float, generator: torch.Generator | None = None) -> Tensor:
     """y like x; the mask comes from one draw of the generator (None: the device's default one)."""
+    _refuse_export(p)
     return _Dropout.apply(x, draw_seed(x.device, generator), p)  # pyright: ignore[reportReturnType]
 
 
@@ -28,10 +30,21 @@ def bias_dropout_add(
     x: Tensor, bias: Tensor | None, residual: Tensor, p: float, generator: torch.Generator | None = None
 ) -> Tensor:
     """y [.., H] = residual + dropout(x + bias [H]), in one pass over x and residual; p = 0 draws nothing."""
+    _refuse_export(p)
+    if p == 0.0 and export_mode.onnx and bias is not None:
+        return residual + (x + bias)
     if p == 0.0:
         return residual + x if bias is None else _BiasAdd.apply(x, bias, residual)  # pyright: ignore[reportReturnType]
     seed = draw_seed(x.device, generator)
     return _BiasDropoutAdd.apply(x, bias, residual, seed, p)  # pyright: ignore[reportReturnType]
+
+
+def _refuse_export(p: float) -> None:
+    """Raise NotImplementedError if elements are dropped within `te.onnx_export`."""
+    if export_mode.onnx and p > 0.0:
+        raise NotImplementedError(
+            f"dropout with p={p} cannot be exported to ONNX; call eval() of the model first"
+        )
 
 
 class _Dropout(Function):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import to_bool
+from ..functions import exported
 from ..functions.by_name import LayerNormLinearByName as _LayerNormLinear
 from ..functions.by_name import (
     NormByName,
@@ -25,11 +26,13 @@ from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradStore
 from ..runtime.device import canonical_device, is_meta
 from ..runtime.replaceable import watched
+from ..runtime.tracing import export_mode
 from ..runtime.warn_once import warn_once
 from . import _common
 from ._common import apply_normalization
 from .arguments import accepts, warn_unless_reduced
 from .config import configured, early
+from .exported import exported_products
 from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
 from .linear_parameters import create_parameters, mark_parameters, weight_and_bias
 from .normalization import mark_norm_parameters, register_norm_parameters
@@ -182,6 +185,8 @@ class LayerNormLinear(ProductsModule):
                 f"fp8_grad={fp8_grad!r} has no effect on LayerNormLinear: the norm's gradient is returned in high "
                 "precision. Leave it False",
             )
+        if export_mode.onnx:
+            return self.onnx_forward(inp, fp8_output)
         config = self._config
         weight, bias = weight_and_bias(self)
         gamma, beta = parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias")
@@ -205,6 +210,26 @@ class LayerNormLinear(ProductsModule):
         if config.return_layernorm_output:
             outputs += (self.returned_norm_output(norm_output),)
         return outputs
+
+    def onnx_forward(
+        self, inp: Tensor, fp8_output: bool | None = False
+    ) -> Tensor | tuple[Tensor | None, ...]:
+        """Compute `forward` in operators that ONNX can express; see `Linear.onnx_forward`."""
+        config = self._config
+        weight, bias = weight_and_bias(self)
+        gamma, beta = parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias")
+        shapes = ((self.in_features, weight.shape[0]),)
+        options = (None, fp8_output, False)
+        dtype, (quantizers,) = exported_products(self, inp, (weight, bias, gamma, beta), options, shapes)
+        norm = Norm(config.normalization, config.eps, config.zero_centered_gamma)
+        normalized = exported.normalize(inp.to(dtype), gamma, beta, norm)
+        y = exported.linear(normalized, weight, None if config.return_bias else bias, quantizers)
+        outputs: tuple[Tensor | None, ...] = (y,)
+        if config.return_bias:
+            outputs += (None if bias is None else bias.to(dtype),)
+        if config.return_layernorm_output:
+            outputs += (normalized,)
+        return outputs if len(outputs) > 1 else y
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"

@@ -17,6 +17,7 @@ from ..distributed.tensor_parallel import (
     set_tensor_model_parallel_attributes,
     tensor_parallel_size,
 )
+from ..functions import exported
 from ..functions.by_name import NormByName
 from ..functions.layer import compiled
 from ..functions.linear_spec import LinearSpec, changed
@@ -26,10 +27,12 @@ from ..functions.weight_gradient import WeightGradStore
 from ..primitives.activation import ACTIVATIONS, ActivationParams
 from ..runtime.device import canonical_device, is_meta
 from ..runtime.replaceable import watched
+from ..runtime.tracing import export_mode
 from . import _common
 from ._common import apply_normalization
 from .arguments import accepts, warn_unless_reduced
 from .config import configured
+from .exported import exported_products
 from .linear_base import ProductsConfig, ProductsModule
 from .normalization import mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod, ParameterInit, default_init_method, parameter_of
@@ -245,6 +248,8 @@ class LayerNormMLP(ProductsModule):
         """y, or `(y[, fc2_bias][, norm(x)])` as return_bias and return_layernorm_output say."""
         if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
             is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
+        if export_mode.onnx:
+            return self.onnx_forward(inp)
         config = self._config
         gamma, beta = parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias")
         fc1_weight, fc2_weight = parameter_of(self, "fc1_weight"), parameter_of(self, "fc2_weight")
@@ -278,6 +283,30 @@ class LayerNormMLP(ProductsModule):
         if config.return_layernorm_output:
             outputs += (self.returned_norm_output(norm_output),)
         return outputs
+
+    def onnx_forward(self, inp: Tensor) -> Tensor | tuple[Tensor | None, ...]:
+        """Compute `forward` in operators that ONNX can express; see `Linear.onnx_forward`."""
+        config = self._config
+        gamma, beta = parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias")
+        fc1_weight, fc2_weight = parameter_of(self, "fc1_weight"), parameter_of(self, "fc2_weight")
+        fc1_bias = fc2_bias = None
+        if config.use_bias:
+            fc1_bias, fc2_bias = parameter_of(self, "fc1_bias"), parameter_of(self, "fc2_bias")
+        tensors = (fc1_weight, fc1_bias, fc2_weight, fc2_bias, gamma, beta)
+        _check_rows(config, fc1_weight.shape[0])
+        shapes = ((config.hidden_size, fc1_weight.shape[0]), (config.ffn_shard, config.hidden_size))
+        dtype, (fc1, fc2) = exported_products(self, inp, tensors, (None,), shapes)
+        norm = Norm(config.normalization, config.eps, config.zero_centered_gamma)
+        normalized = exported.normalize(inp.to(dtype), gamma, beta, norm)
+        hidden = exported.linear(normalized, fc1_weight, fc1_bias, fc1)
+        hidden = exported.activate(config.activation, hidden, ActivationParams.of(config.activation_params))
+        y = exported.linear(hidden, fc2_weight, None if config.return_bias else fc2_bias, fc2)
+        outputs: tuple[Tensor | None, ...] = (y,)
+        if config.return_bias:
+            outputs += (None if fc2_bias is None else fc2_bias.to(dtype),)
+        if config.return_layernorm_output:
+            outputs += (normalized,)
+        return outputs if len(outputs) > 1 else y
 
 
 _replaced = watched(__name__, {"apply_normalization": apply_normalization})

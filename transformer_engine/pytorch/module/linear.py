@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import to_bool
+from ..functions import exported
 from ..functions.by_name import LinearByName as _Linear
 from ..functions.by_name import called_by_name, general_gemm, refuse_quantized
 from ..functions.layer import compiled
@@ -19,8 +20,10 @@ from ..functions.weight_gradient import WeightGradStore
 from ..primitives.gemm.cublaslt_library import get_workspace as get_workspace
 from ..runtime.device import is_meta
 from ..runtime.replaceable import watched
+from ..runtime.tracing import export_mode
 from .arguments import accepts, warn_unless_reduced
 from .config import configured
+from .exported import exported_products
 from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
 from .linear_parameters import create_parameters, mark_parameters, weight_and_bias
 from .parameters import InitMethod
@@ -164,6 +167,8 @@ class Linear(ProductsModule):
             is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)
         if fp8_output is not False or fp8_grad is not False:
             fp8_output, fp8_grad = to_bool("fp8_output", fp8_output), to_bool("fp8_grad", fp8_grad)
+        if export_mode.onnx:
+            return self.onnx_forward(inp, fp8_output, fp8_grad)
         config = self._config
         weight, bias = weight_and_bias(self)
         spec = self.spec(inp, (weight, bias), (is_first_microbatch, fp8_output, fp8_grad))
@@ -180,6 +185,22 @@ class Linear(ProductsModule):
         if config.adds_bias_late:
             return product(inp, weight, None, spec) + bias
         return product(inp, weight, bias, spec)
+
+    def onnx_forward(
+        self, inp: Tensor, fp8_output: bool | None = False, fp8_grad: bool | None = False
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Compute `forward` in operators that ONNX can express; `forward` calls it within `te.onnx_export`.
+
+        Raises:
+            NotImplementedError: The layer is sharded, or ONNX has no operator for the recipe's format.
+        """
+        weight, bias = weight_and_bias(self)
+        shapes = ((self.in_features, weight.shape[0]),)
+        options = (None, fp8_output, fp8_grad)
+        dtype, (quantizers,) = exported_products(self, inp, (weight, bias), options, shapes)
+        added = None if self._config.return_bias else bias
+        y = exported.linear(inp.to(dtype), weight, added, quantizers)
+        return (y, None if bias is None else bias.to(dtype)) if self._config.return_bias else y
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"

@@ -28,6 +28,7 @@ from ..quantization.autocast import AutocastState, current, here_in_eager_mode
 from ..quantization.roles import BACKWARD_TENSORS, FORWARD_TENSORS
 from ..runtime.checks import floating
 from ..runtime.device import autocast_dtype
+from ..runtime.tracing import export_mode
 from ..runtime.warn_once import warn_once
 from .base import ModuleConfig, TransformerEngineBaseModule
 from .config import configured
@@ -254,6 +255,11 @@ class ProductsModule(TransformerEngineBaseModule):
             any_rows: The spec does not depend on the number of rows. The key then has one entry for consecutive
                 parameters of the same kind, so that a look-up takes little longer with many groups.
         """
+        if export_mode.onnx:
+            name = type(self).__name__
+            raise NotImplementedError(
+                f"{name} cannot be exported to ONNX; docs/export.md lists the layers that can"
+            )
         if _is_compiling():
             return self._traced_spec(inp, tensors, options)
         thread = here_in_eager_mode()

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from ...common import env
 from ...common.numbers import to_int
+from ..functions import exported
 from ..functions.norm import normalize
 from ..functions.normalization import Norm
 from ..ops.basic.normalization import NormalizationOperation
 from ..runtime.checks import same_device, tensor
 from ..runtime.device import autocast_dtype, canonical_device
+from ..runtime.tracing import export_mode
 from ..runtime.warn_once import warn_once
 from .arguments import accepts, shape_or_none
 from .base import TransformerEngineBaseModule
@@ -180,6 +182,8 @@ class Normalization(NormalizationOperation):
         dtype = autocast_dtype(input.device.type)
         if dtype is not None and dtype != input.dtype:
             input = input.to(dtype)
+        if export_mode.onnx:
+            return exported.normalize(input, weight, parameter_of(self, "bias"), self._norm)
         return normalize(input, weight, parameter_of(self, "bias"), self._norm)
 
     def _check(self, input: Tensor, weight: Tensor) -> None:

@@ -18,7 +18,7 @@ from ...common.numbers import to_bool
 from ...common.recipe import Recipe
 from ..constants import dist_group_type
 from ..runtime.checks import group_or_none
-from ..runtime.tracing import warn_deprecated
+from ..runtime.tracing import export_mode, warn_deprecated
 from . import delayed_scaling
 from .support import check_block, check_recipe_support, default_recipe
 
@@ -215,7 +215,13 @@ class autocast(ContextDecorator):
         if not traced:
             holder.update_context()
         outermost = state.enabled and holder.enabled_blocks == 0
-        if not outermost or exception_type is not None or state.graph or holder.recomputing:
+        if (
+            not outermost
+            or export_mode.onnx
+            or exception_type is not None
+            or state.graph
+            or holder.recomputing
+        ):
             return
         # The first run of a reentrant checkpoint has gradients off although its second run will train.
         if torch.is_grad_enabled() or holder.recomputes:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...common.recipe import CustomRecipe, DelayedScaling, Format, Recipe, revision_of, still_says
 from ..constants import DType
 from ..runtime.device import canonical_device
+from ..runtime.tracing import export_mode
 from ..tensor.float8_tensor import Float8Quantizer
 from ..tensor.identity_tensor import IdentityQuantizer
 from ..tensor.quantizer import Quantizer
@@ -165,7 +166,8 @@ class DelayedScalingRecipeState(RecipeState):
     @property
     def scale(self) -> Tensor:
         """The scale tensor; while compiling, a copy that later updates leave alone."""
-        return scale_snapshot(self.scale_in_place) if torch.compiler.is_compiling() else self.scale_in_place
+        copied = torch.compiler.is_compiling() and not export_mode.onnx
+        return scale_snapshot(self.scale_in_place) if copied else self.scale_in_place
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy, which must be registered for updates separately."""

@@ -1,8 +1,9 @@
-"""Differences between eager mode and tracing by torch.compile."""
+"""Differences between eager mode, tracing by torch.compile, and export to ONNX."""
 
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -12,6 +13,15 @@ from torch import Tensor
 
 F = TypeVar("F", bound=Callable)
 _unsafe_view = torch.ops.aten._unsafe_view.default
+
+
+class _ExportMode(threading.local):
+    """Whether layers of this thread compute in operators that ONNX can express; `te.onnx_export` sets `onnx`."""
+
+    onnx = False
+
+
+export_mode = _ExportMode()
 
 
 def constant_while_tracing(function: F) -> F:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -307,64 +306,6 @@ def sink_of(softmax_type: str, offset: Tensor | None, heads: int, device: torch.
             "DotProductAttention(softmax_type='learnable')"
         )
     return offset
-
-
-class BoundScoreMod:
-    """A score_mod with named tensors; equal to another one of the same function and the same tensor objects."""
-
-    def __init__(self, function: Callable[..., Tensor], tensors: Mapping[str, Tensor]):
-        self.function = function
-        self.tensors = dict(tensors)
-        self._key = (function, tuple((name, id(tensor)) for name, tensor in self.tensors.items()))
-
-    def __call__(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return self.function(score, b, h, i, j, **self.tensors)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, BoundScoreMod) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-
-def bound_score_mod(
-    score_mod: Callable[..., Tensor] | None,
-    tensors: Mapping[str, Tensor] | None,
-    bprop: Any,
-    bprop_tensors: Any,
-) -> Callable[..., Tensor] | None:
-    """Return the score_mod of a call with its tensors bound.
-
-    Raises:
-        NotImplementedError: A gradient of score_mod is given.
-        TypeError, ValueError: The tensors are not a mapping of names, or are given without a score_mod.
-    """
-    if bprop is not None:
-        raise NotImplementedError(
-            f"score_mod_bprop={described(bprop)} is not available: autograd differentiates score_mod, and a gradient "
-            "given in addition could differ from it; leave it None"
-        )
-    if bprop_tensors is not None:
-        raise ValueError(
-            f"score_mod_bprop_tensors={described(bprop_tensors)} without score_mod_bprop, which would read them; "
-            "leave it None"
-        )
-    if tensors is None:
-        return score_mod
-    if score_mod is None:
-        raise ValueError(
-            f"score_mod_tensors={described(tensors)} without score_mod, which would read them; give both"
-        )
-    if not isinstance(tensors, Mapping):
-        raise TypeError(
-            f"score_mod_tensors={described(tensors)} is not a mapping; give a dict of named tensors"
-        )
-    wrong = [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]
-    if wrong:
-        raise TypeError(
-            f"score_mod_tensors holds no tensor under {', '.join(map(repr, wrong))}; give a dict of named tensors"
-        )
-    return BoundScoreMod(score_mod, tensors)
 
 
 def accept_older_state(state_dict: dict[str, Any], prefix: str, *_: object) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from ...primitives.attention import mask as masks
 from ...primitives.attention.call import QKV_FORMATS, AttentionCall
+from ...runtime.tracing import export_mode
 from .arguments import check_bias, check_cache, check_tensors, one_of
 from .sequences import Cached, Sequences, cached_sequences, given_sequences, unknown_sequences
 from .settings import AttentionArguments, AttentionConfig, TensorFacts, is_tensor
@@ -173,7 +174,7 @@ def known(size: int) -> int:
     which no choice depends, stay a symbol.
     """
     # Every version of the tracer needs a number for the bounds of a range.
-    return len(range(size)) if torch.compiler.is_compiling() else size
+    return len(range(size)) if torch.compiler.is_compiling() and not export_mode.onnx else size
 
 
 def _known_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

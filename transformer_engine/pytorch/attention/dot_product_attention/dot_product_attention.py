@@ -27,12 +27,14 @@ from ...primitives.attention.call import AttentionInputs
 from ...quantization import QuantizerRole
 from ...quantization.autocast import current, here_in_eager_mode
 from ...runtime.device import canonical_device, is_meta
+from ...runtime.tracing import export_mode
 from ...runtime.warn_once import warn_once
 from ..inference import InferenceParams
-from .arguments import RULES, accept_older_state, bound_score_mod, check_heads, unpacked
+from .arguments import RULES, accept_older_state, check_heads, unpacked
 from .fp8_recipe import attention_recipe, backward_asked_for, scaling_of
 from .last_choice import last_choice as _attention_backends
 from .plan import MAX_PLANS, PLAIN, AttentionPlan, CheckedArguments, check_arguments, plan_of, prepare
+from .score_mod import bound_score_mod
 from .settings import AttentionArguments, AttentionConfig
 from .utils import AttentionLogging
 
@@ -71,7 +73,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         softmax_scale: Default 1 / sqrt(head size of queries and keys).
         softmax_type: "off-by-one" adds 1 to the softmax's denominator, "learnable" exp(softmax_offset [h]).
         return_max_logit: Return (out, the largest logit of each head [h]).
-        score_mod: score_mod(score, b, h, i, j) -> score, elementwise, after scale and bias; differentiable.
+        score_mod: score_mod(score, b, h, i, j) or score_mod(graph, score, tensors), pointwise, after scale and bias.
     """
 
     num_products = 3
@@ -268,8 +270,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             num_splits: Parts in which a long row of keys is processed; None lets the backend choose.
             fp8_output: Return a Float8Tensor; bf16_backward: compute gradients in high precision. Both are for FP8
                 attention, which the recipe of autocast requests by fp8_dpa or fp8_mha.
-            score_mod_tensors: Named tensors, passed to score_mod as keywords.
-            fast_zero_fill: Has no effect.
+            score_mod_tensors: Named tensors, passed to score_mod as keywords. fast_zero_fill has no effect.
 
         Raises:
             ValueError: An argument cannot be used; nothing has been written or drawn. Lengths and offsets on a GPU are
@@ -280,11 +281,10 @@ class DotProductAttention(TransformerEngineBaseModule):
             fp8_output = to_bool("fp8_output", fp8_output)
             bf16_backward = None if bf16_backward is None else to_bool("bf16_backward", bf16_backward)
         score_mod = self.score_mod if score_mod is None else score_mod
-        if not (score_mod_tensors is score_mod_bprop is score_mod_bprop_tensors is None):
-            score_mod = bound_score_mod(
-                score_mod, score_mod_tensors, score_mod_bprop, score_mod_bprop_tensors
-            )
-        tracing = torch.compiler.is_compiling()
+        if not (score_mod is score_mod_tensors is score_mod_bprop is score_mod_bprop_tensors is None):
+            given = (score_mod, score_mod_tensors, score_mod_bprop, score_mod_bprop_tensors)
+            score_mod = bound_score_mod(*given)
+        tracing = torch.compiler.is_compiling() or export_mode.onnx
         known = (self._config, self.training, self._parameters["softmax_offset"])
         # fmt: off
         if not tracing and (
@@ -350,7 +350,11 @@ class DotProductAttention(TransformerEngineBaseModule):
             before = self.numerics.state_without_gradients
             if before is not state and (before is not None or not torch.is_grad_enabled()):
                 self.check_repetition(state)
-        recipe = attention_recipe(state.recipe) if state.enabled and not call.cached else None
+        recipe = (
+            attention_recipe(state.recipe)
+            if state.enabled and not (call.cached or export_mode.onnx)
+            else None
+        )
         if recipe is not None:
             shared = isinstance(backend, ContextParallelAttention)
             of_rank = backend.inner_call if shared else call

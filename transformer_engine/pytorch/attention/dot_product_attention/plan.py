@@ -22,12 +22,12 @@ from ...functions.attention.context_parallel.attention import (
 )
 from ...primitives.attention.call import AttentionCall, AttentionInputs
 from ...primitives.attention.choose import choose
-from ...primitives.attention.operators import choose_when_traced
+from ...primitives.attention.operators import choose_when_exported, choose_when_traced
 from ...primitives.attention.passes import Bound
 from ...primitives.attention.visible import default_slopes
 from ...runtime import checks
 from ...runtime.autograd import keep_backward_here
-from ...runtime.tracing import in_eager_mode
+from ...runtime.tracing import export_mode, in_eager_mode
 from ..inference import CachedKeysValues
 from .arguments import check_cache, check_tensors, settled, sink_of
 from .describe import describe_call, describe_sequences, mask_name
@@ -313,9 +313,14 @@ def _find(
         config, training, gradient = settings
         modes = (gradient, deterministic, checked.cached, checked.same_lengths)
         if config.context is not None:
+            if export_mode.onnx:
+                raise NotImplementedError(
+                    "an attention with a cp_group cannot be exported: ONNX has no collectives; export without one"
+                )
             return _shared_outside_of_graphs(config, training, qkv, a, *modes)
         call, sequences = describe_call(config, training, qkv, a, *modes)
-        return AttentionPlan(call, choose_when_traced(call), sequences)
+        chosen = choose_when_exported(call) if export_mode.onnx else choose_when_traced(call)
+        return AttentionPlan(call, chosen, sequences)
     q, k, v = qkv
     # A plain tuple, which is created in half the time of a PlanKey.
     key = (

@@ -26,6 +26,7 @@ from ...primitives.attention.mask import check_set_window_size, resolve
 from ...primitives.attention.packed import cumulative, lengths_of_mask
 from ...runtime.device import canonical_device, get_device_compute_capability
 from .fp8_recipe import scaling_of
+from .score_mod import GraphScoreMod
 
 
 class NVTE_Fused_Attn_Backend(enum.IntEnum):
@@ -170,7 +171,11 @@ class AttentionParams:
             slopes_given=self.alibi_slopes_shape is not None,
             page_size=cache.page_size if cache is not None and cache.is_paged else 0,
             cached=cache is not None,
-            score_mod=_unchanged if self.has_score_mod else None,
+            score_mod=GraphScoreMod(_unchanged, {}, _unchanged, {})
+            if self.has_score_mod_bprop
+            else _unchanged
+            if self.has_score_mod
+            else None,
         )
 
 
@@ -184,12 +189,10 @@ def get_attention_backend(
 ) -> tuple[bool, Version | None, bool, NVTE_Fused_Attn_Backend | None, bool, list[bool]]:
     """Return (use_flash, its version, use_fused, its kind, use_unfused, [flash, fused, unfused] that are supported).
 
-    At most one "use" is true. All are false if no backend supports the attention (a score_mod with a given gradient),
-    or if the NVTE_* switches disable all backends. Context-parallel ranks use the backends of their parts.
+    At most one "use" is true. All are false if no backend supports the attention, or if the NVTE_* switches disable all
+    backends. Context-parallel ranks use the backends of their parts.
     """
     params = attention_params
-    if params.has_score_mod_bprop:
-        return False, None, False, None, False, [False, False, False]
     request = params.request()
     if params.fp8:
         # cuDNN's kernels are "fused", emulation is "unfused".

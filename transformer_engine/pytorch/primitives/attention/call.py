@@ -185,6 +185,7 @@ class Feature(str, Enum):
     EMPTY = "an empty tensor"
     FP8 = "FP8 attention"
     SCORE_MOD = "score_mod"
+    SCORE_MOD_BPROP = "score_mod_bprop"
     PRE_SCALE_BIAS = "core_attention_bias_type='pre_scale_bias'"
     POST_SCALE_BIAS = "core_attention_bias_type='post_scale_bias'"
     ALIBI = "core_attention_bias_type='alibi'"
@@ -218,6 +219,7 @@ _NEEDED: dict[Feature, Callable[[AttentionCall], bool]] = {
     Feature.EMPTY: lambda call: 0 in (call.batch, call.seqlen_q, call.seqlen_kv),
     Feature.FP8: lambda call: call.fp8 is not None,
     Feature.SCORE_MOD: lambda call: call.score_mod is not None,
+    Feature.SCORE_MOD_BPROP: lambda call: getattr(call.score_mod, "bprop", None) is not None,
     Feature.PRE_SCALE_BIAS: lambda call: call.bias == "pre_scale_bias",
     Feature.POST_SCALE_BIAS: lambda call: call.bias == "post_scale_bias",
     Feature.ALIBI: lambda call: call.bias == "alibi",

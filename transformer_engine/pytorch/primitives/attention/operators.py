@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ....common.memory import Memory
 from ...runtime.tracing import constant_while_tracing
+from . import reference
 from .call import Attended, AttentionCall, AttentionInputs, Gradients, Switches
 from .choose import TABLE, choose, passes_of
 from .mask import Mask
@@ -63,6 +64,22 @@ def choose_when_traced(call: AttentionCall) -> Bound:
     if call.score_mod is not None:
         return cast(Bound, TABLE.bound((call,)))
     return _when_traced(_chosen_name(as_text(call)), call)
+
+
+def choose_when_exported(call: AttentionCall) -> Bound:
+    """Return the reference, in operations that ONNX can express, for an attention whose extents may be symbols.
+
+    Raises:
+        NotImplementedError: The call packs sequences, reads a cache, or drops probabilities.
+    """
+    for unsupported, reason in (
+        (call.packed, "qkv_format='thd', whose extents depend on values; use 'sbhd' or 'bshd'"),
+        (call.cached, "inference_params, which are state; pass all keys and values"),
+        (call.dropout > 0.0, f"attention_dropout={call.dropout} in training mode; call eval() first"),
+    ):
+        if unsupported:
+            raise NotImplementedError(f"an attention for export does not support {reason}")
+    return reference.WHOLE
 
 
 def passes_when_traced(call: AttentionCall) -> Passes:

@@ -25,6 +25,7 @@ _SIZES = range(16, 257, 16)
 TAKES = frozenset(Feature) - {
     Feature.EMPTY,
     Feature.FP8,
+    Feature.SCORE_MOD_BPROP,
     Feature.FULL_DROPOUT,
     Feature.DROPOUT,
     Feature.OFF_BY_ONE,

@@ -1,0 +1,143 @@
+"""score_mod(graph, score, tensors): graphs of cuDNN, compared with plain PyTorch on a float64 copy of the inputs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.score_graph import ScoreGraph, builds_a_graph
+
+
+def softcap(graph, score, tensors):
+    """cap * tanh(score / cap)"""
+    ratio = graph.div(a=score, b=tensors["cap"], name="ratio")
+    return graph.mul(a=graph.tanh(input=ratio), b=tensors["cap"])
+
+
+def relative_bias(graph, score, tensors):
+    """score + slope[h] * (j - i), hidden for j > i"""
+    query, key = graph.gen_index(score, axis=2), graph.gen_index(score, axis=3)
+    biased = graph.add(score, graph.mul(tensors["slope"], graph.sub(key, query)))
+    return graph.binary_select(biased, tensors["hidden"], graph.cmp_ge(input=query, comparison=key))
+
+
+def inputs(batch: int = 2, queries: int = 7, keys: int = 7, heads: int = 4, groups: int = 2):
+    torch.manual_seed(0)
+    shapes = ((batch, queries, heads, 16), (batch, keys, groups, 16), (batch, keys, groups, 16))
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+def oracle(q, k, v, change):
+    """Attention in float64 with a function of the scores [b, h, i, j]."""
+    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = change(q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]))
+    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2)
+
+
+def check(attention, leaves, change, **options):
+    q, k, v = leaves[:3]
+    got, want = attention(q, k, v, **options), oracle(q, k, v, change)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(
+        torch.autograd.grad(got.square().sum(), leaves),
+        torch.autograd.grad(want.square().sum(), leaves),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs.to(mine.dtype), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [(2, 7, 7), (1, 1, 5), (3, 4, 9)])
+def test_a_graph_with_a_tensor_and_its_derivatives(sizes):
+    leaves = [*inputs(*sizes), torch.full((1, 1, 1, 1), 0.7, requires_grad=True)]
+    attention = te.DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="no_mask")
+    cap = leaves[3]
+    check(
+        attention,
+        leaves,
+        lambda s: cap.double() * torch.tanh(s / cap.double()),
+        score_mod=softcap,
+        score_mod_tensors={"cap": cap},
+    )
+
+
+def test_a_graph_reads_indices_and_tensors_of_heads():
+    leaves = [*inputs(), torch.rand(1, 4, 1, 1, requires_grad=True)]
+    slope = leaves[3]
+    distance = torch.arange(7)[None, :] - torch.arange(7)[:, None]
+
+    def change(scores):
+        return (scores + slope.double() * distance).masked_fill(distance > 0, -1e9)
+
+    attention = te.DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="no_mask")
+    tensors = {"slope": slope, "hidden": torch.tensor(-1e9)}
+    check(attention, leaves, change, score_mod=relative_bias, score_mod_tensors=tensors)
+
+
+class Softcap:
+    """A softcap whose gradient reads a tensor that the function computed, as in one graph."""
+
+    def __init__(self) -> None:
+        self.ratio = None
+
+    def forward(self, graph, score, tensors):
+        self.ratio = graph.div(score, tensors["cap"])
+        return graph.mul(graph.tanh(self.ratio), tensors["cap"])
+
+    def backward(self, graph, gradient, tensors):
+        return graph.mul(graph.tanh_backward(loss=gradient, input=self.ratio), tensors["factor"])
+
+
+def test_a_given_gradient_replaces_the_derivative():
+    leaves, cap, softcap_of = inputs(), torch.full((1, 1, 1, 1), 0.7), Softcap()
+    attention = te.DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="no_mask")
+    options = {
+        "score_mod": softcap_of.forward,
+        "score_mod_bprop": softcap_of.backward,
+        "score_mod_tensors": {"cap": cap},
+    }
+
+    def change(scores):
+        return 0.7 * torch.tanh(scores / 0.7)
+
+    check(attention, leaves, change, **options, score_mod_bprop_tensors={"factor": torch.tensor(1.0)})
+    doubled = attention(*leaves, **options, score_mod_bprop_tensors={"factor": torch.tensor(2.0)})
+    plain = attention(*leaves, score_mod=softcap, score_mod_tensors={"cap": cap})
+    assert torch.equal(doubled, plain)
+    twice = torch.autograd.grad(doubled.square().sum(), leaves, create_graph=True)
+    once = torch.autograd.grad(plain.square().sum(), leaves)
+    torch.testing.assert_close(twice[0], 2.0 * once[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(twice[2], once[2], rtol=1e-5, atol=1e-6)  # values do not pass the scores
+    with pytest.raises(RuntimeError, match="score_mod_bprop"):
+        twice[0].sum().backward()
+
+
+def test_the_contracts_are_told_apart_by_their_parameters():
+    assert builds_a_graph(softcap) and builds_a_graph(lambda graph, score, tensors, cap=1.0: score)
+    assert not builds_a_graph(lambda score, b, h, i, j: score)
+    assert not builds_a_graph(lambda score, *places: score)
+    assert not builds_a_graph(lambda score, b, h, i, j, *, slope: score)
+
+
+def test_a_graph_cannot_compute_an_unknown_operation():
+    q, k, v = inputs()
+    attention = te.DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="no_mask")
+    for score_mod, error, words in (
+        (lambda graph, score, tensors: graph.matmul(score, score), NotImplementedError, "graph.matmul"),
+        (lambda graph, score, tensors: graph.add(score), TypeError, "takes 2 tensors, not 1"),
+        (lambda graph, score, tensors: graph.relu(score, upper_clip=1.0), NotImplementedError, "upper_clip"),
+    ):
+        with pytest.raises(error, match=words):
+            attention(q, k, v, score_mod=score_mod)
+    with pytest.raises(ValueError, match="4 dimensions"):
+        attention(q, k, v, score_mod=softcap, score_mod_tensors={"cap": torch.ones(3)})
+
+
+@pytest.mark.parametrize("name", ["abs", "exp", "floor", "neg", "relu", "rsqrt", "sigmoid", "tanh"])
+def test_operations_of_one_tensor(name: str):
+    x = torch.linspace(0.1, 3.0, 7)
+    want = getattr(torch, name)(x)
+    torch.testing.assert_close(getattr(ScoreGraph(torch, ()), name)(input=x), want)

@@ -1,0 +1,123 @@
+"""ScoreGraph: the pointwise operations of a cuDNN graph, computed at once by an array library.
+
+A score_mod of the original builds such a graph: score_mod(graph, score, tensors) -> score. Each operation takes its
+operands by position or by the names of cuDNN's frontend (a, b; input0, input1, mask; input, comparison; loss, input),
+and returns an array. `name` and `compute_data_type` have no effect.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+# Keywords of operands, in the order of the operands.
+_OPERANDS = ("a", "b", "loss", "input", "input0", "input1", "comparison", "mask", "bias", "scale")
+_WITHOUT_EFFECT = ("name", "compute_data_type")
+
+
+def _sigmoid(xp: Any, x: Any) -> Any:
+    return 1.0 / (1.0 + xp.exp(-x))
+
+
+_OPERATIONS: dict[str, tuple[int, Callable[..., Any]]] = {
+    "abs": (1, lambda xp, x: xp.abs(x)),
+    "ceil": (1, lambda xp, x: xp.ceil(x)),
+    "cos": (1, lambda xp, x: xp.cos(x)),
+    "exp": (1, lambda xp, x: xp.exp(x)),
+    "floor": (1, lambda xp, x: xp.floor(x)),
+    "identity": (1, lambda xp, x: x),
+    "log": (1, lambda xp, x: xp.log(x)),
+    "logical_not": (1, lambda xp, x: xp.logical_not(x)),
+    "neg": (1, lambda xp, x: -x),
+    "reciprocal": (1, lambda xp, x: 1.0 / x),
+    "relu": (1, lambda xp, x: xp.where(x > 0, x, 0.0)),
+    "rsqrt": (1, lambda xp, x: 1.0 / xp.sqrt(x)),
+    "sigmoid": (1, _sigmoid),
+    "sin": (1, lambda xp, x: xp.sin(x)),
+    "sqrt": (1, lambda xp, x: xp.sqrt(x)),
+    "tan": (1, lambda xp, x: xp.tan(x)),
+    "tanh": (1, lambda xp, x: xp.tanh(x)),
+    "add": (2, lambda xp, x, y: x + y),
+    "bias": (2, lambda xp, x, y: x + y),
+    "sub": (2, lambda xp, x, y: x - y),
+    "mul": (2, lambda xp, x, y: x * y),
+    "scale": (2, lambda xp, x, y: x * y),
+    "div": (2, lambda xp, x, y: x / y),
+    "pow": (2, lambda xp, x, y: x**y),
+    "max": (2, lambda xp, x, y: xp.where(x >= y, x, y)),
+    "min": (2, lambda xp, x, y: xp.where(x <= y, x, y)),
+    "add_square": (2, lambda xp, x, y: x + y * y),
+    "cmp_eq": (2, lambda xp, x, y: x == y),
+    "cmp_neq": (2, lambda xp, x, y: x != y),
+    "cmp_gt": (2, lambda xp, x, y: x > y),
+    "cmp_ge": (2, lambda xp, x, y: x >= y),
+    "cmp_lt": (2, lambda xp, x, y: x < y),
+    "cmp_le": (2, lambda xp, x, y: x <= y),
+    "logical_and": (2, lambda xp, x, y: xp.logical_and(x, y)),
+    "logical_or": (2, lambda xp, x, y: xp.logical_or(x, y)),
+    "relu_backward": (2, lambda xp, dy, x: xp.where(x > 0, dy, 0.0)),
+    "sigmoid_backward": (2, lambda xp, dy, x: dy * _sigmoid(xp, x) * (1.0 - _sigmoid(xp, x))),
+    "tanh_backward": (2, lambda xp, dy, x: dy * (1.0 - xp.tanh(x) * xp.tanh(x))),
+    "binary_select": (3, lambda xp, x, y, mask: xp.where(mask, x, y)),
+}
+
+
+class ScoreGraph:
+    """The operations of one call of a score_mod.
+
+    Args:
+        library: Array library with NumPy's names, torch or jax.numpy.
+        places: Indices of batch, head, query and key of the scores, which broadcast with them.
+    """
+
+    def __init__(self, library: Any, places: Sequence[Any]) -> None:
+        self._library = library
+        self._places = places
+
+    def gen_index(self, input: Any, axis: int, **ignored: Any) -> Any:
+        """Return the indices of the scores [b, h, q, k] along an axis."""
+        _check_keywords("gen_index", ignored)
+        return self._places[axis]
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name not in _OPERATIONS:
+            raise NotImplementedError(
+                f"score_mod calls graph.{name}; supported are gen_index, {', '.join(sorted(_OPERATIONS))}"
+            )
+        count, operation = _OPERATIONS[name]
+
+        def compute(*operands: Any, **named: Any) -> Any:
+            given = [*operands, *(named.pop(key) for key in _OPERANDS if key in named)]
+            _check_keywords(name, named)
+            if len(given) != count:
+                raise TypeError(f"graph.{name} takes {count} tensors, not {len(given)}")
+            return operation(self._library, *given)
+
+        return compute
+
+
+def _check_keywords(name: str, given: dict[str, Any]) -> None:
+    unknown = [key for key in given if key not in _WITHOUT_EFFECT]
+    if unknown:
+        raise NotImplementedError(
+            f"graph.{name} does not support {', '.join(unknown)} in a score_mod; leave it out"
+        )
+
+
+def builds_a_graph(score_mod: Callable[..., Any]) -> bool:
+    """Return whether a score_mod takes (graph, score, tensors): three required positional parameters.
+
+    A function without a signature takes no graph.
+    """
+    try:
+        parameters = inspect.signature(score_mod).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [p for p in parameters if p.kind in positional and p.default is p.empty]
+    return len(required) == 3

@@ -1,0 +1,154 @@
+"""score_mod of an attention, in either contract, with its tensors bound.
+
+score_mod(score, b, h, i, j, **tensors) takes indices. score_mod(graph, score, tensors) builds a graph of cuDNN, whose
+operations `ScoreGraph` computes on tensors; score_mod_bprop(graph, gradient, tensors) builds the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....common.checks import described
+from ....common.score_graph import ScoreGraph, builds_a_graph
+from ...runtime.double_backward import once_differentiable
+
+Places = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class BoundScoreMod:
+    """A score_mod with named tensors; equal to another one of the same function and the same tensor objects."""
+
+    def __init__(self, function: Callable[..., Tensor], tensors: Mapping[str, Tensor]):
+        self.function = function
+        self.tensors = dict(tensors)
+        self._key = (function, tuple((name, id(tensor)) for name, tensor in self.tensors.items()))
+
+    def __call__(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return self.function(score, b, h, i, j, **self.tensors)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self._key == other._key  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+class GraphScoreMod(BoundScoreMod):
+    """A score_mod that builds a graph; `bprop` is its gradient, None for that of autograd."""
+
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        tensors: Mapping[str, Tensor],
+        bprop: Callable[..., Tensor] | None,
+        bprop_tensors: Mapping[str, Tensor],
+    ):
+        super().__init__(function, tensors)
+        self.bprop = bprop
+        self.bprop_tensors = dict(bprop_tensors)
+        kept = tuple((name, id(tensor)) for name, tensor in self.bprop_tensors.items())
+        self._key = (*self._key, bprop, kept)
+
+    def __call__(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        places = (b, h, i, j)
+        if self.bprop is None:
+            return self.forward(score, places)
+        return _WithGradient.apply(score, places, self)  # pyright: ignore[reportReturnType]
+
+    def forward(self, score: Tensor, places: Places) -> Tensor:
+        """Return the modified scores."""
+        return self.function(ScoreGraph(torch, places), score, _at(self.tensors, places))
+
+    def backward(self, score: Tensor, gradient: Tensor, places: Places) -> Tensor:
+        """Return the gradient of the scores; bprop may read what the function has computed, as in one graph."""
+        assert self.bprop is not None
+        self.forward(score, places)
+        return self.bprop(ScoreGraph(torch, places), gradient, _at(self.bprop_tensors, places))
+
+
+class _WithGradient(torch.autograd.Function):
+    """Scores modified by a function whose gradient is given; the tensors get none."""
+
+    @staticmethod
+    def forward(ctx: Any, score: Tensor, places: Places, modifier: GraphScoreMod) -> Tensor:
+        ctx.save_for_backward(score)
+        ctx.places, ctx.modifier = places, modifier
+        return modifier.forward(score, places)
+
+    @staticmethod
+    @once_differentiable("score_mod_bprop")
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        (score,) = ctx.saved_tensors
+        return ctx.modifier.backward(score, grad_output, ctx.places), None, None
+
+
+def _at(tensors: Mapping[str, Tensor], places: Places) -> dict[str, Tensor]:
+    """Return the elements of tensors [1 | b, 1 | h, 1 | q, 1 | k] at some places; one element belongs to all places."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.to(places[0].device)
+        if tensor.numel() == 1:
+            found[name] = tensor.reshape(())
+        elif tensor.dim() != 4:
+            raise ValueError(
+                f"score_mod_tensors[{name!r}] is {list(tensor.shape)}; give one element, or 4 dimensions that "
+                "broadcast to [batch, heads, queries, keys]"
+            )
+        else:
+            index = [0 if size == 1 else place for size, place in zip(tensor.shape, places, strict=True)]
+            found[name] = tensor[tuple(index)]
+    return found
+
+
+def bound_score_mod(
+    score_mod: Callable[..., Tensor] | None,
+    tensors: Mapping[str, Tensor] | None,
+    bprop: Callable[..., Tensor] | None,
+    bprop_tensors: Mapping[str, Tensor] | None,
+) -> Callable[..., Tensor] | None:
+    """Return the score_mod of a call with its tensors bound.
+
+    Raises:
+        NotImplementedError: A gradient is given for a score_mod that takes indices.
+        TypeError, ValueError: The tensors are not a mapping of names, or are given without their function.
+    """
+    if bprop is None and bprop_tensors is not None:
+        raise ValueError(
+            f"score_mod_bprop_tensors={described(bprop_tensors)} without score_mod_bprop, which would read them; "
+            "leave it None"
+        )
+    graph = score_mod is not None and builds_a_graph(score_mod)
+    if bprop is not None and not graph:
+        raise NotImplementedError(
+            f"score_mod_bprop={described(bprop)} is not available for a score_mod of indices: autograd differentiates "
+            "score_mod, and a gradient given in addition could differ from it; leave it None, or give a "
+            "score_mod(graph, score, tensors)"
+        )
+    if tensors is None and not graph:
+        return score_mod
+    if score_mod is None:
+        raise ValueError(
+            f"score_mod_tensors={described(tensors)} without score_mod, which would read them; give both"
+        )
+    given = _checked("score_mod_tensors", tensors)
+    if graph:
+        return GraphScoreMod(score_mod, given, bprop, _checked("score_mod_bprop_tensors", bprop_tensors))
+    return BoundScoreMod(score_mod, given)
+
+
+def _checked(name: str, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+    """Return named tensors, none for None."""
+    if tensors is None:
+        return {}
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"{name}={described(tensors)} is not a mapping; give a dict of named tensors")
+    wrong = [key for key, tensor in tensors.items() if not isinstance(tensor, Tensor)]
+    if wrong:
+        raise TypeError(
+            f"{name} holds no tensor under {', '.join(map(repr, wrong))}; give a dict of named tensors"
+        )
+    return tensors

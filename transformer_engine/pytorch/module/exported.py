@@ -1,0 +1,73 @@
+"""The settings of a layer's products in a forward pass for export, and the checks of such a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..quantization.autocast import current
+from ..quantization.family import family_of
+from ..tensor.quantizer import Quantizer
+from .linear_base import ProductsModule
+from .products import unquantized
+from .specs import computing_dtype, quantizable
+
+# Rows that every format can quantize, in place of a dynamic number of rows.
+_ANY_ROWS = 128
+
+
+def exported_products(
+    module: ProductsModule,
+    inp: Tensor,
+    tensors: tuple[Tensor | None, ...],
+    options: tuple[Any, ...],
+    shapes: tuple[tuple[int, int], ...],
+) -> tuple[torch.dtype, list[tuple[Quantizer, Quantizer]]]:
+    """Return the dtype that a layer computes in, and the quantizers of input and weight of each product.
+
+    Args:
+        module: The layer.
+        inp: Its input [.., in_features].
+        tensors: Its parameters, named by `config._tensors`.
+        options: The switches of its forward pass.
+        shapes: (in_features, out_features) of each product's weight.
+
+    Raises:
+        TypeError, ValueError: The call cannot be computed.
+        NotImplementedError: The layer is sharded, or a quantized result is requested.
+        RuntimeError: The layer has no scales for the recipe yet.
+    """
+    module._refuse(inp, tensors, options)
+    config, name = module._config, type(module).__name__
+    if config.is_sharded:
+        raise NotImplementedError(
+            f"{name} with tp_size={config.tp_size} cannot be exported: ONNX has no collectives; export a model with "
+            "tp_size=1"
+        )
+    if any(options[1:]):
+        raise NotImplementedError(
+            f"{name} cannot export a quantized result; leave fp8_output and fp8_grad False"
+        )
+    state, active = current(), unquantized(module.num_products)
+    if state.enabled:
+        assert state.recipe is not None
+        _check_warm(module, state)
+        active = module.numerics.of_call(module, state)
+    call = module._key(inp, tensors, options, active)
+    dtype = computing_dtype(call)
+    if not isinstance(call.rows, int):
+        call = call._replace(x=(call.x[0], torch.Size((_ANY_ROWS, inp.shape[-1])), *call.x[2:]))
+    return dtype, [(product.input, product.weight) for product in quantizable(call, shapes)]
+
+
+def _check_warm(module: ProductsModule, state: Any) -> None:
+    """Raise RuntimeError for a recipe with scales from earlier steps, of which the layer has none."""
+    active = module.numerics.active
+    served = active is not None and active.still_serves(state.recipe, state.group)
+    if family_of(state.recipe).stateful and not served:
+        raise RuntimeError(
+            f"{type(module).__name__} has no scales for {type(state.recipe).__name__}; run one forward pass, or load a "
+            "checkpoint and run one, under the same recipe before the export"
+        )
