@@ -35,6 +35,11 @@ PYTORCH = (
     ),
     (10, "transformer_engine.pytorch.graphs", "modules captured in CUDA graphs"),
     (
+        10,
+        "transformer_engine.debug",
+        "sessions of `nvdlfw_inspect`: quantizers that features of a file control",
+    ),
+    (
         9,
         "transformer_engine.pytorch.attention transformer_engine.pytorch.transformer "
         "transformer_engine.pytorch.transformer_settings",

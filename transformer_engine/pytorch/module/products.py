@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from ...common.recipe import Recipe, revision_of, still_says
 from ..functions.linear_spec import IDENTITY, Accumulation
+from ..functions.weight_gradient import Inspector
 from ..quantization.autocast import AutocastState
 from ..quantization.family import family_of
 from ..tensor.quantizer import Calibrating, Quantizer
@@ -35,6 +36,7 @@ class ProductQuantizers:
     output: Quantizer
     grad_output: Quantizer
     grad_input: Quantizer
+    inspector: Inspector | None = field(default=None, kw_only=True)  # of the product's results
 
     def calibrating(self) -> ProductQuantizers:
         """The same, but only recording statistics: the products stay in high precision."""
@@ -55,6 +57,7 @@ class ProductQuantizers:
             self.output.replaying(of_output),
             self.grad_output,
             self.grad_input,
+            inspector=self.inspector,
         )
 
 
@@ -78,6 +81,8 @@ class ModuleRecipe:
         quantizes: bool = False,
     ):
         self.products = products
+        # The same for calls whose shapes the recipe's format does not support.
+        self.unquantized_products = (UNQUANTIZED,) * len(products)
         self.recipe = recipe
         self.revision = revision_of(recipe)
         self.group = group
@@ -114,12 +119,20 @@ class ModuleRecipe:
 
     def replaying(self, products: tuple[ProductQuantizers, ...]) -> ModuleRecipe:
         """The same with the quantizers of a repeated call."""
-        return ModuleRecipe(products, self.recipe, self.group, quantizes=True)
+        made = ModuleRecipe(products, self.recipe, self.group, quantizes=True)
+        made.unquantized_products = self.unquantized_products
+        return made
 
-    def with_products(self, products: tuple[ProductQuantizers, ...]) -> ModuleRecipe:
-        """The same by other quantizers, to the same results."""
+    def with_products(
+        self,
+        products: tuple[ProductQuantizers, ...],
+        unquantized_products: tuple[ProductQuantizers, ...] | None = None,
+    ) -> ModuleRecipe:
+        """Return the recipe with other quantizers, by default without a change for unquantized products."""
         made = copy.copy(self)
         made.products = products
+        if unquantized_products is not None:
+            made.unquantized_products = unquantized_products
         return made
 
     def serves(self, state: AutocastState) -> bool:
