@@ -10,7 +10,7 @@
 | `LogFp8TensorStats`, `LogNvfp4TensorStats` | statistics of quantization errors | `log_fp8_tensor_stats.py` |
 | `DumpTensors` | tensors in files | `dump_tensors.py` |
 
-`nvdlfw_inspect` executes each file of the folder as a module of its own, so imports are absolute, and state is kept in
+`nvdlfw_inspect` executes each file of the folder as a separate module, so imports are absolute, and state is kept in
 `utils.stats_buffer`. This file has the timing that all logging features share.
 """
 
@@ -33,7 +33,7 @@ def intervals(config: Mapping[str, Any]) -> list[tuple[int, int | None]]:
 def next_enabled_iter(config: Mapping[str, Any], iteration: int) -> tuple[bool, int | None]:
     """Return whether a feature is enabled in a step, and the next step in which it is; None for no step.
 
-    A feature is enabled in steps that are multiples of `freq` (1 by default) and lie in an interval: from `start_step`
+    A feature is enabled in steps that are multiples of `freq` (1 by default) and within an interval: from `start_step`
     (0) to `end_step` (none), or one of the pairs [first, last] of `start_end_list`. Both ends belong to the interval.
 
     Args:

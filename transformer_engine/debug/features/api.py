@@ -12,8 +12,9 @@ feature's configuration, the name of the layer, and the keyword arguments below.
 | `inspect_tensor` | tensor_name, tensor, rowwise_quantized_tensor, columnwise_quantized_tensor, quantizer, iteration, \
 tp_group, tp_size | None |
 
-The methods `.._enabled` return a bool, or (bool, next step in which the answer may differ, None for no step). They are
-called between steps, the others when a layer computes. A method gets only the arguments that its signature lists.
+The methods `.._enabled` return a bool, or (bool, next step). The next step is that in which the answer may differ, for
+`inspect_tensor_enabled` the next step that is inspected; None for no step. These methods are called between steps, the
+others when a layer computes. A method gets only the arguments that its signature lists.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class TEConfigAPIMapper(BaseConfigAPIMapper):
 
     A configuration names products by `gemms: [fprop, ..]` or `gemms_struct: [{gemm: fprop, ..}, ..]`, and tensors by
     `tensors: [activation, ..]` or `tensors_struct: [{tensor: activation, ..}, ..]`, within an entry of `gemms_struct`
-    or beside `gemms`. Structures hold settings of their own.
+    or next to `gemms`. The entries of structures have individual settings.
     """
 
     def parse_config_and_api(
@@ -126,7 +127,7 @@ class TEDefaultFeatures:
     def modify_tensor(self, config: dict[str, Any], layer_name: str, **kwargs: Any) -> Any:
         """Raise NotImplementedError: `modify_tensor_enabled` of a feature is True, but the feature makes no tensor."""
         raise NotImplementedError(
-            f"no feature makes {kwargs.get('tensor_name')} of layer {layer_name}; define modify_tensor beside "
+            f"no feature makes {kwargs.get('tensor_name')} of layer {layer_name}; define modify_tensor with "
             "modify_tensor_enabled"
         )
 
@@ -206,7 +207,7 @@ class TransformerEngineAPI(BaseNamespaceAPI):
             raise _located(error, owner, layer_name, kwargs) from error
 
     def step(self) -> None:
-        """Write the statistics of the step that ends, and look up the features of the step that begins."""
+        """Write the statistics of the step that ends, and ask features for the plans of the step that begins."""
         STATS_BUFFERS.log_stats()
         SESSION.step()
 

@@ -103,7 +103,7 @@ class LogFp8TensorStats(TEConfigAPIMapper):
         stats: The statistics. Prefixes are "fp8_delayed_scaling_" (if it is the layer's recipe), "mxfp8_",
             "fp8_current_scaling_" and "fp8_block_scaling_".
         tensors: "activation", "weight", "gradient".
-        tensors_struct: One mapping per tensor, with settings of its own, instead of `tensors`.
+        tensors_struct: One mapping per tensor, with individual settings, instead of `tensors`.
         freq: Log steps that are multiples of this number; 1 by default.
         start_step: First step; 0 by default.
         end_step: Last step; none by default.
@@ -158,8 +158,9 @@ class LogFp8TensorStats(TEConfigAPIMapper):
                 continue
             made = columnwise_quantized_tensor if columnwise else rowwise_quantized_tensor
             if recipe not in ("", own):
-                made = copies.setdefault(recipe, None) or _quantized(recipe, quantizer, tensor, tensor_name)
-                copies[recipe] = made
+                if recipe not in copies:
+                    copies[recipe] = _quantized(recipe, quantizer, tensor, tensor_name)
+                made = copies[recipe]
             if made is None:
                 _warn_of_nothing(type(self).__name__)
                 continue
@@ -197,7 +198,7 @@ class LogNvfp4TensorStats(LogFp8TensorStats):
     Args:
         stats: "underflows%" and "mse"; see `LogFp8TensorStats`.
         tensors: "activation", "weight", "gradient".
-        tensors_struct: One mapping per tensor, with settings of its own, instead of `tensors`.
+        tensors_struct: One mapping per tensor, with individual settings, instead of `tensors`.
         freq: Log steps that are multiples of this number; 1 by default.
         start_step: First step; 0 by default.
         end_step: Last step; none by default.

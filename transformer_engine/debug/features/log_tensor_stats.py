@@ -36,7 +36,7 @@ class LogTensorStats(TEConfigAPIMapper):
             `{max_blockwise_dynamic_range: {block_size: 32, dims: 1}}`. For activation, weight and gradient, blocks of
             a row are also taken of the transpose, and the maximum is logged.
         tensors: "activation", "weight", "gradient", "output", "dgrad", "wgrad".
-        tensors_struct: One mapping per tensor, with settings of its own, instead of `tensors`.
+        tensors_struct: One mapping per tensor, with individual settings, instead of `tensors`.
         freq: Log steps that are multiples of this number; 1 by default.
         start_step: First step; 0 by default.
         end_step: Last step; none by default.

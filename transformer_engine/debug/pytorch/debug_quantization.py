@@ -101,6 +101,8 @@ def planned(location: Location, quantized: dict[str, bool], iteration: int) -> t
         ways.append(API_CALL_MODIFY if modifies else standard)
     answer = api.inspect_tensor_enabled(layer_name=layer, tensor_name=tensor, iteration=iteration)
     inspects, following = decision(answer, iteration)
+    if inspects:  # the feature returns its next step, and may be disabled in those between
+        following = iteration + 1
     return TensorPlan(ways[0], ways[1], inspects), earliest([*nexts, following])
 
 
@@ -113,7 +115,7 @@ def decision(answer: Any, iteration: int) -> tuple[bool, int | None]:
 
 
 def earliest(steps: Iterable[int | None]) -> int | None:
-    """Return the first of some steps, None if there is none."""
+    """Return the first of some steps; None without a step."""
     return min([step for step in steps if step is not None], default=None)
 
 
@@ -262,7 +264,7 @@ class DebugQuantizer(Observing):
         return tensor
 
     def _directions(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> tuple[Any, Any]:
-        """Return what the products read row-wise and column-wise, and have it inspected."""
+        """Return the operands of the row-wise and the column-wise products, and call `inspect_tensor`."""
         wanted = (rowwise, columnwise)
         ways = (self.plan.rowwise, self.plan.columnwise)
         given, values = tensor, tensor
@@ -307,6 +309,8 @@ class DebugQuantizer(Observing):
         )
 
     def _inspect(self, tensor: Tensor, rows: Any, columns: Any) -> None:
+        if TEDebugState.manager() is None:  # a backward pass after the end of the session
+            return
         features().inspect_tensor(
             layer_name=self.layer_name,
             tensor_name=self.tensor_name,

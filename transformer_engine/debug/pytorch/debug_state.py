@@ -1,7 +1,7 @@
 """TEDebugState: the settings of the debug session of this process.
 
 The attributes are on the class, because `nvdlfw_inspect` has one session for each process. This module imports neither
-torch nor `nvdlfw_inspect`: without that package there is no session, and everything here still works.
+torch nor `nvdlfw_inspect`; without that package, no session can be active.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TEDebugState:
 
     @classmethod
     def initialize(cls) -> bool:
-        """Look up whether a session is active, and return it. Modules may be created before the session."""
+        """Return whether a session is active, and update `debug_enabled`. Modules may be created before the session."""
         cls.debug_enabled = cls.manager() is not None
         return cls.debug_enabled
 
@@ -62,9 +62,9 @@ class TEDebugState:
         """Return the number of the training step.
 
         Raises:
-            RuntimeError: There is no session.
+            RuntimeError: No session is active.
         """
         manager = cls.manager()
         if manager is None:
-            raise RuntimeError("there is no debug session; call nvdlfw_inspect.api.initialize(..) first")
+            raise RuntimeError("no debug session is active; call nvdlfw_inspect.api.initialize(..) first")
         return manager._trainer_iteration_count

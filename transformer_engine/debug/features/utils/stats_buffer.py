@@ -1,7 +1,7 @@
 """STATS_BUFFERS: the statistics of a step, collected until `debug_api.step()` writes them.
 
-Buffers are made when features are looked up, between steps, on every rank that has the layer. All ranks of a reduction
-group have the same buffers in the same order therefore, also if a rank has not seen a tensor.
+Buffers are created between steps, on every rank that has the layer. Therefore all ranks of a reduction group have the
+same buffers in the same order, even if a layer is not called on one of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StatsBuffer:
         iteration: The step.
         fields: The fields of the vector.
         statistics: {name: its value of the fields}.
-        vector: The merged fields of what has been fed; None before.
+        vector: The merged fields of the tensors of the step; None before the first.
         tp_group: The tensor-parallel group of the layer, if it is sharded.
         tp_size: Number of ranks of the group.
     """
