@@ -48,7 +48,9 @@ def test_statistics_of_all_tensors_are_those_of_float64_over_two_micro_batches(
             dy = torch.randn_like(y)
             layer.weight.grad = None
             y.backward(dy)
-            for name, tensor in zip(TENSORS, (x, layer.weight, dy, y, x.grad, layer.weight.grad), strict=True):
+            for name, tensor in zip(
+                TENSORS, (x, layer.weight, dy, y, x.grad, layer.weight.grad), strict=True
+            ):
                 seen[name].append(tensor)
         debug_api.step()
     for tensor, parts in seen.items():
