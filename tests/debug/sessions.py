@@ -90,3 +90,14 @@ def trained(kind: str, recipe: str, steps: int = 2, device: torch.device | None 
 def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def in_float8(x: torch.Tensor, block: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """x by E4M3 codes with one scale, or with a power of two per block of a row; the values and inverse scales."""
+    if block is None:
+        inverse = x.abs().max() / 448.0
+        scale = 448.0 / x.abs().max()
+        return (x * scale).to(torch.float8_e4m3fn).float() / scale, inverse.reshape(1)
+    blocks = x.reshape(-1, block)
+    inverse = (blocks.abs().amax(1, keepdim=True) / 448.0).log2().ceil().exp2()
+    return ((blocks / inverse).to(torch.float8_e4m3fn).float() * inverse).view_as(x), inverse.flatten()

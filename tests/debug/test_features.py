@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from tests.debug.sessions import GEMMS, LAYERS, TENSORS, assert_equal, session, trained
+from tests.debug.sessions import GEMMS, LAYERS, TENSORS, assert_equal, in_float8, session, trained
 from tests.support.layers import QUANTIZED, RECIPES
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
@@ -84,17 +84,6 @@ def test_dynamic_range_of_blocks(size: int, dims: int, tmp_path: Path):
     both = max(blockwise(x, size, dims), blockwise(x.t(), size, dims))
     assert log.values[f"layer_activation_{name}_max_over_orientations", 0] == pytest.approx(both, rel=1e-6)
     assert log.values[f"layer_output_{name}", 0] == pytest.approx(blockwise(y, size, dims), rel=1e-6)
-
-
-def in_float8(x: torch.Tensor, block: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """x by E4M3 codes with one scale, or with a power of two per block of a row; the values and inverse scales."""
-    if block is None:
-        inverse = x.abs().max() / 448.0
-        scale = 448.0 / x.abs().max()
-        return (x * scale).to(torch.float8_e4m3fn).float() / scale, inverse.reshape(1)
-    blocks = x.reshape(-1, block)
-    inverse = (blocks.abs().amax(1, keepdim=True) / 448.0).log2().ceil().exp2()
-    return ((blocks / inverse).to(torch.float8_e4m3fn).float() * inverse).view_as(x), inverse.flatten()
 
 
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])

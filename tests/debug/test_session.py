@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import tempfile
 import threading
 from pathlib import Path
 
@@ -14,18 +15,21 @@ from nvdlfw_inspect.registry import Registry
 
 import transformer_engine.debug
 import transformer_engine.pytorch as te
-from tests.debug.sessions import TENSORS, session
+from tests.debug.sessions import TENSORS, in_float8, session
 from tests.distributed.ranks import run_on_ranks
 from tests.support.layers import RECIPES
 from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.debug.features import next_enabled_iter
 from transformer_engine.debug.features.api import TEConfigAPIMapper
+from transformer_engine.debug.features.utils.stats_computation import MOMENTS, Fields, moments
 from transformer_engine.debug.pytorch.debug_quantization import (
     HIGH_PRECISION,
     STANDARD_QUANTIZE,
     DebugQuantizer,
 )
 from transformer_engine.debug.pytorch.debug_state import TEDebugState
+from transformer_engine.pytorch.module import numerics
+from transformer_engine.pytorch.quantization.autocast import OUTSIDE
 
 MAXIMA = {"LogTensorStats": {"tensors": ["activation"], "stats": ["max"]}}
 
@@ -103,10 +107,12 @@ def test_names_of_layers(tmp_path: Path):
 
 def test_cached_weights_follow_the_plan(tmp_path: Path):
     layer = te.Linear(64, 96, device="cpu", name="layer", bias=False)
-    x = torch.randn(32, 64)
+    x = torch.randn(32, 64, requires_grad=True)
     expected = x @ layer.weight.t()
-    features = {"DisableQuantizationGEMM": {"gemms": ["fprop"]}, "LogFp8TensorStats": {}}
-    features["LogFp8TensorStats"] = {"tensors": ["weight"], "stats": ["mse_columnwise"]}
+    features = {
+        "DisableQuantizationGEMM": {"gemms": ["fprop"]},
+        "LogFp8TensorStats": {"tensors": ["weight"], "stats": ["mse_columnwise"]},
+    }
     with session(tmp_path, features) as log:
         for first in (True, False):
             with te.autocast(recipe=RECIPES["mxfp8"]):
@@ -114,7 +120,10 @@ def test_cached_weights_follow_the_plan(tmp_path: Path):
             assert torch.equal(y, expected)
             y.sum().backward()
         debug_api.step()
-    assert log.values["layer_weight_mse_columnwise", 0] > 0
+    assert log.values["layer_weight_mse_columnwise", 0] == pytest.approx(
+        (layer.weight.t() - in_float8(layer.weight.detach().t().contiguous(), 32)[0]).square().mean().item(),
+        rel=1e-5,
+    )
 
 
 def test_recomputed_tensors_count_once_and_are_replaced_both_times(tmp_path: Path):
@@ -182,11 +191,10 @@ def test_copies_of_debugged_layers_have_the_quantizers_of_the_recipe(tmp_path: P
 
 def test_observed_layers_are_rejected_and_keep_their_observation(tmp_path: Path):
     layer = te.Linear(64, 96, device="cpu", name="layer")
-    with te.observe(layer, every=1) as observation:
-        with session(tmp_path, MAXIMA):
-            with te.autocast(recipe=RECIPES["current"]):
-                layer(torch.randn(32, 64))
-            assert observation.step() is not None
+    with te.observe(layer, every=1) as observation, session(tmp_path, MAXIMA):
+        with te.autocast(recipe=RECIPES["current"]):
+            layer(torch.randn(32, 64))
+        assert observation.step() is not None
     with session(tmp_path, MAXIMA):
         layer(torch.randn(32, 64))
         with pytest.raises(ValueError, match="observed already"):
@@ -280,6 +288,13 @@ def test_threads_share_a_session(tmp_path: Path):
         assert log.values[f"layer{i}_activation_l1_norm", 0] == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_traced_call_of_a_debugged_layer_raises(tmp_path: Path):
+    layer = te.Linear(64, 96, device="cpu", name="layer")
+    with session(tmp_path, MAXIMA), pytest.raises(RuntimeError, match="belongs to a debug session"):
+        numerics.of_traced_call(layer, layer.tracing_key, OUTSIDE)
+
+
+@pytest.mark.slow
 def test_a_compiled_call_of_a_debugged_layer_raises(tmp_path: Path):
     layer = te.Linear(64, 96, device="cpu", name="layer")
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
@@ -317,7 +332,7 @@ def statistics_of_two_ranks(device: torch.device) -> dict[str, float]:
     replica = torch.nn.parallel.DistributedDataParallel(te.Linear(64, 96, device="cpu", name="layer"))
     unused = te.Linear(64, 96, device="cpu", name="unused")
     features = {"LogTensorStats": {"tensors": ["activation", "weight"], "stats": ["mean", "std", "max"]}}
-    with session(Path(f"/tmp/debug_ranks_{rank}"), features) as log:
+    with tempfile.TemporaryDirectory() as folder, session(Path(folder), features) as log:
         replica(x).sum().backward()
         if rank == 1:
             unused(x)
@@ -325,6 +340,14 @@ def statistics_of_two_ranks(device: torch.device) -> dict[str, float]:
     return {name: value for (name, _), value in log.values.items()}
 
 
+def test_merged_fields_are_those_of_the_concatenated_tensors():
+    fields = Fields.of(MOMENTS)
+    parts = [torch.randn(rows, 8) + rows for rows in (1, 5, 9)]
+    merged = fields.merged(torch.stack([moments(parts[0]), fields.neutral(), *map(moments, parts[1:])]))
+    torch.testing.assert_close(merged, moments(torch.cat(parts)), rtol=1e-6, atol=0)
+
+
+@pytest.mark.slow
 def test_statistics_are_reduced_over_ranks(tmp_path: Path):
     found = run_on_ranks(statistics_of_two_ranks, 2, tmp_path)
     parts = [torch.randn(16 + 16 * rank, 64, generator=torch.manual_seed(rank)) for rank in range(2)]
