@@ -15,6 +15,17 @@ collected statistics. Modules that exist before the session belong to it too.
 
 Only the modules under `features` import `nvdlfw_inspect`, which the extra `debug` installs. A layer without a feature
 in a step runs with its own quantizers and compiled passes.
+
+A session in a training script:
+
+    import nvdlfw_inspect.api as debug_api
+
+    folder = os.path.join(os.path.dirname(transformer_engine.debug.__file__), "features")
+    debug_api.initialize("debug.yaml", feature_dirs=[folder], log_dir="logs")
+    for batch in batches:
+        train_step(batch)
+        debug_api.step()
+    debug_api.end_debug()
 """
 
 from __future__ import annotations
