@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common.numbers import to_bool, to_int
-from transformer_engine.pytorch.functions.router import balancing_gradient
+from transformer_engine.pytorch.functions.router import balancing_gradient, counted_margins
 from transformer_engine.pytorch.primitives.router import (
     INDICES,
     SOFTMAX,
@@ -17,16 +17,21 @@ from transformer_engine.pytorch.primitives.router import (
     choose_backward,
 )
 from transformer_engine.pytorch.router import (
+    QBHistogramMode,
     RoutingMapFormat,
     check_bias,
     check_choice,
+    check_histogram,
     check_indices,
+    check_margins,
     finite,
     map_format,
     routing_map,
     total_of,
 )
 from transformer_engine.pytorch.runtime.checks import floating, tensor
+
+from .enums import NVTEQBHistogramMode
 
 NVTERoutingMapFormat = RoutingMapFormat
 
@@ -76,6 +81,39 @@ def fused_topk_with_score_function_bwd(
     _gradient(routing_map, intermediate, grad_probs, grad_logits, choice)
 
 
+def fused_topk_with_score_function_qb_fwd(
+    logits: Tensor, topk: int, scaling_factor: float | None, expert_bias: Tensor,
+    routing_map_format: RoutingMapFormat | int | str, topk_indices: Tensor | None, histogram: Tensor,
+    bin_bounds: Tensor, mode: NVTEQBHistogramMode | QBHistogramMode | int | str, bounds_validated: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Choose experts by sigmoid scores, and count the margins of quantile balancing.
+
+    Args:
+        histogram: int32 [E, bins], to which the counts are added.
+        bin_bounds: float32 [2], the limits of the bins.
+        mode: Algorithm of the count; both count the same.
+        bounds_validated: Has no effect; the bounds are checked where that does not wait for a GPU.
+
+    The other arguments are those of `transformer_engine.pytorch.router.fused_topk_with_score_function`.
+
+    Returns:
+        `(probs [..., E], routing map or topk_indices, sigmoid scores float32 [T, E], cut-off float32 [T], histogram)`.
+        The cut-off of a token is its (topk + 1)st largest biased score.
+    """
+    named = mode if isinstance(mode, (str, QBHistogramMode)) else NVTEQBHistogramMode(int(mode)).name.lower()
+    checked = check_choice(logits, topk, None, None, scaling_factor, "sigmoid")
+    bias = check_bias(expert_bias, logits, "sigmoid")
+    counted = check_histogram(histogram, bin_bounds, named, logits)
+    check_margins(checked.topk, None, "sigmoid", bias, logits)
+    assert bias is not None and counted is not None
+    probs, routing, scores = fused_topk_with_score_function_fwd(
+        logits, topk, False, None, None, scaling_factor, "sigmoid", bias, routing_map_format, topk_indices
+    )
+    cutoff = (scores + bias).topk(checked.topk + 1, dim=-1).values[:, checked.topk]
+    counted_margins(logits.reshape(-1, logits.shape[-1]), bias, checked.topk, *counted)
+    return probs, routing, scores, cutoff, histogram
+
+
 def fused_score_for_moe_aux_loss_fwd(
     logits: Tensor,
     topk: int,
@@ -109,7 +147,17 @@ def fused_moe_aux_loss_fwd(
     Args:
         total_num_tokens: A number, or a tensor of one element on the device, which the host does not read.
     """
-    constant = _constant(probs, tokens_per_expert, (num_rows, num_cols), num_experts, topk, coeff)
+    shape = (num_rows, num_cols)
+    floating("probs", probs)
+    tensor("tokens_per_expert", tokens_per_expert)
+    num_experts, topk = to_int("num_experts", num_experts, 1), to_int("topk", topk, 1)
+    coeff = finite("coeff", coeff)
+    if tuple(probs.shape) != shape or tokens_per_expert.numel() != shape[1] or shape[1] % num_experts:
+        raise ValueError(
+            f"probs is {list(probs.shape)} and tokens_per_expert {list(tokens_per_expert.shape)}; give {list(shape)} "
+            f"and [{shape[1]}], a multiple of num_experts={num_experts}"
+        )
+    constant = num_experts * coeff / topk
     tokens, total = tokens_per_expert.reshape(-1), total_of(total_num_tokens, probs.device)
     if isinstance(total, Tensor):
         loss = balance_loss(probs, tokens, constant, total)[0]
@@ -158,18 +206,3 @@ def _gradient(
     scores, gradient = intermediate.view(-1, experts), grad_probs.reshape(-1, experts)
     made = choose_backward(map, scores, gradient, choice, grad_logits.dtype)
     grad_logits.copy_(made.view(grad_logits.shape))
-
-
-def _constant(
-    probs: Tensor, tokens: Tensor, shape: tuple[int, int], num_experts: int, topk: int, coeff: float
-) -> float:
-    floating("probs", probs)
-    tensor("tokens_per_expert", tokens)
-    num_experts, topk = to_int("num_experts", num_experts, 1), to_int("topk", topk, 1)
-    coeff = finite("coeff", coeff)
-    if tuple(probs.shape) != shape or tokens.numel() != shape[1] or shape[1] % num_experts:
-        raise ValueError(
-            f"probs is {list(probs.shape)} and tokens_per_expert {list(tokens.shape)}; give {list(shape)} and "
-            f"[{shape[1]}], a multiple of num_experts={num_experts}"
-        )
-    return num_experts * coeff / topk

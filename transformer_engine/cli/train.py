@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import enum
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from ..common import optional
 from .demo.config import (
     FRAMEWORKS,
-    HIGH_PRECISION,
     OPTIMIZERS,
     RECIPES,
     Execution,
@@ -31,10 +25,9 @@ from .demo.config import (
 )
 from .demo.data import load_corpus, printable
 from .demo.plot import plot_losses
-from .demo.records import Progress as Record
-from .demo.records import summarize
 from .demo.trainer import Trainer, runs_of
 from .failure import Failure, fitting, reporting, reporting_failures, writing
+from .progress import check_tensorboard, describe, results_table, train_with_progress
 
 SMALLER = "give a smaller --batch, --seq, --hidden or --layers"
 ELSEWHERE = "choose another folder with --out, or make this one writable"
@@ -116,6 +109,15 @@ def train(
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Write losses for TensorBoard to OUT/NAME/tensorboard")
     ] = False,
+    devices: Annotated[
+        int | None, typer.Option(help="Train on this number of GPUs, or of processes on a CPU", min=1)
+    ] = None,
+    distributed: Annotated[
+        bool, typer.Option("--distributed", help="Train on the processes that torchrun has started")
+    ] = False,
+    tp: Annotated[int, typer.Option(help="Ranks that share the weights of a layer", min=1)] = 1,
+    cp: Annotated[int, typer.Option(help="Ranks that share the bytes of a sequence", min=1)] = 1,
+    fsdp: Annotated[int, typer.Option(help="Ranks that share parameters and optimizer states", min=1)] = 1,
 ) -> None:
     """Train a byte-level GPT under a recipe and in high precision, side by side, and compare the losses."""
     console = Console(highlight=False)
@@ -146,12 +148,22 @@ def train(
         if log_every is not None and log_every < 1:
             raise ValueError(f"--log-every {log_every} is below 1; give a positive number of steps")
         if tensorboard:
-            _check_tensorboard()
+            check_tensorboard()
         _check_replacing(folder, resume, overwrite)
+        if devices is not None or distributed:
+            # Several devices need torch, which `te train --framework jax` does without.
+            from .train_devices import TrainRequest, train_on_devices
+
+            switches = (resume, overwrite, log_every, tensorboard)
+            request = TrainRequest(device.value, given, execution, folder, *switches, tp, cp, fsdp)
+            train_on_devices(request, devices, distributed)
+            return
+        if max(tp, cp, fsdp) > 1:
+            raise ValueError("--tp, --cp and --fsdp divide several devices; add --devices or --distributed")
         trainer = _prepare(folder, device.value, given, execution, resume)
-    _describe(console, trainer)
+    describe(console, trainer)
     with _interrupts(console) as stopping, reporting_failures(console), fitting(SMALLER):
-        finished = _train(console, trainer, stopping, log_every, tensorboard)
+        finished = train_with_progress(console, trainer, lambda: bool(stopping), log_every, tensorboard)
     if not finished:
         console.print(
             f"stopped after step {trainer.step} of {trainer.config.steps}; the checkpoint is saved.\n"
@@ -168,7 +180,7 @@ def _check_replacing(folder: Path, resume: bool, overwrite: bool) -> None:
     if resume and overwrite:
         raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")
     with writing(folder, ELSEWHERE):
-        stands = (folder / "checkpoint").exists()
+        stands = (folder / "checkpoint").exists() or (folder / "checkpoints").exists()
     if stands and not (resume or overwrite):
         raise ValueError(
             f"{folder} holds the checkpoint of an earlier run; name this one with --name, continue that one with "
@@ -188,6 +200,10 @@ def _prepare(folder: Path, device: str, given: dict[str, Any], execution: Execut
             trainer.observed_path.unlink(missing_ok=True)
         return trainer
     path = folder / "checkpoint"
+    if path.with_name("checkpoints").is_dir():
+        raise ValueError(
+            f"{folder} is a run of several devices; continue it with the same --devices, --tp, --cp and --fsdp"
+        )
     # A checkpoint of torch is a file, one of JAX a folder, possibly not yet renamed.
     if path.is_file():
         framework = "torch"
@@ -210,28 +226,6 @@ def _demand(framework: str) -> None:
         raise Failure(missing)
 
 
-def _describe(console: Console, trainer: Trainer) -> None:
-    config, corpus = trainer.config, trainer.corpus
-    layers = "1 layer" if config.layers == 1 else f"{config.layers} layers"
-    parameters = next(iter(trainer.runs.values())).parameters
-    console.print(
-        f"text    {escape(corpus.source)}: {corpus.train.size + corpus.validation.size:,} bytes",
-        soft_wrap=True,
-    )
-    experts = f", {config.experts} experts" if config.experts else ""
-    console.print(
-        f"model   {parameters:,} parameters in {config.label(HIGH_PRECISION)}, "
-        f"{layers}, hidden {config.hidden}, {config.heads} heads{experts}, in {config.framework} on {config.device}",
-        soft_wrap=True,
-    )
-    console.print(
-        f"runs    {' and '.join(config.label(name) for name in config.runs)}, seed {config.seed}, "
-        f"{config.steps} steps of {config.batch} x {config.sequence} bytes"
-    )
-    if trainer.step:
-        console.print(f"resume  after step {trainer.step}")
-
-
 @contextmanager
 def _interrupts(console: Console) -> Iterator[list[bool]]:
     """Stop after the current step on the first Ctrl-C, and at once on the second."""
@@ -250,100 +244,6 @@ def _interrupts(console: Console) -> Iterator[list[bool]]:
         signal.signal(signal.SIGINT, previous)
 
 
-def _train(
-    console: Console, trainer: Trainer, stopping: list[bool], log_every: int | None, tensorboard: bool
-) -> bool:
-    """Train with a progress bar or lines of progress; return whether the run has finished."""
-    every = log_every or max(1, trainer.config.steps // 20)
-    shown = _bar(console, trainer) if console.is_terminal else _lines(console, trainer, every)
-    with shown as show, _scalars(trainer, tensorboard) as write:
-
-        def observe(record: Record) -> None:
-            show(record)
-            write()
-
-        return trainer.train(observe, stop=lambda: bool(stopping))
-
-
-def _progress(trainer: Trainer, record: Record) -> tuple[str, str]:
-    """The losses of a step and the rate of its tokens, as text."""
-    losses = "  ".join(f"{trainer.config.label(name)} {loss:.3f}" for name, loss in record.loss.items())
-    tokens = len(record.loss) * trainer.config.tokens_a_step / sum(record.seconds.values())
-    return losses, f"{tokens:,.0f} tokens/s"
-
-
-@contextmanager
-def _bar(console: Console, trainer: Trainer) -> Iterator[Callable[[Record], None]]:
-    """A progress bar on a terminal, redrawn after every step."""
-    columns = (
-        TextColumn("step {task.completed:>4}/{task.total}"),
-        BarColumn(bar_width=16),
-        TextColumn("{task.fields[losses]}"),
-        TextColumn("{task.fields[speed]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=trainer.config.steps, completed=trainer.step, losses="", speed="")
-
-        def show(record: Record) -> None:
-            losses, speed = _progress(trainer, record)
-            bar.update(task, completed=record.step, losses=losses, speed=speed)
-
-        yield show
-
-
-@contextmanager
-def _lines(console: Console, trainer: Trainer, every: int) -> Iterator[Callable[[Record], None]]:
-    """A line of progress for every `every` steps and for the last step, in files and pipes."""
-    start, first, due = time.perf_counter(), trainer.step, (trainer.step // every + 1) * every
-
-    def show(record: Record) -> None:
-        nonlocal due
-        steps = trainer.config.steps
-        if record.step < min(due, steps):
-            return
-        due = (record.step // every + 1) * every
-        left = (time.perf_counter() - start) / (record.step - first) * (steps - record.step)
-        remaining = timedelta(seconds=round(left))
-        text = "  ".join((f"step {record.step}/{steps}", *_progress(trainer, record), f"{remaining} left"))
-        console.print(text, soft_wrap=True)
-
-    yield show
-
-
-def _check_tensorboard() -> None:
-    """Raise Failure if the writer, which is torch's, or TensorBoard is missing."""
-    missing = [name for name in ("torch", "tensorboard") if not optional.installed(name)]
-    if missing:
-        raise Failure(
-            f"--tensorboard needs {' and '.join(missing)}; pip install {' '.join(missing)}, "
-            "or leave the option out and read metrics.jsonl"
-        )
-
-
-@contextmanager
-def _scalars(trainer: Trainer, enabled: bool) -> Iterator[Callable[[], None]]:
-    """A function that writes the new records of a run for TensorBoard, or does nothing if not enabled."""
-    if not enabled:
-        yield lambda: None
-        return
-    from torch.utils.tensorboard import SummaryWriter
-
-    written = len(trainer.history)
-    with SummaryWriter(str(trainer.folder / "tensorboard"), purge_step=trainer.step + 1) as writer:
-
-        def write() -> None:
-            nonlocal written
-            for record in trainer.history[written:]:
-                for kind, losses in (("train", record.loss), ("validation", record.validation or {})):
-                    for name, loss in losses.items():
-                        writer.add_scalar(f"{kind}/{trainer.config.label(name)}", loss, record.step)
-                writer.add_scalar("learning rate", record.learning_rate, record.step)
-            written = len(trainer.history)
-
-        yield write
-
-
 def _conclude(console: Console, trainer: Trainer) -> None:
     config, folder = trainer.config, trainer.folder
     if not trainer.history:
@@ -352,7 +252,7 @@ def _conclude(console: Console, trainer: Trainer) -> None:
         )
     with writing(folder / "loss.png", "free some space there; te train --resume draws it again"):
         plot_losses(folder / "loss.png", config, trainer.history)
-    console.print(_table(trainer))
+    console.print(results_table(trainer))
     _show_observed(console, trainer)
     prompt = bytes(trainer.corpus.validation[: min(32, config.sequence // 2)].tolist())
     run = trainer.runs[config.runs[0]]
@@ -373,25 +273,3 @@ def _show_observed(console: Console, trainer: Trainer) -> None:
     with writing(path, "free some space there"):
         observation.plot(path)
     console.print(f"wrote {escape(str(trainer.observed_path))} and {escape(str(path))}", soft_wrap=True)
-
-
-def _table(trainer: Trainer) -> Table:
-    config = trainer.config
-    results = summarize(config, trainer.history)
-    base = results[-1]
-    table = Table(
-        title=f"{config.steps} steps in {config.framework} on {config.device}, losses in nats a byte"
-    )
-    table.add_column("run")
-    for heading in ("train loss", "validation loss", "ratio", "tokens/s", "time"):
-        table.add_column(heading, justify="right")
-    for result in results:
-        table.add_row(
-            config.label(result.name),
-            f"{result.train:.4f}",
-            f"{result.validation:.4f}",
-            f"{result.validation / base.validation:.4f}",
-            f"{result.tokens_a_second:,.0f}",
-            f"{result.seconds:.1f} s",
-        )
-    return table

@@ -11,10 +11,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from ...pytorch.quantization import support_of
+from ..devices import default_devices, launch, under_torchrun
 from ..failure import reporting, reporting_failures, writing
 from ..survey import KINDS
 from .cases import FAMILIES, RECIPES, Case, cases
 from .compare import print_comparison
+from .distributed_cases import RANKS_FAMILIES
+from .distributed_report import RanksRequest, measure_on_ranks
 from .measure import FULL, QUICK
 from .plot import plot_families
 from .providers import PROVIDERS, Provider
@@ -24,7 +27,12 @@ from .run import Row, run
 
 
 def bench(
-    family: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(FAMILIES)}; repeatable")] = None,
+    family: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Of {', '.join(FAMILIES)}; with --distributed of {', '.join(RANKS_FAMILIES)}; repeatable"
+        ),
+    ] = None,
     recipe: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(RECIPES)}; repeatable")] = None,
     only: Annotated[str, typer.Option(help="Cases whose name contains one of these, comma-separated")] = "",
     json: Annotated[Path | None, typer.Option(help="Write machine, command and figures to this file")] = None,
@@ -37,6 +45,16 @@ def bench(
         tuple[Path, Path] | None,
         typer.Option(help="Measure nothing: print the ratios of the second file to the first"),
     ] = None,
+    distributed: Annotated[
+        bool,
+        typer.Option("--distributed", help="Collectives and layers of several ranks against one device"),
+    ] = False,
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            help="Ranks of --distributed, unless torchrun starts them (default: all GPUs, 2 on a CPU)"
+        ),
+    ] = None,
 ) -> None:
     """Time the engine, plain PyTorch and other libraries on this machine; or compare two files of figures."""
     console = Console(highlight=False)
@@ -46,16 +64,55 @@ def bench(
             return
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         quick = quick or device.type == "cpu"
+        _check_file(json)
+        if distributed:
+            _check_distributed(devices, provider, plot_dir)
+            recipes = _recipes(recipe or (["bf16", "current"] if device.type == "cpu" else None), device)
+            parts = tuple(part for part in only.split(",") if part)
+            request = RanksRequest(device.type, recipes, tuple(family or ()), parts, quick, json)
+            request.cases(devices or default_devices())  # raises before processes are started
+        elif devices is not None:
+            raise ValueError("--devices has no effect without --distributed; add it, or leave --devices out")
+    if distributed:
+        with reporting(console):
+            if under_torchrun():
+                measure_on_ranks(request)
+            else:
+                launch(measure_on_ranks, devices or default_devices(), request)
+        return
+    with reporting(console):
         chosen = _chosen(_recipes(recipe, device), quick, family, only)
         providers = _providers(provider)
-        if json is not None and not json.parent.is_dir():
-            raise ValueError(f"--json {json}: there is no folder {json.parent}; make it first")
-        if json is not None and json.is_dir():
-            raise ValueError(f"--json {json} is a folder; give a file in it")
         if plot_dir is not None and plot_dir.exists() and not plot_dir.is_dir():
             raise ValueError(f"--plot-dir {plot_dir} is a file; give a folder")
     with reporting_failures(console):
         _measure(console, device, chosen, providers, quick, json, plot_dir)
+
+
+def _check_file(json: Path | None) -> None:
+    """Raise ValueError if the file of the figures cannot be written."""
+    if json is not None and not json.parent.is_dir():
+        raise ValueError(f"--json {json}: there is no folder {json.parent}; make it first")
+    if json is not None and json.is_dir():
+        raise ValueError(f"--json {json} is a folder; give a file in it")
+
+
+def _check_distributed(devices: int | None, provider: list[str] | None, plot_dir: Path | None) -> None:
+    """Raise ValueError for options that --distributed does not support."""
+    for name, value in (("--provider", provider), ("--plot-dir", plot_dir)):
+        if value:
+            raise ValueError(f"{name} has no effect with --distributed; leave one of them out")
+    if devices is not None and under_torchrun():
+        raise ValueError("--devices has no effect under torchrun, which starts the ranks; leave it out")
+    if devices is not None and devices < 2:
+        raise ValueError(f"--devices {devices} is below 2; a comparison with one device needs more")
+    available = torch.cuda.device_count()
+    if torch.cuda.is_available() and (devices or available) > available:
+        raise ValueError(f"--devices {devices} exceeds the {available} GPUs of this machine; give fewer")
+    if torch.cuda.is_available() and available < 2 and not under_torchrun():
+        raise ValueError(
+            "--distributed needs two GPUs, this machine has one; use torchrun on several machines"
+        )
 
 
 def _recipes(given: list[str] | None, device: torch.device) -> tuple[str, ...]:

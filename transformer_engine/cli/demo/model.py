@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,18 +20,23 @@ class ByteGPT(nn.Module):
     The blocks' matrix products follow the recipe in force. The embedding, the last norm and the head stay in
     the parameters' precision: with 256 outputs they are little work, and the most sensitive to rounding.
 
-    offload_layers   activations of so many blocks wait in host memory for the backward
+    offload_layers   number of blocks whose activations are offloaded to host memory
+    block_options    further arguments of TransformerLayer
+    context_ranks    number of ranks that share each sequence
     """
 
-    def __init__(self, config: RunConfig, offload_layers: int = 0):
+    def __init__(self, config: RunConfig, offload_layers: int = 0, **block_options: Any):
         super().__init__()
+        self.context_ranks = 1
         self.offloaded, self.arrived, *_ = te.get_cpu_offload_context(
             enabled=offload_layers > 0, num_layers=offload_layers, model_layers=config.layers
         )
         device, dtype = torch.device(config.device), parameter_dtype(config)
         self.embedding = nn.Embedding(VOCABULARY, config.hidden, device=device, dtype=dtype)
         self.rotary = te.attention.RotaryPositionEmbedding(config.hidden // config.heads).to(device)
-        self.layers = nn.ModuleList(_block(config, number) for number in range(1, config.layers + 1))
+        self.layers = nn.ModuleList(
+            _block(config, number, **block_options) for number in range(1, config.layers + 1)
+        )
         self.norm = te.RMSNorm(config.hidden, device=device, dtype=dtype)
         self.head = nn.Linear(config.hidden, VOCABULARY, bias=False, device=device, dtype=dtype)
         nn.init.normal_(self.embedding.weight, std=0.02)
@@ -38,7 +44,7 @@ class ByteGPT(nn.Module):
 
     def forward(self, tokens: Tensor, cache: te.InferenceParams | None = None) -> Tensor:
         """logits for tokens [batch, sequence]; with a cache, tokens follow the cached ones."""
-        length = tokens.shape[1] if cache is None else cache.max_sequence_length
+        length = tokens.shape[1] * self.context_ranks if cache is None else cache.max_sequence_length
         positions = self.rotary(length)
         hidden = self.embedding(tokens)
         trains = torch.is_grad_enabled()  # else nothing is saved for a backward
@@ -59,7 +65,7 @@ def parameter_dtype(config: RunConfig) -> torch.dtype:
     return getattr(torch, config.precision)
 
 
-def _block(config: RunConfig, number: int) -> nn.Module:
+def _block(config: RunConfig, number: int, **options: Any) -> nn.Module:
     # Residual branches shrink with depth, as in GPT-2: the sum of 2 * layers branches keeps its variance.
     residual = 0.02 / (2 * config.layers) ** 0.5
     if config.experts:
@@ -81,4 +87,5 @@ def _block(config: RunConfig, number: int) -> nn.Module:
         normalization="RMSNorm",
         device=config.device,
         attn_input_format="bshd",
+        **options,
     )

@@ -88,14 +88,26 @@ class Trainer:
     """Trains every run of a RunConfig and writes folder/metrics.jsonl and folder/checkpoint.
 
     If the execution observes, the first run is observed, to folder/observed.jsonl.
+
+    runs   the framework's runs, or those of several ranks
+    writes_metrics   False on all ranks but the first
     """
 
-    def __init__(self, config: RunConfig, corpus: Corpus, folder: Path, execution: Execution = PLAINLY):
+    def __init__(
+        self,
+        config: RunConfig,
+        corpus: Corpus,
+        folder: Path,
+        execution: Execution = PLAINLY,
+        runs: Any = None,
+        writes_metrics: bool = True,
+    ):
         execution.check(config)
         self.config, self.corpus, self.folder, self.execution = config, corpus, folder, execution
         self.step = 0
         self.history: list[Progress] = []
-        self.framework = runs_of(config.framework)
+        self.framework: Any = runs or runs_of(config.framework)
+        self.writes_metrics = writes_metrics
         self.runs = {name: self.framework.Run(name, config, execution) for name in config.runs}
         self.validation = corpus.validation_batches(EVALUATION_BATCHES, config.batch, config.sequence)
 
@@ -136,8 +148,9 @@ class Trainer:
                 self.metrics_path, "free some space there and continue with --resume, or choose another --out"
             ):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                with self.metrics_path.open("a") as metrics:
-                    metrics.writelines(record.as_json() for record in records)
+                if self.writes_metrics:
+                    with self.metrics_path.open("a") as metrics:
+                        metrics.writelines(record.as_json() for record in records)
             self.history.extend(records)
             observe(records[-1])
             if self.step % max(1, self.config.steps // 4) == 0 and not self.finished:
@@ -215,7 +228,8 @@ class Trainer:
             run.load_state_dict(state["runs"][name])
         self.history = history
         partial = self.metrics_path.with_name("metrics.jsonl.partial")
-        with writing(self.metrics_path, "free some space there, or make the folder writable"):
-            partial.write_text("".join(record.as_json() for record in self.history))
-            os.replace(partial, self.metrics_path)
+        if self.writes_metrics:
+            with writing(self.metrics_path, "free some space there, or make the folder writable"):
+                partial.write_text("".join(record.as_json() for record in self.history))
+                os.replace(partial, self.metrics_path)
         self.framework.continue_from(state)

@@ -1,0 +1,132 @@
+"""`te bench --distributed`: cases, the exposed communication of a trace, and a run on two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tests.support.programs import search_path
+from transformer_engine import cli
+from transformer_engine.cli.bench.cases import RECIPES
+from transformer_engine.cli.bench.compare import pairs, read
+from transformer_engine.cli.bench.distributed import RanksRow, exposure
+from transformer_engine.cli.bench.distributed_cases import RANKS_FAMILIES, ranks_cases
+from transformer_engine.cli.bench.distributed_report import print_rows
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_case_has_a_name_of_its_own_with_the_number_of_ranks(quick: bool, ranks: int):
+    found = ranks_cases(RECIPES, quick, ranks)
+    assert len({case.name for case in found}) == len(found)
+    assert {case.family for case in found} == set(RANKS_FAMILIES)
+    for case in found:
+        assert case.name.endswith(f"_ranks{ranks}")
+        assert case.work in (1, ranks)
+        assert (case.moved > 0) == (case.family == "collective")
+
+
+def test_long_sequences_and_a_llama_layer_are_measured():
+    names = [case.name for case in ranks_cases(["bf16", "current"], False, 2)]
+    for sequence in (65536, 131072):
+        for scheme in ("p2p", "a2a", "all_gather"):
+            assert f"attention_cp_fb/bf16/causal_s{sequence}_h32_8_d128_{scheme}_ranks2" in names
+    assert "layer_sp_fb/bf16/llama8b_s8192_ranks2" in names
+    assert "layer_sp_fb/current/llama8b_s8192_ranks2" in names
+
+
+def test_an_all_reduce_sends_twice_as_much_as_an_all_gather():
+    moved = {
+        case.arguments["operation"]: case.moved for case in ranks_cases(["bf16"], True, 4, ["collective"])
+    }
+    assert moved["all_reduce"] == 2 * moved["all_gather"]
+    assert moved["all_gather"] == 0.75 * moved["send_receive"]
+
+
+def test_exposure_counts_the_time_in_which_only_communication_runs():
+    compute = [("matmul", 0.0, 4.0), ("attention", 3.0, 6.0)]
+    assert exposure([*compute, ("ncclDevKernel_SendRecv", 1.0, 5.0)]) == 0.0
+    assert exposure([*compute, ("ncclDevKernel_AllGather", 5.0, 8.0)]) == 2.0 / 8.0
+    # Two collectives at once count once, and an idle GPU does not count.
+    collectives = [("ncclDevKernel_AllGather", 7.0, 9.0), ("ncclDevKernel_AllReduce", 7.0, 10.0)]
+    assert exposure([*compute, *collectives]) == 3.0 / 10.0
+    assert exposure(compute) == 0.0
+    assert exposure([]) is None
+
+
+def test_columns_without_figures_are_left_out(capsys: pytest.CaptureFixture[str]):
+    rows = [
+        RanksRow("layer_sp_fb/bf16/a_ranks2", "layer_sp", "bf16", 2, one_ms=4.0, eager_ms=2.0, speedup=2.0),
+        RanksRow("layer_sp_fb/bf16/b_ranks2", "layer_sp", "bf16", 2, error="ValueError: [too] small"),
+    ]
+    print_rows(Console(width=120), rows)
+    printed = capsys.readouterr().out
+    assert "speedup" in printed and "GB/s" not in printed
+    assert "2.00" in printed and "ValueError: [too] small" in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--distributed", "--devices", "1"], "--devices 1 is below 2"),
+        (["--devices", "2"], "--devices has no effect without --distributed"),
+        (["--distributed", "--provider", "te"], "--provider has no effect with --distributed"),
+        (["--distributed", "--family", "layer"], "family 'layer' of --distributed does not exist"),
+        (["--distributed", "--only", "nothing"], "no case is left"),
+    ],
+)
+def test_options_that_cannot_work_are_rejected_before_processes_start(options: list[str], message: str):
+    result = CliRunner().invoke(cli.application(), ["bench", *options], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def bench_on_two(folder: Path, *options: str) -> Path:
+    """Run `te bench --distributed` on two processes of the CPU and return its file."""
+    path = folder / "figures.json"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": search_path(),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "transformer_engine", "bench", "--distributed", "--json", str(path), *options],
+        capture_output=True, text=True, check=False, env=environment, timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert "2 ranks on a CPU, gloo" in done.stdout
+    return path
+
+
+def check_figures(path: Path, families: set[str]) -> None:
+    content = json.loads(path.read_text())
+    assert (content["ranks"], content["backend"]) == (2, "gloo")
+    assert {row["family"] for row in content["results"]} == families
+    for row in content["results"]:
+        assert "error" not in row, row
+        if row["family"] == "collective":
+            assert row["rate"] > 0
+            continue
+        work = 2 if row["family"] == "layers_fsdp" else 1
+        assert row["speedup"] == pytest.approx(work * row["one_ms"] / row["eager_ms"], rel=1e-3)
+        expected = max(0.0, 1 - row["compute_ms"] / row["eager_ms"])
+        assert row["exposed"] == pytest.approx(expected, abs=1e-3)
+    assert len(pairs(read(path), read(path))) == len(content["results"])
+
+
+def test_two_processes_measure_a_collective_and_a_layer(tmp_path: Path):
+    path = bench_on_two(tmp_path, "--recipe", "bf16", "--only", "all_gather_0.25MiB,layer_sp_fb")
+    check_figures(path, {"collective", "layer_sp"})
+
+
+@pytest.mark.slow
+def test_two_processes_measure_every_family(tmp_path: Path):
+    check_figures(bench_on_two(tmp_path, "--recipe", "current", "--recipe", "bf16"), set(RANKS_FAMILIES))

@@ -1,0 +1,225 @@
+"""`te bench --distributed`: collectives and layers of several ranks against one device, in one run.
+
+one_ms      a step of one device without communication; every rank measures it, the mean
+eager_ms    a step of the ranks, in a loop of steps; that of the slowest rank
+compute_ms  the same with a process group whose collectives return at once
+exposed     part of a step in which a rank only communicates: from a trace of the GPU's kernels, otherwise
+            (eager_ms - compute_ms) / eager_ms
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .distributed_cases import RanksCase
+from .distributed_steps import build_step
+from .measure import Effort, peak_mib
+
+MEANING = (
+    "one_ms: a step of one device (mean over the ranks); eager_ms: a step of the ranks in a loop of steps (the slowest "
+    "rank); compute_ms: eager_ms with collectives that transfer nothing; speedup: work of all ranks per time relative "
+    "to one device; exposed: part of the step in which a rank only communicates, from a trace on GPUs; rate: bytes "
+    "that a rank sends per second; peak_mib, one_mib: additional memory of a step per rank"
+)
+# Steps of long sequences take a second, and every case has three variants.
+FULL_ON_RANKS = Effort(warmup=2, budget_ms=400.0, fewest=3, most=30)
+QUICK_ON_RANKS = Effort(warmup=2, budget_ms=20.0, fewest=2, most=10)
+ROUNDS = 2  # each variant is measured in turns, so that a change of the clocks affects all of them
+TRACED_STEPS = 3
+Group = Any  # dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class RanksRow:
+    """The figures of a case; None if not applicable. See the module for their meaning."""
+
+    case: str
+    family: str
+    recipe: str
+    ranks: int
+    provider: str = "te"
+    one_ms: float | None = None
+    eager_ms: float | None = None
+    compute_ms: float | None = None
+    speedup: float | None = None
+    exposed: float | None = None
+    rate: float | None = None
+    unit: str | None = None
+    one_mib: float | None = None
+    peak_mib: float | None = None
+    error: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields that are not None, with rounded figures."""
+        values = {name: value for name, value in asdict(self).items() if value is not None}
+        return {
+            name: round(value, 4) if isinstance(value, float) else value for name, value in values.items()
+        }
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of a run.
+
+    world     the ranks, whose communication is measured
+    silent    the same ranks; collectives return at once without transferring data
+    control   the same ranks on gloo, which agree on repetitions and exchange figures
+    """
+
+    world: Group
+    silent: Group
+    control: Group
+
+    @classmethod
+    def of_all_ranks(cls) -> Groups:
+        """Make the groups; every rank calls this once."""
+        # Importing this module registers torch's backend "fake".
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401
+
+        return cls(dist.group.WORLD, dist.new_group(backend="fake"), dist.new_group(backend="gloo"))
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return the value of every rank."""
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+
+def run_on_ranks(
+    cases: Iterable[RanksCase], groups: Groups, device: torch.device, effort: Effort = FULL_ON_RANKS
+) -> Iterator[RanksRow]:
+    """Measure the cases one by one; every rank calls this with the same cases."""
+    for case in cases:
+        torch.manual_seed(0)
+        error = None
+        figures: dict[str, Any] = {}
+        try:
+            figures = _figures(case, groups, device, effort)
+        except Exception as raised:  # the error of a case is its result
+            error = f"{type(raised).__name__}: {raised}".splitlines()[0][:300]
+        finally:
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+        errors = [found for found in groups.gathered(error) if found is not None]
+        if errors:
+            figures = {"error": errors[0]}
+        yield RanksRow(case.name, case.family, case.recipe, dist.get_world_size(), **figures)
+
+
+def _figures(case: RanksCase, groups: Groups, device: torch.device, effort: Effort) -> dict[str, Any]:
+    if case.family == "collective":
+        step = build_step(case, groups.world, device)
+        (times,) = _in_turns([step], groups, device, effort)
+        slowest = max(groups.gathered(times))
+        return {"eager_ms": slowest, "rate": case.moved / slowest / 1e6, "unit": "GB/s"}
+    steps = [build_step(case, group, device) for group in (None, groups.world, groups.silent)]
+    times = _in_turns(steps, groups, device, effort)
+    peaks = [peak_mib(step, device) for step in steps[:2]]
+    traced = traced_exposure(steps[1]) if device.type == "cuda" else None
+    gathered = groups.gathered((times, peaks, traced))
+    one = statistics.mean(row[0][0] for row in gathered)
+    several, compute = (max(row[0][index] for row in gathered) for index in (1, 2))
+    exposures = [row[2] for row in gathered if row[2] is not None]
+    figures: dict[str, Any] = {
+        "one_ms": one,
+        "eager_ms": several,
+        "compute_ms": compute,
+        "speedup": case.work * one / several,
+        "exposed": max(exposures) if exposures else max(0.0, several - compute) / several,
+    }
+    if device.type == "cuda":
+        figures |= {"one_mib": peaks[0], "peak_mib": max(row[1][1] for row in gathered)}
+    return figures
+
+
+def _in_turns(
+    steps: Sequence[Callable[[], object]], groups: Groups, device: torch.device, effort: Effort
+) -> list[float]:
+    """Return this rank's median milliseconds of each step; all ranks run the same number of steps."""
+    runs = []
+    for step in steps:
+        for _ in range(effort.warmup):
+            step()
+        # Ranks compare their settings before each collective until an optimizer step, see `pytorch.distributed.faults`.
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0).step()
+        one_ms = statistics.median(_intervals(step, 3, groups, device))
+        runs.append(effort.runs(max(groups.gathered(one_ms))))
+    seen: list[list[float]] = [[] for _ in steps]
+    for _ in range(ROUNDS):
+        for step, times, count in zip(steps, seen, runs, strict=True):
+            times += _intervals(step, count, groups, device)
+    return [statistics.median(times) for times in seen]
+
+
+def _intervals(step: Callable[[], object], count: int, groups: Groups, device: torch.device) -> list[float]:
+    """Return the milliseconds between the ends of consecutive steps; the ranks start together."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier(group=groups.control)
+    if device.type != "cuda":
+        marks = [time.perf_counter()]
+        for _ in range(count):
+            step()
+            marks.append(time.perf_counter())
+        return [1e3 * (last - first) for first, last in pairwise(marks)]
+    step()  # fills the stream's queue
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [first.elapsed_time(last) for first, last in pairwise(events)]
+
+
+def traced_exposure(step: Callable[[], object]) -> float | None:
+    """Return the part of a step in which the GPU runs kernels of NCCL only; None if the trace has no kernels."""
+    step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(TRACED_STEPS):
+            step()
+        torch.cuda.synchronize()
+    kernels = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events() or ()
+        # Ranges of the host, such as "nccl:all_reduce", are no kernels.
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("nccl:")
+    ]
+    return exposure(kernels)
+
+
+def exposure(kernels: Iterable[tuple[str, float, float]]) -> float | None:
+    """Return the part of the time in which only communication runs, or None without kernels.
+
+    Args:
+        kernels: Name, start and end of each kernel, on any stream. The names of NCCL's kernels contain "nccl".
+    """
+    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for name, start, end in kernels:
+        spans["nccl" in name.lower()].append((start, end))
+    everything = spans[True] + spans[False]
+    if not everything:
+        return None
+    total = max(end for _, end in everything) - min(start for start, _ in everything)
+    return (_covered(everything) - _covered(spans[False])) / total
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals."""
+    length, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        length += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return length

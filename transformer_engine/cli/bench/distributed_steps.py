@@ -1,0 +1,185 @@
+"""Steps of `te bench --distributed`: one forward and backward pass, or one collective, of this rank."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ... import pytorch as te
+from ...pytorch.attention.rope import RotaryPositionEmbedding
+from .distributed_cases import RanksCase
+from .providers.engine import recipe_named
+from .workload import Workload
+
+BF16 = torch.bfloat16
+Step = Callable[[], object]
+
+
+def build_step(case: RanksCase, group: Any, device: torch.device) -> Step:
+    """Return the step of a case on this rank of a group, or on one device without communication if group is None."""
+    builders: dict[str, Callable[[RanksCase, Any, torch.device], Step]] = {
+        "collective": _collective,
+        "attention_cp": _attention,
+        "layer_tp": functools.partial(_layer, tensor=True),
+        "layer_sp": functools.partial(_layer, tensor=True, sequence=True),
+        "layer_cp": _layer,
+        "layers_fsdp": _sharded,
+    }
+    return builders[case.family](case, group, device)
+
+
+def _collective(case: RanksCase, group: Any, device: torch.device) -> Step:
+    operation, ranks = case.arguments["operation"], dist.get_world_size(group)
+    whole = torch.zeros(case.arguments["size"] // BF16.itemsize, dtype=BF16, device=device)
+    part, other = whole.new_zeros(whole.numel() // ranks), torch.empty_like(whole)
+    if operation == "all_gather":
+        return lambda: dist.all_gather_into_tensor(whole, part, group=group)
+    if operation == "reduce_scatter":
+        return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
+    if operation == "all_to_all":
+        return lambda: dist.all_to_all_single(other, whole, group=group)
+    if operation == "all_reduce":
+        return lambda: dist.all_reduce(whole, group=group)
+    own = dist.get_rank(group)
+
+    def ring() -> None:
+        """Send to the next rank and receive from the previous one."""
+        exchanges = [
+            dist.P2POp(dist.isend, whole, (own + 1) % ranks, group),
+            dist.P2POp(dist.irecv, other, (own - 1) % ranks, group),
+        ]
+        for work in dist.batch_isend_irecv(exchanges):
+            work.wait()
+
+    return ring
+
+
+def _precision(case: RanksCase, group: Any, **options: Any) -> Callable[[], te.autocast]:
+    """Return the context of the recipe; delayed scaling reduces its maxima over the group, if there is one."""
+    if case.recipe == "delayed" and group is None:
+        options["reduce_amax"] = False
+    recipe = recipe_named(case.recipe, **options)
+    return functools.partial(
+        te.autocast, enabled=recipe is not None, recipe=recipe, amax_reduction_group=group
+    )
+
+
+def _ranks(group: Any) -> int:
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def _share_sequence(module: Any, case: RanksCase, group: Any, device: torch.device) -> None:
+    """Let the ranks of a group share the sequence of a module."""
+    stream = torch.cuda.Stream() if device.type == "cuda" else None
+    members = list(range(dist.get_world_size(group)))
+    module.set_context_parallel_group(group, members, stream, case.arguments["scheme"])
+
+
+def _random(device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(*shape, device=device, dtype=BF16)
+
+
+def _attention(case: RanksCase, group: Any, device: torch.device) -> Step:
+    a = case.arguments
+    module = te.DotProductAttention(
+        a["heads"],
+        a["width"],
+        num_gqa_groups=a["groups"],
+        attention_dropout=0.0,
+        qkv_format="bshd",
+        attn_mask_type="causal",
+    )
+    if group is not None:
+        _share_sequence(module, case, group, device)
+    tokens = a["sequence"] // _ranks(group)
+    qkv = tuple(
+        _random(device, 1, tokens, heads, a["width"]) for heads in (a["heads"], a["groups"], a["groups"])
+    )
+    options = {} if case.recipe == "bf16" else {"fp8_dpa": True}
+    return Workload(module, qkv, context=_precision(case, group, **options)).step(backward=True)
+
+
+def _transformer_layer(case: RanksCase, device: torch.device, **options: Any) -> te.TransformerLayer:
+    a = case.arguments
+    return te.TransformerLayer(
+        a["hidden"],
+        a["inner"],
+        a["heads"],
+        num_gqa_groups=a["groups"],
+        bias=False,
+        activation="swiglu",
+        normalization="RMSNorm",
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        fuse_qkv_params=True,
+        self_attn_mask_type="causal",
+        params_dtype=BF16,
+        device=device,
+        **options,
+    )
+
+
+def _layer_step(
+    module: torch.nn.Module, case: RanksCase, group: Any, tokens: int, device: torch.device
+) -> Step:
+    a = case.arguments
+    angles = RotaryPositionEmbedding(a["hidden"] // a["heads"])(max_seq_len=a["sequence"]).to(device)
+    x = _random(device, tokens, 1, a["hidden"])
+    context = _precision(case, group)
+    return Workload(module, (x,), {"rotary_pos_emb": angles}, context).step(backward=True)
+
+
+def _layer(
+    case: RanksCase, group: Any, device: torch.device, tensor: bool = False, sequence: bool = False
+) -> Step:
+    """Return the step of one layer: tensor parallel, sequence parallel in addition, or context parallel."""
+    options: dict[str, Any] = {}
+    if tensor and group is not None:
+        ranks = _ranks(group)
+        options = {
+            "set_parallel_mode": True,
+            "tp_group": group,
+            "tp_size": ranks,
+            "sequence_parallel": sequence,
+        }
+    module = _transformer_layer(case, device, **options)
+    if group is not None and not tensor:
+        _share_sequence(module, case, group, device)
+    shared = sequence or not tensor
+    tokens = case.arguments["sequence"] // (_ranks(group) if shared else 1)
+    return _layer_step(module, case, group, tokens, device)
+
+
+class Stack(torch.nn.Module):
+    """y = layers(x), all with the same keyword arguments."""
+
+    def __init__(self, layers: list[te.TransformerLayer]) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, x: Tensor, **keywords: Any) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, **keywords)
+        return x
+
+
+def _sharded(case: RanksCase, group: Any, device: torch.device) -> Step:
+    """Return the step of layers whose parameters are sharded over the group."""
+    a = case.arguments
+    with te.quantized_model_init(enabled=a["quantized"], recipe=recipe_named(case.recipe)):
+        module = Stack([_transformer_layer(case, device) for _ in range(a["layers"])])
+    if group is not None:
+        # Importing FSDP takes as long as importing the rest of the package.
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = DeviceMesh.from_group(group, device.type)
+        for layer in module.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(module, mesh=mesh)
+    return _layer_step(module, case, group, a["sequence"], device)

@@ -1,0 +1,103 @@
+"""Processes of a command on several devices: one rank per device, NCCL on GPUs and gloo on a CPU.
+
+Under torchrun the processes exist; otherwise a command starts them itself through torch's elastic launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .failure import Failure
+
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+CPU_DEVICES = 2  # default number of processes on a CPU
+TIMEOUT = timedelta(minutes=5)  # of a collective
+
+
+def under_torchrun() -> bool:
+    """Return whether this process is a rank that a launcher has started."""
+    return all(name in os.environ for name in VARIABLES)
+
+
+def default_devices() -> int:
+    """Return the number of GPUs of this machine, or 2 on a CPU."""
+    return torch.cuda.device_count() or CPU_DEVICES
+
+
+def launch(function: Callable[..., None], devices: int, *arguments: Any, restarts: int = 0) -> None:
+    """Run function(*arguments) in one new process per device of this machine and wait for all of them.
+
+    Args:
+        function: Function of a module; the processes import it.
+        devices: Number of processes.
+        *arguments: Arguments that can be pickled.
+        restarts: How often all processes are started again after one of them has failed.
+
+    Raises:
+        Failure: A process failed. The others are stopped.
+        SystemExit: A signal ended this process.
+    """
+    # Importing the launcher takes half a second, which commands on one device do not need.
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=devices,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=restarts,
+    )
+    try:
+        elastic_launch(config, function)(*arguments)
+    except ChildFailedError as error:
+        rank, first = error.get_first_failure()
+        message = first.message if isinstance(first.message, str) else first.message.get("message", "")
+        raise Failure(f"rank {rank} failed with exit code {first.exitcode}: {message}") from None
+    except SignalException as error:
+        raise SystemExit(128 + error.sigval.value) from None
+
+
+@contextmanager
+def joined(device: str) -> Iterator[torch.device]:
+    """Join the process group of the launcher and return this rank's device; the group ends with the context.
+
+    Args:
+        device: "cuda" or "cpu".
+
+    Raises:
+        ValueError: The machine has fewer GPUs than ranks.
+    """
+    # torch 2.13 renames collectives, torch 2.9 has the earlier names only.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    local = int(os.environ["LOCAL_RANK"])
+    if device == "cuda":
+        if local >= torch.cuda.device_count():
+            raise ValueError(
+                f"rank {local} of this machine has no GPU, there are {torch.cuda.device_count()}; start fewer "
+                "processes, or use --device cpu"
+            )
+        placed = torch.device("cuda", local)
+        torch.cuda.set_device(placed)
+        dist.init_process_group("nccl", timeout=TIMEOUT)
+    else:
+        placed = torch.device("cpu")
+        # The processes share the cores. More threads than cores wait for each other.
+        torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["WORLD_SIZE"])))
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    try:
+        yield placed
+    finally:
+        dist.destroy_process_group()

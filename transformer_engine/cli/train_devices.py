@@ -1,0 +1,154 @@
+"""`te train --devices` and `te train --distributed`: the run of each rank."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from .demo import sharded_checkpoint
+from .demo.config import Execution, resolve, restore
+from .demo.data import load_corpus
+from .demo.parallel import Parallelism, Ranks
+from .demo.plot import plot_losses
+from .demo.trainer import Trainer
+from .devices import joined, launch, under_torchrun
+from .failure import reporting_failures, writing
+from .progress import describe, results_table, train_with_progress
+
+RESTARTS = 3  # after the failure of a rank, from the last checkpoint
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """Options of `te train` for several ranks."""
+
+    device: str
+    given: dict[str, Any]
+    execution: Execution
+    folder: Path
+    resume: bool
+    overwrite: bool
+    log_every: int | None
+    tensorboard: bool
+    tp: int
+    cp: int
+    fsdp: int
+
+    def parallelism(self, devices: int) -> Parallelism:
+        """Return the numbers of ranks."""
+        return Parallelism(devices, self.tp, self.cp, self.fsdp)
+
+
+def train_on_devices(request: TrainRequest, devices: int | None, distributed: bool) -> None:
+    """Train on the processes of torchrun, or start a process per device.
+
+    Raises:
+        ValueError: The options contradict each other, the model, or the number of processes.
+        Failure: A rank failed more often than it is started again.
+    """
+    if distributed and not under_torchrun():
+        raise ValueError(
+            "--distributed needs the processes of torchrun; start it with torchrun, or give --devices N"
+        )
+    if distributed and devices is not None:
+        raise ValueError("torchrun determines the number of processes; leave --devices out")
+    number = int(os.environ["WORLD_SIZE"]) if distributed else devices
+    assert number is not None
+    if not request.resume:
+        config = resolve(request.device, request.given)
+        request.parallelism(number).check(config, request.execution)
+    if distributed:
+        train_on_ranks(request)
+    else:
+        launch(train_on_ranks, number, request, restarts=RESTARTS)
+
+
+def train_on_ranks(request: TrainRequest) -> None:
+    """Train on this rank; rank 0 prints. A rank that was started again continues from the last checkpoint."""
+    console = Console(highlight=False, quiet=os.environ["RANK"] != "0")
+    cuda = request.device == "cuda" or (request.device == "auto" and torch.cuda.is_available())
+    with (
+        joined("cuda" if cuda else "cpu") as device,
+        reporting_failures(console),
+        _interrupts(device) as stop,
+    ):
+        trainer = _prepared(request, Ranks(request.parallelism(dist.get_world_size()), device))
+        describe(console, trainer)
+        console.print(
+            f"ranks   {dist.get_world_size()}: tp {request.tp}, cp {request.cp}, fsdp {request.fsdp}"
+        )
+        finished = train_with_progress(
+            console, trainer, stop, request.log_every, request.tensorboard and dist.get_rank() == 0
+        )
+        if not finished:
+            console.print(f"stopped after step {trainer.step}; continue with the same command and --resume")
+            raise typer.Exit(130)
+        if dist.get_rank() == 0:
+            path = trainer.folder / "loss.png"
+            with writing(path, "free some space there; te train --resume draws it again"):
+                plot_losses(path, trainer.config, trainer.history)
+            console.print(results_table(trainer))
+            console.print(
+                f"wrote {escape(str(request.folder))}/{{loss.png,metrics.jsonl,checkpoints}}", soft_wrap=True
+            )
+
+
+def _prepared(request: TrainRequest, ranks: Ranks) -> Trainer:
+    """Return a trainer at its first step, or at the step of the last checkpoint."""
+    folder = request.folder
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    checkpoint = sharded_checkpoint.latest(folder) if request.resume or restarted else None
+    if checkpoint is None:
+        if request.resume:
+            raise ValueError(
+                f"there is no checkpoint in {folder}; leave --resume out to start this run, or fix --name"
+            )
+        config = resolve(request.device, request.given)
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(folder / sharded_checkpoint.FOLDER, ignore_errors=True)
+            (folder / "metrics.jsonl").unlink(missing_ok=True)
+        dist.barrier()
+        return _trainer(request, config, ranks)
+    state = ranks.load(checkpoint)
+    config = restore(state["config"], request.device, request.given, str(checkpoint), state["step"])
+    trainer = _trainer(request, config, ranks)
+    trainer.load(state)
+    return trainer
+
+
+def _trainer(request: TrainRequest, config: Any, ranks: Ranks) -> Trainer:
+    corpus = load_corpus(config.data, config.sequence)
+    return Trainer(config, corpus, request.folder, request.execution, ranks, dist.get_rank() == 0)
+
+
+@contextmanager
+def _interrupts(device: torch.device) -> Iterator[Callable[[], bool]]:
+    """A function that returns whether any rank has received Ctrl-C; all ranks call it after the same step."""
+    received = torch.zeros(1, device=device)
+
+    def receive(signum: int, frame: object) -> None:
+        received.fill_(1)
+
+    def stop() -> bool:
+        agreed = received.clone()
+        dist.all_reduce(agreed)
+        return bool(agreed.item())
+
+    previous = signal.signal(signal.SIGINT, receive)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, previous)
