@@ -106,6 +106,7 @@ def test_the_examples_of_the_quickstart_in_torch_run():
     [
         "attention.md",
         "checkpoints.md",
+        "debug.md",
         "install.md",
         "megatron.md",
         "numerics.md",

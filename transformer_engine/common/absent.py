@@ -1,7 +1,7 @@
 """Errors for absent names of the original: `import` and `from ... import` report the reason and the replacement.
 
 Python raises its own message for a failed import and drops the message of a module's `__getattr__`. Two hooks replace
-it: a finder at the end of `sys.meta_path` (`import transformer_engine.debug`), and a `__getattr__` that recognizes
+it: a finder at the end of `sys.meta_path` (`import transformer_engine.paddle`), and a `__getattr__` that recognizes
 `from module import name`. All other look-ups behave as without the hooks: `hasattr` sees an AttributeError, `find_spec`
 returns None, and callers catch the same exception types.
 """
@@ -23,7 +23,6 @@ PACKAGES = ("transformer_engine", "transformer_engine_torch", "transformer_engin
 # Reason and replacement for absent names of the original. A key covers the names that start with it; a key with a
 # wildcard covers the names that it matches in whole.
 ABSENT = {
-    "transformer_engine.debug": "the original's inspection of tensors; use te.observe (docs/observe.md)",
     **dict.fromkeys(
         (
             "transformer_engine.jax.MajorShardingType",
