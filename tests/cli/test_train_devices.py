@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from typer.testing import CliRunner
 
 from tests.distributed.ranks import run_on_ranks
@@ -88,7 +87,7 @@ class TrainedOnRanks:
 
         def trainer(name: str) -> Trainer:
             folder = Path(self.folder) / name
-            return Trainer(config, corpus, folder, Execution(), ranks, dist.get_rank() == 0)
+            return Trainer(config, corpus, folder, Execution(), ranks)
 
         whole = trainer("whole")
         assert whole.train()

@@ -131,7 +131,7 @@ def _prepared(request: TrainRequest, ranks: Ranks) -> Trainer:
 
 def _trainer(request: TrainRequest, config: Any, ranks: Ranks) -> Trainer:
     corpus = load_corpus(config.data, config.sequence)
-    return Trainer(config, corpus, request.folder, request.execution, ranks, dist.get_rank() == 0)
+    return Trainer(config, corpus, request.folder, request.execution, ranks)
 
 
 @contextmanager

@@ -74,6 +74,7 @@ class Ranks:
 
     def __init__(self, parallelism: Parallelism, device: torch.device) -> None:
         p = self.parallelism = parallelism
+        self.leads = dist.get_rank() == 0
         replicas = p.batches // p.fsdp
         # Both meshes have the ranks in the order (data, fsdp, cp, tp).
         kind = device.type
