@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.cases import mark_all_but_samples_slow
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, emulate
 
 
@@ -28,7 +29,9 @@ def _fresh_state():
     FP8GlobalStateManager.reset()
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` deselects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_all_but_samples_slow(items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False")

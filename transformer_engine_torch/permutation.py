@@ -9,7 +9,7 @@ from torch import Tensor
 
 from transformer_engine.common.numbers import to_int
 from transformer_engine.pytorch.constants import DType
-from transformer_engine.pytorch.functions.row_padding import pad_rows, unpad_rows
+from transformer_engine.pytorch.functions.permutation import pad_rows, unpad_rows
 from transformer_engine.pytorch.primitives.permutation import (
     INDEX,
     Routes,

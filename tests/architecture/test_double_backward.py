@@ -24,7 +24,7 @@ TWICE = {
     "functions.norm._Normalize",
     "functions.pieces._Whole",
     "functions.softmax._ScaledSoftmax",
-    "functions.split_along.SplitAlongDim",
+    "functions.split_heads.SplitAlongDim",
     "functions.split_heads._SplitHeads",
     "tensor.quantized_tensor._Dequantize",
     "tensor.quantizer._Quantize",

@@ -38,6 +38,7 @@ def test_two_attentions_compile_at_changing_lengths(device):
 
 
 @pytest.mark.parametrize("case", ["bias", "alibi", "arbitrary"])
+@pytest.mark.sampled(1)
 def test_options_with_shapes_of_their_own_compile_at_changing_lengths(case, device):
     module = DotProductAttention(4, 8, qkv_format="bshd")
 

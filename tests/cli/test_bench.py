@@ -68,6 +68,7 @@ WITH_A_SMALLER_ONE = ("layer", "linear", "layernorm_mlp")
     "family",
     [pytest.param(one, marks=pytest.mark.slow if one in WITH_A_SMALLER_ONE else ()) for one in OF_A_CPU],
 )
+@pytest.mark.sampled(8)
 def test_the_engine_runs_every_family(family: str, device: torch.device):
     recipes = dict.fromkeys(("norm", "rope", "permute", "router"), ("bf16",))
     recipes["attention"] = ("bf16", "current", "delayed")

@@ -30,6 +30,7 @@ def tiny(recipe: str = "delayed", **changes) -> RunConfig:
 
 
 @pytest.mark.parametrize("recipe", RECIPES[:-1])
+@pytest.mark.sampled(2)
 def test_the_loss_under_a_recipe_is_that_of_high_precision_within_noise(recipe: str, corpus: Corpus):
     config, losses = tiny(recipe), {}
     with te.emulate():

@@ -55,6 +55,7 @@ class Training:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.sampled(1)
 def test_a_llama_trains_on_this_engine_s_layers(recipe):
     run = Training(recipe)
     kinds = {type(module) for module in run.model.modules()}

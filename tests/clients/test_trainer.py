@@ -58,6 +58,7 @@ def test_accelerate_s_fp8_trains(tmp_path, monkeypatch):
     "recipe", [None, DelayedScaling(), Float8CurrentScaling()], ids=["high precision", "delayed", "current"]
 )
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.sampled(3)
 def test_a_converted_model_trains(recipe, recomputed, tmp_path):
     model = te.convert_hf(installed.tiny_llama(), recipe=recipe)
     run = trainer(model, tmp_path, max_steps=8, gradient_checkpointing=recomputed)

@@ -131,6 +131,7 @@ def on_threads(plan: Plan, recipe: Any = None, **options: Any) -> te.Verificatio
     ids=str,
 )
 @pytest.mark.parametrize("name", ["none", "current", "mxfp8"])
+@pytest.mark.sampled(9)
 def test_a_correct_model_is_within_its_noise(plan: Plan, name: str):
     recipes = {"none": None, "current": recipe.Float8CurrentScaling(), "mxfp8": recipe.MXFP8BlockScaling()}
     report = on_threads(plan, recipes[name])

@@ -124,6 +124,7 @@ def losses_of_clients(tmp_path_factory: pytest.TempPathFactory) -> dict[str, lis
 
 @pytest.mark.clients
 @pytest.mark.parametrize("name", CLIENTS)
+@pytest.mark.sampled(2)
 def test_model_of_a_client_learns(name: str, request: pytest.FixtureRequest):
     missing = [library for library in CLIENTS[name][0] if not optional.installed(library)]
     if missing:

@@ -190,5 +190,5 @@ def test_a_factor_on_another_device_raises():
     flag, given = torch.zeros(1, dtype=torch.int32, device="cuda"), tensors("cuda", 5)
     with pytest.raises(ValueError, match="scale is on cpu, the flag on cuda:0"):
         tex.multi_tensor_scale_tensor(CHUNK, flag, [given, given], torch.ones(1))
-    with pytest.raises(ValueError, match="inv_scale is on cpu, the tensors on cuda:0"):
+    with pytest.raises(ValueError, match="inv_scale is on cpu, the flag on cuda:0"):
         tex.multi_tensor_unscale_l2norm(CHUNK, flag, [given], torch.ones(1))

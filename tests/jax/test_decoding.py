@@ -33,6 +33,7 @@ def layer(**fields) -> te_flax.TransformerLayer:
 
 
 @pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.sampled(2)
 def test_steps_give_the_rows_of_the_whole(name):
     model = layer(**FIELDS[name])
     axis = 0 if "transposed" in name else 1
@@ -66,6 +67,7 @@ def test_steps_give_the_rows_of_the_whole(name):
 @pytest.mark.parametrize(
     ("kind", "window"), [("padding_causal", None), ("causal", (3, 0)), ("causal", None), ("causal", (-1, -1))]
 )
+@pytest.mark.sampled(2)
 def test_steps_read_a_mask_where_the_whole_does(kind, window):
     model = te_flax.MultiHeadAttention(4, 4, attn_mask_type=kind, window_size=window, fuse_qkv_params=False)
     x = jax.random.normal(jax.random.key(0), (2, TOKENS, HIDDEN))

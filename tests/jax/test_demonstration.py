@@ -91,6 +91,7 @@ def test_a_recipe_of_blocks_trains_near_high_precision(corpus: Corpus, tmp_path:
 
 
 @pytest.mark.parametrize("recipe", RECIPES[:-1])
+@pytest.mark.sampled(2)
 def test_the_step_of_every_recipe_traces_and_leaves_a_state_of_the_same_kind(recipe: str):
     config, key = tiny(recipe), jax.random.key(0)
     named = {"config": config, "name": recipe}

@@ -65,6 +65,7 @@ def test_without_a_recipe_dense_is_the_plain_product(dtype):
 
 
 @pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.sampled(3)
 def test_the_products_are_those_of_the_dequantized_tensors(name):
     """Three products of the tensors that the quantizers make, within the format's tolerance of the plain ones."""
     x, kernel, dy = inputs()

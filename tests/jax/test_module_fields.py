@@ -389,5 +389,6 @@ def near(got: Any, want: Any, least: float, name: str) -> None:
 
 
 @pytest.mark.parametrize(("cls", "fields"), CASES)
+@pytest.mark.sampled(3)
 def test_a_module_of_many_fields_is_the_plain_one(cls, fields):
     agree(cls, fields)

@@ -144,6 +144,7 @@ def test_predicates_of_a_layout(layout, expected):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.sampled(4)
 def test_dtypes_and_directions_of_a_mode_are_those_of_its_tensors(mode):
     x = drawn(128, 128)
     for q_dtype in mode.get_compatible_q_dtypes():

@@ -196,6 +196,7 @@ def test_a_quantizer_rounds_a_norm_to_its_codes_and_advances():
 
 
 @pytest.mark.parametrize(("kind", "name"), [*(("layernorm", name) for name in RECIPES), ("rmsnorm", "none")])
+@pytest.mark.sampled(2)
 def test_a_norm_and_a_product(kind, name):
     settings, tolerance = RECIPES[name]
     keys = jax.random.split(jax.random.key(0), 5)
@@ -231,6 +232,7 @@ def plain_mlp(x, gamma, beta, kernels, biases, kind, names):
     ("names", "biased", "name"),
     [*((("gelu",), True, name) for name in RECIPES), (("silu", "linear"), False, "none")],
 )
+@pytest.mark.sampled(2)
 def test_an_mlp_behind_a_norm(names, biased, name):
     settings, tolerance = RECIPES[name]
     keys = jax.random.split(jax.random.key(0), 6)
@@ -286,6 +288,7 @@ MLP_FIELDS = [
 
 
 @pytest.mark.parametrize("fields", MLP_FIELDS, ids=lambda fields: "-".join(fields) or "defaults")
+@pytest.mark.sampled(3)
 def test_the_mlp_module_is_the_plain_one(fields):
     x = jax.random.normal(jax.random.key(0), (3, 5, 16))
     model = te_flax.LayerNormMLP(intermediate_dim=24, **fields)
@@ -447,6 +450,7 @@ def test_a_bad_call_is_rejected_with_value_limit_and_remedy(call, sentence):
         te_flax.DenseGeneral(features=64, dtype=jnp.bfloat16),
     ],
 )  # fmt: skip
+@pytest.mark.sampled(2)
 def test_columns_of_a_large_gradient_made_late_leave_every_bit(module, name, monkeypatch):
     x = jax.random.normal(jax.random.key(0), (2, 32, 32), jnp.bfloat16)
 

@@ -29,6 +29,7 @@ SPECS = {
 
 
 @pytest.mark.parametrize("name", SPECS)
+@pytest.mark.sampled(2)
 def test_bits_are_those_of_torchs_reference(name):
     spec = SPECS[name]
     made = jax.jit(lambda x: primitive.quantize(x, spec))
@@ -62,6 +63,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.sampled(1)
 def test_a_dense_layer_computes_with_its_quantized_operands(name):
     recipe = NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, **RECIPES[name])
     quantizers = quantizers_of(recipe)

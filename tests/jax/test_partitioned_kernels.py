@@ -226,6 +226,7 @@ SPECS = {
 
 @needs_bridge
 @pytest.mark.parametrize("name", SPECS)
+@pytest.mark.sampled(3)
 def test_quantization_is_kernels_on_cuda_also_inside_shard_map(name, monkeypatch):
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
     spec, scaled, kernels = SPECS[name]
@@ -245,6 +246,7 @@ def test_quantization_is_kernels_on_cuda_also_inside_shard_map(name, monkeypatch
 @needs_bridge
 @pytest.mark.parametrize(("shape", "axis"), [((4, 128, 2, 256), 2), ((128, 3, 24), 1)])
 @pytest.mark.parametrize("name", ["blocks", "squares", "mxfp8", "nvfp4", "rows"])
+@pytest.mark.sampled(3)
 def test_codes_in_blocks_of_several_axes_are_those_of_the_matrix(name, shape, axis, monkeypatch):
     """In as many kernels; the second has blocks across two axes."""
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
@@ -402,6 +404,7 @@ def attention(mask, descriptor=None, layout=QKVLayout.BSHD_BSHD_BSHD, dropout=0.
 @needs_bridge
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["lengths", "packed"])
+@pytest.mark.sampled(2)
 def test_both_passes_of_attention_are_kernels_on_cuda_and_may_be_cut(kind, groups, monkeypatch):
     monkeypatch.setenv("TE_JAX_KERNELS", "1")
     q, k = jnp.ones((2, 64, 4, 32), jnp.bfloat16), jnp.ones((2, 64, groups, 32), jnp.bfloat16)

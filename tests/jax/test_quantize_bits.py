@@ -90,6 +90,7 @@ def test_without_torch_the_bits_are_those_of_the_stored_digests(options, least):
 
 
 @pytest.mark.parametrize(("name", "dtype"), variants(SPECS, DTYPES, ("bfloat16",)))
+@pytest.mark.sampled(6)
 def test_both_directions_equal_the_torch_reference(name, dtype):
     spec = SPECS[name]
     for compiled, shape in enumerate(SHAPES if dtype == "float32" else SHAPES[:1]):
@@ -127,6 +128,7 @@ def test_a_given_scale_equals_the_torch_reference(element, scale):
 @pytest.mark.parametrize(
     ("name", "dtype"), variants([name for name in SPECS if "stochastic" not in name], DTYPES, ("bfloat16",))
 )
+@pytest.mark.sampled(7)
 def test_dequantized_values_equal_the_torch_reference(name, dtype):
     spec = SPECS[name]
     for seed, kind in enumerate(("normal", "spread", "special")):

@@ -52,6 +52,7 @@ def delayed_set(length: int = 4) -> QuantizerSet:
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("margin", [0, 1, -2])
 @pytest.mark.parametrize("length", [1, 2, 5])
+@pytest.mark.sampled(9)
 def test_one_step_has_the_bytes_of_the_torch_reference(algorithm, margin, length):
     rng = np.random.default_rng(0)
     history = np.ldexp(rng.random((length, 12), np.float32), rng.integers(-150, 128, (length, 12))).astype(
@@ -332,6 +333,7 @@ class Block(nn.Module):
         pytest.param(nn.jit, True, id="jit-True", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.sampled(1)
 def test_a_module_called_twice_by_a_lifted_transformation_merges_its_states(lift, within_block):
     """The scales are those of the larger amax of both calls, in the forward and in the backward pass."""
     x = jax.random.normal(jax.random.key(0), (16, 32))
@@ -419,6 +421,7 @@ def test_groups_whose_state_was_not_read_begin_as_new_ones():
 
 
 @pytest.mark.parametrize("uses", ["one after another", "scan", "vmap"])
+@pytest.mark.sampled(1)
 def test_a_model_applied_to_two_batches_keeps_the_larger_amax_of_every_state(uses):
     x = jax.random.normal(jax.random.key(0), (16, 32))
     batches = jnp.stack([x, 5.0 * x])

@@ -36,6 +36,7 @@ def exported(name, x, platforms):
 
 
 @pytest.mark.parametrize("name", MODULES)
+@pytest.mark.sampled(1)
 def test_a_batch_that_is_a_symbol_is_computed_as_one_of_its_own(name):
     """Extents were compared with the limits of kernels, "inconclusive", and an expert's rows had to be an int."""
     x = jax.random.normal(jax.random.key(1), (3, 8, WIDTH))

@@ -250,6 +250,7 @@ def parameters(model, x, encoded, mask, cross):
 
 
 @pytest.mark.parametrize("fields", LAYERS)
+@pytest.mark.sampled(2)
 def test_a_layer_is_the_plain_one(fields):
     x, encoded, mask, cross = data(fields)
     swap = (lambda y: jnp.swapaxes(y, 0, 1)) if fields.get("transpose_batch_sequence") else (lambda y: y)

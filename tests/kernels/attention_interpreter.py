@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from triton.runtime import interpreter
 
-from tests.kernels.interpreter import repair
+from tests.kernels.interpreter import keep_cover, repair
 from transformer_engine.pytorch.primitives.attention.backends import triton, triton_decode
 from transformer_engine.pytorch.runtime.launching import Processors
 
@@ -23,6 +24,10 @@ def pytest_configure() -> None:
     attention.forward_tile = lambda problem: (32, 16, 4, 1)
     attention_backward.keys_tile = attention_backward.queries_tile = lambda problem: (32, 16, 4, 1)
     attention_decode.decode_tile = lambda problem, rows: (16, 16, 4, 1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    keep_cover(config, items)
 
 
 def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):

@@ -7,10 +7,14 @@ the exponent; torch's casts take their place here, with the saturation of the GP
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
+import pytest
 import torch
 from triton.runtime import interpreter
 
+from tests.support.cases import by_test, cover
 from transformer_engine.common.kernels import launch
 
 _TORCH = {
@@ -138,3 +142,12 @@ def same_bits(actual: torch.Tensor | None, expected: torch.Tensor | None) -> boo
     number = ~torch.isnan(expected.to(torch.float32))
     same_numbers = actual.contiguous().view(bits)[number] == expected.contiguous().view(bits)[number]
     return bool(same_numbers.all()) and bool((torch.isnan(actual.to(torch.float32)) == ~number).all())
+
+
+def keep_cover(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep two cases of each test, which differ in all that they can, unless INTERPRET=all."""
+    if os.environ.get("INTERPRET") == "all":
+        return
+    kept = {item for cases in by_test(items).values() for item in cover(cases, 2)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]

@@ -28,7 +28,8 @@ def compiled() -> dict[str, dict[str, int]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_the_kernels_pass_their_tests_in_the_interpreter():
+@pytest.mark.parametrize("cases", ["two", pytest.param("all", marks=pytest.mark.slow)])
+def test_the_kernels_pass_their_tests_in_the_interpreter(cases):
     paths = search_path()
     command = [
         sys.executable,
@@ -50,7 +51,13 @@ def test_the_kernels_pass_their_tests_in_the_interpreter():
             "tests/attention/test_packed_tiles.py",
         ],
         cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "1",
+            "INTERPRET": cases,
+            "PYTHONPATH": paths,
+            "CUDA_VISIBLE_DEVICES": "",
+        },
         capture_output=True,
         text=True,
         check=False,

@@ -31,6 +31,7 @@ def assembled(folder: Path, launch, second: str, dtype: str):
 @pytest.mark.parametrize("m", [8192, 36])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.sampled(4)
 def test_nothing_is_spilled_and_no_product_waits_for_the_one_before(tmp_path, by_row, dtype, m):
     from transformer_engine.common.kernels.block_product import product
 

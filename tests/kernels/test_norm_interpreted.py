@@ -25,8 +25,9 @@ FAMILIES = {
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("cases", ["two", pytest.param("all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_kernels_pass_their_tests_in_the_interpreter(family):
+def test_the_kernels_pass_their_tests_in_the_interpreter(family, cases):
     paths = search_path()
     command = [
         sys.executable,
@@ -42,7 +43,13 @@ def test_the_kernels_pass_their_tests_in_the_interpreter(family):
     finished = subprocess.run(
         [*command, *(f"tests/primitives/test_{name}.py" for name in FAMILIES[family])],
         cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "1",
+            "INTERPRET": cases,
+            "PYTHONPATH": paths,
+            "CUDA_VISIBLE_DEVICES": "",
+        },
         capture_output=True,
         text=True,
         check=False,

@@ -81,6 +81,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.sampled(1)
 def test_two_calls_stand_in_one_graph(name):
     def twice(x, mask):
         return CALLS[name](x, mask) + CALLS[name](x * 2, mask)

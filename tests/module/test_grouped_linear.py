@@ -67,6 +67,7 @@ def test_it_equals_a_loop_of_linears_bit_for_bit(name, bias, device):
 
 
 @pytest.mark.parametrize("name", ["none", "delayed", "current"])
+@pytest.mark.sampled(1)
 def test_compiled_in_one_graph_it_gives_the_same_bits(name, device):
     def train(wrap):
         torch.manual_seed(5)

@@ -92,6 +92,7 @@ COMPILED = {
 
 
 @pytest.mark.parametrize(("name", "kind"), crossed(RECIPES, LAYERS, COMPILED))
+@pytest.mark.sampled(3)
 def test_compiled_in_one_graph_it_gives_the_same_bits(kind, name, device):
     def train(wrap):
         torch.manual_seed(7)
@@ -463,6 +464,7 @@ def test_quantized_parameters_train(kind, name, device):
         },
     ),
 )
+@pytest.mark.sampled(1)
 def test_quantized_parameters_compile_in_one_graph(kind, name, device):
     with quantized_model_init(recipe=RECIPES[name]):
         layer = LAYERS[kind](device=device)

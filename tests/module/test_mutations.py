@@ -52,6 +52,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # that a layer goes from one 
 
 @pytest.mark.parametrize("recipe", [None, *ATTENTION_TOO], ids=str)
 @pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.sampled(10)
 def test_an_attribute(kind: str, recipe: str | None):
     stale = [
         f"{attribute}={value!r}: {fault}"
@@ -131,6 +132,7 @@ def child_is_stale(path: str, attribute: str, value: object, recipe: Recipe | No
 @pytest.mark.parametrize("in_place", [False, True], ids=["another", "in place"])
 @pytest.mark.parametrize("name", EVERY_RECIPE)
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP", "GroupedLinear", "MultiheadAttention"])
+@pytest.mark.sampled(15)
 def test_a_field_of_the_recipe(kind: str, name: str, in_place: bool):
     recipe = EVERY_RECIPE[name]
     changes = list(recipe_changes(recipe))
@@ -160,6 +162,7 @@ REQUIRED = {"block": {"fp8_dpa"}, "delayed": {"backward_override"}}
 
 @pytest.mark.parametrize("recipe", [None, *ATTENTION_TOO], ids=str)
 @pytest.mark.parametrize("kind", ["Linear", "GroupedLinear", "TransformerLayer"])
+@pytest.mark.sampled(4)
 def test_an_environment_variable(kind: str, recipe: str | None, monkeypatch):
     under = ATTENTION_TOO.get(recipe or "")
     for name, text in variables():

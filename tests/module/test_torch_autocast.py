@@ -92,6 +92,7 @@ def test_checkpointed(name, recipe, use_reentrant, device):
 @pytest.mark.parametrize(
     ("name", "recipe"), [("pre-norm", "none"), ("parallel", "none"), ("pre-norm", "current")]
 )
+@pytest.mark.sampled(1)
 def test_compiled(name, recipe, device):
     torch._dynamo.reset()
     check(name, recipe, device, lambda m: torch.compile(m, fullgraph=True, backend="aot_eager"))

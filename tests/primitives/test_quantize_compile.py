@@ -45,6 +45,7 @@ def check_one_graph(spec: QuantizeSpec, dynamic: bool, device) -> None:
 
 
 @pytest.mark.parametrize("name", SPECS)
+@pytest.mark.sampled(3)
 def test_traces_as_one_graph_with_the_same_bits(name, device):
     check_one_graph(SPECS[name], False, device)
 

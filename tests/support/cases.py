@@ -1,4 +1,6 @@
-"""cases [A x B]: every pair of two lists, of which a cover runs always and the others when all is asked for.
+"""Which cases of a parametrized test run always, and which when all are asked for (`make test ARGS="-m slow"`).
+
+cases [A x B]: every pair of two lists, of which a cover runs always.
 
 A pair tells of its two members and of the two together. Where the second is rare and a pair takes seconds, the cover
 holds every member of both lists and the pairs that have failed for reasons of their own.
@@ -6,7 +8,8 @@ holds every member of both lists and the pairs that have failed for reasons of t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 
 import pytest
 
@@ -23,3 +26,47 @@ def crossed(firsts: Iterable[str], seconds: Iterable[str], always: Collection[tu
         for a in firsts
         for b in seconds
     ]
+
+
+def cover(items: Sequence[pytest.Item], count: int | None = None) -> list[pytest.Item]:
+    """Return cases of one test that together hold each value of each parameter, or the first `count` of such a list.
+
+    The next case is the one with the most values that no earlier case holds, so that few cases differ in much.
+    """
+    values = {item: _values_of(item) for item in items}
+    missing = set().union(*values.values())
+    chosen: list[pytest.Item] = []
+    while missing and (count is None or len(chosen) < count):
+        best = max(items, key=lambda item: len(values[item] & missing))
+        chosen.append(best)
+        missing -= values[best]
+    return chosen or list(items[:1])
+
+
+def _values_of(item: pytest.Item) -> set[tuple[str, str]]:
+    """Return the parameters of a case as (name, identifier of the value)."""
+    callspec = getattr(item, "callspec", None)
+    if callspec is None:
+        return set()
+    return {(name, str(index)) for name, index in callspec.indices.items()}
+
+
+def by_test(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    """Return the cases of each test."""
+    cases = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.split("[")[0]].append(item)
+    return cases
+
+
+def mark_all_but_samples_slow(items: Iterable[pytest.Item]) -> None:
+    """Mark as slow, of each test marked `sampled` or `sampled(count)`, the cases outside of its cover."""
+    sampled = [item for item in items if item.get_closest_marker("sampled") is not None]
+    for cases in by_test(sampled).values():
+        quick = [item for item in cases if item.get_closest_marker("slow") is None]
+        marker = quick[0].get_closest_marker("sampled") if quick else None
+        if marker is not None:
+            chosen = cover(quick, *marker.args)
+            for item in quick:
+                if item not in chosen:
+                    item.add_marker(pytest.mark.slow)

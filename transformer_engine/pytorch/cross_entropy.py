@@ -117,22 +117,6 @@ def fused_linear_cross_entropy(
 
     The other arguments are those of `parallel_cross_entropy`.
     """
-    _check_head(hidden, weight, bias)
-    reduce_loss, precise = to_bool("reduce_loss", reduce_loss), to_bool("precise", precise)
-    shape = (*hidden.shape[:-1], weight.shape[0])
-    labels = _labels(target, shape, label_smoothing, ignore_idx, 0, weight.shape[0])
-    same_device("target", target, "hidden", hidden.device)
-    if math.prod(shape) == 0:
-        return _of_nothing(hidden, reduce_loss, weight, bias)
-    if hidden.shape[-1] == 0:  # the logits are the bias alone, as those of features that are 0
-        hidden, weight = (torch.nn.functional.pad(part, (0, _NO_FEATURES)) for part in (hidden, weight))
-    rows = hidden.contiguous().view(-1, hidden.shape[-1])
-    loss = linear_cross_entropy(rows, weight.contiguous(), bias, _ids(target), labels, reduce_loss, precise)
-    return loss if reduce_loss else loss.view(shape[:-1])
-
-
-def _check_head(hidden: Any, weight: Any, bias: Any) -> None:
-    """TypeError or ValueError unless they are features, weights and biases of a linear head."""
     given = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
     for name, value in given.items():
         floating(name, value)
@@ -149,6 +133,17 @@ def _check_head(hidden: Any, weight: Any, bias: Any) -> None:
         )
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(f"bias is {list(bias.shape)}; give [{weight.shape[0]}], one number an id")
+    reduce_loss, precise = to_bool("reduce_loss", reduce_loss), to_bool("precise", precise)
+    shape = (*hidden.shape[:-1], weight.shape[0])
+    labels = _labels(target, shape, label_smoothing, ignore_idx, 0, weight.shape[0])
+    same_device("target", target, "hidden", hidden.device)
+    if math.prod(shape) == 0:
+        return _of_nothing(hidden, reduce_loss, weight, bias)
+    if hidden.shape[-1] == 0:  # the logits are the bias alone, as those of features that are 0
+        hidden, weight = (torch.nn.functional.pad(part, (0, _NO_FEATURES)) for part in (hidden, weight))
+    rows = hidden.contiguous().view(-1, hidden.shape[-1])
+    loss = linear_cross_entropy(rows, weight.contiguous(), bias, _ids(target), labels, reduce_loss, precise)
+    return loss if reduce_loss else loss.view(shape[:-1])
 
 
 def _check_logits(value: Any, name: str = "inp") -> None:

@@ -193,7 +193,13 @@ def moe_unpermute(
         if merging_probs is None or not merging_probs.requires_grad:
             return inp.clone()
         return inp + merging_probs.reshape(-1)[:0].sum().to(inp.dtype)
-    merging_probs = _merging_probs(merging_probs, map_type)
+    if merging_probs is not None and merging_probs.dtype != torch.float32:
+        # Rows by mask are multiplied by probabilities of any floating-point dtype.
+        if map_type == INDEX:
+            message = f"merging_probs is {merging_probs.dtype}; by index it is float32, converted"
+            warnings.warn(message, stacklevel=2)
+        if map_type == INDEX or not merging_probs.is_floating_point():
+            merging_probs = merging_probs.float()
     places = _places(row_id_map, merging_probs, shape) if map_type == INDEX else 0
     routes = _routes_of(row_id_map, map_type, places, pad_offsets)
     if merging_probs is not None:
@@ -267,16 +273,6 @@ def _counted(routing_map: Tensor) -> Tensor:
 def _by_chunks(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Routes:
     demand(check_chunks, (split_sizes, sorted_index), inp.shape[0])
     return Routes(rows_of_chunks(split_sizes, sorted_index, inp.shape[0]), INDEX, inp.shape[0], 1)
-
-
-def _merging_probs(probs: Tensor | None, map_type: str) -> Tensor | None:
-    """Return the probabilities in a dtype that rows are multiplied by."""
-    if probs is None or (probs.is_floating_point() and (map_type == MASK or probs.dtype == torch.float32)):
-        return probs
-    if map_type == INDEX:
-        message = f"merging_probs is {probs.dtype}; by index it is float32, converted"
-        warnings.warn(message, stacklevel=3)
-    return probs.float()
 
 
 def _matrix_shape(given: Any) -> tuple[int, int]:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..common.checks import described, one_of
 from ..common.numbers import to_bool, to_float, to_int
-from .functions.router import balancing_loss, chosen_experts, counted_margins
-from .primitives.router import BITS, BYTES, INDICES, SOFTMAX, SOFTMAX_AFTER, Choice
+from .functions.router import BalancingLoss, ChosenExperts
+from .primitives.router import BITS, BYTES, INDICES, SOFTMAX, SOFTMAX_AFTER, Choice, count_margins
 from .runtime.checks import floating, same_device, tensor
 from .runtime.device_checks import demand
 
@@ -118,9 +118,11 @@ def fused_topk_with_score_function(
     kind = SOFTMAX_AFTER if score_function == SOFTMAX and not use_pre_softmax else score_function
     choice = Choice(topk, kind, False, groups, scale, map)
     indices = None if topk_indices is None else topk_indices.view(-1, topk)
-    probs, chosen = chosen_experts(_matrix(logits), choice, logits.dtype, expert_bias, indices)
+    matrix = logits.reshape(-1, logits.shape[-1])
+    probs, chosen = ChosenExperts.apply(matrix, expert_bias, indices, choice, logits.dtype)  # pyright: ignore[reportGeneralTypeIssues]
     if counted is not None and expert_bias is not None:
-        counted_margins(_matrix(logits), expert_bias, topk, *counted)
+        with torch.no_grad():
+            count_margins(matrix.detach(), expert_bias.detach(), topk, *counted)
     routing = routing_map(chosen, map, logits) if topk_indices is None else topk_indices
     return probs.view(logits.shape), routing
 
@@ -141,7 +143,8 @@ def fused_compute_score_for_moe_aux_loss(
     topk = check_choice(logits, topk, None, None, None, score_function).topk
     map = map_format(routing_map_format)
     choice = Choice(topk, score_function, True, map=map)
-    scores, chosen = chosen_experts(_matrix(logits), choice, torch.float32)
+    matrix = logits.reshape(-1, logits.shape[-1])
+    scores, chosen = ChosenExperts.apply(matrix, None, None, choice, torch.float32)  # pyright: ignore[reportGeneralTypeIssues]
     return routing_map(chosen, map, logits), scores.view(logits.shape)
 
 
@@ -183,9 +186,9 @@ def fused_moe_aux_loss(
     same_device("tokens_per_expert", tokens_per_expert, "probs", probs.device)
     tokens, factor = tokens_per_expert.reshape(-1), num_experts * coeff / topk
     total = total_of(total_num_tokens, probs.device)
-    if isinstance(total, Tensor):
-        return balancing_loss(probs, tokens, factor, total)
-    return balancing_loss(probs, tokens, factor / total**2)
+    if not isinstance(total, Tensor):
+        factor, total = factor / total**2, None
+    return BalancingLoss.apply(probs, tokens, factor, total)  # pyright: ignore[reportReturnType]
 
 
 def total_of(given: int | Tensor, device: torch.device) -> int | Tensor:
@@ -204,10 +207,6 @@ def finite(name: str, value: Any) -> float:
     if not -math.inf < found < math.inf:  # `math.isfinite` does not take the symbols of torch.compile
         raise ValueError(f"{name}={found} is not finite; give a finite number")
     return found
-
-
-def _matrix(logits: Tensor) -> Tensor:
-    return logits.reshape(-1, logits.shape[-1])
 
 
 def routing_map(chosen: Tensor, map: str, logits: Tensor) -> Tensor:

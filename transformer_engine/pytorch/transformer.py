@@ -15,7 +15,7 @@ from .attention.inference import InferenceParams
 from .attention.layer_settings import child_name
 from .attention.multi_head_attention import MultiheadAttention
 from .functions.dropout import bias_dropout_add, dropout
-from .module.arguments import accepts
+from .module.arguments import accepts, size_or_none, window
 from .module.config import configured
 from .module.drop_path import DropPath, batch_dimension
 from .module.layernorm import LayerNorm
@@ -24,15 +24,8 @@ from .module.rmsnorm import RMSNorm
 from .runtime.checks import tensor
 from .runtime.device import autocast_dtype
 from .runtime.replaceable import is_bare
-from .transformer_settings import (
-    FIXED,
-    LAYER_RULES,
-    WORKED_BY,
-    TransformerLayerConfig,
-    check_encoder_output,
-    check_unused,
-    check_variant,
-)
+from .runtime.warn_once import warn_once
+from .transformer_settings import FIXED, LAYER_RULES, WORKED_BY, TransformerLayerConfig, check_variant
 
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 _forward = MultiheadAttention.forward
@@ -158,7 +151,19 @@ class TransformerLayer(nn.Module):
             **{field.name: given[field.name] for field in fields(TransformerLayerConfig)}
         )
         self._create_attentions(given)
-        self._create_mlp(given)
+        self.layernorm_mlp = LayerNormMLP(
+            eps=given["layernorm_epsilon"],
+            return_layernorm_output=self.apply_residual_connection_post_layernorm,
+            name=child_name(given["name"], "layernorm_mlp"),
+            **{name: given[name] for name in (*_OF_ALL, *_OF_MLP)},
+        )
+        self.layernorm = None
+        if self.output_layernorm:
+            self.layernorm = NORMS[given["normalization"]](
+                given["hidden_size"],
+                eps=given["layernorm_epsilon"],
+                **{name: given[name] for name in _OF_NORM},
+            )
         self.drop_path = DropPath(drop_path_rate, batch_dim=batch_dimension(attn_input_format))
 
     def _create_attentions(self, given: dict[str, Any]) -> None:
@@ -189,22 +194,6 @@ class TransformerLayer(nn.Module):
                 attention_type="cross",
                 name=child_name(name, "inter_attention"),
                 **arguments,
-            )
-
-    def _create_mlp(self, given: dict[str, Any]) -> None:
-        """Create layernorm_mlp, and layernorm or None, from the constructor's arguments."""
-        self.layernorm_mlp = LayerNormMLP(
-            eps=given["layernorm_epsilon"],
-            return_layernorm_output=self.apply_residual_connection_post_layernorm,
-            name=child_name(given["name"], "layernorm_mlp"),
-            **{name: given[name] for name in (*_OF_ALL, *_OF_MLP)},
-        )
-        self.layernorm = None
-        if self.output_layernorm:
-            self.layernorm = NORMS[given["normalization"]](
-                given["hidden_size"],
-                eps=given["layernorm_epsilon"],
-                **{name: given[name] for name in _OF_NORM},
             )
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
@@ -295,13 +284,23 @@ class TransformerLayer(nn.Module):
         The self attention checks its own arguments.
         """
         if (self.layer_type == "decoder") != (encoder_output is not None):
-            check_encoder_output(self.layer_type, encoder_output)
+            if encoder_output is None:
+                raise ValueError("layer_type='decoder' needs encoder_output, which is None; match the two")
+            warn_once(
+                "encoder_output",
+                "encoder_output has no effect on a TransformerLayer with layer_type='encoder', which has no cross "
+                "attention; make the layer with layer_type='decoder', or leave it None",
+            )
         if not isinstance(hidden_states, Tensor):
             tensor("hidden_states", hidden_states)
         if self.inter_attention is not None:
             self.inter_attention.check_call(hidden_states, arguments, encoder_output)
         elif not (arguments.attn_mask_type is arguments.window_size is arguments.max_seqlen_kv is None):
-            check_unused(arguments.attn_mask_type, arguments.window_size, arguments.max_seqlen_kv)
+            # These are arguments of the cross attention, which the layer does not have.
+            if arguments.attn_mask_type is not None:
+                RULES["enc_dec_attn_mask_type"]("enc_dec_attn_mask_type", arguments.attn_mask_type)
+            window("enc_dec_window_size", arguments.window_size)
+            size_or_none("max_seqlen_kv", arguments.max_seqlen_kv, 0)
 
     def _add(self, branch: Tensor | tuple[Tensor | None, ...], residual: Tensor) -> Tensor:
         """Return residual + drop_path(dropout(x + bias)) of branch (x, bias[, another residual]), or x alone."""

@@ -7,9 +7,8 @@ from functools import partial
 from typing import Any
 
 from ..common.checks import one_of
-from .attention.dot_product_attention.arguments import RULES
 from .constants import LayerTypes
-from .module.arguments import Rule, checked, size_or_none, switch, window
+from .module.arguments import Rule, checked, switch
 from .module.config import Config
 from .runtime.warn_once import warn_once
 
@@ -56,36 +55,6 @@ LAYER_RULES: dict[str, Rule] = {
     ),
     "layer_type": checked(partial(one_of, allowed=LayerTypes)),
 }
-
-
-def check_unused(mask_type: Any, window_size: Any, max_seqlen_kv: Any) -> None:
-    """Check arguments of the cross attention in a layer that has none.
-
-    Raises:
-        TypeError: An argument has a type that no cross attention accepts.
-        ValueError: An argument is outside its limits.
-    """
-    if mask_type is not None:
-        RULES["enc_dec_attn_mask_type"]("enc_dec_attn_mask_type", mask_type)
-    window("enc_dec_window_size", window_size)
-    size_or_none("max_seqlen_kv", max_seqlen_kv, 0)
-
-
-def check_encoder_output(layer_type: str, encoder_output: Any) -> None:
-    """Warn once if an encoder layer gets `encoder_output`, which only a decoder layer reads.
-
-    Raises:
-        ValueError: A decoder layer gets no encoder_output.
-    """
-    if layer_type == "decoder":
-        if encoder_output is None:
-            raise ValueError("layer_type='decoder' needs encoder_output, which is None; match the two")
-    elif encoder_output is not None:
-        warn_once(
-            "encoder_output",
-            "encoder_output has no effect on a TransformerLayer with layer_type='encoder', which has no cross "
-            "attention; make the layer with layer_type='decoder', or leave it None",
-        )
 
 
 def check_variant(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..common.checks import whole
-from .functions.split_along import SplitAlongDim
+from .functions.split_heads import SplitAlongDim
 from .graph import make_weak_ref
 from .module.parameters import default_init_method
 from .runtime.checks import tensor as tensor_of

@@ -158,7 +158,8 @@ def forward_steps(facts: LinearFacts, x: str, weight: str, bias: str | None) -> 
         steps.append(Step("add_bias", (y, bias), (f"{name}.y_biased",)))
         y = f"{name}.y_biased"
     if facts.mode == "row":
-        y = _communicated(steps, _reduction(facts), name, y, f"{name}.y_reduced")
+        collective = "reduce_scatter" if facts.sequence else "all_reduce"
+        y = _communicated(steps, collective, name, y, f"{name}.y_reduced")
     if facts.quantized_output:
         steps.append(
             Step("quantize", (y,), (f"{name}.y_quantized",), CastSettings(name, "output", True, False))
@@ -243,7 +244,8 @@ def backward_steps(
         steps.append(Step("product", (row, w), (f"{name}.dx",), settings))
         grad_input = f"{name}.dx"
         if facts.mode == "column":
-            grad_input = _communicated(steps, _reduction(facts), name, grad_input, f"{name}.dx_reduced")
+            collective = "reduce_scatter" if facts.sequence else "all_reduce"
+            grad_input = _communicated(steps, collective, name, grad_input, f"{name}.dx_reduced")
         if facts.quantized_grad_input:
             cast = CastSettings(name, "grad_input", True, False)
             steps.append(Step("quantize", (grad_input,), (f"{name}.dx_quantized",), cast))
@@ -329,10 +331,6 @@ def _cast(
     row, column = f"{made}_row", f"{made}_column" if columnwise else None
     steps.append(Step("cast", (read,), (row, column), CastSettings(layer, tensor, True, columnwise)))
     return row, column
-
-
-def _reduction(facts: LinearFacts) -> str:
-    return "reduce_scatter" if facts.sequence else "all_reduce"
 
 
 def _communicated(steps: list[Step], collective: str, layer: str, read: str, made: str, axis: int = 0) -> str:

@@ -5,8 +5,8 @@ buffer, see `beside`). It returns the merged step, or None where it does not app
 applies any more; the caller's `allowed` decides per rule and pair whether a merge pays, because this depends on
 quantizers and kernels. Layers and user-defined sequences of operations share these rules.
 
-A merge never changes what a pass returns and saves: a buffer disappears only if the merged steps alone read it and the
-pass neither returns nor saves it.
+A merge never changes the results and the saved buffers of a pass: a buffer disappears only if the merged steps alone
+read it and the pass neither returns nor saves it.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def without_identity_casts(pass_: Pass, is_identity: Callable[[CastSettings], bo
     Returns:
         The pass without such casts. Where a removed result is returned or saved, the matrix itself is.
     """
-    aliases: dict[str, tuple[str, bool]] = {}
+    aliases: dict[str | None, tuple[str, bool]] = {}
     steps: list[Step] = []
     for step in pass_.steps:
         if step.op == "cast" and isinstance(step.settings, CastSettings) and is_identity(step.settings):
@@ -260,17 +260,15 @@ def without_identity_casts(pass_: Pass, is_identity: Callable[[CastSettings], bo
                     aliases[name] = (source, turned)
         else:
             steps.append(_reading(step, aliases))
-    renamed = [tuple([_alias(name, aliases) for name in names]) for names in (pass_.results, pass_.saved)]
+    renamed = [
+        tuple([aliases.get(name, (name,))[0] for name in names]) for names in (pass_.results, pass_.saved)
+    ]
     return Pass(pass_.inputs, renamed[0], renamed[1], tuple(steps))
 
 
-def _alias(name: str | None, aliases: dict[str, tuple[str, bool]]) -> str | None:
-    return aliases[name][0] if name in aliases else name
-
-
-def _reading(step: Step, aliases: dict[str, tuple[str, bool]]) -> Step:
+def _reading(step: Step, aliases: dict[str | None, tuple[str, bool]]) -> Step:
     """Return the step with aliased inputs replaced; a product then reads the transpose of a column direction."""
-    inputs = tuple([_alias(name, aliases) for name in step.inputs])
+    inputs = tuple([aliases.get(name, (name,))[0] for name in step.inputs])
     if inputs == step.inputs:
         return step
     settings = step.settings

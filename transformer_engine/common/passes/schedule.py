@@ -30,7 +30,7 @@ class Buffer:
 
 
 def buffers(pass_: Pass) -> dict[str, Buffer]:
-    """Return the lifetime of every buffer by name, inputs first, then in the order in which steps make them."""
+    """Return {name: lifetime} of every buffer, inputs first, then in the order in which steps make them."""
     kept = pass_.kept()
     made: list[tuple[str, int | None]] = [(name, None) for name in pass_.inputs]
     made += [(name, i) for i, step in enumerate(pass_.steps) for name in step.makes()]
@@ -67,16 +67,17 @@ def needed_for(pass_: Pass, results: tuple[str | None, ...], saved: tuple[str | 
     steps: list[Step] = []
     for step in reversed(pass_.steps):
         if not wanted.isdisjoint(step.makes()):
-            steps.append(_without_product(step) if step.results[-1] not in wanted else step)
+            settings = step.settings
+            if (
+                step.results[-1] not in wanted
+                and isinstance(settings, Product)
+                and settings.activation == "gelu"
+            ):
+                # The product itself, the second result, is not stored.
+                step = Step(step.op, step.inputs, (step.results[0], None), replace(settings, keeps=False))
+            steps.append(step)
             wanted.update(step.reads())
     return Pass(pass_.inputs, results, saved, tuple(reversed(steps)))
-
-
-def _without_product(step: Step) -> Step:
-    """Return a product with GELU that does not store the product itself; other steps are unchanged."""
-    if not isinstance(step.settings, Product) or step.settings.activation != "gelu":
-        return step
-    return Step(step.op, step.inputs, (step.results[0], None), replace(step.settings, keeps=False))
 
 
 def overlap(pass_: Pass) -> Pass:
@@ -90,23 +91,21 @@ def overlap(pass_: Pass) -> Pass:
     steps = list(pass_.steps)
     for step in [step for step in steps if step.op.endswith(BEGIN)]:
         if pass_.maker(step.reads()[0]) is not None:
-            _move_up(steps, step)
+            at = steps.index(step)
+            while (
+                at
+                and not steps[at - 1].op.endswith(BEGIN)
+                and not set(step.reads()) & set(steps[at - 1].makes())
+            ):
+                steps[at - 1], steps[at] = step, steps[at - 1]
+                at -= 1
     for step in reversed([step for step in steps if step.op.endswith(WAIT)]):
-        _move_down(steps, step)
+        at = steps.index(step)
+        while (
+            at + 1 < len(steps)
+            and not steps[at + 1].op.endswith(WAIT)
+            and not set(step.makes()) & set(steps[at + 1].reads())
+        ):
+            steps[at + 1], steps[at] = step, steps[at + 1]
+            at += 1
     return Pass(pass_.inputs, pass_.results, pass_.saved, tuple(steps))
-
-
-def _move_up(steps: list[Step], step: Step) -> None:
-    at = steps.index(step)
-    while at and not steps[at - 1].op.endswith(BEGIN) and not set(step.reads()) & set(steps[at - 1].makes()):
-        steps[at - 1], steps[at] = step, steps[at - 1]
-        at -= 1
-
-
-def _move_down(steps: list[Step], step: Step) -> None:
-    at = steps.index(step)
-    while at + 1 < len(steps) and not steps[at + 1].op.endswith(WAIT):
-        if set(step.makes()) & set(steps[at + 1].reads()):
-            return
-        steps[at + 1], steps[at] = step, steps[at + 1]
-        at += 1

@@ -1,6 +1,6 @@
 """Attention layers, rotary position embedding and key-value caches."""
 
-from ..functions.split_along import SplitAlongDim as _SplitAlongDim
+from ..functions.split_heads import SplitAlongDim as _SplitAlongDim
 from .dot_product_attention import DotProductAttention
 from .inference import InferenceParams
 from .mla_projection import FusedMLAQUpProjRopeQuant

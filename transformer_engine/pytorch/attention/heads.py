@@ -43,10 +43,6 @@ class Heads:
             k, v = x.unflatten(-1, (2 * self.groups, self.size)).chunk(2, dim=-2)
         return k, v
 
-    def split_q(self, x: Tensor) -> Tensor:
-        """Return q [.., h, d] of x [.., h d]."""
-        return x.unflatten(-1, (self.queries, self.size))
-
 
 def head_size(hidden_size: int, heads: int, kv_channels: int | None) -> int:
     """Return the features per head: `kv_channels`, or by default hidden_size // heads.

@@ -372,7 +372,8 @@ class MultiheadAttention(nn.Module):
         norms_first = q_norm is not None and config.qk_norm_before_rope
         if key_value is not None:
             keys_values = key_value(encoder_output, **first)
-            q, k, v = heads.split_q(mixed), *heads.split_kv(keys_values)
+            q = mixed.unflatten(-1, (heads.queries, heads.size))
+            k, v = heads.split_kv(keys_values)
         elif rotation is not None and not norms_first and (grouped := heads.grouped(mixed)) is not None:
             q, k, v = rotation.of_projection(grouped, heads)
             if q_norm is not None:

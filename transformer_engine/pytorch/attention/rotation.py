@@ -68,7 +68,12 @@ def rotation_of(
     angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
     before = None
     if cache is not None:
-        _check_reaches(angles, cache)
+        longest, positions = max(cache.sequences.values(), default=0), min(x.shape[0] for x in angles)
+        if longest > positions:
+            raise ValueError(
+                f"a sequence of the step has {longest} tokens, cached ones included, > {positions} positions of "
+                "rotary_pos_emb; make it longer"
+            )
         before = cache.get_seqlens_pre_step()
         if bounds[0] is None:
             bounds = (cache.cu_seqlens_q, bounds[1])
@@ -86,13 +91,3 @@ def rotation_of(
     if gaps or before is not None:
         spec = spec._replace(clamps=True)
     return Rotation(angles, spec, before, (starts_q, starts_kv))
-
-
-def _check_reaches(angles: tuple[Tensor, Tensor], cache: InferenceParams) -> None:
-    """Raise ValueError unless the tables have angles for every token of a step, whose lengths the host knows."""
-    longest, table = max(cache.sequences.values(), default=0), min(x.shape[0] for x in angles)
-    if longest > table:
-        raise ValueError(
-            f"a sequence of the step has {longest} tokens, cached ones included, > {table} positions of "
-            "rotary_pos_emb; make it longer"
-        )

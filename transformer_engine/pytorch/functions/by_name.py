@@ -58,9 +58,6 @@ class NormByName:
         )
         return y, NormStatistics(mean, rstdev)
 
-    def by_torch(self, x: Tensor, gamma: Tensor) -> Tensor:
-        return self.norm.by_torch(x, gamma)
-
     def backward(
         self, dy: Tensor, x: Tensor, statistics: NormStatistics, gamma: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:

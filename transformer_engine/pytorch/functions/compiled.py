@@ -121,7 +121,7 @@ class CompiledPass:
         if device.type == "cuda" and not is_current_device(device.index):
             return  # Triton loads kernels on the current device
         kind.calls += 1
-        if kind.calls < _COMPILED or _is_captured(device):
+        if kind.calls < _COMPILED or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return
         try:
             instructions = Instructions([*given, *states], device)
@@ -201,7 +201,3 @@ class CompiledLayer:
 def compiles_on(device: torch.device) -> bool:
     """Do passes on a device consist of launches? On a CPU torch computes them."""
     return device.type == "cuda"
-
-
-def _is_captured(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -57,14 +57,10 @@ def has_other_readers(x: Tensor) -> bool:
     of the whole tensor, so that writing one chunk would invalidate the others.
     """
     base = x if x._base is None else x._base
-    return base.is_leaf or base.numel() > x.numel() or _is_alias_of_leaf(x)
-
-
-def _is_alias_of_leaf(x: Tensor) -> bool:
-    """Return whether a short chain of nodes with one input each leads to a leaf in the same storage.
-
-    Custom functions can return an alias that autograd does not record as a view.
-    """
+    if base.is_leaf or base.numel() > x.numel():
+        return True
+    # Custom functions can return an alias that autograd does not record as a view: follow a short chain of nodes with
+    # one input each to a leaf in the same storage.
     node = x.grad_fn
     for _ in range(_MAX_NODES):
         inputs = [] if node is None else [source for source, _ in node.next_functions if source is not None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -77,10 +79,7 @@ def _masked(dy: Tensor, mask: Tensor, p: float) -> Tensor:
     """dx = keep ? dy / (1 - p) : 0, which is its own transpose."""
     if not is_recorded():
         return dropout_backward(dy, mask, p)
-
-    def scaled(dy: Tensor) -> Tensor:
-        return dropout_backward(dy, mask, p)
-
+    scaled = partial(dropout_backward, mask=mask, p=p)
     return transposed(scaled, scaled, dy)
 
 

@@ -5,7 +5,6 @@ The tables choose when a spec is built; `explain` prints their reasons. `common/
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from ...common.dispatch import Backend, Table
@@ -74,20 +73,23 @@ def _unsupported_product(fusion: Fusion) -> str | None:
 
 
 _APART = Backend[Fusion](APART, takes=_FEATURES)
+_IN_PRODUCT = Backend[Fusion](IN_PRODUCT, takes=_FEATURES, unsupported_reason=_unsupported_product)
 NORM_OUTPUT: Table[Fusion] = Table(
     "norm_output", (Backend(IN_CODES, unsupported_reason=_unsupported_codes), _APART), describe=Fusion
 )
 
 
-def _mlp_table(name: str, unsupported_codes: Callable[[Fusion], str | None]) -> Table[Fusion]:
-    """Return the table of a matrix between the two products of an MLP."""
-    in_codes = Backend[Fusion](IN_CODES, unsupported_reason=unsupported_codes)
-    in_product = Backend[Fusion](IN_PRODUCT, takes=_FEATURES, unsupported_reason=_unsupported_product)
-    return Table(name, (in_codes, in_product, _APART), describe=Fusion)
-
-
-MLP_ACTIVATION = _mlp_table("mlp_activation", _unsupported_codes)
-MLP_GRADIENT = _mlp_table("mlp_gradient", _unsupported_gradient_codes)
+# The matrices between the two products of an MLP.
+MLP_ACTIVATION: Table[Fusion] = Table(
+    "mlp_activation",
+    (Backend(IN_CODES, unsupported_reason=_unsupported_codes), _IN_PRODUCT, _APART),
+    describe=Fusion,
+)
+MLP_GRADIENT: Table[Fusion] = Table(
+    "mlp_gradient",
+    (Backend(IN_CODES, unsupported_reason=_unsupported_gradient_codes), _IN_PRODUCT, _APART),
+    describe=Fusion,
+)
 
 
 def norm_output(linear: LinearSpec, returned: bool) -> str:
@@ -112,7 +114,13 @@ def mlp_activation(activation: str, fc1: LinearSpec, fc2: LinearSpec) -> str:
 
 def mlp_gradient(activation: str, fc1: LinearSpec, fc2: LinearSpec) -> str:
     """Choose how the gradient of fc1's output is made."""
-    features = _features_of_gradient(fc1)
+    asked = {
+        UNUSED: not fc1.needs_grad_input,
+        OTHER_BACKWARD: fc1.backward != "quantized",
+        GATHERED: fc1.parallel.gathers_gradient,
+        TRACED: fc1.traced,
+    }
+    features = tuple(feature for feature, wanted in asked.items() if wanted)
     cast = None if features else gradient_cast(fc1)
     return MLP_GRADIENT.choose(
         Fusion(
@@ -131,16 +139,6 @@ def _features_of_input(spec: LinearSpec) -> tuple[str, ...]:
         KEPT: spec.keep_input,
         OTHER_BACKWARD: spec.backward != "quantized",
         GATHERED: gathers_values(spec),
-        TRACED: spec.traced,
-    }
-    return tuple(feature for feature, wanted in asked.items() if wanted)
-
-
-def _features_of_gradient(spec: LinearSpec) -> tuple[str, ...]:
-    asked = {
-        UNUSED: not spec.needs_grad_input,
-        OTHER_BACKWARD: spec.backward != "quantized",
-        GATHERED: spec.parallel.gathers_gradient,
         TRACED: spec.traced,
     }
     return tuple(feature for feature, wanted in asked.items() if wanted)

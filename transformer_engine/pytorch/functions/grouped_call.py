@@ -15,9 +15,8 @@ from ..tensor.quantized_tensor import QuantizedTensorStorage, storage_of
 from ..tensor.quantizer import Quantizer
 from .caller_buffers import NO_BUFFERS, CallerBuffers
 from .grouped_quantizer import GroupedQuantizer, grouped
-from .layer import Dtypes
 from .layer_passes import LayerPasses
-from .linear_spec import LINEAR, Environment, LinearSpec
+from .linear_spec import LINEAR, Dtypes, Environment, LinearSpec
 from .scale_update import ScaleUpdate
 from .weight_gradient import WeightGradient, main_grad_of
 
@@ -52,7 +51,7 @@ class GroupedSpec:
         stacked_bias: The biases of all groups are one parameter [n, N].
         at_once: The call may be computed in one launch per step.
         way: The request of `grouped_way.TABLE` without the number of rows; None while a compiler traces.
-        quantizers: The quantizers of all groups as one; no quantizers if there are none of that kind.
+        quantizers: The quantizers of all groups as one; no quantizers if they cannot be merged.
         needs_grad: Some tensor needs a gradient.
         scale_update: What delayed scaling updates after the backward pass.
     """
@@ -72,7 +71,9 @@ class GroupedSpec:
 
 @dataclass(eq=False)
 class GroupedCall:
-    """One call of a grouped linear layer; not frozen, since it is made in every call and frozen fields take longer.
+    """One call of a grouped linear layer, with the attributes of a `LayerSpec`.
+
+    It is made in every call and not frozen, because frozen fields take longer.
 
     Attributes:
         spec: Its settings.
@@ -99,17 +100,8 @@ class GroupedCall:
         return self.spec.passes
 
     @property
-    def needs_grad(self) -> bool:
-        return self.spec.needs_grad
-
-    @property
     def scale_update(self) -> ScaleUpdate | None:
         return self.spec.scale_update
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the results."""
-        return self.groups[0].dtype
 
     # Numbers of rows change from call to call, so a compiled pass would serve one call only.
     compiled = None

@@ -35,24 +35,12 @@ from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .caller_buffers import handed_out, readable
 from .grouped_call import GroupedCall, GroupedSpec, members_of, stacked_gradient
 from .layer import backward_of_layer, forward_of, infer
-from .layer_passes import LayerPasses, layer_passes, linear_facts
 from .linear_operands import input_operands, weight_operands
-from .linear_spec import LINEAR, Environment, LinearSpec
+from .linear_spec import LINEAR, Environment
 from .run import run
 from .saving import backward_of, keep, pack, take_early, unpack
 from .steps import OPERATIONS, operand_of
 from .weight_gradient import WeightGradient, main_grad_of
-
-
-def passes_over_groups(groups: Sequence[LinearSpec], bias: bool) -> LayerPasses:
-    """Return the passes of a layer whose groups have these specs: a gradient is computed if some group needs it."""
-    first = groups[0]
-    facts = linear_facts(first, LINEAR, bias)._replace(
-        grad_weight=any(group.needs_grad_weight for group in groups),
-        grad_bias=any(group.needs_grad_bias for group in groups),
-        plain=all(group.plain for group in groups),
-    )
-    return layer_passes("grouped", (facts,), ())
 
 
 def grouped_linear(
@@ -68,7 +56,7 @@ def grouped_linear(
     """
     if call.spec.needs_grad:
         return _apply(x, call, len(weights), *weights, *(biases or ()))
-    return infer(call, _inputs(call.spec, x, weights, biases))[0]
+    return infer(call, _inputs(call.spec, x, weights, biases))[0]  # pyright: ignore[reportArgumentType]
 
 
 def _inputs(
@@ -87,7 +75,7 @@ class _GroupedLinear(torch.autograd.Function):
         dtypes = (weights[0].dtype, (biases or weights)[0].dtype)
         inputs = _inputs(call.spec, x, weights, biases)
         if torch.compiler.is_compiling():
-            return forward_of(ctx, call, inputs, (dtypes,))[0]
+            return forward_of(ctx, call, inputs, (dtypes,))[0]  # pyright: ignore[reportArgumentType]
         # The work of `forward_of`: neither are there compiled passes, nor dimensions in place of the rows.
         if offloading.synchronizer is not None:
             mark_ready(x)
@@ -128,7 +116,22 @@ _apply = applier(_GroupedLinear)
 def _cast(env: Environment, s: CastSettings, x: Any) -> tuple[Any, Any]:
     call: GroupedCall = env.linears[s.layer]  # pyright: ignore[reportAssignmentType]
     if call.layout is not None:
-        return _cast_at_once(call, call.layout, s, x)
+        quantizer: Any = getattr(call.spec.quantizers, s.tensor)
+        if s.tensor == "weight":
+            codes, scale, codes_t, scale_t = call.cached or quantizer.matrices(
+                Matrices.of(members_of(x)), s.rowwise, s.columnwise
+            )
+            return (
+                GroupedMatrices(codes=codes, scale=scale, format=quantizer.format) if s.rowwise else None,
+                GroupedMatrices(codes=codes_t, scale=scale_t, format=quantizer.format)
+                if s.columnwise
+                else None,
+            )
+        codes, scale, codes_t, scale_t = quantizer.rows(x.contiguous(), call.layout, s.rowwise, s.columnwise)
+        return (
+            GroupedRows(codes, scale, quantizer.format) if s.rowwise else None,
+            GroupedColumns(codes_t, scale_t, quantizer.format) if s.columnwise else None,
+        )
     if s.tensor == "weight":
         members = zip(members_of(x), call.groups, strict=True)
         pairs = [weight_operands(weight, group, s.columnwise) for weight, group in members]
@@ -149,26 +152,9 @@ def _cast(env: Environment, s: CastSettings, x: Any) -> tuple[Any, Any]:
     )
 
 
-def _cast_at_once(call: GroupedCall, groups: Groups, s: CastSettings, x: Any) -> tuple[Any, Any]:
-    quantizer: Any = getattr(call.spec.quantizers, s.tensor)
-    if s.tensor == "weight":
-        codes, scale, codes_t, scale_t = call.cached or quantizer.matrices(
-            Matrices.of(members_of(x)), s.rowwise, s.columnwise
-        )
-        return (
-            GroupedMatrices(codes=codes, scale=scale, format=quantizer.format) if s.rowwise else None,
-            GroupedMatrices(codes=codes_t, scale=scale_t, format=quantizer.format) if s.columnwise else None,
-        )
-    codes, scale, codes_t, scale_t = quantizer.rows(x.contiguous(), groups, s.rowwise, s.columnwise)
-    return (
-        GroupedRows(codes, scale, quantizer.format) if s.rowwise else None,
-        GroupedColumns(codes_t, scale_t, quantizer.format) if s.columnwise else None,
-    )
-
-
 def _convert(env: Environment, s: Layer, x: Any) -> tuple[Any]:
     call: GroupedCall = env.linears[s.layer]  # pyright: ignore[reportAssignmentType]
-    dtype = call.dtype
+    dtype = call.groups[0].dtype
     if call.layout is not None and (x[0] if isinstance(x, list) else x).dtype is dtype:
         return (x,)  # one launch reads weights of the input's dtype only
     if isinstance(x, Tensor) and not isinstance(x, QuantizedTensorStorage):
@@ -201,7 +187,7 @@ def _product(env: Environment, s: Product, a: Any, b: Any, bias: Any = None) -> 
     first = call.groups[0]
     exact = getattr(first.accumulation, s.kind)
     if call.layout is None:
-        dtype, (left_turned, right_turned) = call.dtype, s.turned
+        dtype, (left_turned, right_turned) = first.dtype, s.turned
         epilogue = Epilogue(dtype, exact=exact)
         biases = [None] * len(call.groups) if bias is None else members_of(bias)
         parts = [

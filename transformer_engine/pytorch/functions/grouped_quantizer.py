@@ -65,7 +65,14 @@ def grouped(quantizers: Sequence[Quantizer], of_matrices: bool) -> GroupedQuanti
     """
     first = quantizers[0]
     if isinstance(first, Float8Quantizer):
-        return _delayed(quantizers)
+        # Slots of one state, equally far apart.
+        slots = [(q._state, q._index, q.dtype) for q in quantizers if isinstance(q, Float8Quantizer)]
+        state, offset, dtype = slots[0]
+        stride = slots[1][1] - offset if len(slots) > 1 else 1
+        regular = [(state, offset + i * stride, dtype) for i in range(len(quantizers))]
+        if state is None or slots != regular:
+            return None
+        return GroupedQuantizer(QuantizeSpec(FLOAT8, element_of(dtype)), state, offset, stride)
     if any(quantizer != first for quantizer in quantizers):
         return None
     if isinstance(first, Float8CurrentScalingQuantizer) and not first.with_amax_reduction:
@@ -82,18 +89,3 @@ def grouped(quantizers: Sequence[Quantizer], of_matrices: bool) -> GroupedQuanti
         if spec.format == (BLOCK_2D if of_matrices else BLOCK_1D):
             return GroupedQuantizer(spec)
     return None
-
-
-def _delayed(quantizers: Sequence[Quantizer]) -> GroupedQuantizer | None:
-    """Slots of one state, equally far apart."""
-    slots = [
-        (quantizer._state, quantizer._index, quantizer.dtype)
-        for quantizer in quantizers
-        if isinstance(quantizer, Float8Quantizer)
-    ]
-    state, offset, dtype = slots[0]
-    stride = slots[1][1] - offset if len(slots) > 1 else 1
-    regular = [(state, offset + i * stride, dtype) for i in range(len(quantizers))]
-    if state is None or slots != regular:
-        return None
-    return GroupedQuantizer(QuantizeSpec(FLOAT8, element_of(dtype)), state, offset, stride)

@@ -1,4 +1,4 @@
-"""What the autograd functions of Linear, LayerNormLinear and LayerNormMLP share: passes run, buffers saved.
+"""Execution of passes and saving of buffers, shared by the autograd functions of linear layers.
 
 A layer's spec names its linear layers, its passes, and the environment of their steps. Each layer has an autograd
 function, whose two methods are `forward_of` and `backward_of_layer`.
@@ -7,7 +7,7 @@ function, whose two methods are `forward_of` and `backward_of_layer`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,49 +20,17 @@ from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Matrix
 from .compiled import CompiledLayer, CompiledPass, compiles_on
 from .layer_passes import LayerPasses
-from .linear_spec import Environment, LinearSpec, backward_quantizers
+from .linear_spec import Dtypes, LayerSpec, LinearSpec
 from .run import Schedule, run
 from .saving import pack, save, take_early, unpack
-from .scale_update import ScaleUpdate
 from .steps import leading_shape
-
-Dtypes = tuple[tuple[torch.dtype, torch.dtype], ...]
-
-
-class LayerSpec(Protocol):
-    """A call of a layer: its passes, and what their steps refer to."""
-
-    @property
-    def passes(self) -> LayerPasses | None: ...
-
-    @property
-    def beside(self) -> tuple[Tensor, ...]: ...
-
-    @property
-    def needs_grad(self) -> bool: ...
-
-    @property
-    def scale_update(self) -> ScaleUpdate | None: ...
-
-    @property
-    def compiled(self) -> CompiledLayer | None: ...
-
-    def linears(self) -> dict[str, LinearSpec]:
-        """Return the linear layers by their names in the passes."""
-        ...
-
-    def environment(self, dtypes: Dtypes, leading: tuple[int, ...]) -> Environment:
-        """Return the environment of the passes for an input with these dimensions in place of its rows."""
-        ...
 
 
 def infer(spec: LayerSpec, tensors: Sequence[Tensor | None]) -> Sequence[Any]:
     """Run the forward pass without saving; return its results."""
-    passes = spec.passes
-    assert passes is not None
     if spec.compiled is not None:
         return spec.compiled.forward([*tensors], spec, spec.beside)[0]
-    return _run_forward(spec, passes.inference, tensors)[0]
+    return _run_forward(spec, spec.passes.inference, tensors)[0]
 
 
 def forward_of(ctx: Any, spec: LayerSpec, tensors: Sequence[Tensor | None], dtypes: Dtypes) -> Sequence[Any]:
@@ -71,11 +39,10 @@ def forward_of(ctx: Any, spec: LayerSpec, tensors: Sequence[Tensor | None], dtyp
     Args:
         ctx: The node.
         spec: The call of the layer.
-        tensors: Input and parameters, None for those that are absent.
+        tensors: Input and parameters; None for absent ones.
         dtypes: Dtypes of the gradients of each linear layer's weight and bias.
     """
-    passes = spec.passes
-    assert passes is not None
+    passes: LayerPasses = spec.passes
     ctx.spec, ctx.dtypes, ctx.input_shape = spec, dtypes, tensors[0].shape  # pyright: ignore
     if spec.compiled is not None:
         made, kind = spec.compiled.forward([*tensors], spec, spec.beside)
@@ -137,7 +104,11 @@ def compiled_passes(
     returned = all(
         not linear.weight_gradient.fused and linear.weight_gradient.store is None for linear in linears
     )
-    of_backward = [quantizer for linear in linears for quantizer in backward_quantizers(linear)]
+    of_backward = [
+        quantizer
+        for linear in linears
+        for quantizer in ((linear.grad_output, linear.input) if linear.keep_input else (linear.grad_output,))
+    ]
     return CompiledLayer(
         CompiledPass(forward, device, quantizers),
         CompiledPass(backward, device if returned else None, of_backward),
@@ -145,7 +116,6 @@ def compiled_passes(
 
 
 def _forward_pass(given: list[Any], spec: LayerSpec) -> tuple[tuple[Any, ...], list[Any]]:
-    assert spec.passes is not None
     schedule = spec.passes.forward if spec.needs_grad else spec.passes.inference
     results, saved = _run_forward(spec, schedule, given)
     kept, forms = pack(*saved)
@@ -153,7 +123,6 @@ def _forward_pass(given: list[Any], spec: LayerSpec) -> tuple[tuple[Any, ...], l
 
 
 def _backward_pass(given: list[Any], spec: LayerSpec, ctx: Any) -> tuple[tuple[Any, ...], None]:
-    assert spec.passes is not None
     count = len(spec.passes.forward.results)
     values = [grad for grad in given[:count] if grad is not None] + unpack(given[count:], ctx.forms)
     given.clear()
@@ -172,17 +141,10 @@ def _run_forward(
     results, saved = run(schedule, env, [tensor for tensor in tensors if tensor is not None])
     if len(leading) == 1 and not torch.compiler.is_compiling():
         return results, saved  # results are matrices
-    return _shaped(results, saved, x)
-
-
-def _shaped(results: list[Any], saved: list[Any], x: Tensor) -> tuple[list[Any], list[Any]]:
-    """Give results the leading dimensions of the input; a saved tensor that is also returned is the returned one.
-
-    Autograd then notices when the caller writes to a tensor that the backward pass reads. A view of it, kept by the
-    node that it comes from, would keep the node alive.
-    """
+    # Results get the leading dimensions of the input. A saved tensor that is also returned is the returned one, so that
+    # autograd notices when the caller writes to it. A view of it, kept by the node that it comes from, would keep the
+    # node alive.
     traced = torch.compiler.is_compiling()
-    leading = tuple(x.shape[:-1])
     made: Any
     for i, made in enumerate(results):
         if made is None or isinstance(made, QuantizedTensorStorage):

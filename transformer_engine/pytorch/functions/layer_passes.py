@@ -25,9 +25,7 @@ from ...common.passes.rules import (
 from ...common.passes.schedule import needed_for, overlap
 from ...common.passes.step import Pass, Step
 from ...common.passes.vocabulary import Activation, CastSettings, ColumnSum, Product
-from ..primitives.quantize import Cast
 from ..runtime.tracing import constant_while_tracing
-from ..tensor.quantizer import Quantizer
 from .linear_spec import LINEAR, LinearSpec, gradient_cast, sums_over_ranks
 from .run import Schedule, schedule_of
 
@@ -36,7 +34,7 @@ class LayerPasses(NamedTuple):
     """The schedules of a layer.
 
     Attributes:
-        forward: Saves what the backward pass reads.
+        forward: The forward pass; it saves the buffers that the backward pass reads.
         inference: The forward pass without saving.
         backward: Takes the output gradients and the saved buffers.
         again: The part of the forward pass that makes the saved buffers, for recomputation.
@@ -85,17 +83,13 @@ def linear_fusions(spec: LinearSpec, layer: str) -> tuple[str, ...]:
         allowed += (fusion(CODES_BESIDE_SUMS, layer),)
     for tensor, mode in (("output", "row"), ("grad_input", "column")):
         quantizer = getattr(spec, tensor)
-        if quantizer is not None and _cast_of_product(quantizer, spec, mode) is not None:
+        if quantizer is None or sums_over_ranks(spec.parallel, mode):
+            continue
+        # A product quantizes its own result in FP8 with a scale that does not depend on the result.
+        cast = quantizer.cast(True, False)
+        if cast is not None and cast.multiplier is not None:
             allowed += (fusion(QUANTIZED_PRODUCT, layer, tensor),)
     return allowed
-
-
-def _cast_of_product(quantizer: Quantizer, spec: LinearSpec, mode: str) -> Cast | None:
-    """Return how a product quantizes its own result: in FP8, with a scale that is known before it."""
-    if sums_over_ranks(spec.parallel, mode):
-        return None
-    cast = quantizer.cast(True, False)
-    return cast if cast is not None and cast.multiplier is not None else None
 
 
 @constant_while_tracing

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.autograd import applier
-from .layer import backward_of_layer, compiled, forward_of, infer
+from .layer import backward_of_layer, forward_of, infer
 from .layer_passes import LayerPasses, layer_passes, linear_facts, linear_fusions
 from .linear_spec import LINEAR, LinearSpec, changed
 from .saving import backward_of
@@ -26,19 +26,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> 
     if spec.needs_grad_input or spec.needs_grad_weight or spec.needs_grad_bias:
         return _applied(x, weight, bias, spec)  # pyright: ignore[reportReturnType]
     return infer(spec, (x, weight, bias))[0]
-
-
-def prepared(spec: LinearSpec, bias: bool, device: torch.device, warm: bool) -> LinearSpec:
-    """Return the spec of a layer that is one product, with its passes.
-
-    Args:
-        spec: The spec of the product.
-        bias: The product adds a bias.
-        device: Device of the input.
-        warm: Calls may be repeated, so that compiling their passes is worth it.
-    """
-    spec = changed(spec, passes=passes_of(spec, bias))
-    return changed(spec, compiled=compiled(spec, device)) if warm else spec
 
 
 class _Linear(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from .weight_gradient import WeightGradient
 
 IDENTITY = IdentityQuantizer()
 LINEAR = "linear"  # the name of a layer that is one product
+Dtypes = tuple[tuple[torch.dtype, torch.dtype], ...]
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,40 @@ class Accumulation:
 
 
 @dataclass(frozen=True)
-class LinearSpec:
-    """The settings of one call of a linear layer, apart from its tensors.
+class LayerSpec:
+    """The settings of one call of a layer, apart from its tensors: its passes, and what their steps refer to.
+
+    Attributes:
+        passes: `layer_passes.LayerPasses`; None before they are built.
+        compiled: `compiled.CompiledLayer` of these passes; None if they are not compiled.
+        beside: The tensors of weights that were quantized for an earlier microbatch.
+        scale_update: The scales that delayed scaling updates after the backward pass.
+        needs_grad: Some tensor of the layer needs a gradient.
+    """
+
+    passes: Any = field(default=None, kw_only=True)
+    compiled: Any = field(default=None, kw_only=True)
+    beside: tuple[Tensor, ...] = field(default=(), kw_only=True)
+    scale_update: ScaleUpdate | None = field(default=None, kw_only=True)
+    needs_grad: bool = field(default=True, kw_only=True)
+
+    def linears(self) -> dict[str, LinearSpec]:
+        """Return the linear layers by their names in the passes."""
+        raise NotImplementedError
+
+    def environment(self, dtypes: Dtypes, leading: tuple[int, ...]) -> Environment:
+        """Return the environment of the passes.
+
+        Args:
+            dtypes: Dtypes of the gradients of each linear layer's weight and bias; a forward pass needs none.
+            leading: Dimensions of the input in place of its rows.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class LinearSpec(LayerSpec):
+    """The settings of one call of a linear layer, which may be a part of another layer.
 
     Defaults are constants: torch 2.11 cannot trace a default that is an object.
 
@@ -49,13 +82,9 @@ class LinearSpec:
         backward: "quantized", or the recipe's override: "high_precision" or "dequantized".
         keep_input: Save the unquantized input and quantize it again in the backward pass.
         needs_grad_input, needs_grad_weight, needs_grad_bias: Which gradients are needed.
-        scale_update: The scales that delayed scaling updates after the backward pass.
         traced: A compiler is tracing.
         communicates: `parallel` sends something.
         plain: Input, weight and gradients are multiplied unquantized.
-        passes: `layer_passes.LayerPasses` of a layer that is this product alone; None before they are built.
-        compiled: `compiled.CompiledLayer` of these passes; None if they are not compiled.
-        beside: The tensors of `cached_weight`.
         gather_input: How the input is gathered where its rows are sharded; see `LinearFacts`.
         gather_gradient: How the gradient of the output is gathered where its rows are sharded.
     """
@@ -75,37 +104,21 @@ class LinearSpec:
     needs_grad_input: bool = True
     needs_grad_weight: bool = True
     needs_grad_bias: bool = False
-    scale_update: ScaleUpdate | None = None
     traced: bool = False
     communicates: bool = True
     plain: bool = False
-    passes: Any = None
-    compiled: Any = None
-    beside: tuple[Tensor, ...] = ()
     gather_input: Gather = VALUES
     gather_gradient: Literal["values", "codes", "row_codes"] = VALUES
 
-    @property
-    def needs_grad(self) -> bool:
-        """Does any tensor of the layer need a gradient?"""
-        return self.needs_grad_input or self.needs_grad_weight or self.needs_grad_bias
-
     def linears(self) -> dict[str, LinearSpec]:
-        """Return the layer by its name in the passes."""
         return {LINEAR: self}
 
-    def environment(
-        self, dtypes: tuple[tuple[torch.dtype, torch.dtype], ...], leading: tuple[int, ...]
-    ) -> Environment:
-        """Return the environment of the passes for an input with these dimensions in place of its rows.
-
-        A forward pass needs no dtypes of gradients.
-        """
+    def environment(self, dtypes: Dtypes, leading: tuple[int, ...]) -> Environment:
         return Environment({LINEAR: self}, dict(zip((LINEAR,), dtypes, strict=False)), leading)
 
 
 class Environment(NamedTuple):
-    """What the settings of steps refer to by name.
+    """The objects to which the settings of steps refer.
 
     Attributes:
         linears: Spec of each linear layer.
@@ -212,16 +225,6 @@ def gradient_cast(spec: LinearSpec) -> Cast | None:
     if spec.traced:
         return None
     return spec.grad_output.cast(True, spec.needs_grad_weight)
-
-
-def cached_parts(cached: QuantizedTensorStorage) -> tuple[Tensor, ...]:
-    """Return the tensors of a weight that was quantized for an earlier microbatch."""
-    return tuple([part for part in cached.flatten()[0] if part is not None])
-
-
-def backward_quantizers(spec: LinearSpec) -> tuple[Quantizer, ...]:
-    """Which quantizers a backward asks: the input's where that is quantized again."""
-    return (spec.grad_output, spec.input) if spec.keep_input else (spec.grad_output,)
 
 
 def sums_over_ranks(parallel: TensorParallel, mode: str) -> bool:

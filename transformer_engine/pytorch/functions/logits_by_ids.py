@@ -1,6 +1,6 @@
 """Logits [m, V] of some rows in blocks of ids, made for the sums over the rows and once more for the gradients.
 
-A block is [m, n]. When all have been seen, the sum over each row is known. Then d, the gradient of block after block,
+A block is [m, n]. After all blocks the sum over each row is complete. Then d, the gradient of block after block,
 gives
 
     grad_hidden [m, K] += d @ weight[block]    summed in float32
@@ -52,7 +52,8 @@ class LogitsByIds:
     ) -> LogitsByIds:
         """The logits of the first rows, in about as much memory as `room` logits in addition to the gradients."""
         assert gradients.weight is not None
-        (count, features), of_hidden, wide = hidden.shape, gradients.hidden, _sum_in_logits(hidden)
+        (count, features), of_hidden = hidden.shape, gradients.hidden
+        wide = 4 // hidden.itemsize  # logits in the memory of a sum in float32
         if of_hidden is not None and count * wide <= of_hidden.shape[0]:
             sums = of_hidden.view(-1)[: count * wide * features].view(torch.float32).view(count, features)
             width = whole_tiles(room // count)
@@ -70,7 +71,7 @@ class LogitsByIds:
             return
         features = hidden.shape[1]
         most = min(_summed_at_once(room, hidden), among.stop - among.start)
-        width = min(whole_tiles((room - most * features * _sum_in_logits(hidden)) // most), weight.shape[0])
+        width = min(whole_tiles((room - most * features * (4 // hidden.itemsize)) // most), weight.shape[0])
         memory = hidden.new_empty(most * width)
         for start in range(among.start, among.stop, most):
             rows = slice(start, min(start + most, among.stop))
@@ -135,11 +136,6 @@ class LogitsByIds:
             yield ids, flat[place:][: count * size].view(count, size)
 
 
-def _sum_in_logits(hidden: Tensor) -> int:
-    """How many logits take the memory of a sum in float32."""
-    return 4 // hidden.itemsize
-
-
 def _summed_at_once(room: int, hidden: Tensor) -> int:
     """Rows whose sums take seven tenths of the room: of 8192 rows, 4096 features and 128256 ids, half."""
-    return whole_tiles(7 * room // (10 * hidden.shape[1] * _sum_in_logits(hidden)))
+    return whole_tiles(7 * room // (10 * hidden.shape[1] * (4 // hidden.itemsize)))

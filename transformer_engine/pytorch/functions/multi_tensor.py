@@ -311,7 +311,22 @@ def checked(
         return False
     allowed = kinds if optional is None else (*kinds, optional)
     for place, (tensors, dtypes) in enumerate(zip(tensor_lists, allowed, strict=False)):
-        _check_list(place, tensors, dtypes, noop_flag.device)
+        for index, part in enumerate(tensors):
+            name = f"tensor {index} of list {place}"
+            tensor(name, part)
+            if part.dtype not in dtypes:
+                names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+                raise TypeError(f"{name} is {part.dtype}; give {names}")
+            if part.dtype != tensors[0].dtype:
+                raise TypeError(
+                    f"{name} is {part.dtype}, the first of its list {tensors[0].dtype}; make one call a dtype"
+                )
+            if part.device != noop_flag.device:
+                raise ValueError(
+                    f"{name} is on {part.device}, noop_flag on {noop_flag.device}; make one call a device"
+                )
+            if not part.is_contiguous():
+                raise ValueError(f"{name} has strides {part.stride()}; give contiguous tensors")
     sizes = [part.numel() for part in tensor_lists[0]]
     for place, tensors in enumerate(tensor_lists):
         for index, (part, size) in enumerate(zip(tensors, sizes, strict=True)):
@@ -320,25 +335,6 @@ def checked(
                     f"tensor {index} of list {place} has {part.numel()} elements, that of list 0 {size}; match them"
                 )
     return True
-
-
-def _check_list(
-    place: int, tensors: Sequence[Any], dtypes: tuple[torch.dtype, ...], device: torch.device
-) -> None:
-    for index, part in enumerate(tensors):
-        name = f"tensor {index} of list {place}"
-        tensor(name, part)
-        if part.dtype not in dtypes:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            raise TypeError(f"{name} is {part.dtype}; give {names}")
-        if part.dtype != tensors[0].dtype:
-            raise TypeError(
-                f"{name} is {part.dtype}, the first of its list {tensors[0].dtype}; make one call a dtype"
-            )
-        if part.device != device:
-            raise ValueError(f"{name} is on {part.device}, noop_flag on {device}; make one call a device")
-        if not part.is_contiguous():
-            raise ValueError(f"{name} has strides {part.stride()}; give contiguous tensors")
 
 
 def _is_lists(value: Any, counts: tuple[int, ...]) -> bool:

@@ -57,18 +57,18 @@ class _Normalize(Function):
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, gamma, mean, rstdev = ctx.saved_tensors
         if is_recorded():
-            return *_differentiable_gradients(dy, x, gamma, ctx.norm, ctx.needs_input_grad[2]), None
+            # Functions of dy, x and gamma, for a backward pass of the backward pass.
+            rows = (-1, gamma.numel())
+            dx, dgamma = replayed(
+                lambda x, gamma: ctx.norm.by_torch(x.reshape(rows), gamma.reshape(-1)).view(x.shape),
+                (x, gamma),
+                dy,
+            )
+            dbeta = (
+                dy.reshape(rows).float().sum(0).to(gamma.dtype).view(gamma.shape)
+                if ctx.needs_input_grad[2]
+                else None
+            )
+            return dx, dgamma, dbeta, None
         dx, dgamma, dbeta = normalize_backward(dy, x, NormStatistics(mean, rstdev), gamma, ctx.norm)
         return dx, dgamma, dbeta if ctx.needs_input_grad[2] else None, None
-
-
-def _differentiable_gradients(
-    dy: Tensor, x: Tensor, gamma: Tensor, norm: Norm, with_beta: bool
-) -> tuple[Tensor | None, ...]:
-    """(dx, dgamma, dbeta) as functions of dy, x and gamma, for a backward pass of the backward pass."""
-    rows = (-1, gamma.numel())
-    dx, dgamma = replayed(
-        lambda x, gamma: norm.by_torch(x.reshape(rows), gamma.reshape(-1)).view(x.shape), (x, gamma), dy
-    )
-    dbeta = dy.reshape(rows).float().sum(0).to(gamma.dtype).view(gamma.shape) if with_beta else None
-    return dx, dgamma, dbeta

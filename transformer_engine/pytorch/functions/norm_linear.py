@@ -18,21 +18,19 @@ from ...common.passes.rules import (
 )
 from ..primitives.activation import ActivationParams
 from ..runtime.autograd import applier
-from .compiled import CompiledLayer
 from .fusions import APART, IN_CODES, IN_PRODUCT, mlp_activation, mlp_gradient, norm_output
-from .layer import Dtypes, backward_of_layer, compiled, forward_of, gradients_of, infer
+from .layer import backward_of_layer, forward_of, gradients_of, infer
 from .layer_passes import LayerPasses, fusion, layer_passes, linear_facts, linear_fusions
-from .linear_spec import LINEAR, Environment, LinearSpec
+from .linear_spec import LINEAR, Dtypes, Environment, LayerSpec, LinearSpec
 from .normalization import Norm
 from .run import run
 from .saving import backward_of, save, take_saved
-from .scale_update import ScaleUpdate
 
 FC1, FC2 = "fc1", "fc2"
 
 
 @dataclass(frozen=True)
-class NormLinearSpec:
+class NormLinearSpec(LayerSpec):
     """A norm and a linear layer.
 
     Attributes:
@@ -41,10 +39,6 @@ class NormLinearSpec:
         beta: The norm has an additive parameter.
         bias: The product adds a bias.
         returns_norm_output: The caller also gets norm(x).
-        needs_grad: Some tensor needs a gradient.
-        passes: The passes; None before `chosen`.
-        compiled: The compiled passes; None if they are not compiled.
-        beside: The tensors of weights that were quantized for an earlier microbatch.
     """
 
     norm: Norm
@@ -52,14 +46,6 @@ class NormLinearSpec:
     beta: bool = False
     bias: bool = False
     returns_norm_output: bool = False
-    needs_grad: bool = True
-    passes: LayerPasses | None = None
-    compiled: CompiledLayer | None = None
-    beside: tuple[Tensor, ...] = ()
-
-    @property
-    def scale_update(self) -> ScaleUpdate | None:
-        return self.linear.scale_update
 
     def chosen(self) -> NormLinearSpec:
         """Return the spec with its passes, in which the norm makes codes where a kernel can."""
@@ -68,10 +54,6 @@ class NormLinearSpec:
     def with_norm(self, norm: Any) -> NormLinearSpec:
         """Return the spec with another norm, which makes no codes."""
         return replace(self, norm=norm, compiled=None)._with_passes(APART)
-
-    def warm(self, device: torch.device) -> NormLinearSpec:
-        """Return the spec of a layer whose passes are compiled for warm calls."""
-        return replace(self, compiled=compiled(self, device))
 
     def _with_passes(self, way: str) -> NormLinearSpec:
         norm = (self.beta, self.norm.kind == "LayerNorm", self.returns_norm_output)
@@ -82,11 +64,9 @@ class NormLinearSpec:
         return replace(self, passes=layer_passes("norm_linear", facts, allowed, norm))
 
     def linears(self) -> dict[str, LinearSpec]:
-        """Return the linear layer by its name in the passes."""
         return {LINEAR: self.linear}
 
     def environment(self, dtypes: Dtypes, leading: tuple[int, ...]) -> Environment:
-        """Return the environment of the passes for an input with these dimensions in place of its rows."""
         of_gradients: dict[str, Any] = dict(zip((LINEAR,), dtypes, strict=False))
         return Environment({LINEAR: self.linear}, of_gradients, leading, {NORM: self.norm})
 
@@ -129,7 +109,7 @@ class Ways(NamedTuple):
 
 
 @dataclass(frozen=True)
-class NormMLPSpec:
+class NormMLPSpec(LayerSpec):
     """A norm, two linear layers, and the activation between them.
 
     Attributes:
@@ -142,10 +122,6 @@ class NormMLPSpec:
         biases: fc1's and fc2's product add a bias.
         returns_norm_output: The caller also gets norm(x).
         recompute: The backward pass recomputes the results of norm, fc1 and activation that it reads.
-        needs_grad: Some tensor needs a gradient.
-        passes: The passes; None before `chosen`.
-        compiled: The compiled passes; None if they are not compiled.
-        beside: The tensors of weights that were quantized for an earlier microbatch.
         ways: How matrices between the steps are made; None before `chosen`.
     """
 
@@ -158,15 +134,7 @@ class NormMLPSpec:
     biases: tuple[bool, bool] = (False, False)
     returns_norm_output: bool = False
     recompute: bool = False
-    needs_grad: bool = True
-    passes: LayerPasses | None = None
-    compiled: CompiledLayer | None = None
-    beside: tuple[Tensor, ...] = ()
     ways: Ways | None = None
-
-    @property
-    def scale_update(self) -> ScaleUpdate | None:
-        return self.fc1.scale_update
 
     def chosen(self) -> NormMLPSpec:
         """Return the spec with its passes, in which norm and activation are merged with products where that pays."""
@@ -182,10 +150,6 @@ class NormMLPSpec:
         """Return the spec with another norm, which makes no codes."""
         assert self.ways is not None, "the passes of a spec are chosen before its norm is replaced"
         return replace(self, norm=norm, compiled=None)._with_passes(self.ways._replace(norm=APART))
-
-    def warm(self, device: torch.device) -> NormMLPSpec:
-        """Return the spec of a layer whose passes are compiled for warm calls."""
-        return self if self.recompute else replace(self, compiled=compiled(self, device))
 
     def _with_passes(self, ways: Ways) -> NormMLPSpec:
         allowed = (*linear_fusions(self.fc1, FC1), *linear_fusions(self.fc2, FC2))
@@ -206,11 +170,9 @@ class NormMLPSpec:
         return replace(self, ways=ways, passes=passes)
 
     def linears(self) -> dict[str, LinearSpec]:
-        """Return the linear layers by their names in the passes."""
         return {FC1: self.fc1, FC2: self.fc2}
 
     def environment(self, dtypes: Dtypes, leading: tuple[int, ...]) -> Environment:
-        """Return the environment of the passes for an input with these dimensions in place of its rows."""
         return Environment(
             self.linears(),
             dict(zip((FC1, FC2), dtypes, strict=False)),
@@ -245,24 +207,19 @@ def _forward_quantizers(spec: NormMLPSpec) -> tuple[Any, ...]:
     return (spec.fc1.input, spec.fc1.weight, spec.fc2.input, spec.fc2.weight)
 
 
-def _replaying(spec: NormMLPSpec, states: Sequence[Tensor]) -> NormMLPSpec:
-    """Return the spec whose quantizers repeat the quantization of the forward pass and record nothing."""
-    replayed, start = [], 0
-    for quantizer in _forward_quantizers(spec):
-        count = len(quantizer.replay_state())
-        replayed.append(quantizer.replaying(tuple(states[start : start + count])))
-        start += count
-    fc1 = replace(spec.fc1, input=replayed[0], weight=replayed[1])
-    return replace(spec, fc1=fc1, fc2=replace(spec.fc2, input=replayed[2], weight=replayed[3])).chosen()
-
-
 def _recomputed(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]:
     """Make the saved buffers again from the input, and run the backward pass on them."""
     count = len(NormMLPTensors._fields)
     kept = take_saved(ctx)
-    spec = _replaying(ctx.spec, kept[count:])
-    passes = spec.passes
-    assert passes is not None
+    # Quantizers repeat the quantization of the forward pass and record nothing.
+    spec, replayed, start = ctx.spec, [], count
+    for quantizer in _forward_quantizers(spec):
+        end = start + len(quantizer.replay_state())
+        replayed.append(quantizer.replaying(tuple(kept[start:end])))
+        start = end
+    fc1 = replace(spec.fc1, input=replayed[0], weight=replayed[1])
+    spec = replace(spec, fc1=fc1, fc2=replace(spec.fc2, input=replayed[2], weight=replayed[3])).chosen()
+    passes: LayerPasses = spec.passes
     env = spec.environment(ctx.dtypes, tuple(ctx.input_shape[:-1]))
     given = run(passes.again, env, [tensor for tensor in kept[:count] if tensor is not None])[1]
     del kept

@@ -1,18 +1,22 @@
 """Tokens [T, H] sent to the rows of experts and collected from them, differentiable in tokens and probabilities.
 
-Quantized tokens are moved as codes and scales: their rows must not share a scale's block with other rows.
+Quantized tokens are moved as codes and scales: their rows must not share a scale's block with other rows. Groups of
+rows are padded, and their padding removed, in the same way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..primitives.operand import COLS, Operand
-from ..primitives.permutation import INDEX, MASK, Routes, collect, send, send_weighted
+from ..primitives.grouped_gemm.groups import on_device
+from ..primitives.operand import COLS
+from ..primitives.permutation import INDEX, MASK, Routes, collect, rows_of_segments, send, send_weighted
 from ..primitives.quantize import Quantized
 from ..runtime.double_backward import once_differentiable
 from ..tensor import QuantizedTensor
@@ -40,7 +44,7 @@ def unpermute(y: Tensor, routes: Routes, probs: Tensor | None = None) -> Tensor:
 
 
 def quantized_refusal(x: Tensor) -> str | None:
-    """Why the rows of a quantized tensor cannot be moved; None for those that can, and for plain ones."""
+    """Return why the rows of a quantized tensor cannot be moved; None for rows that can, and for plain tensors."""
     if not isinstance(x, QuantizedTensor):
         return None
     if torch.compiler.is_compiling():
@@ -62,7 +66,7 @@ def _sent(
     operand = x.contract(COLS)
     codes, row_probs = send(_bytes(operand.codes), routes, rows, probs, every_row=every_row)
     scale = operand.scale
-    if scale is not None and _one_a_row(operand):
+    if scale is not None and operand.format is not None and operand.format.block is not None:
         scale = send(_bytes(scale), routes, rows, None, every_row=every_row)[0].view(scale.dtype)
     amax = operand.amax
     if amax is not None and operand.format is not None and operand.format.row_scaled:
@@ -75,11 +79,6 @@ def _sent(
     if isinstance(storage, BlockScaledStorage):
         storage.trim_rowwise_scales()
     return type(x).from_storage(storage), row_probs
-
-
-def _one_a_row(operand: Operand) -> bool:
-    """Return whether each row has separate scales."""
-    return operand.format is not None and operand.format.block is not None
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -169,3 +168,25 @@ class _Merge(Function):
         routes, (probs, y) = _kept(ctx)
         dy, dprobs = send_weighted(_plain("moe_unpermute", dx), routes, ctx.rows, probs, y)
         return dy, dprobs, None
+
+
+def pad_rows(x: Tensor, rows: Sequence[int], padded: Sequence[int]) -> Tensor:
+    """[sum of padded, K]: group i has padded[i] rows, its own and then zeros."""
+    return permute(x, _routes(x, rows, padded), sum(padded))[0]
+
+
+def unpad_rows(x: Tensor, rows: Sequence[int], padded: Sequence[int]) -> Tensor:
+    """[sum of rows, K] of x [sum of padded, K]: the first rows[i] of each group; the gradient of the rest is zero."""
+    return unpermute(x, _routes(x, rows, padded))
+
+
+def _routes(x: Tensor, rows: Sequence[int], padded: Sequence[int]) -> Routes:
+    tokens = sum(rows)
+    # First row, rows and first padded row of every group.
+    firsts, padded_firsts = ([0, *accumulate(sizes)][:-1] for sizes in (rows, padded))
+    numbers = (*firsts, *rows, *padded_firsts)
+    if torch.compiler.is_compiling():
+        segments = torch.tensor(numbers, dtype=torch.int32, device=x.device)
+    else:
+        segments = on_device(numbers, torch.int32, x.device)
+    return Routes(rows_of_segments(segments.view(3, -1), tokens), INDEX, tokens, 1)

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ..runtime.autograd import applier
 
-# What a plan of memory has in their place shares storages, too.
+# The tensors of a memory plan share storages, too.
 _NATIVE = (Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
 
 
 def whole(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """The pieces of each as one tensor, differentiable in every piece; None of no biases.
+    """The pieces of each as one tensor, differentiable in every piece; None without biases.
 
     One node for both, whose backward hands out slices of the gradients.
     """
@@ -29,20 +29,17 @@ def whole(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:
     """The pieces below each other: one view of them all, where they are neighbours in one storage."""
     first = pieces[0]
-    if not all(piece.is_contiguous() for piece in pieces) or not _are_neighbours(pieces):
-        return torch.cat(list(pieces))
-    rows = sum(piece.shape[0] for piece in pieces)
-    return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
-
-
-def _are_neighbours(pieces: Sequence[Tensor]) -> bool:
-    storage = pieces[0].untyped_storage()._cdata
-    return all(
+    storage = first.untyped_storage()._cdata
+    neighbours = all(piece.is_contiguous() for piece in pieces) and all(
         before.storage_offset() + before.numel() == after.storage_offset()
         and after.dtype is before.dtype
         and after.untyped_storage()._cdata == storage
         for before, after in pairwise(pieces)
     )
+    if not neighbours:
+        return torch.cat(list(pieces))
+    rows = sum(piece.shape[0] for piece in pieces)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
 class _Whole(torch.autograd.Function):
@@ -63,26 +60,21 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
-        _check_unnoticed_writes(ctx.weights, ctx.versions)
+        # Autograd detects writes to the first piece only. Pieces that were made together count writes together;
+        # unpickled pieces count separately.
+        first, *others = [
+            piece._version != version for piece, version in zip(ctx.weights, ctx.versions, strict=True)
+        ]
+        if any(others) and not first:
+            piece = ctx.weights[1 + others.index(True)]
+            raise RuntimeError(
+                f"a piece {list(piece.shape)} of a weight was changed in place between forward and backward; "
+                "change it after the backward pass"
+            )
         results: list[Tensor | None] = [None]
         for grad, rows in zip(grads, ctx.rows, strict=True):
             results += [None] * len(rows) if grad is None else grad.split(rows)
         return tuple(results)
-
-
-def _check_unnoticed_writes(pieces: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Raise RuntimeError for a write since the forward pass that autograd, which checks the first piece only, missed.
-
-    Pieces that were made together count writes together, so that an operation that saved all of them detects each
-    write. Unpickled pieces count separately.
-    """
-    first, *others = [piece._version != version for piece, version in zip(pieces, versions, strict=True)]
-    if any(others) and not first:
-        piece = pieces[1 + others.index(True)]
-        raise RuntimeError(
-            f"a piece {list(piece.shape)} of a weight was changed in place between forward and backward; "
-            "change it after the backward pass"
-        )
 
 
 _applied = applier(_Whole)

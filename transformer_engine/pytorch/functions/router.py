@@ -6,29 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..primitives.router import Choice, balance_loss, choose, choose_backward, count_margins
+from ..primitives.router import balance_loss, choose, choose_backward
 from ..runtime.double_backward import once_differentiable
-
-
-def chosen_experts(
-    logits: Tensor, choice: Choice, dtype: torch.dtype, bias: Tensor | None = None, indices: Tensor | None = None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(probs [T, E], map, or indices [T, k] where they are given), see `primitives.router.choose`.
-
-    The choice and the bias have no gradient.
-    """
-    return _ChosenExperts.apply(logits, bias, indices, choice, dtype)  # pyright: ignore[reportReturnType]
-
-
-def counted_margins(logits: Tensor, bias: Tensor, k: int, histogram: Tensor, bounds: Tensor) -> None:
-    """The histogram is added to, see `primitives.router.count_margins`; it has no gradient."""
-    with torch.no_grad():
-        count_margins(logits.detach(), bias.detach(), k, histogram, bounds)
-
-
-def balancing_loss(probs: Tensor, tokens: Tensor, factor: float, total: Tensor | None = None) -> Tensor:
-    """A scalar, factor / total^2 * sum over c of tokens[c] * sum over r of probs[r, c]; differentiable in probs."""
-    return _BalancingLoss.apply(probs, tokens, factor, total)  # pyright: ignore[reportReturnType]
 
 
 def balancing_gradient(
@@ -42,7 +21,12 @@ def balancing_gradient(
     return row.to(grad_loss.dtype).expand(shape)
 
 
-class _ChosenExperts(Function):
+class ChosenExperts(Function):
+    """Return (probs [T, E], map, or the indices [T, k] if they are given), see `primitives.router.choose`.
+
+    The choice and the bias have no gradient.
+    """
+
     @staticmethod
     def forward(ctx, logits, bias, indices, choice, dtype):
         probs, map, scores = choose(logits, choice, dtype, bias, indices, ctx.needs_input_grad[0])
@@ -61,7 +45,9 @@ class _ChosenExperts(Function):
         return choose_backward(map, scores, grad_probs, ctx.choice, ctx.dtype), None, None, None, None
 
 
-class _BalancingLoss(Function):
+class BalancingLoss(Function):
+    """Compute factor / total^2 * sum over c of tokens[c] * sum over r of probs[r, c]; differentiable in probs."""
+
     @staticmethod
     def forward(ctx, probs, tokens, factor, total):
         ctx.save_for_backward(tokens, total)

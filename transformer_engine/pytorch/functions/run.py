@@ -28,7 +28,7 @@ class _Slots(NamedTuple):
     """One step over a list of buffers: places of inputs and results, and the places that are freed after it.
 
     `arriving` are the inputs of the pass that the step is the first to read, `saved` the places of results that the
-    pass saves; `made` pairs places of the results with positions in what the operation returns.
+    pass saves; `made` pairs places of the results with positions in the tuple that the operation returns.
     """
 
     op: str
@@ -119,20 +119,6 @@ def _scheduled(pass_: Pass) -> Schedule:
     ]
     results = tuple([places[name] for name in pass_.results])
     kept = tuple([places[name] for name in pass_.saved])
-    return Schedule(
-        pass_,
-        size,
-        len(pass_.inputs),
-        tuple(unread),
-        tuple(steps),
-        results,
-        kept,
-        tuple([places[name] for name in saved if _is_weight(pass_, name)]),
-        _getters(steps, results, kept, size + 1 - len(pass_.inputs)),
-    )
-
-
-def _getters(steps: list[_Slots], results: tuple[int, ...], saved: tuple[int, ...], empty: int) -> _Getters:
     fast = [
         (
             step.op,
@@ -143,7 +129,17 @@ def _getters(steps: list[_Slots], results: tuple[int, ...], saved: tuple[int, ..
         )
         for step in steps
     ]
-    return _Getters(tuple(fast), _getter(results), _getter(saved), (None,) * empty)
+    return Schedule(
+        pass_,
+        size,
+        len(pass_.inputs),
+        tuple(unread),
+        tuple(steps),
+        results,
+        kept,
+        tuple([places[name] for name in saved if _is_weight(pass_, name)]),
+        _Getters(tuple(fast), _getter(results), _getter(kept), (None,) * (size + 1 - len(pass_.inputs))),
+    )
 
 
 def _is_weight(pass_: Pass, name: str) -> bool:
@@ -174,11 +170,11 @@ def run(schedule: Schedule, env: Environment, given: list[Any]) -> tuple[list[An
 
     Args:
         schedule: The pass, see `schedule_of`.
-        env: What the settings of the steps refer to.
+        env: Objects to which the settings of the steps refer.
         given: The inputs in order. The list is emptied, so that each input is freed after its last reader.
 
     Returns:
-        The results and the saved buffers, None for those that the pass does not make.
+        The results and the saved buffers; None for absent ones.
     """
     if offloading.used or watchers or torch.compiler.is_compiling():
         return _run_watched(schedule, env, given)

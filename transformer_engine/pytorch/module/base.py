@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.recipe import Recipe
+from ..distributed.recompute import in_fp8_activation_recompute_phase
 from ..functions.scale_update import ScaleUpdate, in_a_backward, of_the_pass
 from ..functions.weight_gradient import WeightGradStore, _dummy_wgrads, dummy_gradient  # noqa: F401
 from ..primitives.gemm.cublaslt_library import _cublas_workspace, get_workspace  # noqa: F401
 from ..quantization import (
-    QuantizerRole,
     check_extra_state,
     decode_extra_state,
     encode_extra_state,
@@ -24,18 +22,17 @@ from ..quantization import (
 from ..quantization.autocast import AutocastState
 from ..quantization.model_init import current_model_init
 from ..quantization.resizable_state import ResizableState
-from ..runtime.device import autocast_dtype, canonical_device
+from ..runtime.device import canonical_device
 from ..tensor.initial_values import keep_initial_values
 from ..tensor.quantized_tensor import QuantizedTensor, QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
-from . import forward_protocol as protocol
 from . import loading
 from .config import Config, configured
-from .numerics import Numerics, new_tracing_key, of_the_last_call, of_traced_call, traced_update
+from .forward_protocol import ForwardInterface
+from .numerics import Numerics, new_tracing_key, of_traced_call, traced_update
 from .parameters import InitMethod, ParameterInit, default_init_method, empty_like
-from .products import ProductQuantizers, slots
-from .repetition import may_be_repeated, refuse_other_repetition, repeatable
-from .specs import common_dtype
+from .products import BACKWARD_SLOTS, FORWARD_SLOTS, ProductQuantizers
+from .repetition import may_be_repeated, repeatable
 from .userbuffers import UserBufferQuantizationMode, destroy_ub, get_ub, initialize_ub  # noqa: F401
 
 # The accumulation flags of the original for delayed scaling, under the names that its users read.
@@ -44,7 +41,7 @@ _2X_ACC_DGRAD = _2X_ACC_WGRAD = True
 
 
 def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
-    """A tensor that stands for a weight gradient which went to main_grad; shared by shape and dtype."""
+    """Return a placeholder of a weight gradient that was added to main_grad; shared by shape and dtype."""
     return dummy_gradient(tuple(shape), dtype, canonical_device("cuda"), zero)
 
 
@@ -70,7 +67,7 @@ def _asked_anew(module: Any, name: str, value: Any) -> None:
 
 
 @configured(ModuleConfig, written=_asked_anew)
-class TransformerEngineBaseModule(torch.nn.Module):
+class TransformerEngineBaseModule(ForwardInterface):
     """A layer with quantizers.
 
     num_products   how many linear products it has, hence how many quantizer slots
@@ -79,7 +76,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
                    quantizers   {"scaling_fwd": [input, weight, output] * n,
                                  "scaling_bwd": [grad_output, grad_input] * n}
 
-    A module of another library calls the functions of `forward_protocol` around its forward pass.
+    A module of another library calls the methods of `ForwardInterface` around its forward pass.
     """
 
     num_products = 1
@@ -97,20 +94,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
     fp8_parameters: bool
     preserve_high_precision_init_val: bool
 
-    prepare_forward = protocol.prepare_forward
-    prepare_forward_ctx = protocol.prepare_forward_ctx
-    end_forward = protocol.end_forward
-    set_activation_dtype = protocol.set_activation_dtype
-    init_fp8_metadata = protocol.init_fp8_metadata
-    init_fp8_meta_tensors = protocol.init_fp8_meta_tensors
-    set_meta_tensor = protocol.set_meta_tensor
-    fp8_meta_tensors_initialized = property(protocol.has_quantizers, protocol.set_has_quantizers)
-    get_fp8_meta_tensors = protocol.get_fp8_meta_tensors
-    reset_fp8_meta_tensors = protocol.reset_fp8_meta_tensors
-    adjust_amax_history_length = protocol.adjust_amax_history_length
-    get_weight_workspace = protocol.get_weight_workspace
-    grad_output_preprocess = staticmethod(protocol.grad_output_preprocess)
-
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
         model_init = current_model_init()
@@ -126,7 +109,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.wgrad_store: WeightGradStore | None = None
         self._model_init_recipe = model_init.recipe
         self._wgrad_hooks: list[Any] = []
-        self._warned: set[str] = set()
+        self._warned = set()
         self.tracing_key = new_tracing_key(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -136,9 +119,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def _configure(self, **settings: Any) -> None:
         """Several settings at once, by the constructor."""
         self._config = replace(self._config, **settings)
-
-    fp8 = of_the_last_call("enabled", "Was the last call under an autocast that quantizes?")
-    fp8_calibration = of_the_last_call("calibrating", "Was it under one that only records?")
 
     @property
     def fp8_initialized(self) -> bool:
@@ -174,14 +154,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
     @_fp8_workspaces.setter
     def _fp8_workspaces(self, workspaces: dict[str, QuantizedTensorStorage]) -> None:
         self.numerics.workspaces = workspaces
-
-    def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> Sequence[QuantizerRole | None] | None:
-        """The role of each slot of one direction, which a custom recipe's factory receives; None: unknown."""
-        return None
-
-    def fast_setattr(self, name: str, value: Any) -> None:
-        """Set a plain attribute without nn.Module's search for parameters and modules."""
-        object.__setattr__(self, name, value)
 
     def module_setattr(self, name: str, value: Any) -> None:
         """Set an attribute as nn.Module does, registering parameters and modules."""
@@ -226,7 +198,18 @@ class TransformerEngineBaseModule(torch.nn.Module):
                 if self.preserve_high_precision_init_val:
                     keep_initial_values(param, values)  # pyright: ignore[reportArgumentType]
             elif self.primary_weights_in_fp8 and init.fp8_meta_index is not None:
-                self._replace_parameter(name, self._quantized_parameter(values, init))
+                # Both directions of the weight quantizer while gradients are recorded.
+                recipe = self._model_init_recipe
+                assert recipe is not None
+                self.numerics.renew(self, recipe, self.fp8_meta["fp8_group"])
+                quantizer = init.quantizer_among(self.quantizers["scaling_fwd"])
+                quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled())
+                quantizer.internal = False
+                with torch.no_grad():
+                    quantized = torch.nn.Parameter(quantizer.quantize(values))  # pyright: ignore[reportArgumentType]
+                if self.preserve_high_precision_init_val:
+                    keep_initial_values(quantized, values)
+                self._replace_parameter(name, quantized)
             elif param.is_meta or values is not param:
                 self._replace_parameter(name, torch.nn.Parameter(values, requires_grad=param.requires_grad))
 
@@ -237,26 +220,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
             if not hasattr(new, key):
                 setattr(new, key, value)
         self._parameters[name] = new
-
-    def _quantized_parameter(self, values: Tensor, init: ParameterInit) -> torch.nn.Parameter:
-        """The parameter as its weight quantizer holds it; both directions while gradients are wanted."""
-        recipe = self._model_init_recipe
-        assert recipe is not None
-        self.numerics.renew(self, recipe, self.fp8_meta["fp8_group"])
-        quantizer = init.quantizer_among(self.quantizers["scaling_fwd"])
-        quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled())
-        quantizer.internal = False
-        with torch.no_grad():
-            param = torch.nn.Parameter(quantizer.quantize(values))  # pyright: ignore[reportArgumentType]
-        if self.preserve_high_precision_init_val:
-            keep_initial_values(param, values)
-        return param
-
-    def _state_device(self) -> torch.device:
-        """Where scales and histories live: with the parameters, once those are allocated."""
-        for param in self.parameters(recurse=False):
-            return canonical_device("cuda") if param.is_meta else param.device
-        return canonical_device("cuda")
 
     def _product_quantizers(self, state: AutocastState) -> tuple[ProductQuantizers, ...]:
         """The quantizers of this forward, one set a product; all-identity outside of quantized regions."""
@@ -281,15 +244,16 @@ class TransformerEngineBaseModule(torch.nn.Module):
         if not torch.is_grad_enabled() and not in_a_backward():
             self.numerics.state_without_gradients = state
         elif before is not None and before is not state and in_a_backward():
-            refuse_other_repetition(type(self).__name__, before, state)
-
-    def _check_parameter_recipe(self, recipe: Recipe | None) -> None:
-        """RuntimeError under another kind of recipe than quantized parameters were made with, if there are any."""
-        if self._config.primary_weights_in_fp8 and loading.quantized_otherwise(self, recipe):
+            if before.enabled == state.enabled and (not state.enabled or before.recipe == state.recipe):
+                return
+            checkpoint = type(torch._C._current_autograd_node()).__name__
+            if "Checkpoint" not in checkpoint or in_fp8_activation_recompute_phase():
+                return
+            first, second = (type(s.recipe).__name__ if s.enabled else "no autocast" for s in (before, state))
             raise RuntimeError(
-                f"Recipe mismatch for {type(self).__name__}: its parameters were quantized with "
-                f"{type(self._model_init_recipe).__name__}, the active recipe is {type(recipe).__name__}; "
-                "use the same recipe class in quantized_model_init and autocast"
+                f"{checkpoint} runs {type(self).__name__} again under {second}, its first run was under {first}: the "
+                "gradients would be of another function; use transformer_engine.pytorch.checkpoint, which repeats the "
+                "autocast, or, with a recipe without history, enter autocast inside of the function"
             )
 
     def _scale_update(self, state: AutocastState, needs_grad: bool) -> ScaleUpdate | None:
@@ -355,12 +319,16 @@ class TransformerEngineBaseModule(torch.nn.Module):
         content = decode_extra_state(state)
         if content is None:
             return
-        products = protocol.products_of(self, content)
-        check_extra_state(content, slots(products))
+        # A layer whose products are given by its class has that many; others have as many as the state says.
+        products, kept = self.num_products, content.get("extra_fp8_variables", {}).get("num_gemms")
+        if self.products_grow and isinstance(kept, int):
+            products = max(products, kept)
+        # Quantizers in each direction, by the suffix of the states' keys.
+        check_extra_state(content, {"fwd": FORWARD_SLOTS * products, "bwd": BACKWARD_SLOTS * products})
         if loading.quantized_otherwise(self, content["recipe"]):
             loading.drop_state(self, content["recipe"])
             return
-        protocol.grow_to(self, products)
+        self._grow_to(products)
         self.numerics.renew(self, content["recipe"], self.fp8_meta["fp8_group"])
         load_extra_state(content, self.fp8_meta)
         self.fp8_meta["num_gemms"] = self.num_products
@@ -373,17 +341,3 @@ class TransformerEngineBaseModule(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing_keys, *args)
         loading.forgive_missing(missing_keys, prefix)
         self._fp8_workspaces.clear()  # made of the weights that were here before
-
-    def computing_dtype(self, x: Tensor) -> torch.dtype:
-        """The dtype a layer computes in: torch.autocast's when active, else the input's.
-
-        Raises TypeError when the input's dtype is not the parameters'.
-        """
-        named = [(name, param.dtype) for name, param in self._parameters.items() if param is not None]
-        return common_dtype(x.dtype, autocast_dtype(x.device.type), named)
-
-    def _warn_once(self, key: str, message: str) -> None:
-        if torch.compiler.is_compiling() or key in self._warned:
-            return
-        self._warned.add(key)
-        warnings.warn(message, stacklevel=3)

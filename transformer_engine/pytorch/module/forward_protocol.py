@@ -1,4 +1,4 @@
-"""What a module written on TransformerEngineBaseModule calls round its own forward and backward.
+"""Methods that a module derived from TransformerEngineBaseModule calls around its own forward and backward.
 
     x = self.prepare_forward(x, num_gemms=2)       # or: with self.prepare_forward_ctx(x, num_gemms=2) as x:
     if self.fp8:
@@ -7,15 +7,15 @@
     ...                                            # general_gemm, fused_attn_fwd, the library's autograd function
     self.end_forward()
 
-The layers of this package do not go this way: they resolve a spec once and remember it. These functions are methods of
-the base class.
+The layers of this package do not use these methods: they resolve a spec once and cache it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import warnings
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,274 +26,265 @@ from ..distributed.recompute import in_fp8_activation_recompute_phase, is_fp8_ac
 from ..primitives.column_sums import column_sums
 from ..quantization import FP8GlobalStateManager, QuantizerRole
 from ..quantization.autocast import current
-from ..runtime.device import autocast_dtype
+from ..runtime.device import autocast_dtype, canonical_device
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
-from .numerics import Numerics
+from . import loading
+from .numerics import Numerics, of_the_last_call
 from .parameters import ParameterInit
+from .specs import common_dtype
 
 
-class Module(Protocol):
-    """Attributes and methods that these functions need of their module."""
+class ForwardInterface(torch.nn.Module):
+    """Methods for forward passes that are written by hand; see `TransformerEngineBaseModule`."""
 
     num_products: int
     products_grow: bool
     numerics: Numerics
     param_init_meta: dict[str, ParameterInit]
-    _parameters: dict[str, torch.nn.Parameter | None]
-    training: bool
     tp_size: int
     tp_group_initialized: bool
     primary_weights_in_fp8: bool
+    _config: Any
+    _warned: set[str]
+    _model_init_recipe: Recipe | None
+
+    fp8 = of_the_last_call("enabled", "Was the last call under an autocast that quantizes?")
+    fp8_calibration = of_the_last_call("calibrating", "Was it under one that only records?")
+
+    def fast_setattr(self, name: str, value: Any) -> None:
+        """Set a plain attribute without nn.Module's search for parameters and modules."""
+        object.__setattr__(self, name, value)
+
+    def computing_dtype(self, x: Tensor) -> torch.dtype:
+        """The dtype a layer computes in: torch.autocast's when active, else the input's.
+
+        Raises TypeError when the input's dtype is not the parameters'.
+        """
+        named = [(name, param.dtype) for name, param in self._parameters.items() if param is not None]
+        return common_dtype(x.dtype, autocast_dtype(x.device.type), named)
+
+    def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> Sequence[QuantizerRole | None] | None:
+        """The role of each slot of one direction, which a custom recipe's factory receives; None: unknown."""
+        return None
+
+    def prepare_forward(
+        self,
+        inp: Tensor,
+        num_gemms: int = 1,
+        allow_non_contiguous: bool = False,
+        allow_different_data_and_param_types: bool = False,
+    ) -> Tensor:
+        """inp, contiguous; the module has the active recipe's quantizers for num_gemms products. See `end_forward`.
+
+        allow_different_data_and_param_types   parameters need not have inp's dtype
+        Sets fp8, fp8_calibration, activation_dtype and quantizers.
+        Raises TypeError when dtypes differ, RuntimeError without a tensor-parallel group that tp_size asks for.
+        """
+        if not isinstance(inp, Tensor):
+            raise TypeError(f"{type(self).__name__} takes a tensor, inp is a {type(inp).__name__}")
+        again = in_fp8_activation_recompute_phase()
+        if not (again and self.fp8):
+            if self.tp_size > 1 and not self.tp_group_initialized:
+                raise RuntimeError(
+                    f"tp_size={self.tp_size}, but there is no group; call set_tensor_parallel_group first"
+                )
+            self.set_activation_dtype(inp, allow_different_data_and_param_types)
+            self.init_fp8_metadata(num_gemms)
+        if self.fp8 and self.numerics.delayed_states("scaling_fwd"):
+            if again:
+                FP8GlobalStateManager.get_old_fp8_meta_tensors_for_recompute(self.numerics.meta)
+            elif is_fp8_activation_recompute_enabled() and self.training:
+                FP8GlobalStateManager.copy_forward_fp8_meta_tensors_for_recompute(self.numerics.meta)
+        return inp if allow_non_contiguous else inp.contiguous()
+
+    def end_forward(self) -> None:
+        """Undo what `prepare_forward` did for a recomputation: the scales are those of the present step again."""
+        if self.fp8 and self.numerics.delayed_states("scaling_fwd") and in_fp8_activation_recompute_phase():
+            FP8GlobalStateManager.restore_fp8_meta_tensors(self.numerics.meta)
+
+    @contextmanager
+    def prepare_forward_ctx(
+        self,
+        inp: Tensor,
+        num_gemms: int = 1,
+        allow_non_contiguous: bool = False,
+        allow_different_data_and_param_types: bool = False,
+    ) -> Generator[Tensor, None, None]:
+        """prepare_forward(..), and end_forward() however the block is left."""
+        prepared = self.prepare_forward(
+            inp, num_gemms, allow_non_contiguous, allow_different_data_and_param_types
+        )
+        try:
+            yield prepared
+        finally:
+            self.end_forward()
+
+    def set_activation_dtype(self, inp: Tensor, allow_different_data_and_param_types: bool = False) -> None:
+        """activation_dtype = torch.autocast's dtype where that is active, else inp's.
+
+        TypeError when a parameter has another dtype than inp, unless that is allowed.
+        """
+        if allow_different_data_and_param_types and autocast_dtype(inp.device.type) is None:
+            dtype = inp.dtype
+        else:
+            dtype = self.computing_dtype(inp)
+        self.fast_setattr("activation_dtype", dtype)
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """Quantizers for num_gemms products by the active autocast; a count once taken only grows."""
+        self._grow_to(num_gemms)
+        state = current()
+        self.fast_setattr("fp8_parameters", self.primary_weights_in_fp8)
+        self.numerics.state = state
+        if state.enabled or state.calibrating:
+            self.numerics.serve(self, state)
+            self._check_parameter_recipe(state.recipe)
+
+    def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
+        """Create states and quantizers of both directions for a recipe, unless the present ones serve it."""
+        self.numerics.renew(self, recipe, self.numerics.meta["fp8_group"])
+
+    def set_meta_tensor(self, fwd: bool, recipe: Recipe) -> None:
+        """State and quantizers of one direction for a recipe: fp8_meta["scaling_fwd"] or ["scaling_bwd"]."""
+        self.numerics.renew_direction(self, fwd, recipe)
+        self.numerics.forget()  # the next forward puts both directions together
 
     @property
-    def fp8(self) -> bool: ...
+    def fp8_meta_tensors_initialized(self) -> bool:
+        """Are there quantizers? Set to False, it has the next forward or set_extra_state make them anew."""
+        return self.numerics.active is not None
 
-    def computing_dtype(self, x: Tensor) -> torch.dtype: ...
-
-    def fast_setattr(self, name: str, value: Any) -> None: ...
-
-    def get_quantizer_roles(
-        self, *, fwd: bool, num_quantizers: int
-    ) -> Sequence[QuantizerRole | None] | None: ...
-
-    @property
-    def prepare_forward(self) -> Callable[..., Tensor]: ...
-
-    @property
-    def end_forward(self) -> Callable[[], None]: ...
-
-    def set_activation_dtype(
-        self, inp: Tensor, allow_different_data_and_param_types: bool = False
-    ) -> None: ...
-
-    def init_fp8_metadata(self, num_gemms: int = 1) -> None: ...
-
-    def _check_parameter_recipe(self, recipe: Recipe | None) -> None: ...
-
-    def _state_device(self) -> torch.device: ...
-
-    def _warn_once(self, key: str, message: str) -> None: ...
-
-
-def prepare_forward(
-    self: Module,
-    inp: Tensor,
-    num_gemms: int = 1,
-    allow_non_contiguous: bool = False,
-    allow_different_data_and_param_types: bool = False,
-) -> Tensor:
-    """inp, contiguous; the module has the active recipe's quantizers for num_gemms products. See `end_forward`.
-
-    allow_different_data_and_param_types   parameters need not have inp's dtype
-    Sets fp8, fp8_calibration, activation_dtype and quantizers.
-    Raises TypeError when dtypes differ, RuntimeError without a tensor-parallel group that tp_size asks for.
-    """
-    if not isinstance(inp, Tensor):
-        raise TypeError(f"{type(self).__name__} takes a tensor, inp is a {type(inp).__name__}")
-    again = in_fp8_activation_recompute_phase()
-    if not (again and self.fp8):
-        if self.tp_size > 1 and not self.tp_group_initialized:
-            raise RuntimeError(
-                f"tp_size={self.tp_size}, but there is no group; call set_tensor_parallel_group first"
+    @fp8_meta_tensors_initialized.setter
+    def fp8_meta_tensors_initialized(self, initialized: bool) -> None:
+        if not initialized:
+            self.numerics.forget()
+        elif self.numerics.active is None:
+            raise ValueError(
+                f"{type(self).__name__} has no quantizers yet; call init_fp8_meta_tensors(recipe) instead of "
+                "setting fp8_meta_tensors_initialized=True"
             )
-        self.set_activation_dtype(inp, allow_different_data_and_param_types)
-        self.init_fp8_metadata(num_gemms)
-    if self.fp8 and _has_scaling_state(self):
-        if again:
-            FP8GlobalStateManager.get_old_fp8_meta_tensors_for_recompute(self.numerics.meta)
-        elif is_fp8_activation_recompute_enabled() and self.training:
-            FP8GlobalStateManager.copy_forward_fp8_meta_tensors_for_recompute(self.numerics.meta)
-    return inp if allow_non_contiguous else inp.contiguous()
 
+    def get_fp8_meta_tensors(self) -> dict[str, list[tuple[Tensor, Tensor]]]:
+        """Copies of (scale, amax_history) of each delayed-scaling state, by direction."""
+        return {
+            key: [
+                (state.scale.clone(), state.amax_history.clone())
+                for state in self.numerics.delayed_states(key)
+            ]
+            for key in ("scaling_fwd", "scaling_bwd")
+        }
 
-def end_forward(self: Module) -> None:
-    """Undo what `prepare_forward` did for a recomputation: the scales are those of the present step again."""
-    if self.fp8 and _has_scaling_state(self) and in_fp8_activation_recompute_phase():
-        FP8GlobalStateManager.restore_fp8_meta_tensors(self.numerics.meta)
+    def reset_fp8_meta_tensors(
+        self,
+        fp8_meta_tensors: dict[str, list[tuple[Tensor, Tensor]]] | None = None,
+    ) -> None:
+        """In place: scales and histories as `get_fp8_meta_tensors` gave them, or as at first."""
+        for key in ("scaling_fwd", "scaling_bwd"):
+            for i, state in enumerate(self.numerics.delayed_states(key)):
+                if fp8_meta_tensors is None:
+                    state.scale.fill_(1.0)
+                    state.amax_history.zero_()
+                else:
+                    scale, history = fp8_meta_tensors[key][i]
+                    state.scale.copy_(scale)
+                    state.load_history(history)
 
+    def adjust_amax_history_length(self, length: int, fwd: bool | None = None) -> None:
+        """Histories of `length` steps, cut or padded with zeros: of one direction, or of both."""
+        if length < 1:
+            raise ValueError(f"length={length} < 1; a history keeps one step or more")
+        for forward, key in ((True, "scaling_fwd"), (False, "scaling_bwd")):
+            if fwd is None or fwd == forward:
+                for state in self.numerics.delayed_states(key):
+                    state.resize_history(length)
 
-@contextmanager
-def prepare_forward_ctx(
-    self: Module,
-    inp: Tensor,
-    num_gemms: int = 1,
-    allow_non_contiguous: bool = False,
-    allow_different_data_and_param_types: bool = False,
-) -> Generator[Tensor, None, None]:
-    """prepare_forward(..), and end_forward() however the block is left."""
-    prepared = self.prepare_forward(
-        inp, num_gemms, allow_non_contiguous, allow_different_data_and_param_types
-    )
-    try:
-        yield prepared
-    finally:
-        self.end_forward()
+    def get_weight_workspace(
+        self,
+        *,
+        tensor: Tensor | None = None,
+        quantizer: Quantizer | None = None,
+        cache_name: str | None = None,
+        update_workspace: bool = True,
+        skip_update_flag: Tensor | None = None,
+        fsdp_group: Any = None,
+        workspace_dtype: torch.dtype | None = None,
+    ) -> QuantizedTensorStorage:
+        """A weight as its quantizer holds it; kept under cache_name for the later microbatches of a step.
 
+        tensor             the weight; a quantized parameter is returned itself, in the quantizer's directions
+        update_workspace   quantize again; False returns the cached tensor if it has the quantizer's directions
+        skip_update_flag   float32 [1] on the device: if it is set, the cached tensor is unchanged
+        workspace_dtype    the nominal dtype of a workspace that is made
+        """
+        if fsdp_group is not None:
+            raise NotImplementedError(
+                "fsdp_group: weights are not scattered between passes; shard with FSDP2's fully_shard and leave it None"
+            )
+        if isinstance(tensor, QuantizedTensorStorage):
+            if quantizer is not None:
+                tensor.update_usage(quantizer.rowwise_usage or None, quantizer.columnwise_usage or None)
+            return tensor
+        kept = None if cache_name is None else self.numerics.workspaces.get(cache_name)
+        if kept is not None and quantizer is not None:
+            usages = kept.get_usages()
+            if (quantizer.rowwise_usage and not usages["rowwise"]) or (
+                quantizer.columnwise_usage and not usages["columnwise"]
+            ):
+                kept = None  # it lacks a direction that the quantizer makes now
+        if kept is not None and not update_workspace and skip_update_flag is None:
+            return kept
+        if tensor is None or quantizer is None:
+            raise ValueError(
+                f"tensor or quantizer is missing, and no workspace is kept under cache_name={cache_name!r}; give both"
+            )
+        if kept is not None:
+            quantizer.update_quantized(tensor, kept, noop_flag=skip_update_flag)
+            return kept
+        with torch.no_grad():
+            made: Any = quantizer.quantize(tensor.detach(), dtype=workspace_dtype)
+        if cache_name is not None:
+            self.numerics.workspaces[cache_name] = made
+        return made
 
-def set_activation_dtype(
-    self: Module, inp: Tensor, allow_different_data_and_param_types: bool = False
-) -> None:
-    """activation_dtype = torch.autocast's dtype where that is active, else inp's.
+    @staticmethod
+    def grad_output_preprocess(
+        ctx: Any, grad_output: Tensor, row_parallel_mode: bool, quantizer: Quantizer | None
+    ) -> tuple[Any, Tensor | None]:
+        """(dy [rows, N] as a backward's products read it, its sum over rows [N] where ctx.use_bias).
 
-    TypeError when a parameter has another dtype than inp, unless that is allowed.
-    """
-    if allow_different_data_and_param_types and autocast_dtype(inp.device.type) is None:
-        dtype = inp.dtype
-    else:
-        dtype = self.computing_dtype(inp)
-    self.fast_setattr("activation_dtype", dtype)
+        ctx   fp8: quantize by quantizer; sequence_parallel, tp_group: dy is a shard that a row-parallel layer gathers
+        """
+        matrix = grad_output.reshape(-1, grad_output.shape[-1]).contiguous()
+        if row_parallel_mode and ctx.sequence_parallel:
+            matrix, _ = gather_along_first_dim(matrix, ctx.tp_group)
+        grad_bias = column_sums(matrix, matrix.dtype) if ctx.use_bias else None
+        if not ctx.fp8 or quantizer is None:
+            return matrix, grad_bias
+        return quantizer.quantize(matrix), grad_bias
 
+    def _state_device(self) -> torch.device:
+        """Where scales and histories live: with the parameters, once those are allocated."""
+        for param in self.parameters(recurse=False):
+            return canonical_device("cuda") if param.is_meta else param.device
+        return canonical_device("cuda")
 
-def init_fp8_metadata(self: Module, num_gemms: int = 1) -> None:
-    """Quantizers for num_gemms products by the active autocast; a count once taken only grows."""
-    grow_to(self, num_gemms)
-    state = current()
-    self.fast_setattr("fp8_parameters", self.primary_weights_in_fp8)
-    self.numerics.state = state
-    if state.enabled or state.calibrating:
-        self.numerics.serve(self, state)
-        self._check_parameter_recipe(state.recipe)
+    def _check_parameter_recipe(self, recipe: Recipe | None) -> None:
+        """RuntimeError under another kind of recipe than quantized parameters were made with, if there are any."""
+        if self._config.primary_weights_in_fp8 and loading.quantized_otherwise(self, recipe):
+            raise RuntimeError(
+                f"Recipe mismatch for {type(self).__name__}: its parameters were quantized with "
+                f"{type(self._model_init_recipe).__name__}, the active recipe is {type(recipe).__name__}; "
+                "use the same recipe class in quantized_model_init and autocast"
+            )
 
+    def _grow_to(self, products: int | None) -> None:
+        if products is not None and products > self.num_products:
+            self.num_products = products
+            self.numerics.forget()
 
-def init_fp8_meta_tensors(self: Module, recipe: Recipe) -> None:
-    """States and quantizers of both directions for a recipe; those that serve it already are kept."""
-    self.numerics.renew(self, recipe, self.numerics.meta["fp8_group"])
-
-
-def set_meta_tensor(self: Module, fwd: bool, recipe: Recipe) -> None:
-    """State and quantizers of one direction for a recipe: fp8_meta["scaling_fwd"] or ["scaling_bwd"]."""
-    self.numerics.renew_direction(self, fwd, recipe)
-    self.numerics.forget()  # the next forward puts both directions together
-
-
-def has_quantizers(self: Module) -> bool:
-    """Are there quantizers? Set to False, it has the next forward or set_extra_state make them anew."""
-    return self.numerics.active is not None
-
-
-def set_has_quantizers(self: Module, initialized: bool) -> None:
-    if not initialized:
-        self.numerics.forget()
-    elif self.numerics.active is None:
-        raise ValueError(
-            f"{type(self).__name__} has no quantizers yet; call init_fp8_meta_tensors(recipe) instead of "
-            "setting fp8_meta_tensors_initialized=True"
-        )
-
-
-def get_fp8_meta_tensors(self: Module) -> dict[str, list[tuple[Tensor, Tensor]]]:
-    """Copies of (scale, amax_history) of each delayed-scaling state, by direction."""
-    return {
-        key: [
-            (state.scale.clone(), state.amax_history.clone()) for state in self.numerics.delayed_states(key)
-        ]
-        for key in ("scaling_fwd", "scaling_bwd")
-    }
-
-
-def reset_fp8_meta_tensors(
-    self: Module,
-    fp8_meta_tensors: dict[str, list[tuple[Tensor, Tensor]]] | None = None,
-) -> None:
-    """In place: scales and histories as `get_fp8_meta_tensors` gave them, or as at first."""
-    for key in ("scaling_fwd", "scaling_bwd"):
-        for i, state in enumerate(self.numerics.delayed_states(key)):
-            if fp8_meta_tensors is None:
-                state.scale.fill_(1.0)
-                state.amax_history.zero_()
-            else:
-                scale, history = fp8_meta_tensors[key][i]
-                state.scale.copy_(scale)
-                state.load_history(history)
-
-
-def adjust_amax_history_length(self: Module, length: int, fwd: bool | None = None) -> None:
-    """Histories of `length` steps, cut or padded with zeros: of one direction, or of both."""
-    if length < 1:
-        raise ValueError(f"length={length} < 1; a history keeps one step or more")
-    for forward, key in ((True, "scaling_fwd"), (False, "scaling_bwd")):
-        if fwd is None or fwd == forward:
-            for state in self.numerics.delayed_states(key):
-                state.resize_history(length)
-
-
-def get_weight_workspace(
-    self: Module,
-    *,
-    tensor: Tensor | None = None,
-    quantizer: Quantizer | None = None,
-    cache_name: str | None = None,
-    update_workspace: bool = True,
-    skip_update_flag: Tensor | None = None,
-    fsdp_group: Any = None,
-    workspace_dtype: torch.dtype | None = None,
-) -> QuantizedTensorStorage:
-    """A weight as its quantizer holds it; kept under cache_name for the later microbatches of a step.
-
-    tensor             the weight; a quantized parameter is returned itself, in the quantizer's directions
-    update_workspace   quantize again; False returns the cached tensor if it has the quantizer's directions
-    skip_update_flag   float32 [1] on the device: if it is set, the cached tensor is unchanged
-    workspace_dtype    the nominal dtype of a workspace that is made
-    """
-    if fsdp_group is not None:
-        raise NotImplementedError(
-            "fsdp_group: weights are not scattered between passes; shard with FSDP2's fully_shard and leave it None"
-        )
-    if isinstance(tensor, QuantizedTensorStorage):
-        if quantizer is not None:
-            tensor.update_usage(quantizer.rowwise_usage or None, quantizer.columnwise_usage or None)
-        return tensor
-    kept = None if cache_name is None else self.numerics.workspaces.get(cache_name)
-    if kept is not None and quantizer is not None:
-        usages = kept.get_usages()
-        if (quantizer.rowwise_usage and not usages["rowwise"]) or (
-            quantizer.columnwise_usage and not usages["columnwise"]
-        ):
-            kept = None  # it lacks a direction that the quantizer makes now
-    if kept is not None and not update_workspace and skip_update_flag is None:
-        return kept
-    if tensor is None or quantizer is None:
-        raise ValueError(
-            f"tensor or quantizer is missing, and no workspace is kept under cache_name={cache_name!r}; give both"
-        )
-    if kept is not None:
-        quantizer.update_quantized(tensor, kept, noop_flag=skip_update_flag)
-        return kept
-    with torch.no_grad():
-        made: Any = quantizer.quantize(tensor.detach(), dtype=workspace_dtype)
-    if cache_name is not None:
-        self.numerics.workspaces[cache_name] = made
-    return made
-
-
-def grad_output_preprocess(
-    ctx: Any, grad_output: Tensor, row_parallel_mode: bool, quantizer: Quantizer | None
-) -> tuple[Any, Tensor | None]:
-    """(dy [rows, N] as a backward's products read it, its sum over rows [N] where ctx.use_bias).
-
-    ctx   fp8: quantize by quantizer; sequence_parallel, tp_group: dy is a shard that a row-parallel layer gathers
-    """
-    matrix = grad_output.reshape(-1, grad_output.shape[-1]).contiguous()
-    if row_parallel_mode and ctx.sequence_parallel:
-        matrix, _ = gather_along_first_dim(matrix, ctx.tp_group)
-    grad_bias = column_sums(matrix, matrix.dtype) if ctx.use_bias else None
-    if not ctx.fp8 or quantizer is None:
-        return matrix, grad_bias
-    return quantizer.quantize(matrix), grad_bias
-
-
-def grow_to(self: Module, products: int | None) -> None:
-    if products is not None and products > self.num_products:
-        self.num_products = products
-        self.numerics.forget()
-
-
-def products_of(self: Module, content: dict[str, Any]) -> int:
-    """How many products an extra state is of; a layer whose products are given by its class has that many."""
-    kept = content.get("extra_fp8_variables", {}).get("num_gemms")
-    return max(self.num_products, kept) if self.products_grow and isinstance(kept, int) else self.num_products
-
-
-def _has_scaling_state(self: Module) -> bool:
-    return len(self.numerics.delayed_states("scaling_fwd")) > 0
+    def _warn_once(self, key: str, message: str) -> None:
+        if torch.compiler.is_compiling() or key in self._warned:
+            return
+        self._warned.add(key)
+        warnings.warn(message, stacklevel=3)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..functions.row_padding import pad_rows
+from ..functions.permutation import pad_rows
 from .row_groups import RowGroups, as_rows, rows_of_groups
 
 

@@ -18,7 +18,6 @@ from ..functions.by_name import called_by_name, general_gemm, refuse_quantized
 from ..functions.caller_buffers import NO_BUFFERS, CallerBuffers, check_buffers, check_separate
 from ..functions.grouped_call import GroupedCall, GroupedSpec, members_of
 from ..functions.grouped_linear import grouped_linear
-from ..functions.grouped_quantizer import GroupedQuantizer
 from ..functions.grouped_way import (
     FLAGGED_WEIGHTS,
     IRREGULAR,
@@ -29,7 +28,6 @@ from ..functions.grouped_way import (
 from ..functions.linear_spec import LinearSpec
 from ..functions.weight_gradient import WeightGradStore
 from ..primitives.grouped_gemm import Matrices, groups_of
-from ..primitives.grouped_quantize import GroupedQuantized
 from ..quantization.global_state import FP8GlobalStateManager, is_captured
 from ..runtime.device import canonical_device, is_meta
 from ..runtime.replaceable import watched
@@ -242,11 +240,18 @@ class GroupedLinear(ProductsModule):
                 )
             splits = m_splits if isinstance(m_splits, Tensor) else tuple(m_splits)
             layout, cached = groups_of(splits, x.shape[0], x.device), None
-            if is_first_microbatch is not None and spec.quantizers.weight is not None:
+            quantizer = spec.quantizers.weight
+            if is_first_microbatch is not None and quantizer is not None:
                 columnwise = groups[0].needs_grad_input
-                cached = self._weights_at_once(
-                    weights, spec.quantizers.weight, columnwise, is_first_microbatch
-                )
+                # All weights, as quantized for the first microbatch of a step.
+                workspaces: dict[str, Any] = self.numerics.workspaces
+                cached = workspaces.get(_ALL_WEIGHTS)
+                if is_first_microbatch or cached is None or (columnwise and cached.codes_t is None):
+                    stacked = self._config.single_grouped_weight
+                    matrices = Matrices.of(members_of(weights[0]) if stacked else weights)
+                    cached = made_to_keep(lambda: quantizer.matrices(matrices, True, columnwise))
+                    workspaces.clear()
+                    workspaces[_ALL_WEIGHTS] = cached
             return GroupedCall(spec, groups, (), layout, buffers, cached)
         if is_first_microbatch:
             self.numerics.workspaces.pop(_ALL_WEIGHTS, None)
@@ -291,20 +296,6 @@ class GroupedLinear(ProductsModule):
                 self._warn_once("group", said)
             groups.append(group if reason is None else unquantized)
         return tuple(groups)
-
-    def _weights_at_once(
-        self, weights: tuple[Any, ...], quantizer: GroupedQuantizer, columnwise: bool, first: bool
-    ) -> GroupedQuantized:
-        """Return all weights as quantized for the first microbatch of a step."""
-        workspaces: dict[str, Any] = self.numerics.workspaces
-        cached = workspaces.get(_ALL_WEIGHTS)
-        if first or cached is None or (columnwise and cached.codes_t is None):
-            stacked = self._config.single_grouped_weight
-            matrices = Matrices.of(members_of(weights[0]) if stacked else weights)
-            cached = made_to_keep(lambda: quantizer.matrices(matrices, True, columnwise))
-            workspaces.clear()
-            workspaces[_ALL_WEIGHTS] = cached
-        return cached
 
     def _caller_buffers(self, inp: Tensor, out: Tensor | None, dgrad_out: Tensor | None) -> CallerBuffers:
         """Return the caller's buffers as matrices.

@@ -10,7 +10,6 @@ import torch
 
 from ..distributed.tensor_parallel import TensorParallel
 from ..functions.grouped_call import GroupedQuantizers, GroupedSpec, StackMember
-from ..functions.grouped_linear import passes_over_groups
 from ..functions.grouped_way import (
     AT_ONCE,
     CALIBRATION,
@@ -24,7 +23,8 @@ from ..functions.grouped_way import (
     TABLE,
     asked_for,
 )
-from ..functions.linear_spec import LinearSpec, changed
+from ..functions.layer_passes import layer_passes, linear_facts
+from ..functions.linear_spec import LINEAR, LinearSpec, changed
 from .products import UNQUANTIZED, ProductQuantizers
 from .specs import Call, EqualFacts, Facts, check_call, product_spec, scale_update
 
@@ -53,10 +53,17 @@ def build(key: tuple[Any, ...]) -> GroupedSpec:
         features = _features(call, of_weights, of_biases, quantizers)
         way = _way(call, features, of_weights[0])
         at_once = TABLE.name_of(way) == AT_ONCE
+    # A gradient is computed if some group needs it.
+    first = groups[0]
+    facts = linear_facts(first, LINEAR, config.use_bias and not config.return_bias)._replace(
+        grad_weight=any(group.needs_grad_weight for group in groups),
+        grad_bias=any(group.needs_grad_bias for group in groups),
+        plain=all(group.plain for group in groups),
+    )
     return GroupedSpec(
         groups,
         _groups(call, (UNQUANTIZED,) * count, of_weights, of_biases) if quantizes else (),
-        passes_over_groups(groups, config.use_bias and not config.return_bias),
+        layer_passes("grouped", (facts,), ()),
         (config.out_features, config.in_features),
         config.single_grouped_weight,
         config.single_grouped_bias and config.use_bias and not config.return_bias,

@@ -18,6 +18,7 @@ from ..functions.by_name import (
     general_gemm,
     refuse_quantized,
 )
+from ..functions.layer import compiled
 from ..functions.linear_spec import changed
 from ..functions.norm_linear import NormLinearSpec, norm_linear
 from ..functions.normalization import Norm
@@ -68,9 +69,10 @@ def build(key: tuple[Any, ...]) -> NormLinearSpec:
         of_norm[1] is not None,
         bias is not None and not config.return_bias,
         bool(config.return_layernorm_output),
-        any(needs),
+        scale_update=update,
+        needs_grad=any(needs),
     ).chosen()
-    return spec.warm(call.x[3]) if call.begin is None else spec
+    return changed(spec, compiled=compiled(spec, call.x[3])) if call.begin is None else spec
 
 
 @configured(NormLinearConfig, fixed=SIZES)

@@ -18,6 +18,7 @@ from ..distributed.tensor_parallel import (
     tensor_parallel_size,
 )
 from ..functions.by_name import NormByName
+from ..functions.layer import compiled
 from ..functions.linear_spec import LinearSpec, changed
 from ..functions.norm_linear import NormMLPSpec, NormMLPTensors, norm_mlp
 from ..functions.normalization import Norm
@@ -100,9 +101,12 @@ def build(key: tuple[Any, ...]) -> NormMLPSpec:
         (fc1_bias is not None, added is not None),
         bool(config.return_layernorm_output),
         config.checkpoint and wants,
-        wants,
+        scale_update=update,
+        needs_grad=wants,
     ).chosen()
-    return made.warm(call.x[3]) if call.begin is None else made
+    if call.begin is not None or made.recompute:
+        return made
+    return changed(made, compiled=compiled(made, call.x[3]))
 
 
 def _check_rows(config: NormMLPConfig, rows: int) -> None:
@@ -137,6 +141,7 @@ class LayerNormMLP(ProductsModule):
     """
 
     num_products = 2
+    product_names = ("fc1", "fc2")
     build = staticmethod(build)
     _config: NormMLPConfig
     activation: str
@@ -223,12 +228,6 @@ class LayerNormMLP(ProductsModule):
                 self.register_parameter(f"{layer}_bias", bias, ParameterInit(torch.nn.init.zeros_))
             else:
                 setattr(self, f"{layer}_bias", torch.empty(0, dtype=dtype, device=device))
-
-    def _product_name(self, product: int) -> str:
-        return ".".join(part for part in (self.name, ("fc1", "fc2")[product]) if part)
-
-    def _is_at_border(self, product: int, fwd: bool) -> bool:
-        return product == (1 if fwd else 0)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         super().reset_parameters(defer_init=defer_init)

@@ -12,8 +12,9 @@ from torch import Tensor
 from ...common.numbers import to_bool
 from ..functions.by_name import LinearByName as _Linear
 from ..functions.by_name import called_by_name, general_gemm, refuse_quantized
-from ..functions.linear import linear, prepared
-from ..functions.linear_spec import LinearSpec
+from ..functions.layer import compiled
+from ..functions.linear import linear, passes_of
+from ..functions.linear_spec import LinearSpec, changed
 from ..functions.weight_gradient import WeightGradStore
 from ..primitives.gemm.cublaslt_library import get_workspace as get_workspace
 from ..runtime.device import is_meta
@@ -44,7 +45,9 @@ def build(key: tuple[Any, ...]) -> LinearSpec:
     )
     update = scale_update(call, any(needs))
     spec = product_spec(call, 0, quantizers, parallel, needs, update, weight, call.options[1:], shard)
-    return prepared(spec, adds_bias, call.x[3], call.begin is None)
+    spec = changed(spec, passes=passes_of(spec, adds_bias))
+    # Only calls that may be repeated are worth compiling.
+    return changed(spec, compiled=compiled(spec, call.x[3])) if call.begin is None else spec
 
 
 @configured(LinearConfig, fixed=SIZES)

@@ -1,4 +1,4 @@
-"""ProductsModule: a layer whose forward is made of linear products, and what a call of it costs: a key, a look-up."""
+"""ProductsModule: a layer made of linear products, whose specs are cached by the key of a call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..distributed.tensor_parallel import (
     check_tensor_parallel_group,
     tensor_parallel_size,
 )
-from ..functions.linear_spec import LinearSpec, cached_parts, changed
+from ..functions.linear_spec import LinearSpec, changed
 from ..functions.scale_update import in_a_backward, of_the_pass
 from ..functions.sequence import gather_sequence
 from ..quantization import QuantizerRole, delayed_scaling
@@ -37,7 +37,7 @@ from .products import ModuleRecipe, ProductQuantizers, unquantized
 from .repetition import may_be_repeated, repeatable
 from .specs import Call, EqualFacts, Held, check_call, facts_of, quantizable
 
-_KEPT = 64  # what a module keeps of calls that it may meet again
+_KEPT = 64  # cached specs per module
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -45,7 +45,7 @@ _is_compiling = torch.compiler.is_compiling
 class ProductsConfig(ModuleConfig):
     """Settings of every layer that is made of linear products.
 
-    _options   what the switches of its forward are called, in their order; is_first_microbatch is the first
+    _options   names of the switches of its forward, in their order; is_first_microbatch is the first
     _tensors   names of the tensors that its forward pass reads in addition to the input, in order
     _weights   the parameters that make up each product's weight
     """
@@ -165,10 +165,12 @@ class ProductsModule(TransformerEngineBaseModule):
     """A module whose forward is made of linear products.
 
     quantized_as   module_type of its quantizers' roles
+    product_names  names of products that follow one another; empty for one product, and for products side by side
     build          spec = build(key), see `specs`; None where no call is remembered
     """
 
     quantized_as = "linear"
+    product_names: tuple[str, ...] = ()
     products_grow = False
     build: Any = None
     _config: ProductsConfig
@@ -189,9 +191,12 @@ class ProductsModule(TransformerEngineBaseModule):
         border = self._output_role if fwd else self._grad_input_role
         roles: list[QuantizerRole | None] = []
         for product in range(products):
-            name = self._product_name(product)
+            part = self.product_names[product] if self.product_names else ""
+            name = ".".join(filter(None, (self.name, part)))
             roles += [QuantizerRole(self.quantized_as, tensor, name) for tensor in tensors]
-            if border is not None and self._is_at_border(product, fwd):
+            # Of several products in a row, one makes the module's output and one the gradient of its input.
+            at_border = not self.product_names or product == (products - 1 if fwd else 0)
+            if border is not None and at_border:
                 roles[-1] = border
         return roles
 
@@ -227,13 +232,6 @@ class ProductsModule(TransformerEngineBaseModule):
             for name, init in self.param_init_meta.items()
             if init.fp8_meta_index is not None and (parameter := self.get_parameter(name)).requires_grad
         ]
-
-    def _product_name(self, product: int) -> str:
-        return self.name or ""
-
-    def _is_at_border(self, product: int, fwd: bool) -> bool:
-        """Does a product make the module's output, or the gradient of its input?"""
-        return True
 
     # The roles of the output and of the input's gradient that a custom recipe's factory receives, such as an
     # attention's "qkv".
@@ -387,4 +385,8 @@ class ProductsModule(TransformerEngineBaseModule):
         cached = self.numerics.cached_weight(key, weight, spec.weight, spec.needs_grad_input, first)
         if cached is None:
             return spec
-        return changed(spec, cached_weight=cached, beside=cached_parts(cached))
+        return changed(
+            spec,
+            cached_weight=cached,
+            beside=tuple([part for part in cached.flatten()[0] if part is not None]),
+        )

@@ -12,24 +12,11 @@ from torch import Tensor
 from ..distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ..functions.pieces import whole
 from ..runtime.device import canonical_device
-from .linear_base import LinearConfig, ProductsModule
+from .linear_base import ProductsModule
 from .parameters import InitMethod, ParameterInit, default_init_method, parameter_of, split_names
 
 _ALIGNMENT = 512  # bytes; that of an allocation on a GPU
 Split = Sequence[str] | Mapping[str, int] | None
-
-
-def names_of_pieces(config: LinearConfig, split: Split) -> dict[str, int]:
-    """{prefix: rows} of the pieces; ValueError where something needs the weight to be one parameter."""
-    pieces = split_names(
-        split, config.out_features, config.tp_size if config.parallel_mode == "column" else 1
-    )
-    if len(pieces) > 1 and (config.fuse_wgrad_accumulation or config.primary_weights_in_fp8):
-        what = "fuse_wgrad_accumulation" if config.fuse_wgrad_accumulation else "quantized_model_init"
-        raise ValueError(
-            f"{what} needs one weight parameter, parameters_split makes {len(pieces)}; leave one out"
-        )
-    return pieces
 
 
 def create_parameters(
@@ -41,7 +28,14 @@ def create_parameters(
 ) -> None:
     """Register weight and bias (or {name}_weight, {name}_bias for each piece), unfilled; note their names."""
     config: Any = module._config
-    pieces = names_of_pieces(config, split)
+    pieces = split_names(
+        split, config.out_features, config.tp_size if config.parallel_mode == "column" else 1
+    )
+    if len(pieces) > 1 and (config.fuse_wgrad_accumulation or config.primary_weights_in_fp8):
+        what = "fuse_wgrad_accumulation" if config.fuse_wgrad_accumulation else "quantized_model_init"
+        raise ValueError(
+            f"{what} needs one weight parameter, parameters_split makes {len(pieces)}; leave one out"
+        )
     weights, biases = [f"{prefix}weight" for prefix in pieces], [f"{prefix}bias" for prefix in pieces]
     init = ParameterInit(
         init_method or default_init_method,

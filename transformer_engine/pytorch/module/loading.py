@@ -1,4 +1,4 @@
-"""What a state dict may lack or name otherwise: the extra states of other libraries and of the original's releases."""
+"""Loading of state dicts in which extra states are absent or have the names of earlier releases."""
 
 from __future__ import annotations
 
@@ -13,14 +13,6 @@ from ..quantization.family import family_of
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 
 EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
-
-
-def rename_earlier(state_dict: MutableMapping[str, Any], prefix: str, earlier: tuple[str, ...]) -> None:
-    """Put an extra state that an earlier release kept in a child, under one of these names, in its present place."""
-    for name in earlier:
-        state = state_dict.pop(prefix + name, None)
-        if state is not None:
-            state_dict.setdefault(prefix + EXTRA_STATE, state)
 
 
 def forgive_missing(missing_keys: list[str], prefix: str) -> None:
@@ -39,7 +31,10 @@ def prepare(module: Any, state_dict: MutableMapping[str, Any], prefix: str) -> N
     one, the module's scales and histories are reset: they belong to other weights, and larger ones would saturate. A
     state dict without a parameter of this module, such as an adapter's, changes no scales.
     """
-    rename_earlier(state_dict, prefix, module.earlier_extra_states)
+    for name in module.earlier_extra_states:  # of releases that kept the state in a child
+        state = state_dict.pop(prefix + name, None)
+        if state is not None:
+            state_dict.setdefault(prefix + EXTRA_STATE, state)
     state = state_dict.get(prefix + EXTRA_STATE)
     empty = state is None or (isinstance(state, torch.Tensor) and state.numel() == 0)
     if empty and any(prefix + name in state_dict for name in module._parameters):
@@ -72,8 +67,3 @@ def drop_state(module: Any, recipe: Recipe) -> None:
         f"loaded, because the parameters are quantized with {made_with}; the weights are loaded and quantized anew",
     )
     _reset_scales(module)
-
-
-def forget_stateless(state_dict: MutableMapping[str, Any], prefix: str) -> None:
-    """Norms of the original keep an extra state, in which there is nothing: they quantize nothing."""
-    state_dict.pop(prefix + EXTRA_STATE, None)

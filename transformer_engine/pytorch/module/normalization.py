@@ -18,10 +18,10 @@ from ..ops.basic.normalization import NormalizationOperation
 from ..runtime.checks import same_device, tensor
 from ..runtime.device import autocast_dtype, canonical_device
 from ..runtime.warn_once import warn_once
-from . import loading
 from .arguments import accepts, shape_or_none
 from .base import TransformerEngineBaseModule
 from .config import Config, configured
+from .loading import EXTRA_STATE
 from .parameters import ParameterInit, parameter_of
 
 _STAGES = ("forward", "backward", "inference")
@@ -169,7 +169,8 @@ class Normalization(NormalizationOperation):
                 self.bias.zero_()
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
-        loading.forget_stateless(state_dict, prefix)
+        # Norms of the original keep an empty extra state.
+        state_dict.pop(prefix + EXTRA_STATE, None)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, input: Tensor) -> Tensor:

@@ -56,17 +56,13 @@ class _PutTogether(NamedTuple):
     quantizers: tuple[Quantizer, ...]
     made: ModuleRecipe
 
-    def serves(self, quantizers: tuple[Quantizer, ...], recipe: Recipe, group: Any) -> bool:
-        same = len(quantizers) == len(self.quantizers) and all(map(operator.is_, quantizers, self.quantizers))
-        return same and self.made.still_serves(recipe, group)
-
 
 class Numerics:
     """Of one module.
 
     meta         fp8_meta: recipe, group and states under the original's keys, and what callers note there
     quantizers   {"scaling_fwd": [input, weight, output] * n, "scaling_bwd": [grad_output, grad_input] * n}
-    workspaces   weights as quantized for the first microbatch of a step, by name
+    workspaces   {name: weight as quantized for the first microbatch of a step}
     state        the autocast state of the last call
     initialized  have there ever been quantizers?
     observer     what calls get in place of the recipe that they would compute by; None: that itself
@@ -152,7 +148,7 @@ class Numerics:
         if before is None or not before.still_serves(recipe, group):
             self._make(owner, recipe, group)
         made = self._of_slots(recipe, group)
-        self._active.be(made)
+        self._active.recipe, self._active.before = made, None
         return made
 
     def _of_slots(self, recipe: Recipe, group: Any) -> ModuleRecipe:
@@ -163,7 +159,10 @@ class Numerics:
         forward, backward = self.quantizers["scaling_fwd"], self.quantizers["scaling_bwd"]
         quantizers = (*forward, *backward)
         for kept in self._put_together:
-            if kept.observer is self.observer and kept.serves(quantizers, recipe, group):
+            same = len(quantizers) == len(kept.quantizers) and all(
+                map(operator.is_, quantizers, kept.quantizers)
+            )
+            if kept.observer is self.observer and same and kept.made.still_serves(recipe, group):
                 kept.made.recipe, kept.made.revision, kept.made.pools = recipe, revision_of(recipe), None
                 return kept.made
         made = ModuleRecipe.of(recipe, group, forward, backward)
@@ -175,7 +174,15 @@ class Numerics:
 
     def _make(self, owner: Owner, recipe: Recipe, group: Any) -> None:
         """Create or adapt recipe states and quantizers; delayed scaling keeps its histories."""
-        _announce_change(owner, self.meta.get("recipe"), recipe)
+        before = self.meta.get("recipe")
+        if before is not None and family_of(before) is not family_of(recipe):
+            # Scales, histories and cached weights start anew.
+            names = type(before).__name__, type(recipe).__name__
+            owner._warn_once(
+                f"recipe {names}",
+                f"Recipe type changed from {names[0]} to {names[1]}. This may affect model behavior: "
+                f"{type(owner).__name__} creates new quantizers and quantizes its weights again.",
+            )
         for forward in (True, False):
             self.renew_direction(owner, forward, recipe)
         self.meta.update(recipe=recipe, num_gemms=owner.num_products, fp8_group=group, fp8_checkpoint=True)
@@ -211,7 +218,21 @@ class Numerics:
         self.quantizers[key] = Slots(self._active, made)
         held = state.delayed_states
         if forward and any(all(old is not new for new in held) for old in before):
-            _update_parameters(owner, made)
+            # Quantized parameters get the new quantizers of their slots, so that later scale updates reach them.
+            for name, init in owner.param_init_meta.items():
+                param = owner._parameters.get(name)
+                if (
+                    init.fp8_meta_index is None
+                    or not isinstance(param, QuantizedTensor)
+                    or param._quantizer is None
+                ):
+                    continue
+                own: Any = param._quantizer
+                quantizer = init.quantizer_among(made)
+                if not own.stateful and not quantizer.stateful:
+                    continue
+                quantizer.set_usage(**own.get_usages())
+                param.update_quantizer(quantizer)
 
     def delayed_states(self, key: str) -> tuple[Any, ...]:
         """The delayed-scaling states of a direction: "scaling_fwd" or "scaling_bwd"."""
@@ -262,32 +283,6 @@ def made_to_keep(make: Callable[[], Any]) -> Any:
         return make()
 
 
-def _announce_change(owner: Owner, before: Recipe | None, recipe: Recipe) -> None:
-    """Warn where the recipe's class changes, so that scales, histories and cached weights start anew."""
-    if before is None or family_of(before) is family_of(recipe):
-        return
-    names = type(before).__name__, type(recipe).__name__
-    owner._warn_once(
-        f"recipe {names}",
-        f"Recipe type changed from {names[0]} to {names[1]}. This may affect model behavior: {type(owner).__name__} "
-        "creates new quantizers and quantizes its weights again.",
-    )
-
-
-def _update_parameters(owner: Owner, quantizers: Sequence[Quantizer]) -> None:
-    """Give quantized parameters the new quantizers of their slots, so that later scale updates reach the parameters."""
-    for name, init in owner.param_init_meta.items():
-        param = owner._parameters.get(name)
-        if init.fp8_meta_index is None or not isinstance(param, QuantizedTensor) or param._quantizer is None:
-            continue
-        own: Any = param._quantizer
-        quantizer = init.quantizer_among(quantizers)
-        if not own.stateful and not quantizer.stateful:
-            continue
-        quantizer.set_usage(**own.get_usages())
-        param.update_quantizer(quantizer)
-
-
 # While a compiler traces: functions that it calls for real, which take strings only, so that modules have names.
 
 _modules: weakref.WeakValueDictionary[str, Owner] = weakref.WeakValueDictionary()
@@ -331,7 +326,7 @@ _traced: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDicti
 
 @constant_while_tracing
 def _first_call_while_tracing(tracing_key: str) -> bool:
-    """Is this the module's first call, of those that will have a backward, in the graph that is being traced?"""
+    """Return whether this is the module's first call with a backward in the graph that is being traced."""
     module, trace = _modules[tracing_key], TracingContext.try_get()
     before = _traced.get(module)
     if trace is None or (before is not None and before() is trace):
@@ -341,7 +336,7 @@ def _first_call_while_tracing(tracing_key: str) -> bool:
 
 
 def traced_update(owner: Owner, tracing_key: str, group: Any) -> ScaleUpdate | None:
-    """What the backward of a call in a graph updates: the module's own scales, in that of its first call, the last."""
+    """Return the scale update of a call in a graph: the module's own scales, after the backward of its first call."""
     if not _first_call_while_tracing(tracing_key):
         return None
     return ScaleUpdate(owner.numerics.delayed_states("scaling_bwd"), group)

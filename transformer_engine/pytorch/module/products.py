@@ -1,4 +1,4 @@
-"""The quantizers of linear products, and a module's under one recipe: what a spec is built from, never changed."""
+"""The quantizers of linear products, and those of a module under one recipe, from which specs are built."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor
 
 from ...common.recipe import Recipe, revision_of, still_says
 from ..functions.linear_spec import IDENTITY, Accumulation
@@ -21,11 +19,6 @@ FORWARD_SLOTS = 3  # input, weight, output
 BACKWARD_SLOTS = 2  # grad_output, grad_input
 
 
-def slots(products: int) -> dict[str, int]:
-    """How many quantizers a module with so many products has in each direction, by the suffix of its states' keys."""
-    return {"fwd": FORWARD_SLOTS * products, "bwd": BACKWARD_SLOTS * products}
-
-
 @dataclass(frozen=True)
 class ProductQuantizers:
     """The five quantizers of one linear product and its two gradients."""
@@ -36,33 +29,16 @@ class ProductQuantizers:
     grad_output: Quantizer
     grad_input: Quantizer
 
-    def calibrating(self) -> ProductQuantizers:
-        """The same, but only recording statistics: the products stay in high precision."""
-        return ProductQuantizers(
-            Calibrating(self.input), Calibrating(self.weight), IDENTITY, IDENTITY, IDENTITY
-        )
-
-    def replay_states(self) -> tuple[tuple[Tensor, ...], ...]:
-        """The settings that the three forward quantizers depend on."""
-        return self.input.replay_state(), self.weight.replay_state(), self.output.replay_state()
-
-    def replaying(self, states: tuple[tuple[Tensor, ...], ...]) -> ProductQuantizers:
-        """The same as they were when `replay_states` returned states, recording nothing in the forward."""
-        of_input, of_weight, of_output = states
-        return ProductQuantizers(
-            self.input.replaying(of_input),
-            self.weight.replaying(of_weight),
-            self.output.replaying(of_output),
-            self.grad_output,
-            self.grad_input,
-        )
+    @property
+    def forward(self) -> tuple[Quantizer, Quantizer, Quantizer]:
+        return self.input, self.weight, self.output
 
 
 UNQUANTIZED = ProductQuantizers(IDENTITY, IDENTITY, IDENTITY, IDENTITY, IDENTITY)
 
 
 class ModuleRecipe:
-    """What one module computes by: its products' quantizers, and what the recipe says of products and backward.
+    """The settings of one module: quantizers of its products, and the recipe's options for products and backward.
 
     recipe, group   None where nothing is quantized
     quantizes       False: in high precision, all quantizers are the identity or only record
@@ -105,16 +81,17 @@ class ModuleRecipe:
             for i in range(len(forward) // FORWARD_SLOTS)
         )
         made = ModuleRecipe(products, recipe, group, quantizes=True)
-        made.calibrating = ModuleRecipe(tuple(product.calibrating() for product in products), recipe, group)
+        # Products that stay in high precision and record statistics.
+        calibrating = tuple(
+            ProductQuantizers(Calibrating(p.input), Calibrating(p.weight), IDENTITY, IDENTITY, IDENTITY)
+            for p in products
+        )
+        made.calibrating = ModuleRecipe(calibrating, recipe, group)
         return made
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy's states have to be registered themselves."""
         return self.__dict__ | {"pools": None}
-
-    def replaying(self, products: tuple[ProductQuantizers, ...]) -> ModuleRecipe:
-        """The same with the quantizers of a repeated call."""
-        return ModuleRecipe(products, self.recipe, self.group, quantizes=True)
 
     def with_products(self, products: tuple[ProductQuantizers, ...]) -> ModuleRecipe:
         """The same by other quantizers, to the same results."""
@@ -139,7 +116,7 @@ def unquantized(products: int) -> ModuleRecipe:
 
 
 def accumulation_of(recipe: Recipe | None) -> Accumulation:
-    """Split accumulation by product: what the recipe says, else the original's defaults (forward fast)."""
+    """Return which products use split accumulation: the recipe's choice, or the original's defaults (forward fast)."""
     products = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
     if all(hasattr(recipe, name) for name in products):
         return Accumulation(*(getattr(recipe, name).use_split_accumulator for name in products))

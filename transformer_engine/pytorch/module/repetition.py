@@ -6,11 +6,10 @@ import warnings
 
 import torch
 
-from ..distributed.recompute import in_fp8_activation_recompute_phase, is_fp8_activation_recompute_enabled
+from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..functions.scale_update import in_a_backward
-from ..quantization.autocast import AutocastState
 from ..quantization.recompute_states import runs
-from .products import ModuleRecipe
+from .products import ModuleRecipe, ProductQuantizers
 
 
 def may_be_repeated() -> bool:
@@ -20,18 +19,27 @@ def may_be_repeated() -> bool:
 
 
 def repeatable(kind: str, tracing_key: str, active: ModuleRecipe) -> ModuleRecipe:
-    """What a call in a recomputed function computes by: first runs keep their states, second runs repeat them.
+    """Return the settings of a call in a recomputed function: first runs keep their states, second runs repeat them.
 
     kind   of module, for messages. Any other call in a backward pass keeps its quantizers; it warns where it is
            another checkpoint's second run
     """
     if not is_fp8_activation_recompute_enabled():
-        _warn_of_other_scales(kind)
+        # A checkpoint of another library repeats the autocast, but scales may have been updated since its first run.
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+        without_reentry = hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
+        if without_reentry or "Checkpoint" in type(torch._C._current_autograd_node()).__name__:
+            warnings.warn(
+                f"a checkpoint that does not keep the scales of delayed scaling runs {kind} again: where "
+                "they have moved since its first run, the gradients are of another function; use "
+                "transformer_engine.pytorch.checkpoint, which repeats them, or a recipe without history",
+                stacklevel=3,
+            )
         return active
     products = active.products
     for run in runs():
         if not run.again:
-            run.states.keep(tracing_key, [product.replay_states() for product in products])
+            run.states.keep(tracing_key, [tuple([q.replay_state() for q in p.forward]) for p in products])
             continue
         states = run.next(tracing_key)
         if states is None:
@@ -39,38 +47,15 @@ def repeatable(kind: str, tracing_key: str, active: ModuleRecipe) -> ModuleRecip
                 f"{kind} is called in the second run of a checkpointed function, but was not called "
                 "under this recipe so often in its first; let the function do the same both times"
             )
-        products = tuple([p.replaying(s) for p, s in zip(products, states, strict=True)])
-    return active if products is active.products else active.replaying(products)
-
-
-def refuse_other_repetition(kind: str, before: AutocastState, state: AutocastState) -> None:
-    """RuntimeError if the backward of a checkpoint that is not ours is running the module, which under `before` ran
-    without gradients, under another state."""
-    if before.enabled == state.enabled and (not state.enabled or before.recipe == state.recipe):
-        return
-    checkpoint = type(torch._C._current_autograd_node()).__name__
-    if "Checkpoint" not in checkpoint or in_fp8_activation_recompute_phase():
-        return
-    first, second = (type(s.recipe).__name__ if s.enabled else "no autocast" for s in (before, state))
-    raise RuntimeError(
-        f"{checkpoint} runs {kind} again under {second}, its first run was under {first}: the "
-        "gradients would be of another function; use transformer_engine.pytorch.checkpoint, which repeats the "
-        "autocast, or, with a recipe without history, enter autocast inside of the function"
-    )
-
-
-def _warn_of_other_scales(kind: str) -> None:
-    """UserWarning if a checkpoint that is not ours runs the module again under a recipe whose scales move.
-
-    Its second run has the same autocast, as its function enters it; but scales have been updated since its first run,
-    by that run's own autocast or by another micro-batch, and nothing tells which states the first run had.
-    """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
-    without_reentry = hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
-    if without_reentry or "Checkpoint" in type(torch._C._current_autograd_node()).__name__:
-        warnings.warn(
-            f"a checkpoint that does not keep the scales of delayed scaling runs {kind} again: where "
-            "they have moved since its first run, the gradients are of another function; use "
-            "transformer_engine.pytorch.checkpoint, which repeats them, or a recipe without history",
-            stacklevel=3,
-        )
+        replayed: list[ProductQuantizers] = []
+        for product, of_product in zip(products, states, strict=True):
+            of_input, of_weight, of_output = (
+                quantizer.replaying(state)
+                for quantizer, state in zip(product.forward, of_product, strict=True)
+            )
+            gradients = (product.grad_output, product.grad_input)
+            replayed.append(ProductQuantizers(of_input, of_weight, of_output, *gradients))
+        products = tuple(replayed)
+    if products is active.products:
+        return active
+    return ModuleRecipe(products, active.recipe, active.group, quantizes=True)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ...common.checks import described
 from ...common.numbers import to_int
-from ..functions.row_padding import up_to
 from ..quantization import FP8GlobalStateManager, get_align_size_for_quantization
 from ..runtime.checks import floating, tensor
 from .arguments import group_count, size_or_none
@@ -92,7 +91,7 @@ class RowGroups(nn.Module):
             raise ValueError(f"m_splits={list(rows)} must be {self.num_gemms} numbers >= 0, one a group")
         if self.align_size is None:
             self.align_size = alignment()
-        return [up_to(count, self.align_size) for count in rows]
+        return [-(-count // self.align_size) * self.align_size for count in rows]
 
     def extra_repr(self) -> str:
         return f"num_gemms={self.num_gemms}, align_size={self.align_size}"

@@ -1,4 +1,4 @@
-"""spec = build(key): what a call of a layer made of linear products comes to, from its key's parts alone.
+"""spec = build(key): the settings of a call of a layer made of linear products, as a function of its key.
 
 The key is a plain tuple with the fields of `Call`: the module's settings, the quantizers of its recipe, torch's modes,
 and the facts of input and parameters. `ProductsModule.spec` makes it and looks it up; the builders of the layers read
@@ -29,7 +29,7 @@ from .products import UNQUANTIZED, ModuleRecipe, ProductQuantizers, unquantized
 
 
 class Facts(NamedTuple):
-    """What a spec may depend on of a tensor."""
+    """The metadata of a tensor that a spec may depend on."""
 
     kind: type
     shape: torch.Size
@@ -76,7 +76,7 @@ class Call(NamedTuple):
     store        where weight gradients are put off to
     holders      the parameters of each product's weight, where gradients are accumulated into them
     x, tensors   Facts of the input and of the parameters called `config.tensors`; None for those there are not
-    begin        what a backward updates that no other call's would: of a graph that is traced, of a call in a
+    begin        the scale update of a backward that has its own: of a graph that is traced, of a call in a
                  backward pass. Such a key is not looked up
     traced       is a compiler tracing?
     """
@@ -192,7 +192,7 @@ def product_refusal(product: ProductQuantizers | LinearSpec, m: int, k: int, n: 
 def quantizable(
     call: Call, shapes: Sequence[tuple[int, int]], parallel: TensorParallel | None = None
 ) -> tuple[ProductQuantizers, ...]:
-    """Return the quantizers of each product, or none of them (with a warning) when a size does not fit the format.
+    """Return the quantizers of each product, or no quantizers (with a warning) if a size does not fit the format.
 
     Args:
         call: The call.
@@ -359,6 +359,7 @@ def product_spec(
         needs_grad_weight=needs_grad_weight,
         needs_grad_bias=needs_grad_bias,
         scale_update=update,
+        needs_grad=needs_grad_input or needs_grad_weight or needs_grad_bias,
         traced=call.traced,
         plain=(
             quantizers is UNQUANTIZED

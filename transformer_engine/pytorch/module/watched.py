@@ -21,9 +21,6 @@ class Active:
         self.recipe: ModuleRecipe | None = None
         self.before: ModuleRecipe | None = None
 
-    def be(self, recipe: ModuleRecipe) -> None:
-        self.recipe, self.before = recipe, None
-
     def forget(self) -> None:
         self.recipe = self.before = None
 
@@ -44,7 +41,7 @@ class WatchedDict(dict[str, Any]):
 
 
 class Slots(list[Quantizer]):
-    """The quantizers of one direction: after a write, products are put together of those that are there."""
+    """The quantizers of one direction: after a write, products are put together again."""
 
     def __init__(self, active: Active, quantizers: Iterable[Quantizer] = ()):
         super().__init__(quantizers)

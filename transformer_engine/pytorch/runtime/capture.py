@@ -136,23 +136,17 @@ class CudaRecorder:
                 results = body()
         except BaseException as error:
             torch.cuda.set_stream(here)
-            self._leave_capture()
+            # torch resets random generators only at the end of a successful capture; until then, they raise an error.
+            # An empty capture that succeeds resets them.
+            empty = torch.cuda.CUDAGraph()
+            for generator in self.generators:
+                empty.register_generator_state(generator)
+            with torch.cuda.graph(empty, stream=self.stream, capture_error_mode="thread_local"):
+                torch.zeros(1, device="cuda")
             if isinstance(error, RuntimeError) and "during capture" in str(error):
                 raise RuntimeError(_INVALIDATED) from error
             raise
         return CudaRecording(graph, results)
-
-    def _leave_capture(self) -> None:
-        """Make random generators usable after a failed capture.
-
-        torch resets them only at the end of a successful capture; until then, they raise an error. An empty capture
-        that succeeds resets them.
-        """
-        graph = torch.cuda.CUDAGraph()
-        for generator in self.generators:
-            graph.register_generator_state(generator)
-        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-            torch.zeros(1, device="cuda")
 
 
 @contextmanager

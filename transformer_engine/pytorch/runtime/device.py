@@ -71,7 +71,7 @@ def cuda_version() -> tuple[int, int]:
 
 
 def canonical_device(device: torch.device | str | int | None = "cuda", name: str = "device") -> torch.device:
-    """Return the device on which a module allocates: "cuda", the default, means the CPU if there is no GPU.
+    """Return the device on which a module allocates: "cuda", the default, means the CPU without a GPU.
 
     Raises ValueError or TypeError, with the argument's name, if the value is not a device, or for the index of a GPU
     that does not exist.
@@ -94,23 +94,18 @@ def canonical_device(device: torch.device | str | int | None = "cuda", name: str
     if device.type != "cuda":
         return device
     if device.index is not None:
-        _check_number(device, name)
+        if not has_cuda():
+            raise ValueError(
+                f"{name}={str(device)!r}: torch finds no CUDA device; give 'cpu', or 'cuda', which means the CPU where "
+                "there is no GPU (te doctor says why a GPU is not found)"
+            )
+        if device.index >= _device_count():
+            raise ValueError(
+                f"{name}={str(device)!r}: torch finds {_device_count()} CUDA device(s); give a number below that, or "
+                "'cuda' for the current one"
+            )
         return device
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
-
-
-def _check_number(device: torch.device, name: str) -> None:
-    """Raise ValueError unless torch finds the GPU with this index."""
-    if not has_cuda():
-        raise ValueError(
-            f"{name}={str(device)!r}: torch finds no CUDA device; give 'cpu', or 'cuda', which means the CPU where "
-            "there is no GPU (te doctor says why a GPU is not found)"
-        )
-    if device.index >= _device_count():
-        raise ValueError(
-            f"{name}={str(device)!r}: torch finds {_device_count()} CUDA device(s); give a number below that, or "
-            "'cuda' for the current one"
-        )
 
 
 def is_meta(device: torch.device | str | int | None) -> bool:

@@ -64,8 +64,27 @@ class _Writer:
         self.last: dict[int, int] = {}
         for number, step in enumerate(instructions.steps):
             self.last.update((buffer, number) for buffer in _read(step) if buffer not in returned)
-        self.forms = self._forms_wanted()
-        self.scratch = self._scratch()
+        # Each buffer is allocated in the form of the result, if it is returned in one form.
+        made = {step.buffer: step.form for step in instructions.steps if isinstance(step, Made)}
+        wanted: dict[int, set[Form]] = {}
+        for result in self.results:
+            if result is not None:
+                wanted.setdefault(result.buffer, set()).add(result.form)
+        self.forms = dict(made)
+        for buffer, of_buffer in wanted.items():
+            if buffer in made and len(of_buffer) == 1:
+                (form,) = of_buffer
+                if form.dtype is made[buffer].dtype and _elements(form) == _elements(made[buffer]):
+                    self.forms[buffer] = form
+        # The offsets of small buffers that are not results in one shared allocation.
+        lives = [
+            Life(step.buffer, number, self.last[step.buffer], _elements(step.form) * step.form.dtype.itemsize)
+            for number, step in enumerate(self.instructions.steps)
+            if isinstance(step, Made) and step.buffer in self.last
+        ]
+        small = [life for life in lives if life.bytes <= _SMALL // 4]
+        planned = plan_scratch(small)
+        self.scratch = planned if len(small) > 1 and planned.bytes <= _SMALL else ScratchPlan({}, 0)
 
     def function(self) -> Generated:
         deleted: dict[int, list[str]] = {}  # lines that delete buffers, by the instruction before them
@@ -100,7 +119,13 @@ class _Writer:
         by_alignment: dict[int, list[str]] = {}
         for i in given:
             if self.instructions.is_aligned(i):
-                by_alignment.setdefault(self._alignment_of(i), []).append(f"p{i}")
+                # Products may rely on a larger alignment than kernels.
+                relied_on = [
+                    step.plan.way().alignment
+                    for step in self.instructions.steps
+                    if isinstance(step, Multiplied) and i in (step.left, step.right, *step.pointers[_SCALES:])
+                ]
+                by_alignment.setdefault(max([ALIGNMENT, *relied_on]), []).append(f"p{i}")
         checks = []
         for alignment, addresses in by_alignment.items():
             checks += [f"if ({' | '.join(addresses)}) & {alignment - 1}:", "    return None"]
@@ -108,16 +133,6 @@ class _Writer:
             self.names["current_device"] = torch._C._cuda_getDevice
             checks += [f"if current_device() != {self.instructions.device.index}:", "    return None"]
         return checks
-
-    def _alignment_of(self, given: int) -> int:
-        """Return the alignment on which kernels rely, and products that multiply or add a tensor."""
-        relied_on = [ALIGNMENT]
-        for step in self.instructions.steps:
-            if isinstance(step, Multiplied):
-                places = (step.left, step.right, *step.pointers[_SCALES:])
-                if given in places:
-                    relied_on.append(step.plan.way().alignment)
-        return max(relied_on)
 
     def _context(self) -> list[str]:
         """Return the lines that read the current stream and allocate the shared buffers."""
@@ -137,44 +152,14 @@ class _Writer:
             self.names["uint8"] = torch.uint8
             lines.append(f"scratch = empty(({self.scratch.bytes},), (1,), dtype=uint8, device=device)")
             lines.append("of_scratch = scratch.data_ptr()")
-        return lines + self._numbers()
-
-    def _numbers(self) -> list[str]:
-        """Return the lines that allocate all numbers at once: they are slots of an existing tensor."""
+        # All numbers are allocated at once: they are slots of an existing tensor.
         steps = [step for step in self.instructions.steps if isinstance(step, Numbers)]
-        if not steps:
-            return []
-        self.names["numbers"] = numbers
         buffers = [buffer for step in steps for buffer in step.buffers]
-        zeroed = tuple([zero for step in steps for zero in step.zeroed])
-        lines = [f"{''.join(f'b{buffer}, ' for buffer in buffers)}= numbers(device, {zeroed})"]
+        if buffers:
+            self.names["numbers"] = numbers
+            zeroed = tuple([zero for step in steps for zero in step.zeroed])
+            lines.append(f"{''.join(f'b{buffer}, ' for buffer in buffers)}= numbers(device, {zeroed})")
         return lines + [f"p{buffer} = b{buffer}.data_ptr()" for buffer in buffers]
-
-    def _scratch(self) -> ScratchPlan:
-        """Return the offsets of small buffers that are not results in one shared allocation."""
-        lives = [
-            Life(step.buffer, number, self.last[step.buffer], _elements(step.form) * step.form.dtype.itemsize)
-            for number, step in enumerate(self.instructions.steps)
-            if isinstance(step, Made) and step.buffer in self.last
-        ]
-        small = [life for life in lives if life.bytes <= _SMALL // 4]
-        planned = plan_scratch(small)
-        return planned if len(small) > 1 and planned.bytes <= _SMALL else ScratchPlan({}, 0)
-
-    def _forms_wanted(self) -> dict[int, Form]:
-        """Return the form in which each buffer is allocated: that of the result, if it is returned in one form."""
-        made = {step.buffer: step.form for step in self.instructions.steps if isinstance(step, Made)}
-        wanted: dict[int, set[Form]] = {}
-        for result in self.results:
-            if result is not None:
-                wanted.setdefault(result.buffer, set()).add(result.form)
-        forms = dict(made)
-        for buffer, of_buffer in wanted.items():
-            if buffer in made and len(of_buffer) == 1:
-                (form,) = of_buffer
-                if form.dtype is made[buffer].dtype and _elements(form) == _elements(made[buffer]):
-                    forms[buffer] = form
-        return forms
 
     def _written(self, step: Any) -> list[str]:
         if isinstance(step, Made) and step.buffer in self.scratch.offsets:
@@ -235,7 +220,12 @@ class _Writer:
             return f"b{buffer}"
         if lies == form._replace(dtype=lies.dtype) and lies.dtype.itemsize == form.dtype.itemsize:
             return f"b{buffer}.view({self._name(form.dtype)})"  # codes, as bytes or as FP8
-        if not _is_view(lies, form):
+        tensor = torch.empty_strided(lies.shape, lies.strides, dtype=lies.dtype, device="meta")
+        try:
+            is_view = Form.of(tensor.view(form.shape)) == form
+        except RuntimeError:
+            is_view = False
+        if not is_view:
             raise NotListed("a result is a part of a tensor")
         return f"b{buffer}.view({form.shape})"
 
@@ -288,15 +278,6 @@ def _read(step: Any) -> list[int]:
     if isinstance(step, Multiplied):
         return [b for b in (step.left, step.right, step.result, *step.pointers) if b is not None]
     return list(step.buffers) if isinstance(step, Numbers) else [step.buffer]
-
-
-def _is_view(lies: Form, form: Form) -> bool:
-    """Return whether a view of a tensor of one form can have another form."""
-    tensor = torch.empty_strided(lies.shape, lies.strides, dtype=lies.dtype, device="meta")
-    try:
-        return Form.of(tensor.view(form.shape)) == form
-    except RuntimeError:
-        return False
 
 
 def _elements(form: Form) -> int:

@@ -114,7 +114,10 @@ class Performed:
         buffers = (None, *given, *made)
         starters = self.starters.get(tuple(key))
         if starters is None:
-            starters = self.starters[tuple(key)] = self._compiled(buffers)
+            # The starter of every step, and the function that selects its arguments.
+            pairs = zip(self.launches, self.picks, strict=True)
+            starters = tuple((starter(launch, pick(buffers)), pick) for launch, pick in pairs)
+            self.starters[tuple(key)] = starters
         for begin, pick in starters:
             begin(self.index, pick(addresses), pick(buffers), ())
         return self.results(buffers)
@@ -127,11 +130,6 @@ class Performed:
         for launch, pick in zip(self.launches, self.picks, strict=True):
             instructions.start(launch, pick(buffers))
         return tuple([instructions.symbol(result) for result in self.results(buffers)])
-
-    def _compiled(self, buffers: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-        """Return the starter of every step, and the function that selects its arguments."""
-        pairs = zip(self.launches, self.picks, strict=True)
-        return tuple((starter(launch, pick(buffers)), pick) for launch, pick in pairs)
 
 
 class _Planned(NamedTuple):

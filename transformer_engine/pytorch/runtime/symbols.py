@@ -178,6 +178,10 @@ class Instructions:
         return Symbol(self, len(self.forms) - 1, _meta(form))
 
 
+# Attributes and methods of a symbol that are those of its tensor on the meta device.
+_OF_META = frozenset({"shape", "dtype", "stride", "dim", "numel", "is_contiguous"})
+
+
 class Symbol:
     """A tensor of a pass that is being listed: a buffer, and the form in which an operation uses it."""
 
@@ -198,28 +202,8 @@ class Symbol:
         return self.instructions.device
 
     @property
-    def shape(self) -> torch.Size:
-        return self.meta.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.meta.dtype
-
-    @property
     def form(self) -> Form:
         return Form.of(self.meta)
-
-    def stride(self, *axis: int) -> Any:
-        return self.meta.stride(*axis)
-
-    def dim(self) -> int:
-        return self.meta.dim()
-
-    def numel(self) -> int:
-        return self.meta.numel()
-
-    def is_contiguous(self) -> bool:
-        return self.meta.is_contiguous()
 
     def contiguous(self) -> Symbol:
         if not self.meta.is_contiguous():
@@ -246,6 +230,8 @@ class Symbol:
         return self
 
     def __getattr__(self, name: str) -> Any:
+        if name in _OF_META:
+            return getattr(self.meta, name)
         raise NotListed(f"torch computes with a tensor of the pass ({name})")
 
     @classmethod

@@ -58,12 +58,10 @@ def result_in(y: Tensor, shape: Sequence[int]) -> Tensor:
     return _unsafe_view(y, shape)
 
 
-def text_of_number(value: float) -> str:
-    """Return the number as an exact constant for `number_while_tracing`."""
-    return float(value).hex()
-
-
 @constant_while_tracing
 def number_while_tracing(text: str) -> float:
-    """Return the number of a text: in a graph of dynamic shapes, a float is a symbol, on which no choice can depend."""
+    """Return the number of a text from `float.hex`.
+
+    In a graph of dynamic shapes a float is a symbol, on which no choice can depend.
+    """
     return float.fromhex(text)

@@ -111,7 +111,23 @@ def settled(config: AttentionConfig, a: AttentionArguments) -> AttentionArgument
     if a.score_mod is not None:
         function("score_mod", a.score_mod)
     if a.core_attention_bias is not None or a.alibi_slopes is not None:
-        a = _with_used_bias(a)
+        # A bias or slopes that the bias type does not read are dropped, with a warning once.
+        if a.core_attention_bias is not None and a.core_attention_bias_type == "no_bias":
+            warn_once(
+                "core_attention_bias",
+                "core_attention_bias has no effect with core_attention_bias_type='no_bias'; give "
+                "core_attention_bias_type='post_scale_bias' to add it to the scaled scores, or leave it None",
+            )
+            a = a._replace(core_attention_bias=None)
+        if a.core_attention_bias is not None and not isinstance(a.core_attention_bias, Tensor):
+            checks.tensor("core_attention_bias", a.core_attention_bias)
+        if a.alibi_slopes is not None and a.core_attention_bias_type != "alibi":
+            warn_once(
+                "alibi_slopes",
+                f"alibi_slopes has no effect with core_attention_bias_type={a.core_attention_bias_type!r}; give "
+                "core_attention_bias_type='alibi', or leave it None",
+            )
+            a = a._replace(alibi_slopes=None)
     if a.inference_params is not None and type(a.inference_params) is not InferenceParams:
         check_cache_kind(a.inference_params)
     if a.qkv_format is not None:
@@ -126,27 +142,6 @@ def settled(config: AttentionConfig, a: AttentionArguments) -> AttentionArgument
     if (type(longest_q) is int or longest_q is None) and (type(longest_kv) is int or longest_kv is None):
         return a
     return a._replace(max_seqlen_q=whole_length("q", longest_q), max_seqlen_kv=whole_length("kv", longest_kv))
-
-
-def _with_used_bias(a: AttentionArguments) -> AttentionArguments:
-    """Return the arguments without a bias or slopes that their bias type does not read, with a warning once."""
-    if a.core_attention_bias is not None and a.core_attention_bias_type == "no_bias":
-        warn_once(
-            "core_attention_bias",
-            "core_attention_bias has no effect with core_attention_bias_type='no_bias'; give "
-            "core_attention_bias_type='post_scale_bias' to add it to the scaled scores, or leave it None",
-        )
-        a = a._replace(core_attention_bias=None)
-    if a.core_attention_bias is not None and not isinstance(a.core_attention_bias, Tensor):
-        checks.tensor("core_attention_bias", a.core_attention_bias)
-    if a.alibi_slopes is not None and a.core_attention_bias_type != "alibi":
-        warn_once(
-            "alibi_slopes",
-            f"alibi_slopes has no effect with core_attention_bias_type={a.core_attention_bias_type!r}; give "
-            "core_attention_bias_type='alibi', or leave it None",
-        )
-        a = a._replace(alibi_slopes=None)
-    return a
 
 
 def used_mask(config: AttentionConfig, a: AttentionArguments) -> Any:
@@ -223,22 +218,6 @@ def accepted_angles(rotary_pos_emb: Any) -> Tensor | tuple[Tensor, Tensor]:
     for table in rotary_pos_emb:
         checks.floating("rotary_pos_emb", table)
     return tuple(rotary_pos_emb)
-
-
-def check_slopes(slopes: Tensor, q: Tensor | TensorFacts, heads: int) -> Tensor:
-    """Return the slopes of ALiBi if they are floating point, [h] or [b, h], and on the queries' device.
-
-    Raises:
-        TypeError: The slopes are not a tensor of floating-point values.
-        ValueError: The slopes have another shape or device.
-    """
-    checks.floating("alibi_slopes", slopes)
-    checks.same_device("alibi_slopes", slopes, "query_layer", q.device)
-    if slopes.ndim not in (1, 2) or slopes.shape[-1] != heads:
-        raise ValueError(
-            f"alibi_slopes {list(slopes.shape)} does not end in {heads} heads; give [h], or [b, h]"
-        )
-    return slopes
 
 
 def check_cache(layer_number: int | None, cached: torch.dtype, given: torch.dtype) -> int:

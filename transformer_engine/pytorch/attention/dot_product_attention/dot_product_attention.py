@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ....common.memory import Memory
 from ....common.numbers import to_bool
-from ....common.recipe import Recipe
 from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ...functions.attention.autograd import Attending, AttentionExecution, Projection, apart, attend
 from ...functions.attention.context_parallel.attention import ContextParallelAttention
@@ -24,14 +23,14 @@ from ...module.base import TransformerEngineBaseModule
 from ...module.config import configured
 from ...module.parameters import ParameterInit
 from ...primitives.attention import mask as masks
-from ...primitives.attention.call import AttentionCall, AttentionInputs
+from ...primitives.attention.call import AttentionInputs
 from ...quantization import QuantizerRole
-from ...quantization.autocast import AutocastState, current, here_in_eager_mode
+from ...quantization.autocast import current, here_in_eager_mode
 from ...runtime.device import canonical_device, is_meta
 from ...runtime.warn_once import warn_once
 from ..inference import InferenceParams
 from .arguments import RULES, accept_older_state, bound_score_mod, check_heads, unpacked
-from .fp8_recipe import attention_recipe, attention_roles, backward_asked_for, scaling_of
+from .fp8_recipe import attention_recipe, backward_asked_for, scaling_of
 from .last_choice import last_choice as _attention_backends
 from .plan import MAX_PLANS, PLAIN, AttentionPlan, CheckedArguments, check_arguments, plan_of, prepare
 from .settings import AttentionArguments, AttentionConfig
@@ -181,7 +180,17 @@ class DotProductAttention(TransformerEngineBaseModule):
         return self._config.heads
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
-        return attention_roles(self.name or "", fwd, num_quantizers)
+        # All slots of a product have the role of the one that the attention uses. The output and the gradients of the
+        # inputs belong to no layer: their roles have no module_type.
+        name = self.name or ""
+        qkv, softmax, grad_output, grad_softmax = (
+            QuantizerRole("dpa", tensor, name) for tensor in ("qkv", "s", "do", "dp")
+        )
+        if fwd:
+            tensors = (qkv, QuantizerRole(name=f"{name}.dpa_output"), softmax)
+        else:
+            tensors = (QuantizerRole(name=f"{name}.dpa_grad_input"), grad_output, grad_softmax)
+        return [role for role in tensors for _ in range(num_quantizers // len(tensors))]
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: list[int] | None, cp_stream: Any, cp_comm_type: str = "p2p"
@@ -345,7 +354,21 @@ class DotProductAttention(TransformerEngineBaseModule):
         if recipe is not None:
             shared = isinstance(backend, ContextParallelAttention)
             of_rank = backend.inner_call if shared else call
-            attending = fp8 = self._in_fp8(state, recipe, of_rank, bool(fp8_output), bf16_backward)
+            scaling = scaling_of(recipe, self._config.context)
+            if recipe is not state.recipe:
+                state = state._replace(recipe=recipe)
+            products = self._product_quantizers(state)
+            active = self.numerics.active
+            direct = scaling == "delayed" and active is not None and products is active.products
+            attending = fp8 = FP8Attention(
+                of_rank,
+                scaling,
+                AttentionQuantizers.of(*products),
+                self.fp8_meta["scaling_fwd"] if direct else None,
+                choose_fp8(of_rank, scaling, backward_asked_for(bf16_backward)),
+                bool(fp8_output),
+                self._scale_update(state, of_rank.needs_gradient),
+            )
             if shared:
                 attending = FP8ContextAttention(backend, fp8, backward_asked_for(bf16_backward))
             if recompute:
@@ -366,35 +389,3 @@ class DotProductAttention(TransformerEngineBaseModule):
             execution = AttentionExecution(tracker, recompute, self.tp_group)
         output, max_logit = attend(attending, call, inputs, projection, execution)
         return output if max_logit is None else (output, max_logit)
-
-    def _in_fp8(
-        self,
-        state: AutocastState,
-        recipe: Recipe,
-        call: AttentionCall,
-        fp8_output: bool,
-        bf16_backward: bool | None,
-    ) -> FP8Attention:
-        """Return the FP8 attention of a call under an autocast state.
-
-        Args:
-            recipe: Recipe of the attention, which may differ from the state's.
-            fp8_output: Return the output as a Float8Tensor.
-            bf16_backward: True computes gradients in high precision; None follows NVTE_FP8_DPA_BWD, and by default
-                the faster one.
-        """
-        scaling = scaling_of(recipe, self._config.context)
-        if recipe is not state.recipe:
-            state = state._replace(recipe=recipe)
-        products = self._product_quantizers(state)
-        active = self.numerics.active
-        direct = scaling == "delayed" and active is not None and products is active.products
-        return FP8Attention(
-            call,
-            scaling,
-            AttentionQuantizers.of(*products),
-            self.fp8_meta["scaling_fwd"] if direct else None,
-            choose_fp8(call, scaling, backward_asked_for(bf16_backward)),
-            fp8_output,
-            self._scale_update(state, call.needs_gradient),
-        )

@@ -13,7 +13,6 @@ from ....common.recipe import DelayedScaling, Format, Recipe
 from ...functions.attention.context_parallel.groups import ContextGroups
 from ...module.layernorm_linear import LayerNormLinear
 from ...module.linear import Linear
-from ...quantization import QuantizerRole
 from ...quantization.autocast import AutocastState
 from ...quantization.family import all_families, family_of
 
@@ -123,19 +122,3 @@ def scaling_of(recipe: Recipe, context: ContextGroups | None = None) -> str:
         f"{type(recipe).__name__} has no FP8 attention; set NVTE_DPA_FP8_RECIPE=DelayedScaling or "
         "Float8CurrentScaling with NVTE_DPA_FP8_RECIPE_DPA=1, or leave fp8_dpa and fp8_mha False"
     )
-
-
-def attention_roles(name: str, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
-    """Return the roles of an attention's quantizers, which the factory of a custom recipe receives.
-
-    All slots of a product have the role of the one that the attention uses. The output and the gradients of the inputs
-    belong to no layer: their roles have no module_type.
-    """
-    qkv, softmax, grad_output, grad_softmax = (
-        QuantizerRole("dpa", tensor, name) for tensor in ("qkv", "s", "do", "dp")
-    )
-    if fwd:
-        tensors = (qkv, QuantizerRole(name=f"{name}.dpa_output"), softmax)
-    else:
-        tensors = (QuantizerRole(name=f"{name}.dpa_grad_input"), grad_output, grad_softmax)
-    return [role for role in tensors for _ in range(num_quantizers // len(tensors))]

@@ -25,13 +25,14 @@ from ...primitives.attention.choose import choose
 from ...primitives.attention.operators import choose_when_traced
 from ...primitives.attention.passes import Bound
 from ...primitives.attention.visible import default_slopes
+from ...runtime import checks
 from ...runtime.autograd import keep_backward_here
 from ...runtime.tracing import in_eager_mode
 from ..inference import CachedKeysValues
-from .arguments import check_cache, check_slopes, check_tensors, settled, sink_of
+from .arguments import check_cache, check_tensors, settled, sink_of
 from .describe import describe_call, describe_sequences, mask_name
 from .last_choice import last_choice
-from .sequences import Cached, Sequences, are_same, cached_tensors, demand_lengths, tensors_of, with_longest
+from .sequences import Cached, Sequences, are_same, cached_tensors, demand_lengths, longest_of, tensors_of
 from .settings import (
     NOTHING_GIVEN,
     AttentionArguments,
@@ -168,12 +169,25 @@ def check_arguments(
     same_lengths = are_same(a)
     tensor_format = config.qkv_format if a.qkv_format is None else a.qkv_format
     if a.alibi_slopes is not None:
-        check_slopes(a.alibi_slopes, qkv()[0], config.heads)
+        checks.floating("alibi_slopes", a.alibi_slopes)
+        checks.same_device("alibi_slopes", a.alibi_slopes, "query_layer", qkv()[0].device)
+        if a.alibi_slopes.ndim not in (1, 2) or a.alibi_slopes.shape[-1] != config.heads:
+            raise ValueError(
+                f"alibi_slopes {list(a.alibi_slopes.shape)} does not end in {config.heads} heads; "
+                "give [h], or [b, h]"
+            )
     upcoming = cached = None
     if a.inference_params is not None:
         upcoming, cached = _upcoming(config, a, tensor_format, qkv, tracing)
     elif tensor_format == "thd" and (a.max_seqlen_q is None or a.max_seqlen_kv is None):
-        a = with_longest(describe_sequences(config, qkv(), a, None, same_lengths)[1], a)
+        # Finding the lengths of the longest sequences waits for the device.
+        tensors = tensors_of(describe_sequences(config, qkv(), a, None, same_lengths)[1], a)
+        size_q, size_kv = a.max_seqlen_q, a.max_seqlen_kv
+        if size_q is None:
+            size_q = longest_of("q", tensors.lengths_q)
+        if size_kv is None:
+            size_kv = longest_of("kv", tensors.lengths_kv)
+        a = a._replace(max_seqlen_q=size_q, max_seqlen_kv=size_kv)
     facts = None
     if not tracing:
         try:

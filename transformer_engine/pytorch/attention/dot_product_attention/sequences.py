@@ -82,7 +82,16 @@ def given_sequences(
         ValueError: The arguments contradict each other or the tensors.
     """
     packed, padding = tensor_format == "thd", mask.padding
-    _check_mask_is_used(mask, a.attention_mask, packed)
+    if packed and not mask.padding:
+        raise ValueError(
+            f"attn_mask_type={mask.name!r} with qkv_format='thd'; packed sequences need a padding mask, "
+            f"for example 'padding_causal'"
+        )
+    if mask.arbitrary and not is_tensor(a.attention_mask):
+        raise ValueError(
+            "attn_mask_type='arbitrary' needs attention_mask, one tensor, True = masked out; "
+            f"it is {described(a.attention_mask)}"
+        )
     _check_masks(a.attention_mask)
     _, cu_q, cu_kv, starts_q, starts_kv = a[:5]
     if padding and cu_kv is None and attention_type == "self":
@@ -97,9 +106,18 @@ def given_sequences(
         keys = keys._replace(lengths="queries")
     if queries.batch != keys.batch:
         raise ValueError(f"queries have {queries.batch} sequences, keys {keys.batch}; they must agree")
-    arbitrary = mask.arbitrary and is_tensor(a.attention_mask)
+    pairs: Any = a.attention_mask
+    arbitrary = mask.arbitrary and is_tensor(pairs)
     if arbitrary:
-        _check_broadcasts(a.attention_mask, (queries.batch, q.shape[-2], queries.size, keys.size))
+        shape = (queries.batch, q.shape[-2], queries.size, keys.size)
+        fits = pairs.ndim <= 4 and all(
+            size in (1, limit) for size, limit in zip(reversed(pairs.shape), reversed(shape), strict=False)
+        )
+        if not fits:
+            raise ValueError(
+                f"attention_mask {list(pairs.shape)} does not broadcast to {list(shape)}; "
+                "give [b, h, s_q, s_kv] or 1s"
+            )
     between = a.pad_between_seqs
     if between is None:
         between = packed and not (starts_q is None and starts_kv is None)
@@ -136,17 +154,6 @@ def tensors_of(s: Sequences, a: AttentionArguments) -> SequenceTensors:
         mask_q if s.queries.masked else None,
         mask_kv if s.keys.masked else None,
     )
-
-
-def with_longest(s: Sequences, a: AttentionArguments) -> AttentionArguments:
-    """Return the arguments with missing lengths of the longest sequences filled in; this waits for the device."""
-    tensors = tensors_of(s, a)
-    size_q, size_kv = a.max_seqlen_q, a.max_seqlen_kv
-    if size_q is None:
-        size_q = longest_of("q", tensors.lengths_q)
-    if size_kv is None:
-        size_kv = longest_of("kv", tensors.lengths_kv)
-    return a._replace(max_seqlen_q=size_q, max_seqlen_kv=size_kv)
 
 
 def demand_lengths(s: Sequences, a: AttentionArguments) -> None:
@@ -361,26 +368,3 @@ def _check_masks(attention_mask: Any) -> None:
         if masked is not None and not (is_tensor(masked) and masked.dtype == torch.bool):
             kind = masked.dtype if is_tensor(masked) else type(masked).__name__
             raise ValueError(f"attention_mask is {kind}; give bool tensors, True = masked out")
-
-
-def _check_broadcasts(masked: Any, shape: tuple[Any, ...]) -> None:
-    fits = masked.ndim <= 4 and all(
-        size in (1, limit) for size, limit in zip(reversed(masked.shape), reversed(shape), strict=False)
-    )
-    if not fits:
-        raise ValueError(
-            f"attention_mask {list(masked.shape)} does not broadcast to {list(shape)}; give [b, h, s_q, s_kv] or 1s"
-        )
-
-
-def _check_mask_is_used(mask: Mask, attention_mask: object, packed: bool) -> None:
-    if packed and not mask.padding:
-        raise ValueError(
-            f"attn_mask_type={mask.name!r} with qkv_format='thd'; packed sequences need a padding mask, "
-            f"for example 'padding_causal'"
-        )
-    if mask.arbitrary and not is_tensor(attention_mask):
-        raise ValueError(
-            "attn_mask_type='arbitrary' needs attention_mask, one tensor, True = masked out; "
-            f"it is {described(attention_mask)}"
-        )

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...functions.attention.context_parallel.groups import ContextGroups, context_groups
 from ...module.base import ModuleConfig
 from ...primitives.attention.mask import canonical_name
-from ...runtime.tracing import number_while_tracing, text_of_number
+from ...runtime.tracing import number_while_tracing
 from ..inference import InferenceParams
 
 
@@ -54,8 +54,8 @@ class AttentionConfig(ModuleConfig):
     def __post_init__(self) -> None:
         derived = {
             "attn_mask_type": canonical_name(self.attn_mask_type),
-            "_scale_text": text_of_number(self.softmax_scale),
-            "_dropout_text": text_of_number(self.attention_dropout),
+            "_scale_text": float(self.softmax_scale).hex(),
+            "_dropout_text": float(self.attention_dropout).hex(),
             "_context": context_groups(self.cp_group, self.cp_stream, self.cp_comm_type),
         }
         for name, value in derived.items():

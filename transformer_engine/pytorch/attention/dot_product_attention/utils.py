@@ -131,12 +131,29 @@ class AttentionParams:
 
     def request(self) -> AttentionCall:
         """Return the same attention as an AttentionCall."""
-        q_format, kv_format = _formats(self.qkv_layout)
+        # ("thd", "bshd") for "thd_2bshd", ("bshd", "bshd") for "bs3hd".
+        parts = [
+            "".join(c for c in part if c.isalpha())
+            for part in self.qkv_layout.removeprefix("paged_kv_").split("_")
+        ]
+        q_format, kv_format = parts[0], parts[-1]
         device = canonical_device("cuda")
         cache = self.inference_params
         bias_shape = None
         if self.core_attention_bias_type in ("pre_scale_bias", "post_scale_bias"):
-            bias_shape = self._bias_shape(self.core_attention_bias_shape or "1hss")
+            # The shape of a pattern such as "1hss", "b1ss" or "111s".
+            kind = self.core_attention_bias_shape or "1hss"
+            sizes = (
+                {"1": 1, "b": self.batch_size},
+                {"1": 1, "h": self.num_heads},
+                {"1": 1, "s": self.max_seqlen_q},
+                {"1": 1, "s": self.max_seqlen_kv},
+            )
+            if len(kind) != 4 or any(axis not in known for axis, known in zip(kind, sizes, strict=True)):
+                raise ValueError(
+                    f"core_attention_bias_shape={kind!r}; write b, h, s, s for the axes, and 1 for broadcast axes"
+                )
+            bias_shape = tuple(known[axis] for axis, known in zip(kind, sizes, strict=True))
         return AttentionCall(
             **{ours: getattr(self, theirs) for theirs, ours in _SAME.items()},
             device_type=device.type,
@@ -156,33 +173,10 @@ class AttentionParams:
             score_mod=_unchanged if self.has_score_mod else None,
         )
 
-    def _bias_shape(self, kind: str) -> tuple[int, int, int, int]:
-        """Return the shape of a pattern such as "1hss", "b1ss" or "111s"."""
-        sizes = (
-            {"1": 1, "b": self.batch_size},
-            {"1": 1, "h": self.num_heads},
-            {"1": 1, "s": self.max_seqlen_q},
-            {"1": 1, "s": self.max_seqlen_kv},
-        )
-        if len(kind) != 4 or any(axis not in known for axis, known in zip(kind, sizes, strict=True)):
-            raise ValueError(
-                f"core_attention_bias_shape={kind!r}; write b, h, s, s for the axes, and 1 for broadcast axes"
-            )
-        b, h, i, j = (known[axis] for axis, known in zip(kind, sizes, strict=True))
-        return b, h, i, j
-
 
 def _unchanged(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
     """Placeholder of a score_mod that is never called."""
     return score
-
-
-def _formats(qkv_layout: str) -> tuple[str, str]:
-    """Return ("thd", "bshd") for "thd_2bshd", ("bshd", "bshd") for "bs3hd"."""
-    parts = [
-        "".join(c for c in part if c.isalpha()) for part in qkv_layout.removeprefix("paged_kv_").split("_")
-    ]
-    return parts[0], parts[-1]
 
 
 def get_attention_backend(
@@ -198,7 +192,14 @@ def get_attention_backend(
         return False, None, False, None, False, [False, False, False]
     request = params.request()
     if params.fp8:
-        return _fp8_attention_backend(params, request)
+        # cuDNN's kernels are "fused", emulation is "unfused".
+        recipe = (params.fp8_meta or {}).get("recipe")
+        request = replace(request, fp8="delayed" if recipe is None else scaling_of(recipe))
+        verdicts = fp8.FORWARD.explain(request)
+        fused = any(verdict.chosen and verdict.backend == "cudnn" for verdict in verdicts)
+        emulated = request.switches.unfused
+        kind = NVTE_Fused_Attn_Backend.NVTE_FP8 if fused else None
+        return False, None, fused, kind, emulated and not fused, [False, fused, emulated]
     verdicts = TABLE.explain(request)
     for verdict in verdicts:
         logger.debug("%s: %s", verdict.backend, verdict.reason or "selected")
@@ -218,19 +219,6 @@ def get_attention_backend(
         chosen == "reference",
         [bool(flash), bool(fused), unfused],
     )
-
-
-def _fp8_attention_backend(
-    params: AttentionParams, request: AttentionCall
-) -> tuple[bool, Version | None, bool, NVTE_Fused_Attn_Backend | None, bool, list[bool]]:
-    """Return the choice for FP8 attention: cuDNN's kernels are "fused", emulation is "unfused"."""
-    recipe = (params.fp8_meta or {}).get("recipe")
-    request = replace(request, fp8="delayed" if recipe is None else scaling_of(recipe))
-    verdicts = fp8.FORWARD.explain(request)
-    fused = any(verdict.chosen and verdict.backend == "cudnn" for verdict in verdicts)
-    emulated = request.switches.unfused
-    kind = NVTE_Fused_Attn_Backend.NVTE_FP8 if fused else None
-    return False, None, fused, kind, emulated and not fused, [False, fused, emulated]
 
 
 # Functions that return the version of each installed flash-attn package.

@@ -135,45 +135,33 @@ def attend(
     if projection is not None:
         passes = passes_apart(backend, call, inputs) if execution is None else None
         if passes is not None:
-            return _attend_projection(passes, call, projection, inputs)
+            x, interleaved = projection
+            others = inputs[_QKV:]
+            for tensor in others:  # any() of a generator takes 1.3 us longer in every call
+                if tensor is not None:
+                    break
+            else:
+                others = ()
+            return AttentionResult(*_apply_projected(passes, call, interleaved, inputs, x, *others))
         heads = split_heads(projection.x, call.heads, call.groups, call.head_dim_qk, projection.interleaved)
         inputs = AttentionInputs(*heads, *inputs[_QKV:])
     if execution is not None:
-        return _executed(backend, call, inputs, execution)
+        tracker, recompute, tp_group = execution
+
+        def run(*tensors: Tensor | None) -> AttentionResult:
+            with nullcontext() if tracker is None else tracker().fork():
+                return attend(backend, call, AttentionInputs(*tensors))  # pyright: ignore[reportArgumentType]
+
+        if not recompute:
+            return run(*inputs)
+        if tracker is None:
+            return torch_checkpoint(run, *inputs, use_reentrant=False)  # pyright: ignore[reportReturnType]
+        return recompute_checkpoint(
+            run, *inputs, get_rng_state_tracker=tracker, tp_group=tp_group, use_reentrant=False
+        )
     if type(backend) is Passes and call.needs_gradient:
         return AttentionResult(*_CoreAttention.apply(backend, call, *inputs))
     return backend.run(call, inputs) if type(backend) is Whole else backend(call, inputs)
-
-
-def _executed(
-    backend: Attending, call: AttentionCall, inputs: AttentionInputs, execution: AttentionExecution
-) -> AttentionResult:
-    tracker, recompute, tp_group = execution
-
-    def run(*tensors: Tensor | None) -> AttentionResult:
-        with nullcontext() if tracker is None else tracker().fork():
-            return attend(backend, call, AttentionInputs(*tensors))  # pyright: ignore[reportArgumentType]
-
-    if not recompute:
-        return run(*inputs)
-    if tracker is None:
-        return torch_checkpoint(run, *inputs, use_reentrant=False)  # pyright: ignore[reportReturnType]
-    return recompute_checkpoint(
-        run, *inputs, get_rng_state_tracker=tracker, tp_group=tp_group, use_reentrant=False
-    )
-
-
-def _attend_projection(
-    passes: Passes, call: AttentionCall, projection: Projection, inputs: AttentionInputs
-) -> AttentionResult:
-    x, interleaved = projection
-    others = inputs[_QKV:]
-    for tensor in others:  # any() of a generator takes 1.3 us longer in every call
-        if tensor is not None:
-            break
-    else:
-        others = ()
-    return AttentionResult(*_apply_projected(passes, call, interleaved, inputs, x, *others))
 
 
 class _CoreAttention(torch.autograd.Function):

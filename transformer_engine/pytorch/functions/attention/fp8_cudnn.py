@@ -42,11 +42,17 @@ def _softmax_addresses(device: torch.device) -> dict[str, int]:
 
 def forward(attention: FP8Attention, inputs: AttentionInputs) -> Rounded:
     """Compute o from the codes of q, k and v in FP8."""
-    if attention.state is not None and _plain(inputs):
+    if (
+        attention.state is not None
+        and launch.missing() is None
+        and not any(isinstance(x, QuantizedTensorStorage) or not x.is_contiguous() for x in inputs[:3])
+    ):
         return _forward_of_state(attention, inputs)
     call, quantizers = attention.call, attention.quantizers
     q, k, v = (_aligned(codes_of(x, quantizers.qkv)) for x in inputs[:3])
-    scale_output = _scale_of_output(attention, v)
+    quantizer: Any = quantizers.output
+    # The multiplier of the output is needed before its maximum; without a state, it is that of v.
+    scale_output = quantizer.scale if attention.scaling == "delayed" else v._scale_inv.reciprocal()
     descale_output = scale_output.reciprocal()
     scalars = {
         "descale_q": q._scale_inv.data_ptr(),
@@ -55,7 +61,6 @@ def forward(attention: FP8Attention, inputs: AttentionInputs) -> Rounded:
         "scale_output": scale_output.data_ptr(),
         **_softmax_addresses(scale_output.device),
     }
-    quantizer: Any = quantizers.output
     done = cudnn_fp8.forward(call, _codes(call, q, k, v), inputs, scalars, float8_dtype(quantizer.dtype))
     codes = _storage(done.output, descale_output, quantizer, call.dtype)
     if attention.scaling == "delayed":
@@ -64,23 +69,9 @@ def forward(attention: FP8Attention, inputs: AttentionInputs) -> Rounded:
     return Rounded(q, k, v, codes, output, done.lse, None, None)
 
 
-def _plain(inputs: AttentionInputs) -> bool:
-    """Return whether q, k and v are three contiguous 16-bit tensors."""
-    for x in inputs[:3]:
-        if isinstance(x, QuantizedTensorStorage) or not x.is_contiguous():
-            return False
-    return launch.missing() is None
-
-
 def _aligned(storage: Any) -> Any:
     """Return the storage with contiguous codes."""
     return storage if storage._data.is_contiguous() else storage.mapped(Tensor.contiguous)
-
-
-def _scale_of_output(attention: FP8Attention, v: Any) -> Tensor:
-    """Return the multiplier of the output before its maximum is known; without a state, the one of v."""
-    quantizer: Any = attention.quantizers.output
-    return quantizer.scale if attention.scaling == "delayed" else v._scale_inv.reciprocal()
 
 
 def _record(attention: FP8Attention, amax: Tensor) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...functions.split_along import SplitAlongDim
+from ...functions.split_heads import SplitAlongDim
 from .attention import Attention
 from .equivalents import AttnMaskType, CrossAttentionSubmodules
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...functions.split_along import SplitAlongDim
+from ...functions.split_heads import SplitAlongDim
 from ...tensor import QuantizedTensor
 from .attention import Attention, save_original_input
 from .equivalents import AttnMaskType, SelfAttentionSubmodules, built, ranks_of, setting

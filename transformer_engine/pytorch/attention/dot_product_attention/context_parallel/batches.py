@@ -41,7 +41,8 @@ def pad_thd_sequences_for_cp(
             raise ValueError(
                 f"{name} is {list(ids.shape)}, cu_seqlens bounds {tokens} tokens; give [t] or [1, t]"
             )
-    where = _front_of_each(lengths, padded)
+    gaps = torch.repeat_interleave((padded - lengths).cumsum(0) - (padded - lengths), lengths)
+    where = torch.arange(int(lengths.sum()), device="cpu") + gaps
     total = int(padded.sum())
     made = []
     for ids, filler in ((input_ids, padding_token_id), (labels, padding_label_id)):
@@ -111,12 +112,6 @@ def _padded_lengths(cu_seqlens: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
     bounds = cu_seqlens.cpu().long()
     lengths = bounds[1:] - bounds[:-1]
     return lengths, (lengths + multiple - 1) // multiple * multiple
-
-
-def _front_of_each(lengths: Tensor, padded: Tensor) -> Tensor:
-    """Return the indices of the tokens of packed sequences if each sequence is followed by its padding."""
-    gaps = torch.repeat_interleave((padded - lengths).cumsum(0) - (padded - lengths), lengths)
-    return torch.arange(int(lengths.sum()), device="cpu") + gaps
 
 
 def _bounds(lengths: Tensor, like: Tensor) -> Tensor:

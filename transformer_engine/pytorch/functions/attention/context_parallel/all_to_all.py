@@ -8,7 +8,6 @@ computes the heads [j h / n, (j + 1) h / n).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,21 +80,6 @@ class HeadExchange:
         """Return the rows [.., s_q, s_kv] of all ranks of a tensor that has the rank's queries as rows."""
         parts = all_gather(x.movedim(-2, 0), self.group, self.size)()
         return TokenOrder("sbhd", self.size).whole(parts).movedim(0, -2)
-
-
-def exchanged_call(call: AttentionCall, size: int, rank: int) -> AttentionCall:
-    """Return the attention of the heads of one of `size` ranks."""
-    shapes: dict[str, Any] = {}
-    for name, axis in (("bias_shape", 1), ("masked_shape", -3), ("slopes_shape", -1)):
-        shape = getattr(call, name)
-        if shape is not None and len(shape) >= -axis and shape[axis] != 1:
-            divided = list(shape)
-            divided[axis] //= size
-            shape = tuple(divided)
-        shapes[name] = shape
-    heads = call.heads // size
-    score_mod = None if call.score_mod is None else OwnHeads(call.score_mod, rank * heads)
-    return replace(call, heads=heads, groups=call.groups // size, score_mod=score_mod, **shapes)
 
 
 class OwnHeads:

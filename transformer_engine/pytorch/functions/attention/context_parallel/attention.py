@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 from .....common.dispatch import Unsupported
 from ....distributed.faults import check_step, checks_step, form
@@ -14,7 +14,7 @@ from ....primitives.attention.passes import Bound
 from ....runtime.device_checks import demand
 from ....runtime.tracing import in_eager_mode
 from ..autograd import attend
-from .all_to_all import HeadExchange, exchanged_call
+from .all_to_all import HeadExchange, OwnHeads
 from .blocks import plan_blocks
 from .groups import ContextGroups
 from .passes import BlockAttention
@@ -127,7 +127,20 @@ def choose_context_parallel(call: AttentionCall, groups: ContextGroups) -> Conte
         )
     inner = call
     if groups.heads_size > 1:
-        inner = exchanged_call(call, groups.heads_size, groups.heads_rank)
+        # The attention of the heads of this rank.
+        shapes: dict[str, Any] = {}
+        for name, axis in (("bias_shape", 1), ("masked_shape", -3), ("slopes_shape", -1)):
+            shape = getattr(call, name)
+            if shape is not None and len(shape) >= -axis and shape[axis] != 1:
+                divided = list(shape)
+                divided[axis] //= groups.heads_size
+                shape = tuple(divided)
+            shapes[name] = shape
+        heads = call.heads // groups.heads_size
+        score_mod = None if call.score_mod is None else OwnHeads(call.score_mod, groups.heads_rank * heads)
+        inner = replace(
+            call, heads=heads, groups=call.groups // groups.heads_size, score_mod=score_mod, **shapes
+        )
     if groups.ring_size == 1:
         return ContextParallelAttention(groups, scheme, inner, cast(Bound, choose(inner)))
     blocks = BlockAttention(plan_blocks(inner, groups, scheme == "all_gather"))

@@ -67,18 +67,21 @@ class FP8ContextAttention:
             # Values are exchanged: the ranks of the ring share a scale, ranks that exchange heads do not.
             result = self._in_blocks(exchange.enter(_of_values(inputs)))
             output = exchange.leave(_values(result.output))
-        elif self._backward_reads_values or self.fp8.scaling not in TENSOR_SCALING:
+        elif (
+            self.fp8.call.needs_gradient and self.fp8.passes.high_precision
+        ) or self.fp8.scaling not in TENSOR_SCALING:
             fp8 = replace(self._with_shared_scales(exchange.group), fp8_output=False)
             result = attend(fp8, shared.inner_call, exchange.enter(_of_values(inputs)))
             output = exchange.leave(result.output)
         else:
-            return self._with_exchanged_codes(exchange, inputs)
+            fp8 = replace(self._with_shared_scales(exchange.group), fp8_output=True)
+            codes = _EnteringCodes.apply(exchange, fp8.quantizers.qkv, *inputs[:3])
+            others = exchange.enter_others(inputs)
+            own = others._replace(q=codes[0], k=codes[1], v=codes[2])  # pyright: ignore[reportIndexIssue, reportOptionalSubscript]
+            result = attend(fp8, shared.inner_call, own)
+            output: Any = _LeavingCodes.apply(exchange, self.fp8.fp8_output, result.output)
         max_logit = None if result.max_logit is None else exchange.all_heads(result.max_logit)
         return AttentionResult(self._returned(output), max_logit)
-
-    @property
-    def _backward_reads_values(self) -> bool:
-        return self.fp8.call.needs_gradient and self.fp8.passes.high_precision
 
     def _with_shared_scales(self, group: Any) -> FP8Attention:
         """Return the attention whose scales of q, k, v and the output are those of all ranks of a group."""
@@ -102,16 +105,6 @@ class FP8ContextAttention:
         if not self.fp8.fp8_output or isinstance(output, QuantizedTensor):
             return output
         return _Quantized.apply(self.fp8.quantizers.output, output)  # pyright: ignore[reportReturnType]
-
-    def _with_exchanged_codes(self, exchange: HeadExchange, inputs: AttentionInputs) -> AttentionResult:
-        fp8 = replace(self._with_shared_scales(exchange.group), fp8_output=True)
-        codes = _EnteringCodes.apply(exchange, fp8.quantizers.qkv, *inputs[:3])
-        others = exchange.enter_others(inputs)
-        own = others._replace(q=codes[0], k=codes[1], v=codes[2])  # pyright: ignore[reportIndexIssue, reportOptionalSubscript]
-        result = attend(fp8, self.shared.inner_call, own)
-        output = _LeavingCodes.apply(exchange, self.fp8.fp8_output, result.output)
-        max_logit = None if result.max_logit is None else exchange.all_heads(result.max_logit)
-        return AttentionResult(output, max_logit)  # pyright: ignore[reportArgumentType]
 
 
 def _values(x: Tensor) -> Tensor:

@@ -66,7 +66,15 @@ def context_groups(cp_group: Any, cp_stream: Any, cp_comm_type: str) -> ContextG
     if cp_group is None:
         return None
     members = list(cp_group) if isinstance(cp_group, (list, tuple)) else [cp_group]
-    sizes = [_world_size(group) for group in members]
+    sizes: list[int] = []
+    for group in members:
+        try:
+            sizes.append(dist.get_world_size(group))
+        except (AttributeError, TypeError) as error:
+            raise TypeError(
+                f"cp_group={described(group)} is not a process group; give a torch.distributed.ProcessGroup, a list of "
+                "two for cp_comm_type='a2a+p2p', or None"
+            ) from error
     hierarchical = cp_comm_type == "a2a+p2p"
     if all(size <= 1 for size in sizes):
         return None
@@ -95,16 +103,6 @@ def context_groups(cp_group: Any, cp_stream: Any, cp_comm_type: str) -> ContextG
     if hierarchical and alone in (first, last):
         communication = "p2p" if first is alone else "a2a"
     return ContextGroups(communication, *first, *last, cp_stream)
-
-
-def _world_size(group: Any) -> int:
-    try:
-        return dist.get_world_size(group)
-    except (AttributeError, TypeError) as error:
-        raise TypeError(
-            f"cp_group={described(group)} is not a process group; give a torch.distributed.ProcessGroup, a list of "
-            "two for cp_comm_type='a2a+p2p', or None"
-        ) from error
 
 
 def all_to_all(parts: Tensor, group: Any) -> Callable[[], Tensor]:

@@ -159,14 +159,21 @@ def backward(
             reduce_scatter(order.parts(x), groups.ring_group)
             for x in (grad_k, grad_v)  # pyright: ignore[reportPossiblyUnboundVariable]
         )
+    grad_sink = None
+    if inputs.sink is not None:
+        # -sum p_sink sum(do o) over the tokens of all ranks, as the exchange of heads computes it.
+        inner = (grad_output.float() * output.float()).sum(dim=-1, keepdim=True)
+        share = torch.exp(inputs.sink.float()[:, None] - lse).masked_fill(lse == -torch.inf, 0.0)
+        terms = per_token(share, tokens.queries.axis) * inner
+        grad_sink = -terms.sum(dim=tuple(range(inner.dim() - 2)))[..., 0]
+        dist.all_reduce(grad_sink, group=plan.groups.ring_group)
+        grad_sink = grad_sink.to(inputs.sink.dtype)
     return Gradients(
         grad_q.to(call.dtype),
         grad_k.to(call.dtype),
         grad_v.to(call.dtype),
         None if grad_bias is None or inputs.bias is None else grad_bias.to(inputs.bias.dtype),
-        None
-        if inputs.sink is None
-        else _sink_gradient(plan, inputs.sink, output, lse, grad_output, tokens.queries.axis),
+        grad_sink,
     )
 
 
@@ -180,17 +187,6 @@ def _add_columns(x: Tensor, spans: Sequence[Part], columns: Tensor) -> None:
         size = span.stop - span.first
         x[..., span.first : span.stop] += columns[..., first : first + size]
         first += size
-
-
-def _sink_gradient(
-    plan: BlockPlan, sink: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, axis: int
-) -> Tensor:
-    """Return -sum p_sink sum(do o) over the tokens of all ranks, as the exchange of heads does."""
-    inner = (grad_output.float() * output.float()).sum(dim=-1, keepdim=True)
-    share = torch.exp(sink.float()[:, None] - lse).masked_fill(lse == -torch.inf, 0.0)
-    grad = -(per_token(share, axis) * inner).sum(dim=tuple(range(inner.dim() - 2)))[..., 0]
-    dist.all_reduce(grad, group=plan.groups.ring_group)
-    return grad.to(sink.dtype)
 
 
 class _BlockAttention(torch.autograd.Function):

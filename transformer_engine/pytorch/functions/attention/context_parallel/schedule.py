@@ -68,12 +68,23 @@ def chunks_of(size: int, rank: int) -> tuple[int, int]:
 def ring_blocks(call: AttentionCall, size: int, rank: int, owner: int) -> tuple[Block, ...]:
     """Return the blocks of a rank's queries and the keys of another rank, or its own."""
     if call.packed:
-        return _packed_ring_blocks(call, size, rank, owner)
+        # One block of packed sequences: under a causal mask, a half of the queries or of the keys.
+        chunks_q, chunks_k = chunks_of(size, rank), chunks_of(size, owner)
+        queries = keys = Part(0, 2)
+        mask = Mask("padding", UNLIMITED, True)
+        if call.mask.banded:
+            if owner == rank:
+                mask = Mask("padding_causal", (-1, 0), False)
+            elif owner < rank:
+                keys, chunks_k = Part(0, 1), chunks_k[:1]
+            else:
+                queries, chunks_q = Part(1, 2), chunks_q[1:]
+        return (Block(queries, keys, mask, query_chunks=chunks_q, key_chunks=chunks_k),)
     length_q, length_k = call.seqlen_q // (2 * size), call.seqlen_kv // (2 * size)
     rows, columns = chunks_of(size, rank), chunks_of(size, owner)
     spans_q = [Part(i * length_q, (i + 1) * length_q) for i in rows]
     spans_k = [Part(i * length_k, (i + 1) * length_k) for i in columns]
-    if owner == rank and _is_plain_causal(call):
+    if owner == rank and call.mask.causal and not call.mask.arbitrary and call.seqlen_q == call.seqlen_kv:
         # The later chunk sees all of the earlier one: in the rank's order the mask is causal as well.
         mask = Mask("padding_causal" if call.mask.padding else "causal", (-1, 0), False)
         whole_q, whole_k = Part(0, 2 * length_q), Part(0, 2 * length_k)
@@ -161,11 +172,6 @@ def _block_mask(whole: Mask, rows: int, columns: int, below: int, above: int) ->
     return Mask(name, (-1 if everything_below else below, 0), bottom_right)
 
 
-def _is_plain_causal(call: AttentionCall) -> bool:
-    """Return whether queries and keys are the same tokens under a causal mask without a window."""
-    return call.mask.causal and not call.mask.arbitrary and call.seqlen_q == call.seqlen_kv
-
-
 def _moved(part: Part, offset: int) -> Part:
     return Part(part.first + offset, part.stop + offset)
 
@@ -196,21 +202,6 @@ def _joined(blocks: dict[tuple[int, int], Block], length_q: int, length_k: int) 
             keys = Part(parts[0].keys.first, parts[-1].keys.stop)
             blocks[places[0]] = Block(queries, keys, parts[0].mask, query_spans, key_spans)
     return tuple(blocks.values())
-
-
-def _packed_ring_blocks(call: AttentionCall, size: int, rank: int, owner: int) -> tuple[Block, ...]:
-    """Return the one block of packed sequences: under a causal mask, a half of the queries or of the keys."""
-    chunks_q, chunks_k = chunks_of(size, rank), chunks_of(size, owner)
-    queries = keys = Part(0, 2)
-    mask = Mask("padding", UNLIMITED, True)
-    if call.mask.banded:
-        if owner == rank:
-            mask = Mask("padding_causal", (-1, 0), False)
-        elif owner < rank:
-            keys, chunks_k = Part(0, 1), chunks_k[:1]
-        else:
-            queries, chunks_q = Part(1, 2), chunks_q[1:]
-    return (Block(queries, keys, mask, query_chunks=chunks_q, key_chunks=chunks_k),)
 
 
 def _unsupported_blocks(request: ContextRequest) -> str | None:
