@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_engine.pytorch.ops.step_functions import OPERATIONS
 from transformer_engine.pytorch.primitives.activation import (
     ACTIVATIONS,
     ActivationParams,
@@ -23,8 +24,8 @@ from transformer_engine.pytorch.runtime.checks import floating
 from .cast import bgrad_quantize, given_or_quantized
 from .checks import quantizer_or_none
 
-Forward = Callable[[Tensor, Any], Any]
-Backward = Callable[[Tensor, Tensor, Any], Any]
+Forward = Callable[..., Any]
+Backward = Callable[..., Any]
 
 
 def _forward(name: str) -> Forward:
@@ -120,3 +121,117 @@ def clamped_dswiglu(
     grad = _gradient("clamped_swiglu", grad, fwd_input, quantizer)
     params = _params(limit, alpha, glu_linear_offset)
     return given_or_quantized(activation_backward("clamped_swiglu", grad, fwd_input, params), quantizer)
+
+
+def situglu(input: Tensor, quantizer: Any, beta1: float = 4.0, beta2: float = 25.0) -> Any:
+    """Compute beta1 tanh(a / beta1) sigmoid(a) * beta2 tanh(b / beta2) of input [a, b] [..., 2 F]."""
+    _check("swiglu", "input", input, quantizer)
+    (made,) = OPERATIONS["situ_glu"](None, (beta1, beta2), input)
+    return given_or_quantized(made, quantizer)
+
+
+def dsituglu(grad: Tensor, fwd_input: Tensor, quantizer: Any, beta1: float = 4.0, beta2: float = 25.0) -> Any:
+    """Compute the gradient of the input of situglu."""
+    grad = _gradient("swiglu", grad, fwd_input, quantizer)
+    (made,) = OPERATIONS["situ_glu_backward"](None, (beta1, beta2), grad, fwd_input)
+    return given_or_quantized(made.view(fwd_input.shape), quantizer)
+
+
+# Scaled activations: name, activation of the table (None: SiTU-GLU), and their constants with the defaults.
+_SCALED: dict[str, tuple[str | None, dict[str, float]]] = {
+    "swiglu": ("swiglu", {}),
+    "situglu": (None, {"beta1": 4.0, "beta2": 25.0}),
+    "clamped_swiglu": ("clamped_swiglu", {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}),
+    "srelu": ("srelu", {}),
+}
+
+
+def _in_halves(x: Tensor, block: int) -> Tensor:
+    """Return [.., 2 F] in blocks of both halves in turn as its two halves, a matrix."""
+    rows = x.reshape(-1, x.shape[-1])
+    return OPERATIONS["block_order"](None, (-1, 2, block), rows)[0] if block else rows
+
+
+def _scaled_forward(name: str) -> Forward:
+    kind, defaults = _SCALED[name]
+
+    def forward(
+        input: Tensor, act_scales: Tensor, quantizer: Any, *constants: float, glu_interleave_size: int = 0,
+        **named: float,
+    ) -> Any:  # fmt: skip
+        _check(kind or "swiglu", "input", input, quantizer)
+        rows = _in_halves(input, glu_interleave_size)
+        value, _ = _functions(kind, _constants(name, defaults, constants, named))
+        (made,) = OPERATIONS["row_scale"](None, None, value(rows), act_scales.reshape(-1, 1))
+        return given_or_quantized(made.view(*input.shape[:-1], made.shape[-1]), quantizer)
+
+    keywords = ", ".join(("input", "act_scales", "quantizer", *defaults, "glu_interleave_size=0"))
+    return _named(
+        forward,
+        f"scaled_{name}",
+        f"({keywords}): {name}(input) times a scale per row, act_scales [...], as quantizer makes it.",
+    )
+
+
+def _scaled_backward(name: str) -> Backward:
+    kind, defaults = _SCALED[name]
+
+    def backward(
+        grad: Tensor, fwd_input: Tensor, act_scales: Tensor, quantizer: Any, *constants: float,
+        glu_interleave_size: int = 0, compute_scale_grad: bool = True, **named: float,
+    ) -> tuple[Any, Tensor | None]:  # fmt: skip
+        grad = _gradient(kind or "swiglu", grad, fwd_input, quantizer)
+        rows = _in_halves(fwd_input, glu_interleave_size)
+        value, gradient = _functions(kind, _constants(name, defaults, constants, named))
+        dy = grad.reshape(-1, grad.shape[-1])
+        scales = act_scales.reshape(-1, 1)
+        scaled, dscales = OPERATIONS["row_scale_backward"](None, None, dy, value(rows), scales)
+        dx = gradient(scaled, rows)
+        if glu_interleave_size:
+            (dx,) = OPERATIONS["block_order"](None, (2, -1, glu_interleave_size), dx)
+        made = given_or_quantized(dx.view(fwd_input.shape), quantizer)
+        return made, dscales.view(act_scales.shape) if compute_scale_grad else None
+
+    keywords = ", ".join(("grad", "fwd_input", "act_scales", "quantizer", *defaults, "glu_interleave_size=0"))
+    return _named(
+        backward,
+        f"scaled_d{name}",
+        f"({keywords}, compute_scale_grad=True): the gradients of scaled_{name}'s input, as quantizer makes it, and "
+        "of its scales, or None.",
+    )
+
+
+def _constants(
+    name: str, defaults: dict[str, float], given: tuple[float, ...], named: dict[str, float]
+) -> dict[str, float]:
+    """Return the constants of a scaled activation; raise TypeError for others."""
+    unknown = [key for key in named if key not in defaults]
+    if unknown or len(given) > len(defaults):
+        raise TypeError(
+            f"scaled_{name} has the constants {', '.join(defaults) or 'none'}; got {unknown or list(given)}"
+        )
+    return defaults | dict(zip(defaults, given, strict=False)) | named
+
+
+def _functions(
+    kind: str | None, constants: dict[str, float]
+) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]:
+    """Return x -> f(x) and (dy, x) -> dx of an activation on matrices."""
+    if kind is None:
+        betas = (constants["beta1"], constants["beta2"])
+        return (
+            lambda x: OPERATIONS["situ_glu"](None, betas, x)[0],
+            lambda dy, x: OPERATIONS["situ_glu_backward"](None, betas, dy, x)[0],
+        )
+    params = ActivationParams.from_mapping(constants) if constants else ActivationParams()
+    return (
+        lambda x: activation_forward(kind, x, params),
+        lambda dy, x: activation_backward(kind, dy, x, params),
+    )
+
+
+scaled_swiglu, scaled_dswiglu = _scaled_forward("swiglu"), _scaled_backward("swiglu")
+scaled_situglu, scaled_dsituglu = _scaled_forward("situglu"), _scaled_backward("situglu")
+scaled_clamped_swiglu = _scaled_forward("clamped_swiglu")
+scaled_clamped_dswiglu = _scaled_backward("clamped_swiglu")
+scaled_srelu, scaled_dsrelu = _scaled_forward("srelu"), _scaled_backward("srelu")

@@ -15,11 +15,16 @@ from transformer_engine.common.enums import (
 )
 from transformer_engine.pytorch.attention.dot_product_attention.utils import NVTE_Fused_Attn_Backend
 from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.primitives.gemm import cublaslt_library
 
 __all__ = [
+    "CommOverlapAlgo",
+    "CommOverlapType",
     "DType",
     "FP8BwdTensors",
     "FP8FwdTensors",
+    "Float8BlockScaleTensorFormat",
+    "NVTEQBHistogramMode",
     "NVTE_Bias_Type",
     "NVTE_Fused_Attn_Backend",
     "NVTE_Mask_Type",
@@ -54,6 +59,42 @@ class FP8BwdTensors(enum.IntEnum):
     GRAD_INPUT3 = 5
 
 
+class Float8BlockScaleTensorFormat(enum.IntEnum):
+    """Order of the scales of FP8 tensors in blocks of 128; tensors here are GEMM_READY."""
+
+    GEMM_READY = 0
+    COMPACT = 1
+    INVALID = 2
+
+
+class CommOverlapType(enum.IntEnum):
+    """Collective that the original overlaps with a product."""
+
+    RS = 0
+    AG = 1
+
+
+class CommOverlapAlgo(enum.IntEnum):
+    """Schedule by which the original overlaps a collective with a product."""
+
+    BULK_OVERLAP_AG = 0
+    BULK_OVERLAP_RS = 1
+    SPLIT_PIPELINED_AG_P2P = 2
+    SPLIT_PIPELINED_RS = 3
+    SPLIT_PIPELINED_RS_P2P = 4
+    ATOMIC_GEMM_RS = 5
+    ATOMIC_GEMM_AG_P2P = 6
+    ATOMIC_GEMM_RS_P2P = 7
+    EXTERNAL_BULK_OVERLAP_AG = 8
+
+
+class NVTEQBHistogramMode(enum.IntEnum):
+    """Algorithm that counts the histogram of quantile balancing; both count the same."""
+
+    TWO_KERNEL = 0
+    FUSED_ATOMIC = 1
+
+
 def get_cudnn_version() -> int:
     """Return cuDNN's version as a number, 91900 for 9.19.0; 0 if torch has no cuDNN."""
     return torch.backends.cudnn.version() or 0
@@ -67,3 +108,28 @@ def device_supports_multicast(device_id: int = -1) -> bool:
 def ubuf_built_with_mpi() -> bool:
     """Return False: userbuffers are unsupported."""
     return False
+
+
+def nvte_built_with_cublasmp() -> bool:
+    """Return False: products over several GPUs are products and collectives of torch."""
+    return False
+
+
+def get_cublasLt_version() -> int:
+    """Return cuBLASLt's version as a number, 130100 for 13.1.0; 0 without the library."""
+    return cublaslt_library.bindings().get_version() if cublaslt_library.missing() is None else 0
+
+
+def get_num_cublas_streams() -> int:
+    """Return the number of streams of a grouped product: 1, because the current stream runs all groups."""
+    return 1
+
+
+def get_grouped_gemm_setup_workspace_size(num_tensors: int) -> int:
+    """Return 0: a grouped product needs no workspace of the caller."""
+    return 0
+
+
+def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:
+    """Return the lowest and the highest priority of streams, (0, 0) without a GPU; smaller numbers go first."""
+    return torch.cuda.Stream.priority_range() if torch.cuda.is_available() else (0, 0)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common.numbers import to_bool, to_int
-from transformer_engine.pytorch.functions.router import balancing_gradient
+from transformer_engine.pytorch.functions.router import balancing_gradient, counted_margins
 from transformer_engine.pytorch.primitives.router import (
     INDICES,
     SOFTMAX,
@@ -17,16 +17,21 @@ from transformer_engine.pytorch.primitives.router import (
     choose_backward,
 )
 from transformer_engine.pytorch.router import (
+    QBHistogramMode,
     RoutingMapFormat,
     check_bias,
     check_choice,
+    check_histogram,
     check_indices,
+    check_margins,
     finite,
     map_format,
     routing_map,
     total_of,
 )
 from transformer_engine.pytorch.runtime.checks import floating, tensor
+
+from .enums import NVTEQBHistogramMode
 
 NVTERoutingMapFormat = RoutingMapFormat
 
@@ -74,6 +79,39 @@ def fused_topk_with_score_function_bwd(
     kind = _kind(score_function, use_pre_softmax)
     choice = Choice(to_int("topk", topk, 1), kind, False, None, scale, map)
     _gradient(routing_map, intermediate, grad_probs, grad_logits, choice)
+
+
+def fused_topk_with_score_function_qb_fwd(
+    logits: Tensor, topk: int, scaling_factor: float | None, expert_bias: Tensor,
+    routing_map_format: RoutingMapFormat | int | str, topk_indices: Tensor | None, histogram: Tensor,
+    bin_bounds: Tensor, mode: NVTEQBHistogramMode | QBHistogramMode | int | str, bounds_validated: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Choose experts by sigmoid scores, and count the margins of quantile balancing.
+
+    Args:
+        histogram: int32 [E, bins], to which the counts are added.
+        bin_bounds: float32 [2], the limits of the bins.
+        mode: Algorithm of the count; both count the same.
+        bounds_validated: Has no effect; the bounds are checked where that does not wait for a GPU.
+
+    The other arguments are those of `transformer_engine.pytorch.router.fused_topk_with_score_function`.
+
+    Returns:
+        `(probs [..., E], routing map or topk_indices, sigmoid scores float32 [T, E], cut-off float32 [T], histogram)`.
+        The cut-off of a token is its (topk + 1)st largest biased score.
+    """
+    named = mode if isinstance(mode, (str, QBHistogramMode)) else NVTEQBHistogramMode(int(mode)).name.lower()
+    checked = check_choice(logits, topk, None, None, scaling_factor, "sigmoid")
+    bias = check_bias(expert_bias, logits, "sigmoid")
+    counted = check_histogram(histogram, bin_bounds, named, logits)
+    check_margins(checked.topk, None, "sigmoid", bias, logits)
+    assert bias is not None and counted is not None
+    probs, routing, scores = fused_topk_with_score_function_fwd(
+        logits, topk, False, None, None, scaling_factor, "sigmoid", bias, routing_map_format, topk_indices
+    )
+    cutoff = (scores + bias).topk(checked.topk + 1, dim=-1).values[:, checked.topk]
+    counted_margins(logits.reshape(-1, logits.shape[-1]), bias, checked.topk, *counted)
+    return probs, routing, scores, cutoff, histogram
 
 
 def fused_score_for_moe_aux_loss_fwd(

@@ -74,8 +74,16 @@ ABSENT = {
     "transformer_engine.paddle": "discontinued by the original; use transformer_engine.pytorch, or .jax",
     "transformer_engine.common.load_framework_extension": "no shared library has to be loaded; import the framework's "
     "package, transformer_engine.pytorch or transformer_engine.jax",
-    "transformer_engine.pytorch.custom_recipes": "examples of the original; pass recipe.CustomRecipe a function built "
-    "from custom_recipes.quantizer_factories, and from te.HybridQuantizer if the products of a layer differ",
+    **dict.fromkeys(
+        (
+            "transformer_engine.pytorch.custom_recipes.utils",
+            "transformer_engine.pytorch.custom_recipes.reference_utils",
+        ),
+        "helpers of the original's reference quantizers; use torch's functions, and those of "
+        "custom_recipes.reference_nvfp4",
+    ),
+    "transformer_engine.pytorch.custom_recipes": "an example of the original; pass recipe.CustomRecipe a function "
+    "built from custom_recipes.quantizer_factories, and from te.HybridQuantizer if the products of a layer differ",
     **dict.fromkeys(
         (
             "transformer_engine.pytorch.attention.FlashAttention",
@@ -88,10 +96,50 @@ ABSENT = {
     'core_attention_bias_type="alibi", with alibi_slopes or without',
     "transformer_engine.pytorch.dot_product_attention": "the package is transformer_engine.pytorch.attention."
     "dot_product_attention; use te.DotProductAttention and te.InferenceParams",
+    "transformer_engine_torch.te_general_grouped_gemm_*": "products of GroupedTensor operands; call "
+    "te_general_grouped_gemm with their members, or general_grouped_gemm",
+    "transformer_engine_torch.grouped_mlp_experimental": "parts of a kernel for Blackwell; use te.ops.GroupedLinear "
+    "and a scaled activation in a te.ops.Sequential",
+    "transformer_engine_torch.nvfp4_*": "one step of the original's quantization of weights from shards; call "
+    "transformer_engine.pytorch.tensor.utils.quantize_master_weights, or a te.NVFP4Quantizer",
+    "transformer_engine_torch.group_requantize_inplace": "quantizes a group again in place; call quantize() of the "
+    "GroupedTensor",
     **dict.fromkeys(
-        ("transformer_engine_torch.ep_*", "transformer_engine_torch.*_ep_*"),
-        "the communicator of the original's expert parallelism; call the functions of transformer_engine.pytorch.ep",
+        (
+            "transformer_engine_torch.multi_tensor_transpose_to_bhsd",
+            "transformer_engine_torch.multi_tensor_pad_last_dim",
+        ),
+        "a preparation of the original's MXFP8 attention; fused_attn_fwd and te.DotProductAttention take every layout",
     ),
+    "transformer_engine_torch.thd_copy_valid_tokens_from_per_split_to_rank_local": "a step of the original's context "
+    "parallelism; call set_context_parallel_group of te.DotProductAttention",
+    **dict.fromkeys(
+        (
+            "transformer_engine.pytorch.attention.dot_product_attention.context_parallel.AttnFuncWithCP*",
+            "transformer_engine.pytorch.attention.dot_product_attention.context_parallel.attn_forward_func_with_cp",
+            "transformer_engine.pytorch.attention.dot_product_attention.context_parallel.get_seq_chunk_ids_*",
+            "transformer_engine.pytorch.attention.dot_product_attention.context_parallel.reorder_seq_chunks_*",
+        ),
+        "an internal step of the original's context parallelism; pass cp_group to te.DotProductAttention, or call its "
+        "set_context_parallel_group",
+    ),
+    "transformer_engine.pytorch.dynamo": "the original's registration of quantizers with torch.compile; layers compile "
+    "with fullgraph=True without it",
+    "transformer_engine.pytorch.module._split_quantization": "a part of the original's GroupedLinear; call "
+    "transformer_engine_torch.split_quantize",
+    "transformer_engine.pytorch.distributed.use_reentrant_activation_recompute": "a flag of the original's checkpoint; "
+    "pass use_reentrant to te.checkpoint",
+    "transformer_engine.pytorch.cpu_offload_v1.is_current_layer_offloaded": "a flag of the original's first offload; "
+    "call is_cpu_offload_enabled",
+    "transformer_engine.pytorch.utils.mark_grouped_tensor": "an annotation for the original's offload of groups; leave "
+    "the call out",
+    **dict.fromkeys(
+        ("transformer_engine.is_nccl_ep_available", "transformer_engine.require_nccl_ep"),
+        "a check of NCCL's device API, which expert parallelism does not need; leave it out",
+    ),
+    "transformer_engine.common._get_shared_object_file": "there is no shared library; leave the call out",
+    "transformer_engine.pytorch.cpp_extensions.general_grouped_gemm_for_grouped_tensor": "products of GroupedTensor "
+    "operands; call general_grouped_gemm with their members",
     "transformer_engine.pytorch.export": "export to ONNX; convert the weights (docs/checkpoints.md) and export "
     "the model with torch.nn layers",
     "transformer_engine.pytorch.onnx_export": "export to ONNX; convert the weights (docs/checkpoints.md) and "
@@ -103,8 +151,6 @@ ABSENT = {
         ),
         "an experimental attention of cuDNN; use a kernel of another library between te.Linear layers",
     ),
-    "transformer_engine.pytorch.triton": "kernels under the original's paths; call the functions of "
-    "transformer_engine.pytorch that use them",
 }
 
 

@@ -251,7 +251,11 @@ _ATTENTION = (
 )
 
 _LAYERS = (
-    _flag("NVTE_TORCH_COMPILE", True, "Accepted; layers are compiled only by the caller's torch.compile."),
+    _flag(
+        "NVTE_TORCH_COMPILE",
+        True,
+        "0: `pytorch.jit.jit_fuser` leaves functions uncompiled; only the caller's torch.compile compiles layers.",
+    ),
     _flag("NVTE_BIAS_GELU_NVFUSION", True, "Accepted; the matrix product before GELU adds the bias."),
     _flag(
         "NVTE_BIAS_DROPOUT_FUSION",
@@ -293,7 +297,11 @@ _LAYERS = (
     _flag("NVTE_CUTEDSL_FUSED_GROUPED_MLP", False, "Accepted; this fusion is not implemented."),
     _flag("NVTE_FUSED_MLA_Q_UPROJ", False, "Accepted; this fusion is not implemented."),
     _flag("NVTE_CPU_OFFLOAD_V1", False, "1: get_cpu_offload_context returns the original's first interface."),
-    _flag("NVTE_NVTX_ENABLED", False, "Accepted; no ranges are marked for profilers."),
+    _flag(
+        "NVTE_NVTX_ENABLED",
+        False,
+        "1: `pytorch.utils.nvtx_range_push` and its context manager mark ranges for profilers; layers mark none.",
+    ),
     _number("NVTE_PRINT_LAYER_NUMBER", 1, "Accepted; nothing is logged per layer."),
     _number("NVTE_PRINT_RANK", 0, "Accepted; nothing is logged per rank."),
 )

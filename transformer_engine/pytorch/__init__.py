@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from . import requirements  # isort: skip
@@ -13,7 +14,7 @@ from ..common import recipe as recipe
 from ..common.dispatch import use_backend
 from . import float8_tensor as float8_tensor
 from . import fp8 as fp8
-from . import ops, optimizers, quantization, tensor
+from . import jit, ops, optimizers, quantization, tensor
 from . import router as router
 from .attention import (
     DotProductAttention,
@@ -21,6 +22,7 @@ from .attention import (
     MultiheadAttention,
     RotaryPositionEmbedding,
 )
+from .attention.mla_projection import FusedMLAQUpProjRopeQuant
 from .constants import DType
 from .cpu_offload import ManualOffloadSynchronizer, get_cpu_offload_context, mark_not_offload
 from .cross_entropy import fused_linear_cross_entropy, parallel_cross_entropy
@@ -44,6 +46,7 @@ from .module import (
     RMSNorm,
 )
 from .module.userbuffers import UserBufferQuantizationMode, destroy_ub, initialize_ub
+from .newton_schulz import CusolverMpCtx, newton_schulz
 from .permutation import (
     moe_permute,
     moe_permute_and_pad_with_probs,
@@ -66,13 +69,22 @@ from .quantization import (
 from .quantized_tensor import prepare_for_saving, restore_from_func_ctx, restore_from_saved
 from .runtime.device import get_cudnn_version, get_device_compute_capability
 from .runtime.device_checks import check
-from .tensor import QuantizedTensor, QuantizedTensorStorage, Quantizer
+from .tensor import (
+    GroupedTensor,
+    GroupedTensorStorage,
+    QuantizedTensor,
+    QuantizedTensorStorage,
+    Quantizer,
+)
 from .tensor.module_parameters import load_plain_state_dict, plain_state_dict
 from .transformer import TransformerLayer
 from .utils import deinterleave_glu_tensor, interleave_glu_tensor
 
 # The quantizers and containers of every format, and is_<kind>_available of every kind of format.
 globals().update(tensor.EXPORTS | quantization.availability())
+
+# The original has a module for this one function.
+sys.modules[f"{__name__}.torch_version"] = torch_version = jit
 
 if TYPE_CHECKING:
     from . import conversion as conversion
@@ -82,7 +94,7 @@ if TYPE_CHECKING:
 
 # Imported on first use. cpp_extensions is built on transformer_engine_torch, which imports this package.
 # Checkpoint conversion and integrations take a tenth of the import time, and most programs do not use them.
-_LAZY_SUBMODULES = ("conversion", "cpp_extensions", "ep", "integrations")
+_LAZY_SUBMODULES = ("conversion", "cpp_extensions", "distributed_weight", "ep", "integrations", "triton")
 _LAZY_NAMES = {"convert_hf": "integrations.huggingface", "revert_hf": "integrations.huggingface"}
 
 
@@ -107,7 +119,7 @@ __getattr__ = absent.getter(
 )
 # Without __all__, `from transformer_engine.pytorch import *` would omit the lazy names. Names of Python's own libraries
 # are imported above and do not belong to the package.
-_FROM_PYTHON = ("Any", "TYPE_CHECKING", "annotations", "functools", "importlib")
+_FROM_PYTHON = ("Any", "TYPE_CHECKING", "annotations", "functools", "importlib", "sys")
 __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     name for name in __dir__() if not name.startswith("_") and name not in _FROM_PYTHON
 ]

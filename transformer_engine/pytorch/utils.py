@@ -2,42 +2,79 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..common.checks import whole
+from ..common.checks import described, whole
+from .constants import dist_group_type
 from .functions.split_heads import SplitAlongDim
 from .graph import make_weak_ref
+from .module.grouped_parameters import single_parameters
 from .module.parameters import default_init_method
+from .numerics_debug import all_close, compare_tensors, print_rank_0
+from .quantization.support import availability
+from .runtime.checks import group_or_none, tensor_dtype
 from .runtime.checks import tensor as tensor_of
 from .runtime.device import canonical_device, get_cudnn_version, get_device_compute_capability
+from .runtime.profiler_ranges import get_nvtx_range_context, nvtx_range_pop, nvtx_range_push
+from .tensor.hybrid_tensor import HybridQuantizer
+from .tensor.identity_tensor import IdentityQuantizer
+from .tensor.quantized_tensor import QuantizedTensorStorage
+from .tensor.quantizer import Quantizer
+from .tensor.storage.hybrid_tensor_storage import HybridQuantizedTensorStorage
+from .tensor.storage.identity_tensor_storage import IdentityTensorStorage
 
 __all__ = [
     "SplitAlongDim",
+    "all_close",
     "assert_dim_for_fp8_exec",
+    "assert_viewless_tensor",
     "attention_mask_func",
+    "canonicalize_device",
+    "canonicalize_dtype",
+    "canonicalize_process_group",
     "cast_if_needed",
+    "ceil_div",
     "check_dim_for_fp8_exec",
+    "clear_tensor_data",
+    "combine_tensors",
+    "compare_tensors",
     "deinterleave_glu_tensor",
+    "devices_match",
     "divide",
+    "ensure_divisibility",
+    "get_cached_ones_tensor",
     "get_cudnn_version",
     "get_default_init_method",
     "get_device_compute_capability",
+    "get_nvtx_range_context",
+    "get_sm_count",
     "gpu_autocast_ctx",
+    "init_method_constant",
     "init_method_normal",
     "interleave_glu_tensor",
+    "is_bf16_available",
+    "is_bf16_compatible",
     "is_non_tn_fp8_gemm_supported",
     "make_weak_ref",
+    "needs_quantized_gemm",
     "nvtx_range_pop",
     "nvtx_range_push",
+    "print_rank_0",
+    "requires_grad",
+    "resolve_grouped_linear_single_param_flags",
     "round_up_to_nearest_multiple",
+    "safely_set_viewless_tensor_data",
     "scaled_init_method_normal",
     "split_tensor_along_dim",
     "torch_get_autocast_gpu_dtype",
+    "validate_ctx_manager",
+    "validate_rng_states_func",
 ]
 
 _ROWS, _DEPTH = 8, 16  # multiples of these are the sizes of FP8 products of tensors with one scale
@@ -165,13 +202,198 @@ def torch_get_autocast_gpu_dtype() -> torch.dtype:
     return torch.get_autocast_dtype(canonical_device("cuda").type)
 
 
-def nvtx_range_push(msg: str) -> None:
-    """Begin a profiler range; does nothing without CUDA."""
-    if torch.cuda.is_available():
-        torch.cuda.nvtx.range_push(msg)
+def requires_grad(*tensors: Tensor | None) -> bool:
+    """Return whether any of the tensors requires a gradient; None does not."""
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def nvtx_range_pop(msg: str | None = None) -> None:
-    """End the innermost profiler range; `msg` only documents the call site."""
-    if torch.cuda.is_available():
-        torch.cuda.nvtx.range_pop()
+def clear_tensor_data(*tensors: Tensor | QuantizedTensorStorage | None) -> None:
+    """Free the memory of tensors that are not read again; tensors with the attribute `_do_not_clear` are kept.
+
+    Args:
+        tensors: Plain tensors, whose `data` becomes empty, or quantized ones, whose codes and scales are dropped.
+    """
+    for tensor in tensors:
+        if tensor is None or getattr(tensor, "_do_not_clear", False):
+            continue
+        if isinstance(tensor, QuantizedTensorStorage):
+            parts = [getattr(tensor, name) for name in tensor.TENSORS]
+            if not any(getattr(part, "_do_not_clear", False) for part in parts):
+                tensor.clear()
+        else:
+            tensor.data = tensor.new_empty(0)
+
+
+@functools.lru_cache(maxsize=64)
+def get_cached_ones_tensor(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of ones [num_elements], the same object for the same arguments; do not write to it."""
+    return torch.ones(num_elements, dtype=dtype, device=device)
+
+
+def get_sm_count() -> int:
+    """Return the number of multiprocessors of the current GPU; 0 without a GPU."""
+    if not torch.cuda.is_available():
+        return 0
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+is_bf16_available = availability()["is_bf16_available"]
+
+
+def is_bf16_compatible() -> bool:
+    """Return whether the device computes in bfloat16, as `is_bf16_available` does."""
+    return bool(is_bf16_available())
+
+
+def init_method_constant(value: float) -> Callable[[Tensor], Tensor]:
+    """Return a function that fills a tensor with a constant."""
+    return lambda tensor: torch.nn.init.constant_(tensor, value)
+
+
+def ensure_divisibility(numerator: int, denominator: int) -> None:
+    """Raise ValueError unless the denominator divides the numerator."""
+    divide(numerator, denominator)
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    """Return numerator / denominator, rounded up."""
+    return -(-numerator // denominator)
+
+
+def combine_tensors(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Return views that are equally spaced in one memory as one view, stacked along a new dimension, without a copy.
+
+    Args:
+        tensors: Views of one shape and layout, such as query, key and value of a packed projection.
+        dim: Position of the new dimension in the result.
+
+    Raises:
+        ValueError: The tensors do not have one shape, layout and memory, or their distances differ.
+    """
+    first = tensors[0]
+    offsets = [tensor.storage_offset() for tensor in tensors]
+    step = offsets[1] - offsets[0] if len(offsets) > 1 else 0
+    memory = first.untyped_storage().data_ptr()
+    for index, tensor in enumerate(tensors):
+        same = (tensor.shape, tensor.stride(), tensor.dtype) == (first.shape, first.stride(), first.dtype)
+        if (
+            not same
+            or tensor.untyped_storage().data_ptr() != memory
+            or offsets[index] != offsets[0] + index * step
+        ):
+            raise ValueError(f"tensor {index} is not an equally spaced view of one memory; use torch.stack")
+    axis = dim + first.dim() + 1 if dim < 0 else dim
+    shape, stride = list(first.shape), list(first.stride())
+    shape.insert(axis, len(tensors))
+    stride.insert(axis, step)
+    return first.as_strided(shape, stride, offsets[0])
+
+
+def validate_ctx_manager(ctx: Any) -> None:
+    """Raise ValueError unless a value is a context manager."""
+    if not (hasattr(ctx, "__enter__") and hasattr(ctx, "__exit__")):
+        raise ValueError(
+            f"{described(ctx)} is not a context manager; give an object with __enter__ and __exit__"
+        )
+
+
+def validate_rng_states_func(get_rng_tracker: Callable[[], Any]) -> None:
+    """Check a function that returns a tracker of random states.
+
+    Raises:
+        TypeError: The value is not callable.
+        RuntimeError: The tracker lacks `get_states`, `set_states` or `fork`.
+        ValueError: `fork` does not return a context manager.
+    """
+    if not callable(get_rng_tracker):
+        raise TypeError(f"get_rng_tracker={described(get_rng_tracker)} is not callable; give a function")
+    tracker = get_rng_tracker()
+    for method in ("get_states", "set_states", "fork"):
+        if not callable(getattr(tracker, method, None)):
+            raise RuntimeError(
+                f"{type(tracker).__name__} has no method {method}; use te.CudaRNGStatesTracker"
+            )
+    validate_ctx_manager(tracker.fork())
+
+
+def assert_viewless_tensor(tensor: Any, extra_msg: str | None = None) -> Any:
+    """Return tensors unchanged; raise RuntimeError for a view, whose memory deallocation would not free.
+
+    Args:
+        tensor: A tensor or a list of tensors; other values are not checked.
+        extra_msg: Text for the message.
+    """
+    for value in tensor if isinstance(tensor, list) else [tensor]:
+        if isinstance(value, Tensor) and value._base is not None:
+            raise RuntimeError(
+                f"a tensor {list(value.shape)} is a view of another tensor{'; ' + extra_msg if extra_msg else ''}; "
+                "clone() it"
+            )
+    return tensor
+
+
+def safely_set_viewless_tensor_data(tensor: Tensor, new_data: Tensor) -> None:
+    """Set `tensor.data`; raise RuntimeError if the tensor is a view, and do not change it then."""
+    assert_viewless_tensor(tensor, "its data cannot be replaced")
+    tensor.data = new_data
+
+
+def canonicalize_device(device: torch.device | str | None) -> torch.device:
+    """Return a device with its index; None means torch's default device if that is a GPU, else the current GPU.
+
+    Without a GPU, "cuda" and None mean the CPU.
+    """
+    default = torch.get_default_device()
+    return canonical_device((default if default.type == "cuda" else "cuda") if device is None else device)
+
+
+def canonicalize_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """Return a dtype; None means the default dtype."""
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    tensor_dtype("dtype", dtype)
+    return dtype
+
+
+def devices_match(device1: torch.device, device2: torch.device) -> bool:
+    """Return whether two devices are the same; a CUDA device without an index is the current one."""
+    return canonical_device(device1) == canonical_device(device2)
+
+
+def canonicalize_process_group(group: dist_group_type | None) -> dist_group_type:
+    """Return a process group; None means the group of all ranks."""
+    group_or_none("group", group)
+    if group is not None:
+        return group
+    world = torch.distributed.group.WORLD
+    if world is None:
+        raise RuntimeError("torch.distributed is not initialized; call init_process_group, or give a group")
+    return world
+
+
+def needs_quantized_gemm(obj: Any, rowwise: bool = True) -> bool:
+    """Return whether a product reads narrow codes of an operand, or of what a quantizer makes.
+
+    Args:
+        obj: Tensor, quantized tensor, quantizer, or None.
+        rowwise: The product reads the row direction; False for the column direction. Matters for hybrid formats.
+    """
+    if isinstance(obj, HybridQuantizer):
+        obj = obj.rowwise_quantizer if rowwise else obj.columnwise_quantizer
+    elif isinstance(obj, HybridQuantizedTensorStorage):
+        obj = obj.rowwise_sub_storage if rowwise else obj.columnwise_sub_storage
+    if isinstance(obj, (IdentityQuantizer, IdentityTensorStorage)):
+        return False
+    return isinstance(obj, (Quantizer, QuantizedTensorStorage))
+
+
+def resolve_grouped_linear_single_param_flags(
+    single_grouped_weight: bool, single_grouped_bias: bool
+) -> tuple[bool, bool]:
+    """Return whether a `GroupedLinear` has one weight and one bias for all groups, as requested.
+
+    Without NVTE_GROUPED_LINEAR_SINGLE_PARAM=1 both are False, and a request warns.
+    """
+    found = single_parameters(
+        single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias
+    )
+    return found["single_grouped_weight"], found["single_grouped_bias"]

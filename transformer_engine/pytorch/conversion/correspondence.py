@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from .decoder import Decoder
 from .decoder_config import DecoderConfig
@@ -42,7 +41,8 @@ class Correspondence:
     @staticmethod
     def of(family: CheckpointFamily, config: DecoderConfig) -> Correspondence:
         """Match each tensor of the model with the row of the family's table."""
-        shapes = shapes_of(Decoder(config, device="meta"))
+        content = Decoder(config, device="meta").state_dict()
+        shapes = {name: tuple(v.shape) for name, v in content.items() if not name.endswith(EXTRA_STATE)}
         matches = []
         for row in family.rows:
             for number in range(config.layers) if "{i}" in row.ours else (0,):
@@ -72,15 +72,6 @@ class Correspondence:
         return names
 
 
-def shapes_of(model: Decoder) -> Shapes:
-    """Return {name: shape} of a model's tensors, without its quantization states."""
-    return {
-        name: tuple(tensor.shape)
-        for name, tensor in model.state_dict().items()
-        if not name.endswith(EXTRA_STATE)
-    }
-
-
 def check_tensors(found: Mapping[str, Described], expected: Shapes, source: str) -> None:
     """Raise ValueError for missing or unexpected tensors, and for a shape or dtype that differs."""
     missing, over = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
@@ -104,8 +95,3 @@ def check_tensors(found: Mapping[str, Described], expected: Shapes, source: str)
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
-
-
-def same_values(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are equal in shape, dtype and values."""
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)

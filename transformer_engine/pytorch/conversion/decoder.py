@@ -103,7 +103,20 @@ class Decoder(nn.Module):
 
         temperature 0 takes the most likely token; cached=False recomputes the whole sequence for every token.
         """
-        self._check_sampling(prompt, count, temperature)
+        if not isinstance(prompt, Tensor) or prompt.dim() != 2 or prompt.shape[1] == 0:
+            raise ValueError(
+                f"prompt={described(prompt)} is not a tensor [batch, tokens]; give at least one token"
+            )
+        whole("count", count)
+        number("temperature", temperature)
+        if temperature < 0:
+            raise ValueError(f"temperature={temperature} is below 0; 0 takes the most likely token")
+        total = prompt.shape[1] + count
+        if total > self.config.positions:
+            raise ValueError(
+                f"{prompt.shape[1]} + {count} tokens exceed the model's {self.config.positions} positions; "
+                "ask for fewer"
+            )
         training = self.training
         self.eval()
         try:
@@ -126,22 +139,6 @@ class Decoder(nn.Module):
             return tokens
         finally:
             self.train(training)
-
-    def _check_sampling(self, prompt: Tensor, count: int, temperature: float) -> None:
-        if not isinstance(prompt, Tensor) or prompt.dim() != 2 or prompt.shape[1] == 0:
-            raise ValueError(
-                f"prompt={described(prompt)} is not a tensor [batch, tokens]; give at least one token"
-            )
-        whole("count", count)
-        number("temperature", temperature)
-        if temperature < 0:
-            raise ValueError(f"temperature={temperature} is below 0; 0 takes the most likely token")
-        total = prompt.shape[1] + count
-        if total > self.config.positions:
-            raise ValueError(
-                f"{prompt.shape[1]} + {count} tokens exceed the model's {self.config.positions} positions; "
-                "ask for fewer"
-            )
 
     def _cache(self, prompt: Tensor, count: int) -> InferenceParams:
         weight = self.norm.weight

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...common.checks import described, whole
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
-from .correspondence import EXTRA_STATE, Correspondence, check_tensors, same_values
+from .correspondence import EXTRA_STATE, Correspondence, check_tensors
 from .decoder import Decoder
 from .decoder_config import DecoderConfig
 from .families import family_named
@@ -58,7 +58,19 @@ class Checkpoint:
         if not ours and not (folder / THEIRS).is_file():
             raise ValueError(f"{folder} holds neither {THEIRS} nor {OURS}; give the folder of a checkpoint")
         if ours:
-            settings, config = _our_settings(folder / OURS)
+            path = folder / OURS
+            content = read_json(path)
+            settings, decoder = content.get("config"), content.get("decoder")
+            known = content.get("format") == FORMAT
+            if not (known and isinstance(settings, dict) and isinstance(decoder, dict)):
+                raise ValueError(
+                    f"{path} is not of format {FORMAT}, with config and decoder; convert the checkpoint again"
+                )
+            config = family_named(settings.get("model_type")).settings(Settings(settings, str(path)))
+            if DecoderConfig.read(decoder, str(path)) != config:
+                raise ValueError(
+                    f"{path}: its decoder is not the one of its config; convert the checkpoint again"
+                )
         else:
             settings = read_json(folder / THEIRS)
             family = family_named(settings.get("model_type"))
@@ -70,7 +82,17 @@ class Checkpoint:
         else:
             names = correspondence.their_names(shards.files)
         if not ours and config.tied:
-            _check_tied(names, shards, correspondence)
+            # Remove a stored head that equals the embedding's weight.
+            head = correspondence.family.head
+            (embedding,) = next(m.theirs for m in correspondence.matches if m.ours == "embedding.weight")
+            if head in names and embedding in names:
+                stored, embedded = shards.read(names[head]), shards.read(names[embedding])
+                if stored.dtype != embedded.dtype or not torch.equal(stored, embedded):
+                    raise ValueError(
+                        f"{shards.folder}: config.json ties {head} to {embedding}, but their values differ; set "
+                        "tie_word_embeddings to false if the head is meant to be its own"
+                    )
+                del names[head]
         expected = correspondence.ours if ours else correspondence.theirs
         found = {name: shards.described(file) for name, file in names.items()}
         check_tensors(found, expected, str(folder))
@@ -212,33 +234,6 @@ def convert(
             if path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja") and not written:
                 shutil.copyfile(path, made / path.name)
     return checkpoint
-
-
-def _our_settings(path: Path) -> tuple[dict[str, Any], DecoderConfig]:
-    content = read_json(path)
-    theirs, decoder = content.get("config"), content.get("decoder")
-    if content.get("format") != FORMAT or not isinstance(theirs, dict) or not isinstance(decoder, dict):
-        raise ValueError(
-            f"{path} is not of format {FORMAT}, with config and decoder; convert the checkpoint again"
-        )
-    config = family_named(theirs.get("model_type")).settings(Settings(theirs, str(path)))
-    if DecoderConfig.read(decoder, str(path)) != config:
-        raise ValueError(f"{path}: its decoder is not the one of its config; convert the checkpoint again")
-    return theirs, config
-
-
-def _check_tied(names: dict[str, str], shards: Shards, correspondence: Correspondence) -> None:
-    """Remove a stored head that equals the embedding's weight; ValueError if its values differ."""
-    head = correspondence.family.head
-    (embedding,) = next(m.theirs for m in correspondence.matches if m.ours == "embedding.weight")
-    if head not in names or embedding not in names:
-        return
-    if not same_values(shards.read(names[head]), shards.read(names[embedding])):
-        raise ValueError(
-            f"{shards.folder}: config.json ties {head} to {embedding}, but their values differ; set "
-            "tie_word_embeddings to false if the head is meant to be its own"
-        )
-    del names[head]
 
 
 def _check_dtype(dtype: torch.dtype | None) -> None:

@@ -164,7 +164,15 @@ class Shards(NamedTuple):
             raise ValueError(
                 f"{folder} holds no model.safetensors and no index of such files; give the folder of a checkpoint"
             )
-        places = _weight_map(index)
+        content = read_json(index)
+        places = content.get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
+            raise ValueError(f"{index} has no weight_map of names; download it again")
+        for place in places.values():
+            if Path(place).name != place or not (index.parent / place).is_file():
+                raise ValueError(
+                    f"{index} names {place!r}, which is not a file in the same folder; download it"
+                )
         files = {name: SafetensorsFile.open(folder / name) for name in sorted(set(places.values()))}
         held = {name: file for file in files.values() for name in file.tensors}
         for name, place in places.items():
@@ -180,17 +188,6 @@ class Shards(NamedTuple):
         if sum(len(file.tensors) for file in files.values()) != len(held):
             raise ValueError(f"a tensor is in two files of {index}; download them again")
         return Shards(folder, held)
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    content = read_json(index)
-    places = content.get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
-        raise ValueError(f"{index} has no weight_map of names; download it again")
-    for place in places.values():
-        if Path(place).name != place or not (index.parent / place).is_file():
-            raise ValueError(f"{index} names {place!r}, which is not a file in the same folder; download it")
-    return places
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ...common.checks import described
@@ -10,11 +11,12 @@ from ...common.numbers import to_bool
 from .decoder_config import DecoderConfig, RotaryConfig
 
 
+@dataclass(eq=False)
 class Settings:
     """The content of a config.json; `source` is its name in error messages."""
 
-    def __init__(self, content: Mapping[str, Any], source: str):
-        self.content, self.source = content, source
+    content: Mapping[str, Any]
+    source: str
 
     def integer(self, name: str, default: int | None = None) -> int:
         """Return a whole number; a missing or null setting has the default."""

@@ -34,7 +34,13 @@ from .rng import (
     is_graph_safe_rng_state,
     set_all_rng_states,
 )
-from .symmetric_memory import get_symmetric_memory_tensor, symmetric_all_reduce
+from .symmetric_memory import (
+    get_symmetric_memory_tensor,
+    is_symm_backed,
+    release_symm_mem_pool,
+    symm_mem_alloc,
+    symmetric_all_reduce,
+)
 from .tensor_parallel import (
     TensorParallel,
     initialize_affine_weight_gpu,
@@ -61,12 +67,15 @@ __all__ = [
     "initialize_affine_weight_gpu",
     "is_fp8_activation_recompute_enabled",
     "is_graph_safe_rng_state",
+    "is_symm_backed",
     "prepare_te_modules_for_fsdp",
     "rank",
     "reduce_scatter_along_first_dim",
+    "release_symm_mem_pool",
     "set_all_rng_states",
     "set_tensor_model_parallel_attributes",
     "split_tensor_into_1d_equal_chunks",
+    "symm_mem_alloc",
     "symmetric_all_reduce",
     "world_size",
 ]

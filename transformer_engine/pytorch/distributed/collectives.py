@@ -7,6 +7,7 @@ Codes of fp8 dtypes travel as uint8 views, which every process-group backend can
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,14 +48,14 @@ def rank(group: dist_group_type | None = None) -> int:
 get_distributed_world_size, get_distributed_rank = world_size, rank  # names of the original
 
 
+@dataclass(eq=False)
 class AllOf:
     """The handle of several collectives, which `wait` all; only NCCL completes those of a group in order."""
 
-    def __init__(self, works: Sequence[NamedWork]) -> None:
-        self._works = works
+    works: Sequence[NamedWork]
 
     def wait(self) -> None:
-        for work in self._works:
+        for work in self.works:
             work.wait()
 
 

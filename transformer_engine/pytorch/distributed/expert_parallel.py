@@ -137,7 +137,20 @@ def route(
     """
     size, rank = placement.size, placement.rank
     choices, tokens = gathered[:, :-1].reshape(size, -1, top_k).long(), gathered[:, -1].long()
-    rows, ends = _rows_of_choices(choices, placement, alignment, capacity)
+    # The row of each choice on its expert's rank, and the end of each expert's rows.
+    experts = placement.num_experts
+    expert = torch.where((choices >= 0) & (choices < experts), choices, experts).reshape(-1)
+    ordered, order = expert.sort(stable=True)
+    bounds = torch.searchsorted(ordered, torch.arange(experts + 1, device=expert.device))
+    counts = bounds.diff()
+    padded = (counts + (alignment - 1)).div(alignment, rounding_mode="floor") * alignment
+    ends = padded.view(size, -1).cumsum(1)
+    shift = torch.cat(((ends.view(-1) - padded) - bounds[:-1], bounds.new_zeros(1)))
+    row = torch.arange(ordered.shape[0], device=expert.device) + shift[ordered]
+    kept = ordered < experts
+    if capacity is not None:
+        kept = kept & (row < capacity)
+    rows = torch.empty_like(row).scatter_(0, order, torch.where(kept, row, _NONE)).view(choices.shape)
     owner = torch.where(rows >= 0, choices.div(placement.local_experts, rounding_mode="floor"), size)
     ranks = torch.arange(size, device=gathered.device)
     sends = (owner[rank, :local_tokens, :, None] == ranks).any(1)  # [T, size]
@@ -174,36 +187,6 @@ def route(
         local_ends.diff(prepend=local_ends.new_zeros(1)),
         total,
     )
-
-
-def _rows_of_choices(
-    choices: Tensor, placement: ExpertPlacement, alignment: int, capacity: int | None
-) -> tuple[Tensor, Tensor]:
-    """Return the row of each choice on its expert's rank, and the end of each expert's rows.
-
-    Args:
-        choices: int64 [size, tokens, k]; an index outside [0, num_experts) has no row.
-        placement: Placement of the experts.
-        alignment: The rows of each expert are padded to a multiple of this number.
-        capacity: Rows from this number on are dropped; None: no row is dropped.
-
-    Returns:
-        `(rows int64 [size, tokens, k], ends int64 [size, local experts])`; a row is -1 without an expert or if dropped.
-    """
-    experts = placement.num_experts
-    expert = torch.where((choices >= 0) & (choices < experts), choices, experts).reshape(-1)
-    ordered, order = expert.sort(stable=True)
-    bounds = torch.searchsorted(ordered, torch.arange(experts + 1, device=expert.device))
-    counts = bounds.diff()
-    padded = (counts + (alignment - 1)).div(alignment, rounding_mode="floor") * alignment
-    ends = padded.view(placement.size, -1).cumsum(1)
-    shift = torch.cat(((ends.view(-1) - padded) - bounds[:-1], bounds.new_zeros(1)))
-    row = torch.arange(ordered.shape[0], device=expert.device) + shift[ordered]
-    kept = ordered < experts
-    if capacity is not None:
-        kept = kept & (row < capacity)
-    rows = torch.empty_like(row).scatter_(0, order, torch.where(kept, row, _NONE))
-    return rows.view(choices.shape), ends
 
 
 def _starts(counts: Sequence[int], device: torch.device) -> Tensor:

@@ -14,6 +14,7 @@ import hashlib
 import re
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -37,13 +38,13 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _OUTSIDE = -1  # id of the graph task outside of a backward pass
 
 
+@dataclass(eq=False)
 class _GroupChecks:
     """Checks of one group: how many there were, and the thread's optimizer steps at the first one."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.finished = False
-        self.first_update = _updates.count
+    first_update: int
+    count: int = 0
+    finished: bool = False
 
 
 class _Updates(threading.local):
@@ -144,7 +145,7 @@ def _record(group: Any) -> _GroupChecks:
     if record is None:
         with _lock:
             _count_updates()
-        record = _checks[group] = _GroupChecks()
+        record = _checks[group] = _GroupChecks(_updates.count)
     return record
 
 
@@ -193,14 +194,12 @@ class NamedFailures:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError) and not torch.compiler.is_compiling():
-            raise type(error)(self._message(error)) from error
-
-    def _message(self, error: RuntimeError) -> str:
-        ranks, own = dist.get_process_group_ranks(self._group), dist.get_rank()
-        return (
-            f"{self._operation} of {self._dtype} {list(self._shape)} over ranks {ranks} failed on rank {own}: "
-            f"{missing_ranks(ranks, own)}. {error}"
-        )
+            ranks, own = dist.get_process_group_ranks(self._group), dist.get_rank()
+            message = (
+                f"{self._operation} of {self._dtype} {list(self._shape)} over ranks {ranks} failed on rank {own}: "
+                f"{missing_ranks(ranks, own)}. {error}"
+            )
+            raise type(error)(message) from error
 
 
 class NamedWork:

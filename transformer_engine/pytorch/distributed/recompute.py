@@ -146,14 +146,26 @@ def checkpoint(
     )
     if not needs_ours and not has_te_modules(function):
         return torch_checkpoint(function, *map(_of_torchs, args), use_reentrant=True)
-    return _reentrant(
-        function,
-        args,
-        kwargs,
-        _Shard(tp_group) if distribute else None,
-        get_rng_state_tracker,
-        context_fn(),
-    )
+    shard = _Shard(tp_group) if distribute else None
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    region = _Region(function, leaves, structure, shard, get_rng_state_tracker, context_fn())
+    tensors = [leaves[i] for i in region.positions]
+    if shard is not None and tensors:
+        ranks, elements = world_size(shard.group), tensors[0].numel()
+        if elements % ranks:
+            raise ValueError(
+                f"distribute_saved_activations: {ranks} ranks cannot equally share the {elements} "
+                "elements of the first tensor argument; pad it or turn the option off"
+            )
+    anchor = None
+    if not any(tensor.requires_grad for tensor in tensors):
+        # Without an input that requires a gradient no backward pass would run, although parameters may need it.
+        is_module = isinstance(function, torch.nn.Module)
+        if not is_module or any(p.requires_grad for p in function.parameters()):
+            anchor = torch.empty(0, requires_grad=True, device="cpu")
+    outputs = _Checkpoint.apply(region, anchor, *tensors)
+    assert region.output_structure is not None
+    return pytree.tree_unflatten(list(outputs), region.output_structure)  # pyright: ignore[reportArgumentType]
 
 
 def _both_runs(
@@ -250,35 +262,6 @@ class _Region:
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         outputs, self.output_structure = pytree.tree_flatten(self.function(*args, **kwargs))
         return outputs
-
-
-def _reentrant(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    shard: _Shard | None,
-    get_tracker: Callable[[], CudaRNGStatesTracker] | None,
-    contexts: tuple[AbstractContextManager, AbstractContextManager],
-) -> Any:
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    region = _Region(function, leaves, structure, shard, get_tracker, contexts)
-    tensors = [leaves[i] for i in region.positions]
-    if shard is not None and tensors:
-        ranks, elements = world_size(shard.group), tensors[0].numel()
-        if elements % ranks:
-            raise ValueError(
-                f"distribute_saved_activations: {ranks} ranks cannot equally share the {elements} "
-                "elements of the first tensor argument; pad it or turn the option off"
-            )
-    anchor = None
-    if not any(tensor.requires_grad for tensor in tensors):
-        # Without an input that requires a gradient no backward pass would run, although parameters may need it.
-        is_module = isinstance(function, torch.nn.Module)
-        if not is_module or any(p.requires_grad for p in function.parameters()):
-            anchor = torch.empty(0, requires_grad=True, device="cpu")
-    outputs = _Checkpoint.apply(region, anchor, *tensors)
-    assert region.output_structure is not None
-    return pytree.tree_unflatten(list(outputs), region.output_structure)  # pyright: ignore[reportArgumentType]
 
 
 def _of_torchs(argument: Any) -> Any:

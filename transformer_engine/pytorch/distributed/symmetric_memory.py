@@ -8,15 +8,19 @@ Buffers are those of `torch.distributed._symmetric_memory`. NVLink multicast is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...common.checks import one_of
+from ...common.checks import one_of, switch
 from ...common.dispatch import Backend, Table
 from ..constants import dist_group_type
+from ..runtime.checks import extents, group_or_none, tensor, values_dtype
+from ..runtime.device import canonical_device
 from ..runtime.warn_once import warn_once
 from .collectives import allreduce, world_size
 from .faults import NamedWork
@@ -27,18 +31,8 @@ _ALGORITHMS = {"one_shot": "one_shot", "two_shot": "two_shot", "multimem_all_red
 SYMMETRIC_ALL_REDUCES = (None, "nccl", *_ALGORITHMS)
 
 
-class Peers(Protocol):
-    """The buffers of all ranks: the methods of `torch._C._distributed_c10d._SymmetricMemory` that are used here."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0) -> Tensor: ...
-
-    def barrier(self, channel: int = 0) -> None: ...
+# The buffers of all ranks: a `torch._C._distributed_c10d._SymmetricMemory`.
+Peers = Any
 
 
 class _SharedBuffer(NamedTuple):
@@ -202,3 +196,51 @@ def _sum_of(peers: Peers, dtype: torch.dtype, start: int, count: int) -> Tensor:
     for rank in range(1, peers.world_size):
         total += peers.get_buffer(rank, (count,), dtype, start)
     return total
+
+
+# Storages of symm_mem_alloc by address.
+_symmetric: dict[int, StorageWeakRef] = {}
+
+
+def symm_mem_alloc(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    ep_group: dist_group_type | None,
+    device: torch.device | str | None = None,
+    use_pool: bool = False,
+    backend: str = "NCCL",
+) -> Tensor:
+    """Allocate a buffer for `ep_dispatch` or `ep_combine`.
+
+    The buffer is ordinary memory, because torch.distributed sends from and receives into any memory.
+
+    Args:
+        shape: Shape of the buffer.
+        dtype: Dtype of the buffer.
+        ep_group: Has no effect.
+        device: Device; None for the current GPU, or the CPU without a GPU.
+        use_pool: Has no effect; torch's caching allocator reuses memory.
+        backend: Has no effect.
+
+    Returns:
+        Uninitialized tensor for which `is_symm_backed` is True.
+    """
+    group_or_none("ep_group", ep_group)
+    switch("use_pool", use_pool)
+    values_dtype("dtype", dtype)
+    made = torch.empty(extents("shape", shape), dtype=dtype, device=canonical_device(device, "device"))
+    for address in [address for address, storage in _symmetric.items() if storage.expired()]:
+        del _symmetric[address]
+    _symmetric[made.untyped_storage().data_ptr()] = StorageWeakRef(made.untyped_storage())
+    return made
+
+
+def is_symm_backed(t: Tensor) -> bool:
+    """Return whether a tensor is a buffer of `symm_mem_alloc`, or a view of one."""
+    tensor("t", t)
+    known = _symmetric.get(t.untyped_storage().data_ptr())
+    return known is not None and not known.expired()
+
+
+def release_symm_mem_pool() -> None:
+    """Do nothing: the memory of `symm_mem_alloc` is freed with its tensors."""

@@ -13,18 +13,14 @@ Under `torch.compile` the functions run eagerly between compiled parts; `fullgra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...common import absent
-from ...common.checks import switch, whole_or_none
-from ..constants import dist_group_type
+from ...common.checks import whole_or_none
+from ..distributed.symmetric_memory import is_symm_backed, release_symm_mem_pool, symm_mem_alloc
 from ..functions.expert_exchange import combine, dispatch, through_buffers
-from ..runtime.checks import extents, floating, group_or_none, same_device, tensor, values_dtype
-from ..runtime.device import canonical_device
+from ..runtime.checks import floating, same_device, tensor
 from ..runtime.tracing import in_eager_mode
 from ..tensor import QuantizedTensor
 from .buffer import EpBuffer, check_buffer, ep_prepare, exchange_routing
@@ -195,51 +191,3 @@ def ep_combine(
     rows = buffer.max_tokens_per_rank if num_local_tokens is None else num_local_tokens
     missing = rows - sums.shape[0]
     return torch.nn.functional.pad(sums, (0, 0, 0, missing)) if missing > 0 else sums[:rows]
-
-
-# Storages of symm_mem_alloc by address.
-_symmetric: dict[int, StorageWeakRef] = {}
-
-
-def symm_mem_alloc(
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    ep_group: dist_group_type | None,
-    device: torch.device | str | None = None,
-    use_pool: bool = False,
-    backend: str = "NCCL",
-) -> Tensor:
-    """Allocate a buffer for `ep_dispatch` or `ep_combine`.
-
-    The buffer is ordinary memory, because torch.distributed sends from and receives into any memory.
-
-    Args:
-        shape: Shape of the buffer.
-        dtype: Dtype of the buffer.
-        ep_group: Has no effect.
-        device: Device; None for the current GPU, or the CPU without a GPU.
-        use_pool: Has no effect; torch's caching allocator reuses memory.
-        backend: Has no effect.
-
-    Returns:
-        Uninitialized tensor for which `is_symm_backed` is True.
-    """
-    group_or_none("ep_group", ep_group)
-    switch("use_pool", use_pool)
-    values_dtype("dtype", dtype)
-    made = torch.empty(extents("shape", shape), dtype=dtype, device=canonical_device(device, "device"))
-    for address in [address for address, storage in _symmetric.items() if storage.expired()]:
-        del _symmetric[address]
-    _symmetric[made.untyped_storage().data_ptr()] = StorageWeakRef(made.untyped_storage())
-    return made
-
-
-def is_symm_backed(t: Tensor) -> bool:
-    """Return whether a tensor is a buffer of `symm_mem_alloc`, or a view of one."""
-    tensor("t", t)
-    known = _symmetric.get(t.untyped_storage().data_ptr())
-    return known is not None and not known.expired()
-
-
-def release_symm_mem_pool() -> None:
-    """Do nothing: the memory of `symm_mem_alloc` is freed with its tensors."""

@@ -178,7 +178,17 @@ def exchange_routing(buffer: EpBuffer, topk_idx: Tensor, check: Callable[[], Non
         )
     sizes = (buffer.max_tokens_per_rank, buffer.top_k, buffer.placement, device)
     try:
-        _check_choices(buffer, topk_idx)
+        integers("topk_idx", topk_idx)
+        if topk_idx.dim() < 2 or topk_idx.shape[-1] != buffer.top_k:
+            raise ValueError(
+                f"topk_idx is {list(topk_idx.shape)}; pass the experts of each token, [T, {buffer.top_k}]"
+            )
+        tokens = topk_idx.numel() // buffer.top_k
+        if tokens > buffer.max_tokens_per_rank:
+            raise ValueError(
+                f"topk_idx has {tokens} tokens; max_tokens_per_rank={buffer.max_tokens_per_rank} of the EpBuffer is "
+                "the limit, increase it on all ranks"
+            )
         check()
     except (TypeError, ValueError, NotImplementedError):
         gather_choices(None, *sizes)  # the other ranks wait for this rank's choices
@@ -191,17 +201,3 @@ def exchange_routing(buffer: EpBuffer, topk_idx: Tensor, check: Callable[[], Non
     )  # fmt: skip
     buffer._store(routing)
     return routing
-
-
-def _check_choices(buffer: EpBuffer, topk_idx: Tensor) -> None:
-    integers("topk_idx", topk_idx)
-    if topk_idx.dim() < 2 or topk_idx.shape[-1] != buffer.top_k:
-        raise ValueError(
-            f"topk_idx is {list(topk_idx.shape)}; pass the experts of each token, [T, {buffer.top_k}]"
-        )
-    tokens = topk_idx.numel() // buffer.top_k
-    if tokens > buffer.max_tokens_per_rank:
-        raise ValueError(
-            f"topk_idx has {tokens} tokens; max_tokens_per_rank={buffer.max_tokens_per_rank} of the EpBuffer is the "
-            "limit, increase it on all ranks"
-        )

@@ -112,7 +112,17 @@ def ep_bootstrap(
         "recv_capacity_per_rank": recv_capacity_per_rank or 0,
         "drop_on_overflow": int(drop_on_overflow),
     }
-    _check_equal(numbers, ep_group)
+    if collectives.world_size(ep_group) != 1:
+        on_gpu = "nccl" in dist.get_backend_config(ep_group)  # pyright: ignore[reportArgumentType]
+        own = torch.tensor(
+            [list(numbers.values())], device=canonical_device("cuda" if on_gpu else "cpu", "device")
+        )
+        every_rank = collectives.gather_along_first_dim(own, ep_group)[0].t().tolist()
+        for name, values in zip(numbers, every_rank, strict=True):
+            if len(set(values)) > 1:
+                raise ValueError(
+                    f"{name} is {values} on the ranks of ep_group, in their order; pass the same on all ranks"
+                )
     if num_experts % size:
         raise ValueError(
             f"num_experts={num_experts} is not a multiple of the {size} ranks of ep_group; pass a multiple"
@@ -128,22 +138,6 @@ def ep_bootstrap(
             )
     placement = ExpertPlacement(ep_group, size, rank, num_experts)
     _settings[_scope()] = EpSettings(placement, recv_capacity_per_rank, bool(drop_on_overflow))
-
-
-def _check_equal(numbers: dict[str, int], group: dist_group_type | None) -> None:
-    """Raise ValueError on every rank if an argument differs over the ranks."""
-    if collectives.world_size(group) == 1:
-        return
-    on_gpu = "nccl" in dist.get_backend_config(group)  # pyright: ignore[reportArgumentType]
-    own = torch.tensor(
-        [list(numbers.values())], device=canonical_device("cuda" if on_gpu else "cpu", "device")
-    )
-    every_rank = collectives.gather_along_first_dim(own, group)[0].t().tolist()
-    for name, values in zip(numbers, every_rank, strict=True):
-        if len(set(values)) > 1:
-            raise ValueError(
-                f"{name} is {values} on the ranks of ep_group, in their order; pass the same on all ranks"
-            )
 
 
 def ep_finalize() -> None:

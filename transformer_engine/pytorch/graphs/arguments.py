@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,12 +12,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...common.checks import described, function_or_none
-from ...common.numbers import to_bool, to_int
+from ...common.numbers import to_bool, to_float, to_int
 from ..quantization import check_recipe_support, get_default_recipe
 from ..quantization.autocast import AutocastState
 from ..runtime.checks import group_or_none
 from ..runtime.warn_once import warn_once
-from .order import ModelChunks, ScheduledStep, chunks_of, entries_of, ordered_steps, plain_steps
+from .order import ModelChunks, ScheduledStep, chunks_of, ordered_steps, plain_steps
 from .signature import CONSTANTS, ArgumentLeaves
 
 # The events that hooks may observe during warm-up and capture.
@@ -225,7 +226,17 @@ def schedule_of(
                 "_num_layers_per_chunk has no effect without _order; give an order, or leave it out",
             )
         return tuple(plain_steps(callables)), None, tuple(range(callables))
-    order = entries_of(order)
+    # Convert an order to a list of ints, and floats for weight gradients.
+    listed = order.tolist() if hasattr(order, "tolist") else order
+    if isinstance(listed, (str, bytes)) or not isinstance(listed, Sequence):
+        raise TypeError(
+            f"_order={described(order)} is not a sequence; give a list of numbers, see graphs/order.py"
+        )
+    found = [to_float(f"_order[{place}]", entry) for place, entry in enumerate(listed)]
+    for place, entry in enumerate(found):
+        if not math.isfinite(entry):
+            raise ValueError(f"_order[{place}]={entry} is not finite; give the number of a model chunk")
+    order = [int(entry) if entry.is_integer() else entry for entry in found]
     chunks = chunks_of(order, callables, layers_per_chunk)
     number = callables * chunks.microbatches
     return tuple(ordered_steps(order, chunks)), chunks, tuple(chunks.layer(i) for i in range(number))

@@ -11,6 +11,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -69,18 +70,13 @@ TABLE: Table[Situation] = Table(
 )
 
 
+@dataclass(eq=False)
 class _Entry:
     """The state of one signature: the number of calls, the graph, or why its capture failed."""
 
-    def __init__(self) -> None:
-        self.calls = 0
-        self.graph: RecordedBlock | None = None
-        self.failure: str | None = None
-
-    @property
-    def only_counts(self) -> bool:
-        """Return whether nothing but a number of calls is lost with this entry."""
-        return self.graph is None and self.failure is None
+    calls: int = 0
+    graph: RecordedBlock | None = None
+    failure: str | None = None
 
 
 class AutomaticGraph:
@@ -156,11 +152,13 @@ class AutomaticGraph:
         """
         entry = self._entries.get(signature)
         if entry is None:
-            counting = [key for key, known in self._entries.items() if known.only_counts]
+            counting = [
+                key for key, known in self._entries.items() if known.graph is None and known.failure is None
+            ]
             if len(counting) >= EAGER_SIGNATURES:
                 del self._entries[counting[0]]
             entry = self._entries[signature] = _Entry()
-        elif entry.only_counts:
+        elif entry.graph is None and entry.failure is None:
             self._entries.pop(signature, None)
             self._entries[signature] = entry  # at the end: used last
         return entry

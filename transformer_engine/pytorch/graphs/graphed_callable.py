@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,11 +102,11 @@ def _as_captured(
     return tensor.to(device, dtype)
 
 
+@dataclass(eq=False)
 class EagerBlock:
     """Runs the callable eagerly, under the autocast that a graph of it would be captured with."""
 
-    def __init__(self, block: StaticBlock):
-        self.block = block
+    block: StaticBlock
 
     def run(self, tensors: Sequence[Tensor], first: bool | None, stream: Any, event: Any) -> Any:
         block = self.block
@@ -146,19 +146,6 @@ class Keywords:
         named = {parameter.name: parameter.default for parameter in parameters if parameter.kind in _NAMED}
         return Keywords(named, takes_any)
 
-    def check_without_effect(self, kwargs: Mapping[str, Any], captured: Collection[str]) -> None:
-        """Raise TypeError for a keyword that was not captured and would change the result of the callable."""
-        for name, value in kwargs.items():
-            if name in captured or not (name in self.defaults or self.takes_any):
-                continue
-            default = self.defaults.get(name)  # in **kwargs: None, as callers pass options that are not set
-            constant = isinstance(value, CONSTANTS) and type(value) is type(default)
-            if value is not default and not (constant and value == default):
-                raise TypeError(
-                    f"keyword {name}={described(value)} was not captured, and a replay of the graph would ignore it; "
-                    f"capture the callable with it (sample_kwargs), or leave {name} at its default"
-                )
-
 
 class GraphedCallable:
     """The call (args, kwargs, is_first_microbatch=, cuda_graph_stream=, cuda_graph_event=) -> outputs of a graph.
@@ -191,7 +178,19 @@ class GraphedCallable:
             return self.original(*args, **kwargs, **first)
         tensors = self.arguments.tensors(args, kwargs)
         if len(kwargs) > len(self.arguments.names):
-            self.keywords.check_without_effect(kwargs, self.arguments.names)
+            for name, value in kwargs.items():
+                if name in self.arguments.names or not (
+                    name in self.keywords.defaults or self.keywords.takes_any
+                ):
+                    continue
+                # In **kwargs: None, as callers pass options that are not set.
+                default = self.keywords.defaults.get(name)
+                constant = isinstance(value, CONSTANTS) and type(value) is type(default)
+                if value is not default and not (constant and value == default):
+                    raise TypeError(
+                        f"keyword {name}={described(value)} was not captured, and a replay of the graph would ignore "
+                        f"it; capture the callable with it (sample_kwargs), or leave {name} at its default"
+                    )
         first = None
         if self.caches:
             if not isinstance(is_first_microbatch, bool):

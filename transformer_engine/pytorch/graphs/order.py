@@ -12,10 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
-from ...common.checks import described
-from ...common.numbers import to_float, to_int
+from ...common.numbers import to_int
 
 
 class StepKind(Enum):
@@ -55,25 +53,6 @@ class ModelChunks:
             callable -= layers * self.microbatches
             first += layers
         raise IndexError(callable)
-
-
-def entries_of(order: Any) -> list[float]:
-    """Convert an order to a list of ints, and floats for weight gradients.
-
-    Raises:
-        TypeError: The order is not a sequence of numbers.
-        ValueError: An entry is not finite.
-    """
-    listed = order.tolist() if hasattr(order, "tolist") else order
-    if isinstance(listed, (str, bytes)) or not isinstance(listed, Sequence):
-        raise TypeError(
-            f"_order={described(order)} is not a sequence; give a list of numbers, see graphs/order.py"
-        )
-    found = [to_float(f"_order[{place}]", entry) for place, entry in enumerate(listed)]
-    for place, entry in enumerate(found):
-        if not math.isfinite(entry):
-            raise ValueError(f"_order[{place}]={entry} is not finite; give the number of a model chunk")
-    return [int(entry) if entry.is_integer() else entry for entry in found]
 
 
 def plain_steps(callables: int) -> list[ScheduledStep]:

@@ -66,32 +66,17 @@ class RecordedBlock:
         """Return the outputs of the callable for input tensors of the recorded shapes."""
         if self.forward is None:
             raise RuntimeError("this graph has been reset; capture the callable again")
-        self._register_scales()
+        # Register the block's delayed-scaling states for updates, also after a reset of the global state.
+        if self._states is not delayed_scaling.pools():
+            for layer in self._quantized:
+                if isinstance(layer, RecipeSlots):
+                    layer.register_for_updates()
+                else:
+                    FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(layer.fp8_meta)
+            self._states = delayed_scaling.pools()
         outputs = _GraphReplay.apply(self, first, stream, event, *tensors, *self.block.parameters)
         assert self.block.outputs is not None
         return self.block.outputs.of_tensors(outputs)  # pyright: ignore[reportArgumentType]
-
-    def _register_scales(self) -> None:
-        """Register the block's delayed-scaling states for updates, also after a reset of the global state."""
-        if self._states is delayed_scaling.pools():
-            return
-        for layer in self._quantized:
-            if isinstance(layer, RecipeSlots):
-                layer.register_for_updates()
-            else:
-                FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(layer.fp8_meta)
-        self._states = delayed_scaling.pools()
-
-    def replay_forward(self, tensors: Sequence[Tensor], stream: Any, event: Any) -> list[Tensor | None]:
-        assert self.forward is not None
-        for static, given in zip(self.block.inputs, tensors, strict=True):
-            if static.data_ptr() != given.data_ptr():
-                static.copy_(given)  # in a node's forward, where gradients are off
-        self.forward.replay(stream, event)
-        self.number += 1
-        if self.clones_outputs:
-            return [None if result is None else result.clone() for result in self.forward.results]
-        return [None if result is None else result.detach() for result in self.forward.results]
 
     def ticket(self) -> _Ticket:
         """Return the ticket of the last forward pass, which its autograd node holds."""
@@ -176,7 +161,16 @@ class _GraphReplay(torch.autograd.Function):
     ) -> Any:
         count = len(graph.block.inputs)
         graph._leaf_inputs = [tensor.requires_grad and tensor.is_leaf for tensor in surface[:count]]
-        outputs = graph.replay_forward(surface[:count], stream, event)
+        assert graph.forward is not None
+        for static, given in zip(graph.block.inputs, surface[:count], strict=True):
+            if static.data_ptr() != given.data_ptr():
+                static.copy_(given)  # in a node's forward, where gradients are off
+        graph.forward.replay(stream, event)
+        graph.number += 1
+        if graph.clones_outputs:
+            outputs = [None if result is None else result.clone() for result in graph.forward.results]
+        else:
+            outputs = [None if result is None else result.detach() for result in graph.forward.results]
         graph.first = first
         ctx.ticket = graph.ticket()
         ctx.graph, ctx.number, ctx.stream, ctx.event = graph, graph.number, stream, event

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -65,12 +65,12 @@ def explain(
     return replace(explanation, passes=watcher.reports())
 
 
+@dataclass(eq=False)
 class _PassWatcher:
     """Collects the steps of passes while they run."""
 
-    def __init__(self) -> None:
-        self._asked: list[str] = []
-        self._passes: list[tuple[Pass, list[PassStepReport]]] = []
+    _asked: list[str] = field(default_factory=list)
+    _passes: list[tuple[Pass, list[PassStepReport]]] = field(default_factory=list)
 
     def ask(self, operation: str, request: Any) -> None:
         """Note the backend that an operation chooses during the step that runs."""

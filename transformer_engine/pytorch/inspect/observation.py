@@ -7,6 +7,7 @@ step waits for the device before its end.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -88,7 +89,15 @@ class Observation:
             with self.log.open("a", encoding="utf-8") as file:
                 file.write(report.as_json())
         if self.board is not None:
-            views.write_scalars(self.board, report)
+            writer = self.board
+            for tensor in report.tensors:
+                writer.add_scalar(f"maximum/{tensor.name}", tensor.maximum, report.step)
+                if tensor.format is not None:
+                    writer.add_scalar(f"underflow/{tensor.name}", tensor.underflow, report.step)
+                    writer.add_scalar(f"saturation/{tensor.name}", tensor.saturation, report.step)
+                if tensor.sqnr is not None and math.isfinite(tensor.sqnr):
+                    writer.add_scalar(f"sqnr/{tensor.name}", tensor.sqnr, report.step)
+            writer.add_scalar("nonfinite", sum(tensor.nonfinite for tensor in report.tensors), report.step)
         return report
 
     @contextmanager
@@ -233,21 +242,18 @@ def observe(
         if isinstance(module, ProductsModule) and module.numerics.observer is not None:
             raise ValueError(f"{name or 'the model'} is observed already; close that observation first")
     if log is not None:
-        _check_log(Path(log))
+        path = Path(log)
+        if path.is_dir():
+            raise IsADirectoryError(
+                f"log={str(path)!r} is a directory; give the path of a file, such as "
+                f"{str(path / 'observation.jsonl')!r}"
+            )
+        if not path.parent.is_dir():
+            raise FileNotFoundError(
+                f"log={str(path)!r}: the directory {str(path.parent)!r} does not exist; create it first"
+            )
+        path.open("a", encoding="utf-8").close()
     return Observation(model, every, None if log is None else Path(log), views.board(tensorboard))
-
-
-def _check_log(log: Path) -> None:
-    """Raise OSError now rather than at the end of a step if lines cannot be appended to the file."""
-    if log.is_dir():
-        raise IsADirectoryError(
-            f"log={str(log)!r} is a directory; give the path of a file, such as {str(log / 'observation.jsonl')!r}"
-        )
-    if not log.parent.is_dir():
-        raise FileNotFoundError(
-            f"log={str(log)!r}: the directory {str(log.parent)!r} does not exist; create it first"
-        )
-    log.open("a", encoding="utf-8").close()
 
 
 def _plain_of(value: object) -> Tensor | None:

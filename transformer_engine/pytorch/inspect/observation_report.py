@@ -185,17 +185,5 @@ def board(folder: str | Path | None) -> Any:
     return SummaryWriter(str(folder))
 
 
-def write_scalars(writer: Any, report: StepReport) -> None:
-    """Write the numbers of a report as scalars named after their tensors."""
-    for tensor in report.tensors:
-        writer.add_scalar(f"maximum/{tensor.name}", tensor.maximum, report.step)
-        if tensor.format is not None:
-            writer.add_scalar(f"underflow/{tensor.name}", tensor.underflow, report.step)
-            writer.add_scalar(f"saturation/{tensor.name}", tensor.saturation, report.step)
-        if tensor.sqnr is not None and math.isfinite(tensor.sqnr):
-            writer.add_scalar(f"sqnr/{tensor.name}", tensor.sqnr, report.step)
-    writer.add_scalar("nonfinite", sum(tensor.nonfinite for tensor in report.tensors), report.step)
-
-
 def _kind(tensor: TensorReport) -> str:
     return tensor.tensor.rpartition(".")[2]

@@ -44,13 +44,13 @@ class TakenRows(NamedTuple):
         return tuple(_report(*key, slot, values[slot.place[0]][slot.place[1]]) for key, slot in self.slots)
 
 
+@dataclass(eq=False)
 class ObservedRows:
     """{(module, tensor): row}, in the order in which a step first saw them."""
 
-    def __init__(self) -> None:
-        self._slots: dict[tuple[str, str], _TensorRow] = {}
-        self._order: dict[tuple[str, str], None] = {}
-        self._devices: dict[torch.device, _DeviceRows] = {}
+    _slots: dict[tuple[str, str], _TensorRow] = field(default_factory=dict)
+    _order: dict[tuple[str, str], None] = field(default_factory=dict)
+    _devices: dict[torch.device, _DeviceRows] = field(default_factory=dict)
 
     def take_in(self, module: str, tensor: str, x: Tensor, operand: Operand | None) -> None:
         """Add the statistics of x [M, K] and of its codes to those of the tensor in this step."""

@@ -104,26 +104,23 @@ def _norm(table: Table[NormRequest], request: NormRequest) -> Callable[..., Any]
         return results
 
     def gradients(dy: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        partial_sums = _partial_sums(request, dy)
+        # Allocate the workspace in which a GPU's kernels sum columns, as in their program.
+        if request.device.type != "cuda" or launch.missing() is not None or not request.shape[0]:
+            partial_sums = None
+        else:
+            sums = {
+                name: output
+                for step in norm.backward_program(request).steps
+                for name, output in zip(step.outputs, step.launch.outputs, strict=True)
+            }
+            workspace = sums["workspace"]
+            assert workspace is not None and workspace.shape is not None
+            partial_sums = dy.new_empty(workspace.shape, dtype=torch.float32)
         made = results(dy, *rest)
         del partial_sums  # allocated until the results are
         return made
 
     return gradients
-
-
-def _partial_sums(request: NormRequest, dy: Tensor) -> Tensor | None:
-    """Allocate the workspace in which a GPU's kernels sum columns, as in their program."""
-    if request.device.type != "cuda" or launch.missing() is not None or not request.shape[0]:
-        return None
-    made = {
-        name: output
-        for step in norm.backward_program(request).steps
-        for name, output in zip(step.outputs, step.launch.outputs, strict=True)
-    }
-    workspace = made["workspace"]
-    assert workspace is not None and workspace.shape is not None
-    return dy.new_empty(workspace.shape, dtype=torch.float32)
 
 
 def _cast(x: Tensor, width: int, cast: CastRequest, fuses: bool = True) -> Quantized:

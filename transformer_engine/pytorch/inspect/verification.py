@@ -51,7 +51,7 @@ from .verified_runs import (
     record_run,
     unwrapped,
 )
-from .verified_shards import RankPlace, parts_of_output, place_of, shard_parts, sharded_dim
+from .verified_shards import RankPlace, place_of, shard_parts, sharded_dim
 
 NOISE_RUNS = 2
 LOSS = "loss"
@@ -127,11 +127,22 @@ def verify(
     switch("sequence_parallel", sequence_parallel)
     place = place_of(mesh, sequence_parallel, sequence_dim, batch_dim)
     parallel, exact, single = model_fn(mesh), model_fn(None), model_fn(None)
-    _check_unquantized(exact)
+    quantized = [name for name, p in unwrapped(exact).named_parameters() if isinstance(p, QuantizedTensor)]
+    if quantized:
+        raise ValueError(
+            f"model_fn(None) returns the quantized parameter {quantized[0]}, which float32 cannot replace; use "
+            "quantized_model_init for the parallel model only"
+        )
     exact = exact.float()
     differences = copy_parameters(parallel, (exact, single), place, weights == "gathered")
     whole = in_float32(batch)
-    _check_repeatable(exact, whole)
+    with torch.no_grad():
+        first, second = (first_tensor(called(exact, whole)) for _ in range(2))
+    if not torch.equal(first, second):
+        raise ValueError(
+            "two runs of the model of one device differ, so nothing can be compared; set every dropout to 0, or call "
+            "model.eval() in model_fn"
+        )
     reference = _finished(exact, record_run(exact, whole, loss_fn))
     stateful = recipe is not None and family_of(recipe).stateful
     steps = 2 if stateful else 1
@@ -202,7 +213,10 @@ class _Comparison:
         features = runs[0].shape[-1] if runs[0].dim() else 1
         parts = (features,)
         if key.kind != "grad_input":
-            parts = parts_of_output(self._modules[key.module], features)
+            module = self._modules[key.module]
+            names = getattr(module, "weight_names", ())
+            rows = tuple([getattr(module, name).shape[0] for name in names]) if len(names) > 1 else ()
+            parts = rows if sum(rows) == features else (features,)
         shards = [self._place.shard_activation(run, actual.shape, parts) for run in runs]
         if any(shard is None for shard in shards):
             return None
@@ -231,17 +245,16 @@ class _Comparison:
             loss = torch.tensor(losses, dtype=torch.float64, device="cpu").mean()
         exact, *noisy = [torch.tensor([run.loss], device="cpu") for run in (self._reference, *self._noisy)]
         found = difference(loss.reshape(1), exact, noisy)
-        bound = self._change_of_loss() / max(abs(self._reference.loss), torch.finfo(torch.float32).tiny)
-        return Difference(found.error, max(found.allowance, 2 * bound), note=found.note)
-
-    def _change_of_loss(self) -> float:
-        """Return |dL/dy| |y' - y|, the largest first-order change of the loss by the noise of the model's output."""
+        # |dL/dy| |y' - y|, the largest first-order change of the loss by the noise of the model's output.
         output, gradient = RecordKey("", 0, "output"), RecordKey("", 0, "grad_output")
         if output not in self._reference.forward or gradient not in self._reference.backward:
-            return 0.0
-        exact = self._reference.forward[output]
-        changes = [float((run.forward[output] - exact).norm()) for run in self._noisy]
-        return float(self._reference.backward[gradient].norm()) * max(changes)
+            change = 0.0
+        else:
+            outputs = self._reference.forward[output]
+            changes = [float((run.forward[output] - outputs).norm()) for run in self._noisy]
+            change = float(self._reference.backward[gradient].norm()) * max(changes)
+        bound = change / max(abs(self._reference.loss), torch.finfo(torch.float32).tiny)
+        return Difference(found.error, max(found.allowance, 2 * bound), note=found.note)
 
 
 def difference(actual: Tensor, exact: Tensor, noisy: Sequence[Tensor]) -> Difference:
@@ -263,13 +276,9 @@ def difference(actual: Tensor, exact: Tensor, noisy: Sequence[Tensor]) -> Differ
     error = float((actual - exact).norm()) / norm
     if rms > _SIGNAL or not exact.any():
         return Difference(error, allowance)
-    gains = [_gain(run.double(), exact) for run in noisy]
+    gains = [float((run.double() * exact).sum() / exact.square().sum()) for run in noisy]
     gain_allowance = 2 * max(abs(gain - 1) for gain in gains) + max(1, 4 / math.sqrt(count)) * rms + 16 * _EPS
-    return Difference(error, allowance, _gain(actual, exact), gain_allowance)
-
-
-def _gain(x: Tensor, exact: Tensor) -> float:
-    return float((x * exact).sum() / exact.square().sum())
+    return Difference(error, allowance, float((actual * exact).sum() / exact.square().sum()), gain_allowance)
 
 
 def _reported(
@@ -316,23 +325,3 @@ def _finished(model: nn.Module, record: RunRecord) -> RunRecord:
 
 def _block(recipe: Recipe | None, group: Any) -> Callable[[], AbstractContextManager[Any]]:
     return lambda: autocast(enabled=recipe is not None, recipe=recipe, amax_reduction_group=group)
-
-
-def _check_unquantized(exact: nn.Module) -> None:
-    quantized = [name for name, p in unwrapped(exact).named_parameters() if isinstance(p, QuantizedTensor)]
-    if quantized:
-        raise ValueError(
-            f"model_fn(None) returns the quantized parameter {quantized[0]}, which float32 cannot replace; use "
-            "quantized_model_init for the parallel model only"
-        )
-
-
-def _check_repeatable(exact: nn.Module, batch: Batch) -> None:
-    """Raise ValueError if two forward passes on one device differ."""
-    with torch.no_grad():
-        first, second = (first_tensor(called(exact, batch)) for _ in range(2))
-    if not torch.equal(first, second):
-        raise ValueError(
-            "two runs of the model of one device differ, so nothing can be compared; set every dropout to 0, or call "
-            "model.eval() in model_fn"
-        )

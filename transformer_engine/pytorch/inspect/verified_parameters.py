@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..distributed.collectives import gather_along_first_dim, rank, world_size
-from ..module import LayerNorm, RMSNorm
+from ..module import LayerNorm, LayerNormMLP, RMSNorm
+from ..primitives.activation import ACTIVATIONS
 from ..tensor.quantized_tensor import QuantizedTensor
 from .verified_runs import original_name, unwrapped
-from .verified_shards import ROLES, RankPlace, gather_parts, parts_of_parameter, shard_parts, sharded_dim
+from .verified_shards import ROLES, RankPlace, gather_parts, shard_parts, sharded_dim
 
 # Relative difference of one value in two dtypes: half a step of the narrower one, and that of E4M3 for codes.
 _ROUNDING = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -47,7 +48,12 @@ class NamedParameter:
     @property
     def parts(self) -> tuple[int, ...]:
         """Sizes of its parts along dimension 0, each of which is sharded by itself."""
-        return parts_of_parameter(self.module, self.attribute, self.value.shape[0])
+        module = self.module
+        parameter = getattr(module, self.attribute)
+        count = getattr(parameter, "partition_stride", 1)
+        if count == 1 and isinstance(module, LayerNormMLP) and self.attribute.startswith("fc1_"):
+            count = 2 if ACTIVATIONS[module.activation].gated else 1
+        return (self.value.shape[0] // count,) * count
 
 
 def parameters_of(model: nn.Module) -> dict[str, NamedParameter]:
@@ -161,41 +167,31 @@ def average_gradients(model: nn.Module, place: RankPlace) -> None:
 
     averaged = world_size(model.process_group) if isinstance(model, DistributedDataParallel) else 1
     for parameter in parameters_of(model).values():
-        gradient = parameter.value.grad
+        gradient: Any = parameter.value.grad
         if gradient is None:
             continue
-        local = _local(gradient)
-        done = averaged if local is gradient else _ranks_of_shards(gradient)
-        for group in _groups_left(place, done):
+        local = gradient
+        done = averaged  # the number of data and context ranks over which the gradient has been averaged
+        if hasattr(gradient, "to_local"):
+            local, shards = gradient.to_local(), gradient.device_mesh
+            names = shards.mesh_dim_names or ("",) * shards.ndim
+            done = math.prod([shards.size(i) for i, name in enumerate(names) if name not in ROLES["tensor"]])
+        if done == place.copies:
+            groups = ()
+        elif done == 1:
+            groups = (*place.data_groups, *place.context_groups)
+        elif done == place.data[1]:
+            groups = place.context_groups
+        else:
+            raise ValueError(
+                f"the model's wrapper averages gradients over {done} ranks; a mesh of {place.data[1]} data-parallel "
+                f"and {place.context[1]} context-parallel ranks needs {place.data[1]} or {place.copies}; pass reduce_fn"
+            )
+        for group in groups:
             dist.all_reduce(local, group=group)
             local.div_(world_size(group))
         if place.tensor[1] > 1 and _sees_own_tokens(parameter):
             dist.all_reduce(local, group=place.tensor_group)
-
-
-def _local(gradient: Any) -> Tensor:
-    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
-
-
-def _ranks_of_shards(gradient: Any) -> int:
-    """Return the number of data and context ranks over which a sharded gradient has been averaged."""
-    mesh = gradient.device_mesh
-    names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    sizes = [mesh.size(dim) for dim, name in enumerate(names) if name not in ROLES["tensor"]]
-    return math.prod(sizes)
-
-
-def _groups_left(place: RankPlace, done: int) -> tuple[Any, ...]:
-    if done == place.copies:
-        return ()
-    if done == 1:
-        return (*place.data_groups, *place.context_groups)
-    if done == place.data[1]:
-        return place.context_groups
-    raise ValueError(
-        f"the model's wrapper averages gradients over {done} ranks; a mesh of {place.data[1]} data-parallel and "
-        f"{place.context[1]} context-parallel ranks needs {place.data[1]} or {place.copies}; pass reduce_fn"
-    )
 
 
 def _sees_own_tokens(parameter: NamedParameter) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -143,17 +144,14 @@ class _Recorder:
 
     def __enter__(self) -> None:
         for name, module in self._model.named_modules():
-            self._hooks.append(module.register_forward_hook(self._hook_of(original_name(name))))
+            self._hooks.append(module.register_forward_hook(partial(self._see, original_name(name))))
 
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
         self._labels.clear()
 
-    def _hook_of(self, name: str) -> Callable[[nn.Module, Any, Any], Any]:
-        return lambda module, arguments, output: self._see(name, arguments, output)
-
-    def _see(self, name: str, arguments: Any, output: Any) -> Any:
+    def _see(self, name: str, module: nn.Module, arguments: Any, output: Any) -> Any:
         recomputed = in_a_backward()
         call = self._calls.get(name, 0)
         if not recomputed:
@@ -163,20 +161,19 @@ class _Recorder:
             return None
         replaced = None
         if self._eps and not recomputed and result is output and not isinstance(result, QuantizedTensor):
-            result = replaced = self._disturbed(result)
+            if result.is_floating_point():
+                if self._generator is None:
+                    self._generator = torch.Generator(result.device).manual_seed(self._seed)
+                factor = torch.empty_like(result, dtype=torch.float32).uniform_(
+                    -1, 1, generator=self._generator
+                )
+                result = result * (1 + self._eps * factor).to(result.dtype)
+            replaced = result
         if not recomputed:
             self._record.forward[RecordKey(name, call, "output")] = _copy(result)
         self._watch(first_tensor(arguments), RecordKey(name, call, "grad_input"))
         self._watch(result, RecordKey(name, call, "grad_output"))
         return replaced
-
-    def _disturbed(self, output: Tensor) -> Tensor:
-        if not output.is_floating_point():
-            return output
-        if self._generator is None:
-            self._generator = torch.Generator(output.device).manual_seed(self._seed)
-        factor = torch.empty_like(output, dtype=torch.float32).uniform_(-1, 1, generator=self._generator)
-        return output * (1 + self._eps * factor).to(output.dtype)
 
     def _watch(self, tensor: Any, key: RecordKey) -> None:
         """Record the gradient of a tensor.

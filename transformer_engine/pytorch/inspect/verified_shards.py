@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..distributed.collectives import gather_along_first_dim, rank, world_size
 from ..functions.attention.context_parallel.schedule import chunks_of
-from ..module import LayerNormMLP
-from ..primitives.activation import ACTIVATIONS
 
 ROLES = {
     "data": ("dp", "ddp", "fsdp", "data", "dp_replicate", "dp_shard", "replicate", "shard"),
@@ -87,7 +85,14 @@ class RankPlace:
         """
         shape = tuple(shape)
         candidates = [whole]
-        sharded = self._divisible(whole)
+        if whole.dim() <= max(self.sequence_dim, self.batch_dim):
+            sharded = None
+        else:
+            chunks = 2 * self.context[1] if self.context[1] > 1 else 1
+            if whole.shape[self.batch_dim] % self.data[1] or whole.shape[self.sequence_dim] % chunks:
+                sharded = None
+            else:
+                sharded = self._activation(whole)
         if sharded is not None:
             candidates = [sharded]
             if self.tensor[1] > 1 and sharded.shape[self.sequence_dim] % self.tensor[1] == 0:
@@ -98,14 +103,6 @@ class RankPlace:
         if self.tensor[1] > 1 and base.dim() == 4:  # [tokens, batch, heads, head_dim]
             candidates.append(shard_parts(base, 2, self.tensor, (base.shape[2],)))
         return next((part for part in candidates if tuple(part.shape) == shape), None)
-
-    def _divisible(self, whole: Tensor) -> Tensor | None:
-        if whole.dim() <= max(self.sequence_dim, self.batch_dim):
-            return None
-        chunks = 2 * self.context[1] if self.context[1] > 1 else 1
-        if whole.shape[self.batch_dim] % self.data[1] or whole.shape[self.sequence_dim] % chunks:
-            return None
-        return self._activation(whole)
 
     def _activation(self, whole: Tensor) -> Tensor:
         part = _chunk(whole, self.batch_dim, self.data)
@@ -163,25 +160,6 @@ def place_of(mesh: Any, sequence_parallel: bool, sequence_dim: int, batch_dim: i
         sequence_dim,
         batch_dim,
     )
-
-
-def parts_of_parameter(module: nn.Module, name: str, rows: int) -> tuple[int, ...]:
-    """Return the sizes of a parameter's parts along dimension 0, each of which is sharded by itself.
-
-    A gated MLP has the gate and the linear half in one matrix, and each rank has a shard of both.
-    """
-    parameter = getattr(module, name)
-    count = getattr(parameter, "partition_stride", 1)
-    if count == 1 and isinstance(module, LayerNormMLP) and name.startswith("fc1_"):
-        count = 2 if ACTIVATIONS[module.activation].gated else 1
-    return (rows // count,) * count
-
-
-def parts_of_output(module: nn.Module, features: int) -> tuple[int, ...]:
-    """Return the sizes of the parts of a module's output that are sharded one by one: one for each weight."""
-    names = getattr(module, "weight_names", ())
-    rows = tuple([getattr(module, name).shape[0] for name in names]) if len(names) > 1 else ()
-    return rows if sum(rows) == features else (features,)
 
 
 def sharded_dim(whole: Sequence[int], local: Sequence[int], size: int) -> int | None:

@@ -33,7 +33,14 @@ from .numerics import Numerics, new_tracing_key, of_traced_call, traced_update
 from .parameters import InitMethod, ParameterInit, default_init_method, empty_like
 from .products import BACKWARD_SLOTS, FORWARD_SLOTS, ProductQuantizers
 from .repetition import may_be_repeated, repeatable
-from .userbuffers import UserBufferQuantizationMode, destroy_ub, get_ub, initialize_ub  # noqa: F401
+from .userbuffers import (  # noqa: F401
+    UserBufferQuantizationMode,
+    destroy_ub,
+    get_ub,
+    get_ub_is_fp8,
+    initialize_ub,
+    is_ub_initialized,
+)
 
 # The accumulation flags of the original for delayed scaling, under the names that its users read.
 _2X_ACC_FPROP = False

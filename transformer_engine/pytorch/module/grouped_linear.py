@@ -43,6 +43,9 @@ from .grouped_parameters import (
     single_parameters,
     uses_grouped_tensor,
 )
+from .grouped_parameters import (
+    is_module_grouped_tensor_path_supported as is_module_grouped_tensor_path_supported,
+)
 from .grouped_spec import build
 from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
 from .numerics import made_to_keep

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...common import env
 from ...common.numbers import to_bool
+from ...common.recipe import Recipe
 from ..distributed.tensor_parallel import set_tensor_model_parallel_attributes
 from ..tensor.grouped_tensor import GroupedTensor
 from ..tensor.initial_values import initial_values_of, keep_initial_values
@@ -49,6 +50,14 @@ def uses_grouped_tensor(value: Any) -> bool:
             )
         return bool(env.get(_FUSED))
     return to_bool("use_grouped_tensor", value)
+
+
+def is_module_grouped_tensor_path_supported(recipe: Recipe | None, dtype: torch.dtype) -> bool:
+    """Return whether the original's path for `GroupedTensor` operands is available; it never is here.
+
+    `GroupedLinear` computes the same results without it, also with `use_grouped_tensor=True`.
+    """
+    return False
 
 
 def check_device_splits(m_splits: Sequence[int] | Tensor, device: torch.device) -> None:

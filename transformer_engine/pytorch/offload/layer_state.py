@@ -145,7 +145,24 @@ class OffloadableLayerState:
     def start_offload(self) -> None:
         """Begin to copy every tensor to the host; they stay on the device until they are released."""
         self._demand(NOT_OFFLOADED)
-        group, host = self.fwd_gpu_tensor_group, self._host_buffers()
+        # One buffer per tensor, those of the last step if retained.
+        group = self.fwd_gpu_tensor_group
+        tensors, kept = group.tensor_list, self.cpu_tensor_group.tensor_list
+        if not self.retain_pinned_cpu_buffers or not kept:
+            spare, self._spare = self._spare, []
+            host = [
+                spare[number]
+                if number < len(spare) and _fits(spare[number], values)
+                else self.link.buffer(values)
+                for number, values in enumerate(tensors)
+            ]
+        elif len(kept) != len(tensors) or not all(map(_fits, kept, tensors)):
+            raise ValueError(
+                f"retain_pinned_cpu_buffers=True: a layer saved {_extents(kept)} and now saves {_extents(tensors)}; "
+                "keep shapes and types from step to step, or set it to False"
+            )
+        else:
+            host = kept
         events: list[Any] = [None] * len(host)
         for number in self._by_readiness():
             events[number] = self.link.to_host(group.tensor_list[number], host[number], group.events[number])
@@ -156,27 +173,6 @@ class OffloadableLayerState:
         """Return the numbers of the tensors in the order in which their values became available."""
         moments = self.fwd_gpu_tensor_group.events
         return sorted(range(len(moments)), key=moments.__getitem__)
-
-    def _host_buffers(self) -> list[Tensor]:
-        """Return one buffer per tensor, those of the last step if retained; raise ValueError if one does not match.
-
-        Copies from and to a buffer are in order on the link, so that a reuse needs no event.
-        """
-        tensors, kept = self.fwd_gpu_tensor_group.tensor_list, self.cpu_tensor_group.tensor_list
-        if not self.retain_pinned_cpu_buffers or not kept:
-            spare, self._spare = self._spare, []
-            return [
-                spare[number]
-                if number < len(spare) and _fits(spare[number], values)
-                else self.link.buffer(values)
-                for number, values in enumerate(tensors)
-            ]
-        if len(kept) != len(tensors) or not all(map(_fits, kept, tensors)):
-            raise ValueError(
-                f"retain_pinned_cpu_buffers=True: a layer saved {_extents(kept)} and now saves {_extents(tensors)}; "
-                "keep shapes and types from step to step, or set it to False"
-            )
-        return kept
 
     def release_activation_forward_gpu_memory(self) -> None:
         """Free the device's tensors, once they are copied."""

@@ -1,40 +1,24 @@
 """Copies between the memory of a GPU and of the host that overlap with the computation.
 
-A `Link` is the interface of offloading to the hardware. `CudaLink` copies on a separate stream; `NoLink`, for a machine
-without a GPU, accepts no tensor, so that nothing is copied. Tests use a link that records its calls.
+A `Link` is the interface of offloading to the hardware, with copies in the order of the calls. `CudaLink` copies on a
+separate stream; `NoLink`, for a machine without a GPU, accepts no tensor, so that nothing is copied. Tests use a link
+that records its calls.
+
+takes      whether a tensor is on the device
+mark       the present moment of the computation, for `to_host` to wait for; later moments are greater
+to_host    copy values into a host buffer after the moment `after`; returns the moment at which the copy is done
+to_device  (a new tensor with the values of a host buffer, the moment at which they are complete)
+wait       make the computation wait for a moment of the link
+buffer     a new host buffer for these values
 """
 
 from __future__ import annotations
 
 from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-
-class Link(Protocol):
-    """Copies in the order of the calls.
-
-    takes      whether a tensor is on the device
-    mark       the present moment of the computation, for `to_host` to wait for; later moments are greater
-    to_host    copy values into a host buffer after the moment `after`; returns the moment at which the copy is done
-    to_device  (a new tensor with the values of a host buffer, the moment at which they are complete)
-    wait       make the computation wait for a moment of the link
-    buffer     a new host buffer for these values
-    """
-
-    def takes(self, values: Tensor) -> bool: ...
-
-    def mark(self) -> Any: ...
-
-    def to_host(self, values: Tensor, buffer: Tensor, after: Any) -> Any: ...
-
-    def to_device(self, buffer: Tensor, device: torch.device) -> tuple[Tensor, Any]: ...
-
-    def wait(self, moment: Any) -> None: ...
-
-    def buffer(self, values: Tensor) -> Tensor: ...
 
 
 class Moment(NamedTuple):
@@ -100,3 +84,6 @@ class NoLink:
 
     def buffer(self, values: Tensor) -> Tensor:
         return torch.empty_like(values, device="cpu")
+
+
+Link = CudaLink | NoLink

@@ -17,12 +17,6 @@ class Channels:
     _extra_output_to_caller: list[bool]
     _captured_by_fuser: bool
 
-    def _begin_channels(self) -> None:
-        self._extra_input_channels = [None] * self.num_extra_inputs
-        self._extra_output_channels = [None] * self.num_extra_outputs
-        self._extra_output_to_caller = [True] * self.num_extra_outputs
-        self._captured_by_fuser = False
-
     def set_extra_input_channel(self, index: int, name: str | None) -> Any:
         """Read an extra input from the channel of an earlier operation instead of from the caller.
 

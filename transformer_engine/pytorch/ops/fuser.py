@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ...common import env
 from ...common.dispatch import undisturbed
-from ...common.recipe import DelayedScaling, Recipe
+from ...common.recipe import DelayedScaling, Recipe, revision_of
 from ..functions.scale_update import in_a_backward
+from ..quantization import delayed_scaling
 from ..quantization.autocast import AutocastState, current, here_in_eager_mode
 from ..runtime.device import autocast_dtype
 from ..tensor.quantized_tensor import QuantizedTensorStorage
@@ -28,7 +29,7 @@ from .links import Links
 from .operation import BasicOperation, FusibleOperation
 from .prepared_chain import Fusions, PreparedChain
 from .step_operation import contributes_backward, contributes_forward
-from .tracing import NOT_FOLLOWED, followed_by, following
+from .tracing import NOT_FOLLOWED, Followed, following
 
 _MOST_PREPARED = 64  # kinds of calls of a chain; calls of ever new shapes empty the table
 
@@ -133,7 +134,13 @@ class OperationFuser:
             state = thread.state
             recipe = state.recipe if state.enabled or state.calibrating else None
             if not self._followed.is_current(recipe, state.group, self._basic_ops):
-                self._followed = followed_by(self._basic_ops, state)
+                ops = self._basic_ops
+                following(ops, state)
+                stateful = any(op.has_scaling_state() for op in ops)
+                served = [op._served for op in ops]
+                self._followed = Followed(
+                    recipe, revision_of(recipe), state.group, served, stateful, delayed_scaling.pools()
+                )
             repeats = self._followed.stateful and (thread.recomputes or in_a_backward())
             if undisturbed() and not repeats:
                 key, given = self._key(state, input, extra_inputs)
@@ -257,22 +264,20 @@ class OperationFuser:
                 chain = PreparedChain(
                     members, counts, plan, environment, first, stateful, x.device, rules_apply()
                 )
-                chain.fusions, chain.checks = fusions, self._repeated_checks(first)
+                chain.fusions = fusions
+                # The checks before a forward pass that depend on more than the key of a prepared chain.
+                chain.checks = tuple(
+                    [
+                        partial(op.pre_fuser_forward, requires_grad=i >= first)
+                        for i, op in enumerate(self._basic_ops)
+                        if type(op).pre_fuser_forward is not FusibleOperation.pre_fuser_forward
+                        and getattr(op, "_accumulate_into_main_grad", True)
+                    ]
+                )
         if len(self._prepared) >= _MOST_PREPARED:
             self._prepared.clear()
         self._prepared[key] = chain
         return chain
-
-    def _repeated_checks(self, first: int) -> tuple[Callable[[], None], ...]:
-        """Return the checks before a forward pass that depend on more than the key of a prepared chain."""
-        return tuple(
-            [
-                partial(op.pre_fuser_forward, requires_grad=i >= first)
-                for i, op in enumerate(self._basic_ops)
-                if type(op).pre_fuser_forward is not FusibleOperation.pre_fuser_forward
-                and getattr(op, "_accumulate_into_main_grad", True)
-            ]
-        )
 
     def _first_requiring_backward(
         self, x: Tensor, parameters: list[list[Any]], extra_inputs: tuple[Tensor, ...]

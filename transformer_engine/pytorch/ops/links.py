@@ -37,7 +37,20 @@ class Links:
         self.public_inputs: list[Slot] = []
         self.public_outputs: list[Slot] = []
         self.sources: dict[Slot, Slot] = {}
-        producers = self._producers()
+        producers: dict[str, Slot] = {}
+        for op, operation in enumerate(ops):
+            for index in range(operation.num_extra_outputs):
+                name = operation._extra_output_channels[index]
+                if operation._extra_output_to_caller[index]:
+                    self.public_outputs.append(Slot(op, index))
+                if name is None:
+                    continue
+                if name in producers:
+                    raise ValueError(
+                        f"channel {name!r} has several producers, operations {producers[name].op} and {op}; give each "
+                        "channel a name of its own"
+                    )
+                producers[name] = Slot(op, index)
         for op, operation in enumerate(ops):
             for index in range(operation.num_extra_inputs):
                 name = operation._extra_input_channels[index]
@@ -55,23 +68,6 @@ class Links:
                         f"operation {op}; put the producer first"
                     )
                 self.sources[Slot(op, index)] = source
-
-    def _producers(self) -> dict[str, Slot]:
-        producers: dict[str, Slot] = {}
-        for op, operation in enumerate(self._ops):
-            for index in range(operation.num_extra_outputs):
-                name = operation._extra_output_channels[index]
-                if operation._extra_output_to_caller[index]:
-                    self.public_outputs.append(Slot(op, index))
-                if name is None:
-                    continue
-                if name in producers:
-                    raise ValueError(
-                        f"channel {name!r} has several producers, operations {producers[name].op} and {op}; give each "
-                        "channel a name of its own"
-                    )
-                producers[name] = Slot(op, index)
-        return producers
 
     def connects(self, before: Sequence[int], behind: Sequence[int]) -> bool:
         """Return whether one of some operations reads a channel of one of others."""

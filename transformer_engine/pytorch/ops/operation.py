@@ -173,6 +173,7 @@ class BasicOperation(Channels, RecipeSlots, FusibleOperation, metaclass=ABCMeta)
         num_extra_outputs: Number of extra output tensors.
     """
 
+    is_fused_op = False  # pyright: ignore[reportAssignmentType]
     # Attributes that the representation shows, by the name of the argument.
     _shown: ClassVar[dict[str, str]] = {}
 
@@ -182,7 +183,10 @@ class BasicOperation(Channels, RecipeSlots, FusibleOperation, metaclass=ABCMeta)
     def __init__(self) -> None:
         torch.nn.Module.__init__(self)
         self._begin_recipe_slots()
-        self._begin_channels()
+        self._extra_input_channels = [None] * self.num_extra_inputs
+        self._extra_output_channels = [None] * self.num_extra_outputs
+        self._extra_output_to_caller = [True] * self.num_extra_outputs
+        self._captured_by_fuser = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -196,10 +200,6 @@ class BasicOperation(Channels, RecipeSlots, FusibleOperation, metaclass=ABCMeta)
     def call_facts(self, extra_inputs: tuple[Tensor, ...]) -> Hashable:
         """Return the dependencies of a call's steps other than attributes and metadata of inputs and parameters."""
         return None
-
-    @property
-    def is_fused_op(self) -> bool:
-        return False
 
     def extra_repr(self) -> str:
         return ", ".join([f"{name}={getattr(self, attribute)}" for name, attribute in self._shown.items()])
@@ -305,6 +305,8 @@ class FusedOperation(FusibleOperation):
         ValueError: The list of basic operations is empty.
     """
 
+    is_fused_op = True  # pyright: ignore[reportAssignmentType]
+
     def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
         super().__init__()
         self.basic_ops = torch.nn.ModuleList(basic_ops)
@@ -312,10 +314,6 @@ class FusedOperation(FusibleOperation):
             raise ValueError(
                 f"{type(self).__name__} has no basic operations; give the operations that it replaces"
             )
-
-    @property
-    def is_fused_op(self) -> bool:
-        return True
 
     def basic_operations(self) -> list[BasicOperation]:
         return list(self.basic_ops._modules.values())  # pyright: ignore[reportReturnType]

@@ -9,7 +9,7 @@ tensor; objects that steps need at run time (quantizers, groups, parameters of a
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ class Value(NamedTuple):
     quantized: bool = False
 
 
+@dataclass(eq=False)
 class PassBuilder:
     """Collects the steps of one pass.
 
@@ -39,10 +40,9 @@ class PassBuilder:
         mark: Suffix of derived buffers, which tells those of a backward pass from saved ones.
     """
 
-    def __init__(self, mark: str = "") -> None:
-        self.mark = mark
-        self.steps: list[Step] = []
-        self._made: dict[tuple[str, str, Hashable], str] = {}
+    mark: str = ""
+    steps: list[Step] = field(default_factory=list, init=False)
+    _made: dict[tuple[str, str, Hashable], str] = field(default_factory=dict, init=False)
 
     def one(self, op: str, inputs: tuple[str | None, ...], result: str, settings: Hashable = None) -> str:
         """Append a step with one result and return the result's name."""

@@ -46,10 +46,6 @@ class Sequential(torch.nn.Module):
             raise IndexError(f"index {index} is out of range for a Sequential of {len(keys)} modules")
         return keys[index]
 
-    def _next_key(self) -> str:
-        numbers = [int(key) for key in self._modules if key.isdigit()]
-        return str(max(numbers, default=-1) + 1)
-
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return type(self)({key: self._modules[key] for key in list(self._modules)[index]})  # pyright: ignore
@@ -73,7 +69,9 @@ class Sequential(torch.nn.Module):
 
     def append(self, module: torch.nn.Module) -> Sequential:
         """Append a module and return the container."""
-        self.add_module(self._next_key(), self._module(module))
+        numbers = [int(key) for key in self._modules if key.isdigit()]
+        key = str(max(numbers, default=-1) + 1)
+        self.add_module(key, self._module(module))
         return self
 
     def extend(self, modules: Iterable[torch.nn.Module]) -> Sequential:
@@ -116,18 +114,6 @@ class Sequential(torch.nn.Module):
         """A copy groups its own modules."""
         return {**self.__dict__, "_module_groups": None}
 
-    def _make_module_groups(self) -> list[OperationFuser | torch.nn.Module]:
-        groups: list[OperationFuser | torch.nn.Module] = []
-        chain: list[FusibleOperation] = []
-        for module in self:
-            if isinstance(module, FusibleOperation):
-                chain.append(module)
-                continue
-            groups += [OperationFuser(chain)] if chain else []
-            groups.append(module)
-            chain = []
-        return groups + ([OperationFuser(chain)] if chain else [])
-
     def forward(
         self,
         input: Tensor,
@@ -150,7 +136,16 @@ class Sequential(torch.nn.Module):
         """
         groups = self._module_groups
         if groups is None:
-            groups = self._module_groups = self._make_module_groups()
+            groups = []
+            chain: list[FusibleOperation] = []
+            for module in (*self, None):
+                if isinstance(module, FusibleOperation):
+                    chain.append(module)
+                    continue
+                groups += [OperationFuser(chain)] if chain else []
+                groups += [] if module is None else [module]
+                chain = []
+            self._module_groups = groups
         if len(groups) == 1 and not op_kwargs and isinstance(groups[0], OperationFuser):
             return groups[0](input, *extra_inputs)
         options = self._options(op_kwargs)

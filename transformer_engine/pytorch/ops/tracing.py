@@ -65,15 +65,6 @@ class Followed(NamedTuple):
 NOT_FOLLOWED = Followed(object(), None, None, [], False, None)
 
 
-def followed_by(ops: Sequence[RecipeSlots], state: AutocastState) -> Followed:
-    """Let operations use the recipe of an autocast state; return the record of it."""
-    following(ops, state)
-    recipe = state.recipe if state.enabled or state.calibrating else None
-    stateful = any(op.has_scaling_state() for op in ops)
-    served = [op._served for op in ops]
-    return Followed(recipe, revision_of(recipe), state.group, served, stateful, delayed_scaling.pools())
-
-
 @constant_while_tracing
 def _follow_while_tracing(key: str, recipe: str | None, group: Any) -> bool:
     state = (

@@ -94,13 +94,6 @@ def one_number(name: str, value: Any) -> float | None:
     return found
 
 
-def not_below_zero(name: str, value: Any) -> None:
-    """Raise TypeError or ValueError unless the value is one number of at least 0; see `one_number`."""
-    found = one_number(name, value)
-    if found is not None and found < 0.0:
-        raise ValueError(f"{name}={found} is below 0; give a number of at least 0")
-
-
 def check_parameter(parameter: Tensor, grad: Tensor, master_weights: bool, capturable: bool) -> None:
     """Raise RuntimeError or ValueError for a parameter that cannot be stepped with this gradient."""
     if grad.is_sparse:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
 
@@ -30,39 +30,6 @@ from .checks import (
     pair_of,
 )
 from .multi_tensor_apply import Checked, local_of, multi_tensor_applier
-
-
-def rates_of(
-    group: dict[str, Any],
-    inverse: Tensor | None,
-    devices: Iterable[torch.device],
-    flag: Tensor,
-    capturable: bool,
-) -> dict[torch.device, Tensor]:
-    """Return the ten numbers of `adam_step` for a step of the group, on each device.
-
-    Args:
-        inverse: Multiplier of the gradients.
-    """
-    betas, eps, step = pair_of(group["betas"]), float(group["eps"]), group["step"]
-    rest = (to_bool("bias_correction", group["bias_correction"]), float(group["weight_decay"]))
-    if not capturable:
-        numbers = adam_rates(float(group["lr"]), betas, eps, step, *rest)
-        return {device: on_device(numbers, device) for device in devices}
-    lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=flag.device)
-    rates = device_rates(lr, betas, eps, step, *rest, inverse)
-    return {device: rates.to(device) for device in devices}
-
-
-def inverse_scale(grad_scaler: Any, optimizer: torch.optim.Optimizer, flag: Tensor) -> Tensor:
-    """Return float32 [1] = 1 / scale, or 1 if the gradients are unscaled; set the flag if a gradient is not finite."""
-    found = grad_scaler._check_inf_per_device(optimizer)
-    flag.copy_(torch.stack([value.to(flag.device).view(()) for value in found.values()]).sum() != 0)
-    scale = grad_scaler._get_scale_async().to(flag.device)
-    if grad_scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED:
-        return torch.ones_like(scale, dtype=torch.float32).view(1)
-    return scale.to(torch.float64).reciprocal().to(torch.float32).view(1)
-
 
 __all__ = ["FusedAdam"]
 
@@ -226,7 +193,14 @@ class FusedAdam(AdamStates):
         flag = self._dummy_overflow_buf
         inverse = None
         if grad_scaler is not None and self.capturable:
-            inverse = inverse_scale(grad_scaler, self, flag)
+            # float32 [1] = 1 / scale, or 1 if the gradients are unscaled; sets the flag if a gradient is not finite.
+            found = grad_scaler._check_inf_per_device(self)
+            flag.copy_(torch.stack([value.to(flag.device).view(()) for value in found.values()]).sum() != 0)
+            scale = grad_scaler._get_scale_async().to(flag.device)
+            if grad_scaler._per_optimizer_states[id(self)]["stage"] is OptState.UNSCALED:
+                inverse = torch.ones_like(scale, dtype=torch.float32).view(1)
+            else:
+                inverse = scale.to(torch.float64).reciprocal().to(torch.float32).view(1)
         known = self._known_states
         if len(self.state) != len(known) or not all(map(is_, self.state.values(), known)):
             # The caller has replaced the dictionaries of the states since the last step.
@@ -253,7 +227,17 @@ class FusedAdam(AdamStates):
             else:
                 group["step"] = int(group.get("step", 0)) + 1
             devices = {bucket.parameters[0].device for bucket in layout.buckets}
-            rates = rates_of(group, inverse, devices, flag, self.capturable)
+            # The ten numbers of `adam_step` for a step of the group, on each device.
+            betas, eps = pair_of(group["betas"]), float(group["eps"])
+            step: Any = group["step"]
+            rest = (to_bool("bias_correction", group["bias_correction"]), float(group["weight_decay"]))
+            if not self.capturable:
+                numbers = adam_rates(float(group["lr"]), betas, eps, step, *rest)
+                rates = {device: on_device(numbers, device) for device in devices}
+            else:
+                lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=flag.device)
+                values = device_rates(lr, betas, eps, step, *rest, inverse)
+                rates = {device: values.to(device) for device in devices}
             for bucket, of_bucket in zip(layout.buckets, of_group, strict=True):
                 self._step_bucket(bucket, of_bucket, rates)
         return loss

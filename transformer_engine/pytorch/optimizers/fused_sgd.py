@@ -13,7 +13,7 @@ from torch import Tensor
 from ...common.checks import described
 from ...common.numbers import to_bool, to_float
 from ..functions.multi_tensor import check_sgd_rates, multi_tensor_sgd, sgd_checked
-from .checks import GroupChecks, not_below_zero, one_number, reject_unsupported
+from .checks import GroupChecks, one_number, reject_unsupported
 from .multi_tensor_apply import like, local_of, multi_tensor_applier
 from .states import CopiedWhole
 
@@ -113,7 +113,18 @@ class FusedSGD(CopiedWhole):
         for group, into in zip(state_dict["param_groups"], self.param_groups, strict=False):
             check_numbers({**self.defaults, **group})
             for place, parameter in zip(group["params"], into["params"], strict=False):
-                _check_momentum(place, state_dict["state"].get(place, {}), local_of(parameter))
+                local = local_of(parameter)
+                momentum = state_dict["state"].get(place, {}).get("momentum_buffer")
+                if momentum is not None:
+                    if not isinstance(momentum, Tensor):
+                        raise TypeError(
+                            f"momentum_buffer of parameter {place} is {described(momentum)}; give a tensor"
+                        )
+                    if local_of(momentum).shape != local.shape:
+                        raise ValueError(
+                            f"momentum_buffer of parameter {place} is {list(local_of(momentum).shape)}, the parameter "
+                            f"{list(local.shape)}; load the state of these parameters, in their order"
+                        )
         super().load_state_dict(state_dict)
         for state in self.state.values():
             if "momentum_buffer" in state and state["momentum_buffer"] is None:  # torch's, of no momentum
@@ -205,7 +216,9 @@ class FusedSGD(CopiedWhole):
 def check_numbers(group: dict[str, Any]) -> None:
     """Raise TypeError, ValueError or RuntimeError for numbers that no step can be computed with."""
     for name in ("lr", "momentum", "weight_decay"):
-        not_below_zero(name, group.get(name))
+        found = one_number(name, group.get(name))
+        if found is not None and found < 0.0:
+            raise ValueError(f"{name}={found} is below 0; give a number of at least 0")
     one_number("dampening", group.get("dampening"))
     nesterov = to_bool("nesterov", group.get("nesterov"))
     momentum, dampening = group["momentum"], group["dampening"]
@@ -214,16 +227,3 @@ def check_numbers(group: dict[str, Any]) -> None:
             f"nesterov=True with momentum={momentum} and dampening={dampening}; give a momentum and no dampening"
         )
     reject_unsupported(group, "FusedSGD", "torch.optim.SGD")
-
-
-def _check_momentum(place: Any, state: dict[str, Any], local: Tensor) -> None:
-    momentum = state.get("momentum_buffer")
-    if momentum is None:
-        return
-    if not isinstance(momentum, Tensor):
-        raise TypeError(f"momentum_buffer of parameter {place} is {described(momentum)}; give a tensor")
-    if local_of(momentum).shape != local.shape:
-        raise ValueError(
-            f"momentum_buffer of parameter {place} is {list(local_of(momentum).shape)}, the parameter "
-            f"{list(local.shape)}; load the state of these parameters, in their order"
-        )

@@ -102,18 +102,6 @@ def current() -> AutocastState:
     return here().state
 
 
-def enabled_blocks() -> int:
-    """Return the number of open enabled blocks."""
-    return here().enabled_blocks
-
-
-def is_first_module() -> bool:
-    """Return True once per outermost enabled block; for callers of the original's manager."""
-    holder = here()
-    first, holder.first_module = holder.first_module, False
-    return first
-
-
 def snapshot() -> tuple[AutocastState, bool]:
     """Return the state that `reinstate` restores, for recomputation."""
     holder = here()
@@ -182,7 +170,8 @@ class autocast(ContextDecorator):
             group_or_none("amax_reduction_group", amax_reduction_group)
         if recipe is None and (enabled or calibrating):
             recipe = default_recipe()
-        self._state = AutocastState(enabled, calibrating, recipe, amax_reduction_group, _graph)
+        # The settings of the block.
+        self.state = AutocastState(enabled, calibrating, recipe, amax_reduction_group, _graph)
         self._outer: AutocastState | None = None
 
     @property
@@ -190,20 +179,15 @@ class autocast(ContextDecorator):
         """Whether the block has been entered and not been left."""
         return self._outer is not None
 
-    @property
-    def state(self) -> AutocastState:
-        """The settings of the block."""
-        return self._state
-
     def _recreate_cm(self) -> autocast:
         """Return a new block for each call of a decorated function, so that recursion works."""
-        state = self._state
+        state = self.state
         return autocast(state.enabled, state.calibrating, state.recipe, state.group, state.graph)
 
     def __enter__(self) -> None:
         if self._outer is not None:
             raise RuntimeError("this autocast object is active already; create one for every with statement")
-        state = self._state
+        state = self.state
         if state.enabled and state.recipe is not None:
             supported, reason = check_recipe_support(state.recipe)
             if not supported:
@@ -225,7 +209,7 @@ class autocast(ContextDecorator):
         self._outer = None
         traced = _is_compiling()
         holder = _thread.holder if traced else here_in_eager_mode()
-        state, holder.state = self._state, outer
+        state, holder.state = self.state, outer
         if state.enabled:
             holder.enabled_blocks -= 1
         if not traced:

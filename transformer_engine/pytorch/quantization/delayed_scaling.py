@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -237,11 +238,11 @@ class Registration(NamedTuple):
     group: dist_group_type | None
 
 
+@dataclass
 class _Registry:
     """All pools by key; the only writer is this module, under the lock."""
 
-    def __init__(self) -> None:
-        self.pools: dict[str, Pool] = {}
+    pools: dict[str, Pool] = field(default_factory=dict)
 
 
 _registry = _Registry()

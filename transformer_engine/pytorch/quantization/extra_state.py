@@ -111,7 +111,25 @@ def decode_extra_state(state: Tensor | io.BytesIO | None) -> dict[str, Any] | No
         return None
     if not isinstance(decoded, dict):
         raise ExtraStateError(f"extra state holds a {type(decoded).__name__}; it must hold a dict")
-    return _modernized(decoded)
+    # Apply the rules for states of earlier versions, which only had delayed scaling.
+    modern = {key: value for key, value in decoded.items() if not str(key).startswith("scale_inv")}
+    if "recipe" not in modern:
+        modern["recipe"] = DelayedScaling(backward_override=None)
+    if not isinstance(modern["recipe"], Recipe):
+        raise ExtraStateError(
+            f"extra state's recipe is a {type(modern['recipe']).__name__}; it must be a Recipe"
+        )
+    for name in ("scale_fwd", "scale_bwd", "amax_history_fwd", "amax_history_bwd"):
+        if name in modern and not isinstance(modern[name], Tensor):
+            raise ExtraStateError(
+                f"extra state's {name} is a {type(modern[name]).__name__}; it must be a tensor"
+            )
+    variables = modern.get("extra_fp8_variables", {})
+    if not isinstance(variables, dict):
+        raise ExtraStateError("extra state's extra_fp8_variables is not a dict")
+    reserved = ("recipe", "scaling_fwd", "scaling_bwd", "fp8_group", *_UNSAVED)
+    modern["extra_fp8_variables"] = {k: v for k, v in variables.items() if k not in reserved}
+    return modern
 
 
 def check_extra_state(decoded: dict[str, Any], slots: dict[str, int]) -> None:
@@ -162,28 +180,6 @@ def load_extra_state(decoded: dict[str, Any], fp8_meta: dict[str, Any]) -> None:
                 delayed.scale.copy_(scale)
             if history is not None:
                 delayed.load_history(history.to(delayed.amax_history.device))
-
-
-def _modernized(decoded: dict[str, Any]) -> dict[str, Any]:
-    """Apply the rules for states of earlier versions, which only had delayed scaling."""
-    modern = {key: value for key, value in decoded.items() if not str(key).startswith("scale_inv")}
-    if "recipe" not in modern:
-        modern["recipe"] = DelayedScaling(backward_override=None)
-    if not isinstance(modern["recipe"], Recipe):
-        raise ExtraStateError(
-            f"extra state's recipe is a {type(modern['recipe']).__name__}; it must be a Recipe"
-        )
-    for name in ("scale_fwd", "scale_bwd", "amax_history_fwd", "amax_history_bwd"):
-        if name in modern and not isinstance(modern[name], Tensor):
-            raise ExtraStateError(
-                f"extra state's {name} is a {type(modern[name]).__name__}; it must be a tensor"
-            )
-    variables = modern.get("extra_fp8_variables", {})
-    if not isinstance(variables, dict):
-        raise ExtraStateError("extra state's extra_fp8_variables is not a dict")
-    reserved = ("recipe", "scaling_fwd", "scaling_bwd", "fp8_group", *_UNSAVED)
-    modern["extra_fp8_variables"] = {k: v for k, v in variables.items() if k not in reserved}
-    return modern
 
 
 def _is_plain(value: Any) -> bool:
@@ -237,22 +233,6 @@ class _Unpickler(pickle.Unpickler):
         return self._classes[target]
 
 
-def _drop_functions(content: Any, foreign: set[type[_Record]]) -> None:
-    """Replace the functions of a recipe by the defaults, as encode_extra_state does; they are never loaded."""
-    recipe = content.get("recipe") if isinstance(content, dict) else None
-    fields_of: Any = recipe.__dict__["attributes"] if isinstance(recipe, _Record) else None
-    for name in ("amax_compute_algo", "scaling_factor_compute_algo"):
-        function = fields_of.get(name) if isinstance(fields_of, dict) else None
-        if isinstance(function, type) and function in foreign:
-            foreign.discard(function)
-            del fields_of[name]
-            warnings.warn(
-                f"extra state's recipe has {name}={'.'.join(function.target)}, which is not loaded; the recipe of "
-                "autocast takes its place",
-                stacklevel=2,
-            )
-
-
 def _recipe_classes() -> list[type[Recipe]]:
     return [family.recipe for family in all_families() if family.checkpointed]
 
@@ -269,7 +249,19 @@ def _load_pickle(data: bytes) -> Any:
     unpickler = _Unpickler(io.BytesIO(data))
     try:
         content = unpickler.load()
-        _drop_functions(content, unpickler.foreign)
+        # Replace a recipe's functions by the defaults, as encode_extra_state does; they are never loaded.
+        recipe = content.get("recipe") if isinstance(content, dict) else None
+        fields_of: Any = recipe.__dict__["attributes"] if isinstance(recipe, _Record) else None
+        for name in ("amax_compute_algo", "scaling_factor_compute_algo"):
+            function = fields_of.get(name) if isinstance(fields_of, dict) else None
+            if isinstance(function, type) and function in unpickler.foreign:
+                unpickler.foreign.discard(function)
+                del fields_of[name]
+                warnings.warn(
+                    f"extra state's recipe has {name}={'.'.join(function.target)}, which is not loaded; the recipe of "
+                    "autocast takes its place",
+                    stacklevel=2,
+                )
         for record in unpickler.foreign:
             raise ExtraStateError(
                 f"extra state names {'.'.join(record.target)}, which a checkpoint may not load; only recipes, plain "
@@ -311,7 +303,23 @@ def _revalidated(value: Any) -> Any:
 def _built(value: Any) -> Any:
     """Return the object that a record describes; containers are converted recursively, plain values are unchanged."""
     if isinstance(value, _Record):
-        return _built_record(value)
+        module, name = value.target
+        arguments = value.__dict__["arguments"]
+        if name == "OrderedDict" and module == "collections":
+            return {_built(k): _built(v) for k, v in value.__dict__["entries"].items()}
+        if module == _RECIPE_MODULE:
+            if name == "Format":
+                return Format(_built(arguments[0]))
+            if name in _DATA_CLASSES:
+                # A frozen value: pickled by positional arguments (named tuple) or by its attributes (dataclass).
+                attributes = _built(value.__dict__["attributes"])
+                return _DATA_CLASSES[name](*[_built(a) for a in arguments], **attributes)  # pyright: ignore
+            if name == "_OverrideLinearPrecision":
+                return tuple(_built(a) for a in arguments)
+            return _recipe(getattr(recipes, name), _built(value.__dict__["attributes"]))
+        if (module, name) in _TORCH_FUNCTIONS:
+            return _torch_object(name, [_built(a) for a in arguments])
+        return _recipe(_derived_recipe(module, name), _built(value.__dict__["attributes"]))
     if isinstance(value, dict):
         return {_built(key): _built(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set)):
@@ -319,26 +327,6 @@ def _built(value: Any) -> Any:
     if isinstance(value, type):
         raise ExtraStateError("extra state holds a class where it must hold a value")
     return value
-
-
-def _built_record(record: _Record) -> Any:
-    module, name = record.target
-    arguments = record.__dict__["arguments"]
-    if name == "OrderedDict" and module == "collections":
-        return {_built(k): _built(v) for k, v in record.__dict__["entries"].items()}
-    if module == _RECIPE_MODULE:
-        if name == "Format":
-            return Format(_built(arguments[0]))
-        if name in _DATA_CLASSES:
-            # A frozen value: pickled by positional arguments (named tuple) or by its attributes (dataclass).
-            attributes = _built(record.__dict__["attributes"])
-            return _DATA_CLASSES[name](*[_built(a) for a in arguments], **attributes)  # pyright: ignore
-        if name == "_OverrideLinearPrecision":
-            return tuple(_built(a) for a in arguments)
-        return _recipe(getattr(recipes, name), _built(record.__dict__["attributes"]))
-    if (module, name) in _TORCH_FUNCTIONS:
-        return _torch_object(name, [_built(a) for a in arguments])
-    return _recipe(_derived_recipe(module, name), _built(record.__dict__["attributes"]))
 
 
 def _recipe(kind: Any, attributes: Any) -> Recipe:

@@ -21,6 +21,7 @@ from ...common.recipe import (
     QParams,
 )
 from ..constants import DType
+from ..runtime.device import get_device_compute_capability
 from ..tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from ..tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 from ..tensor.mxfp8_tensor import MXFP8Quantizer
@@ -113,6 +114,15 @@ def _nvfp4(recipe: NVFP4BlockScaling, mode: str, tensor: str, device: torch.devi
     params = _of_tensor(
         mode, tensor, recipe.fp4_quant_fwd_inp, recipe.fp4_quant_fwd_weight, recipe.fp4_quant_bwd_grad
     )
+    # 4over6 and scales per row, where the recipe switches one on for this tensor; never gradients.
+    variants: dict[str, Any] = {}
+    if mode != "backward":
+        scope = "weights" if tensor == "weight" else "activations"
+        if recipe.row_scaled_activation and scope == "activations":
+            variants["row_scaled_nvfp4"] = True
+        if recipe.nvfp4_4over6 in (scope, "all"):
+            variants["nvfp4_use_4over6"] = True
+            variants["nvfp4_e4m3_max"] = 256 if recipe.nvfp4_4over6_e4m3_use_256 in (scope, "all") else 448
     return NVFP4Quantizer(
         get_fp4_te_dtype(recipe),
         rowwise=True,
@@ -121,23 +131,8 @@ def _nvfp4(recipe: NVFP4BlockScaling, mode: str, tensor: str, device: torch.devi
         with_post_rht_amax=params.random_hadamard_transform,
         with_2d_quantization=params.fp4_2d_quantization,
         stochastic_rounding=params.stochastic_rounding,
-        **_nvfp4_variants(recipe, mode, tensor),
+        **variants,
     )
-
-
-def _nvfp4_variants(recipe: NVFP4BlockScaling, mode: str, tensor: str) -> dict[str, Any]:
-    """Arguments of 4over6 and of scales per row, where the recipe switches one on for this tensor; never gradients."""
-    if mode == "backward":
-        return {}
-    scope = "weights" if tensor == "weight" else "activations"
-    variants: dict[str, Any] = {}
-    if recipe.row_scaled_activation and scope == "activations":
-        variants["row_scaled_nvfp4"] = True
-    if recipe.nvfp4_4over6 in (scope, "all"):
-        variants["nvfp4_use_4over6"] = True
-        variants["nvfp4_e4m3_max"] = 256 if recipe.nvfp4_4over6_e4m3_use_256 in (scope, "all") else 448
-        variants["nvfp4_4over6_err_mode"] = recipe.nvfp4_4over6_err_mode
-    return variants
 
 
 register(
@@ -181,7 +176,7 @@ register(
         ),
         attention="current",
         measured_as="current",
-        fits=lambda: support.has_capability((12, 0)),
+        fits=lambda: get_device_compute_capability() >= (12, 0),
     )
 )
 register(

@@ -15,7 +15,7 @@ from ..constants import dist_group_type
 from ..runtime.device import canonical_device, has_cuda
 from . import delayed_scaling, model_init, recompute_states, support
 from . import families as _rows  # noqa: F401 - before the kinds at the end are read
-from .autocast import AutocastState, autocast, current, enabled_blocks, is_first_module, reinstate, snapshot
+from .autocast import AutocastState, autocast, current, here, reinstate, snapshot
 from .autocast import reset as close_all_blocks
 from .extra_state import BUFFER_INFO
 from .family import all_families
@@ -34,8 +34,8 @@ class StateAttributes(type):
         lambda cls: model_init.current_model_init().preserve_high_precision_init_val
     )
     IS_FIRST_FP8_MODULE = property(lambda cls: bool(snapshot()[1]))
-    AUTOCAST_DEPTH = property(lambda cls: enabled_blocks())
-    FP8_AUTOCAST_DEPTH = property(lambda cls: enabled_blocks())
+    AUTOCAST_DEPTH = property(lambda cls: here().enabled_blocks)
+    FP8_AUTOCAST_DEPTH = property(lambda cls: here().enabled_blocks)
     # {key of a pool: [a tensor of each of its states]}; of amaxes, the row of the running step.
     global_amax_buffer = property(lambda cls: _of_pools(lambda state: state.amax_history[0]))
     global_amax_history_buffer = property(lambda cls: _of_pools(lambda state: state.amax_history))
@@ -133,7 +133,9 @@ class FP8GlobalStateManager(metaclass=StateAttributes):
     @classmethod
     def is_first_fp8_module(cls) -> bool:
         """True for the first caller in an outermost enabled block, then False until the next one."""
-        return is_first_module()
+        holder = here()
+        first, holder.first_module = holder.first_module, False
+        return first
 
     @classmethod
     def get_autocast_state(cls) -> tuple[AutocastState, bool]:

@@ -19,19 +19,17 @@ from .family import family_of
 from .roles import MODES, DelayedScalingRequest, QuantizerRequest, QuantizerRole, factory_roles, tensor_types
 
 
-def _is_e4m3(fp8_recipe: Recipe, fprop_tensor: bool) -> bool:
-    format = fp8_recipe.fp8_format
-    return format is Format.E4M3 or (format is Format.HYBRID and fprop_tensor)
-
-
 def get_fp8_te_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> DType:
     """Return E4M3, except E5M2 for the backward pass of HYBRID."""
-    return DType.kFloat8E4M3 if _is_e4m3(fp8_recipe, fprop_tensor) else DType.kFloat8E5M2
+    format = fp8_recipe.fp8_format
+    is_e4m3 = format is Format.E4M3 or (format is Format.HYBRID and fprop_tensor)
+    return DType.kFloat8E4M3 if is_e4m3 else DType.kFloat8E5M2
 
 
 def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dtype:
     """Return the dtype of `get_fp8_te_dtype` as a torch dtype."""
-    return torch.float8_e4m3fn if _is_e4m3(fp8_recipe, fprop_tensor) else torch.float8_e5m2
+    is_e4m3 = get_fp8_te_dtype(fp8_recipe, fprop_tensor) is DType.kFloat8E4M3
+    return torch.float8_e4m3fn if is_e4m3 else torch.float8_e5m2
 
 
 def get_fp4_te_dtype(fp4_recipe: Recipe) -> DType:
@@ -131,10 +129,6 @@ class RecipeState:
                 "give one a slot, None for those unknown"
             )
         return self.roles
-
-    def fulfil(self, roles: Sequence[QuantizerRole | None]) -> list[Quantizer]:
-        """Return the quantizers for the results of a custom recipe's factory."""
-        raise TypeError(f"{type(self).__name__} has no factory to ask; use CustomRecipe")
 
 
 class StatelessRecipeState(RecipeState):
@@ -246,11 +240,9 @@ class CustomRecipeState(RecipeState):
         """Inherit nothing: another factory may assign the slots differently."""
 
     def make_quantizers(self) -> list[Quantizer]:
-        return self.fulfil(factory_roles(self.mode, self.num_quantizers, self._roles_of_slots()))
-
-    def fulfil(self, roles: Sequence[QuantizerRole | None]) -> list[Quantizer]:
         factory_of_role = self.recipe.qfactory
         assert factory_of_role is not None, "CustomRecipe validates it"
+        roles = factory_roles(self.mode, self.num_quantizers, self._roles_of_slots())
         answers = [factory_of_role(role) for role in roles]
         slots: dict[DelayedScalingRequest, tuple[int, ...]] = {}
         for slot, answer in enumerate(answers):

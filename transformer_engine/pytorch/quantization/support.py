@@ -37,11 +37,11 @@ class Support:
         return self.native or self.emulated
 
 
+@dataclass
 class _Switch:
     """The emulation switch: None follows TE_EMULATE, and without it the absence of a GPU."""
 
-    def __init__(self) -> None:
-        self.forced: bool | None = None
+    forced: bool | None = None
 
 
 _switch = _Switch()
@@ -113,11 +113,6 @@ def _requirement(kind: str) -> Requirement:
         if family.kind == kind and family.needs is not None:
             return family.needs
     raise ValueError(f"unknown format kind {kind!r}; choose one of {', '.join(kinds())}")
-
-
-def has_capability(least: tuple[int, int]) -> bool:
-    """Return whether the current device has this compute capability or a higher one."""
-    return get_device_compute_capability() >= least
 
 
 def support_of(kind: str) -> Support:

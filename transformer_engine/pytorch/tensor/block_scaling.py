@@ -41,7 +41,6 @@ class BlockScalingQuantizer(Quantizer):
     VECTORS    whether tensors of fewer than two dimensions are supported, as a matrix of one row
     """
 
-    TENSOR: ClassVar[type[QuantizedTensor]]
     MULTIPLE: ClassVar[int]
     VECTORS: ClassVar[bool] = False
 
@@ -71,9 +70,6 @@ class BlockScalingQuantizer(Quantizer):
         self, quantized: Quantized, shape: Sequence[int], dtype: torch.dtype
     ) -> QuantizedTensorStorage:
         return self.TENSOR.STORAGE.pack(quantized, shape, quantizer=self, dtype=dtype, **self.constants())
-
-    def wrap(self, storage: QuantizedTensorStorage, *, requires_grad: bool = False) -> Any:
-        return self.TENSOR.from_storage(storage, requires_grad=requires_grad)
 
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool

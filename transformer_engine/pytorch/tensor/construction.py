@@ -118,17 +118,18 @@ def check_shape(shape: Sequence[int] | None, of_payload: Sequence[int]) -> None:
         )
 
 
-def checked_strides(stride: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
-    """Return nominal strides as a tuple; ValueError unless there is one for each dimension."""
-    if len(stride) != len(shape):
+def nominal_strides(stride: Sequence[int] | None, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return strides of a shape as a tuple, by default those of contiguous values.
+
+    Raises:
+        ValueError: There is not one stride for each dimension.
+    """
+    if stride is not None and len(stride) != len(shape):
         raise ValueError(
             f"stride={tuple(stride)} has {len(stride)} numbers for shape {tuple(shape)}; give one for each dimension"
         )
-    return tuple(stride)
-
-
-def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of values that lie row after row."""
+    if stride is not None:
+        return tuple(stride)
     if len(shape) == 2:
         return (max(shape[1], 1), 1)
     if not len(shape):

@@ -64,6 +64,7 @@ class Float8BlockQuantizer(BlockScalingQuantizer):
     """
 
     TENSOR = Float8BlockwiseQTensor
+    RECIPE = recipes.Float8BlockScaling
     MULTIPLE = 1
     VECTORS = True
 
@@ -109,9 +110,6 @@ class Float8BlockQuantizer(BlockScalingQuantizer):
 
     def constants(self) -> dict[str, Any]:
         return {"fp8_dtype": self.dtype, "is_2D_scaled": self.block_scaling_dim == 2}
-
-    def _get_compatible_recipe(self) -> type[recipes.Recipe]:
-        return recipes.Float8BlockScaling
 
     def kept(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
         return (self._configuration(), ()) if type(self) is Float8BlockQuantizer else None

@@ -57,13 +57,34 @@ def _operands(quantized: Quantized, dtype: torch.dtype) -> Operands:
     )
 
 
+class Float8Tensor(QuantizedTensor, Float8TensorStorage):
+    """A tensor of FP8 codes with one scale. The other arguments are those of `QuantizedTensor`."""
+
+    STORAGE = Float8TensorStorage
+
+    def _default_quantizer(self) -> Quantizer:
+        usages = self.get_usages()
+        return Float8CurrentScalingQuantizer(
+            self._fp8_dtype, self.device, rowwise=usages["rowwise"], columnwise=usages["columnwise"]
+        )
+
+    def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
+        return _make_float8_tensor_in_reduce_ex, (
+            self._data,
+            self._fp8_dtype,
+            self._scale_inv,
+            self.dtype,
+            self.shape,
+            self._transpose,
+        )
+
+
 class _PerTensorQuantizer(Quantizer):
     """The base of delayed and current scaling: one FP8 element, one scale."""
 
-    dtype: DType
+    TENSOR = Float8Tensor
 
-    def wrap(self, storage: QuantizedTensorStorage, *, requires_grad: bool = False) -> Float8Tensor:
-        return Float8Tensor.from_storage(storage, requires_grad=requires_grad)
+    dtype: DType
 
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
@@ -133,6 +154,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         amax: Maximum float32 [1], which each cast raises to max|x| until its owner resets it.
     """
 
+    RECIPE = recipes.DelayedScaling
     stateful = True
     amax_reduction_group: torch.distributed.ProcessGroup | None = None
 
@@ -268,15 +290,6 @@ class Float8Quantizer(_PerTensorQuantizer):
     def _inverse_scale(self, device: torch.device) -> Tensor:
         return self.scale.reshape(1).to(device, torch.float32).reciprocal()
 
-    def _get_compatible_recipe(self) -> type[recipes.Recipe]:
-        return recipes.DelayedScaling
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
-
 
 class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuantizer):
     """Current scaling. The other arguments are those of `Float8Quantizer`, `Float8BlockQuantizer` and `NVFP4Quantizer`.
@@ -285,6 +298,8 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuan
         device: Accepted for compatibility; the device of the input counts.
         use_existing_amax: Use the maximum in `amax` instead of that of the tensor.
     """
+
+    RECIPE = recipes.Float8CurrentScaling
 
     def __init__(
         self,
@@ -345,34 +360,9 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuan
             return None
         return Cast(_spec(self.dtype, rowwise, columnwise, self.force_pow_2_scales, self.amax_epsilon))
 
-    def _get_compatible_recipe(self) -> type[recipes.Recipe]:
-        return recipes.Float8CurrentScaling
-
     def _configuration(self) -> Hashable:
         reduction = (self.with_amax_reduction, self.amax_reduction_group)
         return (self.dtype, reduction, self.force_pow_2_scales, self.amax_epsilon)
-
-
-class Float8Tensor(QuantizedTensor, Float8TensorStorage):
-    """A tensor of FP8 codes with one scale. The other arguments are those of `QuantizedTensor`."""
-
-    STORAGE = Float8TensorStorage
-
-    def _default_quantizer(self) -> Quantizer:
-        usages = self.get_usages()
-        return Float8CurrentScalingQuantizer(
-            self._fp8_dtype, self.device, rowwise=usages["rowwise"], columnwise=usages["columnwise"]
-        )
-
-    def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
-        return _make_float8_tensor_in_reduce_ex, (
-            self._data,
-            self._fp8_dtype,
-            self._scale_inv,
-            self.dtype,
-            self.shape,
-            self._transpose,
-        )
 
 
 def _make_float8_tensor_in_reduce_ex(

@@ -26,84 +26,6 @@ __all__ = ["GroupedTensor", "GroupedTensorStorage"]
 Shapes = Sequence[Sequence[int]]
 
 
-class StackQuantizer(Quantizer):
-    """codes_i = quantizer_i(x_i) for the matrices x_i of a group, into one buffer.
-
-    quantizers   one per matrix; None: the values stay plain
-    shapes       of the matrices; None: those of a stack [n, M, N]
-    """
-
-    def __init__(self, quantizers: Sequence[Quantizer] | None, shapes: Shapes | None = None):
-        usages = quantizers[0].get_usages() if quantizers else {"rowwise": True, "columnwise": False}
-        super().__init__(**usages)
-        self.quantizers = None if quantizers is None else tuple(quantizers)
-        self.shapes = None if shapes is None else tuple(tuple(shape) for shape in shapes)
-        self.stateful = any(quantizer.stateful for quantizer in quantizers or ())
-
-    def _shapes(self, shape: Sequence[int]) -> Shapes:
-        return [tuple(shape[1:])] * shape[0] if self.shapes is None else self.shapes
-
-    def encode(
-        self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
-    ) -> GroupedTensorStorage:
-        if isinstance(tensor, QuantizedTensorStorage):
-            tensor = tensor.decode(tensor.dtype)
-        shapes = self._shapes(tensor.shape)
-        pieces = tensor.reshape(-1).split([prod(shape) for shape in shapes])
-        members: list[Any] = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
-        if self.quantizers is not None:
-            members = [
-                quantizer.encode(member, rowwise, columnwise, noop_flag=noop_flag)
-                for quantizer, member in zip(self.quantizers, members, strict=True)
-            ]
-        return GroupedTensorStorage.of(members, self, tensor.dtype)
-
-    def wrap(self, storage: QuantizedTensorStorage, *, requires_grad: bool = False) -> GroupedTensor:
-        return GroupedTensor.from_storage(storage, requires_grad=requires_grad)
-
-    def empty(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
-    ) -> GroupedTensorStorage:
-        shapes = self._shapes(shape)
-        if self.quantizers is None:
-            data = torch.empty(sum(map(prod, shapes)), dtype=dtype, device=device, pin_memory=pin_memory)
-            return GroupedTensorStorage.around(shapes, data, self)
-        members = []
-        for quantizer, one in zip(self.quantizers, shapes, strict=True):
-            quantizer = quantizer.copy()
-            quantizer.set_usage(rowwise=self.rowwise_usage, columnwise=self.columnwise_usage)
-            members.append(quantizer.empty(one, dtype, device, False))
-        group = GroupedTensorStorage.of(members, self, dtype)
-        return group.mapped(Tensor.pin_memory) if pin_memory else group  # pyright: ignore[reportReturnType]
-
-    def calibrate(self, tensor: Tensor) -> None:
-        for quantizer, member in zip(self.quantizers or (), tensor.unbind(0), strict=False):
-            quantizer.calibrate(member)
-
-    def unsupported_shape_reason(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
-        for quantizer, one in zip(self.quantizers or (), self._shapes(shape), strict=False):
-            reason = quantizer.unsupported_shape_reason(one, rowwise, columnwise)
-            if reason is not None:
-                return reason
-        return None
-
-    def copy(self) -> StackQuantizer:
-        """Return a copy whose usages, and those of its members' quantizers, are independent."""
-        twin = copy.copy(self)
-        twin.quantizers = None if self.quantizers is None else tuple(q.copy() for q in self.quantizers)
-        return twin
-
-    def _configuration(self) -> Hashable:
-        return self.quantizers, self.shapes
-
-
-def stack_quantizer(quantizer: Quantizer | None, shapes: Shapes) -> StackQuantizer:
-    """Return the quantizer of a group whose matrices all use (a copy of) one quantizer; None: plain values."""
-    quantizers = None if quantizer is None else [quantizer.copy() for _ in shapes]
-    given = [tuple(shape) for shape in shapes]
-    return StackQuantizer(quantizers, None if len(set(given)) == 1 else given)
-
-
 class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
     """The matrices as a tensor: [n, M, N] for equal shapes, else their logical shape. Results are plain tensors."""
 
@@ -213,6 +135,83 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
 
     def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
         return _make_grouped_tensor_in_reduce_ex, (self.split_into_quantized_tensors(),)
+
+
+class StackQuantizer(Quantizer):
+    """codes_i = quantizer_i(x_i) for the matrices x_i of a group, into one buffer.
+
+    quantizers   one per matrix; None: the values stay plain
+    shapes       of the matrices; None: those of a stack [n, M, N]
+    """
+
+    TENSOR = GroupedTensor
+
+    def __init__(self, quantizers: Sequence[Quantizer] | None, shapes: Shapes | None = None):
+        usages = quantizers[0].get_usages() if quantizers else {"rowwise": True, "columnwise": False}
+        super().__init__(**usages)
+        self.quantizers = None if quantizers is None else tuple(quantizers)
+        self.shapes = None if shapes is None else tuple(tuple(shape) for shape in shapes)
+        self.stateful = any(quantizer.stateful for quantizer in quantizers or ())
+
+    def _shapes(self, shape: Sequence[int]) -> Shapes:
+        return [tuple(shape[1:])] * shape[0] if self.shapes is None else self.shapes
+
+    def encode(
+        self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
+    ) -> GroupedTensorStorage:
+        if isinstance(tensor, QuantizedTensorStorage):
+            tensor = tensor.decode(tensor.dtype)
+        shapes = self._shapes(tensor.shape)
+        pieces = tensor.reshape(-1).split([prod(shape) for shape in shapes])
+        members: list[Any] = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        if self.quantizers is not None:
+            members = [
+                quantizer.encode(member, rowwise, columnwise, noop_flag=noop_flag)
+                for quantizer, member in zip(self.quantizers, members, strict=True)
+            ]
+        return GroupedTensorStorage.of(members, self, tensor.dtype)
+
+    def empty(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
+    ) -> GroupedTensorStorage:
+        shapes = self._shapes(shape)
+        if self.quantizers is None:
+            data = torch.empty(sum(map(prod, shapes)), dtype=dtype, device=device, pin_memory=pin_memory)
+            return GroupedTensorStorage.around(shapes, data, self)
+        members = []
+        for quantizer, one in zip(self.quantizers, shapes, strict=True):
+            quantizer = quantizer.copy()
+            quantizer.set_usage(rowwise=self.rowwise_usage, columnwise=self.columnwise_usage)
+            members.append(quantizer.empty(one, dtype, device, False))
+        group = GroupedTensorStorage.of(members, self, dtype)
+        return group.mapped(Tensor.pin_memory) if pin_memory else group  # pyright: ignore[reportReturnType]
+
+    def calibrate(self, tensor: Tensor) -> None:
+        for quantizer, member in zip(self.quantizers or (), tensor.unbind(0), strict=False):
+            quantizer.calibrate(member)
+
+    def unsupported_shape_reason(self, shape: Sequence[int], rowwise: bool, columnwise: bool) -> str | None:
+        for quantizer, one in zip(self.quantizers or (), self._shapes(shape), strict=False):
+            reason = quantizer.unsupported_shape_reason(one, rowwise, columnwise)
+            if reason is not None:
+                return reason
+        return None
+
+    def copy(self) -> StackQuantizer:
+        """Return a copy whose usages, and those of its members' quantizers, are independent."""
+        twin = copy.copy(self)
+        twin.quantizers = None if self.quantizers is None else tuple(q.copy() for q in self.quantizers)
+        return twin
+
+    def _configuration(self) -> Hashable:
+        return self.quantizers, self.shapes
+
+
+def stack_quantizer(quantizer: Quantizer | None, shapes: Shapes) -> StackQuantizer:
+    """Return the quantizer of a group whose matrices all use (a copy of) one quantizer; None: plain values."""
+    quantizers = None if quantizer is None else [quantizer.copy() for _ in shapes]
+    given = [tuple(shape) for shape in shapes]
+    return StackQuantizer(quantizers, None if len(set(given)) == 1 else given)
 
 
 def _extents_of(name: str, given: Tensor | None, count: int, logical: int, is_sum: bool) -> list[int]:

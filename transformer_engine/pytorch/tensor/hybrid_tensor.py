@@ -21,6 +21,24 @@ __all__ = ["HybridQuantizedTensor", "HybridQuantizedTensorStorage", "HybridQuant
 COLUMNWISE_SOURCES = ("original", "rowwise_dequantized")
 
 
+class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
+    """A tensor with a format per direction. The values are those of the row-wise part.
+
+    The other arguments are those of `QuantizedTensor`.
+    """
+
+    STORAGE = HybridQuantizedTensorStorage
+
+    def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
+        return _make_hybrid_tensor_in_reduce_ex, (
+            [getattr(self, name) for name in self.TENSORS],
+            (self._rowwise_rebuild, self._columnwise_rebuild),
+            self.dtype,
+            self.shape,
+            self._quantizer,
+        )
+
+
 class HybridQuantizer(Quantizer):
     """Quantizes each direction with a quantizer of its own.
 
@@ -36,6 +54,7 @@ class HybridQuantizer(Quantizer):
         ValueError: columnwise_source has another value.
     """
 
+    TENSOR = HybridQuantizedTensor
     columnwise_source = "original"  # of pickles that do not say
 
     def __init__(
@@ -75,9 +94,6 @@ class HybridQuantizer(Quantizer):
         return HybridQuantizedTensorStorage(
             rowwise_storage=rows, columnwise_storage=columns, quantizer=self, dtype=tensor.dtype
         )
-
-    def wrap(self, storage: QuantizedTensorStorage, *, requires_grad: bool = False) -> HybridQuantizedTensor:
-        return HybridQuantizedTensor.from_storage(storage, requires_grad=requires_grad)
 
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
@@ -124,24 +140,6 @@ class HybridQuantizer(Quantizer):
 
     def _configuration(self) -> Hashable:
         return (self.rowwise_quantizer, self.columnwise_quantizer, self.columnwise_source)
-
-
-class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
-    """A tensor with a format per direction. The values are those of the row-wise part.
-
-    The other arguments are those of `QuantizedTensor`.
-    """
-
-    STORAGE = HybridQuantizedTensorStorage
-
-    def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
-        return _make_hybrid_tensor_in_reduce_ex, (
-            [getattr(self, name) for name in self.TENSORS],
-            (self._rowwise_rebuild, self._columnwise_rebuild),
-            self.dtype,
-            self.shape,
-            self._quantizer,
-        )
 
 
 def _make_hybrid_tensor_in_reduce_ex(

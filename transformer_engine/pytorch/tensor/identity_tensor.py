@@ -18,6 +18,21 @@ from .storage.quantized_tensor_storage import QuantizedTensorStorage
 __all__ = ["IdentityQuantizer", "IdentityTensor", "IdentityTensorStorage"]
 
 
+class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
+    """High-precision values with the interface of a quantized tensor.
+
+    The other arguments are those of `QuantizedTensor`.
+    """
+
+    STORAGE = IdentityTensorStorage
+
+    def _default_quantizer(self) -> Quantizer:
+        return IdentityQuantizer()
+
+    def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
+        return _make_identity_tensor_in_reduce_ex, (self._data, self.dtype, self.shape, self._quantizer)
+
+
 class IdentityQuantizer(Quantizer):
     """Keeps high-precision values where a quantized tensor is expected.
 
@@ -30,6 +45,7 @@ class IdentityQuantizer(Quantizer):
         TypeError: The dtype is not a floating-point dtype.
     """
 
+    TENSOR = IdentityTensor
     is_identity = True
     dtype: torch.dtype | None = None  # of pickles that do not say
 
@@ -53,9 +69,6 @@ class IdentityQuantizer(Quantizer):
         matrix = self._converted(matrix)
         return Operands(plain(matrix), Matrix(matrix))
 
-    def wrap(self, storage: QuantizedTensorStorage, *, requires_grad: bool = False) -> IdentityTensor:
-        return IdentityTensor.from_storage(storage, requires_grad=requires_grad)
-
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
     ) -> IdentityTensorStorage:
@@ -65,21 +78,6 @@ class IdentityQuantizer(Quantizer):
 
     def _configuration(self) -> Hashable:
         return self.dtype
-
-
-class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
-    """High-precision values with the interface of a quantized tensor.
-
-    The other arguments are those of `QuantizedTensor`.
-    """
-
-    STORAGE = IdentityTensorStorage
-
-    def _default_quantizer(self) -> Quantizer:
-        return IdentityQuantizer()
-
-    def _rebuilding(self) -> tuple[Any, tuple[Any, ...]]:
-        return _make_identity_tensor_in_reduce_ex, (self._data, self.dtype, self.shape, self._quantizer)
 
 
 def _make_identity_tensor_in_reduce_ex(

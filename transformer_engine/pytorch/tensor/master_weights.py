@@ -6,7 +6,7 @@ every rank holds all scales, and the codes of its run; the caller gathers the co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,19 +49,15 @@ def write_shards(shards: Sequence[Shard], group: Any) -> None:
     """Quantize every shard into its weight, with maxima of the whole group (None: of this process)."""
     writers = [_writer(shard) for shard in shards]
     maxima = [amax for writer in writers for amax in writer.maxima()]
-    reduced = iter(_reduced(maxima, group))
+    if group is not None and maxima:
+        # All in one collective.
+        flat = torch.cat([amax.flatten() for amax in maxima])
+        torch.distributed.all_reduce(flat, op=torch.distributed.ReduceOp.MAX, group=group)
+        parts = flat.split([amax.numel() for amax in maxima])
+        maxima = [part.view(amax.shape) for part, amax in zip(parts, maxima, strict=True)]
+    reduced = iter(maxima)
     for writer in writers:
-        writer.write([next(reduced) for _ in range(writer.directions)])
-
-
-def _reduced(maxima: list[Tensor], group: Any) -> list[Tensor]:
-    """The group's maximum of each, all in one collective."""
-    if group is None or not maxima:
-        return maxima
-    flat = torch.cat([amax.flatten() for amax in maxima])
-    torch.distributed.all_reduce(flat, op=torch.distributed.ReduceOp.MAX, group=group)
-    parts = flat.split([amax.numel() for amax in maxima])
-    return [part.view(amax.shape) for part, amax in zip(parts, maxima, strict=True)]
+        writer.write(reduced)
 
 
 def _writer(shard: Shard) -> _Copied | _TensorScaled | _BlockScaled | _Hybrid:
@@ -71,7 +67,7 @@ def _writer(shard: Shard) -> _Copied | _TensorScaled | _BlockScaled | _Hybrid:
     if isinstance(weight, IdentityTensorStorage):
         return _Copied(shard)
     if isinstance(weight, Float8TensorStorage):
-        return _TensorScaled(shard)
+        return _TensorScaled(shard, weight.writer())
     quantizer = weight.writer()
     if isinstance(quantizer, BlockScalingQuantizer):
         return _BlockScaled(shard, quantizer)
@@ -97,31 +93,24 @@ class _Hybrid:
             if part is not None
         ]
 
-    @property
-    def directions(self) -> int:
-        return sum(writer.directions for writer in self.writers)
-
     def maxima(self) -> list[Tensor]:
         return [amax for writer in self.writers for amax in writer.maxima()]
 
-    def write(self, maxima: list[Tensor]) -> None:
-        remaining = iter(maxima)
+    def write(self, maxima: Iterator[Tensor]) -> None:
         for writer in self.writers:
-            writer.write([next(remaining) for _ in range(writer.directions)])
+            writer.write(maxima)
 
 
+@dataclass(frozen=True)
 class _Copied:
     """No codes: the values are copied."""
 
-    directions = 0
-
-    def __init__(self, shard: Shard):
-        self.shard = shard
+    shard: Shard
 
     def maxima(self) -> list[Tensor]:
         return []
 
-    def write(self, maxima: list[Tensor]) -> None:
+    def write(self, maxima: Iterator[Tensor]) -> None:
         shard = self.shard
         target = next((target for target in shard.targets if target is not None), None)
         weight: Any = shard.weight
@@ -129,32 +118,31 @@ class _Copied:
         run.copy_(shard.values)
 
 
+@dataclass(frozen=True)
 class _TensorScaled:
     """One scale per weight: the shard alone is cast."""
 
-    directions = 1
-
-    def __init__(self, shard: Shard):
-        self.shard = shard
-        self.quantizer: Any = shard.weight.writer()
+    shard: Shard
+    quantizer: Any
 
     def maxima(self) -> list[Tensor]:
         return [absolute_maximum(self.shard.values)]
 
-    def write(self, maxima: list[Tensor]) -> None:
+    def write(self, maxima: Iterator[Tensor]) -> None:
         weight: Any = self.shard.weight
-        delayed = isinstance(self.quantizer, Float8Quantizer)
+        quantizer, amax = self.quantizer, next(maxima)
+        delayed = isinstance(quantizer, Float8Quantizer)
         spec = QuantizeSpec(
             FLOAT8,
             element_of(weight._fp8_dtype),
-            power_of_two=not delayed and self.quantizer.force_pow_2_scales,
-            epsilon=0.0 if delayed else self.quantizer.amax_epsilon,
+            power_of_two=not delayed and quantizer.force_pow_2_scales,
+            epsilon=0.0 if delayed else quantizer.amax_epsilon,
         )
-        scale = self.quantizer.scale.reshape(1) if delayed else None
-        quantized = quantize(self.shard.values.view(1, -1), spec, multiplier=scale, amax=maxima[0])
+        scale = quantizer.scale.reshape(1) if delayed else None
+        quantized = quantize(self.shard.values.view(1, -1), spec, multiplier=scale, amax=amax)
         assert quantized.codes is not None
         if delayed:
-            self.quantizer.record(maxima[0])
+            quantizer.record(amax)
         if weight._data is not None:
             _write_run(quantized.codes, self.shard, 0, weight._data)
         else:  # the column direction of a hybrid weight: the transpose [K, M] alone
@@ -202,10 +190,6 @@ class _BlockScaled:
         matrix[shard.start : shard.stop] = shard.values
         self.matrix = matrix.view(self.rows, self.depth)
 
-    @property
-    def directions(self) -> int:
-        return len(self.axes)
-
     def _cut(self, transposed: bool) -> Tensor:
         assert self.spec.tile is not None
         return tiles.cut(self.matrix.t() if transposed else self.matrix, self.spec.tile)
@@ -213,10 +197,11 @@ class _BlockScaled:
     def maxima(self) -> list[Tensor]:
         return [tiles.tile_amax(self._cut(transposed)) for transposed in self.axes]
 
-    def write(self, maxima: list[Tensor]) -> None:
+    def write(self, maxima: Iterator[Tensor]) -> None:
         weight: Any = self.shard.weight
         packing = self.spec.format.packing
-        for transposed, amax in zip(self.axes, maxima, strict=True):
+        for transposed in self.axes:
+            amax = next(maxima)
             # Elements of other ranks have their block's maximum.
             matrix, owned = (self.matrix.t(), self.owned.t()) if transposed else (self.matrix, self.owned)
             maximum = tiles.spread(amax).expand(self._cut(transposed).shape)

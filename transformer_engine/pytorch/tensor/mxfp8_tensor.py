@@ -54,6 +54,7 @@ class MXFP8Quantizer(BlockScalingQuantizer):
     """
 
     TENSOR = MXFP8Tensor
+    RECIPE = recipes.MXFP8BlockScaling
     MULTIPLE = 32
 
     def __init__(
@@ -99,9 +100,6 @@ class MXFP8Quantizer(BlockScalingQuantizer):
             **constants,
         )
         return self.wrap(storage, requires_grad=requires_grad)
-
-    def _get_compatible_recipe(self) -> type[recipes.Recipe]:
-        return recipes.MXFP8BlockScaling
 
     def _configuration(self) -> Hashable:
         return (self.dtype, self.with_2d_quantization)

@@ -118,6 +118,7 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
     """
 
     TENSOR = NVFP4Tensor
+    RECIPE = recipes.NVFP4BlockScaling
     MULTIPLE = 16
 
     def __init__(
@@ -227,7 +228,15 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
     def _quantized(self, matrix: Tensor, spec: QuantizeSpec) -> Quantized:
         amax = amax_t = None
         if self.with_amax_reduction:
-            amax, amax_t = self._reduced_maxima(matrix, spec)
+            # The group's maxima of both directions, each float32 [1], in one reduction. Maxima per row stay the rank's.
+            if spec.format.row_scaled:
+                amax_t = self.over_the_group(absolute_maximum(matrix)) if spec.columnwise else None
+            else:
+                columns = matrix
+                if spec.hadamard and spec.columnwise:
+                    columns = hadamard_transform(matrix.t().contiguous(), spec.random_sign)
+                maxima = self.over_the_group(torch.cat((absolute_maximum(matrix), absolute_maximum(columns))))
+                amax, amax_t = maxima[:1], maxima[1:]
         random = None
         if spec.stochastic:
             # Uniform in [0, 1), [M, K] and [K, M] for the directions that are rounded; empty for the others.
@@ -239,22 +248,6 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
                 torch.rand(of_columns, dtype=torch.float32, device=matrix.device),
             )
         return quantize(matrix, spec, amax=amax, amax_t=amax_t, random=random)
-
-    def _reduced_maxima(self, matrix: Tensor, spec: QuantizeSpec) -> tuple[Tensor | None, Tensor | None]:
-        """The group's maxima of the row and of the column direction, each float32 [1], in one reduction.
-
-        Row maxima are not reduced over ranks: returns None.
-        """
-        if spec.format.row_scaled:
-            return None, self.over_the_group(absolute_maximum(matrix)) if spec.columnwise else None
-        columns = matrix
-        if spec.hadamard and spec.columnwise:
-            columns = hadamard_transform(matrix.t().contiguous(), spec.random_sign)
-        maxima = self.over_the_group(torch.cat((absolute_maximum(matrix), absolute_maximum(columns))))
-        return maxima[:1], maxima[1:]
-
-    def _get_compatible_recipe(self) -> type[recipes.Recipe]:
-        return recipes.NVFP4BlockScaling
 
     def _configuration(self) -> Hashable:
         return (

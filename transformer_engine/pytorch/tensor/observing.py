@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,9 +81,6 @@ class Observing(Quantizer):
     @property
     def column_signs(self) -> bool | None:
         return self.quantizer.column_signs
-
-    def _configuration(self) -> Hashable:
-        return id(self)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the observed quantizer, for example its scale or dtype."""

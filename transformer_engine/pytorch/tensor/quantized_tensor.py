@@ -20,8 +20,7 @@ from .checkpoint_reads import READS
 from .construction import (
     check_keywords,
     check_shape,
-    checked_strides,
-    dense_strides,
+    nominal_strides,
     prepare_for_saving,
     restore_from_func_ctx,
     restore_from_saved,
@@ -136,7 +135,7 @@ class QuantizedTensor(torch.Tensor, ShardedBuffers, QuantizedTensorStorage):
     ) -> Any:
         """Wrap a storage's payload without copying it; see the constructor for the arguments."""
         shape = storage.shape if shape is None else torch.Size(shape)
-        strides = dense_strides(shape) if stride is None else checked_strides(stride, shape)
+        strides = nominal_strides(stride, shape)
         self = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
             cls,
             shape,

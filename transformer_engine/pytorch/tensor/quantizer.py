@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,8 @@ class Quantizer:
         columnwise: Make codes for products along the other dimensions; the attribute `columnwise_usage`.
     """
 
+    TENSOR: ClassVar[Any] = None  # the class of the tensors that `wrap` returns; None: bare storages
+    RECIPE: ClassVar[type[recipes.Recipe] | None] = None  # the recipe for whose weights it is made; None: any
     is_identity = False  # `encode` leaves values unchanged
     stochastic_rounding: bool = False  # `encode` draws random numbers
     stateful: bool = False  # `encode` depends on scales that change between calls
@@ -126,9 +128,11 @@ class Quantizer:
         """Return the tensor of these codes, with this shape and nominal dtype."""
         raise TypeError(f"{type(self).__name__} asks no kernel for codes")
 
-    def wrap(self, storage: QuantizedTensorStorage, *, requires_grad: bool = False) -> Tensor:
-        """Return the tensor that shares a storage's payload for autograd; by default the storage itself."""
-        return storage  # pyright: ignore[reportReturnType]
+    def wrap(self, storage: QuantizedTensorStorage, *, requires_grad: bool = False) -> Any:
+        """Return the tensor that shares a storage's payload for autograd; without TENSOR the storage itself."""
+        if self.TENSOR is None:
+            return storage
+        return self.TENSOR.from_storage(storage, requires_grad=requires_grad)
 
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None, pin_memory: bool
@@ -286,7 +290,7 @@ class Quantizer:
 
     def _get_compatible_recipe(self) -> type[recipes.Recipe] | None:
         """Return the recipe class for whose weights this quantizer is made; None: any."""
-        return None
+        return self.RECIPE
 
     def reducing_over(self, group: torch.distributed.ProcessGroup) -> Quantizer:
         """Return the quantizer of a shard whose tensor is sharded over a group: one tensor has one scale."""
@@ -312,14 +316,14 @@ class Quantizer:
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
             return NotImplemented
-        return self._identity() == other._identity()  # pyright: ignore[reportAttributeAccessIssue]
+        ours, theirs = [
+            (q.rowwise_usage, q.columnwise_usage, q.internal, q.optimize_for_gemm, q._configuration())  # pyright: ignore
+            for q in (self, other)
+        ]
+        return ours == theirs
 
     def __hash__(self) -> int:
         return hash((type(self), self._configuration()))
-
-    def _identity(self) -> Hashable:
-        flags = (self.rowwise_usage, self.columnwise_usage, self.internal, self.optimize_for_gemm)
-        return (flags, self._configuration())
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name.lstrip('_')}={value!r}" for name, value in vars(self).items())

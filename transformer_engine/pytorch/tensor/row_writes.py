@@ -101,7 +101,7 @@ def remake_columns(weight: Any) -> None:
         return
     fresh = weight.drop(columnwise=True)
     fresh.update_usage(columnwise_usage=True)
-    for name in weight._dropped(rowwise=False, columnwise=True):
+    for name in weight.COLUMNWISE:
         made, old = getattr(fresh, name), getattr(weight, name)
         if old is None or old.shape != made.shape:
             setattr(weight, name, made)

@@ -17,10 +17,16 @@ from .row_writes import mark_columns, remake_columns
 __all__ = [
     "cast_master_weights_to_fp8",
     "clear_columnwise_cache",
+    "is_custom",
     "post_all_gather_processing",
     "quantize_master_weights",
     "replace_raw_data",
 ]
+
+
+def is_custom(value: Any = None) -> bool:
+    """Return whether a tensor or quantizer belongs to a custom format, which only its quantizer can multiply."""
+    return bool(getattr(value, "custom", False))
 
 
 def replace_raw_data(tensor: QuantizedTensor, new_raw_data: Tensor) -> None:

@@ -103,7 +103,7 @@ def revert_hf(model: M) -> M:
     Args:
         model: A model that `convert_hf` converted. Quantized weights (te.quantized_model_init) are dequantized.
     """
-    decoders = [
+    decoders: list[Any] = [
         module for module in model.modules() if isinstance(getattr(module, "converted", None), Converted)
     ]
     if not decoders:
@@ -112,7 +112,33 @@ def revert_hf(model: M) -> M:
     for decoder in decoders:
         check_hooks(decoder)
     for decoder in decoders:
-        _revert(decoder)
+        for number, layer in enumerate(decoder.layers):
+            state = {
+                name: value for name, value in layer.state_dict().items() if not name.endswith(EXTRA_STATE)
+            }
+            frozen = {name for name, parameter in layer.named_parameters() if not parameter.requires_grad}
+            names = next(
+                hook.names for hook in layer._state_dict_hooks.values() if isinstance(hook, SavesTheirNames)
+            )
+            drop_hooks(layer._state_dict_hooks, lambda hook: isinstance(hook, SavesTheirNames))
+            drop_hooks(layer._load_state_dict_pre_hooks, lambda hook: isinstance(hook.hook, LoadsTheirNames))
+            stock: Any = fresh_layer(layer, decoder.config, number)
+            for name in SET_BY_CALLERS:
+                setattr(stock.self_attn, name, getattr(layer.self_attn, name))
+            for name in REPLACED:
+                setattr(layer, name, getattr(stock, name).train(layer.training))
+            layer.load_state_dict(state, assign=True)
+            wants = {theirs: ours not in frozen for ours, theirs in names.pairs()}
+            for name, parameter in layer.named_parameters():
+                parameter.requires_grad_(wants.get(name, parameter.requires_grad))
+        norm, stock = decoder.norm, decoder.layers[0].input_layernorm
+        decoder.norm = type(stock)(norm.weight.shape[0], eps=norm.eps).train(norm.training)
+        decoder.norm.weight = norm.weight
+        give_cosines(decoder.rotary_emb)
+        leave_recipe(decoder)
+        if decoder.config._attn_implementation == NAME:
+            decoder.set_attn_implementation(decoder.converted.attention)
+        del decoder.converted
     renew_recorders(model)
     for module in model.modules():
         if module.__dict__.get("_loss_function") is causal_loss:
@@ -165,36 +191,6 @@ def _convert_layer(layer: Any, number: int, config: DecoderConfig, names: LayerN
         parameter.requires_grad_(name not in frozen)
     layer.register_state_dict_post_hook(SavesTheirNames(names))
     layer.register_load_state_dict_pre_hook(LoadsTheirNames(names))
-
-
-def _revert(decoder: Any) -> None:
-    for number, layer in enumerate(decoder.layers):
-        _revert_layer(layer, number, decoder.config)
-    norm, stock = decoder.norm, decoder.layers[0].input_layernorm
-    decoder.norm = type(stock)(norm.weight.shape[0], eps=norm.eps).train(norm.training)
-    decoder.norm.weight = norm.weight
-    give_cosines(decoder.rotary_emb)
-    leave_recipe(decoder)
-    if decoder.config._attn_implementation == NAME:
-        decoder.set_attn_implementation(decoder.converted.attention)
-    del decoder.converted
-
-
-def _revert_layer(layer: Any, number: int, config: Any) -> None:
-    state = {name: value for name, value in layer.state_dict().items() if not name.endswith(EXTRA_STATE)}
-    frozen = {name for name, parameter in layer.named_parameters() if not parameter.requires_grad}
-    names = next(hook.names for hook in layer._state_dict_hooks.values() if isinstance(hook, SavesTheirNames))
-    drop_hooks(layer._state_dict_hooks, lambda hook: isinstance(hook, SavesTheirNames))
-    drop_hooks(layer._load_state_dict_pre_hooks, lambda hook: isinstance(hook.hook, LoadsTheirNames))
-    stock: Any = fresh_layer(layer, config, number)
-    for name in SET_BY_CALLERS:
-        setattr(stock.self_attn, name, getattr(layer.self_attn, name))
-    for name in REPLACED:
-        setattr(layer, name, getattr(stock, name).train(layer.training))
-    layer.load_state_dict(state, assign=True)
-    wants = {theirs: ours not in frozen for ours, theirs in names.pairs()}
-    for name, parameter in layer.named_parameters():
-        parameter.requires_grad_(wants.get(name, parameter.requires_grad))
 
 
 def causal_loss(

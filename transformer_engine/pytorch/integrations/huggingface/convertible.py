@@ -79,35 +79,42 @@ def check_decoder(decoder: nn.Module, config: DecoderConfig) -> None:
         if not hasattr(layer.self_attn, "q_proj"):
             raise ValueError(f"{place} is converted already; call revert_hf(model) first")
         _check_products(layer, place)
-        _check_classes(layer, fresh_layer(layer, decoder.config, number), place)
+        fresh = fresh_layer(layer, decoder.config, number)
+        for name in REPLACED:
+            known = dict(fresh.get_submodule(name).named_modules(prefix=name))
+            for path, part in layer.get_submodule(name).named_modules(prefix=name):
+                if type(part) is not type(known.get(path)):
+                    raise ValueError(
+                        f"{path} of {place} is a {type(part).__name__}, which is not what transformers puts "
+                        "there; convert the model before it is changed"
+                    )
+                forward = vars(part).get("forward")
+                if forward is not None and not isinstance(forward, InjectedForward):
+                    raise ValueError(
+                        f"{path} of {place} has a replaced forward, which would be lost; convert the model before its "
+                        "forward is replaced"
+                    )
         for name in NORMS:
             _check_epsilon(layer.get_submodule(name), config, f"{name} of {place}")
-        _check_activation(layer.mlp.act_fn, config.activation, place)
-        _check_sharing(layer, place, owners)
+        x: Tensor = torch.linspace(-4.0, 4.0, 65, device="cpu")
+        if not torch.allclose(layer.mlp.act_fn(x), _ACTIVATIONS[config.activation](x), rtol=1e-5, atol=1e-6):
+            raise ValueError(
+                f"the activation of {place} is {layer.mlp.act_fn}, which LayerNormMLP does not compute; it has silu "
+                "and gelu by tanh (gelu_pytorch_tanh)"
+            )
+        for name, parameter in layer.named_parameters(remove_duplicate=False):
+            mine = f"{name} of {place}"
+            if owners.setdefault(id(parameter), mine) != mine:
+                raise ValueError(
+                    f"{mine} is {owners[id(parameter)]}, and would become a separate weight; convert models whose "
+                    "layers share none"
+                )
 
 
 def fresh_layer(layer: nn.Module, config: Any, number: int) -> nn.Module:
     """Return a new layer of the library on the meta device."""
     with torch.device("meta"):
         return type(layer)(config, number)
-
-
-def _check_classes(layer: nn.Module, fresh: nn.Module, place: str) -> None:
-    """Raise ValueError for a submodule whose forward is not the library's."""
-    for name in REPLACED:
-        known = dict(fresh.get_submodule(name).named_modules(prefix=name))
-        for path, part in layer.get_submodule(name).named_modules(prefix=name):
-            if type(part) is not type(known.get(path)):
-                raise ValueError(
-                    f"{path} of {place} is a {type(part).__name__}, which is not what transformers puts there; convert "
-                    "the model before it is changed"
-                )
-            forward = vars(part).get("forward")
-            if forward is not None and not isinstance(forward, InjectedForward):
-                raise ValueError(
-                    f"{path} of {place} has a replaced forward, which would be lost; convert the model before its "
-                    "forward is replaced"
-                )
 
 
 def _check_epsilon(norm: Any, config: DecoderConfig, place: str) -> None:
@@ -164,27 +171,6 @@ def _check_products(layer: nn.Module, place: str) -> None:
                 f"{', '.join(names)} of {place} become one weight, but only some of them require gradients; freeze all "
                 "or leave all trainable"
             )
-
-
-def _check_sharing(layer: nn.Module, place: str, owners: dict[int, str]) -> None:
-    """Raise ValueError for a weight that an earlier layer shares: its copies would be trained separately."""
-    for name, parameter in layer.named_parameters(remove_duplicate=False):
-        mine = f"{name} of {place}"
-        if owners.setdefault(id(parameter), mine) != mine:
-            raise ValueError(
-                f"{mine} is {owners[id(parameter)]}, and would become a separate weight; convert models whose layers "
-                "share none"
-            )
-
-
-def _check_activation(activation: nn.Module, named: str, place: str) -> None:
-    """Raise ValueError unless LayerNormMLP computes the activation; "gelu" has two meanings in configs."""
-    x: Tensor = torch.linspace(-4.0, 4.0, 65, device="cpu")
-    if not torch.allclose(activation(x), _ACTIVATIONS[named](x), rtol=1e-5, atol=1e-6):
-        raise ValueError(
-            f"the activation of {place} is {activation}, which LayerNormMLP does not compute; it has silu and gelu "
-            "by tanh (gelu_pytorch_tanh)"
-        )
 
 
 def place_of(weight: Tensor) -> dict[str, Any]:

@@ -7,7 +7,7 @@ arguments. These modules have no parameters and are not children of the layer, s
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -45,11 +45,11 @@ class CoreSettings:
         )
 
 
+@dataclass(eq=False)
 class Cores:
     """The DotProductAttentions of one layer."""
 
-    def __init__(self) -> None:
-        self._made: dict[CoreSettings, DotProductAttention] = {}
+    _made: dict[CoreSettings, DotProductAttention] = field(default_factory=dict)
 
     def of(self, kind: CoreSettings) -> DotProductAttention:
         """Return the module with these settings, created at the first call."""

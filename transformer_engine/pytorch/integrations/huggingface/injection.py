@@ -7,6 +7,7 @@ A layer's forward remains that of its library. While it runs, torch's scaled_dot
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,7 +35,14 @@ def inject_te_attention(model: torch.nn.Module) -> None:
     injected = sum([inject_te_attention_into_module(module) for module in list(model.modules())])
     if injected:
         object.__setattr__(model, "_te_attention_injected", True)
-        _warn_unless_sdpa(model)
+        asked = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        if isinstance(asked, str) and asked not in ("sdpa", "transformer_engine"):
+            logger.warning(
+                "%s computes its attention as %r, without scaled_dot_product_attention, and nothing changes; call "
+                'model.set_attn_implementation("sdpa")',
+                type(model).__name__,
+                asked,
+            )
     else:
         logger.warning(
             "no attention layer of %s was changed: none has projections of a known layout, such as q_proj, k_proj and "
@@ -83,13 +91,13 @@ class InjectedForward:
             return self.forward(*args, **kwargs)
 
 
+@dataclass(eq=False)
 class Replacement:
     """out [b, h, q, d_v] of torch's scaled_dot_product_attention for queries, keys and values of one layer."""
 
-    def __init__(self, layout: HeadLayout) -> None:
-        self.layout = layout
-        self.cores = Cores()
-        self.warned = False
+    layout: HeadLayout
+    cores: Cores = field(default_factory=Cores)
+    warned: bool = False
 
     def core(self, dropout: float, causal: bool) -> DotProductAttention:
         """Return the layer's DotProductAttention with this dropout, for causal masks or for others."""
@@ -140,28 +148,13 @@ class Replacement:
             return "fallback_input"
         asked = a.size**-0.5 if scale is None else scale
         if abs(asked - a.scale) > SCALE_TOLERANCE:
-            self._warn_of_scale(asked)
+            if not (self.warned or torch.compiler.is_compiling()):
+                self.warned = True
+                logger.warning(
+                    "scale=%s, the layer was injected with %s, its own; its attention is left to torch. transformers' "
+                    'attn_implementation="transformer_engine" takes the scale of every call',
+                    asked,
+                    self.layout.scale,
+                )
             return "fallback_scale_mismatch"
         return None
-
-    def _warn_of_scale(self, scale: float) -> None:
-        if self.warned or torch.compiler.is_compiling():
-            return
-        self.warned = True
-        logger.warning(
-            "scale=%s, the layer was injected with %s, its own; its attention is left to torch. transformers' "
-            'attn_implementation="transformer_engine" takes the scale of every call',
-            scale,
-            self.layout.scale,
-        )
-
-
-def _warn_unless_sdpa(model: torch.nn.Module) -> None:
-    asked = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if isinstance(asked, str) and asked not in ("sdpa", "transformer_engine"):
-        logger.warning(
-            "%s computes its attention as %r, without scaled_dot_product_attention, and nothing changes; call "
-            'model.set_attn_implementation("sdpa")',
-            type(model).__name__,
-            asked,
-        )

@@ -58,7 +58,15 @@ def te_attention_forward(
     The arguments are those of transformers. attention_mask None means causal if is_causal, or otherwise the module,
     says so, and there are several queries.
     """
-    _reject_options(options)
+    for name, remedy in (
+        ("softcap", "set config.attn_logit_softcapping to None"),
+        ("s_aux", "load the model without attention sinks"),
+        ("position_bias", "load the model without a position bias"),
+    ):
+        if options.get(name) is not None:
+            raise NotImplementedError(
+                f'{name} is not computed by attn_implementation={NAME!r}; use attn_implementation="eager" or {remedy}'
+            )
     q, k, v = in_autocast(query, key, value)
     scale = q.shape[3] ** -0.5 if scaling is None else scaling
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -72,16 +80,3 @@ def te_attention_forward(
     )
     count("te_hits")
     return attend(core, q, k, v, masking), None
-
-
-def _reject_options(options: dict[str, Any]) -> None:
-    """Raise NotImplementedError for options that DotProductAttention does not compute."""
-    for name, remedy in (
-        ("softcap", "set config.attn_logit_softcapping to None"),
-        ("s_aux", "load the model without attention sinks"),
-        ("position_bias", "load the model without a position bias"),
-    ):
-        if options.get(name) is not None:
-            raise NotImplementedError(
-                f'{name} is not computed by attn_implementation={NAME!r}; use attn_implementation="eager" or {remedy}'
-            )

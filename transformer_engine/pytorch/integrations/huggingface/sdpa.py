@@ -85,19 +85,15 @@ def imported_by_name(module: torch.nn.Module) -> str | None:
     for owner in type(module).__mro__:
         names = vars(sys.modules.get(owner.__module__, object))
         own = [f for f in names.values() if getattr(f, "__module__", None) == owner.__module__]
-        called = _globals_of([*vars(owner).values(), *own])
+        # The global names that the class's functions, and functions nested in them, read.
+        functions = [*vars(owner).values(), *own]
+        codes = [f.__code__ for f in functions if isinstance(f, FunctionType)]
+        called: set[str] = set()
+        while codes:
+            code = codes.pop()
+            called.update(step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
+            codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
         for name, value in names.items():
             if value is TORCH_SDPA and name in called and names is not vars(F):
                 return f"{owner.__module__}.{name}"
     return None
-
-
-def _globals_of(functions: list[Any]) -> set[str]:
-    """Return the global names that functions, and functions nested in them, read."""
-    codes = [f.__code__ for f in functions if isinstance(f, FunctionType)]
-    found: set[str] = set()
-    while codes:
-        code = codes.pop()
-        found.update(step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return found

@@ -37,7 +37,13 @@ class Attention(CachedAttention, ABC):
         pg_collection: Any = None, pp_layer_offset: int | None = None, name: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(config=config)
-        _reject_offloading(config)
+        if setting(config, "fine_grained_activation_offloading", False):
+            ours = sorted({"qkv_linear", "core_attn", "attn_proj"} & set(config.offload_modules or ()))
+            if ours:
+                raise ValueError(
+                    f"offload_modules={ours} under fine_grained_activation_offloading: this layer does not offload "
+                    "them; leave them out, or use Megatron-core's SelfAttention"
+                )
         self.config = config
         self.layer_number, self._pp_layer_offset = layer_number, pp_layer_offset
         self.attn_mask_type, self.attention_type = attn_mask_type, attention_type
@@ -273,7 +279,7 @@ class Attention(CachedAttention, ABC):
         cu_keys, lengths, longest_key = context.cu_kv_lengths()
         out = self.flash_decode_and_prefill(
             query, key, value, longest_query, longest_key, cu_queries, cu_keys, lengths, table,
-            context.is_decode_only(), self._softmax_offset(),
+            context.is_decode_only(), getattr(self.core_attention, "softmax_offset", None),
         ).flatten(-2)  # fmt: skip
         if self.config.fp8 or setting(self.config, "fp4"):
             out[context.padding_slice] = 0.0  # these rows must not contribute to a maximum
@@ -293,17 +299,6 @@ def save_original_input(linear: Any) -> None:
     if not hasattr(linear, "save_original_input"):
         raise ValueError(f"{type(linear).__name__} has no save_original_input; use this package's Linear")
     linear.save_original_input = True
-
-
-def _reject_offloading(config: Any) -> None:
-    """Raise ValueError if Megatron's fine-grained offloading needs activations that only its own layer provides."""
-    if setting(config, "fine_grained_activation_offloading", False):
-        ours = sorted({"qkv_linear", "core_attn", "attn_proj"} & set(config.offload_modules or ()))
-        if ours:
-            raise ValueError(
-                f"offload_modules={ours} under fine_grained_activation_offloading: this layer does not offload them; "
-                "leave them out, or use Megatron-core's SelfAttention"
-            )
 
 
 def _gated(out: Tensor, gate: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .equivalents import AttnMaskType, MegatronModule, ranks_of, setting
-from .packed_core import PackedRows, attend, of_pages, packed_core
+from .packed_core import PackedRows, attend, packed_core
 from .rotation import check_reach, concentration, rotated_by_tables
 
 
@@ -151,7 +151,7 @@ class CachedAttention(MegatronModule):
         cu_queries = torch.arange(batch + 1, dtype=torch.int32, device=query_layer.device) * new
         lengths = (sequence_len_offset + new).int()
         out = attend(
-            self._packed_core(self._softmax_offset()),
+            self._packed_core(getattr(self.core_attention, "softmax_offset", None)),
             query_layer.transpose(0, 1).flatten(0, 1),
             inference_key_memory[:, :batch].transpose(0, 1),
             inference_value_memory[:, :batch].transpose(0, 1),
@@ -172,13 +172,12 @@ class CachedAttention(MegatronModule):
         """
         if self.training:
             raise RuntimeError("paged caches are for inference; call eval() on the layer first")
-        keys, values = of_pages(k, block_table), of_pages(v, block_table)
+        # [requests, pages per request * page_size, groups, size]
+        pages = block_table.long().clamp(min=0)
+        keys, values = k[pages].flatten(1, 2), v[pages].flatten(1, 2)
         rows = PackedRows(cu_seqlens_q.int(), max_seqlen_q, seqlens_k.int(), keys.shape[1])
         core = self._packed_core(softmax_offset)
         return attend(core, q.squeeze(1), keys, values, rows).unsqueeze(1)
-
-    def _softmax_offset(self) -> Tensor | None:
-        return getattr(self.core_attention, "softmax_offset", None)
 
     def _packed_core(self, softmax_offset: Tensor | None) -> Any:
         """Return the attention over caches, with a logit [heads] of the denominator; not a child, for checkpoints."""

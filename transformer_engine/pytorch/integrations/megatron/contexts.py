@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ....common.checks import whole
 from ...runtime.device import canonical_device
-from .rotation import rotated_at, rotated_by_tables
+from .rotation import rotated, rotated_by_tables
 
 
 class StaticContext:
@@ -144,13 +144,13 @@ class PagedContext:
         cp_group: Any = None, mscale: float = 1.0,
     ) -> Tensor:  # fmt: skip
         """Return query [t, 1, h, d], rotated by the angles of its tokens' positions."""
-        return rotated_at(query, freqs, self._positions, config.rotary_interleaved, mscale)
+        return rotated(query, freqs[self._positions], config.rotary_interleaved, mscale)
 
     def apply_rotary_emb_key(
         self, key: Tensor, freqs: Tensor, config: Any, cp_group: Any = None, mscale: float = 1.0
     ) -> Tensor:
         """Return key [t, 1, h, d], rotated by the angles of its tokens' positions."""
-        return rotated_at(key, freqs, self._positions, config.rotary_interleaved, mscale)
+        return rotated(key, freqs[self._positions], config.rotary_interleaved, mscale)
 
     def apply_fused_qk_rotary_emb(
         self, query: Tensor, key: Tensor, cos_sin: Tensor, config: Any

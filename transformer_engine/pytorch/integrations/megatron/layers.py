@@ -190,11 +190,6 @@ class ProjectionHeads(NamedTuple):
     size: int
 
 
-def clipping_factors(greatest: Tensor, threshold: float, groups: int) -> Tensor:
-    """Return min(1, threshold / largest logit) [groups] of logits [heads]; 1 for negative logits."""
-    return threshold / greatest.view(groups, -1).amax(dim=1).clamp(min=threshold)
-
-
 def clip_rows(weight: Tensor, factor: Tensor, alpha: float, heads: ProjectionHeads) -> None:
     """Scale the rows of queries by factor^alpha and of keys by factor^(1 - alpha), per group, in place (QK-clip)."""
     parts = weight.view(heads.groups, heads.queries + heads.gates + 2, heads.size, -1)

@@ -58,8 +58,3 @@ def attend(
         pad_between_seqs=True,
     )
     return out.view(*query.shape[:-1], values.shape[-1])
-
-
-def of_pages(cache: Tensor, table: Tensor) -> Tensor:
-    """Return [b, pages per request * page_size, groups, size] of a cache [pages, page_size, groups, size]."""
-    return cache[table.long().clamp(min=0)].flatten(1, 2)

@@ -111,11 +111,6 @@ def rotated(
     return torch.cat((head, rest), dim=-1) if rest.shape[-1] else head
 
 
-def rotated_at(x: Tensor, freqs: Tensor, positions: Tensor, interleaved: bool, mscale: float = 1.0) -> Tensor:
-    """Return x [t, 1, h, d], rotated by the angles of its tokens' positions."""
-    return rotated(x, freqs[positions], interleaved, mscale)
-
-
 def rotated_by_tables(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Return x [.., d], rotated by cos and sin [.., r / 2], one column per pair of features; the rest is copied."""
     size = 2 * cos.shape[-1]

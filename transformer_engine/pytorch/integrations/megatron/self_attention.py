@@ -11,7 +11,7 @@ from ...functions.split_heads import SplitAlongDim
 from ...tensor import QuantizedTensor
 from .attention import Attention, save_original_input
 from .equivalents import AttnMaskType, SelfAttentionSubmodules, built, ranks_of, setting
-from .layers import HeadL2Norm, ProjectionHeads, clip_rows, clipping_factors, head_norm
+from .layers import HeadL2Norm, ProjectionHeads, clip_rows, head_norm
 
 
 class SelfAttention(Attention):
@@ -144,7 +144,9 @@ class SelfAttention(Attention):
                 "record return_max_logit of this layer"
             )
         groups = self.num_query_groups_per_partition
-        factor = clipping_factors(greatest, config.qk_clip_threshold, groups)
+        factor = config.qk_clip_threshold / greatest.view(groups, -1).amax(dim=1).clamp(
+            min=config.qk_clip_threshold
+        )
         if bool((factor < 1).any()):
             weight = self.linear_qkv.weight
             if hasattr(weight, "main_param"):

@@ -191,7 +191,13 @@ class BasicLinear(StepOperation):
         dtype = call.autocast or weight.dtype
         needs = (call.saves and call.grad_input, call.saves and weight.requires_grad)
         parallel = self._parallel
-        shape = self._output_shape(x.shape)
+        leading = list(x.shape[:-1])
+        if parallel.sequence and parallel.size > 1 and leading:
+            if parallel.mode == "column":
+                leading[0] *= parallel.size
+            elif parallel.mode == "row":
+                leading[0] //= parallel.size
+        shape = (*leading, self.local_out_features)
         quantizers = None
         if call.state.enabled or call.state.calibrating:
             forward, backward = self.forward_quantizers(), self._quantizers["backward"]
@@ -220,16 +226,6 @@ class BasicLinear(StepOperation):
             None if x.dtype == dtype else x.dtype,
         )
         return contribution, InputFacts(shape, dtype, x.device)
-
-    def _output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        parallel = self._parallel
-        leading = list(shape[:-1])
-        if parallel.sequence and parallel.size > 1 and leading:
-            if parallel.mode == "column":
-                leading[0] *= parallel.size
-            elif parallel.mode == "row":
-                leading[0] //= parallel.size
-        return (*leading, self.local_out_features)
 
     _functional_forward = staticmethod(functional_forward)
     _functional_backward = staticmethod(functional_backward)

@@ -246,7 +246,19 @@ class GroupedLinear(StepOperation):
         self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
     ) -> tuple[Contribution, InputFacts]:
         check_input("GroupedLinear", x, self.in_features)
-        self._check_extra(x, call)
+        if math.prod(call.extra[0].shape) != self.num_groups:
+            raise ValueError(
+                f"GroupedLinear has {self.num_groups} groups, but got split sizes {list(call.extra[0].shape)}; give "
+                "one number per group"
+            )
+        if call.extra[0].dtype.is_floating_point:
+            raise ValueError(f"split sizes are {call.extra[0].dtype}; give integers")
+        rows = math.prod(x.shape[:-1])
+        if self._scale_bias and math.prod(call.extra[1].shape) != rows:
+            raise ValueError(
+                f"GroupedLinear takes one scale of the bias per row, but got {list(call.extra[1].shape)} for {rows} "
+                "rows"
+            )
         first = getattr(self, self.parameter_names[0])
         bias = (
             self._parameters.get("bias" if self.single_grouped_bias else "bias0") if self.has_bias else None
@@ -273,21 +285,6 @@ class GroupedLinear(StepOperation):
             *buffers,
         )
         return contribution, InputFacts((*x.shape[:-1], self.out_features), dtype, x.device)
-
-    def _check_extra(self, x: InputFacts, call: OperationCall) -> None:
-        if math.prod(call.extra[0].shape) != self.num_groups:
-            raise ValueError(
-                f"GroupedLinear has {self.num_groups} groups, but got split sizes {list(call.extra[0].shape)}; give "
-                "one number per group"
-            )
-        if call.extra[0].dtype.is_floating_point:
-            raise ValueError(f"split sizes are {call.extra[0].dtype}; give integers")
-        rows = math.prod(x.shape[:-1])
-        if self._scale_bias and math.prod(call.extra[1].shape) != rows:
-            raise ValueError(
-                f"GroupedLinear takes one scale of the bias per row, but got {list(call.extra[1].shape)} for {rows} "
-                "rows"
-            )
 
     def _spec(self, call: OperationCall, x: InputFacts, dtype: torch.dtype, grad_bias: bool) -> GroupedSpec:
         """Return the settings of a kind of call."""

@@ -57,6 +57,8 @@ class BlockScaledStorage(QuantizedTensorStorage):
         "_columnwise_data": "columnwise_data",
         "_columnwise_scale_inv": "columnwise_scale_inv",
     }
+    ROWWISE = ("_rowwise_data", "_rowwise_scale_inv")
+    COLUMNWISE = ("_columnwise_data", "_columnwise_scale_inv")
     CONSTANTS = {"_fp8_dtype": "fp8_dtype", "_quantizer": "quantizer", "_dtype": "dtype"}
     ELEMENT: ClassVar[str] = "_fp8_dtype"
     PACKING: ClassVar[int] = 1
@@ -68,6 +70,9 @@ class BlockScaledStorage(QuantizedTensorStorage):
     _columnwise_data: Tensor | None
     _columnwise_scale_inv: Tensor | None
     _fp8_dtype: DType
+    # The maxima from which a second level of scales is computed, for formats that have one.
+    _amax_rowwise: Tensor | None = None
+    _amax_columnwise: Tensor | None = None
 
     def __init__(
         self, rowwise_data: Tensor | None, rowwise_scale_inv: Tensor | None,
@@ -126,7 +131,10 @@ class BlockScaledStorage(QuantizedTensorStorage):
         return block is not None and block[0] == block[1]
 
     def contract(self, axis: str) -> Operand:
-        codes, scale = self._of(axis)
+        codes = self._rowwise_data if axis == COLS else self._columnwise_data
+        scale = self._rowwise_scale_inv if axis == COLS else self._columnwise_scale_inv
+        if codes is None or scale is None:
+            raise self._missing(axis)
         form = self._format_of(axis)
         rows, depth = matrix_shape(self.shape)
         if axis == COLS:
@@ -142,7 +150,8 @@ class BlockScaledStorage(QuantizedTensorStorage):
         element = torch_dtype(element_of(getattr(self, self.ELEMENT)))
         if codes.dtype is not element:
             codes = codes.view(element)
-        return Operand(codes, scale, form, self._amax_of(axis), self._dtype)
+        amax = self._amax_rowwise if axis == COLS else self._amax_columnwise
+        return Operand(codes, scale, form, amax, self._dtype)
 
     def _format_of(self, axis: str) -> TensorFormat:
         """Return the format of one direction's operand."""
@@ -161,21 +170,7 @@ class BlockScaledStorage(QuantizedTensorStorage):
         """Remove padding rows from the row-wise scales, the layout that permuted tokens use."""
         scale = self._rowwise_scale_inv
         if scale is not None:
-            self._rowwise_scale_inv = self._exact_rows(scale, matrix_shape(self.shape)[0])
-
-    @classmethod
-    def _exact_rows(cls, scale: Tensor, rows: int) -> Tensor:
-        """Return stored scales without the padding of rows."""
-        return scale[:rows].contiguous()
-
-    def _amax_of(self, axis: str) -> Tensor | None:
-        """Return the maximum from which a second level of scales is computed."""
-        return None
-
-    @classmethod
-    def _maxima(cls, quantized: Quantized) -> dict[str, Tensor | None]:
-        """Return constructor keywords of the maxima from which a second level of scales is computed."""
-        return {}
+            self._rowwise_scale_inv = scale[: matrix_shape(self.shape)[0]].contiguous()
 
     @classmethod
     def pack(cls, quantized: Quantized, shape: Sequence[int], **constants: Any) -> BlockScaledStorage:
@@ -195,7 +190,6 @@ class BlockScaledStorage(QuantizedTensorStorage):
             rowwise_scale_inv=_without_base(scale),
             columnwise_data=_without_base(transpose),
             columnwise_scale_inv=_without_base(scale_t),
-            **cls._maxima(quantized),
             **constants,
         )
 
@@ -209,26 +203,6 @@ class BlockScaledStorage(QuantizedTensorStorage):
         if columnwise is not None:
             fields["columnwise_data"] = columnwise.reshape(self._columnwise_shape(shape))
         return self.storage_class()(**fields, **self.constants())
-
-    def get_usages(self) -> dict[str, bool]:
-        return {
-            "rowwise": self._rowwise_data is not None,
-            "columnwise": self._columnwise_data is not None,
-        }
-
-    def _of(self, axis: str) -> tuple[Tensor, Tensor]:
-        """Return (codes, scales) of a direction, as stored."""
-        rowwise = axis == COLS
-        codes = self._rowwise_data if rowwise else self._columnwise_data
-        scale = self._rowwise_scale_inv if rowwise else self._columnwise_scale_inv
-        if codes is None or scale is None:
-            raise self._missing(axis)
-        return codes, scale
-
-    @classmethod
-    def _dropped(cls, rowwise: bool, columnwise: bool) -> tuple[str, ...]:
-        prefixes = ("_rowwise",) * rowwise + ("_columnwise",) * columnwise
-        return tuple(f"{prefix}_{part}" for prefix in prefixes for part in ("data", "scale_inv"))
 
     def decode(self, dtype: torch.dtype) -> Tensor:
         if self._rowwise_data is not None:

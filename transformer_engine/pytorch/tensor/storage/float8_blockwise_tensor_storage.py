@@ -16,7 +16,7 @@ from ....common.formats import BLOCK_1D, BLOCK_2D, TensorFormat
 from ...constants import DType
 from ..elements import nominal_dtype
 from .block_scaled import BlockScaledStorage, padded
-from .quantized_tensor_storage import Writer
+from .quantized_tensor_storage import Writer, matrix_shape
 
 __all__ = ["Float8BlockwiseQTensorStorage"]
 
@@ -74,12 +74,9 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
         return scale[:, :columns] if self._is_2D_scaled else scale.t()[:rows]
 
     def trim_rowwise_scales(self) -> None:
-        if not self._is_2D_scaled:
-            super().trim_rowwise_scales()
-
-    @classmethod
-    def _exact_rows(cls, scale: Tensor, rows: int) -> Tensor:
-        return scale[:, :rows].contiguous()
+        scale = self._rowwise_scale_inv
+        if not self._is_2D_scaled and scale is not None:
+            self._rowwise_scale_inv = scale[:, : matrix_shape(self.shape)[0]].contiguous()
 
     @classmethod
     def _padded(cls, scale: Tensor, constants: dict[str, Any]) -> Tensor:

@@ -32,6 +32,8 @@ class Float8TensorStorage(QuantizedTensorStorage):
     """
 
     TENSORS = {"_data": "data", "_transpose": "data_transpose", "_scale_inv": "fp8_scale_inv"}
+    ROWWISE = ("_data",)
+    COLUMNWISE = ("_transpose",)
     CONSTANTS = {"_fp8_dtype": "fp8_dtype", "_quantizer": "quantizer", "_dtype": "dtype"}
     format = FLOAT8
 
@@ -89,7 +91,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         transpose = None if codes_t is None else codes_t.view(torch.uint8)
         if len(shape) != 2:
             data = None if data is None else data.view(shape)
-            transpose = None if transpose is None else transpose.view(_transposed_shape(shape))
+            transpose = None if transpose is None else transpose.view((*shape[-1:], *shape[:-1]))
         return cls(
             data=data,
             data_transpose=transpose,
@@ -97,20 +99,13 @@ class Float8TensorStorage(QuantizedTensorStorage):
             **constants,
         )
 
-    def get_usages(self) -> dict[str, bool]:
-        return {"rowwise": self._data is not None, "columnwise": self._transpose is not None}
-
-    @classmethod
-    def _dropped(cls, rowwise: bool, columnwise: bool) -> tuple[str, ...]:
-        return ("_data",) * rowwise + ("_transpose",) * columnwise
-
     @property
     def transposable(self) -> bool:
         return True
 
     def _create_transpose(self) -> None:
-        """`_create_columnwise`, by the name that sharded data parallelism calls."""
-        self._create_columnwise()
+        """Create the column-wise codes; sharded data parallelism calls this name."""
+        self._mirror("column-wise", "columnwise")
 
     def decode(self, dtype: torch.dtype) -> Tensor:
         if self._data is not None:
@@ -124,11 +119,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         transpose = self._transpose if keeps_columns else None
         return Float8TensorStorage(
             data=None if self._data is None else self._data.view(shape),
-            data_transpose=None if transpose is None else transpose.reshape(_transposed_shape(shape)),
+            data_transpose=None if transpose is None else transpose.reshape((*shape[-1:], *shape[:-1])),
             fp8_scale_inv=self._scale_inv,
             **self.constants(),
         )
-
-
-def _transposed_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    return (*shape[-1:], *shape[:-1])

@@ -45,28 +45,22 @@ def row_views(storage: QuantizedTensorStorage, start: int, stop: int) -> Quantiz
 def _cut(storage: QuantizedTensorStorage, rows: int, first: int, last: int) -> Quantized:
     whole = storage.unpack()
     return Quantized(
-        codes=_rows(whole.codes, rows, first, last),
-        scale=_rows(whole.scale, rows, first, last),
-        codes_t=_columns(whole.codes_t, rows, first, last),
-        scale_t=_columns(whole.scale_t, rows, first, last),
-        amax=_rows(whole.amax, rows, first, last),
+        codes=_run(whole.codes, 0, rows, first, last),
+        scale=_run(whole.scale, 0, rows, first, last),
+        codes_t=_run(whole.codes_t, 1, rows, first, last),
+        scale_t=_run(whole.scale_t, 1, rows, first, last),
+        amax=_run(whole.amax, 0, rows, first, last),
         amax_t=whole.amax_t,
     )
 
 
-def _rows(part: Tensor | None, rows: int, first: int, last: int) -> Tensor | None:
-    """Return rows first:last of a matrix whose dimension 0 covers `rows` values; a scale of all rows stays whole."""
+def _run(part: Tensor | None, dim: int, rows: int, first: int, last: int) -> Tensor | None:
+    """Return rows first:last of a matrix whose dimension `dim` covers `rows` values; one scale of all rows is kept."""
     if part is None or part.dim() < 2 or rows == 0:
         return part
-    values = -(-rows // part.shape[0])
-    return part[first // values : -(-last // values)]
-
-
-def _columns(part: Tensor | None, rows: int, first: int, last: int) -> Tensor | None:
-    if part is None or part.dim() < 2 or rows == 0:
-        return part
-    values = -(-rows // part.shape[1])
-    return part[:, first // values : -(-last // values)]
+    values = -(-rows // part.shape[dim])
+    run = slice(first // values, -(-last // values))
+    return part[run] if dim == 0 else part[:, run]
 
 
 @dataclass(frozen=True)
@@ -227,8 +221,16 @@ class ShardedBuffers:
         tensors = {name: tensor for name, tensor in storage._named_tensors().items() if tensor is not None}
         fields: list[str] = []
         for part in payload.fields[: len(sent)]:
+            # The tensor that begins where a view of it does; several tensors may share one storage.
             left = {name: tensor for name, tensor in tensors.items() if name not in fields}
-            fields.append(_name_of(part, views[part], left, type(self).__name__))
+            address = views[part].data_ptr()
+            found = next((name for name, tensor in left.items() if tensor.data_ptr() == address), None)
+            if found is None:
+                raise RuntimeError(
+                    f"no attribute of this {type(self).__name__} holds its {part} in the form that is sent; "
+                    f"make its tensors ({', '.join(left)}) contiguous"
+                )
+            fields.append(found)
         return tuple(fields)
 
     def fsdp_extract_buffers(self) -> tuple[tuple[Tensor, ...], GatheredPayload]:
@@ -255,15 +257,3 @@ class ShardedBuffers:
             )
         for name, tensor in whole._named_tensors().items():
             setattr(storage, name, tensor)
-
-
-def _name_of(part: str, view: Tensor, tensors: dict[str, Tensor], kind: str) -> str:
-    """Return the name of the tensor that begins where a view of it does; several tensors may share one storage."""
-    address = view.data_ptr()
-    for name, tensor in tensors.items():
-        if tensor.data_ptr() == address:
-            return name
-    raise RuntimeError(
-        f"no attribute of this {kind} holds its {part} in the form that is sent; "
-        f"make its tensors ({', '.join(tensors)}) contiguous"
-    )

@@ -60,6 +60,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         ValueError: The shapes contradict each other, or a buffer is missing or too short.
     """
 
+    ROWWISE, COLUMNWISE = ROWWISE, COLUMNWISE
     TENSORS = {
         "rowwise_data": "rowwise_data",
         "columnwise_data": "columnwise_data",
@@ -310,9 +311,6 @@ class GroupedTensorStorage(QuantizedTensorStorage):
             "a group has codes of each member; make it of its members, GroupedTensorStorage.of(..)"
         )
 
-    def get_usages(self) -> dict[str, bool]:
-        return {"rowwise": self.has_data(), "columnwise": self.has_columnwise_data()}
-
     def decode(self, dtype: torch.dtype) -> Tensor:
         if self._members[0].rebuild is None:
             assert self.rowwise_data is not None
@@ -336,10 +334,6 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         whole = GroupedTensorStorage.of(members, self._quantizer, self._dtype)
         for name in (*self.TENSORS, "_members"):
             setattr(self, name, getattr(whole, name))
-
-    @classmethod
-    def _dropped(cls, rowwise: bool, columnwise: bool) -> tuple[str, ...]:
-        return ROWWISE * rowwise + COLUMNWISE * columnwise
 
     def byte_layout(self) -> tuple[Any, ...]:
         return self._members

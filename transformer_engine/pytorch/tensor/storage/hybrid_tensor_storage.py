@@ -43,6 +43,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     """
 
     TENSORS = {name: name.lstrip("_") for name in (*_ROWWISE, *_COLUMNWISE)}
+    ROWWISE, COLUMNWISE = _ROWWISE, _COLUMNWISE
     CONSTANTS = {
         "_rowwise_rebuild": "rowwise_rebuild",
         "_columnwise_rebuild": "columnwise_rebuild",
@@ -158,10 +159,6 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
             "rowwise": self.rowwise_storage is not None,
             "columnwise": self.columnwise_storage is not None,
         }
-
-    @classmethod
-    def _dropped(cls, rowwise: bool, columnwise: bool) -> tuple[str, ...]:
-        return _ROWWISE * rowwise + _COLUMNWISE * columnwise
 
     def decode(self, dtype: torch.dtype) -> Tensor:
         return self._any_part().decode(dtype)

@@ -29,6 +29,7 @@ class IdentityTensorStorage(QuantizedTensorStorage):
     """
 
     TENSORS = {"_data": "hp_data"}
+    ROWWISE = COLUMNWISE = ()  # the values serve both directions
     CONSTANTS = {"_quantizer": "quantizer", "_dtype": "dtype"}
     format = TensorFormat("identity", None, "none")
 
@@ -82,10 +83,6 @@ class IdentityTensorStorage(QuantizedTensorStorage):
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         """Nothing: the values serve both directions."""
-
-    @classmethod
-    def _dropped(cls, rowwise: bool, columnwise: bool) -> tuple[str, ...]:
-        return ()
 
     def decode(self, dtype: torch.dtype) -> Tensor:
         return self._first_tensor().to(dtype)

@@ -7,6 +7,7 @@ those of Hadamard-transformed values: two such operands contract to the product 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ class NVFP4TensorStorage(BlockScaledStorage):
         "_amax_rowwise": "amax_rowwise",
         "_amax_columnwise": "amax_columnwise",
     }
+    ROWWISE = (*BlockScaledStorage.ROWWISE, "_amax_rowwise")
+    COLUMNWISE = (*BlockScaledStorage.COLUMNWISE, "_amax_columnwise")
     CONSTANTS = {
         "_fp4_dtype": "fp4_dtype",
         "_quantizer": "quantizer",
@@ -104,22 +107,17 @@ class NVFP4TensorStorage(BlockScaledStorage):
     def _padded(cls, scale: Tensor, constants: dict[str, Any]) -> Tensor:
         return padded(scale.view(torch.uint8), *cls.SCALE_PADDING)
 
-    def _amax_of(self, axis: str) -> Tensor | None:
-        return self._amax_rowwise if axis == COLS else self._amax_columnwise
-
     @classmethod
-    def _maxima(cls, quantized: Quantized) -> dict[str, Tensor | None]:
+    def pack(cls, quantized: Quantized, shape: Sequence[int], **constants: Any) -> BlockScaledStorage:
+        # Maxima per row arrive as a column [M, 1] from row slices and gathers, see `unpack`.
         amax = quantized.amax if quantized.codes is not None else None
-        return {
-            # Maxima per row arrive as a column [M, 1] from row slices and gathers, see `unpack`.
-            "amax_rowwise": amax if amax is None or amax.dim() == 1 else amax.reshape(-1),
-            "amax_columnwise": None if quantized.codes_t is None else quantized.amax_t,
-        }
-
-    @classmethod
-    def _dropped(cls, rowwise: bool, columnwise: bool) -> tuple[str, ...]:
-        amaxes = ("_amax_rowwise",) * rowwise + ("_amax_columnwise",) * columnwise
-        return (*BlockScaledStorage._dropped(rowwise, columnwise), *amaxes)
+        return super().pack(
+            quantized,
+            shape,
+            amax_rowwise=amax if amax is None or amax.dim() == 1 else amax.reshape(-1),
+            amax_columnwise=None if quantized.codes_t is None else quantized.amax_t,
+            **constants,
+        )
 
     def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: Tensor | None = None) -> None:
         if isinstance(src, NVFP4TensorStorage) and self._modes() != src._modes():

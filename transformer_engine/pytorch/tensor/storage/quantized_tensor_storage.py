@@ -111,10 +111,14 @@ class QuantizedTensorStorage:
 
     TENSORS    attribute -> constructor keyword, of all tensors (which may be None)
     CONSTANTS  the same for all other fields
+    ROWWISE    the tensors of row-wise data alone, with the codes first
+    COLUMNWISE the tensors of column-wise data alone, with the codes first
     """
 
     TENSORS: ClassVar[dict[str, str]]
     CONSTANTS: ClassVar[dict[str, str]]
+    ROWWISE: ClassVar[tuple[str, ...]]
+    COLUMNWISE: ClassVar[tuple[str, ...]]
 
     format: ClassVar[TensorFormat]
 
@@ -145,7 +149,10 @@ class QuantizedTensorStorage:
 
     def get_usages(self) -> dict[str, bool]:
         """Return the present directions: {"rowwise": bool, "columnwise": bool}."""
-        raise NotImplementedError
+        return {
+            "rowwise": getattr(self, self.ROWWISE[0]) is not None,
+            "columnwise": getattr(self, self.COLUMNWISE[0]) is not None,
+        }
 
     def decode(self, dtype: torch.dtype) -> Tensor:
         """Return the values [..., K] in dtype, computed in float32."""
@@ -191,17 +198,14 @@ class QuantizedTensorStorage:
         if rowwise and not usages["rowwise"]:
             self._mirror("row-wise", "rowwise")
         if columnwise and not usages["columnwise"]:
-            self._create_columnwise()
-        for name in self._dropped(not rowwise, not columnwise):
+            self._mirror("column-wise", "columnwise")
+        for name in self.ROWWISE * (not rowwise) + self.COLUMNWISE * (not columnwise):
             setattr(self, name, None)
 
     @property
     def transposable(self) -> bool:
         """Whether each direction is exactly the transpose of the other."""
         raise NotImplementedError
-
-    def _create_columnwise(self) -> None:
-        self._mirror("column-wise", "columnwise")
 
     def _mirror(self, direction: str, usage: str) -> None:
         """Create the missing direction by transposing the other one."""
@@ -212,7 +216,7 @@ class QuantizedTensorStorage:
         first, second = (mirrored, existing) if usage == "rowwise" else (existing, mirrored)
         whole = Quantized(first.codes, first.scale, second.codes, second.scale, first.amax, second.amax)
         full = self.storage_class().pack(whole, self.shape, **self.constants())
-        for name in self._dropped(usage == "rowwise", usage == "columnwise"):
+        for name in self.ROWWISE if usage == "rowwise" else self.COLUMNWISE:
             setattr(self, name, getattr(full, name))
 
     def _cannot_create(self, direction: str, usage: str) -> RuntimeError:
@@ -221,14 +225,9 @@ class QuantizedTensorStorage:
             f"scales; quantize the high-precision tensor again after quantizer.set_usage({usage}=True)"
         )
 
-    @classmethod
-    def _dropped(cls, rowwise: bool, columnwise: bool) -> tuple[str, ...]:
-        """Return the attributes that hold the given directions."""
-        raise NotImplementedError
-
     def drop(self, *, rowwise: bool = False, columnwise: bool = False) -> QuantizedTensorStorage:
         """Return a new storage without the given directions, which shares the rest."""
-        gone = self._dropped(rowwise, columnwise)
+        gone = self.ROWWISE * rowwise + self.COLUMNWISE * columnwise
         tensors, rebuild = QuantizedTensorStorage.flatten(self)
         return rebuild([None if name in gone else t for name, t in zip(self.TENSORS, tensors, strict=True)])
 
@@ -293,7 +292,7 @@ class QuantizedTensorStorage:
     ) -> Tensor | tuple[Tensor | None, ...] | None:
         """Return the code tensors: one if one direction is requested, otherwise (row-wise, column-wise)."""
         every = tuple(self.TENSORS)  # tensors that serve both directions belong to neither
-        rowwise, columnwise = self._dropped(True, False) or every, self._dropped(False, True) or every
+        rowwise, columnwise = self.ROWWISE or every, self.COLUMNWISE or every
         chosen = [rowwise[0]] * rowwise_data + [columnwise[0]] * columnwise_data
         found = tuple(getattr(self, name) for name in chosen)
         return found[0] if len(found) == 1 else found

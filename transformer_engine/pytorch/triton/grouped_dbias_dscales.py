@@ -1,0 +1,69 @@
+"""Gradients of the biases of grouped products, and of scales that multiply the rows of their biases."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import check_float32, group_sums
+
+__all__ = ["compute_grouped_dbias", "compute_grouped_dbias_dscales"]
+
+
+def compute_grouped_dbias(
+    dy: Tensor, offsets: Tensor, num_groups: int, dbias: Tensor | None = None
+) -> Tensor:
+    """Sum the rows of each group, the gradient of its bias.
+
+    Args:
+        dy: Gradient [T, N] of the products' results.
+        offsets: First row of each group and the end of the last one, integers [num_groups + 1].
+        num_groups: Number of groups G.
+        dbias: float32 [G, N] to which the sums are added.
+
+    Returns:
+        Gradient float32 [G, N]; `dbias` if it is given.
+
+    Raises:
+        AssertionError: `dbias` has another dtype or shape.
+    """
+    check_float32("dbias", dbias, (num_groups, dy.shape[1]))
+    return group_sums(dy, offsets, num_groups, out=dbias)
+
+
+def compute_grouped_dbias_dscales(
+    dy: Tensor,
+    scales: Tensor,
+    bias: Tensor,
+    offsets: Tensor,
+    dbias: Tensor | None = None,
+    dscales: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of bias and scales of y[t] = product[t] + scales[t] * bias[group of t].
+
+    Args:
+        dy: Gradient [T, N] of y.
+        scales: Scale of each row, [T].
+        bias: Biases [G, N].
+        offsets: First row of each group and the end of the last one, integers [G + 1].
+        dbias: float32 [G, N] to which the gradient of the biases is added.
+        dscales: float32 [T] to which the gradient of the scales is added.
+
+    Returns:
+        `(dbias float32 [G, N], dscales float32 [T])`: the sum of dy * scale over the rows of a group, and the sum of
+        dy * bias over the columns. Rows of no group have the gradient 0.
+
+    Raises:
+        AssertionError: A buffer has another dtype or shape.
+    """
+    groups = bias.shape[0]
+    check_float32("dbias", dbias, bias.shape)
+    check_float32("dscales", dscales, dy.shape[:1])
+    weighted = dy.float() * scales.float()[:, None]
+    rows = torch.arange(dy.shape[0], device=dy.device)
+    group = torch.bucketize(rows, offsets.to(dy.device, torch.int64), right=True) - 1
+    inside = (group >= 0) & (group < groups)
+    own_bias = bias.float().index_select(0, group.clamp(0, groups - 1))
+    products = torch.where(inside, (dy.float() * own_bias).sum(-1), 0.0)
+    sums = group_sums(weighted, offsets, groups, out=dbias)
+    return sums, products if dscales is None else dscales.add_(products)
