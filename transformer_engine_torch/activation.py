@@ -72,10 +72,6 @@ def _gradient(name: str, grad: Any, x: Any, quantizer: Any) -> Tensor:
     return grad.reshape(expected)
 
 
-def _params(limit: float, alpha: float, offset: float) -> ActivationParams:
-    return ActivationParams.from_mapping({"limit": limit, "alpha": alpha, "glu_linear_offset": offset})
-
-
 def _named(function: Callable[..., Any], name: str, docstring: str) -> Callable[..., Any]:
     function.__name__ = function.__qualname__ = name
     function.__doc__ = docstring
@@ -105,7 +101,9 @@ def clamped_swiglu(
 ) -> Any:
     """Compute clamped_swiglu(input [..., 2 F]): both halves are clamped, `glu_linear_offset` is added to the second."""
     _check("clamped_swiglu", "input", input, quantizer)
-    params = _params(limit, alpha, glu_linear_offset)
+    params = ActivationParams.from_mapping(
+        {"limit": limit, "alpha": alpha, "glu_linear_offset": glu_linear_offset}
+    )
     return given_or_quantized(activation_forward("clamped_swiglu", input, params), quantizer)
 
 
@@ -119,7 +117,9 @@ def clamped_dswiglu(
 ) -> Any:
     """Compute the gradient of the input of clamped_swiglu."""
     grad = _gradient("clamped_swiglu", grad, fwd_input, quantizer)
-    params = _params(limit, alpha, glu_linear_offset)
+    params = ActivationParams.from_mapping(
+        {"limit": limit, "alpha": alpha, "glu_linear_offset": glu_linear_offset}
+    )
     return given_or_quantized(activation_backward("clamped_swiglu", grad, fwd_input, params), quantizer)
 
 

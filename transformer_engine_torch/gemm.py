@@ -110,13 +110,31 @@ def generic_gemm(
             `use_split_accumulator`, both in 128 x 128 blocks, with a bias gradient, or with extents that are not
             multiples of 16.
     """
-    _check_overlap(comm_overlap, comm_type, extra_output, bulk_overlap)
+    if comm_overlap is not None:
+        raise NotImplementedError(
+            f"comm_overlap: products do not overlap communication here; leave out {described(comm_overlap)}, and "
+            "communicate before or after the product"
+        )
+    if comm_type is not None or extra_output is not None or bulk_overlap:
+        warn_once(
+            "generic_gemm without comm_overlap",
+            "comm_type, extra_output and bulk_overlap have no effect without comm_overlap; leave them out",
+        )
     _check_kinds(A, B, D, bias, quantizer, output_dtype)
     gelu, grad = to_bool("gelu", gelu), to_bool("grad", grad)
     accumulate = to_bool("accumulate", accumulate)
     split = to_bool("use_split_accumulator", use_split_accumulator)
     alpha, beta = _finite("alpha", alpha), None if beta is None else _finite("beta", beta)
-    _check_combination(D, quantizer, gelu, gelu_in, grad, accumulate, beta)
+    if beta not in (None, 0.0) and not accumulate:
+        raise ValueError(f"beta={beta} without accumulate; set accumulate=True, or leave beta None")
+    if quantizer is not None and D is not None and not isinstance(D, QuantizedTensorStorage):
+        raise NotImplementedError(
+            f"a quantizer with D={described(D)}, which is not quantized; give a quantized D, or quantize D afterwards"
+        )
+    if gelu and grad and gelu_in is None:
+        raise ValueError("gelu=True with grad=True needs gelu_in, the product of the forward pass")
+    if accumulate and D is None:
+        raise ValueError(f"accumulate={accumulate} without D; give the tensor that is added to")
     # A beta of 0 ignores the values of D, even NaN.
     beta = (1.0 if beta is None else beta) if accumulate else 0.0
     if D is not None:
@@ -182,22 +200,6 @@ def _product_in_steps(
     return y, before
 
 
-def _check_overlap(
-    comm_overlap: Any, comm_type: Any, extra_output: Tensor | None, bulk_overlap: bool
-) -> None:
-    """Reject a communicator; warn about arguments that have no effect without one."""
-    if comm_overlap is not None:
-        raise NotImplementedError(
-            f"comm_overlap: products do not overlap communication here; leave out {described(comm_overlap)}, and "
-            "communicate before or after the product"
-        )
-    if comm_type is not None or extra_output is not None or bulk_overlap:
-        warn_once(
-            "generic_gemm without comm_overlap",
-            "comm_type, extra_output and bulk_overlap have no effect without comm_overlap; leave them out",
-        )
-
-
 def _check_kinds(A: Any, B: Any, D: Any, bias: Any, quantizer: Any, output_dtype: Any) -> None:
     """Raise TypeError unless the operands are matrices of floating-point values, quantized or not."""
     for name, operand in (("A", A), ("B", B)):
@@ -210,21 +212,6 @@ def _check_kinds(A: Any, B: Any, D: Any, bias: Any, quantizer: Any, output_dtype
     quantizer_or_none(quantizer)
     if output_dtype is not None:
         torch_dtype(output_dtype)
-
-
-def _check_combination(
-    D: Any, quantizer: Any, gelu: bool, gelu_in: Any, grad: bool, accumulate: bool, beta: float | None
-) -> None:
-    if beta not in (None, 0.0) and not accumulate:
-        raise ValueError(f"beta={beta} without accumulate; set accumulate=True, or leave beta None")
-    if quantizer is not None and D is not None and not isinstance(D, QuantizedTensorStorage):
-        raise NotImplementedError(
-            f"a quantizer with D={described(D)}, which is not quantized; give a quantized D, or quantize D afterwards"
-        )
-    if gelu and grad and gelu_in is None:
-        raise ValueError("gelu=True with grad=True needs gelu_in, the product of the forward pass")
-    if accumulate and D is None:
-        raise ValueError(f"accumulate={accumulate} without D; give the tensor that is added to")
 
 
 def _finite(name: str, value: Any) -> float:

@@ -147,7 +147,17 @@ def fused_moe_aux_loss_fwd(
     Args:
         total_num_tokens: A number, or a tensor of one element on the device, which the host does not read.
     """
-    constant = _constant(probs, tokens_per_expert, (num_rows, num_cols), num_experts, topk, coeff)
+    shape = (num_rows, num_cols)
+    floating("probs", probs)
+    tensor("tokens_per_expert", tokens_per_expert)
+    num_experts, topk = to_int("num_experts", num_experts, 1), to_int("topk", topk, 1)
+    coeff = finite("coeff", coeff)
+    if tuple(probs.shape) != shape or tokens_per_expert.numel() != shape[1] or shape[1] % num_experts:
+        raise ValueError(
+            f"probs is {list(probs.shape)} and tokens_per_expert {list(tokens_per_expert.shape)}; give {list(shape)} "
+            f"and [{shape[1]}], a multiple of num_experts={num_experts}"
+        )
+    constant = num_experts * coeff / topk
     tokens, total = tokens_per_expert.reshape(-1), total_of(total_num_tokens, probs.device)
     if isinstance(total, Tensor):
         loss = balance_loss(probs, tokens, constant, total)[0]
@@ -196,18 +206,3 @@ def _gradient(
     scores, gradient = intermediate.view(-1, experts), grad_probs.reshape(-1, experts)
     made = choose_backward(map, scores, gradient, choice, grad_logits.dtype)
     grad_logits.copy_(made.view(grad_logits.shape))
-
-
-def _constant(
-    probs: Tensor, tokens: Tensor, shape: tuple[int, int], num_experts: int, topk: int, coeff: float
-) -> float:
-    floating("probs", probs)
-    tensor("tokens_per_expert", tokens)
-    num_experts, topk = to_int("num_experts", num_experts, 1), to_int("topk", topk, 1)
-    coeff = finite("coeff", coeff)
-    if tuple(probs.shape) != shape or tokens.numel() != shape[1] or shape[1] % num_experts:
-        raise ValueError(
-            f"probs is {list(probs.shape)} and tokens_per_expert {list(tokens.shape)}; give {list(shape)} and "
-            f"[{shape[1]}], a multiple of num_experts={num_experts}"
-        )
-    return num_experts * coeff / topk

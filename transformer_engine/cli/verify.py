@@ -41,7 +41,12 @@ def verify(
     console = Console(highlight=False)
     sizes = {"dp": dp, "fsdp": fsdp, "cp": cp, "tp": tp}
     with reporting(console):
-        functions = functions_of(file)
+        if not file.is_file():
+            raise ValueError(f"{file} does not exist; give a Python file with {' and '.join(REQUIRED)}")
+        functions = runpy.run_path(str(file), run_name="te_verify")
+        missing = [name for name in REQUIRED if not callable(functions.get(name))]
+        if missing:
+            raise ValueError(f"{file} does not define {' and '.join(missing)}; see the page on te verify")
         mesh = _mesh({name: size for name, size in sizes.items() if size > 1}, device.value)
         try:
             verification = compare(
@@ -60,21 +65,6 @@ def verify(
                 dist.destroy_process_group()
     if not verification.equal:
         raise typer.Exit(FAILED)
-
-
-def functions_of(file: Path) -> dict[str, Any]:
-    """Return the names of a Python file that defines a model and its batch.
-
-    Raises:
-        ValueError: The file does not exist, or does not define both functions.
-    """
-    if not file.is_file():
-        raise ValueError(f"{file} does not exist; give a Python file with {' and '.join(REQUIRED)}")
-    names = runpy.run_path(str(file), run_name="te_verify")
-    missing = [name for name in REQUIRED if not callable(names.get(name))]
-    if missing:
-        raise ValueError(f"{file} does not define {' and '.join(missing)}; see the page on te verify")
-    return names
 
 
 def _mesh(sizes: dict[str, int], device: str) -> Any:

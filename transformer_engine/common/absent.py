@@ -160,21 +160,16 @@ def sentence(name: str) -> str:
     if reason is not None:
         return f"{name} is not in this package, {__version__}: {reason}"
     place, _, last = name.rpartition(".")
-    near = _closest_name(place, last)
+    module = sys.modules.get(place)
+    public = [] if module is None else [known for known in dir(module) if not known.startswith("_")]
+    same = [known for known in public if known.lower() == last.lower()]
+    close = same or difflib.get_close_matches(last, public, n=1, cutoff=0.75)
+    near = close[0] if close else None
     suggestion = f"did you mean {near!r}? " if near else ""
     return (
         f"{place} has no {last!r} in this package, {__version__}; {suggestion}docs/support.md lists the supported "
         f"features, and dir({place}) the names"
     )
-
-
-def _closest_name(place: str, name: str) -> str | None:
-    """Return the public name of a loaded module with the closest spelling, or None."""
-    module = sys.modules.get(place)
-    public = [] if module is None else [known for known in dir(module) if not known.startswith("_")]
-    same = [known for known in public if known.lower() == name.lower()]
-    close = same or difflib.get_close_matches(name, public, n=1, cutoff=0.75)
-    return close[0] if close else None
 
 
 def _reason_for(name: str) -> str | None:

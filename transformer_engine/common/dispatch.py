@@ -181,7 +181,15 @@ class Table(Generic[Request]):
         or not the forced one, supports the request.
         """
         if _tracing():
-            return self._traced(self.described(key))
+            request = self.described(key)
+            backend = self._taker(self._asked(request), request)
+            if backend.opaque:
+                assert self.operator is not None
+                return self.operator(request).call
+            assert backend.bind is not None
+            call = backend.bind(request)
+            assert not isinstance(call, PlanFailure), "a backend whose planning may fail is opaque"
+            return call
         if self._may_vary:
             self._remember_what_is_demanded()
         return self.bind(self.described(key)) if disturbances else self._bound[key]
@@ -289,17 +297,6 @@ class Table(Generic[Request]):
             if self._known_reason(backend, request) is None:
                 return backend
         raise self._unsupported(request)
-
-    def _traced(self, request: Request) -> Callable[..., Any]:
-        """Return the callable for a tracing compiler. Nothing is cached, since extents may be symbolic."""
-        backend = self._taker(self._asked(request), request)
-        if backend.opaque:
-            assert self.operator is not None
-            return self.operator(request).call
-        assert backend.bind is not None
-        call = backend.bind(request)
-        assert not isinstance(call, PlanFailure), "a backend whose planning may fail is opaque"
-        return call
 
     def _known_reason(self, backend: Backend[Request], request: Request) -> str | None:
         """Return the reason before planning, or the reason of a planning failure in the cache, or None."""

@@ -65,22 +65,21 @@ class QuantizeSpec:
                 "of them; choose one"
             )
         if self.four_over_six:
-            self._check_four_over_six()
-
-    def _check_four_over_six(self) -> None:
-        if self.four_over_six not in BLOCK_ERRORS:
-            raise ValueError(
-                f"four_over_six={self.four_over_six!r} is not an error measure; choose one of {', '.join(BLOCK_ERRORS)}"
-            )
-        if not self.format.four_over_six:
-            raise ValueError(
-                f"four_over_six belongs to {_formats_with('four_over_six')}, not to {self.format.name}; leave it empty"
-            )
-        if self.hadamard or self.stochastic:
-            raise ValueError(
-                f"four_over_six={self.four_over_six!r} compares nearest roundings of the values themselves; "
-                "set hadamard=False and stochastic=False"
-            )
+            if self.four_over_six not in BLOCK_ERRORS:
+                raise ValueError(
+                    f"four_over_six={self.four_over_six!r} is not an error measure; choose one of "
+                    f"{', '.join(BLOCK_ERRORS)}"
+                )
+            if not self.format.four_over_six:
+                raise ValueError(
+                    f"four_over_six belongs to {_formats_with('four_over_six')}, not to {self.format.name}; "
+                    "leave it empty"
+                )
+            if self.hadamard or self.stochastic:
+                raise ValueError(
+                    f"four_over_six={self.four_over_six!r} compares nearest roundings of the values themselves; "
+                    "set hadamard=False and stochastic=False"
+                )
 
     def __hash__(self) -> int:
         """Hash of names instead of whole formats, computed once: a spec is part of the key of every quantization."""

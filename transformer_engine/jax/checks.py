@@ -29,16 +29,12 @@ def check_values(name: str, array: Any) -> None:
     if dtype is None or dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise TypeError(f"{name} is {described(array)}; it must hold float32, bfloat16 or float16, cast it")
     if isinstance(array, jax.Array):  # also a tracer
-        _warn_of_axes(name, jax.typeof(array).sharding)
-
-
-def _warn_of_axes(name: str, sharding: Any) -> None:
-    """Warn if an array is sharded over mesh axes of type Explicit."""
-    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
-    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in sharding.spec)
-    explicit = [axis for entry in entries for axis in entry if kinds.get(axis) is AxisType.Explicit]
-    if any(sharding.mesh.shape[axis] > 1 for axis in explicit):
-        _warn_of_explicit_axes(name, tuple(explicit))
+        sharding = jax.typeof(array).sharding
+        kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+        entries = (entry if isinstance(entry, tuple) else (entry,) for entry in sharding.spec)
+        explicit = [axis for entry in entries for axis in entry if kinds.get(axis) is AxisType.Explicit]
+        if any(sharding.mesh.shape[axis] > 1 for axis in explicit):
+            _warn_of_explicit_axes(name, tuple(explicit))
 
 
 @functools.cache

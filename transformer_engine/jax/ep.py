@@ -243,7 +243,12 @@ def dispatched(
     slots = count * min(picks, cfg.local_experts)
     chosen = (topk_idx >= 0) & (topk_idx < cfg.num_experts)
     device = jnp.where(chosen, topk_idx // cfg.local_experts, cfg.devices)
-    place = _place_among(device.ravel(), cfg.devices + 1).reshape(count, picks)
+    # For each slot, the number of earlier slots for the same device.
+    kinds = device.ravel()
+    same = jax.nn.one_hot(kinds, cfg.devices + 1, dtype=jnp.int32)
+    place = (jnp.take_along_axis(jnp.cumsum(same, axis=0), kinds[:, None], axis=1)[:, 0] - 1).reshape(
+        count, picks
+    )
     # Choices that are not sent get an index past the end, which scatter drops; any other index is a slot in use.
     sent = jnp.where(chosen & (place < slots), device * slots + place, cfg.devices * slots)
     filled = (cfg.devices * slots,)
@@ -253,7 +258,11 @@ def dispatched(
     local = local.at[sent.ravel()].set((topk_idx % cfg.local_experts).ravel().astype(jnp.int32), mode="drop")
     weights = jnp.zeros(filled, topk_weights.dtype).at[sent.ravel()].set(topk_weights.ravel(), mode="drop")
     rows = jnp.asarray(tokens).at[source].get(mode="fill", fill_value=0)
-    sizes = _sizes_of(device, slots, cfg)
+    # Number of slots sent to each device and received from each device, int32 [2, devices].
+    out = (device.ravel() == jnp.arange(cfg.devices)[:, None]).sum(axis=1, dtype=jnp.int32)
+    out = jnp.minimum(out, slots)
+    back = out if cfg.devices == 1 else lax.all_to_all(out, cfg.axis, 0, 0, tiled=True)
+    sizes = jnp.stack((out, back))
     rows, weights = (_exchange(x, sizes, 0, cfg) for x in (rows, weights))
     local = _exchange(local, sizes, cfg.local_experts, cfg)
     counts = jnp.bincount(local, length=cfg.local_experts + 1).astype(jnp.int32)
@@ -322,14 +331,6 @@ def returned(cfg: EpConfig, handle: EpHandle, expert_out: Array) -> Array:
     return received.at[handle.sent].get(mode="fill", fill_value=0)
 
 
-def _sizes_of(device: Array, slots: int, cfg: EpConfig) -> Array:
-    """Return int32 [2, devices]: the number of slots sent to each device and received from each device."""
-    out = (device.ravel() == jnp.arange(cfg.devices)[:, None]).sum(axis=1, dtype=jnp.int32)
-    out = jnp.minimum(out, slots)
-    back = out if cfg.devices == 1 else lax.all_to_all(out, cfg.axis, 0, 0, tiled=True)
-    return jnp.stack((out, back))
-
-
 def _exchange(x: Array, sizes: Array, empty: int, cfg: EpConfig) -> Array:
     """Exchange slots [devices * slots, ...] between devices; block d of the input is sent to device d.
 
@@ -352,12 +353,6 @@ def _exchange(x: Array, sizes: Array, empty: int, cfg: EpConfig) -> Array:
         )
 
     return lax.platform_dependent(x, sizes, cuda=ragged, default=dense)
-
-
-def _place_among(kinds: Array, count: int) -> Array:
-    """Return int32: for each element the number of earlier equal elements."""
-    same = jax.nn.one_hot(kinds, count, dtype=jnp.int32)
-    return jnp.take_along_axis(jnp.cumsum(same, axis=0), kinds[:, None], axis=1)[:, 0] - 1
 
 
 def _check_arrays(topk_idx: Array, tokens: Array, topk_weights: Array) -> None:

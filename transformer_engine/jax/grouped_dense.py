@@ -182,14 +182,6 @@ def _of_rows(x: Any, kernel: Any, group_sizes: Array, dtype: Any, backward: bool
     return grouped_gemm(rows.codes, stack.codes, group_sizes, dtype, scales, features_first=True, exact=exact)
 
 
-def _over_rows(x: Any, dy: Any, group_sizes: Array, dtype: Any) -> Array:
-    """Return dkernel[g] [K, N] = (rows of group g of x).T @ (rows of group g of dy)."""
-    columns = x.get_tensor(COLUMNS), dy.get_tensor(COLUMNS)
-    scales = _scales(*columns)
-    a, b = (tensor.dequantize() if scales is None else tensor.codes for tensor in columns)
-    return grouped_contraction(a, b, group_sizes, dtype, scales)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _grouped_dense(
     x: Array, kernel: Array, group_sizes: Array, quantizer_set: QuantizerSet, over: RowAxes
@@ -219,7 +211,11 @@ def _backward(over: RowAxes, residuals: tuple[Any, ...], dy: Array) -> tuple[Any
         dy = constant(dy)
     codes, amax = _encode(quantizers.dgrad, dy, group_sizes, over)
     dx = _of_rows(codes, kernel_codes, group_sizes, x_like.dtype, backward=True)
-    dkernel = _over_rows(x_codes, codes, group_sizes, kernel_like.dtype)
+    # dkernel[g] [K, N] = (rows of group g of x).T @ (rows of group g of dy).
+    columns = x_codes.get_tensor(COLUMNS), codes.get_tensor(COLUMNS)
+    scales = _scales(*columns)
+    a, b = (tensor.dequantize() if scales is None else tensor.codes for tensor in columns)
+    dkernel = grouped_contraction(a, b, group_sizes, kernel_like.dtype, scales)
     states = (quantizers.x, quantizers.kernel, quantizers.dgrad)
     following = groups_advanced_together(states, (*amaxes, amax), over.of_group)
     made = (dx, dkernel)

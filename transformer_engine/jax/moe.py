@@ -193,9 +193,19 @@ def moe(
     }  # fmt: skip
     devices = get_mesh_axis_size(ep_axis)
     if devices == 1:
+        from flax import linen
+
         for name, axes in (("wi_0", wi_kernel_axes), ("wi_1", wi_kernel_axes), ("wo", wo_kernel_axes)):
-            params[name] = _constrained(params[name], axes)
-        return _on_one_device(x, gate_kernel, expert_bias, params, routing, experts)
+            if {axis for axis, _ in linen.get_logical_axis_rules()} & set(axes):
+                params[name] = with_sharding_constraint_by_logical_axes(params[name], axes)
+        tokens = x.reshape(-1, x.shape[-1])
+        logits, weights, chosen = _routed(tokens, gate_kernel, expert_bias, routing)
+        slots = tokens.shape[0] * routing.topk
+        rows, row_weights, row_id_map, pads, _ = token_dispatch(tokens, chosen, slots, weights, _ALIGN_SIZE)
+        assert row_weights is not None
+        made = experts(params, rows, row_weights, chosen.sum(axis=0, dtype=jnp.int32))
+        y = token_combine(made, row_id_map, None if experts.weights_early else weights, pads)
+        return y.reshape(x.shape), routing.aux_loss(logits, chosen, ()), jnp.asarray(slots, jnp.int32)
     assert ep_axis is not None
     if num_experts % devices:
         raise ValueError(
@@ -207,13 +217,6 @@ def moe(
     )  # fmt: skip
 
 
-def _constrained(kernel: Array, axes: Axes) -> Array:
-    from flax import linen
-
-    known = {name for name, _ in linen.get_logical_axis_rules()}
-    return with_sharding_constraint_by_logical_axes(kernel, axes) if known & set(axes) else kernel
-
-
 def _routed(
     x: Array, gate_kernel: Array, expert_bias: Array | None, routing: Routing
 ) -> tuple[Array, Array, Array]:
@@ -222,19 +225,6 @@ def _routed(
         x.astype(jnp.float32), gate_kernel.astype(jnp.float32), precision=lax.Precision.HIGHEST
     )
     return logits, *routing(logits, expert_bias)
-
-
-def _on_one_device(
-    x: Array, gate_kernel: Array, expert_bias: Array | None, params: Any, routing: Routing, experts: Experts
-) -> tuple[Array, Array | None, Array]:
-    tokens = x.reshape(-1, x.shape[-1])
-    logits, weights, chosen = _routed(tokens, gate_kernel, expert_bias, routing)
-    slots = tokens.shape[0] * routing.topk
-    rows, row_weights, row_id_map, pads, _ = token_dispatch(tokens, chosen, slots, weights, _ALIGN_SIZE)
-    assert row_weights is not None
-    made = experts(params, rows, row_weights, chosen.sum(axis=0, dtype=jnp.int32))
-    y = token_combine(made, row_id_map, None if experts.weights_early else weights, pads)
-    return y.reshape(x.shape), routing.aux_loss(logits, chosen, ()), jnp.asarray(slots, jnp.int32)
 
 
 def _on_many(
@@ -257,7 +247,14 @@ def _on_many(
     def local(
         place: Array, x: Array, gate_kernel: Array, bias: Array | None, params: Any, sets: Any
     ) -> tuple[Array, Any, Array]:
-        sets = jax.tree.map(lambda leaf: leaf if _is_state(leaf) else _own_key(leaf, place[0]), sets)
+        sets = jax.tree.map(
+            lambda leaf: (
+                leaf
+                if jnp.issubdtype(leaf.dtype, jnp.floating)
+                else jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(leaf), place[0]))
+            ),
+            sets,
+        )
         own = replace(
             experts,
             quantizer_sets=tuple(_of_own(s, cfg.local_experts, data_axes) for s in sets),
@@ -278,7 +275,11 @@ def _on_many(
 
     whole_axes, by_expert = PartitionSpec(), PartitionSpec(cfg.axis)
     # States are sharded by expert; random keys are replicated.
-    of_sets = jax.tree.map(lambda leaf: by_expert if _is_state(leaf) else whole_axes, experts.quantizer_sets)
+    # The leaves of a quantizer are floating-point states and random keys.
+    of_sets = jax.tree.map(
+        lambda leaf: by_expert if jnp.issubdtype(leaf.dtype, jnp.floating) else whole_axes,
+        experts.quantizer_sets,
+    )
     # The device's index is an argument: lax.axis_index is not lowered if an outer shard_map has part of the mesh.
     places = jnp.arange(math.prod(get_mesh_axis_size(axis) for axis in batch), dtype=jnp.int32)
     # A shard_map of a part of the mesh's axes runs in compiled programs only, and hides the sharding over the other
@@ -292,16 +293,6 @@ def _on_many(
         check_vma=False,
     )
     return jax.jit(mapped)(places, x, gate_kernel, expert_bias, params, experts.quantizer_sets)
-
-
-def _is_state(leaf: Array) -> bool:
-    """Return whether this leaf of a quantizer is a state, not a random key."""
-    return jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
-def _own_key(data: Array, place: Array) -> Array:
-    """Return the data of a random key of this device, so that devices round with different numbers."""
-    return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(data), place))
 
 
 def _of_own(quantizers: QuantizerSet, count: int, axes: tuple[str, ...]) -> QuantizerSet:

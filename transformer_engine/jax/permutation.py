@@ -159,7 +159,17 @@ def sort_chunks_by_index(inp: Array, split_sizes: Array, sorted_indices: Array) 
     if inp.ndim != 2:
         raise ValueError(f"inp has shape {inp.shape}; give [rows, H]")
     check_sizes("split_sizes", split_sizes, None, inp.shape[0])
-    _check_order(sorted_indices, split_sizes.shape[0])
+    count = split_sizes.shape[0]
+    check_integers("sorted_indices", sorted_indices)
+    if sorted_indices.shape != (count,):
+        raise ValueError(
+            f"sorted_indices has shape {sorted_indices.shape}; give one number per chunk, ({count},)"
+        )
+    if is_known(sorted_indices) and not np.array_equal(np.sort(np.asarray(sorted_indices)), np.arange(count)):
+        raise ValueError(
+            f"sorted_indices={np.asarray(sorted_indices).tolist()[:8]}; give the numbers from 0 to {count - 1}, "
+            "each once"
+        )
     inp, split_sizes, sorted_indices = (jnp.asarray(x) for x in (inp, split_sizes, sorted_indices))
     starts = jnp.cumsum(split_sizes) - split_sizes
     moved = split_sizes[sorted_indices]
@@ -171,17 +181,6 @@ def sort_chunks_by_index(inp: Array, split_sizes: Array, sorted_indices: Array) 
     goes_to = goes_to.astype(jnp.int32)
     source = jnp.zeros_like(row).at[goes_to].set(row)
     return inp[source], goes_to
-
-
-def _check_order(order: Array, count: int) -> None:
-    """Raise TypeError or ValueError unless order [count] is a permutation; of a traced array, only check the shape."""
-    check_integers("sorted_indices", order)
-    if order.shape != (count,):
-        raise ValueError(f"sorted_indices has shape {order.shape}; give one number per chunk, ({count},)")
-    if is_known(order) and not np.array_equal(np.sort(np.asarray(order)), np.arange(count)):
-        raise ValueError(
-            f"sorted_indices={np.asarray(order).tolist()[:8]}; give the numbers from 0 to {count - 1}, each once"
-        )
 
 
 class PureJaxPermState(NamedTuple):
@@ -287,7 +286,7 @@ def compute_ragged_all_to_all_params(
 
     all_shards_tokens_per_expert   [R, E]: rows of every shard for every expert; expert e is on shard e // (E / R)
     """
-    sent = _sent_between(all_shards_tokens_per_expert, shard_id, num_expert_shards)
+    sent = _by_shard(all_shards_tokens_per_expert, shard_id, num_expert_shards).sum(axis=-1)
     mine = sent[shard_id]
     before = jnp.cumsum(sent, axis=0) - sent  # rows that earlier shards send to each shard
     return jnp.cumsum(mine) - mine, mine, before[shard_id], sent[:, shard_id]
@@ -297,15 +296,10 @@ def compute_reverse_ragged_all_to_all_params(
     all_shards_tokens_per_expert: Array, shard_id: Array | int, num_expert_shards: int
 ) -> tuple[Array, Array, Array, Array]:
     """Return the arguments of the inverse exchange: received rows are sent back to their origin."""
-    sent = _sent_between(all_shards_tokens_per_expert, shard_id, num_expert_shards)
+    sent = _by_shard(all_shards_tokens_per_expert, shard_id, num_expert_shards).sum(axis=-1)
     received = sent[:, shard_id]
     offsets = jnp.cumsum(sent, axis=1) - sent  # offsets at which a shard stores the rows of each shard
     return jnp.cumsum(received) - received, received, offsets[:, shard_id], sent[shard_id]
-
-
-def _sent_between(tokens_per_expert: Array, shard_id: Array | int, shards: int) -> Array:
-    """Return [from, to]: rows sent between two shards."""
-    return _by_shard(tokens_per_expert, shard_id, shards).sum(axis=-1)
 
 
 def _by_shard(tokens_per_expert: Array, shard_id: Array | int, shards: int) -> Array:

@@ -81,22 +81,17 @@ def library_version(name: str) -> int:
         The number in the library's own format; 0 without a GPU, or if the Python package is not installed.
     """
     if name == "cudnn_frontend":
-        return _frontend_version()
+        try:
+            numbers = Version(version("nvidia-cudnn-frontend")).release
+        except PackageNotFoundError:
+            return 0
+        major, minor, patch = (*numbers, 0, 0)[:3]
+        return 10000 * major + 100 * minor + patch
     if not has_gpu():
         return 0
     # A private module, since jax has no public function for these versions.
     versions: Any = importlib.import_module("jax._src.lib").cuda_versions
     return int(getattr(versions, _LIBRARIES[name])())
-
-
-def _frontend_version() -> int:
-    """Return 10000 * major + 100 * minor + patch of nvidia-cudnn-frontend, or 0 if it is not installed."""
-    try:
-        numbers = Version(version("nvidia-cudnn-frontend")).release
-    except PackageNotFoundError:
-        return 0
-    major, minor, patch = (*numbers, 0, 0)[:3]
-    return 10000 * major + 100 * minor + patch
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,12 @@ def fused_topk_with_score_function(
         scores = jax.nn.sigmoid(wide)
     judged = scores if expert_bias is None else scores + expert_bias.astype(jnp.float32)
     if group_topk > 0:
-        judged = _of_best_groups(judged, topk, num_groups, group_topk)
+        # -inf outside of the groups with the largest sums of their topk / group_topk best experts.
+        tokens, experts = judged.shape
+        grouped = lax.stop_gradient(judged).reshape(tokens, num_groups, experts // num_groups)
+        best, _ = lax.top_k(grouped, topk // group_topk)
+        kept = jnp.repeat(_chosen(best.sum(axis=-1), group_topk), experts // num_groups, axis=-1)
+        judged = jnp.where(kept, judged, -jnp.inf)
     chosen = _chosen(judged, topk)
     if softmax and not use_pre_softmax:
         weights = jax.nn.softmax(jnp.where(chosen, scores, -jnp.inf))
@@ -117,13 +122,8 @@ def fused_moe_aux_loss(probs: Array, tokens_per_expert: Array, topk: int, coeff:
     return (share.sum() * (experts * coeff / (topk * tokens * tokens))).astype(probs.dtype)
 
 
-def bits_of(chosen: Array) -> Array:
-    """Pack bool [T, E] into uint8 [T, ceil(E / 8)]."""
-    return jnp.packbits(chosen, axis=-1, bitorder="little")
-
-
 def _stored(chosen: Array, form: RoutingMapFormat) -> Array:
-    return bits_of(chosen) if form is RoutingMapFormat.BITMAP_U8 else chosen
+    return jnp.packbits(chosen, axis=-1, bitorder="little") if form is RoutingMapFormat.BITMAP_U8 else chosen
 
 
 def _normalised(logits: Array, softmax: bool) -> Array:
@@ -137,15 +137,6 @@ def _chosen(scores: Array, topk: int) -> Array:
     """Return bool [T, E]: the topk largest scores of every row; ties go to the lower index."""
     _, places = lax.top_k(lax.stop_gradient(scores), topk)
     return jax.nn.one_hot(places, scores.shape[-1], dtype=jnp.bool_).any(axis=-2)
-
-
-def _of_best_groups(scores: Array, topk: int, num_groups: int, group_topk: int) -> Array:
-    """Return scores, with -inf outside of the groups with the largest sums of their topk / group_topk best experts."""
-    tokens, experts = scores.shape
-    grouped = lax.stop_gradient(scores).reshape(tokens, num_groups, experts // num_groups)
-    best, _ = lax.top_k(grouped, topk // group_topk)
-    kept = jnp.repeat(_chosen(best.sum(axis=-1), group_topk), experts // num_groups, axis=-1)
-    return jnp.where(kept, scores, -jnp.inf)
 
 
 def _member(kind: type[enum.Enum], name: str, value: Any) -> Any:

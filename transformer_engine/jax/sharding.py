@@ -231,7 +231,7 @@ def with_sharding_constraint(x: Array, pspec: PartitionSpec | None) -> Array:
     check_array("x", x)
     _check_spec(pspec, x.ndim)
     mesh = _mesh()
-    if pspec is None or mesh is None or _is_manual(mesh):
+    if pspec is None or mesh is None or all(kind is AxisType.Manual for kind in mesh.axis_types):
         return x
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
@@ -252,11 +252,6 @@ def with_sharding_constraint(x: Array, pspec: PartitionSpec | None) -> Array:
         # over.
         mesh = mesh_of_devices() or mesh
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-
-def _is_manual(mesh: Mesh | jax.sharding.AbstractMesh) -> bool:
-    """Return whether all axes are manual, as inside shard_map of all axes, and pmap."""
-    return all(kind is AxisType.Manual for kind in mesh.axis_types)
 
 
 def _check_spec(pspec: Any, ndim: int) -> None:
@@ -296,13 +291,16 @@ def with_sharding_constraint_by_logical_axes(
     check_axis_names("logical_axis_names", logical_axis_names, x.ndim)
     if not logical_axis_names:
         return x
-    if (mesh := _mesh()) is not None and _is_manual(mesh):
+    if (mesh := _mesh()) is not None and all(kind is AxisType.Manual for kind in mesh.axis_types):
         return x
     from flax import linen  # other layers do not depend on Flax
 
     if rules := linen.get_logical_axis_rules():
         if mesh is not None:
-            _warn_of_names(logical_axis_names, {name for name, _ in rules})
+            known = {name for name, _ in rules}
+            for name in logical_axis_names:
+                if name is not None and name not in known:
+                    _warn_of_name(name)
         if mesh is not None and (AxisType.Manual in mesh.axis_types or not isinstance(x, Tracer)):
             # Flax neither drops manual axes nor shards concrete arrays.
             return with_sharding_constraint(x, linen.logical_to_mesh_axes(tuple(logical_axis_names)))
@@ -322,12 +320,6 @@ def with_sharding_constraint_by_logical_axes(
     return with_sharding_constraint(
         x, PartitionSpec(*(None if name is None else ours[name] for name in logical_axis_names))
     )
-
-
-def _warn_of_names(names: Sequence[str | None], known: set[str]) -> None:
-    for name in names:
-        if name is not None and name not in known:
-            _warn_of_name(name)
 
 
 @functools.cache

@@ -113,10 +113,6 @@ def print_comparison(console: Console, first: Path, second: Path) -> None:
             cells.append(_ratio(pair.ratio(measure)))
         table.add_row(pair.case, *cells)
     console.print(table)
-    console.print(_means(shared))
-
-
-def _means(shared: list[Pair]) -> Table:
     table = Table("family", "cases", title="geometric mean of B / A", title_justify="left")
     for heading in MEASURES.values():
         table.add_column(heading, justify="right")
@@ -127,7 +123,7 @@ def _means(shared: list[Pair]) -> Table:
     for name, members in groups.items():
         means = (geometric_mean(pair.ratio(measure) for pair in members) for measure in MEASURES)
         table.add_row(name, str(len(members)), *map(_ratio, means))
-    return table
+    console.print(table)
 
 
 def _ratio(value: float | None) -> str:

@@ -56,7 +56,27 @@ class JaxWorkload:
             if on_gpu:
                 jax.clear_caches()  # programs that this process has traced and compiled
                 cached = self._compiled(backward)[0]
-        timing = _timing(call, device, effort)
+        for _ in range(effort.warmup):
+            jax.block_until_ready(call())
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        runs = effort.runs(1e3 * (time.perf_counter() - start))
+        start = time.perf_counter()
+        for _ in range(runs):
+            results = call()
+        jax.block_until_ready(results)
+        wall = 1e3 * (time.perf_counter() - start) / runs
+        if device.type != "cuda":
+            timing = Timing(None, None, wall)
+        else:
+            returned = []  # milliseconds until a call on an idle device returns
+            for _ in range(runs):
+                start = time.perf_counter()
+                results = call()
+                returned.append(1e3 * (time.perf_counter() - start))
+                jax.block_until_ready(results)
+            cpu = statistics.median(returned)
+            timing = Timing(_on_the_gpu(call, 1e-3 * cpu), cpu, wall)
         plan = call.program.memory_analysis()
         beyond = plan.temp_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
         return Figures(
@@ -123,29 +143,6 @@ class _CompiledCall:
     def __call__(self) -> Any:
         self.state, results = self.program(self.state, *self.rest)
         return results
-
-
-def _timing(call: _CompiledCall, device: torch.device, effort: Effort) -> Timing:
-    for _ in range(effort.warmup):
-        jax.block_until_ready(call())
-    start = time.perf_counter()
-    jax.block_until_ready(call())
-    runs = effort.runs(1e3 * (time.perf_counter() - start))
-    start = time.perf_counter()
-    for _ in range(runs):
-        results = call()
-    jax.block_until_ready(results)
-    wall = 1e3 * (time.perf_counter() - start) / runs
-    if device.type != "cuda":
-        return Timing(None, None, wall)
-    returned = []  # milliseconds until a call on an idle device returns
-    for _ in range(runs):
-        start = time.perf_counter()
-        results = call()
-        returned.append(1e3 * (time.perf_counter() - start))
-        jax.block_until_ready(results)
-    cpu = statistics.median(returned)
-    return Timing(_on_the_gpu(call, 1e-3 * cpu), cpu, wall)
 
 
 def _on_the_gpu(call: _CompiledCall, host: float) -> float | None:

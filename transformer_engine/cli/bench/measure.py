@@ -72,7 +72,14 @@ def measure(call: Callable[[], object], device: torch.device, effort: Effort = F
     for _ in range(effort.warmup):
         call()
     if device.type != "cuda":
-        return Timing(None, None, _wall(call, effort))
+        start = time.perf_counter()
+        call()
+        times = [1e3 * (time.perf_counter() - start)]
+        for _ in range(effort.runs(times[0]) - 1):
+            start = time.perf_counter()
+            call()
+            times.append(1e3 * (time.perf_counter() - start))
+        return Timing(None, None, statistics.median(times))
     torch.cuda.synchronize()
     start = time.perf_counter()
     call()
@@ -130,17 +137,6 @@ def _queued_once(call: Callable[[], object], other: torch.Tensor, host: float) -
     last.record()
     torch.cuda.synchronize()
     return first.elapsed_time(last), cpu
-
-
-def _wall(call: Callable[[], object], effort: Effort) -> float:
-    start = time.perf_counter()
-    call()
-    times = [1e3 * (time.perf_counter() - start)]
-    for _ in range(effort.runs(times[0]) - 1):
-        start = time.perf_counter()
-        call()
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)
 
 
 def peak_mib(call: Callable[[], object], device: torch.device) -> float | None:

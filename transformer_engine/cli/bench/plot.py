@@ -45,7 +45,23 @@ def _plot(path: Path, family: str, rows: Sequence[Row], device: str) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for panel, axis in zip(panels, axes, strict=True):
-        _draw(axis, panel, rows)
+        clock = "GPU" if rows[0].gpu_ms is not None else "wall"
+        label, values, text = {
+            "time": (f"{clock} time (ms)", [row.time_ms for row in rows], "{:.3g}"),
+            "wall": ("wall time in a loop (ms)", [row.eager_ms for row in rows], "{:.3g}"),
+            "roof": ("part of the roof (%)", [100 * (row.roof or 0.0) for row in rows], "{:.0f}"),
+        }[panel]
+        bars = [value or 0.0 for value in values]
+        shown = axis.barh(range(len(rows)), bars, color=[COLOURS.get(row.provider, OTHER) for row in rows])
+        axis.bar_label(shown, labels=[text.format(value) for value in bars], padding=2, fontsize=7)
+        axis.set_xlabel(label)
+        axis.grid(axis="x", alpha=0.25)
+        axis.set_axisbelow(True)
+        axis.margins(x=0.15)
+        positive = [value for value in bars if value > 0]
+        if panel != "roof" and positive and max(positive) > LOGARITHMIC_FROM * min(positive):
+            axis.set_xscale("log")
+            axis.xaxis.set_minor_formatter(NullFormatter())
     axes[0].set_yticks(range(len(rows)), [row.case for row in rows], fontsize=8)
     axes[0].invert_yaxis()
     seen = dict.fromkeys(row.provider for row in rows)
@@ -53,23 +69,3 @@ def _plot(path: Path, family: str, rows: Sequence[Row], device: str) -> None:
     figure.legend(handles, list(seen), loc="outside lower center", ncols=len(seen), frameon=False)
     figure.suptitle(f"{family}, {device}")
     figure.savefig(path)
-
-
-def _draw(axis, panel: str, rows: Sequence[Row]) -> None:
-    clock = "GPU" if rows[0].gpu_ms is not None else "wall"
-    label, values, text = {
-        "time": (f"{clock} time (ms)", [row.time_ms for row in rows], "{:.3g}"),
-        "wall": ("wall time in a loop (ms)", [row.eager_ms for row in rows], "{:.3g}"),
-        "roof": ("part of the roof (%)", [100 * (row.roof or 0.0) for row in rows], "{:.0f}"),
-    }[panel]
-    bars = [value or 0.0 for value in values]
-    shown = axis.barh(range(len(rows)), bars, color=[COLOURS.get(row.provider, OTHER) for row in rows])
-    axis.bar_label(shown, labels=[text.format(value) for value in bars], padding=2, fontsize=7)
-    axis.set_xlabel(label)
-    axis.grid(axis="x", alpha=0.25)
-    axis.set_axisbelow(True)
-    axis.margins(x=0.15)
-    positive = [value for value in bars if value > 0]
-    if panel != "roof" and positive and max(positive) > LOGARITHMIC_FROM * min(positive):
-        axis.set_xscale("log")
-        axis.xaxis.set_minor_formatter(NullFormatter())

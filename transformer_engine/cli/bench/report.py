@@ -56,14 +56,13 @@ def print_rows(console: Console, rows: Sequence[Row]) -> None:
 
     `x torch` is the wall time of plain PyTorch on the same sizes over the row's: above 1 the row is faster.
     """
-    plain = {_sizes(row): row.eager_ms for row in rows if row.provider == "torch" and row.eager_ms}
+    plain = {
+        row.case.replace(f"/{row.recipe}/", "/"): row.eager_ms
+        for row in rows
+        if row.provider == "torch" and row.eager_ms
+    }
     for family, members in families(rows).items():
         console.print(_table(family, members, plain))
-
-
-def _sizes(row: Row) -> str:
-    """The name without the recipe: what rows of different recipes and providers have in common."""
-    return row.case.replace(f"/{row.recipe}/", "/")
 
 
 def _table(family: str, rows: Sequence[Row], plain: dict[str, float]) -> Table:
@@ -86,7 +85,8 @@ def _table(family: str, rows: Sequence[Row], plain: dict[str, float]) -> Table:
 
 def _figures(row: Row, plain: dict[str, float]) -> dict[str, str]:
     """The cells of a row by heading, empty where it has no figure."""
-    beside = plain[_sizes(row)] / row.eager_ms if _sizes(row) in plain and row.eager_ms else None
+    case = row.case.replace(f"/{row.recipe}/", "/")
+    beside = plain[case] / row.eager_ms if case in plain and row.eager_ms else None
     cells = (
         _figure(row.gpu_ms, 3),
         _figure(row.cpu_ms, 3),

@@ -40,30 +40,27 @@ class Workload:
     def step(self, backward: bool) -> Callable[[], None]:
         """One forward pass without gradients, or one forward and backward pass that fills every .grad anew."""
         if backward:
-            return self._training_step()
+            inputs = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in self.inputs)
+            leaves = [x for x in inputs if x.requires_grad]
+            if isinstance(self.function, nn.Module):
+                leaves += list(self.function.parameters())
+            with torch.no_grad(), self.context():
+                gradient = torch.randn_like(self.function(*inputs, **self.keywords))
+
+            def step() -> None:
+                for leaf in leaves:
+                    leaf.grad = None
+                with self.context():
+                    y = self.function(*inputs, **self.keywords)
+                y.backward(gradient)
+
+            return step
 
         def forward_step() -> None:
             with torch.no_grad(), self.context():
                 self.function(*self.inputs, **self.keywords)
 
         return forward_step
-
-    def _training_step(self) -> Callable[[], None]:
-        inputs = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in self.inputs)
-        leaves = [x for x in inputs if x.requires_grad]
-        if isinstance(self.function, nn.Module):
-            leaves += list(self.function.parameters())
-        with torch.no_grad(), self.context():
-            gradient = torch.randn_like(self.function(*inputs, **self.keywords))
-
-        def step() -> None:
-            for leaf in leaves:
-                leaf.grad = None
-            with self.context():
-                y = self.function(*inputs, **self.keywords)
-            y.backward(gradient)
-
-        return step
 
 
 def routed_tokens(case: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -114,11 +114,18 @@ def gather() -> Installation:
     extension = importlib.util.find_spec("transformer_engine_torch")
     gpu = _query("transformer_engine.pytorch", "torch.cuda", _gpu, failures)
     jax_devices = _query("transformer_engine.jax", "jax.devices", _jax_devices, failures)
+    places = (Path(entry or ".").resolve() / "transformer_engine" for entry in sys.path)
+    others = {place for place in places if (place / "__init__.py").is_file()} - {folder}
+    copies = []
+    for place in sorted(others):
+        file = place / "_version.py"
+        written = _VERSION.search(file.read_text()) if file.is_file() else None
+        copies.append((str(place), written.group(1) if written else "another package"))
     return Installation(
         python=sys.version_info[:2],
         folder=str(folder),
         distributions=distributions,
-        copies=_copies(folder),
+        copies=tuple(copies),
         extension=None if extension is None else extension.origin,
         failures=failures,
         driver=_driver(),
@@ -140,17 +147,6 @@ def _distributions() -> dict[str, tuple[Distribution, ...]]:
         if made not in same:
             same.append(made)
     return {name: tuple(several) for name, several in found.items()}
-
-
-def _copies(folder: Path) -> tuple[tuple[str, str], ...]:
-    places = (Path(entry or ".").resolve() / "transformer_engine" for entry in sys.path)
-    others = {place for place in places if (place / "__init__.py").is_file()} - {folder}
-    copies = []
-    for place in sorted(others):
-        file = place / "_version.py"
-        written = _VERSION.search(file.read_text()) if file.is_file() else None
-        copies.append((str(place), written.group(1) if written else "another package"))
-    return tuple(copies)
 
 
 def _query(ours: str, name: str, ask: Callable[[], T], failures: dict[str, str]) -> T | None:

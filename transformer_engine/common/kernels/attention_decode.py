@@ -178,7 +178,11 @@ def stretches(problem: AttentionProblem, processors: int, splits: int = 0) -> tu
     block_rows, keys, warps, stages = decode_tile(problem, rows)
     blocks = ceil_div(rows, block_rows)
     if splits == 0:
-        splits = split_count(problem, blocks, keys, processors)
+        # Two programs per processor, or 4096 keys per program if that is more ranges.
+        # One sequence of 65536 keys, H200: 3.3 to 3.4 TB/s with 16 or 33 ranges, 2.9 with 66.
+        filling = 2 * processors // (problem.batch * problem.groups * blocks)
+        shortest = ceil_div(problem.seqlen_kv, max(keys, 128))
+        splits = max(1, min(max(filling, ceil_div(problem.seqlen_kv, 4096)), shortest, 128))
     scalars = (*problem.scalars, blocks)
     constants = (
         *problem.band,
@@ -207,11 +211,3 @@ def merging(problem: AttentionProblem, splits: int, follows: bool, packed: bool 
     grid = (problem.seqlen_q, problem.heads, problem.batch)
     outputs = (Output(None, problem.dtype, begins=0.0 if packed else None),)
     return Launch(merge, grid, outputs, scalars, constants, warps=4, dependent=follows)
-
-
-def split_count(problem: AttentionProblem, blocks: int, keys: int, processors: int) -> int:
-    """Return the ranges per sequence: two programs per processor, or 4096 keys per program if that is more ranges."""
-    # One sequence of 65536 keys, H200: 3.3 to 3.4 TB/s with 16 or 33 ranges, 2.9 with 66.
-    filling = 2 * processors // (problem.batch * problem.groups * blocks)
-    shortest = ceil_div(problem.seqlen_kv, max(keys, 128))
-    return max(1, min(max(filling, ceil_div(problem.seqlen_kv, 4096)), shortest, 128))

@@ -207,7 +207,7 @@ def absolute_maximum(size: int, *, overlaps: bool = False) -> Launch:
 
     overlaps: the next launch is `cast(follows=True)` of the same x.
     """
-    block, warps = _block(size)
+    block, warps = (16384, 16) if size > 1 << 22 else (2048, 4)
     programs = ceil_div(size, block)
     return Launch(
         absolute_maximum_kernel,
@@ -260,11 +260,11 @@ def cast(
     steps = (element.maximum, epsilon, power_of_two, zero_is_one, records or measures, follows)
     if not columnwise:
         size = rows * depth
-        block, warps = _block(size)
+        block, warps = (16384, 16) if size > 1 << 22 else (2048, 4)
         grid, scalars, tiles = ceil_div(size, block), (size,), (block, size % block == 0)
         kernel = cast_kernel
     else:
-        block_m, block_k, band, warps = _tile(rows, depth)
+        block_m, block_k, band, warps = (64, 256, 4, 8) if rows * depth > 1 << 22 else (64, 64, 4, 4)
         grid, scalars = ceil_div(rows, block_m) * ceil_div(depth, block_k), (rows, depth)
         tiles = (block_m, block_k, band, rows % 2 == 0, rows % block_m == 0 and depth % block_k == 0)
         kernel = cast_transpose_kernel
@@ -327,17 +327,3 @@ RECORDED, MEASURED, GIVEN, SCALES = "recorded", "measured", "given", "scales"
 # Elements at the end of x that the amax pass leaves in the L2 for the cast: 24 MiB of bfloat16. H200, 8192 x 14336:
 # the two passes take 0.1376 ms, 0.1383 without it, 0.1404 without the early start.
 _KEPT = 12 << 20
-
-
-def _block(size: int) -> tuple[int, int]:
-    """Return (elements, warps) of a program over a flat tensor."""
-    # H200, 8192 x 14336 bfloat16 to e4m3: 16384 elements and 16 warps 0.0860 ms, 8192 and 8 0.0867, 4096 0.094,
-    # 2048 0.124, 32768 0.0864. The amax pass over the same: 0.0630, 0.0641, 0.0717, 0.0946.
-    return (16384, 16) if size > 1 << 22 else (2048, 4)
-
-
-def _tile(rows: int, depth: int) -> tuple[int, int, int, int]:
-    """Return (rows, columns, tiles per band, warps) of a program that also writes the transpose."""
-    # H200, 8192 x 14336 bfloat16 to e4m3: 64 x 256 with 8 warps in bands of 4 0.1220 ms, without bands 0.1239;
-    # 128 x 128 with 8 0.1237, 128 x 64 with 4 0.1247, 64 x 64 with 4 0.1247.
-    return (64, 256, 4, 8) if rows * depth > 1 << 22 else (64, 64, 4, 4)

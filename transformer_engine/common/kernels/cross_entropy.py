@@ -151,7 +151,7 @@ def _rescale(x, factor, rows, width, parts, BLOCK: tl.constexpr):
 
 def statistics(rows: int, width: int, strips: int, labels: Labels) -> Launch:
     """Return the launch (x [rows, width], targets int64 [rows]) -> partials float32 [strips, rows, 4]."""
-    block = _block(width)
+    block = min(_BLOCK, max(triton.next_power_of_2(width), 16))
     strip_width = ceil_div(ceil_div(width, strips), block) * block
     return Launch(
         _statistics,
@@ -177,7 +177,7 @@ def losses(rows: int, strips: int, labels: Labels) -> Launch:
 
 def gradient(rows: int, width: int, labels: Labels, dtype: str, per_row: bool, in_place: bool) -> Launch:
     """Return the launch (x, targets, statistics, factor float32 [rows] or [1]) -> dx, or nothing if in place of x."""
-    block = _block(width)
+    block = min(_BLOCK, max(triton.next_power_of_2(width), 16))
     return Launch(
         _gradient,
         (rows, ceil_div(width, block), 1),
@@ -195,7 +195,3 @@ def rescale(rows: int, width: int) -> Launch:
     programs = min(parts, _PROGRAMS)
     scalars = (rows, width, ceil_div(parts, programs))
     return Launch(_rescale, (programs, 1, 1), (), scalars, (_SCALED,), warps=4, in_place=(0,))
-
-
-def _block(width: int) -> int:
-    return min(_BLOCK, max(triton.next_power_of_2(width), 16))

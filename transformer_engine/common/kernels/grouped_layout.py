@@ -18,11 +18,6 @@ TILE_ROWS = 128
 ROWS = tl.constexpr(TILE_ROWS)
 
 
-def layout_size(total: int, groups: int) -> int:
-    """Return the number of integers in the layout of `total` rows: two tables of groups + 1, and the most tiles."""
-    return 2 * (groups + 1) + tiles_at_most(total, groups)
-
-
 def tiles_at_most(total: int, groups: int) -> int:
     """Return the maximum number of tiles of 128 rows: each group has at most one partly filled tile."""
     return total // TILE_ROWS + groups
@@ -85,6 +80,6 @@ def layout_of(total: int, groups: int) -> Launch:
     tiles = tiles_at_most(total, groups)
     width = triton.next_power_of_2(groups)
     block = max(1, min(128, 8192 // width))
-    outputs = (Output((layout_size(total, groups),), "int32"),)
+    outputs = (Output((2 * (groups + 1) + tiles_at_most(total, groups),), "int32"),)
     grid = (ceil_div(tiles, block), 1, 1)
     return Launch(layout_kernel, grid, outputs, (total, tiles), (groups, width, block), warps=4)

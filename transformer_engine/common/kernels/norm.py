@@ -542,17 +542,11 @@ def forward(
     if centered and 4096 < width < block:  # 3.6 at 5120; one row per program 3.1-3.2
         grid = (min(rows, 2 * processors), 1, 1)
         return Launch(forward_streamed, grid, outputs, scalars, (*fixed, block, 4), 8, in_place=recorded)
-    block_rows, warps = _forward_tile(block, centered)
+    # 3.8-4.0 TB/s on an H200.
+    block_rows, warps = (2 if centered else 1, 8) if block == 4096 else (max(1, 2048 // block), 4)
     grid = (ceil_div(rows, block_rows), 1, 1)
     constants = (*fixed, block_rows, block)
     return Launch(forward_rows, grid, outputs, scalars, constants, warps, in_place=recorded)
-
-
-def _forward_tile(block: int, centered: bool) -> tuple[int, int]:
-    """Return (rows per program, warps) for rows padded to `block` columns: 3.8-4.0 TB/s."""
-    if block == 4096:
-        return (2, 8) if centered else (1, 8)
-    return max(1, 2048 // block), 4
 
 
 def backward(

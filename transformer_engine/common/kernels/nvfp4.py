@@ -232,14 +232,10 @@ def _grid(shape: tuple[int, int]) -> tuple[int, int, int]:
     return (ceil_div(shape[0], _TILE) * ceil_div(shape[1], _TILE), 1, 1)
 
 
-def _even(shape: tuple[int, int]) -> bool:
-    return shape[0] % _TILE == 0 and shape[1] % _TILE == 0
-
-
 @functools.lru_cache(maxsize=4096)
 def transformed_maximum(shape: tuple[int, int], random_sign: bool) -> Launch:
     """Return the launch (x [M, K] contiguous, M a multiple of 16) -> amax float32 [1]."""
-    constants = (random_sign, _TILE, _even(shape))
+    constants = (random_sign, _TILE, shape[0] % _TILE == 0 and shape[1] % _TILE == 0)
     outputs = (Output((1,), "float32", begins=0.0),)
     return Launch(transformed_maximum_kernel, _grid(shape), outputs, shape, constants, warps=4)
 
@@ -294,7 +290,7 @@ def blocks(shape: tuple[int, int], rowwise: bool, columnwise: bool, options: Opt
         Output((depth, rows // 2), "uint8") if columnwise else None,
         Output((depth, ceil_div(rows, BLOCK)), "float8_e4m3fn") if columnwise else None,
     )
-    constants = (*options.constants, _TILE, _even(shape))
+    constants = (*options.constants, _TILE, shape[0] % _TILE == 0 and shape[1] % _TILE == 0)
     return Launch(
         block_kernel, _grid(shape), outputs, shape, constants, warps=4, fuses=not options.four_over_six
     )

@@ -59,14 +59,8 @@ def _load(codes, M, K, first_m, first_k, rows, k, EVEN: tl.constexpr):
 def transpose(shape: tuple[int, int], dtype: str = "uint8") -> Launch:
     """Return the launch (codes [M, K] of a one-byte dtype, contiguous) -> codes_t [K, M]."""
     rows, depth = shape
-    block_m, block_k, band, warps = _tile(rows, depth)
+    block_m, block_k, band, warps = (256, 128, 4, 8) if rows * depth > 1 << 22 else (64, 64, 4, 4)
     grid = (ceil_div(rows, block_m) * ceil_div(depth, block_k), 1, 1)
     even = rows % block_m == 0 and depth % block_k == 0
     constants = (block_m, block_k, band, rows % 2 == 0, even)
     return Launch(transpose_kernel, grid, (Output((depth, rows), dtype),), (rows, depth), constants, warps)
-
-
-def _tile(rows: int, depth: int) -> tuple[int, int, int, int]:
-    """Return (rows, columns, tiles per band, warps) of a program."""
-    # H200, 8192 x 14336: 256 x 128 0.0636 ms (3.7 TB/s), 128 x 128 0.0653, 64 x 128 0.0664, 64 x 64 0.0699
-    return (256, 128, 4, 8) if rows * depth > 1 << 22 else (64, 64, 4, 4)

@@ -193,7 +193,7 @@ def _over_devices(
                 raise NotImplementedError(
                     f"context_parallel_strategy=RING with {name}; use CPStrategy.ALL_GATHER"
                 )
-        if _is_mask(descriptor):
+        if descriptor is not None and not isinstance(descriptor, SequenceDescriptor):
             raise NotImplementedError(
                 "context_parallel_strategy=RING with a mask; give a SequenceDescriptor, or use CPStrategy.ALL_GATHER"
             )
@@ -213,11 +213,6 @@ def _constrained(x: Array, axis: str | None) -> Array:
     return with_sharding_constraint(x, PartitionSpec(free, axis, free, free))
 
 
-def _is_mask(descriptor: SequenceDescriptor | Array | None) -> bool:
-    """Return whether a descriptor is a mask, which may be an array of NumPy."""
-    return descriptor is not None and not isinstance(descriptor, SequenceDescriptor)
-
-
 def _hidden(
     descriptor: SequenceDescriptor | Array | None,
     mask_type: AttnMaskType,
@@ -226,7 +221,7 @@ def _hidden(
     plan: ContextParallel | None,
     extents: tuple[int, int, int],
 ) -> Array | None:
-    if plan is None or _is_mask(descriptor):
+    if plan is None or (descriptor is not None and not isinstance(descriptor, SequenceDescriptor)):
         return hidden_of(descriptor, mask_type, layout, window, extents)
     segments = plan.segments(descriptor, mask_type, layout, extents)
     # Positions of bottom-right masks are counted from the end already.

@@ -39,7 +39,29 @@ def ring_attention(
     kind = AttnMaskType.PADDING_CAUSAL_MASK if mask_type.is_causal() else AttnMaskType.PADDING_MASK
 
     def local(query: Array, key: Array, value: Array, sink: Any, segments: Segments) -> Array:
-        return _local(plan, query, key, value, segments, kind, window, scale, sink)
+        batch, queries, heads, _ = query.shape
+        groups = key.shape[2]
+        grouped = query.reshape(batch, queries, groups, heads // groups, -1)
+        rows = (batch, heads, queries, 1)
+        if sink is None:
+            greatest, total = jnp.full(rows, -jnp.inf), jnp.zeros(rows, jnp.float32)
+        else:  # a score without a value
+            greatest = lax.stop_gradient(jnp.broadcast_to(sink, rows))
+            total = jnp.exp(sink - greatest)
+        running = _Running(greatest, total, jnp.zeros((*rows[:3], value.shape[-1]), jnp.float32))
+        travelling = (key, value, segments.key, segments.key_position)
+        for step in range(plan.devices):
+            keys, values, ids, places = travelling
+            scores = jnp.einsum("bqgrd,bkgd->bgrqk", grouped, keys, preferred_element_type=jnp.float32)
+            scores = scores.reshape(batch, heads, queries, -1) * scale
+            seen = segments._replace(key=ids, key_position=places)
+            hidden = hidden_keys(kind, window, seen, queries, keys.shape[1])
+            running = _added(running, scores, hidden, values)
+            if step + 1 < plan.devices:
+                travelling = tuple(lax.ppermute(x, plan.axis, plan.neighbours) for x in travelling)
+        empty = running.total == 0
+        out = jnp.where(empty, 0.0, running.product / jnp.where(empty, 1.0, running.total))
+        return jnp.moveaxis(out, 1, 2).astype(query.dtype)
 
     tokens, everywhere = PartitionSpec(None, plan.axis), PartitionSpec()
     arrays = (tokens, tokens, tokens, everywhere)
@@ -90,35 +112,6 @@ def _within(axes: frozenset[str], run: Any, backward: Any) -> Any:
 
     attend.defvjp(lambda *given: (attend(*given), given), rule)
     return attend
-
-
-def _local(
-    plan: ContextParallel, query: Array, key: Array, value: Array, segments: Segments, mask_type: AttnMaskType,
-    window: Window | None, scale: float, sink: Array | None,
-) -> Array:  # fmt: skip
-    batch, queries, heads, _ = query.shape
-    groups = key.shape[2]
-    grouped = query.reshape(batch, queries, groups, heads // groups, -1)
-    rows = (batch, heads, queries, 1)
-    if sink is None:
-        greatest, total = jnp.full(rows, -jnp.inf), jnp.zeros(rows, jnp.float32)
-    else:  # a score without a value
-        greatest = lax.stop_gradient(jnp.broadcast_to(sink, rows))
-        total = jnp.exp(sink - greatest)
-    running = _Running(greatest, total, jnp.zeros((*rows[:3], value.shape[-1]), jnp.float32))
-    travelling = (key, value, segments.key, segments.key_position)
-    for step in range(plan.devices):
-        keys, values, ids, places = travelling
-        scores = jnp.einsum("bqgrd,bkgd->bgrqk", grouped, keys, preferred_element_type=jnp.float32)
-        scores = scores.reshape(batch, heads, queries, -1) * scale
-        seen = segments._replace(key=ids, key_position=places)
-        hidden = hidden_keys(mask_type, window, seen, queries, keys.shape[1])
-        running = _added(running, scores, hidden, values)
-        if step + 1 < plan.devices:
-            travelling = tuple(lax.ppermute(x, plan.axis, plan.neighbours) for x in travelling)
-    empty = running.total == 0
-    out = jnp.where(empty, 0.0, running.product / jnp.where(empty, 1.0, running.total))
-    return jnp.moveaxis(out, 1, 2).astype(query.dtype)
 
 
 def _added(running: _Running, scores: Array, hidden: Array | None, values: Array) -> _Running:

@@ -103,7 +103,10 @@ def gemm(
         check_optional(name, quantizer, Quantizer)
     member("collective_op", collective_op, CollectiveOp)
     if isinstance(lhs, ScaledTensor) or isinstance(rhs, ScaledTensor):
-        dtype = _nominal_dtype(lhs)
+        operand: Any = lhs
+        if isinstance(operand, ScaledTensor2x):
+            operand = operand.rowwise_tensor
+        dtype = operand.dq_dtype if isinstance(operand, ScaledTensor1x) else operand.dtype
         given = None if bias is None else bias.astype(jnp.float32)
         contracted = len(contracting_dims[0])
         values = dense(
@@ -123,12 +126,6 @@ def _values(operand: Array | ScaledTensor, quantizer: Quantizer | None, flatten_
     if isinstance(operand, ScaledTensor2x):
         operand = operand.rowwise_tensor
     return operand.values() if isinstance(operand, ScaledTensor1x) else jnp.asarray(operand, jnp.float32)
-
-
-def _nominal_dtype(operand: Any) -> Any:
-    if isinstance(operand, ScaledTensor2x):
-        operand = operand.rowwise_tensor
-    return operand.dq_dtype if isinstance(operand, ScaledTensor1x) else operand.dtype
 
 
 def grouped_gemm(
@@ -175,7 +172,27 @@ def grouped_gemm(
                 f"contracting_dims={contracting_dims} contracts the rows, which supports neither bias="
                 f"{described(bias)} nor group_offset={described(group_offset)}; pass None for both"
             )
-        return _contracted_rows(lhs, rhs, group_sizes, preferred_element_type, quantizer_set)
+        # [G, K, N]: the rows of group g of lhs [M, K], transposed, times those of rhs.
+        dtype = preferred_element_type
+        check_instance("quantizer_set", quantizer_set, QuantizerSet)
+        values: list[Array] = []
+        for name, operand, quantizer in (("lhs", lhs, quantizer_set.x), ("rhs", rhs, quantizer_set.kernel)):
+            if quantizer is not None and not isinstance(operand, AbstractBaseTensor):
+                check_instance(f"quantizer_set.{name}", quantizer, GroupedQuantizer)
+                operand = quantizer.quantize(operand, group_sizes=group_sizes)
+            # The contraction over rows reads the codes of the columns.
+            columns = operand.colwise_tensor if isinstance(operand, ScaledTensor2x) else operand
+            value = columns.dequantize() if isinstance(columns, AbstractBaseTensor) else columns
+            check_values(name, value)
+            values.append(value)
+        a, b = values
+        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[0]:
+            raise ValueError(
+                f"lhs has shape {a.shape} and rhs {b.shape}; contraction of the rows requires [M, K] and [M, N]"
+            )
+        check_sizes("group_sizes", group_sizes, None, a.shape[0])
+        dtype = a.dtype if dtype is None else check_floating("preferred_element_type", dtype)
+        return grouped_contraction(a, b.astype(a.dtype), group_sizes.astype(jnp.int32), dtype)
     lhs, rhs = (x.dequantize() if isinstance(x, AbstractBaseTensor) else x for x in (lhs, rhs))
     return grouped_dense(
         lhs,
@@ -188,31 +205,6 @@ def grouped_gemm(
         group_offset,
         quantizer_set,
     )
-
-
-def _contracted_rows(
-    lhs: Any, rhs: Any, group_sizes: Array, dtype: Any, quantizer_set: QuantizerSet
-) -> Array:
-    """Return [G, K, N] in dtype (None: lhs's): the rows of group g of lhs [M, K], transposed, times those of rhs."""
-    check_instance("quantizer_set", quantizer_set, QuantizerSet)
-    values: list[Array] = []
-    for name, operand, quantizer in (("lhs", lhs, quantizer_set.x), ("rhs", rhs, quantizer_set.kernel)):
-        if quantizer is not None and not isinstance(operand, AbstractBaseTensor):
-            check_instance(f"quantizer_set.{name}", quantizer, GroupedQuantizer)
-            operand = quantizer.quantize(operand, group_sizes=group_sizes)
-        # The contraction over rows reads the codes of the columns.
-        columns = operand.colwise_tensor if isinstance(operand, ScaledTensor2x) else operand
-        value = columns.dequantize() if isinstance(columns, AbstractBaseTensor) else columns
-        check_values(name, value)
-        values.append(value)
-    a, b = values
-    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[0]:
-        raise ValueError(
-            f"lhs has shape {a.shape} and rhs {b.shape}; contraction of the rows requires [M, K] and [M, N]"
-        )
-    check_sizes("group_sizes", group_sizes, None, a.shape[0])
-    dtype = a.dtype if dtype is None else check_floating("preferred_element_type", dtype)
-    return grouped_contraction(a, b.astype(a.dtype), group_sizes.astype(jnp.int32), dtype)
 
 
 def grouped_gemm_copy_group_sizes(group_sizes: Array, num_gemms: int) -> Array:

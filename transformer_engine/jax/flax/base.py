@@ -86,13 +86,6 @@ class _Unread:
     leaves: list[Array]
     rest: QuantizerSet
 
-    def is_of(self, trace: Any, leaves: list[Array]) -> bool:
-        return (
-            self.trace == trace
-            and len(self.leaves) == len(leaves)
-            and all(a is b for a, b in zip(self.leaves, leaves, strict=True))
-        )
-
 
 def _check_state(name: str, leaf: Any, extents: tuple[int | None, ...]) -> None:
     """Raise TypeError or ValueError unless a leaf of a state is float32 of these extents; None: at least one."""
@@ -174,7 +167,18 @@ class TransformerEngineBase(nn.Module):
         of_step = _of_step.get()
         unread = of_apply if of_step is None else of_step
         trace, leaves = tracers.current_trace(), jax.tree.leaves(quantizers)
-        earlier = next((state for state in unread if state.is_of(trace, leaves)), None)
+        earlier = next(
+            (
+                state
+                for state in unread
+                if (
+                    state.trace == trace
+                    and len(state.leaves) == len(leaves)
+                    and all(a is b for a, b in zip(state.leaves, leaves, strict=True))
+                )
+            ),
+            None,
+        )
         one, rest = one_and_rest(quantizers if earlier is None else earlier.rest)
         if earlier is not None:
             unread.remove(earlier)

@@ -23,13 +23,6 @@ def _canonicalize_tuple(value: int | Iterable[int]) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, Iterable) else (value,)
 
 
-def lora_shapes(
-    contracted: Sequence[int], features: Sequence[int], rank: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return shapes a [*contracted, *features except the last, rank], b [*features except the last, rank, last]."""
-    return (*contracted, *features[:-1], rank), (*features[:-1], rank, features[-1])
-
-
 def _apply_low_rank_adaptation(
     x: Array,
     axis: int | Iterable[int],
@@ -74,7 +67,8 @@ def low_rank_term(
 ) -> Array:
     """Return the low-rank term of a product, with the module's prefixed `lora_a_kernel` and `lora_b_kernel`."""
     whole("low_rank_adaptation_dim", rank)
-    shapes = lora_shapes([x.shape[d] for d in axis], features, rank)
+    # a [*contracted, *features except the last, rank], b [*features except the last, rank, last].
+    shapes = (*[x.shape[d] for d in axis], *features[:-1], rank), (*features[:-1], rank, features[-1])
     dtype = module.dtype  # pyright: ignore[reportAttributeAccessIssue]
     a, b = (
         parameter(module, f"{prefix}lora_{name}_kernel", draw, (None,) * len(shape), shape, dtype)

@@ -169,7 +169,14 @@ class MultiHeadAttention(nn.Module):
         query, key, value, cache = self._split_heads(projections, decode)
         mask_type, window = self.attn_mask_type, self.window_size
         if cache is not None and cache.filled:
-            mask, bias = self._mask_and_bias_of_step(cache, mask, bias)
+            # The hidden keys of a decoding step, and its row of a bias [1, h, length, length].
+            window = check_window(self.window_size)
+            hidden = cache.hidden(window)
+            if mask is not None and reads_mask(canonicalize_attn_mask_type(self.attn_mask_type), window):
+                hidden = hidden | mask.astype(bool)
+            if bias is not None and bias.shape[2] != 1:
+                bias = lax.dynamic_slice_in_dim(bias, cache.position, 1, axis=2)
+            mask, bias = hidden, bias
             key, value = cache.extended(key, value)
             mask_type, window = "padding", None
         attended = DotProductAttention(
@@ -227,18 +234,6 @@ class MultiHeadAttention(nn.Module):
             position, length = cache.position, cache.length
         method = self.rotary_pos_emb_group_method
         return rotated(x, self.rotary_pos_emb_windows, transposed, method, position, length)
-
-    def _mask_and_bias_of_step(
-        self, cache: KeyValueCache, mask: Array | None, bias: Array | None
-    ) -> tuple[Array, Array | None]:
-        """Return the hidden keys of a decoding step, and its row of a bias [1, h, length, length]."""
-        window = check_window(self.window_size)
-        hidden = cache.hidden(window)
-        if mask is not None and reads_mask(canonicalize_attn_mask_type(self.attn_mask_type), window):
-            hidden = hidden | mask.astype(bool)
-        if bias is not None and bias.shape[2] != 1:
-            bias = lax.dynamic_slice_in_dim(bias, cache.position, 1, axis=2)
-        return hidden, bias
 
     @property
     def _groups(self) -> int:

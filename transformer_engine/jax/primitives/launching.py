@@ -141,7 +141,18 @@ def run(
             f"{name} reads addresses from a table, and arrays of JAX have no addresses; stack them"
         )
     assert len(inputs) == launch.inputs, f"{name} requires {launch.inputs} tensors, {len(inputs)} were passed"
-    made = _outputs(launch, shapes)
+    made: list[jax.ShapeDtypeStruct | None] = []
+    for place, output in enumerate(launch.outputs):
+        if output is None:
+            made.append(None)
+        elif output.shape is None or output.dtype is None:
+            given = shapes[place] if place < len(shapes) else None
+            assert given is not None, (
+                f"{launch.kernel.fn.__name__}: the launch does not define the shape of output {place}"
+            )
+            made.append(given)
+        else:
+            made.append(jax.ShapeDtypeStruct(output.shape, jnp.dtype(output.dtype)))
     # An output with a nonzero initial value is a filled operand, and so are the outputs before it.
     filled = max(
         [i + 1 for i, output in enumerate(launch.outputs) if output is not None and output.begins], default=0
@@ -205,25 +216,6 @@ def perform(
     return [
         None if name is None else made.get(name, kept.get(name)) for name in (*program.results, *program.into)
     ]
-
-
-def _outputs(
-    launch: Launch, shapes: Sequence[jax.ShapeDtypeStruct | None]
-) -> list[jax.ShapeDtypeStruct | None]:
-    """Return the shape and dtype of every output in the layout of memory, None for an absent one."""
-    made: list[jax.ShapeDtypeStruct | None] = []
-    for place, output in enumerate(launch.outputs):
-        if output is None:
-            made.append(None)
-        elif output.shape is None or output.dtype is None:
-            given = shapes[place] if place < len(shapes) else None
-            assert given is not None, (
-                f"{launch.kernel.fn.__name__}: the launch does not define the shape of output {place}"
-            )
-            made.append(given)
-        else:
-            made.append(jax.ShapeDtypeStruct(output.shape, jnp.dtype(output.dtype)))
-    return made
 
 
 def _call(

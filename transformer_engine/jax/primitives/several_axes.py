@@ -188,7 +188,17 @@ def call_on_axes(kernel: Kernel, counts: Mapping[str, int], *arrays: Array) -> t
     for factor in [factor for factor in ahead if factor in outer.sizes]:
         blocks, rest = divmod(outer.sizes[factor], prod(ahead[factor]))
         if rest or blocks == 1:  # Shardy rejects a factor of one element next to another
-            arrays = _in_one(rule, factor, counts, arrays)
+            # Merge the axes of one factor.
+            made = []
+            for axes, x in zip(rule.operands, arrays, strict=True):
+                if len(axes) != x.ndim:
+                    extents, shape = iter(x.shape), []
+                    for name, *_ in axes:
+                        own = [next(extents) for _ in range(counts.get(name, 1))]
+                        shape += [prod(own)] if name == factor else own
+                    x = x.reshape(shape)
+                made.append(x)
+            arrays = tuple(made)
             del ahead[factor]
             counts = {name: count for name, count in counts.items() if name != factor}
     if not ahead:
@@ -198,19 +208,3 @@ def call_on_axes(kernel: Kernel, counts: Mapping[str, int], *arrays: Array) -> t
         for axes, x in zip(rule.operands, arrays, strict=True)
     )
     return call(SeveralAxes(kernel, tuple(ahead.items())), *several)
-
-
-def _in_one(
-    rule: ParsedRule, factor: str, counts: Mapping[str, int], arrays: Sequence[Array]
-) -> tuple[Array, ...]:
-    """Return the arrays with the axes of one factor merged."""
-    made = []
-    for axes, x in zip(rule.operands, arrays, strict=True):
-        if len(axes) != x.ndim:
-            extents, shape = iter(x.shape), []
-            for name, *_ in axes:
-                own = [next(extents) for _ in range(counts.get(name, 1))]
-                shape += [prod(own)] if name == factor else own
-            x = x.reshape(shape)
-        made.append(x)
-    return tuple(made)

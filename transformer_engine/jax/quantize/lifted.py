@@ -88,18 +88,13 @@ def _box_states(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: A
         for name in _COLLECTIONS:
             state = scope.root._variables.get(name)
             if state and not scope.is_mutable_collection(name):
-                scope.root._variables[name] = _boxed(state)
+                leaves, tree = jax.tree.flatten(state, is_leaf=lambda node: isinstance(node, _Box))
+                # A collection that is boxed already, or holds anything but pairs of float32, stays as it is.
+                if any(isinstance(x, _Box) or getattr(x, "dtype", None) != jnp.float32 for x in leaves):
+                    continue
+                for scale, history in pairs_of_leaves(state) or ():
+                    copies = _Copies(leaves[scale], leaves[history])
+                    leaves[scale] = _Box(leaves[scale], copies, "scale")
+                    leaves[history] = _Box(leaves[history], copies, "amax_history")
+                scope.root._variables[name] = jax.tree.unflatten(tree, leaves)
     return next_fun(*args, **kwargs)
-
-
-def _boxed(state: Any) -> Any:
-    """The collection with boxed leaves; unchanged if it is boxed already or holds anything but pairs of float32."""
-    leaves, tree = jax.tree.flatten(state, is_leaf=lambda node: isinstance(node, _Box))
-    if any(isinstance(leaf, _Box) or getattr(leaf, "dtype", None) != jnp.float32 for leaf in leaves):
-        return state
-    pairs = pairs_of_leaves(state)
-    for scale, history in pairs or ():
-        copies = _Copies(leaves[scale], leaves[history])
-        leaves[scale] = _Box(leaves[scale], copies, "scale")
-        leaves[history] = _Box(leaves[history], copies, "amax_history")
-    return jax.tree.unflatten(tree, leaves)

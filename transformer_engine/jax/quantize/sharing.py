@@ -43,7 +43,30 @@ def fan_out(quantizer_set: State, n: int) -> tuple[State, ...]:
     """
     whole("n", n)
     if isinstance(quantizer_set, Mapping):
-        return _of_collections(quantizer_set, n)
+        pairs = pairs_of_leaves(quantizer_set)
+        leaves, tree = jax.tree.flatten(quantizer_set)
+        if pairs is None:
+            names = [
+                jax.tree_util.keystr(path, simple=True, separator="/")
+                for path, _ in jax.tree_util.tree_flatten_with_path(quantizer_set)[0]
+            ]
+            raise TypeError(
+                f"quantizer_set holds {', '.join(names)}, not all of which are states of quantizers; give the "
+                'collections of states alone, {"fp8_metas": variables["fp8_metas"]}'
+            )
+        # The element type of the codes does not matter: nothing is quantized here.
+        states = tuple(
+            DelayedScaleQuantizer(
+                jnp.dtype(jnp.float8_e4m3fn), scale=leaves[scale], amax_history=leaves[history]
+            )
+            for scale, history in pairs
+        )
+        copies = []
+        for copy in _copies(n, False)(states):
+            for (scale, history), state in zip(pairs, copy, strict=True):
+                leaves[scale], leaves[history] = state.scale, state.amax_history
+            copies.append(jax.tree.unflatten(tree, leaves))
+        return tuple(copies)
     if not isinstance(quantizer_set, (Quantizer, GroupedQuantizer, QuantizerSet)):
         raise TypeError(
             f"quantizer_set={described(quantizer_set)} is a {type(quantizer_set).__name__}; give a quantizer, a "
@@ -52,36 +75,12 @@ def fan_out(quantizer_set: State, n: int) -> tuple[State, ...]:
     return _copies(n, False)(quantizer_set)
 
 
-def _of_collections(collections: Any, n: int) -> tuple[Any, ...]:
-    """Return n copies of nested dicts, in which every `*_scale` has a `*_amax_history` beside it."""
-    pairs = pairs_of_leaves(collections)
-    leaves, tree = jax.tree.flatten(collections)
-    if pairs is None:
-        names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in _flat(collections)]
-        raise TypeError(
-            f"quantizer_set holds {', '.join(names)}, not all of which are states of quantizers; give the collections "
-            'of states alone, {"fp8_metas": variables["fp8_metas"]}'
-        )
-    # The element type of the codes does not matter: nothing is quantized here.
-    states = tuple(
-        DelayedScaleQuantizer(jnp.dtype(jnp.float8_e4m3fn), scale=leaves[scale], amax_history=leaves[history])
-        for scale, history in pairs
-    )
-    copies = []
-    for copy in _copies(n, False)(states):
-        for (scale, history), state in zip(pairs, copy, strict=True):
-            leaves[scale], leaves[history] = state.scale, state.amax_history
-        copies.append(jax.tree.unflatten(tree, leaves))
-    return tuple(copies)
-
-
-def _flat(collections: Any) -> Sequence[tuple[Any, Any]]:
-    return jax.tree_util.tree_flatten_with_path(collections)[0]
-
-
 def pairs_of_leaves(collections: Any) -> list[tuple[int, int]] | None:
     """Return the places of every scale and its history among the leaves, or None if there are leaves without a pair."""
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in _flat(collections)]
+    names = [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, _ in jax.tree_util.tree_flatten_with_path(collections)[0]
+    ]
     places = {name: place for place, name in enumerate(names)}
     pairs: list[tuple[int, int]] = []
     for name in names:

@@ -95,5 +95,8 @@ def gather_operand(operand: Operand, group: dist_group_type | None, axis: int = 
 
 def _sent(part: Tensor, group: dist_group_type | None) -> _Received:
     """Start to gather a matrix as bytes, which every backend carries."""
-    received, work = gather_along_first_dim(part.contiguous().view(torch.uint8), group, async_op=True)
+    # Scales of one column are contiguous with any stride, and a view as bytes needs a stride of 1.
+    flat = part.contiguous().view(-1).view(torch.uint8)
+    shape = (*part.shape[:-1], part.shape[-1] * part.element_size())
+    received, work = gather_along_first_dim(flat.view(shape), group, async_op=True)
     return _Received(received, work, part.dtype)

@@ -9,7 +9,7 @@ Buffers are those of `torch.distributed._symmetric_memory`. NVLink multicast is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist

@@ -66,10 +66,9 @@ def _quantize(case: Case, device: torch.device) -> JaxWorkload:
         q_layout=quantize.QuantizeLayout.ROWWISE_COLWISE if a["both"] else quantize.QuantizeLayout.ROWWISE,
     )
 
-    def function(params: Any, state: Any, x: Array) -> Any:
-        return state.quantize(x)
-
-    return JaxWorkload(function, (random(a["rows"], a["depth"]),), state=quantizer)
+    return JaxWorkload(
+        lambda params, state, x: state.quantize(x), (random(a["rows"], a["depth"]),), state=quantizer
+    )
 
 
 @BUILDERS.of("norm")
@@ -117,10 +116,13 @@ def _grouped_linear(case: Case, device: torch.device) -> JaxWorkload:
     with context():
         quantizers: Any = quantize.QuantizerFactory.create_set(n_groups=groups)
 
-    def function(params: Any, state: Any, x: Array) -> Array:
-        return grouped_dense(x, params, sizes, quantizer_set=state)
-
-    return JaxWorkload(function, (random(a["rows"], a["depth"]),), kernel, quantizers, context)
+    return JaxWorkload(
+        lambda params, state, x: grouped_dense(x, params, sizes, quantizer_set=state),
+        (random(a["rows"], a["depth"]),),
+        kernel,
+        quantizers,
+        context,
+    )
 
 
 @BUILDERS.of("attention")
@@ -146,11 +148,11 @@ def _attention(case: Case, device: torch.device) -> JaxWorkload | None:
         descriptor = attention.SequenceDescriptor.from_segment_ids_and_pos(segments, places)
     rows = (1, batch * sequence) if packed else (batch, sequence)
 
-    def function(params: Any, state: Any, q: Array, k: Array, v: Array) -> Any:
-        return module.apply({}, q, k, v, descriptor, deterministic=True)
-
     heads = (a["heads"], a["groups"], a["groups"])
-    return JaxWorkload(function, tuple(random(*rows, n, a["size"], seed=i) for i, n in enumerate(heads)))
+    return JaxWorkload(
+        lambda params, state, q, k, v: module.apply({}, q, k, v, descriptor, deterministic=True),
+        tuple(random(*rows, n, a["size"], seed=i) for i, n in enumerate(heads)),
+    )
 
 
 @BUILDERS.of("layer", "layer_small")

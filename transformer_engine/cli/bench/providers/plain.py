@@ -294,11 +294,11 @@ def _cross_entropy(case: Case, device: torch.device) -> Workload:
 def _linear_cross_entropy(case: Case, device: torch.device) -> Workload:
     a = case.arguments
 
-    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return _mean_loss(F.linear(hidden, weight), target)
-
     hidden, weight = _random(device, 1, a["rows"], a["depth"]), _random(device, a["ids"], a["depth"])
-    return Workload(loss, (hidden, weight, ids_of(case, device)))
+    return Workload(
+        lambda hidden, weight, target: _mean_loss(F.linear(hidden, weight), target),
+        (hidden, weight, ids_of(case, device)),
+    )
 
 
 def _mean_loss(logits: Tensor, target: Tensor) -> Tensor:

@@ -127,10 +127,11 @@ def _grouped_linear(case: Case, device: torch.device) -> JaxWorkload:
     sizes = jnp.full(a["groups"], a["rows"] // a["groups"], jnp.int32)
     kernel = random(a["groups"], a["depth"], a["width"], seed=1) * 0.02
 
-    def function(params: Any, state: Any, x: Array) -> Array:
-        return jax.lax.ragged_dot(x, params, sizes)
-
-    return JaxWorkload(function, (random(a["rows"], a["depth"]),), kernel)
+    return JaxWorkload(
+        lambda params, state, x: jax.lax.ragged_dot(x, params, sizes),
+        (random(a["rows"], a["depth"]),),
+        kernel,
+    )
 
 
 @BUILDERS.of("attention")
@@ -141,12 +142,12 @@ def _attention(case: Case, device: torch.device) -> JaxWorkload | None:
         return None
     cudnn = device.type == "cuda"
 
-    def function(params: Any, state: Any, q: Array, k: Array, v: Array) -> Array:
-        return _attend(q, k, v, a["window"], cudnn)
-
     heads = (a["heads"], a["groups"], a["groups"])
     tokens = (a["batch"], a["sequence"])
-    return JaxWorkload(function, tuple(random(*tokens, n, a["size"], seed=i) for i, n in enumerate(heads)))
+    return JaxWorkload(
+        lambda params, state, q, k, v: _attend(q, k, v, a["window"], cudnn),
+        tuple(random(*tokens, n, a["size"], seed=i) for i, n in enumerate(heads)),
+    )
 
 
 @BUILDERS.of("layer", "layer_small")

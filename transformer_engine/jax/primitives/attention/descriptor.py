@@ -205,13 +205,11 @@ class SequenceDescriptor:
                 _fits("seqlens", lengths.shape, (batch,))
                 made.append((_within(lengths, tokens)[:, None], jnp.zeros((batch, 1), jnp.int32)))
         count = max(lengths.shape[1] for lengths, _ in made)
-        (lengths_q, starts_q), (lengths_kv, starts_kv) = ([_filled(x, count) for x in pair] for pair in made)
+        (lengths_q, starts_q), (lengths_kv, starts_kv) = (
+            [(x if x.shape[1] == count else jnp.pad(x, ((0, 0), (0, count - x.shape[1])))) for x in pair]
+            for pair in made
+        )
         return lengths_q, lengths_kv, starts_q, starts_kv
-
-
-def _filled(x: Array, count: int) -> Array:
-    """Return x [b, n] padded with zeros to [b, count]."""
-    return x if x.shape[1] == count else jnp.pad(x, ((0, 0), (0, count - x.shape[1])))
 
 
 def _within(lengths: Array, room: Array | int) -> Array:

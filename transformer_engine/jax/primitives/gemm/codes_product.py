@@ -204,11 +204,6 @@ def gluon_unsupported_reason(request: GemmRequest) -> str | None:
         return reason
     if request.dtype not in _RESULTS:
         return f"a result in {request.dtype}; it writes bfloat16, float16 and float32"
-    return _missing_gluon()
-
-
-def _missing_gluon() -> str | None:
-    """Return the reason why Gluon is unavailable, or None; called last, since it imports triton."""
     if (reason := optional.failure(_GLUON, "warpgroup_mma", "tma", "mbarrier")) is not None:
         return reason
     from triton import __version__, knobs

@@ -70,7 +70,11 @@ class GroupedRowsProduct(Kernel):
             exact=self.scaled and self.exact, transposed=not self.features_first, clears=True,
             shared_memory=processors().shared_memory,
         )  # fmt: skip
-        scale_a, scale_b = (_slots(scale, kernels.SCALE_SLOT) for scale in scales) if scales else (None, None)
+        scale_a, scale_b = (
+            (jnp.pad(scale.reshape(-1, 1), ((0, 0), (0, kernels.SCALE_SLOT - 1))) for scale in scales)
+            if scales
+            else (None, None)
+        )
         layout = _layout(sizes, a.shape[0])
         (made,) = run(launch, [a, b, None, scale_a, scale_b, None, layout], [out])
         assert made is not None
@@ -110,7 +114,9 @@ class GroupedContraction(Kernel):
         scale_a = scale_b = None
         if self.scaled:
             a, b = (_columns(codes, layout, made.shape[0]) for codes in (a, b))
-            scale_a, scale_b = (_slots(scale, kernels.SCALE_SLOT) for scale in scales)
+            scale_a, scale_b = (
+                jnp.pad(scale.reshape(-1, 1), ((0, 0), (0, kernels.SCALE_SLOT - 1))) for scale in scales
+            )
         (out,) = run(launch, [a, b, scale_a, scale_b, layout, None], [made])
         assert out is not None
         return (out,)
@@ -142,11 +148,6 @@ def _layout(sizes: Array, rows: int) -> Array:
     (layout,) = run(layout_of(rows, sizes.shape[0]), [sizes])
     assert layout is not None
     return layout
-
-
-def _slots(scale: Array, width: int) -> Array:
-    """Pad scales [G] to [G, width]."""
-    return jnp.pad(scale.reshape(-1, 1), ((0, 0), (0, width - 1)))
 
 
 def of_rows(

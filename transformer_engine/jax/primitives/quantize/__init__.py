@@ -137,21 +137,17 @@ def _check(
     if (check := FORMATS[spec.format.name].check) is not None:
         check(rows, depth, spec)
     if spec.stochastic:
-        _check_random((x.shape[:axis], x.shape[axis:]), spec, random)
-
-
-def _check_random(
-    sides: tuple[tuple[int, ...], tuple[int, ...]],
-    spec: QuantizeSpec,
-    random: tuple[Array, Array | None] | None,
-) -> None:
-    if random is None:
-        raise ValueError(
-            "stochastic rounding needs random=(uniform [M, K], uniform [K, M]), float32 in [0, 1); it is None"
+        sides = (x.shape[:axis], x.shape[axis:])
+        if random is None:
+            raise ValueError(
+                "stochastic rounding needs random=(uniform [M, K], uniform [K, M]), float32 in [0, 1); it is None"
+            )
+        wanted = (
+            (sides, spec.rowwise or spec.transposes),
+            (sides[::-1], spec.columnwise and not spec.transposes),
         )
-    wanted = (sides, spec.rowwise or spec.transposes), (sides[::-1], spec.columnwise and not spec.transposes)
-    for place, (numbers, ((rows, columns), read)) in enumerate(zip(random, wanted, strict=True)):
-        found = None if numbers is None else numbers.shape
-        if read and found not in ((*rows, *columns), matrix := (prod(rows), prod(columns))):
-            shape = None if found is None else list(found)
-            raise ValueError(f"random[{place}] is {shape}; draw one number an element, {list(matrix)}")
+        for place, (numbers, ((rows, columns), read)) in enumerate(zip(random, wanted, strict=True)):
+            found = None if numbers is None else numbers.shape
+            if read and found not in ((*rows, *columns), matrix := (prod(rows), prod(columns))):
+                shape = None if found is None else list(found)
+                raise ValueError(f"random[{place}] is {shape}; draw one number an element, {list(matrix)}")

@@ -76,29 +76,17 @@ def _coded(
         difference = jnp.abs(product - exact.multiply(values, of_tiles[1]))
         terms = exact.multiply(difference, difference) if measure == FAST_MSE else difference
     else:
-        terms = _terms(product, values, of_tiles[0], largest, measure == MSE)
-    return codes, scale, _sum(terms, axis)
-
-
-def _terms(product: Array, values: Array, amax: Array, largest: float, squared: bool) -> Array:
-    """Return |product * amax / largest - values|, or its square, times a power of two that only depends on amax."""
-    exponent = ((exact.bits_of(amax) >> 23) & 0xFF) - 127
-    lift = jnp.clip(-exponent, 0, 100)
-    decoded = exact.divide(exact.multiply(product, amax), jnp.float32(largest))
-    difference = jnp.abs(exact.multiply(decoded, _power(lift)) - exact.multiply(values, _power(lift)))
-    if not squared:
-        return difference
-    difference = exact.multiply(difference, _power(-lift))
-    return exact.multiply(exact.multiply(difference, difference), _power(jnp.minimum(2 * lift, 100)))
-
-
-def _power(exponent: Array) -> Array:
-    """Return 2^exponent, for -126 to 127."""
-    return exact.float_of((exponent + 127) << 23)
-
-
-def _sum(terms: Array, axis: int) -> Array:
-    """Return sums of tiles: along a row from the first element on, then rows 0 with 8, 1 with 9, .., 0 with 4, .."""
+        # |product * amax / largest - values|, or its square, times a power of two that only depends on amax.
+        amax = of_tiles[0]
+        exponent = ((exact.bits_of(amax) >> 23) & 0xFF) - 127
+        lift = jnp.clip(-exponent, 0, 100)
+        decoded = exact.divide(exact.multiply(product, amax), jnp.float32(largest))
+        difference = jnp.abs(exact.multiply(decoded, _power(lift)) - exact.multiply(values, _power(lift)))
+        terms = difference
+        if measure == MSE:
+            difference = exact.multiply(difference, _power(-lift))
+            terms = exact.multiply(exact.multiply(difference, difference), _power(jnp.minimum(2 * lift, 100)))
+    # Sum of the tiles: along a row from the first element on, then rows 0 with 8, 1 with 9, .., 0 with 4, ..
     columns = jnp.moveaxis(terms, -1, 0)
     total = columns[0]
     for place in range(1, columns.shape[0]):
@@ -107,4 +95,9 @@ def _sum(terms: Array, axis: int) -> Array:
     while rows.shape[0] > 1:
         half = rows.shape[0] // 2
         rows = rows[:half] + rows[half:]
-    return rows[0]
+    return codes, scale, rows[0]
+
+
+def _power(exponent: Array) -> Array:
+    """Return 2^exponent, for -126 to 127."""
+    return exact.float_of((exponent + 127) << 23)

@@ -77,27 +77,20 @@ def gradient(name: str, dy: Tensor, x: Tensor, constants: Constants) -> Tensor:
         return (dy_wide * _CURVES[name].slope(x_wide)).to(x.dtype)
     gate, linear = x_wide.chunk(2, dim=-1)
     if name == "clamped_swiglu":
-        dgate, dlinear = _clamped_swiglu_gradients(dy_wide, gate, linear, constants)
+        limit, alpha, offset = constants
+        gate_clamped = gate.clamp(max=limit)
+        linear_clamped = linear.clamp(min=-limit, max=limit)
+        sigmoid = torch.sigmoid(alpha * gate_clamped)
+        slope = sigmoid + alpha * gate_clamped * sigmoid * (1.0 - sigmoid)
+        dgate = dy_wide * slope * (linear_clamped + offset)
+        dlinear = dy_wide * gate_clamped * sigmoid
+        dgate = torch.where(gate > limit, 0.0, dgate)
+        dlinear = torch.where(linear.abs() > limit, 0.0, dlinear)
     else:
         curve = _CURVES[name]
         dgate = dy_wide * curve.slope(gate) * linear
         dlinear = dy_wide * curve.value(gate)
     return torch.cat((dgate, dlinear), dim=-1).to(x.dtype)
-
-
-def _clamped_swiglu_gradients(
-    dy: Tensor, gate: Tensor, linear: Tensor, constants: Constants
-) -> tuple[Tensor, Tensor]:
-    limit, alpha, offset = constants
-    gate_clamped = gate.clamp(max=limit)
-    linear_clamped = linear.clamp(min=-limit, max=limit)
-    sigmoid = torch.sigmoid(alpha * gate_clamped)
-    slope = sigmoid + alpha * gate_clamped * sigmoid * (1.0 - sigmoid)
-    dgate = dy * slope * (linear_clamped + offset)
-    dlinear = dy * gate_clamped * sigmoid
-    dgate = torch.where(gate > limit, 0.0, dgate)
-    dlinear = torch.where(linear.abs() > limit, 0.0, dlinear)
-    return dgate, dlinear
 
 
 # Literal constants: torch.compile turns a global float into a symbol while shapes are dynamic, and cannot use it in two

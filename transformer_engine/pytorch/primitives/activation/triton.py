@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from ..quantize import CastRequest, Quantized, fused_codes
 from ..quantize.format_row import as_float32
 from .reference import with_cast
 from .request import ActivationRequest
-
-if TYPE_CHECKING:
-    from ....common.kernels.program import Program
 
 _LIMIT = 1 << 24  # offsets inside a tile of 128 rows are 32-bit integers
 _HALVES = 256  # two halves of whole blocks
@@ -142,22 +139,6 @@ def _backward_codes(
     request: ActivationRequest, cast: CastRequest
 ) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Quantized, Tensor | None]]:
     """Return the function that computes quantize(dx [M, N]) and its column sums [N]."""
-    program = _backward_program(request, cast)
-    taken, performed = len(program.inputs), Performed(program, request.device)
-
-    def run(
-        dy: Tensor, x: Tensor, multiplier: Tensor | None, record: Tensor | None
-    ) -> tuple[Quantized, Tensor | None]:
-        if not undisturbed():
-            fused_codes.report(request.made, request.dtype, request.device, cast)
-        given = (rows_dense(dy), rows_dense(x), as_float32(multiplier), record)
-        *codes, sums = performed(*given[:taken])
-        return Quantized(*codes), sums
-
-    return run
-
-
-def _backward_program(request: ActivationRequest, cast: CastRequest) -> Program:
     from ....common.kernels import activation_codes, block_fused  # they import triton
 
     assert request.dy is not None
@@ -173,9 +154,22 @@ def _backward_program(request: ActivationRequest, cast: CastRequest) -> Program:
         bytes_read = dy_dtype.itemsize + (2 if request.gated else 1) * request.dtype.itemsize
         machine = block_fused.Machine(*launching.processors(request.device.index), bytes_read)
         blocks = fused_codes.blocks(cast.spec, request.dtype)
-        return activation_codes.backward_blocks(*plain, request.constants, blocks, sums, machine)
-    how = fused_codes.one_scale(cast)
-    return activation_codes.backward(*plain, DTYPE_NAMES[request.dtype], request.constants, how, sums)
+        program = activation_codes.backward_blocks(*plain, request.constants, blocks, sums, machine)
+    else:
+        how = fused_codes.one_scale(cast)
+        program = activation_codes.backward(*plain, DTYPE_NAMES[request.dtype], request.constants, how, sums)
+    taken, performed = len(program.inputs), Performed(program, request.device)
+
+    def run(
+        dy: Tensor, x: Tensor, multiplier: Tensor | None, record: Tensor | None
+    ) -> tuple[Quantized, Tensor | None]:
+        if not undisturbed():
+            fused_codes.report(request.made, request.dtype, request.device, cast)
+        given = (rows_dense(dy), rows_dense(x), as_float32(multiplier), record)
+        *codes, sums = performed(*given[:taken])
+        return Quantized(*codes), sums
+
+    return run
 
 
 BACKEND: Backend[ActivationRequest] = Backend(

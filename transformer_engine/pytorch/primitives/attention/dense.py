@@ -133,18 +133,14 @@ def _logits(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
     if terms.bias is not None:
         logits = logits + terms.bias.to(logits.dtype)
     if terms.score_mod is not None:
-        logits = terms.score_mod(logits, *_places(logits))
+        # places: the indices b, h, i, j of every logit, as int32 tensors that broadcast.
+        places = []
+        for axis, size in enumerate(logits.shape):
+            shape = [1] * logits.ndim
+            shape[axis] = size
+            places.append(torch.arange(size, dtype=torch.int32, device=logits.device).reshape(shape))
+        logits = terms.score_mod(logits, *places)
     return logits if terms.visible is None else logits.masked_fill(~terms.visible, -torch.inf)
-
-
-def _places(logits: Tensor) -> list[Tensor]:
-    """Return the indices b, h, i, j of every logit, as int32 tensors that broadcast."""
-    places = []
-    for axis, size in enumerate(logits.shape):
-        shape = [1] * logits.ndim
-        shape[axis] = size
-        places.append(torch.arange(size, dtype=torch.int32, device=logits.device).reshape(shape))
-    return places
 
 
 def _log_sum(logits: Tensor, sink: Tensor | None) -> Tensor:

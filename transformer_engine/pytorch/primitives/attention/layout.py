@@ -14,7 +14,8 @@ def dense_qkv(call: AttentionCall, inputs: AttentionInputs) -> tuple[Tensor, Ten
     k, v = inputs.k, inputs.v
     if call.page_size:
         assert inputs.page_table is not None
-        k, v = (gathered_pages(x, inputs.page_table, call.seqlen_kv) for x in (k, v))
+        # page_table[i, j // page size] holds token j of row i.
+        k, v = (x[inputs.page_table.long()].flatten(1, 2)[:, : call.seqlen_kv] for x in (k, v))
     keys = (call.kv_format, call.seqlen_kv, inputs.starts_kv, inputs.lengths_kv)
     return queries_to_bhsd(call, inputs, inputs.q), _to_bhsd(k, *keys), _to_bhsd(v, *keys)
 
@@ -32,11 +33,6 @@ def heads_first(tensor_format: str, x: Tensor) -> Tensor:
 def heads_last(tensor_format: str, x_bhsd: Tensor) -> Tensor:
     """Return a view of [b, h, s, d] in a format that is not packed."""
     return x_bhsd.permute(2, 0, 1, 3) if tensor_format == "sbhd" else x_bhsd.transpose(1, 2)
-
-
-def gathered_pages(pages: Tensor, page_table: Tensor, size: int) -> Tensor:
-    """Return [b, size, g, d] of pages [n, page size, g, d]; page_table[i, j // page size] holds token j of row i."""
-    return pages[page_table.long()].flatten(1, 2)[:, :size]
 
 
 def queries_to_bhsd(call: AttentionCall, inputs: AttentionInputs, x: Tensor) -> Tensor:

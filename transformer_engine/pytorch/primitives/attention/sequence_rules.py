@@ -24,7 +24,14 @@ def are_bounds(
                 f"longest (it ends at {end})"
             )
     if starts is not None:
-        _check_starts(bounds, starts, name)
+        _check_growing(starts, f"{name}_padded")
+        for index in range(len(bounds) - 1):
+            real, extent = bounds[index + 1] - bounds[index], starts[index + 1] - starts[index]
+            if real > extent:
+                raise ValueError(
+                    f"{name}_padded leaves sequence {index} {extent} tokens, {name} gives it {real}; they would "
+                    "overlap, leave it room"
+                )
     last, what = (bounds[-1], name) if starts is None else (starts[-1], f"{name}_padded")
     if tokens is not None and last > tokens:
         raise ValueError(
@@ -40,17 +47,6 @@ def _check_growing(bounds: list[int], name: str) -> None:
             raise ValueError(
                 f"{name} falls from {begin} to {end} at sequence {index}; cumulative lengths only grow, "
                 "give where each sequence ends"
-            )
-
-
-def _check_starts(bounds: list[int], starts: list[int], name: str) -> None:
-    _check_growing(starts, f"{name}_padded")
-    for index in range(len(bounds) - 1):
-        real, extent = bounds[index + 1] - bounds[index], starts[index + 1] - starts[index]
-        if real > extent:
-            raise ValueError(
-                f"{name}_padded leaves sequence {index} {extent} tokens, {name} gives it {real}; they would overlap, "
-                "leave it room"
             )
 
 

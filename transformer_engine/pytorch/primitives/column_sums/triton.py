@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -14,9 +14,6 @@ from ...runtime.launching import DTYPE_NAMES, Performed, rows_dense, unsupported
 from ..quantize import CastRequest, Quantized, fused_codes
 from ..quantize.format_row import as_float32
 from .reference import ColumnSumsRequest, with_cast
-
-if TYPE_CHECKING:
-    from ....common.kernels.program import Program
 
 _LIMIT = 1 << 24  # offsets inside a tile are 32-bit integers
 _NO_CONSTANTS = (0.0, 0.0, 0.0)
@@ -37,19 +34,18 @@ def bind(request: ColumnSumsRequest) -> Callable[..., Any]:
     cast = request.cast
     if cast is not None and cast.inside and request.strides[0] < _LIMIT:
         return _with_codes(request, cast)
-    sums = _in_strips(request)
-    return sums if cast is None else with_cast(request, sums)
-
-
-def _in_strips(request: ColumnSumsRequest) -> Callable[[Tensor], Tensor]:
-    """Sum strips of rows, then the partial sums; torch's sum uses 128 MiB of scratch memory at 4096 x 4096."""
     from ....common.kernels import column_sums as kernels  # it imports triton
 
+    # Strips of rows, then the partial sums; torch's sum uses 128 MiB of scratch memory at 4096 x 4096.
     dense = request.strides[1] == 1 and request.strides[0] < _LIMIT
     stride = request.strides[0] if dense else request.shape[1]
     program = kernels.sums(request.shape, stride, DTYPE_NAMES[request.result])
     performed = Performed(program, request.device)
-    return lambda x: performed(x if dense else x.contiguous())[0]
+
+    def sums(x: Tensor) -> Tensor:
+        return performed(x if dense else x.contiguous())[0]
+
+    return sums if cast is None else with_cast(request, sums)
 
 
 def _with_codes(
@@ -57,10 +53,37 @@ def _with_codes(
 ) -> Callable[[Tensor, Tensor | None, Tensor | None], tuple[Quantized, Tensor]]:
     in_blocks = fused_codes.in_blocks(cast.spec)
     if in_blocks or cast.given:
-        program = _fused_cast(request, cast)
+        # One pass: the cast of the gradient of the identity also sums the columns of its tiles.
+        from ....common.kernels import activation_codes, block_fused  # they import triton
+
+        stride = request.strides[0] if request.strides[1] == 1 else request.shape[1]
+        plain = ("identity", False, request.shape, (stride, 0))
+        sums = DTYPE_NAMES[request.result]
+        if fused_codes.in_blocks(cast.spec):
+            processors = launching.processors(request.device.index)
+            machine = block_fused.Machine(*processors, request.dtype.itemsize)
+            blocks = fused_codes.blocks(cast.spec, request.dtype)
+            program = activation_codes.backward_blocks(*plain, _NO_CONSTANTS, blocks, sums, machine)
+        else:
+            how = fused_codes.one_scale(cast)
+            program = activation_codes.backward(*plain, DTYPE_NAMES[request.dtype], _NO_CONSTANTS, how, sums)
         ready = rows_dense
     else:
-        program = _fused_maximum(request, cast)
+        # One pass for sums and maximum, then the cast, whose launch overlaps the end of the first.
+        from ....common.kernels import cast as kernels  # it imports triton
+        from ....common.kernels import column_sums
+
+        spec = cast.spec
+        after = kernels.cast(
+            request.shape,
+            spec.element,
+            spec.rowwise,
+            spec.columnwise,
+            follows=request.device.type == "cuda",
+            power_of_two=spec.power_of_two,
+            epsilon=spec.epsilon,
+        )
+        program = column_sums.sums_and_cast(request.shape, DTYPE_NAMES[request.result], after)
         ready = methodcaller("contiguous")
     taken = len(program.inputs)
     performed = Performed(program, request.device)
@@ -72,40 +95,6 @@ def _with_codes(
         return Quantized(*codes), sums
 
     return run
-
-
-def _fused_cast(request: ColumnSumsRequest, cast: CastRequest) -> Program:
-    """One pass: the cast of the gradient of the identity also sums the columns of its tiles."""
-    from ....common.kernels import activation_codes, block_fused  # they import triton
-
-    stride = request.strides[0] if request.strides[1] == 1 else request.shape[1]
-    plain = ("identity", False, request.shape, (stride, 0))
-    sums = DTYPE_NAMES[request.result]
-    if fused_codes.in_blocks(cast.spec):
-        processors = launching.processors(request.device.index)
-        machine = block_fused.Machine(*processors, request.dtype.itemsize)
-        blocks = fused_codes.blocks(cast.spec, request.dtype)
-        return activation_codes.backward_blocks(*plain, _NO_CONSTANTS, blocks, sums, machine)
-    how = fused_codes.one_scale(cast)
-    return activation_codes.backward(*plain, DTYPE_NAMES[request.dtype], _NO_CONSTANTS, how, sums)
-
-
-def _fused_maximum(request: ColumnSumsRequest, cast: CastRequest) -> Program:
-    """One pass for sums and maximum, then the cast, whose launch overlaps the end of the first."""
-    from ....common.kernels import cast as kernels  # it imports triton
-    from ....common.kernels import column_sums
-
-    spec = cast.spec
-    after = kernels.cast(
-        request.shape,
-        spec.element,
-        spec.rowwise,
-        spec.columnwise,
-        follows=request.device.type == "cuda",
-        power_of_two=spec.power_of_two,
-        epsilon=spec.epsilon,
-    )
-    return column_sums.sums_and_cast(request.shape, DTYPE_NAMES[request.result], after)
 
 
 BACKEND: Backend[ColumnSumsRequest] = Backend(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ....common.dispatch import Backend, PlanFailure
-from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8, TensorFormat
+from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
 from ..operand import Operand
 from . import cublaslt_library as library
 from . import tuning
@@ -75,10 +75,7 @@ def _unsupported_quantized(request: GemmRequest) -> str | None:
         return f"compute capability {request.capability[0]}.{request.capability[1]} has no such FP8 products"
     if request.dtype not in _WIDE:
         return f"the result is {request.dtype}; it writes float32, bfloat16 and float16"
-    return _unsupported_extents(request, formats[0], formats[1])
-
-
-def _unsupported_extents(request: GemmRequest, a_format: TensorFormat, b_format: TensorFormat) -> str | None:
+    a_format, b_format = formats
     for name, layout in (("a", request.a_layout), ("b", request.b_layout)):
         if not layout.row_major or layout.stride == 0 or layout.stride % _ROWS:
             return f"the FP8 operand {name} is not K-contiguous with rows of a multiple of {_ROWS} bytes"

@@ -86,7 +86,17 @@ class CublasPlan:
         self._idle: list[Descriptor] = []  # a thread that runs the plan removes one meanwhile
         self._algorithm: ctypes.Array[ctypes.c_char] | None = None
         try:
-            self._layouts = self._make_layouts()
+            # C shares D's layout unless the result is FP8.
+            p, create, types = self.problem, self._lib.matrix_layout_create, library.DATA_TYPES
+            left = (p.k, p.m) if p.left_transposed else (p.m, p.k)
+            right = (p.n, p.k) if p.right_transposed else (p.k, p.n)
+            result = create(types[p.result], p.m, p.n, p.result_leading)
+            self._layouts = (
+                create(types[p.left], *left, p.left_leading),
+                create(types[p.right], *right, p.right_leading),
+                result,
+                result if p.addend is None else create(types[p.addend], p.m, p.n, p.result_leading),
+            )
             # The library may be unloaded when the interpreter exits: then nothing is destroyed.
             weakref.finalize(self, _destroy, lib, self._idle, self._layouts).atexit = False
             algorithms = self.candidates(1)
@@ -326,19 +336,6 @@ class CublasPlan:
             return False
         self._use(buffer)
         return True
-
-    def _make_layouts(self) -> tuple[int, int, int, int]:
-        """Create the layouts of left, right, D and C; C shares D's layout unless the result is FP8."""
-        p, create, types = self.problem, self._lib.matrix_layout_create, library.DATA_TYPES
-        left = (p.k, p.m) if p.left_transposed else (p.m, p.k)
-        right = (p.n, p.k) if p.right_transposed else (p.k, p.n)
-        result = create(types[p.result], p.m, p.n, p.result_leading)
-        return (
-            create(types[p.left], *left, p.left_leading),
-            create(types[p.right], *right, p.right_leading),
-            result,
-            result if p.addend is None else create(types[p.addend], p.m, p.n, p.result_leading),
-        )
 
     def _make_descriptor(self) -> Descriptor:
         return make_descriptor(self._lib, self.problem, self._attributes)

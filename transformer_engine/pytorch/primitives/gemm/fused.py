@@ -78,18 +78,14 @@ def gemm_gelu_gradient(a: Operand, b: Operand, x: Tensor, epilogue: Epilogue) ->
 _OPERANDS = "Tensor a, Tensor? a_scale, str? a_format, Tensor b, Tensor? b_scale, str? b_format"
 
 
-def _operands(a, a_scale, a_format, b, b_scale, b_format) -> tuple[Operand, Operand]:
-    return Operand(a, a_scale, format_named(a_format)), Operand(b, b_scale, format_named(b_format))
-
-
 def _product_gelu_now(a, a_scale, a_format, b, b_scale, b_format, bias, dtype, exact, keeps) -> list[Tensor]:
-    left, right = _operands(a, a_scale, a_format, b, b_scale, b_format)
+    left, right = Operand(a, a_scale, format_named(a_format)), Operand(b, b_scale, format_named(b_format))
     made = gemm_gelu(left, right, Epilogue(dtype, bias, exact=exact), keeps)
     return [tensor for tensor in made if tensor is not None]
 
 
 def _product_gelu_gradient_now(a, a_scale, a_format, b, b_scale, b_format, x, dtype, exact) -> Tensor:
-    left, right = _operands(a, a_scale, a_format, b, b_scale, b_format)
+    left, right = Operand(a, a_scale, format_named(a_format)), Operand(b, b_scale, format_named(b_format))
     return gemm_gelu_gradient(left, right, x, Epilogue(dtype, exact=exact))
 
 

@@ -194,7 +194,10 @@ def key_in_eager_mode(a: Operand, b: Operand, epilogue: Epilogue, traced: bool =
         accumulate,
         exact,
         not traced and dispatch_modes() > 0,
-        element is torch.float32 and not traced and a_codes.is_cuda and allows_tf32(),
+        element is torch.float32
+        and not traced
+        and a_codes.is_cuda
+        and torch.backends.cuda.matmul.fp32_precision == "tf32",
         not traced and (Switch.depth > 0 or asked() is not None) and wanted(),
     )
 
@@ -278,8 +281,3 @@ def format_named(name: str | None) -> TensorFormat | None:
     if row is None:
         raise ValueError(f"unknown product format {name!r}; choose one of {', '.join(FORMATS)}")
     return row.format
-
-
-def allows_tf32() -> bool:
-    """Return whether torch allows float32 products on a GPU to round their operands to TF32."""
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"

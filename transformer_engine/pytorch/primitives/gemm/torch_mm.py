@@ -29,10 +29,6 @@ def _unsupported_by_matmul(request: GemmRequest) -> str | None:
     return None
 
 
-def _product(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
-    return torch.mm(a[0], b[0].t())
-
-
 def _product_and_bias(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
     assert epilogue.bias is not None
     return torch.addmm(epilogue.bias.to(a.codes.dtype), a.codes, b.codes.t())
@@ -58,7 +54,9 @@ def _finished(a: Operand, b: Operand, epilogue: Epilogue) -> Tensor:
 def _bind_matmul(request: GemmRequest) -> Callable[[Operand, Operand, Epilogue], Tensor]:
     if request.into or request.dtype != request.a_element:
         return _finished
-    return _product if request.bias is None else _product_and_bias
+    if request.bias is None:
+        return lambda a, b, epilogue: torch.mm(a[0], b[0].t())
+    return _product_and_bias
 
 
 MATMUL = Backend("matmul", takes=EPILOGUES, unsupported_reason=_unsupported_by_matmul, bind=_bind_matmul)

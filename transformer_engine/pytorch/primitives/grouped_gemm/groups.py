@@ -25,12 +25,8 @@ _KEPT_TABLES = 1024
 _Numbers = tuple[torch.device, torch.dtype, tuple[int, ...]]
 
 
-def _no_tables(numbers: _Numbers) -> dict[int, Tensor]:
-    return {}
-
-
 # By numbers, then by stream: a stream must not read a table that another one is still filling.
-_tables: Memory[_Numbers, dict[int, Tensor]] = Memory(_no_tables, _KEPT_TABLES)
+_tables: Memory[_Numbers, dict[int, Tensor]] = Memory(lambda numbers: {}, _KEPT_TABLES)
 
 
 def on_device(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -111,7 +107,11 @@ def groups_of(splits: Sequence[int] | Tensor, total: int, device: torch.device) 
                 f"splits is {splits.dtype} {list(splits.shape)}; give one integer per group, in one dimension"
             )
         if splits.is_cuda and device.type == "cuda" and launch.missing() is None:
-            return _laid_out_on_device(splits, total)
+            from ....common.kernels import grouped_layout
+
+            count = splits.shape[0]
+            (layout,) = run(grouped_layout.layout_of(total, count), (splits.contiguous(),))
+            return Groups(count, total, None, layout, tiles_at_most(total, count) * TILE_ROWS)
         splits = splits.tolist()
     rows = tuple(splits)
     numbers, padded = _layout(rows, total)
@@ -136,14 +136,6 @@ def _layout(rows: tuple[int, ...], total: int) -> tuple[tuple[int, ...], int]:
     absent = tiles_at_most(starts[-1], len(rows)) - len(group_of_tile)
     numbers = (*starts, *tiles, *group_of_tile, *[len(rows)] * absent)
     return numbers, tiles[-1] * TILE_ROWS
-
-
-def _laid_out_on_device(splits: Tensor, total: int) -> Groups:
-    from ....common.kernels import grouped_layout
-
-    count = splits.shape[0]
-    (layout,) = run(grouped_layout.layout_of(total, count), (splits.contiguous(),))
-    return Groups(count, total, None, layout, tiles_at_most(total, count) * TILE_ROWS)
 
 
 class Matrices(NamedTuple):

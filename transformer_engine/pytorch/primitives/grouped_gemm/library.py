@@ -44,10 +44,6 @@ def unsupported_reason(request: GroupedGemmRequest) -> str | None:
         return f"unquantized operands are {request.a_element}; it takes bfloat16 and float16"
     if request.a_format is None and request.b_format is None:
         return None if request.a_element == request.b_element else "the operands' dtypes differ"
-    return _unsupported_quantized(request)
-
-
-def _unsupported_quantized(request: GroupedGemmRequest) -> str | None:
     formats = (request.a_format, request.b_format)
     if request.a_element == request.b_element == torch.float8_e5m2:
         return "cuBLASLt does not multiply two E5M2 operands"

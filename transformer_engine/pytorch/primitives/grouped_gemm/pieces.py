@@ -19,7 +19,7 @@ def rows_of(a: GroupedRows, groups: Groups) -> Iterator[Operand]:
             yield Operand(codes, dtype=codes.dtype)
         return
     if a.format == FLOAT8:
-        for codes, scale in zip(groups.split(a.codes), _first_column(a.scale), strict=True):
+        for codes, scale in zip(groups.split(a.codes), a.scale[:, :1].unbind(0), strict=True):
             yield Operand(codes, scale, FLOAT8)
         return
     blocks = ceil_div(a.codes.shape[1], TILE_ROWS)
@@ -37,7 +37,7 @@ def columns_of(a: GroupedColumns, groups: Groups, width: int) -> Iterator[Operan
     tiles = [ceil_div(m, TILE_ROWS) for m in groups.known_rows]
     codes = a.codes.split([count * TILE_ROWS * width for count in tiles])
     scales = (
-        _first_column(a.scale) if a.format == FLOAT8 else a.scale.split([count * width for count in tiles])
+        a.scale[:, :1].unbind(0) if a.format == FLOAT8 else a.scale.split([count * width for count in tiles])
     )
     for part, scale, count in zip(codes, scales, tiles, strict=True):
         matrix = part.view(width, count * TILE_ROWS)
@@ -51,14 +51,9 @@ def matrices_of(b: GroupedMatrices) -> Iterator[Operand]:
         for matrix in b.matrices.tensors:
             yield Operand(matrix.t() if b.transposed else matrix, dtype=matrix.dtype)
         return
-    scales = _first_column(b.scale) if b.format == FLOAT8 else b.scale.unbind(0)
+    scales = b.scale[:, :1].unbind(0) if b.format == FLOAT8 else b.scale.unbind(0)
     for codes, scale in zip(b.codes.unbind(0), scales, strict=True):
         yield Operand(codes, scale, b.format)
-
-
-def _first_column(scale: Tensor) -> tuple[Tensor, ...]:
-    """Return [1] of every group, from [groups, 4]."""
-    return scale[:, :1].unbind(0)
 
 
 def results_of(product: GroupedProduct) -> tuple[Tensor, ...]:

@@ -5,8 +5,6 @@ It needs every group's number of rows on the host, and waits for the device if i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from ....common.dispatch import Backend
@@ -25,8 +23,4 @@ def run(product: GroupedProduct) -> None:
         gemm(a, b, epilogue)
 
 
-def _bind(request: GroupedGemmRequest) -> Callable[[GroupedProduct], None]:
-    return run
-
-
-BACKEND: Backend[GroupedGemmRequest] = Backend("reference", bind=_bind)
+BACKEND: Backend[GroupedGemmRequest] = Backend("reference", bind=lambda request: run)

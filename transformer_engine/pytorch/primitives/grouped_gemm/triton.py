@@ -49,21 +49,6 @@ def unsupported_reason(request: GroupedGemmRequest) -> str | None:
 
 
 def bind(request: GroupedGemmRequest) -> Callable[[GroupedProduct], None]:
-    record = _launch_of(request)
-    start = _rows if request.along == "columns" else _columns
-
-    def call(product: GroupedProduct) -> None:
-        device = product.a.codes.get_device()
-        if is_current_device(device):
-            start(record, product, device)
-            return
-        with torch.cuda.device(device):
-            start(record, product, device)
-
-    return call
-
-
-def _launch_of(request: GroupedGemmRequest) -> launch.Launch:
     from ....common.kernels import grouped_gemm as kernels  # it imports triton
 
     scaling = kernels.UNSCALED
@@ -77,10 +62,22 @@ def _launch_of(request: GroupedGemmRequest) -> launch.Launch:
     }
     n, k, groups = request.n, request.k, request.groups
     if request.along == "columns":
-        return kernels.product_of_rows(
+        record = kernels.product_of_rows(
             request.rows, n, k, groups, transposed=request.transposed, clears=request.clears, **options
         )
-    return kernels.product_of_columns(n, k, groups, accumulates=request.accumulates, **options)
+    else:
+        record = kernels.product_of_columns(n, k, groups, accumulates=request.accumulates, **options)
+    start = _rows if request.along == "columns" else _columns
+
+    def call(product: GroupedProduct) -> None:
+        device = product.a.codes.get_device()
+        if is_current_device(device):
+            start(record, product, device)
+            return
+        with torch.cuda.device(device):
+            start(record, product, device)
+
+    return call
 
 
 def _rows(record: launch.Launch, product: GroupedProduct, device: int) -> None:

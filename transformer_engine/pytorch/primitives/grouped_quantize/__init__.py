@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ....common.dispatch import Table
 from ....common.formats import BLOCK_1D, BLOCK_2D, FLOAT8
+from ....common.kernels import launch
+from ...runtime.launching import run
 from ..grouped_gemm import Groups, Matrices
 from ..quantize import QuantizeSpec
 from . import reference, triton
 from .spec import GroupedQuantized, GroupedQuantizeRequest, ScaleSlots
-from .sums import row_sums
 
 __all__ = [
     "TABLE",
@@ -37,7 +39,15 @@ def quantize_rows(
     if spec.format not in (FLOAT8, BLOCK_1D):
         raise ValueError(f"groups of rows are quantized to float8 or block1d, not to {spec.format.name}")
     shape = (x.shape[0], x.shape[1])
-    key = (spec, False, groups.count, shape, x.dtype, x.device, _places(slots))
+    key = (
+        spec,
+        False,
+        groups.count,
+        shape,
+        x.dtype,
+        x.device,
+        None if slots is None else (slots.stride, slots.offset),
+    )
     return TABLE.bound(key)(x, groups, slots)
 
 
@@ -51,9 +61,25 @@ def quantize_matrices(
     if spec.format not in (FLOAT8, BLOCK_2D):
         raise ValueError(f"matrices are quantized to float8 or block2d, not to {spec.format.name}")
     first = matrices.tensors[0]
-    key = (spec, True, len(matrices.tensors), matrices.shape, first.dtype, first.device, _places(slots))
+    key = (
+        spec,
+        True,
+        len(matrices.tensors),
+        matrices.shape,
+        first.dtype,
+        first.device,
+        None if slots is None else (slots.stride, slots.offset),
+    )
     return TABLE.bound(key)(matrices, None, slots)
 
 
-def _places(slots: ScaleSlots | None) -> tuple[int, int] | None:
-    return None if slots is None else (slots.stride, slots.offset)
+def row_sums(x: Tensor, groups: Groups) -> Tensor:
+    """Return the sum of the rows of each group of x [total, N], float32 [groups, N]: gradients of biases.
+
+    The host waits for nothing on a GPU with Triton.
+    """
+    if not x.is_cuda or launch.missing() is not None:
+        return torch.stack([part.sum(0, dtype=torch.float32) for part in groups.split(x)])
+    from ....common.kernels import grouped_gemm
+
+    return run(grouped_gemm.row_sums(x.shape[1], groups.count), (x, groups.layout))[0]

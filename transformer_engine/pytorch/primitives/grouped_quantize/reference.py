@@ -15,11 +15,7 @@ from ....common.dispatch import Backend
 from ....common.formats import round_up
 from ..grouped_gemm import Groups, Matrices
 from ..quantize import Quantized, QuantizeSpec, quantize
-from .spec import Call, GroupedQuantized, GroupedQuantizeRequest, ScaleSlots
-
-
-def _bind(request: GroupedQuantizeRequest) -> Call:
-    return functools.partial(_run, request.spec)
+from .spec import GroupedQuantized, GroupedQuantizeRequest, ScaleSlots
 
 
 def _run(
@@ -30,13 +26,13 @@ def _run(
         stacks = [_stacked([part[i] for part in parts]) for i in range(4)]
         codes, scale, codes_t, scale_t = stacks
         if spec.tile is None:
-            scale, scale_t = (None if s is None else _apart(s) for s in (scale, scale_t))
+            scale, scale_t = (None if s is None else s.reshape(-1, 1).repeat(1, 4) for s in (scale, scale_t))
         return GroupedQuantized(codes, scale, codes_t, scale_t)
     assert groups is not None
     parts = _each(groups.split(values), spec, slots)
     scale, scale_t = _flat([part.scale for part in parts]), _flat([part.scale_t for part in parts])
     if spec.tile is None:
-        scale, scale_t = (None if s is None else _apart(s) for s in (scale, scale_t))
+        scale, scale_t = (None if s is None else s.reshape(-1, 1).repeat(1, 4) for s in (scale, scale_t))
     return GroupedQuantized(
         _joined([part.codes for part in parts]),
         scale,
@@ -75,11 +71,6 @@ def _flat(tensors: list[Tensor | None]) -> Tensor | None:
     )
 
 
-def _apart(scale: Tensor) -> Tensor:
-    """[groups] -> [groups, 4], four times the same."""
-    return scale.reshape(-1, 1).repeat(1, 4)
-
-
 def _padded(codes_t: Tensor | None) -> Tensor | None:
     """[K, rows] with zero codes up to a multiple of 128 rows."""
     if codes_t is None:
@@ -95,4 +86,6 @@ def _bytewise(function: Callable[[list[Tensor]], Tensor], tensors: list[Tensor])
     return function([tensor.view(torch.uint8) for tensor in tensors]).view(tensors[0].dtype)
 
 
-BACKEND: Backend[GroupedQuantizeRequest] = Backend("reference", bind=_bind)
+BACKEND: Backend[GroupedQuantizeRequest] = Backend(
+    "reference", bind=lambda request: functools.partial(_run, request.spec)
+)

@@ -43,7 +43,27 @@ def bind(request: GroupedQuantizeRequest) -> Call:
         else:
             assert groups is not None
             inputs = (values.contiguous(), None, groups.layout)
-            made = _space_for_rows(spec, groups, values.shape[1], values.device)
+            depth = values.shape[1]
+            codes_dtype = torch_dtype(spec.element)
+            codes = codes_t = scale = scale_t = None
+            if spec.rowwise:
+                codes = torch.empty(groups.total, depth, dtype=codes_dtype, device=values.device)
+            if spec.columnwise:
+                codes_t = torch.empty(groups.padded * depth, dtype=codes_dtype, device=values.device)
+            if spec.format == FLOAT8:
+                inverse = torch.empty(groups.count, 4, dtype=torch.float32, device=values.device)
+                made = GroupedQuantized(
+                    codes, inverse if spec.rowwise else None, codes_t, inverse if spec.columnwise else None
+                )
+            else:
+                if spec.rowwise:
+                    blocks = ceil_div(depth, _WIDTH)
+                    scale = torch.empty(groups.total * blocks, dtype=torch.float32, device=values.device)
+                if spec.columnwise:
+                    scale_t = torch.empty(
+                        groups.padded // _WIDTH * depth, dtype=torch.float32, device=values.device
+                    )
+                made = GroupedQuantized(codes, scale, codes_t, scale_t)
         quantize(inputs, made, slots)
         return made
 
@@ -80,27 +100,6 @@ def _by_tensor(request: GroupedQuantizeRequest) -> Callable[..., None]:
         performed(*inputs, *given, *results)
 
     return quantize
-
-
-def _space_for_rows(spec: QuantizeSpec, groups: Groups, depth: int, device: torch.device) -> GroupedQuantized:
-    """Room for the codes and scales of groups of rows [total, depth]."""
-    codes_dtype = torch_dtype(spec.element)
-    codes = codes_t = scale = scale_t = None
-    if spec.rowwise:
-        codes = torch.empty(groups.total, depth, dtype=codes_dtype, device=device)
-    if spec.columnwise:
-        codes_t = torch.empty(groups.padded * depth, dtype=codes_dtype, device=device)
-    if spec.format == FLOAT8:
-        inverse = torch.empty(groups.count, 4, dtype=torch.float32, device=device)
-        return GroupedQuantized(
-            codes, inverse if spec.rowwise else None, codes_t, inverse if spec.columnwise else None
-        )
-    if spec.rowwise:
-        blocks = ceil_div(depth, _WIDTH)
-        scale = torch.empty(groups.total * blocks, dtype=torch.float32, device=device)
-    if spec.columnwise:
-        scale_t = torch.empty(groups.padded // _WIDTH * depth, dtype=torch.float32, device=device)
-    return GroupedQuantized(codes, scale, codes_t, scale_t)
 
 
 def _space_for_matrices(

@@ -75,7 +75,21 @@ def quantize(
                 the columnwise (two_dimensional: the first alone, the columnwise codes being its transpose)
     """
     if spec.stochastic:
-        _check_random(x.shape, spec, random)
+        if random is None:
+            raise ValueError(
+                "stochastic rounding needs random=(uniform [M, K], uniform [K, M]), float32 in [0, 1); it is None"
+            )
+        if len(x.shape) == 2:
+            rows, depth = x.shape
+            reads_rows = spec.rowwise or spec.transposes
+            if reads_rows and tuple(random[0].shape) != (rows, depth):
+                raise ValueError(
+                    f"random[0] is {list(random[0].shape)}; draw one number an element, {[rows, depth]}"
+                )
+            if spec.columnwise and not spec.transposes and tuple(random[1].shape) != (depth, rows):
+                raise ValueError(
+                    f"random[1] is {list(random[1].shape)}; draw one number an element, {[depth, rows]}"
+                )
     key = (spec, x.shape, x.dtype, x.device, multiplier is not None, amax is not None)
     return TABLE.bound(key)(x, multiplier, amax, amax_t, record, random)
 
@@ -115,21 +129,6 @@ def _described(
     if check is not None:
         check(rows, depth, spec)
     return QuantizeRequest(spec, (rows, depth), dtype, device, multiplier_given, amax_given)
-
-
-def _check_random(shape: Sequence[int], spec: QuantizeSpec, random: tuple[Tensor, Tensor] | None) -> None:
-    if random is None:
-        raise ValueError(
-            "stochastic rounding needs random=(uniform [M, K], uniform [K, M]), float32 in [0, 1); it is None"
-        )
-    if len(shape) != 2:
-        return  # `_described` says so
-    rows, depth = shape
-    reads_rows = spec.rowwise or spec.transposes
-    if reads_rows and tuple(random[0].shape) != (rows, depth):
-        raise ValueError(f"random[0] is {list(random[0].shape)}; draw one number an element, {[rows, depth]}")
-    if spec.columnwise and not spec.transposes and tuple(random[1].shape) != (depth, rows):
-        raise ValueError(f"random[1] is {list(random[1].shape)}; draw one number an element, {[depth, rows]}")
 
 
 TABLE: Table[QuantizeRequest] = Table(

@@ -41,11 +41,15 @@ def operator_of(quantize: Callable[..., Quantized]) -> Callable[[QuantizeRequest
         options, (multiplier, amax, amax_t, *random) = rest[: len(_OPTIONS)], rest[len(_OPTIONS) :]
         spec = QuantizeSpec(FORMATS[format].format, _ELEMENTS[element], *options)
         drawn = None if random[0] is None or random[1] is None else tuple(random)
-        return _separate(
-            quantize(x, spec, multiplier=multiplier, amax=amax, amax_t=amax_t, random=drawn),
-            spec,
-            amax is None,
-        )
+        # Results share no storage with each other or with the arguments.
+        made = quantize(x, spec, multiplier=multiplier, amax=amax, amax_t=amax_t, random=drawn)
+        results = [made.codes, made.codes_t]
+        if spec.format.block is None:
+            results += [made.scale if spec.rowwise else made.scale_t]
+            results += [made.amax.clone()] if amax is None and made.amax is not None else []
+        else:
+            results += [made.scale, made.scale_t]
+        return [result for result in results if result is not None]
 
     made = launching.operator(_SCHEMA, now, _results)
 
@@ -56,17 +60,6 @@ def operator_of(quantize: Callable[..., Quantized]) -> Callable[[QuantizeRequest
         )
 
     return of_request
-
-
-def _separate(made: Quantized, spec: QuantizeSpec, measures: bool) -> list[Tensor]:
-    """Return the results of an operator, which share no storage with each other or with the arguments."""
-    results = [made.codes, made.codes_t]
-    if spec.format.block is None:
-        results += [made.scale if spec.rowwise else made.scale_t]
-        results += [made.amax.clone()] if measures and made.amax is not None else []
-    else:
-        results += [made.scale, made.scale_t]
-    return [result for result in results if result is not None]
 
 
 def _results(

@@ -40,41 +40,40 @@ def check_rotation(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSp
     if not 0 <= spec.cp_rank < spec.cp_size:
         raise ValueError(f"cp_rank={spec.cp_rank} is outside 0..{spec.cp_size - 1}; give a rank of the group")
     if spec.tensor_format == "thd":
-        _check_packed(x.shape[0], angles.shape[0], positions, spec)
+        if positions.cu_seqlens is None:
+            raise ValueError("tensor_format='thd' needs cu_seqlens, the bounds of the packed sequences")
+        sequences = positions.cu_seqlens.shape[0] - 1 if positions.cu_seqlens.ndim == 1 else -1
+        if sequences < 0:
+            raise ValueError(
+                f"cu_seqlens is {list(positions.cu_seqlens.shape)}; give [b + 1], 0 and where each sequence ends"
+            )
+        if positions.start is not None:
+            _check_starts(positions.start, sequences)
+        if not spec.clamps:
+            demand(
+                reaches_packed,
+                (positions.cu_seqlens, positions.start),
+                x.shape[0],
+                angles.shape[0],
+                spec.cp_size,
+            )
     else:
         sequence = 0 if spec.tensor_format == "sbhd" else 1
-        _check_dense(x.shape[sequence], x.shape[1 - sequence], angles.shape[0], positions, spec)
-
-
-def _check_dense(length: int, batch: int, table: int, positions: Positions, spec: RopeSpec) -> None:
-    if spec.cp_size > 1 and length % 2:
-        raise ValueError(
-            f"a context-parallel rank holds two equal chunks, its length {length} is odd; pad it"
-        )
-    needed = length * spec.cp_size
-    if needed > table and not spec.clamps:
-        raise ValueError(
-            f"sequence length {needed} > {table} positions of freqs; pass the angles of at least {needed} positions"
-        )
-    if positions.start is None:
-        return
-    _check_starts(positions.start, batch)
-    if not spec.clamps:
-        demand(reaches_starts, (positions.start,), needed, table)
-
-
-def _check_packed(tokens: int, table: int, positions: Positions, spec: RopeSpec) -> None:
-    if positions.cu_seqlens is None:
-        raise ValueError("tensor_format='thd' needs cu_seqlens, the bounds of the packed sequences")
-    sequences = positions.cu_seqlens.shape[0] - 1 if positions.cu_seqlens.ndim == 1 else -1
-    if sequences < 0:
-        raise ValueError(
-            f"cu_seqlens is {list(positions.cu_seqlens.shape)}; give [b + 1], 0 and where each sequence ends"
-        )
-    if positions.start is not None:
-        _check_starts(positions.start, sequences)
-    if not spec.clamps:
-        demand(reaches_packed, (positions.cu_seqlens, positions.start), tokens, table, spec.cp_size)
+        length = x.shape[sequence]
+        table = angles.shape[0]
+        if spec.cp_size > 1 and length % 2:
+            raise ValueError(
+                f"a context-parallel rank holds two equal chunks, its length {length} is odd; pad it"
+            )
+        needed = length * spec.cp_size
+        if needed > table and not spec.clamps:
+            raise ValueError(
+                f"sequence length {needed} > {table} positions of freqs; pass the angles of at least {needed} positions"
+            )
+        if positions.start is not None:
+            _check_starts(positions.start, x.shape[1 - sequence])
+            if not spec.clamps:
+                demand(reaches_starts, (positions.start,), needed, table)
 
 
 def _check_starts(start: Tensor, sequences: int) -> None:

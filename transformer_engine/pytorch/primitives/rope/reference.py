@@ -139,25 +139,20 @@ def _pair(x: Tensor, interleaved: bool) -> Tensor:
 def _token_angles(x: Tensor, angles: Tensor, positions: Positions, spec: RopeSpec) -> Tensor:
     """Return angles [positions, r] at each token: [s, 1 | b, r], [1 | b, s, r] or [t, r]."""
     if spec.tensor_format == "thd":
-        return _read(angles, *_packed_positions(x.shape[0], positions, spec))
+        assert positions.cu_seqlens is not None
+        bounds = positions.cu_seqlens.long() // spec.cp_size
+        token = torch.arange(x.shape[0], device=bounds.device)
+        sequence = (torch.searchsorted(bounds, token, right=True) - 1).clamp(max=bounds.shape[0] - 2)
+        position = _chunked(token - bounds[sequence], (bounds[1:] - bounds[:-1])[sequence], spec)
+        if positions.start is not None:
+            position = position + positions.start.long()[sequence]
+        return _read(angles, position, True if spec.clamps else token >= bounds[-1])
     sequence_axis = 0 if spec.tensor_format == "sbhd" else 1
     position = _chunked(torch.arange(x.shape[sequence_axis], device=x.device), x.shape[sequence_axis], spec)
     if positions.start is None:
         return angles[position].unsqueeze(1 - sequence_axis)
     position = positions.start[:, None].long() + position[None, :]
     return _read(angles, position.t() if sequence_axis == 0 else position, spec.clamps)
-
-
-def _packed_positions(tokens: int, positions: Positions, spec: RopeSpec) -> tuple[Tensor, Tensor | bool]:
-    """Return the position of each of t packed tokens in its sequence, and whether the token may lack an angle."""
-    assert positions.cu_seqlens is not None
-    bounds = positions.cu_seqlens.long() // spec.cp_size
-    token = torch.arange(tokens, device=bounds.device)
-    sequence = (torch.searchsorted(bounds, token, right=True) - 1).clamp(max=bounds.shape[0] - 2)
-    position = _chunked(token - bounds[sequence], (bounds[1:] - bounds[:-1])[sequence], spec)
-    if positions.start is not None:
-        position = position + positions.start.long()[sequence]
-    return position, True if spec.clamps else token >= bounds[-1]
 
 
 def _read(angles: Tensor, position: Tensor, padding: Tensor | bool) -> Tensor:

@@ -23,7 +23,20 @@ def unsupported_reason(request: RopeRequest) -> str | None:
 def bind(request: RopeRequest) -> Callable[..., Any]:
     """Return a callable with the arguments and results of `reference.bind`."""
     if request.operation == "qkv_forward":
-        return _unpack(request)
+        shape, sizes = request.x[0], request.sizes
+        if shape.numel() == 0:
+            return lambda qkv, *_: empty_parts(qkv, sizes)
+        launch, leading = _packed(request, *request.x, False), shape[:-2]
+
+        def unpack(qkv: Tensor, *given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+            q, k, v = run(launch, (*_ready(*given), rows_dense(qkv)))[:3]
+            return (
+                q.view(*leading, *q.shape[2:]),
+                k.view(*leading, *k.shape[2:]),
+                v.view(*leading, *v.shape[2:]),
+            )
+
+        return unpack
     return _pack(request) if request.operation == "qkv_backward" else _rotate(request)
 
 
@@ -62,24 +75,6 @@ def _rotation(request: RopeRequest) -> Launch:
         context=(spec.cp_size, spec.cp_rank),
         clamps=spec.clamps,
     )
-
-
-def _unpack(request: RopeRequest) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Return (qkv, q_angles, k_angles, start, cu_seqlens) -> q and k rotated and v copied, in one pass."""
-    shape, sizes = request.x[0], request.sizes
-    if shape.numel() == 0:
-        return lambda qkv, *_: empty_parts(qkv, sizes)
-    launch, leading = _packed(request, *request.x, False), shape[:-2]
-
-    def unpack(qkv: Tensor, *given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = run(launch, (*_ready(*given), rows_dense(qkv)))[:3]
-        return (
-            q.view(*leading, *q.shape[2:]),
-            k.view(*leading, *k.shape[2:]),
-            v.view(*leading, *v.shape[2:]),
-        )
-
-    return unpack
 
 
 def _pack(request: RopeRequest) -> Callable[..., Tensor]:

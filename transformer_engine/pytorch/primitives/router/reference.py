@@ -81,7 +81,12 @@ def choose(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return probs [T, E], map and scores float32 [T, E]; indices [T, k] are written in place."""
     x = logits.to(torch.float32)
-    score = _score(x, choice.score)
+    if choice.score == SOFTMAX:
+        score = x.softmax(1)
+    elif choice.score == SOFTMAX_AFTER:
+        score = x
+    else:
+        score = x.sigmoid() if choice.score == SIGMOID else softplus(x).sqrt()
     key = score if bias is None else score + bias.to(torch.float32)
     experts = _first(_of_best_groups(key, choice), choice.k)
     if indices is not None:
@@ -162,14 +167,6 @@ def packed(chosen: Tensor) -> Tensor:
     rows, experts = chosen.shape
     whole = torch.nn.functional.pad(chosen.to(torch.int32), (0, -experts % 8)).view(rows, -1, 8)
     return (whole << torch.arange(8, device=chosen.device, dtype=torch.int32)).sum(2).to(torch.uint8)
-
-
-def _score(x: Tensor, kind: str) -> Tensor:
-    if kind == SOFTMAX:
-        return x.softmax(1)
-    if kind == SOFTMAX_AFTER:
-        return x
-    return x.sigmoid() if kind == SIGMOID else softplus(x).sqrt()
 
 
 def _first(key: Tensor, count: int) -> Tensor:

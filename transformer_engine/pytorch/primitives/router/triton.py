@@ -89,10 +89,7 @@ def _loss(request: RouterRequest) -> Callable[..., Tensor]:
 
     program = router.loss(rows, columns, request.factor, DTYPE_NAMES[request.made])
 
-    def loss(probs: Tensor, tokens: Tensor, total: Tensor | None) -> Tensor:
-        return perform(program, (probs.contiguous(), tokens.contiguous(), total))[0]
-
-    return loss
+    return lambda probs, tokens, total: perform(program, (probs.contiguous(), tokens.contiguous(), total))[0]
 
 
 BACKEND: Backend[RouterRequest] = Backend(

@@ -125,16 +125,11 @@ def _unsupported_options(call: AttentionCall) -> str | None:
             return "ALiBi with sequences of unequal lengths"
     if call.max_logit and (call.softmax != "vanilla" or call.q_format == "thd"):
         return "return_max_logit with a sink or packed sequences"
-    if _may_lack_keys(call) and call.softmax != "vanilla":
+    if (call.mask.padding and not (call.same_lengths or call.cached)) and call.softmax != "vanilla":
         return "a sink, where a sequence of queries may have no keys"
     if call.page_size and (call.page_size & (call.page_size - 1) or call.needs_gradient):
         return f"page_size={call.page_size}: it takes powers of two, and no gradient"
     return None
-
-
-def _may_lack_keys(call: AttentionCall) -> bool:
-    """Return whether a sequence may have queries but no keys, where the library divides 0 by 0."""
-    return call.mask.padding and not (call.same_lengths or call.cached)
 
 
 def _unsupported_backward(call: AttentionCall) -> str | None:
@@ -173,9 +168,9 @@ def _planning_failure(call: AttentionCall) -> str | None:
         tokens = (bucketed_tokens(call.batch * size) for size in (call.seqlen_q, call.seqlen_kv))
         strided = Strided(q, k, v, None, bias, *tokens)
     try:
-        _PLANS[describe_forward, call, strided, device]
+        _PLANS[describe_forward, device, call, strided]
         if call.needs_gradient:
-            _PLANS[describe_backward, call, strided._replace(grad_output=grad_output), device]
+            _PLANS[describe_backward, device, call, strided._replace(grad_output=grad_output)]
     except RuntimeError as error:
         return str(error)
     return None
@@ -187,12 +182,10 @@ def _format_strides(call: AttentionCall, of_queries: bool, heads: int, depth: in
     return contiguous_strides(format_shape(tensor_format, call.batch, size, heads, depth, 1))
 
 
-def _planned(key: tuple[Any, AttentionCall, Strided, int]) -> CudnnPlan:
-    describe, call, strided, device = key
-    return planned(describe, device, call, strided)
-
-
-_PLANS: Memory[tuple[Any, AttentionCall, Strided, int], CudnnPlan] = Memory(_planned, MOST_PLANS)
+# By the function that describes the graph, the device and the arguments of the function.
+_PLANS: Memory[tuple[Any, int, AttentionCall, Strided], CudnnPlan] = Memory(
+    lambda key: planned(*key), MOST_PLANS
+)
 
 
 class _Addressable(NamedTuple):
@@ -274,29 +267,11 @@ def _fresh(call: AttentionCall, like: Tensor, depth: int, starts: Tensor | None)
     return torch.zeros(shape, dtype=call.dtype, device=like.device)
 
 
-def _without_keys(call: AttentionCall, output: Tensor, lse: Tensor | None, inputs: AttentionInputs) -> None:
-    """Write 0 to the output and -inf to the logarithm of sequences without keys, in place."""
-    assert inputs.lengths_kv is not None
-    none = inputs.lengths_kv == 0
-    if call.q_format == "thd":
-        assert inputs.starts_q is not None
-        token = torch.arange(output.shape[0], dtype=torch.int32, device=output.device)
-        sequence = torch.searchsorted(inputs.starts_q, token, right=True) - 1
-        none = none[sequence.clamp_(max=call.batch - 1)]
-        rows, statistics = none[:, None, None], none[:, None]
-    else:
-        rows = none[None, :, None, None] if call.q_format == "sbhd" else none[:, None, None, None]
-        statistics = none[:, None, None]
-    output.masked_fill_(rows, 0.0)
-    if lse is not None:
-        lse.masked_fill_(statistics, -torch.inf)
-
-
 def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
     """Compute o = softmax(scale * q k^T + bias) v and the logarithm of the softmax's denominator."""
     given = _addressable(call, inputs)
     device = given.q.device
-    plan = _PLANS[describe_forward, call, given.strided, device.index]
+    plan = _PLANS[describe_forward, device.index, call, given.strided]
     packed = call.q_format == "thd"
     output = _fresh(call, given.q, call.head_dim_v, inputs.starts_q if packed else None)
     pointers = _common(call, inputs, given)
@@ -319,8 +294,22 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
     offsets, alive = ragged_offsets(plan, inputs.starts_q, inputs.starts_kv)
     plan.run(pointers, device, offsets)
     del alive
-    if _may_lack_keys(call):
-        _without_keys(call, output, lse, inputs)
+    if call.mask.padding and not (call.same_lengths or call.cached):
+        # Sequences without keys: 0 in the output and -inf in the logarithm, in place.
+        assert inputs.lengths_kv is not None
+        none = inputs.lengths_kv == 0
+        if call.q_format == "thd":
+            assert inputs.starts_q is not None
+            token = torch.arange(output.shape[0], dtype=torch.int32, device=output.device)
+            sequence = torch.searchsorted(inputs.starts_q, token, right=True) - 1
+            none = none[sequence.clamp_(max=call.batch - 1)]
+            rows, statistics = none[:, None, None], none[:, None]
+        else:
+            rows = none[None, :, None, None] if call.q_format == "sbhd" else none[:, None, None, None]
+            statistics = none[:, None, None]
+        output.masked_fill_(rows, 0.0)
+        if lse is not None:
+            lse.masked_fill_(statistics, -torch.inf)
     max_logit = None
     if score_sum is not None and lse is not None:
         max_logit = lse.amax(dim=(0, 2))
@@ -342,7 +331,7 @@ def backward(
     stats = (attended.lse.t() if call.q_format == "thd" else attended.lse).contiguous()
     output = attended.output.contiguous()
     plan = _PLANS[
-        describe_backward, call, given.strided._replace(grad_output=grad_output.stride()), device.index
+        describe_backward, device.index, call, given.strided._replace(grad_output=grad_output.stride())
     ]
     starts_kv = inputs.starts_kv if call.kv_format == "thd" else None
     grad_q = _fresh(call, given.q, call.head_dim_qk, inputs.starts_q if call.q_format == "thd" else None)
@@ -371,7 +360,13 @@ def backward(
     plan.run(pointers, device, offsets)
     del alive
     if call.softmax == "learnable" and grad_sink is None:
-        grad_sink = _grad_sink(call, inputs, output, grad_output, stats)
+        # dsink [h] = -sum exp(sink - lse) sum_d(do o), in a fixed order.
+        assert inputs.sink is not None
+        inner = (grad_output.float() * output.float()).sum(dim=-1)
+        inner = inner.permute(1, 2, 0) if call.q_format == "sbhd" else inner.transpose(1, 2)
+        share = torch.exp(inputs.sink[None, :, None] - stats)
+        # Rows of no token have no logarithm, and no output.
+        grad_sink = -torch.where(inner == 0.0, 0.0, share * inner).sum(dim=(0, 2))
     if not call.bias_gradient:
         grad_bias = None
     elif grad_bias is not None and inputs.bias is not None:
@@ -379,18 +374,6 @@ def backward(
             grad_bias = grad_bias * call.scale
         grad_bias = grad_bias.to(inputs.bias.dtype)
     return Gradients(grad_q, grad_k, grad_v, grad_bias, grad_sink)
-
-
-def _grad_sink(
-    call: AttentionCall, inputs: AttentionInputs, output: Tensor, grad_output: Tensor, lse: Tensor
-) -> Tensor:
-    """Compute dsink [h] = -sum exp(sink - lse) sum_d(do o), in a fixed order."""
-    assert inputs.sink is not None
-    inner = (grad_output.float() * output.float()).sum(dim=-1)
-    inner = inner.permute(1, 2, 0) if call.q_format == "sbhd" else inner.transpose(1, 2)
-    share = torch.exp(inputs.sink[None, :, None] - lse)
-    # Rows of no token have no logarithm, and no output.
-    return -torch.where(inner == 0.0, 0.0, share * inner).sum(dim=(0, 2))
 
 
 PASSES = Passes("cudnn", forward, backward)

@@ -76,10 +76,6 @@ def unsupported_backward(call: AttentionCall) -> str | None:
     return unsupported_reason(call)
 
 
-def _strided(q: Tensor, k: Tensor, v: Tensor) -> Strided:
-    return Strided(q.stride(), k.stride(), v.stride())
-
-
 def _options(tensors: Tensors) -> dict[str, Any]:
     """Return the shared options under their names in the FP8 operations."""
     options = tensors.options()
@@ -160,12 +156,7 @@ def describe_backward(
     return description
 
 
-def _planned(key: tuple[Any, ...]) -> CudnnPlan:
-    describe, device, *arguments = key
-    return planned(describe, device, *arguments)
-
-
-_PLANS: Memory[tuple[Any, ...], CudnnPlan] = Memory(_planned, MOST_PLANS)
+_PLANS: Memory[tuple[Any, ...], CudnnPlan] = Memory(lambda key: planned(*key), MOST_PLANS)
 
 
 def _common(call: AttentionCall, codes: Sequence[Tensor], inputs: AttentionInputs) -> dict[str, int]:
@@ -194,7 +185,14 @@ def forward(
     """
     q, k, v = codes
     device = q.device
-    plan = _PLANS[describe_forward, device.index, call, _strided(q, k, v), q.dtype, output_code]
+    plan = _PLANS[
+        describe_forward,
+        device.index,
+        call,
+        Strided(q.stride(), k.stride(), v.stride()),
+        q.dtype,
+        output_code,
+    ]
     output = torch.empty((*q.shape[:-1], call.head_dim_v), dtype=output_code, device=device)
     amax = torch.empty(2, dtype=torch.float32, device=device)
     pointers = _common(call, codes, inputs)
@@ -228,7 +226,7 @@ def backward(
     """
     q, k, v = codes
     device = q.device
-    strided = _strided(q, k, v)._replace(grad_output=grad_output.stride())
+    strided = Strided(q.stride(), k.stride(), v.stride())._replace(grad_output=grad_output.stride())
     dtypes = (q.dtype, output.dtype, grad_output.dtype, grad_code)
     plan = _PLANS[(describe_backward, device.index, call, strided, *dtypes)]
     grads = [torch.empty(x.shape, dtype=grad_code, device=device) for x in codes]

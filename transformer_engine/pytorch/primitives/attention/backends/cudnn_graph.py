@@ -104,10 +104,6 @@ class _Handles(threading.local):
         self.of_device[device] = handle, stream
         return handle
 
-    def give_stream_back(self, device: int) -> None:
-        """Restore the stream of a device's handle after a call that may have changed it."""
-        library().set_stream(*self.of_device[device])
-
 
 handles = _Handles()
 
@@ -236,7 +232,16 @@ def planned(describe: Callable[..., Description], device: int, *arguments: Any) 
         if not env.flag("TE_CUDNN_PLAN_CACHE"):
             return _built(description)
         described_by = f"{describe.__module__}.{describe.__qualname__}"
-        path = cudnn_store.locate(*_machine(device), described_by, arguments)
+        properties = torch.cuda.get_device_properties(device)
+        path = cudnn_store.locate(
+            library().backend_version(),
+            importlib.metadata.version("nvidia-cudnn-frontend"),
+            torch.version.cuda,
+            properties.name,
+            (properties.major, properties.minor, properties.multi_processor_count),
+            described_by,
+            arguments,
+        )
         plan = None if path is None else _restored(path, description, device)
         if plan is None:
             plan = _built(description)
@@ -256,18 +261,6 @@ def _built(description: Description) -> CudnnPlan:
         ) from error
 
 
-def _machine(device: int) -> tuple[object, ...]:
-    """Return the other inputs of a plan: versions, and the GPU with its available multiprocessors."""
-    properties = torch.cuda.get_device_properties(device)
-    return (
-        library().backend_version(),
-        importlib.metadata.version("nvidia-cudnn-frontend"),
-        torch.version.cuda,
-        properties.name,
-        (properties.major, properties.minor, properties.multi_processor_count),
-    )
-
-
 def _library_errors() -> tuple[type[Exception], ...]:
     """Return the library's own error class, and those into which its bindings convert C++ exceptions."""
     return library().cudnnGraphNotSupportedError, RuntimeError, ValueError, IndexError
@@ -283,28 +276,22 @@ def _restored(path: Path, description: Description, device: int) -> CudnnPlan | 
         graph = library().pygraph(handle=handle)
         graph.deserialize(handle, list(kept.serialized))  # the bindings reject bytes
         graph._prepare_variant_pack_template()
-        reason = _misfit(graph, description, kept)
-        if reason is None:
+        described = sorted(_UID[role] for role in description.roles)
+        described += range(_FIRST_OFFSET, _FIRST_OFFSET + len(description.offsets))
+        found = list(graph._get_variant_pack_uids_sorted())
+        workspace = graph.get_workspace_size()
+        if found != described:
+            reason = f"its tensors are {found}, where {described} are described"
+        elif workspace != kept.workspace:
+            reason = f"it asks for {workspace} bytes of workspace, and for {kept.workspace} when it was built"
+        else:
             return CudnnPlan(description, graph)
     except _library_errors() as error:
         reason = f"the library rejects it ({error})"
     finally:
         # The library warms up a plan on an internal stream, and keeps that stream if the warm-up fails.
-        handles.give_stream_back(device)
+        library().set_stream(*handles.of_device[device])
     cudnn_store.discard(path, reason)
-    return None
-
-
-def _misfit(graph: Any, description: Description, kept: cudnn_store.Kept) -> str | None:
-    """Return the reason why a stored graph differs from the described one, or None."""
-    described = sorted(_UID[role] for role in description.roles)
-    described += range(_FIRST_OFFSET, _FIRST_OFFSET + len(description.offsets))
-    found = list(graph._get_variant_pack_uids_sorted())
-    if found != described:
-        return f"its tensors are {found}, where {described} are described"
-    workspace = graph.get_workspace_size()
-    if workspace != kept.workspace:
-        return f"it asks for {workspace} bytes of workspace, and for {kept.workspace} when it was built"
     return None
 
 

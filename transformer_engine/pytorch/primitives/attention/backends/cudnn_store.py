@@ -82,7 +82,7 @@ def read(path: Path) -> Kept | None:
         if not _is_private(path.parent):
             return None
         # Not blocking: the path could be a pipe without a writer.
-        with open(path, "rb", opener=_opened) as file:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             flaw = _untrusted(os.fstat(file.fileno()))
             content = b"" if flaw else file.read()
     except FileNotFoundError:
@@ -98,10 +98,6 @@ def read(path: Path) -> Kept | None:
         os.utime(path)
     (workspace,) = _SIZE.unpack_from(content, _BODY)
     return Kept(workspace, content[_BODY + _SIZE.size :])
-
-
-def _opened(name: str, flags: int) -> int:
-    return os.open(name, flags | os.O_NONBLOCK)
 
 
 def _is_private(folder: Path) -> bool:

@@ -83,17 +83,14 @@ def _band(call: AttentionCall, device: torch.device) -> BlockMask:
     shift = call.seqlen_kv - call.seqlen_q if call.mask.bottom_right else 0
 
     def inside(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return _in_band(j - i - shift, left, right)
+        behind = j - i - shift
+        if left < 0:
+            return behind <= right
+        if right < 0:
+            return behind >= -left
+        return (behind >= -left) & (behind <= right)
 
     return create_block_mask(inside, None, None, call.seqlen_q, call.seqlen_kv, device=device)
-
-
-def _in_band(behind: Tensor, left: int, right: int) -> Tensor:
-    if left < 0:
-        return behind <= right
-    if right < 0:
-        return behind >= -left
-    return (behind >= -left) & (behind <= right)
 
 
 def _change(call: AttentionCall, inputs: AttentionInputs) -> Change | None:
@@ -122,29 +119,20 @@ def _biased(call: AttentionCall, bias: Tensor) -> Change:
     factor = call.scale if call.bias == "pre_scale_bias" else 1.0
     whole = bias.expand(call.batch, call.heads, call.seqlen_q, call.seqlen_kv)
 
-    def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score + whole[b, h, i, j] * factor
-
-    return biased
+    return lambda score, b, h, i, j: score + whole[b, h, i, j] * factor
 
 
 def _alibi(call: AttentionCall, inputs: AttentionInputs) -> Change:
     assert inputs.slopes is not None
     slopes = inputs.slopes.float().expand(call.batch, call.heads)
-    shifts = _shifts(call, inputs)
-
-    def alibi(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score - slopes[b, h] * (j - i - shifts[b]).abs()
-
-    return alibi
-
-
-def _shifts(call: AttentionCall, inputs: AttentionInputs) -> Tensor:
-    """Return j - i on the diagonal, [b] int32."""
+    # shifts: j - i on the diagonal, [b] int32.
     shift = visible.diagonal_shift(call, inputs)
     if isinstance(shift, Tensor):
-        return shift.flatten()
-    return torch.full((call.batch,), shift, dtype=torch.int32, device=inputs.q.device)
+        shifts = shift.flatten()
+    else:
+        shifts = torch.full((call.batch,), shift, dtype=torch.int32, device=inputs.q.device)
+
+    return lambda score, b, h, i, j: score - slopes[b, h] * (j - i - shifts[b]).abs()
 
 
 def _hidden(call: AttentionCall, inputs: AttentionInputs) -> Change:
@@ -153,10 +141,7 @@ def _hidden(call: AttentionCall, inputs: AttentionInputs) -> Change:
     assert seen is not None
     whole = seen.expand(call.batch, call.heads, call.seqlen_q, call.seqlen_kv)
 
-    def hidden(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return torch.where(whole[b, h, i, j], score, -float("inf"))
-
-    return hidden
+    return lambda score, b, h, i, j: torch.where(whole[b, h, i, j], score, -float("inf"))
 
 
 WHOLE = Whole("flex", run)

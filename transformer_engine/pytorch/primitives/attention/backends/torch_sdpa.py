@@ -38,14 +38,10 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         call.deterministic
         and call.needs_gradient
         and call.device_type == "cuda"
-        and not _torch_is_deterministic()
+        and not torch.are_deterministic_algorithms_enabled()
     ):
         return "its backward on CUDA is only deterministic under torch.use_deterministic_algorithms(True)"
     return None
-
-
-def _torch_is_deterministic() -> bool:
-    return torch.are_deterministic_algorithms_enabled()
 
 
 def attend(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
@@ -62,7 +58,10 @@ def attend(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
     native_groups = visible is None and call.head_dim_qk == call.head_dim_v
     if call.groups != call.heads and not native_groups:
         # torch's kernels for a mask or for two head sizes support no grouped heads
-        k, v = _repeat_heads(k, call.heads), _repeat_heads(v, call.heads)
+        k, v = (
+            k.repeat_interleave(call.heads // k.shape[1], dim=1),
+            v.repeat_interleave(call.heads // v.shape[1], dim=1),
+        )
     out = scaled_dot_product_attention(
         q,
         k,
@@ -93,11 +92,6 @@ def _guarded(out: Tensor) -> AttentionResult:
         # On a GPU torch 2.11 reads a gradient that is a slice of wider rows as if it were contiguous.
         out.register_hook(Tensor.contiguous)
     return AttentionResult(out)
-
-
-def _repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """Return [b, g, s, d] as [b, h, s, d]."""
-    return x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def bind(call: AttentionCall) -> Whole:

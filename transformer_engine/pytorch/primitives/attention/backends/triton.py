@@ -86,7 +86,12 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
     launch = _forward_launch(call, strides(call, inputs), q.get_device())
     make = torch.zeros if call.packed else torch.empty  # packed: tokens of no sequence are not visited
     out = make((*q.shape[:-1], call.head_dim_v), dtype=q.dtype, device=q.device)
-    lse = _empty_lse(call, q) if call.needs_gradient else None
+    lse = None
+    if call.needs_gradient and call.packed:
+        # lse [h, t] is a view of [t, h], so that its strides do not change with t.
+        lse = torch.full((q.shape[0], call.heads), -torch.inf, dtype=torch.float32, device=q.device).t()
+    elif call.needs_gradient:
+        lse = q.new_empty((call.batch, call.heads, call.seqlen_q), dtype=torch.float32)
     rng_state = random_state(q.device) if call.dropout > 0.0 else None
     tops = None
     if call.max_logit:
@@ -114,7 +119,16 @@ def backward(
     made = _space(call, inputs, plan, lse)
     given = (*sources, attended.rng_state, attended.output, grad_output, lse, inputs.sink)
     perform(plan.program, (*given, *(tensor for tensor in made if tensor is not None)))
-    return _summed(inputs, made)
+    # Partial sums are added in a fixed order.
+    _, sink, dq, dk, dv, bias = made
+    if dk.dim() > inputs.k.dim():
+        dk = dk.sum(dim=-2, dtype=torch.float32).to(inputs.k.dtype)
+        dv = dv.sum(dim=-2, dtype=torch.float32).to(inputs.v.dtype)
+    if bias is not None and inputs.bias is not None and bias.shape != inputs.bias.shape:
+        bias = bias.sum_to_size(inputs.bias.shape).to(inputs.bias.dtype)
+    if sink is not None and inputs.sink is not None:
+        sink = sink.sum(dim=(0, 2)).to(inputs.sink.dtype)
+    return Gradients(dq, dk, dv, bias, sink)
 
 
 class _BackwardPlan(NamedTuple):
@@ -166,19 +180,6 @@ def _space(call: AttentionCall, inputs: AttentionInputs, plan: _BackwardPlan, ls
     return _Made(torch.empty_like(lse), sink, dq, of_keys(inputs.k), of_keys(inputs.v), bias)
 
 
-def _summed(inputs: AttentionInputs, made: _Made) -> Gradients:
-    """Return the gradients, whose partial sums are added in a fixed order."""
-    _, sink, dq, dk, dv, bias = made
-    if dk.dim() > inputs.k.dim():
-        dk = dk.sum(dim=-2, dtype=torch.float32).to(inputs.k.dtype)
-        dv = dv.sum(dim=-2, dtype=torch.float32).to(inputs.v.dtype)
-    if bias is not None and inputs.bias is not None and bias.shape != inputs.bias.shape:
-        bias = bias.sum_to_size(inputs.bias.shape).to(inputs.bias.dtype)
-    if sink is not None and inputs.sink is not None:
-        sink = sink.sum(dim=(0, 2)).to(inputs.sink.dtype)
-    return Gradients(dq, dk, dv, bias, sink)
-
-
 def _sources(call: AttentionCall, inputs: AttentionInputs) -> _Sources:
     return _Sources(
         *inputs[:7],
@@ -188,13 +189,6 @@ def _sources(call: AttentionCall, inputs: AttentionInputs) -> _Sources:
         inputs.bias,
         inputs.slopes,
     )
-
-
-def _empty_lse(call: AttentionCall, q: Tensor) -> Tensor:
-    """Allocate lse [b, h, s_q]; for thd [h, t], a view of [t, h] so that its strides do not change with t."""
-    if call.packed:
-        return torch.full((q.shape[0], call.heads), -torch.inf, dtype=torch.float32, device=q.device).t()
-    return q.new_empty((call.batch, call.heads, call.seqlen_q), dtype=torch.float32)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -26,14 +26,10 @@ def encode(x: Tensor, spec: QuantizeSpec) -> tuple[Tensor, Tensor]:
         spec.element.maximum,
         power_of_two=spec.power_of_two,
         epsilon=spec.epsilon,
-        value_for_inf=_value_for_inf(x.dtype),
+        value_for_inf=min(torch.finfo(x.dtype).max, float32_max()),
     )
     codes = cast(cut * tiles.spread(scale), spec.element)
     return tiles.join(codes, (x.shape[0], x.shape[1])), scale.reciprocal()
-
-
-def _value_for_inf(dtype: torch.dtype) -> float:
-    return min(torch.finfo(dtype).max, float32_max())
 
 
 def _row_blocks(
@@ -65,7 +61,7 @@ def _scales(spec: QuantizeSpec, dtype: torch.dtype) -> dict[str, float]:
     return {
         "power_of_two": spec.power_of_two,
         "epsilon": spec.epsilon,
-        "value_for_inf": _value_for_inf(dtype),
+        "value_for_inf": min(torch.finfo(dtype).max, float32_max()),
     }
 
 

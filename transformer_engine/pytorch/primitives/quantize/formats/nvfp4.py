@@ -40,17 +40,6 @@ def _range(form: TensorFormat) -> float:
     return form.unit_amax
 
 
-def global_encode_scale(amax: Tensor, form: TensorFormat) -> Tensor:
-    """S = 6 * (largest block scale) / amax, at most FLOAT32_MAX; 1 if amax or S is 0."""
-    scale = divide(_range(form), amax).clamp(max=float32_max())
-    return torch.where((amax == 0.0) | (scale == 0.0), 1.0, scale)
-
-
-def global_decode_scale(amax: Tensor, form: TensorFormat) -> Tensor:
-    """g = amax / (6 * largest block scale): a value is code * block scale * g."""
-    return torch.div(amax, torch.full_like(amax, _range(form)))
-
-
 def encode(
     x: Tensor, spec: QuantizeSpec, form: TensorFormat, amax: Tensor, random: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -58,7 +47,9 @@ def encode(
     assert spec.tile is not None
     cut = tiles.cut(x, spec.tile)
     amax = amax.view(-1, 1)
-    encode_scale = global_encode_scale(amax, form)
+    # S = 6 * (largest block scale) / amax, at most FLOAT32_MAX; 1 if amax or S is 0.
+    scale = divide(_range(form), amax).clamp(max=float32_max())
+    encode_scale = torch.where((amax == 0.0) | (scale == 0.0), 1.0, scale)
     if spec.four_over_six:
         codes, block_scale = _four_or_six(cut, spec.four_over_six, form, amax, encode_scale)
     else:
@@ -163,7 +154,9 @@ def dequantize(operand: Operand, scale: Tensor) -> Tensor:
         )
     codes = tiles.cut(decode_e2m1(unpack_fp4(operand.codes)), form.block)
     # The first product has at most 6 significant bits and is exact, so only the second rounds.
-    second = global_decode_scale(operand.amax.view(-1, 1, 1, 1), form)
+    # second = amax / (6 * largest block scale): a value is code * block scale * second.
+    amax = operand.amax.view(-1, 1, 1, 1)
+    second = torch.div(amax, torch.full_like(amax, _range(form)))
     values = codes * tiles.spread(widen(scale)) * second
     return tiles.join(values.to(operand.dtype), (operand.rows, operand.depth))
 
