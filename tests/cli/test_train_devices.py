@@ -120,33 +120,9 @@ def workers(launcher: int) -> list[int]:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the processes of Linux")
 def test_a_run_continues_after_a_rank_is_killed(tmp_path: Path):
     data = text_in(tmp_path)
-    command = [
-        sys.executable,
-        "-m",
-        "transformer_engine",
-        "train",
-        "--devices",
-        "2",
-        "--fsdp",
-        "2",
-        "--data",
-        str(data),
-    ]
-    command += [
-        "--device",
-        "cpu",
-        "--steps",
-        "40",
-        "--batch",
-        "2",
-        "--seq",
-        "32",
-        "--layers",
-        "1",
-        "--hidden",
-        "32",
-    ]
-    command += ["--heads", "2", "--recipe", "delayed", "--out", str(tmp_path)]
+    sizes = "--devices 2 --fsdp 2 --device cpu --steps 20 --batch 2 --seq 32 --layers 1 --hidden 32 --heads 2"
+    command = [sys.executable, "-m", "transformer_engine", "train", *sizes.split(), "--recipe", "delayed"]
+    command += ["--data", str(data), "--out", str(tmp_path)]
     environment = {
         **os.environ,
         "PYTHONPATH": search_path(),
