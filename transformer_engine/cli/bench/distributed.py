@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from .distributed_cases import RanksCase
 from .distributed_steps import build_step
-from .measure import Effort, peak_mib
+from .measure import Effort, covered, peak_mib
 
 MEANING = (
     "one_ms: a step of one device (mean over the ranks); eager_ms: a step of the ranks in a loop of steps (the slowest "
@@ -185,9 +185,8 @@ def _intervals(step: Callable[[], object], count: int, groups: Groups, device: t
 
 def traced_exposure(step: Callable[[], object]) -> float | None:
     """Return the part of a step in which the GPU runs kernels of NCCL only; None if the trace has no kernels."""
-    step()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    activity = torch.profiler.ProfilerActivity.CUDA
+    with torch.profiler.profile(activities=[activity]) as profiler:
         for _ in range(TRACED_STEPS):
             step()
         torch.cuda.synchronize()
@@ -213,13 +212,4 @@ def exposure(kernels: Iterable[tuple[str, float, float]]) -> float | None:
     if not everything:
         return None
     total = max(end for _, end in everything) - min(start for start, _ in everything)
-    return (_covered(everything) - _covered(spans[False])) / total
-
-
-def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of intervals."""
-    length, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        length += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return length
+    return (covered(everything) - covered(spans[False])) / total
