@@ -98,7 +98,7 @@ def no_torch_dynamo(
     """
 
     def decorate(function: F) -> F:
-        excluded = torch.compiler.disable(function, recursive=recursive)
+        excluded: Any = torch.compiler.disable(function, recursive=recursive)
         if when is None:
             return excluded
 

@@ -220,6 +220,7 @@ class NVFP4QuantizerRef(Quantizer):
         blocks = scale.float().repeat_interleave(_BLOCK, dim=1)[:, : values.shape[1]]
         largest = amax.float().view(-1, 1)
         unit = self.inner.spec(True, False).format.unit_amax
+        assert unit is not None, "NVFP4 has two levels of scales"
         return values * blocks * torch.div(largest, torch.full_like(largest, unit))
 
     def qgemm(
