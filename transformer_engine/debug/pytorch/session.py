@@ -62,9 +62,7 @@ class LayerDebugger:
         name = module.name or self.default_name
         if isinstance(module, GroupedLinear):
             return [f"{name}.gemm_{i}" for i in range(module.num_products)]
-        if module.num_products == 1:
-            return [name]
-        return [f"{name}.{product}" for product in module.product_names]
+        return [f"{name}.{product}" for product in module.product_names] or [name]
 
     def observe(self, observer: Observer | None) -> None:
         """Have the module compute by an observer from its next call on; None: by its own recipe.
