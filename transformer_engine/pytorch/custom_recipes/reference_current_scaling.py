@@ -43,7 +43,8 @@ class CurrentScalingTensorRef(QuantizedTensorStorage):
 
     custom = True
     TENSORS = {"data": "data", "scale": "scale", "data_t": "data_t", "scale_t": "scale_t"}
-    DIRECTIONS: tuple[tuple[str, ...], tuple[str, ...]] = (("data", "scale"), ("data_t", "scale_t"))
+    ROWWISE: tuple[str, ...] = ("data", "scale")
+    COLUMNWISE: tuple[str, ...] = ("data_t", "scale_t")
 
     def __init__(
         self,
@@ -73,11 +74,6 @@ class CurrentScalingTensorRef(QuantizedTensorStorage):
     @property
     def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.original_shape
-
-    @classmethod
-    def _dropped(cls, rowwise: bool, columnwise: bool) -> tuple[str, ...]:
-        row_names, column_names = cls.DIRECTIONS
-        return (*(row_names if rowwise else ()), *(column_names if columnwise else ()))
 
     def get_usages(self) -> dict[str, bool]:
         """Return the directions that the tensor has."""

@@ -119,7 +119,8 @@ class NVFP4TensorRef(CurrentScalingTensorRef):
         "global_amax_row": "global_amax_row",
         "global_amax_col": "global_amax_col",
     }
-    DIRECTIONS = (("data", "scale", "global_amax_row"), ("data_t", "scale_t", "global_amax_col"))
+    ROWWISE = ("data", "scale", "global_amax_row")
+    COLUMNWISE = ("data_t", "scale_t", "global_amax_col")
     global_amax_row: Tensor | None = None
     global_amax_col: Tensor | None = None
 
