@@ -124,14 +124,29 @@ def clamped_dswiglu(
 
 
 def situglu(input: Tensor, quantizer: Any, beta1: float = 4.0, beta2: float = 25.0) -> Any:
-    """Compute beta1 tanh(a / beta1) sigmoid(a) * beta2 tanh(b / beta2) of input [a, b] [..., 2 F]."""
+    """Compute beta1 tanh(a / beta1) sigmoid(a) * beta2 tanh(b / beta2) of input [a, b] [..., 2 F].
+
+    Args:
+        input: Halves a and b along the last axis.
+        quantizer: Quantizer of the result; None leaves it in the dtype of the input.
+        beta1: Bound of a.
+        beta2: Bound of b.
+    """
     _check("swiglu", "input", input, quantizer)
     (made,) = OPERATIONS["situ_glu"](None, (beta1, beta2), input)
     return given_or_quantized(made, quantizer)
 
 
 def dsituglu(grad: Tensor, fwd_input: Tensor, quantizer: Any, beta1: float = 4.0, beta2: float = 25.0) -> Any:
-    """Compute the gradient of the input of situglu."""
+    """Compute the gradient of the input of situglu.
+
+    Args:
+        grad: Gradient [..., F] of the result.
+        fwd_input: Input [..., 2 F] of `situglu`.
+        quantizer: Quantizer of the gradient; None leaves it in the dtype of the input.
+        beta1: Bound of a.
+        beta2: Bound of b.
+    """
     grad = _gradient("swiglu", grad, fwd_input, quantizer)
     (made,) = OPERATIONS["situ_glu_backward"](None, (beta1, beta2), grad, fwd_input)
     return given_or_quantized(made.view(fwd_input.shape), quantizer)
@@ -144,6 +159,14 @@ _SCALED: dict[str, tuple[str | None, dict[str, float]]] = {
     "clamped_swiglu": ("clamped_swiglu", {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}),
     "srelu": ("srelu", {}),
 }
+
+# Entries of the section Args that all scaled activations share.
+_SCALED_ARGUMENTS = """\
+    act_scales: Scale of each row [...].
+    quantizer: Quantizer of the result; None leaves it in the dtype of the input.
+    constants: Constants of the activation by position, in the order above.
+    glu_interleave_size: Columns per block if blocks of both halves of the input alternate; 0 for two halves.
+    named: Constants of the activation by name."""
 
 
 def _in_halves(x: Tensor, block: int) -> Tensor:
@@ -169,7 +192,8 @@ def _scaled_forward(name: str) -> Forward:
     return _named(
         forward,
         f"scaled_{name}",
-        f"({keywords}): {name}(input) times a scale per row, act_scales [...], as quantizer makes it.",
+        f"({keywords}): {name}(input) times a scale per row, as quantizer makes it.\n\nArgs:\n"
+        f"    input: Values [..., F], of a gated activation [..., 2 F].\n{_SCALED_ARGUMENTS}",
     )
 
 
@@ -197,7 +221,9 @@ def _scaled_backward(name: str) -> Backward:
         backward,
         f"scaled_d{name}",
         f"({keywords}, compute_scale_grad=True): the gradients of scaled_{name}'s input, as quantizer makes it, and "
-        "of its scales, or None.",
+        "of its scales, or None.\n\nArgs:\n    grad: Gradient [..., F] of the result.\n"
+        f"    fwd_input: Input of scaled_{name}.\n{_SCALED_ARGUMENTS}\n"
+        "    compute_scale_grad: Whether the gradient of the scales is computed.",
     )
 
 

@@ -101,7 +101,11 @@ def get_cudnn_version() -> int:
 
 
 def device_supports_multicast(device_id: int = -1) -> bool:
-    """Return False: userbuffers over multicast memory are unsupported."""
+    """Return False: userbuffers over multicast memory are unsupported.
+
+    Args:
+        device_id: Has no effect.
+    """
     return False
 
 
@@ -126,10 +130,18 @@ def get_num_cublas_streams() -> int:
 
 
 def get_grouped_gemm_setup_workspace_size(num_tensors: int) -> int:
-    """Return 0: a grouped product needs no workspace of the caller."""
+    """Return 0: a grouped product needs no workspace of the caller.
+
+    Args:
+        num_tensors: Has no effect.
+    """
     return 0
 
 
 def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:
-    """Return the lowest and the highest priority of streams, (0, 0) without a GPU; smaller numbers go first."""
+    """Return the lowest and the highest priority of streams, (0, 0) without a GPU; smaller numbers go first.
+
+    Args:
+        device_id: Has no effect: torch reports the range of the current device.
+    """
     return torch.cuda.Stream.priority_range() if torch.cuda.is_available() else (0, 0)  # pyright: ignore[reportCallIssue]

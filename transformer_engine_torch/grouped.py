@@ -121,6 +121,12 @@ def bgrad_group_quantize(
     """Return `[sums over the rows of each matrix [num_tensors, K], the quantized group]`; see `group_quantize`.
 
     The sums are float32, rounded to the dtype of the tensor.
+
+    Args:
+        tensor: Values [sum of the rows, K].
+        quantizer: Quantizer of every matrix; each gets its own scales.
+        num_tensors: Number of matrices.
+        first_dims: Rows of each matrix, integers [num_tensors]; None if they are equal.
     """
     made = group_quantize(tensor, quantizer, num_tensors, first_dims)
     rows = [shape[0] for shape in made.tensor_shapes]
@@ -130,7 +136,12 @@ def bgrad_group_quantize(
 
 
 def splits_to_offsets(first_dims: Tensor, last_dim: int) -> Tensor:
-    """Return the first element of each matrix [first_dims[i], last_dim] in their buffer, and the end: int64 [n + 1]."""
+    """Return the first element of each matrix [first_dims[i], last_dim] in their buffer, and the end: int64 [n + 1].
+
+    Args:
+        first_dims: Rows of each matrix, integers [n].
+        last_dim: Columns of every matrix.
+    """
     with_axes("first_dims", first_dims, 1)
     ends = (first_dims.to(torch.int64) * last_dim).cumsum(0)
     return torch.nn.functional.pad(ends, (1, 0))
@@ -194,7 +205,12 @@ def bulk_allocate(
 
 
 def copy_data_ptrs_to_device(tensors: Sequence[Tensor], device: torch.device | str | None = None) -> Tensor:
-    """Return the addresses of tensors as int64 [n] on a device."""
+    """Return the addresses of tensors as int64 [n] on a device.
+
+    Args:
+        tensors: n tensors, on any device.
+        device: Device of the result; None is the current one.
+    """
     sequence("tensors", tensors)
     addresses = [tensor.data_ptr() for tensor in tensors]
     return torch.tensor(addresses, dtype=torch.int64, device=canonical_device(device))

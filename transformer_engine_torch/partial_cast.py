@@ -151,7 +151,19 @@ def mxfp8_scaling_partial_cast(
 def nvfp4_2d_compute_partial_amax(
     tensor: Tensor, amax: Tensor, h: int, w: int, start_offset: int, block_len: int = _NVFP4_BLOCK
 ) -> None:
-    """Compute the maxima of the blocks [16, 16] of a weight; see `fp8_block_scaling_compute_partial_amax`."""
+    """Compute the maxima of the blocks [16, 16] of a weight; see `fp8_block_scaling_compute_partial_amax`.
+
+    Args:
+        tensor: Shard, of any shape.
+        amax: float32 [at least ceil(h / block_len), at least ceil(w / block_len)], overwritten.
+        h: Rows of the weight.
+        w: Columns of the weight.
+        start_offset: First element of the shard.
+        block_len: Rows and columns of a block.
+
+    Raises:
+        ValueError: The shard exceeds the weight.
+    """
     fp8_block_scaling_compute_partial_amax(tensor, amax, h, w, start_offset, block_len)
 
 

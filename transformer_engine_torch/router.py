@@ -90,12 +90,17 @@ def fused_topk_with_score_function_qb_fwd(
     """Choose experts by sigmoid scores, and count the margins of quantile balancing.
 
     Args:
+        logits: [..., E], float32, bfloat16 or float16.
+        topk: Number of experts per token, below E.
+        scaling_factor: Multiplier of the weights; None is 1.
+        expert_bias: float32 [E], added to the scores that are compared, not to the weights.
+        routing_map_format: Encoding of the routing map.
+        topk_indices: int16, int32 or int64 [..., topk] that receives the experts and is returned instead of a map; or
+            None.
         histogram: int32 [E, bins], to which the counts are added.
         bin_bounds: float32 [2], the limits of the bins.
         mode: Algorithm of the count; both count the same.
         bounds_validated: Has no effect; the bounds are checked where that does not wait for a GPU.
-
-    The other arguments are those of `transformer_engine.pytorch.router.fused_topk_with_score_function`.
 
     Returns:
         `(probs [..., E], routing map or topk_indices, sigmoid scores float32 [T, E], cut-off float32 [T], histogram)`.

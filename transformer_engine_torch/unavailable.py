@@ -24,6 +24,8 @@ _USERBUFFERS = (
     "and reduce with torch.distributed"
 )
 
+_UNREAD = "Args:\n    args: Are not read.\n    kwargs: Are not read."
+
 # Reason and replacement of each function.
 FUNCTIONS = {
     **dict.fromkeys(
@@ -63,7 +65,7 @@ def _raising(name: str, reason: str) -> Callable[..., NoReturn]:
         raise NotImplementedError(f"{name}: {reason}")
 
     unavailable.__name__ = unavailable.__qualname__ = name
-    unavailable.__doc__ = f"Raise NotImplementedError: {reason}."
+    unavailable.__doc__ = f"Raise NotImplementedError: {reason}.\n\n{_UNREAD}"
     return unavailable
 
 
@@ -72,7 +74,12 @@ __all__ += list(FUNCTIONS)
 
 
 class CommOverlapHelper:
-    """Process groups of userbuffers; construction raises NotImplementedError, see `te.initialize_ub`."""
+    """Process groups of userbuffers; construction raises NotImplementedError, see `te.initialize_ub`.
+
+    Args:
+        args: Are not read.
+        kwargs: Are not read.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         raise NotImplementedError(f"{type(self).__name__}: {_USERBUFFERS}")

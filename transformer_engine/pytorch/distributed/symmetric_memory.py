@@ -236,7 +236,11 @@ def symm_mem_alloc(
 
 
 def is_symm_backed(t: Tensor) -> bool:
-    """Return whether a tensor is a buffer of `symm_mem_alloc`, or a view of one."""
+    """Return whether a tensor is a buffer of `symm_mem_alloc`, or a view of one.
+
+    Args:
+        t: Any tensor.
+    """
     tensor("t", t)
     known = _symmetric.get(t.untyped_storage().data_ptr())
     return known is not None and not known.expired()

@@ -27,7 +27,13 @@ Shapes = Sequence[Sequence[int]]
 
 
 class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
-    """The matrices as a tensor: [n, M, N] for equal shapes, else their logical shape. Results are plain tensors."""
+    """The matrices as a tensor: [n, M, N] for equal shapes, else their logical shape. Results are plain tensors.
+
+    Args:
+        requires_grad: As of `torch.Tensor`.
+        stride: Nominal strides; by default those of a contiguous tensor.
+        buffers: Other arguments of `GroupedTensorStorage`, by name.
+    """
 
     STORAGE = GroupedTensorStorage
     amax = torch.Tensor.amax  # pyright: ignore[reportAssignmentType]

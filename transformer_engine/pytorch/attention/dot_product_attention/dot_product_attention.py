@@ -69,7 +69,10 @@ class DotProductAttention(TransformerEngineBaseModule):
         bottom_right_diagonal: Windows of masks that are not causal end at the last query and key; default True.
         layer_number: Number of the layer, which identifies its cache.
         attention_type: "self" or "cross"; with "self" keys have the queries' lengths by default.
-        cp_group: See `set_context_parallel_group`, also for cp_global_ranks, cp_stream and cp_comm_type.
+        cp_group: Ranks that share a sequence, as of `set_context_parallel_group`.
+        cp_global_ranks: Has no effect, as groups know their ranks.
+        cp_stream: CUDA stream for transfers of a ring.
+        cp_comm_type: "p2p", "all_gather", "a2a" or "a2a+p2p".
         softmax_scale: Default 1 / sqrt(head size of queries and keys).
         softmax_type: "off-by-one" adds 1 to the softmax's denominator, "learnable" exp(softmax_offset [h]).
         return_max_logit: Return (out, the largest logit of each head [h]).

@@ -47,14 +47,27 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         num_tensors: n.
         shapes: Shape of each matrix; by default they follow from shape, first_dims and last_dims.
         quantizer: Quantizer of every matrix; None for plain values.
-        data, columnwise_data: Codes (or plain values) of the two directions, one matrix after the other.
-        scale_inv, columnwise_scale_inv: Scales of the two directions.
-        amax, columnwise_amax: Maxima from which a second level of scales is computed.
+        data: Codes (or plain values) of the rowwise direction, one matrix after the other.
+        columnwise_data: Codes of the columnwise direction.
+        scale_inv: Rowwise scales.
+        columnwise_scale_inv: Columnwise scales.
+        amax: Maxima from which a second level of scales is computed, rowwise.
+        columnwise_amax: The same, columnwise.
         scale: Kept for the caller; the scales of delayed scaling belong to the quantizer.
-        first_dims, last_dims: Extents M_i and N_i, int64 [n]; None if all are equal.
-        tensor_offsets, offsets: First element of each matrix in `data`, as a tensor [n + 1] or a host list.
-        scale_inv_offsets, columnwise_scale_inv_offsets: First element of each matrix's scales.
-        requires_grad, stride: Of a `GroupedTensor`; a storage has neither.
+        first_dims: Extents M_i, int64 [n]; None if all are equal.
+        last_dims: Extents N_i, likewise.
+        tensor_offsets: First element of each matrix in `data`, as a tensor [n + 1].
+        offsets: The same as a host list.
+        scale_inv_offsets: First rowwise scale of each matrix.
+        columnwise_scale_inv_offsets: First columnwise scale of each matrix.
+        requires_grad: Of a `GroupedTensor`; a storage has none.
+        stride: Likewise.
+        with_gemm_swizzled_scales: Must be False: products read scales row by row.
+        row_scaled_nvfp4: Must be the setting of the quantizer, as the next two.
+        nvfp4_use_4over6: See `row_scaled_nvfp4`.
+        nvfp4_e4m3_max: See `row_scaled_nvfp4`.
+        members: Places of the matrices in the buffers, if this package made the group.
+        rowwise_data: Other name of `data`.
 
     Raises:
         ValueError: The shapes contradict each other, or a buffer is missing or too short.
@@ -101,12 +114,8 @@ class GroupedTensorStorage(QuantizedTensorStorage):
     ):  # fmt: skip
         self.rowwise_data = data if rowwise_data is None else rowwise_data
         self.columnwise_data, self.columnwise_scale_inv = columnwise_data, columnwise_scale_inv
-        self.scale_inv, self.scale, self._amax, self._columnwise_amax = (
-            scale_inv,
-            scale,
-            amax,
-            columnwise_amax,
-        )
+        self.scale_inv, self.scale = scale_inv, scale
+        self._amax, self._columnwise_amax = amax, columnwise_amax
         self.first_dims, self.last_dims, self.tensor_offsets = first_dims, last_dims, tensor_offsets
         if members is not None:  # a group that this package made
             self._members, self._quantizer, self._dtype = members, quantizer, dtype or torch.float32
