@@ -155,7 +155,7 @@ def splits_to_offsets_multi(
         bulk: Allocate all tables in one buffer.
     """
     place = canonical_device(device)
-    sizes = torch.as_tensor(split_sizes, dtype=torch.int64).to(place)
+    sizes = torch.as_tensor(split_sizes, dtype=torch.int64, device=place)
     tables = []
     for stride, leading, dtype in zip(strides, include_leading_zero, dtypes, strict=True):
         offsets = splits_to_offsets(sizes, stride)

@@ -29,7 +29,7 @@ def is_stateless_recipe(recipe: Recipe) -> bool:
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe={described(recipe)} is not a Recipe; give an instance of one")
-    return not (recipe.custom() or family_of(recipe).stateful)
+    return not family_of(recipe).stateful
 
 
 def should_load_extra_state_pickle(state_bytes: bytes, context: str = "module") -> bool:

@@ -152,7 +152,7 @@ def _in_turns(
         for _ in range(effort.warmup):
             step()
         # Ranks compare their settings before each collective until an optimizer step, see `pytorch.distributed.faults`.
-        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0).step()
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, device="cpu"))], lr=0.0).step()
         one_ms = statistics.median(_intervals(step, 3, groups, device))
         runs.append(effort.runs(max(groups.gathered(one_ms))))
     seen: list[list[float]] = [[] for _ in steps]

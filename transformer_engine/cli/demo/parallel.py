@@ -247,7 +247,8 @@ class ParallelRun:
     def _placed(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return this rank's sequences and tokens of a batch [sequences, tokens]."""
         inputs, targets = (
-            self.ranks.place.shard_batch(torch.as_tensor(part)).contiguous().to(self.device) for part in batch
+            self.ranks.place.shard_batch(torch.as_tensor(part, device="cpu")).contiguous().to(self.device)
+            for part in batch
         )
         return inputs, targets
 

@@ -54,15 +54,9 @@ class DumpTensors(TEConfigAPIMapper):
 
     @api_method
     def inspect_tensor(
-        self,
-        config: dict[str, Any],
-        layer_name: str,
-        tensor_name: str,
-        tensor: Tensor,
-        iteration: int,
-        rowwise_quantized_tensor: Any = None,
-        columnwise_quantized_tensor: Any = None,
-    ) -> None:
+        self, config: dict[str, Any], layer_name: str, tensor_name: str, tensor: Tensor, iteration: int,
+        rowwise_quantized_tensor: Any = None, columnwise_quantized_tensor: Any = None,
+    ) -> None:  # fmt: skip
         """Write the file."""
         content: dict[str, Any] = {}
         if config.get("high_precision_tensor", True):

@@ -94,17 +94,10 @@ class FakeQuant(TEConfigAPIMapper):
 
     @api_method
     def modify_tensor(
-        self,
-        config: dict[str, Any],
-        layer_name: str,
-        gemm: str,
-        tensor_name: str,
-        tensor: Tensor,
-        default_quantizer: Any = None,
-        iteration: int = 0,
-        out: Tensor | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
+        self, config: dict[str, Any], layer_name: str, gemm: str, tensor_name: str, tensor: Tensor,
+        default_quantizer: Any = None, iteration: int = 0, out: Tensor | None = None, dtype: torch.dtype
+        | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return the decoded values."""
         made = fake_quantize(tensor, config["quant_format"], out)
         return made if dtype is None else made.to(dtype)
@@ -133,17 +126,10 @@ class PerTensorScaling(TEConfigAPIMapper):
 
     @api_method
     def modify_tensor(
-        self,
-        config: dict[str, Any],
-        layer_name: str,
-        gemm: str,
-        tensor_name: str,
-        tensor: Tensor,
-        default_quantizer: Any = None,
-        iteration: int = 0,
-        out: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> Any:
+        self, config: dict[str, Any], layer_name: str, gemm: str, tensor_name: str, tensor: Tensor,
+        default_quantizer: Any = None, iteration: int = 0, out: Any = None, dtype: torch.dtype | None =
+        None,
+    ) -> Any:  # fmt: skip
         """Return the quantized tensor.
 
         Raises:

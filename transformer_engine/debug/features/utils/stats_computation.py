@@ -98,7 +98,7 @@ class Fields(NamedTuple):
 
     def neutral(self) -> Tensor:
         """Return the vector of no elements."""
-        return torch.tensor([_NEUTRAL[kind] for kind in self.kinds], dtype=torch.float64)
+        return torch.tensor([_NEUTRAL[kind] for kind in self.kinds], dtype=torch.float64, device="cpu")
 
     def merged(self, vectors: Tensor) -> Tensor:
         """Return the vector of all tensors together.
