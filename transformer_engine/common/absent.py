@@ -80,8 +80,8 @@ ABSENT = {
             "transformer_engine.debug.features.log_nvfp4_tensor_stats",
             "transformer_engine.debug.features.per_tensor_scaling",
         ),
-        "a file of the original; nvdlfw_inspect finds features by class, and their classes are in disable_quantization, "
-        "fake_quant and log_fp8_tensor_stats of transformer_engine.debug.features",
+        "a file of the original; nvdlfw_inspect finds features by class: import the class from disable_quantization, "
+        "fake_quant or log_fp8_tensor_stats of transformer_engine.debug.features",
     ),
     **dict.fromkeys(
         (
