@@ -132,4 +132,4 @@ def get_grouped_gemm_setup_workspace_size(num_tensors: int) -> int:
 
 def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:
     """Return the lowest and the highest priority of streams, (0, 0) without a GPU; smaller numbers go first."""
-    return torch.cuda.Stream.priority_range() if torch.cuda.is_available() else (0, 0)
+    return torch.cuda.Stream.priority_range() if torch.cuda.is_available() else (0, 0)  # pyright: ignore[reportCallIssue]

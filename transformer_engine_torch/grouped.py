@@ -89,6 +89,8 @@ def group_quantize(
         for member, piece in zip(output.members(), pieces, strict=True):
             member.quantize_(piece, noop_flag=noop)
         return output
+    if len(set(shapes)) == 1:
+        flat = flat.view(num_tensors, *shapes[0])
     stack = stack_quantizer(quantizer, shapes)
     return stack.wrap(stack.encode(flat, quantizer.rowwise_usage, quantizer.columnwise_usage))
 
@@ -153,7 +155,7 @@ def splits_to_offsets_multi(
         bulk: Allocate all tables in one buffer.
     """
     place = canonical_device(device)
-    sizes = torch.as_tensor(split_sizes, dtype=torch.int64).to(place)
+    sizes = torch.as_tensor(split_sizes, dtype=torch.int64, device=place)
     tables = []
     for stride, leading, dtype in zip(strides, include_leading_zero, dtypes, strict=True):
         offsets = splits_to_offsets(sizes, stride)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine.common.numbers import to_bool, to_int
-from transformer_engine.pytorch.functions.router import balancing_gradient, counted_margins
+from transformer_engine.pytorch.functions.router import balancing_gradient
 from transformer_engine.pytorch.primitives.router import (
     INDICES,
     SOFTMAX,
@@ -15,6 +15,7 @@ from transformer_engine.pytorch.primitives.router import (
     balance_loss,
     choose,
     choose_backward,
+    count_margins,
 )
 from transformer_engine.pytorch.router import (
     QBHistogramMode,
@@ -110,7 +111,7 @@ def fused_topk_with_score_function_qb_fwd(
         logits, topk, False, None, None, scaling_factor, "sigmoid", bias, routing_map_format, topk_indices
     )
     cutoff = (scores + bias).topk(checked.topk + 1, dim=-1).values[:, checked.topk]
-    counted_margins(logits.reshape(-1, logits.shape[-1]), bias, checked.topk, *counted)
+    count_margins(logits.detach().reshape(-1, logits.shape[-1]), bias.detach(), checked.topk, *counted)
     return probs, routing, scores, cutoff, histogram
 
 

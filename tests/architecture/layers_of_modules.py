@@ -40,6 +40,11 @@ PYTORCH = (
         "export to ONNX: its mode, and the translation of quantizations",
     ),
     (
+        10,
+        "transformer_engine.debug",
+        "sessions of `nvdlfw_inspect`: quantizers that features of a file control",
+    ),
+    (
         9,
         "transformer_engine.pytorch.attention transformer_engine.pytorch.transformer "
         "transformer_engine.pytorch.transformer_settings",

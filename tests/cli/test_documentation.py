@@ -27,6 +27,7 @@ OPTIONS = {"sequence": "--seq", "learning_rate": "--lr"}
         "performance_table.py",
         "environment_table.py",
         "jax_goals_table.py",
+        "names_table.py",
     ],
 )
 def test_a_generated_page_is_that_of_its_source(script: str):
@@ -105,6 +106,7 @@ def test_the_examples_of_the_quickstart_in_torch_run():
     [
         "attention.md",
         "checkpoints.md",
+        "debug.md",
         "install.md",
         "megatron.md",
         "numerics.md",

@@ -18,8 +18,6 @@ ABSENT = {
     "transformer_engine.pytorch.module.layernorm_linear._og_LayerNormLinear": "made by nvidia-modelopt itself",
     "transformer_engine.pytorch.module.layernorm_linear.tex": "asked for below version 2.0 only",
     "transformer_engine.pytorch.ops": "operations of a fusing Sequential are not implemented: see docs/support.md",
-    "transformer_engine.pytorch.module.grouped_linear.is_module_grouped_tensor_path_supported": "GroupedTensor",
-    "transformer_engine.debug": "optional in megatron-bridge",
     "transformer_engine.pytorch.available": "of physicsnemo's own wrapper of the import",
 }
 PRESENT_ALL_THE_SAME = {

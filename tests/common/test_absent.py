@@ -15,13 +15,12 @@ from transformer_engine import __version__
 from transformer_engine.common import absent
 
 USE = {
-    "transformer_engine.debug": "use te.observe",
     "transformer_engine.tensorflow": "use transformer_engine.pytorch",
     "transformer_engine.pytorch.custom_recipes.quantization": "recipe.CustomRecipe",
 }
 ATTENTION = "transformer_engine.pytorch.attention"
 NAMES = {
-    ("transformer_engine", "debug"): "use te.observe",
+    ("transformer_engine", "paddle"): "use transformer_engine.pytorch",
     ("transformer_engine", "nothing"): "docs/support.md",
     ("transformer_engine.common.recipe", "Nothing"): "docs/support.md",
     ("transformer_engine.pytorch", "GatedDeltaNetAttention"): "experimental attention of cuDNN",
@@ -143,19 +142,19 @@ def test_an_attribute_is_an_attribute_error_with_the_same_words(module: str, nam
     assert raised.value.name == name and raised.value.obj is found
 
 
-@pytest.mark.parametrize("name", ["transformer_engine.debug", "transformer_engine.tensorflow"])
+@pytest.mark.parametrize("name", ["transformer_engine.paddle", "transformer_engine.tensorflow"])
 def test_a_search_finds_nothing_and_raises_nothing(name: str):
     assert importlib.util.find_spec(name) is None
 
 
 def test_a_guarded_import_of_a_client_goes_on():
     try:
-        importlib.import_module("transformer_engine.debug.features")
+        importlib.import_module("transformer_engine.paddle.features")
 
         found = True
     except ModuleNotFoundError as error:
         found = False
-        assert error.name == "transformer_engine.debug"
+        assert error.name == "transformer_engine.paddle"
     assert not found
 
 

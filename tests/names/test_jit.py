@@ -115,6 +115,8 @@ def test_no_torch_dynamo_splits_the_graph_where_the_condition_holds():
     compiled = torch.compile(lambda x: sometimes(excluded(x)), backend="eager")
     assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 4.0))
     assert inside == [False]
-    assert torch.equal(torch.compile(sometimes, backend="eager", fullgraph=True)(torch.ones(3)), torch.full((3,), 2.0))
+    assert torch.equal(
+        torch.compile(sometimes, backend="eager", fullgraph=True)(torch.ones(3)), torch.full((3,), 2.0)
+    )
     with pytest.warns(UserWarning, match="it is large"):
         assert torch.equal(torch.compile(sometimes, backend="eager")(torch.ones(8)), torch.full((8,), 2.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -149,6 +150,9 @@ def train(
             raise ValueError(f"--log-every {log_every} is below 1; give a positive number of steps")
         if tensorboard:
             check_tensorboard()
+        # torchrun starts the same command again after the failure of a rank.
+        if distributed and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            resume, overwrite = (folder / "checkpoints").exists(), False
         _check_replacing(folder, resume, overwrite)
         if devices is not None or distributed:
             # Several devices need torch, which `te train --framework jax` does without.

@@ -70,13 +70,27 @@ def train_on_devices(request: TrainRequest, devices: int | None, distributed: bo
         config = resolve(request.device, request.given)
         request.parallelism(number).check(config, request.execution)
     if distributed:
-        train_on_ranks(request)
-    else:
-        launch(train_on_ranks, number, request, restarts=RESTARTS)
+        train_on_ranks(request, clears=not request.resume)
+        return
+    if not request.resume:
+        _clear(request.folder)
+    launch(train_on_ranks, number, request, False, restarts=RESTARTS)
 
 
-def train_on_ranks(request: TrainRequest) -> None:
-    """Train on this rank; rank 0 prints. A rank that was started again continues from the last checkpoint."""
+def _clear(folder: Path) -> None:
+    """Make the folder of a run and remove the files of an earlier run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder / sharded_checkpoint.FOLDER, ignore_errors=True)
+    (folder / "metrics.jsonl").unlink(missing_ok=True)
+
+
+def train_on_ranks(request: TrainRequest, clears: bool) -> None:
+    """Train on this rank from the last checkpoint of the folder, or from the start if there is none.
+
+    Args:
+        request: Options of the run.
+        clears: Remove the files of an earlier run first.
+    """
     console = Console(highlight=False, quiet=os.environ["RANK"] != "0")
     cuda = request.device == "cuda" or (request.device == "auto" and torch.cuda.is_available())
     with (
@@ -84,7 +98,7 @@ def train_on_ranks(request: TrainRequest) -> None:
         reporting_failures(console),
         _interrupts(device) as stop,
     ):
-        trainer = _prepared(request, Ranks(request.parallelism(dist.get_world_size()), device))
+        trainer = _prepared(request, Ranks(request.parallelism(dist.get_world_size()), device), clears)
         describe(console, trainer)
         console.print(
             f"ranks   {dist.get_world_size()}: tp {request.tp}, cp {request.cp}, fsdp {request.fsdp}"
@@ -105,23 +119,19 @@ def train_on_ranks(request: TrainRequest) -> None:
             )
 
 
-def _prepared(request: TrainRequest, ranks: Ranks) -> Trainer:
+def _prepared(request: TrainRequest, ranks: Ranks, clears: bool) -> Trainer:
     """Return a trainer at its first step, or at the step of the last checkpoint."""
     folder = request.folder
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    checkpoint = sharded_checkpoint.latest(folder) if request.resume or restarted else None
+    if clears and ranks.leads:
+        _clear(folder)
+    dist.barrier()
+    checkpoint = sharded_checkpoint.latest(folder)
+    if checkpoint is None and request.resume:
+        raise ValueError(
+            f"there is no checkpoint in {folder}; leave --resume out to start this run, or fix --name"
+        )
     if checkpoint is None:
-        if request.resume:
-            raise ValueError(
-                f"there is no checkpoint in {folder}; leave --resume out to start this run, or fix --name"
-            )
-        config = resolve(request.device, request.given)
-        if dist.get_rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(folder / sharded_checkpoint.FOLDER, ignore_errors=True)
-            (folder / "metrics.jsonl").unlink(missing_ok=True)
-        dist.barrier()
-        return _trainer(request, config, ranks)
+        return _trainer(request, resolve(request.device, request.given), ranks)
     state = ranks.load(checkpoint)
     config = restore(state["config"], request.device, request.given, str(checkpoint), state["step"])
     trainer = _trainer(request, config, ranks)
@@ -131,7 +141,7 @@ def _prepared(request: TrainRequest, ranks: Ranks) -> Trainer:
 
 def _trainer(request: TrainRequest, config: Any, ranks: Ranks) -> Trainer:
     corpus = load_corpus(config.data, config.sequence)
-    return Trainer(config, corpus, request.folder, request.execution, ranks, dist.get_rank() == 0)
+    return Trainer(config, corpus, request.folder, request.execution, ranks)
 
 
 @contextmanager

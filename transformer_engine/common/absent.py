@@ -1,7 +1,7 @@
 """Errors for absent names of the original: `import` and `from ... import` report the reason and the replacement.
 
 Python raises its own message for a failed import and drops the message of a module's `__getattr__`. Two hooks replace
-it: a finder at the end of `sys.meta_path` (`import transformer_engine.debug`), and a `__getattr__` that recognizes
+it: a finder at the end of `sys.meta_path` (`import transformer_engine.paddle`), and a `__getattr__` that recognizes
 `from module import name`. All other look-ups behave as without the hooks: `hasattr` sees an AttributeError, `find_spec`
 returns None, and callers catch the same exception types.
 """
@@ -23,7 +23,6 @@ PACKAGES = ("transformer_engine", "transformer_engine_torch", "transformer_engin
 # Reason and replacement for absent names of the original. A key covers the names that start with it; a key with a
 # wildcard covers the names that it matches in whole.
 ABSENT = {
-    "transformer_engine.debug": "the original's inspection of tensors; use te.observe (docs/observe.md)",
     **dict.fromkeys(
         (
             "transformer_engine.jax.MajorShardingType",
@@ -76,6 +75,16 @@ ABSENT = {
     "package, transformer_engine.pytorch or transformer_engine.jax",
     **dict.fromkeys(
         (
+            "transformer_engine.debug.features.disable_fp8_gemm",
+            "transformer_engine.debug.features.disable_fp8_layer",
+            "transformer_engine.debug.features.log_nvfp4_tensor_stats",
+            "transformer_engine.debug.features.per_tensor_scaling",
+        ),
+        "a file of the original; nvdlfw_inspect finds features by class: import the class from disable_quantization, "
+        "fake_quant or log_fp8_tensor_stats of transformer_engine.debug.features",
+    ),
+    **dict.fromkeys(
+        (
             "transformer_engine.pytorch.custom_recipes.utils",
             "transformer_engine.pytorch.custom_recipes.reference_utils",
         ),
@@ -125,6 +134,17 @@ ABSENT = {
     ),
     "transformer_engine.pytorch.dynamo": "the original's registration of quantizers with torch.compile; layers compile "
     "with fullgraph=True without it",
+    "transformer_engine.pytorch._extra_state.CheckpointExtraStatePolicy": "the original's choice of extra state "
+    "that is unpickled; it is read through an allow-list, see should_load_extra_state_pickle",
+    **dict.fromkeys(
+        (
+            "transformer_engine.pytorch.module._common.can_reconstruct_wgrad_input_from_original",
+            "transformer_engine.pytorch.module._common.set_quantizer_usage_for_wgrad_all_gather",
+        ),
+        "an internal step of the original's layers; set the usages of a quantizer with set_usage()",
+    ),
+    "transformer_engine.pytorch.module.base.fill_userbuffers_buffer_for_all_gather": "a step of userbuffers; layers "
+    "gather with torch.distributed, see te.initialize_ub",
     "transformer_engine.pytorch.module._split_quantization": "a part of the original's GroupedLinear; call "
     "transformer_engine_torch.split_quantize",
     "transformer_engine.pytorch.distributed.use_reentrant_activation_recompute": "a flag of the original's checkpoint; "

@@ -13,7 +13,9 @@ from ..common.recipe import Recipe
 from .quantization.extra_state import ExtraStateError, decode_extra_state
 from .quantization.family import family_of
 
-__all__ = ["is_stateless_recipe", "should_load_extra_state_pickle"]
+__all__ = ["UNSAFE_PICKLE_EXTRA_STATE_ENV", "is_stateless_recipe", "should_load_extra_state_pickle"]
+
+UNSAFE_PICKLE_EXTRA_STATE_ENV = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 
 
 def is_stateless_recipe(recipe: Recipe) -> bool:
@@ -27,7 +29,7 @@ def is_stateless_recipe(recipe: Recipe) -> bool:
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe={described(recipe)} is not a Recipe; give an instance of one")
-    return not (recipe.custom() or family_of(recipe).stateful)
+    return not family_of(recipe).stateful
 
 
 def should_load_extra_state_pickle(state_bytes: bytes, context: str = "module") -> bool:
@@ -52,6 +54,6 @@ def should_load_extra_state_pickle(state_bytes: bytes, context: str = "module") 
         decoded = decode_extra_state(data)
     except ExtraStateError as error:
         raise RuntimeError(
-            f"the extra state of {context} is not loaded: {error} (NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE has no effect)"
+            f"the extra state of {context} is not loaded: {error} ({UNSAFE_PICKLE_EXTRA_STATE_ENV} has no effect)"
         ) from error
     return decoded is not None and not is_stateless_recipe(decoded["recipe"])

@@ -98,13 +98,14 @@ def no_torch_dynamo(
     """
 
     def decorate(function: F) -> F:
-        excluded = torch.compiler.disable(function, recursive=recursive)
+        excluded: Any = torch.compiler.disable(function, recursive=recursive)
         if when is None:
             return excluded
+        reason_of = when
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            reason = when({"args": args, "kwargs": kwargs}) if torch.compiler.is_compiling() else None
+            reason = reason_of({"args": args, "kwargs": kwargs}) if torch.compiler.is_compiling() else None
             if reason is None:
                 return function(*args, **kwargs)
             name = getattr(function, "__qualname__", "function")

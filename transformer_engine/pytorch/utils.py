@@ -283,7 +283,8 @@ def combine_tensors(tensors: Sequence[Tensor], dim: int) -> Tensor:
         ):
             raise ValueError(f"tensor {index} is not an equally spaced view of one memory; use torch.stack")
     axis = dim + first.dim() + 1 if dim < 0 else dim
-    shape, stride = list(first.shape), list(first.stride())
+    shape: list[Any] = list(first.shape)
+    stride: list[Any] = list(first.stride())
     shape.insert(axis, len(tensors))
     stride.insert(axis, step)
     return first.as_strided(shape, stride, offsets[0])

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from .distributed_cases import RanksCase
 from .distributed_steps import build_step
-from .measure import Effort, peak_mib
+from .measure import Effort, covered, peak_mib
 
 MEANING = (
     "one_ms: a step of one device (mean over the ranks); eager_ms: a step of the ranks in a loop of steps (the slowest "
@@ -152,7 +152,7 @@ def _in_turns(
         for _ in range(effort.warmup):
             step()
         # Ranks compare their settings before each collective until an optimizer step, see `pytorch.distributed.faults`.
-        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0).step()
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, device="cpu"))], lr=0.0).step()
         one_ms = statistics.median(_intervals(step, 3, groups, device))
         runs.append(effort.runs(max(groups.gathered(one_ms))))
     seen: list[list[float]] = [[] for _ in steps]
@@ -174,20 +174,20 @@ def _intervals(step: Callable[[], object], count: int, groups: Groups, device: t
             marks.append(time.perf_counter())
         return [1e3 * (last - first) for first, last in pairwise(marks)]
     step()  # fills the stream's queue
+    stream = torch.cuda.current_stream(device)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    events[0].record()
+    events[0].record(stream)
     for event in events[1:]:
         step()
-        event.record()
+        event.record(stream)
     torch.cuda.synchronize()
     return [first.elapsed_time(last) for first, last in pairwise(events)]
 
 
 def traced_exposure(step: Callable[[], object]) -> float | None:
     """Return the part of a step in which the GPU runs kernels of NCCL only; None if the trace has no kernels."""
-    step()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    activity = torch.profiler.ProfilerActivity.CUDA
+    with torch.profiler.profile(activities=[activity]) as profiler:
         for _ in range(TRACED_STEPS):
             step()
         torch.cuda.synchronize()
@@ -213,13 +213,4 @@ def exposure(kernels: Iterable[tuple[str, float, float]]) -> float | None:
     if not everything:
         return None
     total = max(end for _, end in everything) - min(start for start, _ in everything)
-    return (_covered(everything) - _covered(spans[False])) / total
-
-
-def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of intervals."""
-    length, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        length += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return length
+    return (covered(everything) - covered(spans[False])) / total

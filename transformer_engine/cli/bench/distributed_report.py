@@ -23,16 +23,12 @@ from .distributed import FULL_ON_RANKS, MEANING, QUICK_ON_RANKS, Groups, RanksRo
 from .distributed_cases import RanksCase, ranks_cases
 from .report import write
 
+# Field: heading and format.
 HEADINGS = {
-    "one_ms": ("one ms", "{:.3f}"),
-    "eager_ms": ("ranks ms", "{:.3f}"),
-    "speedup": ("speedup", "{:.2f}"),
-    "compute_ms": ("compute ms", "{:.3f}"),
-    "exposed": ("exposed", "{:.1%}"),
-    "rate": ("GB/s", "{:.3g}"),
-    "one_mib": ("one MiB", "{:.0f}"),
-    "peak_mib": ("rank MiB", "{:.0f}"),
-}
+    "one_ms": ("one ms", "{:.3f}"), "eager_ms": ("ranks ms", "{:.3f}"), "speedup": ("speedup", "{:.2f}"),
+    "compute_ms": ("compute ms", "{:.3f}"), "exposed": ("exposed", "{:.1%}"), "rate": ("GB/s", "{:.3g}"),
+    "one_mib": ("one MiB", "{:.0f}"), "peak_mib": ("rank MiB", "{:.0f}"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

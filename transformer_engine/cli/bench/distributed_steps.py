@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import pytorch as te
 from ...pytorch.attention.rope import RotaryPositionEmbedding
 from .distributed_cases import RanksCase
-from .providers.engine import recipe_named
+from .providers.engine import recipe_named, transformer_layer
 from .workload import Workload
 
 BF16 = torch.bfloat16
@@ -104,26 +104,6 @@ def _attention(case: RanksCase, group: Any, device: torch.device) -> Step:
     return Workload(module, qkv, context=_precision(case, group, **options)).step(backward=True)
 
 
-def _transformer_layer(case: RanksCase, device: torch.device, **options: Any) -> te.TransformerLayer:
-    a = case.arguments
-    return te.TransformerLayer(
-        a["hidden"],
-        a["inner"],
-        a["heads"],
-        num_gqa_groups=a["groups"],
-        bias=False,
-        activation="swiglu",
-        normalization="RMSNorm",
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        fuse_qkv_params=True,
-        self_attn_mask_type="causal",
-        params_dtype=BF16,
-        device=device,
-        **options,
-    )
-
-
 def _layer_step(
     module: torch.nn.Module, case: RanksCase, group: Any, tokens: int, device: torch.device
 ) -> Step:
@@ -147,7 +127,7 @@ def _layer(
             "tp_size": ranks,
             "sequence_parallel": sequence,
         }
-    module = _transformer_layer(case, device, **options)
+    module = transformer_layer(case.arguments, device, **options)
     if group is not None and not tensor:
         _share_sequence(module, case, group, device)
     shared = sequence or not tensor
@@ -172,7 +152,7 @@ def _sharded(case: RanksCase, group: Any, device: torch.device) -> Step:
     """Return the step of layers whose parameters are sharded over the group."""
     a = case.arguments
     with te.quantized_model_init(enabled=a["quantized"], recipe=recipe_named(case.recipe)):
-        module = Stack([_transformer_layer(case, device) for _ in range(a["layers"])])
+        module = Stack([transformer_layer(a, device) for _ in range(a["layers"])])
     if group is not None:
         # Importing FSDP takes as long as importing the rest of the package.
         from torch.distributed.device_mesh import DeviceMesh

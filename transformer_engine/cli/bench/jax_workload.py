@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch
 from jax import Array
 from jax.experimental.compilation_cache import compilation_cache
 
-from .measure import EVICTING, SLEEP, Effort, Figures, Timing, pause
+from .measure import EVICTING, SLEEP, Effort, Figures, Timing, covered, pause
 
 # A product of FP8 operands that XLA has handed to cuBLASLt.
 FP8_CALL = 'custom_call_target="__cublas$lt$matmul$f8"'
@@ -184,12 +184,3 @@ def _calls(profile: Any) -> list[float]:
         covered(span for span in spans if begin <= span[0] < end)
         for begin, end in zip(sorted(sleeps), ends, strict=True)
     ]
-
-
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of spans (start, end)."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total

@@ -21,6 +21,7 @@ from .data import Batch
 from .flax_model import FlaxByteGPT, initial_variables, mean_loss
 
 PLAINLY = Execution()
+leads = True  # this process writes the metrics
 TEMPERATURE = 0.7  # of samples
 load, save = flax_checkpoint.load, flax_checkpoint.save
 

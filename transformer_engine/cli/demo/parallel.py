@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from ... import pytorch as te
-from ...pytorch.inspect.verified_shards import RankPlace, parts_of_parameter, shard_parts, sharded_dim
+from ...pytorch.inspect.verified_parameters import parameters_of
+from ...pytorch.inspect.verified_shards import RankPlace, shard_parts, sharded_dim
 from ...pytorch.optimizers import FusedAdam
 from ...pytorch.quantization import check_recipe_support
 from . import checkpoint, sharded_checkpoint
@@ -74,6 +75,7 @@ class Ranks:
 
     def __init__(self, parallelism: Parallelism, device: torch.device) -> None:
         p = self.parallelism = parallelism
+        self.leads = dist.get_rank() == 0
         replicas = p.batches // p.fsdp
         # Both meshes have the ranks in the order (data, fsdp, cp, tp).
         kind = device.type
@@ -165,23 +167,19 @@ class ParallelRun:
 
     def _share_weights(self, config: RunConfig) -> None:
         """Replace the model by this rank's columns and rows of its weights."""
-        place = self.ranks.place.tensor
-        whole = self.model
-        group = self.ranks.tensor_group
+        place, group = self.ranks.place.tensor, self.ranks.tensor_group
+        whole = parameters_of(self.model)
         self.model = ByteGPT(config, set_parallel_mode=True, tp_group=group, tp_size=place[1])
         sharded = []
         with torch.no_grad():
-            for path, module in self.model.named_modules():
-                source = whole.get_submodule(path)
-                for name, parameter in module.named_parameters(recurse=False):
-                    value: Tensor = getattr(source, name)
-                    dim = sharded_dim(value.shape, parameter.shape, place[1])
-                    if dim is not None:
-                        sharded.append(f"{path}.{name}" if path else name)
-                        rows = value.shape[dim]
-                        parts = parts_of_parameter(source, name, rows) if dim == 0 else (rows,)
-                        value = shard_parts(value, dim, place, parts)
-                    parameter.copy_(value)
+            for name, own in parameters_of(self.model).items():
+                source = whole[name]
+                value: Tensor = source.value
+                dim = sharded_dim(value.shape, own.value.shape, place[1])
+                if dim is not None:
+                    sharded.append(name)
+                    value = shard_parts(value, dim, place, source.parts if dim == 0 else (value.shape[dim],))
+                own.value.copy_(value)
         self.sharded = frozenset(sharded)
 
     def _share_sequences(self) -> None:
@@ -249,7 +247,8 @@ class ParallelRun:
     def _placed(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return this rank's sequences and tokens of a batch [sequences, tokens]."""
         inputs, targets = (
-            self.ranks.place.shard_batch(torch.as_tensor(part)).contiguous().to(self.device) for part in batch
+            self.ranks.place.shard_batch(torch.as_tensor(part, device="cpu")).contiguous().to(self.device)
+            for part in batch
         )
         return inputs, targets
 

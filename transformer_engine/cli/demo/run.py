@@ -20,6 +20,7 @@ from .optimizer import OPTIMIZERS
 from .sample import generate
 
 PLAINLY = Execution()
+leads = True  # this process writes the metrics
 
 
 class Run:

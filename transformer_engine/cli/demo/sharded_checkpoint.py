@@ -40,6 +40,8 @@ ALLOWED = {
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},  # Python 3.13
     "torch": {"Size", "bfloat16", "float16", "float32", "int16", "int64", "uint8"},
 }
 
@@ -79,7 +81,7 @@ def save(
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         dist.barrier()
-        dcp.save(tensors, checkpoint_id=str(partial))  # the metadata contains it, as text
+        dcp.save(tensors, checkpoint_id=partial)
         _write(partial / f"rank_{dist.get_rank()}.pt", own)
         if first:
             _write(partial / "run.pt", run)

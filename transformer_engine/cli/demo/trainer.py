@@ -59,6 +59,7 @@ class Runs(Protocol):
     """A framework's runs and the storage of their checkpoints."""
 
     Run: type[ModelRun]
+    leads: bool  # this process writes the metrics; of several ranks the first
 
     @staticmethod
     def save(path: Path, state: dict[str, Any]) -> None:
@@ -90,7 +91,6 @@ class Trainer:
     If the execution observes, the first run is observed, to folder/observed.jsonl.
 
     runs   the framework's runs, or those of several ranks
-    writes_metrics   False on all ranks but the first
     """
 
     def __init__(
@@ -100,14 +100,12 @@ class Trainer:
         folder: Path,
         execution: Execution = PLAINLY,
         runs: Any = None,
-        writes_metrics: bool = True,
     ):
         execution.check(config)
         self.config, self.corpus, self.folder, self.execution = config, corpus, folder, execution
         self.step = 0
         self.history: list[Progress] = []
         self.framework: Any = runs or runs_of(config.framework)
-        self.writes_metrics = writes_metrics
         self.runs = {name: self.framework.Run(name, config, execution) for name in config.runs}
         self.validation = corpus.validation_batches(EVALUATION_BATCHES, config.batch, config.sequence)
 
@@ -148,7 +146,7 @@ class Trainer:
                 self.metrics_path, "free some space there and continue with --resume, or choose another --out"
             ):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                if self.writes_metrics:
+                if self.framework.leads:
                     with self.metrics_path.open("a") as metrics:
                         metrics.writelines(record.as_json() for record in records)
             self.history.extend(records)
@@ -228,7 +226,7 @@ class Trainer:
             run.load_state_dict(state["runs"][name])
         self.history = history
         partial = self.metrics_path.with_name("metrics.jsonl.partial")
-        if self.writes_metrics:
+        if self.framework.leads:
             with writing(self.metrics_path, "free some space there, or make the folder writable"):
                 partial.write_text("".join(record.as_json() for record in self.history))
                 os.replace(partial, self.metrics_path)

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from .rules import without_identity_casts
 from .step import Pass, Step
-from .vocabulary import CastSettings, Collective, ColumnSum, Layer, Product
+from .vocabulary import CastSettings, Collective, ColumnSum, Inspection, Layer, Product
 
 QUANTIZED: Literal["quantized"] = "quantized"
 HIGH_PRECISION: Literal["high_precision"] = "high_precision"
@@ -25,7 +25,9 @@ ONCE: Literal["once"] = "once"
 Gather = Literal["values", "codes", "row_codes", "once"]
 
 GROUPED = "grouped_"  # prefix of the operations that work on all groups of rows in one step
-_OVER_GROUPS = frozenset({"cast", "convert", "dequantize", "product", "weight_gradient", "column_sum"})
+_OVER_GROUPS = frozenset(
+    {"cast", "convert", "dequantize", "product", "inspect", "weight_gradient", "column_sum"}
+)
 
 
 class LinearFacts(NamedTuple):
@@ -50,6 +52,8 @@ class LinearFacts(NamedTuple):
             saved shard again. "once": in high precision, and the gathered matrix is saved, because it cannot be
             quantized twice.
         gather_gradient: How the gradient of y is gathered: "values", "codes" or "row_codes".
+        inspected: Results that an inspector reads or replaces before they are summed over ranks: "output",
+            "grad_input".
     """
 
     layer: str = "linear"
@@ -66,6 +70,7 @@ class LinearFacts(NamedTuple):
     quantized_grad_input: bool = False
     gather_input: Gather = VALUES
     gather_gradient: Literal["values", "codes", "row_codes"] = VALUES
+    inspected: tuple[str, ...] = ()
 
     @property
     def gathers_input(self) -> bool:
@@ -157,6 +162,9 @@ def forward_steps(facts: LinearFacts, x: str, weight: str, bias: str | None) -> 
     if bias is not None:
         steps.append(Step("add_bias", (y, bias), (f"{name}.y_biased",)))
         y = f"{name}.y_biased"
+    if "output" in facts.inspected:
+        steps.append(Step("inspect", (y,), (f"{name}.y_inspected",), Inspection(name, "output")))
+        y = f"{name}.y_inspected"
     if facts.mode == "row":
         collective = "reduce_scatter" if facts.sequence else "all_reduce"
         y = _communicated(steps, collective, name, y, f"{name}.y_reduced")
@@ -243,6 +251,10 @@ def backward_steps(
         settings = Product(name, "grad_input", (False, turned))
         steps.append(Step("product", (row, w), (f"{name}.dx",), settings))
         grad_input = f"{name}.dx"
+        if "grad_input" in facts.inspected:
+            inspection = Inspection(name, "grad_input")
+            steps.append(Step("inspect", (grad_input,), (f"{name}.dx_inspected",), inspection))
+            grad_input = f"{name}.dx_inspected"
         if facts.mode == "column":
             collective = "reduce_scatter" if facts.sequence else "all_reduce"
             grad_input = _communicated(steps, collective, name, grad_input, f"{name}.dx_reduced")

@@ -14,6 +14,7 @@ rowwise operand [M, K] or the columnwise operand [K, M] of a matrix [M, K]; a pr
 | `product` | a, b, bias, activation input, out | y, activation input | `Product` |
 | `weight_gradient` | dy, x | dw, or what stands for it | `Product` |
 | `add_bias` | y, bias | y + bias | None |
+| `inspect` | y | y, or a replacement of the same shape | `Inspection` |
 | `add` | a, b | a + b | None |
 | `accumulate` | total, x | total, written in place | None |
 | `scale` | x, factor | x * factor | None |
@@ -30,10 +31,10 @@ rowwise operand [M, K] or the columnwise operand [K, M] of a matrix [M, K]; a pr
 
 An `all_gather` takes values, a quantized tensor, or an operand, whose codes and scales it sends.
 
-`grouped_cast`, `grouped_convert`, `grouped_dequantize`, `grouped_product`, `grouped_weight_gradient` and
-`grouped_column_sum` are the operations of these names over groups of rows, with the same settings (`linear.py`).
-`grouped_trained` returns the codes of groups whose weights are trained, and None for the others; its settings are a
-`Layer`.
+`grouped_cast`, `grouped_convert`, `grouped_dequantize`, `grouped_product`, `grouped_inspect`,
+`grouped_weight_gradient` and `grouped_column_sum` are the operations of these names over groups of rows, with the same
+settings (`linear.py`). `grouped_trained` returns the codes of groups whose weights are trained, and None for the
+others; its settings are a `Layer`.
 
 Operations that only sequences of operations (`te.ops`) contribute; `Named` names an object of their environment:
 
@@ -134,6 +135,17 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
+class Inspection:
+    """Inspection of a result of a linear layer, "output" or "grad_input", by the inspector of the layer."""
+
+    layer: str
+    tensor: str
+
+    def __str__(self) -> str:
+        return f"{self.layer}.{self.tensor}"
+
+
+@dataclass(frozen=True, slots=True)
 class NormSettings:
     """A normalization of rows, by its name in the environment; `cast` quantizes its output."""
 
@@ -219,6 +231,7 @@ OPERATIONS: dict[str, tuple[int, int]] = {
     "product": (5, 2),
     "weight_gradient": (2, 1),
     "add_bias": (2, 1),
+    "inspect": (1, 1),
     "add": (2, 1),
     "accumulate": (2, 1),
     "scale": (2, 1),
@@ -240,6 +253,7 @@ Settings = (
     Layer
     | CastSettings
     | Product
+    | Inspection
     | NormSettings
     | Activation
     | ColumnSum

@@ -23,7 +23,6 @@ from ..primitives.quantize import (
 )
 from ..primitives.quantize.format_row import QuantizeInputs
 from ..primitives.quantize.formats import FORMATS
-from ..primitives.quantize.formats.nvfp4 import global_decode_scale
 from ..quantization.roles import QuantizerRole
 from ..tensor.custom_operand import GEMMType
 from ..tensor.nvfp4_tensor import NVFP4Quantizer
@@ -120,6 +119,8 @@ class NVFP4TensorRef(CurrentScalingTensorRef):
         "global_amax_row": "global_amax_row",
         "global_amax_col": "global_amax_col",
     }
+    ROWWISE = ("data", "scale", "global_amax_row")
+    COLUMNWISE = ("data_t", "scale_t", "global_amax_col")
     global_amax_row: Tensor | None = None
     global_amax_col: Tensor | None = None
 
@@ -218,8 +219,10 @@ class NVFP4QuantizerRef(Quantizer):
         """Return code * block scale * second-level scale, float32 [R, K]."""
         values = decode_e2m1(unpack_fp4(codes))
         blocks = scale.float().repeat_interleave(_BLOCK, dim=1)[:, : values.shape[1]]
-        form = self.inner.spec(True, False).format
-        return values * blocks * global_decode_scale(amax.float().view(-1, 1), form)
+        largest = amax.float().view(-1, 1)
+        unit = self.inner.spec(True, False).format.unit_amax
+        assert unit is not None, "NVFP4 has two levels of scales"
+        return values * blocks * torch.div(largest, torch.full_like(largest, unit))
 
     def qgemm(
         self, qx: Tensor, qw: Tensor, m_params: Any, out_dtype: torch.dtype, sx: Tensor, sw: Tensor,

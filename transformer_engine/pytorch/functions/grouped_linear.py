@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.passes.vocabulary import CastSettings, ColumnSum, Layer, Product
+from ...common.passes.vocabulary import CastSettings, ColumnSum, Inspection, Layer, Product
 from ..offload.marks import active as offloading
 from ..offload.marks import mark_ready
 from ..primitives.column_sums import column_sums
@@ -224,11 +224,22 @@ def _weight_gradient(env: Environment, s: Product, dy: Any, x: Any) -> tuple[Any
         gradient = None
         if group.needs_grad_weight:
             operands = operand_of(left, s.turned[0]), operand_of(right, s.turned[1])
-            gradient = group.weight_gradient.compute(*operands, group.accumulation.grad_weight, dtype)
+            exact = group.accumulation.grad_weight
+            gradient = group.weight_gradient.compute(*operands, exact, dtype, group.inspector)
         grads.append(gradient)
     if call.spec.stacked_weight:
         return (stacked_gradient(grads, call.groups[0].weight_gradient),)
     return (grads,)
+
+
+def _inspect(env: Environment, s: Inspection, y: Tensor) -> tuple[Tensor]:
+    """Each group's rows by the inspector of the group."""
+    call: GroupedCall = env.linears[s.layer]  # pyright: ignore[reportAssignmentType]
+    parts = []
+    for part, group in zip(call.rows_of(y), call.groups, strict=True):
+        inspected = group.inspector is not None and s.tensor in group.inspector.results
+        parts.append(group.inspector.inspect(s.tensor, part) if inspected else part)  # pyright: ignore
+    return (call.joined(parts),)
 
 
 def _weight_gradients_at_once(
@@ -279,6 +290,7 @@ def _column_sum(env: Environment, s: ColumnSum, x: Tensor) -> tuple[Any]:
 OPERATIONS.update(
     grouped_cast=_cast,
     grouped_convert=_convert,
+    grouped_inspect=_inspect,
     grouped_dequantize=_dequantize,
     grouped_product=_product,
     grouped_trained=_trained,

@@ -71,6 +71,7 @@ def linear_facts(spec: LinearSpec, layer: str = LINEAR, bias: bool = False) -> L
         spec.grad_input is not None,
         spec.gather_input,
         spec.gather_gradient,
+        () if spec.inspector is None else spec.inspector.results,
     )
 
 

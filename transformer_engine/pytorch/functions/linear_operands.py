@@ -18,7 +18,7 @@ def input_operands(x: Tensor, quantizer: Quantizer, columnwise: bool) -> Operand
     It is quantized again if its columns are Hadamard transformed and those of the gradient, by which they are
     multiplied, are not, or the reverse.
     """
-    if isinstance(x, QuantizedTensorStorage):
+    if isinstance(x, QuantizedTensorStorage) and not quantizer.reads_quantized:
         if not columnwise or storage_of(x).column_signs == quantizer.column_signs:  # pyright: ignore[reportArgumentType]
             return _operands_of(x, columnwise)
         x = plain_matrix(x)
@@ -27,6 +27,10 @@ def input_operands(x: Tensor, quantizer: Quantizer, columnwise: bool) -> Operand
 
 def weight_operands(weight: Tensor, spec: LinearSpec, columnwise: bool) -> Operands:
     """Return the weight as the products read it: the cached copy, the quantized parameter, or a new quantization."""
+    if spec.weight.reads_quantized:
+        if spec.cached_weight is not None:
+            return _in_dtype(_directions(spec.cached_weight, columnwise), spec.dtype)
+        return _in_dtype(spec.weight.operands(weight, True, columnwise), spec.dtype)
     if spec.cached_weight is not None:
         return _directions(spec.cached_weight, columnwise)
     if isinstance(weight, QuantizedTensorStorage):
@@ -47,6 +51,18 @@ def _operands_of(tensor: QuantizedTensorStorage, columnwise: bool) -> Operands:
     storage = storage_of(tensor)  # pyright: ignore[reportArgumentType]
     storage.update_usage(rowwise_usage=True, columnwise_usage=columnwise or None)
     return _directions(storage, columnwise)
+
+
+def _in_dtype(operands: Operands, dtype: torch.dtype) -> Operands:
+    """Return the operands with unquantized values converted to the dtype that a layer computes in."""
+    rows, columns = operands
+    if rows is not None and rows.format is None:
+        rows = plain(rows.codes.to(dtype))
+    if isinstance(columns, Matrix):
+        columns = Matrix(columns.values.to(dtype))
+    elif columns is not None and columns.format is None:
+        columns = plain(columns.codes.to(dtype))
+    return Operands(rows, columns)
 
 
 def _directions(storage: QuantizedTensorStorage, columnwise: bool) -> Operands:

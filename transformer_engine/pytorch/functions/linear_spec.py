@@ -17,7 +17,7 @@ from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
 from .normalization import Norm
 from .scale_update import ScaleUpdate
-from .weight_gradient import WeightGradient
+from .weight_gradient import Inspector, WeightGradient
 
 IDENTITY = IdentityQuantizer()
 LINEAR = "linear"  # the name of a layer that is one product
@@ -87,6 +87,7 @@ class LinearSpec(LayerSpec):
         plain: Input, weight and gradients are multiplied unquantized.
         gather_input: How the input is gathered where its rows are sharded; see `LinearFacts`.
         gather_gradient: How the gradient of the output is gathered where its rows are sharded.
+        inspector: Reads or replaces results of the products; None by default.
     """
 
     dtype: torch.dtype
@@ -109,6 +110,7 @@ class LinearSpec(LayerSpec):
     plain: bool = False
     gather_input: Gather = VALUES
     gather_gradient: Literal["values", "codes", "row_codes"] = VALUES
+    inspector: Inspector | None = None
 
     def linears(self) -> dict[str, LinearSpec]:
         return {LINEAR: self}

@@ -18,6 +18,7 @@ from ...common.passes.vocabulary import (
     CastSettings,
     Collective,
     ColumnSum,
+    Inspection,
     Layer,
     NormSettings,
     Product,
@@ -144,7 +145,8 @@ def _product(
 def _weight_gradient(env: Environment, s: Product, dy: Any, x: Any) -> tuple[Tensor | None]:
     spec, dtype = env.linears[s.layer], env.dtypes[s.layer][0]
     left, right = operand_of(dy, s.turned[0]), operand_of(x, s.turned[1])
-    return (spec.weight_gradient.compute(left, right, spec.accumulation.grad_weight, dtype),)
+    exact = spec.accumulation.grad_weight
+    return (spec.weight_gradient.compute(left, right, exact, dtype, spec.inspector),)
 
 
 def _codes(env: Environment, s: CastSettings) -> tuple[Any, Any]:
@@ -219,6 +221,11 @@ def _add_bias(env: Environment, s: None, y: Tensor, bias: Tensor) -> tuple[Tenso
     return (y + bias,)
 
 
+def _inspect(env: Environment, s: Inspection, y: Tensor) -> tuple[Tensor]:
+    inspector = env.linears[s.layer].inspector
+    return (y if inspector is None else inspector.inspect(s.tensor, y),)
+
+
 def _accumulate(env: Environment, s: None, total: Tensor, x: Tensor) -> tuple[Tensor]:
     return (total.add_(x),)
 
@@ -271,6 +278,7 @@ OPERATIONS: dict[str, Callable[..., tuple[Any, ...]]] = {
     "product": _product,
     "weight_gradient": _weight_gradient,
     "add_bias": _add_bias,
+    "inspect": _inspect,
     "add": _add,
     "accumulate": _accumulate,
     "scale": _scale,

@@ -6,7 +6,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -124,6 +124,21 @@ class WeightGradStore:
         return len(self.context)
 
 
+class Inspector(Protocol):
+    """Reads or replaces results of the products of a linear layer.
+
+    Attributes:
+        results: The inspected results: "output", "grad_input" and "grad_weight".
+    """
+
+    @property
+    def results(self) -> tuple[str, ...]: ...
+
+    def inspect(self, result: str, value: Tensor) -> Tensor:
+        """Return the value, or its replacement."""
+        ...
+
+
 @dataclass(frozen=True)
 class WeightGradient:
     """Where a weight's gradient goes.
@@ -145,11 +160,19 @@ class WeightGradient:
         """The weight, where it is one parameter."""
         return self.parameters[0] if self.parameters else None
 
-    def compute(self, dy: Operand, x: Operand, exact: bool, dtype: torch.dtype) -> Tensor | None:
-        """dw [N, K] in dtype, of dy.T [N, M] and x.T [K, M].
+    def compute(
+        self, dy: Operand, x: Operand, exact: bool, dtype: torch.dtype, inspector: Inspector | None = None
+    ) -> Tensor | None:
+        """Compute dw [N, K] in dtype, of dy.T [N, M] and x.T [K, M].
 
-        A placeholder or None when it goes to main_grad, None when it is put off.
+        An inspector gets the gradient in the dtype of its destination before it is accumulated.
+
+        Returns:
+            The gradient; a placeholder or None if it is accumulated into main_grad; None if it is delayed.
         """
+        if inspector is not None and "grad_weight" in inspector.results:
+            dtype = main_grad_of(self.parameter).dtype if self.fused else dtype
+            return self.place(inspector.inspect("grad_weight", gemm(dy, x, Epilogue(dtype, exact=exact))))
         if self.store is not None:
             self.store.put((dy, x, exact, dtype), self._late)
             return self._placeholder(dtype) if self.fused else None

@@ -3,7 +3,7 @@
 from .base import TransformerEngineBaseModule
 from .fp8_padding import Fp8Padding
 from .fp8_unpadding import Fp8Unpadding
-from .grouped_linear import GroupedLinear
+from .grouped_linear import GroupedLinear, is_module_grouped_tensor_path_supported
 from .layernorm import LayerNorm
 from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
@@ -24,4 +24,5 @@ __all__ = [
     "UserBufferQuantizationMode",
     "destroy_ub",
     "initialize_ub",
+    "is_module_grouped_tensor_path_supported",
 ]

@@ -21,6 +21,7 @@ from ..functions.grouped_way import (
     QUANTIZED_PARAMETERS,
     SINGLE_QUANTIZERS,
     TABLE,
+    GroupedWay,
     asked_for,
 )
 from ..functions.layer_passes import layer_passes, linear_facts
@@ -37,7 +38,7 @@ def build(key: tuple[Any, ...]) -> GroupedSpec:
         call = call._replace(tensors=tuple([run.facts for run in runs for _ in range(run.count)]))
     config: Any = call.config
     check_call(call, config.in_features)
-    count, parameters = config.num_gemms, call.parameters
+    parameters = call.parameters
     of_weights, of_biases = parameters[: len(config.weight_names)], parameters[len(config.weight_names) :]
     groups = _groups(call, call.active.products, of_weights, of_biases)
     quantizes = call.active.quantizes
@@ -59,10 +60,13 @@ def build(key: tuple[Any, ...]) -> GroupedSpec:
         grad_weight=any(group.needs_grad_weight for group in groups),
         grad_bias=any(group.needs_grad_bias for group in groups),
         plain=all(group.plain for group in groups),
+        inspected=tuple(
+            sorted({name for group in groups if group.inspector for name in group.inspector.results})
+        ),
     )
     return GroupedSpec(
         groups,
-        _groups(call, (UNQUANTIZED,) * count, of_weights, of_biases) if quantizes else (),
+        _groups(call, call.active.unquantized_products, of_weights, of_biases) if quantizes else (),
         layer_passes("grouped", (facts,), ()),
         (config.out_features, config.in_features),
         config.single_grouped_weight,
@@ -109,6 +113,7 @@ def _groups(
                 and bias.requires_grad
                 and not config.return_bias,
                 plain=product is UNQUANTIZED and not (weight.is_quantized or call.input.is_quantized),
+                inspector=product.inspector,
             )
         )
     return tuple(made)
@@ -130,18 +135,19 @@ def _features(
         CALIBRATION: not call.active.quantizes and call.active.recipe is not None,
         OTHER_PARAMETERS: not kinds <= {torch.nn.Parameter},
         IRREGULAR: len(set(of_weights)) > 1 or len(set(of_biases)) > 1,
-        SINGLE_QUANTIZERS: call.active.quantizes and quantizers.input is None,
+        SINGLE_QUANTIZERS: quantizers.input is None
+        and (call.active.quantizes or any(product.inspector for product in call.active.products)),
         OTHER_BACKWARD: call.active.backward != "quantized",
     }
     return tuple([feature for feature, used in found.items() if used])
 
 
-def _way(call: Call, features: tuple[str, ...], weight: Facts | None) -> tuple[Any, ...]:
+def _way(call: Call, features: tuple[str, ...], weight: Facts | None) -> GroupedWay:
     """Return the request of `grouped_way.TABLE` for a call with rows."""
     config: Any = call.config
     x = call.input
     assert weight is not None
-    return (
+    return GroupedWay(
         features,
         asked_for(),
         x.kind in (torch.Tensor, torch.nn.Parameter),

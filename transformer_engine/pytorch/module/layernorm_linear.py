@@ -170,7 +170,7 @@ class LayerNormLinear(ProductsModule):
         is_first_microbatch: bool | None = None,
         fp8_output: bool | None = False,
         fp8_grad: bool | None = False,
-    ) -> Tensor | tuple[Tensor, ...]:
+    ) -> Tensor | tuple[Tensor | None, ...]:
         """y, or `(y[, bias][, norm(x)])` as return_bias and return_layernorm_output say.
 
         Arguments and errors as in Linear.forward.

@@ -244,7 +244,9 @@ class LayerNormMLP(ProductsModule):
             set_tensor_model_parallel_attributes(self.fc1_bias, sharded, 0, 1)
             self.fc2_bias.sequence_parallel = self.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, ...]:
+    def forward(
+        self, inp: Tensor, is_first_microbatch: bool | None = None
+    ) -> Tensor | tuple[Tensor | None, ...]:
         """y, or `(y[, fc2_bias][, norm(x)])` as return_bias and return_layernorm_output say."""
         if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
             is_first_microbatch = to_bool("is_first_microbatch", is_first_microbatch)

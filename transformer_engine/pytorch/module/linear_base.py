@@ -272,6 +272,8 @@ class ProductsModule(TransformerEngineBaseModule):
             active = self._active_of(inp, tensors, options, state)
             if active.has_state and (thread.recomputes or in_a_backward()):
                 return self._spec_of_pass(inp, tensors, options, active)
+        elif numerics.observes_unquantized:
+            active = numerics.unquantized(self.num_products)
         else:
             active = unquantized(self.num_products)
         numerics.state = state

@@ -66,6 +66,8 @@ class Numerics:
     state        the autocast state of the last call
     initialized  have there ever been quantizers?
     observer     what calls get in place of the recipe that they would compute by; None: that itself
+    observes_unquantized
+                 calls outside of autocast get observer(recipe) too
     """
 
     def __init__(self, recipe: Recipe | None = None) -> None:
@@ -83,18 +85,38 @@ class Numerics:
         self.state_without_gradients: AutocastState | None = None
         self.initialized = False
         self.observer: Callable[[ModuleRecipe], ModuleRecipe] | None = None
+        self.observes_unquantized = False
         self._put_together: list[_PutTogether] = []
+        self._unquantized: tuple[Any, ModuleRecipe] | None = (
+            None  # the observer, and its recipe outside of autocast
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the calls of the original, no block and no observer."""
         called = AutocastState(self.state.enabled, self.state.calibrating)
         own = {"state": called, "state_without_gradients": None, "observer": None, "_put_together": []}
-        return self.__dict__ | own
+        return self.__dict__ | own | {"observes_unquantized": False, "_unquantized": None}
 
-    def observe(self, observer: Callable[[ModuleRecipe], ModuleRecipe] | None) -> None:
-        """From the next call on, compute by observer(recipe), a recipe of the same results; None: as before."""
-        self.observer = observer
+    def observe(
+        self, observer: Callable[[ModuleRecipe], ModuleRecipe] | None, unquantized: bool = False
+    ) -> None:
+        """Compute by observer(recipe) from the next call on; None: by the recipe itself.
+
+        Args:
+            observer: Returns a recipe with other quantizers.
+            unquantized: Calls outside of autocast are observed too.
+        """
+        self.observer, self.observes_unquantized = observer, unquantized
         self._active.regroup()
+
+    def unquantized(self, products: int) -> ModuleRecipe:
+        """Return the settings of a call outside of autocast."""
+        observer = self.observer
+        if observer is None or not self.observes_unquantized:
+            return unquantized(products)
+        if self._unquantized is None or self._unquantized[0] is not observer:
+            self._unquantized = (observer, observer(unquantized(products)))
+        return self._unquantized[1]
 
     @property
     def active(self) -> ModuleRecipe | None:
@@ -123,7 +145,7 @@ class Numerics:
                 return active
             assert active.calibrating is not None
             return active.calibrating
-        return unquantized(owner.num_products)
+        return self.unquantized(owner.num_products)
 
     def serve(self, owner: Owner, state: AutocastState) -> ModuleRecipe:
         """The module's quantizers for the recipe of a state, its scales registered for updates."""
@@ -293,11 +315,27 @@ def new_tracing_key(module: Owner) -> str:
     """A name for the module: a traced function may hand on strings, not objects."""
     key = f"module {next(_serial)}"
     _modules[key] = module
+    for call in on_creation:
+        call(module)
     return key
+
+
+# Called with every new module.
+on_creation: list[Callable[[Owner], None]] = []
+
+
+def existing_modules() -> list[Owner]:
+    """Return the modules with numerics of this process, in the order of their creation."""
+    return list(_modules.values())
 
 
 def of_traced_call(owner: Owner, tracing_key: str, state: AutocastState) -> ModuleRecipe:
     """`Numerics.of_call` for a graph: state that was made inside of it would be lost to the backward's writes."""
+    if owner.numerics.observes_unquantized:
+        raise RuntimeError(
+            f"{type(owner).__name__} belongs to a debug session, and a compiled graph shows no tensors; run it in "
+            "eager mode, or end the session"
+        )
     if not (state.enabled or state.calibrating):
         return unquantized(owner.num_products)
     _serve_while_tracing(tracing_key, description_of(state.recipe), state.group)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...common.recipe import Recipe, revision_of, still_says
 from ..functions.linear_spec import IDENTITY, Accumulation
+from ..functions.weight_gradient import Inspector
 from ..quantization.autocast import AutocastState
 from ..quantization.family import family_of
 from ..tensor.quantizer import Calibrating, Quantizer
@@ -28,6 +29,7 @@ class ProductQuantizers:
     output: Quantizer
     grad_output: Quantizer
     grad_input: Quantizer
+    inspector: Inspector | None = field(default=None, kw_only=True)  # of the product's results
 
     @property
     def forward(self) -> tuple[Quantizer, Quantizer, Quantizer]:
@@ -54,6 +56,8 @@ class ModuleRecipe:
         quantizes: bool = False,
     ):
         self.products = products
+        # The same for calls whose shapes the recipe's format does not support.
+        self.unquantized_products = (UNQUANTIZED,) * len(products)
         self.recipe = recipe
         self.revision = revision_of(recipe)
         self.group = group
@@ -93,10 +97,16 @@ class ModuleRecipe:
         """A copy's states have to be registered themselves."""
         return self.__dict__ | {"pools": None}
 
-    def with_products(self, products: tuple[ProductQuantizers, ...]) -> ModuleRecipe:
-        """The same by other quantizers, to the same results."""
+    def with_products(
+        self,
+        products: tuple[ProductQuantizers, ...],
+        unquantized_products: tuple[ProductQuantizers, ...] | None = None,
+    ) -> ModuleRecipe:
+        """Return the recipe with other quantizers, by default without a change for unquantized products."""
         made = copy.copy(self)
         made.products = products
+        if unquantized_products is not None:
+            made.unquantized_products = unquantized_products
         return made
 
     def serves(self, state: AutocastState) -> bool:

@@ -54,8 +54,12 @@ def repeatable(kind: str, tracing_key: str, active: ModuleRecipe) -> ModuleRecip
                 for quantizer, state in zip(product.forward, of_product, strict=True)
             )
             gradients = (product.grad_output, product.grad_input)
-            replayed.append(ProductQuantizers(of_input, of_weight, of_output, *gradients))
+            replayed.append(
+                ProductQuantizers(of_input, of_weight, of_output, *gradients, inspector=product.inspector)
+            )
         products = tuple(replayed)
     if products is active.products:
         return active
-    return ModuleRecipe(products, active.recipe, active.group, quantizes=True)
+    made = ModuleRecipe(products, active.recipe, active.group, quantizes=True)
+    made.unquantized_products = active.unquantized_products
+    return made

@@ -25,7 +25,7 @@ from ..runtime.warn_once import warn_once
 from ..tensor.quantizer import Quantizer
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
 from .precision import quantizes
-from .products import UNQUANTIZED, ModuleRecipe, ProductQuantizers, unquantized
+from .products import UNQUANTIZED, ModuleRecipe, ProductQuantizers
 
 
 class Facts(NamedTuple):
@@ -214,8 +214,8 @@ def quantizable(
                     f"{call.config._kind} runs in high precision, not under {type(active.recipe).__name__}: {reason}",
                     stacklevel=5,
                 )
-            return unquantized(len(active.products)).products
-    return active.products if _pays(call, rows, shapes) else unquantized(len(active.products)).products
+            return active.unquantized_products
+    return active.products if _pays(call, rows, shapes) else active.unquantized_products
 
 
 # Configurations of the layers that have warned: one warning per layer, until its settings change. Without this set,
@@ -367,6 +367,7 @@ def product_spec(
             and not (weight.is_quantized or call.input.is_quantized)
         ),
         communicates=communicates,
+        inspector=quantizers.inspector,
     )
     if shard is None or not (communicates and parallel.sequence):
         return spec

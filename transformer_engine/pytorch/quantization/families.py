@@ -123,6 +123,7 @@ def _nvfp4(recipe: NVFP4BlockScaling, mode: str, tensor: str, device: torch.devi
         if recipe.nvfp4_4over6 in (scope, "all"):
             variants["nvfp4_use_4over6"] = True
             variants["nvfp4_e4m3_max"] = 256 if recipe.nvfp4_4over6_e4m3_use_256 in (scope, "all") else 448
+            variants["nvfp4_4over6_err_mode"] = recipe.nvfp4_4over6_err_mode
     return NVFP4Quantizer(
         get_fp4_te_dtype(recipe),
         rowwise=True,

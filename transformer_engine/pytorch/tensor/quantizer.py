@@ -62,6 +62,7 @@ class Quantizer:
     is_identity = False  # `encode` leaves values unchanged
     stochastic_rounding: bool = False  # `encode` draws random numbers
     stateful: bool = False  # `encode` depends on scales that change between calls
+    reads_quantized = False  # `operands` also takes quantized matrices
 
     def __init__(self, *, rowwise: bool, columnwise: bool):
         self.rowwise_usage = to_bool("rowwise", rowwise)

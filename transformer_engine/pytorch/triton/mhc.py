@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ...common import absent, env
 from ..runtime.determinism import is_demanded
@@ -126,7 +127,7 @@ def mhc_fused_sinkhorn(H_res: Tensor, n: int = 4, recompute_hist: bool = True, i
 
     logits = H_res.float().reshape(*H_res.shape[:2], n, n)
     if recompute_hist and torch.is_grad_enabled() and logits.requires_grad:
-        made = torch.utils.checkpoint.checkpoint(normalized, logits, use_reentrant=False)
+        made = checkpoint(normalized, logits, use_reentrant=False)
         assert isinstance(made, Tensor)
         return made.to(H_res.dtype)
     return normalized(logits).to(H_res.dtype)

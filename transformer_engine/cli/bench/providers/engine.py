@@ -151,11 +151,21 @@ def _attention_precision(recipe: recipes.Recipe | None, fp8_backward: bool) -> I
 @BUILDERS.of("layer", "layer_small")
 def _layer(case: Case, device: torch.device) -> Workload:
     a = case.arguments
-    module = te.TransformerLayer(
-        a["hidden"],
-        a["inner"],
-        a["heads"],
-        num_gqa_groups=a["groups"],
+    module = transformer_layer(a, device)
+    keywords = {}
+    if a["rotary"]:
+        positions = RotaryPositionEmbedding(a["hidden"] // a["heads"])
+        keywords["rotary_pos_emb"] = positions(max_seq_len=a["sequence"]).to(device)
+    return module_workload(module, _random(device, a["sequence"], 1, a["hidden"]), case, **keywords)
+
+
+def transformer_layer(arguments: dict[str, Any], device: torch.device, **options: Any) -> te.TransformerLayer:
+    """Return the bfloat16 layer of a case, with further options."""
+    return te.TransformerLayer(
+        arguments["hidden"],
+        arguments["inner"],
+        arguments["heads"],
+        num_gqa_groups=arguments["groups"],
         bias=False,
         activation="swiglu",
         normalization="RMSNorm",
@@ -164,12 +174,8 @@ def _layer(case: Case, device: torch.device) -> Workload:
         fuse_qkv_params=True,
         params_dtype=BF16,
         device=device,
+        **options,
     )
-    keywords = {}
-    if a["rotary"]:
-        positions = RotaryPositionEmbedding(a["hidden"] // a["heads"])
-        keywords["rotary_pos_emb"] = positions(max_seq_len=a["sequence"]).to(device)
-    return module_workload(module, _random(device, a["sequence"], 1, a["hidden"]), case, **keywords)
 
 
 class Recomputed(torch.nn.Module):

@@ -1,0 +1,92 @@
+"""docs/names.csv, the public names of the original, is a true account of how each name stands."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.clients.walk_surface import SURFACE
+from transformer_engine.common import absent
+
+pytest.importorskip("jax")
+pytest.importorskip("flax")
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def table() -> ModuleType:
+    """The script that writes the table."""
+    sys.path.insert(0, str(DOCS))
+    try:
+        spec = importlib.util.spec_from_file_location("names_table", DOCS / "names_table.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["names_table"] = module
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(DOCS))
+    return module
+
+
+def kind(value: object) -> str:
+    if isinstance(value, ModuleType):
+        return "module"
+    if isinstance(value, type):
+        return "class"
+    return "function" if callable(value) else "value"
+
+
+def test_the_file_states_how_each_name_stands(table):
+    stale = [(row, table.status(row.name)) for row in table.listed() if table.status(row.name) != row.status]
+    assert not stale, f"run python docs/names_table.py: {stale}"
+
+
+def test_names_are_listed_once_in_order(table):
+    names = [row.name for row in table.listed()]
+    assert names == sorted(set(names))
+    assert len(names) > 1000
+
+
+def test_a_served_name_has_its_kind(table):
+    wrong = [
+        (row.name, row.kind, kind(table.resolved(row.name)))
+        for row in table.listed()
+        if row.status == "served" and kind(table.resolved(row.name)) != row.kind
+    ]
+    assert not wrong
+
+
+def test_an_absent_name_has_a_reason_and_a_replacement(table):
+    missing = [
+        row.name for row in table.listed() if row.status == "absent" and absent._reason_for(row.name) is None
+    ]
+    assert not missing
+
+
+def test_used_names_are_served(table):
+    used = [row for row in table.listed() if row.source in table.USED]
+    served = [row for row in used if row.status == "served"]
+    assert len(used) > 300 and len(served) >= 0.97 * len(used)
+
+
+# Names of 1.x releases, or of the clients' own modules.
+OF_OTHERS = {
+    "transformer_engine.pytorch.available",
+    "transformer_engine.pytorch.cpp_extensions.cast_to_fp8",
+    "transformer_engine.pytorch.module.layernorm_linear._og_LayerNormLinear",
+    "transformer_engine.pytorch.module.layernorm_linear.tex",
+}
+
+
+@pytest.mark.parametrize("client", json.loads(SURFACE.read_text()))
+def test_every_name_that_a_client_imports_is_listed(table, client):
+    """bionemo-llm, megatron-bridge and the other clients of tests/clients/client_surface.json."""
+    listed = {row.name for row in table.listed()} | OF_OTHERS
+    imported = json.loads(SURFACE.read_text())[client]["names"]
+    begins = tuple(f"{name}." for name in OF_OTHERS)
+    assert [name for name in imported if name not in listed and not name.startswith(begins)] == []

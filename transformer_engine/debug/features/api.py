@@ -1,0 +1,229 @@
+"""The calls of layers to features: their defaults, and the selection of features by the configuration file.
+
+A feature is a class with methods of these names, marked by `nvdlfw_inspect.registry.api_method`. The methods get the
+feature's configuration, the name of the layer, and the keyword arguments below.
+
+| method | arguments | result |
+| --- | --- | --- |
+| `fp8_gemm_enabled` | gemm, iteration | quantize the operands of this product? |
+| `modify_tensor_enabled` | gemm, tensor_name, iteration | does `modify_tensor` make the operand? |
+| `modify_tensor` | gemm, tensor_name, tensor, default_quantizer, iteration, out, dtype | the operand |
+| `inspect_tensor_enabled` | tensor_name, iteration | is `inspect_tensor` called? |
+| `inspect_tensor` | tensor_name, tensor, rowwise_quantized_tensor, columnwise_quantized_tensor, quantizer, iteration, \
+tp_group, tp_size | None |
+
+The methods `.._enabled` return a bool, or (bool, next step). The next step is that in which the answer may differ, for
+`inspect_tensor_enabled` the next step that is inspected; None for no step. These methods are called between steps, the
+others when a layer computes. A method gets only the arguments that its signature lists.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from nvdlfw_inspect import logging as inspect_logging
+from nvdlfw_inspect.base import BaseConfigAPIMapper, BaseNamespaceAPI
+from nvdlfw_inspect.registry import Registry
+
+from transformer_engine.common.warning import warn_once
+from transformer_engine.debug.features.utils.stats_buffer import STATS_BUFFERS
+from transformer_engine.debug.pytorch.debug_quantization import GEMMS as TENSORS
+from transformer_engine.debug.pytorch.session import SESSION
+
+NAMESPACE = "transformer_engine"
+GEMMS = ("fprop", "dgrad", "wgrad")
+_BY_GEMM = frozenset({"fp8_gemm_enabled", "modify_tensor_enabled", "modify_tensor"})
+_BY_TENSOR = frozenset({"modify_tensor_enabled", "modify_tensor", "inspect_tensor_enabled", "inspect_tensor"})
+_ENABLED = frozenset({"fp8_gemm_enabled", "modify_tensor_enabled", "inspect_tensor_enabled"})
+# Exceptions whose type is kept when the feature, the layer and the tensor are added to the message.
+_KEPT_TYPES = (ValueError, TypeError, AssertionError, NotImplementedError, RuntimeError, KeyError)
+
+
+def feature(cls: type) -> type:
+    """Register a feature while a session loads the folder; an import outside of a session registers nothing."""
+    return cls if inspect_logging.LOGGER is None else Registry.register_feature(NAMESPACE)(cls)
+
+
+class TEConfigAPIMapper(BaseConfigAPIMapper):
+    """Base class of features: selects the part of a configuration that applies to a product and a tensor.
+
+    A configuration names products by `gemms: [fprop, ..]` or `gemms_struct: [{gemm: fprop, ..}, ..]`, and tensors by
+    `tensors: [activation, ..]` or `tensors_struct: [{tensor: activation, ..}, ..]`, within an entry of `gemms_struct`
+    or next to `gemms`. The entries of structures have individual settings.
+    """
+
+    def parse_config_and_api(
+        self, config: dict[str, Any], **kwargs: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Return whether a configuration applies to a call, and its part for the product and tensor of the call.
+
+        Args:
+            config: The configuration of the feature.
+            **kwargs: The arguments of the call; `gemm_parsing` and `tensor_parsing` say by what to select.
+
+        Raises:
+            ValueError: The configuration names no products or no tensors.
+            AssertionError: A product is unknown, or an entry of `gemms_struct` has `enabled`.
+        """
+        selected: dict[str, Any] | None = copy.deepcopy(config)
+        if kwargs.get("gemm_parsing", False):
+            selected = self._of_gemm(selected, kwargs["gemm"])
+        if selected is not None and kwargs.get("tensor_parsing", False):
+            for name in selected.get("tensors", ()):
+                if name not in TENSORS:
+                    warn_once(
+                        f"debug tensor {name}",
+                        f"{type(self).__name__}: tensor {name!r} has no effect; choose from {', '.join(TENSORS)}",
+                    )
+            selected = self._process_tensor_config(selected, kwargs["tensor_name"])
+        if selected is None:
+            return False, None
+        selected.pop("enabled", None)
+        return True, selected
+
+    def _of_gemm(self, config: dict[str, Any], gemm: str) -> dict[str, Any] | None:
+        if "gemms_struct" in config:
+            entries = config.pop("gemms_struct")
+            _check_gemms([entry["gemm"] for entry in entries])
+            for entry in entries:
+                assert "enabled" not in entry, (
+                    f"gemms_struct: the entry of {entry['gemm']} has `enabled`; set it for the whole feature"
+                )
+            found = [entry for entry in entries if entry["gemm"] == gemm]
+            return config | found[0] if found else None
+        if "gemms" in config:
+            gemms = config.pop("gemms")
+            _check_gemms(gemms)
+            return config | {"gemm": gemm} if gemm in gemms else None
+        raise ValueError(
+            f"{type(self).__name__}: the configuration names no products; add `gemms: [fprop, dgrad, wgrad]` or "
+            "`gemms_struct`"
+        )
+
+
+def _check_gemms(gemms: list[str]) -> None:
+    for gemm in gemms:
+        assert gemm in GEMMS, f"gemm {gemm!r} is unknown; choose from {', '.join(GEMMS)}"
+
+
+class TEDefaultFeatures:
+    """The calls of a layer for which no feature is enabled."""
+
+    def fp8_gemm_enabled(
+        self, config: dict[str, Any], layer_name: str, **kwargs: Any
+    ) -> tuple[bool, int | None]:
+        """Quantize the operands of the product, as the recipe says."""
+        return True, None
+
+    def modify_tensor_enabled(
+        self, config: dict[str, Any], layer_name: str, **kwargs: Any
+    ) -> tuple[bool, int | None]:
+        """Let the layer's own quantizer make the operand."""
+        return False, None
+
+    def modify_tensor(self, config: dict[str, Any], layer_name: str, **kwargs: Any) -> Any:
+        """Raise NotImplementedError: `modify_tensor_enabled` of a feature is True, but the feature makes no tensor."""
+        raise NotImplementedError(
+            f"no feature makes {kwargs.get('tensor_name')} of layer {layer_name}; define modify_tensor with "
+            "modify_tensor_enabled"
+        )
+
+    def inspect_tensor_enabled(
+        self, config: dict[str, Any], layer_name: str, **kwargs: Any
+    ) -> tuple[bool, int | None]:
+        """Do not call `inspect_tensor`."""
+        return False, None
+
+    def inspect_tensor(self, config: dict[str, Any], layer_name: str, **kwargs: Any) -> None:
+        """Do nothing."""
+
+
+class TransformerEngineAPI(BaseNamespaceAPI):
+    """The namespace "transformer_engine" of `nvdlfw_inspect`: it begins and ends the session of the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._default_api_impl = TEDefaultFeatures()
+        SESSION.begin()
+
+    def input_assertions_hook(self, api_name: str, **kwargs: Any) -> None:
+        """Raise AssertionError for a call without the names that select its features."""
+        if api_name in _BY_GEMM:
+            assert kwargs.get("gemm") in GEMMS, (
+                f"{api_name}: gemm={kwargs.get('gemm')!r}; choose from {GEMMS}"
+            )
+        if api_name in _BY_TENSOR:
+            tensor = kwargs.get("tensor_name")
+            assert tensor in TENSORS, f"{api_name}: tensor_name={tensor!r}; choose from {tuple(TENSORS)}"
+
+    def routing_condition(
+        self, api_name: str, config: dict[str, Any], layer_name: str, feature_obj: Any, **kwargs: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Return whether a feature is called, and the part of its configuration that it gets."""
+        kwargs |= {"gemm_parsing": api_name in _BY_GEMM, "tensor_parsing": api_name in _BY_TENSOR}
+        try:
+            return feature_obj.parse_config_and_api(config, **kwargs)
+        except Exception as error:
+            raise _located(error, type(feature_obj).__name__, layer_name, kwargs) from error
+
+    def output_assertions_hook(self, api_name: str, ret: Any, **kwargs: Any) -> None:
+        """Raise AssertionError for a result that layers cannot read."""
+        if api_name in _ENABLED:
+            pair = isinstance(ret, tuple) and len(ret) == 2 and (ret[1] is None or isinstance(ret[1], int))
+            assert isinstance(ret, bool) or pair, (
+                f"{api_name} returned {ret!r}; return a bool, or (bool, next step)"
+            )
+
+    def is_multiple_feature_invocation_allowed(self, api_name: str) -> bool:
+        """Return whether several features may serve one call; only one of them may make an operand."""
+        return api_name in _ENABLED - {"modify_tensor_enabled"} or api_name == "inspect_tensor"
+
+    def handle_multi_feature_output(
+        self, api_name: str, multi_feature_outputs: list[Any], features_to_invoke: Any, **kwargs: Any
+    ) -> Any:
+        """Return the common answer of several features: whether any is enabled, and the earliest next step."""
+        if api_name not in _ENABLED:
+            return None
+        answers = [
+            ret if isinstance(ret, tuple) else (ret, kwargs["iteration"] + 1) for ret in multi_feature_outputs
+        ]
+        nexts = [following for _, following in answers if following is not None]
+        return any(enabled for enabled, _ in answers), min(nexts, default=None)
+
+    def call_feature(
+        self, call: Callable[..., Any], feat_config: dict[str, Any], layer_name: str, **kwargs: Any
+    ) -> Any:
+        """Call a method of a feature; an exception gets the feature, layer and tensor in its message."""
+        parameters = inspect.signature(call).parameters
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            kwargs = {name: value for name, value in kwargs.items() if name in parameters}
+        try:
+            return call(feat_config, layer_name, **kwargs)
+        except Exception as error:
+            owner = type(getattr(call, "__self__", call)).__name__
+            raise _located(error, owner, layer_name, kwargs) from error
+
+    def step(self) -> None:
+        """Write the statistics of the step that ends, and ask features for the plans of the step that begins."""
+        STATS_BUFFERS.log_stats()
+        SESSION.step()
+
+    def end_debug(self) -> None:
+        """End the session."""
+        STATS_BUFFERS.reset()
+        SESSION.end()
+
+
+if inspect_logging.LOGGER is not None:
+    Registry.register_namespace_api(NAMESPACE)(TransformerEngineAPI)
+
+
+def _located(error: Exception, name: str, layer_name: str, kwargs: dict[str, Any]) -> Exception:
+    """Return an exception that names the feature, the layer and the tensor."""
+    where = [f"layer {layer_name}"]
+    where += [f"{key} {kwargs[key]}" for key in ("gemm", "tensor_name") if key in kwargs]
+    message = f"debug feature {name}, {', '.join(where)}: {type(error).__name__}: {error}"
+    return (type(error) if type(error) in _KEPT_TYPES else RuntimeError)(message)

@@ -1,0 +1,396 @@
+"""DebugQuantizer: the quantizer of one tensor of a debugged layer, which lets features read and replace the tensor.
+
+A layer has three products. Each operand is read in two directions, row-wise and column-wise, by two products:
+
+| tensor | row-wise | column-wise |
+| --- | --- | --- |
+| activation | fprop | wgrad |
+| weight | fprop | dgrad |
+| gradient | dgrad | wgrad |
+
+The plan of a tensor says for each direction whether the layer's own quantizer makes the operand, whether the values
+stay in high precision, or whether a feature makes it. The results of the products (output, dgrad, wgrad) have one
+direction, by which `process_gemm_output` passes them to features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...pytorch.functions.scale_update import in_a_backward
+from ...pytorch.primitives.operand import COLS, ROWS, plain
+from ...pytorch.tensor.custom_operand import contracted
+from ...pytorch.tensor.identity_tensor import IdentityQuantizer
+from ...pytorch.tensor.observing import Observing
+from ...pytorch.tensor.quantized_tensor import storage_of
+from ...pytorch.tensor.quantizer import Matrix, Operands, Quantizer
+from ...pytorch.tensor.storage.hybrid_tensor_storage import HybridQuantizedTensorStorage
+from ...pytorch.tensor.storage.identity_tensor_storage import IdentityTensorStorage
+from ...pytorch.tensor.storage.quantized_tensor_storage import QuantizedTensorStorage, plain_matrix
+from .debug_state import TEDebugState
+
+__all__ = ["API_CALL_MODIFY", "HIGH_PRECISION", "STANDARD_QUANTIZE", "DebugQuantizedTensor", "DebugQuantizer"]
+
+STANDARD_QUANTIZE = "Quantize"
+HIGH_PRECISION = "High Precision"
+API_CALL_MODIFY = "modify_tensor()"
+
+# The products that read a tensor row-wise and column-wise; a result of a product has no second one.
+GEMMS: dict[str, tuple[str, str | None]] = {
+    "activation": ("fprop", "wgrad"),
+    "weight": ("fprop", "dgrad"),
+    "gradient": ("dgrad", "wgrad"),
+    "output": ("fprop", None),
+    "dgrad": ("dgrad", None),
+    "wgrad": ("wgrad", None),
+}
+_OF_FORWARD = ("activation", "weight", "output")
+
+
+class TensorPlan(NamedTuple):
+    """How a tensor is computed in a step: the plan of each direction, and whether features inspect the tensor."""
+
+    rowwise: str = STANDARD_QUANTIZE
+    columnwise: str | None = STANDARD_QUANTIZE
+    inspects: bool = False
+
+
+class Location(NamedTuple):
+    """A tensor of a layer, and the tensor-parallel group over which the layer is sharded."""
+
+    layer_name: str
+    tensor_name: str
+    tp_group: Any = None
+    tp_size: int = 1
+
+
+def features() -> Any:
+    """Return the functions of `nvdlfw_inspect` that call the features of the session."""
+    import nvdlfw_inspect.api as debug_api
+
+    return debug_api.transformer_engine
+
+
+def planned(location: Location, quantized: dict[str, bool], iteration: int) -> tuple[TensorPlan, int | None]:
+    """Ask features for the plan of a tensor.
+
+    Args:
+        location: The tensor.
+        quantized: {product: its operands are quantized}.
+        iteration: The training step.
+
+    Returns:
+        The plan, and the next step in which it may change, None for no step.
+    """
+    layer, tensor = location.layer_name, location.tensor_name
+    api, nexts, ways = features(), [], []
+    for gemm in GEMMS[tensor]:
+        if gemm is None:
+            ways.append(None)
+            continue
+        answer = api.modify_tensor_enabled(
+            layer_name=layer, gemm=gemm, tensor_name=tensor, iteration=iteration
+        )
+        modifies, following = decision(answer, iteration)
+        nexts.append(following)
+        standard = STANDARD_QUANTIZE if quantized[gemm] else HIGH_PRECISION
+        ways.append(API_CALL_MODIFY if modifies else standard)
+    answer = api.inspect_tensor_enabled(layer_name=layer, tensor_name=tensor, iteration=iteration)
+    inspects, following = decision(answer, iteration)
+    if inspects:  # the feature returns its next step, and may be disabled in those between
+        following = iteration + 1
+    return TensorPlan(ways[0], ways[1], inspects), earliest([*nexts, following])
+
+
+def decision(answer: Any, iteration: int) -> tuple[bool, int | None]:
+    """Return whether a feature is enabled, and the next step in which this may change.
+
+    A feature that returns a bool may change its mind in every step.
+    """
+    return (bool(answer[0]), answer[1]) if isinstance(answer, tuple) else (bool(answer), iteration + 1)
+
+
+def earliest(steps: Iterable[int | None]) -> int | None:
+    """Return the first of some steps; None without a step."""
+    return min([step for step in steps if step is not None], default=None)
+
+
+class DebugQuantizedTensor(NamedTuple):
+    """The two directions of a matrix: quantized tensors, values [M, K], or None.
+
+    Attributes:
+        rowwise_gemm_tensor: Read by the product that contracts the last dimension.
+        columnwise_gemm_tensor: Read by the product that contracts the rows.
+        quantizer: The `DebugQuantizer`.
+        layer_name: Name of the layer.
+        tensor_name: Name of the tensor.
+    """
+
+    rowwise_gemm_tensor: Any
+    columnwise_gemm_tensor: Any
+    quantizer: DebugQuantizer
+    layer_name: str
+    tensor_name: str
+
+    def get_tensor(self, transpose: bool) -> Any:
+        """Return the column-wise direction if `transpose` is set, else the row-wise direction."""
+        return self.columnwise_gemm_tensor if transpose else self.rowwise_gemm_tensor
+
+
+class DebugQuantizer(Observing):
+    """Quantizes a tensor of a layer as the features of the session want it; see the module's docstring.
+
+    Args:
+        layer_name: Name of the layer.
+        tensor_name: "activation", "weight", "gradient", "output", "dgrad" or "wgrad".
+        parent_quantizer: Quantizer of the layer's recipe; None if the recipe does not quantize the tensor.
+        tp_group: Tensor-parallel group of the layer.
+        tp_size: Number of ranks of the group.
+        plan: The plan of a step; None asks the features for that of the present step.
+    """
+
+    reads_quantized = True
+
+    def __init__(
+        self,
+        layer_name: str,
+        tensor_name: str,
+        parent_quantizer: Quantizer | None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        plan: TensorPlan | None = None,
+    ):
+        super().__init__(
+            IdentityQuantizer() if parent_quantizer is None else parent_quantizer, _records_nothing
+        )
+        self.location = Location(layer_name, tensor_name, tp_group, tp_size)
+        self._next: int | None = None
+        if plan is None:
+            plan, self._next = self._planned_now()
+        self.plan = plan
+
+    def _planned_now(self) -> tuple[TensorPlan, int | None]:
+        api, iteration = features(), TEDebugState.get_iteration()
+        quantized, nexts = {}, []
+        for gemm in GEMMS[self.location.tensor_name]:
+            if gemm is not None:
+                answer = api.fp8_gemm_enabled(
+                    layer_name=self.location.layer_name, gemm=gemm, iteration=iteration
+                )
+                quantized[gemm], following = decision(answer, iteration)
+                nexts.append(following)
+        plan, following = planned(self.location, quantized, iteration)
+        return plan, earliest([*nexts, following])
+
+    @property
+    def parent_quantizer(self) -> Quantizer | None:
+        """The quantizer of the layer's recipe; None if the recipe does not quantize the tensor."""
+        return None if self.quantizer.is_identity else self.quantizer
+
+    @property
+    def layer_name(self) -> str:
+        """Name of the layer."""
+        return self.location.layer_name
+
+    @property
+    def tensor_name(self) -> str:
+        """Name of the tensor."""
+        return self.location.tensor_name
+
+    def any_feature_enabled(self) -> bool:
+        """Return whether the plan differs from quantization by the layer's own quantizer."""
+        standard = (STANDARD_QUANTIZE, None)
+        return self.plan.inspects or self.plan.rowwise not in standard or self.plan.columnwise not in standard
+
+    def get_next_debug_iter(self) -> int | None:
+        """Return the next step in which the plan may change; None for no step."""
+        return self._next
+
+    def encode(
+        self, tensor: Tensor, rowwise: bool, columnwise: bool, *, noop_flag: Tensor | None = None
+    ) -> QuantizedTensorStorage:
+        rows, columns = self._directions(tensor, rowwise, columnwise)
+        if rows is columns or columns is None:
+            return _storage(rows)
+        return HybridQuantizedTensorStorage(
+            rowwise_storage=None if rows is None else _storage(rows),
+            columnwise_storage=_storage(columns),
+            quantizer=self,
+            dtype=tensor.dtype,
+        )
+
+    def operands(self, matrix: Tensor, rowwise: bool, columnwise: bool) -> Operands:
+        rows, columns = self._directions(matrix, rowwise, columnwise)
+        return Operands(self._operand(rows, COLS), self._operand(columns, ROWS))
+
+    def quantize(
+        self, tensor: Tensor, *, out: Any = None, dtype: torch.dtype | None = None
+    ) -> DebugQuantizedTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return both directions of a tensor, as far as the usages ask for them; `out` and `dtype` have no effect."""
+        with torch.no_grad():
+            made = self._directions(tensor.detach(), self.rowwise_usage, self.columnwise_usage)
+        return DebugQuantizedTensor(*made, self, self.layer_name, self.tensor_name)
+
+    __call__ = quantize  # pyright: ignore[reportAssignmentType]
+
+    @staticmethod
+    def multi_tensor_quantize(
+        tensor: Tensor, quantizers: list[DebugQuantizer], m_splits: list[int], activation_dtype: torch.dtype
+    ) -> list[DebugQuantizedTensor]:
+        """Quantize consecutive groups of rows, each with its own quantizer.
+
+        Args:
+            tensor: The rows of all groups [sum of m_splits, K].
+            quantizers: One per group.
+            m_splits: Number of rows of each group.
+            activation_dtype: Dtype of the values that are quantized.
+        """
+        parts = tensor.to(activation_dtype).split(m_splits)
+        return [quantizer.quantize(part) for quantizer, part in zip(quantizers, parts, strict=True)]
+
+    def process_gemm_output(self, tensor: Tensor) -> Tensor:
+        """Pass the result of a product to the features; return it, or its replacement."""
+        if torch.compiler.is_compiling():
+            return tensor
+        if self.plan.rowwise == API_CALL_MODIFY:
+            made = self._modified(tensor, GEMMS[self.tensor_name][0])
+            tensor = made.dequantize() if isinstance(made, QuantizedTensorStorage) else made
+        if self.plan.inspects and not self._is_repeated():
+            self._inspect(tensor, None, None)
+        return tensor
+
+    def _directions(self, tensor: Tensor, rowwise: bool, columnwise: bool) -> tuple[Any, Any]:
+        """Return the operands of the row-wise and the column-wise products, and call `inspect_tensor`."""
+        wanted = (rowwise, columnwise)
+        ways = (self.plan.rowwise, self.plan.columnwise)
+        given, values = tensor, tensor
+        if isinstance(tensor, QuantizedTensorStorage):
+            values = tensor.dequantize()
+        by_quantizer = [want and way == STANDARD_QUANTIZE for want, way in zip(wanted, ways, strict=True)]
+        standard = self._standard(given, values, *by_quantizer)
+        made: list[Any] = []
+        for want, way, gemm in zip(wanted, ways, GEMMS[self.tensor_name], strict=True):
+            if not want:
+                made.append(None)
+            elif way == API_CALL_MODIFY:
+                made.append(self._modified(values, gemm))
+            else:
+                made.append(standard if way == STANDARD_QUANTIZE else values)
+        # An input that is quantized again, for its column direction, has been inspected.
+        first_time = not self._is_repeated() and (rowwise or self.tensor_name == "gradient")
+        if self.plan.inspects and first_time:
+            self._inspect(values, *made)
+        return made[0], made[1]
+
+    def _standard(self, given: Tensor, values: Tensor, rowwise: bool, columnwise: bool) -> Any:
+        """Return the tensor as the layer's own quantizer makes it."""
+        if not (rowwise or columnwise) or self.quantizer.is_identity:
+            return values
+        if given is not values:  # quantized before
+            given.update_usage(rowwise_usage=rowwise or None, columnwise_usage=columnwise or None)  # pyright: ignore
+            return given
+        made = self.quantizer.encode(values, rowwise, columnwise)
+        return self.quantizer.wrap(made) if isinstance(made, QuantizedTensorStorage) else made
+
+    def _modified(self, tensor: Tensor, gemm: str | None) -> Any:
+        return features().modify_tensor(
+            layer_name=self.layer_name,
+            gemm=gemm,
+            tensor_name=self.tensor_name,
+            tensor=tensor,
+            default_quantizer=self.parent_quantizer,
+            iteration=TEDebugState.get_iteration(),
+            out=None,
+            dtype=tensor.dtype,
+        )
+
+    def _inspect(self, tensor: Tensor, rows: Any, columns: Any) -> None:
+        if TEDebugState.manager() is None:  # a backward pass after the end of the session
+            return
+        features().inspect_tensor(
+            layer_name=self.layer_name,
+            tensor_name=self.tensor_name,
+            tensor=tensor,
+            rowwise_quantized_tensor=rows if isinstance(rows, QuantizedTensorStorage) else None,
+            columnwise_quantized_tensor=columns if isinstance(columns, QuantizedTensorStorage) else None,
+            quantizer=self.parent_quantizer,
+            iteration=TEDebugState.get_iteration(),
+            tp_group=self.location.tp_group,
+            tp_size=self.location.tp_size,
+        )
+
+    def _operand(self, made: Any, axis: str) -> Any:
+        if made is None:
+            return None
+        if isinstance(made, QuantizedTensorStorage):
+            return storage_of(made).contract(axis)  # pyright: ignore[reportArgumentType]
+        if isinstance(made, Tensor):
+            matrix = plain_matrix(made)
+            return plain(matrix) if axis == COLS else Matrix(matrix)
+        return contracted(made, axis, self.quantizer)
+
+    def _is_repeated(self) -> bool:
+        """Is a tensor of a forward pass computed again, by a backward pass?"""
+        return self.tensor_name in _OF_FORWARD and in_a_backward()
+
+    def replaying(self, state: tuple[Tensor, ...]) -> Quantizer:
+        return self._around(self.quantizer.replaying(state))
+
+    def reducing_over(self, group: torch.distributed.ProcessGroup) -> Quantizer:
+        return self._around(self.quantizer.reducing_over(group))
+
+    def shard_granularity(self, columnwise: bool) -> int | None:
+        """None: values are gathered, because the directions of a tensor may have different formats."""
+        return None
+
+    def _around(self, quantizer: Quantizer) -> DebugQuantizer:
+        return DebugQuantizer(
+            *self.location[:2], quantizer, self.location.tp_group, self.location.tp_size, self.plan
+        )
+
+    def _configuration(self) -> Hashable:
+        return id(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a model does not belong to the session: it gets the layer's own quantizer."""
+        return _same, (self.quantizer,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Quantizer:
+        return self.quantizer.__deepcopy__(memo)
+
+
+class ResultInspector:
+    """Passes the results of a layer's products to features.
+
+    Args:
+        quantizers: {result of the passes: its `DebugQuantizer`} of the results that features read or replace.
+    """
+
+    def __init__(self, quantizers: dict[str, DebugQuantizer]):
+        self.quantizers = quantizers
+        self.results = tuple(sorted(quantizers))
+
+    def inspect(self, result: str, value: Tensor) -> Tensor:
+        """Return the value, or the replacement that a feature makes of it."""
+        return self.quantizers[result].process_gemm_output(value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _same, (None,)
+
+
+def _same(made: Any) -> Any:
+    return made
+
+
+def _records_nothing(matrix: Tensor, operand: Any) -> None:
+    pass
+
+
+def _storage(made: Any) -> QuantizedTensorStorage:
+    if isinstance(made, QuantizedTensorStorage):
+        return storage_of(made)  # pyright: ignore[reportArgumentType]
+    return IdentityTensorStorage(hp_data=made)
