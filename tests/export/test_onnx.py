@@ -1,8 +1,8 @@
 """Exported layers run in onnxruntime on a CPU with the results of the layers.
 
-Tolerances: float32 results agree to 2e-6 of the largest value, which is the order of sums. Under a recipe a value of float32 next
-to a rounding boundary may get the neighboring code, because QuantizeLinear divides by the scale where the layers
-multiply; 0.2 % of the largest value, and a mean error of 1e-4 of it, allow for a few such codes.
+Tolerances: float32 results agree to 2e-6 of the largest value, which is the order of sums. Under a recipe a float32
+value next to a rounding boundary may get the neighboring code, because QuantizeLinear divides by the scale where the
+layers multiply; 0.2 % of the largest value, and a mean error of 1e-4 of it, allow for a few such codes.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ LAYERS = {
 
 
 # LayerNormMLP contains a norm and products like the two other layers.
-COVER = [("LayerNormMLP", name) for name in RECIPES] + [("Linear", "float32"), ("LayerNormLinear", "float32")]
-OTHERS = [(kind, name) for kind in ("Linear", "LayerNormLinear") for name in RECIPES if name != "float32"]
+COVER = [("LayerNormMLP", "current"), ("LayerNormMLP", "mxfp8"), ("Linear", "delayed")]
+OTHERS = [(kind, name) for kind in LAYERS for name in RECIPES if (kind, name) not in COVER]
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def test_an_exported_layer_computes_what_the_layer_computes(kind: str, name: str
 @pytest.mark.parametrize(
     "name",
     [
-        "float32",
         "delayed",
+        pytest.param("float32", marks=pytest.mark.slow),
         pytest.param("current", marks=pytest.mark.slow),
         pytest.param("mxfp8", marks=pytest.mark.slow),
     ],
@@ -164,6 +164,7 @@ class Masked(torch.nn.Module):
         return self.attention(q, k, v, attention_mask=(hidden_q, hidden_kv))
 
 
+@pytest.mark.slow
 def test_an_exported_attention_reads_padding_masks():
     torch.manual_seed(0)
     layer = Masked().eval()
@@ -192,6 +193,7 @@ def test_an_exported_attention_reads_padding_masks():
         torch.testing.assert_close(torch.from_numpy(session.run(None, named)[0]), want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_bfloat16_model_is_exported_in_bfloat16():
     """onnxruntime multiplies no bfloat16 on a CPU; ONNX's reference evaluator does."""
     ml_dtypes = pytest.importorskip("ml_dtypes", reason="bfloat16 of NumPy is in ml_dtypes")
@@ -218,7 +220,14 @@ def divided(x: torch.Tensor) -> torch.Tensor:
     return (x.float() / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).float() * scale
 
 
-@pytest.mark.parametrize("name", ["delayed", "current", "mxfp8"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "current",
+        pytest.param("delayed", marks=pytest.mark.slow),
+        pytest.param("mxfp8", marks=pytest.mark.slow),
+    ],
+)
 def test_a_bfloat16_layer_is_exported_under_a_recipe(name: str):
     """Products in FP8 are computed in float32 between casts, which onnxruntime runs on a CPU.
 
