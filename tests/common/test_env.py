@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,8 @@ def test_a_default_has_the_type_and_the_value_that_its_row_allows(name):
 def test_every_variable_is_either_read_somewhere_or_marked_as_accepted():
     source = "".join(path.read_text() for path in PACKAGE.rglob("*.py") if path != Path(env.__file__))
     source += Path(env.__file__).read_text().partition("VARIABLES:")[2]
+    # A public constant of the original that holds the name of a variable does not read the variable.
+    source = re.sub(r'^\w+_ENV = "\w+"$', "", source, flags=re.MULTILINE)
     read = {name for name in env.VARIABLES if f'"{name}"' in source}
     accepted = {name for name, row in env.VARIABLES.items() if row.meaning.startswith("Accepted; ")}
     assert read | accepted == set(env.VARIABLES)

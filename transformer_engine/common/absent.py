@@ -109,8 +109,11 @@ ABSENT = {
     "te_general_grouped_gemm with their members, or general_grouped_gemm",
     "transformer_engine_torch.grouped_mlp_experimental": "parts of a kernel for Blackwell; use te.ops.GroupedLinear "
     "and a scaled activation in a te.ops.Sequential",
-    "transformer_engine_torch.nvfp4_*": "one step of the original's quantization of weights from shards; call "
-    "transformer_engine.pytorch.tensor.utils.quantize_master_weights, or a te.NVFP4Quantizer",
+    **dict.fromkeys(
+        ("transformer_engine_torch.nvfp4_2d_[!cp]*", "transformer_engine_torch.nvfp4_[!2d]*"),
+        "one step of the original's quantization of weights from shards; call "
+        "transformer_engine.pytorch.tensor.utils.quantize_master_weights, or a te.NVFP4Quantizer",
+    ),
     "transformer_engine_torch.group_requantize_inplace": "quantizes a group again in place; call quantize() of the "
     "GroupedTensor",
     **dict.fromkeys(
