@@ -61,15 +61,15 @@ class Composition:
         """The states of delayed scaling belong to a process, and cannot be those of a thread."""
         return self.recipe == "delayed"
 
-    def mesh(self) -> Any:
+    def mesh(self, device: torch.device) -> Any:
         shape = (self.fsdp, self.cp, self.tp)
-        return init_device_mesh("cpu", shape, mesh_dim_names=("fsdp", "cp", "tp"))
+        return init_device_mesh(device.type, shape, mesh_dim_names=("fsdp", "cp", "tp"))
 
 
 class Block(nn.Module):
     """A Transformer layer whose forward pass is computed again in the backward pass, if requested."""
 
-    def __init__(self, row: Composition, mesh: Any) -> None:
+    def __init__(self, row: Composition, device: torch.device, mesh: Any) -> None:
         super().__init__()
         self.recompute = row.recompute
         size = 1 if mesh is None else row.tp
@@ -85,7 +85,7 @@ class Block(nn.Module):
             tp_group=None if mesh is None or size == 1 else mesh.get_group("tp"),
             tp_size=size,
             sequence_parallel=row.sp and size > 1,
-            device="cpu",
+            device=device,
             params_dtype=torch.float32,
         )
         if mesh is not None and row.cp > 1:
@@ -96,14 +96,14 @@ class Block(nn.Module):
         return te.checkpoint(self.layer, x) if self.recompute else self.layer(x)
 
 
-def model_of(row: Composition, mesh: Any) -> nn.Module:
-    model = Block(row, mesh)
+def model_of(row: Composition, device: torch.device, mesh: Any) -> nn.Module:
+    model = Block(row, device, mesh)
     shard = mesh.get_local_rank("tp") if mesh is not None else 0
     with torch.no_grad():
         for number, p in enumerate(model.parameters()):
             seed = 100 * number + (shard if getattr(p, "tensor_model_parallel", False) else 0)
             drawn = 0.15 * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
-            p.copy_(drawn if p.dim() == 2 else p + drawn)
+            p.copy_(drawn if p.dim() == 2 else p + drawn.to(device))
     if mesh is not None and row.fsdp > 1:
         fully_shard(model, mesh=mesh["fsdp"])
     return model
@@ -127,19 +127,20 @@ def pairs(row: Composition) -> set[tuple[tuple[str, Any], ...]]:
     return set(itertools.combinations([(field.name, getattr(row, field.name)) for field in fields(row)], 2))
 
 
-def verified(row: Composition) -> te.Verification:
+def verified(row: Composition, device: torch.device) -> te.Verification:
     x = torch.randn(TOKENS, BATCH, HIDDEN, generator=torch.Generator().manual_seed(1))
     return te.verify(
-        functools.partial(model_of, row),
-        x,
-        mesh=row.mesh(),
+        functools.partial(model_of, row, device),
+        x.to(device),
+        mesh=row.mesh(device),
         recipe=RECIPES[row.recipe](),
         sequence_parallel=row.sp,
     )
 
 
 def verified_in_process(device: torch.device, row: Composition) -> str:
-    return _outcome(verified(row))
+    with te.emulate():  # a GPU lacks some of the formats
+        return _outcome(verified(row, device))
 
 
 def outcome(row: Composition) -> str:
@@ -148,7 +149,8 @@ def outcome(row: Composition) -> str:
         with tempfile.TemporaryDirectory() as directory:
             run = functools.partial(verified_in_process, row=row)
             return run_on_ranks(run, row.ranks, Path(directory))[0]
-    return _outcome(run_on_threads(lambda rank: verified(row), row.ranks)[0])
+    with te.emulate():
+        return _outcome(run_on_threads(lambda rank: verified(row, torch.device("cpu")), row.ranks)[0])
 
 
 def _outcome(report: te.Verification) -> str:

@@ -78,7 +78,7 @@ def extents(case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (case.tokens,) * case.batch, (case.keys or case.tokens,) * case.batch
 
 
-def problem(case: Case) -> dict[str, Tensor]:
+def problem(case: Case, device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """Tensors of the whole problem, packed [t, h, d]: sequence after sequence."""
     generator = torch.Generator().manual_seed(7)
     total_q, total_k = (sum(lengths) for lengths in extents(case))
@@ -100,7 +100,7 @@ def problem(case: Case) -> dict[str, Tensor]:
         made["masked"] = masked
     if case.softmax == "learnable":
         made["sink"] = torch.randn(case.heads, generator=generator)
-    return made
+    return {name: tensor.to(device) for name, tensor in made.items()}
 
 
 def exact(case: Case) -> dict[str, Tensor]:
@@ -215,10 +215,10 @@ def attention_of(case: Case, group: Any) -> DotProductAttention:
     return module
 
 
-def shared(case: Case, rank: int) -> dict[str, Tensor]:
-    """Results and gradients of one rank."""
+def shared(case: Case, rank: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """Results and gradients of one rank; cases with masks or lengths run on the CPU."""
     group, rank = groups_of(case, rank)
-    given, (lengths_q, lengths_k) = problem(case), extents(case)
+    given, (lengths_q, lengths_k) = problem(case, device), extents(case)
     rows, columns = (held_tokens(lengths, case.size, rank) for lengths in (lengths_q, lengths_k))
     names = ("q", "k", "v")
     local = {

@@ -158,11 +158,11 @@ def _on_processes(device: torch.device) -> list[torch.Tensor]:
     found = []
     for comm in SCHEMES:
         case = Case(comm=comm, groups=4)
-        found += shared(case, dist.get_rank()).values()
+        found += shared(case, dist.get_rank(), device).values()
     outputs = []
     for seed in (5, 5, 6):
         torch.manual_seed(seed)
-        outputs.append(_dropped_out(dist.get_rank())[0])
+        outputs.append(_dropped_out(dist.get_rank(), device)[0])
     # Dropout depends on the seed of each rank alone.
     assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[0], outputs[2])
     return found
@@ -194,7 +194,7 @@ def test_a_layer_rotates_and_attends_by_the_positions_of_its_rank(layout, comm):
     lengths = (8, 16) if layout == "thd" else (16,)
     shape = (24,) if layout == "thd" else (16, 2) if layout == "sbhd" else (2, 16)
     x = torch.randn(*shape, 32, generator=torch.Generator().manual_seed(1))
-    angles = te.attention.RotaryPositionEmbedding(8)(16)
+    angles = te.attention.RotaryPositionEmbedding(8)(16).cpu()
     bounds = torch.tensor([0, 8, 24], dtype=torch.int32)
     given = {"rotary_pos_emb": angles}
     if layout == "thd":
@@ -226,10 +226,10 @@ def test_a_layer_rotates_and_attends_by_the_positions_of_its_rank(layout, comm):
 # Dropout, determinism, explanations
 
 
-def _dropped_out(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _dropped_out(rank: int, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
     """Output of a rank with dropout, and <dout, out> and <dv, v>, summed over the ranks."""
     case = Case(comm="p2p", size=2, tokens=32)
-    given, rows = problem(case), held_tokens((32, 32), 2, rank)
+    given, rows = problem(case, device), held_tokens((32, 32), 2, rank)
     q, k, v = (in_layout(given[name][rows], "sbhd", 2).double().requires_grad_() for name in "qkv")
     module = attention_of(case, dist.group.WORLD)
     module.attention_dropout = 0.5

@@ -39,6 +39,12 @@ CASES = [
 RECIPES = {"delayed": DelayedScaling(fp8_dpa=True), "current": Float8CurrentScaling(fp8_dpa=True)}
 
 
+@pytest.fixture(autouse=True)
+def _states_on_the_cpu(monkeypatch):
+    """The module has no parameters, whose device its states would have; its inputs are on the CPU."""
+    monkeypatch.setattr(te.DotProductAttention, "_state_device", lambda self: torch.device("cpu"))
+
+
 def _run(case: Case, recipe, rank: int):
     with te.autocast(enabled=True, recipe=recipe):
         return shared(case, rank)
@@ -157,7 +163,7 @@ def test_delayed_scaling_needs_amaxes_of_all_ranks():
     run_on_threads(run, 2)
 
 
-def test_recipes_that_scale_blocks_exchange_values():
+def test_recipes_that_scale_blocks_exchange_values(emulated):
     case, recipe = replace(CASE, head_dim=(32, 32)), MXFP8BlockScaling(fp8_dpa=True)
     whole = exact(case)
     alone = run_on_threads(partial(_run, replace(case, size=1), recipe), 1)[0]

@@ -20,18 +20,18 @@ WIDTH, ROWS = 64, 32
 RECIPES = {"none": None, "delayed": recipes.DelayedScaling, "current": recipes.Float8CurrentScaling}
 
 
-def _layers():
+def _layers(device):
     torch.manual_seed(3)
     FP8GlobalStateManager.reset()
-    return nn.Sequential(te.Linear(WIDTH, WIDTH, device="cpu"), te.LayerNormMLP(WIDTH, WIDTH, device="cpu"))
+    return nn.Sequential(te.Linear(WIDTH, WIDTH, device=device), te.LayerNormMLP(WIDTH, WIDTH, device=device))
 
 
 def _loss(model, recipe, number, parts=1):
     """The sum of `parts` losses of one output; every rank has its own batch."""
     generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
     with te.autocast(recipe is not None, recipe=None if recipe is None else recipe()):
-        y = model(torch.randn(ROWS, WIDTH, generator=generator))
-    return sum(((part - i).square().mean() for i, part in enumerate(y.chunk(parts, dim=-1))), torch.zeros(()))
+        y = model(torch.randn(ROWS, WIDTH, generator=generator).to(next(model.parameters()).device))
+    return sum(((part - i).square().mean() for i, part in enumerate(y.chunk(parts, dim=-1))), y.new_zeros(()))
 
 
 def _averaged(model):
@@ -44,9 +44,9 @@ def _gradients(model):
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-def _ddp(recipe):
+def _ddp(recipe, device):
     """Gradients under DDP and their average without it: of one pass, of two accumulated ones, of three losses."""
-    plain = _layers()
+    plain = _layers(device)
     expected = []
     for passes, parts in ((1, 1), (2, 1), (1, 3)):
         plain.zero_grad()
@@ -62,7 +62,7 @@ def _ddp(recipe):
         assert work is not None
         return work.get_future().then(lambda future: future.value()[0])
 
-    wrapped = DistributedDataParallel(_layers(), bucket_cap_mb=0.02)
+    wrapped = DistributedDataParallel(_layers(device), bucket_cap_mb=0.02)
     wrapped.register_comm_hook(None, hook)
     found = []
     for passes, parts in ((1, 1), (2, 1), (1, 3)):
@@ -74,15 +74,14 @@ def _ddp(recipe):
     return torch.stack(expected), torch.stack(found), torch.tensor(buckets)
 
 
-def _fsdp1(recipe):
+def _fsdp1(recipe, device):
     """Outputs of three steps alone and sharded, on equal batches, and whether quantized parameters are rejected."""
-    cpu = torch.device("cpu")
 
     def train(model):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         outputs = []
         for number in range(3):
-            x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
+            x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number)).to(device)
             with te.autocast(recipe=recipe()):
                 y = model(x)
             outputs.append(y.detach())
@@ -92,15 +91,17 @@ def _fsdp1(recipe):
         return torch.stack(outputs)
 
     wrap = te.distributed.FullyShardedDataParallel
-    model = wrap(nn.Sequential(*[wrap(layer, device_id=cpu) for layer in _layers()]), device_id=cpu)
+    model = wrap(
+        nn.Sequential(*[wrap(layer, device_id=device) for layer in _layers(device)]), device_id=device
+    )
     layers = [module for module in model.modules() if isinstance(module, (te.Linear, te.LayerNormMLP))]
     assert len(layers) == 2 and all(dist.get_world_size(vars(layer)["fsdp_group"]) == 2 for layer in layers)
     assert isinstance(model, fsdp.FullyShardedDataParallel)
     with te.quantized_model_init(recipe=recipe()):
-        quantized = te.Linear(WIDTH, WIDTH, device="cpu")
+        quantized = te.Linear(WIDTH, WIDTH, device=device)
     with pytest.raises(RuntimeError, match="holds quantized parameters"):
         te.distributed.prepare_te_modules_for_fsdp(_rejected(quantized, model))
-    return train(_layers()), train(model)
+    return train(_layers(device)), train(model)
 
 
 def _rejected(layer, wrapper):
@@ -112,8 +113,8 @@ def _rejected(layer, wrapper):
 
 
 def _everything(device):
-    found = {f"ddp {name}": _ddp(recipe) for name, recipe in RECIPES.items()}
-    return found | {f"fsdp1 {name}": _fsdp1(RECIPES[name]) for name in ("delayed", "current")}
+    found = {f"ddp {name}": _ddp(recipe, device) for name, recipe in RECIPES.items()}
+    return found | {f"fsdp1 {name}": _fsdp1(RECIPES[name], device) for name in ("delayed", "current")}
 
 
 @pytest.fixture(scope="module")

@@ -205,8 +205,8 @@ def test_buffers_of_the_caller_hold_rows_weights_and_gradient():
     def attempt(rank: int) -> None:
         ep.ep_bootstrap(None, 8, 6, HIDDEN, 2, 32)
         buffer = ep.EpBuffer(2, 6, HIDDEN, 4)
-        rows, gradient = (ep.symm_mem_alloc((32, HIDDEN), torch.float32, None) for _ in range(2))
-        weights = ep.symm_mem_alloc([32], torch.float32, None)
+        rows, gradient = (ep.symm_mem_alloc((32, HIDDEN), torch.float32, None, "cpu") for _ in range(2))
+        weights = ep.symm_mem_alloc([32], torch.float32, None, "cpu")
         assert (
             ep.is_symm_backed(rows) and ep.is_symm_backed(rows[3:]) and not ep.is_symm_backed(torch.zeros(3))
         )

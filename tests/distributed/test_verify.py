@@ -33,9 +33,12 @@ class Plan:
     error: str = ""
     weights: str = "gathered"
     dtype: torch.dtype = torch.float32
+    device: str = "cpu"
 
     def mesh(self) -> Any:
-        return init_device_mesh("cpu", (2,) * len(self.names), mesh_dim_names=self.names)
+        return init_device_mesh(
+            torch.device(self.device).type, (2,) * len(self.names), mesh_dim_names=self.names
+        )
 
 
 def model_of(plan: Plan, mesh: Any) -> nn.Sequential:
@@ -43,7 +46,7 @@ def model_of(plan: Plan, mesh: Any) -> nn.Sequential:
     tp = mesh is not None and "tp" in plan.names
     group = mesh.get_group("tp") if mesh is not None and tp else None
     size, error = (2 if tp else 1), plan.error if mesh is not None else ""
-    options: dict[str, Any] = {"device": "cpu", "params_dtype": plan.dtype}
+    options: dict[str, Any] = {"device": plan.device, "params_dtype": plan.dtype}
     parallel = {"tp_group": group, "tp_size": size, "sequence_parallel": plan.sequence and tp}
     first = te.LayerNormLinear(HIDDEN, INNER, parallel_mode="column" if tp else None, **options, **parallel)
     if error == "no all-reduce":
@@ -64,7 +67,7 @@ def model_of(plan: Plan, mesh: Any) -> nn.Sequential:
         **options,
         **parallel,
     )
-    norm = te.LayerNorm(HIDDEN, sequence_parallel=plan.sequence and tp, dtype=plan.dtype, device="cpu")
+    norm = te.LayerNorm(HIDDEN, sequence_parallel=plan.sequence and tp, dtype=plan.dtype, device=plan.device)
     model = nn.Sequential(norm, first, second, block)
     own = mesh.get_local_rank("tp") if mesh is not None and tp else 0
     fill(model, own)
@@ -100,10 +103,10 @@ def fill(model: nn.Module, shard: int, start: int = 0) -> None:
 
 
 def verified(plan: Plan, recipe: Any = None, **options: Any) -> te.Verification:
-    x = torch.randn(TOKENS, BATCH, HIDDEN, generator=torch.Generator().manual_seed(5)).to(plan.dtype)
+    x = torch.randn(TOKENS, BATCH, HIDDEN, generator=torch.Generator().manual_seed(5))
     return te.verify(
         functools.partial(model_of, plan),
-        x,
+        x.to(plan.device, plan.dtype),
         mesh=plan.mesh(),
         recipe=recipe,
         sequence_parallel=plan.sequence,
@@ -132,7 +135,7 @@ def on_threads(plan: Plan, recipe: Any = None, **options: Any) -> te.Verificatio
 )
 @pytest.mark.parametrize("name", ["none", "current", "mxfp8"])
 @pytest.mark.sampled(9)
-def test_a_correct_model_is_within_its_noise(plan: Plan, name: str):
+def test_a_correct_model_is_within_its_noise(plan: Plan, name: str, emulated):
     recipes = {"none": None, "current": recipe.Float8CurrentScaling(), "mxfp8": recipe.MXFP8BlockScaling()}
     report = on_threads(plan, recipes[name])
     assert report.equal, str(report)
@@ -154,7 +157,7 @@ PLANTED = {
 
 @pytest.mark.parametrize("error", PLANTED)
 @pytest.mark.parametrize("name", ["none", "current", "nvfp4"])
-def test_a_planted_error_is_named(error: str, name: str):
+def test_a_planted_error_is_named(error: str, name: str, emulated):
     recipes = {
         "none": None,
         "current": recipe.Float8CurrentScaling(),
@@ -230,11 +233,11 @@ def test_unsummed_norm_gradients_of_sequence_parallelism_are_found():
 
 def in_processes(device: torch.device) -> dict[str, Any]:
     """Reports of delayed scaling, whose states belong to a process, with and without their reduction."""
-    delayed = recipe.DelayedScaling(amax_history_len=2)
-    found: dict[str, Any] = {"delayed": verified(Plan(sequence=True), delayed)}
+    delayed, plan = recipe.DelayedScaling(amax_history_len=2), Plan(sequence=True, device=str(device))
+    found: dict[str, Any] = {"delayed": verified(plan, delayed)}
     reduce = delayed_scaling._reduce
     delayed_scaling._reduce = lambda *arguments: None
-    found["unreduced"] = verified(Plan(sequence=True), delayed)
+    found["unreduced"] = verified(plan, delayed)
     delayed_scaling._reduce = reduce
     return {
         name: (report.equal, str(report), "" if report.first is None else report.first.tensor)

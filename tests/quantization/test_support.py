@@ -12,7 +12,7 @@ from transformer_engine.common.recipe import (
     NVFP4BlockScaling,
 )
 from transformer_engine.pytorch import quantization as q
-from transformer_engine.pytorch.quantization import support
+from transformer_engine.pytorch.quantization import families, support
 
 CHECKS = {
     "bf16": (q.check_bf16_support, q.is_bf16_available),
@@ -30,7 +30,8 @@ def machine(monkeypatch):
     def pretend(capability, cuda=(12, 9)):
         monkeypatch.delenv("TE_EMULATE", raising=False)
         monkeypatch.setattr(support, "has_cuda", lambda: capability is not None)
-        monkeypatch.setattr(support, "get_device_compute_capability", lambda: capability or (0, 0))
+        for module in (support, families):
+            monkeypatch.setattr(module, "get_device_compute_capability", lambda: capability or (0, 0))
         monkeypatch.setattr(support, "cuda_version", lambda: cuda)
 
     return pretend

@@ -38,7 +38,6 @@ NOT_CHANGED = {
     "layernorm_qkv": "a child or None",
     "layernorm_query": "a child or None",
     "numerics": "the owner of fp8_meta and quantizers, no setting",
-    "overlap": "the original's communication overlap, which nothing here reads",
     "param_init_meta": "read by reset_parameters, which reads it anew",
     "q_norm": "a child or None",
     "quantizers": "tests/quantization/test_custom_quantizers.py",

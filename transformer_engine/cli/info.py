@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Annotated, Any
@@ -88,9 +89,10 @@ def machine() -> MachineReport:
     )  # with its build, which the distribution's metadata may leave out
     versions["CUDA"] = _dotted(cuda_version(), "none: this torch is built without CUDA")
     versions["cuDNN"] = _dotted(get_cudnn_version(), "none: torch loads it with a CUDA device only")
-    return MachineReport(
-        __version__, platform.python_version(), device, capability, memory, versions, jax_machine()
-    )
+    # JAX makes the last GPU that it finds the current device of the thread.
+    with torch.cuda.device(torch.cuda.current_device()) if has_cuda() else nullcontext():
+        of_jax = jax_machine()
+    return MachineReport(__version__, platform.python_version(), device, capability, memory, versions, of_jax)
 
 
 def as_dict(described: MachineReport, found: Survey) -> dict[str, Any]:

@@ -75,6 +75,16 @@ ABSENT = {
     "package, transformer_engine.pytorch or transformer_engine.jax",
     **dict.fromkeys(
         (
+            "transformer_engine.debug.features.disable_fp8_gemm",
+            "transformer_engine.debug.features.disable_fp8_layer",
+            "transformer_engine.debug.features.log_nvfp4_tensor_stats",
+            "transformer_engine.debug.features.per_tensor_scaling",
+        ),
+        "a file of the original; nvdlfw_inspect finds features by class: import the class from disable_quantization, "
+        "fake_quant or log_fp8_tensor_stats of transformer_engine.debug.features",
+    ),
+    **dict.fromkeys(
+        (
             "transformer_engine.pytorch.custom_recipes.utils",
             "transformer_engine.pytorch.custom_recipes.reference_utils",
         ),

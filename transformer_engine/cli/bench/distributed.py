@@ -174,11 +174,12 @@ def _intervals(step: Callable[[], object], count: int, groups: Groups, device: t
             marks.append(time.perf_counter())
         return [1e3 * (last - first) for first, last in pairwise(marks)]
     step()  # fills the stream's queue
+    stream = torch.cuda.current_stream(device)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    events[0].record()
+    events[0].record(stream)
     for event in events[1:]:
         step()
-        event.record()
+        event.record(stream)
     torch.cuda.synchronize()
     return [first.elapsed_time(last) for first, last in pairwise(events)]
 

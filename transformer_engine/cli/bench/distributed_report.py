@@ -16,9 +16,9 @@ from rich.markup import escape
 from rich.table import Table
 from torch.cuda import nccl
 
+from ..._version import __version__
 from ..devices import joined
 from ..failure import writing
-from ..info import machine
 from .distributed import FULL_ON_RANKS, MEANING, QUICK_ON_RANKS, Groups, RanksRow, run_on_ranks
 from .distributed_cases import RanksCase, ranks_cases
 from .report import write
@@ -108,12 +108,13 @@ def print_rows(console: Console, rows: Sequence[RanksRow]) -> None:
 
 def as_dict(rows: Sequence[RanksRow], ranks: int) -> dict[str, Any]:
     """Return the content of the JSON file: machine, ranks, torch, command, meaning and results."""
-    described = machine()
+    # Not `cli.info.machine`: it starts JAX, which makes another GPU the current device of the process.
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
     return {
-        "machine": described.device,
+        "machine": device,
         "ranks": ranks,
         "backend": dist.get_backend(),
-        "package": described.version,
+        "package": __version__,
         "torch": str(torch.__version__),
         "nccl": ".".join(map(str, nccl.version())) if torch.cuda.is_available() else None,
         "python": platform.python_version(),

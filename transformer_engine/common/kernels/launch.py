@@ -234,11 +234,21 @@ class Handle:
 
 
 def _check(launch: Launch, tensors: Tensors) -> None:
-    """Raise AssertionError unless the number of tensors and the dtypes of the outputs match the record."""
+    """Raise an error unless the tensors are on one device, and their number and the outputs' dtypes match the record.
+
+    Raises:
+        AssertionError: The number of tensors or the dtype of an output differs.
+        ValueError: The tensors are on several devices.
+    """
     name = launch.kernel.fn.__name__
     inputs = launch.inputs
     expected = inputs + len(launch.outputs)
     assert len(tensors) == expected, f"{name} takes {expected} tensors, it was given {len(tensors)}"
+    devices = {str(tensor.device) for tensor in tensors if tensor is not None}
+    if len(devices) > 1:
+        raise ValueError(
+            f"{name} was given tensors on {' and '.join(sorted(devices))}; move all of them to one device"
+        )
     for place, output in enumerate(launch.outputs, inputs):
         tensor = tensors[place]
         if output is None or tensor is None:

@@ -5,7 +5,7 @@
 | `DisableFP8GEMM`, `DisableQuantizationGEMM` | some products in high precision | `disable_quantization.py` |
 | `DisableFP8Layer`, `DisableQuantizationLayer` | all products in high precision | `disable_quantization.py` |
 | `FakeQuant` | values of FP8 or MXFP8 in high-precision products | `fake_quant.py` |
-| `PerTensorScaling` | current scaling of some tensors under delayed scaling | `per_tensor_scaling.py` |
+| `PerTensorScaling` | current scaling of some tensors under delayed scaling | `fake_quant.py` |
 | `LogTensorStats` | statistics of values | `log_tensor_stats.py` |
 | `LogFp8TensorStats`, `LogNvfp4TensorStats` | statistics of quantization errors | `log_fp8_tensor_stats.py` |
 | `DumpTensors` | tensors in files | `dump_tensors.py` |

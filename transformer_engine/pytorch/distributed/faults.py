@@ -76,13 +76,24 @@ def checks_step(group: dist_group_type, x: Any) -> bool:
     return record is None or not record.finished or env.get("TE_CHECK") != "0"
 
 
+def transport_device(group: dist_group_type | None, device: torch.device) -> torch.device:
+    """Return a device whose tensors the group transfers: `device` if possible, otherwise the current GPU.
+
+    A group of NCCL alone transfers no tensors of the CPU.
+    """
+    backends = dist.get_backend_config(group).split(",")  # such as "cpu:gloo", "cuda:nccl"
+    if device.type == "cpu" and all(backend.startswith("cuda:") for backend in backends):
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def check_step(group: dist_group_type, settings: Mapping[str, object], device: torch.device) -> None:
     """Compare settings over the ranks of a group; every rank has to call it (see `checks_step`).
 
     Args:
         group: Process group.
         settings: Names and values that all ranks must have in common.
-        device: Device of the group's collectives.
+        device: Device of the tensors. The hashes travel on a device that the group supports.
 
     Raises:
         RuntimeError: On every rank: the values differ. The message has the ranks of each value.
@@ -93,7 +104,8 @@ def check_step(group: dist_group_type, settings: Mapping[str, object], device: t
     own["TE_CHECK"] = level = str(env.get("TE_CHECK"))
     own[OPTIMIZER_STEPS] = str(updates if level != "0" else min(updates, 1))
     digest = hashlib.sha256(repr(sorted(own.items())).encode()).digest()
-    sent = torch.tensor([int.from_bytes(digest[:8], "little", signed=True)], device=device)
+    place = transport_device(group, device)
+    sent = torch.tensor([int.from_bytes(digest[:8], "little", signed=True)], device=place)
     received = sent.new_empty(dist.get_world_size(group))
     with NamedFailures("comparison of settings", sent, group):
         dist.all_gather_into_tensor(received, sent, group=group)

@@ -103,6 +103,11 @@ class GroupedCall:
     def scale_update(self) -> ScaleUpdate | None:
         return self.spec.scale_update
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the results, which steps shared with other layers read."""
+        return self.groups[0].dtype
+
     # Numbers of rows change from call to call, so a compiled pass would serve one call only.
     compiled = None
     beside = ()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..distributed.collectives import gather_along_first_dim, rank, world_size
+from ..distributed.faults import transport_device
 from ..module import LayerNorm, LayerNormMLP, RMSNorm
 from ..primitives.activation import ACTIVATIONS
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -129,7 +130,9 @@ def copy_parameters(
                 value, shards = gather_parts(local, dim, place.tensor_group, parts)
                 note = _repeated(shards, place.tensor[0])
             if world_size() > 1:
-                dist.broadcast(value, 0)
+                sent = value.to(transport_device(None, value.device))
+                dist.broadcast(sent, 0)
+                value = sent.to(value.device)
             for copy in whole:
                 copy[name].value.copy_(value)
             expected = value if dim is None else shard_parts(value, dim, place.tensor, parts)

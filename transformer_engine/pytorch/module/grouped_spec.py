@@ -21,6 +21,7 @@ from ..functions.grouped_way import (
     QUANTIZED_PARAMETERS,
     SINGLE_QUANTIZERS,
     TABLE,
+    GroupedWay,
     asked_for,
 )
 from ..functions.layer_passes import layer_passes, linear_facts
@@ -141,12 +142,12 @@ def _features(
     return tuple([feature for feature, used in found.items() if used])
 
 
-def _way(call: Call, features: tuple[str, ...], weight: Facts | None) -> tuple[Any, ...]:
+def _way(call: Call, features: tuple[str, ...], weight: Facts | None) -> GroupedWay:
     """Return the request of `grouped_way.TABLE` for a call with rows."""
     config: Any = call.config
     x = call.input
     assert weight is not None
-    return (
+    return GroupedWay(
         features,
         asked_for(),
         x.kind in (torch.Tensor, torch.nn.Parameter),

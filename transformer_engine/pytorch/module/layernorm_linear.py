@@ -211,9 +211,7 @@ class LayerNormLinear(ProductsModule):
             outputs += (self.returned_norm_output(norm_output),)
         return outputs
 
-    def onnx_forward(
-        self, inp: Tensor, fp8_output: bool | None = False
-    ) -> Tensor | tuple[Tensor | None, ...]:
+    def onnx_forward(self, inp: Tensor, fp8_output: bool | None = False) -> Tensor | tuple[Any, ...]:
         """Compute `forward` in operators that ONNX can express; see `Linear.onnx_forward`."""
         config = self._config
         weight, bias = weight_and_bias(self)

@@ -286,7 +286,7 @@ class LayerNormMLP(ProductsModule):
             outputs += (self.returned_norm_output(norm_output),)
         return outputs
 
-    def onnx_forward(self, inp: Tensor) -> Tensor | tuple[Tensor | None, ...]:
+    def onnx_forward(self, inp: Tensor) -> Tensor | tuple[Any, ...]:
         """Compute `forward` in operators that ONNX can express; see `Linear.onnx_forward`."""
         config = self._config
         gamma, beta = parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias")
