@@ -67,7 +67,7 @@ class QuantizeSpec:
         if self.four_over_six:
             if self.four_over_six not in BLOCK_ERRORS:
                 raise ValueError(
-                    f"four_over_six={self.four_over_six!r} is not an error measure; choose one of "
+                    f"four_over_six={self.four_over_six!r} is not a known error measure; choose one of "
                     f"{', '.join(BLOCK_ERRORS)}"
                 )
             if not self.format.four_over_six:

@@ -194,7 +194,7 @@ def traced_exposure(step: Callable[[], object]) -> float | None:
     kernels = [
         (event.name, event.time_range.start, event.time_range.end)
         for event in profiler.events() or ()
-        # Ranges of the host, such as "nccl:all_reduce", are no kernels.
+        # Ranges of the host, such as "nccl:all_reduce", are not kernels.
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("nccl:")
     ]
     return exposure(kernels)
