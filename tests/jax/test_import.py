@@ -30,10 +30,8 @@ def test_the_package_alone_imports_no_framework():
 
 # As an attribute of the package, where the other framework fails as if it were not installed.
 OF_JAX = (
-    BLOCK.format(name="torch") + BLOCK.format(name="triton") + "import time, flax, transformer_engine\n"
-    "begun = time.process_time()\n"
+    BLOCK.format(name="torch") + BLOCK.format(name="triton") + "import flax, transformer_engine\n"
     "transformer_engine.jax\n"
-    "print(time.process_time() - begun)\n"
     "from jax._src import xla_bridge\n"
     "assert not xla_bridge._backends, 'a device was asked for'\n"
 )
@@ -42,10 +40,6 @@ OF_JAX = (
 def test_the_jax_side_works_without_torch_and_asks_for_no_device():
     done = run(OF_JAX)
     assert done.returncode == 0, done.stderr
-    seconds = [float(done.stdout)]
-    while min(seconds) > 0.5 and len(seconds) < 3:  # a busy machine is asked again
-        seconds.append(float(run(OF_JAX).stdout))
-    assert min(seconds) <= 0.5, "of a core, above what flax takes"
 
 
 @pytest.mark.parametrize("name", ["pytorch", "jax"])
