@@ -154,12 +154,9 @@ def nvfp4_2d_compute_partial_amax(
     """Compute the maxima of the blocks [16, 16] of a weight; see `fp8_block_scaling_compute_partial_amax`.
 
     Args:
-        tensor: Shard, of any shape.
-        amax: float32 [at least ceil(h / block_len), at least ceil(w / block_len)], overwritten.
-        h: Rows of the weight.
-        w: Columns of the weight.
-        start_offset: First element of the shard.
         block_len: Rows and columns of a block.
+
+    The other arguments are those of `fp8_block_scaling_compute_partial_amax`.
 
     Raises:
         ValueError: The shard exceeds the weight.
