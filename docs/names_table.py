@@ -52,7 +52,7 @@ def listed() -> list[Name]:
 
 
 def resolved(name: str) -> Any:
-    """Return the object of a dotted name, an attribute before a module; AttributeError if there is none."""
+    """Return the object of a dotted name, an attribute before a module; AttributeError if it does not exist."""
     place, _, last = name.rpartition(".")
     if not place:
         return importlib.import_module(name)

@@ -89,7 +89,6 @@ def compositions() -> dict:
 
 
 @pytest.mark.parametrize("name", ["fsdp", "dp and tp with sequences", "fsdp and tp in mxfp8"])
-@pytest.mark.sampled(1)
 def test_a_sharded_layer_keeps_loss_gradients_and_state(compositions, name):
     assert compositions[name] < 1e-5
 
@@ -101,7 +100,6 @@ def test_a_sharded_layer_keeps_loss_gradients_and_state(compositions, name):
         "ALL_GATHER packed in stripes", "ALL_GATHER causal unbalanced with a window",
     ],
 )  # fmt: skip
-@pytest.mark.sampled(3)
 def test_attention_of_a_sequence_over_devices(compositions, name):
     assert compositions[name] < 5e-5
 

@@ -1,4 +1,4 @@
-"""Which cases of a parametrized test run always, and which when all are asked for (`make test ARGS="-m slow"`).
+"""Which cases of a parametrized test always run, and which only when all are requested (`make test ARGS="-m slow"`).
 
 cases [A x B]: every pair of two lists, of which a cover runs always.
 

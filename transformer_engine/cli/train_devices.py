@@ -85,7 +85,7 @@ def _clear(folder: Path) -> None:
 
 
 def train_on_ranks(request: TrainRequest, clears: bool) -> None:
-    """Train on this rank from the last checkpoint of the folder, or from the start if there is none.
+    """Train on this rank from the last checkpoint of the folder, or from the start without one.
 
     Args:
         request: Options of the run.

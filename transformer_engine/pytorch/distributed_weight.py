@@ -18,7 +18,7 @@ __all__ = [
 
 @runtime_checkable
 class DistributedWeight(Protocol):
-    """A tensor that stands for a shard of a weight and can produce the weights of its group.
+    """A tensor that represents a shard of a weight and can produce the weights of its group.
 
     The first weight of a group acts for all of them.
 

@@ -32,7 +32,7 @@ from .model import ByteGPT
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Numbers of ranks: all of them, and those that share weights (tp), sequences (cp) and parameters (fsdp)."""
+    """Numbers of ranks: total, and sharing weights (tp), sequences (cp) and parameters (fsdp)."""
 
     devices: int
     tp: int = 1
