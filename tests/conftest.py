@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.cases import mark_all_but_samples_slow
+from transformer_engine.pytorch.distributed import set_all_rng_states
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, emulate
 
 
@@ -27,6 +28,7 @@ def _fresh_state():
     FP8GlobalStateManager.reset()
     yield
     FP8GlobalStateManager.reset()
+    set_all_rng_states({})  # of the tracker that a test used last
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` deselects
