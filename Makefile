@@ -16,6 +16,9 @@ SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13)
 # OpenMP threads that wait by spinning slow a busy machine down twentyfold; sleeping costs an idle one little.
 export OMP_WAIT_POLICY ?= passive
 
+# Without bytecode on disk each of the many processes that tests start compiles all of torch again: four seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test clients test-clients check coverage docs setup clean
 
 train: $(VENV)/.cli

@@ -66,6 +66,7 @@ def test_a_rate_of_1_leaves_the_residual_alone(name):
     np.testing.assert_array_equal(model.apply(variables, x, rngs={"dropout": jax.random.key(2)}), x)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("mode", "dtype"),
     [

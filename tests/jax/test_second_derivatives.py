@@ -142,7 +142,7 @@ def test_what_goes_past_the_codes_is_differentiated():
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_codes_are_not_differentiated_and_values_pass_straight_through_where_it_is_written(mode):
     """JAX would round the cotangent to FP8 without a scale: 1e-4 came back as 0."""
     (x,) = arrays((32, 128))

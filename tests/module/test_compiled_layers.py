@@ -77,7 +77,7 @@ ALWAYS = {
 
 
 @pytest.mark.parametrize(("name", "kind"), crossed(RECIPES, LAYERS, ALWAYS))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_training_compiled_equals_training_eagerly(kind, name, device):
     torch._dynamo.reset()
     eager, compiled = train(kind, name, device, False), train(kind, name, device, True)
