@@ -20,7 +20,7 @@ from transformer_engine.pytorch.primitives.permutation import (
 )
 from transformer_engine.pytorch.runtime.checks import floating, tensor
 
-from .checks import sequence, whole_numbers
+from .checks import integers, sequence
 
 
 def moe_permute_fwd(
@@ -166,7 +166,7 @@ def _checked_rows(
     """Return the rows of the groups as ints; raise ValueError, before a write, unless they fit the matrices."""
     _matrix("the unpadded matrix", short)
     _matrix("the padded matrix", long)
-    rows, padded = (whole_numbers("the rows of the groups", given) for given in (given_rows, given_padded))
+    rows, padded = (integers("the rows of the groups", given) for given in (given_rows, given_padded))
     fits = (sum(rows), sum(padded)) == (short.shape[0], long.shape[0]) and short.shape[1] == long.shape[1]
     if (
         len(rows) != len(padded)

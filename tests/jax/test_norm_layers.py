@@ -21,7 +21,7 @@ from transformer_engine.jax.layernorm_dense import layernorm_dense
 from transformer_engine.jax.layernorm_mlp import layernorm_mlp
 from transformer_engine.jax.primitives.activation import ActivationParams, activation_backward
 from transformer_engine.jax.quantize import QuantizerFactory, ScalingMode
-from transformer_engine.jax.residual import around
+from transformer_engine.jax.residual import bypass
 from transformer_engine.jax.sources import ActivationSource
 
 RECIPES = {
@@ -89,7 +89,7 @@ def test_the_gradient_that_goes_round_a_norm_is_rounded_once_with_the_norms_own(
     @jax.jit
     def of_both(x):
         def joined(x):
-            with around(x, True) as residual:
+            with bypass(x, True) as residual:
                 y = layernorm(x, gamma, beta, kind)
             return y, residual.value
 

@@ -46,7 +46,7 @@ _VARIABLES = (
     "NVTE_DPA_FP8DS_REDUCE_AMAX",
 )
 _asked_for = env.watch(_VARIABLES[0])
-_backward_asked_for = env.watch("NVTE_FP8_DPA_BWD")
+_requested_backward = env.watch("NVTE_FP8_DPA_BWD")
 _RECIPES: Memory[tuple[str | None, ...], Recipe | None] = Memory(_from_environment, 64)
 
 
@@ -93,11 +93,11 @@ def projects_codes(projection: Linear | LayerNormLinear, state: AutocastState, x
     return True
 
 
-def backward_asked_for(bf16_backward: bool | None) -> Any:
+def requested_backward(bf16_backward: bool | None) -> Any:
     """Return the requested backward pass: False for high precision, True for FP8, None for the faster one."""
     if bf16_backward:
         return False
-    return None if _backward_asked_for() is None else env.get("NVTE_FP8_DPA_BWD")
+    return None if _requested_backward() is None else env.get("NVTE_FP8_DPA_BWD")
 
 
 def scaling_of(recipe: Recipe, context: ContextGroups | None = None) -> str:
