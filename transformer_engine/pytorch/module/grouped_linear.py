@@ -46,7 +46,7 @@ from .grouped_parameters import (
 from .grouped_parameters import (
     is_module_grouped_tensor_path_supported as is_module_grouped_tensor_path_supported,
 )
-from .grouped_spec import build
+from .grouped_spec import build, traced_call
 from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
 from .numerics import made_to_keep
 from .parameters import InitMethod, ParameterInit, default_init_method
@@ -217,9 +217,12 @@ class GroupedLinear(ProductsModule):
         biases: list[Any] = []
         if config.use_bias:
             biases = [bias if bias.dtype is dtype else bias.to(dtype) for bias in tensors[count:]]
-        call = self._call(spec, flat, m_splits, weights, is_first_microbatch, buffers)
         added = None if config.return_bias else biases
-        y = (_by_name if _replaced.names else grouped_linear)(flat, weights, added, call)
+        if isinstance(m_splits, Tensor) and torch.compiler.is_compiling():
+            y = traced_call(self, spec, flat, m_splits, (weights, added or ()), is_first_microbatch)
+        else:
+            call = self._call(spec, flat, m_splits, weights, is_first_microbatch, buffers)
+            y = (_by_name if _replaced.names else grouped_linear)(flat, weights, added, call)
         y = y if flat is inp else y.view(*shape[:-1], config.out_features)
         if not config.return_bias:
             return y
