@@ -25,7 +25,7 @@ train: $(VENV)/.cli
 	$(BIN)/te train $(ARGS)
 
 test: check $(VENV)/.jax-plugin
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations 20 -m "not slow" $(ARGS)
 
 # Published clients of the original, as they are; without what they would bring along and do not need here. Once they
 # are installed, `make test` runs their tests too.
