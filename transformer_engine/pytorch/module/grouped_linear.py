@@ -239,7 +239,7 @@ class GroupedLinear(ProductsModule):
     ) -> GroupedCall:
         """Return the call of a kind with these numbers of rows and these cached weights."""
         groups, count = spec.groups, self._config.num_gemms
-        if self._is_at_once(spec, x, weights):
+        if self._runs_together(spec, x, weights):
             if len(m_splits) != count:  # of a tensor that the host does not read
                 raise ValueError(
                     f"m_splits has {len(m_splits)} numbers for {count} groups; give one number per group"
@@ -275,7 +275,7 @@ class GroupedLinear(ProductsModule):
             groups = tuple(cached)
         return GroupedCall(spec, groups, rows, None, buffers)
 
-    def _is_at_once(self, spec: GroupedSpec, x: Tensor, weights: tuple[Any, ...]) -> bool:
+    def _runs_together(self, spec: GroupedSpec, x: Tensor, weights: tuple[Any, ...]) -> bool:
         """Return whether all groups are computed in one launch per step."""
         if spec.request is None or _replaced.names:  # a compiler is tracing, or a name is replaced
             return False
