@@ -157,5 +157,6 @@ def test_docstrings_describe_the_arguments_and_fields_that_exist():
 
 
 def test_described_names_are_found():
-    text = "Sum.\n\nArgs:\n    x: One [n],\n        of two lines.\n    *others: More.\n\nReturns:\n    sum: Not an argument.\n"
+    arguments = "Args:\n    x: One [n],\n        of two lines.\n    *others: More.\n"
+    text = f"Sum.\n\n{arguments}\nReturns:\n    sum: Not an argument.\n"
     assert described(text, "Args") == ["x", "others"] and described(None, "Args") == []
