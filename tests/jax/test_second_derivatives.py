@@ -164,6 +164,7 @@ def test_codes_are_not_differentiated_and_values_pass_straight_through_where_it_
     np.testing.assert_array_equal(jax.jit(jax.grad(straight))(x), np.full(x.shape, 1e-4, np.float32))
 
 
+@pytest.mark.slow
 def test_codes_of_rows_in_groups_are_not_differentiated():
     (x,) = arrays((64, HIDDEN))
     quantizer = QuantizerFactory.create(

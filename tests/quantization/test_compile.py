@@ -96,6 +96,7 @@ def test_a_reduction_group_can_be_traced(device, tmp_path):
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_forward_passes_before_their_backward_passes(device):
     def losses(compiles):
         Manager.reset()
