@@ -81,12 +81,16 @@ def steps(model: Model, x: torch.Tensor, used: Any, number: int = 2) -> dict[str
         found |= {f"{name}.grad": parameter.grad for name, parameter in model.named_parameters()}
         optimizer.step()
     found |= {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()
+    }
 
 
 def largest_errors(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
     """Return the largest error of each tensor, relative to its largest value."""
-    return {name: float((found[name] - value).abs().max() / value.abs().max()) for name, value in exact.items()}
+    return {
+        name: float((found[name] - value).abs().max() / value.abs().max()) for name, value in exact.items()
+    }
 
 
 def compared(used: Any, sequence: bool) -> tuple[list[str], dict[str, str]]:
@@ -103,8 +107,12 @@ def compared(used: Any, sequence: bool) -> tuple[list[str], dict[str, str]]:
         dist.all_gather(parts, found["input"].contiguous())
         found["input"] = torch.cat(parts)
     assert all(found[name].shape == value.shape for name, value in exact.items())
-    if used is not None:  # Adam divides by the size of a gradient, so that noise around 0 becomes a whole step
-        exact = {name: value for name, value in exact.items() if name in ("output", "input") or "grad" in name}
+    if (
+        used is not None
+    ):  # Adam divides by the size of a gradient, so that noise around 0 becomes a whole step
+        exact = {
+            name: value for name, value in exact.items() if name in ("output", "input") or "grad" in name
+        }
     errors = largest_errors(found, exact)
     wrong = [f"{name}: {error}" for name, error in errors.items() if error > 2 * of_one_device[name] + 1e-5]
     placed = {
@@ -190,9 +198,17 @@ def test_calls_that_cannot_be_served_name_the_remedy():
         for layer, style, text in (
             (te.LayerNormMLP(32, 32, **options), ColwiseParallel(), "Linear or LayerNormLinear.*tp_group"),
             (te.LayerNormLinear(32, 32, **options), RowwiseParallel(), "does not shard a LayerNormLinear"),
-            (te.Linear(32, 32, parameters_split=("q", "k"), **options), ColwiseParallel(), "parameters_split"),
+            (
+                te.Linear(32, 32, parameters_split=("q", "k"), **options),
+                ColwiseParallel(),
+                "parameters_split",
+            ),
             (te.Linear(32, 32, fuse_wgrad_accumulation=True, **options), ColwiseParallel(), "fuse_wgrad"),
-            (te.Linear(32, 32, delay_wgrad_compute=True, **options), RowwiseParallel(), "delay_wgrad_compute"),
+            (
+                te.Linear(32, 32, delay_wgrad_compute=True, **options),
+                RowwiseParallel(),
+                "delay_wgrad_compute",
+            ),
         ):
             with pytest.raises(NotImplementedError, match=text):
                 parallelize_module(layer, mesh, style)

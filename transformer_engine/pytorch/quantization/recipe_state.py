@@ -89,14 +89,15 @@ class RecipeState:
         roles: Sequence[QuantizerRole | None] | None = None,
         **place: Any,
     ) -> RecipeState:
-        """Return previous while it matches the recipe, otherwise a state that continues its scales and histories.
+        """Return previous while it matches recipe and device, otherwise a state that continues its scales and histories.
 
         place: mode and device, as of `create`.
         """
         as_many = previous is not None and previous.num_quantizers == num_quantizers
-        if previous is not None and as_many and still_says(previous.recipe, previous.revision, recipe):
-            previous.roles = roles
-            return previous
+        if previous is not None and as_many and previous.device == canonical_device(place.get("device")):
+            if still_says(previous.recipe, previous.revision, recipe):
+                previous.roles = roles
+                return previous
         state = RecipeState.create(recipe, num_quantizers=num_quantizers, roles=roles, **place)
         if previous is not None and as_many:
             state.inherit(previous)
