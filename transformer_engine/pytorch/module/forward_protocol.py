@@ -30,7 +30,7 @@ from ..runtime.device import autocast_dtype, canonical_device
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
 from . import loading
-from .numerics import Numerics, of_the_last_call
+from .numerics import Numerics, state_flag
 from .parameters import ParameterInit
 from .specs import common_dtype
 
@@ -50,8 +50,8 @@ class ForwardInterface(torch.nn.Module):
     _model_init_recipe: Recipe | None
     _input_device: torch.device | None = None  # of the last input of a module without parameters
 
-    fp8 = of_the_last_call("enabled", "Was the last call under an autocast that quantizes?")
-    fp8_calibration = of_the_last_call("calibrating", "Was it under one that only records?")
+    fp8 = state_flag("enabled", "Was the last call under an autocast that quantizes?")
+    fp8_calibration = state_flag("calibrating", "Was it under one that only records?")
 
     def fast_setattr(self, name: str, value: Any) -> None:
         """Set a plain attribute without nn.Module's search for parameters and modules."""

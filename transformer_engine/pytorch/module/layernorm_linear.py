@@ -16,8 +16,8 @@ from ..functions.by_name import LayerNormLinearByName as _LayerNormLinear
 from ..functions.by_name import (
     NormByName,
     called_by_name,
+    check_unquantized,
     general_gemm,
-    refuse_quantized,
 )
 from ..functions.layer import compiled
 from ..functions.linear_spec import changed
@@ -257,7 +257,7 @@ def _by_name(
     names = _replaced.names | _common._replaced.names
     if names == {"apply_normalization"}:
         return norm_linear(inp, gamma, beta, weight, bias, spec.with_norm(NormByName(spec.norm, file)))
-    refuse_quantized(spec.linear, names, "LayerNormLinear")
+    check_unquantized(spec.linear, names, "LayerNormLinear")
     records = torch.is_grad_enabled()
     y = called_by_name(_LayerNormLinear, records, inp, gamma, beta, weight, bias, spec, file)
     return y if spec.returns_norm_output else (y, None)

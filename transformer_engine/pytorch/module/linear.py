@@ -12,7 +12,7 @@ from torch import Tensor
 from ...common.numbers import to_bool
 from ..functions import exported
 from ..functions.by_name import LinearByName as _Linear
-from ..functions.by_name import called_by_name, general_gemm, refuse_quantized
+from ..functions.by_name import called_by_name, check_unquantized, general_gemm
 from ..functions.layer import compiled
 from ..functions.linear import linear, passes_of
 from ..functions.linear_spec import LinearSpec, changed
@@ -158,7 +158,8 @@ class Linear(ProductsModule):
 
         Args:
             inp: Input [.., in_features].
-            is_first_microbatch: True quantizes the weight and caches it, False reads the cache, None does neither.
+            is_first_microbatch: True quantizes the weight and caches it, False reads the cache, None quantizes the
+                weight for this call only.
             fp8_output: Return y as a quantized tensor.
             fp8_grad: Return the gradient of the input as a quantized tensor.
 
@@ -223,7 +224,7 @@ class Linear(ProductsModule):
 
 def _linear_by_name(inp: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
     """Call `linear` through the names of this file, which may be replaced."""
-    refuse_quantized(spec, _replaced.names, "Linear")
+    check_unquantized(spec, _replaced.names, "Linear")
     records = torch.is_grad_enabled()
     return called_by_name(_Linear, records, weight, inp, bias, spec, sys.modules[__name__])
 

@@ -83,10 +83,10 @@ _is_compiling = torch.compiler.is_compiling
 
 def here() -> _ThreadState:
     """Return this thread's state, updated from the running context."""
-    return _thread.holder if _is_compiling() else here_in_eager_mode()
+    return _thread.holder if _is_compiling() else eager_thread_state()
 
 
-def here_in_eager_mode() -> _ThreadState:
+def eager_thread_state() -> _ThreadState:
     """Return `here()` for a caller that knows that no compiler is tracing."""
     holder = _thread.holder
     entered = _entered.get()
@@ -195,7 +195,7 @@ class autocast(ContextDecorator):
             if not supported:
                 raise RuntimeError(f"{type(state.recipe).__name__} cannot run here: {reason}")
         traced = _is_compiling()
-        holder = _thread.holder if traced else here_in_eager_mode()
+        holder = _thread.holder if traced else eager_thread_state()
         self._outer = holder.state
         if state.enabled:
             if holder.enabled_blocks == 0:
@@ -210,7 +210,7 @@ class autocast(ContextDecorator):
         assert outer is not None, "left without having been entered"
         self._outer = None
         traced = _is_compiling()
-        holder = _thread.holder if traced else here_in_eager_mode()
+        holder = _thread.holder if traced else eager_thread_state()
         state, holder.state = self.state, outer
         if state.enabled:
             holder.enabled_blocks -= 1

@@ -106,12 +106,12 @@ def _amax_and_scale_update(
 
 
 _ROLLS = "NVTE_UNFUSED_FP8_UPDATE"
-_asked = env.watch(_ROLLS)
+_requested = env.watch(_ROLLS)
 
 
 @constant_while_tracing
 def _rolls_idle_histories() -> bool:
-    return _asked() is not None and env.flag(_ROLLS)
+    return _requested() is not None and env.flag(_ROLLS)
 
 
 def update_scales(
