@@ -89,15 +89,15 @@ class RecipeState:
         roles: Sequence[QuantizerRole | None] | None = None,
         **place: Any,
     ) -> RecipeState:
-        """Return previous while it matches recipe and device, otherwise a state that continues its scales and histories.
+        """Return previous if recipe and device are the same, else a state that continues its scales and histories.
 
         place: mode and device, as of `create`.
         """
         as_many = previous is not None and previous.num_quantizers == num_quantizers
-        if previous is not None and as_many and previous.device == canonical_device(place.get("device")):
-            if is_unchanged(previous.recipe, previous.revision, recipe):
-                previous.roles = roles
-                return previous
+        in_place = previous is not None and previous.device == canonical_device(place.get("device"))
+        if as_many and in_place and is_unchanged(previous.recipe, previous.revision, recipe):
+            previous.roles = roles
+            return previous
         state = RecipeState.create(recipe, num_quantizers=num_quantizers, roles=roles, **place)
         if previous is not None and as_many:
             state.inherit(previous)
