@@ -366,7 +366,11 @@ class ProductsModule(TransformerEngineBaseModule):
     def _check_call(self, inp: Any, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> None:
         """TypeError, ValueError or RuntimeError for a call that the layer does not take."""
         call = self._key(inp, tensors, options, unquantized(self.num_products))
-        check_call(call, self._config.input_features())
+        check_call(call, self._input_features(tensors))
+
+    def _input_features(self, tensors: Sequence[Tensor | None]) -> int:
+        """Return the size of the input's last dimension, of this rank's part in a call with parameters of a shard."""
+        return self._config.input_features()
 
     def _holders(self) -> tuple[tuple[AccumulationTarget, ...], ...]:
         return tuple(
