@@ -2,7 +2,7 @@
 
     python benchmarks/plan_accuracy.py [--only TEXT]
 
-A case is "fitted" if constants of `common/planning` were chosen by it or by another run of it, otherwise "held out". The
+A case is "fitted" if constants of `common/planning` were chosen by it or by another run, otherwise "held out". The
 constants of the H100 follow from its roofs alone, so that its layers are held out. Cases of host time, FP8 attention,
 emulation, CPUs and JAX are not simulated and not listed.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +37,22 @@ from transformer_engine.common.planning.models import MODELS, ModelShape
 from transformer_engine.common.planning.planner import plan
 from transformer_engine.common.planning.simulate import Cost, Extent, LinearSize, Machine, PassRun
 
+# Cases for which the simulator claims no accuracy, and why; the page lists their errors.
+_REUSED = "measured before layers reused the memory of the product before an activation"
+NOT_CLAIMED = {
+    r"products: .*128x1024->4096": "a product of 10 us, whose time depends on the tiles that cuBLASLt chooses",
+    r"products: fp8 split forward 8192x4096->28672": "cuBLASLt is slower for this shape than for the others",
+    r"attention by backend: .*b32_s512": "sequences of 512 tokens: most blocks touch the mask",
+    r"layer_small_fb/": "a layer of 0.2 ms: each kernel takes as long as its launch",
+    r"experts: block": "uneven groups slow down grouped products of block scales more than those of other formats",
+    r"collectives: .*_16?MiB": "a loop of small collectives measures the host and the start of NCCL",
+    r"context parallelism, all-gather": "its computation alone takes 18 to 23 % longer than that of the ring",
+    r"exposed communication": "the trace also counts the time in which a rank waits for another rank, or for the host",
+    r"memory of layers: .*MLP.* (bf16|current|block)$": _REUSED,
+    r"memory of layers: TransformerLayer.*current": _REUSED,
+    r"memory of layers, later: linear_fb/(delayed|block)": "the order in which the codes of a small layer are freed",
+    r"training runs, tokens/s: graphs": "gaps between kernels of a few microseconds, and the optimizer of the run",
+}
 RESULTS = Path(__file__).parent / "results"
 MIB = 2.0**20
 LIMIT = 0.15
@@ -71,6 +88,12 @@ class Check:
     def error(self) -> float:
         """Relative error of the prediction."""
         return self.predicted / self.measured - 1
+
+    @property
+    def reason(self) -> str | None:
+        """Why no accuracy is claimed; None if it is."""
+        name = f"{self.group}: {self.case}"
+        return next((text for pattern, text in NOT_CLAIMED.items() if re.search(pattern, name)), None)
 
     @property
     def holds(self) -> bool:
@@ -111,9 +134,9 @@ def layer_case(case: str, used: Machine) -> float | None:
     family, _, rest = case.split("/", 2)
     sizes = [int(number) for number in re.findall(r"\d+", rest)]
     if family in ("linear_fb", "torch_linear_fb"):
-        return together(linear(used, *sizes))
+        return together(linear(used, sizes[0], sizes[1], sizes[2]))
     if family == "linear_bias_f":
-        return linear(used, *sizes, bias=True).forward.total
+        return linear(used, sizes[0], sizes[1], sizes[2], bias=True).forward.total
     if family == "layernorm_linear_fb":
         return together(norm_linear(used, 8192, *sizes))
     if family == "layernorm_mlp_fb":
@@ -275,23 +298,26 @@ def mixtures() -> Iterator[Check]:
 def several_devices() -> Iterator[Check]:
     """Yield collectives, context parallelism and a tensor-parallel layer on two H100."""
     first, second, third = results("distributed_h100x2")["runs"]
+    alone_ms = statistics.median([took for rank in second["one device"] for took in rank])
     gpu = GPUS["h100"]
     for row in first["results"]:
-        family, _, name = row["case"].split("/")
+        family, recipe, name = row["case"].split("/")
         if family == "collective":
             kind, size = re.fullmatch(r"(\w+)_(\d+)MiB_ranks2", name).groups()  # pyright: ignore
             predicted = DEFAULT_LINKS.collective_ms(kind, int(size) * MIB, 2, 1)  # pyright: ignore
             predicted = max(predicted, gpu.host)  # a loop of small collectives measures the host
             yield Check("collectives", row["case"], row["eager_ms"], predicted, fitted=int(size) >= 64)
-        else:
+        elif recipe == "bf16":
             sequence, scheme = re.match(r"causal_s(\d+)_h32_8_d128_(\w+)_ranks2", name).groups()  # pyright: ignore
             used = machine("bf16", gpu, True, attention="cudnn")
             costs = attention(used, Workload(int(sequence), cp=2, scheme=scheme), 32, 8, 128)  # pyright: ignore
             group = "context parallelism, all-gather" if scheme == "all_gather" else "context parallelism"
             yield Check(group, row["case"], row["eager_ms"], together(costs))
+            exposed = sum([cost.exposed["cp"] for cost in costs]) / together(costs)
+            yield Check("exposed communication, %", row["case"], 100 * row["exposed"], 100 * exposed)
     used = machine("bf16", gpu, True, attention="cudnn")
     alone = together(attention(used, Workload(65536), 32, 8, 128))
-    yield Check("context parallelism", "one device, 65,536 tokens", 216.9, alone)
+    yield Check("context parallelism", "one device, 65,536 tokens", alone_ms, alone)
     (row,) = third["results"]
     yield Check(
         "tensor parallelism",
@@ -304,9 +330,10 @@ def several_devices() -> Iterator[Check]:
     hidden = sum([cost.communication["tp"] - cost.exposed["tp"] for cost in costs])
     predicted = together(costs) + DEFAULT_LINKS.contention_ms(hidden, 2, 1)
     yield Check("tensor parallelism", row["case"], row["eager_ms"], predicted)
+    exposed = sum([cost.exposed["tp"] for cost in costs]) / predicted
+    yield Check("exposed communication, %", row["case"], 100 * row["exposed"], 100 * exposed)
     computed = costs.forward.compute + costs.backward.compute
     yield Check("tensor parallelism", f"{row['case']}, without transfers", row["compute_ms"], computed)
-    assert second["one device"][0][0] == 216.1
 
 
 def h100_layers() -> Iterator[Check]:
@@ -336,7 +363,8 @@ def memory() -> Iterator[Check]:
         sizes = next((sizes for start, sizes in matrix.items() if name.startswith(start)), None)
         output = residual
         if sizes is not None:
-            costs, parameters = linear(used, 8192, *sizes, bias="bias" not in name), sizes[0] * sizes[1]
+            costs = linear(used, 8192, sizes[0], sizes[1], 1, "bias" not in name)
+            parameters = sizes[0] * sizes[1]
             output = Extent(8192, sizes[1]).size
         elif name.startswith("LayerNormLinear"):
             costs, parameters = norm_linear(used, 8192, 4096, 6144), 4096 * 6144
@@ -361,7 +389,7 @@ def later_memory() -> Iterator[Check]:
         used, sizes = machine(recipe), [int(number) for number in re.findall(r"\d+", rest)]
         given = 0.0
         if family == "linear_fb":
-            costs = linear(used, *sizes)
+            costs = linear(used, sizes[0], sizes[1], sizes[2])
         elif family == "layernorm_linear_fb":
             costs = norm_linear(used, 8192, *sizes)
         elif family == "layernorm_mlp_fb":

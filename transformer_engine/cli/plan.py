@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import json
 from typing import Annotated, Any
 
@@ -12,14 +11,8 @@ from rich.table import Table
 
 from ..common.planning import FORMATS, GPUS, MODELS, TrainingPlan, search
 from ..common.planning import plan as predicted
-from ..common.planning.hardware import GIB, links_of
+from ..common.planning.hardware import GIB, gpu_named, links_of
 from .failure import reporting
-
-RecipeName = enum.Enum("RecipeName", {name: name for name in FORMATS}, type=str)
-GpuName = enum.Enum("GpuName", {name: name for name in GPUS}, type=str)
-RecomputeName = enum.Enum("RecomputeName", {name: name for name in ("none", "full")}, type=str)
-SchemeName = enum.Enum("SchemeName", {name: name for name in ("p2p", "all_gather", "a2a")}, type=str)
-BackendName = enum.Enum("BackendName", {name: name for name in ("cudnn", "flash4")}, type=str)
 
 _SIZE = "Size of the model; replaces that of --model"
 
@@ -32,8 +25,10 @@ def plan(
             help=f"{', '.join(MODELS)}; the path of a Hugging Face config.json; or any name with sizes"
         ),
     ] = "custom",
-    gpu: Annotated[GpuName, typer.Option(help="The GPU")] = GpuName["h100"],  # pyright: ignore[reportInvalidTypeForm]
-    recipe: Annotated[RecipeName, typer.Option(help="How the products are quantized")] = RecipeName["bf16"],  # pyright: ignore[reportInvalidTypeForm]
+    gpu: Annotated[str, typer.Option(help=", ".join(GPUS))] = "h100",
+    recipe: Annotated[
+        str, typer.Option(help=f"How the products are quantized: {', '.join(FORMATS)}")
+    ] = "bf16",
     dp: Annotated[
         int | None, typer.Option(help="Replicas (default: the devices that the other axes leave)")
     ] = None,
@@ -46,13 +41,11 @@ def plan(
     micro_batch: Annotated[int | None, typer.Option(help="Sequences of a micro-batch")] = None,
     global_batch: Annotated[int | None, typer.Option(help="Sequences of a step of all devices")] = None,
     recompute: Annotated[
-        RecomputeName | None,  # pyright: ignore[reportInvalidTypeForm]
-        typer.Option(help="full: repeat the forward pass of each layer in the backward pass"),
+        str | None,
+        typer.Option(help="none, or full: repeat the forward pass of each layer in the backward pass"),
     ] = None,
-    scheme: Annotated[SchemeName, typer.Option(help="Exchange of keys and values over cp")] = SchemeName[
-        "p2p"
-    ],  # pyright: ignore[reportInvalidTypeForm]
-    attention: Annotated[BackendName, typer.Option(help="Backend of attention")] = BackendName["cudnn"],  # pyright: ignore[reportInvalidTypeForm]
+    scheme: Annotated[str, typer.Option(help="Exchange of keys and values: p2p, all_gather, a2a")] = "p2p",
+    attention: Annotated[str, typer.Option(help="Backend of attention: cudnn, flash4")] = "cudnn",
     graphs: Annotated[
         bool, typer.Option("--graphs", help="CUDA graphs: the host never delays the GPU")
     ] = False,
@@ -83,7 +76,7 @@ def plan(
         "ep": ep,
         "micro_batch": micro_batch,
         "global_batch": global_batch,
-        "recompute": None if recompute is None else recompute.value,
+        "recompute": recompute,
         "hidden": hidden,
         "layers": layers,
         "heads": heads,
@@ -98,13 +91,13 @@ def plan(
     console = Console(highlight=False)
     with reporting(console):
         options |= {
-            "gpu": gpu.value,
-            "recipe": recipe.value,
+            "gpu": gpu,
+            "recipe": recipe,
             "sequence": sequence,
-            "scheme": scheme.value,
-            "attention": attention.value,
+            "scheme": scheme,
+            "attention": attention,
             "graphs": graphs,
-            "links": links_of(GPUS[gpu.value], devices_per_host=devices_per_host, network=1e6 * network),
+            "links": links_of(gpu_named(gpu), devices_per_host=devices_per_host, network=1e6 * network),
         }
         found = (
             search(model, devices, count=count, **options) if find else [predicted(model, devices, **options)]

@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ..formats import TENSOR_FORMATS, TensorFormat
+
 GIB = 1 << 30
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_receive"]
 
@@ -26,8 +28,8 @@ class Gpu:
         peak: Dense bfloat16 FLOP/ms of the data sheet, which define the FLOP utilization.
         bandwidth: Bytes/ms of a copy, read and written bytes together.
         rates: FLOP/ms of large products by kind: "bf16", "fp8" (one scale, forward), "fp8_split" (one scale, with
-            sums in float32: backward), "block" (128x128 weights), "block_1d" (both operands in rows of 128), "mxfp8",
-            "nvfp4".
+            sums in float32: backward), "block" (128x128 weights), "block_1d" (both operands in rows of 128),
+            "blocks_8bit" and "blocks_4bit" (a scale in one byte for each block of a row).
         depth: Elements of the contracted axis, in bfloat16, whose time each tile of a product over groups takes to
             start and to store.
         grouped_codes: Part of the rates that quantized products over groups reach.
@@ -126,8 +128,8 @@ B200 = replace(
     rates={
         "bf16": H200.rates["bf16"] * 2250 / 989,
         **{kind: H200.rates[kind] * 4500 / 1979 for kind in ("fp8", "fp8_split")},
-        "mxfp8": H200.rates["fp8"] * 4500 / 1979,
-        "nvfp4": H200.rates["fp8"] * 9000 / 1979,
+        "blocks_8bit": H200.rates["fp8"] * 4500 / 1979,
+        "blocks_4bit": H200.rates["fp8"] * 9000 / 1979,
     },
 )
 GPUS = {gpu.name: gpu for gpu in (H100, H200, B200)}
@@ -246,6 +248,7 @@ class Format:
         code: Bytes of an element's code and its part of the scales.
         reads: Times that a cast reads its input; 2 where the scale is the maximum of this tensor.
         efficiency: Part of the copy's rate that casts of one and of both directions reach.
+        multiple: Rows and columns must be multiples of it.
         row_codes: The codes of the other direction are the transpose, so that a gather sends one direction.
     """
 
@@ -255,18 +258,29 @@ class Format:
     code: float = 2.0
     reads: int = 1
     efficiency: tuple[float, float] = (0.97, 0.92)
+    multiple: int = 16
     row_codes: bool = False
+
+
+def _of_blocks(form: TensorFormat) -> Format:
+    """Return the costs of a format with a scale in one byte for each block of a row."""
+    assert form.block is not None
+    length = form.block[1]
+    # Two levels of scales: one reading finds the maximum of the tensor.
+    reads, efficiency = (1, (0.97, 0.83)) if form.levels is None else (2, (0.9, 0.7))
+    kind = f"blocks_{8 // form.packing}bit"
+    code = 1 / form.packing + 1 / length
+    return Format(form.name, 100, (kind, kind, kind), code, reads, efficiency, length)
 
 
 FORMATS = {
     row.name: row
     for row in (
-        Format("bf16", 80, ("bf16", "bf16", "bf16")),
+        Format("bf16", 80, ("bf16", "bf16", "bf16"), multiple=1),
         Format("delayed", 89, ("fp8", "fp8_split", "fp8_split"), 1.0, row_codes=True),
         Format("current", 89, ("fp8", "fp8_split", "fp8_split"), 1.0, 2, (1.0, 0.97), row_codes=True),
         Format("block", 90, ("block", "block", "block_1d"), 1 + 4 / 128, efficiency=(0.97, 0.83)),
-        Format("mxfp8", 100, ("mxfp8", "mxfp8", "mxfp8"), 1 + 1 / 32, efficiency=(0.97, 0.83)),
-        Format("nvfp4", 100, ("nvfp4", "nvfp4", "nvfp4"), 0.5 + 1 / 16, 2, (0.9, 0.7)),
+        *[_of_blocks(form) for form in TENSOR_FORMATS if form.scale != "float32"],
     )
 }
 

@@ -150,14 +150,11 @@ def _check_division(
         if not shape.experts:
             raise ValueError(f"ep={mesh.ep} needs a model with experts, and {shape.name} has none; use ep=1")
         checks.append(("experts", shape.experts, "ep", mesh.ep))
-    if row.name != "bf16":
-        # Products of codes need multiples of 16, and of 32 where each block of 32 has a scale.
-        block = 32 if row.name == "mxfp8" else 16
-        local = sequence * micro_batch // cp
+    if row.multiple > 1:
         checks += [
-            (f"tokens of a rank ({row.name})", local, "the block", block),
-            (f"hidden ({row.name})", shape.hidden, "the block", block),
-            (f"ffn / tp ({row.name})", shape.ffn // tp, "the block", block),
+            (f"tokens of a rank ({row.name})", sequence * micro_batch // cp, "the block", row.multiple),
+            (f"hidden ({row.name})", shape.hidden, "the block", row.multiple),
+            (f"ffn / tp ({row.name})", shape.ffn // tp, "the block", row.multiple),
         ]
     for name, value, axis, size in checks:
         if value % size:
@@ -233,7 +230,8 @@ def _candidates(
                 rest = devices // (tp * pp * cp)
                 experts = sizes("ep", shape.experts, rest * cp) if shape.experts else [options.get("ep", 1)]
                 for fsdp in sizes("fsdp", rest, rest):
-                    for ep, batch in product(experts, batches):
+                    # Several sequences in a micro-batch and a part of each on a rank have nearly the same cost.
+                    for ep, batch in product(experts, batches if cp == 1 else batches[:1]):
                         axes = {"tp": tp, "pp": pp, "cp": cp, "fsdp": fsdp, "ep": ep, "micro_batch": batch}
                         for recompute in (
                             [options["recompute"]] if "recompute" in options else get_args(Recompute)

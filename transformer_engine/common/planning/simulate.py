@@ -6,7 +6,7 @@ communication. A GPU's kernels run on one timeline and collectives on another; a
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -68,6 +68,10 @@ class LinearSize:
     groups: int = 1
 
 
+def _zeros() -> defaultdict[str, float]:
+    return defaultdict(float)
+
+
 @dataclass
 class Cost:
     """Milliseconds of kernels by kind, of collectives, and of waiting for them; bytes of memory.
@@ -82,9 +86,9 @@ class Cost:
         peak: Bytes of the buffers of the pass itself, at most, beside its inputs and the saved buffers of other parts.
     """
 
-    kernels: Counter[str] = field(default_factory=Counter)
-    communication: Counter[str] = field(default_factory=Counter)
-    exposed: Counter[str] = field(default_factory=Counter)
+    kernels: defaultdict[str, float] = field(default_factory=_zeros)
+    communication: defaultdict[str, float] = field(default_factory=_zeros)
+    exposed: defaultdict[str, float] = field(default_factory=_zeros)
     launches: int = 0
     flops: float = 0.0
     saved: float = 0.0
