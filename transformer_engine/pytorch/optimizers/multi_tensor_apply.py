@@ -42,8 +42,14 @@ __all__ = ["MultiTensorApply", "multi_tensor_applier"]
 class MultiTensorApply:
     """Call an operation on lists of local tensors: shards of distributed tensors, without empty ones.
 
+    `multi_tensor_applier(op, noop_flag_buffer, tensor_lists, *args)` is an instance.
+
     Args:
         chunk_size: Passed to the operation, where it has no effect.
+        op: Of a call: function of (chunk_size, noop_flag, tensor_lists, *args), such as `multi_tensor_adam`.
+        noop_flag_buffer: Of a call: the operation's flag, int32 [1].
+        tensor_lists: Of a call: parallel lists of tensors; DTensors are replaced by their local shards.
+        args: Of a call: the operation's other arguments.
     """
 
     available = True
@@ -59,7 +65,14 @@ class MultiTensorApply:
         tensor_lists: Sequence[Sequence[Tensor]],
         *args: Any,
     ) -> Any:
-        """Return the result of `op`, None if all tensors are empty; raise RuntimeError for lists of several lengths."""
+        """Return the result of `op`, None if all tensors are empty; raise RuntimeError for lists of several lengths.
+
+        Args:
+            op: Function of (chunk_size, noop_flag, tensor_lists, *args), such as `multi_tensor_adam`.
+            noop_flag_buffer: The operation's flag, int32 [1].
+            tensor_lists: Parallel lists of tensors; DTensors are replaced by their local shards.
+            args: The operation's other arguments.
+        """
         lists = worked_on(tensor_lists)
         if not lists or not lists[0]:
             return None
