@@ -241,6 +241,8 @@ def arguments_of(package: str, value: Any) -> dict[str, str]:
     value = value.func if isinstance(value, functools.partial) else value
     text = inspect.getdoc(value) or ""
     entries = described(griffe.Docstring(text))
+    if type(value).__module__.startswith("transformer_engine"):  # an instance whose class defines `__call__`
+        entries |= described(griffe.Docstring(inspect.getdoc(type(value).__call__) or ""))
     reference = _OTHERS.search(" ".join(text.split()))
     for name in re.findall(r"`([\w.]+)`", reference[1]) if reference else ():
         for argument, description in arguments_of(

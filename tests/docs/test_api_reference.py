@@ -28,6 +28,7 @@ INTERNAL = (
     "transformer_engine.pytorch.primitives.",
 )
 
+
 def _load_api_entries() -> ModuleType:
     spec = importlib.util.spec_from_file_location("api_entries", DOCS / "api_entries.py")
     assert spec is not None and spec.loader is not None
@@ -95,7 +96,9 @@ def test_each_shared_description_is_used():
             for family, entries in api_entries.FAMILIES.items():
                 if re.match(entries["names"], path):
                     used |= {(family, name) for name in api_entries.parameter_names(value)}
-    described = {(family, name) for family, entries in api_entries.FAMILIES.items() for name in entries["arguments"]}
+    described = {
+        (family, name) for family, entries in api_entries.FAMILIES.items() for name in entries["arguments"]
+    }
     assert described - used == set()
 
 

@@ -120,8 +120,8 @@ class GroupCommitFunction(torch.autograd.Function):
     """Identity whose backward pass begins the backward pass of a layer; call `apply(output, context)`.
 
     Args:
-        args: Of `apply`: the layer's output, and the context.
-        kwargs: Accepted by `torch.autograd.Function`; has no effect.
+        args (Any): Of `apply`: the layer's output, and the context.
+        kwargs (Any): Accepted by `torch.autograd.Function`; has no effect.
     """
 
     @staticmethod

@@ -42,14 +42,8 @@ __all__ = ["MultiTensorApply", "multi_tensor_applier"]
 class MultiTensorApply:
     """Call an operation on lists of local tensors: shards of distributed tensors, without empty ones.
 
-    `multi_tensor_applier(op, noop_flag_buffer, tensor_lists, *args)` is an instance.
-
     Args:
         chunk_size: Passed to the operation, where it has no effect.
-        op: Of a call: function of (chunk_size, noop_flag, tensor_lists, *args), such as `multi_tensor_adam`.
-        noop_flag_buffer: Of a call: the operation's flag, int32 [1].
-        tensor_lists: Of a call: parallel lists of tensors; DTensors are replaced by their local shards.
-        args: Of a call: the operation's other arguments.
     """
 
     available = True
