@@ -45,7 +45,8 @@ OVERFLOWING = """
   const wide = [], limit = document.documentElement.clientWidth + 1;
   const contained = element => {
     for (let parent = element.parentElement; parent && parent !== document.body; parent = parent.parentElement) {
-      if (getComputedStyle(parent).overflowX !== "visible" && parent.getBoundingClientRect().right <= limit) return true;
+      const clips = getComputedStyle(parent).overflowX !== "visible";
+      if (clips && parent.getBoundingClientRect().right <= limit) return true;
     }
     return false;
   };
