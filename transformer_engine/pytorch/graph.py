@@ -206,8 +206,6 @@ def save_fp8_tensors(modules: Any, recipe: Recipe | None) -> list[Any] | None:
     Args:
         modules: A module, or a list of modules.
         recipe: The recipe of the modules; only delayed scaling has states.
-        modules: A module, or a list of modules.
-        recipe: The recipe of the modules; only delayed scaling has states.
     """
     if not isinstance(recipe, DelayedScaling):
         return None
@@ -223,8 +221,6 @@ def restore_fp8_tensors(modules: Any, fp8_tensors: list[Any] | None) -> None:
     """Restore the states that `save_fp8_tensors` copied; states created since then are reset.
 
     Args:
-        modules: The modules that were given to `save_fp8_tensors`.
-        fp8_tensors: Its result; None changes nothing.
         modules: The modules that were given to `save_fp8_tensors`.
         fp8_tensors: Its result; None changes nothing.
     """
