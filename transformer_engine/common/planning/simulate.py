@@ -19,8 +19,8 @@ from ..passes.rules import (
     ACTIVATION_IN_PRODUCT,
     BIAS_IN_PRODUCT,
     CODES_AND_SUMS_FROM_PRODUCER,
-    CODES_WITH_SUMS,
     CODES_FROM_PRODUCER,
+    CODES_WITH_SUMS,
     fuse,
 )
 from ..passes.schedule import BEGIN, WAIT, freed_after, overlap
