@@ -148,7 +148,7 @@ def make_graphed_callables(
         (_order, _num_layers_per_chunk),
         capture_time_hooks,
     )
-    recorder = build.recorder_here(pool)
+    recorder = build.graph_recorder(pool)
     if isinstance(recorder, CudaRecorder):
         arguments.check_places(request)
     blocks = build.blocks_of(request)

@@ -110,7 +110,7 @@ class Quantizer:
         integer("flatten_axis", flatten_axis)
         spec = self.spec(*self.directions(is_rowwise, is_colwise))
         axis = positive_axis(flatten_axis, x.ndim)
-        made = primitive.quantize(x, spec, axis=axis, over=over, **self._given(x, axis))
+        made = primitive.quantize(x, spec, axis=axis, over=over, **self._primitive_arguments(x, axis))
         dtype = jnp.dtype(x.dtype if dq_dtype is None else check_floating("dq_dtype", dq_dtype))
         return self._tensors(made, spec, x.shape, dtype, axis), made.amax
 
@@ -181,7 +181,7 @@ class Quantizer:
     def _options(self) -> dict[str, Any]:
         return {}
 
-    def _given(self, x: Array, axis: int) -> dict[str, Any]:
+    def _primitive_arguments(self, x: Array, axis: int) -> dict[str, Any]:
         """Return the keyword arguments of the quantization primitive."""
         return {}
 
@@ -255,7 +255,7 @@ class DelayedScaleQuantizer(Quantizer):
     def cast(self) -> Cast | None:
         return Cast(self.spec(self.q_layout.has_rowwise, self.q_layout.has_colwise), self._multiplier())
 
-    def _given(self, x: Array, axis: int) -> dict[str, Any]:
+    def _primitive_arguments(self, x: Array, axis: int) -> dict[str, Any]:
         return {"multiplier": self._multiplier()}
 
     def _multiplier(self) -> Array:
@@ -314,7 +314,7 @@ class NVFP4Quantizer(Quantizer):
         stochastic = self.stochastic_rounding_rng_state is not None
         return {"hadamard": self.use_rht, "stochastic": stochastic, "four_over_six": error}
 
-    def _given(self, x: Array, axis: int) -> dict[str, Any]:
+    def _primitive_arguments(self, x: Array, axis: int) -> dict[str, Any]:
         if (state := self.stochastic_rounding_rng_state) is None:
             return {}
         rows, columns = jax.random.split(key_of(state))
