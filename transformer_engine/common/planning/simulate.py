@@ -19,7 +19,7 @@ from ..passes.rules import (
     ACTIVATION_IN_PRODUCT,
     BIAS_IN_PRODUCT,
     CODES_AND_SUMS_FROM_PRODUCER,
-    CODES_BESIDE_SUMS,
+    CODES_WITH_SUMS,
     CODES_FROM_PRODUCER,
     fuse,
 )
@@ -204,7 +204,7 @@ def _built(key: tuple[str, tuple[LinearFacts, ...], str, bool]) -> tuple[Pass, P
             return facts[0].plain
         if rule in (CODES_FROM_PRODUCER.name, CODES_AND_SUMS_FROM_PRODUCER.name):
             return not (apart and producer.op == "activation_backward")
-        return rule in (BIAS_IN_PRODUCT.name, CODES_BESIDE_SUMS.name)
+        return rule in (BIAS_IN_PRODUCT.name, CODES_WITH_SUMS.name)
 
     forward, backward = (overlap(fuse(pass_, allowed)) for pass_ in made)
     if kind == "grouped":
