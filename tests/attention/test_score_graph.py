@@ -132,7 +132,7 @@ def test_signatures_are_inspected_once_per_function(monkeypatch):
     )
 
     class Unhashable:
-        __hash__ = None
+        __hash__ = None  # pyright: ignore[reportAssignmentType]
 
         def __call__(self, graph, score, tensors):
             return score
@@ -171,5 +171,5 @@ def test_a_graph_cannot_compute_an_unknown_operation():
 def test_operations_of_one_tensor(name: str):
     x = torch.linspace(0.1, 3.0, 7)
     plain = {"softplus": torch.nn.functional.softplus, "swish": torch.nn.functional.silu}
-    want = plain.get(name, getattr(torch, name, None))(x)
+    want = plain[name](x) if name in plain else getattr(torch, name)(x)
     torch.testing.assert_close(getattr(ScoreGraph(torch, ()), name)(input=x), want)
