@@ -118,7 +118,7 @@ def test_delayed_weight_gradients_of_experts_need_eager_mode():
 @pytest.mark.parametrize("name", ["none", "delayed", "current", "mxfp8"])
 def test_a_replayed_graph_equals_eager_calls(name, emulated, monkeypatch):
     rerun = RerunRecorder()
-    monkeypatch.setattr(build, "recorder_here", lambda pool=None: rerun)
+    monkeypatch.setattr(build, "graph_recorder", lambda pool=None: rerun)
     monkeypatch.setattr(automatic, "records", lambda device: True)
     recipe = RECIPES[name]
     eager, module = chain(), chain()

@@ -1,6 +1,6 @@
 """The `te` command, which imports the module of a command, and its framework, only when that command runs.
 
-`te train` works with either framework and `te doctor` without one. The other commands need PyTorch.
+`te train` works with either framework, `te doctor` and `te plan` without one. The other commands need PyTorch.
 """
 
 from __future__ import annotations
@@ -46,6 +46,11 @@ COMMANDS = {
     "verify": Command(
         ".verify",
         "Compare a parallel, quantized model of a Python file with the same model on one device in float32.",
+    ),
+    "plan": Command(
+        ".plan",
+        "Predict time and memory of a training step on many devices, or find the fastest mesh that fits.",
+        without_torch=True,
     ),
     "info": Command(
         ".info",

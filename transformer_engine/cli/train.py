@@ -233,17 +233,17 @@ def _demand(framework: str) -> None:
 @contextmanager
 def _interrupts(console: Console) -> Iterator[list[bool]]:
     """Stop after the current step on the first Ctrl-C, and at once on the second."""
-    asked: list[bool] = []
+    interrupts: list[bool] = []
 
-    def ask(signum, frame) -> None:
-        if asked:
+    def request_stop(signum, frame) -> None:
+        if interrupts:
             raise KeyboardInterrupt
-        asked.append(True)
+        interrupts.append(True)
         console.print("stopping after this step (Ctrl-C again to stop without saving)")
 
-    previous = signal.signal(signal.SIGINT, ask)
+    previous = signal.signal(signal.SIGINT, request_stop)
     try:
-        yield asked
+        yield interrupts
     finally:
         signal.signal(signal.SIGINT, previous)
 

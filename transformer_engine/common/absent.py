@@ -203,7 +203,7 @@ def _reason_for(name: str) -> str | None:
     return None
 
 
-def answer_in(package: str) -> None:
+def install_getters(package: str) -> None:
     """Install a `getter` as `__getattr__` of every imported module of a package.
 
     Modules that are imported later define `__getattr__` themselves.

@@ -47,7 +47,7 @@ def has_gpu(framework: str) -> bool:
     return import_module("transformer_engine.jax.platform").has_gpu()
 
 
-def recipes_here() -> dict[str, type[recipes.Recipe]]:
+def installed_recipes() -> dict[str, type[recipes.Recipe]]:
     """Return {name on the command line: recipe} of the installed framework, of torch if both are installed."""
     if optional.installed("torch"):
         families: Any = import_module("transformer_engine.pytorch.quantization").all_families()
@@ -66,7 +66,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 HIGH_PRECISION = "high_precision"
-RECIPES = (*recipes_here(), "none")
+RECIPES = (*installed_recipes(), "none")
 OPTIMIZERS = ("adamw", "fused_adam")
 # Types of the fields of RunConfig, by annotation.
 KINDS: dict[str, tuple[type, ...]] = {
@@ -284,4 +284,4 @@ def make_recipe(name: str) -> recipes.Recipe | None:
         return None
     # A short window: the activations of a new model grow quickly in its first steps.
     options = {"amax_history_len": 16} if name == "delayed" else {}
-    return recipes_here()[name](**options)
+    return installed_recipes()[name](**options)

@@ -37,7 +37,7 @@ class Finding:
 
     check: str
     status: Status
-    said: str
+    message: str
     remedy: str = ""
 
 
@@ -289,7 +289,7 @@ def as_text(findings: list[Finding]) -> str:
     """Return one line per finding, with its remedy, and the total."""
     lines = []
     for finding in findings:
-        lines.append(f"{SIGNS[finding.status]}  {finding.check:<16}{finding.said}")
+        lines.append(f"{SIGNS[finding.status]}  {finding.check:<16}{finding.message}")
         if finding.remedy:
             lines.append(f"      {'':<16}-> {finding.remedy}")
     problems = sum(finding.status == "problem" for finding in findings)

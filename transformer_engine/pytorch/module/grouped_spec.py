@@ -20,19 +20,19 @@ from ..functions.grouped_operators import (
     forward_in_graph,
     register,
 )
-from ..functions.grouped_way import (
-    AT_ONCE,
+from ..functions.grouped_request import (
     CALIBRATION,
     DELAYED_WEIGHT_GRADIENTS,
     IRREGULAR,
-    KEPT_INPUT,
     OTHER_BACKWARD,
     OTHER_PARAMETERS,
     QUANTIZED_PARAMETERS,
+    SAVED_INPUT,
     SINGLE_QUANTIZERS,
     TABLE,
-    GroupedWay,
-    asked_for,
+    TOGETHER,
+    GroupedRequest,
+    requested_by_environment,
 )
 from ..functions.layer_passes import layer_passes, linear_facts
 from ..functions.linear_spec import LINEAR, LinearSpec, changed
@@ -56,7 +56,7 @@ def build(key: tuple[Any, ...]) -> GroupedSpec:
     of_weights, of_biases = parameters[: len(config.weight_names)], parameters[len(config.weight_names) :]
     groups = _groups(call, call.active.products, of_weights, of_biases)
     quantizes = call.active.quantizes
-    features, quantizers, way, at_once = (), GroupedQuantizers(), None, False
+    features, quantizers, request, together = (), GroupedQuantizers(), None, False
     if not call.traced:
         if quantizes:
             products = call.active.products
@@ -66,8 +66,8 @@ def build(key: tuple[Any, ...]) -> GroupedSpec:
                 [product.grad_output for product in products],
             )
         features = _features(call, of_weights, of_biases, quantizers)
-        way = _way(call, features, of_weights[0])
-        at_once = TABLE.name_of(way) == AT_ONCE
+        request = _request(call, features, of_weights[0])
+        together = TABLE.name_of(request) == TOGETHER
     # A gradient is computed if some group needs it.
     first = groups[0]
     facts = linear_facts(first, LINEAR, config.use_bias and not config.return_bias)._replace(
@@ -85,8 +85,8 @@ def build(key: tuple[Any, ...]) -> GroupedSpec:
         (config.out_features, config.in_features),
         config.single_grouped_weight,
         config.single_grouped_bias and config.use_bias and not config.return_bias,
-        at_once,
-        way,
+        together,
+        request,
         quantizers,
         call.wants,
         scale_update(call, call.wants),
@@ -144,7 +144,7 @@ def _features(
     kinds = {facts.kind for facts in (*of_weights, *of_biases) if facts is not None}
     found = {
         DELAYED_WEIGHT_GRADIENTS: call.store is not None,
-        KEPT_INPUT: config.save_original_input,
+        SAVED_INPUT: config.save_original_input,
         QUANTIZED_PARAMETERS: config.primary_weights_in_fp8,
         CALIBRATION: not call.active.quantizes and call.active.recipe is not None,
         OTHER_PARAMETERS: not kinds <= {torch.nn.Parameter},
@@ -156,14 +156,14 @@ def _features(
     return tuple([feature for feature, used in found.items() if used])
 
 
-def _way(call: Call, features: tuple[str, ...], weight: Facts | None) -> GroupedWay:
-    """Return the request of `grouped_way.TABLE` for a call with rows."""
+def _request(call: Call, features: tuple[str, ...], weight: Facts | None) -> GroupedRequest:
+    """Return the request of `grouped_request.TABLE` for a call with rows."""
     config: Any = call.config
     x = call.input
     assert weight is not None
-    return GroupedWay(
+    return GroupedRequest(
         features,
-        asked_for(),
+        requested_by_environment(),
         x.kind in (torch.Tensor, torch.nn.Parameter),
         True,
         x.shape[-1],

@@ -66,7 +66,7 @@ class ChainRun:
         environment = ChainEnvironment()
         given = self.links.given(extra_inputs)
         outputs: list[tuple[Any, ...]] = [()] * count
-        ops_of_steps = _apart(self.forward_ops, contributes_forward)
+        ops_of_steps = _unfused(self.forward_ops, contributes_forward)
         stepwise = {i for op, indices in ops_of_steps if contributes_forward(op) for i in indices}
 
         def joins(before: Sequence[int], behind: Sequence[int]) -> bool:
@@ -125,7 +125,7 @@ class ChainRun:
         extra_inputs: list[tuple[Any, ...]] = [(None,) * op.num_extra_inputs for op in self.basic_ops]
         given = dict(zip(self.links.public_outputs, grad_extra, strict=True))
         dy: Any = grad_output
-        apart = _apart(self.backward_ops, self._backward_of_steps)
+        apart = _unfused(self.backward_ops, self._backward_of_steps)
         reached = [entry for entry in apart if entry[1][-1] >= self.first]
 
         def joins(before: Sequence[int], behind: Sequence[int]) -> bool:
@@ -175,7 +175,7 @@ class ChainRun:
         return own and self._have_steps(indices) and not self._opaque_backward.intersection(indices)
 
 
-def _apart(ops: Fused, of_steps: Callable[[FusibleOperation], bool]) -> Fused:
+def _unfused(ops: Fused, of_steps: Callable[[FusibleOperation], bool]) -> Fused:
     """Replace fused operations that contribute steps by their basic operations, whose steps the rules merge."""
     made: Fused = []
     for op, indices in ops:

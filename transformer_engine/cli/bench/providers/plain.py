@@ -325,13 +325,13 @@ def _compiled(case: Case, device: torch.device) -> Workload | None:
 
 # The library calls of these are opaque to the compiler, as are data-dependent numbers of rows; their figures would be
 # those of the plain rows.
-LEFT_AS_THEY_ARE = ("attention", "grouped_linear", "ops", "permute", "adam", "sgd")
+UNCHANGED_MODULES = ("attention", "grouped_linear", "ops", "permute", "adam", "sgd")
 
 PLAIN = Provider("torch", ("bf16",), BUILDERS, quantizations=("delayed",))
 COMPILED = Provider(
     "torch.compile",
     ("bf16",),
-    {family: _compiled for family in BUILDERS if family not in LEFT_AS_THEY_ARE},
+    {family: _compiled for family in BUILDERS if family not in UNCHANGED_MODULES},
     gpu_only="compiling for a CPU takes longer than its figures are worth",
     quantizations=("delayed",),
 )

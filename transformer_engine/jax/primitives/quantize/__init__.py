@@ -114,7 +114,7 @@ def decoded(operand: Operand) -> Array:
     form, codes, scale = operand.format, operand.codes, operand.scale
     assert form is not None and scale is not None
     if form.block is not None:
-        shape, axis = tiles.cut_apart(codes.shape, operand.axis, form.block)
+        shape, axis = tiles.split_axes(codes.shape, operand.axis, form.block)
         scale = scale.reshape(tiles.counts(shape, axis, form.block))
         operand = replace(operand, codes=codes.reshape(shape), axis=axis)
     return FORMATS[form.name].dequantize(operand, scale).reshape(codes.shape)

@@ -116,7 +116,7 @@ class Offsets:
     columnwise_scales: Sequence[int] | None = None
 
     @classmethod
-    def on_the_host(cls, *offsets: Tensor | Sequence[int] | None) -> Offsets:
+    def read_on_host(cls, *offsets: Tensor | Sequence[int] | None) -> Offsets:
         """Return offsets whose device tensors are read; this waits for the device."""
         return cls(*map(host_numbers, offsets))
 
