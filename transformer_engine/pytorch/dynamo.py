@@ -1,15 +1,15 @@
 """Quantizers and quantized tensors in operators of your own under torch.compile.
 
-`import transformer_engine.pytorch.dynamo` registers MXFP8Quantizer, Float8BlockQuantizer and
-Float8CurrentScalingQuantizer as opaque value types of torch, where torch has them (2.11 and newer). An operator of
-`torch.library.custom_op` may then take such a quantizer as an argument, and a compiled graph holds it as a constant.
-The layers of this package compile with and without this module.
+`import transformer_engine.pytorch.dynamo` registers the quantizers without a scaling state or a Hadamard transform as
+opaque value types of torch, where torch has them (2.11 and newer). An operator of `torch.library.custom_op` may then
+take such a quantizer as an argument, and a compiled graph holds it as a constant. The layers of this package compile
+with and without this module.
 
 Example:
     >>> import torch
     >>> import transformer_engine.pytorch as te
     >>> from transformer_engine.pytorch.dynamo import is_value_opaque_quantizer
-    >>> is_value_opaque_quantizer(te.MXFP8Quantizer(te.DType.kFloat8E4M3))
+    >>> is_value_opaque_quantizer(te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, "cpu"))
     True
 """
 
@@ -23,13 +23,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from . import tensor as tensors
 from .runtime.checks import extents, values_dtype
 from .runtime.device import canonical_device
-from .tensor import (
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    MXFP8Quantizer,
-)
 from .tensor.quantized_tensor import QuantizedTensorStorage, storage_of
 from .tensor.quantizer import Quantizer
 
@@ -257,7 +253,14 @@ def to_tensor_spec(tensor: Any) -> TensorSpec:
     return TensorSpec(tensor.shape, tensor.dtype, None, tensor.requires_grad, tensor.device)
 
 
-# Not NVFP4Quantizer: torch 2.13 cannot trace a property that an opaque class overrides, such as `column_signs`, and
-# layers under an NVFP4 recipe would not compile.
-for _kind in (Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer):
-    _register(_kind)
+# torch 2.13 cannot trace a property that an opaque class overrides, such as `column_signs`: layers under the recipe of
+# such a quantizer would not compile.
+for _kind in vars(tensors).values():
+    _is_quantizer = isinstance(_kind, type) and issubclass(_kind, Quantizer)
+    if (
+        _is_quantizer
+        and _kind.RECIPE is not None
+        and not _kind.stateful
+        and "column_signs" not in vars(_kind)
+    ):
+        _register(_kind)
