@@ -15,7 +15,7 @@ from torch import Tensor
 from ...common import env
 from ...common.dispatch import Backend, Table, undisturbed
 
-TOGETHER, LOOP = "together", "one_by_one"
+TOGETHER, LOOP = "together", "loop"
 
 # Features of a call that only the loop supports.
 QUANTIZED_PARAMETERS = "quantized parameters"
