@@ -264,7 +264,9 @@ def test_who_has_jax_alone_is_not_told_to_install_torch_for_the_command():
 def test_a_client_finds_the_package(client):
     environment = replace(CPU, distributions={**CPU.distributions, client.name: (Distribution("1"),)})
     (finding,) = said(environment, "clients")
-    assert finding.status == "good" and finding.message == f"{client.name} 1 detects this package by {client.by}"
+    assert (
+        finding.status == "good" and finding.message == f"{client.name} 1 detects this package by {client.by}"
+    )
 
 
 def test_a_requirement_makes_a_client_and_a_broken_one_does_not():

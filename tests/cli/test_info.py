@@ -58,9 +58,8 @@ def test_the_readable_form_names_every_recipe_and_operation(found: Survey):
 def test_the_reasons_and_unused_operations_are_printed_on_request():
     result = CliRunner().invoke(cli.application(), ["info", "--why"], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
-    assert (
-        "why the others are not used" in result.output and "operations that a TransformerLayer does not use" in result.output
-    )
+    assert "why the others are not used" in result.output
+    assert "operations that a TransformerLayer does not use" in result.output
 
 
 def test_one_backend_is_chosen_and_the_others_say_why_not(found: Survey):
