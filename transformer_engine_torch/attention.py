@@ -234,7 +234,7 @@ def get_fused_attn_backend(
     window_size_right: int, return_max_logit: bool = False, cuda_graph: bool = False,
     deterministic: bool = False,
 ) -> NVTE_Fused_Attn_Backend:  # fmt: skip
-    """The kind of fused attention that takes a call; NVTE_No_Backend when none does."""
+    """Return the kind of fused attention that supports a call; NVTE_No_Backend if none does."""
     dtype = torch_dtype(member("q_dtype", DType, q_dtype))
     check_question(
         {

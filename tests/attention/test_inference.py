@@ -376,6 +376,7 @@ def test_wrong_construction_is_rejected(device):
         DotProductAttention(HEADS, WIDTH, qkv_format="bshd")(x, x, x, inference_params=cache)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("pages", [{}, {"is_paged": True, "page_size": 4}], ids=["contiguous", "paged"])
 @torch.no_grad()
 def test_decoding_with_a_cache_compiles(pages, device):

@@ -140,6 +140,7 @@ def test_a_retained_graph_gives_its_gradients_again(device):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", ["plain", "checkpoint"])
 def test_a_compiled_graph_holds_the_products_too(options, device):
     results = []

@@ -83,6 +83,7 @@ def test_a_run_killed_in_the_middle_continues_bit_for_bit(corpus: Corpus, tmp_pa
     assert abs(validation["delayed"] / validation[HIGH_PRECISION] - 1) < 0.01
 
 
+@pytest.mark.slow
 def test_a_recipe_of_blocks_trains_near_high_precision(corpus: Corpus, tmp_path: Path):
     trainer = Trainer(tiny("mxfp8", steps=3), corpus, tmp_path)
     trainer.train()

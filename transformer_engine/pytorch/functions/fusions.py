@@ -72,22 +72,22 @@ def _unsupported_product(fusion: Fusion) -> str | None:
     return "the product is quantized" if fusion.quantized else None
 
 
-_APART = Backend[Fusion](SEPARATE, takes=_FEATURES)
+_SEPARATE = Backend[Fusion](SEPARATE, takes=_FEATURES)
 _IN_PRODUCT = Backend[Fusion](IN_PRODUCT, takes=_FEATURES, unsupported_reason=_unsupported_product)
 NORM_OUTPUT: Table[Fusion] = Table(
-    "norm_output", (Backend(IN_CODES, unsupported_reason=_unsupported_codes), _APART), describe=Fusion
+    "norm_output", (Backend(IN_CODES, unsupported_reason=_unsupported_codes), _SEPARATE), describe=Fusion
 )
 
 
 # The matrices between the two products of an MLP.
 MLP_ACTIVATION: Table[Fusion] = Table(
     "mlp_activation",
-    (Backend(IN_CODES, unsupported_reason=_unsupported_codes), _IN_PRODUCT, _APART),
+    (Backend(IN_CODES, unsupported_reason=_unsupported_codes), _IN_PRODUCT, _SEPARATE),
     describe=Fusion,
 )
 MLP_GRADIENT: Table[Fusion] = Table(
     "mlp_gradient",
-    (Backend(IN_CODES, unsupported_reason=_unsupported_gradient_codes), _IN_PRODUCT, _APART),
+    (Backend(IN_CODES, unsupported_reason=_unsupported_gradient_codes), _IN_PRODUCT, _SEPARATE),
     describe=Fusion,
 )
 

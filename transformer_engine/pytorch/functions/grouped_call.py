@@ -49,7 +49,7 @@ class GroupedSpec:
         extents: Extents (N, K) of a weight.
         stacked_weight: The weights of all groups are one parameter [n, N, K].
         stacked_bias: The biases of all groups are one parameter [n, N].
-        at_once: The call may be computed in one launch per step.
+        together: The call may be computed in one launch per step.
         request: The request of `grouped_request.TABLE` without the number of rows; None while a compiler traces.
         quantizers: The quantizers of all groups as one; no quantizers if they cannot be merged.
         needs_grad: Some tensor needs a gradient.

@@ -101,7 +101,7 @@ _norm_linear = applier(_NormLinear)
 
 
 class FusionModes(NamedTuple):
-    """How norm(x), the activation's output and the gradient of fc1's output are made: ways of `fusions`."""
+    """How norm(x), the activation's output and the gradient of fc1's output are made: modes of `fusions`."""
 
     norm: str
     activation: str
@@ -122,7 +122,7 @@ class NormMLPSpec(LayerSpec):
         biases: fc1's and fc2's product add a bias.
         returns_norm_output: The caller also gets norm(x).
         recompute: The backward pass recomputes the results of norm, fc1 and activation that it reads.
-        ways: How matrices between the steps are made; None before `chosen`.
+        fusion_modes: How matrices between the steps are made; None before `chosen`.
     """
 
     norm: Norm

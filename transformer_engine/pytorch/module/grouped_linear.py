@@ -46,7 +46,7 @@ from .grouped_parameters import (
 from .grouped_parameters import (
     is_module_grouped_tensor_path_supported as is_module_grouped_tensor_path_supported,
 )
-from .grouped_spec import build
+from .grouped_spec import build, traced_call
 from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
 from .numerics import made_to_keep
 from .parameters import InitMethod, ParameterInit, default_init_method
@@ -217,9 +217,12 @@ class GroupedLinear(ProductsModule):
         biases: list[Any] = []
         if config.use_bias:
             biases = [bias if bias.dtype is dtype else bias.to(dtype) for bias in tensors[count:]]
-        call = self._call(spec, flat, m_splits, weights, is_first_microbatch, buffers)
         added = None if config.return_bias else biases
-        y = (_by_name if _replaced.names else grouped_linear)(flat, weights, added, call)
+        if isinstance(m_splits, Tensor) and torch.compiler.is_compiling():
+            y = traced_call(self, spec, flat, m_splits, (weights, added or ()), is_first_microbatch)
+        else:
+            call = self._call(spec, flat, m_splits, weights, is_first_microbatch, buffers)
+            y = (_by_name if _replaced.names else grouped_linear)(flat, weights, added, call)
         y = y if flat is inp else y.view(*shape[:-1], config.out_features)
         if not config.return_bias:
             return y
@@ -236,7 +239,7 @@ class GroupedLinear(ProductsModule):
     ) -> GroupedCall:
         """Return the call of a kind with these numbers of rows and these cached weights."""
         groups, count = spec.groups, self._config.num_gemms
-        if self._is_at_once(spec, x, weights):
+        if self._runs_together(spec, x, weights):
             if len(m_splits) != count:  # of a tensor that the host does not read
                 raise ValueError(
                     f"m_splits has {len(m_splits)} numbers for {count} groups; give one number per group"
@@ -272,7 +275,7 @@ class GroupedLinear(ProductsModule):
             groups = tuple(cached)
         return GroupedCall(spec, groups, rows, None, buffers)
 
-    def _is_at_once(self, spec: GroupedSpec, x: Tensor, weights: tuple[Any, ...]) -> bool:
+    def _runs_together(self, spec: GroupedSpec, x: Tensor, weights: tuple[Any, ...]) -> bool:
         """Return whether all groups are computed in one launch per step."""
         if spec.request is None or _replaced.names:  # a compiler is tracing, or a name is replaced
             return False

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from ...common.recipe import description_of, recipe_described_as
 from ..distributed.tensor_parallel import TensorParallel
-from ..functions.grouped_call import GroupedQuantizers, GroupedSpec, StackMember
+from ..functions.caller_buffers import NO_BUFFERS
+from ..functions.grouped_call import GroupedCall, GroupedQuantizers, GroupedSpec, StackMember
+from ..functions.grouped_operators import (
+    GroupedKernel,
+    TracedGroups,
+    forward_in_graph,
+    register,
+)
 from ..functions.grouped_request import (
     CALIBRATION,
     DELAYED_WEIGHT_GRADIENTS,
@@ -26,6 +36,10 @@ from ..functions.grouped_request import (
 )
 from ..functions.layer_passes import layer_passes, linear_facts
 from ..functions.linear_spec import LINEAR, LinearSpec, changed
+from ..quantization.autocast import AutocastState, current, reinstate, snapshot
+from ..runtime.device import autocast_dtype
+from ..runtime.tracing import constant_while_tracing
+from .numerics import module_of_key
 from .products import UNQUANTIZED, ProductQuantizers
 from .specs import Call, EqualFacts, Facts, check_call, product_spec, scale_update
 
@@ -160,3 +174,106 @@ def _request(call: Call, features: tuple[str, ...], weight: Facts | None) -> Gro
         call.autocast or weight.dtype,
         None if call.active.quantizes else weight.dtype,
     )
+
+
+def traced_call(
+    module: Any,
+    spec: GroupedSpec,
+    x: Tensor,
+    rows: Tensor,
+    tensors: tuple[Sequence[Tensor], Sequence[Tensor]],
+    is_first_microbatch: bool | None,
+) -> Tensor:
+    """Return y [M, N] of a traced call whose numbers of rows are a tensor, computed by one operator.
+
+    Args:
+        module: The layer.
+        spec: The settings of the call while traced.
+        x: Input [M, K].
+        rows: Number of rows of each group.
+        tensors: Weights, and biases to add.
+        is_first_microbatch: The argument of the call.
+
+    Raises:
+        NotImplementedError: The call has effects that operators cannot have.
+    """
+    state = current()
+    active = state.enabled or state.calibrating
+    if is_first_microbatch is not None and state.enabled and module.numerics.delayed_states("scaling_fwd"):
+        raise NotImplementedError(
+            "is_first_microbatch under delayed scaling in a compiled graph needs m_splits as a list; give "
+            "m_splits.tolist(), or leave is_first_microbatch None"
+        )
+    states = [module.numerics.delayed_states(key) if active else () for key in _STATES]
+    key = _registered_while_tracing(
+        module.tracing_key,
+        description_of(state.recipe) if active else None,
+        (state.enabled, state.calibrating, torch.is_grad_enabled(), x.requires_grad),
+        state.group,
+        is_first_microbatch,
+        (x.dtype, x.device, autocast_dtype(x.device.type)),
+        tuple(map(len, tensors)),
+    )
+    given = [*tensors[0], *tensors[1]]
+    if not spec.needs_grad:
+        return forward_in_graph(key, x, rows, given, states[0])[0]
+    return TracedGroups.apply(x, rows, key, states, spec.scale_update, *given)  # pyright: ignore
+
+
+_STATES = ("scaling_fwd", "scaling_bwd")
+
+
+@constant_while_tracing
+def _registered_while_tracing(
+    tracing_key: str,
+    recipe: str | None,
+    flags: tuple[bool, bool, bool, bool],
+    group: Any,
+    is_first_microbatch: bool | None,
+    facts: tuple[torch.dtype, torch.device, torch.dtype | None],
+    counts: tuple[int, int],
+) -> str:
+    """Return the key of the operators of a kind of call; the arguments describe it, see `traced_call`."""
+    module = module_of_key(tracing_key)
+    enabled, calibrating, grad, grad_input = flags
+    dtype, device, autocast = facts
+    state = AutocastState(
+        enabled, calibrating, None if recipe is None else recipe_described_as(recipe), group
+    )
+    before = snapshot()
+    reinstate((state, False))
+    try:
+        with (
+            torch.set_grad_enabled(grad),
+            torch.autocast(device.type, autocast, enabled=autocast is not None),
+        ):
+            x = torch.empty(0, module.in_features, dtype=dtype, device=device, requires_grad=grad_input)
+            held = module._tensors()
+            spec: GroupedSpec = module.spec(x, held, (is_first_microbatch,), any_rows=True)
+    finally:
+        reinstate(before)
+    passes = spec.passes
+    assert passes is not None
+    groups = spec.groups
+    weights = [group.needs_grad_weight for group in groups][: counts[0]]
+    biases = [group.needs_grad_bias for group in groups][: counts[1]]
+    owner = weakref.ref(module)
+
+    def call(spec: GroupedSpec, rows: Tensor, x: Tensor, tensors: Sequence[Tensor]) -> GroupedCall:
+        layer: Any = owner()
+        return layer._call(spec, x, rows, tuple(tensors[: counts[0]]), None, NO_BUFFERS)
+
+    kernel = GroupedKernel(
+        name=LINEAR,
+        spec=spec,
+        dtypes=(held[0].dtype, groups[0].dtype),
+        inference=passes.inference,
+        again=passes.again,
+        backward=passes.backward,
+        order=tuple(range(len(passes.again.saved))),
+        lists=tuple([count for count in counts if count]),
+        present=(groups[0].needs_grad_input, *weights, *biases),
+        call=call,
+        states=tuple([module.numerics.delayed_states(key) if recipe is not None else () for key in _STATES]),
+    )
+    return register(module, kernel)

@@ -155,7 +155,8 @@ class Linear(ProductsModule):
 
         Args:
             inp: Input [.., in_features].
-            is_first_microbatch: True quantizes the weight and caches it, False reads the cache, None does neither.
+            is_first_microbatch: True quantizes the weight and caches it, False reads the cache, None quantizes the
+                weight for this call only.
             fp8_output: Return y as a quantized tensor.
             fp8_grad: Return the gradient of the input as a quantized tensor.
 

@@ -324,6 +324,11 @@ def new_tracing_key(module: Owner) -> str:
 on_creation: list[Callable[[Owner], None]] = []
 
 
+def module_of_key(tracing_key: str) -> Any:
+    """Return the module with a key of `new_tracing_key`."""
+    return _modules[tracing_key]
+
+
 def existing_modules() -> list[Owner]:
     """Return the modules with numerics of this process, in the order of their creation."""
     return list(_modules.values())

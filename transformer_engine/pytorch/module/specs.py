@@ -256,12 +256,13 @@ def quantized_results(
 def _histories_agree(call: Call, parallel: TensorParallel) -> bool:
     """Do scale updates of delayed scaling take maxima over all ranks of the tensor-parallel group?"""
     active = call.active
-    if not active.follows_history or active.group is None or parallel.group is None:
+    if not active.follows_history or parallel.group is None:
         return False
     if not getattr(active.recipe, "reduce_amax", False):
         return False
     ranks = torch.distributed.get_process_group_ranks
-    return set(ranks(parallel.group)) <= set(ranks(active.group))
+    # Without an amax_reduction_group the update takes maxima over the default group, which contains every other group.
+    return active.group is None or set(ranks(parallel.group)) <= set(ranks(active.group))
 
 
 def rows_of_shard(call: Call, parallel: TensorParallel) -> int:

@@ -181,7 +181,8 @@ class OperationFuser:
             state,
         )
         if first < self._num_basic_ops:
-            results = FusedChain.apply(x, call, *flat, *extra_inputs)
+            x, *tensors = _distinct_while_tracing((x, *flat, *extra_inputs))
+            results = FusedChain.apply(x, call, *tensors)
         else:
             results = call.forward(x, extra_inputs)[0]
         made: Any = results
@@ -336,6 +337,21 @@ class OperationFuser:
             fused.append((op, list(range(at, at + count))))
             at += count
         return fused
+
+
+def _distinct_while_tracing(tensors: Sequence[Any]) -> list[Any]:
+    """Return tensors of which a tracing compiler knows none twice; torch 2.13 traces no autograd function of such.
+
+    The numbers of rows of two grouped layers, and shared parameters, are the same tensors.
+    """
+    if not torch.compiler.is_compiling():
+        return list(tensors)
+    seen: set[int] = set()
+    made: list[Any] = []
+    for tensor in tensors:
+        made.append(tensor.view_as(tensor) if id(tensor) in seen else tensor)
+        seen.add(id(tensor))
+    return made
 
 
 def register_forward_fusion(function: Fusion, prepend: bool = False) -> None:

@@ -128,13 +128,15 @@ class autocast(ContextDecorator):
 
     Blocks nest; a disabled one inside an enabled one computes in high precision. Leaving a thread's outermost
     enabled block updates the forward scales of delayed scaling, unless gradients are off, the block raised, or this
-    is the second run of a checkpointed function.
+    is the second run of a checkpointed function. An update is a collective of its group: the ranks of the group have to
+    update the same layers equally often.
 
     Args:
         enabled: Quantize by the recipe.
         calibrating: With enabled=False compute in high precision, but record the maxima of delayed scaling.
         recipe: An instance of a recipe class, by default `get_default_recipe()`.
-        amax_reduction_group: Process group over which delayed scaling takes the maximum of absolute values.
+        amax_reduction_group: Process group over which delayed scaling takes the maximum of absolute values. None: all
+            ranks, if torch.distributed is initialized. A recipe with `reduce_amax=False` takes no maxima over ranks.
         others: Raise an error that names the argument to use.
 
     Raises:

@@ -45,7 +45,7 @@ _VARIABLES = (
     "NVTE_DPA_FP8DS_AMAX_ALGO",
     "NVTE_DPA_FP8DS_REDUCE_AMAX",
 )
-_asked_for = env.watch(_VARIABLES[0])
+_requested_recipe = env.watch(_VARIABLES[0])
 _requested_backward = env.watch("NVTE_FP8_DPA_BWD")
 _RECIPES: Memory[tuple[str | None, ...], Recipe | None] = Memory(_from_environment, 64)
 
@@ -54,7 +54,7 @@ def attention_recipe(recipe: Recipe | None) -> Recipe | None:
     """Return the recipe of an attention under a recipe of its layers; None without FP8 attention."""
     if recipe is None:
         return None
-    if _asked_for() is not None and env.get(_VARIABLES[0]):
+    if _requested_recipe() is not None and env.get(_VARIABLES[0]):
         recipe = _RECIPES[env.texts(_VARIABLES)]
     # A recipe of a caller may lack the two fields.
     if getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False):

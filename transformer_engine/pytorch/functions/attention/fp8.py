@@ -1,4 +1,4 @@
-"""Choice of the FP8 attention of a call, where a recipe asks for it: fp8_dpa, or fp8_mha with the output in FP8 too.
+"""Choice of the forward and the backward pass of an FP8 attention (fp8_dpa, or fp8_mha with an FP8 output).
 
 The passes are chosen separately. On Hopper the FP8 backward pass is slower than the one in 16 bits (H200, batch 2, 8192
 tokens, 32 query and 8 key heads of 128, causal: 7.5 ms and 5.0 ms), so that it runs only if NVTE_FP8_DPA_BWD=1.
@@ -37,7 +37,7 @@ class BackwardRequest(NamedTuple):
     Attributes:
         call: The attention, with `fp8` set.
         forward: Backend of the forward pass.
-        asked: True for FP8, False for high precision, None for the faster one.
+        requested: True for FP8, False for high precision, None for the faster one.
     """
 
     call: AttentionCall
@@ -126,7 +126,7 @@ PassesKey = tuple[AttentionCall, str, bool | None]
 
 
 def choose_fp8(call: AttentionCall, scaling: str, requested: bool | None) -> FP8Passes:
-    """Return both passes of a call, cached; asked: see `BackwardRequest`."""
+    """Return both passes of a call, cached; requested: see `BackwardRequest`."""
     if torch.compiler.is_compiling():
         # Emulation, which a tracing compiler sees through; cuDNN's FP8 kernels write the state in place.
         plain = passes_when_traced(call)

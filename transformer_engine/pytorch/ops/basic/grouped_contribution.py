@@ -167,7 +167,7 @@ class GroupedKind:
         """
         spec = self.spec
         on_gpus = sizes.is_cuda and self.device.type == "cuda" and launch.missing() is None
-        if on_gpus and self._is_at_once(()):
+        if on_gpus and self._runs_together(()):
             layout = groups_of(sizes.reshape(-1), self.total, self.device)
             return GroupedCall(spec, spec.groups, (), layout, clears=True)
         rows = tuple([int(size) for size in sizes.reshape(-1).tolist()])
@@ -177,11 +177,11 @@ class GroupedKind:
                 "most that"
             )
         unassigned = self.total - sum(rows)
-        if not on_gpus and self._is_at_once((UNASSIGNED_ROWS,) if unassigned else ()):
+        if not on_gpus and self._runs_together((UNASSIGNED_ROWS,) if unassigned else ()):
             return GroupedCall(spec, spec.groups, (), groups_of(rows, self.total, self.device))
         return GroupedCall(spec, self._fitting(rows), rows, unassigned=unassigned)
 
-    def _is_at_once(self, features: tuple[str, ...]) -> bool:
+    def _runs_together(self, features: tuple[str, ...]) -> bool:
         """Return whether all groups of a call with these features are computed in one launch per step."""
         spec = self.spec
         if spec.request is None:  # a compiler is tracing

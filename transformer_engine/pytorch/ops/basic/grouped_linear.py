@@ -46,6 +46,7 @@ from .grouped_contribution import (
     GroupedContribution,
     GroupedKind,
 )
+from .grouped_operator import traced_contribution
 from .linear_contribution import linear_spec
 
 
@@ -265,6 +266,8 @@ class GroupedLinear(StepOperation):
         )
         dtype = call.autocast or first.dtype
         grad_bias = call.saves and bias is not None and bias.requires_grad
+        if call.traced:
+            return traced_contribution(self, name, x, call, environment)
         spec = self._spec(call, x, dtype, grad_bias)
         kind = GroupedKind(spec, math.prod(x.shape[:-1]), x.device, self._weight_parameters)
         environment.linears[name] = kind.call(call.extra_tensors[0])

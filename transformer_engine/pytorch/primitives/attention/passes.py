@@ -33,7 +33,7 @@ class Differentiable(NamedTuple):
     Attributes:
         name: Name of the backend.
         run: Computes the attention.
-        apart: Returns the same kernels as two passes, for a node that computes more than an attention; None if the
+        as_passes: Returns the same kernels as two passes, for a node that computes more than an attention; None if the
             library does not provide them for these inputs.
     """
 

@@ -39,7 +39,7 @@ class FP8ContextAttention:
     Attributes:
         shared: The attention of the ranks.
         fp8: FP8 attention of this rank's heads, `shared.inner_call`.
-        asked: Requested backward pass, see `BackwardRequest`.
+        requested: Requested backward pass, see `BackwardRequest`.
     """
 
     shared: ContextParallelAttention
@@ -185,12 +185,12 @@ class FP8BlockPasses(BlockPasses):
 
     Args:
         fp8: FP8 attention of the call.
-        asked: Requested backward pass, see `BackwardRequest`.
+        requested: Requested backward pass, see `BackwardRequest`.
         storages: Settings and scales of the codes of q, k and v; None for values.
     """
 
     def __init__(self, fp8: FP8Attention, requested: bool | None, storages: list[Any] | None):
-        self._fp8, self._asked, self._storages = fp8, requested, storages
+        self._fp8, self._requested, self._storages = fp8, requested, storages
 
     def forward(self, bound: BoundBlock, inputs: AttentionInputs) -> Attended:
         fp8 = self._of(bound)
@@ -211,7 +211,7 @@ class FP8BlockPasses(BlockPasses):
         return fp8.passes.backward(fp8, inputs, rounded, grad_output.contiguous())
 
     def _of(self, bound: BoundBlock) -> FP8Attention:
-        passes = choose_fp8(bound.call, self._fp8.scaling, self._asked)
+        passes = choose_fp8(bound.call, self._fp8.scaling, self._requested)
         return replace(
             self._fp8, call=bound.call, passes=passes, state=None, fp8_output=False, scale_update=None
         )
