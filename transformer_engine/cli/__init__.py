@@ -82,7 +82,7 @@ def application() -> typer.Typer:
             return super().resolve_command(ctx, args)
 
     app = typer.Typer(
-        help="Train and run Transformers in FP8, MXFP8 and NVFP4.",
+        help="Train and run Transformers in FP8 and FP4.",
         cls=LazyGroup,
         no_args_is_help=True,
         pretty_exceptions_enable=False,

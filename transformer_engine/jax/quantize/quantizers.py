@@ -2,6 +2,8 @@
 
 Quantizers are pytrees whose leaves are their state, and have mutable methods for compatibility with the original.
 Differentiation rules use the methods without side effects: `encode` and `advanced`.
+
+Longer than 400 lines because the public class of every recipe is in one place.
 """
 
 from __future__ import annotations

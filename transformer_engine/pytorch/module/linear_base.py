@@ -373,12 +373,10 @@ class ProductsModule(TransformerEngineBaseModule):
         return self._config.input_features()
 
     def _holders(self) -> tuple[tuple[AccumulationTarget, ...], ...]:
-        return tuple(
-            [
-                tuple([AccumulationTarget(parameter_of(self, name)) for name in names])
-                for names in self._config._weights
-            ]
-        )
+        targets = []
+        for names in self._config._weights:
+            targets.append(tuple([AccumulationTarget(parameter_of(self, name)) for name in names]))
+        return tuple(targets)
 
     def quantizable_products(
         self, state: AutocastState, inp: Tensor, shapes: Sequence[tuple[int, int]]
@@ -391,19 +389,15 @@ class ProductsModule(TransformerEngineBaseModule):
 
     def returned_norm_output(self, norm_output: Tensor | None) -> Tensor | None:
         """norm(x) as a fused layer returns it: of the whole sequence where asked for, else of this rank's part."""
-        if norm_output is None or not (
-            self._config.return_layernorm_output_gathered and self._config.sequence_parallel
-        ):
+        config = self._config
+        if norm_output is None or not (config.return_layernorm_output_gathered and config.sequence_parallel):
             return norm_output
-        return gather_sequence(norm_output, self._config.tp_group)
+        return gather_sequence(norm_output, config.tp_group)
 
     def with_cached_weight(self, key: str, weight: Tensor, spec: LinearSpec, first: bool) -> LinearSpec:
         """The spec with the weight as quantized for the first microbatch of the step."""
         cached = self.numerics.cached_weight(key, weight, spec.weight, spec.needs_grad_input, first)
         if cached is None:
             return spec
-        return changed(
-            spec,
-            cached_weight=cached,
-            beside=tuple([part for part in cached.flatten()[0] if part is not None]),
-        )
+        parts = tuple([part for part in cached.flatten()[0] if part is not None])
+        return changed(spec, cached_weight=cached, beside=parts)
