@@ -373,18 +373,13 @@ class ProductsModule(TransformerEngineBaseModule):
         return self._config.input_features()
 
     def _holders(self) -> tuple[tuple[AccumulationTarget, ...], ...]:
-        targets = []
-        for names in self._config._weights:
-            targets.append(tuple([AccumulationTarget(parameter_of(self, name)) for name in names]))
-        return tuple(targets)
+        weights = self._config._weights
+        return tuple([tuple([AccumulationTarget(parameter_of(self, n)) for n in names]) for names in weights])
 
     def quantizable_products(
         self, state: AutocastState, inp: Tensor, shapes: Sequence[tuple[int, int]]
     ) -> tuple[ProductQuantizers, ...]:
-        """The quantizers that products of an input would get under a state: all identities where it is not quantized.
-
-        shapes   (in_features, out_features) of each product's weight
-        """
+        """Return the quantizers of an input's products, given (in_features, out_features) of each product's weight."""
         return quantizable(self._key(inp, (), (None,), self.numerics.of_call(self, state)), shapes)
 
     def returned_norm_output(self, norm_output: Tensor | None) -> Tensor | None:
