@@ -64,7 +64,8 @@ class GroupedKernel:
         """Return the inputs of the forward pass."""
         if self.lists is None:
             return [x, *tensors]
-        made, start = [x], 0
+        made: list[Any] = [x]
+        start = 0
         for count in self.lists:
             made.append(tensors[start] if count == 1 else list(tensors[start : start + count]))
             start += count
@@ -105,9 +106,9 @@ def register(owner: Any, kernel: GroupedKernel) -> str:
     """
     name = type(owner).__name__
     for what, found in (
-        ("delayed weight gradients", any(group.weight_gradient.store for group in kernel.spec.groups)),
+        ("delayed weight gradients", any(g.weight_gradient.store is not None for g in kernel.spec.groups)),
         ("gradients accumulated into main_grad", any(g.weight_gradient.fused for g in kernel.spec.groups)),
-        ("inspected results", any(group.inspector for group in kernel.spec.groups)),
+        ("inspected results", any(g.inspector is not None for g in kernel.spec.groups)),
         ("quantizers that cannot quantize twice", not all(map(_repeats, _quantizers(kernel.spec)))),
     ):
         if found:

@@ -212,7 +212,7 @@ def traced_call(
         state.group,
         is_first_microbatch,
         (x.dtype, x.device, autocast_dtype(x.device.type)),
-        tuple(map(len, tensors)),
+        (len(tensors[0]), len(tensors[1])),
     )
     given = [*tensors[0], *tensors[1]]
     if not spec.needs_grad:
@@ -274,6 +274,8 @@ def _registered_while_tracing(
         lists=tuple([count for count in counts if count]),
         present=(groups[0].needs_grad_input, *weights, *biases),
         call=call,
-        states=tuple([module.numerics.delayed_states(key) if recipe is not None else () for key in _STATES]),
+        states=tuple(  # pyright: ignore[reportArgumentType]
+            [module.numerics.delayed_states(key) if recipe is not None else () for key in _STATES]
+        ),
     )
     return register(module, kernel)
