@@ -106,9 +106,9 @@ def register(owner: Any, kernel: GroupedKernel) -> str:
     """
     name = type(owner).__name__
     for what, found in (
-        ("delayed weight gradients", any(group.weight_gradient.store for group in kernel.spec.groups)),
+        ("delayed weight gradients", any(g.weight_gradient.store is not None for g in kernel.spec.groups)),
         ("gradients accumulated into main_grad", any(g.weight_gradient.fused for g in kernel.spec.groups)),
-        ("inspected results", any(group.inspector for group in kernel.spec.groups)),
+        ("inspected results", any(g.inspector is not None for g in kernel.spec.groups)),
         ("quantizers that cannot quantize twice", not all(map(_repeats, _quantizers(kernel.spec)))),
     ):
         if found:
