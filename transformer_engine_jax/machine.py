@@ -8,7 +8,11 @@ from transformer_engine.jax.platform import compute_capability, library_version
 
 
 def get_device_compute_capability(gpu_id: int = 0) -> int:
-    """Return ten times the compute capability of a local GPU; 90 on a CPU."""
+    """Return ten times the compute capability of a local GPU; 90 on a CPU.
+
+    Args:
+        gpu_id: Number of the GPU in this process.
+    """
     return compute_capability(gpu_id)
 
 

@@ -13,7 +13,7 @@ from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
 from transformer_engine.pytorch.primitives.quantize import absolute_maximum
 from transformer_engine.pytorch.runtime.checks import floating
 
-from .checks import member, output_or_none, quantizer_or_none, sequence, values, whole_numbers, with_axes
+from .checks import integers, member, output_or_none, quantizer_or_none, sequence, values, with_axes
 
 
 def torch_dtype(dtype: DType | int | torch.dtype) -> torch.dtype:
@@ -44,14 +44,14 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
 
 
 def dequantize(input: Any, otype: DType | int | torch.dtype) -> Tensor:
-    """The values of a quantized tensor."""
+    """Return the values of a quantized tensor."""
     if not hasattr(input, "get_usages"):
         raise TypeError(f"input={described(input)} is a {type(input).__name__}; give a quantized tensor")
     return input.dequantize(dtype=torch_dtype(otype))
 
 
 def bgrad_quantize(input: Tensor, quantizer: Any) -> list[Any]:
-    """[sum of input [.., K] over its rows, in its dtype and summed in float32; the quantized input]."""
+    """Return [sum of input [.., K] over its rows, the quantized input]; the sum is accumulated in float32."""
     quantizer_or_none(quantizer)
     values(input=input)
     with_axes("input", input, 1)
@@ -60,7 +60,7 @@ def bgrad_quantize(input: Tensor, quantizer: Any) -> list[Any]:
 
 
 def multi_tensor_quantize(tensor_list: Sequence[Tensor], quantizer_list: Sequence[Any]) -> list[Any]:
-    """Every tensor as the quantizer of its place makes it."""
+    """Quantize every tensor by the quantizer at its index."""
     for name, given in (("tensor_list", tensor_list), ("quantizer_list", quantizer_list)):
         sequence(name, given)
     if len(tensor_list) != len(quantizer_list):
@@ -93,7 +93,7 @@ def split_quantize(
         ValueError: A size is negative, or the sizes add up to more than M rows.
     """
     with_axes("tensor", tensor, 1)
-    sizes = whole_numbers("split_sections", split_sections)
+    sizes = integers("split_sections", split_sections)
     if sum(sizes) > tensor.shape[0] or min(sizes, default=0) < 0:
         raise ValueError(
             f"split_sections={sizes} must be sizes of at least 0 that add up to at most {tensor.shape[0]} rows"
@@ -108,7 +108,7 @@ def create_empty_quantized_tensor(
     device: torch.device | str | None = None,
     pin_memory: bool = False,
 ) -> Any:
-    """A quantized tensor of this shape and nominal dtype with unset payload."""
+    """Return a quantized tensor whose codes and scales are uninitialized."""
     if quantizer is None:
         raise TypeError("quantizer=None makes no tensor; give an instance of a Quantizer")
     quantizer_or_none(quantizer)
@@ -116,7 +116,7 @@ def create_empty_quantized_tensor(
 
 
 def compute_amax(input: Tensor, amax: Tensor) -> None:
-    """amax float32 [1] = max |input|, in place."""
+    """Write the maximum of |input| to amax."""
     values(input=input, amax=amax)
     if amax.numel() != 1:
         raise ValueError(f"amax is {list(amax.shape)}; give one element")
@@ -124,7 +124,7 @@ def compute_amax(input: Tensor, amax: Tensor) -> None:
 
 
 def fp8_transpose(input: Tensor, dtype: DType | int, out: Tensor | None = None) -> Tensor:
-    """uint8 [K, M] of FP8 codes uint8 [.., K], whose leading axes make M; into out if that is given."""
+    """Return FP8 codes [.., K] transposed as uint8 [K, M]; M is the product of the leading axes."""
     with_axes("input", input, 1)
     if input.element_size() != 1:
         raise TypeError(f"input is {input.dtype}; give codes of one byte, uint8")
@@ -134,7 +134,7 @@ def fp8_transpose(input: Tensor, dtype: DType | int, out: Tensor | None = None) 
 
 
 def swap_first_dims(tensor: Tensor, out: Tensor | None = None) -> Tensor:
-    """[b, a, ..] of [a, b, ..], contiguous; into out if that is given."""
+    """Return [b, a, ..] of [a, b, ..], contiguous."""
     with_axes("tensor", tensor, 2)
     turned = tensor.transpose(0, 1)
     output_or_none("out", out, turned)

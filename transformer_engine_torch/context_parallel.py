@@ -19,7 +19,7 @@ from transformer_engine.pytorch.functions.attention.context_parallel.layout impo
 
 
 def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
-    """[.., t / 2, h, d]: the half 0 or 1 of every sequence of [t, h, d], or of keys and values [2, t, h, d]."""
+    """Return one half of every sequence of [t, h, d], or of keys and values [2, t, h, d]: [.., t / 2, h, d]."""
     axis = tensor.dim() - 3
     return tensor.index_select(axis, _half(cu_seqlens, tensor.shape[axis] // 2, half_idx))
 
@@ -27,10 +27,7 @@ def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half_idx: int) -> T
 def thd_second_half_lse_correction(
     lse: Tensor, lse_per_step: Tensor, cu_seqlens: Tensor, lse_packed: bool
 ) -> None:
-    """lse[second half] = log(exp(lse[second half]) + exp(lse_per_step)), in place.
-
-    lse_packed  lse float32 [h, t], lse_per_step [h, t / 2]; else [b, h, s] and [b, h, s / 2]
-    """
+    """Compute lse[second half] = log(exp(lse[second half]) + exp(lse_per_step)) in place."""
     if lse_packed:
         second = _half(cu_seqlens, lse_per_step.shape[-1], 1)
         lse.index_copy_(1, second, torch.logaddexp(lse.index_select(1, second), lse_per_step))
@@ -47,9 +44,9 @@ def thd_second_half_lse_correction(
 def thd_read_second_half_lse(
     lse: Tensor, cu_seqlens: Tensor, lse_packed: bool, second_half_lse_seqlen: int
 ) -> Tensor:
-    """lse of every sequence's second half: [h, second_half_lse_seqlen], or [b, h, second_half_lse_seqlen].
+    """Return `lse` of every sequence's second half: [h, second_half_lse_seqlen], or [b, h, second_half_lse_seqlen].
 
-    lse_packed  lse is float32 [h, t], else [b, h, s]; entries that belong to no token are 0
+    Entries that belong to no token are 0.
     """
     if lse_packed:
         half = lse.index_select(1, _half(cu_seqlens, lse.shape[-1] // 2, 1))
@@ -68,11 +65,7 @@ def thd_out_correction(
     only_second_half: bool,
     lse_packed: bool,
 ) -> None:
-    """out += out_per_step * exp(lse_per_step - lse), in place; computed in float32.
-
-    out, out_per_step  [t, h, d]; only_second_half: the step has the second halves only, [t / 2, h, d]
-    lse, lse_per_step  float32 [h, t], or [b, h, s] unless lse_packed; the step's as long as out_per_step
-    """
+    """Compute out += out_per_step * exp(lse_per_step - lse) in place, in float32."""
     rows = out_per_step.shape[0]
     bounds = cu_seqlens // 2 if only_second_half else cu_seqlens
     where = _half(cu_seqlens, rows, 1) if only_second_half else torch.arange(rows, device=out.device)
@@ -91,10 +84,7 @@ def thd_out_correction(
 def thd_grad_correction(
     grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, first_half: str, second_half: str
 ) -> None:
-    """grad's halves take those of grad_per_step, in place: "add", "copy" or "none" for each half.
-
-    grad [t, h, d] or [2, t, h, d]; grad_per_step alike, or with the one half that is not "none" alone.
-    """
+    """Add or copy the halves of one step's gradient to the accumulated gradient, in place."""
     for name, how in (("first_half", first_half), ("second_half", second_half)):
         if how not in ("add", "copy", "none"):
             raise ValueError(f'{name}={how!r} does not exist; choose "add", "copy" or "none"')
@@ -113,9 +103,9 @@ def thd_grad_correction(
 
 
 def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int) -> Tensor:
-    """int32 [total_tokens / world_size]: which tokens of whole packed sequences a context-parallel rank holds.
+    """Return the indices of a rank's tokens, int32 [total_tokens / world_size].
 
-    Of the 2 * world_size equal chunks of a sequence it holds the two numbered rank and 2 * world_size - 1 - rank.
+    Each packed sequence has 2 * world_size equal chunks. A rank has the chunks `rank` and 2 * world_size - 1 - rank.
     """
     return partitioned_indices(cu_seqlens, total_tokens, world_size, rank).to(torch.int32)
 
@@ -123,10 +113,9 @@ def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, world_siz
 def thd_sequence_order_to_cp_rank_order(
     tensor: Tensor, cu_seqlens: Tensor, world_size: int, total_tokens: int | None = None
 ) -> Tensor:
-    """[t, ..]: whole packed sequences [t, ..] in the order in which ranks hold them, rank 0's tokens first.
+    """Return tokens [t, ..] of whole packed sequences in the order in which ranks hold them, rank 0 first.
 
-    cu_seqlens    bounds the whole sequences
-    total_tokens  t, for callers that have it; ValueError unless the tensor has as many rows
+    Raises ValueError unless the tensor has `total_tokens` rows.
     """
     _check_tokens(tensor, total_tokens)
     return tensor.index_select(0, order_of_ranks(cu_seqlens, tensor.shape[0], world_size))
@@ -135,7 +124,7 @@ def thd_sequence_order_to_cp_rank_order(
 def thd_cp_rank_order_to_sequence_order(
     tensor: Tensor, cu_seqlens: Tensor, world_size: int, total_tokens: int | None = None
 ) -> Tensor:
-    """[t, ..]: the inverse, for the parts of all ranks one behind the other, as a gathering leaves them."""
+    """Return tokens [t, ..] that were gathered rank by rank in the order of their sequences."""
     _check_tokens(tensor, total_tokens)
     order = order_of_ranks(cu_seqlens, tensor.shape[0], world_size)
     return torch.empty_like(tensor).index_copy_(0, order, tensor)

@@ -46,13 +46,7 @@ def copy_to_kv_cache(
     max_pages_per_seq: int,
     is_non_paged: bool,
 ) -> None:
-    """Append new keys and values [sbhd, bshd or thd] to the cached ones of b sequences, in place.
-
-    k_cache, v_cache   [sequences, max_seq_len, h, d], or [pages, page size, h, d] unless is_non_paged
-    page_table         int32 [b, max_pages_per_seq]; is_non_paged: int32 [b], the row from which the cached keys
-                       and values of each sequence are moved to its own row (None: no move)
-    cu_new_lens, cu_cached_lens   int32 [b + 1], cumulative; the cached lengths count the new tokens
-    max_ctx_len        maximum number of new tokens of a sequence
+    """Append new keys and values to the cached ones of b sequences, in place.
 
     Raises ValueError, before any write, for invalid lengths and pages; those on a GPU are checked with TE_CHECK=1 only.
     Unchecked, tokens beyond the cache and tokens of missing pages are skipped.
@@ -102,7 +96,12 @@ def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, t: int) -> Tensor:
 
 
 def mha_fill(tensor: Tensor, value: float | Tensor) -> None:
-    """Set tensor[:] = value in place; with a tensor int [1] as value, set the rows from that index on to 0."""
+    """Set tensor[:] = value in place; with a tensor int [1] as value, set the rows from that index on to 0.
+
+    Args:
+        tensor: The tensor [rows, ..] to write.
+        value: A number, or an integer tensor [1].
+    """
     if not isinstance(value, Tensor):
         tensor.fill_(value)
         return
@@ -113,7 +112,8 @@ def mha_fill(tensor: Tensor, value: float | Tensor) -> None:
 def fa_prepare_fwd(qkvi: Tensor) -> Tensor:
     """Separate queries, keys and values [3, b, s, h, d] of an interleaved buffer [s, b, h, 3 d].
 
-    qkvi is the buffer, or its queries [s, b, h, d] as a view of it.
+    Args:
+        qkvi: The buffer [s, b, h, 3 d], or its queries [s, b, h, d] as a view of it.
     """
     tensor("qkvi", qkvi)
     if qkvi.dim() != 4:
@@ -129,7 +129,13 @@ def fa_prepare_fwd(qkvi: Tensor) -> Tensor:
 
 
 def fa_prepare_bwd(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Interleave gradients q, k, v [b, s, h, d] to [s, b, h, 3 d]; the inverse of fa_prepare_fwd."""
+    """Interleave gradients q, k, v [b, s, h, d] to [s, b, h, 3 d]; the inverse of fa_prepare_fwd.
+
+    Args:
+        q: Gradient of the queries [b, s, h, d].
+        k: Gradient of the keys.
+        v: Gradient of the values.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         with_axes(name, x, 3)
     for name, x in (("k", k), ("v", v)):

@@ -18,19 +18,19 @@ from .checks import output_or_none, values
 
 
 def scaled_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
-    """y [b, h, q, k] = softmax(scale * x) over keys."""
+    """Return softmax(scale_factor * input) [b, h, q, k] over the keys."""
     scale = _scale(scale_factor, input=input)
     return softmax_forward(input, scale)
 
 
 def scaled_softmax_backward(output_grad: Tensor, softmax_results: Tensor, scale_factor: float) -> Tensor:
-    """dx = scale * y * (dy - sum(dy * y))."""
+    """Return the gradient of the logits: scale * y * (dy - sum(dy * y))."""
     scale = _scale(scale_factor, output_grad=output_grad, softmax_results=softmax_results)
     return softmax_backward(output_grad, softmax_results, scale)
 
 
 def scaled_masked_softmax_forward(input: Tensor, mask: Tensor, scale_factor: float) -> Tensor:
-    """y [b, h, q, k] = softmax(scale * x) over the keys that mask [1 | b, 1, q, k] (nonzero: hidden) leaves."""
+    """Return softmax(scale_factor * input) [b, h, q, k] over the keys that the mask does not hide."""
     scale = _scale(scale_factor, input=input)
     tensor("mask", mask)
     return softmax_forward(input, scale, mask=mask)
@@ -39,13 +39,13 @@ def scaled_masked_softmax_forward(input: Tensor, mask: Tensor, scale_factor: flo
 def scaled_masked_softmax_backward(
     output_grad: Tensor, softmax_results: Tensor, scale_factor: float
 ) -> Tensor:
-    """dx = scale * y * (dy - sum(dy * y)), 0 where the mask hid a key."""
+    """Return the gradient of the logits as `scaled_softmax_backward`; it is 0 where the mask hides a key."""
     scale = _scale(scale_factor, output_grad=output_grad, softmax_results=softmax_results)
     return softmax_backward(output_grad, softmax_results, scale)
 
 
 def scaled_upper_triang_masked_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
-    """y [b * h, s, s] = softmax(scale * x) over the keys up to the query's own place."""
+    """Return softmax(scale_factor * input) [b h, s, s] of query i over the keys 0 to i."""
     scale = _scale(scale_factor, input=input)
     return softmax_forward(input, scale, causal="top_left")
 
@@ -53,13 +53,13 @@ def scaled_upper_triang_masked_softmax_forward(input: Tensor, scale_factor: floa
 def scaled_upper_triang_masked_softmax_backward(
     output_grads: Tensor, softmax_results: Tensor, scale_factor: float
 ) -> Tensor:
-    """dx = scale * y * (dy - sum(dy * y)), 0 above the diagonal."""
+    """Return the gradient of the logits as `scaled_softmax_backward`; it is 0 above the diagonal."""
     scale = _scale(scale_factor, output_grads=output_grads, softmax_results=softmax_results)
     return softmax_backward(output_grads, softmax_results, scale, causal="top_left")
 
 
 def scaled_aligned_causal_masked_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
-    """y [b, h, q, k] = softmax(scale * x), the diagonal ending in the last query and the last key."""
+    """Return the causal softmax [b, h, q, k] whose diagonal ends in the last query and the last key."""
     scale = _scale(scale_factor, input=input)
     return softmax_forward(input, scale, causal="bottom_right")
 
@@ -67,7 +67,7 @@ def scaled_aligned_causal_masked_softmax_forward(input: Tensor, scale_factor: fl
 def scaled_aligned_causal_masked_softmax_backward(
     output_grad: Tensor, softmax_results: Tensor, scale_factor: float
 ) -> Tensor:
-    """dx = scale * y * (dy - sum(dy * y)), 0 above the diagonal."""
+    """Return the gradient of the logits as `scaled_softmax_backward`; it is 0 above the diagonal."""
     scale = _scale(scale_factor, output_grad=output_grad, softmax_results=softmax_results)
     return softmax_backward(output_grad, softmax_results, scale, causal="bottom_right")
 
@@ -92,7 +92,13 @@ def _scale(scale_factor: float, **scores: Tensor) -> float:
 
 
 def dropout_fwd(input: Tensor, dropout_probability: float, out: Tensor | None = None) -> list[Tensor]:
-    """Return [y, mask] with y = input / (1 - p) where an element is kept, and 0 elsewhere."""
+    """Return [y, mask] with y = input / (1 - p) where an element is kept, and 0 elsewhere.
+
+    Args:
+        input: Values of any shape, in a floating-point dtype.
+        dropout_probability: Probability p that an element is dropped, 0 to 1.
+        out: Receives y; None allocates it.
+    """
     p = _probability(dropout_probability)
     values(input=input)
     output_or_none("out", out, input)
@@ -102,7 +108,14 @@ def dropout_fwd(input: Tensor, dropout_probability: float, out: Tensor | None = 
 def dropout_bwd(
     grad_output: Tensor, mask: Tensor, dropout_probability: float, grad_input: Tensor | None = None
 ) -> Tensor:
-    """Return the gradient of the input of `dropout_fwd`, for its mask."""
+    """Return the gradient of the input of `dropout_fwd`, for its mask.
+
+    Args:
+        grad_output: Gradient of y.
+        mask: Mask that `dropout_fwd` returned.
+        dropout_probability: Probability p of the forward pass.
+        grad_input: Receives the gradient; None allocates it.
+    """
     p = _probability(dropout_probability)
     values(grad_output=grad_output)
     tensor("mask", mask)

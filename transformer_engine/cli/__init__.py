@@ -37,7 +37,7 @@ COMMANDS = {
     ),
     "generate": Command(
         ".generate",
-        "Draw text from a model that te train has trained, and report the number of tokens (bytes) per second.",
+        "Generate text with a model that te train has trained, and report the tokens (bytes) per second.",
     ),
     "convert": Command(
         ".convert",
@@ -82,7 +82,7 @@ def application() -> typer.Typer:
             return super().resolve_command(ctx, args)
 
     app = typer.Typer(
-        help="Train and run Transformers in 8 and 4 bits.",
+        help="Train and run Transformers in FP8 and FP4.",
         cls=LazyGroup,
         no_args_is_help=True,
         pretty_exceptions_enable=False,

@@ -125,4 +125,4 @@ _FROM_PYTHON = ("Any", "TYPE_CHECKING", "annotations", "functools", "importlib",
 __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     name for name in __dir__() if not name.startswith("_") and name not in _FROM_PYTHON
 ]
-absent.answer_in("transformer_engine")
+absent.install_getters("transformer_engine")

@@ -196,7 +196,7 @@ def _built(key: tuple[str, tuple[LinearFacts, ...], str, bool]) -> tuple[Pass, P
             return facts[0].plain
         if rule in (rules.CODES_FROM_PRODUCER.name, rules.CODES_AND_SUMS_FROM_PRODUCER.name):
             return not (apart and producer.op == "activation_backward")
-        return rule in (rules.BIAS_IN_PRODUCT.name, rules.CODES_BESIDE_SUMS.name)
+        return rule in (rules.BIAS_IN_PRODUCT.name, rules.CODES_WITH_SUMS.name)
 
     forward, backward = (overlap(rules.fuse(pass_, allowed)) for pass_ in made)
     if kind == "grouped":
