@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.checks import is_distributed
+from ..runtime.double_backward import once_differentiable
 
 
 class _SummedGradient(torch.autograd.Function):
@@ -29,6 +30,7 @@ class _SummedGradient(torch.autograd.Function):
         return replicated.view_as(replicated)
 
     @staticmethod
+    @once_differentiable("A layer with DTensor parameters")
     def backward(ctx: Any, gradient: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return gradient.redistribute(placements=ctx.placements)
 
@@ -42,6 +44,7 @@ class _BiasOfFirstRank(torch.autograd.Function):
         return y + bias if is_first else y.clone()
 
     @staticmethod
+    @once_differentiable("A layer with DTensor parameters")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         bias = gradient.sum(ctx.axes, dtype=torch.float32) if ctx.axes else gradient
         return gradient, bias.to(ctx.dtype), None
