@@ -155,7 +155,7 @@ def test_the_summary_averages_the_last_steps():
     quantized, high = summarize(config, history)
     assert (quantized.train, high.train) == (15.5, 1.0)
     assert (quantized.validation, high.validation) == (3.0, 2.0)
-    assert quantized.tokens_a_second == pytest.approx(64 / 0.5)
+    assert quantized.tokens_per_second == pytest.approx(64 / 0.5)
     assert high.seconds == pytest.approx(5.0)
 
 

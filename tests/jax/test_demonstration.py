@@ -147,8 +147,8 @@ def test_the_command_writes_the_same_files_prints_the_same_table_and_continues(t
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--experts", "4"], "--experts is of the demonstration in torch; leave it out"),
-        (["--optimizer", "fused_adam"], "--optimizer fused_adam is of the demonstration in torch"),
+        (["--experts", "4"], "--experts needs the PyTorch model; remove it"),
+        (["--optimizer", "fused_adam"], "--optimizer fused_adam needs the PyTorch model"),
         (["--graphs"], "--graphs, --offload-layers and --observe are of the demonstration in torch"),
         (["--resume"], "there is no checkpoint at"),
     ],

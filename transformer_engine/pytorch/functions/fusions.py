@@ -12,7 +12,7 @@ from ..primitives.activation import ACTIVATIONS, gradient_fuses
 from ..primitives.quantize import Cast
 from .linear_spec import LinearSpec, gathers_values, gradient_cast, input_cast, sums_over_ranks
 
-IN_CODES, IN_PRODUCT, SEPARATE = "in_codes", "in_product", "separate"
+IN_CODES, IN_PRODUCT, SEPARATE = "fused_cast", "in_product", "separate"
 
 # Why the layer that reads a matrix has to quantize it itself.
 RETURNED = "a matrix that is returned too"

@@ -29,7 +29,6 @@ from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
 from .linear_parameters import create_parameters, mark_parameters, weight_and_bias
 from .local_shards import output_of_shards
 from .parameters import InitMethod
-from .products import unquantized
 from .specs import Call, check_call, product_spec, quantizable, rows_of_shard, scale_update
 
 
@@ -200,10 +199,8 @@ class Linear(ProductsModule):
             return product(inp, weight, None, spec) + bias
         return product(inp, weight, bias, spec)
 
-    def _check_call(self, inp: Any, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> None:
-        weight = tensors[0]
-        assert weight is not None
-        check_call(self._key(inp, tensors, options, unquantized(self.num_products)), weight.shape[1])
+    def _input_features(self, tensors: Sequence[Tensor | None]) -> int:
+        return self.in_features if not tensors or tensors[0] is None else tensors[0].shape[1]
 
     def onnx_forward(
         self, inp: Tensor, fp8_output: bool | None = False, fp8_grad: bool | None = False

@@ -30,7 +30,7 @@ class _SummedGradient(torch.autograd.Function):
         return replicated.view_as(replicated)
 
     @staticmethod
-    @once_differentiable("A layer with DTensor parameters")
+    @once_differentiable("a layer with DTensor parameters")
     def backward(ctx: Any, gradient: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return gradient.redistribute(placements=ctx.placements)
 
@@ -44,7 +44,7 @@ class _BiasOfFirstRank(torch.autograd.Function):
         return y + bias if is_first else y.clone()
 
     @staticmethod
-    @once_differentiable("A layer with DTensor parameters")
+    @once_differentiable("a layer with DTensor parameters")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         bias = gradient.sum(ctx.axes, dtype=torch.float32) if ctx.axes else gradient
         return gradient, bias.to(ctx.dtype), None

@@ -137,7 +137,7 @@ def check_call(call: Call, features: int) -> None:
     for name, parameter in zip(call.config._tensors, call.parameters, strict=True):
         if parameter is not None and parameter.kind.__name__ == "DTensor":
             raise NotImplementedError(
-                f"parameter {name} of {call.config._kind} is a DTensor, which only Linear, LayerNormLinear and norms "
+                f"parameter {name} of {call.config._kind} is a DTensor, which Linear, LayerNormLinear and norms "
                 f"support; shard {call.config._kind} with tp_group, or with fully_shard"
             )
         if parameter is not None and parameter.device != x.device:

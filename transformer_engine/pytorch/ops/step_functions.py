@@ -150,7 +150,7 @@ OPERATIONS.update(
         ),
         "copy": lambda env, s, x: (x.clone(),),
         "members": lambda env, s, *members: (list(members),),
-        "apart": lambda env, s, members: tuple(members),
+        "separate": lambda env, s, members: tuple(members),
         "copy_into": _copy_into,
         "grouped_scaled_bias": _scaled_bias,
         "grouped_scaled_bias_backward": _scaled_bias_backward,

@@ -53,7 +53,14 @@ class MultiTensorApply:
         tensor_lists: Sequence[Sequence[Tensor]],
         *args: Any,
     ) -> Any:
-        """Return the result of `op`, None if all tensors are empty; raise RuntimeError for lists of several lengths."""
+        """Return the result of `op`, None if all tensors are empty; raise RuntimeError for lists of several lengths.
+
+        Args:
+            op: Function of (chunk_size, noop_flag, tensor_lists, *args), such as `multi_tensor_adam`.
+            noop_flag_buffer: The operation's flag, int32 [1].
+            tensor_lists: Parallel lists of tensors; DTensors are replaced by their local shards.
+            args: The operation's other arguments.
+        """
         lists = worked_on(tensor_lists)
         if not lists or not lists[0]:
             return None

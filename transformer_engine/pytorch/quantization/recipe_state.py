@@ -94,8 +94,12 @@ class RecipeState:
         place: mode and device, as of `create`.
         """
         as_many = previous is not None and previous.num_quantizers == num_quantizers
-        in_place = previous is not None and previous.device == canonical_device(place.get("device"))
-        if as_many and in_place and is_unchanged(previous.recipe, previous.revision, recipe):
+        if (
+            previous is not None
+            and as_many
+            and previous.device == canonical_device(place.get("device"))
+            and is_unchanged(previous.recipe, previous.revision, recipe)
+        ):
             previous.roles = roles
             return previous
         state = RecipeState.create(recipe, num_quantizers=num_quantizers, roles=roles, **place)

@@ -307,7 +307,7 @@ def _mean_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 @BUILDERS.of("adam")
 def _adam(case: Case, device: torch.device) -> Workload:
-    """The step that is one kernel a device, where there is a GPU."""
+    """The step that is one kernel per device, where there is a GPU."""
     fused = device.type == "cuda"
     return stepping(torch.optim.AdamW(parameters_of(case, device), lr=1e-4, fused=fused))
 

@@ -131,7 +131,7 @@ def _check(
         raise TypeError(f"x is {described(x)}; quantize takes float32, bfloat16 and float16, cast it")
     if multiplier is not None and spec.format.block is not None:
         raise ValueError(
-            f"a multiplier was given for format {spec.format.name}, which makes one a block; give none, or use FLOAT8"
+            f"a multiplier was given for format {spec.format.name}, which has one per block; give none, or use FLOAT8"
         )
     rows, depth = matrix_shape(x.shape, axis)
     if (check := FORMATS[spec.format.name].check) is not None:

@@ -52,7 +52,7 @@ class BackwardRequest(NamedTuple):
 
 def _unsupported_cudnn_forward(call: AttentionCall) -> str | None:
     if call.fp8 == "block":
-        return "the recipe scales blocks; it takes one scale a tensor"
+        return "the recipe scales blocks; it takes one scale per tensor"
     return cudnn_fp8.unsupported_reason(call)
 
 

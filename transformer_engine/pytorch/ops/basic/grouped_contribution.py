@@ -133,7 +133,7 @@ class GroupedContribution(Contribution):
         if stacked or gradient is None:
             return [gradient] * (1 if stacked else self.count)
         made = tuple([f"{gradient}{i}" for i in range(self.count)])
-        steps.steps.append(Step("apart", (gradient,), made))
+        steps.steps.append(Step("separate", (gradient,), made))
         return list(made)
 
     def is_plain(self, layer: str) -> bool:
