@@ -16,13 +16,16 @@ SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13)
 # OpenMP threads that wait by spinning slow a busy machine down twentyfold; sleeping costs an idle one little.
 export OMP_WAIT_POLICY ?= passive
 
+# Without bytecode on disk each of the many processes that tests start compiles all of torch again: four seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test clients test-clients check coverage docs setup clean
 
 train: $(VENV)/.cli
 	$(BIN)/te train $(ARGS)
 
 test: check $(VENV)/.jax-plugin
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations 20 -m "not slow" $(ARGS)
 
 # Published clients of the original, as they are; without what they would bring along and do not need here. Once they
 # are installed, `make test` runs their tests too.

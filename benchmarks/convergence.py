@@ -121,9 +121,9 @@ def markdown(config: RunConfig, curves: list[Curve], rows: list[Row], machine: s
         "",
         f"Byte-level GPT, {config.layers} layers, hidden {config.hidden}{experts}, {config.steps} steps of "
         f"{config.batch} x {config.sequence} bytes, {seeds} seeds, {machine}. "
-        "Losses are validation losses in nats a byte after the last step.",
+        "Losses are validation losses in nats per byte after the last step.",
         "",
-        "| run | mean final loss | deviation over seeds | difference | limit | passes | seconds a run |",
+        "| run | mean final loss | deviation over seeds | difference | limit | passes | seconds per run |",
         "| --- | ---: | ---: | ---: | ---: | --- | ---: |",
     ]
     for row in rows:
@@ -156,7 +156,7 @@ def plot(path: Path, config: RunConfig, curves: list[Curve]) -> None:
             100 * (value / reference - 1) for value, reference in zip(means[name], base, strict=True)
         ]
         lower.plot(steps, difference, color=f"C{index}", linewidth=1.2)
-    upper.set_ylabel("training loss (nats a byte)")
+    upper.set_ylabel("training loss (nats per byte)")
     lower.set_ylabel("difference (%)")
     lower.set_xlabel("step")
     for panel in (upper, lower):

@@ -5,7 +5,7 @@
 
 Every row trains a model from the same weights on the same batches, one after another; `experts` is another model, of as
 much work a token. Tokens a second are those of the median ten steps, the first twenty left out; the loss is the mean of
-the last twenty steps, in nats a byte. With --deterministic, graphs and offloading leave every bit of it; without, the
+the last twenty steps, in nats per byte. With --deterministic, graphs and offloading leave every bit of it; without, the
 order of sums on a GPU changes it by itself, as `plain, again` shows. --small is for a machine without a GPU, where
 nothing moves and no graph is made.
 """
@@ -108,7 +108,7 @@ def trained(variant: Variant, config: RunConfig, corpus: Corpus) -> dict[str, An
         if run.observation is not None:
             run.observation.close()
     return {
-        "tokens_s": round(config.tokens_a_step / statistics.median(seconds[LEFT_OUT:] or seconds)),
+        "tokens_s": round(config.tokens_per_step / statistics.median(seconds[LEFT_OUT:] or seconds)),
         "loss": round(statistics.mean(losses[-LAST:]), 4),
         "validation_loss": round(validation, 4),
         "parameters": run.parameters,

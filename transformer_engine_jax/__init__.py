@@ -49,4 +49,4 @@ for _enumeration in (
 ):  # fmt: skip
     globals().update(_enumeration.__members__)
 
-absent.answer_in(__name__)
+absent.install_getters(__name__)

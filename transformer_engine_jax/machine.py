@@ -12,7 +12,6 @@ def get_device_compute_capability(gpu_id: int = 0) -> int:
 
     Args:
         gpu_id: Number of the GPU in this process.
-        gpu_id: Number of the GPU in this process.
     """
     return compute_capability(gpu_id)
 

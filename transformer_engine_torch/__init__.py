@@ -348,4 +348,4 @@ __all__ = [
 ]
 __all__ += _raising
 
-absent.answer_in(__name__)
+absent.install_getters(__name__)

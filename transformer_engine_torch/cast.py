@@ -13,7 +13,7 @@ from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
 from transformer_engine.pytorch.primitives.quantize import absolute_maximum
 from transformer_engine.pytorch.runtime.checks import floating
 
-from .checks import member, output_or_none, quantizer_or_none, sequence, values, whole_numbers, with_axes
+from .checks import integers, member, output_or_none, quantizer_or_none, sequence, values, with_axes
 
 
 def torch_dtype(dtype: DType | int | torch.dtype) -> torch.dtype:
@@ -93,7 +93,7 @@ def split_quantize(
         ValueError: A size is negative, or the sizes add up to more than M rows.
     """
     with_axes("tensor", tensor, 1)
-    sizes = whole_numbers("split_sections", split_sections)
+    sizes = integers("split_sections", split_sections)
     if sum(sizes) > tensor.shape[0] or min(sizes, default=0) < 0:
         raise ValueError(
             f"split_sections={sizes} must be sizes of at least 0 that add up to at most {tensor.shape[0]} rows"

@@ -59,7 +59,7 @@ def sequence(name: str, value: Any) -> None:
         raise TypeError(f"{name}={described(value)} is a {type(value).__name__}; give a list of tensors")
 
 
-def whole_numbers(name: str, value: Any) -> list[int]:
+def integers(name: str, value: Any) -> list[int]:
     """Convert a sequence, an array or a tensor [n] of whole numbers to a list of ints.
 
     Raises:

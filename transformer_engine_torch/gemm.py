@@ -38,7 +38,7 @@ from transformer_engine.pytorch.tensor.storage.quantized_tensor_storage import (
 )
 
 from .cast import torch_dtype
-from .checks import output_or_none, quantizer_or_none, sequence, whole_numbers, with_axes
+from .checks import integers, output_or_none, quantizer_or_none, sequence, with_axes
 
 
 class _AfterProduct(NamedTuple):
@@ -289,7 +289,7 @@ def te_general_grouped_gemm(
         raise ValueError("D=None: the results are written; give a list of tensors, or one with single_output")
     for name, given in (("A", A), ("B", B), ("D", D)):
         sequence(name, given)
-    splits = [] if m_splits is None else whole_numbers("m_splits", m_splits)
+    splits = [] if m_splits is None else integers("m_splits", m_splits)
     if bias is not None:
         sequence("bias", bias)
     for out in D:

@@ -19,7 +19,7 @@ from transformer_engine.pytorch.tensor.storage.block_scaled import BlockScaledSt
 from transformer_engine.pytorch.tensor.storage.grouped_tensor_storage import GroupedTensorStorage
 
 from .cast import torch_dtype
-from .checks import quantizer_or_none, sequence, values, whole_numbers, with_axes
+from .checks import integers, quantizer_or_none, sequence, values, with_axes
 
 Extents = Tensor | Sequence[int] | None
 
@@ -30,12 +30,12 @@ def _shapes(
     """Return the shape of each matrix of a group; numbers on a GPU are read by the host."""
     rows, columns = tensor.numel() // tensor.shape[-1], tensor.shape[-1]
     if last_dims is not None:
-        lasts = whole_numbers("last_dims", last_dims)
-        firsts = [rows] * num_tensors if first_dims is None else whole_numbers("first_dims", first_dims)
+        lasts = integers("last_dims", last_dims)
+        firsts = [rows] * num_tensors if first_dims is None else integers("first_dims", first_dims)
     else:
         lasts = [columns] * num_tensors
         even = [rows // num_tensors] * num_tensors
-        firsts = even if first_dims is None else whole_numbers("first_dims", first_dims)
+        firsts = even if first_dims is None else integers("first_dims", first_dims)
     shapes = list(zip(firsts, lasts, strict=True))
     if len(shapes) != num_tensors or sum(map(prod, shapes)) > tensor.numel():
         raise ValueError(

@@ -101,8 +101,6 @@ def mha_fill(tensor: Tensor, value: float | Tensor) -> None:
     Args:
         tensor: The tensor [rows, ..] to write.
         value: A number, or an integer tensor [1].
-        tensor: The tensor [rows, ..] to write.
-        value: A number, or an integer tensor [1].
     """
     if not isinstance(value, Tensor):
         tensor.fill_(value)
@@ -134,9 +132,6 @@ def fa_prepare_bwd(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Interleave gradients q, k, v [b, s, h, d] to [s, b, h, 3 d]; the inverse of fa_prepare_fwd.
 
     Args:
-        q: Gradient of the queries [b, s, h, d].
-        k: Gradient of the keys.
-        v: Gradient of the values.
         q: Gradient of the queries [b, s, h, d].
         k: Gradient of the keys.
         v: Gradient of the values.

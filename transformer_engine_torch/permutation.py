@@ -20,7 +20,7 @@ from transformer_engine.pytorch.primitives.permutation import (
 )
 from transformer_engine.pytorch.runtime.checks import floating, tensor
 
-from .checks import sequence, whole_numbers
+from .checks import integers, sequence
 
 
 def moe_permute_fwd(
@@ -34,7 +34,6 @@ def moe_permute_fwd(
     """Permute tokens [T, H] by the experts [T, k] that they are routed to.
 
     Args:
-        input: Tokens [T, H].
         input: Tokens [T, H].
         num_out_tokens: Rows of the result; later routes are dropped, with -1 in the map. With 0 or less none is.
         dtype: Ignored, like max_expanded_token_num.
@@ -66,7 +65,6 @@ def moe_permute_bwd(
 
     Args:
         input: Gradient of the permuted rows [rows, H].
-        input: Gradient of the permuted rows [rows, H].
     """
     return moe_unpermute_fwd(input, dtype, row_id_map, prob, num_tokens, topK)
 
@@ -77,7 +75,6 @@ def moe_unpermute_fwd(
     """Compute x [num_tokens, H], the sum over a token's routes of prob [num_tokens, topK] * input[row], in float32.
 
     Args:
-        input: Permuted rows [rows, H].
         input: Permuted rows [rows, H].
     """
     _matrix("input", input)
@@ -117,10 +114,6 @@ def fused_multi_row_padding(
         output: Receives the padded rows.
         input_row_list: Rows of each group.
         padded_input_row_list: Rows of each group with its padding.
-        input: Rows of all groups, one group after the other.
-        output: Receives the padded rows.
-        input_row_list: Rows of each group.
-        padded_input_row_list: Rows of each group with its padding.
     """
     rows, padded = _checked_rows(input, output, input_row_list, padded_input_row_list)
     output.copy_(pad_rows(input, rows, padded))
@@ -132,10 +125,6 @@ def fused_multi_row_unpadding(
     """Write the first rows of each group of input [sum of rows, K] to output [sum of unpadded rows, K].
 
     Args:
-        input: Padded rows of all groups.
-        output: Receives the rows without padding.
-        input_row_list: Rows of each group with its padding.
-        unpadded_input_row_list: Rows of each group.
         input: Padded rows of all groups.
         output: Receives the rows without padding.
         input_row_list: Rows of each group with its padding.
@@ -177,7 +166,7 @@ def _checked_rows(
     """Return the rows of the groups as ints; raise ValueError, before a write, unless they fit the matrices."""
     _matrix("the unpadded matrix", short)
     _matrix("the padded matrix", long)
-    rows, padded = (whole_numbers("the rows of the groups", given) for given in (given_rows, given_padded))
+    rows, padded = (integers("the rows of the groups", given) for given in (given_rows, given_padded))
     fits = (sum(rows), sum(padded)) == (short.shape[0], long.shape[0]) and short.shape[1] == long.shape[1]
     if (
         len(rows) != len(padded)

@@ -98,9 +98,6 @@ def dropout_fwd(input: Tensor, dropout_probability: float, out: Tensor | None = 
         input: Values of any shape, in a floating-point dtype.
         dropout_probability: Probability p that an element is dropped, 0 to 1.
         out: Receives y; None allocates it.
-        input: Values of any shape, in a floating-point dtype.
-        dropout_probability: Probability p that an element is dropped, 0 to 1.
-        out: Receives y; None allocates it.
     """
     p = _probability(dropout_probability)
     values(input=input)
@@ -114,10 +111,6 @@ def dropout_bwd(
     """Return the gradient of the input of `dropout_fwd`, for its mask.
 
     Args:
-        grad_output: Gradient of y.
-        mask: Mask that `dropout_fwd` returned.
-        dropout_probability: Probability p of the forward pass.
-        grad_input: Receives the gradient; None allocates it.
         grad_output: Gradient of y.
         mask: Mask that `dropout_fwd` returned.
         dropout_probability: Probability p of the forward pass.

@@ -22,7 +22,7 @@ TWICE = {
     "functions.dropout._BiasDropoutAdd",
     "functions.dropout._Dropout",
     "functions.norm._Normalize",
-    "functions.pieces._Whole",
+    "functions.pieces._JoinPieces",
     "functions.softmax._ScaledSoftmax",
     "functions.split_heads.SplitAlongDim",
     "functions.split_heads._SplitHeads",

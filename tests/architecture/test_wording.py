@@ -125,3 +125,39 @@ def test_pickles_are_read_through_an_allow_list_only():
         if unpickles_anything(node)
     ]
     assert not reading
+
+
+def described(documentation: str | None, section: str) -> list[str]:
+    """Return the names that a section of a docstring describes, one per entry."""
+    found = re.search(rf"^{section}:\n((?:[ ]+.*\n|\n)+)", f"{documentation}\n", re.MULTILINE)
+    return re.findall(r"^    \*{0,2}(\w+)(?: \([^)]*\))?: ", found[1], re.MULTILINE) if found else []
+
+
+def test_docstrings_describe_the_arguments_and_fields_that_exist():
+    """Fields of records only: attributes of other classes may come from a base class or from a method."""
+    unknown, twice = [], []
+    for name, path in modules().items():
+        for node in nodes(path):
+            if isinstance(node, ast.FunctionDef):
+                arguments = node.args
+                known = {one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+                known |= {one.arg for one in (arguments.vararg, arguments.kwarg) if one is not None}
+                names = described(ast.get_docstring(node), "Args")
+            elif isinstance(node, ast.ClassDef) and all(
+                ast.unparse(base) == "NamedTuple" for base in node.bases
+            ):
+                known = {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)}
+                known |= {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+                known |= {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
+                names = described(ast.get_docstring(node), "Attributes")
+            else:
+                continue
+            unknown += [f"{name}:{node.lineno} {one}" for one in names if one not in known]
+            twice += [f"{name}:{node.lineno} {one}" for one in {*names} if names.count(one) > 1]
+    assert unknown == [] and twice == []
+
+
+def test_described_names_are_found():
+    arguments = "Args:\n    x: One [n],\n        of two lines.\n    *others: More.\n"
+    text = f"Sum.\n\n{arguments}\nReturns:\n    sum: Not an argument.\n"
+    assert described(text, "Args") == ["x", "others"] and described(None, "Args") == []

@@ -81,6 +81,7 @@ def test_packed_sequences_share_a_graph_whatever_their_tokens(backend, device):
     assert len(graphs) <= 2  # with the first number of tokens, and with a symbol for it
 
 
+@pytest.mark.slow
 def test_a_multihead_attention_compiles_at_changing_lengths(device):
     module = MultiheadAttention(
         32, 4, num_gqa_groups=2, attention_dropout=0.0, fuse_qkv_params=True, device=device

@@ -323,7 +323,7 @@ def test_a_plan_that_the_library_rejects_is_logged_and_built_again(error, librar
 def test_a_plan_of_other_tensors_or_workspace_is_built_again(graph, reason, library, tmp_path, caplog):
     plan()
     (path,) = files(tmp_path)
-    cudnn_store.write(path, cudnn_store.Kept(4096, json.dumps(graph).encode()))
+    cudnn_store.write(path, cudnn_store.StoredPlan(4096, json.dumps(graph).encode()))
     assert plan().workspace == 4096
     assert library.built == 2
     assert [reason in record.getMessage() for record in caplog.records] == [True]
@@ -450,16 +450,16 @@ def test_a_file_that_cannot_be_read_or_deleted_is_logged(library, tmp_path, capl
 
 def test_an_interrupted_write_leaves_the_old_file(library, tmp_path, caplog, monkeypatch):
     path = tmp_path / "cudnn_plans" / "name"
-    cudnn_store.write(path, cudnn_store.Kept(1, b"old"))
+    cudnn_store.write(path, cudnn_store.StoredPlan(1, b"old"))
 
     def full(*_: Any) -> None:
         raise OSError("No space left on device")
 
     monkeypatch.setattr(cudnn_store.os, "replace", full)
-    cudnn_store.write(path, cudnn_store.Kept(2, b"new"))
+    cudnn_store.write(path, cudnn_store.StoredPlan(2, b"new"))
     assert "No space left on device" in caplog.text
     assert list(path.parent.iterdir()) == [path]
-    assert cudnn_store.read(path) == cudnn_store.Kept(1, b"old")
+    assert cudnn_store.read(path) == cudnn_store.StoredPlan(1, b"old")
 
 
 def test_a_graph_that_cannot_be_serialised_is_used_and_logged(library, tmp_path, caplog):

@@ -102,6 +102,7 @@ def run(folder: Path, program: str) -> str:
     return finished.stdout
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("damages", DAMAGES, ids=str)
 def test_a_damaged_package_is_a_rejection_and_every_call_works(damages, tmp_path):
     counters = {module: str(install(tmp_path, module, ERRORS[error])) for module, error in damages.items()}

@@ -163,6 +163,7 @@ def test_recomputation_repeats_the_codes(device):
         assert torch.equal(grad, same)
 
 
+@pytest.mark.slow
 def test_a_compiled_module_hands_over_values(device):
     """Compiled, it emulates; on a GPU, eager code computes in FP8."""
     module, x = made(device), inputs(device)

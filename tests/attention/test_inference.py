@@ -351,7 +351,7 @@ def test_tensors_that_do_not_fit_the_step_are_rejected_before_writing(device):
         cache.step(1, good[..., :4], good, "bshd")
     with pytest.raises(ValueError, match="keys of 2 sequences, pre_step announced 1"):
         cache.step(1, good.expand(2, -1, -1, -1), good.expand(2, -1, -1, -1), "bshd")
-    with pytest.raises(ValueError, match=r"keys have 3 tokens a sequence, this step needs 4\.\.16"):
+    with pytest.raises(ValueError, match=r"keys have 3 tokens per sequence, this step needs 4\.\.16"):
         cache.step(1, good[:, :3], good[:, :3], "bshd")
     with pytest.raises(ValueError, match="qkv_format='hsbd'"):
         cache.step(1, good, good, "hsbd")
@@ -376,6 +376,7 @@ def test_wrong_construction_is_rejected(device):
         DotProductAttention(HEADS, WIDTH, qkv_format="bshd")(x, x, x, inference_params=cache)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("pages", [{}, {"is_paged": True, "page_size": 4}], ids=["contiguous", "paged"])
 @torch.no_grad()
 def test_decoding_with_a_cache_compiles(pages, device):

@@ -249,7 +249,7 @@ def test_on_a_cpu_the_command_says_so():
     [
         (["--family", "novel"], "family 'novel' does not exist; choose from quantize, norm"),
         (["--recipe", "fp7"], "recipe 'fp7' does not exist; choose from bf16, delayed"),
-        (["--only", "absent"], "no case is left"),
+        (["--only", "absent"], "no benchmark matches"),
         (["--provider", "other"], "provider 'other' does not exist; choose from te, torch"),
         (["--json", "/absent/a.json"], "--json /absent/a.json: there is no folder /absent"),
         (["--compare", "/absent/a.json", "/absent/b.json"], "/absent/a.json is not a readable JSON file"),

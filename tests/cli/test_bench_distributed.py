@@ -79,7 +79,7 @@ def test_columns_without_figures_are_left_out(capsys: pytest.CaptureFixture[str]
         (["--devices", "2"], "--devices has no effect without --distributed"),
         (["--distributed", "--provider", "te"], "--provider has no effect with --distributed"),
         (["--distributed", "--family", "layer"], "family 'layer' of --distributed does not exist"),
-        (["--distributed", "--only", "nothing"], "no case is left"),
+        (["--distributed", "--only", "nothing"], "no benchmark matches"),
     ],
 )
 def test_options_that_cannot_work_are_rejected_before_processes_start(options: list[str], message: str):

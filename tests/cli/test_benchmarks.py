@@ -77,6 +77,7 @@ def test_a_step_of_experts_names_why_a_recipe_is_left_out():
         assert "Set TE_EMULATE=1" in refusal
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:CPU offload")
 def test_switches_that_leave_the_losses_alone_do_in_the_table(tmp_path, monkeypatch):
     (text := tmp_path / "text.txt").write_text(

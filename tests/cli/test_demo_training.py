@@ -45,6 +45,7 @@ def stop_after(step: int, trainer: Trainer):
 ALWAYS = ("delayed", "nvfp4", "none")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "recipe", [pytest.param(one, marks=() if one in ALWAYS else pytest.mark.slow) for one in RECIPES]
 )
@@ -154,7 +155,7 @@ def test_the_summary_averages_the_last_steps():
     quantized, high = summarize(config, history)
     assert (quantized.train, high.train) == (15.5, 1.0)
     assert (quantized.validation, high.validation) == (3.0, 2.0)
-    assert quantized.tokens_a_second == pytest.approx(64 / 0.5)
+    assert quantized.tokens_per_second == pytest.approx(64 / 0.5)
     assert high.seconds == pytest.approx(5.0)
 
 
@@ -181,6 +182,7 @@ def test_smoothing_keeps_a_straight_line_away_from_its_ends():
     assert smooth(line)[0] == pytest.approx(1.5)  # the mean of the four values that the window still covers
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "execution",
     [Execution(graphs=True), Execution(offload_layers=1), Execution(observe=True)],

@@ -76,7 +76,7 @@ PROBLEMS = {
     ),
     "no metadata": (
         replace(CPU, distributions={}),
-        ("package", "without the metadata", 'pip install ".[pytorch]"'),
+        ("package", "without package metadata", 'pip install ".[pytorch]"'),
     ),
     "two versions": (
         replace(
@@ -94,7 +94,7 @@ PROBLEMS = {
     ),
     "another copy on the path": (
         replace(H200, copies=(("elsewhere/transformer_engine", "2.19.0"),)),
-        ("package", "2.19.0 is on the path too, in elsewhere", "remove that folder"),
+        ("package", "2.19.0 is also on the import path, in elsewhere", "remove this folder"),
     ),
     "the original beside it": (
         with_another(H200, transformer_engine_torch="2.20.2"),
@@ -183,7 +183,7 @@ PROBLEMS = {
 def test_a_problem_is_named_with_its_remedy(name: str):
     environment, (check, words, remedy) = PROBLEMS[name]
     problems = [finding for finding in said(environment, check) if finding.status == "problem"]
-    assert any(words in found.said and remedy in found.remedy for found in problems), problems
+    assert any(words in found.message and remedy in found.remedy for found in problems), problems
     assert not healthy(examine(environment))
 
 
@@ -210,7 +210,7 @@ NOTES = {
     "commands beside JAX alone": (
         replace(CPU, distributions={**TOOLS, **JAX}),
         "command",
-        "no command but te train --framework jax and te doctor runs",
+        "only te train --framework jax and te doctor are available",
     ),
     "no optimizer for JAX": (
         with_another(CPU, jax="0.11.2", flax="0.12.12", optax="0.2.8"),
@@ -220,13 +220,13 @@ NOTES = {
     "JAX on the CPU": (
         replace(H200, distributions={**LIBRARIES, **JAX}, jax_devices=("cpu",)),
         "jax",
-        "JAX computes on the CPU, although there is an NVIDIA driver",
+        "JAX runs on the CPU although an NVIDIA driver is installed",
     ),
-    "an A100": (replace(H200, gpu=Gpu((13, 0), "A100", (8, 0), (9, 19, 0))), "gpu", "no FP8 products"),
+    "an A100": (replace(H200, gpu=Gpu((13, 0), "A100", (8, 0), (9, 19, 0))), "gpu", "no FP8 matrix products"),
     "an old cuDNN": (
         replace(H200, gpu=replace(H200.gpu, cudnn=(9, 10, 2))),
         "libraries",
-        "cuDNN 9.10.2; its attention needs 9.13.1",
+        "cuDNN 9.10.2; cuDNN attention needs 9.13.1",
     ),
     "a client for another version": (
         replace(
@@ -239,7 +239,7 @@ NOTES = {
             },
         ),
         "clients",
-        "llm-foundry 0.22.0 asks for transformer-engine<2.0,>=1.13",
+        "llm-foundry 0.22.0 requires transformer-engine<2.0,>=1.13",
     ),
 }
 
@@ -248,7 +248,7 @@ NOTES = {
 def test_what_could_be_had_is_a_note_and_no_problem(name: str):
     environment, check, words = NOTES[name]
     notes = [finding for finding in said(environment, check) if finding.status == "note"]
-    assert any(words in note.said and note.remedy for note in notes), notes
+    assert any(words in note.message and note.remedy for note in notes), notes
     assert healthy(examine(environment))
 
 
@@ -257,14 +257,16 @@ def test_who_has_jax_alone_is_not_told_to_install_torch_for_the_command():
     note = said(alone, "command")[0]
     assert note.status == "note" and note.remedy.startswith('pip install ".[cli-jax]"')
     everything = with_another(CPU, jax="0.11.2", flax="0.12.12", optax="0.2.8", orbax_checkpoint="0.12")
-    assert [finding.said for finding in said(everything, "command")] == ["all commands run"]
+    assert [finding.message for finding in said(everything, "command")] == ["all commands are available"]
 
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
 def test_a_client_finds_the_package(client):
     environment = replace(CPU, distributions={**CPU.distributions, client.name: (Distribution("1"),)})
     (finding,) = said(environment, "clients")
-    assert finding.status == "good" and finding.said == f"{client.name} 1 finds it by {client.by}"
+    assert (
+        finding.status == "good" and finding.message == f"{client.name} 1 detects this package by {client.by}"
+    )
 
 
 def test_a_requirement_makes_a_client_and_a_broken_one_does_not():
@@ -274,7 +276,7 @@ def test_a_requirement_makes_a_client_and_a_broken_one_does_not():
     assert pins(Distribution("1", requires=("transformer-engine",))) == ""
     environment = replace(CPU, distributions={**CPU.distributions, "theirs": (needs,)})
     assert [name for name, *_ in installed(environment)] == ["theirs"]
-    assert said(environment, "clients")[0].said == "theirs 0.7 finds it by its requirement"
+    assert said(environment, "clients")[0].message == "theirs 0.7 detects this package by its requirement"
 
 
 def test_the_version_is_taken_by_what_clients_ask_for():
@@ -289,7 +291,7 @@ def test_text_and_json_say_the_same():
     text, data = as_text(findings), as_dict(findings)
     assert data["healthy"] is False
     assert text.count("FAIL") == 2 and text.endswith("1 problem(s), marked FAIL")
-    assert all(finding.said in text and finding.remedy in text for finding in findings)
+    assert all(finding.message in text and finding.remedy in text for finding in findings)
     assert as_text(examine(CPU)).endswith("no problem found")
 
 
@@ -355,7 +357,7 @@ def test_packages_that_raise_whatever_it_be_are_named(tmp_path: Path):
 
 def test_an_unknown_option_is_rejected(capsys: pytest.CaptureFixture[str]):
     assert main(["--verbose"]) == 2
-    assert "te doctor takes no --verbose" in capsys.readouterr().err
+    assert "te doctor has no option --verbose" in capsys.readouterr().err
 
 
 def test_what_is_gathered_is_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

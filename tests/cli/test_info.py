@@ -52,13 +52,14 @@ def test_the_readable_form_names_every_recipe_and_operation(found: Survey):
     for finding in found.findings:
         assert finding.operation in result.output
     assert "compute capability" in result.output
-    assert "te info --why" in result.output and "later in order" not in result.output
+    assert "te info --why" in result.output and "lower priority" not in result.output
 
 
 def test_the_reasons_and_unused_operations_are_printed_on_request():
     result = CliRunner().invoke(cli.application(), ["info", "--why"], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
-    assert "why not the others" in result.output and "not used by a TransformerLayer" in result.output
+    assert "why the others are not used" in result.output
+    assert "operations that a TransformerLayer does not use" in result.output
 
 
 def test_one_backend_is_chosen_and_the_others_say_why_not(found: Survey):
@@ -108,9 +109,9 @@ def test_without_jax_that_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatc
     [
         (None, None, "reference, in float32 on the CPU; --flag is not set"),
         (80, None, "compute capability 8.0 < 8.9"),
-        (90, "false", "scaled: cuBLASLt takes codes and scales; --flag is false"),
+        (90, "false", "scaled: cuBLASLt multiplies by the scales; --flag is false"),
         (90, None, "set XLA_FLAGS=--flag=false"),
-        (90, "true", "direct: the scales come after cuBLASLt; --flag is true"),
+        (90, "true", "direct: scales are applied after cuBLASLt; --flag is true"),
     ],
 )
 def test_the_way_of_fp8_follows_from_the_gpu_and_the_flag(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 from tests.distributed.ranks import run_on_ranks
@@ -25,6 +26,7 @@ from transformer_engine.cli.demo.parallel import Parallelism, Ranks
 from transformer_engine.cli.demo.records import read_metrics
 from transformer_engine.cli.demo.run import Run
 from transformer_engine.cli.demo.trainer import Trainer
+from transformer_engine.cli.devices import joined
 
 SIZES: dict[str, Any] = {
     "steps": 12, "batch": 2, "sequence": 32, "layers": 1, "hidden": 32, "heads": 2, "optimizer": "fused_adam",
@@ -114,6 +116,32 @@ def workers(launcher: int) -> list[int]:
     """The processes of the ranks that a launcher has started."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_an_attempt_does_not_see_the_store_of_the_one_before(monkeypatch: pytest.MonkeyPatch):
+    agent = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    values = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(agent.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    threads = torch.get_num_threads()
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        with joined("cpu"):
+            store = dist.distributed_c10d._get_default_store()
+            assert not store.check(["address"])
+            store.set("address", "of this attempt")
+            total = torch.ones(2)
+            dist.all_reduce(total)
+            assert total.tolist() == [1, 1]
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.slow

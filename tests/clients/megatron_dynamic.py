@@ -37,7 +37,7 @@ class HostEvent:
 
 
 @contextmanager
-def on_the_host() -> Iterator[None]:
+def read_on_host() -> Iterator[None]:
     """Megatron asks for CUDA's current device, its events and its pinned memory; the CPU stands for them."""
     stream = types.SimpleNamespace(wait_event=lambda event: None)
     replacements = {
@@ -75,7 +75,7 @@ def worst_difference(gpt: Any, prompts: list[torch.Tensor]) -> float:
     settings = InferenceConfig(max_sequence_length=32, buffer_size_gb=0.01, block_size_tokens=256)  # pyright: ignore
     sequences, worst = list(prompts), 0.0
     with (
-        on_the_host(),
+        read_on_host(),
         mock.patch.object(dynamic_context, "triton_append_key_value_cache", None),
         torch.no_grad(),
     ):

@@ -260,6 +260,7 @@ def test_packed_sequences_do_not_see_each_other(way):
     assert all_computed(LAYERS)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way, side", [("injected", "right"), ("attn_implementation", "none")])
 def test_a_compiled_model_is_one_graph(way, side):
     torch.compiler.reset()  # graphs that other tests made of the same code count towards dynamo's limit

@@ -1,9 +1,10 @@
-"""Amaxes of delayed scaling over two ranks: aligned although the ranks do not free their layers at the same time."""
+"""Maxima of delayed scaling over two ranks: over which group, and for layers that are freed at different times."""
 
 from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -65,3 +66,56 @@ def test_gradient_scales_behind_a_frozen_layer_are_those_of_all_ranks(tmp_path):
     first, second = run_on_ranks(_frozen_first, 2, tmp_path)
     assert torch.equal(first, second)
     assert float(first[8]) != 1.0
+
+
+def _scales_of_two_steps(block, device, compiled=False):
+    """Return the scales of a layer after two steps; the second rank has twice the values of the first."""
+    torch.manual_seed(1)
+    layer = te.Linear(WIDTH, WIDTH, device=device)
+
+    def forward(x):
+        with block():
+            y = layer(x)
+        return y
+
+    forward = torch.compile(forward, backend="eager") if compiled else forward
+    values = torch.linspace(-1, 1, 16 * WIDTH, device=device).view(16, WIDTH) * (dist.get_rank() + 1)
+    for size in (1.0, 3.0):
+        forward(size * values).square().sum().backward()
+    return _scales((layer,))
+
+
+def _in_blocks(device):
+    recipes = [DelayedScaling(amax_history_len=2, reduce_amax=reduce) for reduce in (True, False)]
+    blocks = (
+        lambda: te.autocast(recipe=recipes[0], amax_reduction_group=dist.group.WORLD),
+        lambda: te.autocast(recipe=recipes[0]),
+        lambda: te.fp8_autocast(fp8_recipe=recipes[0]),
+        lambda: te.autocast(recipe=recipes[1]),
+        lambda: te.autocast(recipe=recipes[1], amax_reduction_group=dist.group.WORLD),
+    )
+    return torch.stack([_scales_of_two_steps(block, device) for block in blocks])
+
+
+@pytest.mark.filterwarnings("ignore:fp8_autocast is deprecated")
+def test_without_a_group_maxima_are_reduced_over_all_ranks_if_the_recipe_reduces_them(tmp_path):
+    first, second = run_on_ranks(_in_blocks, 2, tmp_path)
+    of_all = first[:1].expand(3, -1)
+    assert torch.equal(first[:3], of_all) and torch.equal(second[:3], of_all)
+    assert torch.equal(second[3:, 0], of_all[:2, 0])  # the input's scale; this rank has the largest values
+    assert torch.equal(first[3:, 0], 2 * of_all[:2, 0])
+
+
+def _compiled_without_a_group(device):
+    recipe = DelayedScaling(amax_history_len=2)
+    both = [
+        _scales_of_two_steps(lambda: te.autocast(recipe=recipe), device, compiled)
+        for compiled in (False, True)
+    ]
+    return torch.stack(both)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_without_a_group_reduces_over_all_ranks(tmp_path):
+    first, second = run_on_ranks(_compiled_without_a_group, 2, tmp_path)
+    assert torch.equal(first, second) and torch.equal(first[0], first[1])

@@ -93,6 +93,7 @@ COVER = [("LayerNormMLP", "current"), ("LayerNormMLP", "mxfp8"), ("Linear", "del
 OTHERS = [(kind, name) for kind in LAYERS for name in RECIPES if (kind, name) not in COVER]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("kind", "name"), [*COVER, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in OTHERS)]
 )
@@ -107,6 +108,7 @@ def test_an_exported_layer_computes_what_the_layer_computes(kind: str, name: str
     assert nodes(model).count("QuantizeLinear") == nodes(model).count("DequantizeLinear") == pairs
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name",
     [

@@ -411,7 +411,8 @@ def test_a_head_over_no_rows_has_gradients_of_zero(mean, device):
 
 
 # The tracer takes 16 s on one core for each.
-@pytest.mark.parametrize("mean", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mean", [True, False])
 def test_the_losses_are_traced_with_dynamic_shapes(mean, device):
     def both(logits, hidden, weight, target, smoothing):
         how = {"label_smoothing": smoothing, "reduce_loss": mean}

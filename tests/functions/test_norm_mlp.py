@@ -20,7 +20,7 @@ HIDDEN, INNER, TOKENS = 64, 128, 32
 def apart():
     """Call to have GELU computed in steps of its own from then on."""
     with contextlib.ExitStack() as stack:
-        yield lambda: stack.enter_context(te.use_backend(mlp_activation="apart", mlp_gradient="apart"))
+        yield lambda: stack.enter_context(te.use_backend(mlp_activation="separate", mlp_gradient="separate"))
 
 
 def mlp(device, dtype=torch.bfloat16, **options) -> te.LayerNormMLP:
@@ -140,6 +140,7 @@ def test_a_retained_graph_gives_its_gradients_again(device):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", ["plain", "checkpoint"])
 def test_a_compiled_graph_holds_the_products_too(options, device):
     results = []
@@ -235,25 +236,25 @@ def ways(explanation) -> dict[str, tuple[str | None, str]]:
 def test_the_explanation_says_how_matrices_between_the_steps_are_made(device):
     x = sample(device)
     found = ways(te.explain(mlp(device, activation="gelu"), x))
-    assert found["norm_output"] == ("apart", "the product's quantizer asks no kernel for codes")
+    assert found["norm_output"] == ("separate", "the product's quantizer asks no kernel for codes")
     assert found["mlp_activation"][0] == found["mlp_gradient"][0] == "in_product"
     with te.autocast(recipe=RECIPES["delayed"]):
         found = ways(te.explain(mlp(device, activation="swiglu", return_layernorm_output=True), x))
         gelu = te.explain(mlp(device, activation="gelu"), x)
-    assert found["norm_output"] == ("apart", "it does not know a matrix that is returned too")
-    assert found["mlp_activation"][0] == found["mlp_gradient"][0] == "in_codes"
+    assert found["norm_output"] == ("separate", "it does not know a matrix that is returned too")
+    assert found["mlp_activation"][0] == found["mlp_gradient"][0] == "fused_cast"
     assert "not in_product: float8 codes are made where the activation is" in str(gelu)
     with te.autocast(recipe=RECIPES["current"]):
         found = ways(te.explain(mlp(device, activation="swiglu"), x))
-    assert found["mlp_gradient"][0] == "apart" and "one scale is known" in found["mlp_gradient"][1]
+    assert found["mlp_gradient"][0] == "separate" and "one scale is known" in found["mlp_gradient"][1]
 
 
 def test_a_way_can_be_forced_and_one_that_cannot_be_gone_raises_its_reason(device):
     layer, x = mlp(device, activation="gelu"), sample(device)
-    with te.use_backend(mlp_activation="apart"):
-        assert ways(te.explain(layer, x))["mlp_activation"][0] == "apart"
+    with te.use_backend(mlp_activation="separate"):
+        assert ways(te.explain(layer, x))["mlp_activation"][0] == "separate"
     with (
-        te.use_backend(mlp_activation="in_codes"),
+        te.use_backend(mlp_activation="fused_cast"),
         pytest.raises(RuntimeError, match="asks no kernel for codes"),
     ):
         layer(x)

@@ -17,6 +17,6 @@ def _emulation(emulated):
 def rerun(monkeypatch):
     """What make_graphed_callables and te.graphed record with: all its recorders' logs in one."""
     made = RerunRecorder()
-    monkeypatch.setattr(build, "recorder_here", lambda pool=None: made)
+    monkeypatch.setattr(build, "graph_recorder", lambda pool=None: made)
     monkeypatch.setattr(automatic, "records", lambda device: True)
     return made

@@ -19,9 +19,9 @@ from transformer_engine.pytorch.conversion import DecoderConfig
 from transformer_engine.pytorch.integrations.huggingface.convert import causal_loss
 from transformer_engine.pytorch.integrations.huggingface.hooks import (
     enter_recipe,
-    give_angles,
-    give_cosines,
     leave_recipe,
+    return_angles,
+    return_cosines,
 )
 from transformer_engine.pytorch.integrations.huggingface.layer_names import LayerNames
 from transformer_engine.pytorch.quantization.autocast import current
@@ -89,14 +89,14 @@ def test_angles_have_the_library_s_cosines_in_float32():
     x, places = torch.zeros(2, 50, 8, dtype=torch.bfloat16), torch.arange(50)[None] * 37
     exact = rotary(x.float(), position_ids=places)
     rounded = rotary(x, position_ids=places)
-    give_angles(rotary)
+    return_angles(rotary)
     for giving in (rotary, copy.deepcopy(rotary)):
         turns = giving(x, position_ids=places)
         assert turns.scale == 1.25
         assert turns.angles.dtype == torch.float32
         for function, table in zip((torch.cos, torch.sin), exact, strict=True):
             torch.testing.assert_close(function(turns.angles) * turns.scale, table, rtol=0, atol=5e-7)
-        give_cosines(giving)
+        return_cosines(giving)
         assert all(torch.equal(a, b) for a, b in zip(giving(x, position_ids=places), rounded, strict=True))
 
 

@@ -40,11 +40,11 @@ MESHES = {
     "dp 2, tpsp 4": ({"dp": 2, "tpsp": 4}, {"dp_resource": "dp", "tpsp_resource": "tpsp"}, "dp", "tpsp"),
 }
 FEW = [
-    ("router", "dp 4, tp 2", "set_mesh"), ("balance", "dp 8", "with mesh"), ("permutation", "dp 4, tp 2", "with mesh"),
+    ("balance", "dp 8", "with mesh"), ("permutation", "dp 4, tp 2", "with mesh"),
     ("attention", "dp 2, tpsp 4", "set_mesh"), ("mlp", "dp 4, tp 2", "with mesh"),
-    ("dense in mxfp8", "fsdp 4, tpsp 2", "set_mesh"), ("dense in mxfp8", "fsdp 8", "set_mesh"),
-    ("dense in nvfp4", "fsdp 4, tpsp 2", "set_mesh"), ("dense in block", "dp 4, tp 2", "with mesh"),
-    ("router", "dp 8", "shard_map"), ("permutation", "dp 8", "shard_map"), ("attention", "dp 8", "shard_map"),
+    ("dense in mxfp8", "fsdp 8", "set_mesh"), ("dense in nvfp4", "fsdp 4, tpsp 2", "set_mesh"),
+    ("dense in block", "dp 4, tp 2", "with mesh"),
+    ("router", "dp 8", "shard_map"), ("permutation", "dp 8", "shard_map"),
 ]  # fmt: skip
 
 

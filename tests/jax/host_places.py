@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
+from tests.jax.compiled import compile_quickly
 from transformer_engine.common import recipe
 from transformer_engine.jax import attention, ep
 
@@ -164,6 +165,7 @@ def counted(mesh: Mesh) -> dict[str, float]:
 
 
 def main() -> None:
+    compile_quickly(True)
     devices = np.asarray(jax.devices())
     mesh = Mesh(devices[:4], ("cp",))
     arrays = jax.random.normal(jax.random.key(0), (3, 2, 16, 2, 4))

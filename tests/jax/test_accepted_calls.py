@@ -66,6 +66,7 @@ def test_a_rate_of_1_leaves_the_residual_alone(name):
     np.testing.assert_array_equal(model.apply(variables, x, rngs={"dropout": jax.random.key(2)}), x)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("mode", "dtype"),
     [
@@ -160,6 +161,7 @@ def test_every_variant_of_nvfp4_is_nvfp4_scaling(mode):
     assert mode.is_nvfp4_scaling
 
 
+@pytest.mark.slow
 def test_an_amax_scope_is_a_manual_axis_of_the_mesh_resource():
     x = drawn(8, 16)
     one = QuantizerFactory.create(scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING, q_dtype=jnp.float8_e4m3fn)

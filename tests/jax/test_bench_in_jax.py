@@ -254,6 +254,7 @@ def test_a_program_without_a_time_leaves_open_which_compiles_slowest(slowest: fl
     assert goal.note == ("slow" if reached is False else f"no time of failed{', slow' * (slowest is None)}")
 
 
+@pytest.mark.slow
 def test_goals_are_drawn(tmp_path: Path, monkeypatch):
     options = ["--plot", str(tmp_path / "goals.png"), "--families", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["jax_goals.py", str(FIGURES), *options])

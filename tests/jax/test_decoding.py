@@ -89,6 +89,7 @@ def test_steps_read_a_mask_where_the_whole_does(kind, window):
     np.testing.assert_allclose(jnp.concatenate(rows, 1), whole, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_quantized_layer_decodes_near_the_whole():
     model = layer(enable_relative_embedding=False)
     x = jax.random.normal(jax.random.key(0), (2, TOKENS, HIDDEN))

@@ -83,6 +83,7 @@ def test_a_run_killed_in_the_middle_continues_bit_for_bit(corpus: Corpus, tmp_pa
     assert abs(validation["delayed"] / validation[HIGH_PRECISION] - 1) < 0.01
 
 
+@pytest.mark.slow
 def test_a_recipe_of_blocks_trains_near_high_precision(corpus: Corpus, tmp_path: Path):
     trainer = Trainer(tiny("mxfp8", steps=3), corpus, tmp_path)
     trainer.train()
@@ -146,8 +147,8 @@ def test_the_command_writes_the_same_files_prints_the_same_table_and_continues(t
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--experts", "4"], "--experts is of the demonstration in torch; leave it out"),
-        (["--optimizer", "fused_adam"], "--optimizer fused_adam is of the demonstration in torch"),
+        (["--experts", "4"], "--experts needs the PyTorch model; remove it"),
+        (["--optimizer", "fused_adam"], "--optimizer fused_adam needs the PyTorch model"),
         (["--graphs"], "--graphs, --offload-layers and --observe are of the demonstration in torch"),
         (["--resume"], "there is no checkpoint at"),
     ],

@@ -65,7 +65,7 @@ def test_without_a_recipe_dense_is_the_plain_product(dtype):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_the_products_are_those_of_the_dequantized_tensors(name):
     """Three products of the tensors that the quantizers make, within the format's tolerance of the plain ones."""
     x, kernel, dy = inputs()
@@ -295,6 +295,7 @@ def test_vectors_are_multiplied_as_matrices_of_one_row_or_column(x_shape, kernel
         np.testing.assert_allclose(one, other, atol=0.3 if quantized else 1e-5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "transformed",
     [

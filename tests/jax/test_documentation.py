@@ -16,6 +16,7 @@ from tests.support.programs import search_path
 HERE = Path(__file__).resolve().parent
 
 
+@pytest.mark.slow
 def test_an_encoder_learns_to_name_images():
     names: dict[str, Any] = {}
     exec(examples("jax_examples.md")[0], names)
@@ -31,6 +32,7 @@ def test_a_scanned_decoder_with_rope_and_grouped_queries_learns_to_count():
     assert qkv.shape == (2, 64, 2, 32)
 
 
+@pytest.mark.slow
 def test_experts_on_four_devices_learn():
     program = examples("jax_examples.md")[2].replace(
         "import flax\n",

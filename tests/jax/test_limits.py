@@ -81,7 +81,7 @@ REFUSED = {
         lambda: delayed(3, (3, 4)).quantize(jnp.ones((2, 3))),
     ),
     "a state of one tensor for three groups": (
-        ValueError, r"scale has shape \[1\]; give one a group, \[3\], and a history \[3, length\]",
+        ValueError, r"scale has shape \[1\]; give one per group, \[3\], and a history \[3, length\]",
         lambda: GroupedQuantizer(delayed(1, 4), 3).quantize(jnp.ones((3, 2, 4))),
     ),
     "a spec by its text": (TypeError, "pspec='dp' is a str; give a PartitionSpec, or None", lambda: constrained("dp")),

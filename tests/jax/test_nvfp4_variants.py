@@ -62,6 +62,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.sampled(1)
 def test_a_dense_layer_computes_with_its_quantized_operands(name):

@@ -157,6 +157,7 @@ def test_an_axis_of_the_mesh_cuts_what_operands_agree_on_or_else_what_the_result
     assert placed.reduced == (reduced,)
 
 
+@pytest.mark.slow
 def test_attention_of_cudnn_takes_what_lies_otherwise_over_devices():
     """By jax's own rules, which refuse a cut of tokens, and keys or lengths that lie otherwise than queries."""
     found, _ = printed_by("host_cudnn.py")

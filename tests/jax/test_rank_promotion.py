@@ -30,7 +30,7 @@ RECIPES = {
 
 @pytest.mark.parametrize("of", RECIPES)
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 def test_layers_broadcast_by_name_alone(name, of):
     x, settings = jax.random.normal(jax.random.key(0), (2, 16, 32)), RECIPES[of]
 
@@ -79,7 +79,7 @@ UNDER = [
 
 
 @pytest.mark.parametrize(("name", "of", "option"), UNDER)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 def test_modules_and_their_gradients_are_traced_under_options(name, of, option, request):
     """An option rejects a call while a program is traced."""
     x, settings, module = jnp.ones((2, 16, 64)), OF_MODULES[of], MODULES[name]

@@ -211,6 +211,7 @@ def _stacked(layers: dict) -> dict:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *(layers[f"layer{i}"] for i in range(4)))
 
 
+@pytest.mark.slow
 def test_scanned_and_recomputed_layers_keep_the_same_state():
     with te.autocast(True, RECIPE):
         x = jax.random.normal(jax.random.key(1), (16, 32))
@@ -322,6 +323,7 @@ class Block(nn.Module):
         return te_flax.DenseGeneral(features=32, use_bias=False, name="dense")(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lift", "within_block"),
     [

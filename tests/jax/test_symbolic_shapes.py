@@ -53,6 +53,7 @@ def near(got: jax.Array, want: jax.Array) -> None:
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * float(jnp.abs(want).max()))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODULES)
 def test_a_batch_may_be_symbolic(name):
     (batch,) = export.symbolic_shape("b")

@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.kernels import interpreter
 from transformer_engine.common.kernels import fp8_attention
 from transformer_engine.common.kernels.launch import start
-from transformer_engine.common.kernels.packed_sequences import zero_behind_launch
+from transformer_engine.common.kernels.packed_sequences import zero_padding_launch
 
 E4M3 = torch.float8_e4m3fn
 SLOTS = 9
@@ -77,7 +77,7 @@ def tails() -> dict[str, bool]:
     for used in (0, 1, 127, 128, 129, 299, 300):
         x = torch.ones(300, 2, 24, dtype=torch.bfloat16)
         starts = torch.tensor([0, min(used, 50), used], dtype=torch.int32)
-        start(zero_behind_launch(300, 48, 2), (x, starts), 0)
+        start(zero_padding_launch(300, 48, 2), (x, starts), 0)
         facts[f"zeros behind {used} tokens"] = bool((x[:used] == 1).all() and (x[used:] == 0).all())
     return facts
 

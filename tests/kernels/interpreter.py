@@ -145,9 +145,10 @@ def same_bits(actual: torch.Tensor | None, expected: torch.Tensor | None) -> boo
 
 
 def keep_cover(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep two cases of each test, which differ in all that they can, unless INTERPRET=all."""
-    if os.environ.get("INTERPRET") == "all":
+    """Keep INTERPRET cases of each test (two unless set), which differ in all that they can, or all of them."""
+    count = os.environ.get("INTERPRET", "2")
+    if count == "all":
         return
-    kept = {item for cases in by_test(items).values() for item in cover(cases, 2)}
+    kept = {item for cases in by_test(items).values() for item in cover(cases, int(count))}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]

@@ -28,7 +28,7 @@ def compiled() -> dict[str, dict[str, int]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("cases", ["two", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", ["1", pytest.param("all", marks=pytest.mark.slow)])
 def test_the_kernels_pass_their_tests_in_the_interpreter(cases):
     paths = search_path()
     command = [

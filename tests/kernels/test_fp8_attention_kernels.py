@@ -43,7 +43,7 @@ back = dict(codes=CODES, descale=SCALAR, amaxes=SCALAR, history=SCALAR, values=V
 launches = dict(
     three=(fp8_attention.codes_of_three((1 << 23, 1 << 21, 1 << 21), (2, 3), "float8_e4m3fn"), three),
     back=(fp8_attention.values_of(1 << 23, (8, 3), "bfloat16"), back),
-    tail=(packed_sequences.zero_behind_launch(4096, 4096, 8), dict(x=VALUES, starts="*i32")),
+    tail=(packed_sequences.zero_padding_launch(4096, 4096, 8), dict(x=VALUES, starts="*i32")),
 )
 facts = {{}}
 for name, (launch, pointers) in launches.items():

@@ -28,6 +28,7 @@ def printed(*arguments: str, **variables: str) -> str:
     return made.stdout
 
 
+@pytest.mark.slow
 def test_the_kernels_pass_their_tests_in_the_interpreter():
     options = ("-q", "-x", "-p", "tests.kernels.norm_interpreter", "-p", "no:cacheprovider", "-k", "triton")
     interpreted = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -182,7 +182,7 @@ def others() -> Iterator[Case]:
         launch = kv_cache.append(4, 16, 8, (128, 96), strides, packed=paged, **sizes)
         inputs = (HALF, HALF, HALF, HALF, INDEX if paged else None, INDEX, INDEX)
         yield f"kv cache paged={paged}", launch, inputs
-    yield "zero behind", packed_sequences.zero_behind_launch(300, 48, 2), (HALF, INDEX)
+    yield "zero behind", packed_sequences.zero_padding_launch(300, 48, 2), (HALF, INDEX)
     yield "zero unseen", packed_sequences.zero_unseen(300, 48), (HALF, BYTES)
 
 

@@ -55,7 +55,7 @@ def test_it_is_switched_where_one_gpu_is_used(monkeypatch, in_new_thread, device
         monkeypatch.setenv("TE_BACKWARD_THREADS", variable)
 
     def switched() -> bool:
-        autograd.keep_backward_here()
+        autograd.run_backward_on_calling_thread()
         return enabled()
 
     assert in_new_thread(switched) is expected
@@ -65,9 +65,9 @@ def test_a_caller_that_wants_torchs_threads_keeps_them(monkeypatch, in_new_threa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 
     def turned_on_again() -> bool:
-        autograd.keep_backward_here()
+        autograd.run_backward_on_calling_thread()
         torch.autograd.set_multithreading_enabled(True)
-        autograd.keep_backward_here()
+        autograd.run_backward_on_calling_thread()
         return enabled()
 
     assert in_new_thread(turned_on_again)
@@ -76,7 +76,7 @@ def test_a_caller_that_wants_torchs_threads_keeps_them(monkeypatch, in_new_threa
 def test_other_threads_are_left_alone(monkeypatch, in_new_thread):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     before = enabled()
-    in_new_thread(autograd.keep_backward_here)
+    in_new_thread(autograd.run_backward_on_calling_thread)
     assert enabled() is before
 
 

@@ -144,7 +144,7 @@ def test_the_recipe(kind, device):
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
 def test_fp8_auto(kind, device, monkeypatch):
     """The variable speaks of measured times of a GPU, so that elsewhere the measurement is stood in for."""
-    monkeypatch.setattr(precision, "fp8_refusal", lambda *request: "it never pays")
+    monkeypatch.setattr(precision, "reason_against_fp8", lambda *request: "it never pays")
     layer = layer_of(kind).to(device)
     monkeypatch.setattr(specs, "_pays", _pays_anywhere)
     unquantized, quantized = results(layer, None), results(layer, RECIPES["current"])

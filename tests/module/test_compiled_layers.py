@@ -51,6 +51,7 @@ def train(kind: str, name: str, device, compiles: bool) -> list[torch.Tensor]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drop_path", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
 def test_dropout_compiled_drops_what_eager_drops(drop_path, device):
     options = {"hidden_dropout": 0.3, "attention_dropout": 0.0, "drop_path_rate": drop_path}
@@ -77,7 +78,7 @@ ALWAYS = {
 
 
 @pytest.mark.parametrize(("name", "kind"), crossed(RECIPES, LAYERS, ALWAYS))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_training_compiled_equals_training_eagerly(kind, name, device):
     torch._dynamo.reset()
     eager, compiled = train(kind, name, device, False), train(kind, name, device, True)

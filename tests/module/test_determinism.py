@@ -53,6 +53,7 @@ def test_two_runs_have_the_same_bits(name, recipe, device):
     assert same(*runs)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("recipe", "by"),
     [("delayed", "switch"), ("nvfp4 with stochastic rounding", "switch"), ("block", "variable")],

@@ -118,7 +118,7 @@ def test_the_explanation_says_why_they_go_one_by_one(reason, device, monkeypatch
     monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", asked)
     explained = explain(layer, x, splits, backward=False)
     (way,) = (decision for decision in explained.decisions if decision.operation == "grouped_linear")
-    assert way.chosen == "one_by_one"
+    assert way.chosen == "loop"
     assert reason in way.verdicts[0].reason
     monkeypatch.setenv("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
     plain = GroupedLinear(len(splits), IN, OUT, device=device, params_dtype=torch.bfloat16)

@@ -192,7 +192,7 @@ def check_graphed(case: Settings, device: torch.device, monkeypatch: pytest.Monk
     layer, recipe = case.layer(device), case.made_recipe()
     if device.type != "cuda":
         recorder = RerunRecorder()
-        monkeypatch.setattr(build, "recorder_here", lambda pool=None: recorder)
+        monkeypatch.setattr(build, "graph_recorder", lambda pool=None: recorder)
     graphed = te.make_graphed_callables(
         case.bound(layer),
         (case.sample(0, device),),

@@ -160,7 +160,7 @@ def test_the_explanation_reports_why_a_call_loops(reason):
     extra = [torch.ones(192)] if options.get("scale_bias") else []
     decisions = explain(layer, x, torch.tensor(splits), *extra, backward=False).decisions
     (way,) = (decision for decision in decisions if decision.operation == "grouped_linear")
-    assert way.chosen == "one_by_one" and reason in (way.verdicts[0].reason or "")
+    assert way.chosen == "loop" and reason in (way.verdicts[0].reason or "")
 
 
 @pytest.mark.parametrize("splits", [[64, 64, 65], [-1, 64, 64]])
@@ -184,7 +184,7 @@ def test_moved_and_misaligned_weights_are_read_where_they_are():
     buffer = torch.empty(OUT * IN + 1, dtype=torch.bfloat16)
     layer.weight1.data = buffer[1:].view(OUT, IN).copy_(layer.weight1.data)
     assert_close(outcome(layer, x, splits, None), expected)
-    assert way_of(layer, x, splits)[0] == "one_by_one"
+    assert way_of(layer, x, splits)[0] == "loop"
 
 
 def test_recomputed_calls_repeat_the_results_of_the_loop():

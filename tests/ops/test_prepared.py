@@ -303,6 +303,7 @@ def test_copies_prepare_their_own_chains():
     assert op._own_fuser is not copied._own_fuser
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_compiled_chains_start_the_kernels_of_their_steps():
     found = json.loads(output_without_gpu("tests/ops/generated_chains.py").splitlines()[-1])

@@ -180,6 +180,7 @@ def test_no_rows_at_all_give_an_empty_result_and_zero_gradients(device):
     assert not out.any()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scaling", [0, 1, 2])
 def test_groups_of_one_feature_compile(scaling):
     """A width of 1 is a constant of the kernels, no number that they are given."""

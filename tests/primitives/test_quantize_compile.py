@@ -51,6 +51,7 @@ def test_traces_as_one_graph_with_the_same_bits(name, device):
 
 
 # Symbolic shapes of NVFP4 take the tracer 10 to 20 s on one core.
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name", ["float8", "mxfp8", pytest.param("nvfp4-stochastic", marks=pytest.mark.slow)]
 )

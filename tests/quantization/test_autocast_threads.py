@@ -103,6 +103,7 @@ def test_tasks_of_one_thread_keep_their_blocks_apart():
     assert not current().enabled
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("inside", [False, True])
 def test_compiled_code_follows_the_thread_that_calls_it(inside, device):
     torch._dynamo.reset()

@@ -64,7 +64,7 @@ def _no_compiled_code_left():
     ("inside", "unfused", "warm"),
     [(False, "0", False), (False, "1", True), (True, "0", True), (True, "1", False)],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_compiled_training_steps_equal_eager_ones_bit_for_bit(monkeypatch, device, inside, unfused, warm):
     monkeypatch.setenv("NVTE_UNFUSED_FP8_UPDATE", unfused)
     recipe = DelayedScaling(amax_history_len=3, margin=1)
@@ -96,6 +96,7 @@ def test_a_reduction_group_can_be_traced(device, tmp_path):
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_forward_passes_before_their_backward_passes(device):
     def losses(compiles):
         Manager.reset()

@@ -50,7 +50,7 @@ VARIANTS = ("nvfp4_rht", "nvfp4_2d", "mxfp8_2d", "block_2d")  # with the code pa
 @pytest.mark.parametrize(
     "name", [pytest.param(one, marks=pytest.mark.slow if one in VARIANTS else ()) for one in NAMES]
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_a_product_and_its_backward_compile_whole(name, device):
     results = []
     for run in (product, torch.compile(product, fullgraph=True, backend="aot_eager")):

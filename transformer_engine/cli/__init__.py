@@ -1,6 +1,6 @@
 """The `te` command, which imports the module of a command, and its framework, only when that command runs.
 
-`te train` works with either framework and `te doctor` without one. The other commands need PyTorch.
+`te train` works with either framework, `te doctor` and `te plan` without one. The other commands need PyTorch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COMMANDS = {
     ),
     "generate": Command(
         ".generate",
-        "Draw text from a model that te train has trained, and report the number of tokens (bytes) per second.",
+        "Generate text with a model that te train has trained, and report the tokens (bytes) per second.",
     ),
     "convert": Command(
         ".convert",
@@ -46,6 +46,11 @@ COMMANDS = {
     "verify": Command(
         ".verify",
         "Compare a parallel, quantized model of a Python file with the same model on one device in float32.",
+    ),
+    "plan": Command(
+        ".plan",
+        "Predict time and memory of a training step on many devices, or find the fastest mesh that fits.",
+        without_torch=True,
     ),
     "info": Command(
         ".info",
@@ -77,7 +82,7 @@ def application() -> typer.Typer:
             return super().resolve_command(ctx, args)
 
     app = typer.Typer(
-        help="Train and run Transformers in 8 and 4 bits.",
+        help="Train and run Transformers in FP8 and FP4.",
         cls=LazyGroup,
         no_args_is_help=True,
         pretty_exceptions_enable=False,

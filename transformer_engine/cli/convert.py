@@ -27,7 +27,7 @@ def convert(
     source: Annotated[
         str, typer.Argument(help="Folder of a checkpoint, or its id on the Hugging Face hub (owner/name)")
     ],
-    folder: Annotated[Path, typer.Argument(help="Folder to write, which must not exist")],
+    folder: Annotated[Path, typer.Argument(help="Folder to create; it must not exist")],
     dtype: Annotated[
         DtypeName | None,  # pyright: ignore[reportInvalidTypeForm]
         typer.Option(help="Dtype of all tensors (default: unchanged)"),

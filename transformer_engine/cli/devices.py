@@ -70,6 +70,20 @@ def launch(function: Callable[..., None], devices: int, *arguments: Any, restart
         raise SystemExit(128 + error.sigval.value) from None
 
 
+def _store_of_attempt() -> tuple[dist.Store, int, int]:
+    """Return the launcher's store without the keys of earlier attempts, the rank and the number of ranks.
+
+    The launcher keeps one store while it restarts its processes. A rank would find there the address of a process that
+    has ended. The machines of a run count their restarts separately, so a run on several machines has no prefix.
+    """
+    store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    store.set_timeout(TIMEOUT)
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"transformer_engine/attempt_{attempt}", store)
+    return store, rank, size
+
+
 @contextmanager
 def joined(device: str) -> Iterator[torch.device]:
     """Join the process group of the launcher and return this rank's device; the group ends with the context.
@@ -91,12 +105,13 @@ def joined(device: str) -> Iterator[torch.device]:
             )
         placed = torch.device("cuda", local)
         torch.cuda.set_device(placed)
-        dist.init_process_group("nccl", timeout=TIMEOUT)
     else:
         placed = torch.device("cpu")
         # The processes share the cores. More threads than cores wait for each other.
         torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["WORLD_SIZE"])))
-        dist.init_process_group("gloo", timeout=TIMEOUT)
+    store, rank, size = _store_of_attempt()
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     try:
         yield placed
     finally:

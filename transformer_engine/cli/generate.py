@@ -28,24 +28,28 @@ WARM_UP = 2
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue")] = "def ",
     count: Annotated[
-        int | None, typer.Option(help="Bytes to draw (default: as many as the model has positions for)")
+        int | None, typer.Option(help="Bytes to generate (default: up to the sequence length of the model)")
     ] = None,
-    name: Annotated[str, typer.Option(help="Name of the run, as te train saved it")] = "delayed",
+    name: Annotated[str, typer.Option(help="Name of the run that te train saved")] = "delayed",
     out: Annotated[Path, typer.Option(help="Folder of the runs")] = Path("runs"),
     high_precision: Annotated[
-        bool, typer.Option("--high-precision", help="Take the run's high-precision model")
+        bool, typer.Option("--high-precision", help="Use the high-precision model of the run")
     ] = False,
     temperature: Annotated[
-        float, typer.Option(help="0 takes the likeliest byte, 1 follows the model's probabilities")
+        float,
+        typer.Option(help="0: always the most likely byte; 1: sample from the probabilities of the model"),
     ] = 0.7,
-    seed: Annotated[int, typer.Option(help="Seed of the draws")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling")] = 0,
     cache: Annotated[
-        bool, typer.Option("--cache/--no-cache", help="Keep keys and values, or compute all of them anew")
+        bool,
+        typer.Option("--cache/--no-cache", help="Cache keys and values, or recompute them for every byte"),
     ] = True,
-    page_size: Annotated[int, typer.Option(help="Bytes a page of the cache; 0: one contiguous stretch")] = 16,
-    device: Annotated[DeviceName, typer.Option(help="auto takes CUDA when there is a GPU")] = DeviceName.auto,
+    page_size: Annotated[int, typer.Option(help="Bytes per page of the cache; 0: a contiguous cache")] = 16,
+    device: Annotated[
+        DeviceName, typer.Option(help="auto: CUDA, or the CPU without a GPU")
+    ] = DeviceName.auto,
 ) -> None:
-    """Draw text from a model that te train has trained, and report the number of tokens (bytes) per second."""
+    """Generate text with a model that te train has trained, and report the tokens (bytes) per second."""
     console = Console(highlight=False)
     with reporting(console), fitting("use --device cpu, or free the GPU"):
         if page_size < 0:

@@ -48,7 +48,9 @@ class MachineReport:
 def info(
     why: Annotated[
         bool,
-        typer.Option("--why", help="Also print why each other backend is not used, and unused operations"),
+        typer.Option(
+            "--why", help="Also print why each other backend is not used, and the unused operations"
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON for programs")] = False,
 ) -> None:
@@ -134,7 +136,7 @@ def _print_machine(console: Console, described: MachineReport) -> None:
         **described.libraries,
         **described.jax.versions,
         "JAX devices": described.jax.devices,
-        "JAX FP8": described.jax.fp8 or "none: there is no JAX",
+        "JAX FP8": described.jax.fp8 or "none: JAX is not installed",
     }
     for name, value in rows.items():
         table.add_row(name, escape(value))
@@ -142,10 +144,10 @@ def _print_machine(console: Console, described: MachineReport) -> None:
 
 
 def _names(recipes: Sequence[str], known: Sequence[str]) -> str:
-    """Describe a set of recipes: "any or none", "any", or their names."""
+    """Describe a set of recipes: "all, and none" (no recipe), "all", or their names."""
     missing = [name for name in known if name not in recipes]
     if missing in ([], ["none"]):
-        return "any or none" if not missing else "any"
+        return "all, and none" if not missing else "all"
     return ", ".join(recipes)
 
 
@@ -170,14 +172,19 @@ def _print_reasons(console: Console, found: Survey) -> None:
     """Print every request of an operation with its backend and the reasons against the others."""
     known = [report.recipe for report in found.recipes]
     table = Table(
-        "operation", "recipes", "backend", "why not the others", title="backends", title_justify="left"
+        "operation",
+        "recipes",
+        "backend",
+        "why the others are not used",
+        title="backends",
+        title_justify="left",
     )
     for finding in found.findings:
         rejected = [v for v in finding.verdicts if not v.chosen and v.reason != LATER]
         reasons = [f"{v.backend}: {v.reason}" for v in rejected]
         later = [v.backend for v in finding.verdicts if v.reason == LATER]
         if later:
-            reasons.append(f"later in order: {', '.join(later)}")
+            reasons.append(f"lower priority: {', '.join(later)}")
         table.add_row(
             finding.operation,
             _names(finding.recipes, known),
@@ -191,7 +198,7 @@ def _print_reasons(console: Console, found: Survey) -> None:
         soft_wrap=True,
     )
     if found.unused:
-        console.print(f"not used by a TransformerLayer: {', '.join(found.unused)}")
+        console.print(f"operations that a TransformerLayer does not use: {', '.join(found.unused)}")
 
 
 @dataclass(frozen=True)
@@ -225,12 +232,12 @@ def jax_machine() -> JaxMachine:
 
 
 def fp8_route(capability: int | None, flag: str, value: str | None) -> str:
-    """How FP8 products with one scale a tensor are computed; `capability` is ten times a GPU's, None on a CPU."""
-    said = f"--{flag} is {'not set' if value is None else value}"
+    """How FP8 products with one scale per tensor are computed; `capability` is ten times a GPU's, None on a CPU."""
+    setting = f"--{flag} is {'not set' if value is None else value}"
     if capability is None:
-        return f"reference, in float32 on the CPU; {said}"
+        return f"reference, in float32 on the CPU; {setting}"
     if capability < 89:
-        return f"reference: compute capability {capability / 10} < 8.9; {said}"
+        return f"reference: compute capability {capability / 10} < 8.9; {setting}"
     if value in ("false", "0"):
-        return f"scaled: cuBLASLt takes codes and scales; {said}"
-    return f"direct: the scales come after cuBLASLt; {said}, set XLA_FLAGS=--{flag}=false before jax starts"
+        return f"scaled: cuBLASLt multiplies by the scales; {setting}"
+    return f"direct: scales are applied after cuBLASLt; {setting}, set XLA_FLAGS=--{flag}=false before jax starts"

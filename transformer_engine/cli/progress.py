@@ -61,7 +61,7 @@ def train_with_progress(
 def _progress(trainer: Trainer, record: Record) -> tuple[str, str]:
     """The losses of a step and the rate of its tokens, as text."""
     losses = "  ".join(f"{trainer.config.label(name)} {loss:.3f}" for name, loss in record.loss.items())
-    tokens = len(record.loss) * trainer.config.tokens_a_step / sum(record.seconds.values())
+    tokens = len(record.loss) * trainer.config.tokens_per_step / sum(record.seconds.values())
     return losses, f"{tokens:,.0f} tokens/s"
 
 
@@ -143,7 +143,7 @@ def results_table(trainer: Trainer) -> Table:
     results = summarize(config, trainer.history)
     base = results[-1]
     table = Table(
-        title=f"{config.steps} steps in {config.framework} on {config.device}, losses in nats a byte"
+        title=f"{config.steps} steps in {config.framework} on {config.device}, losses in nats per byte"
     )
     table.add_column("run")
     for heading in ("train loss", "validation loss", "ratio", "tokens/s", "time"):
@@ -154,7 +154,7 @@ def results_table(trainer: Trainer) -> Table:
             f"{result.train:.4f}",
             f"{result.validation:.4f}",
             f"{result.validation / base.validation:.4f}",
-            f"{result.tokens_a_second:,.0f}",
+            f"{result.tokens_per_second:,.0f}",
             f"{result.seconds:.1f} s",
         )
     return table

@@ -50,16 +50,18 @@ class DeviceName(str, enum.Enum):
 def train(
     recipe: Annotated[
         RecipeName | None,  # pyright: ignore[reportInvalidTypeForm]
-        typer.Option(help="How the products are quantized (default: delayed)"),
+        typer.Option(help="Recipe that quantizes the matrix products (default: delayed)"),
     ] = None,
     framework: Annotated[
         FrameworkName | None,  # pyright: ignore[reportInvalidTypeForm]
-        typer.Option(help="torch, or jax: the same model in Flax (default: torch where it is installed)"),
+        typer.Option(help="torch, or jax for the same model in Flax (default: torch if it is installed)"),
     ] = None,
-    device: Annotated[DeviceName, typer.Option(help="auto takes CUDA when there is a GPU")] = DeviceName.auto,
+    device: Annotated[
+        DeviceName, typer.Option(help="auto: CUDA, or the CPU without a GPU")
+    ] = DeviceName.auto,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences a step")] = None,
-    seq: Annotated[int | None, typer.Option(help="Bytes a sequence, a multiple of 32")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences per step")] = None,
+    seq: Annotated[int | None, typer.Option(help="Bytes per sequence, a multiple of 32")] = None,
     layers: Annotated[int | None, typer.Option(help="Transformer layers")] = None,
     hidden: Annotated[
         int | None, typer.Option(help="Width, a multiple of 32 (128 suits block scaling)")
@@ -67,58 +69,60 @@ def train(
     heads: Annotated[int | None, typer.Option(help="Attention heads")] = None,
     experts: Annotated[
         int | None,
-        typer.Option(help="Experts of each feed-forward layer, of which two compute a byte (0: none)"),
+        typer.Option(help="Experts of each feed-forward layer, of which two compute each byte (0: none)"),
     ] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate")] = None,
     seed: Annotated[
         int | None,
-        typer.Option(help="Seed of weights and batches, a whole number of at most a trillion (default: 0)"),
+        typer.Option(help="Seed of the weights and batches, an integer between -2^40 and 2^40 (default: 0)"),
     ] = None,
     data: Annotated[
         str | None, typer.Option(help="Text file or folder (default: this Python's standard library)")
     ] = None,
     optimizer: Annotated[
         OptimizerName | None,  # pyright: ignore[reportInvalidTypeForm]
-        typer.Option(help="adamw is torch's, fused_adam te.optimizers.FusedAdam (default: adamw)"),
+        typer.Option(help="adamw: torch.optim.AdamW; fused_adam: te.optimizers.FusedAdam (default: adamw)"),
     ] = None,
     graphs: Annotated[bool, typer.Option("--graphs", help="Capture the model as CUDA graphs")] = False,
     offload_layers: Annotated[
-        int, typer.Option(help="Layers whose activations wait in host memory for the backward")
+        int,
+        typer.Option(help="Layers whose activations are offloaded to host memory until the backward pass"),
     ] = 0,
     observe: Annotated[
-        bool, typer.Option("--observe", help="Show what quantization does to every tensor, every tenth step")
+        bool,
+        typer.Option(
+            "--observe", help="Report underflow, saturation and error of every tensor, every tenth step"
+        ),
     ] = False,
     name: Annotated[
-        str | None, typer.Option(help="Name of the run, one folder (default: the recipe's)")
+        str | None, typer.Option(help="Name of the run and of its folder (default: the name of the recipe)")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the runs")] = Path("runs"),
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume", help="Continue exactly from the run's checkpoint; --steps extends a finished run"
+            "--resume", help="Continue from the checkpoint of the run; --steps extends a finished run"
         ),
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Train from the start although the run has a checkpoint")
+        bool, typer.Option("--overwrite", help="Start again and replace the checkpoint of the run")
     ] = False,
     log_every: Annotated[
         int | None,
-        typer.Option(
-            help="Steps per line of progress if the output is not a terminal (default: a twentieth)"
-        ),
+        typer.Option(help="Steps per line of progress if the output is not a terminal (default: steps / 20)"),
     ] = None,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Write losses for TensorBoard to OUT/NAME/tensorboard")
     ] = False,
     devices: Annotated[
-        int | None, typer.Option(help="Train on this number of GPUs, or of processes on a CPU", min=1)
+        int | None, typer.Option(help="Number of GPUs, or of CPU processes, to train on", min=1)
     ] = None,
     distributed: Annotated[
         bool, typer.Option("--distributed", help="Train on the processes that torchrun has started")
     ] = False,
-    tp: Annotated[int, typer.Option(help="Ranks that share the weights of a layer", min=1)] = 1,
-    cp: Annotated[int, typer.Option(help="Ranks that share the bytes of a sequence", min=1)] = 1,
-    fsdp: Annotated[int, typer.Option(help="Ranks that share parameters and optimizer states", min=1)] = 1,
+    tp: Annotated[int, typer.Option(help="Ranks that shard the weights of each layer", min=1)] = 1,
+    cp: Annotated[int, typer.Option(help="Ranks that shard each sequence", min=1)] = 1,
+    fsdp: Annotated[int, typer.Option(help="Ranks that shard parameters and optimizer states", min=1)] = 1,
 ) -> None:
     """Train a byte-level GPT under a recipe and in high precision, side by side, and compare the losses."""
     console = Console(highlight=False)
@@ -143,8 +147,7 @@ def train(
     with reporting(console), fitting(SMALLER):
         if name and (name in (".", "..") or "/" in name or "\\" in name):
             raise ValueError(
-                f"--name {name!r} is a path, and a run is one folder in that of --out; give a name without separators, "
-                "and the folder as --out"
+                f"--name {name!r} is a path; pass a name without separators, and the parent folder as --out"
             )
         if log_every is not None and log_every < 1:
             raise ValueError(f"--log-every {log_every} is below 1; give a positive number of steps")
@@ -163,7 +166,7 @@ def train(
             train_on_devices(request, devices, distributed)
             return
         if max(tp, cp, fsdp) > 1:
-            raise ValueError("--tp, --cp and --fsdp divide several devices; add --devices or --distributed")
+            raise ValueError("--tp, --cp and --fsdp need several devices; add --devices or --distributed")
         trainer = _prepare(folder, device.value, given, execution, resume)
     describe(console, trainer)
     with _interrupts(console) as stopping, reporting_failures(console), fitting(SMALLER):
@@ -233,17 +236,17 @@ def _demand(framework: str) -> None:
 @contextmanager
 def _interrupts(console: Console) -> Iterator[list[bool]]:
     """Stop after the current step on the first Ctrl-C, and at once on the second."""
-    asked: list[bool] = []
+    interrupts: list[bool] = []
 
-    def ask(signum, frame) -> None:
-        if asked:
+    def request_stop(signum, frame) -> None:
+        if interrupts:
             raise KeyboardInterrupt
-        asked.append(True)
+        interrupts.append(True)
         console.print("stopping after this step (Ctrl-C again to stop without saving)")
 
-    previous = signal.signal(signal.SIGINT, ask)
+    previous = signal.signal(signal.SIGINT, request_stop)
     try:
-        yield asked
+        yield interrupts
     finally:
         signal.signal(signal.SIGINT, previous)
 

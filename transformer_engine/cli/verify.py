@@ -25,28 +25,34 @@ def verify(
     file: Annotated[Path, typer.Argument(help="Python file with the functions model_fn(mesh) and batch()")],
     recipe: Annotated[
         RecipeName | None,  # pyright: ignore[reportInvalidTypeForm]
-        typer.Option(help="How the products are quantized (default: none)"),
+        typer.Option(help="Recipe that quantizes the matrix products (default: none)"),
     ] = None,
     dp: Annotated[int, typer.Option(help="Data-parallel ranks", min=1)] = 1,
-    fsdp: Annotated[int, typer.Option(help="Ranks that share parameters by fully_shard", min=1)] = 1,
+    fsdp: Annotated[int, typer.Option(help="Ranks that shard parameters with fully_shard", min=1)] = 1,
     cp: Annotated[int, typer.Option(help="Context-parallel ranks", min=1)] = 1,
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks", min=1)] = 1,
     sequence_parallel: Annotated[
         bool,
         typer.Option("--sequence-parallel", help="Inputs and outputs are sharded along the tokens over tp"),
     ] = False,
-    device: Annotated[DeviceName, typer.Option(help="auto takes CUDA when there is a GPU")] = DeviceName.auto,
+    device: Annotated[
+        DeviceName, typer.Option(help="auto: CUDA, or the CPU without a GPU")
+    ] = DeviceName.auto,
 ) -> None:
     """Compare a parallel, quantized model of a Python file with the same model on one device in float32."""
     console = Console(highlight=False)
     sizes = {"dp": dp, "fsdp": fsdp, "cp": cp, "tp": tp}
     with reporting(console):
         if not file.is_file():
-            raise ValueError(f"{file} does not exist; give a Python file with {' and '.join(REQUIRED)}")
+            raise ValueError(
+                f"{file} does not exist; pass a Python file that defines {' and '.join(REQUIRED)}"
+            )
         functions = runpy.run_path(str(file), run_name="te_verify")
         missing = [name for name in REQUIRED if not callable(functions.get(name))]
         if missing:
-            raise ValueError(f"{file} does not define {' and '.join(missing)}; see the page on te verify")
+            raise ValueError(
+                f"{file} does not define {' and '.join(missing)}; docs/verify.md shows such a file"
+            )
         mesh = _mesh({name: size for name, size in sizes.items() if size > 1}, device.value)
         try:
             verification = compare(

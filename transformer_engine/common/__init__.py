@@ -4,4 +4,4 @@ from . import absent, recipe
 
 __all__ = ["recipe"]
 
-absent.answer_in(__name__)
+absent.install_getters(__name__)

@@ -130,7 +130,7 @@ def member(name: str, value: Any, kind: type[Enum]) -> None:
         )
 
 
-def whole_numbers(name: str, value: Any) -> None:
+def integers(name: str, value: Any) -> None:
     """Raise TypeError unless value is a sequence of whole numbers."""
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise TypeError(f"{name}={described(value)} is not a sequence; give a list of whole numbers")

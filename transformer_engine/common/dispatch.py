@@ -182,7 +182,7 @@ class Table(Generic[Request]):
         """
         if _tracing():
             request = self.described(key)
-            backend = self._taker(self._asked(request), request)
+            backend = self._taker(self._requested(request), request)
             if backend.opaque:
                 assert self.operator is not None
                 return self.operator(request).call
@@ -208,7 +208,7 @@ class Table(Generic[Request]):
         self.report(lambda: request)
         if _binders:
             return _binders[-1](self, request)
-        return self._first(self._asked(request), request)
+        return self._first(self._requested(request), request)
 
     def name_of(self, key: tuple[Any, ...]) -> str:
         """Return the name of the first supported backend, for kernels that include its work; observers not notified."""
@@ -227,13 +227,13 @@ class Table(Generic[Request]):
             return self._names[key]
         request = self.described(key)
         self.report(lambda: request)
-        return self._taker(self._asked(request), request).name
+        return self._taker(self._requested(request), request).name
 
     def chosen(self, request: Request) -> str:
         """Return the name of the backend of a request, without planning or notifying observers."""
         if _binders:
             return BOUND
-        return self._taker(self._asked(request), request).name
+        return self._taker(self._requested(request), request).name
 
     def first(self, request: Request, without: frozenset[str] = frozenset()) -> Callable[..., Any]:
         """Return the callable of the first backend that supports a request, without notifying observers.
@@ -277,7 +277,7 @@ class Table(Generic[Request]):
             self._remembers_repeatable = demanded
             self.forget()
 
-    def _asked(self, request: Request) -> tuple[Backend[Request], ...]:
+    def _requested(self, request: Request) -> tuple[Backend[Request], ...]:
         """Return the candidates of a request: all backends, or the forced one."""
         forced = _forced.get(self.operation)
         return self.candidates(request) if forced is None else (self.named(forced),)

@@ -50,4 +50,4 @@ __all__ = [
     "update_collections",
 ]
 
-absent.answer_in("transformer_engine")
+absent.install_getters("transformer_engine")

@@ -14,7 +14,7 @@ from .checks import check_optional, check_values
 from .primitives.activation import ACTIVATIONS, ActivationParams, activation_backward, activation_forward
 from .products import quantized_identity
 from .quantize.quantizers import Quantizer
-from .quantize.sharing import vary_alike
+from .quantize.sharing import align_mesh_axes
 
 __all__ = ["ActivationParams", "activation", "is_known"]
 
@@ -50,7 +50,7 @@ def activation(
     check_values("x", x)
     names = check_activation(activation_type, x.shape)
     check_optional("quantizer", quantizer, Quantizer)
-    x, quantizer = vary_alike(x, quantizer)
+    x, quantizer = align_mesh_axes(x, quantizer)
     y: Any = _activation(x, names, ActivationParams.of(act_params))
     return y if quantizer is None else quantized_identity(y, quantizer)
 

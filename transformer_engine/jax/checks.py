@@ -14,7 +14,7 @@ from jax import Array, export
 from jax.core import Tracer
 from jax.sharding import AxisType
 
-from ..common.checks import described, integer, number, whole, whole_numbers
+from ..common.checks import described, integer, integers, number, whole
 
 
 def check_array(name: str, array: Any) -> None:
@@ -80,7 +80,7 @@ def check_axis_pairs(name: str, dims: Any) -> None:
     if not isinstance(dims, (tuple, list)) or len(dims) != 2:
         raise ValueError(f"{name}={described(dims)}; give two sequences of axes, such as ((1,), (0,))")
     for side in dims:
-        whole_numbers(name, side)
+        integers(name, side)
 
 
 def check_sizes(name: str, sizes: Any, count: int | None, rows: int) -> None:

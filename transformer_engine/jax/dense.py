@@ -25,8 +25,8 @@ from .products import (
 )
 from .quantize.grouped import check_ungrouped
 from .quantize.quantizers import QuantizerSet, advanced_together, as_cotangent, noop_quantizer_set
-from .quantize.sharing import vary_alike
-from .residual import taken_along
+from .quantize.sharing import align_mesh_axes
+from .residual import store_returned_input
 from .sharding import with_sharding_constraint_by_logical_axes
 from .sources import OperandSource, ValuesSource
 from .undifferentiated import constant, like, undifferentiated
@@ -134,10 +134,10 @@ def product_of(
         quantizer_set: Quantizers of the operand, the kernel and the output gradient.
         contracted: Number of contracted axes, the operand's last and the kernel's first.
     """
-    (given, kernel), quantizer_set = vary_alike((given, kernel), quantizer_set)
+    (given, kernel), quantizer_set = align_mesh_axes((given, kernel), quantizer_set)
     made: Any = _product(source, contracted, given, kernel, quantizer_set)
     y, passed = made
-    taken_along(passed)
+    store_returned_input(passed)
     return y
 
 

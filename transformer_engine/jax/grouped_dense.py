@@ -31,7 +31,7 @@ from .quantize.grouped import (
 )
 from .quantize.quantizers import QuantizerSet, as_cotangent, noop_quantizer_set
 from .quantize.scaling_modes import TensorUsage
-from .quantize.sharing import vary_alike
+from .quantize.sharing import align_mesh_axes
 from .undifferentiated import constant, like, undifferentiated
 
 __all__ = ["grouped_dense"]
@@ -99,13 +99,13 @@ def product(
     if quantizer_set.is_noop:
         kernel = kernel.astype(x.dtype)
     values = x, kernel, group_sizes.astype(jnp.int32)
-    values, quantizer_set = vary_alike(values, quantizer_set)
+    values, quantizer_set = align_mesh_axes(values, quantizer_set)
     return _grouped_dense(*values, quantizer_set, over)  # pyright: ignore[reportReturnType]
 
 
 def plus_bias(y: Array, bias: Array, groups: Array) -> Array:
     """Return y [M, N] + bias [G, N] of every row's group, groups int32 [M]; rows of group G have no bias."""
-    (y, bias, groups), _ = vary_alike((y, bias.astype(y.dtype), groups))
+    (y, bias, groups), _ = align_mesh_axes((y, bias.astype(y.dtype), groups))
     return _plus_bias(y, bias, groups)
 
 

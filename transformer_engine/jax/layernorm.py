@@ -14,8 +14,8 @@ from .checks import check_optional, check_shaped, check_values
 from .primitives.norm import norm_backward, norm_forward
 from .products import quantized_identity
 from .quantize.quantizers import Quantizer
-from .quantize.sharing import vary_alike
-from .residual import goes_round, taken_along
+from .quantize.sharing import align_mesh_axes
+from .residual import is_bypassed, store_returned_input
 
 __all__ = ["canonicalize_norm_type", "layernorm"]
 
@@ -58,11 +58,11 @@ def layernorm(
     """
     name = check_norm(x, gamma, beta, norm_type, zero_centered_gamma, epsilon)
     check_optional("quantizer", quantizer, Quantizer)
-    passes = goes_round(x)
-    (x, gamma, beta), quantizer = vary_alike((x, gamma, beta), quantizer)
+    passes = is_bypassed(x)
+    (x, gamma, beta), quantizer = align_mesh_axes((x, gamma, beta), quantizer)
     made: Any = _norm(x, gamma, beta, name == "layernorm", zero_centered_gamma, float(epsilon), passes)
     y, passed = made
-    taken_along(passed)
+    store_returned_input(passed)
     return y if quantizer is None else quantized_identity(y, quantizer)
 
 

@@ -11,7 +11,7 @@ from .layernorm import check_norm, layernorm
 from .products import biased
 from .quantize.grouped import check_ungrouped
 from .quantize.quantizers import QuantizerSet, noop_quantizer_set
-from .residual import goes_round
+from .residual import is_bypassed
 from .sharding import with_sharding_constraint_by_logical_axes
 from .sources import NormSource
 
@@ -64,7 +64,7 @@ def layernorm_dense(
         check_axis_names("dot_input_axes", dot_input_axes, x.ndim)
         check_axis_names("kernel_axes", kernel_axes, kernel.ndim)
         how = (name == "layernorm", zero_centered_gamma, float(epsilon), dot_input_axes)
-        norm = NormSource(*how, passes=goes_round(x))
+        norm = NormSource(*how, passes=is_bypassed(x))
         kernel = with_sharding_constraint_by_logical_axes(kernel, kernel_axes)
         return biased(product_of(norm, (x, gamma, beta), kernel, quantizer_set, 1), bias)
     normalized = layernorm(x, gamma, beta, norm_type, zero_centered_gamma, epsilon)

@@ -19,7 +19,7 @@ from .products import biased
 from .quantize.grouped import check_ungrouped
 from .quantize.quantizers import QuantizerSet, noop_quantizer_set
 from .quantized_mlp import MLPSpec, quantized_mlp
-from .residual import goes_round
+from .residual import is_bypassed
 from .sharding import with_sharding_constraint_by_logical_axes
 from .sources import ActivationSource, NormSource
 
@@ -101,7 +101,7 @@ def layernorm_mlp(
             check_axis_names(f"dot_{place}_input_axes", input_axes, x.ndim)
             check_axis_names(f"kernel_{place}_axes", kernel_axes, kernel.ndim)
         options = (name == "layernorm", zero_centered_gamma, float(epsilon), dot_1_input_axes)
-        norm = NormSource(*options, passes=goes_round(x))
+        norm = NormSource(*options, passes=is_bypassed(x))
         between = ActivationSource(names, ActivationParams.of(activation_params), dot_2_input_axes)
         laid = [with_sharding_constraint_by_logical_axes(k, a[1]) for k, a in zip(kernels, axes, strict=True)]
         y = quantized_mlp(

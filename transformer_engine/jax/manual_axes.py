@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 
-def varying_alike(*arrays: Any) -> Any:
+def align_manual_axes(*arrays: Any) -> Any:
     """Return the pytrees of arrays, cast to vary over every manual axis that one of them varies over.
 
     In shard_map with check_vma, its default, a gradient must vary over the axes of its argument. A derivative rule of

@@ -211,7 +211,7 @@ def moe(
         raise ValueError(
             f"ep_axis={ep_axis!r} has {devices} devices, which do not divide num_experts={num_experts}"
         )
-    return _on_many(
+    return _on_several_devices(
         x, gate_kernel, expert_bias, params, routing, experts,
         EpConfig(num_experts, devices, ep_axis), tuple(data_parallelism_axes),
     )  # fmt: skip
@@ -227,7 +227,7 @@ def _routed(
     return logits, *routing(logits, expert_bias)
 
 
-def _on_many(
+def _on_several_devices(
     x: Array,
     gate_kernel: Array,
     expert_bias: Array | None,

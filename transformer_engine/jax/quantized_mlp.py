@@ -26,8 +26,8 @@ from .products import (
     row_operand,
 )  # fmt: skip
 from .quantize.quantizers import QuantizerSet, advanced_together, as_cotangent
-from .quantize.sharing import vary_alike
-from .residual import taken_along
+from .quantize.sharing import align_mesh_axes
+from .residual import store_returned_input
 from .sources import ActivationSource, OperandSource, SourceOperand
 from .undifferentiated import constant, like, undifferentiated
 
@@ -55,10 +55,10 @@ def quantized_mlp(
     quantizer_sets: Sequence[QuantizerSet],
 ) -> Array:
     """Return y [*batch, h] of inputs, first x [*batch, h]; kernels [h, n, f] and [f, h]; bias [n, f] or None."""
-    values, sets = vary_alike((given, tuple(kernels), bias), tuple(quantizer_sets))
+    values, sets = align_mesh_axes((given, tuple(kernels), bias), tuple(quantizer_sets))
     made: Any = _mlp(spec, *values, sets)
     y, passed = made
-    taken_along(passed)
+    store_returned_input(passed)
     return y
 
 

@@ -23,32 +23,33 @@ class Residual:
     value: Array
 
 
-_AROUND: ContextVar[Residual | None] = ContextVar("residual", default=None)
+_RESIDUAL: ContextVar[Residual | None] = ContextVar("residual", default=None)
 
 
 @contextmanager
-def around(x: Array, read: bool) -> Iterator[Residual]:
-    """Register the residual of a block that is traced in the context: the first norm of this array returns x too.
+def bypass(x: Array, read: bool) -> Iterator[Residual]:
+    """Register the residual connection of a block that is traced in the context.
 
-    read: whether the value is read; the norm would add a gradient of zeros otherwise.
+    The first norm of x in the block returns x too. Set `read` only if the block reads the residual's value; otherwise
+    the norm would add a gradient of zeros.
     """
-    made = Residual(x, x)
-    token = _AROUND.set(made if read else None)
+    residual = Residual(x, x)
+    token = _RESIDUAL.set(residual if read else None)
     try:
-        yield made
+        yield residual
     finally:
-        _AROUND.reset(token)
+        _RESIDUAL.reset(token)
 
 
-def goes_round(x: Array) -> bool:
-    """Return whether a norm of x must return x too; see `taken_along`."""
-    found = _AROUND.get()
-    return found is not None and found.x is x and found.value is x
+def is_bypassed(x: Array) -> bool:
+    """Return whether a norm of x must return x too; see `store_returned_input`."""
+    residual = _RESIDUAL.get()
+    return residual is not None and residual.x is x and residual.value is x
 
 
-def taken_along(passed: tuple[Array, ...]) -> None:
+def store_returned_input(passed: tuple[Array, ...]) -> None:
     """Store the x that a derivative rule returned as the residual's value; passed is () without a residual."""
     for value in passed:
-        found = _AROUND.get()
-        assert found is not None, "`goes_round` returned True"
-        found.value = value
+        residual = _RESIDUAL.get()
+        assert residual is not None, "`is_bypassed` returned True"
+        residual.value = value

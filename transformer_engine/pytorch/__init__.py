@@ -12,6 +12,7 @@ from .. import common as common
 from ..common import absent
 from ..common import recipe as recipe
 from ..common.dispatch import use_backend
+from ..common.planning import plan
 from . import float8_tensor as float8_tensor
 from . import fp8 as fp8
 from . import jit, ops, optimizers, quantization, tensor
@@ -124,4 +125,4 @@ _FROM_PYTHON = ("Any", "TYPE_CHECKING", "annotations", "functools", "importlib",
 __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     name for name in __dir__() if not name.startswith("_") and name not in _FROM_PYTHON
 ]
-absent.answer_in("transformer_engine")
+absent.install_getters("transformer_engine")

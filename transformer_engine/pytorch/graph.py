@@ -148,7 +148,7 @@ def make_graphed_callables(
         (_order, _num_layers_per_chunk),
         capture_time_hooks,
     )
-    recorder = build.recorder_here(pool)
+    recorder = build.graph_recorder(pool)
     if isinstance(recorder, CudaRecorder):
         arguments.check_places(request)
     blocks = build.blocks_of(request)
@@ -206,8 +206,6 @@ def save_fp8_tensors(modules: Any, recipe: Recipe | None) -> list[Any] | None:
     Args:
         modules: A module, or a list of modules.
         recipe: The recipe of the modules; only delayed scaling has states.
-        modules: A module, or a list of modules.
-        recipe: The recipe of the modules; only delayed scaling has states.
     """
     if not isinstance(recipe, DelayedScaling):
         return None
@@ -223,8 +221,6 @@ def restore_fp8_tensors(modules: Any, fp8_tensors: list[Any] | None) -> None:
     """Restore the states that `save_fp8_tensors` copied; states created since then are reset.
 
     Args:
-        modules: The modules that were given to `save_fp8_tensors`.
-        fp8_tensors: Its result; None changes nothing.
         modules: The modules that were given to `save_fp8_tensors`.
         fp8_tensors: Its result; None changes nothing.
     """

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention.dot_product_attention.arguments import RULES
-from .attention.dot_product_attention.settings import AttentionArguments, given_arguments
+from .attention.dot_product_attention.settings import AttentionArguments, pack_arguments
 from .attention.inference import InferenceParams
 from .attention.layer_settings import child_name
 from .attention.multi_head_attention import MultiheadAttention
@@ -246,12 +246,12 @@ class TransformerLayer(nn.Module):
         max_seqlen_q apply to both, cu_seqlens_kv and max_seqlen_kv to the cross attention.
         """
         # fmt: off
-        of_self = given_arguments(
+        of_self = pack_arguments(
             attention_mask, cu_seqlens_q, cu_seqlens_q, cu_seqlens_q_padded, cu_seqlens_q_padded,
             core_attention_bias, alibi_slopes, inference_params, max_seqlen_q, max_seqlen_q, self_attn_mask_type,
             window_size, bottom_right_diagonal, core_attention_bias_type, pad_between_seqs,
         )
-        of_cross = given_arguments(
+        of_cross = pack_arguments(
             enc_dec_attn_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
             None, None, None, max_seqlen_q, max_seqlen_kv, enc_dec_attn_mask_type,
             enc_dec_window_size, enc_dec_bottom_right_diagonal, "no_bias", pad_between_seqs,

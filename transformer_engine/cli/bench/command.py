@@ -30,24 +30,28 @@ def bench(
     family: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Of {', '.join(FAMILIES)}; with --distributed of {', '.join(RANKS_FAMILIES)}; repeatable"
+            help=f"One of {', '.join(FAMILIES)}; with --distributed one of {', '.join(RANKS_FAMILIES)}; repeatable"
         ),
     ] = None,
-    recipe: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(RECIPES)}; repeatable")] = None,
-    only: Annotated[str, typer.Option(help="Cases whose name contains one of these, comma-separated")] = "",
+    recipe: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(RECIPES)}; repeatable")] = None,
+    only: Annotated[
+        str, typer.Option(help="Only cases whose name contains one of these comma-separated texts")
+    ] = "",
     json: Annotated[Path | None, typer.Option(help="Write machine, command and figures to this file")] = None,
-    plot_dir: Annotated[Path | None, typer.Option(help="Write one picture a family to this folder")] = None,
+    plot_dir: Annotated[Path | None, typer.Option(help="Write one plot per family to this folder")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes and few repetitions")] = False,
     provider: Annotated[
-        list[str] | None, typer.Option(help=f"Of {', '.join(p.name for p in PROVIDERS)}; repeatable")
+        list[str] | None, typer.Option(help=f"One of {', '.join(p.name for p in PROVIDERS)}; repeatable")
     ] = None,
     compare: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(help="Measure nothing: print the ratios of the second file to the first"),
+        typer.Option(help="Compare two files of figures, without measuring: print second / first"),
     ] = None,
     distributed: Annotated[
         bool,
-        typer.Option("--distributed", help="Collectives and layers of several ranks against one device"),
+        typer.Option(
+            "--distributed", help="Time collectives, and layers on several ranks against one device"
+        ),
     ] = False,
     devices: Annotated[
         int | None,
@@ -84,7 +88,7 @@ def bench(
         chosen = _chosen(_recipes(recipe, device), quick, family, only)
         providers = _providers(provider)
         if plot_dir is not None and plot_dir.exists() and not plot_dir.is_dir():
-            raise ValueError(f"--plot-dir {plot_dir} is a file; give a folder")
+            raise ValueError(f"--plot-dir {plot_dir} is a file; pass a folder")
     with reporting_failures(console):
         _measure(console, device, chosen, providers, quick, json, plot_dir)
 
@@ -92,16 +96,16 @@ def bench(
 def _check_file(json: Path | None) -> None:
     """Raise ValueError if the file of the figures cannot be written."""
     if json is not None and not json.parent.is_dir():
-        raise ValueError(f"--json {json}: there is no folder {json.parent}; make it first")
+        raise ValueError(f"--json {json}: the folder {json.parent} does not exist; create it first")
     if json is not None and json.is_dir():
-        raise ValueError(f"--json {json} is a folder; give a file in it")
+        raise ValueError(f"--json {json} is a folder; pass the path of a file")
 
 
 def _check_distributed(devices: int | None, provider: list[str] | None, plot_dir: Path | None) -> None:
     """Raise ValueError for options that --distributed does not support."""
     for name, value in (("--provider", provider), ("--plot-dir", plot_dir)):
         if value:
-            raise ValueError(f"{name} has no effect with --distributed; leave one of them out")
+            raise ValueError(f"{name} has no effect with --distributed; remove one of the two")
     if devices is not None and under_torchrun():
         raise ValueError("--devices has no effect under torchrun, which starts the ranks; leave it out")
     if devices is not None and devices < 2:
@@ -148,7 +152,9 @@ def _chosen(recipes: tuple[str, ...], quick: bool, family: list[str] | None, onl
         if not wanted or any(part in case.name for part in wanted)
     ]
     if not found:
-        raise ValueError("no case is left by --family, --recipe and --only; leave one of them out")
+        raise ValueError(
+            "no benchmark matches --family, --recipe and --only together; remove one of these options"
+        )
     return found
 
 

@@ -62,7 +62,9 @@ class RanksRequest:
             if not self.only or any(part in case.name for part in self.only)
         ]
         if not found:
-            raise ValueError("no case is left by --family, --recipe and --only; leave one of them out")
+            raise ValueError(
+                "no benchmark matches --family, --recipe and --only together; remove one of these options"
+            )
         return found
 
 

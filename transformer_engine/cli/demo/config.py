@@ -47,7 +47,7 @@ def has_gpu(framework: str) -> bool:
     return import_module("transformer_engine.jax.platform").has_gpu()
 
 
-def recipes_here() -> dict[str, type[recipes.Recipe]]:
+def installed_recipes() -> dict[str, type[recipes.Recipe]]:
     """Return {name on the command line: recipe} of the installed framework, of torch if both are installed."""
     if optional.installed("torch"):
         families: Any = import_module("transformer_engine.pytorch.quantization").all_families()
@@ -66,7 +66,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 HIGH_PRECISION = "high_precision"
-RECIPES = (*recipes_here(), "none")
+RECIPES = (*installed_recipes(), "none")
 OPTIMIZERS = ("adamw", "fused_adam")
 # Types of the fields of RunConfig, by annotation.
 KINDS: dict[str, tuple[type, ...]] = {
@@ -161,9 +161,7 @@ class RunConfig:
         only_torch = {"--experts": self.experts, "--optimizer fused_adam": self.optimizer == "fused_adam"}
         for option, is_set in only_torch.items():
             if self.framework == "jax" and is_set:
-                raise ValueError(
-                    f"{option} is of the demonstration in torch; leave it out, or take --framework torch"
-                )
+                raise ValueError(f"{option} needs the PyTorch model; remove it, or use --framework torch")
         if self.device == "cuda" and not has_gpu(self.framework):
             raise ValueError(
                 f"device 'cuda' was asked for but {self.framework} finds no CUDA device; use --device cpu"
@@ -189,7 +187,7 @@ class RunConfig:
         return self.precision if run == HIGH_PRECISION else run
 
     @property
-    def tokens_a_step(self) -> int:
+    def tokens_per_step(self) -> int:
         return self.batch * self.sequence
 
     def as_dict(self) -> dict[str, Any]:
@@ -213,7 +211,7 @@ class Execution:
         """Raise ValueError for options that exclude each other, or that this model or framework does not support."""
         if config.framework == "jax" and self != Execution():
             raise ValueError(
-                "--graphs, --offload-layers and --observe are of the demonstration in torch; leave them out, or take "
+                "--graphs, --offload-layers and --observe need the PyTorch model; remove them, or use "
                 "--framework torch"
             )
         if not 0 <= self.offload_layers < config.layers:
@@ -224,8 +222,8 @@ class Execution:
         if self.graphs and (self.observe or self.offload_layers):
             other = "--observe" if self.observe else "--offload-layers"
             raise ValueError(
-                f"--graphs and {other} exclude each other: {other} works on tensors that a graph keeps to itself; "
-                "leave one out"
+                f"--graphs and {other} exclude each other: {other} reads tensors that a CUDA graph does not expose; "
+                "remove one of them"
             )
 
 
@@ -284,4 +282,4 @@ def make_recipe(name: str) -> recipes.Recipe | None:
         return None
     # A short window: the activations of a new model grow quickly in its first steps.
     options = {"amax_history_len": 16} if name == "delayed" else {}
-    return recipes_here()[name](**options)
+    return installed_recipes()[name](**options)

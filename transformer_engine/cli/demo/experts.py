@@ -56,7 +56,7 @@ class MixtureOfExperts(nn.Module):
         )
         rows = self.fc2(activation("swiglu", self.fc1(rows, splits)), splits)
         y = te.moe_unpermute(rows, row_id_map, probs, pad_offsets=pad_offsets)
-        return (y if loss is None else _Beside.apply(y, loss)).view(x.shape)  # pyright: ignore
+        return (y if loss is None else _AddAuxiliaryLoss.apply(y, loss)).view(x.shape)  # pyright: ignore
 
     def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """The experts' weights [tokens, experts], the map of those chosen, and the loss that balances them."""
@@ -103,7 +103,7 @@ class ExpertsLayer(nn.Module):
         return x + self.experts(x)
 
 
-class _Beside(torch.autograd.Function):
+class _AddAuxiliaryLoss(torch.autograd.Function):
     """y unchanged; the gradient of `loss` is computed as if it were added to the training loss."""
 
     @staticmethod

@@ -26,7 +26,7 @@ ABOUT: dict[str, type] = {"config": dict, "fingerprint": str, "step": int}
 
 def save(path: Path, state: dict[str, Any]) -> None:
     """Write state to the folder path: the old one stays whole until this one is complete, also where writing fails."""
-    partial, old = _beside(path, "partial"), _beside(path, "old")
+    partial, old = _sibling(path, "partial"), _sibling(path, "old")
     remedy = "free some space there and continue with --resume, or choose another folder with --out"
     with writing(path, remedy):
         _restore_old(path)
@@ -82,7 +82,7 @@ def load(path: Path) -> dict[str, Any]:
 
 def _restore_old(path: Path) -> None:
     """Restore the old folder if a program ended between the two renames."""
-    old = _beside(path, "old")
+    old = _sibling(path, "old")
     if old.is_dir() and not path.exists():
         try:
             os.replace(old, path)
@@ -92,7 +92,7 @@ def _restore_old(path: Path) -> None:
             ) from None
 
 
-def _beside(path: Path, suffix: str) -> Path:
+def _sibling(path: Path, suffix: str) -> Path:
     return path.with_name(f"{path.name}.{suffix}")
 
 

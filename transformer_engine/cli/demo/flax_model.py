@@ -77,7 +77,7 @@ def initial_variables(config: RunConfig, key: Array) -> dict[str, Any]:
 
 
 def mean_loss(config: RunConfig, variables: Any, tokens: Array, targets: Array, key: Array) -> Array:
-    """Mean cross-entropy in nats a byte, in float32; key: of stochastic rounding."""
+    """Mean cross-entropy in nats per byte, in float32; key: of stochastic rounding."""
     logits = FlaxByteGPT(config).apply(variables, tokens, rngs={"sr_rng": key})
     losses = optax.softmax_cross_entropy_with_integer_labels(jnp.asarray(logits, jnp.float32), targets)
     return losses.mean()

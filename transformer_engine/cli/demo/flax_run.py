@@ -96,7 +96,7 @@ class FlaxRun:
 
     def observe(self, log: Path) -> None:
         """Unsupported; `Execution.check` rejects it earlier."""
-        raise NotImplementedError("--observe is of the demonstration in torch; take --framework torch")
+        raise NotImplementedError("--observe needs the PyTorch model; use --framework torch")
 
     def state_dict(self) -> dict[str, Any]:
         """Return {path: array}."""

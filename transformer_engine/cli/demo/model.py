@@ -55,7 +55,7 @@ class ByteGPT(nn.Module):
         return self.head(self.norm(hidden))
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats a byte, in float32."""
+        """Mean cross-entropy in nats per byte, in float32."""
         logits = self(tokens)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 

@@ -254,11 +254,13 @@ class ParallelRun:
 
     def sample(self, prompt: bytes, count: int) -> bytes:
         """Raise NotImplementedError: the parameters of a rank do not suffice."""
-        raise NotImplementedError("a model on several ranks generates no text")
+        raise NotImplementedError("text generation needs a model on one device; a rank has only a part of it")
 
     def observe(self, log: Path) -> None:
         """Raise NotImplementedError: `Parallelism.check` rejects --observe."""
-        raise NotImplementedError("a model on several ranks is not observed")
+        raise NotImplementedError(
+            "--observe needs a model on one device; remove it, or --devices and --distributed"
+        )
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the shards of parameters and moments by names that are unique per tensor-parallel rank."""

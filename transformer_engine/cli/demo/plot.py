@@ -56,10 +56,10 @@ def plot_losses(path: Path, config: RunConfig, history: list[Progress]) -> None:
             markerfacecolor="none",
             label=f"{config.label(name)}, validation",
         )
-    upper.set_ylabel("loss (nats a byte)")
+    upper.set_ylabel("loss (nats per byte)")
     upper.set_title(
         f"byte-level GPT, {config.layers} layers, hidden {config.hidden}, "
-        f"{config.tokens_a_step} bytes a step, {config.device}"
+        f"{config.tokens_per_step} bytes per step, {config.device}"
     )
     upper.legend(frameon=False)
     upper.grid(alpha=0.25)

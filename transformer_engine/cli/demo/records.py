@@ -77,7 +77,7 @@ class RunResult:
     name: str
     train: float
     validation: float
-    tokens_a_second: float
+    tokens_per_second: float
     seconds: float
 
 
@@ -96,7 +96,7 @@ def summarize(config: RunConfig, history: list[Progress]) -> list[RunResult]:
                 name=name,
                 train=sum(record.loss[name] for record in last) / len(last),
                 validation=final.get(name, float("nan")),
-                tokens_a_second=config.tokens_a_step / statistics.median(seconds),
+                tokens_per_second=config.tokens_per_step / statistics.median(seconds),
                 seconds=sum(seconds),
             )
         )

@@ -37,7 +37,7 @@ class Finding:
 
     check: str
     status: Status
-    said: str
+    message: str
     remedy: str = ""
 
 
@@ -70,7 +70,7 @@ def _python(e: Installation) -> Results:
     least, most = PYTHONS
     if not least <= e.python <= most:
         words = f"Python {_dotted(e.python)}; {_dotted(least)} to {_dotted(most)} is supported"
-        yield "problem", words, f"make an environment with Python {_dotted(most)}"
+        yield "problem", words, f"create an environment with Python {_dotted(most)}"
     else:
         yield "good", f"Python {_dotted(e.python)}", ""
 
@@ -80,12 +80,12 @@ def _package(e: Installation) -> Results:
     if not found:
         yield (
             "problem",
-            f"the code in {e.folder} runs without the metadata of a package, which several clients ask for",
+            f"the code in {e.folder} runs without package metadata, which several clients read",
             optional.install_command("pytorch"),
         )
     elif len({each.version for each in found}) > 1:
         versions = ", ".join(f"{each.version} in {each.place}" for each in found)
-        yield "problem", f"the metadata of several versions is there: {versions}", REINSTALL
+        yield "problem", f"the metadata of several versions is installed: {versions}", REINSTALL
     elif found[0].version != e.version:
         words = f"the metadata says {found[0].version}, the code in {e.folder} is {e.version}"
         yield "problem", words, REINSTALL
@@ -93,7 +93,8 @@ def _package(e: Installation) -> Results:
         yield "good", f"{PACKAGE} {e.version} in {e.folder}", ""
     for folder, version in e.copies:
         status = "note" if version == e.version else "problem"
-        yield status, f"{version} is on the path too, in {folder}", "remove that folder from the path"
+        remedy = "remove this folder from sys.path: see PYTHONPATH and editable installs"
+        yield status, f"{version} is also on the import path, in {folder}", remedy
 
 
 def _original(e: Installation) -> Results:
@@ -114,11 +115,11 @@ def _original(e: Installation) -> Results:
 def _jax(e: Installation) -> Results:
     yield from _framework(e, frameworks.JAX)
     if "jax.devices" in e.failures:
-        remedy = "unset JAX_PLATFORMS, or give it platforms that this machine has; cpu is always there"
+        remedy = "unset JAX_PLATFORMS, or set it to platforms of this machine; cpu is always available"
         yield "problem", e.failures["jax.devices"], remedy
     if e.jax_devices:
         if e.driver is not None and e.jax_devices == ("cpu",):
-            words = "JAX computes on the CPU, although there is an NVIDIA driver"
+            words = "JAX runs on the CPU although an NVIDIA driver is installed"
             yield "note", words, optional.install_command("jax-cuda13")
         else:
             yield "good", f"devices of JAX: {', '.join(e.jax_devices)}", ""
@@ -129,7 +130,7 @@ def _framework(e: Installation, framework: frameworks.Framework) -> Results:
     remedy = optional.install_command(framework.extra)
     missing = [package.name for package in framework.packages if e.version_of(package.name) is None]
     if missing:
-        words = f"{', '.join(missing)} not installed: transformer_engine.{framework.module} cannot be used"
+        words = f"{', '.join(missing)} not installed; transformer_engine.{framework.module} needs it"
         yield "note", words, remedy
         return
     for package in framework.packages:
@@ -145,23 +146,23 @@ def _gpu(e: Installation) -> Results:
     if e.version_of("torch") is None:
         return
     if "torch.cuda" in e.failures:
-        yield "problem", e.failures["torch.cuda"], "see that the driver runs: nvidia-smi names the GPU"
+        yield "problem", e.failures["torch.cuda"], "check the driver: nvidia-smi must list the GPU"
     elif e.gpu.name is not None:
         words = f"{e.gpu.name}, compute capability {_dotted(e.gpu.capability)}, driver {e.driver}"
         yield "good", f"{words}, CUDA {_dotted(e.gpu.build)}", ""
         if e.gpu.capability < (8, 9):
-            yield "note", "this GPU has no FP8 products", "set TE_EMULATE=1 to compute recipes by emulation"
+            yield "note", "this GPU has no FP8 matrix products", "set TE_EMULATE=1 to emulate the recipes"
     elif e.driver is None:
-        yield "good", "no NVIDIA driver: everything is computed on the CPU", ""
+        yield "good", "no NVIDIA driver; all operations run on the CPU", ""
     elif e.gpu.build == (0, 0):
-        words = f"NVIDIA's driver {e.driver} is there, but this torch is built without CUDA"
+        words = f"the NVIDIA driver {e.driver} is installed, but this torch is built without CUDA"
         yield "problem", words, "install a CUDA build of torch, as pytorch.org describes"
     else:
         words = f"torch for CUDA {_dotted(e.gpu.build)} finds no device under driver {e.driver}"
         yield (
             "problem",
             words,
-            "update the driver, or install torch for an older CUDA; see that CUDA_VISIBLE_DEVICES names a GPU",
+            "update the driver, or install torch for an older CUDA; check that CUDA_VISIBLE_DEVICES names a GPU",
         )
 
 
@@ -170,11 +171,15 @@ def _triton(e: Installation) -> Results:
     if "triton" in e.failures:
         yield status, e.failures["triton"], "pip install --force-reinstall triton"
     elif e.version_of("triton") is None and e.gpu.name is not None:
-        yield "problem", "triton is not installed: no kernel of this package runs", "pip install triton"
+        yield (
+            "problem",
+            "triton is not installed, and the kernels of this package need it",
+            "pip install triton",
+        )
     elif e.version_of("triton") is not None:
         yield "good", f"triton {e.version_of('triton')}", ""
     else:
-        yield "good", "triton is not installed; it is needed on a GPU only", ""
+        yield "good", "triton is not installed; only GPUs need it", ""
 
 
 def _libraries(e: Installation) -> Results:
@@ -183,11 +188,11 @@ def _libraries(e: Installation) -> Results:
         return
     for module, name, brings in (
         ("nvmath", "nvmath-python", "the fastest products"),
-        ("cudnn", "nvidia-cudnn-frontend", "cuDNN's attention, FP8 attention among it"),
+        ("cudnn", "nvidia-cudnn-frontend", "cuDNN attention, including FP8 attention"),
     ):
         version = e.version_of(name)
         if version is None:
-            yield "note", f"{name} is not installed, which brings {brings}", optional.install_command("cuda")
+            yield "note", f"{name} is not installed; it provides {brings}", optional.install_command("cuda")
         elif module in e.failures:
             yield "problem", e.failures[module], optional.install_command("cuda")
         elif name == "nvidia-cudnn-frontend" and Version(version).release[:2] != (1, 23):
@@ -195,7 +200,7 @@ def _libraries(e: Installation) -> Results:
         else:
             yield "good", f"{name} {version}", ""
     if e.gpu.cudnn < (9, 13, 1):
-        words = f"cuDNN {_dotted(e.gpu.cudnn)}; its attention needs 9.13.1"
+        words = f"cuDNN {_dotted(e.gpu.cudnn)}; cuDNN attention needs 9.13.1"
         yield "note", words, "pip install --upgrade nvidia-cudnn-cu13 (or -cu12, as torch's build)"
     else:
         yield "good", f"cuDNN {_dotted(e.gpu.cudnn)}", ""
@@ -216,14 +221,14 @@ def _command(e: Installation) -> Results:
     has_torch, has_jax = (e.version_of(name) is not None for name in ("torch", "jax"))
     missing = [name for name in ("typer", "rich", "matplotlib") if e.version_of(name) is None]
     if missing:
-        words = f"{', '.join(missing)} not installed: no command but te doctor runs"
+        words = f"{', '.join(missing)} not installed; only te doctor is available"
         # With JAX alone, the remedy does not install torch, which takes gigabytes.
         yield "note", words, optional.install_command("cli-jax" if has_jax and not has_torch else "cli")
         return
     if has_torch:
-        yield "good", "all commands run", ""
+        yield "good", "all commands are available", ""
     else:
-        words = "torch not installed: no command but te train --framework jax and te doctor runs"
+        words = "torch not installed; only te train --framework jax and te doctor are available"
         yield "note", words, optional.install_command("cli")
     lacking = [name for name in ("optax", "orbax-checkpoint") if e.version_of(name) is None]
     if has_jax and lacking:
@@ -235,27 +240,31 @@ def _clients(e: Installation) -> Results:
     for name, found, row in clients.installed(e):
         pin, label = clients.pins(found), f"{name} {found.version}"
         if pin and not clients.takes(pin, e.version):
-            words = f"{label} asks for {PACKAGE}{pin}, this is {e.version}: it may call missing functions"
-            yield "note", words, f"install a version of {name} that takes {e.version}"
+            words = f"{label} requires {PACKAGE}{pin}, but this is {e.version}: it may call missing functions"
+            yield "note", words, f"install a version of {name} that accepts {e.version}"
         elif row is not None and row.metadata and e.version_of(PACKAGE) is None:
-            yield "problem", f"{label} will not find this package: it asks for {row.by}", REINSTALL
+            yield "problem", f"{label} will not detect this package: it looks for {row.by}", REINSTALL
         else:
-            yield "good", f"{label} finds it by {row.by if row is not None else 'its requirement'}", ""
+            yield (
+                "good",
+                f"{label} detects this package by {row.by if row is not None else 'its requirement'}",
+                "",
+            )
 
 
 def _variables(e: Installation) -> Results:
     if e.variables is None:
-        yield "good", "environment variables have values that they can have", ""
+        yield "good", "all environment variables have valid values", ""
     else:
         yield "problem", e.variables, "docs/environment.md has the table"
 
 
 def _cache(e: Installation) -> Results:
     if e.cache is None:
-        yield "good", "the cache folder can be written", ""
+        yield "good", "the cache folder is writable", ""
     else:
-        words = f"the cache folder cannot be written: {e.cache}"
-        yield "problem", words, "set TE_CACHE_DIR to a folder that can be written"
+        words = f"the cache folder is not writable: {e.cache}"
+        yield "problem", words, "set TE_CACHE_DIR to a writable folder"
 
 
 CHECKS = (
@@ -289,7 +298,7 @@ def as_text(findings: list[Finding]) -> str:
     """Return one line per finding, with its remedy, and the total."""
     lines = []
     for finding in findings:
-        lines.append(f"{SIGNS[finding.status]}  {finding.check:<16}{finding.said}")
+        lines.append(f"{SIGNS[finding.status]}  {finding.check:<16}{finding.message}")
         if finding.remedy:
             lines.append(f"      {'':<16}-> {finding.remedy}")
     problems = sum(finding.status == "problem" for finding in findings)
@@ -306,6 +315,6 @@ def main(arguments: list[str]) -> int:
     """Run `te doctor` without the libraries of the command line: only the option --json."""
     unknown = [argument for argument in arguments if argument != "--json"]
     if unknown:
-        print(f"error: te doctor takes no {unknown[0]}; it has --json alone", file=sys.stderr)
+        print(f"error: te doctor has no option {unknown[0]}; its only option is --json", file=sys.stderr)
         return 2
     return run("--json" in arguments)

@@ -184,8 +184,8 @@ def _jax_devices() -> tuple[str, ...]:
 def _driver() -> str | None:
     kernel = Path("/proc/driver/nvidia/version")
     if kernel.is_file():
-        said = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", kernel.read_text())
-        return said.group(1) if said else "of unknown version"
+        version = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", kernel.read_text())
+        return version.group(1) if version else "of unknown version"
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

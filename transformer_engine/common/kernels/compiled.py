@@ -48,7 +48,7 @@ class Compiled(NamedTuple):
     scalars: tuple[Scalar, ...]
 
 
-class Wanted(NamedTuple):
+class KernelKey(NamedTuple):
     """The cache key of a compiled kernel.
 
     dtypes   of the inputs, then the outputs; None: absent
@@ -76,7 +76,7 @@ def compiled(launch: Launch, dtypes: Sequence[str | None], capability: int) -> C
     )
     kinds = tuple(map(type, (*launch.scalars, *launch.constants)))
     return _COMPILED[
-        Wanted(
+        KernelKey(
             launch.kernel,
             tuple(dtypes),
             launch.scalars,
@@ -90,7 +90,7 @@ def compiled(launch: Launch, dtypes: Sequence[str | None], capability: int) -> C
     ]
 
 
-def _compile(wanted: Wanted) -> Compiled:
+def _compile(wanted: KernelKey) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -145,4 +145,4 @@ def _source(kernel: Any) -> Any:
     return ASTSource
 
 
-_COMPILED: Memory[Wanted, Compiled] = Memory(_compile, 4096)
+_COMPILED: Memory[KernelKey, Compiled] = Memory(_compile, 4096)

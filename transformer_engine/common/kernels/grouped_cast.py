@@ -17,7 +17,14 @@ from ..formats import FLOAT32_MAX, Element, ceil_div
 from . import tile
 from .cast import _record
 from .grouped_gemm import SCALE_SLOT, SLOT, base_of
-from .grouped_layout import TILE_ROWS, group_of_tile, group_or_none, row_behind, rows_of_group, tiles_at_most
+from .grouped_layout import (
+    TILE_ROWS,
+    first_padding_row,
+    group_of_tile,
+    group_or_none,
+    rows_of_group,
+    tiles_at_most,
+)
 from .launch import READ, AddressTable, Launch, Output, codes_dtype
 from .program import Program, ProgramStep, step
 from .rounding import given_multiplier, magnitude_bits, scale_from_amax
@@ -184,11 +191,11 @@ def cast_kernel(
             bits = tl.max(tl.maximum(magnitude_bits(even), magnitude_bits(odd)))
             _record(amax + OFFSET + group * STRIDE, bits)
     elif REST:
-        _cast_behind(x, layout, codes, program, M, K, TILES_K, GROUPS, BLOCK_M, BLOCK_K)
+        _cast_padding(x, layout, codes, program, M, K, TILES_K, GROUPS, BLOCK_M, BLOCK_K)
 
 
 @triton.jit
-def _cast_behind(
+def _cast_padding(
     x,
     layout,
     codes,
@@ -202,7 +209,7 @@ def _cast_behind(
 ):
     """Convert x to codes, with a multiplier of 1, in a tile of the rows after the last group."""
     part = program // TILES_K
-    row = row_behind(layout, part // (WIDTH // BLOCK_M), GROUPS) + part % (WIDTH // BLOCK_M) * BLOCK_M
+    row = first_padding_row(layout, part // (WIDTH // BLOCK_M), GROUPS) + part % (WIDTH // BLOCK_M) * BLOCK_M
     first_m, first_k = row.to(tl.int64), (program % TILES_K * BLOCK_K).to(tl.int64)
     m, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     values = tile.load_rows(x, M, K, first_m, first_k, m, k, False)

@@ -16,7 +16,14 @@ import triton.language as tl
 
 from ..formats import ceil_div
 from . import tile
-from .grouped_layout import ROWS, group_of_tile, group_or_none, row_behind, rows_of_group, tiles_at_most
+from .grouped_layout import (
+    ROWS,
+    first_padding_row,
+    group_of_tile,
+    group_or_none,
+    rows_of_group,
+    tiles_at_most,
+)
 from .launch import READ, WRITTEN, AddressTable, Launch, Output
 
 SCALE_SLOT = 4  # floats from one group's scale to the next: cuBLASLt reads scales at multiples of 16 bytes
@@ -72,7 +79,7 @@ def rows_kernel(
     if CLEARS:
         group = group_or_none(layout, tile_m, TILES_M, GROUPS)
         if group >= GROUPS:
-            first = row_behind(layout, tile_m, GROUPS)
+            first = first_padding_row(layout, tile_m, GROUPS)
             n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
             places = out + first.to(tl.int64) * N + (tl.arange(0, ROWS)[:, None] * N + n[None, :])
             inside = (first + tl.arange(0, ROWS) < TOTAL)[:, None] & (n < N)[None, :]

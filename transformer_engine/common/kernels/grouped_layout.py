@@ -60,7 +60,7 @@ def group_or_none(layout, tile_m, TILES, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def row_behind(layout, tile_m, GROUPS: tl.constexpr):
+def first_padding_row(layout, tile_m, GROUPS: tl.constexpr):
     """Return the first row of a tile after all groups; such tiles begin after the last row of the last group."""
     return tl.load(layout + GROUPS) + (tile_m - tl.load(layout + 2 * GROUPS + 1)) * ROWS
 

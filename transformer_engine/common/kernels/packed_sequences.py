@@ -10,7 +10,7 @@ from .launch import Launch
 
 
 @triton.jit
-def zero_behind_kernel(x, starts, tokens, width, sequences, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def zero_padding_kernel(x, starts, tokens, width, sequences, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Clear x [tokens, width] in place; starts int32 [sequences + 1]."""
     first = tl.load(starts + sequences)
     begin = tl.program_id(0) * ROWS
@@ -24,11 +24,11 @@ def zero_behind_kernel(x, starts, tokens, width, sequences, ROWS: tl.constexpr, 
             tl.store(x + place, tl.zeros([ROWS, COLUMNS], tl.float32).to(x.dtype.element_ty), mask=inside)
 
 
-def zero_behind_launch(tokens: int, width: int, sequences: int) -> Launch:
+def zero_padding_launch(tokens: int, width: int, sequences: int) -> Launch:
     """Return the launch (x [tokens, width], starts int32 [sequences + 1]) that writes x."""
     rows, columns = 64, 128
     return Launch(
-        zero_behind_kernel,
+        zero_padding_kernel,
         (ceil_div(tokens, rows), 1, 1),
         (),
         (tokens, width, sequences),

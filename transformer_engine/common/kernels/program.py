@@ -77,7 +77,7 @@ class Program:
         return tuple(steps), tuple(numbers[name] for name in self.results)
 
     @cached_property
-    def caller_made(self) -> tuple[tuple[int, ...], ...]:
+    def caller_allocated(self) -> tuple[tuple[int, ...], ...]:
         """The indices of each step's outputs that the caller allocates, 0 for the others; () for a step without any."""
         numbers = {name: place for place, name in enumerate(self.into, len(self.inputs) + 1)}
         steps = (tuple(numbers.get(name or "", 0) for name in outputs) for _, _, outputs in self.steps)

@@ -1,5 +1,7 @@
 """Tiles of a row-major matrix: their positions, their loads, and stores of their transposes.
 
+The launch function of each kernel chooses the sizes of its tiles.
+
 Codes of a tile are transposed in pairs: the codes of rows 2 r and 2 r + 1 form one 16-bit word. This halves the words
 that cross the shared memory and fits the transposing matrix load (ldmatrix). Both codes are the result of one
 conversion instruction, so that the word costs nothing. Extracting single bytes from that result is not possible:

@@ -68,7 +68,7 @@ def _codes_and_sums_from_producer(producer: Step, reader: Step) -> Step | None:
     return Step(producer.op, producer.inputs, reader.results, made)
 
 
-def _codes_beside_sums(first: Step, second: Step) -> Step | None:
+def _codes_with_sums(first: Step, second: Step) -> Step | None:
     """Column sums of a matrix and its codes are made in one step."""
     sums, cast = (first, second) if first.op == "column_sum" else (second, first)
     if sums.op != "column_sum" or cast.op != "cast" or not isinstance(sums.settings, ColumnSum):
@@ -154,7 +154,7 @@ def _sum_in_norm_backward(producer: Step, reader: Step) -> Step | None:
 
 CODES_FROM_PRODUCER = Rule("codes from producer", _codes_from_producer)
 CODES_AND_SUMS_FROM_PRODUCER = Rule("codes and sums from producer", _codes_and_sums_from_producer)
-CODES_BESIDE_SUMS = Rule("codes beside sums", _codes_beside_sums, beside=True)
+CODES_WITH_SUMS = Rule("codes beside sums", _codes_with_sums, beside=True)
 BIAS_IN_PRODUCT = Rule("bias in product", _bias_in_product)
 ACTIVATION_IN_PRODUCT = Rule("activation in product", _activation_in_product, keeps=True)
 ACTIVATION_GRADIENT_IN_PRODUCT = Rule("activation gradient in product", _activation_gradient_in_product)
@@ -163,7 +163,7 @@ ACCUMULATED_PRODUCT = Rule("accumulated product", _accumulated_product)
 SUM_IN_NORM_BACKWARD = Rule("sum in norm backward", _sum_in_norm_backward)
 RULES = (
     BIAS_IN_PRODUCT,
-    CODES_BESIDE_SUMS,
+    CODES_WITH_SUMS,
     CODES_AND_SUMS_FROM_PRODUCER,
     CODES_FROM_PRODUCER,
     ACTIVATION_IN_PRODUCT,

@@ -29,10 +29,10 @@ from .living import (
     assign,
     description_of,
     enroll,
+    is_unchanged,
     recipe_class,
     recipe_described_as,
     revision_of,
-    still_says,
 )
 from .parts import CONVERTERS, Format, MMParams, QParams
 from .parts import _FormatHelper as _FormatHelper  # the values of Format, by their name in pickles

@@ -25,7 +25,7 @@ def revision_of(recipe: Any) -> object:
     return getattr(recipe, "_description", None)
 
 
-def still_says(kept: Any, revision: object, recipe: Any) -> bool:
+def is_unchanged(kept: Any, revision: object, recipe: Any) -> bool:
     """Return whether a recipe equals the recipe `kept` at that revision."""
     return revision is revision_of(kept) and kept == recipe
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...pytorch.functions.scale_update import in_a_backward
+from ...pytorch.functions.scale_update import in_backward_pass
 from ...pytorch.primitives.operand import COLS, ROWS, plain
 from ...pytorch.tensor.custom_operand import contracted
 from ...pytorch.tensor.identity_tensor import IdentityQuantizer
@@ -335,7 +335,7 @@ class DebugQuantizer(Observing):
 
     def _is_repeated(self) -> bool:
         """Is a tensor of a forward pass computed again, by a backward pass?"""
-        return self.tensor_name in _OF_FORWARD and in_a_backward()
+        return self.tensor_name in _OF_FORWARD and in_backward_pass()
 
     def replaying(self, state: tuple[Tensor, ...]) -> Quantizer:
         return self._around(self.quantizer.replaying(state))

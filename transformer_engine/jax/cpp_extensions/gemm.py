@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...common.checks import described, member, switch, whole, whole_numbers
+from ...common.checks import described, integers, member, switch, whole
 from ..checks import (
     check_axis_pairs,
     check_floating,
@@ -50,7 +50,7 @@ def sanitize_dims(ndim: int, dims: int | Sequence[int]) -> tuple[int, ...]:
     """
     whole("ndim", ndim, 0)
     axes = dims if isinstance(dims, Sequence) else (dims,)
-    whole_numbers("dims", axes)
+    integers("dims", axes)
     for axis in axes:
         if not -ndim <= axis < ndim:
             raise ValueError(

@@ -243,7 +243,7 @@ class DotProductAttention(nn.Module):
             # Drawn from the stream of this module, so that both implementations and a plain Flax layer of the same
             # structure use the same key.
             seed = self.make_rng(self.dropout_rng_name)
-        if self._goes_fused(
+        if self._uses_fused_attention(
             query, key, value, layout, bias_type, mask_type, softmax_type, window, deterministic
         ):
             out = _FusedDotProductAttention(
@@ -267,7 +267,7 @@ class DotProductAttention(nn.Module):
         out = checkpoint_name(out, self.context_checkpoint_name)
         return jnp.swapaxes(out, 0, 1) if self._transposed() else out
 
-    def _goes_fused(
+    def _uses_fused_attention(
         self,
         query: Array,
         key: Array,

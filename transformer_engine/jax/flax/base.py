@@ -154,9 +154,9 @@ class TransformerEngineBase(nn.Module):
         )
         if not config.stateful or self.is_initializing():
             return quantizers
-        return self._one_use(quantizers)
+        return self._for_one_call(quantizers)
 
-    def _one_use(self, quantizers: QuantizerSet) -> QuantizerSet:
+    def _for_one_call(self, quantizers: QuantizerSet) -> QuantizerSet:
         """Return a copy of the set for this call: the next states of all calls of a module are merged, see `fan_out`.
 
         Calls in another transformation of JAX than the first (jit or grad within the model) are not merged with it.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
 
-from ...common.checks import whole, whole_numbers
+from ...common.checks import integers, whole
 from ..dense import dense
 from ..products import biased
 from .base import Initializer, TransformerEngineBase, check_call, kernel_initializer, parameter
@@ -93,7 +93,7 @@ class DenseGeneral(TransformerEngineBase):
 
 def check_shared_axes(name: str, axes: Any, ndim: int) -> None:
     """TypeError or ValueError unless dropout can draw once along these axes, being those of an array of ndim axes."""
-    whole_numbers(name, axes)
+    integers(name, axes)
     outside = [d for d in axes if not -ndim <= d < ndim]
     if outside:
         raise ValueError(
@@ -103,7 +103,7 @@ def check_shared_axes(name: str, axes: Any, ndim: int) -> None:
 
 def checked_axes(axis: Iterable[int] | int, ndim: int) -> tuple[int, ...]:
     axes = _canonicalize_tuple(axis)
-    whole_numbers("axis", axes)
+    integers("axis", axes)
     outside = [d for d in axes if not -ndim <= d < ndim]
     if outside or len(axes) > ndim:
         raise ValueError(f"axis={axis} of an input of {ndim} axes; give axes between {-ndim} and {ndim - 1}")

@@ -78,7 +78,7 @@ class LayerNormDenseGeneral(TransformerEngineBase):
         if self.depth_scaling is not None:
             positive("depth_scaling", self.depth_scaling)
         axis = checked_axes(self.axis, inputs.ndim)
-        if self._in_one(axis, inputs.ndim):
+        if self._fuses_quantization(axis, inputs.ndim):
             return self._depth_scaled(self._normalized_product(inputs, features)), None
         normalized = norm_of_inputs(self, inputs)
         kernel, quantizer_set = self._kernel(tuple(inputs.shape[d] for d in axis), features)
@@ -100,7 +100,7 @@ class LayerNormDenseGeneral(TransformerEngineBase):
             y = biased(y, self._bias(features))
         return self._depth_scaled(y), normalized if self.return_layernorm_output else None
 
-    def _in_one(self, axis: tuple[int, ...], ndim: int) -> bool:
+    def _fuses_quantization(self, axis: tuple[int, ...], ndim: int) -> bool:
         """Return whether only a quantized product reads the norm's result, so that only its codes must exist."""
         alone = self.enable_layernorm and not (
             self.return_layernorm_output or self.enable_low_rank_adaptation

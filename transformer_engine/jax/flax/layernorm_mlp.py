@@ -105,7 +105,7 @@ class LayerNormMLP(TransformerEngineBase):
             raise ValueError(
                 f"axis={self.axis} of {inputs.ndim} axes; LayerNormMLP contracts the last, give -1"
             )
-        if self._in_one(deterministic):
+        if self._fuses_quantization(deterministic):
             return self._quantized(inputs), None
         normalized = norm_of_inputs(self, inputs)
         kernels, sets = self._kernels(inputs.shape[-1]), self._quantizer_sets()
@@ -119,7 +119,7 @@ class LayerNormMLP(TransformerEngineBase):
         y = checkpoint_name(self._product("wo", hidden, kernels[1], sets[1]), self.ffn2_ckpt_name)
         return y, normalized if self.return_layernorm_output else None
 
-    def _in_one(self, deterministic: bool) -> bool:
+    def _fuses_quantization(self, deterministic: bool) -> bool:
         """Return whether only quantized products read norm and activation, so that only their codes must exist."""
         alone = self.enable_layernorm and not (
             self.return_layernorm_output or self.enable_low_rank_adaptation

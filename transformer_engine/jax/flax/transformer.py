@@ -14,7 +14,7 @@ from ...common.checks import drop_rate, function_or_none, member, switch, whole
 from ...common.warning import warn_once
 from ..activation import ActivationParams
 from ..checks import check_rate
-from ..residual import around
+from ..residual import bypass
 from ..sharding import (
     HIDDEN_AXES,
     HIDDEN_TP_AXES,
@@ -161,7 +161,7 @@ class TransformerLayer(nn.Module):
         self._check(inputs, encoded)
         decoder = self.layer_type is TransformerLayerType.DECODER
         bias = self._relative_bias(inputs, max_decode_length if decode else None, decode)
-        with around(inputs, not self.apply_residual_connection_post_layernorm) as residual:
+        with bypass(inputs, not self.apply_residual_connection_post_layernorm) as residual:
             x, normalized = self._attention(
                 "self_attention" if decoder else "attention",
                 self.self_attn_mask_type,
@@ -175,12 +175,12 @@ class TransformerLayer(nn.Module):
             )  # fmt: skip
         x = self._joined(x, residual.value, normalized, deterministic, self.drop_path)
         if decoder and encoded is not None:
-            with around(x, not self.apply_residual_connection_post_layernorm) as residual:
+            with bypass(x, not self.apply_residual_connection_post_layernorm) as residual:
                 y, normalized = self._attention("encoder_decoder_attention", "padding", "no_bias")(
                     x, encoded, encoder_decoder_mask, deterministic=deterministic
                 )
             x = self._joined(y, residual.value, normalized, deterministic, drop_path=0.0)
-        with around(x, not self.apply_residual_connection_post_layernorm) as residual:
+        with bypass(x, not self.apply_residual_connection_post_layernorm) as residual:
             y, normalized = self._mlp()(x, deterministic=deterministic)
         x = self._joined(y, residual.value, normalized, deterministic, self.drop_path)
         if not self.output_layernorm:

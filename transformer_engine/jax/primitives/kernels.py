@@ -21,7 +21,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from ..manual_axes import manual_axes, varying_alike
+from ..manual_axes import align_manual_axes, manual_axes
 from ..sharding import mesh_of_devices
 from . import exact
 from .partitioning import ShardingRule, in_order, mesh_of, named, placement, unknown_sizes, warn_of_no_mesh
@@ -79,7 +79,7 @@ _kernel.multiple_results = True
 
 def call(kernel: Kernel, *arrays: Array) -> tuple[Array, ...]:
     """Return the results of a kernel; the program must run on CUDA, or be lowered for CUDA."""
-    return tuple(_kernel.bind(*varying_alike(*arrays), kernel=kernel))
+    return tuple(_kernel.bind(*align_manual_axes(*arrays), kernel=kernel))
 
 
 @functools.lru_cache(maxsize=256)
@@ -171,7 +171,7 @@ def _on_one_device(*arrays: Array, kernel: Kernel) -> list[Array]:
     return list(kernel.run(*arrays))
 
 
-def _on_many(*arrays: Array, kernel: Kernel, within_shard_map: bool = False) -> list[Array]:
+def _on_several_devices(*arrays: Array, kernel: Kernel, within_shard_map: bool = False) -> list[Array]:
     """Run the kernel on each device's part of the arrays."""
     rule = kernel.rule
 
@@ -215,9 +215,9 @@ def _lowered(context: Any, *values: Any, kernel: Kernel) -> Any:
     devices = getattr(placed, "device_assignment", None)
     function = _on_one_device
     if getattr(placed, "manual_axes", None):
-        function = functools.partial(_on_many, within_shard_map=True)
+        function = functools.partial(_on_several_devices, within_shard_map=True)
     elif devices is not None and len(devices) > 1:
-        function = _on_many
+        function = _on_several_devices
     return mlir.lower_fun(function, multiple_results=True)(context, *values, kernel=kernel)
 
 

@@ -229,7 +229,7 @@ class GroupedQuantizer:
         state = self.quantizer
         if isinstance(state, DelayedScaleQuantizer) and tuple(state.scale.shape) != (self.n_groups,):
             raise ValueError(
-                f"scale has shape {list(state.scale.shape)}; give one a group, [{self.n_groups}], and a history "
+                f"scale has shape {list(state.scale.shape)}; give one per group, [{self.n_groups}], and a history "
                 f"[{self.n_groups}, length], as QuantizerFactory.create(n_groups={self.n_groups}) does"
             )
 

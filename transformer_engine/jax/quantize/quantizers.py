@@ -2,6 +2,8 @@
 
 Quantizers are pytrees whose leaves are their state, and have mutable methods for compatibility with the original.
 Differentiation rules use the methods without side effects: `encode` and `advanced`.
+
+Longer than 400 lines because the public class of every recipe is in one place.
 """
 
 from __future__ import annotations
@@ -111,7 +113,7 @@ class Quantizer:
         integer("flatten_axis", flatten_axis)
         spec = self.spec(*self.directions(is_rowwise, is_colwise))
         axis = positive_axis(flatten_axis, x.ndim)
-        made = primitive.quantize(x, spec, axis=axis, over=over, **self._given(x, axis))
+        made = primitive.quantize(x, spec, axis=axis, over=over, **self._primitive_arguments(x, axis))
         dtype = jnp.dtype(x.dtype if dq_dtype is None else check_floating("dq_dtype", dq_dtype))
         return self._tensors(made, spec, x.shape, dtype, axis), made.amax
 
@@ -182,7 +184,7 @@ class Quantizer:
     def _options(self) -> dict[str, Any]:
         return {}
 
-    def _given(self, x: Array, axis: int) -> dict[str, Any]:
+    def _primitive_arguments(self, x: Array, axis: int) -> dict[str, Any]:
         """Return the keyword arguments of the quantization primitive."""
         return {}
 
@@ -264,7 +266,7 @@ class DelayedScaleQuantizer(Quantizer):
     def cast(self) -> Cast | None:
         return Cast(self.spec(self.q_layout.has_rowwise, self.q_layout.has_colwise), self._multiplier())
 
-    def _given(self, x: Array, axis: int) -> dict[str, Any]:
+    def _primitive_arguments(self, x: Array, axis: int) -> dict[str, Any]:
         return {"multiplier": self._multiplier()}
 
     def _multiplier(self) -> Array:
@@ -329,7 +331,7 @@ class NVFP4Quantizer(Quantizer):
         stochastic = self.stochastic_rounding_rng_state is not None
         return {"hadamard": self.use_rht, "stochastic": stochastic, "four_over_six": error}
 
-    def _given(self, x: Array, axis: int) -> dict[str, Any]:
+    def _primitive_arguments(self, x: Array, axis: int) -> dict[str, Any]:
         if (state := self.stochastic_rounding_rng_state) is None:
             return {}
         rows, columns = jax.random.split(key_of(state))

@@ -212,7 +212,7 @@ Values = TypeVar("Values")
 States = TypeVar("States")
 
 
-def vary_alike(values: Values, states: States = None) -> tuple[Values, States]:
+def align_mesh_axes(values: Values, states: States = None) -> tuple[Values, States]:
     """Return arguments of one operation that all vary over the mesh axes that any of them varies over.
 
     Args:

@@ -98,7 +98,7 @@ class StepLimits(NamedTuple):
             )
         if not self.longest <= size <= self.max_sequence_length:
             raise ValueError(
-                f"keys have {size} tokens a sequence, this step needs {self.longest}.."
+                f"keys have {size} tokens per sequence, this step needs {self.longest}.."
                 f"{self.max_sequence_length}; pad or cut them"
             )
 

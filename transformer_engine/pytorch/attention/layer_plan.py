@@ -38,7 +38,7 @@ from .dot_product_attention.plan import (
 )
 from .dot_product_attention.sequences import Cached, Sequences, demand_lengths
 from .dot_product_attention.settings import (
-    NOTHING_GIVEN,
+    NO_ARGUMENTS,
     AttentionArguments,
     AttentionConfig,
     TensorFacts,
@@ -180,7 +180,7 @@ def check_layer_call(
     device = x.device
     inputs = (x.shape, x.dtype, device, autocast_dtype(device.type), encoder)
     checked = PLAIN
-    if ours and arguments is not NOTHING_GIVEN:
+    if ours and arguments is not NO_ARGUMENTS:
         checked = check_arguments(core._config, arguments, lambda: _projections(config, *inputs))
     key = (
         config,

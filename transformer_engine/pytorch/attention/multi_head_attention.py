@@ -16,14 +16,14 @@ from ..module.config import configured
 from ..module.layernorm_linear import LayerNormLinear
 from ..module.linear import Linear
 from ..primitives.attention.mask import check_set_window_size
-from ..quantization.autocast import AutocastState, current, here_in_eager_mode
+from ..quantization.autocast import AutocastState, current, eager_thread_state
 from ..runtime.replaceable import is_bare
 from ..runtime.tracing import export_mode
 from .dot_product_attention import DotProductAttention
 from .dot_product_attention.arguments import RULES, check_heads
 from .dot_product_attention.fp8_recipe import outputs_codes, projects_codes
 from .dot_product_attention.plan import AttentionPlan
-from .dot_product_attention.settings import NOTHING_GIVEN, AttentionArguments, given_arguments
+from .dot_product_attention.settings import NO_ARGUMENTS, AttentionArguments, pack_arguments
 from .heads import Heads, head_size
 from .inference import InferenceParams
 from .layer_plan import MAX_LAYER_PLANS, check_encoder, check_layer_call, check_variant, layer_plan_of
@@ -257,7 +257,7 @@ class MultiheadAttention(nn.Module):
         The other arguments are those of `DotProductAttention.forward`.
         """
         # fmt: off
-        arguments = given_arguments(
+        arguments = pack_arguments(
             attention_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
             core_attention_bias, alibi_slopes, inference_params, max_seqlen_q, max_seqlen_kv, attn_mask_type,
             window_size, bottom_right_diagonal, core_attention_bias_type, pad_between_seqs,
@@ -290,7 +290,7 @@ class MultiheadAttention(nn.Module):
         if encoder_output is not None and config.attention_type == "self":
             encoder_output = check_encoder(config, encoder_output)
         tracing = torch.compiler.is_compiling() or export_mode.onnx
-        state = current() if tracing else here_in_eager_mode().state
+        state = current() if tracing else eager_thread_state().state
         modules: dict[str, Any] = self._modules
         core = modules["core_attention"]
         rotation, checked = check_layer_call(
@@ -320,7 +320,7 @@ class MultiheadAttention(nn.Module):
         )
         if checked is not None:
             context = core.attend_checked((q, k, v), checked, checkpoint_core_attention, codes, projection)
-        elif arguments is NOTHING_GIVEN and not (checkpoint_core_attention or codes):
+        elif arguments is NO_ARGUMENTS and not (checkpoint_core_attention or codes):
             context = core(q, k, v)
         else:
             given = {"checkpoint_core_attention": checkpoint_core_attention, "fp8_output": codes}

@@ -7,4 +7,4 @@ from .folders import convert, load_model, save_model
 
 __all__ = ["Decoder", "DecoderConfig", "RotaryConfig", "convert", "load_model", "save_model"]
 
-absent.answer_in(__name__)
+absent.install_getters(__name__)

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .decoder_config import DecoderConfig
-from .layouts import Grouped, GroupedInOne, Same, Stacked, Transposed, WeightLayout
+from .layouts import Grouped, GroupedInOne, Stacked, Transposed, Unchanged, WeightLayout
 from .settings import Settings, llama_like, windows
 
 LayoutOf = Callable[[DecoderConfig], WeightLayout]
 
 
-def same(config: DecoderConfig) -> WeightLayout:
-    return Same()
+def unchanged(config: DecoderConfig) -> WeightLayout:
+    return Unchanged()
 
 
 def transposed(config: DecoderConfig) -> WeightLayout:
@@ -39,7 +39,7 @@ class TensorNames(NamedTuple):
 
     ours: str
     theirs: tuple[str, ...]
-    layout: LayoutOf = same
+    layout: LayoutOf = unchanged
 
 
 @dataclass(frozen=True)

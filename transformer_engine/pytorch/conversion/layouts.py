@@ -22,7 +22,7 @@ class WeightLayout(ABC):
 
 
 @dataclass(frozen=True)
-class Same(WeightLayout):
+class Unchanged(WeightLayout):
     """The same values in the same order."""
 
     def join(self, parts: list[Tensor]) -> Tensor:

@@ -10,4 +10,4 @@ from .gemm import general_gemm, general_grouped_gemm
 __all__ = ["general_gemm", "general_grouped_gemm"]
 __all__ += _extension.__all__
 
-absent.answer_in(__name__)
+absent.install_getters(__name__)

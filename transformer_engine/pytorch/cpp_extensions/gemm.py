@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import transformer_engine_torch as tex
-from transformer_engine_torch.checks import sequence, whole_numbers
+from transformer_engine_torch.checks import integers, sequence
 
 from ...common.checks import described, one_of
 from ...common.numbers import to_bool
@@ -124,7 +124,7 @@ def general_grouped_gemm(
         bias = [out[0].new_empty(B[0].shape[-1]) for _ in B]
     before = None
     if gelu:
-        splits = [] if m_splits is None else whole_numbers("m_splits", m_splits)
+        splits = [] if m_splits is None else integers("m_splits", m_splits)
         parts = out[0].split(splits) if single_output else out
         before = [torch.empty_like(part) for part in parts]
     gradients = tex.te_general_grouped_gemm(

@@ -44,7 +44,6 @@ def high_precision_factory(role: QuantizerRole | None) -> Quantizer:
 
     Args:
         role: Layer and tensor that the quantizer serves; None is an input.
-        role: Layer and tensor that the quantizer serves; None is an input.
     """
     return IdentityQuantizer()
 

@@ -189,7 +189,7 @@ def called_by_name(function: Any, records: bool, *args: Any) -> Any:
     return function.apply(*args) if records else function.forward(None, *args)
 
 
-def refuse_quantized(spec: LinearSpec, replaced: set[str], layer: str) -> None:
+def check_unquantized(spec: LinearSpec, replaced: set[str], layer: str) -> None:
     """Raise NotImplementedError if a replaced product would get quantized operands."""
     if not spec.plain:
         raise NotImplementedError(

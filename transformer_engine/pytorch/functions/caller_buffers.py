@@ -16,7 +16,7 @@ class CallerBuffers(NamedTuple):
     output: Tensor | None = None
     grad_input: Tensor | None = None
 
-    def counted_apart_from(self, inp: Tensor) -> CallerBuffers:
+    def with_own_versions(self, inp: Tensor) -> CallerBuffers:
         """Return the buffers, with separate version counters where they are other parts of the input's storage.
 
         Views of one tensor share a version counter: autograd would take a write to such a buffer for one to the input.

@@ -25,7 +25,7 @@ from ..runtime.device import is_current_device
 from ..runtime.generated_pass import Generated, generate
 from ..runtime.symbols import Instructions, NotAligned, NotListed
 from ..tensor.quantizer import Quantizer
-from .saving import keep, take_early
+from .saving import keep, take_saved_before_transfer
 
 # (inputs, *facts) -> (results, metadata); the list of inputs is emptied
 Evaluate = Callable[..., "tuple[tuple[Any, ...], Any]"]
@@ -186,7 +186,7 @@ class CompiledLayer:
     def backward(self, ctx: Any, grads: Sequence[Tensor | None], spec: Any) -> tuple[Any, ...]:
         """Return the gradients of the inputs."""
         kind: Kind = ctx.kind
-        given = [*grads, *take_early(ctx)]
+        given = [*grads, *take_saved_before_transfer(ctx)]
         disturbed = offloading.synchronizer is not None or not undisturbed_in_eager_mode()
         if kind.generated is None or disturbed or (ctx.hooked and offloading.used):
             return self._backward.by_steps(given, (spec, ctx))[0]

@@ -22,7 +22,7 @@ from ..runtime.tracing import export_mode
 
 def dropout(x: Tensor, p: float, generator: torch.Generator | None = None) -> Tensor:
     """y like x; the mask comes from one draw of the generator (None: the device's default one)."""
-    _refuse_export(p)
+    _check_export(p)
     return _Dropout.apply(x, draw_seed(x.device, generator), p)  # pyright: ignore[reportReturnType]
 
 
@@ -30,7 +30,7 @@ def bias_dropout_add(
     x: Tensor, bias: Tensor | None, residual: Tensor, p: float, generator: torch.Generator | None = None
 ) -> Tensor:
     """y [.., H] = residual + dropout(x + bias [H]), in one pass over x and residual; p = 0 draws nothing."""
-    _refuse_export(p)
+    _check_export(p)
     if p == 0.0 and export_mode.onnx and bias is not None:
         return residual + (x + bias)
     if p == 0.0:
@@ -39,7 +39,7 @@ def bias_dropout_add(
     return _BiasDropoutAdd.apply(x, bias, residual, seed, p)  # pyright: ignore[reportReturnType]
 
 
-def _refuse_export(p: float) -> None:
+def _check_export(p: float) -> None:
     """Raise NotImplementedError if elements are dropped within `te.onnx_export`."""
     if export_mode.onnx and p > 0.0:
         raise NotImplementedError(

@@ -12,7 +12,7 @@ from ..primitives.activation import ACTIVATIONS, gradient_fuses
 from ..primitives.quantize import Cast
 from .linear_spec import LinearSpec, gathers_values, gradient_cast, input_cast, sums_over_ranks
 
-IN_CODES, IN_PRODUCT, APART = "in_codes", "in_product", "apart"
+IN_CODES, IN_PRODUCT, SEPARATE = "fused_cast", "in_product", "separate"
 
 # Why the layer that reads a matrix has to quantize it itself.
 RETURNED = "a matrix that is returned too"
@@ -72,22 +72,22 @@ def _unsupported_product(fusion: Fusion) -> str | None:
     return "the product is quantized" if fusion.quantized else None
 
 
-_APART = Backend[Fusion](APART, takes=_FEATURES)
+_SEPARATE = Backend[Fusion](SEPARATE, takes=_FEATURES)
 _IN_PRODUCT = Backend[Fusion](IN_PRODUCT, takes=_FEATURES, unsupported_reason=_unsupported_product)
 NORM_OUTPUT: Table[Fusion] = Table(
-    "norm_output", (Backend(IN_CODES, unsupported_reason=_unsupported_codes), _APART), describe=Fusion
+    "norm_output", (Backend(IN_CODES, unsupported_reason=_unsupported_codes), _SEPARATE), describe=Fusion
 )
 
 
 # The matrices between the two products of an MLP.
 MLP_ACTIVATION: Table[Fusion] = Table(
     "mlp_activation",
-    (Backend(IN_CODES, unsupported_reason=_unsupported_codes), _IN_PRODUCT, _APART),
+    (Backend(IN_CODES, unsupported_reason=_unsupported_codes), _IN_PRODUCT, _SEPARATE),
     describe=Fusion,
 )
 MLP_GRADIENT: Table[Fusion] = Table(
     "mlp_gradient",
-    (Backend(IN_CODES, unsupported_reason=_unsupported_gradient_codes), _IN_PRODUCT, _APART),
+    (Backend(IN_CODES, unsupported_reason=_unsupported_gradient_codes), _IN_PRODUCT, _SEPARATE),
     describe=Fusion,
 )
 

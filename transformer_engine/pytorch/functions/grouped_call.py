@@ -49,8 +49,8 @@ class GroupedSpec:
         extents: Extents (N, K) of a weight.
         stacked_weight: The weights of all groups are one parameter [n, N, K].
         stacked_bias: The biases of all groups are one parameter [n, N].
-        at_once: The call may be computed in one launch per step.
-        way: The request of `grouped_way.TABLE` without the number of rows; None while a compiler traces.
+        together: The call may be computed in one launch per step.
+        request: The request of `grouped_request.TABLE` without the number of rows; None while a compiler traces.
         quantizers: The quantizers of all groups as one; no quantizers if they cannot be merged.
         needs_grad: Some tensor needs a gradient.
         scale_update: What delayed scaling updates after the backward pass.
@@ -62,8 +62,8 @@ class GroupedSpec:
     extents: tuple[int, int]
     stacked_weight: bool
     stacked_bias: bool
-    at_once: bool
-    way: Any
+    together: bool
+    request: Any
     quantizers: GroupedQuantizers
     needs_grad: bool
     scale_update: ScaleUpdate | None

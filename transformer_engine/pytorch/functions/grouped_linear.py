@@ -38,7 +38,7 @@ from .layer import backward_of_layer, forward_of, infer
 from .linear_operands import input_operands, weight_operands
 from .linear_spec import LINEAR, Environment
 from .run import run
-from .saving import backward_of, keep, pack, take_early, unpack
+from .saving import backward_of, keep, pack, take_saved_before_transfer, unpack
 from .steps import OPERATIONS, operand_of
 from .weight_gradient import WeightGradient, main_grad_of
 
@@ -98,7 +98,7 @@ class _GroupedLinear(torch.autograd.Function):
         if torch.compiler.is_compiling():
             grad_input, *of_parameters = backward_of_layer(ctx, (grad_output,))
         else:
-            given = [grad_output, *unpack(take_early(ctx), ctx.forms)]
+            given = [grad_output, *unpack(take_saved_before_transfer(ctx), ctx.forms)]
             results, _ = run(call.spec.passes.backward, ctx.environment, given)  # pyright: ignore
             grad_input, *of_parameters = results
         grads: list[Tensor | None] = []
@@ -218,7 +218,7 @@ def _weight_gradient(env: Environment, s: Product, dy: Any, x: Any) -> tuple[Any
     if call.layout is not None:
         dy = GroupedColumns(dy.contiguous()) if isinstance(dy, Tensor) else dy
         x = GroupedColumns(x.contiguous()) if isinstance(x, Tensor) else x
-        return (_weight_gradients_at_once(call, call.layout, dy, x, dtype),)
+        return (_stacked_weight_gradients(call, call.layout, dy, x, dtype),)
     grads: list[Tensor | None] = []
     for left, right, group in zip(call.rows_of(dy), call.rows_of(x), call.groups, strict=True):
         gradient = None
@@ -242,7 +242,7 @@ def _inspect(env: Environment, s: Inspection, y: Tensor) -> tuple[Tensor]:
     return (call.joined(parts),)
 
 
-def _weight_gradients_at_once(
+def _stacked_weight_gradients(
     call: GroupedCall, groups: Groups, dy: GroupedColumns, x: GroupedColumns, dtype: torch.dtype
 ) -> Any:
     """dw_g [N, K] = dy_g.T @ x_g: views of one stack, or accumulated into every main_grad."""

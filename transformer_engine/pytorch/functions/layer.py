@@ -22,7 +22,7 @@ from .compiled import CompiledLayer, CompiledPass, compiles_on
 from .layer_passes import LayerPasses
 from .linear_spec import Dtypes, LayerSpec, LinearSpec
 from .run import Schedule, run
-from .saving import pack, save, take_early, unpack
+from .saving import pack, save, take_saved_before_transfer, unpack
 from .steps import leading_shape
 
 
@@ -60,7 +60,7 @@ def backward_of_layer(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Any]
     if spec.compiled is not None:
         return spec.compiled.backward(ctx, grads, spec)
     given = [grad for grad in grads if grad is not None]
-    given += unpack(take_early(ctx), ctx.forms)
+    given += unpack(take_saved_before_transfer(ctx), ctx.forms)
     return gradients_of(spec, spec.passes, given, ctx.dtypes, ctx.input_shape)
 
 

@@ -16,8 +16,8 @@ from ...common.passes.rules import (
     ACTIVATION_IN_PRODUCT,
     BIAS_IN_PRODUCT,
     CODES_AND_SUMS_FROM_PRODUCER,
-    CODES_BESIDE_SUMS,
     CODES_FROM_PRODUCER,
+    CODES_WITH_SUMS,
     QUANTIZED_PRODUCT,
     Rule,
     fuse,
@@ -81,7 +81,7 @@ def linear_fusions(spec: LinearSpec, layer: str) -> tuple[str, ...]:
         return ()
     allowed: tuple[str, ...] = ()
     if spec.needs_grad_bias and gradient_cast(spec) is not None:
-        allowed += (fusion(CODES_BESIDE_SUMS, layer),)
+        allowed += (fusion(CODES_WITH_SUMS, layer),)
     for tensor, mode in (("output", "row"), ("grad_input", "column")):
         quantizer = getattr(spec, tensor)
         if quantizer is None or sums_over_ranks(spec.parallel, mode):
@@ -151,7 +151,7 @@ def _merged_for(rule: str, producer: Step, reader: Step) -> str:
         (sums,) = [s for s in settings if isinstance(s, ColumnSum)]
         return f"{sums.layer}.grad_output"
     casts = [s for s in settings if isinstance(s, CastSettings)]
-    if rule == CODES_BESIDE_SUMS.name:
+    if rule == CODES_WITH_SUMS.name:
         return f"{casts[0].layer}."
     if rule in (CODES_FROM_PRODUCER.name, QUANTIZED_PRODUCT.name):
         return f"{casts[0].layer}.{casts[0].tensor}"

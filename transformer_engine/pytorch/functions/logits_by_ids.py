@@ -58,7 +58,7 @@ class LogitsByIds:
             sums = of_hidden.view(-1)[: count * wide * features].view(torch.float32).view(count, features)
             width = whole_tiles(room // count)
             return cls(hidden, weight, bias, gradients.weight, True, width, count, sums)
-        rows = min(_summed_at_once(room, hidden), count)
+        rows = min(_rows_per_sum(room, hidden), count)
         width = whole_tiles((room - rows * features * wide) // count)
         return cls(hidden, weight, bias, gradients.weight, True, width, rows)
 
@@ -70,7 +70,7 @@ class LogitsByIds:
         if among.start == among.stop:
             return
         features = hidden.shape[1]
-        most = min(_summed_at_once(room, hidden), among.stop - among.start)
+        most = min(_rows_per_sum(room, hidden), among.stop - among.start)
         width = min(whole_tiles((room - most * features * (4 // hidden.itemsize)) // most), weight.shape[0])
         memory = hidden.new_empty(most * width)
         for start in range(among.start, among.stop, most):
@@ -136,6 +136,6 @@ class LogitsByIds:
             yield ids, flat[place:][: count * size].view(count, size)
 
 
-def _summed_at_once(room: int, hidden: Tensor) -> int:
+def _rows_per_sum(room: int, hidden: Tensor) -> int:
     """Rows whose sums take seven tenths of the room: of 8192 rows, 4096 features and 128256 ids, half."""
     return whole_tiles(7 * room // (10 * hidden.shape[1] * (4 // hidden.itemsize)))

@@ -24,7 +24,7 @@ def normalize(x: Tensor, gamma: Tensor, beta: Tensor | None, norm: Norm) -> Tens
 def normalize_forward(
     x: Tensor, gamma: Tensor, beta: Tensor | None, norm: Norm
 ) -> tuple[Tensor, NormStatistics]:
-    """(y, shaped like x; float32 statistics, one a row)"""
+    """(y, shaped like x; float32 statistics, one per row)"""
     if gamma.dim() != 1:
         beta = None if beta is None else beta.reshape(-1)
         gamma = gamma.reshape(-1)

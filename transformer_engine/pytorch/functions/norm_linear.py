@@ -18,7 +18,7 @@ from ...common.passes.rules import (
 )
 from ..primitives.activation import ActivationParams
 from ..runtime.autograd import applier
-from .fusions import APART, IN_CODES, IN_PRODUCT, mlp_activation, mlp_gradient, norm_output
+from .fusions import IN_CODES, IN_PRODUCT, SEPARATE, mlp_activation, mlp_gradient, norm_output
 from .layer import backward_of_layer, forward_of, gradients_of, infer
 from .layer_passes import LayerPasses, fusion, layer_passes, linear_facts, linear_fusions
 from .linear_spec import LINEAR, Dtypes, Environment, LayerSpec, LinearSpec
@@ -53,12 +53,12 @@ class NormLinearSpec(LayerSpec):
 
     def with_norm(self, norm: Any) -> NormLinearSpec:
         """Return the spec with another norm, which makes no codes."""
-        return replace(self, norm=norm, compiled=None)._with_passes(APART)
+        return replace(self, norm=norm, compiled=None)._with_passes(SEPARATE)
 
-    def _with_passes(self, way: str) -> NormLinearSpec:
+    def _with_passes(self, mode: str) -> NormLinearSpec:
         norm = (self.beta, self.norm.kind == "LayerNorm", self.returns_norm_output)
         allowed = linear_fusions(self.linear, LINEAR)
-        if way == IN_CODES:
+        if mode == IN_CODES:
             allowed += (fusion(CODES_FROM_PRODUCER, LINEAR, "input"),)
         facts = (linear_facts(self.linear, LINEAR, self.bias),)
         return replace(self, passes=layer_passes("norm_linear", facts, allowed, norm))
@@ -100,8 +100,8 @@ class _NormLinear(torch.autograd.Function):
 _norm_linear = applier(_NormLinear)
 
 
-class Ways(NamedTuple):
-    """How norm(x), the activation's output and the gradient of fc1's output are made: ways of `fusions`."""
+class FusionModes(NamedTuple):
+    """How norm(x), the activation's output and the gradient of fc1's output are made: modes of `fusions`."""
 
     norm: str
     activation: str
@@ -122,7 +122,7 @@ class NormMLPSpec(LayerSpec):
         biases: fc1's and fc2's product add a bias.
         returns_norm_output: The caller also gets norm(x).
         recompute: The backward pass recomputes the results of norm, fc1 and activation that it reads.
-        ways: How matrices between the steps are made; None before `chosen`.
+        fusion_modes: How matrices between the steps are made; None before `chosen`.
     """
 
     norm: Norm
@@ -134,40 +134,40 @@ class NormMLPSpec(LayerSpec):
     biases: tuple[bool, bool] = (False, False)
     returns_norm_output: bool = False
     recompute: bool = False
-    ways: Ways | None = None
+    fusion_modes: FusionModes | None = None
 
     def chosen(self) -> NormMLPSpec:
         """Return the spec with its passes, in which norm and activation are merged with products where that pays."""
-        gradient = mlp_gradient(self.activation, self.fc1, self.fc2) if self.needs_grad else APART
-        ways = Ways(
+        gradient = mlp_gradient(self.activation, self.fc1, self.fc2) if self.needs_grad else SEPARATE
+        fusion_modes = FusionModes(
             norm_output(self.fc1, self.returns_norm_output),
             mlp_activation(self.activation, self.fc1, self.fc2),
             gradient,
         )
-        return self._with_passes(ways)
+        return self._with_passes(fusion_modes)
 
     def with_norm(self, norm: Any) -> NormMLPSpec:
         """Return the spec with another norm, which makes no codes."""
-        assert self.ways is not None, "the passes of a spec are chosen before its norm is replaced"
-        return replace(self, norm=norm, compiled=None)._with_passes(self.ways._replace(norm=APART))
+        assert self.fusion_modes is not None, "the passes of a spec are chosen before its norm is replaced"
+        return replace(self, norm=norm, compiled=None)._with_passes(self.fusion_modes._replace(norm=SEPARATE))
 
-    def _with_passes(self, ways: Ways) -> NormMLPSpec:
+    def _with_passes(self, fusion_modes: FusionModes) -> NormMLPSpec:
         allowed = (*linear_fusions(self.fc1, FC1), *linear_fusions(self.fc2, FC2))
-        if ways.norm == IN_CODES:
+        if fusion_modes.norm == IN_CODES:
             allowed += (fusion(CODES_FROM_PRODUCER, FC1, "input"),)
-        if ways.activation == IN_CODES:
+        if fusion_modes.activation == IN_CODES:
             allowed += (fusion(CODES_FROM_PRODUCER, FC2, "input"),)
-        elif ways.activation == IN_PRODUCT:
+        elif fusion_modes.activation == IN_PRODUCT:
             allowed += (fusion(ACTIVATION_IN_PRODUCT, FC1),)
-        if ways.gradient == IN_CODES:
+        if fusion_modes.gradient == IN_CODES:
             for rule in (CODES_FROM_PRODUCER, CODES_AND_SUMS_FROM_PRODUCER):
                 allowed += (fusion(rule, FC1, "grad_output"),)
-        elif ways.gradient == IN_PRODUCT:
+        elif fusion_modes.gradient == IN_PRODUCT:
             allowed += (fusion(ACTIVATION_GRADIENT_IN_PRODUCT, FC2),)
         facts = (linear_facts(self.fc1, FC1, self.biases[0]), linear_facts(self.fc2, FC2, self.biases[1]))
         norm = (self.beta, self.norm.kind == "LayerNorm", self.returns_norm_output)
         passes = layer_passes("norm_mlp", facts, allowed, norm, self.activation)
-        return replace(self, ways=ways, passes=passes)
+        return replace(self, fusion_modes=fusion_modes, passes=passes)
 
     def linears(self) -> dict[str, LinearSpec]:
         return {FC1: self.fc1, FC2: self.fc2}

@@ -43,7 +43,7 @@ def unpermute(y: Tensor, routes: Routes, probs: Tensor | None = None) -> Tensor:
     return _Merge.apply(y, probs, routes)  # pyright: ignore[reportReturnType]
 
 
-def quantized_refusal(x: Tensor) -> str | None:
+def unsupported_rows_reason(x: Tensor) -> str | None:
     """Return why the rows of a quantized tensor cannot be moved; None for rows that can, and for plain tensors."""
     if not isinstance(x, QuantizedTensor):
         return None
@@ -94,7 +94,7 @@ def _plain(name: str, gradient: Tensor) -> Tensor:
     return gradient
 
 
-def _keep(ctx: Any, routes: Routes, *tensors: Tensor | None) -> None:
+def _save_routes(ctx: Any, routes: Routes, *tensors: Tensor | None) -> None:
     """Save the tensors and the routes, whose numbers the map's shape tells the backward.
 
     A size that no step of a forward reads gets lost if a compiler stores it with tensors (torch 2.13, dynamic shapes).
@@ -104,7 +104,7 @@ def _keep(ctx: Any, routes: Routes, *tensors: Tensor | None) -> None:
     ctx.layout = routes.layout
 
 
-def _kept(ctx: Any) -> tuple[Routes, tuple[Tensor, ...]]:
+def _saved_routes(ctx: Any) -> tuple[Routes, tuple[Tensor, ...]]:
     map, pad_offsets, *tensors = ctx.saved_tensors
     if ctx.layout == MASK:
         tokens, cells = map.shape
@@ -116,26 +116,26 @@ def _kept(ctx: Any) -> tuple[Routes, tuple[Tensor, ...]]:
 class _Permute(Function):
     @staticmethod
     def forward(ctx, x, routes, rows, every_row):
-        _keep(ctx, routes)
+        _save_routes(ctx, routes)
         return _sent(x, routes, rows, None, every_row)[0]
 
     @staticmethod
     @once_differentiable("moe_permute")
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
-        routes, _ = _kept(ctx)
+        routes, _ = _saved_routes(ctx)
         return collect(_plain("moe_permute", dy), routes)[0], None, None, None
 
 
 class _PermuteWithProbs(Function):
     @staticmethod
     def forward(ctx, x, probs, routes, rows, every_row):
-        _keep(ctx, routes)
+        _save_routes(ctx, routes)
         return _sent(x, routes, rows, probs, every_row)
 
     @staticmethod
     @once_differentiable("moe_permute_with_probs")
     def backward(ctx, dy, row_gradient):  # pyright: ignore[reportIncompatibleMethodOverride]
-        routes, _ = _kept(ctx)
+        routes, _ = _saved_routes(ctx)
         dx, dprobs = collect(_plain("moe_permute_with_probs", dy), routes, None, row_gradient)
         return dx, dprobs, None, None, None
 
@@ -143,14 +143,14 @@ class _PermuteWithProbs(Function):
 class _Unpermute(Function):
     @staticmethod
     def forward(ctx, y, routes):
-        _keep(ctx, routes)
+        _save_routes(ctx, routes)
         ctx.rows = y.shape[0]
         return collect(y, routes)[0]
 
     @staticmethod
     @once_differentiable("moe_unpermute")
     def backward(ctx, dx):  # pyright: ignore[reportIncompatibleMethodOverride]
-        routes, _ = _kept(ctx)
+        routes, _ = _saved_routes(ctx)
         return _sent(dx, routes, ctx.rows, None, False)[0], None
 
 
@@ -158,14 +158,14 @@ class _Merge(Function):
     @staticmethod
     def forward(ctx, y, probs, routes):
         # Only the gradient of the probabilities reads y.
-        _keep(ctx, routes, probs, y if ctx.needs_input_grad[1] else None)
+        _save_routes(ctx, routes, probs, y if ctx.needs_input_grad[1] else None)
         ctx.rows = y.shape[0]
         return collect(y, routes, probs)[0]
 
     @staticmethod
     @once_differentiable("moe_unpermute")
     def backward(ctx, dx):  # pyright: ignore[reportIncompatibleMethodOverride]
-        routes, (probs, y) = _kept(ctx)
+        routes, (probs, y) = _saved_routes(ctx)
         dy, dprobs = send_weighted(_plain("moe_unpermute", dx), routes, ctx.rows, probs, y)
         return dy, dprobs, None
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..primitives.permutation import MASK
 from ..runtime.checks import floating, same_device, tensor, tensor_or_none
 from ..tensor import QuantizedTensor
-from .permutation import quantized_refusal
+from .permutation import unsupported_rows_reason
 
 
 def check_row_count(numbers: list[int], rows: int) -> None:
@@ -77,7 +77,7 @@ def _check_tokens(inp: Tensor) -> None:
     _dense("inp", inp)
     if inp.dim() != 2:
         raise ValueError(f"inp is {list(inp.shape)}; give tokens [T, H], for example inp.flatten(0, -2)")
-    reason = quantized_refusal(inp)
+    reason = unsupported_rows_reason(inp)
     if reason is not None:
         raise ValueError(f"inp is a {type(inp).__name__}: {reason}")
 

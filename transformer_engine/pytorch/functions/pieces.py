@@ -42,7 +42,7 @@ def _joined(pieces: Sequence[Tensor]) -> Tensor:
     return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
-class _Whole(torch.autograd.Function):
+class _JoinPieces(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weights, *pieces):
         parts = pieces[:weights], pieces[weights:]
@@ -77,4 +77,4 @@ class _Whole(torch.autograd.Function):
         return tuple(results)
 
 
-_applied = applier(_Whole)
+_applied = applier(_JoinPieces)

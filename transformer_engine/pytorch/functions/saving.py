@@ -1,5 +1,7 @@
 """Saved buffers of autograd nodes: operands go through `save_for_backward` as tensors and non-tensor forms.
 
+Which buffers a pass saves is decided in `common/passes/linear.py`.
+
 A backward pass that takes the saved tensors from its node holds their last references, and frees them one by one.
 """
 
@@ -45,7 +47,7 @@ def keep(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
 
 
 def wait_for_saved(*saved: Saved) -> None:
-    """Make the computation wait for the values of buffers from `take_early`."""
+    """Make the computation wait for the values of buffers from `take_saved_before_transfer`."""
     if offloading.used and not torch.compiler.is_compiling():
         for operand in saved:
             if isinstance(operand, list):
@@ -100,7 +102,7 @@ def pack(*operands: Saved) -> tuple[list[Tensor | None], list[Any]]:
             forms.append([len(parts), of_groups])
         else:
             assert isinstance(operand, CustomOperand | GroupedOperand)
-            parts, together = operand.take_apart()
+            parts, together = operand.split_tensors()
             tensors += parts
             forms.append(together)
     return tensors, forms
@@ -119,7 +121,7 @@ def take_saved(ctx: Any) -> tuple[Any, ...]:
     return tensors
 
 
-def take_early(ctx: Any) -> tuple[Any, ...]:
+def take_saved_before_transfer(ctx: Any) -> tuple[Any, ...]:
     """Return `take_saved` of tensors that may still be on the host: call `wait_for_saved` before reading them."""
     if offloading.used and not torch.compiler.is_compiling():
         with deferred_waits():

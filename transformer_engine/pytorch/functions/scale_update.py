@@ -1,7 +1,7 @@
 """The end of a backward pass under delayed scaling: gradient scales for the next step, from the maxima of this one.
 
 The first quantized backward function of a pass registers a callback with the autograd engine. At the end of the pass
-the callback updates the states of all modules at once. A module whose backward function did not run has a maximum of
+the callback updates the states of all modules together. A module whose backward function did not run has a maximum of
 zero, and its state does not change.
 """
 
@@ -18,7 +18,7 @@ import torch
 from ..quantization.delayed_scaling import update_all, update_states
 
 _OUTSIDE = -1  # the number of the pass that torch returns outside of backward passes
-_KEPT = 256
+_MAX_RUNNING_PASSES = 256
 
 # The running passes that will end with an update. torch gives every pass a new number. A pass that raises an error
 # never ends, and its number is evicted when there are too many.
@@ -31,7 +31,7 @@ class ScaleUpdate:
 
     Attributes:
         states: Backward states of the module in a compiled graph, which is traced before other modules may have any.
-            Empty: the states of all modules, at the end of the pass. Both ways compute the same scales.
+            Empty: the states of all modules, at the end of the pass. Both compute the same scales.
         group: Ranks over which the maxima of `states` are reduced first.
         enclosing: Number of the backward pass that recomputed the forward function; its backward is part of that pass.
     """
@@ -48,42 +48,42 @@ class ScaleUpdate:
 
 
 # The update of a module that is called in eager mode outside of backward passes.
-OF_THE_PASS = ScaleUpdate()
+END_OF_PASS = ScaleUpdate()
 
 
-def of_the_pass() -> ScaleUpdate:
+def update_at_end_of_pass() -> ScaleUpdate:
     """Return the update of a module that is called in eager mode."""
     enclosing = torch._C._current_graph_task_id()
     if enclosing == _OUTSIDE:
-        return OF_THE_PASS
+        return END_OF_PASS
     _end_with_update(enclosing)
     return ScaleUpdate(enclosing=enclosing)
 
 
-def in_a_backward() -> bool:
+def in_backward_pass() -> bool:
     """Return whether this thread executes a backward pass."""
     return torch._C._current_graph_task_id() != _OUTSIDE
 
 
-class _Left:
-    """Number of open blocks of `left_to_caller`, also for the threads of torch that execute backward passes."""
+class _Suppressed:
+    """Number of open `without_scale_updates` blocks, shared with the threads in which torch runs backward passes."""
 
     blocks = 0
 
 
 @contextmanager
-def left_to_caller() -> Iterator[None]:
-    """Let backward passes inside of the block update no scales; a replay calls `of_the_pass().run()` instead."""
-    _Left.blocks += 1
+def without_scale_updates() -> Iterator[None]:
+    """Keep backward passes in the block from updating scales; a replay calls `update_at_end_of_pass().run()`."""
+    _Suppressed.blocks += 1
     try:
         yield
     finally:
-        _Left.blocks -= 1
+        _Suppressed.blocks -= 1
 
 
 def _end_with_update(number: int) -> None:
     """Update all gradient scales at the end of the pass, or at once for a backward function that is called directly."""
-    if _Left.blocks:
+    if _Suppressed.blocks:
         return
     if number == _OUTSIDE:
         update_all(forward=False)
@@ -93,7 +93,7 @@ def _end_with_update(number: int) -> None:
         _passes.setdefault(number, mine) is not mine
     ):  # atomic, because the threads of a pass share the dictionary
         return
-    if len(_passes) > _KEPT:
+    if len(_passes) > _MAX_RUNNING_PASSES:
         _passes.pop(next(iter(_passes)), None)
     torch.autograd.Variable._execution_engine.queue_callback(partial(_end, number))
 

@@ -25,7 +25,7 @@ from .build import CapturePlan, recorded
 from .caching import write_first_flag
 from .order import plain_steps
 from .recorded_block import RecordedBlock
-from .signature import ArgumentLeaves, obstacle_of, signature_of, standing_of
+from .signature import ArgumentLeaves, signature_of, standing_of, unsupported_leaf_reason
 from .static_block import StaticBlock
 
 CAPTURED, EAGER = "captured", "eager"
@@ -113,7 +113,9 @@ class AutomaticGraph:
         leaves = ArgumentLeaves.of(rest, named)
         standing = standing_of(self.module)
         thread = here()
-        obstacle = obstacle_of(leaves) or standing.obstacle or _obstacle_now(leaves, thread.recomputes)
+        obstacle = (
+            unsupported_leaf_reason(leaves) or standing.obstacle or _obstacle_now(leaves, thread.recomputes)
+        )
         entry = _Entry()
         if obstacle is None:
             signature = signature_of(leaves, standing, thread.state, first is not None)
@@ -167,7 +169,7 @@ class AutomaticGraph:
         self, entry: _Entry, leaves: ArgumentLeaves, state: AutocastState, first: bool | None
     ) -> RecordedBlock | None:
         """Capture the graph of a signature; warns once and returns None if the capture fails."""
-        recorder = build.recorder_here()
+        recorder = build.graph_recorder()
         assert recorder is not None, "the table chooses a capture only with a GPU"
         inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in leaves.tensors]
         wants = torch.is_grad_enabled() and (

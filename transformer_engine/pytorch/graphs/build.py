@@ -78,7 +78,7 @@ def recorded(graphs: list[RecordedBlock], plan: CapturePlan, recorder: Recorder)
     return graphs
 
 
-def recorder_here(pool: Any = None) -> Recorder | None:
+def graph_recorder(pool: Any = None) -> Recorder | None:
     """Return the recorder of graphs in a memory pool (None: a new pool), or None without a GPU."""
     if not has_cuda():
         return None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..functions.scale_update import of_the_pass
+from ..functions.scale_update import update_at_end_of_pass
 from ..module.base import TransformerEngineBaseModule
 from ..ops.recipe_slots import RecipeSlots
 from ..quantization import FP8GlobalStateManager, delayed_scaling
@@ -119,7 +119,7 @@ class RecordedBlock:
         for parameter in self._announcing:
             parameter.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
         if self._updates_scales:
-            of_the_pass().run()
+            update_at_end_of_pass().run()
         return self._own(self.backward.results)
 
     def _own(self, results: Sequence[Tensor | None]) -> list[Tensor | None]:

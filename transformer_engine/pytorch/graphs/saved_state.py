@@ -17,7 +17,7 @@ from ..quantization import delayed_scaling
 from ..runtime.device import has_cuda
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 
-_SAID = "grad_added_to_main_grad"  # of a parameter, by its backward
+_ADDED_FLAG = "grad_added_to_main_grad"  # of a parameter, by its backward
 _DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 
 
@@ -138,8 +138,8 @@ def state_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     pooled = [state for pool in delayed_scaling.pools().values() for state in pool.states]
     others = _Values.of(tensor for state in pooled for tensor in (state.scale_in_place, state.amax_history))
     gradients = [(parameter, parameter.grad) for root in roots for parameter in root.parameters()]
-    said = [p for root in roots for p in root.parameters() if hasattr(p, _SAID)]
-    before = [getattr(p, _SAID) for p in said]
+    flagged = [p for root in roots for p in root.parameters() if hasattr(p, _ADDED_FLAG)]
+    before = [getattr(p, _ADDED_FLAG) for p in flagged]
     random = _RandomStates()
     try:
         yield
@@ -149,5 +149,5 @@ def state_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
             kept.restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for parameter, value in zip(said, before, strict=True):
-            setattr(parameter, _SAID, value)
+        for parameter, value in zip(flagged, before, strict=True):
+            setattr(parameter, _ADDED_FLAG, value)

@@ -27,7 +27,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _BOOKKEEPING = frozenset(vars(torch.nn.Module()))
 _VALUES = frozenset((*CONSTANTS, complex, bytes, torch.memory_format, torch.layout))
 # Attributes of this package's layers that are not in their `_config` and that a capture freezes.
-_BESIDE_CONFIG = ("forward", "score_mod")
+_OUTSIDE_CONFIG = ("forward", "score_mod")
 
 
 class ArgumentLeaves(NamedTuple):
@@ -83,7 +83,7 @@ class Standing(NamedTuple):
     obstacle: str | None
 
 
-def obstacle_of(leaves: ArgumentLeaves) -> str | None:
+def unsupported_leaf_reason(leaves: ArgumentLeaves) -> str | None:
     """Return the reason why no graph could serve a call with these arguments, or None."""
     for leaf in leaves.constants:
         if not isinstance(leaf, CONSTANTS):
@@ -123,7 +123,7 @@ def _layer(layer: torch.nn.Module, seen: set[int], depth: int) -> tuple[Any, ...
         names = own.keys() - _BOOKKEEPING
     elif _is_ours(type(layer).forward):
         # The forward reads the record and these; attributes that callers add have no effect.
-        names = [name for name in _BESIDE_CONFIG if own.get(name) is not None]
+        names = [name for name in _OUTSIDE_CONFIG if own.get(name) is not None]
     else:
         # The private attributes are caches and states of this package.
         names = [name for name in own.keys() - _BOOKKEEPING if not name.startswith("_")]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ...common.checks import described, whole
-from ..functions.scale_update import in_a_backward
+from ..functions.scale_update import in_backward_pass
 from ..module.linear_base import ProductsModule
 from ..module.products import ModuleRecipe, ProductQuantizers
 from ..primitives.operand import Operand
@@ -164,7 +164,7 @@ class Observation:
         """Return the recipe with observing quantizers."""
 
         def record(role: str, tensor: str, x: Tensor, operand: Operand | None) -> None:
-            recomputed = role in _OF_FORWARD and in_a_backward()
+            recomputed = role in _OF_FORWARD and in_backward_pass()
             if self._observes and not recomputed:
                 self._rows.take_in(name, tensor, x, operand)
 
@@ -181,7 +181,7 @@ class Observation:
         if torch.compiler.is_compiling():
             raise ValueError(_COMPILED.format(name=name or "the model"))
         value = _plain_of(output[0] if isinstance(output, (tuple, list)) and output else output)
-        if not self._observes or in_a_backward() or value is None:
+        if not self._observes or in_backward_pass() or value is None:
             return
         self._rows.take_in(name, "forward", plain_matrix(value.detach()), None)
         if not value.requires_grad:
@@ -206,10 +206,10 @@ class _OutputHook:
         self.see(module, arguments, output)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _OutputHook, (_sees_nothing,)
+        return _OutputHook, (_empty_hook,)
 
 
-def _sees_nothing(module: nn.Module, arguments: Any, output: Any) -> None:
+def _empty_hook(module: nn.Module, arguments: Any, output: Any) -> None:
     pass
 
 

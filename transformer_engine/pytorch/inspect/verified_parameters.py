@@ -193,11 +193,11 @@ def average_gradients(model: nn.Module, place: RankPlace) -> None:
         for group in groups:
             dist.all_reduce(local, group=group)
             local.div_(world_size(group))
-        if place.tensor[1] > 1 and _sees_own_tokens(parameter):
+        if place.tensor[1] > 1 and _reads_local_tokens(parameter):
             dist.all_reduce(local, group=place.tensor_group)
 
 
-def _sees_own_tokens(parameter: NamedParameter) -> bool:
+def _reads_local_tokens(parameter: NamedParameter) -> bool:
     """Whether a replicated parameter is used for this rank's tokens only; fully_shard drops the attribute."""
     if hasattr(parameter.value, "sequence_parallel"):
         return bool(parameter.value.sequence_parallel)  # pyright: ignore[reportAttributeAccessIssue]

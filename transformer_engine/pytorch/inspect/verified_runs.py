@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..functions.scale_update import in_a_backward
+from ..functions.scale_update import in_backward_pass
 from ..tensor.quantized_tensor import QuantizedTensor
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
@@ -152,7 +152,7 @@ class _Recorder:
         self._labels.clear()
 
     def _see(self, name: str, module: nn.Module, arguments: Any, output: Any) -> Any:
-        recomputed = in_a_backward()
+        recomputed = in_backward_pass()
         call = self._calls.get(name, 0)
         if not recomputed:
             self._calls[name] = call + 1

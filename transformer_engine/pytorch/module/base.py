@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.recompute import in_fp8_activation_recompute_phase
-from ..functions.scale_update import ScaleUpdate, in_a_backward, of_the_pass
+from ..functions.scale_update import ScaleUpdate, in_backward_pass, update_at_end_of_pass
 from ..functions.weight_gradient import WeightGradStore, _dummy_wgrads, dummy_gradient  # noqa: F401
 from ..primitives.gemm.cublaslt_library import _cublas_workspace, get_workspace  # noqa: F401
 from ..quantization import (
@@ -32,7 +32,7 @@ from .forward_protocol import ForwardInterface
 from .numerics import Numerics, new_tracing_key, of_traced_call, traced_update
 from .parameters import InitMethod, ParameterInit, default_init_method, empty_like
 from .products import BACKWARD_SLOTS, FORWARD_SLOTS, ProductQuantizers
-from .repetition import may_be_repeated, repeatable
+from .repetition import may_be_recomputed, repeatable
 from .userbuffers import (  # noqa: F401
     UserBufferQuantizationMode,
     destroy_ub,
@@ -67,13 +67,13 @@ class ModuleConfig(Config):
     _kind: str = ""
 
 
-def _asked_anew(module: Any, name: str, value: Any) -> None:
+def _forget_roles(module: Any, name: str, value: Any) -> None:
     """Roles have the module's name in them."""
     if name == "name" and "numerics" in module.__dict__:
         module.numerics.forget()
 
 
-@configured(ModuleConfig, written=_asked_anew)
+@configured(ModuleConfig, written=_forget_roles)
 class TransformerEngineBaseModule(ForwardInterface):
     """A layer with quantizers.
 
@@ -237,7 +237,7 @@ class TransformerEngineBaseModule(ForwardInterface):
             active = self.numerics.of_call(self, state)
         if state.enabled or state.calibrating:
             self._check_parameter_recipe(state.recipe)
-        if active.has_state and may_be_repeated():
+        if active.has_state and may_be_recomputed():
             active = repeatable(type(self).__name__, self.tracing_key, active)
         return active.products
 
@@ -248,9 +248,9 @@ class TransformerEngineBaseModule(ForwardInterface):
         is there; torch.utils.checkpoint does with use_reentrant=True.
         """
         before = self.numerics.state_without_gradients
-        if not torch.is_grad_enabled() and not in_a_backward():
+        if not torch.is_grad_enabled() and not in_backward_pass():
             self.numerics.state_without_gradients = state
-        elif before is not None and before is not state and in_a_backward():
+        elif before is not None and before is not state and in_backward_pass():
             if before.enabled == state.enabled and (not state.enabled or before.recipe == state.recipe):
                 return
             checkpoint = type(torch._C._current_autograd_node()).__name__
@@ -273,7 +273,7 @@ class TransformerEngineBaseModule(ForwardInterface):
         if not needs_grad or not state.enabled or active is None or not active.has_state:
             return None
         if not torch.compiler.is_compiling():
-            return of_the_pass()
+            return update_at_end_of_pass()
         return traced_update(self, self.tracing_key, state.group)
 
     def set_tensor_parallel_group(self, tp_group) -> None:

@@ -39,7 +39,7 @@ def exported_products(
         NotImplementedError: The layer is sharded, or a quantized result is requested.
         RuntimeError: The layer has no scales for the recipe yet.
     """
-    module._refuse(inp, tensors, options)
+    module._check_call(inp, tensors, options)
     config, name = module._config, type(module).__name__
     if config.is_sharded:
         raise NotImplementedError(
@@ -65,7 +65,7 @@ def exported_products(
 def _check_warm(module: ProductsModule, state: Any) -> None:
     """Raise RuntimeError for a recipe with scales from earlier steps, of which the layer has none."""
     active = module.numerics.active
-    served = active is not None and active.still_serves(state.recipe, state.group)
+    served = active is not None and active.matches_recipe(state.recipe, state.group)
     if family_of(state.recipe).stateful and not served:
         raise RuntimeError(
             f"{type(module).__name__} has no scales for {type(state.recipe).__name__}; run one forward pass, or load a "

@@ -14,16 +14,16 @@ from torch import Tensor
 from ...common.numbers import to_bool
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..functions.by_name import GroupedLinearByName as _GroupedLinear
-from ..functions.by_name import called_by_name, general_gemm, refuse_quantized
+from ..functions.by_name import called_by_name, check_unquantized, general_gemm
 from ..functions.caller_buffers import NO_BUFFERS, CallerBuffers, check_buffers, check_separate
 from ..functions.grouped_call import GroupedCall, GroupedSpec, members_of
 from ..functions.grouped_linear import grouped_linear
-from ..functions.grouped_way import (
+from ..functions.grouped_request import (
     FLAGGED_WEIGHTS,
     IRREGULAR,
     RECOMPUTATION,
     are_regular,
-    chosen_at_once,
+    runs_together,
 )
 from ..functions.linear_spec import LinearSpec
 from ..functions.weight_gradient import WeightGradStore
@@ -46,12 +46,12 @@ from .grouped_parameters import (
 from .grouped_parameters import (
     is_module_grouped_tensor_path_supported as is_module_grouped_tensor_path_supported,
 )
-from .grouped_spec import build
+from .grouped_spec import build, traced_call
 from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
 from .numerics import made_to_keep
 from .parameters import InitMethod, ParameterInit, default_init_method
 from .row_groups import check_dense, rows_of_groups
-from .specs import product_refusal
+from .specs import unsupported_product_reason
 
 _ALL_WEIGHTS = "all weights"  # their key among the module's cached weights
 
@@ -217,9 +217,12 @@ class GroupedLinear(ProductsModule):
         biases: list[Any] = []
         if config.use_bias:
             biases = [bias if bias.dtype is dtype else bias.to(dtype) for bias in tensors[count:]]
-        call = self._call(spec, flat, m_splits, weights, is_first_microbatch, buffers)
         added = None if config.return_bias else biases
-        y = (_by_name if _replaced.names else grouped_linear)(flat, weights, added, call)
+        if isinstance(m_splits, Tensor) and torch.compiler.is_compiling():
+            y = traced_call(self, spec, flat, m_splits, (weights, added or ()), is_first_microbatch)
+        else:
+            call = self._call(spec, flat, m_splits, weights, is_first_microbatch, buffers)
+            y = (_by_name if _replaced.names else grouped_linear)(flat, weights, added, call)
         y = y if flat is inp else y.view(*shape[:-1], config.out_features)
         if not config.return_bias:
             return y
@@ -236,7 +239,7 @@ class GroupedLinear(ProductsModule):
     ) -> GroupedCall:
         """Return the call of a kind with these numbers of rows and these cached weights."""
         groups, count = spec.groups, self._config.num_gemms
-        if self._is_at_once(spec, x, weights):
+        if self._runs_together(spec, x, weights):
             if len(m_splits) != count:  # of a tensor that the host does not read
                 raise ValueError(
                     f"m_splits has {len(m_splits)} numbers for {count} groups; give one number per group"
@@ -272,12 +275,12 @@ class GroupedLinear(ProductsModule):
             groups = tuple(cached)
         return GroupedCall(spec, groups, rows, None, buffers)
 
-    def _is_at_once(self, spec: GroupedSpec, x: Tensor, weights: tuple[Any, ...]) -> bool:
+    def _runs_together(self, spec: GroupedSpec, x: Tensor, weights: tuple[Any, ...]) -> bool:
         """Return whether all groups are computed in one launch per step."""
-        if spec.way is None or _replaced.names:  # a compiler is tracing, or a name is replaced
+        if spec.request is None or _replaced.names:  # a compiler is tracing, or a name is replaced
             return False
         features: tuple[str, ...] = ()
-        if spec.at_once:
+        if spec.together:
             state = self.numerics.state
             if state.enabled and is_fp8_activation_recompute_enabled():
                 features += (RECOMPUTATION,)
@@ -286,14 +289,14 @@ class GroupedLinear(ProductsModule):
                 features += (FLAGGED_WEIGHTS,)
             if not are_regular(weights):
                 features += (IRREGULAR,)
-        return chosen_at_once(spec.way, spec.at_once, features, x.shape[0] > 0)
+        return runs_together(spec.request, spec.together, features, x.shape[0] > 0)
 
     def _fitting(self, spec: GroupedSpec, rows: tuple[int, ...]) -> tuple[LinearSpec, ...]:
         """Return the specs of the groups, in high precision where the format does not support a group's rows."""
         n, k = spec.extents
         groups = []
         for group, unquantized, m in zip(spec.groups, spec.unquantized, rows, strict=True):
-            reason = product_refusal(group, m, k, n)
+            reason = unsupported_product_reason(group, m, k, n)
             if reason is not None:
                 said = f"GroupedLinear runs groups in high precision: {reason}; pad their rows"
                 self._warn_once("group", said)
@@ -309,7 +312,7 @@ class GroupedLinear(ProductsModule):
         if torch.compiler.is_compiling():
             raise NotImplementedError("out and dgrad_out need eager mode; leave them None in compiled code")
         tensors = self._tensors()
-        self._refuse(inp, tensors, (None,))
+        self._check_call(inp, tensors, (None,))
         made = torch.empty(0, dtype=self.computing_dtype(inp), device=inp.device)
         shape = torch.Size((*inp.shape[:-1], self.out_features))
         buffers = CallerBuffers(
@@ -320,7 +323,7 @@ class GroupedLinear(ProductsModule):
         check_separate("out", buffers.output, operands)
         if inp.requires_grad:
             check_separate("dgrad_out", buffers.grad_input, operands)
-        return buffers.counted_apart_from(inp)
+        return buffers.with_own_versions(inp)
 
     def _tensors(self) -> tuple[Tensor | None, ...]:
         """Return all weights, then all biases."""
@@ -372,7 +375,7 @@ class GroupedLinear(ProductsModule):
 def _by_name(x: Tensor, weights: Sequence[Any], biases: Sequence[Any] | None, call: GroupedCall) -> Tensor:
     """Compute `grouped_linear` by the functions that this file's names are bound to."""
     for group in call.groups:
-        refuse_quantized(group, _replaced.names, "GroupedLinear")
+        check_unquantized(group, _replaced.names, "GroupedLinear")
     if call.buffers is not NO_BUFFERS:
         raise NotImplementedError(
             "out and dgrad_out while a name of GroupedLinear's file is replaced; leave them None"

@@ -162,7 +162,7 @@ def group_weights(module: ProductsModule) -> None:
 
 
 def load_other_form(module: Any, state_dict: MutableMapping[str, Any], prefix: str, *_: Any) -> None:
-    """A hook before loading: parameters that were saved in the other form, one a group or one of all."""
+    """A hook before loading: parameters that were saved in the other form, one per group or one of all groups."""
     config: LinearConfig = module._config
     for kind in ("weight", "bias") if config.use_bias else ("weight",):
         whole = prefix + kind

@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from ...common.recipe import description_of, recipe_described_as
 from ..distributed.tensor_parallel import TensorParallel
-from ..functions.grouped_call import GroupedQuantizers, GroupedSpec, StackMember
-from ..functions.grouped_way import (
-    AT_ONCE,
+from ..functions.caller_buffers import NO_BUFFERS
+from ..functions.grouped_call import GroupedCall, GroupedQuantizers, GroupedSpec, StackMember
+from ..functions.grouped_operators import (
+    GroupedKernel,
+    TracedGroups,
+    forward_in_graph,
+    register,
+)
+from ..functions.grouped_request import (
     CALIBRATION,
     DELAYED_WEIGHT_GRADIENTS,
     IRREGULAR,
-    KEPT_INPUT,
     OTHER_BACKWARD,
     OTHER_PARAMETERS,
     QUANTIZED_PARAMETERS,
+    SAVED_INPUT,
     SINGLE_QUANTIZERS,
     TABLE,
-    GroupedWay,
-    asked_for,
+    TOGETHER,
+    GroupedRequest,
+    requested_by_environment,
 )
 from ..functions.layer_passes import layer_passes, linear_facts
 from ..functions.linear_spec import LINEAR, LinearSpec, changed
+from ..quantization.autocast import AutocastState, current, reinstate, snapshot
+from ..runtime.device import autocast_dtype
+from ..runtime.tracing import constant_while_tracing
+from .numerics import module_of_key
 from .products import UNQUANTIZED, ProductQuantizers
 from .specs import Call, EqualFacts, Facts, check_call, product_spec, scale_update
 
@@ -42,7 +56,7 @@ def build(key: tuple[Any, ...]) -> GroupedSpec:
     of_weights, of_biases = parameters[: len(config.weight_names)], parameters[len(config.weight_names) :]
     groups = _groups(call, call.active.products, of_weights, of_biases)
     quantizes = call.active.quantizes
-    features, quantizers, way, at_once = (), GroupedQuantizers(), None, False
+    features, quantizers, request, together = (), GroupedQuantizers(), None, False
     if not call.traced:
         if quantizes:
             products = call.active.products
@@ -52,8 +66,8 @@ def build(key: tuple[Any, ...]) -> GroupedSpec:
                 [product.grad_output for product in products],
             )
         features = _features(call, of_weights, of_biases, quantizers)
-        way = _way(call, features, of_weights[0])
-        at_once = TABLE.name_of(way) == AT_ONCE
+        request = _request(call, features, of_weights[0])
+        together = TABLE.name_of(request) == TOGETHER
     # A gradient is computed if some group needs it.
     first = groups[0]
     facts = linear_facts(first, LINEAR, config.use_bias and not config.return_bias)._replace(
@@ -71,8 +85,8 @@ def build(key: tuple[Any, ...]) -> GroupedSpec:
         (config.out_features, config.in_features),
         config.single_grouped_weight,
         config.single_grouped_bias and config.use_bias and not config.return_bias,
-        at_once,
-        way,
+        together,
+        request,
         quantizers,
         call.wants,
         scale_update(call, call.wants),
@@ -130,7 +144,7 @@ def _features(
     kinds = {facts.kind for facts in (*of_weights, *of_biases) if facts is not None}
     found = {
         DELAYED_WEIGHT_GRADIENTS: call.store is not None,
-        KEPT_INPUT: config.save_original_input,
+        SAVED_INPUT: config.save_original_input,
         QUANTIZED_PARAMETERS: config.primary_weights_in_fp8,
         CALIBRATION: not call.active.quantizes and call.active.recipe is not None,
         OTHER_PARAMETERS: not kinds <= {torch.nn.Parameter},
@@ -142,14 +156,14 @@ def _features(
     return tuple([feature for feature, used in found.items() if used])
 
 
-def _way(call: Call, features: tuple[str, ...], weight: Facts | None) -> GroupedWay:
-    """Return the request of `grouped_way.TABLE` for a call with rows."""
+def _request(call: Call, features: tuple[str, ...], weight: Facts | None) -> GroupedRequest:
+    """Return the request of `grouped_request.TABLE` for a call with rows."""
     config: Any = call.config
     x = call.input
     assert weight is not None
-    return GroupedWay(
+    return GroupedRequest(
         features,
-        asked_for(),
+        requested_by_environment(),
         x.kind in (torch.Tensor, torch.nn.Parameter),
         True,
         x.shape[-1],
@@ -160,3 +174,109 @@ def _way(call: Call, features: tuple[str, ...], weight: Facts | None) -> Grouped
         call.autocast or weight.dtype,
         None if call.active.quantizes else weight.dtype,
     )
+
+
+def traced_call(
+    module: Any,
+    spec: GroupedSpec,
+    x: Tensor,
+    rows: Tensor,
+    tensors: tuple[Sequence[Tensor], Sequence[Tensor]],
+    is_first_microbatch: bool | None,
+) -> Tensor:
+    """Return y [M, N] of a traced call whose numbers of rows are a tensor, computed by one operator.
+
+    Args:
+        module: The layer.
+        spec: The settings of the call while traced.
+        x: Input [M, K].
+        rows: Number of rows of each group.
+        tensors: Weights, and biases to add.
+        is_first_microbatch: The argument of the call.
+
+    Raises:
+        NotImplementedError: The call has effects that operators cannot have.
+    """
+    state = current()
+    active = state.enabled or state.calibrating
+    if is_first_microbatch is not None and state.enabled and module.numerics.delayed_states("scaling_fwd"):
+        raise NotImplementedError(
+            "is_first_microbatch under delayed scaling in a compiled graph needs m_splits as a list; give "
+            "m_splits.tolist(), or leave is_first_microbatch None"
+        )
+    states = [module.numerics.delayed_states(key) if active else () for key in _STATES]
+    key = _registered_while_tracing(
+        module.tracing_key,
+        description_of(state.recipe) if active else None,
+        (state.enabled, state.calibrating, torch.is_grad_enabled(), x.requires_grad),
+        state.group,
+        is_first_microbatch,
+        (x.dtype, x.device, autocast_dtype(x.device.type)),
+        (len(tensors[0]), len(tensors[1])),
+    )
+    given = [*tensors[0], *tensors[1]]
+    if not spec.needs_grad:
+        return forward_in_graph(key, x, rows, given, states[0])[0]
+    return TracedGroups.apply(x, rows, key, states, spec.scale_update, *given)  # pyright: ignore
+
+
+_STATES = ("scaling_fwd", "scaling_bwd")
+
+
+@constant_while_tracing
+def _registered_while_tracing(
+    tracing_key: str,
+    recipe: str | None,
+    flags: tuple[bool, bool, bool, bool],
+    group: Any,
+    is_first_microbatch: bool | None,
+    facts: tuple[torch.dtype, torch.device, torch.dtype | None],
+    counts: tuple[int, int],
+) -> str:
+    """Return the key of the operators of a kind of call; the arguments describe it, see `traced_call`."""
+    module = module_of_key(tracing_key)
+    enabled, calibrating, grad, grad_input = flags
+    dtype, device, autocast = facts
+    state = AutocastState(
+        enabled, calibrating, None if recipe is None else recipe_described_as(recipe), group
+    )
+    before = snapshot()
+    reinstate((state, False))
+    try:
+        with (
+            torch.set_grad_enabled(grad),
+            torch.autocast(device.type, autocast, enabled=autocast is not None),
+        ):
+            x = torch.empty(0, module.in_features, dtype=dtype, device=device, requires_grad=grad_input)
+            held = module._tensors()
+            spec: GroupedSpec = module.spec(x, held, (is_first_microbatch,), any_rows=True)
+    finally:
+        reinstate(before)
+    passes = spec.passes
+    assert passes is not None
+    groups = spec.groups
+    weights = [group.needs_grad_weight for group in groups][: counts[0]]
+    biases = [group.needs_grad_bias for group in groups][: counts[1]]
+    owner = weakref.ref(module)
+
+    def call(spec: GroupedSpec, rows: Tensor, x: Tensor, tensors: Sequence[Tensor]) -> GroupedCall:
+        layer: Any = owner()
+        return layer._call(spec, x, rows, tuple(tensors[: counts[0]]), None, NO_BUFFERS)
+
+    def states_of(key: str) -> tuple[Any, ...]:
+        return module.numerics.delayed_states(key) if recipe is not None else ()
+
+    kernel = GroupedKernel(
+        name=LINEAR,
+        spec=spec,
+        dtypes=(held[0].dtype, groups[0].dtype),
+        inference=passes.inference,
+        again=passes.again,
+        backward=passes.backward,
+        order=tuple(range(len(passes.again.saved))),
+        lists=tuple([count for count in counts if count]),
+        present=(groups[0].needs_grad_input, *weights, *biases),
+        call=call,
+        states=(states_of("scaling_fwd"), states_of("scaling_bwd")),
+    )
+    return register(module, kernel)

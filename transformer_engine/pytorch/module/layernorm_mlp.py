@@ -1,4 +1,7 @@
-"""LayerNormMLP: y = act(norm(x) @ fc1_weight.T + fc1_bias) @ fc2_weight.T + fc2_bias."""
+"""LayerNormMLP: y = act(norm(x) @ fc1_weight.T + fc1_bias) @ fc2_weight.T + fc2_bias.
+
+Its passes are described in `common/passes/norm_linear.py` and run by the autograd node of `functions/norm_linear.py`.
+"""
 
 from __future__ import annotations
 

@@ -12,12 +12,13 @@ from torch import Tensor
 from ...common.numbers import to_bool
 from ..functions import exported
 from ..functions.by_name import LinearByName as _Linear
-from ..functions.by_name import called_by_name, general_gemm, refuse_quantized
+from ..functions.by_name import called_by_name, check_unquantized, general_gemm
 from ..functions.layer import compiled
 from ..functions.linear import linear, passes_of
 from ..functions.linear_spec import LinearSpec, changed
 from ..functions.weight_gradient import WeightGradStore
 from ..primitives.gemm.cublaslt_library import get_workspace as get_workspace
+from ..runtime.checks import is_distributed
 from ..runtime.device import is_meta
 from ..runtime.replaceable import watched
 from ..runtime.tracing import export_mode
@@ -26,6 +27,7 @@ from .config import configured
 from .exported import exported_products
 from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
 from .linear_parameters import create_parameters, mark_parameters, weight_and_bias
+from .local_shards import output_of_shards
 from .parameters import InitMethod
 from .specs import Call, check_call, product_spec, quantizable, rows_of_shard, scale_update
 
@@ -34,12 +36,13 @@ def build(key: tuple[Any, ...]) -> LinearSpec:
     """The spec of a call."""
     call = Call(*key)
     config: LinearConfig = call.config
-    check_call(call, config.in_features)
     weight, bias = call.parameters
     assert weight is not None
+    in_features = weight.shape[1]  # of a shard, if the parameters are DTensors
+    check_call(call, in_features)
     parallel = config.parallel()
     shard = rows_of_shard(call, parallel)
-    (quantizers,) = quantizable(call, ((config.in_features, weight.shape[0]),), parallel)
+    (quantizers,) = quantizable(call, ((in_features, weight.shape[0]),), parallel)
     adds_bias = bias is not None and not (config.return_bias or config.adds_bias_late)
     needs = (
         call.gradients and call.input.requires_grad,
@@ -155,7 +158,8 @@ class Linear(ProductsModule):
 
         Args:
             inp: Input [.., in_features].
-            is_first_microbatch: True quantizes the weight and caches it, False reads the cache, None does neither.
+            is_first_microbatch: True quantizes the weight and caches it, False reads the cache, None quantizes the
+                weight for this call only.
             fp8_output: Return y as a quantized tensor.
             fp8_grad: Return the gradient of the input as a quantized tensor.
 
@@ -169,9 +173,18 @@ class Linear(ProductsModule):
             fp8_output, fp8_grad = to_bool("fp8_output", fp8_output), to_bool("fp8_grad", fp8_grad)
         if export_mode.onnx:
             return self.onnx_forward(inp, fp8_output, fp8_grad)
-        config = self._config
         weight, bias = weight_and_bias(self)
-        spec = self.spec(inp, (weight, bias), (is_first_microbatch, fp8_output, fp8_grad))
+        options = (is_first_microbatch, fp8_output, fp8_grad)
+        if is_distributed(weight) or is_distributed(inp):
+            return output_of_shards(self, options, inp, weight, bias)
+        return self._output_of(options, inp, weight, bias)
+
+    def _output_of(
+        self, options: tuple[bool | None, ...], inp: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Any:
+        """Compute `forward` with given parameters and (is_first_microbatch, fp8_output, fp8_grad)."""
+        config, is_first_microbatch = self._config, options[0]
+        spec = self.spec(inp, (weight, bias), options)
         product = _linear_by_name if _replaced.names else linear
         if is_first_microbatch is not None:
             spec = self.with_cached_weight("weight", weight, spec, is_first_microbatch)
@@ -185,6 +198,9 @@ class Linear(ProductsModule):
         if config.adds_bias_late:
             return product(inp, weight, None, spec) + bias
         return product(inp, weight, bias, spec)
+
+    def _input_features(self, tensors: Sequence[Tensor | None]) -> int:
+        return self.in_features if not tensors or tensors[0] is None else tensors[0].shape[1]
 
     def onnx_forward(
         self, inp: Tensor, fp8_output: bool | None = False, fp8_grad: bool | None = False
@@ -208,7 +224,7 @@ class Linear(ProductsModule):
 
 def _linear_by_name(inp: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearSpec) -> Tensor:
     """Call `linear` through the names of this file, which may be replaced."""
-    refuse_quantized(spec, _replaced.names, "Linear")
+    check_unquantized(spec, _replaced.names, "Linear")
     records = torch.is_grad_enabled()
     return called_by_name(_Linear, records, weight, inp, bias, spec, sys.modules[__name__])
 

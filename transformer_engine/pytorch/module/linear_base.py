@@ -21,10 +21,10 @@ from ..distributed.tensor_parallel import (
     tensor_parallel_size,
 )
 from ..functions.linear_spec import LinearSpec, changed
-from ..functions.scale_update import in_a_backward, of_the_pass
+from ..functions.scale_update import in_backward_pass, update_at_end_of_pass
 from ..functions.sequence import gather_sequence
 from ..quantization import QuantizerRole, delayed_scaling
-from ..quantization.autocast import AutocastState, current, here_in_eager_mode
+from ..quantization.autocast import AutocastState, current, eager_thread_state
 from ..quantization.roles import BACKWARD_TENSORS, FORWARD_TENSORS
 from ..runtime.checks import floating
 from ..runtime.device import autocast_dtype
@@ -35,8 +35,8 @@ from .config import configured
 from .numerics import of_traced_call, traced_update
 from .parameters import parameter_of
 from .products import ModuleRecipe, ProductQuantizers, unquantized
-from .repetition import may_be_repeated, repeatable
-from .specs import Call, EqualFacts, Held, check_call, facts_of, quantizable
+from .repetition import may_be_recomputed, repeatable
+from .specs import AccumulationTarget, Call, EqualFacts, check_call, facts_of, quantizable
 
 _KEPT = 64  # cached specs per module
 _is_compiling = torch.compiler.is_compiling
@@ -262,7 +262,7 @@ class ProductsModule(TransformerEngineBaseModule):
             )
         if _is_compiling():
             return self._traced_spec(inp, tensors, options)
-        thread = here_in_eager_mode()
+        thread = eager_thread_state()
         state, numerics, config = thread.state, self.numerics, self._config
         grad = torch.is_grad_enabled()
         before = numerics.state_without_gradients
@@ -270,7 +270,7 @@ class ProductsModule(TransformerEngineBaseModule):
             self.check_repetition(state)
         if state.enabled or state.calibrating:
             active = self._active_of(inp, tensors, options, state)
-            if active.has_state and (thread.recomputes or in_a_backward()):
+            if active.has_state and (thread.recomputes or in_backward_pass()):
                 return self._spec_of_pass(inp, tensors, options, active)
         elif numerics.observes_unquantized:
             active = numerics.unquantized(self.num_products)
@@ -303,7 +303,7 @@ class ProductsModule(TransformerEngineBaseModule):
             return self._specs[key] if undisturbed() else type(self).build(key)
         except (AttributeError, TypeError) as error:
             stumbled = error
-        self._refuse(inp, tensors, options)  # raises a clearer error if the input is at fault
+        self._check_call(inp, tensors, options)  # raises a clearer error if the input is at fault
         raise stumbled
 
     def _key(
@@ -335,7 +335,7 @@ class ProductsModule(TransformerEngineBaseModule):
         numerics = self.numerics
         active = numerics.active
         if active is None or not active.serves(state):
-            self._refuse(inp, tensors, options)
+            self._check_call(inp, tensors, options)
             self._check_parameter_recipe(state.recipe)
         elif state.enabled and (not active.has_state or active.pools is delayed_scaling.pools()):
             return active
@@ -345,56 +345,54 @@ class ProductsModule(TransformerEngineBaseModule):
         self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...], active: ModuleRecipe
     ) -> Any:
         """Of a call in a recomputed function, whose scales are given back, or in a backward pass."""
-        self._refuse(inp, tensors, options)
+        self._check_call(inp, tensors, options)
         self.numerics.state = current()
         active = repeatable(type(self).__name__, self.tracing_key, active)
-        return type(self).build(self._key(inp, tensors, options, active)._replace(begin=of_the_pass))
+        return type(self).build(
+            self._key(inp, tensors, options, active)._replace(begin=update_at_end_of_pass)
+        )
 
     def _traced_spec(self, inp: Tensor, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> Any:
-        self._refuse(inp, tensors, options)
+        self._check_call(inp, tensors, options)
         state = current()
         active = of_traced_call(self, self.tracing_key, state)
         if state.enabled or state.calibrating:
             self._check_parameter_recipe(state.recipe)
-        if active.has_state and may_be_repeated():
+        if active.has_state and may_be_recomputed():
             active = repeatable(type(self).__name__, self.tracing_key, active)
         begin = functools.partial(traced_update, self, self.tracing_key, state.group)
         return type(self).build(self._key(inp, tensors, options, active)._replace(begin=begin))
 
-    def _refuse(self, inp: Any, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> None:
+    def _check_call(self, inp: Any, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> None:
         """TypeError, ValueError or RuntimeError for a call that the layer does not take."""
         call = self._key(inp, tensors, options, unquantized(self.num_products))
-        check_call(call, self._config.input_features())
+        check_call(call, self._input_features(tensors))
 
-    def _holders(self) -> tuple[tuple[Held, ...], ...]:
-        return tuple(
-            [tuple([Held(parameter_of(self, name)) for name in names]) for names in self._config._weights]
-        )
+    def _input_features(self, tensors: Sequence[Tensor | None]) -> int:
+        """Return the size of the input's last dimension, of this rank's part in a call with parameters of a shard."""
+        return self._config.input_features()
+
+    def _holders(self) -> tuple[tuple[AccumulationTarget, ...], ...]:
+        weights = self._config._weights
+        return tuple([tuple([AccumulationTarget(parameter_of(self, n)) for n in names]) for names in weights])
 
     def quantizable_products(
         self, state: AutocastState, inp: Tensor, shapes: Sequence[tuple[int, int]]
     ) -> tuple[ProductQuantizers, ...]:
-        """The quantizers that products of an input would get under a state: all identities where it is not quantized.
-
-        shapes   (in_features, out_features) of each product's weight
-        """
+        """Return the quantizers of an input's products, given (in_features, out_features) of each product's weight."""
         return quantizable(self._key(inp, (), (None,), self.numerics.of_call(self, state)), shapes)
 
     def returned_norm_output(self, norm_output: Tensor | None) -> Tensor | None:
         """norm(x) as a fused layer returns it: of the whole sequence where asked for, else of this rank's part."""
-        if norm_output is None or not (
-            self._config.return_layernorm_output_gathered and self._config.sequence_parallel
-        ):
+        config = self._config
+        if norm_output is None or not (config.return_layernorm_output_gathered and config.sequence_parallel):
             return norm_output
-        return gather_sequence(norm_output, self._config.tp_group)
+        return gather_sequence(norm_output, config.tp_group)
 
     def with_cached_weight(self, key: str, weight: Tensor, spec: LinearSpec, first: bool) -> LinearSpec:
         """The spec with the weight as quantized for the first microbatch of the step."""
         cached = self.numerics.cached_weight(key, weight, spec.weight, spec.needs_grad_input, first)
         if cached is None:
             return spec
-        return changed(
-            spec,
-            cached_weight=cached,
-            beside=tuple([part for part in cached.flatten()[0] if part is not None]),
-        )
+        parts = tuple([part for part in cached.flatten()[0] if part is not None])
+        return changed(spec, cached_weight=cached, beside=parts)

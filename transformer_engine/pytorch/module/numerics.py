@@ -163,11 +163,11 @@ class Numerics:
     def renew(self, owner: Owner, recipe: Recipe, group: Any) -> ModuleRecipe:
         """An equal recipe in a new object changes nothing; anything else makes new quantizers."""
         active = self._active.recipe
-        if active is not None and active.still_serves(recipe, group):
+        if active is not None and active.matches_recipe(recipe, group):
             active.recipe, active.revision, active.pools = recipe, revision_of(recipe), None
             return active
         before = self._active.before
-        if before is None or not before.still_serves(recipe, group):
+        if before is None or not before.matches_recipe(recipe, group):
             self._make(owner, recipe, group)
         made = self._of_slots(recipe, group)
         self._active.recipe, self._active.before = made, None
@@ -184,7 +184,7 @@ class Numerics:
             same = len(quantizers) == len(kept.quantizers) and all(
                 map(operator.is_, quantizers, kept.quantizers)
             )
-            if kept.observer is self.observer and same and kept.made.still_serves(recipe, group):
+            if kept.observer is self.observer and same and kept.made.matches_recipe(recipe, group):
                 kept.made.recipe, kept.made.revision, kept.made.pools = recipe, revision_of(recipe), None
                 return kept.made
         made = ModuleRecipe.of(recipe, group, forward, backward)
@@ -284,7 +284,7 @@ class Numerics:
         return cached
 
 
-def of_the_last_call(flag: str, what: str) -> Any:
+def state_flag(flag: str, what: str) -> Any:
     """A module's property: a flag of `numerics.state`."""
 
     def read(self: Any) -> bool:
@@ -322,6 +322,11 @@ def new_tracing_key(module: Owner) -> str:
 
 # Called with every new module.
 on_creation: list[Callable[[Owner], None]] = []
+
+
+def module_of_key(tracing_key: str) -> Any:
+    """Return the module with a key of `new_tracing_key`."""
+    return _modules[tracing_key]
 
 
 def existing_modules() -> list[Owner]:

@@ -32,7 +32,7 @@ _RATES = {
 }
 
 
-def fp8_refusal(m: int, n: int, k: int, kind: str) -> str | None:
+def reason_against_fp8(m: int, n: int, k: int, kind: str) -> str | None:
     """Why a layer of these extents is faster in bfloat16 than in FP8, or None where FP8 pays.
 
     kind    "delayed", "current" or "block": how scales are found; ValueError for another
@@ -59,14 +59,14 @@ class PrecisionRequest(NamedTuple):
     n: int
     k: int
     kind: str
-    asked: bool
+    requested: bool
 
 
 def _unsupported_high_precision(request: PrecisionRequest) -> str | None:
-    reason = fp8_refusal(*request[:4])
+    reason = reason_against_fp8(*request[:4])
     if reason is None:
         return "FP8 is faster for these extents"
-    if request.asked:
+    if request.requested:
         return None
     return f"the recipe asks for FP8, although {reason}; NVTE_FP8_AUTO=1 lets such a call run unquantized"
 
@@ -76,7 +76,9 @@ TABLE: Table[PrecisionRequest] = Table(
     (
         Backend(
             "quantized",
-            unsupported_reason=lambda request: fp8_refusal(*request[:4]) if request.asked else None,
+            unsupported_reason=lambda request: (
+                reason_against_fp8(*request[:4]) if request.requested else None
+            ),
         ),
         Backend("high_precision", unsupported_reason=_unsupported_high_precision),
     ),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...common.recipe import Recipe, revision_of, still_says
+from ...common.recipe import Recipe, is_unchanged, revision_of
 from ..functions.linear_spec import IDENTITY, Accumulation
 from ..functions.weight_gradient import Inspector
 from ..quantization.autocast import AutocastState
@@ -113,10 +113,10 @@ class ModuleRecipe:
         recipe = state.recipe
         return self.recipe is recipe and self.revision is revision_of(recipe) and self.group is state.group
 
-    def still_serves(self, recipe: Recipe, group: Any) -> bool:
+    def matches_recipe(self, recipe: Recipe, group: Any) -> bool:
         """Is recipe, in the same object or an equal one, what this was made by?"""
         made_by = self.recipe
-        return made_by is not None and still_says(made_by, self.revision, recipe) and self.group is group
+        return made_by is not None and is_unchanged(made_by, self.revision, recipe) and self.group is group
 
 
 @functools.cache

@@ -7,15 +7,15 @@ import warnings
 import torch
 
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
-from ..functions.scale_update import in_a_backward
+from ..functions.scale_update import in_backward_pass
 from ..quantization.recompute_states import runs
 from .products import ModuleRecipe, ProductQuantizers
 
 
-def may_be_repeated() -> bool:
+def may_be_recomputed() -> bool:
     """Is a call now part of a recomputed function, or in a backward, where it may be the second run of one?"""
     # Compiled code has no graph task to ask for.
-    return is_fp8_activation_recompute_enabled() or (not torch.compiler.is_compiling() and in_a_backward())
+    return is_fp8_activation_recompute_enabled() or (not torch.compiler.is_compiling() and in_backward_pass())
 
 
 def repeatable(kind: str, tracing_key: str, active: ModuleRecipe) -> ModuleRecipe:

@@ -18,9 +18,9 @@ from torch import Tensor
 from ...common.checks import switch
 from ..distributed.tensor_parallel import TensorParallel
 from ..functions.linear_spec import LinearSpec, gathering
-from ..functions.scale_update import OF_THE_PASS, ScaleUpdate
+from ..functions.scale_update import END_OF_PASS, ScaleUpdate
 from ..functions.weight_gradient import WeightGradient, WeightGradStore
-from ..runtime.autograd import keep_backward_here
+from ..runtime.autograd import run_backward_on_calling_thread
 from ..runtime.warn_once import warn_once
 from ..tensor.quantizer import Quantizer
 from ..tensor.storage.quantized_tensor_storage import QuantizedTensorStorage
@@ -49,7 +49,7 @@ class EqualFacts(NamedTuple):
     count: int
 
 
-class Held:
+class AccumulationTarget:
     """A parameter that a gradient is accumulated into, in a key: equal to itself alone, and kept alive by it."""
 
     __slots__ = ("parameter",)
@@ -61,7 +61,7 @@ class Held:
         return id(self.parameter)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Held) and self.parameter is other.parameter
+        return isinstance(other, AccumulationTarget) and self.parameter is other.parameter
 
 
 class Call(NamedTuple):
@@ -88,7 +88,7 @@ class Call(NamedTuple):
     autocast: torch.dtype | None
     environment: int
     store: WeightGradStore | None
-    holders: tuple[tuple[Held, ...], ...] | None
+    holders: tuple[tuple[AccumulationTarget, ...], ...] | None
     x: tuple[Any, ...]
     tensors: tuple[tuple[Any, ...] | None, ...]
     begin: Callable[[], ScaleUpdate | None] | None = None
@@ -135,6 +135,11 @@ def check_call(call: Call, features: int) -> None:
             "its last dimension must be the layer's input features"
         )
     for name, parameter in zip(call.config._tensors, call.parameters, strict=True):
+        if parameter is not None and parameter.kind.__name__ == "DTensor":
+            raise NotImplementedError(
+                f"parameter {name} of {call.config._kind} is a DTensor, which Linear, LayerNormLinear and norms "
+                f"support; shard {call.config._kind} with tp_group, or with fully_shard"
+            )
         if parameter is not None and parameter.device != x.device:
             if parameter.device.type == "meta":
                 raise RuntimeError(f"parameter {name} is on the meta device; call reset_parameters() first")
@@ -176,7 +181,7 @@ def common_dtype(
     return x
 
 
-def product_refusal(product: ProductQuantizers | LinearSpec, m: int, k: int, n: int) -> str | None:
+def unsupported_product_reason(product: ProductQuantizers | LinearSpec, m: int, k: int, n: int) -> str | None:
     """Why a format cannot take x [m, k], w [n, k] or dy [m, n]; None when it can take all three."""
     for quantizer, extents in (
         (product.input, (m, k)),
@@ -206,7 +211,7 @@ def quantizable(
     if parallel is not None and parallel.gathers_input:
         rows = rows * parallel.size
     for product, (k, n) in zip(active.products, shapes, strict=True):
-        reason = product_refusal(product, rows, k, n)
+        reason = unsupported_product_reason(product, rows, k, n)
         if reason is not None:
             if not call.traced and call.config not in _warned_configs:
                 _warned_configs.add(call.config)
@@ -256,12 +261,13 @@ def quantized_results(
 def _histories_agree(call: Call, parallel: TensorParallel) -> bool:
     """Do scale updates of delayed scaling take maxima over all ranks of the tensor-parallel group?"""
     active = call.active
-    if not active.follows_history or active.group is None or parallel.group is None:
+    if not active.follows_history or parallel.group is None:
         return False
     if not getattr(active.recipe, "reduce_amax", False):
         return False
     ranks = torch.distributed.get_process_group_ranks
-    return set(ranks(parallel.group)) <= set(ranks(active.group))
+    # Without an amax_reduction_group the update takes maxima over the default group, which contains every other group.
+    return active.group is None or set(ranks(parallel.group)) <= set(ranks(active.group))
 
 
 def rows_of_shard(call: Call, parallel: TensorParallel) -> int:
@@ -297,7 +303,7 @@ def scale_update(call: Call, needs_grad: bool) -> ScaleUpdate | None:
     """What this call's backward, if it will have one, updates under delayed scaling."""
     if not needs_grad or not call.active.has_state:
         return None
-    return OF_THE_PASS if call.begin is None else call.begin()
+    return END_OF_PASS if call.begin is None else call.begin()
 
 
 def weight_gradient(call: Call, product: int) -> WeightGradient:
@@ -339,7 +345,7 @@ def product_spec(
     output, grad_input = quantized_results(quantizers, *results)
     needs_grad_input, needs_grad_weight, needs_grad_bias = needs
     if not call.traced and call.x[3].type == "cuda":
-        keep_backward_here()
+        run_backward_on_calling_thread()
     dtype = computing_dtype(call)
     gradient = weight_gradient(call, number)
     communicates = parallel.mode is not None and parallel.size > 1

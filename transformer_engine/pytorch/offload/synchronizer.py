@@ -67,10 +67,6 @@ class OffloadSynchronizer:
         retain_pinned_cpu_buffers: Reuse pinned host memory in the next step, whose tensors must have the same shapes.
         offload_stream: CUDA stream of the copies; None creates one.
         link: Copies between device and host; None chooses by the machine.
-        num_layers: Number of layers per step.
-        retain_pinned_cpu_buffers: Reuse pinned host memory in the next step, whose tensors must have the same shapes.
-        offload_stream: CUDA stream of the copies; None creates one.
-        link: Copies between device and host; None chooses by the machine.
     """
 
     def __init__(

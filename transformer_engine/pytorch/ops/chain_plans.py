@@ -15,8 +15,8 @@ from ...common.passes.rules import (
     ACCUMULATED_PRODUCT,
     BIAS_IN_PRODUCT,
     CODES_AND_SUMS_FROM_PRODUCER,
-    CODES_BESIDE_SUMS,
     CODES_FROM_PRODUCER,
+    CODES_WITH_SUMS,
     SUM_IN_NORM_BACKWARD,
     fuse,
     without_identity_casts,
@@ -29,7 +29,7 @@ from .pass_builder import BackwardInputs, BackwardPart, Contribution, ForwardPar
 
 RULES = (
     BIAS_IN_PRODUCT,
-    CODES_BESIDE_SUMS,
+    CODES_WITH_SUMS,
     CODES_AND_SUMS_FROM_PRODUCER,
     CODES_FROM_PRODUCER,
     ACCUMULATED_PRODUCT,
@@ -89,11 +89,11 @@ def _allowed(members: dict[str, Contribution]) -> Callable[[str, Step, Step], bo
 
     def allowed(rule: str, producer: Step, reader: Step) -> bool:
         settings: Any = reader.settings
-        sums = rule in (CODES_AND_SUMS_FROM_PRODUCER.name, CODES_BESIDE_SUMS.name)
-        if rule == CODES_BESIDE_SUMS.name:
+        sums = rule in (CODES_AND_SUMS_FROM_PRODUCER.name, CODES_WITH_SUMS.name)
+        if rule == CODES_WITH_SUMS.name:
             settings = producer.settings if reader.op == "column_sum" else reader.settings
         cast = settings.cast if isinstance(settings, ColumnSum) else settings
-        if rule in (CODES_FROM_PRODUCER.name, CODES_AND_SUMS_FROM_PRODUCER.name, CODES_BESIDE_SUMS.name):
+        if rule in (CODES_FROM_PRODUCER.name, CODES_AND_SUMS_FROM_PRODUCER.name, CODES_WITH_SUMS.name):
             if not isinstance(cast, CastSettings):
                 return False
             return members[_operation(cast.layer)].takes_codes(cast.tensor, producer, sums)

@@ -12,6 +12,7 @@ from ..functions.saving import keep, take_saved
 from ..functions.scale_update import ScaleUpdate
 from ..quantization.autocast import AutocastState
 from ..runtime.double_backward import once_differentiable
+from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .chain import ChainEnvironment, run_backward, run_forward
 from .links import Links
 from .operation import BasicOperation, FusibleOperation, OperationContext
@@ -65,7 +66,7 @@ class ChainRun:
         environment = ChainEnvironment()
         given = self.links.given(extra_inputs)
         outputs: list[tuple[Any, ...]] = [()] * count
-        ops_of_steps = _apart(self.forward_ops, contributes_forward)
+        ops_of_steps = _unfused(self.forward_ops, contributes_forward)
         stepwise = {i for op, indices in ops_of_steps if contributes_forward(op) for i in indices}
 
         def joins(before: Sequence[int], behind: Sequence[int]) -> bool:
@@ -89,7 +90,8 @@ class ChainRun:
             ctx._saved_range = (len(saved), len(saved) + len(tensors))
             ctx.to_save = None
             saved += tensors
-        return (x, *[outputs[slot.op][slot.index] for slot in self.links.public_outputs]), saved
+        public = [outputs[slot.op][slot.index] for slot in self.links.public_outputs]
+        return (*[_returned(value) for value in (x, *public)],), saved
 
     def _run_opaque(
         self, op: FusibleOperation, indices: list[int], x: Tensor, received: list[Any], options: list[Any]
@@ -123,7 +125,7 @@ class ChainRun:
         extra_inputs: list[tuple[Any, ...]] = [(None,) * op.num_extra_inputs for op in self.basic_ops]
         given = dict(zip(self.links.public_outputs, grad_extra, strict=True))
         dy: Any = grad_output
-        apart = _apart(self.backward_ops, self._backward_of_steps)
+        apart = _unfused(self.backward_ops, self._backward_of_steps)
         reached = [entry for entry in apart if entry[1][-1] >= self.first]
 
         def joins(before: Sequence[int], behind: Sequence[int]) -> bool:
@@ -154,7 +156,8 @@ class ChainRun:
         if count and self.first > 0:
             dy = None
         flat = [grad for group in parameters for grad in group]
-        return dy, flat, [extra_inputs[slot.op][slot.index] for slot in self.links.public_inputs]
+        of_inputs = [extra_inputs[slot.op][slot.index] for slot in self.links.public_inputs]
+        return _returned(dy), flat, [_returned(gradient) for gradient in of_inputs]
 
     def _backward_of_steps(self, op: FusibleOperation) -> bool:
         """Return whether an operation's backward pass is made of steps, of forward passes that were too."""
@@ -172,7 +175,7 @@ class ChainRun:
         return own and self._have_steps(indices) and not self._opaque_backward.intersection(indices)
 
 
-def _apart(ops: Fused, of_steps: Callable[[FusibleOperation], bool]) -> Fused:
+def _unfused(ops: Fused, of_steps: Callable[[FusibleOperation], bool]) -> Fused:
     """Replace fused operations that contribute steps by their basic operations, whose steps the rules merge."""
     made: Fused = []
     for op, indices in ops:
@@ -208,6 +211,13 @@ def _restored(contexts: Sequence[OperationContext], saved: Sequence[Any]) -> lis
         made.saved_tensors = tuple(saved[begin:end])
         restored.append(made)
     return restored
+
+
+def _returned(value: Any) -> Any:
+    """Return a result of a chain; a graph holds a bare storage, whose values it returns."""
+    if torch.compiler.is_compiling() and isinstance(value, QuantizedTensorStorage):
+        return value.dequantize()
+    return value
 
 
 def _keep_storage(tensors: Sequence[Any]) -> None:

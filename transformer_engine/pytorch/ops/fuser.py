@@ -17,9 +17,9 @@ from torch import Tensor
 from ...common import env
 from ...common.dispatch import undisturbed
 from ...common.recipe import DelayedScaling, Recipe, revision_of
-from ..functions.scale_update import in_a_backward
+from ..functions.scale_update import in_backward_pass
 from ..quantization import delayed_scaling
-from ..quantization.autocast import AutocastState, current, here_in_eager_mode
+from ..quantization.autocast import AutocastState, current, eager_thread_state
 from ..runtime.device import autocast_dtype
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .chain import ChainEnvironment, describe, rules_apply
@@ -29,7 +29,7 @@ from .links import Links
 from .operation import BasicOperation, FusibleOperation
 from .prepared_chain import Fusions, PreparedChain
 from .step_operation import contributes_backward, contributes_forward
-from .tracing import NOT_FOLLOWED, Followed, following
+from .tracing import NOT_TRACED, Followed, following
 
 _MOST_PREPARED = 64  # kinds of calls of a chain; calls of ever new shapes empty the table
 
@@ -76,7 +76,7 @@ class OperationFuser:
         self._with_facts = [type(op).call_facts is not BasicOperation.call_facts for op in self._basic_ops]
         self._prepared: dict[tuple[Any, ...], PreparedChain | None] = {}
         self._registered = self._registered_now()
-        self._followed = NOT_FOLLOWED
+        self._followed = NOT_TRACED
 
     def _registered_now(self) -> tuple[list[Fusion], list[Fusion], list[Fusion]]:
         """Return the registered fusion functions: of both passes, of forward passes, of backward passes."""
@@ -130,7 +130,7 @@ class OperationFuser:
                 op.pre_first_fuser_forward()
             self._ops, self._is_first_forward = self._basic_ops, False
         if self._contributes and not torch.compiler.is_compiling() and not any(basic_op_kwargs or ()):
-            thread = here_in_eager_mode()
+            thread = eager_thread_state()
             state = thread.state
             recipe = state.recipe if state.enabled or state.calibrating else None
             if not self._followed.is_current(recipe, state.group, self._basic_ops):
@@ -141,7 +141,7 @@ class OperationFuser:
                 self._followed = Followed(
                     recipe, revision_of(recipe), state.group, served, stateful, delayed_scaling.pools()
                 )
-            repeats = self._followed.stateful and (thread.recomputes or in_a_backward())
+            repeats = self._followed.stateful and (thread.recomputes or in_backward_pass())
             if undisturbed() and not repeats:
                 key, given = self._key(state, input, extra_inputs)
                 chain = self._prepared.get(key)
@@ -181,7 +181,8 @@ class OperationFuser:
             state,
         )
         if first < self._num_basic_ops:
-            results = FusedChain.apply(x, call, *flat, *extra_inputs)
+            x, *tensors = _distinct_while_tracing((x, *flat, *extra_inputs))
+            results = FusedChain.apply(x, call, *tensors)
         else:
             results = call.forward(x, extra_inputs)[0]
         made: Any = results
@@ -336,6 +337,21 @@ class OperationFuser:
             fused.append((op, list(range(at, at + count))))
             at += count
         return fused
+
+
+def _distinct_while_tracing(tensors: Sequence[Any]) -> list[Any]:
+    """Return tensors of which a tracing compiler knows none twice; torch 2.13 traces no autograd function of such.
+
+    The numbers of rows of two grouped layers, and shared parameters, are the same tensors.
+    """
+    if not torch.compiler.is_compiling():
+        return list(tensors)
+    seen: set[int] = set()
+    made: list[Any] = []
+    for tensor in tensors:
+        made.append(tensor.view_as(tensor) if id(tensor) in seen else tensor)
+        seen.add(id(tensor))
+    return made
 
 
 def register_forward_fusion(function: Fusion, prepend: bool = False) -> None:

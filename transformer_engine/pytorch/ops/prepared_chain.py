@@ -18,8 +18,8 @@ from ..functions.compiled import CompiledLayer, compiles_on
 from ..functions.layer import compiled_passes
 from ..functions.linear_spec import LinearSpec
 from ..functions.run import run
-from ..functions.saving import keep, pack, take_early, unpack
-from ..functions.scale_update import of_the_pass
+from ..functions.saving import keep, pack, take_saved_before_transfer, unpack
+from ..functions.scale_update import update_at_end_of_pass
 from ..runtime.autograd import applier
 from ..runtime.double_backward import once_differentiable
 from ..tensor.quantized_tensor import QuantizedTensorStorage
@@ -227,7 +227,7 @@ class _PreparedChain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, chain: PreparedChain, environment: ChainEnvironment, *tensors: Any) -> Any:
         ctx.chain, ctx.environment = chain, environment
-        ctx.scale_update = update = of_the_pass() if chain.updates_scales else None
+        ctx.scale_update = update = update_at_end_of_pass() if chain.updates_scales else None
         if chain.compiled is None:
             made, ctx.forms = _forward_pass([*tensors], chain, environment)
             keep(ctx, made[chain.outputs :])
@@ -251,7 +251,7 @@ class _PreparedChain(torch.autograd.Function):
             shape, dtype, device = ctx.output
             grads = (torch.zeros(shape, dtype=dtype, device=device), *grads[1:])
         if chain.compiled is None:
-            results = _backward_pass([*grads, *take_early(ctx)], chain, ctx)[0]
+            results = _backward_pass([*grads, *take_saved_before_transfer(ctx)], chain, ctx)[0]
         else:
             results = chain.compiled.backward(ctx, grads, chain)
         if ctx.scale_update is not None:

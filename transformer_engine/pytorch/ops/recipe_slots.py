@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.recipe import Recipe, revision_of, still_says
+from ...common.recipe import Recipe, is_unchanged, revision_of
 from ..distributed.recompute import is_fp8_activation_recompute_enabled
 from ..quantization import FP8GlobalStateManager, QuantizerRole, RecipeState, delayed_scaling
 from ..quantization.autocast import AutocastState
@@ -114,7 +114,7 @@ class RecipeSlots:
         if served is None or recipe is None:
             if served is not None or recipe is not None:
                 self._serve(recipe, state.group)
-        elif not (still_says(served[0], served[1], recipe) and served[2] is state.group):
+        elif not (is_unchanged(served[0], served[1], recipe) and served[2] is state.group):
             self._serve(recipe, state.group)
         if recipe is not None and family_of(recipe).stateful:
             self.register_for_updates()

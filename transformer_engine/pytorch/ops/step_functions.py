@@ -13,6 +13,7 @@ from torch import Tensor
 from ...common.passes.vocabulary import DropoutSettings, Layer, Named
 from ..functions.caller_buffers import handed_out
 from ..functions.grouped_call import GroupedCall, members_of, stacked_gradient
+from ..functions.grouped_operators import backward_in_graph, forward_in_graph
 from ..functions.steps import OPERATIONS, leading_shape
 from ..functions.weight_gradient import WeightGradient
 from ..primitives.dropout import draw_seed, dropout_backward, dropout_forward
@@ -110,6 +111,19 @@ def _scaled_bias_backward(env: Any, s: Layer, dy: Tensor, biases: Any, scales: T
     return of_biases, call.joined(grad_scales)
 
 
+def _grouped_operator(env: Any, s: Named, x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    key, rows, states, _ = env.objects[s.operation, s.slot]
+    y, scales = forward_in_graph(key, x, tensors[rows], tensors, states)
+    return (y, *scales)
+
+
+def _grouped_operator_backward(env: Any, s: Named, dy: Tensor, x: Tensor, *others: Tensor) -> tuple[Any, ...]:
+    key, rows, of_forward, states = env.objects[s.operation, s.slot]
+    count = len(others) - len(of_forward)
+    saved = dy, x, others[rows], others[:count]
+    return tuple(backward_in_graph(key, saved, others[count:], states))
+
+
 OPERATIONS.update(
     {
         "leading": lambda env, s, x: (tuple(x.shape[:-1]),),
@@ -136,9 +150,11 @@ OPERATIONS.update(
         ),
         "copy": lambda env, s, x: (x.clone(),),
         "members": lambda env, s, *members: (list(members),),
-        "apart": lambda env, s, members: tuple(members),
+        "separate": lambda env, s, members: tuple(members),
         "copy_into": _copy_into,
         "grouped_scaled_bias": _scaled_bias,
         "grouped_scaled_bias_backward": _scaled_bias_backward,
+        "grouped_operator": _grouped_operator,
+        "grouped_operator_backward": _grouped_operator_backward,
     }
 )

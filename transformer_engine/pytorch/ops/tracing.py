@@ -14,7 +14,7 @@ import torch
 from torch._guards import TracingContext
 
 from ...common.recipe import Recipe, description_of, recipe_described_as, revision_of
-from ..functions.scale_update import ScaleUpdate, of_the_pass
+from ..functions.scale_update import ScaleUpdate, update_at_end_of_pass
 from ..quantization import delayed_scaling
 from ..quantization.autocast import AutocastState
 from ..runtime.tracing import constant_while_tracing
@@ -62,7 +62,7 @@ class Followed(NamedTuple):
         return [op._served for op in ops] == self.served
 
 
-NOT_FOLLOWED = Followed(object(), None, None, [], False, None)
+NOT_TRACED = Followed(object(), None, None, [], False, None)
 
 
 @constant_while_tracing
@@ -82,7 +82,7 @@ def update_of(ops: Sequence[RecipeSlots], state: AutocastState) -> ScaleUpdate |
     if not stateful:
         return None
     if not torch.compiler.is_compiling():
-        return of_the_pass()
+        return update_at_end_of_pass()
     states: list[Any] = []
     for op in stateful:
         if _first_call_while_tracing(op._replay_key):

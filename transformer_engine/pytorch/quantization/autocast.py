@@ -83,10 +83,10 @@ _is_compiling = torch.compiler.is_compiling
 
 def here() -> _ThreadState:
     """Return this thread's state, updated from the running context."""
-    return _thread.holder if _is_compiling() else here_in_eager_mode()
+    return _thread.holder if _is_compiling() else eager_thread_state()
 
 
-def here_in_eager_mode() -> _ThreadState:
+def eager_thread_state() -> _ThreadState:
     """Return `here()` for a caller that knows that no compiler is tracing."""
     holder = _thread.holder
     entered = _entered.get()
@@ -128,13 +128,15 @@ class autocast(ContextDecorator):
 
     Blocks nest; a disabled one inside an enabled one computes in high precision. Leaving a thread's outermost
     enabled block updates the forward scales of delayed scaling, unless gradients are off, the block raised, or this
-    is the second run of a checkpointed function.
+    is the second run of a checkpointed function. An update is a collective of its group: the ranks of the group have to
+    update the same layers equally often.
 
     Args:
         enabled: Quantize by the recipe.
         calibrating: With enabled=False compute in high precision, but record the maxima of delayed scaling.
         recipe: An instance of a recipe class, by default `get_default_recipe()`.
-        amax_reduction_group: Process group over which delayed scaling takes the maximum of absolute values.
+        amax_reduction_group: Process group over which delayed scaling takes the maximum of absolute values. None: all
+            ranks, if torch.distributed is initialized. A recipe with `reduce_amax=False` takes no maxima over ranks.
         others: Raise an error that names the argument to use.
 
     Raises:
@@ -193,7 +195,7 @@ class autocast(ContextDecorator):
             if not supported:
                 raise RuntimeError(f"{type(state.recipe).__name__} cannot run here: {reason}")
         traced = _is_compiling()
-        holder = _thread.holder if traced else here_in_eager_mode()
+        holder = _thread.holder if traced else eager_thread_state()
         self._outer = holder.state
         if state.enabled:
             if holder.enabled_blocks == 0:
@@ -208,7 +210,7 @@ class autocast(ContextDecorator):
         assert outer is not None, "left without having been entered"
         self._outer = None
         traced = _is_compiling()
-        holder = _thread.holder if traced else here_in_eager_mode()
+        holder = _thread.holder if traced else eager_thread_state()
         state, holder.state = self.state, outer
         if state.enabled:
             holder.enabled_blocks -= 1

@@ -106,12 +106,12 @@ def _amax_and_scale_update(
 
 
 _ROLLS = "NVTE_UNFUSED_FP8_UPDATE"
-_asked = env.watch(_ROLLS)
+_requested = env.watch(_ROLLS)
 
 
 @constant_while_tracing
 def _rolls_idle_histories() -> bool:
-    return _asked() is not None and env.flag(_ROLLS)
+    return _requested() is not None and env.flag(_ROLLS)
 
 
 def update_scales(
@@ -144,6 +144,20 @@ def update_scales(
     advance_scales(histories, scales, algorithm, float(fp8_max), recipe.margin, keep_idle)
 
 
+def reduction_group(recipe: DelayedScaling, group: dist_group_type | None) -> dist_group_type | None:
+    """Return the process group over which a scale update takes maxima, or None without a reduction.
+
+    Args:
+        recipe: The recipe. With reduce_amax=False nothing is reduced.
+        group: amax_reduction_group of `autocast`. None means all ranks, as soon as torch.distributed is initialized.
+    """
+    if not recipe.reduce_amax:
+        return None
+    if group is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.group.WORLD if torch.distributed.get_world_size() > 1 else None
+    return group
+
+
 def update_states(
     states: Sequence[Any],
     forward: bool,
@@ -151,14 +165,14 @@ def update_states(
     group: dist_group_type | None,
     gaps: Sequence[int] = (),
 ) -> None:
-    """Bring states of one direction and recipe one step forward, reduced over group where the recipe asks for it."""
+    """Advance states of one direction and recipe by one step, with maxima over `reduction_group(recipe, group)`."""
     largest = recipe.fp8_format.value
     update_scales(
         [state.amax_history for state in states],
         [state.scale_in_place for state in states],
         largest.max_fwd if forward else largest.max_bwd,
         recipe,
-        group if recipe.reduce_amax else None,
+        reduction_group(recipe, group),
         gaps,
     )
 
@@ -177,9 +191,13 @@ class Pool:
         self.forward = forward
         self.recipe = recipe
         self.group = group
-        self.reduces = group is not None and recipe.reduce_amax
         self.members: list[_Member] = []  # replaced as a whole, so that iteration needs no lock
         self.device: torch.device | None = None
+
+    @property
+    def reduces(self) -> bool:
+        """Whether an update takes maxima over a process group."""
+        return reduction_group(self.recipe, self.group) is not None
 
     @property
     def states(self) -> list[Any]:
@@ -209,7 +227,8 @@ class Pool:
         if len(states) > 0:
             update_states(states, self.forward, self.recipe, self.group, gaps if self.reduces else ())
         elif self.reduces and not torch.compiler.is_compiling():
-            _reduce([torch.zeros(1, gaps[0], device=self.device)], self.group)  # pyright: ignore[reportArgumentType]
+            group = reduction_group(self.recipe, self.group)
+            _reduce([torch.zeros(1, gaps[0], device=self.device)], group)  # pyright: ignore[reportArgumentType]
         if not torch.compiler.is_compiling():
             with _lock:
                 self.tidy()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.recipe import CustomRecipe, DelayedScaling, Format, Recipe, revision_of, still_says
+from ...common.recipe import CustomRecipe, DelayedScaling, Format, Recipe, is_unchanged, revision_of
 from ..constants import DType
 from ..runtime.device import canonical_device
 from ..runtime.tracing import export_mode
@@ -89,12 +89,17 @@ class RecipeState:
         roles: Sequence[QuantizerRole | None] | None = None,
         **place: Any,
     ) -> RecipeState:
-        """Return previous while it matches the recipe, otherwise a state that continues its scales and histories.
+        """Return previous if recipe and device are the same, else a state that continues its scales and histories.
 
         place: mode and device, as of `create`.
         """
         as_many = previous is not None and previous.num_quantizers == num_quantizers
-        if previous is not None and as_many and still_says(previous.recipe, previous.revision, recipe):
+        if (
+            previous is not None
+            and as_many
+            and previous.device == canonical_device(place.get("device"))
+            and is_unchanged(previous.recipe, previous.revision, recipe)
+        ):
             previous.roles = roles
             return previous
         state = RecipeState.create(recipe, num_quantizers=num_quantizers, roles=roles, **place)

@@ -1,7 +1,7 @@
 """available(format) = the hardware computes it, or emulation is on; every check also returns a reason.
 
 Emulation computes a format that the hardware lacks with the reference maths. It is on where there is no GPU,
-and elsewhere by `TE_EMULATE=1` or `emulate()`: a GPU never claims a format it lacks unless it was asked to.
+and elsewhere by `TE_EMULATE=1` or `emulate()`: no GPU claims a format that it lacks without either.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Switch:
 
 
 _switch = _Switch()
-_asked = env.watch("TE_EMULATE")
+_requested = env.watch("TE_EMULATE")
 
 
 class emulate:
@@ -69,8 +69,8 @@ class emulate:
 
 @constant_while_tracing
 def _emulates_by_default() -> bool:
-    asked = None if _asked() is None else env.get("TE_EMULATE")
-    return not has_cuda() if asked is None else bool(asked)
+    requested = None if _requested() is None else env.get("TE_EMULATE")
+    return not has_cuda() if requested is None else bool(requested)
 
 
 def is_emulating() -> bool:

@@ -45,7 +45,7 @@ def applier(function: type[Function]) -> Callable[..., Any]:
     return apply
 
 
-def keep_backward_here() -> None:
+def run_backward_on_calling_thread() -> None:
     """Run the backward passes of the calling thread on this thread, unless it may feed several GPUs.
 
     Applies if one GPU is visible or a process group is initialized (one process per GPU), and

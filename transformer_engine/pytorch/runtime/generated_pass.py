@@ -19,7 +19,7 @@ from torch import Tensor
 from ...common.formats import round_up
 from ...common.kernels.launch import ALIGNMENT, Handle, starter
 from .device import only_device
-from .symbols import Called, Form, Instructions, Made, Multiplied, NotListed, Numbers, Started, Symbol
+from .symbols import Allocated, Called, Form, Instructions, Multiplied, NotListed, Numbers, Started, Symbol
 from .zeros import numbers
 
 # An allocation takes 3.3 us on an H200's host, a launch 5 us. Larger passes wait for the GPU, and for memory.
@@ -65,7 +65,7 @@ class _Writer:
         for number, step in enumerate(instructions.steps):
             self.last.update((buffer, number) for buffer in _read(step) if buffer not in returned)
         # Each buffer is allocated in the form of the result, if it is returned in one form.
-        made = {step.buffer: step.form for step in instructions.steps if isinstance(step, Made)}
+        made = {step.buffer: step.form for step in instructions.steps if isinstance(step, Allocated)}
         wanted: dict[int, set[Form]] = {}
         for result in self.results:
             if result is not None:
@@ -80,7 +80,7 @@ class _Writer:
         lives = [
             Life(step.buffer, number, self.last[step.buffer], _elements(step.form) * step.form.dtype.itemsize)
             for number, step in enumerate(self.instructions.steps)
-            if isinstance(step, Made) and step.buffer in self.last
+            if isinstance(step, Allocated) and step.buffer in self.last
         ]
         small = [life for life in lives if life.bytes <= _SMALL // 4]
         planned = plan_scratch(small)
@@ -95,7 +95,7 @@ class _Writer:
         for number, step in enumerate(self.instructions.steps):
             body += [*self._written(step), *deleted.get(number, ())]
         given = [f"b{i}" for i in range(self.given)]
-        answers = ", ".join([self._answer(result) for result in self.results])
+        answers = ", ".join([self._return_value(result) for result in self.results])
         here = [i for i in range(self.given) if self.instructions.forms[i] is not None]
         source = "\n    ".join(
             [
@@ -162,9 +162,9 @@ class _Writer:
         return lines + [f"p{buffer} = b{buffer}.data_ptr()" for buffer in buffers]
 
     def _written(self, step: Any) -> list[str]:
-        if isinstance(step, Made) and step.buffer in self.scratch.offsets:
+        if isinstance(step, Allocated) and step.buffer in self.scratch.offsets:
             return [f"p{step.buffer} = of_scratch + {self.scratch.offsets[step.buffer]}"]
-        if isinstance(step, Made):
+        if isinstance(step, Allocated):
             shape, strides, dtype = self.forms[step.buffer]
             value = f"empty({shape}, {strides}, dtype={self._name(dtype)}, device=device)"
             return [f"b{step.buffer} = {value}", f"p{step.buffer} = b{step.buffer}.data_ptr()"]
@@ -209,7 +209,7 @@ class _Writer:
     def _address(self, buffer: int | None) -> str:
         return "None" if buffer is None else f"p{buffer}"
 
-    def _answer(self, result: Result | None) -> str:
+    def _return_value(self, result: Result | None) -> str:
         if result is None:
             return "None"
         buffer, form = result

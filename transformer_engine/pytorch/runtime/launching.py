@@ -153,10 +153,10 @@ def _planned(program: Program, device: torch.device) -> _Planned:
     zeroed: list[bool] = []
     # By a program's index of an output: that of the caller's or an allocated buffer or, from -1 down, of a number.
     outputs: list[int] = []
-    for (launch, _), caller_made in zip(steps, program.caller_made, strict=True):
+    for (launch, _), caller_allocated in zip(steps, program.caller_allocated, strict=True):
         for place, output in enumerate(launch.outputs):
-            if output is None or (caller_made and caller_made[place]):
-                outputs.append(caller_made[place] if caller_made else 0)
+            if output is None or (caller_allocated and caller_allocated[place]):
+                outputs.append(caller_allocated[place] if caller_allocated else 0)
             elif output.shape == (1,) and output.dtype == "float32" and output.begins in (None, 0.0):
                 zeroed.append(output.begins is not None)
                 outputs.append(-len(zeroed))

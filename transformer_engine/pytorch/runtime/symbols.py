@@ -40,7 +40,7 @@ class Form(NamedTuple):
         return Form(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
-class Made(NamedTuple):
+class Allocated(NamedTuple):
     """An instruction that allocates a buffer of a form."""
 
     buffer: int
@@ -78,7 +78,7 @@ class Multiplied(NamedTuple):
     pointers: tuple[int | None, ...]
 
 
-Instruction = Made | Called | Numbers | Started | Multiplied
+Instruction = Allocated | Called | Numbers | Started | Multiplied
 
 
 class Instructions:
@@ -139,7 +139,7 @@ class Instructions:
     def made(self, form: Form) -> Symbol:
         """Append an allocation; return its symbol."""
         symbol = self._new(form)
-        self.steps.append(Made(symbol.buffer, form))
+        self.steps.append(Allocated(symbol.buffer, form))
         return symbol
 
     def make(self, maker: Callable[[], Tensor]) -> Symbol:

@@ -118,10 +118,10 @@ def _handles(*operations: Any) -> Callable[[_Handler], _Handler]:
 @_handles(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def _alias(tensor: Any) -> Any:
     """Share the payload and copy user attributes: a module's conversion replaces a parameter by its detached alias."""
-    return same_place(tensor, _carried(tensor, _view_like(tensor, tensor.as_storage())))
+    return same_place(tensor, _with_attributes(tensor, _view_like(tensor, tensor.as_storage())))
 
 
-def _carried(tensor: Any, result: Any) -> Any:
+def _with_attributes(tensor: Any, result: Any) -> Any:
     for name, value in attributes(tensor).items():
         if isinstance(value, MethodType) and value.__self__ is tensor:
             value = MethodType(value.__func__, result)
@@ -157,7 +157,7 @@ def _to_copy(
         storage = storage.mapped(Tensor.pin_memory)
     if dtype is not None:
         storage._dtype = dtype
-    copy = _carried(tensor, like(tensor, storage))
+    copy = _with_attributes(tensor, like(tensor, storage))
     vars(copy).pop(DerivedTensors.NAME, None)  # its memory is its own
     return copy
 

@@ -78,7 +78,7 @@ class ReducesMaximum:
         together.with_amax_reduction, together.amax_reduction_group = True, group
         return together
 
-    def over_the_group(self, maxima: torch.Tensor) -> torch.Tensor:
+    def reduce_amax(self, maxima: torch.Tensor) -> torch.Tensor:
         """The maxima of this rank's shard, replaced by those of the group."""
         torch.distributed.all_reduce(
             maxima, op=torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group

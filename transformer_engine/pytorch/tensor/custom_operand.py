@@ -63,7 +63,7 @@ class CustomOperand(OwnedOperand):
         halves = _halves(self.made, ROWS if self.columnwise else COLS)
         return halves.data, halves.scale
 
-    def take_apart(self) -> tuple[list[Tensor | None], Callable[[list[Tensor | None]], tuple[Any, int]]]:
+    def split_tensors(self) -> tuple[list[Tensor | None], Callable[[list[Tensor | None]], tuple[Any, int]]]:
         """Return (tensors for save_for_backward, function that rebuilds the operand and returns how many it used)."""
         axis = ROWS if self.columnwise else COLS
         tensors, emptied = self.made.prepare_for_saving()

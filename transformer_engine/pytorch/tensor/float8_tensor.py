@@ -217,7 +217,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         if noop_flag is None and not torch.compiler.is_compiling():
             quantized = quantize(plain_matrix(tensor), spec, multiplier=scale, record=self.amax.view(1))
             if self.amax_reduction_group is not None:
-                self._agree_on_amax()
+                self._reduce_amax()
             return self._packed(quantized, tensor.shape, tensor.dtype)
         quantized = quantize(plain_matrix(tensor), spec, multiplier=scale)
         assert quantized.amax is not None
@@ -231,7 +231,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         spec = _spec(self.dtype, rowwise, columnwise)
         quantized = quantize(matrix, spec, multiplier=scale, record=amax)
         if self.amax_reduction_group is not None:
-            self._agree_on_amax()
+            self._reduce_amax()
         return _operands(quantized, matrix.dtype)
 
     def cast(self, rowwise: bool, columnwise: bool) -> Cast | None:
@@ -265,7 +265,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         together.amax_reduction_group = group
         return together
 
-    def _agree_on_amax(self) -> None:
+    def _reduce_amax(self) -> None:
         torch.distributed.all_reduce(self.amax, torch.distributed.ReduceOp.MAX, self.amax_reduction_group)
 
     def calibrate(self, tensor: Tensor) -> None:
@@ -285,7 +285,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         # `self.amax` is read again: a compiler must see that writes reach the state through its base tensor.
         self.amax.copy_(largest if noop_flag is None else torch.where(noop_flag != 0, recorded, largest))
         if self.amax_reduction_group is not None:
-            self._agree_on_amax()
+            self._reduce_amax()
 
     def _inverse_scale(self, device: torch.device) -> Tensor:
         return self.scale.reshape(1).to(device, torch.float32).reciprocal()
@@ -352,7 +352,7 @@ class Float8CurrentScalingQuantizer(ReducesMaximum, RecordsScale, _PerTensorQuan
         spec = _spec(self.dtype, rowwise, columnwise, self.force_pow_2_scales, self.amax_epsilon)
         amax = None
         if self.with_amax_reduction:
-            amax = self.over_the_group(absolute_maximum(matrix))
+            amax = self.reduce_amax(absolute_maximum(matrix))
         return quantize(matrix, spec, amax=amax)
 
     def cast(self, rowwise: bool, columnwise: bool) -> Cast | None:

@@ -90,7 +90,7 @@ class GroupedTensor(QuantizedTensor, GroupedTensorStorage):
         """Return uninitialized matrices of these shapes, each with the format of the quantizer."""
         num_tensors = to_int("num_tensors", num_tensors, 1)
         if len(shapes) != num_tensors or not shapes:
-            raise ValueError(f"{len(shapes)} shapes for num_tensors={num_tensors}; give one a tensor")
+            raise ValueError(f"{len(shapes)} shapes for num_tensors={num_tensors}; give one per tensor")
         given = [extents("shapes", shape) for shape in shapes]
         dtype = torch.get_default_dtype() if dtype is None else dtype
         values_dtype("dtype", dtype)

@@ -32,10 +32,10 @@ def plain_state_dict(module: nn.Module) -> dict[str, Tensor]:
     plain: dict[str, Tensor] = {}
     for name, value in module.state_dict().items():
         if isinstance(value, QuantizedTensor):
-            told: set[int] = set()
+            seen: set[int] = set()
             for part, held in _parts(value).items():
-                shared = held.data_ptr() in told
-                told.add(held.data_ptr())
+                shared = held.data_ptr() in seen
+                seen.add(held.data_ptr())
                 plain[_BETWEEN.join((name, _kind(value), part))] = (
                     held.clone() if shared else held.contiguous()
                 )

@@ -230,12 +230,12 @@ class NVFP4Quantizer(ReducesMaximum, BlockScalingQuantizer):
         if self.with_amax_reduction:
             # The group's maxima of both directions, each float32 [1], in one reduction. Maxima per row stay the rank's.
             if spec.format.row_scaled:
-                amax_t = self.over_the_group(absolute_maximum(matrix)) if spec.columnwise else None
+                amax_t = self.reduce_amax(absolute_maximum(matrix)) if spec.columnwise else None
             else:
                 columns = matrix
                 if spec.hadamard and spec.columnwise:
                     columns = hadamard_transform(matrix.t().contiguous(), spec.random_sign)
-                maxima = self.over_the_group(torch.cat((absolute_maximum(matrix), absolute_maximum(columns))))
+                maxima = self.reduce_amax(torch.cat((absolute_maximum(matrix), absolute_maximum(columns))))
                 amax, amax_t = maxima[:1], maxima[1:]
         random = None
         if spec.stochastic:

@@ -163,18 +163,22 @@ class Quantizer:
     def _quantize(self, tensor: Tensor, dtype: torch.dtype | None) -> Any:
         if is_compiling():
             with torch.no_grad():
-                return self._made(tensor.detach(), dtype)
+                return self._wrapped(tensor.detach(), dtype)
         grad = is_grad_enabled()
         if not grad:
-            return self._made(tensor.detach() if tensor.requires_grad or self.is_identity else tensor, dtype)
+            return self._wrapped(
+                tensor.detach() if tensor.requires_grad or self.is_identity else tensor, dtype
+            )
         # torch.no_grad() as a context takes as long as the launch of a kernel.
         set_grad_enabled(False)
         try:
-            return self._made(tensor.detach() if tensor.requires_grad or self.is_identity else tensor, dtype)
+            return self._wrapped(
+                tensor.detach() if tensor.requires_grad or self.is_identity else tensor, dtype
+            )
         finally:
             set_grad_enabled(True)
 
-    def _made(self, values: Tensor, dtype: torch.dtype | None) -> Any:
+    def _wrapped(self, values: Tensor, dtype: torch.dtype | None) -> Any:
         """Return the tensor, or bare storage, of values without a gradient."""
         storage = self.encode(values, self.rowwise_usage, self.columnwise_usage)
         if dtype is not None:

@@ -307,7 +307,7 @@ def _mean_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 @BUILDERS.of("adam")
 def _adam(case: Case, device: torch.device) -> Workload:
-    """The step that is one kernel a device, where there is a GPU."""
+    """The step that is one kernel per device, where there is a GPU."""
     fused = device.type == "cuda"
     return stepping(torch.optim.AdamW(parameters_of(case, device), lr=1e-4, fused=fused))
 
@@ -325,13 +325,13 @@ def _compiled(case: Case, device: torch.device) -> Workload | None:
 
 # The library calls of these are opaque to the compiler, as are data-dependent numbers of rows; their figures would be
 # those of the plain rows.
-LEFT_AS_THEY_ARE = ("attention", "grouped_linear", "ops", "permute", "adam", "sgd")
+UNCHANGED_MODULES = ("attention", "grouped_linear", "ops", "permute", "adam", "sgd")
 
 PLAIN = Provider("torch", ("bf16",), BUILDERS, quantizations=("delayed",))
 COMPILED = Provider(
     "torch.compile",
     ("bf16",),
-    {family: _compiled for family in BUILDERS if family not in LEFT_AS_THEY_ARE},
+    {family: _compiled for family in BUILDERS if family not in UNCHANGED_MODULES},
     gpu_only="compiling for a CPU takes longer than its figures are worth",
     quantizations=("delayed",),
 )

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ....common.dispatch import Backend
-from ...manual_axes import varying_alike
+from ...manual_axes import align_manual_axes
 from ..kernels import call as call_kernel
 from ..launching import unsupported_on
 from .enums import AttnBiasType, AttnMaskType
@@ -100,7 +100,7 @@ def run(call: AttentionOperands, request: AttentionRequest) -> Array:
         None if call.draw is None else call.draw(),
         None if call.draw is None else jnp.arange(call.query.shape[0], dtype=jnp.int32),
     )
-    return attend(options, *varying_alike(call.query, call.key, call.value, given))
+    return attend(options, *align_manual_axes(call.query, call.key, call.value, given))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -172,7 +172,7 @@ def unsupported_reason(request: GemmRequest) -> str | None:
     if formats != (FLOAT8, FLOAT8) and formats not in _BLOCK_FORMATS:
         return "it takes one scale per tensor, or 1x128 blocks times 128x128 or 1x128 blocks"
     if formats == (FLOAT8, FLOAT8) and is_triton_off():
-        return "one scale a tensor, which XLA hands to cuBLASLt"
+        return "one scale per tensor, which XLA hands to cuBLASLt"
     if request.n % 16 or request.k % 16:
         return f"N={request.n} or K={request.k} is not a multiple of 16"
     if 0 in (request.m, request.n, request.k):

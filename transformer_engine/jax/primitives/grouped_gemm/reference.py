@@ -14,7 +14,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ....common.dispatch import Backend
-from ...manual_axes import varying_alike
+from ...manual_axes import align_manual_axes
 from ..kernels import batched_in_turn, result_like, run_compiled
 
 # Scales of the codes of both operands, one per group; None for values.
@@ -93,7 +93,7 @@ _contraction = Primitive("transformer_engine_grouped_contraction")  # [M, K], [M
 def _product(primitive: Primitive, a: Array, b: Array, group_sizes: Array) -> Array:
     """Return the product in float32; the operands have two dtypes if one is a cotangent."""
     dtype = jnp.promote_types(a.dtype, b.dtype)
-    return primitive.bind(*varying_alike(a.astype(dtype), b.astype(dtype), group_sizes))
+    return primitive.bind(*align_manual_axes(a.astype(dtype), b.astype(dtype), group_sizes))
 
 
 def _define(

@@ -114,7 +114,7 @@ def decoded(operand: Operand) -> Array:
     form, codes, scale = operand.format, operand.codes, operand.scale
     assert form is not None and scale is not None
     if form.block is not None:
-        shape, axis = tiles.cut_apart(codes.shape, operand.axis, form.block)
+        shape, axis = tiles.split_axes(codes.shape, operand.axis, form.block)
         scale = scale.reshape(tiles.counts(shape, axis, form.block))
         operand = replace(operand, codes=codes.reshape(shape), axis=axis)
     return FORMATS[form.name].dequantize(operand, scale).reshape(codes.shape)
@@ -131,7 +131,7 @@ def _check(
         raise TypeError(f"x is {described(x)}; quantize takes float32, bfloat16 and float16, cast it")
     if multiplier is not None and spec.format.block is not None:
         raise ValueError(
-            f"a multiplier was given for format {spec.format.name}, which makes one a block; give none, or use FLOAT8"
+            f"a multiplier was given for format {spec.format.name}, which has one per block; give none, or use FLOAT8"
         )
     rows, depth = matrix_shape(x.shape, axis)
     if (check := FORMATS[spec.format.name].check) is not None:

@@ -24,7 +24,7 @@ def run(x: Array, given: QuantizeInputs, spec: QuantizeSpec, axis: int = 1) -> Q
         assert spec.tile is not None
         down, along = spec.tile
         # The tile of the columnwise codes is the transposed one.
-        kept, at = tiles.cut_apart(x.shape, axis, (max(down, along) if spec.columnwise else down, along))
+        kept, at = tiles.split_axes(x.shape, axis, (max(down, along) if spec.columnwise else down, along))
         return form.quantize(x.reshape(kept), spec, given, at).with_axes(x.shape, axis)
     made = form.quantize(x, replace(spec, rowwise=True, columnwise=False), given, axis)
     assert made.codes is not None

@@ -21,7 +21,7 @@ from ..operand import matrix_shape
 Scales = TypeVar("Scales", Array, tuple[Array, Array])
 
 
-def cut_apart(shape: tuple[int, ...], axis: int, tile: tuple[int, int]) -> tuple[tuple[int, ...], int]:
+def split_axes(shape: tuple[int, ...], axis: int, tile: tuple[int, int]) -> tuple[tuple[int, ...], int]:
     """Return the axes [*R, *K] that are split into tiles, and where K begins.
 
     The axes of one side are merged if a tile would cover elements of two of them.

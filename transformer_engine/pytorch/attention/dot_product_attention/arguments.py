@@ -52,10 +52,10 @@ def unpacked(
         ValueError: A tensor is missing, or given twice.
     """
     if qkv is not None:
-        _given_once("qkv_layer", query_layer=q, key_layer=k, value_layer=v, kv_layer=kv)
+        _reject_second_form("qkv_layer", query_layer=q, key_layer=k, value_layer=v, kv_layer=kv)
         q, k, v = _parts("qkv_layer", qkv, 3, axis)
     elif kv is not None:
-        _given_once("kv_layer", key_layer=k, value_layer=v)
+        _reject_second_form("kv_layer", key_layer=k, value_layer=v)
         k, v = _parts("kv_layer", kv, 2, axis)
     if q is None or k is None or v is None:
         missing = [
@@ -70,7 +70,7 @@ def unpacked(
     return q, k, v
 
 
-def _given_once(packed: str, **others: Tensor | None) -> None:
+def _reject_second_form(packed: str, **others: Tensor | None) -> None:
     for name, tensor in others.items():
         if tensor is not None:
             raise ValueError(

@@ -14,7 +14,7 @@ from ...primitives.attention import mask as masks
 from ...primitives.attention.call import QKV_FORMATS, AttentionCall
 from ...runtime.tracing import export_mode
 from .arguments import check_bias, check_cache, check_tensors, one_of
-from .sequences import Cached, Sequences, cached_sequences, given_sequences, unknown_sequences
+from .sequences import Cached, Sequences, cached_sequences, parse_sequences, unknown_sequences
 from .settings import AttentionArguments, AttentionConfig, TensorFacts, is_tensor
 
 
@@ -55,7 +55,7 @@ def describe_sequences(
         return mask, cached_sequences(q, tensor_format, a.max_seqlen_q, cached)
     if a.inference_params is not None:
         return mask, unknown_sequences(q, tensor_format)
-    return mask, given_sequences(q, k, tensor_format, mask, config.attention_type, a, same_lengths)
+    return mask, parse_sequences(q, k, tensor_format, mask, config.attention_type, a, same_lengths)
 
 
 def describe_call(

@@ -12,7 +12,7 @@ from torch import Tensor
 from ....common.memory import Memory
 from ....common.numbers import to_bool
 from ...distributed.tensor_parallel import set_tensor_model_parallel_attributes
-from ...functions.attention.autograd import Attending, AttentionExecution, Projection, apart, attend
+from ...functions.attention.autograd import Attending, AttentionExecution, Projection, attend, without_aliases
 from ...functions.attention.context_parallel.attention import ContextParallelAttention
 from ...functions.attention.context_parallel.fp8 import FP8ContextAttention
 from ...functions.attention.context_parallel.groups import context_groups
@@ -25,13 +25,13 @@ from ...module.parameters import ParameterInit
 from ...primitives.attention import mask as masks
 from ...primitives.attention.call import AttentionInputs
 from ...quantization import QuantizerRole
-from ...quantization.autocast import current, here_in_eager_mode
+from ...quantization.autocast import current, eager_thread_state
 from ...runtime.device import canonical_device, is_meta
 from ...runtime.tracing import export_mode
 from ...runtime.warn_once import warn_once
 from ..inference import InferenceParams
 from .arguments import RULES, accept_older_state, check_heads, unpacked
-from .fp8_recipe import attention_recipe, backward_asked_for, scaling_of
+from .fp8_recipe import attention_recipe, requested_backward, scaling_of
 from .last_choice import last_choice as _attention_backends
 from .plan import MAX_PLANS, PLAIN, AttentionPlan, CheckedArguments, check_arguments, plan_of, prepare
 from .score_mod import bound_score_mod
@@ -347,9 +347,9 @@ class DotProductAttention(TransformerEngineBaseModule):
         if tracing:
             state = current()
             if call.needs_gradient:
-                inputs = apart(inputs)
+                inputs = without_aliases(inputs)
         else:
-            state = here_in_eager_mode().state
+            state = eager_thread_state().state
             before = self.numerics.state_without_gradients
             if before is not state and (before is not None or not torch.is_grad_enabled()):
                 self.check_repetition(state)
@@ -359,6 +359,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             else None
         )
         if recipe is not None:
+            if not tracing:
+                self.follow_device(inputs.q.device)
             shared = isinstance(backend, ContextParallelAttention)
             of_rank = backend.inner_call if shared else call
             scaling = scaling_of(recipe, self._config.context)
@@ -372,12 +374,12 @@ class DotProductAttention(TransformerEngineBaseModule):
                 scaling,
                 AttentionQuantizers.of(*products),
                 self.fp8_meta["scaling_fwd"] if direct else None,
-                choose_fp8(of_rank, scaling, backward_asked_for(bf16_backward)),
+                choose_fp8(of_rank, scaling, requested_backward(bf16_backward)),
                 bool(fp8_output),
                 self._scale_update(state, of_rank.needs_gradient),
             )
             if shared:
-                attending = FP8ContextAttention(backend, fp8, backward_asked_for(bf16_backward))
+                attending = FP8ContextAttention(backend, fp8, requested_backward(bf16_backward))
             if recompute:
                 attending = RecomputedFP8Attention(attending)
             if not tracing:

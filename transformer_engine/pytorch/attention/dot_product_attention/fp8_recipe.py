@@ -45,8 +45,8 @@ _VARIABLES = (
     "NVTE_DPA_FP8DS_AMAX_ALGO",
     "NVTE_DPA_FP8DS_REDUCE_AMAX",
 )
-_asked_for = env.watch(_VARIABLES[0])
-_backward_asked_for = env.watch("NVTE_FP8_DPA_BWD")
+_requested_recipe = env.watch(_VARIABLES[0])
+_requested_backward = env.watch("NVTE_FP8_DPA_BWD")
 _RECIPES: Memory[tuple[str | None, ...], Recipe | None] = Memory(_from_environment, 64)
 
 
@@ -54,7 +54,7 @@ def attention_recipe(recipe: Recipe | None) -> Recipe | None:
     """Return the recipe of an attention under a recipe of its layers; None without FP8 attention."""
     if recipe is None:
         return None
-    if _asked_for() is not None and env.get(_VARIABLES[0]):
+    if _requested_recipe() is not None and env.get(_VARIABLES[0]):
         recipe = _RECIPES[env.texts(_VARIABLES)]
     # A recipe of a caller may lack the two fields.
     if getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False):
@@ -93,11 +93,11 @@ def projects_codes(projection: Linear | LayerNormLinear, state: AutocastState, x
     return True
 
 
-def backward_asked_for(bf16_backward: bool | None) -> Any:
+def requested_backward(bf16_backward: bool | None) -> Any:
     """Return the requested backward pass: False for high precision, True for FP8, None for the faster one."""
     if bf16_backward:
         return False
-    return None if _backward_asked_for() is None else env.get("NVTE_FP8_DPA_BWD")
+    return None if _requested_backward() is None else env.get("NVTE_FP8_DPA_BWD")
 
 
 def scaling_of(recipe: Recipe, context: ContextGroups | None = None) -> str:

@@ -26,7 +26,7 @@ from ...primitives.attention.operators import choose_when_exported, choose_when_
 from ...primitives.attention.passes import Bound
 from ...primitives.attention.visible import default_slopes
 from ...runtime import checks
-from ...runtime.autograd import keep_backward_here
+from ...runtime.autograd import run_backward_on_calling_thread
 from ...runtime.tracing import export_mode, in_eager_mode
 from ..inference import CachedKeysValues
 from .arguments import check_cache, check_tensors, settled, sink_of
@@ -34,7 +34,7 @@ from .describe import describe_call, describe_sequences, mask_name
 from .last_choice import last_choice
 from .sequences import Cached, Sequences, are_same, cached_tensors, demand_lengths, longest_of, tensors_of
 from .settings import (
-    NOTHING_GIVEN,
+    NO_ARGUMENTS,
     AttentionArguments,
     AttentionConfig,
     TensorFacts,
@@ -98,7 +98,7 @@ class PlanKey(NamedTuple):
     def described(self) -> tuple[AttentionCall, Sequences]:
         """Return the call and its sequences, after every check."""
         if self.given is None:
-            a = NOTHING_GIVEN._replace(qkv_format=self.qkv_format, attn_mask_type=self.attn_mask_type)
+            a = NO_ARGUMENTS._replace(qkv_format=self.qkv_format, attn_mask_type=self.attn_mask_type)
         else:
             a = described_arguments(self.given)
         qkv = (
@@ -121,7 +121,7 @@ def plan_of(key: Key) -> AttentionPlan:
     backend = choose(call) if context is None else choose_context_parallel(call, context)
     plan = AttentionPlan(call, backend, sequences, key[_TENSORS:])
     if call.device_type == "cuda":
-        keep_backward_here()
+        run_backward_on_calling_thread()
     return plan
 
 
@@ -151,7 +151,7 @@ class CheckedArguments(NamedTuple):
     sequences: Sequences | None = None
 
 
-PLAIN = CheckedArguments(NOTHING_GIVEN)
+PLAIN = CheckedArguments(NO_ARGUMENTS)
 
 
 def check_arguments(
@@ -289,7 +289,7 @@ def prepare(
         k = k.contiguous()
     if v.stride(-1) != 1:
         v = v.contiguous()
-    if memory is not None and a is NOTHING_GIVEN:
+    if memory is not None and a is NO_ARGUMENTS:
         return plan, AttentionInputs(q, k, v) if sink is None else AttentionInputs(q, k, v, sink=sink), None
     if upcoming is not None:
         lengths = cached_tensors(upcoming, plan.sequences.queries.tokens is not None)

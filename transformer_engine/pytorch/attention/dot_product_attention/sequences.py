@@ -70,7 +70,7 @@ class SequenceTensors(NamedTuple):
 NO_TENSORS = SequenceTensors()
 
 
-def given_sequences(
+def parse_sequences(
     q: Any, k: Any, tensor_format: str, mask: Mask, attention_type: str, a: AttentionArguments, same: bool
 ) -> Sequences:
     """Return the sequences that the arguments of an attention describe; arguments may be descriptions of tensors.

@@ -110,18 +110,18 @@ class AttentionArguments(NamedTuple):
         return dict(zip(self._fields[:_OF_LAYERS], self, strict=False))
 
 
-NOTHING_GIVEN = AttentionArguments()
+NO_ARGUMENTS = AttentionArguments()
 # The first fields of AttentionArguments are tensors; the last ones are not arguments of attention layers.
 _TENSORS, _CACHE = 7, 7
 _OF_LAYERS = AttentionArguments._fields.index("qkv_format")
 
 
-def given_arguments(*fields: Any) -> AttentionArguments:
-    """Pack the first fields of AttentionArguments; NOTHING_GIVEN if all have their defaults."""
-    for given, default in zip(fields, NOTHING_GIVEN, strict=False):
+def pack_arguments(*fields: Any) -> AttentionArguments:
+    """Pack the first fields of AttentionArguments; NO_ARGUMENTS if all have their defaults."""
+    for given, default in zip(fields, NO_ARGUMENTS, strict=False):
         if given is not default:
             return AttentionArguments(*fields)
-    return NOTHING_GIVEN
+    return NO_ARGUMENTS
 
 
 def facts_of(a: AttentionArguments) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ from ...primitives.attention import reference
 from ...primitives.attention.call import Attended, AttentionCall, AttentionInputs, AttentionResult, Gradients
 from ...primitives.attention.choose import passes_of
 from ...primitives.attention.operators import BIAS, SINK, as_traced
-from ...primitives.attention.passes import Bound, Passes, Whole, passes_apart
+from ...primitives.attention.passes import Bound, Differentiable, Passes, separate_passes
 from ...runtime.autograd import applier
 from ...runtime.double_backward import is_recorded, once_differentiable, replayed
 from ..saving import take_saved
@@ -77,7 +77,7 @@ def attention_backward(call: AttentionCall, saved: SavedAttention, grad_output: 
     return passes.backward(call, inputs, attended, grad_output.contiguous().view(shape))
 
 
-def apart(inputs: AttentionInputs) -> AttentionInputs:
+def without_aliases(inputs: AttentionInputs) -> AttentionInputs:
     """Return the tensors with views for repeated ones: Dynamo traces no autograd function with a repeated tensor."""
     tensors: list[Tensor | None] = []
     for x in inputs:
@@ -133,7 +133,7 @@ def attend(
         execution: Random state and recomputation; None for neither.
     """
     if projection is not None:
-        passes = passes_apart(backend, call, inputs) if execution is None else None
+        passes = separate_passes(backend, call, inputs) if execution is None else None
         if passes is not None:
             x, interleaved = projection
             others = inputs[_QKV:]
@@ -161,7 +161,7 @@ def attend(
         )
     if type(backend) is Passes and call.needs_gradient:
         return AttentionResult(*_CoreAttention.apply(backend, call, *inputs))
-    return backend.run(call, inputs) if type(backend) is Whole else backend(call, inputs)
+    return backend.run(call, inputs) if type(backend) is Differentiable else backend(call, inputs)
 
 
 class _CoreAttention(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Choice of the FP8 attention of a call, where a recipe asks for it: fp8_dpa, or fp8_mha with the output in FP8 too.
+"""Choice of the forward and the backward pass of an FP8 attention (fp8_dpa, or fp8_mha with an FP8 output).
 
 The passes are chosen separately. On Hopper the FP8 backward pass is slower than the one in 16 bits (H200, batch 2, 8192
 tokens, 32 query and 8 key heads of 128, causal: 7.5 ms and 5.0 ms), so that it runs only if NVTE_FP8_DPA_BWD=1.
@@ -37,12 +37,12 @@ class BackwardRequest(NamedTuple):
     Attributes:
         call: The attention, with `fp8` set.
         forward: Backend of the forward pass.
-        asked: True for FP8, False for high precision, None for the faster one.
+        requested: True for FP8, False for high precision, None for the faster one.
     """
 
     call: AttentionCall
     forward: str
-    asked: bool | None
+    requested: bool | None
 
     @property
     def features(self) -> tuple[Feature, ...]:
@@ -52,7 +52,7 @@ class BackwardRequest(NamedTuple):
 
 def _unsupported_cudnn_forward(call: AttentionCall) -> str | None:
     if call.fp8 == "block":
-        return "the recipe scales blocks; it takes one scale a tensor"
+        return "the recipe scales blocks; it takes one scale per tensor"
     return cudnn_fp8.unsupported_reason(call)
 
 
@@ -73,19 +73,19 @@ FORWARD: Table[AttentionCall] = Table(
 
 
 def _unsupported_cudnn_backward(request: BackwardRequest) -> str | None:
-    if request.asked is False:
+    if request.requested is False:
         return "high precision is asked for (NVTE_FP8_DPA_BWD=0, or bf16_backward)"
     if request.forward != "cudnn":
         return f"the forward pass is {request.forward!r}"
     if request.call.fp8 != "delayed":
         return "it needs the scale of dP before dP; only delayed scaling has one"
-    if request.asked is None:
+    if request.requested is None:
         return "slower than 16 bits on compute capability 9.0; NVTE_FP8_DPA_BWD=1 asks for it"
     return cudnn_fp8.unsupported_backward(request.call)
 
 
 def _unsupported_high_precision(request: BackwardRequest) -> str | None:
-    return "NVTE_FP8_DPA_BWD=1 asks for FP8" if request.asked else None
+    return "NVTE_FP8_DPA_BWD=1 asks for FP8" if request.requested else None
 
 
 def high_precision(
@@ -125,26 +125,26 @@ BACKWARD: Table[BackwardRequest] = Table(
 PassesKey = tuple[AttentionCall, str, bool | None]
 
 
-def choose_fp8(call: AttentionCall, scaling: str, asked: bool | None) -> FP8Passes:
-    """Return both passes of a call, cached; asked: see `BackwardRequest`."""
+def choose_fp8(call: AttentionCall, scaling: str, requested: bool | None) -> FP8Passes:
+    """Return both passes of a call, cached; requested: see `BackwardRequest`."""
     if torch.compiler.is_compiling():
         # Emulation, which a tracing compiler sees through; cuDNN's FP8 kernels write the state in place.
         plain = passes_when_traced(call)
-        if asked:
+        if requested:
             return FP8Passes(fp8_emulation.forward, fp8_emulation.backward, plain, False)
         return FP8Passes(fp8_emulation.forward, high_precision, plain, True)
-    key = (call, scaling, asked)
+    key = (call, scaling, requested)
     return _PASSES[key] if undisturbed() else _chosen_passes(key)
 
 
 def _chosen_passes(key: PassesKey) -> FP8Passes:
-    call, scaling, asked = key
+    call, scaling, requested = key
     in_fp8 = replace(call, fp8=scaling)
     forward: Any = FORWARD.bind(in_fp8)
     backward: Any = high_precision
     by_cudnn = forward is fp8_cudnn.forward
     if call.needs_gradient:
-        backward = BACKWARD.bind(BackwardRequest(in_fp8, "cudnn" if by_cudnn else "emulated", asked))
+        backward = BACKWARD.bind(BackwardRequest(in_fp8, "cudnn" if by_cudnn else "emulated", requested))
     plain = None
     if by_cudnn and cudnn.BACKEND.rejection_reason(call) is None:
         # After cuDNN's FP8 kernel its own 16-bit backward, whose statistics are the same.

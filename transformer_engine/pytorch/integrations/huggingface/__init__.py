@@ -23,4 +23,4 @@ __all__ = [
     "revert_hf",
 ]
 
-absent.answer_in(__name__)
+absent.install_getters(__name__)

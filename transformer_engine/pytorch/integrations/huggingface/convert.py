@@ -41,7 +41,7 @@ from .convertible import (
     unfilled,
 )
 from .fused_attention import SET_BY_CALLERS, FusedAttention
-from .hooks import drop_hooks, enter_recipe, give_angles, give_cosines, leave_recipe, renew_recorders
+from .hooks import drop_hooks, enter_recipe, leave_recipe, renew_recorders, return_angles, return_cosines
 from .interface import NAME, register_te_attention
 from .layer_names import LayerNames, LoadsTheirNames, SavesTheirNames
 
@@ -134,7 +134,7 @@ def revert_hf(model: M) -> M:
         norm, stock = decoder.norm, decoder.layers[0].input_layernorm
         decoder.norm = type(stock)(norm.weight.shape[0], eps=norm.eps).train(norm.training)
         decoder.norm.weight = norm.weight
-        give_cosines(decoder.rotary_emb)
+        return_cosines(decoder.rotary_emb)
         leave_recipe(decoder)
         if decoder.config._attn_implementation == NAME:
             decoder.set_attn_implementation(decoder.converted.attention)
@@ -161,7 +161,7 @@ def _convert(decoder: Any, config: DecoderConfig, recipe: Recipe | None) -> None
     )
     decoder.norm = made.train(norm.training)
     decoder.norm.weight = norm.weight
-    give_angles(decoder.rotary_emb)
+    return_angles(decoder.rotary_emb)
     enter_recipe(decoder, recipe)
     decoder.converted = Converted(decoder.config._attn_implementation)
     decoder.set_attn_implementation(NAME)

@@ -69,14 +69,14 @@ class Turns(NamedTuple):
     scale: float
 
 
-def give_angles(rotary: nn.Module) -> None:
-    """Make a rotary embedding of transformers return Turns, until `give_cosines`."""
+def return_angles(rotary: nn.Module) -> None:
+    """Make a rotary embedding of transformers return Turns, until `return_cosines`."""
     rotary.register_forward_pre_hook(_in_float32, with_kwargs=True)
     rotary.register_forward_hook(_turns)
 
 
-def give_cosines(rotary: nn.Module) -> None:
-    """Undo `give_angles`."""
+def return_cosines(rotary: nn.Module) -> None:
+    """Undo `return_angles`."""
     for number in drop_hooks(rotary._forward_pre_hooks, lambda hook: hook is _in_float32):
         rotary._forward_pre_hooks_with_kwargs.pop(number, None)
     drop_hooks(rotary._forward_hooks, lambda hook: hook is _turns)

@@ -32,7 +32,6 @@ def inject_te_attention(model: torch.nn.Module) -> None:
 
     Args:
         model: Model with attention layers of Hugging Face Transformers.
-        model: Model with attention layers of Hugging Face Transformers.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model={described(model)} is not a torch.nn.Module; give a model, or a layer of one")
@@ -59,7 +58,6 @@ def inject_te_attention_into_module(module: torch.nn.Module) -> bool:
     """Inject into one attention layer; return False for other layers, unknown layouts, and those with attn_module.
 
     Args:
-        module: The attention layer.
         module: The attention layer.
     """
     if hasattr(module, "attn_module"):

@@ -21,7 +21,7 @@ TORCH_SDPA: Function = F.scaled_dot_product_attention
 _lock = threading.Lock()
 
 
-class _Asked(threading.local):
+class _ThreadFunction(threading.local):
     """The function of each thread; None: torch's own."""
 
     function: Function | None = None
@@ -34,11 +34,11 @@ class _Exchanged:
     before: Function = TORCH_SDPA
 
 
-_asked, _exchanged = _Asked(), _Exchanged()
+_of_thread, _exchanged = _ThreadFunction(), _Exchanged()
 
 
-def _of_this_thread(*args: Any, **kwargs: Any) -> Any:
-    return (_asked.function or _exchanged.before)(*args, **kwargs)
+def _dispatch_by_thread(*args: Any, **kwargs: Any) -> Any:
+    return (_of_thread.function or _exchanged.before)(*args, **kwargs)
 
 
 class replaced:
@@ -51,15 +51,15 @@ class replaced:
         with _lock:
             if not _exchanged.inside:
                 _exchanged.before = F.scaled_dot_product_attention
-                F.scaled_dot_product_attention = _of_this_thread
+                F.scaled_dot_product_attention = _dispatch_by_thread
             _exchanged.inside += 1
-        self.outer, _asked.function = _asked.function, self.function
+        self.outer, _of_thread.function = _of_thread.function, self.function
 
     def __exit__(self, *_: object) -> None:
-        _asked.function = self.outer
+        _of_thread.function = self.outer
         with _lock:
             _exchanged.inside -= 1
-            if not _exchanged.inside and F.scaled_dot_product_attention is _of_this_thread:
+            if not _exchanged.inside and F.scaled_dot_product_attention is _dispatch_by_thread:
                 F.scaled_dot_product_attention = _exchanged.before
 
 

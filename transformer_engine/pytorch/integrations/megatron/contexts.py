@@ -61,14 +61,6 @@ class PagedContext:
         size: Features of a head.
         dtype: Dtype of keys and values.
         device: Device of the pool.
-        requests: Number of requests.
-        layers: Number of layers.
-        pages: Number of pages of the pool.
-        page_size: Tokens per page.
-        groups: Number of key heads.
-        size: Features of a head.
-        dtype: Dtype of keys and values.
-        device: Device of the pool.
     """
 
     use_flashinfer_fused_rope = False

@@ -150,9 +150,6 @@ class ModuleSpec:
         module: A class, or a function that constructs a module.
         params: Additional keyword arguments.
         submodules: Passed as the keyword `submodules` unless None.
-        module: A class, or a function that constructs a module.
-        params: Additional keyword arguments.
-        submodules: Passed as the keyword `submodules` unless None.
     """
 
     module: Any
@@ -178,13 +175,6 @@ class PackedSequences:
     """The offsets of the sequences of a packed ("thd") batch, with the names of Megatron's PackedSeqParams.
 
     Args:
-        cu_seqlens_q: Cumulative lengths of the queries, int32 [b + 1].
-        cu_seqlens_kv: Cumulative lengths of the keys, int32 [b + 1].
-        max_seqlen_q: Length of the longest sequence of queries.
-        max_seqlen_kv: Length of the longest sequence of keys.
-        cu_seqlens_q_padded: Offsets of the queries with padding, int32 [b + 1].
-        cu_seqlens_kv_padded: Offsets of the keys with padding, int32 [b + 1].
-        qkv_format: Order of the axes; "thd".
         cu_seqlens_q: Cumulative lengths of the queries, int32 [b + 1].
         cu_seqlens_kv: Cumulative lengths of the keys, int32 [b + 1].
         max_seqlen_q: Length of the longest sequence of queries.
@@ -252,11 +242,6 @@ class SelfAttentionSubmodules:
         linear_proj: Output projection.
         q_layernorm: Norm of the queries, or None.
         k_layernorm: Norm of the keys, or None.
-        linear_qkv: Projection of queries, keys and values.
-        core_attention: Scaled dot-product attention.
-        linear_proj: Output projection.
-        q_layernorm: Norm of the queries, or None.
-        k_layernorm: Norm of the keys, or None.
     """
 
     linear_qkv: Any = None
@@ -271,10 +256,6 @@ class CrossAttentionSubmodules:
     """The submodules of a CrossAttention.
 
     Args:
-        linear_q: Projection of the queries.
-        linear_kv: Projection of the keys and values.
-        core_attention: Scaled dot-product attention.
-        linear_proj: Output projection.
         linear_q: Projection of the queries.
         linear_kv: Projection of the keys and values.
         core_attention: Scaled dot-product attention.

@@ -34,7 +34,6 @@ def cross_attention_submodules(config: Any) -> CrossAttentionSubmodules:
 
     Args:
         config: Settings of the attention.
-        config: Settings of the attention.
     """
     return CrossAttentionSubmodules(ColumnLinear, ColumnLinear, CoreAttention, RowLinear)
 

@@ -15,12 +15,12 @@ from ....common.passes.step import Step
 from ....common.passes.vocabulary import Layer, Named
 from ...distributed.recompute import is_fp8_activation_recompute_enabled
 from ...functions.grouped_call import GroupedCall, GroupedSpec
-from ...functions.grouped_way import (
+from ...functions.grouped_request import (
     IRREGULAR,
     RECOMPUTATION,
     UNASSIGNED_ROWS,
     are_regular,
-    chosen_at_once,
+    runs_together,
 )
 from ...functions.linear_spec import LinearSpec
 from ...primitives.grouped_gemm import groups_of
@@ -110,9 +110,9 @@ class GroupedContribution(Contribution):
             if self.grad_buffer:
                 dx = steps.one("copy_into", (dx,), f"{name}.dx_given", Named(name, GRAD_INPUT_BUFFER_KEY))
             grad_input = steps.converted(Value(dx, dy.leading), self.convert_gradient)
-        grads = self._apart(steps, part.grad_weight, self.stacked_weight)
+        grads = self._separate_gradients(steps, part.grad_weight, self.stacked_weight)
         if self.bias:
-            of_biases = self._apart(steps, grad_bias, self.stacked_bias)
+            of_biases = self._separate_gradients(steps, grad_bias, self.stacked_bias)
             if self.stacked_weight or self.stacked_bias:
                 grads += of_biases
             else:  # in the order of the parameters: weight0, bias0, weight1, ..
@@ -126,12 +126,14 @@ class GroupedContribution(Contribution):
         members = tuple([f"{name}.{kind}{i}" for i in range(self.count)])
         return steps.one("members", members, f"{name}.of_groups.{kind}")
 
-    def _apart(self, steps: PassBuilder, gradient: str | None, stacked: bool) -> list[str | None]:
+    def _separate_gradients(
+        self, steps: PassBuilder, gradient: str | None, stacked: bool
+    ) -> list[str | None]:
         """Return the buffers of the gradients of the parameters of one kind."""
         if stacked or gradient is None:
             return [gradient] * (1 if stacked else self.count)
         made = tuple([f"{gradient}{i}" for i in range(self.count)])
-        steps.steps.append(Step("apart", (gradient,), made))
+        steps.steps.append(Step("separate", (gradient,), made))
         return list(made)
 
     def is_plain(self, layer: str) -> bool:
@@ -165,7 +167,7 @@ class GroupedKind:
         """
         spec = self.spec
         on_gpus = sizes.is_cuda and self.device.type == "cuda" and launch.missing() is None
-        if on_gpus and self._is_at_once(()):
+        if on_gpus and self._runs_together(()):
             layout = groups_of(sizes.reshape(-1), self.total, self.device)
             return GroupedCall(spec, spec.groups, (), layout, clears=True)
         rows = tuple([int(size) for size in sizes.reshape(-1).tolist()])
@@ -175,21 +177,21 @@ class GroupedKind:
                 "most that"
             )
         unassigned = self.total - sum(rows)
-        if not on_gpus and self._is_at_once((UNASSIGNED_ROWS,) if unassigned else ()):
+        if not on_gpus and self._runs_together((UNASSIGNED_ROWS,) if unassigned else ()):
             return GroupedCall(spec, spec.groups, (), groups_of(rows, self.total, self.device))
         return GroupedCall(spec, self._fitting(rows), rows, unassigned=unassigned)
 
-    def _is_at_once(self, features: tuple[str, ...]) -> bool:
+    def _runs_together(self, features: tuple[str, ...]) -> bool:
         """Return whether all groups of a call with these features are computed in one launch per step."""
         spec = self.spec
-        if spec.way is None:  # a compiler is tracing
+        if spec.request is None:  # a compiler is tracing
             return False
-        if spec.at_once:
+        if spec.together:
             if spec.quantizers.input is not None and is_fp8_activation_recompute_enabled():
                 features += (RECOMPUTATION,)
             if not are_regular(self.weights()):
                 features += (IRREGULAR,)
-        return chosen_at_once(spec.way, spec.at_once, features, self.total > 0)
+        return runs_together(spec.request, spec.together, features, self.total > 0)
 
     def _fitting(self, rows: tuple[int, ...]) -> tuple[LinearSpec, ...]:
         """Return the specs of the groups, in high precision where the format does not support a group's rows."""

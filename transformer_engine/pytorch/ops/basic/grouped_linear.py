@@ -15,8 +15,7 @@ from ....common.recipe import Recipe
 from ...distributed.tensor_parallel import TensorParallel
 from ...functions.caller_buffers import check_buffers
 from ...functions.grouped_call import GroupedQuantizers, GroupedSpec, StackMember
-from ...functions.grouped_way import (
-    AT_ONCE,
+from ...functions.grouped_request import (
     CALIBRATION,
     DELAYED_WEIGHT_GRADIENTS,
     OTHER_BACKWARD,
@@ -25,8 +24,9 @@ from ...functions.grouped_way import (
     SCALED_BIAS,
     SINGLE_QUANTIZERS,
     TABLE,
-    GroupedWay,
-    asked_for,
+    TOGETHER,
+    GroupedRequest,
+    requested_by_environment,
 )
 from ...functions.layer_passes import linear_facts
 from ...functions.linear_spec import LinearSpec, changed
@@ -46,6 +46,7 @@ from .grouped_contribution import (
     GroupedContribution,
     GroupedKind,
 )
+from .grouped_operator import traced_contribution
 from .linear_contribution import linear_spec
 
 
@@ -205,9 +206,9 @@ class GroupedLinear(StepOperation):
         """Return the tensor that receives the gradient of each group's weight."""
         if self.single_grouped_weight:
             return [StackMember(self.weight, i) for i in range(self.num_groups)]
-        return self._held_weights()
+        return self._weight_parameters()
 
-    def _held_weights(self) -> list[Tensor]:
+    def _weight_parameters(self) -> list[Tensor]:
         """Return the parameters that are weights: one of each group, or the stack."""
         held: dict[str, Any] = self._parameters
         return [
@@ -265,8 +266,10 @@ class GroupedLinear(StepOperation):
         )
         dtype = call.autocast or first.dtype
         grad_bias = call.saves and bias is not None and bias.requires_grad
+        if call.traced:
+            return traced_contribution(self, name, x, call, environment)
         spec = self._spec(call, x, dtype, grad_bias)
-        kind = GroupedKind(spec, math.prod(x.shape[:-1]), x.device, self._held_weights)
+        kind = GroupedKind(spec, math.prod(x.shape[:-1]), x.device, self._weight_parameters)
         environment.linears[name] = kind.call(call.extra_tensors[0])
         environment.of_call[name] = kind.call
         environment.dtypes[name] = (first.dtype, first.dtype if bias is None else bias.dtype)
@@ -309,12 +312,14 @@ class GroupedLinear(StepOperation):
         if enabled and forward and not call.traced:
             quantizers = GroupedQuantizers.merged(forward[::2], forward[1::2], backward)
             features += (SINGLE_QUANTIZERS,) * (quantizers.input is None)
-        read = None if forward and enabled else first.dtype
         extents = (self.out_features, self.in_features)
-        way = GroupedWay(
-            features, asked_for(), not x.subclass, True, self.in_features, dtype, x.device, extents, first.device,
-            dtype, read,
-        )  # fmt: skip
+        # fmt: off
+        request = GroupedRequest(
+            features, requested=requested_by_environment(), plain=not x.subclass, has_rows=True, width=self.in_features,
+            dtype=dtype, device=x.device, extents=extents, weight_device=first.device, compute_dtype=dtype,
+            weight_read_dtype=None if forward and enabled else first.dtype,
+        )
+        # fmt: on
         return GroupedSpec(
             groups=tuple(groups),
             unquantized=tuple(unquantized),
@@ -322,8 +327,8 @@ class GroupedLinear(StepOperation):
             extents=extents,
             stacked_weight=self.single_grouped_weight,
             stacked_bias=self.single_grouped_bias,
-            at_once=not call.traced and TABLE.name_of(way) == AT_ONCE,
-            way=None if call.traced else way,
+            together=not call.traced and TABLE.name_of(request) == TOGETHER,
+            request=None if call.traced else request,
             quantizers=quantizers,
             needs_grad=call.saves and any([call.grad_input, *[p.requires_grad for p in self.parameters()]]),
             scale_update=None,

@@ -28,7 +28,7 @@ from ..step_operation import StepFusedOperation
 Ops = list[FusibleOperation]
 
 
-def _given(*ops: BasicOperation | None) -> list[BasicOperation]:
+def _present(*ops: BasicOperation | None) -> list[BasicOperation]:
     return [op for op in ops if op is not None]
 
 
@@ -44,7 +44,7 @@ class ForwardLinearBiasActivation(StepFusedOperation):
     def __init__(
         self, *, linear: BasicLinear, bias: Bias | None, activation: BasicOperation | None = None
     ) -> None:
-        super().__init__(_given(linear, bias, activation))
+        super().__init__(_present(linear, bias, activation))
         self._has_activation = activation is not None
 
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
@@ -65,7 +65,7 @@ class ForwardLinearBiasAdd(StepFusedOperation):
     """
 
     def __init__(self, *, linear: BasicLinear, bias: Bias | None = None, add: AddExtraInput) -> None:
-        super().__init__(_given(linear, bias, add))
+        super().__init__(_present(linear, bias, add))
 
 
 class ForwardLinearScaleAdd(StepFusedOperation):
@@ -141,7 +141,7 @@ class UserbuffersForwardLinear(StepFusedOperation):
     def __init__(
         self, *, linear: BasicLinear, bias: Bias | None = None, reduce_scatter: ReduceScatter | None = None
     ) -> None:
-        super().__init__(_given(linear, bias, reduce_scatter))
+        super().__init__(_present(linear, bias, reduce_scatter))
 
 
 class UserbuffersBackwardLinear(UserbuffersForwardLinear):

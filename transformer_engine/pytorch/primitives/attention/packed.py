@@ -47,7 +47,7 @@ def bshd_to_thd(x: Tensor, starts: Tensor, lengths: Tensor, tokens: int) -> Tens
     return torch.where(real[:, None, None], x[sequence, place.clamp(max=x.shape[1] - 1)], 0)
 
 
-def zero_behind(x: Tensor, starts: Tensor) -> None:
+def zero_padding(x: Tensor, starts: Tensor) -> None:
     """Set x[t, ..] = 0 in place for the tokens t >= starts[-1]; x is contiguous, starts int32 [b + 1]."""
     if x.is_cuda and missing() is None and x.dtype in DTYPE_NAMES:
         run(_launch(x.shape[0], math.prod(x.shape[1:]), starts.shape[0] - 1), (x, starts))
@@ -59,6 +59,6 @@ def zero_behind(x: Tensor, starts: Tensor) -> None:
 @functools.lru_cache(maxsize=256)
 def _launch(tokens: int, width: int, sequences: int) -> Launch:
     # Triton is imported when the first kernel is needed.
-    from ....common.kernels.packed_sequences import zero_behind_launch
+    from ....common.kernels.packed_sequences import zero_padding_launch
 
-    return zero_behind_launch(tokens, width, sequences)
+    return zero_padding_launch(tokens, width, sequences)

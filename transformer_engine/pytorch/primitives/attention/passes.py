@@ -1,7 +1,7 @@
 """A backend bound to a call: separate forward and backward functions, or one function with its own autograd.
 
-`functions.attention.autograd` makes all backends with separate passes differentiable. `Whole` is for libraries that
-couple both passes, and for operations that autograd itself differentiates.
+`functions.attention.autograd` makes all backends with separate passes differentiable. `Differentiable` is for
+libraries that couple both passes, and for operations that autograd itself differentiates.
 """
 
 from __future__ import annotations
@@ -27,30 +27,34 @@ class Passes(NamedTuple):
         return AttentionResult(attended.output.flatten(-2), attended.max_logit)
 
 
-class Whole(NamedTuple):
+class Differentiable(NamedTuple):
     """An attention that is differentiable by itself.
 
     Attributes:
         name: Name of the backend.
         run: Computes the attention.
-        apart: Returns the same kernels as two passes, for a node that computes more than an attention; None if the
+        as_passes: Returns the same kernels as two passes, for a node that computes more than an attention; None if the
             library does not provide them for these inputs.
     """
 
     name: str
     run: Callable[[AttentionCall, AttentionInputs], AttentionResult]
-    apart: Callable[[AttentionCall, AttentionInputs], Passes | None] | None = None
+    as_passes: Callable[[AttentionCall, AttentionInputs], Passes | None] | None = None
 
     def __call__(self, call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
         """Compute the attention of a call."""
         return self.run(call, inputs)
 
 
-Bound = Passes | Whole
+Bound = Passes | Differentiable
 
 
-def passes_apart(bound: object, call: AttentionCall, inputs: AttentionInputs) -> Passes | None:
+def separate_passes(bound: object, call: AttentionCall, inputs: AttentionInputs) -> Passes | None:
     """Return the two passes of a bound backend; None if it has none for these inputs."""
     if type(bound) is Passes:
         return bound
-    return bound.apart(call, inputs) if type(bound) is Whole and bound.apart is not None else None
+    return (
+        bound.as_passes(call, inputs)
+        if type(bound) is Differentiable and bound.as_passes is not None
+        else None
+    )

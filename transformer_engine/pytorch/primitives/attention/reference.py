@@ -11,7 +11,7 @@ from ....common.dispatch import Backend
 from . import dense, layout
 from .call import Attended, AttentionCall, AttentionInputs, AttentionResult, Feature, Gradients
 from .dropout import random_state
-from .passes import Bound, Passes, Whole
+from .passes import Bound, Differentiable, Passes
 from .visible import distance, visible
 
 
@@ -105,5 +105,5 @@ def bind(call: AttentionCall) -> Bound:
 # Without FP8: its emulation quantizes tensors before it calls this backend.
 TAKES = frozenset(Feature) - {Feature.FP8}
 PASSES = Passes("reference", forward, backward)
-WHOLE = Whole("reference", run)
+WHOLE = Differentiable("reference", run)
 BACKEND = Backend("reference", takes=TAKES, unsupported_reason=unsupported_reason, bind=bind)

@@ -51,7 +51,7 @@ class Attached(NamedTuple):
     amax: Tensor | None = None
 
 
-class Way(NamedTuple):
+class LibraryCall(NamedTuple):
     """The arguments of a library call except addresses, for `runtime/generated_pass.py`.
 
     idle        idle descriptors; describe creates one if the list is empty
@@ -193,10 +193,10 @@ class CublasPlan:
         self._idle.append(descriptor)
         return out
 
-    def way(self) -> Way:
+    def library_call(self) -> LibraryCall:
         """Return the arguments of a library call except addresses."""
         *_, set_attribute, matmul, scalars, layouts = self._constants
-        return Way(
+        return LibraryCall(
             self._idle,
             self._make_descriptor,
             set_attribute,

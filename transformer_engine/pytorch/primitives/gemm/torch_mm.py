@@ -79,7 +79,7 @@ def _unsupported_tensor_scales(request: GemmRequest) -> str | None:
         return reason
     if request.a_format != FLOAT8 or request.b_format != FLOAT8:
         return (
-            f"block scales ({request.a_format.name} x {request.b_format.name}); it takes one scale a tensor"  # pyright: ignore
+            f"block scales ({request.a_format.name} x {request.b_format.name}); it takes one scale per tensor"  # pyright: ignore
         )
     if request.capability < (8, 9):
         return f"compute capability {request.capability[0]}.{request.capability[1]} < 8.9 has no FP8 tensor cores"

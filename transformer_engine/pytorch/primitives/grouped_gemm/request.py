@@ -33,7 +33,7 @@ class GroupedRows(NamedTuple):
         """Return the tensors that a backward pass saves."""
         return [self.codes, self.scale]
 
-    def take_apart(self) -> tuple[list[Tensor | None], Rebuilt]:
+    def split_tensors(self) -> tuple[list[Tensor | None], Rebuilt]:
         """Return these tensors, and the function that reconstructs the operand from them."""
         return self.tensors(), functools.partial(_rebuilt, GroupedRows, self.format)
 
@@ -54,7 +54,7 @@ class GroupedColumns(NamedTuple):
         """Return the tensors that a backward pass saves."""
         return [self.codes, self.scale]
 
-    def take_apart(self) -> tuple[list[Tensor | None], Rebuilt]:
+    def split_tensors(self) -> tuple[list[Tensor | None], Rebuilt]:
         """Return these tensors, and the function that reconstructs the operand from them."""
         return self.tensors(), functools.partial(_rebuilt, GroupedColumns, self.format)
 
@@ -77,7 +77,7 @@ class GroupedMatrices(NamedTuple):
         """Return the tensors that a backward pass saves; only codes are saved in this form."""
         return [self.codes, self.scale]
 
-    def take_apart(self) -> tuple[list[Tensor | None], Rebuilt]:
+    def split_tensors(self) -> tuple[list[Tensor | None], Rebuilt]:
         """Return these tensors, and the function that reconstructs the operand from them."""
         return self.tensors(), functools.partial(_rebuilt, _of_codes, self.format)
 

@@ -38,7 +38,7 @@ def unsupported_reason(request: GroupedGemmRequest) -> str | None:
         if request.capability < (8, 9):
             return "compute capability < 8.9 has no FP8 tensor cores"
     elif formats not in ((BLOCK_1D, BLOCK_2D), (BLOCK_1D, BLOCK_1D)):
-        return "it takes one scale a tensor, or 1x128 blocks times 128x128 or 1x128 blocks"
+        return "it takes one scale per tensor, or 1x128 blocks times 128x128 or 1x128 blocks"
     elif request.capability < (8, 9):
         return "compute capability < 8.9 has no FP8 tensor cores"
     if request.n % 16 or request.k % 16:

@@ -13,7 +13,7 @@ from ..quantize import QuantizeSpec
 
 
 class ScaleSlots(NamedTuple):
-    """Given scales, one a group: scale[offset + e * stride], and amax there that keeps the larger of itself and max|x|.
+    """One scale per group: scale[offset + e * stride]; the amax of the same index becomes max(amax, max|x|).
 
     scale   float32, one dimension
     amax    float32 of as many elements, or with more rows, the first of which counts

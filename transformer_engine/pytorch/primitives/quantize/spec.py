@@ -15,7 +15,7 @@ _TORCH_DTYPES = {E4M3.name: torch.float8_e4m3fn, E5M2.name: torch.float8_e5m2, E
 
 
 def torch_dtype(element: Element) -> torch.dtype:
-    """The torch dtype that holds an element's codes (E2M1: uint8, two codes a byte)."""
+    """The torch dtype that holds an element's codes (E2M1: uint8, two codes per byte)."""
     return _TORCH_DTYPES[element.name]
 
 

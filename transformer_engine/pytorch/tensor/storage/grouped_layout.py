@@ -116,7 +116,7 @@ class Offsets:
     columnwise_scales: Sequence[int] | None = None
 
     @classmethod
-    def on_the_host(cls, *offsets: Tensor | Sequence[int] | None) -> Offsets:
+    def read_on_host(cls, *offsets: Tensor | Sequence[int] | None) -> Offsets:
         """Return offsets whose device tensors are read; this waits for the device."""
         return cls(*map(host_numbers, offsets))
 
@@ -188,13 +188,13 @@ def member_shapes(
     whole("num_tensors", num_tensors)
     if shapes is not None:
         if len(shapes) != num_tensors:
-            raise ValueError(f"{len(shapes)} shapes for num_tensors={num_tensors}; give one a tensor")
+            raise ValueError(f"{len(shapes)} shapes for num_tensors={num_tensors}; give one per tensor")
         return [tuple(int(extent) for extent in one) for one in shapes]
     firsts, lasts = host_numbers(first_dims), host_numbers(last_dims)
     for name, extents in (("first_dims", firsts), ("last_dims", lasts)):
         if extents is not None and len(extents) != num_tensors:
             raise ValueError(
-                f"{name} has {len(extents)} numbers for num_tensors={num_tensors}; give one a tensor"
+                f"{name} has {len(extents)} numbers for num_tensors={num_tensors}; give one per tensor"
             )
     if shape is None and (firsts is None or lasts is None):
         raise ValueError(

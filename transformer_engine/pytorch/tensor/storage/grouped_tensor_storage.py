@@ -131,11 +131,11 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         self._dtype = dtype
         chosen = member_shapes(shape, num_tensors, shapes, first_dims, last_dims)
         begins = tensor_offsets if offsets is None else offsets
-        self._hold(
-            chosen, quantizer, Offsets.on_the_host(begins, scale_inv_offsets, columnwise_scale_inv_offsets)
+        self._bind_buffers(
+            chosen, quantizer, Offsets.read_on_host(begins, scale_inv_offsets, columnwise_scale_inv_offsets)
         )
 
-    def _hold(self, shapes: list[tuple[int, ...]], quantizer: Any, offsets: Offsets) -> None:
+    def _bind_buffers(self, shapes: list[tuple[int, ...]], quantizer: Any, offsets: Offsets) -> None:
         """Find the members in buffers that the caller has allocated; the buffers are shared."""
         for name in (*ROWWISE, *COLUMNWISE):
             held = getattr(self, name)
@@ -261,7 +261,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
     @property
     def logical_shape(self) -> torch.Size:
         """(n M, N) for equal shapes; (sum M_i, N), (M, sum N_i) if one extent is common; otherwise (1, total)."""
-        firsts, lasts = self._along(0), self._along(-1)
+        firsts, lasts = self._extents_along(0), self._extents_along(-1)
         if self.all_same_last_dim():
             return torch.Size((sum(firsts), lasts[0]))
         if self.all_same_first_dim():
@@ -275,10 +275,10 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         return self.columnwise_data is not None
 
     def all_same_first_dim(self) -> bool:
-        return len(set(self._along(0))) == 1
+        return len(set(self._extents_along(0))) == 1
 
     def all_same_last_dim(self) -> bool:
-        return len(set(self._along(-1))) == 1
+        return len(set(self._extents_along(-1))) == 1
 
     def all_same_shape(self) -> bool:
         return len({member.shape for member in self._members}) == 1
@@ -302,11 +302,11 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         tensors, rebuild = QuantizedTensorStorage.flatten(self)
         return rebuild(tensors)  # pyright: ignore[reportReturnType]
 
-    def _along(self, axis: int) -> list[int]:
+    def _extents_along(self, axis: int) -> list[int]:
         return [member.shape[axis] for member in self._members]
 
     def _common(self, axis: int, name: str) -> int:
-        extents = self._along(axis)
+        extents = self._extents_along(axis)
         if len(set(extents)) > 1:
             raise RuntimeError(f"the {name} extents {extents} differ; ask all_same_{name}_dim() before")
         return extents[0]

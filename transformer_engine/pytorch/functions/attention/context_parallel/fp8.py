@@ -39,12 +39,12 @@ class FP8ContextAttention:
     Attributes:
         shared: The attention of the ranks.
         fp8: FP8 attention of this rank's heads, `shared.inner_call`.
-        asked: Requested backward pass, see `BackwardRequest`.
+        requested: Requested backward pass, see `BackwardRequest`.
     """
 
     shared: ContextParallelAttention
     fp8: FP8Attention
-    asked: bool | None
+    requested: bool | None
 
     quantizers = property(lambda self: self.fp8.quantizers)
 
@@ -97,7 +97,7 @@ class FP8ContextAttention:
         if fp8.scaling == "current":
             qkv = fp8.quantizers.qkv.reducing_over(plan.groups.ring_group)
             fp8 = fp8.with_quantizers(fp8.quantizers._replace(qkv=qkv))
-        output, max_logit = _FP8BlockAttention.apply(plan, fp8, self.asked, *inputs)  # pyright: ignore[reportGeneralTypeIssues]
+        output, max_logit = _FP8BlockAttention.apply(plan, fp8, self.requested, *inputs)  # pyright: ignore[reportGeneralTypeIssues]
         return AttentionResult(self._returned(output), max_logit)
 
     def _returned(self, output: Tensor) -> Tensor:
@@ -185,12 +185,12 @@ class FP8BlockPasses(BlockPasses):
 
     Args:
         fp8: FP8 attention of the call.
-        asked: Requested backward pass, see `BackwardRequest`.
+        requested: Requested backward pass, see `BackwardRequest`.
         storages: Settings and scales of the codes of q, k and v; None for values.
     """
 
-    def __init__(self, fp8: FP8Attention, asked: bool | None, storages: list[Any] | None):
-        self._fp8, self._asked, self._storages = fp8, asked, storages
+    def __init__(self, fp8: FP8Attention, requested: bool | None, storages: list[Any] | None):
+        self._fp8, self._requested, self._storages = fp8, requested, storages
 
     def forward(self, bound: BoundBlock, inputs: AttentionInputs) -> Attended:
         fp8 = self._of(bound)
@@ -211,7 +211,7 @@ class FP8BlockPasses(BlockPasses):
         return fp8.passes.backward(fp8, inputs, rounded, grad_output.contiguous())
 
     def _of(self, bound: BoundBlock) -> FP8Attention:
-        passes = choose_fp8(bound.call, self._fp8.scaling, self._asked)
+        passes = choose_fp8(bound.call, self._fp8.scaling, self._requested)
         return replace(
             self._fp8, call=bound.call, passes=passes, state=None, fp8_output=False, scale_update=None
         )
@@ -227,7 +227,7 @@ class _FP8BlockAttention(torch.autograd.Function):
     """Autograd node of both passes over the blocks of a rank."""
 
     @staticmethod
-    def forward(ctx: Any, plan: BlockPlan, fp8: FP8Attention, asked: bool | None, *tensors: Any) -> Any:
+    def forward(ctx: Any, plan: BlockPlan, fp8: FP8Attention, requested: bool | None, *tensors: Any) -> Any:
         inputs = AttentionInputs(*tensors)
         values, storages = _of_values(inputs), None
         q, k, v = values[:3]
@@ -236,11 +236,11 @@ class _FP8BlockAttention(torch.autograd.Function):
             heads = (plan.call.heads, plan.call.groups, plan.call.groups)
             q, k, v = (_by_heads(storage, count) for storage, count in zip(storages, heads, strict=True))
         sent = inputs._replace(q=q, k=k, v=v)
-        merged, states, max_logit = forward(plan, sent, FP8BlockPasses(fp8, asked, storages))
+        merged, states, max_logit = forward(plan, sent, FP8BlockPasses(fp8, requested, storages))
         output = merged.output.to(plan.call.dtype).flatten(-2)
         if fp8.passes.high_precision:
             sent, storages = values, None
-        ctx.plan, ctx.fp8, ctx.asked = plan, fp8, asked
+        ctx.plan, ctx.fp8, ctx.requested = plan, fp8, requested
         ctx.like = None if storages is None else [storage.constants() for storage in storages]
         scales = [] if storages is None else [storage._scale_inv for storage in storages]  # pyright: ignore[reportAttributeAccessIssue]
         ctx.scales = len(scales)
@@ -272,7 +272,7 @@ class _FP8BlockAttention(torch.autograd.Function):
             lse,
             states,
             _values(grad_output).unflatten(-1, shape),
-            FP8BlockPasses(fp8, ctx.asked, storages),
+            FP8BlockPasses(fp8, ctx.requested, storages),
         )
         if fp8.scale_update is not None:
             fp8.scale_update.run()

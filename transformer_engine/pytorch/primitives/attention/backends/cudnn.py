@@ -15,7 +15,7 @@ from .....common.memory import Memory
 from ....runtime.device import get_cudnn_version, has_cuda
 from ..call import Attended, AttentionCall, AttentionInputs, Feature, Gradients
 from ..dropout import random_state
-from ..packed import zero_behind
+from ..packed import zero_padding
 from ..passes import Passes
 from .cudnn_graph import MOST_PLANS, CudnnPlan, Strides, contiguous_strides, missing, planned, ragged_offsets
 from .cudnn_plan import (
@@ -262,7 +262,7 @@ def _fresh(call: AttentionCall, like: Tensor, depth: int, starts: Tensor | None)
     if starts is None or not call.padded_between:
         x = torch.empty(shape, dtype=call.dtype, device=like.device)
         if starts is not None:
-            zero_behind(x, starts)
+            zero_padding(x, starts)
         return x
     return torch.zeros(shape, dtype=call.dtype, device=like.device)
 

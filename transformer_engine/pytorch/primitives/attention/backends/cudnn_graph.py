@@ -246,7 +246,7 @@ def planned(describe: Callable[..., Description], device: int, *arguments: Any) 
         if plan is None:
             plan = _built(description)
             if path is not None:
-                _keep(path, plan)
+                _store(path, plan)
         return plan
 
 
@@ -295,14 +295,14 @@ def _restored(path: Path, description: Description, device: int) -> CudnnPlan | 
     return None
 
 
-def _keep(path: Path, plan: CudnnPlan) -> None:
+def _store(path: Path, plan: CudnnPlan) -> None:
     """Write a plan to a file; log the reason if the library cannot serialize it."""
     try:
         serialized = bytes(plan.graph.serialize())
     except _library_errors() as error:
         cudnn_store.warn(f"cuDNN cannot serialize a plan, which is therefore not kept on disk: {error}")
         return
-    cudnn_store.write(path, cudnn_store.Kept(plan.workspace, serialized))
+    cudnn_store.write(path, cudnn_store.StoredPlan(plan.workspace, serialized))
 
 
 @functools.lru_cache(maxsize=256)

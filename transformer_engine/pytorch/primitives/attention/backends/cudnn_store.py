@@ -44,7 +44,7 @@ SOURCES = (
 logger = logging.getLogger("DotProductAttention")
 
 
-class Kept(NamedTuple):
+class StoredPlan(NamedTuple):
     """A plan on disk: bytes of its workspace, and the library's serialization."""
 
     workspace: int
@@ -76,7 +76,7 @@ def locate(*parts: object) -> Path | None:
         return None
 
 
-def read(path: Path) -> Kept | None:
+def read(path: Path) -> StoredPlan | None:
     """Return the content that `write` has stored in a file, or None. A damaged file is deleted."""
     try:
         if not _is_private(path.parent):
@@ -97,7 +97,7 @@ def read(path: Path) -> Kept | None:
     with contextlib.suppress(OSError):  # a read-only cache keeps its order
         os.utime(path)
     (workspace,) = _SIZE.unpack_from(content, _BODY)
-    return Kept(workspace, content[_BODY + _SIZE.size :])
+    return StoredPlan(workspace, content[_BODY + _SIZE.size :])
 
 
 def _is_private(folder: Path) -> bool:
@@ -138,7 +138,7 @@ def _checksum(name: str, body: bytes) -> bytes:
     return hashlib.sha256(name.encode() + b"\n" + body).digest()
 
 
-def write(path: Path, kept: Kept) -> None:
+def write(path: Path, kept: StoredPlan) -> None:
     """Write a plan to a file that only the user can read, atomically; delete the least recently used beyond LIMIT."""
     body = _SIZE.pack(kept.workspace) + kept.serialized
     try:

@@ -10,8 +10,8 @@ from .....common import optional
 from .....common.dispatch import Backend
 from ..call import AttentionCall, AttentionInputs, AttentionResult, Feature
 from ..layout import batch_first
-from ..packed import zero_behind
-from ..passes import Whole
+from ..packed import zero_padding
+from ..passes import Differentiable
 from .limits import FLASH, unsupported_beyond_flash
 
 
@@ -94,9 +94,9 @@ def run(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
     bounds = (inputs.starts_q, inputs.starts_kv, call.seqlen_q, call.seqlen_kv)
     out = flash_attn_varlen_func(*inputs[:3], *bounds, **options)
     assert inputs.starts_q is not None
-    zero_behind(out.detach(), inputs.starts_q)
+    zero_padding(out.detach(), inputs.starts_q)
     return AttentionResult(out.flatten(-2))
 
 
-WHOLE = Whole("flash2", run)
+WHOLE = Differentiable("flash2", run)
 BACKEND = Backend("flash2", takes=TAKES, unsupported_reason=unsupported_reason, bind=lambda call: WHOLE)

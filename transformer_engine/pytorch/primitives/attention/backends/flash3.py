@@ -8,8 +8,8 @@ from .....common import optional
 from .....common.dispatch import Backend
 from ..call import AttentionCall, AttentionInputs, AttentionResult
 from ..layout import batch_first
-from ..packed import zero_behind
-from ..passes import Whole
+from ..packed import zero_padding
+from ..passes import Differentiable
 from .limits import FLASH, unsupported_beyond_flash
 
 # A constant, so that a compiler tracing through `unsupported_reason` reads it as one.
@@ -53,7 +53,7 @@ def run(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
     bounds = (inputs.starts_q, inputs.starts_kv, call.seqlen_q, call.seqlen_kv)
     out = _first(flash_attn_varlen_func(*inputs[:3], *bounds, **options))
     assert inputs.starts_q is not None
-    zero_behind(out.detach(), inputs.starts_q)
+    zero_padding(out.detach(), inputs.starts_q)
     return AttentionResult(out.flatten(-2))
 
 
@@ -62,5 +62,5 @@ def _first(found: Tensor | tuple[Tensor, ...]) -> Tensor:
     return found[0] if isinstance(found, tuple) else found
 
 
-WHOLE = Whole("flash3", run)
+WHOLE = Differentiable("flash3", run)
 BACKEND = Backend("flash3", takes=TAKES, unsupported_reason=unsupported_reason, bind=lambda call: WHOLE)

@@ -17,7 +17,7 @@ from .....common import optional
 from .....common.dispatch import Backend
 from ..call import Attended, AttentionCall, AttentionInputs, Feature, Gradients
 from ..layout import batch_first
-from ..packed import zero_behind
+from ..packed import zero_padding
 from ..passes import Passes
 from .limits import FLASH, unsupported_beyond_flash
 
@@ -92,7 +92,7 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
     )
     if call.packed and not rewrites:
         assert inputs.starts_q is not None
-        zero_behind(out, inputs.starts_q)
+        zero_padding(out, inputs.starts_q)
     return Attended(out, found[1])
 
 
@@ -127,9 +127,9 @@ def backward(
     )
     if call.packed and not rewrites:
         assert inputs.starts_q is not None and inputs.starts_kv is not None
-        zero_behind(grad_q, inputs.starts_q)
-        zero_behind(grad_k, inputs.starts_kv)
-        zero_behind(grad_v, inputs.starts_kv)
+        zero_padding(grad_q, inputs.starts_q)
+        zero_padding(grad_k, inputs.starts_kv)
+        zero_padding(grad_v, inputs.starts_kv)
     return Gradients(grad_q, grad_k, grad_v, None, None if inputs.sink is None else found[3])
 
 

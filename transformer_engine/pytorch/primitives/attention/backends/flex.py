@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from .....common.dispatch import Backend
 from .. import layout, visible
 from ..call import AttentionCall, AttentionInputs, AttentionResult, Feature
-from ..passes import Whole
+from ..passes import Differentiable
 
 Change = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 _SIZES = range(16, 257, 16)
@@ -145,5 +145,5 @@ def _hidden(call: AttentionCall, inputs: AttentionInputs) -> Change:
     return lambda score, b, h, i, j: torch.where(whole[b, h, i, j], score, -float("inf"))
 
 
-WHOLE = Whole("flex", run)
+WHOLE = Differentiable("flex", run)
 BACKEND = Backend("flex", takes=TAKES, unsupported_reason=unsupported_reason, bind=lambda call: WHOLE)

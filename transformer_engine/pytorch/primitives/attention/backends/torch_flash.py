@@ -10,7 +10,7 @@ from torch import Tensor
 from .....common.dispatch import Backend
 from ..call import Attended, AttentionCall, AttentionInputs, Feature, Gradients
 from ..layout import batch_first
-from ..packed import zero_behind
+from ..packed import zero_padding
 from ..passes import Passes
 from .limits import FLASH, unsupported_beyond_flash
 
@@ -51,7 +51,7 @@ def forward(call: AttentionCall, inputs: AttentionInputs) -> Attended:
     out = batch_first(call.q_format, out).contiguous()
     if call.packed:
         assert inputs.starts_q is not None
-        zero_behind(out, inputs.starts_q)
+        zero_padding(out, inputs.starts_q)
     return Attended(out, lse, rng_state.view(torch.int64) if call.dropout > 0.0 else None)
 
 
@@ -84,9 +84,9 @@ def backward(
     gradients = Gradients(*(batch_first(call.q_format, x) for x in found))
     if call.packed:
         assert inputs.starts_q is not None and inputs.starts_kv is not None
-        zero_behind(gradients.q, inputs.starts_q)
-        zero_behind(gradients.k, inputs.starts_kv)
-        zero_behind(gradients.v, inputs.starts_kv)
+        zero_padding(gradients.q, inputs.starts_q)
+        zero_padding(gradients.k, inputs.starts_kv)
+        zero_padding(gradients.v, inputs.starts_kv)
     return gradients
 
 

@@ -12,7 +12,7 @@ from .....common.dispatch import Backend
 from ....runtime.double_backward import reject_second_derivative
 from .. import layout
 from ..call import AttentionCall, AttentionInputs, AttentionResult, Feature
-from ..passes import Whole
+from ..passes import Differentiable
 from ..visible import visible as visible_of
 from .torch_passes import torch_passes
 
@@ -94,11 +94,11 @@ def _guarded(out: Tensor) -> AttentionResult:
     return AttentionResult(out)
 
 
-def bind(call: AttentionCall) -> Whole:
+def bind(call: AttentionCall) -> Differentiable:
     """Return the attention of a call; for dense tensors with no mask or a causal one, it is a few operations."""
     if not _is_plain(call):
         return WHOLE
-    return Whole("torch_sdpa", _dense(call), torch_passes if call.dropout == 0.0 else None)
+    return Differentiable("torch_sdpa", _dense(call), torch_passes if call.dropout == 0.0 else None)
 
 
 def _is_plain(call: AttentionCall) -> bool:
@@ -133,5 +133,5 @@ def _dense(call: AttentionCall) -> Callable[[AttentionCall, AttentionInputs], At
     return run
 
 
-WHOLE = Whole("torch_sdpa", attend)
+WHOLE = Differentiable("torch_sdpa", attend)
 BACKEND = Backend("torch_sdpa", takes=TAKES, unsupported_reason=unsupported_reason, bind=bind)

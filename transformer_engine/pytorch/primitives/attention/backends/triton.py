@@ -146,7 +146,7 @@ class _BackwardPlan(NamedTuple):
     bias_shape: tuple[int, ...]
 
 
-class _Made(NamedTuple):
+class _Results(NamedTuple):
     """Results of the launches, in their order."""
 
     delta: Tensor
@@ -157,7 +157,7 @@ class _Made(NamedTuple):
     bias: Tensor | None
 
 
-def _space(call: AttentionCall, inputs: AttentionInputs, plan: _BackwardPlan, lse: Tensor) -> _Made:
+def _space(call: AttentionCall, inputs: AttentionInputs, plan: _BackwardPlan, lse: Tensor) -> _Results:
     """Allocate the gradients and their partial sums; zeros if some tokens belong to no sequence."""
     q = inputs.q
     make = torch.zeros if call.packed else torch.empty
@@ -177,7 +177,7 @@ def _space(call: AttentionCall, inputs: AttentionInputs, plan: _BackwardPlan, ls
         return make_keys(parts, dtype=torch.float32, device=tensor.device)
 
     dq = make(q.shape, dtype=q.dtype, device=q.device)
-    return _Made(torch.empty_like(lse), sink, dq, of_keys(inputs.k), of_keys(inputs.v), bias)
+    return _Results(torch.empty_like(lse), sink, dq, of_keys(inputs.k), of_keys(inputs.v), bias)
 
 
 def _sources(call: AttentionCall, inputs: AttentionInputs) -> _Sources:

@@ -15,13 +15,13 @@ from torch import Tensor
 from ...common import env
 from ...common.dispatch import Backend, Table, undisturbed
 
-AT_ONCE, LOOP = "together", "one_by_one"
+TOGETHER, LOOP = "together", "loop"
 
 # Features of a call that only the loop supports.
 QUANTIZED_PARAMETERS = "quantized parameters"
 OTHER_PARAMETERS = "parameters that are not plain nn.Parameters"
 DELAYED_WEIGHT_GRADIENTS = "delayed weight gradients"
-KEPT_INPUT = "save_original_input"
+SAVED_INPUT = "save_original_input"
 CALIBRATION = "calibration"
 RECOMPUTATION = "recomputation under a recipe"
 OTHER_BACKWARD = "a backward pass in another precision"
@@ -35,7 +35,7 @@ _FEATURES = frozenset(
         QUANTIZED_PARAMETERS,
         OTHER_PARAMETERS,
         DELAYED_WEIGHT_GRADIENTS,
-        KEPT_INPUT,
+        SAVED_INPUT,
         CALIBRATION,
         RECOMPUTATION,
         OTHER_BACKWARD,
@@ -51,37 +51,37 @@ _text = env.watch_in_eager_mode(_NAME)
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-class GroupedWay(NamedTuple):
+class GroupedRequest(NamedTuple):
     """One forward pass of a grouped linear layer.
 
     Attributes:
-        features: Those of the features above that the call or the module uses.
-        asked: Value of NVTE_USE_CUTLASS_GROUPED_GEMM; None if it is not set.
-        native: The input is a plain tensor, not a subclass.
+        features: The features above that the call or the module uses.
+        requested: Value of NVTE_USE_CUTLASS_GROUPED_GEMM; None if it is not set.
+        plain: The input is a plain tensor, not a subclass.
         has_rows: The input has rows.
         width: Last dimension of the input.
         dtype: Dtype of the input.
         device: Device of the input.
-        extents: Extents (N, K) of a weight.
-        weights: Device of the weights.
-        computing: Dtype that values are multiplied in: that of torch.autocast, or the weights'.
-        read: Dtype of the weights where products read them unquantized; otherwise None.
+        extents: Shape (N, K) of a weight.
+        weight_device: Device of the weights.
+        compute_dtype: Dtype of the products: the dtype of torch.autocast, or of the weights.
+        weight_read_dtype: Dtype of the weights if products read them unquantized; otherwise None.
     """
 
     features: tuple[str, ...]
-    asked: bool | None
-    native: bool
+    requested: bool | None
+    plain: bool
     has_rows: bool
     width: int
     dtype: torch.dtype
     device: torch.device
     extents: tuple[int, int]
-    weights: torch.device
-    computing: torch.dtype
-    read: torch.dtype | None
+    weight_device: torch.device
+    compute_dtype: torch.dtype
+    weight_read_dtype: torch.dtype | None
 
 
-def asked_for() -> bool | None:
+def requested_by_environment() -> bool | None:
     """Return the value of NVTE_USE_CUTLASS_GROUPED_GEMM; None if it is not set."""
     return None if _text() is None else env.flag(_NAME)
 
@@ -97,44 +97,47 @@ def are_regular(weights: Sequence[Tensor]) -> bool:
     return not addresses % 16 and all(map(Tensor.is_contiguous, weights))
 
 
-def _unsupported_together(way: GroupedWay) -> str | None:
-    if way.asked is False:
-        return "NVTE_USE_CUTLASS_GROUPED_GEMM=0 asks for one product per group"
-    if way.device.type != "cuda" and not way.asked:
-        return f"the input is on {way.device.type}, where it saves nothing; NVTE_USE_CUTLASS_GROUPED_GEMM=1 asks for it"
-    if not way.native:
+def _unsupported_together(request: GroupedRequest) -> str | None:
+    if request.requested is False:
+        return "NVTE_USE_CUTLASS_GROUPED_GEMM=0 requests one product per group"
+    if request.device.type != "cuda" and not request.requested:
+        kind = request.device.type
+        return f"the input is on {kind}, where one launch saves no time; NVTE_USE_CUTLASS_GROUPED_GEMM=1 requests it"
+    if not request.plain:
         return "the input is a subclass of Tensor"
-    if way.dtype not in _HALVES:
-        return f"the input is {way.dtype}; it supports bfloat16 and float16"
-    if way.width != way.extents[1] or way.device != way.weights:
-        return f"the input [.., {way.width}] on {way.device} does not fit the weights"
-    if not way.has_rows:
+    if request.dtype not in _HALVES:
+        return f"the input is {request.dtype}; it supports bfloat16 and float16"
+    if request.width != request.extents[1] or request.device != request.weight_device:
+        return f"the input [.., {request.width}] on {request.device} does not fit the weights"
+    if not request.has_rows:
         return "there are no rows"
-    if way.extents[0] % 16 or way.extents[1] % 16:
-        return f"the weights are {list(way.extents)}; it supports multiples of 16"
-    if way.computing != way.dtype:
-        return f"the input is {way.dtype} and is multiplied in {way.computing}"
-    if way.read is not None and way.read != way.dtype:
-        return f"the input is {way.dtype} and the weights {way.read}"
+    if request.extents[0] % 16 or request.extents[1] % 16:
+        return f"the weights are {list(request.extents)}; it supports multiples of 16"
+    if request.compute_dtype != request.dtype:
+        return f"the input is {request.dtype} and is multiplied in {request.compute_dtype}"
+    if request.weight_read_dtype is not None and request.weight_read_dtype != request.dtype:
+        return f"the input is {request.dtype} and the weights {request.weight_read_dtype}"
     return None
 
 
-TABLE: Table[GroupedWay] = Table(
+TABLE: Table[GroupedRequest] = Table(
     "grouped_linear",
-    (Backend(AT_ONCE, unsupported_reason=_unsupported_together), Backend(LOOP, takes=_FEATURES)),
-    describe=GroupedWay,
+    (Backend(TOGETHER, unsupported_reason=_unsupported_together), Backend(LOOP, takes=_FEATURES)),
+    describe=GroupedRequest,
 )
 
 
-def chosen_at_once(way: GroupedWay, supported: bool, features: tuple[str, ...], has_rows: bool) -> bool:
+def runs_together(
+    request: GroupedRequest, supported: bool, features: tuple[str, ...], has_rows: bool
+) -> bool:
     """Return whether all groups of a call are computed in one launch per step.
 
     Args:
-        way: The request of a kind of call.
+        request: The request of a kind of call.
         supported: One launch supports this kind of call.
         features: Further features of the call.
         has_rows: The input has rows.
     """
     if undisturbed():
         return supported and not features and has_rows
-    return TABLE.choose(way._replace(features=way.features + features, has_rows=has_rows)) == AT_ONCE
+    return TABLE.choose(request._replace(features=request.features + features, has_rows=has_rows)) == TOGETHER

@@ -1,0 +1,309 @@
+"""Operators of grouped linear layers whose numbers of rows are a tensor, for torch.compile.
+
+A graph knows the number of all rows but not that of each group, and formats, padding and products depend on it. The
+forward and the backward pass of such a call are therefore one operator each, which runs the steps of eager mode with
+the numbers that the tensor holds. The results have the bits of eager mode.
+
+The shapes of codes depend on the groups, so a graph saves the unquantized input and the weights. The backward operator
+repeats their casts, with the scales of the forward pass under delayed scaling.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..quantization.delayed_scaling import scale_snapshot
+from ..runtime.double_backward import once_differentiable
+from ..tensor.float8_tensor import Float8Quantizer
+from ..tensor.quantizer import Calibrating, Quantizer
+from .grouped_call import GroupedCall, GroupedQuantizers, GroupedSpec
+from .linear_spec import Environment, LinearSpec, changed
+from .run import Schedule, run
+from .scale_update import ScaleUpdate
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedKernel:
+    """The passes of a kind of call, as the operators run them.
+
+    Attributes:
+        name: Name of the layer in the steps of the passes.
+        spec: The settings.
+        dtypes: Dtypes of the gradients of weight and bias.
+        inference: The forward pass: takes x and the other inputs, returns y.
+        again: The part of the forward pass that makes the buffers that the backward pass reads.
+        backward: The backward pass: takes dy and those buffers, returns a gradient of each input or None.
+        order: Of each input of `backward` behind dy, the position among the buffers of `again`.
+        lists: Sizes of the lists into which the inputs behind x are collected; None: each is an input by itself.
+        present: Of each input, whether `backward` returns its gradient.
+        call: Function from a spec, the numbers of rows, x and its weights to the call.
+        states: Delayed-scaling states of the forward and of the backward pass.
+    """
+
+    name: str
+    spec: GroupedSpec
+    dtypes: tuple[torch.dtype, torch.dtype]
+    inference: Schedule
+    again: Schedule
+    backward: Schedule
+    order: tuple[int, ...]
+    lists: tuple[int, ...] | None
+    present: tuple[bool, ...]
+    call: Callable[[GroupedSpec, Tensor, Tensor, Sequence[Tensor]], GroupedCall]
+    states: tuple[tuple[Any, ...], tuple[Any, ...]]
+
+    def given(self, x: Tensor, tensors: Sequence[Tensor]) -> list[Any]:
+        """Return the inputs of the forward pass."""
+        if self.lists is None:
+            return [x, *tensors]
+        made: list[Any] = [x]
+        start = 0
+        for count in self.lists:
+            made.append(tensors[start] if count == 1 else list(tensors[start : start + count]))
+            start += count
+        return made
+
+    def environment(self, call: GroupedCall) -> Environment:
+        """Return the environment of the passes."""
+        return Environment({self.name: call}, {self.name: self.dtypes}, ())  # pyright: ignore
+
+    def gradients(self, results: Sequence[Any]) -> list[Tensor | None]:
+        """Return the gradient of each input."""
+        made: list[Tensor | None] = []
+        counts = (1,) * len(results) if self.lists is None else (1, *self.lists)
+        for result, count in zip(results[: len(counts)], counts, strict=True):
+            made += result if isinstance(result, list) else [result] + [None] * (count - 1)
+        return made
+
+
+class _State(NamedTuple):
+    """A state of delayed scaling in an operator: the scales [n] of a graph, and a history [1, n] of zeros."""
+
+    scale: Tensor
+    scale_in_place: Tensor
+    amax_history: Tensor
+
+
+# Kernels by the keys that graphs hold, and the owners that keep them alive.
+_kernels: weakref.WeakValueDictionary[str, GroupedKernel] = weakref.WeakValueDictionary()
+_held: weakref.WeakKeyDictionary[Any, list[GroupedKernel]] = weakref.WeakKeyDictionary()
+_serial = itertools.count()
+
+
+def register(owner: Any, kernel: GroupedKernel) -> str:
+    """Return the key by which graphs find a kernel while its owner, a layer, is alive; it ends in `present`.
+
+    Raises:
+        NotImplementedError: The call has effects that its operators cannot have.
+    """
+    name = type(owner).__name__
+    for what, found in (
+        ("delayed weight gradients", any(group.weight_gradient.store for group in kernel.spec.groups)),
+        ("gradients accumulated into main_grad", any(g.weight_gradient.fused for g in kernel.spec.groups)),
+        ("inspected results", any(group.inspector for group in kernel.spec.groups)),
+        ("quantizers that cannot quantize twice", not all(map(_repeats, _quantizers(kernel.spec)))),
+    ):
+        if found:
+            raise NotImplementedError(
+                f"{name}: {what} in a compiled graph with numbers of rows in a tensor need eager mode; give the "
+                "module te.GroupedLinear a list of numbers, or leave the layer out of the graph"
+            )
+    key = f"{name} {next(_serial)}:{''.join(['1' if there else '0' for there in kernel.present])}"
+    _kernels[key] = kernel
+    _held.setdefault(owner, []).append(kernel)
+    return key
+
+
+def gradients_of_key(key: str) -> tuple[bool, ...]:
+    """Return `GroupedKernel.present` of a key, which a compiler knows as a constant."""
+    return tuple([there == "1" for there in key.rpartition(":")[2]])
+
+
+def _quantizers(spec: GroupedSpec) -> list[Quantizer]:
+    """Return the quantizers of inputs and weights."""
+    return [quantizer for group in spec.groups for quantizer in (group.input, group.weight)]
+
+
+def _repeats(quantizer: Quantizer) -> bool:
+    """Return whether a backward operator can repeat a cast of the forward pass."""
+    if isinstance(quantizer, Calibrating):
+        return _repeats(quantizer.quantizer)
+    return not quantizer.stochastic_rounding and (
+        not quantizer.stateful or type(quantizer) is Float8Quantizer
+    )
+
+
+def _with_states(
+    kernel: GroupedKernel, forward: Sequence[Tensor], backward: Sequence[Tensor]
+) -> tuple[GroupedSpec, list[Tensor]]:
+    """Return the spec with quantizers that read these scales, and the maxima [n] that they record for each state.
+
+    Args:
+        kernel: The kernel.
+        forward: Scales of the states of the forward pass.
+        backward: Scales of the states of the backward pass; empty in the forward pass.
+    """
+    found: dict[int, _State] = {}
+    for states, scales in zip(kernel.states, (forward, backward), strict=True):
+        for state, scale in zip(states, scales, strict=False):
+            found[id(state)] = _State(scale, scale, scale.new_zeros(1, scale.shape[0]))
+    maxima = [state.amax_history[0] for state in found.values()]
+    if not found:
+        return kernel.spec, maxima
+
+    def of(quantizer: Quantizer) -> Quantizer:
+        if isinstance(quantizer, Calibrating):
+            return Calibrating(of(quantizer.quantizer))
+        state = found.get(id(getattr(quantizer, "_state", None)))
+        if state is None:
+            return quantizer
+        made: Any = copy.copy(quantizer)
+        made._state, made._slot = state, None
+        return made
+
+    groups: list[LinearSpec] = [
+        changed(g, input=of(g.input), weight=of(g.weight), grad_output=of(g.grad_output))
+        for g in kernel.spec.groups
+    ]
+    merged = kernel.spec.quantizers
+    if merged.input is not None:
+        merged = GroupedQuantizers.merged(
+            [g.input for g in groups], [g.weight for g in groups], [g.grad_output for g in groups]
+        )
+    return replace(kernel.spec, groups=tuple(groups), quantizers=merged), maxima
+
+
+@torch.library.custom_op("transformer_engine::grouped_linear_forward", mutates_args=())
+def _forward_op(
+    x: torch.Tensor, rows: torch.Tensor, tensors: list[torch.Tensor], scales: list[torch.Tensor], key: str
+) -> list[torch.Tensor]:
+    """Return y, and the maxima that the casts record for each state."""
+    kernel = _kernels[key]
+    spec, maxima = _with_states(kernel, scales, ())
+    call = kernel.call(spec, rows, x, tensors)
+    (y,), _ = run(kernel.inference, kernel.environment(call), kernel.given(x, tensors))
+    return [y, *maxima]
+
+
+@_forward_op.register_fake
+def _forward_fake(x, rows, tensors, scales, key):
+    spec = _kernels[key].spec
+    y = x.new_empty((*x.shape[:-1], spec.extents[0]), dtype=spec.groups[0].dtype)
+    return [y, *[torch.empty_like(scale) for scale in scales]]
+
+
+@torch.library.custom_op("transformer_engine::grouped_linear_backward", mutates_args=())
+def _backward_op(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    tensors: list[torch.Tensor],
+    forward_scales: list[torch.Tensor],
+    scales: list[torch.Tensor],
+    key: str,
+) -> list[torch.Tensor]:
+    """Return the gradients of the inputs that have one, and the maxima that the casts of gradients record."""
+    kernel = _kernels[key]
+    spec, maxima = _with_states(kernel, forward_scales, scales)
+    environment = kernel.environment(kernel.call(spec, rows, x, tensors))
+    _, saved = run(kernel.again, environment, kernel.given(x, tensors))
+    results, _ = run(kernel.backward, environment, [dy, *[saved[i] for i in kernel.order]])
+    made: list[Tensor] = []
+    for gradient, tensor in zip(kernel.gradients(results), (x, *tensors), strict=True):
+        if gradient is not None:
+            gradient = gradient.to(tensor.dtype).reshape(tensor.shape)
+            # Results of an operator share no memory.
+            whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
+            made.append(gradient if whole and gradient.is_contiguous() else gradient.clone())
+    # The forward pass recorded the maxima of the casts that are repeated here.
+    return [*made, *maxima[len(forward_scales) :]]
+
+
+@_backward_op.register_fake
+def _backward_fake(dy, x, rows, tensors, forward_scales, scales, key):
+    pairs = zip(_kernels[key].present, (x, *tensors), strict=True)
+    likes = [tensor for there, tensor in pairs if there] + scales
+    return [torch.empty(like.shape, dtype=like.dtype, device=like.device) for like in likes]
+
+
+def _record(states: Sequence[Any], maxima: Sequence[Tensor]) -> None:
+    for state, amax in zip(states, maxima, strict=True):
+        # The history is written through its base tensor, so that a compiler sees the write.
+        state.amax_history[0].copy_(torch.maximum(state.amax_history[0], amax))
+
+
+def forward_in_graph(
+    key: str, x: Tensor, rows: Tensor, tensors: Sequence[Tensor], states: Sequence[Any]
+) -> tuple[Tensor, list[Tensor]]:
+    """Return y of a traced call, and copies of the scales that its casts use.
+
+    Args:
+        key: Key of the kernel, from `register`.
+        x: The input.
+        rows: Number of rows of each group.
+        tensors: Its other inputs.
+        states: Delayed-scaling states of the forward pass.
+    """
+    scales = [scale_snapshot(state.scale_in_place) for state in states]
+    y, *maxima = _forward_op(x, rows, list(tensors), scales, key)
+    _record(states, maxima)
+    return y, scales
+
+
+def backward_in_graph(
+    key: str,
+    saved: tuple[Tensor, Tensor, Tensor, Sequence[Tensor]],
+    scales: Sequence[Tensor],
+    states: Sequence[Any],
+) -> list[Tensor | None]:
+    """Return the gradient of each input of a traced call; None for those that are not needed.
+
+    Args:
+        key: Key of the kernel.
+        saved: dy, x, the number of rows of each group, and the other inputs.
+        scales: Scales of the forward pass.
+        states: Delayed-scaling states of the backward pass.
+    """
+    dy, x, rows, tensors = saved
+    present = gradients_of_key(key)
+    if not any(present):
+        return [None] * len(present)
+    own = [scale_snapshot(state.scale_in_place) for state in states]
+    made = _backward_op(dy.contiguous(), x, rows, list(tensors), list(scales), own, key)
+    _record(states, made[sum(present) :])
+    gradients: list[Tensor | None] = []
+    at = 0
+    for there in present:
+        gradients.append(made[at] if there else None)
+        at += int(there)
+    return gradients
+
+
+class TracedGroups(torch.autograd.Function):
+    """One traced call as an autograd function: apply(x, rows, key, states, update, *tensors)."""
+
+    @staticmethod
+    def forward(ctx: Any, x, rows, key, states, update, *tensors):
+        y, scales = forward_in_graph(key, x, rows, tensors, states[0])
+        ctx.save_for_backward(x, rows, *tensors, *scales)
+        ctx.key, ctx.states, ctx.count, ctx.scale_update = key, states[1], len(tensors), update
+        return y
+
+    @staticmethod
+    @once_differentiable("GroupedLinear")
+    def backward(ctx: Any, grad_output):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, rows, *others = ctx.saved_tensors
+        saved = grad_output, x, rows, others[: ctx.count]
+        dx, *grads = backward_in_graph(ctx.key, saved, others[ctx.count :], ctx.states)
+        update: ScaleUpdate | None = ctx.scale_update
+        if update is not None:
+            update.run()
+        return dx, None, None, None, None, *grads
