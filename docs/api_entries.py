@@ -1,6 +1,6 @@
 """Griffe extension that completes the entries of the API reference.
 
-Static analysis alone misreads this package in five ways, and each hook below corrects one of them:
+Static analysis alone misreads this package in six ways, and each hook below corrects one of them:
 
 - A public name may share its name with a submodule (`autocast`) or be assigned at import (`gelu`). Public names that
   static analysis resolves to a module, or not at all, become aliases of their definition, or functions with the
@@ -8,16 +8,21 @@ Static analysis alone misreads this package in five ways, and each hook below co
 - A class without an `__init__` in its source (a Flax module, a tensor with `__new__`) gets the one of its runtime
   signature.
 - "The other arguments are those of `Linear`." copies the missing entries into the table of arguments.
+- The low-level functions have the original's signatures, whose arguments are alike in families of functions.
+  `api_arguments.json` describes them once per family; a description in a docstring has priority.
 - Shapes such as [*batch, f] would turn italic in Markdown, so they become code spans.
 - `Example:` is a section of the house style; Griffe calls it `Examples:`.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
+import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -33,7 +38,10 @@ PACKAGES = (
         f"{PYTORCH}.{name}"
         for name in (
             "ops", "optimizers", "router", "distributed", "cpu_offload", "conversion", "graph", "quantized_tensor",
-            "custom_recipes.quantizer_factories", "integrations.huggingface", "integrations.megatron",
+            "custom_recipes.quantizer_factories", "custom_recipes.quantizer_factory_zoo",
+            "custom_recipes.reference_current_scaling", "custom_recipes.reference_nvfp4",
+            "integrations.huggingface", "integrations.megatron", "jit", "triton.cross_entropy",
+            "triton.grouped_dbias_dscales", "triton.mhc", "triton.pad", "triton.permutation",
         )
     ),
     "transformer_engine.common.recipe",
@@ -49,6 +57,9 @@ PACKAGES = (
     "transformer_engine_torch",
     "transformer_engine_jax",
 )  # fmt: skip
+
+# {family: {"names": pattern of `package.name`, "arguments": {argument: description}}}
+FAMILIES: dict[str, Any] = json.loads((Path(__file__).parent / "api_arguments.json").read_text())
 
 _SHAPE = re.compile(r"(?<![\w`\])\[])\[[\w ,.*+/()-]+\](?![(\[:`])")
 _CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
@@ -225,10 +236,13 @@ def arguments_of(package: str, value: Any) -> dict[str, str]:
     """Return {name: description} of a public object, with the arguments that its docstring attributes to others.
 
     "The other arguments are those of `Linear`." names public objects of the same package. A class also has the
-    arguments that its base classes describe.
+    arguments that its base classes describe, and a low-level function those of its family.
     """
+    value = value.func if isinstance(value, functools.partial) else value
     text = inspect.getdoc(value) or ""
     entries = described(griffe.Docstring(text))
+    if type(value).__module__.startswith("transformer_engine"):  # an instance whose class defines `__call__`
+        entries |= described(griffe.Docstring(inspect.getdoc(type(value).__call__) or ""))
     reference = _OTHERS.search(" ".join(text.split()))
     for name in re.findall(r"`([\w.]+)`", reference[1]) if reference else ():
         for argument, description in arguments_of(
@@ -239,6 +253,10 @@ def arguments_of(package: str, value: Any) -> dict[str, str]:
         if base.__module__.startswith("transformer_engine"):
             for argument, description in described(griffe.Docstring(base.__doc__ or "")).items():
                 entries.setdefault(argument, description)
+    path = f"{package}.{getattr(value, '__name__', '')}"
+    for family in FAMILIES.values():
+        if re.match(family["names"], path):
+            entries = {**family["arguments"], **entries}
     names = parameter_names(value)
     return {name: entries[name] for name in names if name in entries}
 

@@ -17,9 +17,11 @@ COLUMNS = {
     "tp": "tensor parallel",
     "sp": "sequence parallel",
     "cp": "context parallel",
+    "ep": "experts",
     "fsdp": "FSDP2",
     "recipe": "recipe",
     "recompute": "recomputation",
+    "graphs": "graphs",
     "outcome": "outcome",
 }
 

@@ -55,19 +55,14 @@ def fused_attn_fwd(
     bottom_right_diagonal: bool | None = None, o_format: NVTE_QKV_Format | int | str | None = None,
     qkv_scale_inv_format: NVTE_QKV_Format | int | str | None = None,
 ) -> list[Any]:  # fmt: skip
-    """[O, lse, (max_logit,) rng_state, (Bias,) (SoftmaxOffset)]; all behind O are what fused_attn_bwd needs.
+    """Return [O, lse, (max_logit,) rng_state, (Bias,) (SoftmaxOffset)] of scaled dot-product attention.
 
-    O           [.., h, d_v] in o_format (None: Q's format) and fake_dtype, quantized if o_quantizer is given
-    qkv_scale_inv_format   has no effect: scales are read with their tensors
-    lse         float32 [b, h, s_q, 1], of packed tokens [t, h, 1]: log of the softmax's denominator
-    max_logit   float32 [h] with return_max_logit;  rng_state int64 [2], (seed, offset) of dropout
-    window_size (left, right), -1 = unlimited;  cu_seqlens_* int32 [b + 1]
-    page_table_*  int32 [b, pages per sequence] with a paged layout; keys and values use the same pages
+    `O` [.., h, d_v] has the order `o_format`. `lse` is float32 [b, h, s_q, 1], or [t, h, 1] of packed tokens: the
+    logarithm of the softmax's denominator. `max_logit` is float32 [h]. `rng_state` int64 [2] is the (seed, offset) of
+    dropout. `fused_attn_bwd` reads all results after `O` except max_logit.
 
-    Raises ValueError for lengths and pages that do not fit the tensors; of those on a GPU this is known with TE_CHECK=1
-    alone. Dropout draws from torch's generator of the device. Tokens outside all sequences are zero with set_zero and
-    without. s_quantizer learns the softmax's largest value in an FP8 attention. rng_gen, rng_elts_per_thread and
-    cuda_graph are accepted and change nothing.
+    Raises ValueError for lengths and pages that do not fit the tensors; those on a GPU are checked with TE_CHECK=1
+    only.
     """
     layout = Layout.of(member("qkv_layout", NVTE_QKV_Layout, qkv_layout))
     own, wanted = order_of(None, layout, "o_format"), order_of(o_format, layout, "o_format")
@@ -147,14 +142,7 @@ def fused_attn_bwd(
     qkv_scale_inv_format: NVTE_QKV_Format | int | str | None = None,
     do_scale_inv_format: NVTE_QKV_Format | int | str | None = None,
 ) -> list[Any]:
-    """[dQ, dK, dV, dBias | None, dSoftmaxOffset | None] of fused_attn_fwd's O for the gradient dO.
-
-    Aux_CTX_Tensors   what fused_attn_fwd returned behind O, without max_logit
-    dqkv_type         dtype of the gradients; an FP8 type or None: fake_dtype. dqkv_quantizer quantizes them
-    o_format, do_format   orders of the axes of O and dO; None: that of Q
-    dqkv_layout   layout of the gradients; None: qkv_layout. Of a packed layout, they are views of one buffer
-    qkv_scale_inv_format, do_scale_inv_format   have no effect: scales are read with their tensors
-    """
+    """Return [dQ, dK, dV, dBias or None, dSoftmaxOffset or None] of `fused_attn_fwd` for the gradient dO."""
     layout = Layout.of(member("qkv_layout", NVTE_QKV_Layout, qkv_layout))
     own = order_of(None, layout, "o_format")
     orders = order_of(o_format, layout, "o_format"), order_of(do_format, layout, "do_format")

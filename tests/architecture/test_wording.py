@@ -135,7 +135,7 @@ def described(documentation: str | None, section: str) -> list[str]:
 
 def test_docstrings_describe_the_arguments_and_fields_that_exist():
     """Fields of records only: attributes of other classes may come from a base class or from a method."""
-    unknown = []
+    unknown, twice = [], []
     for name, path in modules().items():
         for node in nodes(path):
             if isinstance(node, ast.FunctionDef):
@@ -153,7 +153,8 @@ def test_docstrings_describe_the_arguments_and_fields_that_exist():
             else:
                 continue
             unknown += [f"{name}:{node.lineno} {one}" for one in names if one not in known]
-    assert unknown == []
+            twice += [f"{name}:{node.lineno} {one}" for one in {*names} if names.count(one) > 1]
+    assert unknown == [] and twice == []
 
 
 def test_described_names_are_found():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import weakref
 
 import pytest
 import torch
@@ -120,6 +122,33 @@ def test_the_contracts_are_told_apart_by_their_parameters():
     assert not builds_a_graph(lambda score, b, h, i, j: score)
     assert not builds_a_graph(lambda score, *places: score)
     assert not builds_a_graph(lambda score, b, h, i, j, *, slope: score)
+    assert builds_a_graph(Softcap().forward) and not builds_a_graph(torch.nn.Identity().forward)
+
+
+def test_signatures_are_inspected_once_per_function(monkeypatch):
+    inspected, signature = [], inspect.signature
+    monkeypatch.setattr(
+        inspect, "signature", lambda function: inspected.append(function) or signature(function)
+    )
+
+    class Unhashable:
+        __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+        def __call__(self, graph, score, tensors):
+            return score
+
+    def graph(graph, score, tensors):
+        return score
+
+    first, unhashable = Softcap(), Unhashable()
+    for _ in range(3):
+        assert builds_a_graph(graph) and builds_a_graph(first.forward) and builds_a_graph(unhashable)
+    assert inspected.count(graph) == 1 and inspected.count(Softcap.forward) <= 1
+    assert inspected.count(first.forward) == 0 and inspected[-1] is unhashable
+    reference = weakref.ref(graph)
+    inspected.clear()
+    del graph
+    assert reference() is None  # the cache keeps no function alive
 
 
 def test_a_graph_cannot_compute_an_unknown_operation():
@@ -136,8 +165,11 @@ def test_a_graph_cannot_compute_an_unknown_operation():
         attention(q, k, v, score_mod=softcap, score_mod_tensors={"cap": torch.ones(3)})
 
 
-@pytest.mark.parametrize("name", ["abs", "exp", "floor", "neg", "relu", "rsqrt", "sigmoid", "tanh"])
+@pytest.mark.parametrize(
+    "name", ["abs", "exp", "floor", "neg", "relu", "rsqrt", "sigmoid", "softplus", "swish", "tanh"]
+)
 def test_operations_of_one_tensor(name: str):
     x = torch.linspace(0.1, 3.0, 7)
-    want = getattr(torch, name)(x)
+    plain = {"softplus": torch.nn.functional.softplus, "swish": torch.nn.functional.silu}
+    want = plain[name](x) if name in plain else getattr(torch, name)(x)
     torch.testing.assert_close(getattr(ScoreGraph(torch, ()), name)(input=x), want)

@@ -25,6 +25,7 @@ OPTIONS = {"sequence": "--seq", "learning_rate": "--lr"}
         "support_table.py",
         "compositions_table.py",
         "performance_table.py",
+        "plan_table.py",
         "environment_table.py",
         "jax_goals_table.py",
         "names_table.py",
@@ -76,6 +77,7 @@ def test_the_documented_defaults_are_those_of_the_program(name: str):
                 "megatron",
                 "checkpoints",
                 "observe",
+                "plan",
             )
         ),
     ],
@@ -112,6 +114,7 @@ def test_the_examples_of_the_quickstart_in_torch_run():
         "numerics.md",
         "observe.md",
         "ops.md",
+        "plan.md",
         "training.md",
     ],
 )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import re
+import sys
 import tempfile
 import threading
 from pathlib import Path
+from types import FrameType
 
 import nvdlfw_inspect.api as debug_api
 import pytest
@@ -84,6 +87,42 @@ def test_a_session_may_begin_after_the_layers_and_end_before_them(tmp_path: Path
         with te.autocast(recipe=RECIPES["current"]):
             assert torch.equal(layer(x), quantized)
         assert not TEDebugState.initialize()
+
+
+def calls_of(layer: torch.nn.Module, x: torch.Tensor) -> list[tuple[str, str]]:
+    """Return file and name of every Python function that a warm forward and backward pass calls, in order."""
+    calls: list[tuple[str, str]] = []
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            calls.append((frame.f_code.co_filename, frame.f_code.co_name))
+
+    def step() -> None:
+        with te.autocast(recipe=RECIPES["current"]):
+            y = layer(x)
+        y.sum().backward()
+
+    for _ in range(4):
+        step()
+    gc.disable()  # finalizers are Python calls too
+    sys.setprofile(count)  # a backward pass on a CPU runs in the calling thread
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return calls
+
+
+@pytest.mark.parametrize("make", [te.Linear, te.LayerNormMLP])
+def test_warm_passes_make_the_same_calls_before_and_after_a_session(make: type, tmp_path: Path):
+    layer, x = make(64, 96, device="cpu"), torch.randn(32, 64, requires_grad=True)
+    before = calls_of(layer, x)
+    with session(tmp_path, MAXIMA):
+        during = calls_of(layer, x)
+    assert calls_of(layer, x) == before
+    hooks = [path for path, _ in before if re.search("transformer_engine/debug/|nvdlfw_inspect", path)]
+    assert not hooks and len(during) > len(before) > 10
 
 
 def test_names_of_layers(tmp_path: Path):

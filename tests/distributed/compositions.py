@@ -1,4 +1,4 @@
-"""Compositions of parallelism, recipes and recomputation: pairs of all settings, and what te.verify finds in each.
+"""Compositions of parallelism, recipes, recomputation and graphs: pairs of all settings, and what te.verify finds.
 
 `python -m tests.distributed.compositions` runs all of them and writes docs/compositions.json.
 """
@@ -25,7 +25,7 @@ from tests.distributed.threaded_ranks import run_on_threads
 from transformer_engine.common import recipe
 
 FILE = Path(__file__).resolve().parents[2] / "docs" / "compositions.json"
-HIDDEN, INNER, HEADS, TOKENS, BATCH = 64, 128, 4, 64, 4
+HIDDEN, INNER, HEADS, TOKENS, BATCH, EXPERTS = 64, 128, 4, 64, 4, 2
 RECIPES = {
     "none": lambda: None,
     "delayed": lambda: recipe.DelayedScaling(amax_history_len=2),
@@ -36,25 +36,37 @@ RECIPES = {
 }
 
 
+SWITCH, SIZES = (False, True), (1, 2)
+VALUES = (SIZES, SWITCH, SIZES, SIZES, SIZES, tuple(RECIPES), SWITCH, SWITCH)  # of each field of Composition
+
+
 @dataclass(frozen=True)
 class Composition:
-    """One way to train a layer; sizes of one mean that the ranks do not share this dimension."""
+    """One way to train a layer; sizes of one mean that the ranks do not share this dimension.
+
+    Experts are shared by data-parallel ranks. If both sizes are above one, these are the ranks of FSDP2.
+    """
 
     tp: int
     sp: bool
     cp: int
+    ep: int
     fsdp: int
     recipe: str
     recompute: bool
+    graphs: bool
 
     @property
     def possible(self) -> bool:
-        """Sequence parallelism is a part of tensor parallelism; at most four ranks run as processes."""
-        return (self.tp > 1 or not self.sp) and self.ranks <= 4
+        """Sequence parallelism is a part of tensor parallelism; at most four ranks run as processes.
+
+        A graph never captures a call that a checkpoint will run again.
+        """
+        return (self.tp > 1 or not self.sp) and self.ranks <= 4 and not (self.recompute and self.graphs)
 
     @property
     def ranks(self) -> int:
-        return self.tp * self.cp * self.fsdp
+        return self.tp * self.cp * max(self.ep, self.fsdp)
 
     @property
     def in_processes(self) -> bool:
@@ -62,12 +74,54 @@ class Composition:
         return self.recipe == "delayed"
 
     def mesh(self, device: torch.device) -> Any:
-        shape = (self.fsdp, self.cp, self.tp)
-        return init_device_mesh(device.type, shape, mesh_dim_names=("fsdp", "cp", "tp"))
+        shape = (max(self.ep, self.fsdp), self.cp, self.tp)
+        return init_device_mesh(device.type, shape, mesh_dim_names=(self.data, "cp", "tp"))
+
+    @property
+    def data(self) -> str:
+        """The mesh dimension over which the batch is sharded."""
+        return "fsdp" if self.fsdp > 1 or self.ep == 1 else "dp"
+
+
+class Experts(nn.Module):
+    """y = x + the sum of every expert's output, weighted by a router; each rank of a group computes its own experts.
+
+    All experts receive all tokens: the choice of an expert is not continuous, and noise would change it. The ranks have
+    the parameters of all experts, so that `te.verify` averages their gradients; those of other ranks' experts are 0.
+    """
+
+    def __init__(self, device: torch.device, group: Any) -> None:
+        super().__init__()
+        self.ranks = 1 if group is None else dist.get_world_size(group)
+        self.router = nn.Linear(HIDDEN, EXPERTS, bias=False, device=device)
+        options: dict[str, Any] = {"device": device, "params_dtype": torch.float32, "bias": False}
+        self.experts = nn.ModuleList([te.Linear(HIDDEN, HIDDEN, **options) for _ in range(EXPERTS)])
+        self.own = range(EXPERTS)
+        if group is not None:
+            count, rank = EXPERTS // self.ranks, dist.get_rank(group)
+            self.own = range(rank * count, (rank + 1) * count)
+            te.ep.ep_bootstrap(group, EXPERTS, TOKENS * BATCH, HIDDEN, EXPERTS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, HIDDEN)
+        weights = self.router(flat).softmax(dim=1)
+        if self.ranks == 1:
+            # `forward` instead of a call: the experts of a rank see other tokens than on one device.
+            parts = [expert.forward(flat) * weights[:, i, None] for i, expert in enumerate(self.experts)]
+            return x + torch.stack(parts).sum(0).view(x.shape)
+        chosen = torch.arange(EXPERTS, device=x.device).expand(len(flat), -1).contiguous()
+        buffer = te.ep.EpBuffer(EXPERTS, TOKENS * BATCH, HIDDEN, len(self.own))
+        received, scales, counts = te.ep.ep_dispatch(buffer, flat, chosen, weights)
+        rows = received.split(counts.tolist())
+        made = [self.experts[i].forward(part) for i, part in zip(self.own, rows, strict=True)]
+        # A zero gradient for the experts of other ranks.
+        idle = sum(expert.weight.sum() for i, expert in enumerate(self.experts) if i not in self.own)
+        y = te.ep.ep_combine(buffer, torch.cat(made) * scales[:, None] + 0 * idle, num_local_tokens=len(flat))
+        return x + y.view(x.shape)
 
 
 class Block(nn.Module):
-    """A Transformer layer whose forward pass is computed again in the backward pass, if requested."""
+    """A Transformer layer whose forward pass is computed again in the backward pass, if requested, and experts."""
 
     def __init__(self, row: Composition, device: torch.device, mesh: Any) -> None:
         super().__init__()
@@ -91,9 +145,17 @@ class Block(nn.Module):
         if mesh is not None and row.cp > 1:
             ring = mesh.get_group("cp")
             self.layer.set_context_parallel_group(ring, dist.get_process_group_ranks(ring), None, "p2p")
+        if row.graphs:
+            te.graphed(self.layer)
+        self.experts = None
+        if row.ep > 1:
+            self.experts = Experts(device, None if mesh is None else mesh.get_group(row.data))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return te.checkpoint(self.layer, x) if self.recompute else self.layer(x)
+        y = te.checkpoint(self.layer, x) if self.recompute else self.layer(x)
+        if self.experts is None:
+            return y
+        return te.checkpoint(self.experts, y) if self.recompute else self.experts(y)
 
 
 def model_of(row: Composition, device: torch.device, mesh: Any) -> nn.Module:
@@ -106,13 +168,15 @@ def model_of(row: Composition, device: torch.device, mesh: Any) -> nn.Module:
             p.copy_(drawn if p.dim() == 2 else p + drawn.to(device))
     if mesh is not None and row.fsdp > 1:
         fully_shard(model, mesh=mesh["fsdp"])
+    if model.experts is not None:
+        for parameter in model.experts.parameters():  # `fully_shard` replaces parameters
+            parameter.sequence_parallel = row.sp  # pyright: ignore[reportAttributeAccessIssue]
     return model
 
 
 def pairwise() -> list[Composition]:
     """Return compositions in which every possible pair of two settings occurs, chosen greedily."""
-    values = ((1, 2), (False, True), (1, 2), (1, 2), tuple(RECIPES), (False, True))
-    candidates = [row for value in itertools.product(*values) if (row := Composition(*value)).possible]
+    candidates = [row for value in itertools.product(*VALUES) if (row := Composition(*value)).possible]
     left = set(itertools.chain.from_iterable(map(pairs, candidates)))
     chosen: list[Composition] = []
     while left:
@@ -129,13 +193,17 @@ def pairs(row: Composition) -> set[tuple[tuple[str, Any], ...]]:
 
 def verified(row: Composition, device: torch.device) -> te.Verification:
     x = torch.randn(TOKENS, BATCH, HIDDEN, generator=torch.Generator().manual_seed(1))
-    return te.verify(
-        functools.partial(model_of, row, device),
-        x.to(device),
-        mesh=row.mesh(device),
-        recipe=RECIPES[row.recipe](),
-        sequence_parallel=row.sp,
-    )
+    try:
+        return te.verify(
+            functools.partial(model_of, row, device),
+            x.to(device),
+            mesh=row.mesh(device),
+            recipe=RECIPES[row.recipe](),
+            sequence_parallel=row.sp,
+        )
+    finally:
+        if row.ep > 1:
+            te.ep.ep_finalize()
 
 
 def verified_in_process(device: torch.device, row: Composition) -> str:

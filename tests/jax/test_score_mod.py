@@ -1,6 +1,8 @@
-"""A function between scores and softmax: its values, its gradients, and the settings that it excludes."""
+"""A function between scores and softmax in three contracts: values, gradients, and the settings that it excludes."""
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 import transformer_engine.jax.flax as te_flax
-from tests.jax.compiled import values_and_gradients
+from tests.jax.compiled import values_and_gradients, variables_of
 from transformer_engine.jax.attention import (
     AttnBiasType,
     AttnMaskType,
@@ -88,14 +90,15 @@ def test_modules_hand_it_on():
     module = te_flax.DotProductAttention(
         8, 4, 2, attn_mask_type="no_mask", scale_factor=0.3, score_mod=capped
     )
-    y = module.apply({}, q, k, v, deterministic=True, score_mod_tensors=tensors())
+    apply = functools.partial(module.apply, {}, deterministic=True)
+    y = jax.jit(apply)(q, k, v, score_mod_tensors=tensors())
     np.testing.assert_allclose(y, plain(q, k, v, tensors()), rtol=1e-4, atol=1e-5)
     layer = te_flax.TransformerLayer(
         hidden_size=16, mlp_hidden_size=16, num_attention_heads=4, self_attn_mask_type="no_mask",
         enable_relative_embedding=False, score_mod=capped,
     )  # fmt: skip
     x = jnp.ones((2, 6, 16))
-    layer.init(jax.random.key(0), x, deterministic=True, score_mod_tensors=tensors())
+    variables_of(layer, jax.random.key(0), x, deterministic=True, score_mod_tensors=tensors())
 
 
 @pytest.mark.parametrize(
@@ -107,15 +110,132 @@ def test_modules_hand_it_on():
         ({"dropout_probability": 0.5, "seed": jax.random.key}, ValueError, "dropout_probability"),
         ({"score_mod": None, "score_mod_bprop": capped}, ValueError, "give both"),
         ({"score_mod": 3}, TypeError, "score_mod"),
-        ({"score_mod": lambda graph, score, tensors: score}, NotImplementedError, "jnp operations"),
+        ({"score_mod": lambda a, b, c, d: a}, TypeError, "score_mod has 4 required parameters"),
+        (
+            {"score_mod_bprop": lambda gradient, score, b, h, q, kv: gradient}, TypeError,
+            r"give a function of \(gradient, scores, tensors\)",
+        ),
+        (
+            {"score_mod": lambda graph, score, tensors: graph.matmul(score, score)}, NotImplementedError,
+            "graph.matmul",
+        ),
+        (
+            {"score_mod": lambda graph, score, tensors: score, "score_mod_tensors": jnp.ones(())}, TypeError,
+            "is not a mapping",
+        ),
+        (
+            {"score_mod": lambda graph, score, tensors: score, "score_mod_tensors": {"slope": jnp.ones((4,))}},
+            ValueError, r"score_mod_tensors\['slope'\] is \[4\]; give one element, or 4 dimensions",
+        ),
     ],
-)
-def test_what_does_not_go_with_it_is_rejected(options, error, sentence):
+)  # fmt: skip
+def test_incompatible_settings_are_rejected(options, error, sentence):
     q, k, v, _ = data()
     if "seed" in options:
         options = options | {"seed": jax.random.key(0)}
     with pytest.raises(error, match=sentence):
         attend(q, k, v, **({"score_mod": capped} | options))
+
+
+def biased_graph(graph, score, tensors):
+    """The original's contract: a softcap, a slope per head, and causality, in operations of a graph."""
+    capped = graph.mul(graph.tanh(graph.div(score, tensors["cap"])), tensors["cap"])
+    query, key = graph.gen_index(input=score, axis=2), graph.gen_index(score, 3, name="key")
+    sloped = graph.add(capped, graph.mul(a=tensors["slope"], b=graph.sub(key, query)))
+    return graph.binary_select(sloped, tensors["hidden"], graph.cmp_le(input=key, comparison=query))
+
+
+def biased_indices(score, b, h, q, kv, *, cap, slope, hidden):
+    sloped = cap * jnp.tanh(score / cap) + slope[b * 0, h, 0, 0] * (kv - q)
+    return jnp.where(kv <= q, sloped, hidden)
+
+
+def biased_oracle(q, k, v, dy, cap, slope):
+    """Return the output and the gradients of q, k, v, cap and slope in float64, by formulas."""
+    q, k, v, dy, cap, slope = (np.asarray(x, np.float64) for x in (q, k, v, dy, cap, slope))
+    groups = q.shape[2] // k.shape[2]
+    k, v = (np.repeat(x, groups, axis=2) for x in (k, v))
+    distance = np.arange(k.shape[1]) - np.arange(q.shape[1])[:, None]
+    ratio = 0.3 * np.einsum("bqhd,bkhd->bhqk", q, k) / cap
+    scores = np.where(distance <= 0, cap * np.tanh(ratio) + slope * distance, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    dweights = np.einsum("bqhd,bkhd->bhqk", dy, v)
+    dmodified = weights * (dweights - (weights * dweights).sum(axis=-1, keepdims=True))
+    slant = 1.0 - np.tanh(ratio) ** 2
+    dscores = 0.3 * dmodified * slant
+    per_group = lambda x: x.reshape(*x.shape[:2], -1, groups, x.shape[-1]).sum(axis=3)  # noqa: E731
+    return (
+        np.einsum("bhqk,bkhd->bqhd", weights, v), np.einsum("bhqk,bkhd->bqhd", dscores, k),
+        per_group(np.einsum("bhqk,bqhd->bkhd", dscores, q)), per_group(np.einsum("bhqk,bqhd->bkhd", weights, dy)),
+        (dmodified * (np.tanh(ratio) - ratio * slant)).sum().reshape(cap.shape),
+        (dmodified * distance).sum(axis=(0, 2, 3), keepdims=True),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("function", [biased_graph, biased_indices])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 0.04)])
+def test_graphs_and_functions_of_indices_equal_float64(function, dtype, tolerance):
+    q, k, v, dy = (x[:, :n].astype(dtype) for x, n in zip(data(), (3, 5, 5, 3), strict=True))
+    slope, hidden = jnp.linspace(0.1, 0.4, 4).reshape(1, 4, 1, 1), jnp.full((1, 1, 1, 1), -1e9)
+
+    def ours(q, k, v, cap, slope):
+        named = {"cap": cap, "slope": slope, "hidden": hidden}
+        return attend(q, k, v, score_mod=function, score_mod_tensors=named)
+
+    cap = jnp.full((1, 1, 1, 1), 0.7)
+    found = values_and_gradients(ours, dy, q, k, v, cap, slope)
+    for got, want in zip(found, biased_oracle(q, k, v, dy, cap, slope), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(got, np.float64), want, rtol=tolerance, atol=tolerance * abs(want).max()
+        )
+
+
+class CappedGraph:
+    """A softcap as a graph, whose gradient reads an array that the function computed."""
+
+    ratio = None
+
+    def forward(self, graph, score, tensors):
+        self.ratio = graph.div(score, tensors["cap"])
+        return graph.mul(graph.tanh(self.ratio), tensors["cap"])
+
+    def backward(self, graph, gradient, tensors):
+        return graph.mul(graph.tanh_backward(loss=gradient, input=self.ratio), tensors["factor"])
+
+
+def capped_indices(score, b, h, q, kv, *, cap):
+    return cap * jnp.tanh(score / cap)
+
+
+def capped_indices_gradient(gradient, score, b, h, q, kv, factor):
+    return factor * gradient * (1.0 - jnp.tanh(score / 0.7) ** 2)
+
+
+GRAPH = CappedGraph()
+
+
+@pytest.mark.parametrize(
+    ("function", "gradient"),
+    [(GRAPH.forward, GRAPH.backward), (capped_indices, capped_indices_gradient)],
+)  # fmt: skip
+def test_given_gradients_of_scores_replace_those_of_jax(function, gradient):
+    q, k, v, dy = data()
+
+    def ours(q, k, v, cap, factor):
+        return attend(
+            q, k, v, score_mod=function, score_mod_tensors={"cap": cap}, score_mod_bprop=gradient,
+            score_mod_bprop_tensors={"factor": factor},
+        )  # fmt: skip
+
+    found = values_and_gradients(ours, dy, q, k, v, jnp.asarray(0.7), jnp.asarray(0.5))
+    want = values_and_gradients(
+        lambda q, k, v, cap: attend(q, k, v, score_mod=capped_indices, score_mod_tensors={"cap": cap}),
+        dy, q, k, v, jnp.asarray(0.7),
+    )  # fmt: skip
+    for got, expected, factor in zip(found, want[:4], (1.0, 0.5, 0.5, 1.0), strict=False):
+        np.testing.assert_allclose(got, factor * expected, rtol=1e-4, atol=1e-6)
+    assert found[4] == found[5] == 0.0  # the arrays of a score_mod with a given gradient have no gradient
 
 
 def test_the_older_call_of_packed_rows_is_the_newer_one():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import warnings
@@ -43,6 +44,37 @@ def printed_by(program: Path, *options: str) -> dict:
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_two_processes_of_jax_distributed_compute_the_step_of_one_device():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": search_path()}
+    environment.pop("XLA_FLAGS", None)
+    program = PROGRAM.with_name("host_processes.py")
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(program), address, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, env=environment,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        for process in started:
+            output, errors = process.communicate(timeout=240)
+            assert process.returncode == 0, errors
+            found = json.loads(output.splitlines()[-1])
+            assert (found["processes"], found["devices"], found["rows here"], found["states"]) == (
+                2,
+                2,
+                4,
+                12,
+            )
+            assert found["state"] == 0.0 and max(found["loss"], found["gradients"]) < 1e-6
+    finally:
+        for process in started:
+            process.kill()
 
 
 @pytest.mark.parametrize("entered", ["with mesh", "set_mesh"])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import transformer_engine.pytorch as te
-from tests.support.layers import same_as_eager
+from tests.support.layers import RECIPES, same_as_eager
 
 HIDDEN, INNER, EXPERTS, K = 16, 24, 3, 2
 
@@ -68,6 +70,34 @@ def trained(device: torch.device, compiles: bool) -> list[torch.Tensor]:
 
 def test_a_layer_of_experts_is_one_graph_for_several_batches(device):
     assert same_as_eager(trained(device, False), trained(device, True))
+
+
+def grouped_steps(compiles: bool, recipe: Any) -> list[torch.Tensor]:
+    """Results and gradients of GroupedLinear with a tensor of rows; a weight and a bias are frozen."""
+    torch.manual_seed(0)
+    layer = te.GroupedLinear(EXPERTS, 32, 32, device="cpu")
+    layer.weight1.requires_grad_(False)
+    layer.bias0.requires_grad_(False)
+    run = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager") if compiles else layer
+    seen = []
+    for rows in ([32, 0, 64], [64, 32, 96]):
+        x = torch.randn(sum(rows), 32, requires_grad=True)
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            y = run(x, torch.tensor(rows))
+        y.square().sum().backward()
+        seen += [y.detach(), x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
+        layer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mxfp8", *[pytest.param(name, marks=pytest.mark.slow) for name in ("none", "delayed", "current")]],
+)
+def test_a_tensor_of_rows_gives_the_bits_of_eager_mode(name, emulated):
+    expected, found = grouped_steps(False, RECIPES[name]), grouped_steps(True, RECIPES[name])
+    assert len(expected) == len(found) == 2 * (2 + 2 * (EXPERTS - 1))
+    assert all(map(torch.equal, found, expected))
 
 
 CALLS = {

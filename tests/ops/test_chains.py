@@ -148,6 +148,61 @@ def check(described: list[Any], name: str, device: torch.device) -> None:
     compare(fused[1], exact[1], 2 * unit if lossy else EXACT, f"{text} gradients against float32")
 
 
+def check_compiled(described: list[Any], name: str, backend: str) -> None:
+    """Compare a compiled chain with an eager one: outputs and gradients of several steps, and scaling states."""
+    recipe, device = RECIPES[name], torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chains_of_modes = [build(described, device, torch.float32) for _ in range(2)]
+    kinds = chains_of_modes[0][1]
+    if not len(chains_of_modes[0][0]):
+        return
+    chains_of_modes[1][0].load_state_dict(chains_of_modes[0][0].state_dict())
+    x, extra = inputs(chains_of_modes[0][0], kinds, device)
+    seen: list[Any] = []
+    with emulate():
+        for compiles, (chain, _, _) in enumerate(chains_of_modes):
+            te.fp8.FP8GlobalStateManager.reset()
+            torch._dynamo.reset()
+            run = torch.compile(chain, fullgraph=True, backend=backend, dynamic=False) if compiles else chain
+            for _ in range(3 if name == "delayed" else 1):
+                context = te.autocast(enabled=recipe is not None, recipe=recipe)
+                seen += gradients(run, chain, x, extra, context)
+            every = [op for group in chain._module_groups for op in group._basic_ops]
+            metas = [op._save_fp8_metas() for op in every]
+            seen.append(
+                [part for meta in metas for states in meta.values() for state in states for part in state]
+            )
+    count = len(seen) // 2
+    # The fused loops of inductor keep intermediate results in registers.
+    bound = 0.0 if backend == "aot_eager" else EXACT if name == "none" else FP4 if name == "nvfp4" else FP8
+    for ours, theirs in zip(seen[count:], seen[:count], strict=True):
+        compare(ours, theirs, bound, f"{name}: {described}, {backend} against eager mode")
+
+
+@pytest.mark.parametrize(
+    ("name", "described"),
+    [
+        ("mxfp8", [("make", 1), ("norm", 0), ("quantize", 5), ("linear", 3), ("gated", 6), ("bias", 1)]),
+        ("delayed", [("add", 0), ("linear", 1), ("scaled", 6), ("quantize", 2), ("basic_linear", 0)]),
+    ],
+)
+def test_a_compiled_chain_has_the_bits_of_eager_mode(name, described):
+    check_compiled(described, name, "aot_eager")
+
+
+@pytest.mark.slow
+@settings(max_examples=500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(chains, st.sampled_from(sorted(RECIPES)))
+def test_compiled_chains_have_the_bits_of_eager_mode(described, name):
+    check_compiled(described, name, "aot_eager")
+
+
+@pytest.mark.slow
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(chains, st.sampled_from(sorted(RECIPES)))
+def test_chains_compiled_by_inductor_equal_eager_mode(described, name):
+    check_compiled(described, name, "inductor")
+
+
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(chains, st.sampled_from(sorted(RECIPES)))
 def test_chains_equal_unfused_chains_and_plain_pytorch(described, name):

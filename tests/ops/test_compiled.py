@@ -52,6 +52,69 @@ def test_a_chain_compiles_without_graph_breaks(name, emulated):
         assert relative_error(ours, theirs) <= 1e-5
 
 
+def experts() -> ops.Sequential:
+    """Permuted tokens, GroupedLinear, scaled SwiGLU, GroupedLinear; some parameters are frozen."""
+    torch.manual_seed(0)
+    made = ops.Sequential(
+        ops.GroupedLinear(3, 64, 128, bias=False, **PLACE), ops.ScaledSwiGLU(),
+        ops.GroupedLinear(3, 64, 64, scale_bias=True, **PLACE),
+    )  # fmt: skip
+    for parameter in (*made[0].parameters(), *list(made[2].parameters())[1::2]):
+        parameter.requires_grad_(parameter.dim() == 1)
+    return made
+
+
+def expert_steps(run: Any, module: Any, recipe: Any) -> list[torch.Tensor | None]:
+    """Return results and gradients of two steps with other numbers of tokens, and the scaling states."""
+    seen: list[torch.Tensor | None] = []
+    for rows in ([32, 0, 64], [64, 32, 96]):
+        splits = torch.tensor(rows, device=PLACE["device"])
+        generator = torch.Generator().manual_seed(sum(rows))
+        x, scales, of_biases = (
+            torch.rand(sum(rows), *size, generator=generator).to(PLACE["device"]).requires_grad_()
+            for size in ((64,), (), ())
+        )
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            y = run(x, splits, scales, splits, of_biases)
+        y.square().sum().backward()
+        seen += [y.detach().clone(), x.grad, scales.grad, of_biases.grad]
+        seen += [parameter.grad for parameter in module.parameters()]
+        module.zero_grad()
+    for op in module:
+        seen += [
+            part.clone() for states in op._save_fp8_metas().values() for state in states for part in state
+        ]
+    return seen
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "delayed",
+        *[pytest.param(name, marks=pytest.mark.slow) for name in ("none", "current", "mxfp8", "nvfp4")],
+    ],
+)
+def test_experts_with_a_tensor_of_rows_compile_in_one_graph_for_several_batches(name, emulated):
+    torch._dynamo.reset()
+    eager, module = experts(), experts()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
+    expected = expert_steps(eager, eager, RECIPES[name])
+    actual = expert_steps(compiled, module, RECIPES[name])
+    assert len(expected) > 20 and any(part is None for part in expected)
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(ours, theirs)
+
+
+def test_delayed_weight_gradients_of_experts_need_eager_mode():
+    torch._dynamo.reset()
+    layer = ops.GroupedLinear(2, 16, 16, delay_wgrad_compute=True, **PLACE)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    splits = torch.tensor([1, 2], device=PLACE["device"])
+    with pytest.raises(Exception, match=r"delayed weight gradients in a compiled graph .* eager mode"):
+        compiled(torch.randn(3, 16, device=PLACE["device"]), splits)
+
+
 @pytest.mark.parametrize("name", ["none", "delayed", "current", "mxfp8"])
 def test_a_replayed_graph_equals_eager_calls(name, emulated, monkeypatch):
     rerun = RerunRecorder()

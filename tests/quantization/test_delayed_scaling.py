@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed
 
+import transformer_engine.pytorch as te
 from tests.distributed.ranks import run_on_ranks
 from transformer_engine.common.formats import FLOAT32_MAX
-from transformer_engine.common.recipe import DelayedScaling, Format
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format, Recipe
 from transformer_engine.pytorch import quantization as q
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
 from transformer_engine.pytorch.quantization import delayed_scaling
@@ -279,3 +280,46 @@ def test_e4m3_has_one_maximum_for_both_directions(device):
     module["scaling_bwd"].amax_history[0].fill_(7.0)
     Manager.reduce_and_update_fp8_tensors(forward=False)
     assert module["scaling_bwd"].scale.tolist() == [64.0] * 3
+
+
+def attended(layer: te.DotProductAttention, used: Recipe, device: str) -> torch.Tensor:
+    """Return output and gradient of the query of one training step."""
+    q, k, v = (
+        torch.randn(16, 2, 4, 32, generator=torch.Generator().manual_seed(i)).to(device) for i in range(3)
+    )
+    q.requires_grad_()
+    with te.autocast(recipe=used):
+        output = layer(q, k, v)
+    output.square().sum().backward()
+    return torch.cat([output.flatten().cpu(), q.grad.flatten().cpu()])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("used", [DelayedScaling(fp8_dpa=True), Float8CurrentScaling(fp8_dpa=True)])
+def test_scales_are_on_the_device_of_the_input(used: Recipe):
+    """On a machine with a GPU, an attention without parameters takes inputs of the CPU, the GPU and the CPU again."""
+    followed, alone = te.DotProductAttention(4, 32), te.DotProductAttention(4, 32)
+    for device in ("cpu", "cuda", "cpu"):
+        found = attended(followed, used, device)
+        if device == "cuda":
+            attended(alone, used, "cpu")  # as many scale updates
+        else:
+            assert torch.equal(found, attended(alone, used, "cpu"))
+        state = followed.fp8_meta["scaling_fwd"]
+        assert state.device.type == device
+        assert all(scaling.scale.device.type == device for scaling in state.delayed_states)
+
+
+def test_scales_move_with_their_values_to_another_device():
+    """A device without a GPU: the meta device, and back with the scales of a new state."""
+    layer, used = te.DotProductAttention(4, 32), DelayedScaling(fp8_dpa=True)
+    attended(layer, used, "cpu")
+    scale = layer.fp8_meta["scaling_fwd"].scale
+    assert float(scale.max()) > 1
+    layer.follow_device(torch.device("cpu"))
+    layer.numerics.renew(layer, used, None)
+    assert layer.fp8_meta["scaling_fwd"].scale is scale
+    layer.follow_device(torch.device("meta"))
+    layer.numerics.renew(layer, used, None)
+    assert layer.fp8_meta["scaling_fwd"].scale.is_meta
+    assert layer.fp8_meta["scaling_bwd"].amax_history.is_meta

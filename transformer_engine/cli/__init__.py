@@ -1,6 +1,6 @@
 """The `te` command, which imports the module of a command, and its framework, only when that command runs.
 
-`te train` works with either framework and `te doctor` without one. The other commands need PyTorch.
+`te train` works with either framework, `te doctor` and `te plan` without one. The other commands need PyTorch.
 """
 
 from __future__ import annotations
@@ -47,6 +47,11 @@ COMMANDS = {
         ".verify",
         "Compare a parallel, quantized model of a Python file with the same model on one device in float32.",
     ),
+    "plan": Command(
+        ".plan",
+        "Predict time and memory of a training step on many devices, or find the fastest mesh that fits.",
+        without_torch=True,
+    ),
     "info": Command(
         ".info",
         "Describe this machine: device, libraries, recipes and the backend that each operation uses.",
@@ -77,7 +82,7 @@ def application() -> typer.Typer:
             return super().resolve_command(ctx, args)
 
     app = typer.Typer(
-        help="Train and run Transformers in FP8, MXFP8 and NVFP4.",
+        help="Train and run Transformers in FP8 and FP4.",
         cls=LazyGroup,
         no_args_is_help=True,
         pretty_exceptions_enable=False,

@@ -135,8 +135,6 @@ ABSENT = {
         "an internal step of the original's context parallelism; pass cp_group to te.DotProductAttention, or call its "
         "set_context_parallel_group",
     ),
-    "transformer_engine.pytorch.dynamo": "the original's registration of quantizers with torch.compile; layers compile "
-    "with fullgraph=True without it",
     "transformer_engine.pytorch._extra_state.CheckpointExtraStatePolicy": "the original's choice of extra state "
     "that is unpickled; it is read through an allow-list, see should_load_extra_state_pickle",
     **dict.fromkeys(

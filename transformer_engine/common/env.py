@@ -459,7 +459,10 @@ def keep_cublas_repeatable() -> None:
 
 
 def cache_directory() -> Path:
-    """Return the user's cache folder: TE_CACHE_DIR, or the XDG convention."""
+    """Return the user's cache folder: TE_CACHE_DIR, or the XDG convention.
+
+    The caches hold plans of GPU kernels, which exist on Linux alone, where `platformdirs` returns the same folder.
+    """
     chosen = get("TE_CACHE_DIR")
     if chosen:
         return Path(str(chosen)).expanduser()

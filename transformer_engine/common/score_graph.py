@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 # Keywords of operands, in the order of the operands.
 _OPERANDS = ("a", "b", "loss", "input", "input0", "input1", "comparison", "mask", "bias", "scale")
@@ -35,7 +36,9 @@ _OPERATIONS: dict[str, tuple[int, Callable[..., Any]]] = {
     "rsqrt": (1, lambda xp, x: 1.0 / xp.sqrt(x)),
     "sigmoid": (1, _sigmoid),
     "sin": (1, lambda xp, x: xp.sin(x)),
+    "softplus": (1, lambda xp, x: xp.where(x > 0, x, 0.0) + xp.log1p(xp.exp(-xp.abs(x)))),
     "sqrt": (1, lambda xp, x: xp.sqrt(x)),
+    "swish": (1, lambda xp, x: x * _sigmoid(xp, x)),
     "tan": (1, lambda xp, x: xp.tan(x)),
     "tanh": (1, lambda xp, x: xp.tanh(x)),
     "add": (2, lambda xp, x, y: x + y),
@@ -44,6 +47,7 @@ _OPERATIONS: dict[str, tuple[int, Callable[..., Any]]] = {
     "mul": (2, lambda xp, x, y: x * y),
     "scale": (2, lambda xp, x, y: x * y),
     "div": (2, lambda xp, x, y: x / y),
+    "mod": (2, lambda xp, x, y: xp.fmod(x, y)),
     "pow": (2, lambda xp, x, y: x**y),
     "max": (2, lambda xp, x, y: xp.where(x >= y, x, y)),
     "min": (2, lambda xp, x, y: xp.where(x <= y, x, y)),
@@ -107,17 +111,40 @@ def _check_keywords(name: str, given: dict[str, Any]) -> None:
         )
 
 
-def builds_a_graph(score_mod: Callable[..., Any]) -> bool:
-    """Return whether a score_mod takes (graph, score, tensors): three required positional parameters.
+# By function object; a function keeps its parameters.
+_REQUIRED: WeakKeyDictionary[Callable[..., Any], int | None] = WeakKeyDictionary()
 
-    A function without a signature takes no graph.
+
+def required_parameters(function: Callable[..., Any]) -> int | None:
+    """Return the number of required positional parameters; None with *args or without a signature.
+
+    The signature is inspected once per function object. A method is inspected once for all its bindings, because
+    every attribute access creates another bound method.
     """
+    owner = getattr(function, "__func__", function)
     try:
-        parameters = inspect.signature(score_mod).parameters.values()
+        if owner in _REQUIRED:
+            count = _REQUIRED[owner]
+        else:
+            count = _REQUIRED[owner] = _inspected(owner)
+    except TypeError:  # an object that cannot be hashed or weakly referenced
+        return _inspected(function)
+    return count if count is None or owner is function else count - 1
+
+
+def _inspected(function: Callable[..., Any]) -> int | None:
+    try:
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return False
+        return None
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-        return False
+        return None
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    required = [p for p in parameters if p.kind in positional and p.default is p.empty]
-    return len(required) == 3
+    return sum(
+        parameter.kind in positional and parameter.default is parameter.empty for parameter in parameters
+    )
+
+
+def builds_a_graph(score_mod: Callable[..., Any]) -> bool:
+    """Return whether a score_mod takes (graph, score, tensors): three required positional parameters."""
+    return required_parameters(score_mod) == 3

@@ -20,7 +20,11 @@ __all__ = ["ActivationParams", "activation", "is_known"]
 
 
 def is_known(activation_type: Sequence[Any]) -> bool:
-    """Return whether this is the name of an activation."""
+    """Return whether this is the name of an activation.
+
+    Args:
+        activation_type: Names of the activations, for example ("gelu",) or ("silu", "linear").
+    """
     return tuple(activation_type) in ACTIVATIONS
 
 

@@ -30,7 +30,12 @@ class CollectiveOp(enum.Enum):
 
 @dataclass(frozen=True)
 class CollectiveOpSet:
-    """The collectives of one layer; XLA inserts them where the sharding of input and output requires."""
+    """The collectives of one layer; XLA inserts them where the sharding of input and output requires.
+
+    Args:
+        forward: Collective of the forward pass.
+        backward: Collective of the backward pass.
+    """
 
     forward: CollectiveOp
     backward: CollectiveOp
@@ -50,7 +55,21 @@ def collective_gemm_bootstrap(
     num_sm_for_communication: int = 2, use_ce: bool = True, aggregate_all_gather: bool = False,
     use_cublasmp: bool = False,
 ) -> None:  # fmt: skip
-    """Check that the sizes fit together; nothing is prepared, because XLA schedules the collectives."""
+    """Check that the sizes fit together; nothing is prepared, because XLA schedules the collectives.
+
+    Args:
+        num_total_devices: Number of devices of all processes.
+        num_devices_per_process: Number of devices of a process.
+        process_id: Index of this process.
+        tensor_parallel_size: Number of tensor-parallel devices.
+        num_max_streams: Checked; has no other effect.
+        compute_stream_priority: Has no effect.
+        communication_stream_priority: Has no effect.
+        num_sm_for_communication: Has no effect.
+        use_ce: Has no effect.
+        aggregate_all_gather: Has no effect.
+        use_cublasmp: Has no effect.
+    """
     for name, value in (
         ("num_total_devices", num_total_devices), ("num_devices_per_process", num_devices_per_process),
         ("tensor_parallel_size", tensor_parallel_size), ("num_max_streams", num_max_streams),

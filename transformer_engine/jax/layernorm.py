@@ -23,7 +23,11 @@ _TYPES = ("layernorm", "rmsnorm")
 
 
 def canonicalize_norm_type(norm_type: str) -> str:
-    """Return "layernorm" or "rmsnorm" for a name in any case, with - or _."""
+    """Return "layernorm" or "rmsnorm" for a name in any case, with - or _.
+
+    Args:
+        norm_type: The name, for example "LayerNorm" or "rms-norm".
+    """
     if not isinstance(norm_type, str):
         raise TypeError(f"norm_type={described(norm_type)}; give 'layernorm' or 'rmsnorm'")
     name = norm_type.lower().replace("-", "").replace("_", "")

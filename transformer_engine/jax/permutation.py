@@ -110,7 +110,14 @@ def token_combine(
     merging_probs: Array | None = None,
     pad_offsets: Array | None = None,
 ) -> Array:
-    """Return out [T, H]: the sum of a token's rows of inp [rows, H], multiplied by merging_probs [T, E] if given."""
+    """Return out [T, H]: the sum of a token's rows of inp [rows, H], multiplied by merging_probs [T, E] if given.
+
+    Args:
+        inp: Rows of all experts [rows, H].
+        row_id_map: Map that `token_dispatch` returned, [T, 2 E + 1].
+        merging_probs: Weights of all experts [T, E]; None is 1.
+        pad_offsets: Rows of padding before each expert [E], as `token_dispatch` returned them.
+    """
     check_values("inp", inp)
     check_integers("row_id_map", row_id_map)
     if inp.ndim != 2 or row_id_map.ndim != 2 or row_id_map.shape[1] % 2 == 0:
@@ -153,7 +160,10 @@ def _row_id_map(rows: Array, chosen: Array) -> Array:
 def sort_chunks_by_index(inp: Array, split_sizes: Array, sorted_indices: Array) -> tuple[Array, Array]:
     """Return chunks of inp [rows, H] in the order of sorted_indices, and row_id_map [rows], the new index of every row.
 
-    split_sizes   rows of every chunk in their present order; rows after their sum are not moved
+    Args:
+        inp: Rows of all chunks [rows, H].
+        split_sizes: Rows of every chunk in their present order; rows after their sum are not moved.
+        sorted_indices: Chunks in their new order.
     """
     check_values("inp", inp)
     if inp.ndim != 2:
@@ -184,7 +194,13 @@ def sort_chunks_by_index(inp: Array, split_sizes: Array, sorted_indices: Array) 
 
 
 class PureJaxPermState(NamedTuple):
-    """The permutation of `pure_jax_token_dispatch`: the order of all slots, and counts of tokens and of padding."""
+    """The permutation of `pure_jax_token_dispatch`: the order of all slots, and counts of tokens and of padding.
+
+    Args:
+        sorted_indices: Source slots in the order of the sorted rows.
+        num_real_tokens: Number of slots without padding, T k.
+        padding_size: Number of slots of padding.
+    """
 
     sorted_indices: Array
     num_real_tokens: int
@@ -201,9 +217,14 @@ def pure_jax_token_dispatch(
 ) -> tuple[Array, PureJaxPermState, Array]:
     """Return inputs [.., H] sorted by selected_experts [.., k], the state, and the rows of every expert.
 
-    align_size          above 0: zeros pad every expert's rows to a multiple of it
-    roll_to_expert_id   the expert that comes first; the earlier ones come last; may be traced, for example
-                        lax.axis_index
+    Args:
+        inputs: Tokens [.., H].
+        selected_experts: Experts of each token [.., k], integers.
+        num_experts: Number of experts.
+        num_experts_per_tok: Number of choices per token, k.
+        align_size: Pads every expert's rows with zeros to a multiple of this number; 0 does not pad.
+        roll_to_expert_id: Expert that comes first; the earlier ones come last. May be traced, for example
+            lax.axis_index.
     """
     whole("num_experts", num_experts)
     whole("num_experts_per_tok", num_experts_per_tok)
@@ -239,7 +260,14 @@ def pure_jax_token_dispatch(
 def pure_jax_token_combine(
     expert_outputs: Array, perm_state: PureJaxPermState, routing_weights: Array, num_experts_per_tok: int
 ) -> Array:
-    """Return out [T, H]: the sum of a token's rows, multiplied by routing_weights [.., k]."""
+    """Return out [T, H]: the sum of a token's rows, multiplied by routing_weights [.., k].
+
+    Args:
+        expert_outputs: Rows of all experts [rows, H].
+        perm_state: State that `pure_jax_token_dispatch` returned.
+        routing_weights: Weights of the choices [.., k].
+        num_experts_per_tok: Number of choices per token, k.
+    """
     check_values("expert_outputs", expert_outputs)
     check_values("routing_weights", routing_weights)
     check_instance("perm_state", perm_state, PureJaxPermState)
@@ -265,7 +293,13 @@ def pure_jax_token_combine(
 def routing_map_to_selected_experts(
     sparse_probs: Array, routing_map: Array, topk: int
 ) -> tuple[Array, Array]:
-    """Return the chosen experts int32 [T, topk], sorted, and their weights [T, topk]."""
+    """Return the chosen experts int32 [T, topk], sorted, and their weights [T, topk].
+
+    Args:
+        sparse_probs: Weights of all experts [T, E].
+        routing_map: True at the chosen experts [T, E].
+        topk: Number of choices per token.
+    """
     check_array("routing_map", routing_map)
     if routing_map.ndim != 2:
         raise ValueError(f"routing_map has shape {routing_map.shape}; give [tokens, experts]")
@@ -284,7 +318,10 @@ def compute_ragged_all_to_all_params(
 ) -> tuple[Array, Array, Array, Array]:
     """Return (input_offsets, send_sizes, output_offsets, recv_sizes), each [R], for lax.ragged_all_to_all of one shard.
 
-    all_shards_tokens_per_expert   [R, E]: rows of every shard for every expert; expert e is on shard e // (E / R)
+    Args:
+        all_shards_tokens_per_expert: Rows of every shard for every expert [R, E]; expert e is on shard e // (E / R).
+        shard_id: Index of this shard; may be traced.
+        num_expert_shards: Number of shards R.
     """
     sent = _by_shard(all_shards_tokens_per_expert, shard_id, num_expert_shards).sum(axis=-1)
     mine = sent[shard_id]
@@ -295,7 +332,13 @@ def compute_ragged_all_to_all_params(
 def compute_reverse_ragged_all_to_all_params(
     all_shards_tokens_per_expert: Array, shard_id: Array | int, num_expert_shards: int
 ) -> tuple[Array, Array, Array, Array]:
-    """Return the arguments of the inverse exchange: received rows are sent back to their origin."""
+    """Return the arguments of the inverse exchange: received rows are sent back to their origin.
+
+    Args:
+        all_shards_tokens_per_expert: Rows of every shard for every expert [R, E]; expert e is on shard e // (E / R).
+        shard_id: Index of this shard; may be traced.
+        num_expert_shards: Number of shards R.
+    """
     sent = _by_shard(all_shards_tokens_per_expert, shard_id, num_expert_shards).sum(axis=-1)
     received = sent[:, shard_id]
     offsets = jnp.cumsum(sent, axis=1) - sent  # offsets at which a shard stores the rows of each shard
@@ -326,7 +369,11 @@ def local_permute_after_a2a(
 ) -> tuple[Array, Array, Array]:
     """Return rows sorted by local expert, rows of every local expert, and the new index of every received row.
 
-    x_recv   rows in the order of reception: by shard, then by expert
+    Args:
+        x_recv: Rows in the order of reception: by shard, then by expert.
+        all_shards_tokens_per_expert: Rows of every shard for every expert [R, E]; expert e is on shard e // (E / R).
+        shard_id: Index of this shard; may be traced.
+        num_expert_shards: Number of shards R.
     """
     shards = num_expert_shards
     counts = _by_shard(all_shards_tokens_per_expert, shard_id, shards)[:, shard_id]
@@ -337,7 +384,12 @@ def local_permute_after_a2a(
 
 
 def local_unpermute_before_a2a(expert_outputs: Array, goes_to: Array) -> Array:
-    """Return the rows of `local_permute_after_a2a` in the order of reception."""
+    """Return the rows of `local_permute_after_a2a` in the order of reception.
+
+    Args:
+        expert_outputs: Rows sorted by local expert [rows, H].
+        goes_to: New index of every received row, the third result of `local_permute_after_a2a`.
+    """
     check_values("expert_outputs", expert_outputs)
     check_integers("goes_to", goes_to)
     if expert_outputs.ndim != 2 or goes_to.shape != expert_outputs.shape[:1]:

@@ -1,6 +1,8 @@
 """The mesh axes over which the dimensions of tensors are sharded, by name.
 
 These functions move no data: a constraint is a hint to XLA's partitioner, and has no effect without a mesh.
+
+Longer than 400 lines because it is one public module of the original.
 """
 
 from __future__ import annotations
@@ -36,13 +38,29 @@ W_JOINED_AXES = "nvte_w_joined"
 
 
 def token_axes(transposed: bool, sequence: str, hidden: str) -> tuple[str, str, str]:
-    """Return the names of the axes of [b, s, hidden], or of [s, b, hidden] if transposed."""
+    """Return the names of the axes of [b, s, hidden], or of [s, b, hidden] if transposed.
+
+    Args:
+        transposed: Whether the sequence is the first axis.
+        sequence: Name of the sequence's axis.
+        hidden: Name of the last axis.
+    """
     return (sequence, BATCH_AXES, hidden) if transposed else (BATCH_AXES, sequence, hidden)
 
 
 @dataclass(frozen=True)
 class MeshResource:
-    """Names of the mesh axes by the kind of parallelism that they serve; None if the mesh has none of the kind."""
+    """Names of the mesh axes by the kind of parallelism that they serve; None if the mesh has none of the kind.
+
+    Args:
+        dp_resource: Axis of data parallelism: shards batches.
+        tp_resource: Axis of tensor parallelism: shards weights and heads.
+        tpsp_resource: Axis of tensor parallelism that also shards sequences between the sharded layers.
+        fsdp_resource: Axis over which batches and weights are sharded (FSDP).
+        pp_resource: Axis of pipeline parallelism.
+        cp_resource: Axis of context parallelism: shards sequences.
+        ep_resource: Axis of expert parallelism.
+    """
 
     dp_resource: str | None = None
     tp_resource: str | None = None
@@ -62,6 +80,9 @@ def global_shard_guard(resource: MeshResource | None) -> Iterator[None]:
 
     Raises ValueError if the mesh in use lacks one of the axes. A mesh that is entered later is checked when an axis is
     read.
+
+    Args:
+        resource: Names of the mesh axes.
     """
     if resource is not None:
         if not isinstance(resource, MeshResource):
@@ -158,6 +179,10 @@ def get_mesh_axis_size(axis: str | None, mesh: Mesh | None = None) -> int:
     """Return the devices along an axis of a mesh, by default of the one in use; 1 for None, and without a mesh.
 
     Raises ValueError for an axis that the mesh does not have.
+
+    Args:
+        axis: Name of a mesh axis, or None.
+        mesh: A mesh of devices; None is the mesh in use.
     """
     check_axis("axis", axis, mesh)
     found = _mesh() if mesh is None else mesh
@@ -165,7 +190,13 @@ def get_mesh_axis_size(axis: str | None, mesh: Mesh | None = None) -> int:
 
 
 def check_axis(name: str, axis: str | None, mesh: Mesh | None = None) -> None:
-    """Raise ValueError if the mesh, by default the one in use, lacks the axis; without a mesh, every axis is valid."""
+    """Raise ValueError if the mesh, by default the one in use, lacks the axis; without a mesh, every axis is valid.
+
+    Args:
+        name: Name of the argument or field, for the message.
+        axis: Name of a mesh axis, or None.
+        mesh: A mesh of devices; None is the mesh in use.
+    """
     found = _mesh() if mesh is None else mesh
     if found is not None and axis is not None and axis not in found.axis_names:
         raise ValueError(
@@ -175,7 +206,12 @@ def check_axis(name: str, axis: str | None, mesh: Mesh | None = None) -> None:
 
 
 def check_automatic_axis(name: str, axis: str | None) -> None:
-    """Raise ValueError if the mesh in use lacks the axis, or if the axis is manual; without a mesh, it is valid."""
+    """Raise ValueError if the mesh in use lacks the axis, or if the axis is manual; without a mesh, it is valid.
+
+    Args:
+        name: Name of the argument or field, for the message.
+        axis: Name of a mesh axis, or None.
+    """
     check_axis(name, axis)
     mesh = _mesh()
     if mesh is None or axis is None:
@@ -193,7 +229,11 @@ def num_of_devices() -> int:
 
 
 def get_num_devices_in_mesh(mesh: Mesh | None = None) -> int:
-    """Return the number of devices of a mesh, by default of the one in use; 1 without a mesh."""
+    """Return the number of devices of a mesh, by default of the one in use; 1 without a mesh.
+
+    Args:
+        mesh: A mesh of devices; None is the mesh in use.
+    """
     found = _mesh() if mesh is None else mesh
     return 1 if found is None else found.size
 
@@ -227,6 +267,10 @@ def with_sharding_constraint(x: Array, pspec: PartitionSpec | None) -> Array:
 
     Axes that are manual here (inside shard_map) are dropped from the spec. An axis that the mesh does not have raises
     ValueError, except in a mesh whose axes are all manual, such as that of pmap, where nothing can be sharded.
+
+    Args:
+        x: The array.
+        pspec: Mesh axes of each axis of `x`.
     """
     check_array("x", x)
     _check_spec(pspec, x.ndim)
@@ -285,6 +329,10 @@ def with_sharding_constraint_by_logical_axes(
     None or () has no effect, and neither has any name if all axes of the mesh are manual (shard_map, pmap). Without
     Flax rules, names of this module are mapped with a DeprecationWarning, and other names raise ValueError. With Flax
     rules, an axis whose name has no rule is not sharded, which a warning reports once per name.
+
+    Args:
+        x: The array.
+        logical_axis_names: One name, or None, per axis of `x`.
     """
     if logical_axis_names is None:
         return x
@@ -336,6 +384,9 @@ def get_active_resource_axis(mesh_resource_name: str) -> str | None:
     """Return the mesh axis of a field of MeshResource ("tp_resource"); None if it has one device.
 
     Raises ValueError if MeshResource does not have the field.
+
+    Args:
+        mesh_resource_name: Name of a field of MeshResource.
     """
     fields = vars(global_mesh_resource())
     if mesh_resource_name not in fields:
@@ -364,20 +415,35 @@ def ep_axis_size() -> int:
 
 
 def all_reduce_max_along_all_axes_except_PP(x: Array, mesh: Mesh | None = None) -> Array:
-    """Return the maximum of x over all axes of the MeshResource except the pipeline axis; for use in shard_map."""
+    """Return the maximum of x over all axes of the MeshResource except the pipeline axis; for use in shard_map.
+
+    Args:
+        x: The device's values.
+        mesh: A mesh of devices; None is the mesh in use.
+    """
     resource = global_mesh_resource()
     axes = [axis for name, axis in vars(resource).items() if name != "pp_resource"]
     return _reduced(jax.lax.pmax, x, axes, mesh)
 
 
 def all_reduce_sum_along_dp_fsdp(x: Array, mesh: Mesh | None = None) -> Array:
-    """Return the sum of x over the axes over which batches are sharded; for use in shard_map."""
+    """Return the sum of x over the axes over which batches are sharded; for use in shard_map.
+
+    Args:
+        x: The device's values.
+        mesh: A mesh of devices; None is the mesh in use.
+    """
     resource = global_mesh_resource()
     return _reduced(jax.lax.psum, x, [resource.dp_resource, resource.fsdp_resource], mesh)
 
 
 def all_reduce_sum_along_dp_fsdp_tpsp(x: Array, mesh: Mesh | None = None) -> Array:
-    """Return the sum of x over the axes over which batches and sequences are sharded; for use in shard_map."""
+    """Return the sum of x over the axes over which batches and sequences are sharded; for use in shard_map.
+
+    Args:
+        x: The device's values.
+        mesh: A mesh of devices; None is the mesh in use.
+    """
     resource = global_mesh_resource()
     axes = [resource.dp_resource, resource.fsdp_resource, resource.tpsp_resource]
     return _reduced(jax.lax.psum, x, axes, mesh)

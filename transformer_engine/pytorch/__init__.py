@@ -12,6 +12,7 @@ from .. import common as common
 from ..common import absent
 from ..common import recipe as recipe
 from ..common.dispatch import use_backend
+from ..common.planning import plan
 from . import float8_tensor as float8_tensor
 from . import fp8 as fp8
 from . import jit, ops, optimizers, quantization, tensor

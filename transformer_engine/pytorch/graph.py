@@ -201,7 +201,12 @@ def _checked_request(
 
 
 def save_fp8_tensors(modules: Any, recipe: Recipe | None) -> list[Any] | None:
-    """Copy all scales and amax histories of delayed scaling, in module order; returns None for other recipes."""
+    """Copy all scales and amax histories of delayed scaling, in module order; returns None for other recipes.
+
+    Args:
+        modules: A module, or a list of modules.
+        recipe: The recipe of the modules; only delayed scaling has states.
+    """
     if not isinstance(recipe, DelayedScaling):
         return None
     saved: list[Any] = []
@@ -213,7 +218,12 @@ def save_fp8_tensors(modules: Any, recipe: Recipe | None) -> list[Any] | None:
 
 
 def restore_fp8_tensors(modules: Any, fp8_tensors: list[Any] | None) -> None:
-    """Restore the states that `save_fp8_tensors` copied; states created since then are reset."""
+    """Restore the states that `save_fp8_tensors` copied; states created since then are reset.
+
+    Args:
+        modules: The modules that were given to `save_fp8_tensors`.
+        fp8_tensors: Its result; None changes nothing.
+    """
     if fp8_tensors is None:
         return
     layers = _quantized_layers(modules)

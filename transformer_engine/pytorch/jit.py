@@ -154,6 +154,11 @@ def bgrad_dgelu_fused(grad_output: Tensor, inp: Tensor, bias: Tensor | None) -> 
 
     The arguments are those of `dgelu_fused_`.
 
+    Args:
+        grad_output: Gradient of the result [.., N].
+        inp: Input of the forward pass [.., N].
+        bias: Bias [N], or None.
+
     Returns:
         `(gradient of bias [N], gradient of inp [.., N])`; the first is None without a bias. It is summed in float32
         over the rounded gradient of `inp`.
@@ -181,7 +186,12 @@ def l2normalization_fwd_fused(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def l2normalization_fused(x: Tensor, eps: float) -> Tensor:
-    """Return the first result of `l2normalization_fwd_fused`, differentiable in `x`."""
+    """Return the first result of `l2normalization_fwd_fused`, differentiable in `x`.
+
+    Args:
+        x: Values [.., N].
+        eps: Added to the sum of squares.
+    """
     return l2normalization_fwd_fused(x, eps)[0]
 
 
@@ -221,7 +231,11 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, prob: flo
 
 
 def get_bias_dropout_add(training: bool) -> Callable[[Tensor, Tensor | None, Tensor, float], Tensor]:
-    """Return `bias_dropout_add` for training or inference, called with (x, bias, residual, prob)."""
+    """Return `bias_dropout_add` for training or inference, called with (x, bias, residual, prob).
+
+    Args:
+        training: Whether dropout is applied.
+    """
     return functools.partial(bias_dropout_add, training=training)
 
 
@@ -269,7 +283,13 @@ def warmup_jit_bias_gelu(
 ) -> None:
     """Run `bias_gelu_fused` and its gradient once, so that a training step loads no kernels.
 
-    The arguments are those of `warmup_jit_bias_dropout_add`, and the random state is unchanged.
+    The random state is unchanged.
+
+    Args:
+        ffn_hidden_size_per_partition: Features of a token.
+        dtype: Dtype of the tensors; the variant for all dtypes has no such argument.
+        seq_length: Tokens of a sequence.
+        micro_batch_size: Number of sequences.
     """
     shape = (seq_length * micro_batch_size, ffn_hidden_size_per_partition)
     with torch.random.fork_rng():
@@ -282,7 +302,13 @@ def warmup_jit_l2normalization(
 ) -> None:
     """Run `l2normalization_fwd_fused` and its gradient once, so that a training step loads no kernels.
 
-    The arguments are those of `warmup_jit_bias_dropout_add`, and the random state is unchanged.
+    The random state is unchanged.
+
+    Args:
+        hidden_size: Features of a token.
+        dtype: Dtype of the tensors; the variant for all dtypes has no such argument.
+        seq_length: Tokens of a sequence.
+        micro_batch_size: Number of sequences.
     """
     with torch.random.fork_rng():
         x = _values((seq_length * micro_batch_size, hidden_size), dtype)

@@ -81,9 +81,11 @@ def fused_attn(
         context_checkpoint_name: Name of the output for recomputation policies.
         softmax_offset: Offset [1, h, 1, 1] of LEARNABLE_SOFTMAX, differentiable.
         stripe_size: Tokens of a stripe in packed rows that are load-balanced.
-        score_mod: (scores [b, h, q, k], score_mod_tensors) -> scores, in jnp operations, before the softmax.
-        score_mod_bprop: Derivative (gradient, scores, score_mod_bprop_tensors) -> gradient; by default automatic.
-        score_mod_tensors: Arrays for score_mod.
+        score_mod: (scores, tensors), (graph, score, tensors) or (score, b, h, q, kv, **tensors) -> scores [b, h, q, k],
+            before the softmax; the number of required parameters tells them apart.
+        score_mod_bprop: Derivative (gradient, scores, tensors), (graph, gradient, tensors) or (gradient, score, b, h,
+            q, kv, **tensors) -> gradient; by default automatic.
+        score_mod_tensors: Arrays for score_mod. Those of a graph have one element, or broadcast to [b, h, q, k].
         score_mod_bprop_tensors: Arrays for score_mod_bprop.
     """
     check_kinds(attn_bias_type, attn_mask_type, qkv_layout, softmax_type)

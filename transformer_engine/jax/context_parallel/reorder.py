@@ -30,7 +30,15 @@ class CPStrategy(enum.Enum):
 def reorder_causal_load_balancing(
     tensor: Array, strategy: ReorderStrategy, cp_size: int, seq_dim: int, stripe_size: int | None = None
 ) -> Array:
-    """Return the tensor with its sequence in the order of ranks."""
+    """Return the tensor with its sequence in the order of ranks.
+
+    Args:
+        tensor: The array whose axis `seq_dim` is reordered.
+        strategy: How tokens are distributed over ranks.
+        cp_size: Number of context-parallel ranks.
+        seq_dim: Axis of the sequence.
+        stripe_size: Tokens per stripe of the strategy Striped.
+    """
     order = order_of_tokens(_extent(tensor, seq_dim), strategy, cp_size, stripe_size)
     return jnp.take(tensor, order, axis=seq_dim)
 
@@ -38,7 +46,15 @@ def reorder_causal_load_balancing(
 def inverse_reorder_causal_load_balancing(
     tensor: Array, strategy: ReorderStrategy, cp_size: int, seq_dim: int, stripe_size: int | None = None
 ) -> Array:
-    """Return the tensor with its sequence in the original order."""
+    """Return the tensor with its sequence in the original order.
+
+    Args:
+        tensor: The array whose axis `seq_dim` is reordered.
+        strategy: How tokens are distributed over ranks.
+        cp_size: Number of context-parallel ranks.
+        seq_dim: Axis of the sequence.
+        stripe_size: Tokens per stripe of the strategy Striped.
+    """
     order = order_of_tokens(_extent(tensor, seq_dim), strategy, cp_size, stripe_size)
     return jnp.take(tensor, np.argsort(order), axis=seq_dim)
 

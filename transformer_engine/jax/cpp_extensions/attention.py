@@ -66,6 +66,13 @@ def make_fused_attn_score_mod_config(
     score_mod_tensors: Any = None,
     score_mod_bprop_tensors: Any = None,
 ) -> ScoreModConfig:
-    """Return the four arguments as one record, for `fused_attn(..., **vars(config))`."""
+    """Return the four arguments as one record, for `fused_attn(..., **vars(config))`.
+
+    Args:
+        score_mod: Function that changes the logits, or None.
+        score_mod_bprop: Its gradient, or None.
+        score_mod_tensors: Arrays that `score_mod` reads.
+        score_mod_bprop_tensors: Arrays that `score_mod_bprop` reads.
+    """
     check_functions(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)
     return ScoreModConfig(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)

@@ -24,7 +24,11 @@ class BasePrimitive:
 
 
 def register_primitive(cls: type) -> NoReturn:
-    """Raise NotImplementedError, since this package has no compiled functions for the lowering of primitives."""
+    """Raise NotImplementedError, since this package has no compiled functions for the lowering of primitives.
+
+    Args:
+        cls: The class of the primitive.
+    """
     raise NotImplementedError(
         f"register_primitive({getattr(cls, '__name__', cls)}): this package has no compiled functions; implement the "
         "operation with jax.ffi, or in Triton with transformer_engine.jax.primitives.kernels"

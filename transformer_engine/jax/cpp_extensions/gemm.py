@@ -60,7 +60,12 @@ def sanitize_dims(ndim: int, dims: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def get_non_contracting_dims(ndim: int, contracting_dims: int | Sequence[int]) -> tuple[int, ...]:
-    """Return the axes of an array of ndim axes that are not among contracting_dims, in ascending order."""
+    """Return the axes of an array of ndim axes that are not among contracting_dims, in ascending order.
+
+    Args:
+        ndim: Number of axes.
+        contracting_dims: One or several axes; negative ones count from the end.
+    """
     contracted = sanitize_dims(ndim, contracting_dims)
     return tuple(axis for axis in range(ndim) if axis not in contracted)
 
@@ -208,7 +213,12 @@ def grouped_gemm(
 
 
 def grouped_gemm_copy_group_sizes(group_sizes: Array, num_gemms: int) -> Array:
-    """Return group_sizes [num_gemms] unchanged; the kernels read them on the device without a copy to the host."""
+    """Return group_sizes [num_gemms] unchanged; the kernels read them on the device without a copy to the host.
+
+    Args:
+        group_sizes: Rows of each group, int32 [num_gemms].
+        num_gemms: Number of groups.
+    """
     whole("num_gemms", num_gemms)
     check_integers("group_sizes", group_sizes)
     if group_sizes.shape != (num_gemms,):

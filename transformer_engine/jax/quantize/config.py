@@ -39,6 +39,9 @@ def get_global_quantize_recipe() -> Recipe | None:
 def get_device_compute_capability(gpu_id: int = 0) -> int:
     """Return ten times the compute capability of a local GPU; 90 on a CPU, which follows the rules of Hopper.
 
+    Args:
+        gpu_id: Number of the GPU in this process.
+
     Raises:
         TypeError: gpu_id is not an integer.
         ValueError: The process has no GPU of that number.
@@ -117,7 +120,11 @@ def fp8_autocast(
 
 @dataclass(frozen=True)
 class QuantizeConfig:
-    """Settings that modules read from a recipe; without a recipe they quantize nothing."""
+    """Settings that modules read from a recipe; without a recipe they quantize nothing.
+
+    Args:
+        recipe: The recipe, or None.
+    """
 
     recipe: Recipe | None
 
@@ -197,6 +204,9 @@ class QuantizeConfig:
 def get_quantize_config_with_recipe(fp8_recipe: Recipe | None) -> QuantizeConfig:
     """Return the settings that modules read from a recipe.
 
+    Args:
+        fp8_recipe: The recipe, or None.
+
     Raises:
         TypeError: fp8_recipe is neither None nor an instance of a recipe class.
     """
@@ -231,7 +241,11 @@ def get_quantization_recipe(recipe_name: str) -> Recipe:
 
 
 def is_quantize_recipe_supported(recipe_name: str) -> tuple[bool, str]:
-    """Return whether this machine supports a recipe, and otherwise the reason."""
+    """Return whether this machine supports a recipe, and otherwise the reason.
+
+    Args:
+        recipe_name: Name of a recipe class, for example "MXFP8BlockScaling".
+    """
     reason = recipes.unsupported_reason(recipes.family_of(get_quantization_recipe(recipe_name)))
     return reason is None, reason or ""
 
@@ -242,7 +256,12 @@ def get_supported_quantization_recipes() -> list[Recipe]:
 
 
 def is_scaling_mode_supported(scaling_mode: ScalingMode, gpu_id: int = 0) -> tuple[bool, str]:
-    """Return whether a GPU, or a CPU by emulation, supports a scaling mode, and otherwise the reason."""
+    """Return whether a GPU, or a CPU by emulation, supports a scaling mode, and otherwise the reason.
+
+    Args:
+        scaling_mode: The scaling mode.
+        gpu_id: Number of the GPU in this process.
+    """
     member("scaling_mode", scaling_mode, ScalingMode)
     if scaling_mode is ScalingMode.NO_SCALING:
         return True, ""
@@ -266,7 +285,12 @@ def get_supported_scaling_modes() -> list[ScalingMode]:
 def is_fp8_available(
     scaling_mode: ScalingMode = ScalingMode.DELAYED_TENSOR_SCALING, gpu_id: int | None = None
 ) -> tuple[bool, str]:
-    """Deprecated name of `is_scaling_mode_supported`."""
+    """Deprecated name of `is_scaling_mode_supported`.
+
+    Args:
+        scaling_mode: The scaling mode.
+        gpu_id: Number of the GPU; None is 0.
+    """
     warnings.warn(
         "is_fp8_available is deprecated; use is_scaling_mode_supported", DeprecationWarning, stacklevel=2
     )

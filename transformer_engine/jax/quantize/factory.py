@@ -22,7 +22,11 @@ _MOST = 1 << 16  # quantizers per call; their histories of 1024 steps use 256 Mi
 
 @dataclass
 class QuantizeMeta:
-    """State of one tensor's quantizer: arrays, keyed by the names of the quantizer's fields."""
+    """State of one tensor's quantizer: arrays, keyed by the names of the quantizer's fields.
+
+    Args:
+        state: Arrays by the names of the quantizer's fields.
+    """
 
     state: dict[str, Array]
 
@@ -36,7 +40,13 @@ class QuantizeMeta:
 
 @dataclass
 class QuantizeMetaSet:
-    """States of the quantizers of a linear layer's input, kernel and output gradient."""
+    """States of the quantizers of a linear layer's input, kernel and output gradient.
+
+    Args:
+        x: State of the input's quantizer.
+        kernel: State of the kernel's quantizer.
+        grad: State of the gradient's quantizer.
+    """
 
     x: QuantizeMeta
     kernel: QuantizeMeta

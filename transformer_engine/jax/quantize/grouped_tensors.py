@@ -29,9 +29,15 @@ class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
         data: Codes as in ScaledTensor1x; the groups are the first axis of a stack.
         scale_inv: float32 [G] with one scale per group, otherwise as in ScaledTensor1x.
         amax: Absolute maxima, [G] with one scale per group.
-        group_sizes: Rows per group, int32 [G]; None for a stack. The constructor also accepts them as first_dims, or
-            as last_dims for transposed data.
-        scaling_mode, dq_dtype, is_colwise, data_layout, flatten_axis, has_rht_applied: As in ScaledTensor1x.
+        group_sizes: Rows per group, int32 [G]; None for a stack.
+        scaling_mode: Scaling mode, which determines the format.
+        dq_dtype: dtype of the dequantized values.
+        is_colwise: Whether matrix products contract the tensor over its rows.
+        data_layout: "N", or "T" if data is transposed.
+        flatten_axis: First column axis of data; with data_layout "T" its first row axis.
+        has_rht_applied: Whether the values are Hadamard transformed along the contracted axis.
+        first_dims: Argument of the constructor: another name of group_sizes.
+        last_dims: Argument of the constructor: group_sizes of transposed data.
     """
 
     data: Array
@@ -119,7 +125,13 @@ class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
 )
 @dataclass
 class GroupedNoScaleTensor(AbstractBaseTensor1x):
-    """Groups of unquantized values, with the interface of quantized groups."""
+    """Groups of unquantized values, with the interface of quantized groups.
+
+    Args:
+        data: Rows of all groups, or a stack with the groups as first axis.
+        amax: Absolute maxima, or None.
+        group_sizes: Rows per group, int32 [G]; None for a stack.
+    """
 
     data: Array
     amax: Array | None = None

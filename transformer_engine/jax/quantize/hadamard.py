@@ -16,6 +16,10 @@ def apply_rht(x: Array, inverse: bool = False) -> Array:
     """Return y [..., 16 n] = (x * signs) @ H / 4 in groups of 16, or the inverse, in x's dtype.
 
     Raises TypeError unless x is an array of values, and ValueError unless its last axis consists of groups of 16.
+
+    Args:
+        x: Values [.., 16 n].
+        inverse: Whether to apply the inverse.
     """
     check_values("x", x)
     switch("inverse", inverse)

@@ -2,6 +2,8 @@
 
 Quantizers are pytrees whose leaves are their state, and have mutable methods for compatibility with the original.
 Differentiation rules use the methods without side effects: `encode` and `advanced`.
+
+Longer than 400 lines because the public class of every recipe is in one place.
 """
 
 from __future__ import annotations
@@ -68,11 +70,12 @@ def _register(cls: Class) -> Class:
 class Quantizer:
     """One way to quantize tensors.
 
-    q_dtype          dtype of the codes
-    scaling_mode     the source of the scales
-    q_layout         the directions that are quantized
-    data_layout      layout of the row-wise and the column-wise codes: N not transposed, T transposed
-    checkpoint_name  name of the codes and scales for recomputation policies
+    Args:
+        q_dtype: dtype of the codes.
+        scaling_mode: Scaling mode, which determines the format and the source of the scales.
+        q_layout: Directions that are quantized.
+        data_layout: Layout of the row-wise and of the column-wise codes: N not transposed, T transposed.
+        checkpoint_name: Name of the codes and scales for recomputation policies; None gives no name.
     """
 
     STATE: ClassVar[tuple[str, ...]] = ()
@@ -212,7 +215,12 @@ class Quantizer:
 @_register
 @dataclass
 class CurrentScaleQuantizer(Quantizer):
-    """One scale per tensor, computed from its own absolute maximum."""
+    """One scale per tensor, computed from its own absolute maximum.
+
+    Args:
+        power_of_two: Whether scales are rounded down to powers of two.
+        epsilon: Smallest maximum that a scale is computed from.
+    """
 
     scaling_mode: ScalingMode = ScalingMode.CURRENT_TENSOR_SCALING
     q_layout: QuantizeLayout = QuantizeLayout.ROWWISE_COLWISE
@@ -229,9 +237,12 @@ class CurrentScaleQuantizer(Quantizer):
 class DelayedScaleQuantizer(Quantizer):
     """One scale per tensor, computed from the absolute maxima of earlier steps.
 
-    scale         float32 [1], the multiplier of values. It is 0, JAX's gradient of a state that a step did not read,
-                  only until a kernel loads it as 1: a conversion before the kernel would need an XLA kernel per tensor
-    amax_history  float32 [length]
+    Args:
+        margin: Powers of two that the scale stays below the largest code.
+        amax_compute_algo: How the history gives the maximum.
+        scale: Multiplier of the values, float32 [1]. It is 0, JAX's gradient of a state that a step did not read, only
+            until a kernel loads it as 1: a conversion before the kernel would need an XLA kernel per tensor.
+        amax_history: Maxima of earlier steps, float32 [length].
     """
 
     STATE: ClassVar[tuple[str, ...]] = ("scale", "amax_history")
@@ -269,7 +280,12 @@ class DelayedScaleQuantizer(Quantizer):
 @_register
 @dataclass
 class BlockScaleQuantizer(Quantizer):
-    """One scale per block: MXFP8, and FP8 in blocks of 1 x 128 or 128 x 128."""
+    """One scale per block: MXFP8, and FP8 in blocks of 1 x 128 or 128 x 128.
+
+    Args:
+        power_of_two: Whether scales are rounded down to powers of two, in FP8 blocks.
+        epsilon: Smallest maximum that a scale is computed from, in FP8 blocks.
+    """
 
     scaling_mode: ScalingMode = ScalingMode.MXFP8_1D_SCALING
     q_layout: QuantizeLayout = QuantizeLayout.ROWWISE_COLWISE
@@ -288,11 +304,12 @@ class BlockScaleQuantizer(Quantizer):
 class NVFP4Quantizer(Quantizer):
     """E2M1 codes, one E4M3 scale per 16 codes, one float32 scale per tensor.
 
-    use_rht                        Hadamard transform the column direction
-    stochastic_rounding_rng_state  uint32 words, such as the data of a jax.random key: round stochastically; None: round
-                                   to nearest
-    four_over_six                  "MAE" or "MSE": map a block's maximum to 4 instead of 6 if that makes the smaller
-                                   error; empty: never
+    Args:
+        use_rht: Whether the column-wise direction is Hadamard transformed.
+        stochastic_rounding_rng_state: uint32 words, such as the data of a jax.random key, for stochastic rounding; None
+            rounds to nearest.
+        four_over_six: "MAE" or "MSE" maps a block's maximum to 4 instead of 6 if that makes the smaller error; empty
+            never does.
     """
 
     STATE: ClassVar[tuple[str, ...]] = ("stochastic_rounding_rng_state",)
@@ -355,6 +372,11 @@ class QuantizerSet:
     """The quantizers of a linear layer's input, kernel and output gradient; None: not quantized.
 
     Each is a Quantizer, or for grouped products a GroupedQuantizer.
+
+    Args:
+        x: Quantizer of the input.
+        kernel: Quantizer of the kernel.
+        dgrad: Quantizer of the output's gradient.
     """
 
     x: Any

@@ -250,7 +250,12 @@ class ScaledTensor2x(ScaledTensor):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["data", "amax"], meta_fields=[])
 @dataclass
 class NoScaleTensor(AbstractBaseTensor1x):
-    """An unquantized tensor with the interface of a quantized one."""
+    """An unquantized tensor with the interface of a quantized one.
+
+    Args:
+        data: The values.
+        amax: Absolute maximum of the values, or None.
+    """
 
     data: Array
     amax: Array | None = None

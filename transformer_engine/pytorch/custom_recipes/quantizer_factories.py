@@ -40,33 +40,58 @@ __getattr__ = absent.getter(__name__)
 
 
 def high_precision_factory(role: QuantizerRole | None) -> Quantizer:
-    """Return a quantizer that leaves values unchanged."""
+    """Return a quantizer that leaves values unchanged.
+
+    Args:
+        role: Layer and tensor that the quantizer serves; None is an input.
+    """
     return IdentityQuantizer()
 
 
 def delayed_scaling_factory(role: QuantizerRole | None) -> DelayedScalingRequest:
-    """Request delayed scaling, whose scales and histories the module holds."""
+    """Return a request for delayed scaling, whose scales and histories the module holds.
+
+    Args:
+        role: Layer and tensor that the quantizer serves; None is an input.
+    """
     return DelayedScalingRequest()
 
 
 def current_scaling_factory(role: QuantizerRole | None) -> Quantizer:
-    """FP8 by the maximum of the tensor at hand: E5M2 for gradients, E4M3 for the rest."""
+    """Return a quantizer to FP8 with the tensor's own maximum: E5M2 for gradients, otherwise E4M3.
+
+    Args:
+        role: Layer and tensor that the quantizer serves; None is an input.
+    """
     return _of_recipe(Float8CurrentScaling, role)
 
 
 def float8_block_scaling_factory(role: QuantizerRole | None) -> Quantizer:
-    """FP8 with a scale for 128 x 128 values of a weight, for 1 x 128 of anything else."""
+    """Return a quantizer to FP8 with one scale per 128 x 128 values of a weight, per 1 x 128 of other tensors.
+
+    Args:
+        role: Layer and tensor that the quantizer serves; None is an input.
+    """
     return _of_recipe(Float8BlockScaling, role)
 
 
 def mxfp8_factory(role: QuantizerRole | None) -> Quantizer:
-    """FP8 with a power of two for 32 values."""
+    """Return a quantizer to MXFP8, with one power of two per 32 values.
+
+    Args:
+        role: Layer and tensor that the quantizer serves; None is an input.
+    """
     return _of_recipe(MXFP8BlockScaling, role)
 
 
 def nvfp4_factory(role: QuantizerRole | None) -> Quantizer:
-    """FP4 with a scale for 16 x 16 values of a weight, for 16 of anything else, which is transformed column-wise;
-    gradients are rounded stochastically."""
+    """Return a quantizer to NVFP4, with one scale per 16 x 16 values of a weight, per 16 of other tensors.
+
+    Column-wise codes of inputs and gradients are Hadamard transformed, and gradients are rounded stochastically.
+
+    Args:
+        role: Layer and tensor that the quantizer serves; None is an input.
+    """
     return _of_recipe(NVFP4BlockScaling, role)
 
 

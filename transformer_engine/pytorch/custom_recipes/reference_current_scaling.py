@@ -166,7 +166,11 @@ class CurrentScalingQuantizerRef(Quantizer):
 
 
 def current_scaling_ref_factory(role: QuantizerRole | None) -> CurrentScalingQuantizerRef:
-    """Return the reference quantizer of a role: E5M2 for gradients, E4M3 for the rest."""
+    """Return the reference quantizer of a role: E5M2 for gradients, E4M3 for the rest.
+
+    Args:
+        role: Layer and tensor that the quantizer serves; None is an input.
+    """
     gradient = getattr(role, "tensor_type", "") in BACKWARD_TENSORS or any(
         role == f"linear_{tensor}" for tensor in BACKWARD_TENSORS
     )

@@ -48,17 +48,30 @@ _BLOCK = 16
 
 
 def cast_to_fp4x2(x: Tensor) -> Tensor:
-    """Return the nearest FP4 codes of values [.., K], two in a byte: uint8 [.., K / 2]; ties go to the even code."""
+    """Return the nearest FP4 codes of values [.., K], two in a byte: uint8 [.., K / 2]; ties go to the even code.
+
+    Args:
+        x: Values [.., K]; K is even.
+    """
     return pack_fp4(encode_e2m1(x.float()))
 
 
 def cast_from_fp4x2(x: Tensor, dq_dtype: torch.dtype) -> Tensor:
-    """Return the values [.., K] of FP4 codes uint8 [.., K / 2]."""
+    """Return the values [.., K] of FP4 codes uint8 [.., K / 2].
+
+    Args:
+        x: Codes, two in a byte, uint8 [.., K / 2].
+        dq_dtype: Dtype of the values.
+    """
     return decode_e2m1(unpack_fp4(x)).to(dq_dtype)
 
 
 def cast_to_e8(decode_scale: Tensor) -> Tensor:
-    """Return the exponent bytes of the smallest powers of two that are not below float32 scales."""
+    """Return the exponent bytes of the smallest powers of two that are not below float32 scales.
+
+    Args:
+        decode_scale: Scales, float32.
+    """
     return e8m0_from_float(decode_scale.float())
 
 
@@ -248,7 +261,11 @@ class NVFP4QuantizerRef(Quantizer):
 
 
 def nvfp4_ref_rht_2d_factory(role: QuantizerRole | None) -> NVFP4QuantizerRef:
-    """Return the reference quantizer of a role: 16 x 16 blocks for weights, a Hadamard transform for the rest."""
+    """Return the reference quantizer of a role: 16 x 16 blocks for weights, a Hadamard transform for the rest.
+
+    Args:
+        role: Layer and tensor that the quantizer serves; None is an input.
+    """
     if getattr(role, "tensor_type", "") == "weight" or role == "linear_weight":
         return NVFP4QuantizerRef(quant_tile_shape=(_BLOCK, _BLOCK))
     return NVFP4QuantizerRef(with_rht=True)

@@ -64,7 +64,8 @@ class GroupedKernel:
         """Return the inputs of the forward pass."""
         if self.lists is None:
             return [x, *tensors]
-        made, start = [x], 0
+        made: list[Any] = [x]
+        start = 0
         for count in self.lists:
             made.append(tensors[start] if count == 1 else list(tensors[start : start + count]))
             start += count

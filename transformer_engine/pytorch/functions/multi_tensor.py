@@ -32,10 +32,7 @@ _FLOAT32 = (torch.float32,)
 
 
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float) -> None:
-    """outputs[i] = inputs[i] * scale; noop_flag becomes 1 where an input is not finite.
-
-    tensor_lists   [inputs, outputs], which may be the same tensors
-    """
+    """Compute outputs[i] = inputs[i] * scale for the lists [inputs, outputs], which may be the same tensors."""
     factor = to_float("scale", scale)
     if checked(noop_flag, tensor_lists, _VALUES, _VALUES):
         scale_all(tensor_lists, on_device([factor], noop_flag.device), noop_flag)
@@ -44,7 +41,7 @@ def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, 
 def multi_tensor_scale_tensor(
     chunk_size: int, is_infinite: Tensor, tensor_lists: Lists, scale: Tensor
 ) -> None:
-    """`multi_tensor_scale` by a number that lies on the device: float32, one element."""
+    """Compute `multi_tensor_scale` with a multiplier on the device: float32, one element."""
     tensor("is_infinite", is_infinite)
     factor = _factor("scale", scale, is_infinite)
     if checked(is_infinite, tensor_lists, _VALUES, _VALUES):
@@ -54,10 +51,10 @@ def multi_tensor_scale_tensor(
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(norm float32 [1] of all tensors together, float32 [n] of each, or [0] unless per_tensor).
+    """Return the norm of all tensors, float32 [1], and of each of the n tensors, float32 [n], of the lists [inputs].
 
-    noop_flag becomes 1 where the norm is not finite. `multi_tensor_applier` hands on no tensor without elements, as
-    the original's: n counts the others, and where there are none its answer is None.
+    The second result is empty unless `per_tensor`. `multi_tensor_applier` omits tensors without elements, as the
+    original does: n counts the other tensors, and without any the result is None.
     """
     return _norms(noop_flag, tensor_lists, None, per_tensor)
 
@@ -69,7 +66,7 @@ def multi_tensor_unscale_l2norm(
     inv_scale: Tensor,
     per_tensor: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`multi_tensor_l2norm` of the tensors times inv_scale, float32 of one element; the tensors are unchanged."""
+    """Return `multi_tensor_l2norm` of the inputs times inv_scale; the inputs are unchanged."""
     tensor("noop_flag", noop_flag)
     return _norms(noop_flag, tensor_lists, _factor("inv_scale", inv_scale, noop_flag), per_tensor)
 
@@ -87,11 +84,10 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """The step-th step of Adam on [gradients, parameters, exp_avg, exp_avg_sq(, masters)].
+    """Compute one step of Adam on the lists [gradients, parameters, exp_avg, exp_avg_sq(, masters)], in place.
 
-    mode   0: weight decay goes into the gradient, 1: to the parameter (AdamW)
-    With masters these are stepped, and the parameters are copies of them. Masters of int16 are remainders: a bfloat16
-    parameter and its remainder are the upper and the lower half of one float32 number.
+    With masters the step updates these, and the parameters become copies of them. Masters of int16 are remainders: a
+    bfloat16 parameter and its remainder are the upper and the lower half of one float32 number.
     """
     how = _adam_mode(mode)
     rates = _host_rates(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
@@ -116,9 +112,10 @@ def multi_tensor_adam_fp8(
     weight_decay: float,
     fp8_dtype: DType | int,
 ) -> None:
-    """`multi_tensor_adam` on [gradients, codes uint8, exp_avg, exp_avg_sq, masters, scale, amax, scale_inv].
+    """Compute `multi_tensor_adam` on [gradients, codes, exp_avg, exp_avg_sq, masters, scale, amax, scale_inv].
 
-    The codes become those of the masters times scale; amax grows to the largest master, scale_inv becomes 1 / scale.
+    The codes (uint8) become those of the masters times scale, amax grows to the largest master, scale_inv becomes
+    1 / scale.
     """
     how = _adam_mode(mode)
     rates = _host_rates(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay)
@@ -157,10 +154,9 @@ def multi_tensor_adam_capturable(
     weight_decay: float,
     inv_scale: Tensor,
 ) -> None:
-    """`multi_tensor_adam` with lr, step and the factor of the gradients on the device, for graphs that are captured.
+    """Compute `multi_tensor_adam` with lr, step and inv_scale on the device, for CUDA graphs.
 
-    noop_flag   where it is not 0 nothing is changed
-    Masters, if there are any, are float32.
+    Masters are float32 if given.
     """
     how = _adam_mode(mode)
     rates = device_rates(lr, (beta1, beta2), epsilon, step, bias_correction, weight_decay, inv_scale)
@@ -184,12 +180,7 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float,
 ) -> None:
-    """A step of gradient descent on [gradients, parameters, momenta(, copies of the parameters)].
-
-    first_run   the momentum begins with the gradient
-    scale       what gradients are multiplied by
-    noop_flag   where it is not 0 nothing is changed
-    """
+    """Compute one step of SGD on the lists [gradients, parameters, momenta(, copies of the parameters)], in place."""
     wd, momentum, dampening, lr, scale = check_sgd_rates(wd, momentum, dampening, lr, scale)
     how = Sgd(momentum != 0.0, bool(nesterov), bool(first_run), bool(wd_after_momentum))
     if checked(noop_flag, tensor_lists, _VALUES, _VALUES, _VALUES, optional=_VALUES):
@@ -205,8 +196,10 @@ def multi_tensor_compute_scale_and_scale_inv(
     force_pow_2_scales: bool,
     amax_epsilon: float,
 ) -> None:
-    """[amaxes, scales, scale_invs], float32: scale = max_fp8 / max(amax, amax_epsilon) and its inverse, as current
-    scaling makes them; noop_flag is not looked at."""
+    """Compute scale = max_fp8 / max(amax, amax_epsilon) and its inverse for [amaxes, scales, scale_invs], float32.
+
+    The scales are those of current scaling. The flag is not read.
+    """
     max_fp8, amax_epsilon = to_float("max_fp8", max_fp8), to_float("amax_epsilon", amax_epsilon)
     number("max_fp8", max_fp8)
     number("amax_epsilon", amax_epsilon)
@@ -222,7 +215,10 @@ def multi_tensor_compute_scale_and_scale_inv(
 def multi_tensor_compute_scale_inv_e8m0(
     chunk_size: int, noop_flag: Tensor | None, tensor_lists: Lists
 ) -> None:
-    """[amaxes bfloat16, exponents uint8]: the power of two at or above amax / 448, as MXFP8 stores it."""
+    """Compute MXFP8's exponents for the lists [amaxes bfloat16, exponents uint8]: the power of two >= amax / 448.
+
+    The flag must be None.
+    """
     if noop_flag is not None:
         raise ValueError("noop_flag has no meaning for exponents; give None")
     if not _is_lists(tensor_lists, (2,)):

@@ -48,6 +48,7 @@ class ForwardInterface(torch.nn.Module):
     _config: Any
     _warned: set[str]
     _model_init_recipe: Recipe | None
+    _input_device: torch.device | None = None  # of the last input of a module without parameters
 
     fp8 = state_flag("enabled", "Was the last call under an autocast that quantizes?")
     fp8_calibration = state_flag("calibrating", "Was it under one that only records?")
@@ -267,7 +268,19 @@ class ForwardInterface(torch.nn.Module):
         """Where scales and histories live: with the parameters, once those are allocated."""
         for param in self.parameters(recurse=False):
             return canonical_device("cuda") if param.is_meta else param.device
-        return canonical_device("cuda")
+        return canonical_device("cuda") if self._input_device is None else self._input_device
+
+    def follow_device(self, device: torch.device) -> None:
+        """Move scales and histories of a module without parameters to the device of its input.
+
+        Args:
+            device: Device of the input.
+        """
+        if device != self._input_device:
+            moved = device != self._state_device()
+            self._input_device = device
+            if moved:
+                self.numerics.forget()
 
     def _check_parameter_recipe(self, recipe: Recipe | None) -> None:
         """RuntimeError under another kind of recipe than quantized parameters were made with, if there are any."""

@@ -212,7 +212,7 @@ def traced_call(
         state.group,
         is_first_microbatch,
         (x.dtype, x.device, autocast_dtype(x.device.type)),
-        tuple(map(len, tensors)),
+        (len(tensors[0]), len(tensors[1])),
     )
     given = [*tensors[0], *tensors[1]]
     if not spec.needs_grad:
@@ -263,6 +263,9 @@ def _registered_while_tracing(
         layer: Any = owner()
         return layer._call(spec, x, rows, tuple(tensors[: counts[0]]), None, NO_BUFFERS)
 
+    def states_of(key: str) -> tuple[Any, ...]:
+        return module.numerics.delayed_states(key) if recipe is not None else ()
+
     kernel = GroupedKernel(
         name=LINEAR,
         spec=spec,
@@ -274,6 +277,6 @@ def _registered_while_tracing(
         lists=tuple([count for count in counts if count]),
         present=(groups[0].needs_grad_input, *weights, *biases),
         call=call,
-        states=tuple([module.numerics.delayed_states(key) if recipe is not None else () for key in _STATES]),
+        states=(states_of("scaling_fwd"), states_of("scaling_bwd")),
     )
     return register(module, kernel)

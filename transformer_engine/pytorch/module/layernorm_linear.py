@@ -24,6 +24,7 @@ from ..functions.linear_spec import changed
 from ..functions.norm_linear import NormLinearSpec, norm_linear
 from ..functions.normalization import Norm
 from ..functions.weight_gradient import WeightGradStore
+from ..runtime.checks import is_distributed
 from ..runtime.device import canonical_device, is_meta
 from ..runtime.replaceable import watched
 from ..runtime.tracing import export_mode
@@ -35,6 +36,7 @@ from .config import configured, early
 from .exported import exported_products
 from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
 from .linear_parameters import create_parameters, mark_parameters, weight_and_bias
+from .local_shards import output_of_shards
 from .normalization import mark_norm_parameters, register_norm_parameters
 from .parameters import InitMethod, parameter_of
 from .specs import Call, check_call, product_spec, quantizable, scale_update
@@ -187,12 +189,26 @@ class LayerNormLinear(ProductsModule):
             )
         if export_mode.onnx:
             return self.onnx_forward(inp, fp8_output)
-        config = self._config
         weight, bias = weight_and_bias(self)
         gamma, beta = parameter_of(self, "layer_norm_weight"), parameter_of(self, "layer_norm_bias")
-        spec: NormLinearSpec = self.spec(
-            inp, (weight, bias, gamma, beta), (is_first_microbatch, fp8_output, fp8_grad)
-        )
+        options = (is_first_microbatch, fp8_output, fp8_grad)
+        if is_distributed(weight) or is_distributed(inp):
+            norm = {"layer_norm_weight": gamma, "layer_norm_bias": beta}
+            return output_of_shards(self, options, inp, weight, bias, norm)
+        return self._output_of(options, inp, weight, bias, gamma, beta)
+
+    def _output_of(
+        self,
+        options: tuple[bool | None, ...],
+        inp: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gamma: Tensor,
+        beta: Tensor | None,
+    ) -> Any:
+        """Compute `forward` with given parameters and (is_first_microbatch, fp8_output, fp8_grad)."""
+        config, is_first_microbatch = self._config, options[0]
+        spec: NormLinearSpec = self.spec(inp, (weight, bias, gamma, beta), options)
         if is_first_microbatch is not None:
             linear = self.with_cached_weight("weight", weight, spec.linear, is_first_microbatch)
             spec = changed(spec, linear=linear, beside=linear.beside)

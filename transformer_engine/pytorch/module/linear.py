@@ -18,6 +18,7 @@ from ..functions.linear import linear, passes_of
 from ..functions.linear_spec import LinearSpec, changed
 from ..functions.weight_gradient import WeightGradStore
 from ..primitives.gemm.cublaslt_library import get_workspace as get_workspace
+from ..runtime.checks import is_distributed
 from ..runtime.device import is_meta
 from ..runtime.replaceable import watched
 from ..runtime.tracing import export_mode
@@ -26,6 +27,7 @@ from .config import configured
 from .exported import exported_products
 from .linear_base import SIZES, LinearConfig, ProductsModule, checked_ranks
 from .linear_parameters import create_parameters, mark_parameters, weight_and_bias
+from .local_shards import output_of_shards
 from .parameters import InitMethod
 from .specs import Call, check_call, product_spec, quantizable, rows_of_shard, scale_update
 
@@ -34,12 +36,13 @@ def build(key: tuple[Any, ...]) -> LinearSpec:
     """The spec of a call."""
     call = Call(*key)
     config: LinearConfig = call.config
-    check_call(call, config.in_features)
     weight, bias = call.parameters
     assert weight is not None
+    in_features = weight.shape[1]  # of a shard, if the parameters are DTensors
+    check_call(call, in_features)
     parallel = config.parallel()
     shard = rows_of_shard(call, parallel)
-    (quantizers,) = quantizable(call, ((config.in_features, weight.shape[0]),), parallel)
+    (quantizers,) = quantizable(call, ((in_features, weight.shape[0]),), parallel)
     adds_bias = bias is not None and not (config.return_bias or config.adds_bias_late)
     needs = (
         call.gradients and call.input.requires_grad,
@@ -170,9 +173,18 @@ class Linear(ProductsModule):
             fp8_output, fp8_grad = to_bool("fp8_output", fp8_output), to_bool("fp8_grad", fp8_grad)
         if export_mode.onnx:
             return self.onnx_forward(inp, fp8_output, fp8_grad)
-        config = self._config
         weight, bias = weight_and_bias(self)
-        spec = self.spec(inp, (weight, bias), (is_first_microbatch, fp8_output, fp8_grad))
+        options = (is_first_microbatch, fp8_output, fp8_grad)
+        if is_distributed(weight) or is_distributed(inp):
+            return output_of_shards(self, options, inp, weight, bias)
+        return self._output_of(options, inp, weight, bias)
+
+    def _output_of(
+        self, options: tuple[bool | None, ...], inp: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Any:
+        """Compute `forward` with given parameters and (is_first_microbatch, fp8_output, fp8_grad)."""
+        config, is_first_microbatch = self._config, options[0]
+        spec = self.spec(inp, (weight, bias), options)
         product = _linear_by_name if _replaced.names else linear
         if is_first_microbatch is not None:
             spec = self.with_cached_weight("weight", weight, spec, is_first_microbatch)
@@ -186,6 +198,9 @@ class Linear(ProductsModule):
         if config.adds_bias_late:
             return product(inp, weight, None, spec) + bias
         return product(inp, weight, bias, spec)
+
+    def _input_features(self, tensors: Sequence[Tensor | None]) -> int:
+        return self.in_features if not tensors or tensors[0] is None else tensors[0].shape[1]
 
     def onnx_forward(
         self, inp: Tensor, fp8_output: bool | None = False, fp8_grad: bool | None = False

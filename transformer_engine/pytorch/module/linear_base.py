@@ -366,40 +366,33 @@ class ProductsModule(TransformerEngineBaseModule):
     def _check_call(self, inp: Any, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]) -> None:
         """TypeError, ValueError or RuntimeError for a call that the layer does not take."""
         call = self._key(inp, tensors, options, unquantized(self.num_products))
-        check_call(call, self._config.input_features())
+        check_call(call, self._input_features(tensors))
+
+    def _input_features(self, tensors: Sequence[Tensor | None]) -> int:
+        """Return the size of the input's last dimension, of this rank's part in a call with parameters of a shard."""
+        return self._config.input_features()
 
     def _holders(self) -> tuple[tuple[AccumulationTarget, ...], ...]:
-        return tuple(
-            [
-                tuple([AccumulationTarget(parameter_of(self, name)) for name in names])
-                for names in self._config._weights
-            ]
-        )
+        weights = self._config._weights
+        return tuple([tuple([AccumulationTarget(parameter_of(self, n)) for n in names]) for names in weights])
 
     def quantizable_products(
         self, state: AutocastState, inp: Tensor, shapes: Sequence[tuple[int, int]]
     ) -> tuple[ProductQuantizers, ...]:
-        """The quantizers that products of an input would get under a state: all identities where it is not quantized.
-
-        shapes   (in_features, out_features) of each product's weight
-        """
+        """Return the quantizers of an input's products, given (in_features, out_features) of each product's weight."""
         return quantizable(self._key(inp, (), (None,), self.numerics.of_call(self, state)), shapes)
 
     def returned_norm_output(self, norm_output: Tensor | None) -> Tensor | None:
         """norm(x) as a fused layer returns it: of the whole sequence where asked for, else of this rank's part."""
-        if norm_output is None or not (
-            self._config.return_layernorm_output_gathered and self._config.sequence_parallel
-        ):
+        config = self._config
+        if norm_output is None or not (config.return_layernorm_output_gathered and config.sequence_parallel):
             return norm_output
-        return gather_sequence(norm_output, self._config.tp_group)
+        return gather_sequence(norm_output, config.tp_group)
 
     def with_cached_weight(self, key: str, weight: Tensor, spec: LinearSpec, first: bool) -> LinearSpec:
         """The spec with the weight as quantized for the first microbatch of the step."""
         cached = self.numerics.cached_weight(key, weight, spec.weight, spec.needs_grad_input, first)
         if cached is None:
             return spec
-        return changed(
-            spec,
-            cached_weight=cached,
-            beside=tuple([part for part in cached.flatten()[0] if part is not None]),
-        )
+        parts = tuple([part for part in cached.flatten()[0] if part is not None])
+        return changed(spec, cached_weight=cached, beside=parts)

@@ -16,7 +16,7 @@ from ..functions import exported
 from ..functions.norm import normalize
 from ..functions.normalization import Norm
 from ..ops.basic.normalization import NormalizationOperation
-from ..runtime.checks import same_device, tensor
+from ..runtime.checks import is_distributed, same_device, tensor
 from ..runtime.device import autocast_dtype, canonical_device
 from ..runtime.tracing import export_mode
 from ..runtime.warn_once import warn_once
@@ -24,6 +24,7 @@ from .arguments import accepts, shape_or_none
 from .base import TransformerEngineBaseModule
 from .config import Config, configured
 from .loading import EXTRA_STATE
+from .local_shards import normalized_shards
 from .parameters import ParameterInit, parameter_of
 
 _STAGES = ("forward", "backward", "inference")
@@ -177,14 +178,20 @@ class Normalization(NormalizationOperation):
 
     def forward(self, input: Tensor) -> Tensor:
         """The normalized input, in torch.autocast's dtype when that is active, else in the input's."""
-        weight = parameter_of(self, "weight")
+        weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
+        if is_distributed(weight) or is_distributed(input):
+            kind, features = type(self).__name__, len(self.normalized_shape)
+            return normalized_shards(kind, self._output_of, input, weight, bias, features)
+        return self._output_of(input, weight, bias)
+
+    def _output_of(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         self._check(input, weight)
         dtype = autocast_dtype(input.device.type)
         if dtype is not None and dtype != input.dtype:
             input = input.to(dtype)
         if export_mode.onnx:
-            return exported.normalize(input, weight, parameter_of(self, "bias"), self._norm)
-        return normalize(input, weight, parameter_of(self, "bias"), self._norm)
+            return exported.normalize(input, weight, bias, self._norm)
+        return normalize(input, weight, bias, self._norm)
 
     def _check(self, input: Tensor, weight: Tensor) -> None:
         name, shape = type(self).__name__, self.normalized_shape

@@ -135,6 +135,11 @@ def check_call(call: Call, features: int) -> None:
             "its last dimension must be the layer's input features"
         )
     for name, parameter in zip(call.config._tensors, call.parameters, strict=True):
+        if parameter is not None and parameter.kind.__name__ == "DTensor":
+            raise NotImplementedError(
+                f"parameter {name} of {call.config._kind} is a DTensor, which Linear, LayerNormLinear and norms "
+                f"support; shard {call.config._kind} with tp_group, or with fully_shard"
+            )
         if parameter is not None and parameter.device != x.device:
             if parameter.device.type == "meta":
                 raise RuntimeError(f"parameter {name} is on the meta device; call reset_parameters() first")

@@ -85,7 +85,13 @@ def backward_hook(synchronizer: OffloadSynchronizer, layer: int) -> Callable[[An
 
 
 class SynchronizedGroupOffloadHandler(DefaultOffloadSynchronizer):
-    """One group of saved tensors per layer; the first num_offload_group of model_layers groups are offloaded."""
+    """One group of saved tensors per layer; the first num_offload_group of model_layers groups are offloaded.
+
+    Args:
+        num_offload_group: Number of layers whose saved tensors are offloaded.
+        model_layers: Number of layers; None is one more than are offloaded.
+        options: The other arguments of `DefaultOffloadSynchronizer`.
+    """
 
     def __init__(self, num_offload_group: int, model_layers: int | None = None, **options: Any):
         super().__init__(
@@ -99,7 +105,11 @@ class AsyncDoubleBufferGroupOffloadHandler(SynchronizedGroupOffloadHandler):
 
 
 class CpuOffloadHookWithOffloadHandler(OffloadContext):
-    """The context of a handler."""
+    """Context whose saved tensors a handler offloads.
+
+    Args:
+        offload_handler: Schedules the copies.
+    """
 
     def __init__(self, offload_handler: DefaultOffloadSynchronizer):
         super().__init__(offload_handler)
@@ -107,7 +117,12 @@ class CpuOffloadHookWithOffloadHandler(OffloadContext):
 
 
 class GroupCommitFunction(torch.autograd.Function):
-    """y = x; its backward begins the backward of a layer."""
+    """Identity whose backward pass begins the backward pass of a layer; call `apply(output, context)`.
+
+    Args:
+        args (Any): Of `apply`: the layer's output, and the context.
+        kwargs (Any): Accepted by `torch.autograd.Function`; has no effect.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, context: OffloadContext) -> Tensor:

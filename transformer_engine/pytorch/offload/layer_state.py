@@ -60,13 +60,15 @@ class _SavedQuantized:
 
 
 class OffloadableLayerState:
-    """One layer's saved tensors. Each method raises RuntimeError for a transition that is not in the drawing above.
+    """The saved tensors of one layer; methods raise RuntimeError for a transition that the drawing above lacks.
 
-    offload_stream              the stream to copy on
-    retain_pinned_cpu_buffers   reuse the host's buffers in the next step, whose tensors must have the same shapes;
-                                otherwise, buffers of matching shapes are reused. torch's cache of pinned memory reuses
-                                a buffer only after the GPU has finished with it, so that a host that queues several
-                                steps ahead would pin new memory in each of these steps, for milliseconds
+    Args:
+        offload_stream: CUDA stream of the copies; None creates one.
+        retain_pinned_cpu_buffers: Reuse the layer's host buffers in the next step, whose tensors must have the same
+            shapes. Otherwise buffers of matching shapes are reused: PyTorch's cache of pinned memory reuses a buffer
+            only after the GPU has finished with it, so a host several steps ahead would pin new memory in each step,
+            for milliseconds.
+        link: Copies between device and host; None chooses by the machine.
     """
 
     def __init__(

@@ -166,7 +166,12 @@ def tensors_of(saved: Any) -> list[Tensor]:
 
 
 def mark_activation_offload(*tensors: Tensor | QuantizedTensorStorage | None, offload: bool = True) -> None:
-    """Accept the original's call: every saved activation is offloaded; offload=False keeps tensors on the device."""
+    """Accept the original's call: every saved activation is offloaded, unless `offload` is False.
+
+    Args:
+        tensors: Tensors, quantized tensors or None.
+        offload: False keeps the tensors on the device.
+    """
     switch("offload", offload)
     if not offload:
         mark_not_offload(*tensors)
@@ -177,7 +182,9 @@ def start_offload(
 ) -> None:
     """Allow copies of these tensors from now on: later code does not change them.
 
-    offload_base_tensor   copy the base of a view, once for all its views
+    Args:
+        tensors: Tensors, quantized tensors or None.
+        offload_base_tensor: Copy the base of a view, once for all its views.
     """
     switch("offload_base_tensor", offload_base_tensor)
     synchronizer = active.synchronizer

@@ -61,6 +61,12 @@ class OffloadSynchronizer:
     of the forward it belongs to, and the pass that it is part of. Only tensors of the same generation are released,
     and only by the pass that read them. The tensors of a newer forward, and those of a layer in which a pass failed,
     stay until the next step begins.
+
+    Args:
+        num_layers: Number of layers per step.
+        retain_pinned_cpu_buffers: Reuse pinned host memory in the next step, whose tensors must have the same shapes.
+        offload_stream: CUDA stream of the copies; None creates one.
+        link: Copies between device and host; None chooses by the machine.
     """
 
     def __init__(
@@ -163,7 +169,12 @@ class OffloadSynchronizer:
 
 
 class DefaultOffloadSynchronizer(OffloadSynchronizer):
-    """Offloads layers 0 .. num_offloaded_layers - 1, at the times in the docstring of this module."""
+    """Offloads the layers 0 to num_offloaded_layers - 1, on the schedule in this module's docstring.
+
+    Args:
+        num_offloaded_layers: Number of leading layers that are offloaded; None is all but the last layer, which always
+            stays.
+    """
 
     def __init__(
         self, num_layers: int, num_offloaded_layers: int | None = None, retain_pinned_cpu_buffers: bool = False,

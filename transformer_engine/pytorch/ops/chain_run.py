@@ -12,6 +12,7 @@ from ..functions.saving import keep, take_saved
 from ..functions.scale_update import ScaleUpdate
 from ..quantization.autocast import AutocastState
 from ..runtime.double_backward import once_differentiable
+from ..tensor.quantized_tensor import QuantizedTensorStorage
 from .chain import ChainEnvironment, run_backward, run_forward
 from .links import Links
 from .operation import BasicOperation, FusibleOperation, OperationContext
@@ -89,7 +90,8 @@ class ChainRun:
             ctx._saved_range = (len(saved), len(saved) + len(tensors))
             ctx.to_save = None
             saved += tensors
-        return (x, *[outputs[slot.op][slot.index] for slot in self.links.public_outputs]), saved
+        public = [outputs[slot.op][slot.index] for slot in self.links.public_outputs]
+        return (*[_returned(value) for value in (x, *public)],), saved
 
     def _run_opaque(
         self, op: FusibleOperation, indices: list[int], x: Tensor, received: list[Any], options: list[Any]
@@ -154,7 +156,8 @@ class ChainRun:
         if count and self.first > 0:
             dy = None
         flat = [grad for group in parameters for grad in group]
-        return dy, flat, [extra_inputs[slot.op][slot.index] for slot in self.links.public_inputs]
+        of_inputs = [extra_inputs[slot.op][slot.index] for slot in self.links.public_inputs]
+        return _returned(dy), flat, [_returned(gradient) for gradient in of_inputs]
 
     def _backward_of_steps(self, op: FusibleOperation) -> bool:
         """Return whether an operation's backward pass is made of steps, of forward passes that were too."""
@@ -208,6 +211,13 @@ def _restored(contexts: Sequence[OperationContext], saved: Sequence[Any]) -> lis
         made.saved_tensors = tuple(saved[begin:end])
         restored.append(made)
     return restored
+
+
+def _returned(value: Any) -> Any:
+    """Return a result of a chain; a graph holds a bare storage, whose values it returns."""
+    if torch.compiler.is_compiling() and isinstance(value, QuantizedTensorStorage):
+        return value.dequantize()
+    return value
 
 
 def _keep_storage(tensors: Sequence[Any]) -> None:

@@ -50,7 +50,12 @@ class OperationContext:
 
 
 class FusibleOperation(torch.nn.Module, metaclass=ABCMeta):
-    """An operation that can be part of a fused chain."""
+    """An operation that can be part of a fused chain.
+
+    Args:
+        args: Arguments of `torch.nn.Module`; subclasses define their own.
+        kwargs: Keyword arguments of `torch.nn.Module`.
+    """
 
     # Makes the `OperationFuser` of a chain; set by `fuser.py`, which is built of operations.
     _fuser: ClassVar[Callable[[list[Any]], Callable[..., Any]]]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...common.numbers import to_int
+from ..runtime.checks import is_distributed
 
 _PLAIN = {Tensor, torch.nn.Parameter}
 _MODULE = "torch.distributed.tensor"
@@ -17,23 +18,16 @@ _MODULE = "torch.distributed.tensor"
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return the rank's shard of a DTensor; any other tensor itself."""
-    return tensor._local_tensor if _is_distributed(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
+    return tensor._local_tensor if is_distributed(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def like(parameter: Tensor, local: Tensor) -> Tensor:
     """Return a tensor that is distributed like the parameter, from the local tensor of this rank."""
-    if not _is_distributed(parameter):
+    if not is_distributed(parameter):
         return local
     placed: Any = parameter
     where = {"run_check": False, "shape": placed.shape, "stride": placed.stride()}
     return sys.modules[_MODULE].DTensor.from_local(local, placed.device_mesh, placed.placements, **where)
-
-
-def _is_distributed(tensor: Tensor) -> bool:
-    """Return whether a tensor is a DTensor, without the import of its module, which takes half a second."""
-    if type(tensor) in _PLAIN or _MODULE not in sys.modules:
-        return False
-    return isinstance(tensor, sys.modules[_MODULE].DTensor)
 
 
 __all__ = ["MultiTensorApply", "multi_tensor_applier"]
@@ -59,7 +53,14 @@ class MultiTensorApply:
         tensor_lists: Sequence[Sequence[Tensor]],
         *args: Any,
     ) -> Any:
-        """Return the result of `op`, None if all tensors are empty; raise RuntimeError for lists of several lengths."""
+        """Return the result of `op`, None if all tensors are empty; raise RuntimeError for lists of several lengths.
+
+        Args:
+            op: Function of (chunk_size, noop_flag, tensor_lists, *args), such as `multi_tensor_adam`.
+            noop_flag_buffer: The operation's flag, int32 [1].
+            tensor_lists: Parallel lists of tensors; DTensors are replaced by their local shards.
+            args: The operation's other arguments.
+        """
         lists = worked_on(tensor_lists)
         if not lists or not lists[0]:
             return None

@@ -89,12 +89,17 @@ class RecipeState:
         roles: Sequence[QuantizerRole | None] | None = None,
         **place: Any,
     ) -> RecipeState:
-        """Return previous while it matches the recipe, otherwise a state that continues its scales and histories.
+        """Return previous if recipe and device are the same, else a state that continues its scales and histories.
 
         place: mode and device, as of `create`.
         """
         as_many = previous is not None and previous.num_quantizers == num_quantizers
-        if previous is not None and as_many and is_unchanged(previous.recipe, previous.revision, recipe):
+        if (
+            previous is not None
+            and as_many
+            and previous.device == canonical_device(place.get("device"))
+            and is_unchanged(previous.recipe, previous.revision, recipe)
+        ):
             previous.roles = roles
             return previous
         state = RecipeState.create(recipe, num_quantizers=num_quantizers, roles=roles, **place)

@@ -101,10 +101,15 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
     """Compute the gradients of `unpermute_with_mask_map` with merging probabilities.
 
     Args:
+        row_id_map: Map that `make_row_id_map` returned.
+        merging_probs: Probabilities of the forward pass [T, E].
+        pad_offsets: Rows of padding before each expert [E], or None.
+        num_tokens: T.
+        num_experts: E.
+        num_out_tokens: Rows of `fwd_input`.
+        hidden_size: Features of a token.
         fwd_output_grad: Gradient [T, hidden_size] of the tokens.
         fwd_input: Rows [num_out_tokens, hidden_size] of the forward pass.
-
-    The other arguments are those of the forward pass.
 
     Returns:
         `(gradient of the rows [num_out_tokens, hidden_size], gradient of merging_probs [T, E])`.

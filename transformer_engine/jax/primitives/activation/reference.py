@@ -28,7 +28,13 @@ ACTIVATIONS = (
 
 @dataclass(frozen=True)
 class ActivationParams:
-    """Constants of ("clamped_silu", "clamped_linear"); the other activations have none."""
+    """Constants of ("clamped_silu", "clamped_linear"); the other activations have none.
+
+    Args:
+        limit: Upper limit of the activated half, and limit of the other half in both directions.
+        alpha: Factor of the sigmoid's argument.
+        glu_linear_offset: Added to the clamped second half.
+    """
 
     limit: float = 7.0
     alpha: float = 1.702

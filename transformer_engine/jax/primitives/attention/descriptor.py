@@ -47,7 +47,14 @@ def _pair(name: str, value: Any) -> Pair:
 @jax.tree_util.register_pytree_node_class
 @dataclass
 class SequenceDescriptor:
-    """Four pairs (of queries, of keys); those that a form does not use are empty arrays."""
+    """Four pairs (of queries, of keys); those that a form does not use are empty arrays.
+
+    Args:
+        seqlens: Lengths of the sequences, int32 [b] or [b, segments].
+        seq_offsets: Offsets of packed sequences, int32 [b, segments + 1].
+        segment_ids: Segment of each token, int32 [b, s]; 0 is padding.
+        segment_pos: Position of each token in its segment, int32 [b, s].
+    """
 
     seqlens: Pair
     seq_offsets: Pair

@@ -1,9 +1,12 @@
-"""score_mod: scores [b, h, q, k] -> scores, a function in jnp operations between the scaled product and the softmax."""
+"""score_mod: scores [b, h, q, k] -> scores, a function in jnp operations between the scaled product and the softmax.
+
+Its required parameters determine the contract: (scores, tensors), the original's (graph, score, tensors), whose
+operations `ScoreGraph` computes, or (score, b, h, q, kv, **tensors).
+"""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,9 +14,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from ....common.checks import described, function_or_none
+from ....common.score_graph import ScoreGraph, required_parameters
 from .enums import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
 
-ScoreMod = Callable[[Array, Any], Array]
+ScoreMod = Callable[..., Array]
 
 
 def check_score_mod(
@@ -44,9 +48,7 @@ def check_score_mod(
             raise ValueError(
                 f"score_mod with {name}={described(value)}; leave it out, and let score_mod do it"
             )
-    for name, called in (("score_mod", score_mod), ("score_mod_bprop", score_mod_bprop)):
-        if called is not None:
-            _check_parameters(name, called, 2 if name == "score_mod" else 3)
+    _check_parameters(score_mod, score_mod_bprop)  # pyright: ignore[reportArgumentType]
 
 
 def check_functions(
@@ -64,21 +66,27 @@ def check_functions(
             raise ValueError(f"{given}={described(value)} without {reader}; give both, or neither")
 
 
-def _check_parameters(name: str, called: Any, most: int) -> None:
-    try:
-        parameters = inspect.signature(called).parameters.values()
-    except ValueError:
-        return  # a function of C has no signature; its result is checked
-    required = [
-        parameter
-        for parameter in parameters
-        if parameter.default is parameter.empty and parameter.kind in (0, 1)
-    ]
-    if len(required) > most:
-        wanted = "(scores, tensors)" if most == 2 else "(gradient, scores, tensors)"
-        raise NotImplementedError(
-            f"{name} has {len(required)} parameters, as a builder of cuDNN graphs has; give a function {wanted} in "
-            "jnp operations"
+_SCORES, _GRAPH, _INDICES = 2, 3, 5  # required positional parameters in the three contracts
+
+
+def _contract(score_mod: ScoreMod) -> int:
+    """Return the contract of a score_mod. Named tensors of functions of indices may be required parameters too."""
+    count = required_parameters(score_mod)
+    return _SCORES if count is None or count < _GRAPH else min(count, _INDICES)
+
+
+def _check_parameters(score_mod: ScoreMod, score_mod_bprop: Callable[..., Array] | None) -> None:
+    contract = _contract(score_mod)
+    if contract not in (_SCORES, _GRAPH, _INDICES):
+        raise TypeError(
+            f"score_mod has {contract} required parameters; give a function of (scores, tensors), (graph, score, "
+            "tensors) or (score, b, h, q, kv)"
+        )
+    count = None if score_mod_bprop is None else required_parameters(score_mod_bprop)
+    if contract != _INDICES and count is not None and count > 3:
+        wanted = "(gradient, scores, tensors)" if contract == _SCORES else "(graph, gradient, tensors)"
+        raise TypeError(
+            f"score_mod_bprop has {count} required parameters; with this score_mod give a function of {wanted}"
         )
 
 
@@ -99,24 +107,98 @@ def _like(name: str, made: Any, scores: Array) -> Array:
 def modifier(
     score_mod: ScoreMod, score_mod_bprop: Callable[..., Array] | None, tensors: Any, bprop_tensors: Any
 ) -> Callable[[Array], Array]:
-    """Return scores -> score_mod(scores, tensors), differentiated by JAX in scores and tensors.
+    """Return scores -> modified scores [b, h, q, k], differentiated by JAX in scores and tensors.
 
-    With score_mod_bprop, the gradient of the scores is score_mod_bprop(gradient, scores, bprop_tensors), and the
-    tensors have none.
+    With score_mod_bprop, the gradient of the scores is its result, and the tensors have none.
+
+    Args:
+        score_mod: Function of (scores, tensors), (graph, score, tensors) or (score, b, h, q, kv, **tensors).
+        score_mod_bprop: Function of (gradient, scores, tensors), (graph, gradient, tensors) or (gradient, score, b, h,
+            q, kv, **tensors), in the contract of score_mod; None for the derivative by JAX.
+        tensors: Arrays of score_mod; a mapping of names, except for (scores, tensors).
+        bprop_tensors: Arrays of score_mod_bprop, likewise.
+
+    Raises:
+        TypeError: Named arrays are not a mapping.
+        ValueError: An array of a graph does not broadcast to the scores.
     """
+    contract = _contract(score_mod)
+    if contract != _SCORES:
+        tensors = _named("score_mod_tensors", tensors)
+        bprop_tensors = _named("score_mod_bprop_tensors", bprop_tensors)
 
-    def scored(scores: Array) -> Array:
-        return _like("score_mod", score_mod(scores, tensors), scores)
+    def apply(scores: Array, tensors: Any) -> Array:
+        if contract == _SCORES:
+            made = score_mod(scores, tensors)
+        elif contract == _GRAPH:
+            graph = ScoreGraph(jnp, _places(scores))
+            made = score_mod(graph, scores, _broadcast("score_mod_tensors", tensors, scores))
+        else:
+            made = score_mod(scores, *_places(scores), **tensors)
+        return _like("score_mod", made, scores)
 
     if score_mod_bprop is None:
-        return scored
-    modified = jax.custom_vjp(scored)
+        return lambda scores: apply(scores, tensors)
 
-    def forward(scores: Array) -> tuple[Array, Array]:
-        return scored(scores), scores
+    def differentiate(gradient: Array, scores: Array, tensors: Any, bprop_tensors: Any) -> Array:
+        if contract == _SCORES:
+            made = score_mod_bprop(gradient, scores, bprop_tensors)
+        elif contract == _GRAPH:
+            apply(scores, tensors)  # score_mod_bprop may read arrays that score_mod computed, as in one graph
+            graph = ScoreGraph(jnp, _places(scores))
+            arrays = _broadcast("score_mod_bprop_tensors", bprop_tensors, scores)
+            made = score_mod_bprop(graph, gradient, arrays)
+        else:
+            made = score_mod_bprop(gradient, scores, *_places(scores), **bprop_tensors)
+        return _like("score_mod_bprop", made, scores)
 
-    def backward(scores: Array, gradient: Array) -> tuple[Array]:
-        return (_like("score_mod_bprop", score_mod_bprop(gradient, scores, bprop_tensors), scores),)
+    # Arrays are arguments of the custom derivative, which must not close over traced arrays; other leaves stay static.
+    leaves, structure = jax.tree.flatten((tensors, bprop_tensors))
+    traced = [isinstance(leaf, Array) for leaf in leaves]
 
-    modified.defvjp(forward, backward)
-    return modified
+    def both_of(arrays: list[Array]) -> Any:
+        remaining = iter(arrays)
+        return structure.unflatten(
+            next(remaining) if is_array else leaf for leaf, is_array in zip(leaves, traced, strict=True)
+        )
+
+    modified = jax.custom_vjp(lambda scores, arrays: apply(scores, both_of(arrays)[0]))
+    modified.defvjp(
+        lambda scores, arrays: (apply(scores, both_of(arrays)[0]), (scores, arrays)),
+        lambda saved, gradient: (differentiate(gradient, saved[0], *both_of(saved[1])), None),
+    )
+    arrays = [leaf for leaf, is_array in zip(leaves, traced, strict=True) if is_array]
+    return lambda scores: modified(scores, arrays)
+
+
+def _places(scores: Array) -> tuple[Array, ...]:
+    """Return the indices of batch, head, query and key, int32, which broadcast with scores [b, h, q, k]."""
+    return tuple(
+        jnp.arange(size, dtype=jnp.int32).reshape([-1 if axis == own else 1 for axis in range(4)])
+        for own, size in enumerate(scores.shape)
+    )
+
+
+def _named(name: str, tensors: Any) -> Mapping[str, Any]:
+    """Return named arrays, none for None."""
+    if tensors is None:
+        return {}
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"{name}={described(tensors)} is not a mapping; give a dict of named arrays")
+    return tensors
+
+
+def _broadcast(name: str, tensors: Mapping[str, Any], scores: Array) -> dict[str, Array]:
+    """Return the arrays of a graph: one element as a scalar, others with 4 dimensions that broadcast to the scores."""
+    arrays = {key: jnp.asarray(tensor) for key, tensor in tensors.items()}
+    for key, array in arrays.items():
+        if array.size == 1:
+            arrays[key] = array.reshape(())
+        elif array.ndim != 4 or any(
+            size not in (1, wanted) for size, wanted in zip(array.shape, scores.shape, strict=True)
+        ):
+            raise ValueError(
+                f"{name}[{key!r}] is {list(array.shape)}; give one element, or 4 dimensions that broadcast to "
+                f"[batch, heads, queries, keys] = {list(scores.shape)}"
+            )
+    return arrays

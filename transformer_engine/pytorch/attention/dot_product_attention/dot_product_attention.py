@@ -359,6 +359,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             else None
         )
         if recipe is not None:
+            if not tracing:
+                self.follow_device(inputs.q.device)
             shared = isinstance(backend, ContextParallelAttention)
             of_rank = backend.inner_call if shared else call
             scaling = scaling_of(recipe, self._config.context)

@@ -29,6 +29,9 @@ def inject_te_attention(model: torch.nn.Module) -> None:
     """Inject into every attention layer of a model, after its weights are loaded and before it is sharded.
 
     Layers with an `attn_module` are not changed. model._te_attention_injected is True if any layer was changed.
+
+    Args:
+        model: Model with attention layers of Hugging Face Transformers.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model={described(model)} is not a torch.nn.Module; give a model, or a layer of one")
@@ -52,7 +55,11 @@ def inject_te_attention(model: torch.nn.Module) -> None:
 
 
 def inject_te_attention_into_module(module: torch.nn.Module) -> bool:
-    """Inject into one attention layer; return False for other layers, unknown layouts, and those with attn_module."""
+    """Inject into one attention layer; return False for other layers, unknown layouts, and those with attn_module.
+
+    Args:
+        module: The attention layer.
+    """
     if hasattr(module, "attn_module"):
         return False
     layout = layout_of(module)

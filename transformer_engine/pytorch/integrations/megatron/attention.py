@@ -24,11 +24,18 @@ from .rotation import Forms, check_reach, concentration, embeddings_of, rotated
 
 
 class Attention(CachedAttention, ABC):
-    """(y [s, b, h], bias) of hidden states [s, b, h]; the caller adds the bias of the output projection.
+    """Attention that returns (y [s, b, h], bias); the caller adds the bias of the output projection.
 
-    layer_number     counted from 1; pp_layer_offset: number of layers of earlier pipeline stages
-    attn_mask_type   keys that a query sees, unless a cache determines them
-    pg_collection    its tp and cp groups; None: Megatron's, or none
+    Args:
+        config: A `TransformerConfig`, or Megatron-core's.
+        submodules: How the parts are constructed.
+        layer_number: Number of the layer, from 1.
+        attn_mask_type: Keys that a query attends to, unless a cache determines them.
+        attention_type: "self" or "cross".
+        cp_comm_type: Algorithm of context parallelism, such as "p2p".
+        pg_collection: Process groups `tp` and `cp`; None is Megatron's, or none.
+        pp_layer_offset: Number of layers of earlier pipeline stages.
+        name: Prefix of the names of the linear layers.
     """
 
     def __init__(

@@ -18,7 +18,11 @@ from .rotation import rotated, rotated_by_tables
 class StaticContext:
     """A batch that is prefilled and decoded together: caches [max_sequence_length, max_batch_size, groups, size].
 
-    sequence_len_offset   tokens of every sequence in the caches; the caller advances it after each step
+    `sequence_len_offset` counts the tokens of every sequence in the caches; the caller advances it after each step.
+
+    Args:
+        max_batch_size: Largest number of sequences.
+        max_sequence_length: Largest number of tokens of a sequence.
     """
 
     def __init__(self, max_batch_size: int, max_sequence_length: int) -> None:
@@ -47,6 +51,16 @@ class PagedContext:
         y, bias = attention(hidden [9, 1, h], None, inference_context=context, ..)
 
     Pages are allocated when needed and never released: the context serves one batch of requests.
+
+    Args:
+        requests: Number of requests.
+        layers: Number of layers.
+        pages: Number of pages of the pool.
+        page_size: Tokens per page.
+        groups: Number of key heads.
+        size: Features of a head.
+        dtype: Dtype of keys and values.
+        device: Device of the pool.
     """
 
     use_flashinfer_fused_rope = False

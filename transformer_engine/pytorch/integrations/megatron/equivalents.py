@@ -50,12 +50,46 @@ _get_rng_tracker: Any = _of_megatron("tensor_parallel.random", "get_cuda_rng_tra
 
 @dataclass
 class TransformerConfig:
-    """Settings of attention layers, under Megatron-core's names; None: derived from other settings.
+    """Settings of attention layers, under Megatron-core's names.
 
-    attention_output_gate   also project a gate of the queries' size, whose sigmoid multiplies the output
-    no_rope_freq            flags per layer: omit rotary embeddings
-    flash_decode            caches hold rotated keys, and a decoding step is one call
-    qk_clip                 scale the projections of queries and keys down if logits exceed qk_clip_threshold
+    Args:
+        hidden_size: Features of a token.
+        num_attention_heads: Number of query heads.
+        num_layers: Number of layers of the model.
+        num_query_groups: Number of key heads; None is num_attention_heads.
+        kv_channels: Features of a head; None is hidden_size / num_attention_heads.
+        add_bias_linear: Whether linear layers have a bias.
+        add_qkv_bias: Whether the projection of queries, keys and values has a bias in any case.
+        normalization: "LayerNorm" or "RMSNorm".
+        layernorm_epsilon: Added to the variance.
+        layernorm_zero_centered_gamma: Whether a norm's scale is 1 + gamma.
+        attention_dropout: Probability that an attention weight is dropped.
+        softmax_scale: Factor of the logits; None is 1 / sqrt(kv_channels).
+        softmax_type: "vanilla", "off-by-one" or "learnable".
+        window_size: Keys to the left and the right that a query attends to; None is unlimited.
+        qk_layernorm: Whether queries and keys are normalized per head.
+        qk_l2_norm: Whether rotated queries and keys are L2-normalized.
+        attention_output_gate: Whether to also project a gate of the queries' size, whose sigmoid multiplies the output.
+        rotary_interleaved: Whether adjacent features are rotated together.
+        fused_single_qkv_rope: Whether one kernel splits and rotates the projection's result.
+        no_rope_freq: Flags per layer: omit rotary embeddings.
+        flash_decode: Whether caches hold rotated keys, so that a decoding step is one call.
+        qk_clip: Whether to scale the projections of queries and keys down if logits exceed qk_clip_threshold.
+        qk_clip_threshold: Largest logit that qk_clip allows.
+        qk_clip_alpha: Share of the scaling that the query projection takes.
+        recompute_granularity: "selective" recomputes recompute_modules in the backward pass.
+        recompute_modules: Parts to recompute; "core_attn" is the attention.
+        delay_wgrad_compute: Whether weight gradients are computed in a later call.
+        gradient_accumulation_fusion: Whether weight gradients accumulate into main_grad.
+        sequence_parallel: Whether sequences are sharded over the tensor-parallel group.
+        test_mode: Whether to check that the norms of queries and keys are equal on all tensor-parallel ranks.
+        fp8: FP8 format, or None.
+        fp8_recipe: Name of the FP8 recipe.
+        fp4: FP4 format, or None.
+        params_dtype: Dtype of the parameters.
+        device: Device of the parameters.
+        init_method: Initializes the weights.
+        output_layer_init_method: Initializes the output projection.
     """
 
     hidden_size: int
@@ -110,7 +144,13 @@ class TransformerConfig:
 
 @dataclass
 class ModuleSpec:
-    """A class or a function that constructs a module, with additional arguments."""
+    """A class or a function that constructs a module, with additional arguments.
+
+    Args:
+        module: A class, or a function that constructs a module.
+        params: Additional keyword arguments.
+        submodules: Passed as the keyword `submodules` unless None.
+    """
 
     module: Any
     params: dict[str, Any] = field(default_factory=dict)
@@ -132,7 +172,17 @@ class ProcessGroups:
 
 @dataclass(frozen=True)
 class PackedSequences:
-    """The offsets of the sequences of a packed ("thd") batch, with the names of Megatron's PackedSeqParams."""
+    """The offsets of the sequences of a packed ("thd") batch, with the names of Megatron's PackedSeqParams.
+
+    Args:
+        cu_seqlens_q: Cumulative lengths of the queries, int32 [b + 1].
+        cu_seqlens_kv: Cumulative lengths of the keys, int32 [b + 1].
+        max_seqlen_q: Length of the longest sequence of queries.
+        max_seqlen_kv: Length of the longest sequence of keys.
+        cu_seqlens_q_padded: Offsets of the queries with padding, int32 [b + 1].
+        cu_seqlens_kv_padded: Offsets of the keys with padding, int32 [b + 1].
+        qkv_format: Order of the axes; "thd".
+    """
 
     cu_seqlens_q: Tensor
     cu_seqlens_kv: Tensor
@@ -184,7 +234,15 @@ def setting(config: Any, name: str, default: Any = None) -> Any:
 
 @dataclass
 class SelfAttentionSubmodules:
-    """The submodules of a SelfAttention: ModuleSpecs, classes, or functions that construct a module."""
+    """The submodules of a SelfAttention: ModuleSpecs, classes, or functions that construct a module.
+
+    Args:
+        linear_qkv: Projection of queries, keys and values.
+        core_attention: Scaled dot-product attention.
+        linear_proj: Output projection.
+        q_layernorm: Norm of the queries, or None.
+        k_layernorm: Norm of the keys, or None.
+    """
 
     linear_qkv: Any = None
     core_attention: Any = None
@@ -195,7 +253,14 @@ class SelfAttentionSubmodules:
 
 @dataclass
 class CrossAttentionSubmodules:
-    """The submodules of a CrossAttention."""
+    """The submodules of a CrossAttention.
+
+    Args:
+        linear_q: Projection of the queries.
+        linear_kv: Projection of the keys and values.
+        core_attention: Scaled dot-product attention.
+        linear_proj: Output projection.
+    """
 
     linear_q: Any = None
     linear_kv: Any = None

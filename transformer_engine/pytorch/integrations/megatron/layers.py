@@ -18,14 +18,23 @@ from .equivalents import CrossAttentionSubmodules, SelfAttentionSubmodules, rank
 
 
 def self_attention_submodules(config: Any, input_norm: bool = False) -> SelfAttentionSubmodules:
-    """Return the submodules of a SelfAttention; with input_norm the projection of q, k, v includes a norm."""
+    """Return the submodules of a SelfAttention.
+
+    Args:
+        config: Settings; qk_layernorm adds norms of queries and keys.
+        input_norm: Whether the projection includes a norm of its input.
+    """
     norm = head_norm if config.qk_layernorm else None
     qkv = NormColumnLinear if input_norm else ColumnLinear
     return SelfAttentionSubmodules(qkv, CoreAttention, RowLinear, norm, norm)
 
 
 def cross_attention_submodules(config: Any) -> CrossAttentionSubmodules:
-    """Return the submodules of a CrossAttention."""
+    """Return the submodules of a CrossAttention.
+
+    Args:
+        config: Settings of the attention.
+    """
     return CrossAttentionSubmodules(ColumnLinear, ColumnLinear, CoreAttention, RowLinear)
 
 

@@ -172,6 +172,9 @@ class QuantizeContribution(Contribution):
 class Quantize(StepOperation):
     """Quantize the output, the gradient of the input, or both; the identity without a recipe.
 
+    A graph of torch.compile passes bare storages between operations. A chain returns its output, and the gradient of
+    its input, dequantized there.
+
     Args:
         forward: Quantize the output.
         backward: Quantize the gradient of the input, unless the recipe has a `backward_override`.
@@ -206,9 +209,11 @@ class Quantize(StepOperation):
         if contribution.output:
             quantizer = self.forward_quantizers()[0].copy()  # calls without a backward pass have other usages
             quantizer.set_usage(rowwise=True, columnwise=call.saves and override is None)
+            quantizer.internal = call.traced
             environment.objects[name, "output"] = quantizer
         if contribution.gradient:
             quantizer = self._quantizers["backward"][0].copy()
             quantizer.set_usage(rowwise=True, columnwise=True)
+            quantizer.internal = call.traced
             environment.objects[name, "gradient"] = quantizer
         return contribution, x._replace(quantized=x.quantized or contribution.output)

@@ -100,7 +100,11 @@ def _seconds(plan: CublasPlan, a: Operand, b: Operand, epilogue: Epilogue) -> fl
 
 
 class Choices:
-    """Algorithms by problem, in a JSON file {problem: hexadecimal bytes}; every change is written at once."""
+    """Algorithms by problem, in a JSON file {problem: hexadecimal bytes}; every change is written at once.
+
+    A file is replaced as a whole, so readers need no lock. Two processes that write at the same instant may lose one
+    choice, which is then measured again; a lock would add a dependency (`filelock`) for that alone.
+    """
 
     def __init__(self, path: Path):
         self.path = path

@@ -1,0 +1,89 @@
+"""Writes the tables of docs/plan.md: accuracy of the simulator, its exceptions, and plans; --check only compares.
+
+python docs/plan_table.py [--check]
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from itertools import groupby
+from typing import Any
+
+from generated import ROOT, write
+
+from transformer_engine.common.planning import plan
+
+ACCURACY = runpy.run_path(str(ROOT / "benchmarks" / "plan_accuracy.py"))
+PAGE = ROOT / "docs" / "plan.md"
+# Model, devices, and arguments of `plan` that `search` returned as the fastest.
+PLANS = (
+    ("llama-8b", 8, {"fsdp": 8}),
+    ("llama-8b", 64, {"fsdp": 32}),
+    ("llama-8b", 512, {"fsdp": 32}),
+    ("llama-8b", 4096, {"fsdp": 32}),
+    ("llama-70b", 32, {"fsdp": 16, "tp": 2, "micro_batch": 2, "recompute": "full"}),
+    ("llama-70b", 64, {"fsdp": 32, "tp": 2, "micro_batch": 2, "recompute": "full"}),
+    ("llama-70b", 512, {"fsdp": 32, "tp": 2, "micro_batch": 2, "recompute": "full"}),
+    ("llama-70b", 4096, {"fsdp": 32, "tp": 2, "micro_batch": 2, "recompute": "full"}),
+    ("mixtral-8x7b", 32, {"cp": 4, "pp": 4, "ep": 8}),
+    ("mixtral-8x7b", 64, {"cp": 4, "pp": 8, "ep": 8}),
+    ("mixtral-8x7b", 512, {"fsdp": 128, "ep": 8}),
+    ("mixtral-8x7b", 4096, {"fsdp": 128, "ep": 8}),
+)
+
+
+def _kind(check: Any) -> tuple[str, bool]:
+    return check.group, not check.fitted
+
+
+def accuracy(found: list[Any]) -> str:
+    """Return the table of errors by kind of measurement, for those that the simulator claims to meet."""
+    lines = [
+        "| measurements | constants | number | within 15 % | mean error | largest error |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    claimed = [check for check in found if check.reason is None]
+    for (group, held_out), rows in groupby(sorted(claimed, key=_kind), _kind):
+        errors = [check.error for check in rows]
+        within = sum([abs(error) <= 0.15 for error in errors])
+        mean = sum(map(abs, errors)) / len(errors)
+        role = "held out" if held_out else "fitted"
+        lines.append(
+            f"| {group} | {role} | {len(errors)} | {within} | {mean:.1%} | {max(errors, key=abs):+.1%} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def exceptions(found: list[Any]) -> str:
+    """Return the table of measurements for which no accuracy is claimed."""
+    lines = ["| measurement | measured | predicted | error | reason |", "| --- | --- | --- | --- | --- |"]
+    for check in found:
+        if check.reason is not None:
+            lines.append(
+                f"| {check.group}: `{check.case}` | {check.measured:.4g} | {check.predicted:.4g} | {check.error:+.0%} "
+                f"| {check.reason} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def plans() -> str:
+    """Return the table of plans from 8 to 4,096 devices."""
+    lines = [
+        "| model | devices | mesh | micro-batches | recompute | step ms | tokens/s | MFU | peak GiB |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for model, devices, options in PLANS:
+        made = plan(model, devices, recipe="current", global_batch=devices, **options)
+        lines.append(
+            f"| {model} | {devices:,} | {made.mesh} | {made.micro_batches} x {made.micro_batch} | {made.recompute} "
+            f"| {made.step_ms:,.0f} | {made.tokens_per_s:,.0f} | {made.utilization:.0%} "
+            f"| {made.memory.peak / 2**30:.0f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    measured = ACCURACY["checks"]()
+    tables = {"accuracy": accuracy(measured), "exceptions": exceptions(measured), "plans": plans()}
+    sys.exit(write(__file__, {PAGE: tables}))

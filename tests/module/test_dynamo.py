@@ -1,0 +1,122 @@
+"""pytorch.dynamo: quantizers as constants of graphs, and descriptions of tensors."""
+
+from __future__ import annotations
+
+import enum
+
+import pytest
+import torch
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch import dynamo
+from transformer_engine.pytorch.tensor.quantizer import Quantizer
+
+E4M3 = te.DType.kFloat8E4M3
+
+
+class Mode(enum.Enum):
+    A = 1
+    B = 2
+
+
+QUANTIZERS = {
+    "mxfp8": lambda: te.MXFP8Quantizer(E4M3),
+    "current": lambda: te.Float8CurrentScalingQuantizer(E4M3, torch.device("cpu")),
+    "block": lambda: te.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True),
+    "nvfp4": lambda: te.NVFP4Quantizer(),
+}
+
+
+@torch.library.custom_op("te_test::rounded", mutates_args=())
+def rounded(x: torch.Tensor, quantizer: te.MXFP8Quantizer) -> torch.Tensor:
+    return quantizer(x).dequantize()
+
+
+@rounded.register_fake
+def _(x, quantizer):
+    return torch.empty_like(x)
+
+
+def test_an_operator_takes_a_quantizer_in_a_graph(emulated):
+    torch._dynamo.reset()
+    traces = []
+
+    def counting(graph, examples):
+        traces.append(graph)
+        return graph.forward
+
+    x = torch.randn(64, 64)
+    compiled = torch.compile(lambda x, q: rounded(x, q) * 2, fullgraph=True, backend=counting)
+    fine, coarse = te.MXFP8Quantizer(E4M3), te.MXFP8Quantizer(te.DType.kFloat8E5M2)
+    for quantizer in (fine, te.MXFP8Quantizer(E4M3), coarse):
+        assert torch.equal(compiled(x, quantizer), rounded(x, quantizer) * 2)
+    assert len(traces) == 2  # an equal quantizer is the same constant
+    assert not torch.equal(rounded(x, fine), rounded(x, coarse))
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_the_expression_of_a_graph_makes_an_equal_quantizer(name):
+    quantizer = QUANTIZERS[name]()
+    if not dynamo.is_value_opaque_quantizer(quantizer):
+        assert name == "nvfp4"
+        return
+    text, named = quantizer.__fx_repr__()  # pyright: ignore[reportAttributeAccessIssue]
+    made = eval(text, dict(named))
+    assert made == quantizer and hash(made) == hash(quantizer) and made is not quantizer
+
+
+def test_a_registered_class_has_value_equality():
+    @dynamo.register_value_opaque_quantizer
+    class Own(Quantizer):
+        mode: Mode
+        limit: float
+
+        def __init__(self, mode: Mode, limit: float) -> None:
+            super().__init__(rowwise=True, columnwise=False)
+            self.mode, self.limit = mode, limit
+
+    made = Own(Mode.A, 0.5)
+    assert made == Own(Mode.A, 0.5) != Own(Mode.B, 0.5) and hash(made) == hash(Own(Mode.A, 0.5))
+    text, named = made.__fx_repr__()  # pyright: ignore[reportAttributeAccessIssue]
+    assert eval(text, dict(named)) == made
+    assert dynamo.is_value_opaque_quantizer(made) and not dynamo.is_value_opaque_quantizer(made.mode)
+
+    class Held(Quantizer):
+        weights: torch.Tensor
+
+    with pytest.raises(TypeError, match=r"Held\.weights"):
+        dynamo.register_value_opaque_quantizer(Held)
+    with pytest.raises(TypeError, match="subclass of Quantizer"):
+        dynamo.register_value_opaque_quantizer(int)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("columnwise", [True, False])
+def test_a_spec_describes_a_quantized_tensor(name, columnwise, emulated):
+    quantizer = QUANTIZERS[name]()
+    quantizer.set_usage(rowwise=True, columnwise=columnwise)
+    tensor = quantizer(torch.randn(128, 256))
+    spec = dynamo.to_tensor_spec(tensor)
+    inner = [getattr(tensor, part) for part in spec.inner_names]
+    allocated = spec.create_inner_tensors()
+    assert [(t.shape, t.dtype) for t in allocated] == [(t.shape, t.dtype) for t in inner]
+    again = spec.assemble(inner)
+    assert type(again) is type(tensor) and again.shape == tensor.shape
+    assert torch.equal(again.dequantize(), tensor.dequantize())
+    assert spec.is_quantized and spec.create_tensor().shape == tensor.shape
+    with pytest.raises(ValueError, match="one of each name"):
+        spec.assemble(inner[:-1])
+    quantizer.set_usage(rowwise=False)
+    assert spec.quantizer is not None and spec.quantizer.get_usages()["rowwise"]  # a copy
+
+
+def test_a_spec_describes_a_plain_tensor():
+    x = torch.randn(3, 4, dtype=torch.bfloat16, requires_grad=True)
+    spec = dynamo.to_tensor_spec(x)
+    made = spec.create_tensor()
+    assert (made.shape, made.dtype, made.requires_grad) == (x.shape, x.dtype, True)
+    assert len(spec.inner_names) == 1 and not spec.is_quantized and not spec.create_metadata()
+    with pytest.raises(ValueError, match="plain tensor"):
+        spec.update_usage(rowwise_usage=True)
+    with pytest.raises(TypeError, match="not a tensor"):
+        dynamo.to_tensor_spec(3)

@@ -1,0 +1,311 @@
+"""Rates of GPUs and links: measured constants, and the time of each kind of operation.
+
+Milliseconds, bytes and floating-point operations throughout. `docs/plan.md` lists which measurements the constants are
+fitted to, and the errors for those that they are not fitted to.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from ..formats import TENSOR_FORMATS, TensorFormat
+
+GIB = 1 << 30
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_receive"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gpu:
+    """A GPU: sizes of the data sheet, and measured rates; compares by identity.
+
+    Attributes:
+        name: Name in reports.
+        capability: Ten times the compute capability.
+        memory: Bytes of memory.
+        peak: Dense bfloat16 FLOP/ms of the data sheet, which define the FLOP utilization.
+        bandwidth: Bytes/ms of a copy, read and written bytes together.
+        rates: FLOP/ms of large products by kind: "bf16", "fp8" (one scale, forward), "fp8_split" (one scale, with
+            sums in float32: backward), "block" (128x128 weights), "block_1d" (both operands in rows of 128),
+            "blocks_8bit" and "blocks_4bit" (a scale in one byte for each block of a row).
+        depth: Elements of the contracted axis, in bfloat16, whose time each tile of a product over groups takes to
+            start and to store.
+        grouped_codes: Part of the rates that quantized products over groups reach.
+        attention: FLOP/ms of the forward and of the backward pass by backend and size of a head.
+        start: Milliseconds until a product has filled the GPU, once for each product.
+        launch: Milliseconds of a small kernel.
+        sustained: Part of the rates of products and attention that remains in a long loop, at the power limit.
+        nvlink: Rate of the links within a host relative to those of an H100.
+        host: Milliseconds of the host for each kernel that it launches one by one.
+        calibrated: The rates were measured on this GPU; otherwise they follow from the data sheet.
+    """
+
+    name: str
+    capability: int
+    memory: int
+    peak: float
+    bandwidth: float
+    rates: dict[str, float]
+    attention: dict[str, dict[int, tuple[float, float]]]
+    start: float = 0.006
+    depth: float = 320.0
+    grouped_codes: float = 0.82
+    launch: float = 0.0045
+    sustained: float = 0.94
+    nvlink: float = 1.0
+    host: float = 0.05
+    calibrated: bool = True
+
+    def product_ms(self, kind: str, flops: float, moved: float, tiled: float = 0.0) -> float:
+        """Return the time of a product, or of products over groups of rows in one launch.
+
+        Args:
+            kind: A key of `rates`.
+            flops: Floating-point operations.
+            moved: Bytes of both operands and of the result.
+            tiled: Elements of the results of groups; 0 for a plain product.
+        """
+        rate = self.rates[kind] * (self.grouped_codes if tiled and kind != "bf16" else 1.0)
+        busy = flops / rate + 2 * self.depth * tiled / self.rates["bf16"]
+        return self.start + max(busy, moved / self.bandwidth)
+
+    def copy_ms(self, moved: float, efficiency: float = 1.0) -> float:
+        """Return the time of a kernel that is limited by memory and moves a number of bytes."""
+        return self.launch + moved / (self.bandwidth * efficiency)
+
+    def attention_ms(self, backend: str, head_dim: int, flops: float, backward: bool) -> float:
+        """Return the time of the forward or the backward pass of attention with a number of operations."""
+        rates = self.attention[backend]
+        nearest = min(rates, key=lambda size: abs(size - head_dim))
+        return 4 * self.launch + flops / rates[nearest][backward]
+
+    def scaled(self, name: str, *, products: float, fp8: float, bandwidth: float, **sizes: object) -> Gpu:
+        """Return a GPU whose rates are multiples of those of this GPU."""
+        rates = {kind: rate * (products if kind == "bf16" else fp8) for kind, rate in self.rates.items()}
+        attention = {
+            backend: {size: (pair[0] * products, pair[1] * products) for size, pair in sizes_of.items()}
+            for backend, sizes_of in self.attention.items()
+        }
+        changed = replace(
+            self, name=name, rates=rates, attention=attention, bandwidth=self.bandwidth * bandwidth
+        )
+        return replace(changed, **sizes)  # pyright: ignore[reportArgumentType]
+
+
+def _h200() -> Gpu:
+    return Gpu(
+        name="h200",
+        capability=90,
+        memory=141 * 10**9,
+        peak=989e9,
+        bandwidth=4.2e9,
+        rates={"bf16": 790e9, "fp8": 1500e9, "fp8_split": 1420e9, "block": 1270e9, "block_1d": 1030e9},
+        attention={
+            "flash4": {64: (481e9, 543e9), 128: (764e9, 648e9), 256: (798e9, 395e9)},
+            "cudnn": {64: (477e9, 413e9), 128: (685e9, 571e9), 256: (700e9, 370e9)},
+        },
+    )
+
+
+H200 = _h200()
+# The ratios are those of a copy and of large products in `te bench`, on an H100 and on an H200.
+H100 = H200.scaled("h100", products=0.987, fp8=0.969, bandwidth=0.712, memory=79 * GIB)
+# Ratios of the data sheets; the formats of blocks of 16 and 32 take the part of the peak that FP8 reaches on an H200.
+B200 = replace(
+    H200.scaled(
+        "b200",
+        products=2250 / 989,
+        fp8=4500 / 1979,
+        bandwidth=8.0 / 4.8,
+        capability=100,
+        memory=180 * 10**9,
+        peak=2250e9,
+        nvlink=2.0,
+        calibrated=False,
+    ),
+    rates={
+        "bf16": H200.rates["bf16"] * 2250 / 989,
+        **{kind: H200.rates[kind] * 4500 / 1979 for kind in ("fp8", "fp8_split")},
+        "blocks_8bit": H200.rates["fp8"] * 4500 / 1979,
+        "blocks_4bit": H200.rates["fp8"] * 9000 / 1979,
+    },
+)
+GPUS = {gpu.name: gpu for gpu in (H100, H200, B200)}
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Links within a host and between hosts.
+
+    Attributes:
+        devices_per_host: GPUs of a host, all connected to each other.
+        ring: Bytes/ms that a GPU sends in an all-gather or a reduce-scatter within a host.
+        exchange: Bytes/ms that a GPU sends in an all-reduce, an all-to-all or to one other GPU within a host.
+        start: Milliseconds of a collective without data within a host.
+        network: Bytes/ms that each GPU sends to other hosts.
+        hop: Additional milliseconds for each further host of an all-gather or a reduce-scatter, which pass data along
+            a ring, and for each doubling of the hosts in the other collectives.
+        contention: Part of a collective's time by which it delays the kernels beside it, whose processors it uses.
+    """
+
+    devices_per_host: int = 8
+    ring: float = 0.250e9
+    exchange: float = 0.305e9
+    start: float = 0.032
+    network: float = 0.045e9
+    hop: float = 0.01
+    contention: float = 0.35
+
+    def __post_init__(self) -> None:
+        for name in ("devices_per_host", "ring", "exchange", "start", "network", "hop", "contention"):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value <= 0:
+                raise ValueError(f"{name}={value!r} of the links must be a positive number")
+        if int(self.devices_per_host) != self.devices_per_host:
+            raise ValueError(f"devices_per_host={self.devices_per_host!r} must be an integer of at least 1")
+
+    def collective_ms(self, kind: Collective, moved: float, size: int, stride: int) -> float:
+        """Return the time of a collective.
+
+        Args:
+            kind: The collective.
+            moved: Bytes of the whole buffer: the gathered, the reduced or the exchanged one; of `send_receive`, those
+                that a rank sends.
+            size: Number of ranks.
+            stride: Distance of neighboring ranks of the group in the order of all devices.
+
+        Returns:
+            0 for one rank. A group on several hosts uses the network of all of its members on a host at once, because
+            each GPU has its own adapter; an all-to-all sends each rank's part by that rank's adapter.
+        """
+        if size == 1:
+            return 0.0
+        sent = moved if kind == "send_receive" else moved * (size - 1) / size
+        if kind == "all_reduce":
+            sent *= 2
+        ring = kind in ("all_gather", "reduce_scatter")
+        rate = self.ring if ring else self.exchange
+        within, hosts = self._spread(size, stride)
+        if hosts == 1:
+            return self.start + sent / rate
+        start = self.start + self.hop * (hosts - 1 if ring else math.ceil(math.log2(hosts)))
+        if kind in ("all_to_all", "send_receive"):
+            across = sent if kind == "send_receive" else moved * (size - within) / size
+            return start + max(across / self.network, (sent - across) / rate)
+        return start + sent / min(rate, self.network * within)
+
+    def contention_ms(self, hidden: float, size: int, stride: int) -> float:
+        """Return the time by which collectives of a group delay the kernels that they run beside.
+
+        Args:
+            hidden: Milliseconds in which both run. A collective that the network limits uses fewer processors.
+            size: Number of ranks.
+            stride: Distance of neighboring ranks.
+        """
+        within, hosts = self._spread(size, stride)
+        busy = 1.0 if hosts == 1 else min(1.0, self.network * within / self.ring)
+        return self.contention * hidden * busy
+
+    def _spread(self, size: int, stride: int) -> tuple[int, int]:
+        """Return the ranks of a group on one host, and its number of hosts."""
+        within = min(size, max(1, self.devices_per_host // stride))
+        return within, math.ceil(size / within)
+
+
+DEFAULT_LINKS = Links()
+
+
+def links_of(gpu: Gpu, **changes: Any) -> Links:
+    """Return the links of hosts with a GPU, measured on H100 and scaled to its NVLink, with other fields changed."""
+    ring, exchange = (rate * gpu.nvlink for rate in (DEFAULT_LINKS.ring, DEFAULT_LINKS.exchange))
+    return replace(DEFAULT_LINKS, **{"ring": ring, "exchange": exchange, **changes})
+
+
+def gpu_named(name: str | Gpu) -> Gpu:
+    """Return a GPU of the table; ValueError for another name."""
+    if isinstance(name, Gpu):
+        return name
+    if name not in GPUS:
+        near = difflib.get_close_matches(name, GPUS, 1)
+        raise ValueError(
+            f"gpu {name!r} is unknown"
+            + (f" (did you mean {near[0]!r}?)" if near else "")
+            + f"; choose from {', '.join(GPUS)}, or pass a Gpu with measured rates"
+        )
+    return GPUS[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """What a recipe costs: bytes of codes, kinds of products, and how often a cast reads its input.
+
+    Attributes:
+        name: Name of the recipe.
+        capability: Smallest ten-fold compute capability that runs the recipe natively.
+        products: Kinds of the forward product, the input gradient and the weight gradient in `Gpu.rates`.
+        code: Bytes of an element's code and its part of the scales.
+        reads: Times that a cast reads its input; 2 where the scale is the maximum of this tensor.
+        efficiency: Part of the copy's rate that casts of one and of both directions reach.
+        multiple: Rows and columns must be multiples of it.
+        row_codes: The codes of the other direction are the transpose, so that a gather sends one direction.
+    """
+
+    name: str
+    capability: int
+    products: tuple[str, str, str]
+    code: float = 2.0
+    reads: int = 1
+    efficiency: tuple[float, float] = (0.97, 0.92)
+    multiple: int = 16
+    row_codes: bool = False
+
+
+def _of_blocks(form: TensorFormat) -> Format:
+    """Return the costs of a format with a scale in one byte for each block of a row."""
+    assert form.block is not None
+    length = form.block[1]
+    # Two levels of scales: one reading finds the maximum of the tensor.
+    reads, efficiency = (1, (0.97, 0.83)) if form.levels is None else (2, (0.9, 0.7))
+    kind = f"blocks_{8 // form.packing}bit"
+    code = 1 / form.packing + 1 / length
+    return Format(form.name, 100, (kind, kind, kind), code, reads, efficiency, length)
+
+
+FORMATS = {
+    row.name: row
+    for row in (
+        Format("bf16", 80, ("bf16", "bf16", "bf16"), multiple=1),
+        Format("delayed", 89, ("fp8", "fp8_split", "fp8_split"), 1.0, row_codes=True),
+        Format("current", 89, ("fp8", "fp8_split", "fp8_split"), 1.0, 2, (1.0, 0.97), row_codes=True),
+        Format("block", 90, ("block", "block", "block_1d"), 1 + 4 / 128, efficiency=(0.97, 0.83)),
+        *[_of_blocks(form) for form in TENSOR_FORMATS if form.scale != "float32"],
+    )
+}
+
+
+def format_named(recipe: str, gpu: Gpu) -> Format:
+    """Return the costs of a recipe on a GPU; ValueError if it is unknown or the GPU has no rates for it."""
+    if recipe not in FORMATS:
+        near = difflib.get_close_matches(recipe, FORMATS, 1)
+        raise ValueError(
+            f"recipe {recipe!r} is unknown"
+            + (f" (did you mean {near[0]!r}?)" if near else "")
+            + f"; choose from {', '.join(FORMATS)}"
+        )
+    found = FORMATS[recipe]
+    missing = [kind for kind in found.products if kind not in gpu.rates]
+    if missing or gpu.capability < found.capability:
+        runs = [
+            name
+            for name, row in FORMATS.items()
+            if row.capability <= gpu.capability and gpu.rates.keys() >= set(row.products)
+        ]
+        raise ValueError(
+            f"recipe={recipe!r} has no products on gpu={gpu.name!r} (compute capability {gpu.capability / 10}; "
+            f"{recipe} needs {found.capability / 10}"
+            + (", or its products are not in the table" if gpu.capability >= found.capability else "")
+            + f"); choose from {', '.join(runs)}, or another gpu"
+        )
+    return found

@@ -1,0 +1,159 @@
+"""A predicted training step: its mesh, memory, figures, and its table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .hardware import GIB
+from .models import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Numbers of ranks by axis; ep is part of dp * fsdp * cp, the others multiply to the number of devices."""
+
+    dp: int = 1
+    fsdp: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Return the number of devices."""
+        return self.dp * self.fsdp * self.tp * self.cp * self.pp
+
+    @property
+    def data(self) -> int:
+        """Return the number of ranks with different tokens and equal weights."""
+        return self.dp * self.fsdp * self.cp
+
+    @property
+    def shards(self) -> int:
+        """Return the number of ranks that share parameters, gradients and optimizer state outside of experts."""
+        return self.fsdp * self.cp if self.fsdp > 1 else 1
+
+    def __str__(self) -> str:
+        sizes = [f"{name} {size}" for name, size in asdict(self).items() if size > 1]
+        return ", ".join(sizes) or "one device"
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Bytes on the rank that needs the most.
+
+    Attributes:
+        parameters: bfloat16 parameters of the rank.
+        gradients: Their gradients, in float32 if several micro-batches are accumulated, otherwise in bfloat16.
+        optimizer: Master weights and moments of FusedAdam in float32.
+        activations: Tensors between their save in the forward pass and their use in the backward pass.
+        buffers: Gathered parameters, results and operands under way, logits, and the memory of the libraries.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float
+
+    @property
+    def peak(self) -> float:
+        """Return the sum."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """A predicted training step; `str()` is a table and `as_dict()` the figures.
+
+    Attributes:
+        model: Shape of the model.
+        gpu: Name of the GPU.
+        recipe: Name of the recipe.
+        mesh: Numbers of ranks.
+        sequence: Tokens of a sequence.
+        micro_batch: Sequences of a micro-batch on a data-parallel rank.
+        micro_batches: Micro-batches that a rank accumulates in a step.
+        recompute: What is computed again in the backward pass.
+        step_ms: Milliseconds of a training step.
+        parts: Milliseconds by kind of work on the slowest rank; with the exposed communication, their sum is step_ms.
+        communication: Milliseconds of collectives by axis, hidden or not.
+        exposed: Milliseconds by axis in which the GPU only waits for communication.
+        memory: Bytes of the rank that needs the most.
+        memory_limit: Bytes of a GPU that can be filled.
+        tokens_per_s: Tokens per second of all devices.
+        utilization: FLOP of the model relative to the bfloat16 peak of all devices, without recomputation.
+        calibrated: The rates of the GPU were measured; otherwise they follow from its data sheet.
+        warnings: What makes the plan less certain, or less useful.
+    """
+
+    model: ModelShape
+    gpu: str
+    recipe: str
+    mesh: Mesh
+    sequence: int
+    micro_batch: int
+    micro_batches: int
+    recompute: str
+    step_ms: float
+    parts: Mapping[str, float]
+    communication: Mapping[str, float]
+    exposed: Mapping[str, float]
+    memory: StepMemory
+    memory_limit: float
+    tokens_per_s: float
+    utilization: float
+    calibrated: bool
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def global_batch(self) -> int:
+        """Return the sequences of a training step."""
+        return self.micro_batch * self.micro_batches * self.mesh.dp * self.mesh.fsdp
+
+    @property
+    def fits(self) -> bool:
+        """Does the step fit into the memory of the GPU?"""
+        return self.memory.peak <= self.memory_limit
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures as data for JSON."""
+        found = asdict(self)
+        found["devices"], found["global_batch"], found["fits"] = (
+            self.mesh.devices,
+            self.global_batch,
+            self.fits,
+        )
+        found["parameters"] = self.model.parameters()
+        found["memory"]["peak"] = self.memory.peak
+        return found
+
+    def __str__(self) -> str:
+        model, mesh = self.model, self.mesh
+        lines = [
+            f"{model.name}, {model.parameters() / 1e9:.1f} B parameters, {self.recipe} on {mesh.devices} x {self.gpu}"
+            f" ({mesh}); predicted, not measured",
+            f"{self.global_batch} sequences of {self.sequence} tokens: {self.micro_batches} micro-batches of"
+            f" {self.micro_batch}, recomputation: {self.recompute}",
+            "",
+        ]
+        rows = [(kind, took) for kind, took in self.parts.items() if took >= 5e-3]
+        rows += [
+            (f"exposed communication ({axis})", took) for axis, took in self.exposed.items() if took >= 5e-3
+        ]
+        rows.append(("step", self.step_ms))
+        lines += [f"{name:<32}{took:>12.2f} ms {took / self.step_ms:>7.1%}" for name, took in rows]
+        hidden = sum(self.communication.values()) - sum(self.exposed.values())
+        lines += [f"{'hidden communication':<32}{max(hidden, 0.0):>12.2f} ms", ""]
+        sizes = [*asdict(self.memory).items(), ("peak", self.memory.peak), ("limit", self.memory_limit)]
+        lines += [f"{name:<32}{size / GIB:>12.2f} GiB" for name, size in sizes]
+        lines += [
+            "",
+            f"{self.tokens_per_s:,.0f} tokens/s ({self.tokens_per_s / mesh.devices:,.0f} per device), "
+            f"model FLOP utilization {self.utilization:.1%}",
+            *[f"warning: {text}" for text in self.warnings],
+        ]
+        return "\n".join(lines)

@@ -1,0 +1,353 @@
+"""Time and memory of a layer's passes: the shapes of their buffers, a cost for every step, and two timelines.
+
+The steps are those of `common/passes`, with the rewrites that the kernels of a GPU allow and the schedule that overlaps
+communication. A GPU's kernels run on one timeline and collectives on another; a `.wait` step waits for its collective.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..memory import Memory
+from ..passes.linear import LinearFacts, linear_passes, over_groups
+from ..passes.norm_linear import NormFacts, norm_linear_passes, norm_mlp_passes
+from ..passes.rules import (
+    ACTIVATION_GRADIENT_IN_PRODUCT,
+    ACTIVATION_IN_PRODUCT,
+    BIAS_IN_PRODUCT,
+    CODES_AND_SUMS_FROM_PRODUCER,
+    CODES_FROM_PRODUCER,
+    CODES_WITH_SUMS,
+    fuse,
+)
+from ..passes.schedule import BEGIN, WAIT, freed_after, overlap
+from ..passes.step import Pass, Step
+from ..passes.vocabulary import Activation, CastSettings, Product
+from .hardware import DEFAULT_LINKS, Format, Gpu, Links
+
+VALUE = 2.0  # bytes of an element in bfloat16
+_KINDS = {
+    "product": "products",
+    "weight_gradient": "products",
+    "cast": "casts",
+    "transpose": "casts",
+    "norm": "norms",
+    "norm_backward": "norms",
+    "activation": "activations",
+    "activation_backward": "activations",
+}
+
+
+# Operations whose result is their input under another name, where dtypes agree.
+SAME_MEMORY = ("convert", "grouped_convert", "dense")
+
+
+class Extent(NamedTuple):
+    """The shape of a buffer and the bytes of one element, scales included."""
+
+    rows: float
+    columns: float
+    element: float = VALUE
+
+    @property
+    def size(self) -> float:
+        """Return the bytes of the buffer."""
+        return self.rows * self.columns * self.element
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSize:
+    """The local sizes of a linear layer: rows of its input after a gather, columns of its input and of its output."""
+
+    rows: float
+    inputs: int
+    outputs: int
+    groups: int = 1
+
+
+def _zeros() -> defaultdict[str, float]:
+    return defaultdict(float)
+
+
+@dataclass
+class Cost:
+    """Milliseconds of kernels by kind, of collectives, and of waiting for them; bytes of memory.
+
+    Attributes:
+        kernels: Milliseconds by kind of step.
+        communication: Milliseconds of collectives by the axis of the mesh.
+        exposed: Milliseconds by axis in which no kernel runs because it waits for a collective.
+        launches: Number of kernels that the host launches.
+        flops: Floating-point operations.
+        saved: Bytes that the forward pass keeps for the backward pass.
+        peak: Bytes of the buffers of the pass itself, at most, beside its inputs and the saved buffers of other parts.
+    """
+
+    kernels: defaultdict[str, float] = field(default_factory=_zeros)
+    communication: defaultdict[str, float] = field(default_factory=_zeros)
+    exposed: defaultdict[str, float] = field(default_factory=_zeros)
+    launches: int = 0
+    flops: float = 0.0
+    saved: float = 0.0
+    peak: float = 0.0
+
+    @property
+    def compute(self) -> float:
+        """Return the milliseconds of all kernels."""
+        return sum(self.kernels.values())
+
+    @property
+    def total(self) -> float:
+        """Return the milliseconds of kernels and of exposed communication."""
+        return self.compute + sum(self.exposed.values())
+
+    def spend(self, kind: str, milliseconds: float, launches: int = 1) -> None:
+        """Add the time of kernels."""
+        self.kernels[kind] += milliseconds
+        self.launches += launches
+
+    def communicate(self, axis: str, milliseconds: float, exposed: float | None = None) -> None:
+        """Add a collective, which is exposed by default."""
+        if milliseconds:
+            self.communication[axis] += milliseconds
+            self.exposed[axis] += milliseconds if exposed is None else exposed
+
+    def add(self, other: Cost, times: float = 1.0) -> None:
+        """Add another cost, repeated; the peak becomes the larger one on top of what is saved before."""
+        for name in ("kernels", "communication", "exposed"):
+            for key, value in getattr(other, name).items():
+                getattr(self, name)[key] += times * value
+        self.launches += round(times * other.launches)
+        self.flops += times * other.flops
+        self.peak = max(self.peak, self.saved + other.peak)
+        self.saved += times * other.saved
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the steps of a layer run on: GPU, format, links, and tensor parallelism.
+
+    Attributes:
+        gpu: The GPU.
+        format: The costs of the recipe.
+        links: The links.
+        tp: Number of tensor-parallel ranks, next to each other.
+        sequence_parallel: Activations between the layers are sharded over them.
+        attention: Backend of attention, a key of `Gpu.attention`.
+        loaded: Products and attention run at the rates of a long loop.
+    """
+
+    gpu: Gpu
+    format: Format
+    links: Links = DEFAULT_LINKS
+    tp: int = 1
+    sequence_parallel: bool = True
+    attention: str = "cudnn"
+    loaded: bool = True
+
+    @property
+    def matrix_time(self) -> float:
+        """Return the factor on the time of products and attention."""
+        return 1 / self.gpu.sustained if self.loaded else 1.0
+
+    def facts(self, layer: str, mode: str | None = None, bias: bool = False) -> LinearFacts:
+        """Return the facts of a linear layer in training: "column" or "row" for a tensor-parallel one."""
+        plain = self.format.name == "bf16"
+        codes = "row_codes" if self.format.row_codes else "codes"
+        return LinearFacts(
+            layer,
+            bias=bias,
+            grad_bias=bias,
+            mode=mode if self.tp > 1 else None,
+            plain=plain,
+            sequence=self.sequence_parallel,
+            gather_input="values" if plain else codes,
+            gather_gradient="values" if plain else codes,
+        )
+
+
+def passes_of(
+    kind: str, machine: Machine, activation: str = "", mode: str | None = None, bias: bool = False
+) -> tuple[Pass, Pass]:
+    """Return the forward and the backward pass of a layer as a GPU runs them.
+
+    Args:
+        kind: "linear", "grouped", "norm_linear" or "norm_mlp".
+        machine: The machine.
+        activation: Activation of a "norm_mlp".
+        mode: "column" or "row" for a tensor-parallel "linear"; the other kinds have one.
+        bias: The products add a bias.
+    """
+    if kind == "norm_mlp":
+        facts = (machine.facts("fc1", "column", bias), machine.facts("fc2", "row", bias))
+    else:
+        facts = (machine.facts("linear", "column" if kind == "norm_linear" else mode, bias),)
+    return _PASSES[kind, facts, activation, machine.format.reads > 1 and activation.endswith("glu")]
+
+
+def _built(key: tuple[str, tuple[LinearFacts, ...], str, bool]) -> tuple[Pass, Pass]:
+    """Return fused and scheduled passes by their kind, facts, activation, and whether its gradient makes no codes."""
+    kind, facts, activation, apart = key
+    norm = NormFacts(beta=facts[0].bias, centered=facts[0].bias, returned=False)
+    if kind in ("linear", "grouped"):
+        made = linear_passes(facts[0])
+    elif kind == "norm_linear":
+        made = norm_linear_passes(norm, facts[0])
+    else:
+        made = norm_mlp_passes(norm, facts[0], facts[1], activation)
+
+    def allowed(rule: str, producer: Step, reader: Step) -> bool:
+        if rule in (ACTIVATION_IN_PRODUCT.name, ACTIVATION_GRADIENT_IN_PRODUCT.name):
+            return facts[0].plain
+        if rule in (CODES_FROM_PRODUCER.name, CODES_AND_SUMS_FROM_PRODUCER.name):
+            return not (apart and producer.op == "activation_backward")
+        return rule in (BIAS_IN_PRODUCT.name, CODES_WITH_SUMS.name)
+
+    forward, backward = (overlap(fuse(pass_, allowed)) for pass_ in made)
+    if kind == "grouped":
+        return over_groups(forward, ("linear",)), over_groups(backward, ("linear",))
+    return forward, backward
+
+
+_PASSES: Memory[tuple[str, tuple[LinearFacts, ...], str, bool], tuple[Pass, Pass]] = Memory(_built, 256)
+
+
+class PassRun:
+    """The simulation of the passes of one layer: extents of buffers survive from the forward to the backward pass."""
+
+    def __init__(
+        self, machine: Machine, sizes: Mapping[str, LinearSize], inputs: Mapping[str, Extent]
+    ) -> None:
+        self.machine = machine
+        self.sizes = sizes
+        self.extents = dict(inputs)
+        self.kept: set[str] = set()  # saved by the forward pass, freed in the backward pass
+
+    def run(self, pass_: Pass, cost: Cost) -> Cost:
+        """Add the time and the memory of a pass to a cost, and return it."""
+        now = idle_link = held = 0.0
+        finished: dict[str, float] = {}
+        given = set(pass_.inputs)  # and other names of their memory
+        for step, freed in zip(pass_.steps, freed_after(pass_), strict=True):
+            if step.op in SAME_MEMORY and step.inputs[0] in given:
+                given.update(step.makes())
+            if step.op.endswith(BEGIN):
+                took = self._collective(step)
+                start = max(now, idle_link)
+                idle_link = start + took
+                finished[step.makes()[0]] = idle_link
+                cost.communication["tp"] += took
+            elif step.op.endswith(WAIT):
+                waited = max(0.0, finished[step.reads()[0]] - now)
+                now += waited
+                cost.exposed["tp"] += waited
+                self.extents[step.makes()[0]] = self.extents[step.reads()[0]]
+                held -= self.extents[step.reads()[0]].size  # the pending buffer is the result
+            else:
+                now += self._kernel(step, cost)
+            # The gradient of an activation takes the place of the product that it reads.
+            gradient = getattr(step.settings, "activation", None) == "gelu_gradient"
+            replaced = gradient or step.op == "activation_backward"
+            if replaced:
+                held -= sum([self.extents[name].size for name in freed if name in self.kept])
+            # Gradients of weights are counted with the parameters.
+            if step.op not in (*SAME_MEMORY, "weight_gradient", "grouped_weight_gradient"):
+                held += sum([self.extents[name].size for name in step.makes()])
+            cost.peak = max(cost.peak, held)
+            held -= sum(
+                [
+                    self.extents[name].size
+                    for name in freed
+                    if name not in given or (name in self.kept and not replaced)
+                ]
+            )
+        kept = [name for name in pass_.saved if name is not None and name not in given]
+        cost.saved += sum([self.extents[name].size for name in kept])
+        self.kept.update(kept)
+        return cost
+
+    def _collective(self, step: Step) -> float:
+        """Set the extent of a collective's result and return its milliseconds."""
+        machine = self.machine
+        (read,), (made,) = step.reads(), step.makes()
+        kind = step.op[: -len(BEGIN)]
+        extent = self.extents[read]
+        size = machine.tp
+        if kind == "all_gather":
+            result = Extent(extent.rows * size, extent.columns, extent.element)
+            whole = result.size
+        else:
+            result = extent if kind == "all_reduce" else Extent(extent.rows / size, extent.columns)
+            whole = extent.size
+        self.extents[made] = result
+        return machine.links.collective_ms(kind, whole, size, 1)  # pyright: ignore[reportArgumentType]
+
+    def _kernel(self, step: Step, cost: Cost) -> float:
+        """Set the extents of a step's results; add its time to the cost and return it."""
+        machine, gpu = self.machine, self.machine.gpu
+        read = [self.extents[name] for name in step.reads()]
+        op = step.op.removeprefix("grouped_")
+        if op in ("convert", "dense"):
+            self.extents[step.makes()[0]] = read[0]
+            return 0.0
+        if op in ("product", "weight_gradient"):
+            took = self._product(step, read, cost)
+        else:
+            self._set_extents(step, read)
+            made = [self.extents[name] for name in step.makes()]
+            casts = getattr(step.settings, "cast", None) is not None or isinstance(
+                step.settings, CastSettings
+            )
+            reads = machine.format.reads if casts else 1
+            codes = [extent for extent in made if extent.element < VALUE]
+            efficiency = machine.format.efficiency[len(codes) > 1] if casts else 0.95
+            moved = reads * sum([extent.size for extent in read]) + sum([extent.size for extent in made])
+            took = gpu.copy_ms(moved, efficiency) + (reads - 1) * gpu.launch
+        cost.spend(_KINDS.get(op, "other"), took)
+        return took
+
+    def _product(self, step: Step, read: list[Extent], cost: Cost) -> float:
+        settings = step.settings
+        assert isinstance(settings, Product)
+        size = self.sizes[settings.layer]
+        shapes = {
+            "forward": Extent(size.rows, size.outputs),
+            "grad_input": Extent(size.rows, size.inputs),
+            "grad_weight": Extent(size.outputs * size.groups, size.inputs),
+        }
+        made = shapes[settings.kind]
+        self.extents.update(dict.fromkeys(step.makes(), made))
+        flops = 2.0 * size.rows * size.inputs * size.outputs
+        kind = self.machine.format.products[list(shapes).index(settings.kind)]
+        moved = sum([extent.size for extent in read]) + made.size * len(step.makes())
+        tiled = made.rows * made.columns if size.groups > 1 else 0.0
+        cost.flops += flops
+        return self.machine.matrix_time * self.machine.gpu.product_ms(kind, flops, moved, tiled)
+
+    def _set_extents(self, step: Step, read: list[Extent]) -> None:
+        """Set the extents of the results of a step that is neither a product nor a collective."""
+        rows, columns, element = read[0]
+        op = step.op.removeprefix("grouped_")
+        if isinstance(step.settings, Activation):
+            inner = self.sizes["fc2"].inputs
+            columns = inner if op == "activation" else self.sizes["fc1"].outputs
+        cast = (
+            step.settings if isinstance(step.settings, CastSettings) else getattr(step.settings, "cast", None)
+        )
+        code = element if cast is None else self.machine.format.code
+        named = list(step.results)
+        if cast is not None:
+            turned = Extent(columns, rows, code)
+            for name, extent in zip(named[:2], (Extent(rows, columns, code), turned), strict=True):
+                if name is not None:
+                    self.extents[name] = extent
+            named = named[2:]
+        elif named[0] is not None and op != "column_sum":
+            result = Extent(columns, rows, element) if op == "transpose" else Extent(rows, columns, element)
+            self.extents[named.pop(0) or ""] = result
+        # What remains are vectors: statistics of rows, or sums over rows.
+        vector = Extent(rows, 1, 4.0) if op == "norm" else Extent(1, columns)
+        self.extents.update({name: vector for name in named if name is not None})

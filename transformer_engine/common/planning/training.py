@@ -1,0 +1,265 @@
+"""Time and memory of a training step on one rank: pipeline, sharded parameters, gradients, optimizer, loss."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .hardware import GIB
+from .layer import LOSS, Both, Workload, layer, no_costs
+from .models import ModelShape
+from .report import Mesh, StepMemory, TrainingPlan
+from .simulate import VALUE, Cost, Machine
+
+Recompute = Literal["none", "full"]
+STATE = 12.0  # bytes of FusedAdam for a parameter: master weight and two moments in float32
+LIBRARIES = 1.5 * GIB  # CUDA context, workspaces of products, buffers of NCCL
+USABLE = 0.95  # part of the memory that the allocator fills before it fragments
+
+
+@dataclass
+class TrainingStep:
+    """The simulation of a training step.
+
+    Attributes:
+        shape: Shape of the model.
+        machine: GPU, format, links and tensor parallelism.
+        mesh: Numbers of ranks.
+        work: Tokens of a micro-batch.
+        micro_batches: Micro-batches of a step.
+        recompute: The forward pass of each layer is repeated in the backward pass.
+        graphs: The host does not delay the GPU.
+        layers: Layers of a pipeline stage.
+        costs: Costs of one layer for one micro-batch.
+        outside: Costs outside of the layers for one micro-batch.
+    """
+
+    shape: ModelShape
+    machine: Machine
+    mesh: Mesh
+    work: Workload
+    micro_batches: int
+    recompute: bool
+    graphs: bool
+    layers: int = field(init=False)
+    costs: Both = field(init=False)
+    outside: Both = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.layers = self.shape.layers // self.mesh.pp
+        self.costs = layer(self.machine, self.shape, self.work)
+        self.outside = self._outside()
+
+    def planned(self) -> TrainingPlan:
+        """Return the prediction."""
+        gpu, mesh, shape = self.machine.gpu, self.mesh, self.shape
+        cost, stage = Cost(), self._stage()
+        cost.add(stage, self.micro_batches)
+        self._synchronize(cost)
+        moved = self._local_parameters()[0] * (self._gradient_bytes + 2 * STATE + VALUE)
+        cost.spend("optimizer", gpu.copy_ms(moved, 0.97))
+        # The other stages, which have no loss, run one micro-batch before and after all stages are busy.
+        other = stage.total - self.outside.forward.total - self.outside.backward.total
+        cost.spend("pipeline idle", (mesh.pp - 1) * other, 0)
+        memory = self._memory()
+        tokens = self.work.sequence * self.work.batch * self.micro_batches * mesh.dp * mesh.fsdp
+        flops = tokens * shape.flops_per_token(self.work.sequence)
+        limit = USABLE * gpu.memory
+        return TrainingPlan(
+            shape,
+            gpu.name,
+            self.machine.format.name,
+            mesh,
+            self.work.sequence,
+            self.work.batch,
+            self.micro_batches,
+            "full" if self.recompute else "none",
+            cost.total,
+            dict(cost.kernels),
+            dict(cost.communication),
+            {axis: took for axis, took in cost.exposed.items() if took},
+            memory,
+            limit,
+            1e3 * tokens / cost.total,
+            flops / (cost.total * gpu.peak * mesh.devices),
+            gpu.calibrated,
+            self._warnings(cost, memory.peak, limit),
+        )
+
+    @property
+    def _gradient_bytes(self) -> float:
+        return 4.0 if self.micro_batches > 1 else VALUE
+
+    def _expert_groups(self) -> tuple[int, int]:
+        """Return the ranks that share an expert's parameters by sharding, and those that replicate them."""
+        ranks = self.mesh.data // self.mesh.ep
+        shards = math.gcd(ranks, max(1, self.mesh.shards // self.mesh.ep)) if self.mesh.shards > 1 else 1
+        return shards, ranks // shards
+
+    def _layer_parameters(self) -> tuple[float, float]:
+        """Return the gathered parameters of a layer on a rank: outside of experts, and of the rank's experts."""
+        shape, mesh = self.shape, self.mesh
+        matrices = shape.attention_parameters() / mesh.tp
+        if not shape.experts:
+            return matrices + shape.expert_parameters() / mesh.tp, 0.0
+        count = shape.experts / mesh.ep
+        return matrices + shape.experts * shape.hidden, count * shape.expert_parameters() / mesh.tp
+
+    def _local_parameters(self, last: bool = True) -> tuple[float, float]:
+        """Return the parameters of a rank in the first or the last stage after sharding, and those of its experts."""
+        dense, routed = self._layer_parameters()
+        embeddings = self._embeddings(last) / self.mesh.shards
+        routed = self.layers * routed / self._expert_groups()[0]
+        return self.layers * dense / self.mesh.shards + embeddings + routed, routed
+
+    def _embeddings(self, last: bool) -> float:
+        """Return the parameters of the embedding and of the output projection on a stage, before sharding."""
+        one = self.shape.vocabulary * self.shape.hidden / self.mesh.tp
+        return one * (2 if self.mesh.pp == 1 and not self.shape.tied else 1)
+
+    def _outside(self) -> Both:
+        """Return the costs outside of the layers, for one micro-batch: embedding, last norm, projection and loss."""
+        costs, machine, shape = no_costs(), self.machine, self.shape
+        gpu, tokens = machine.gpu, self.work.tokens
+        columns = shape.vocabulary / machine.tp
+        values, logits = tokens * shape.hidden * VALUE, tokens * columns * VALUE
+        table = columns * shape.hidden * VALUE
+        costs.stream(machine, "embedding", 2 * values / machine.tp, 2 * values / machine.tp + 2 * table)
+        costs.stream(machine, "norms", 2 * values / machine.tp, 3 * values / machine.tp)
+        product = machine.matrix_time * gpu.product_ms(
+            "bf16", 2.0 * tokens * shape.hidden * columns, values + logits + table
+        )
+        costs.forward.spend("output projection", product)
+        costs.backward.spend("output projection", 2 * product, 2)
+        costs.stream(machine, "loss", logits, 2 * logits, 2, LOSS)
+        for cost in costs:
+            for kind in (
+                "all_gather",
+                "reduce_scatter",
+            ):  # of the hidden states, over the shards of the vocabulary
+                cost.communicate("tp", machine.links.collective_ms(kind, values, machine.tp, 1))
+        return costs
+
+    def _stage(self) -> Cost:
+        """Return the cost of a micro-batch on the slowest stage, the last, with the gathers of its parameters."""
+        mesh, links = self.mesh, self.machine.links
+        forward, backward = self.costs
+        cost = Cost()
+        cost.add(forward, self.layers * (2 if self.recompute else 1))
+        cost.add(backward, self.layers)
+        cost.add(self.outside.forward)
+        cost.add(self.outside.backward)
+        if mesh.shards > 1:
+            self._shard_communication(cost)
+        groups = {"tp": (mesh.tp, 1), "cp": (mesh.cp, mesh.tp), "fsdp": (mesh.shards, mesh.tp)}
+        for axis, (size, stride) in groups.items():
+            hidden = max(0.0, cost.communication[axis] - cost.exposed[axis])
+            cost.spend("slowed by communication", links.contention_ms(hidden, size, stride), 0)
+        if mesh.pp > 1:
+            sent = self.work.tokens * self.shape.hidden * VALUE / mesh.tp
+            stride = mesh.devices // mesh.pp
+            for _ in range(2):
+                cost.communicate("pp", links.collective_ms("send_receive", sent, 2, stride))
+        if not self.graphs:
+            waiting = cost.launches * self.machine.gpu.host - cost.total
+            cost.spend("waiting for the host", max(0.0, waiting), 0)
+        return cost
+
+    def _shard_communication(self, cost: Cost) -> None:
+        """Add the gathers and reductions of sharded parameters to the cost of a micro-batch.
+
+        The parameters of a layer are gathered while the layer before computes; the first gather and the last reduction
+        are exposed.
+        """
+        mesh, links, layers = self.mesh, self.machine.links, self.layers
+        (dense, routed), (shards, _) = self._layer_parameters(), self._expert_groups()
+        gather, scatter = (
+            links.collective_ms(kind, dense * VALUE, mesh.shards, mesh.tp)
+            + (links.collective_ms(kind, routed * VALUE, shards, mesh.tp * mesh.ep) if routed else 0.0)
+            for kind in ("all_gather", "reduce_scatter")
+        )
+        forward = self.costs.forward.total
+        backward = self.costs.backward.total + (forward if self.recompute else 0.0)
+        exposed = gather + scatter
+        exposed += (layers - 1) * (max(0.0, gather - forward) + max(0.0, gather + scatter - backward))
+        table = self.shape.vocabulary * self.shape.hidden / mesh.tp * VALUE
+        outside = [
+            links.collective_ms(kind, table, mesh.shards, mesh.tp)
+            for kind in ("all_gather", "reduce_scatter")
+        ]
+        whole = layers * (2 * gather + scatter) + sum(outside)
+        exposed += sum(outside) if mesh.pp == 1 else outside[1]
+        cost.communicate("fsdp", whole, min(whole, exposed))
+
+    def _synchronize(self, cost: Cost) -> None:
+        """Add the all-reduces of gradients over replicas, which overlap the backward pass of the last micro-batch."""
+        mesh, links = self.mesh, self.machine.links
+        local, routed = self._local_parameters()
+        replicas = mesh.data // mesh.shards
+        shards, expert_replicas = self._expert_groups()
+        stride = mesh.tp * mesh.shards
+        took = links.collective_ms("all_reduce", (local - routed) * self._gradient_bytes, replicas, stride)
+        if routed:
+            took += links.collective_ms(
+                "all_reduce", routed * self._gradient_bytes, expert_replicas, mesh.tp * mesh.ep * shards
+            )
+        behind = (self.layers - 1) * self.costs.backward.total
+        exposed = max(took - behind, took / self.layers)
+        cost.communicate("dp", took, exposed)
+        cost.spend("slowed by communication", links.contention_ms(took - exposed, replicas, stride), 0)
+
+    def _memory(self) -> StepMemory:
+        """Return the memory of the stage that needs the most: the first holds most activations, the last the logits."""
+        mesh, work, shape = self.mesh, self.work, self.shape
+        forward, backward = self.costs
+        working = max(forward.peak - forward.saved, backward.peak, 0.0)
+        residual = work.tokens * shape.hidden * VALUE / mesh.tp
+        if self.recompute:
+            saved, working = residual, working + forward.saved
+        else:
+            saved = forward.saved
+        dense, routed = self._layer_parameters()
+        gathered = LIBRARIES + working
+        if (
+            mesh.shards > 1
+        ):  # two layers' parameters, one layer's gradients, and the embedding or the projection
+            gathered += (3 * (dense + routed) + 2 * shape.vocabulary * shape.hidden / mesh.tp) * VALUE
+        elif self.micro_batches > 1:
+            gathered += (dense + routed) * VALUE
+        found = []
+        for last in (False, True):
+            local, _ = self._local_parameters(last)
+            flying = 1 if last else min(mesh.pp, self.micro_batches)
+            logits = work.tokens * shape.vocabulary / mesh.tp * VALUE if last or mesh.pp == 1 else 0.0
+            found.append(
+                StepMemory(
+                    local * VALUE,
+                    local * self._gradient_bytes,
+                    local * STATE,
+                    self.layers * saved * flying + 2 * residual,
+                    gathered + logits,
+                )
+            )
+        return max(found, key=lambda memory: memory.peak)
+
+    def _warnings(self, cost: Cost, peak: float, limit: float) -> tuple[str, ...]:
+        gpu, mesh = self.machine.gpu, self.mesh
+        found = []
+        if peak > limit:
+            found.append(
+                f"needs {peak / GIB:.1f} GiB, and {limit / GIB:.1f} GiB of a {gpu.name} can be filled; raise fsdp, tp "
+                "or pp, or use recompute='full'"
+            )
+        if not gpu.calibrated:
+            found.append(f"the rates of {gpu.name} follow from its data sheet; none of them was measured")
+        if mesh.tp > self.machine.links.devices_per_host:
+            found.append(
+                f"tp={mesh.tp} spans hosts, whose network is slow; use at most "
+                f"{self.machine.links.devices_per_host}"
+            )
+        if cost.kernels["waiting for the host"] > 0.05 * cost.total:
+            found.append(
+                "the host launches kernels more slowly than the GPU runs them; use graphs, or more tokens"
+            )
+        return tuple(found)

@@ -1,0 +1,251 @@
+"""Layers with DTensor parameters: local computation of this rank's shard between distributed tensors.
+
+    weight [N, K]   input         output        gradient of the input   gradient of norm parameters
+    Shard(0)        Replicate     Shard(last)   Partial                 summed over the ranks
+    Shard(1)        Shard(last)   Partial       Shard(last)             -
+    Replicate       as it comes   as the input  as the input            summed if the input is sharded
+
+The input is redistributed if it has another placement, as the operators of DTensor do. Collectives that sum a Partial
+result belong to the code around the layer, such as the hooks of `torch.distributed.tensor.parallel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..runtime.checks import is_distributed
+from ..runtime.double_backward import once_differentiable
+
+
+class _SummedGradient(torch.autograd.Function):
+    """The identity of a replicated DTensor, whose gradient is summed over the ranks if it is a Partial one."""
+
+    @staticmethod
+    def forward(ctx: Any, replicated: Tensor) -> Tensor:
+        ctx.placements = replicated.placements  # pyright: ignore[reportAttributeAccessIssue]
+        return replicated.view_as(replicated)
+
+    @staticmethod
+    @once_differentiable("a layer with DTensor parameters")
+    def backward(ctx: Any, gradient: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient.redistribute(placements=ctx.placements)
+
+
+class _BiasOfFirstRank(torch.autograd.Function):
+    """y + bias on the first rank and y elsewhere, for a sum over ranks; all ranks have the gradient of that sum."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor, is_first: bool) -> Tensor:
+        ctx.axes, ctx.dtype = tuple(range(y.dim() - 1)), bias.dtype
+        return y + bias if is_first else y.clone()
+
+    @staticmethod
+    @once_differentiable("a layer with DTensor parameters")
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        bias = gradient.sum(ctx.axes, dtype=torch.float32) if ctx.axes else gradient
+        return gradient, bias.to(ctx.dtype), None
+
+
+def _checked(kind: str, tensors: Mapping[str, Any]) -> Any:
+    """Return the mesh of the tensors.
+
+    Raises:
+        TypeError: Some of the tensors are DTensors and others are not.
+        ValueError: The tensors have different meshes.
+        NotImplementedError: The mesh has several dimensions.
+    """
+    plain = [name for name, value in tensors.items() if not is_distributed(value)]
+    if plain:
+        raise TypeError(
+            f"{', '.join(plain)} of {kind} and other tensors of the call mix torch.Tensor and DTensor; use the styles "
+            "of transformer_engine.pytorch.integrations.tensor_parallel, or DTensor.from_local"
+        )
+    meshes = {value.device_mesh for value in tensors.values()}
+    if len(meshes) > 1:
+        raise ValueError(
+            f"the DTensors of {kind} have {len(meshes)} device meshes, {meshes}; give all of them one mesh"
+        )
+    (mesh,) = meshes
+    if mesh.ndim != 1:
+        raise NotImplementedError(
+            f"the DTensors of {kind} have a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}; shard the layer over "
+            'one of them, for example mesh["tp"]'
+        )
+    return mesh
+
+
+def _whole_or_sharded_rows(x: Any, features: int) -> Any:
+    """Return x with whole features, sharded along another dimension or replicated.
+
+    Args:
+        x: DTensor over a mesh of one dimension.
+        features: Number of trailing dimensions that a rank needs as a whole.
+    """
+    from torch.distributed.tensor import Replicate
+
+    (placement,) = x.placements
+    if placement.is_replicate() or (placement.is_shard() and placement.dim < x.dim() - features):
+        return x
+    return x.redistribute(placements=[Replicate()])
+
+
+def _local(parameter: Any, summed: bool) -> Tensor:
+    """Return this rank's part of a parameter, whose gradient is summed over the ranks if requested."""
+    from torch.distributed.tensor import Partial
+
+    if not summed:
+        return parameter.to_local()
+    return _SummedGradient.apply(parameter).to_local(grad_placements=[Partial()])  # pyright: ignore
+
+
+def normalized_shards(
+    kind: str,
+    compute: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    x: Any,
+    weight: Any,
+    bias: Any,
+    features: int,
+) -> Any:
+    """Return the normalized DTensor, placed like the input.
+
+    Args:
+        kind: Class name of the layer.
+        compute: `compute(x, weight, bias)` of local tensors.
+        x: Input. If a rank has a part of the normalized dimensions, the input is redistributed.
+        weight: Replicated weight.
+        bias: Replicated bias, or None.
+        features: Number of normalized dimensions.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: See `local_linear`.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    given = {"the input": x, "weight": weight, "bias": bias}
+    mesh = _checked(kind, {name: value for name, value in given.items() if value is not None})
+    whole = _whole_or_sharded_rows(x, features)
+    sharded = whole.placements[0].is_shard()
+    local = [
+        None if value is None else _local(value.redistribute(placements=[Replicate()]), sharded)
+        for value in (weight, bias)
+    ]
+    y = compute(whole.to_local(), *local)  # pyright: ignore[reportArgumentType]
+    return DTensor.from_local(
+        y, mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def local_linear(
+    kind: str,
+    compute: Callable[..., Tensor],
+    x: Any,
+    weight: Any,
+    bias: Any,
+    norm: Mapping[str, Any] | None = None,
+) -> Any:
+    """Return the output of a linear layer as a DTensor; see the table of this file.
+
+    Args:
+        kind: Class name of the layer.
+        compute: `compute(x, weight, bias, *norm parameters)` of local tensors.
+        x: Input [.., K].
+        weight: Weight [N, K].
+        bias: Bias [N], or None.
+        norm: Parameters of a norm before the product, by name; those that are absent are None.
+
+    Raises:
+        TypeError: Some of the tensors are DTensors and others are not.
+        ValueError: The tensors have different meshes, or a norm would see a part of the features.
+        NotImplementedError: The mesh has several dimensions, or the weight has an unsupported placement.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    norm = norm or {}
+    given = {"the input": x, "weight": weight, "bias": bias, **norm}
+    mesh = _checked(kind, {name: value for name, value in given.items() if value is not None})
+    (placement,) = weight.placements
+    last = x.dim() - 1
+    column, row = placement.is_shard(0), placement.is_shard(1)
+    if not (column or row or placement.is_replicate()):
+        raise NotImplementedError(
+            f"the weight of {kind} is placed {placement}; shard its rows, Shard(0), or its columns, Shard(1)"
+        )
+    if row and norm:
+        raise ValueError(
+            f"the weight of {kind} is placed {placement}: a rank would normalize a part of the features; use Shard(0), "
+            "or a norm followed by a Linear"
+        )
+    if row:
+        whole = x.redistribute(placements=[Shard(last)])
+    else:
+        whole = x.redistribute(placements=[Replicate()]) if column else _whole_or_sharded_rows(x, 1)
+    # Each rank has a part of the sum over outputs or rows.
+    summed = column or whole.placements[0].is_shard()
+    local_x = whole.to_local(grad_placements=[Partial()]) if column else whole.to_local()
+    replicated = [
+        None if value is None else _local(value.redistribute(placements=[Replicate()]), summed)
+        for value in norm.values()
+    ]
+    of_rows = [Shard(0)] if column else [Replicate()]
+    local_bias = None
+    if bias is not None:
+        local_bias = _local(bias.redistribute(placements=of_rows), summed and not column and not row)
+    local_weight = _local(weight, summed and not column and not row)
+    y = compute(local_x, local_weight, None if row else local_bias, *replicated)
+    if row and local_bias is not None:
+        y = _BiasOfFirstRank.apply(y, local_bias.to(y.dtype), mesh.get_local_rank() == 0)
+    shape = torch.Size((*x.shape[:-1], weight.shape[0]))
+    placed = [Shard(last)] if column else [Partial()] if row else whole.placements
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(y, mesh, placed, run_check=False, shape=shape, stride=stride)  # pyright: ignore
+
+
+def output_of_shards(
+    module: Any,
+    options: tuple[bool | None, ...],
+    x: Any,
+    weight: Any,
+    bias: Any,
+    norm: Mapping[str, Any] | None = None,
+) -> Any:
+    """Return the output of a layer with DTensor parameters: y, or (y, bias) with return_bias.
+
+    Args:
+        module: The layer, whose `_output_of(options, x, weight, bias, *norm parameters)` computes with local tensors.
+        options: is_first_microbatch, fp8_output and fp8_grad.
+        x: Input; the remaining arguments as in `local_linear`.
+        weight: Weight.
+        bias: Bias, or None.
+        norm: Parameters of the norm.
+
+    Raises:
+        NotImplementedError: A setting of the layer does not work with DTensor parameters.
+        TypeError, ValueError: See `local_linear`.
+    """
+    kind, config = type(module).__name__, module._config
+    unsupported = {
+        "fp8_output": options[1],
+        "fp8_grad": options[2],
+        "parallel_mode": config.is_sharded and config.parallel_mode,
+        "fuse_wgrad_accumulation": config.fuse_wgrad_accumulation,
+        "delay_wgrad_compute": module.wgrad_store is not None,
+        "return_layernorm_output": config.return_layernorm_output,
+        "parameters_split": len(config.weight_names) > 1,
+    }
+    for name, value in unsupported.items():
+        if value:
+            raise NotImplementedError(
+                f"{name}={value!r} is not supported by {kind} with DTensor parameters; leave it out, or shard the "
+                "layer with tp_group and parallel_mode"
+            )
+
+    def compute(x: Tensor, *parameters: Tensor | None) -> Tensor:
+        made = module._output_of(options, x, *parameters)
+        return made[0] if config.return_bias else made
+
+    y = local_linear(kind, compute, x, weight, None if config.return_bias else bias, norm)
+    return (y, bias) if config.return_bias else y
