@@ -84,7 +84,7 @@ class GroupedKernel:
         return made
 
 
-class _State(NamedTuple):
+class _ForwardState(NamedTuple):
     """A state of delayed scaling in an operator: the scales [n] of a graph, and a history [1, n] of zeros."""
 
     scale: Tensor
@@ -151,10 +151,10 @@ def _with_states(
         forward: Scales of the states of the forward pass.
         backward: Scales of the states of the backward pass; empty in the forward pass.
     """
-    found: dict[int, _State] = {}
+    found: dict[int, _ForwardState] = {}
     for states, scales in zip(kernel.states, (forward, backward), strict=True):
         for state, scale in zip(states, scales, strict=False):
-            found[id(state)] = _State(scale, scale, scale.new_zeros(1, scale.shape[0]))
+            found[id(state)] = _ForwardState(scale, scale, scale.new_zeros(1, scale.shape[0]))
     maxima = [state.amax_history[0] for state in found.values()]
     if not found:
         return kernel.spec, maxima
