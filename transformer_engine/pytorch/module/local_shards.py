@@ -12,6 +12,7 @@ result belong to the code around the layer, such as the hooks of `torch.distribu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -210,8 +211,7 @@ def output_of_shards(
     x: Any,
     weight: Any,
     bias: Any,
-    *,
-    norm: Mapping[str, Any] | None = None,
+    norm: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
     """Return the output of a layer with DTensor parameters: y, or (y, bias) with return_bias.
 
