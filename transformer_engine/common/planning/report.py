@@ -91,19 +91,19 @@ class TrainingPlan:
     """
 
     model: ModelShape
+    parts: Mapping[str, float]
     gpu: str
     recipe: str
+    communication: Mapping[str, float]
     mesh: Mesh
-    parts: Mapping[str, float]
     sequence: int
+    exposed: Mapping[str, float]
     micro_batch: int
     micro_batches: int
-    step_ms: float
-    communication: Mapping[str, float]
-    exposed: Mapping[str, float]
     recompute: str
     memory: StepMemory
     memory_limit: float
+    step_ms: float
     tokens_per_s: float
     utilization: float
     calibrated: bool
