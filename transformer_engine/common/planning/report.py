@@ -94,17 +94,17 @@ class TrainingPlan:
     parts: Mapping[str, float]
     gpu: str
     recipe: str
-    communication: Mapping[str, float]
     mesh: Mesh
     sequence: int
-    exposed: Mapping[str, float]
     micro_batch: int
     micro_batches: int
+    communication: Mapping[str, float]
     recompute: str
     memory: StepMemory
     memory_limit: float
     step_ms: float
     tokens_per_s: float
+    exposed: Mapping[str, float]
     utilization: float
     calibrated: bool
     warnings: tuple[str, ...] = ()
