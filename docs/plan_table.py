@@ -17,7 +17,7 @@ from transformer_engine.common.planning import plan
 ACCURACY = runpy.run_path(str(ROOT / "benchmarks" / "plan_accuracy.py"))
 PAGE = ROOT / "docs" / "plan.md"
 # Model, devices, and arguments of `plan` that `search` returned as the fastest.
-PLANS = (
+PLANS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("llama-8b", 8, {"fsdp": 8}),
     ("llama-8b", 64, {"fsdp": 32}),
     ("llama-8b", 512, {"fsdp": 32}),

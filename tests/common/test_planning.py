@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import plan_accuracy
 import pytest
@@ -79,9 +80,10 @@ def test_parts_and_exposed_communication_add_up_to_the_step():
 
 def test_more_ranks_take_less_time_and_memory_of_the_same_batch():
     for axis in ("tp", "cp", "pp", "fsdp"):
+        axes: list[dict[str, Any]] = [{axis: size} for size in (1, 2)]
         one, two = (
-            plan("llama-8b", size, global_batch=8, **{axis: size}, recipe="current", graphs=True)
-            for size in (1, 2)
+            plan("llama-8b", size[axis], global_batch=8, recipe="current", graphs=True, **size)
+            for size in axes
         )
         assert one.step_ms / 2 < two.step_ms < one.step_ms, axis
         assert two.memory.peak < one.memory.peak, axis

@@ -91,20 +91,20 @@ class TrainingPlan:
     """
 
     model: ModelShape
+    parts: Mapping[str, float]
     gpu: str
     recipe: str
     mesh: Mesh
-    parts: Mapping[str, float]
     sequence: int
     micro_batch: int
     micro_batches: int
-    step_ms: float
     communication: Mapping[str, float]
-    exposed: Mapping[str, float]
     recompute: str
     memory: StepMemory
     memory_limit: float
+    step_ms: float
     tokens_per_s: float
+    exposed: Mapping[str, float]
     utilization: float
     calibrated: bool
     warnings: tuple[str, ...] = ()
