@@ -20,12 +20,13 @@ from typing import Any
 
 from transformer_engine.common.passes.step import Pass, Step
 from transformer_engine.common.passes.vocabulary import CastSettings, NormSettings
-from transformer_engine.common.planning.hardware import DEFAULT_LINKS, FORMATS, GPUS, Gpu
+from transformer_engine.common.planning import plan
+from transformer_engine.common.planning.hardware import DEFAULT_LINKS, FORMATS, GPUS, GpuRates
 from transformer_engine.common.planning.layer import (
     LOSS,
     UNEVEN,
     Both,
-    Workload,
+    MicroBatch,
     attention,
     experts,
     layer,
@@ -34,8 +35,7 @@ from transformer_engine.common.planning.layer import (
     no_costs,
 )
 from transformer_engine.common.planning.models import MODELS, ModelShape
-from transformer_engine.common.planning.planner import plan
-from transformer_engine.common.planning.simulate import Cost, Extent, LinearSize, Machine, PassRun
+from transformer_engine.common.planning.simulate import Cost, Extent, LinearSize, PassRun, RankMachine
 
 # Cases for which the simulator claims no accuracy, and why; the page lists their errors.
 _REUSED = "measured before layers reused the memory of the product before an activation"
@@ -104,24 +104,26 @@ def results(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def machine(recipe: str, gpu: Gpu = GPUS["h200"], loaded: bool = False, **options: Any) -> Machine:
-    return Machine(
+def machine(recipe: str, gpu: GpuRates = GPUS["h200"], loaded: bool = False, **options: Any) -> RankMachine:
+    return RankMachine(
         gpu, FORMATS[recipe], attention=options.pop("attention", "flash4"), loaded=loaded, **options
     )
 
 
-def linear(used: Machine, rows: int, inputs: int, outputs: int, groups: int = 1, bias: bool = False) -> Both:
+def linear(
+    used: RankMachine, rows: int, inputs: int, outputs: int, groups: int = 1, bias: bool = False
+) -> Both:
     kind = "linear" if groups == 1 else "grouped"
     extents = {"x": Extent(rows, inputs), "grad_output": Extent(rows, outputs)}
     return linears(used, kind, {"linear": LinearSize(rows, inputs, outputs, groups)}, extents, bias=bias)
 
 
-def norm_linear(used: Machine, rows: int, inputs: int, outputs: int) -> Both:
+def norm_linear(used: RankMachine, rows: int, inputs: int, outputs: int) -> Both:
     extents = {"x": Extent(rows, inputs), "grad_output": Extent(rows, outputs)}
     return linears(used, "norm_linear", {"linear": LinearSize(rows, inputs, outputs)}, extents)
 
 
-def dense_mlp(used: Machine, rows: int, hidden: int, inner: int, gated: bool) -> Both:
+def dense_mlp(used: RankMachine, rows: int, hidden: int, inner: int, gated: bool) -> Both:
     return mlp(used, replace(LLAMA, hidden=hidden, ffn=inner, gated=gated), rows, Extent(rows, hidden))
 
 
@@ -129,7 +131,7 @@ def together(costs: Both) -> float:
     return costs.forward.total + costs.backward.total
 
 
-def layer_case(case: str, used: Machine) -> float | None:
+def layer_case(case: str, used: RankMachine) -> float | None:
     """Return the milliseconds of a case of `te bench` on layers, or None if the simulator does not cover it."""
     family, _, rest = case.split("/", 2)
     sizes = [int(number) for number in re.findall(r"\d+", rest)]
@@ -147,23 +149,23 @@ def layer_case(case: str, used: Machine) -> float | None:
     if family == "ops_fb" and rest == "mlp_4096x14336_modules":
         return together(dense_mlp(used, 8192, 4096, 14336, gated=False))
     if family in ("layer_fb", "layer_f"):
-        costs = layer(used, LLAMA, Workload(8192))
+        costs = layer(used, LLAMA, MicroBatch(8192))
         return costs.forward.total if family == "layer_f" else together(costs)
     if family == "layer_small_fb":
-        return together(layer(used, SMALL, Workload(128, rotary=False)))
+        return together(layer(used, SMALL, MicroBatch(128, rotary=False)))
     if family.startswith("dpa_f") and "d192" not in rest:
         return attention_case(rest, used, family == "dpa_fb")
     return None
 
 
-def attention_case(name: str, used: Machine, backward: bool) -> float | None:
+def attention_case(name: str, used: RankMachine, backward: bool) -> float | None:
     """Return the milliseconds of attention by the sizes in a case's name."""
     found = re.search(r"(?:b|thd_)(\d+)[x_]s?(\d+)_h(\d+)_(\d+)_d(\d+)(\w*)", name)
     if found is None or found[6].startswith("_128") or "fp8" in name:
         return None
     batch, sequence, heads, kv_heads, width = (int(found[index]) for index in range(1, 6))
     window = 4096 if "window4096" in name else None
-    work = Workload(sequence, batch, window=window, causal="full" not in name)
+    work = MicroBatch(sequence, batch, window=window, causal="full" not in name)
     costs = attention(used, work, heads, kv_heads, width)
     return together(costs) if backward else costs.forward.total
 
@@ -187,7 +189,7 @@ def layers(file: str, group: str) -> Iterator[Check]:
                 yield Check(f"{group}, {key}", case, row[key], predicted, fitted)
 
 
-def one_step(used: Machine, step: Step, inputs: dict[str, Extent]) -> float:
+def one_step(used: RankMachine, step: Step, inputs: dict[str, Extent]) -> float:
     """Return the milliseconds of a pass of one step."""
     return PassRun(used, {}, inputs).run(Pass(tuple(inputs), step.results, (), (step,)), Cost()).total
 
@@ -248,7 +250,7 @@ def other_kernels() -> Iterator[Check]:
             predicted = gpu.copy_ms(28.0 * 60 * 16777216, 0.97)
         elif case.startswith("cross_entropy_fb"):
             logits, costs = 8192 * 128256 * 2.0, no_costs()
-            costs.stream(machine("bf16"), "loss", logits, 2 * logits, 2, LOSS)
+            costs.stream(machine("bf16"), "loss", logits / LOSS, 2 * logits / LOSS, 2)
             predicted = together(costs)
         elif case.startswith("permute_fb"):
             moved, costs = 2.0 * 9 * 16384 * 4096 * 2.0, no_costs()
@@ -291,7 +293,7 @@ def mixtures() -> Iterator[Check]:
         # The rows of each expert are those that the router of the layer sent.
         uneven = together(products) + UNEVEN * sum([cost.kernels["products"] for cost in products])
         yield Check("experts", f"{case} products", row["products_kernels_ms"], uneven)
-        whole = experts(used, shape, Workload(rows), Extent(rows, width))
+        whole = experts(used, shape, MicroBatch(rows), Extent(rows, width))
         yield Check("experts", case, row["kernels_ms"], together(whole))
 
 
@@ -310,23 +312,23 @@ def several_devices() -> Iterator[Check]:
         elif recipe == "bf16":
             sequence, scheme = re.match(r"causal_s(\d+)_h32_8_d128_(\w+)_ranks2", name).groups()  # pyright: ignore
             used = machine("bf16", gpu, True, attention="cudnn")
-            costs = attention(used, Workload(int(sequence), cp=2, scheme=scheme), 32, 8, 128)  # pyright: ignore
+            costs = attention(used, MicroBatch(int(sequence), cp=2, scheme=scheme), 32, 8, 128)  # pyright: ignore
             group = "context parallelism, all-gather" if scheme == "all_gather" else "context parallelism"
             yield Check(group, row["case"], row["eager_ms"], together(costs))
             exposed = sum([cost.exposed["cp"] for cost in costs]) / together(costs)
             yield Check("exposed communication, %", row["case"], 100 * row["exposed"], 100 * exposed)
     used = machine("bf16", gpu, True, attention="cudnn")
-    alone = together(attention(used, Workload(65536), 32, 8, 128))
+    alone = together(attention(used, MicroBatch(65536), 32, 8, 128))
     yield Check("context parallelism", "one device, 65,536 tokens", alone_ms, alone)
     (row,) = third["results"]
     yield Check(
         "tensor parallelism",
         f"{row['case']}, one device",
         row["one_ms"],
-        together(layer(used, LLAMA, Workload(8192))),
+        together(layer(used, LLAMA, MicroBatch(8192))),
     )
     pair = replace(used, tp=2)
-    costs = layer(pair, LLAMA, Workload(8192))
+    costs = layer(pair, LLAMA, MicroBatch(8192))
     hidden = sum([cost.communication["tp"] - cost.exposed["tp"] for cost in costs])
     predicted = together(costs) + DEFAULT_LINKS.contention_ms(hidden, 2, 1)
     yield Check("tensor parallelism", row["case"], row["eager_ms"], predicted)
@@ -374,7 +376,7 @@ def memory() -> Iterator[Check]:
             costs, parameters = dense_mlp(used, 8192, 4096, 14336, gated), (3 if gated else 2) * 4096 * 14336
         else:
             count, tokens = (3, 4096) if name.startswith("three") else (1, 8192)
-            costs = layer(used, LLAMA, Workload(tokens, rotary=False))
+            costs = layer(used, LLAMA, MicroBatch(tokens, rotary=False))
             parameters, residual = LLAMA.layer_parameters(), 0.0  # the input is one of the saved tensors
             output = Extent(tokens, 4096).size
         backward = (count - 1) * costs.forward.saved + 2 * output + 2 * parameters + costs.backward.peak
@@ -395,7 +397,7 @@ def later_memory() -> Iterator[Check]:
         elif family == "layernorm_mlp_fb":
             costs = dense_mlp(used, 8192, *sizes, gated="swiglu" in rest)
         elif family == "layer_fb":
-            costs, given = layer(used, LLAMA, Workload(8192)), Extent(8192, 4096).size
+            costs, given = layer(used, LLAMA, MicroBatch(8192)), Extent(8192, 4096).size
         else:
             continue
         peak = max(costs.forward.peak, costs.forward.saved + costs.backward.peak) - given

@@ -166,7 +166,7 @@ PROBLEMS = {
     ),
     "a client that asks for metadata": (
         replace(CPU, distributions=having(accelerate="1.15.0")),
-        ("clients", "accelerate 1.15.0 will not find this package", "pip uninstall -y transformer-engine"),
+        ("clients", "accelerate 1.15.0 will not detect this package", "pip uninstall -y transformer-engine"),
     ),
     "a variable": (
         replace(CPU, variables="NVTE_DEBUG='x' is not a flag"),
@@ -321,7 +321,7 @@ def test_it_runs_without_torch_and_without_the_command_line(tmp_path: Path):
     )
     assert done.returncode == 1, done.stderr
     variables = [f for f in json.loads(done.stdout)["findings"] if f["check"] == "variables"]
-    assert variables[0]["status"] == "problem" and "NVTE_DEBUG='maybe'" in variables[0]["said"]
+    assert variables[0]["status"] == "problem" and "NVTE_DEBUG='maybe'" in variables[0]["message"]
 
 
 def test_packages_that_raise_whatever_it_be_are_named(tmp_path: Path):
@@ -348,7 +348,7 @@ def test_packages_that_raise_whatever_it_be_are_named(tmp_path: Path):
         )
         assert done.returncode == 1, done.stderr
         findings += json.loads(done.stdout)["findings"]
-    problems = [finding["said"] for finding in findings if finding["status"] == "problem"]
+    problems = [finding["message"] for finding in findings if finding["status"] == "problem"]
     assert any("flash_attn failed: TypeError: no such operand" in words for words in problems)
     assert any("No module named 'a_part_that_is_missing'" in words for words in problems)
     if importlib.util.find_spec("jax") is not None and importlib.util.find_spec("flax") is not None:

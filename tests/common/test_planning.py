@@ -11,11 +11,11 @@ from dataclasses import replace
 import plan_accuracy
 import pytest
 
-from transformer_engine.common.planning import GPUS, MODELS, Links, ModelShape, plan, search
+from transformer_engine.common.planning import GPUS, MODELS, LinkRates, ModelShape, plan, search
 from transformer_engine.common.planning.hardware import DEFAULT_LINKS, FORMATS, links_of
-from transformer_engine.common.planning.layer import Workload, layer
+from transformer_engine.common.planning.layer import MicroBatch, layer
 from transformer_engine.common.planning.models import model_shape
-from transformer_engine.common.planning.simulate import Machine
+from transformer_engine.common.planning.simulate import RankMachine
 
 LLAMA = MODELS["llama-8b"]
 TINY = ModelShape("tiny", 1024, 8, 16, 8, 64, 2816, 32000)
@@ -99,7 +99,8 @@ def test_sharded_memory_is_that_of_the_parameters():
 
 def test_sequence_parallel_ranks_halve_the_saved_activations():
     one, two = (
-        layer(Machine(GPUS["h100"], FORMATS["current"], tp=size), LLAMA, Workload(8192)) for size in (1, 2)
+        layer(RankMachine(GPUS["h100"], FORMATS["current"], tp=size), LLAMA, MicroBatch(8192))
+        for size in (1, 2)
     )
     assert two.forward.saved == pytest.approx(one.forward.saved / 2, rel=0.01)
     assert two.forward.flops == pytest.approx(one.forward.flops / 2)
@@ -116,7 +117,7 @@ def test_a_pipeline_idles_for_its_other_stages():
 
 
 def test_collectives_follow_bytes_ranks_and_hosts():
-    links, size = Links(), 1 << 28
+    links, size = LinkRates(), 1 << 28
     assert links.collective_ms("all_gather", size, 1, 1) == 0
     two, eight = (links.collective_ms("all_gather", size, ranks, 1) - links.start for ranks in (2, 8))
     assert eight / two == pytest.approx((7 / 8) / (1 / 2))

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..formats import TENSOR_FORMATS, TensorFormat
 
 GIB = 1 << 30
+US = 1e-3  # milliseconds
+GB_PER_S = 1e6  # bytes per millisecond
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_receive"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Gpu:
+class GpuRates:
     """A GPU: sizes of the data sheet, and measured rates; compares by identity.
 
     Attributes:
@@ -49,13 +52,13 @@ class Gpu:
     bandwidth: float
     rates: dict[str, float]
     attention: dict[str, dict[int, tuple[float, float]]]
-    start: float = 0.006
+    start: float = 6 * US
     depth: float = 320.0
     grouped_codes: float = 0.82
-    launch: float = 0.0045
+    launch: float = 4.5 * US
     sustained: float = 0.94
     nvlink: float = 1.0
-    host: float = 0.05
+    host: float = 50 * US
     calibrated: bool = True
 
     def product_ms(self, kind: str, flops: float, moved: float, tiled: float = 0.0) -> float:
@@ -81,7 +84,9 @@ class Gpu:
         nearest = min(rates, key=lambda size: abs(size - head_dim))
         return 4 * self.launch + flops / rates[nearest][backward]
 
-    def scaled(self, name: str, *, products: float, fp8: float, bandwidth: float, **sizes: object) -> Gpu:
+    def scaled(
+        self, name: str, *, products: float, fp8: float, bandwidth: float, **sizes: object
+    ) -> GpuRates:
         """Return a GPU whose rates are multiples of those of this GPU."""
         rates = {kind: rate * (products if kind == "bf16" else fp8) for kind, rate in self.rates.items()}
         attention = {
@@ -94,8 +99,8 @@ class Gpu:
         return replace(changed, **sizes)  # pyright: ignore[reportArgumentType]
 
 
-def _h200() -> Gpu:
-    return Gpu(
+def _h200() -> GpuRates:
+    return GpuRates(
         name="h200",
         capability=90,
         memory=141 * 10**9,
@@ -136,8 +141,8 @@ GPUS = {gpu.name: gpu for gpu in (H100, H200, B200)}
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
-    """Links within a host and between hosts.
+class LinkRates:
+    """LinkRates within a host and between hosts.
 
     Attributes:
         devices_per_host: GPUs of a host, all connected to each other.
@@ -147,15 +152,15 @@ class Links:
         network: Bytes/ms that each GPU sends to other hosts.
         hop: Additional milliseconds for each further host of an all-gather or a reduce-scatter, which pass data along
             a ring, and for each doubling of the hosts in the other collectives.
-        contention: Part of a collective's time by which it delays the kernels beside it, whose processors it uses.
+        contention: Part of a collective's time by which it delays concurrent kernels, whose multiprocessors it uses.
     """
 
     devices_per_host: int = 8
-    ring: float = 0.250e9
-    exchange: float = 0.305e9
-    start: float = 0.032
-    network: float = 0.045e9
-    hop: float = 0.01
+    ring: float = 250 * GB_PER_S
+    exchange: float = 305 * GB_PER_S
+    start: float = 32 * US
+    network: float = 45 * GB_PER_S
+    hop: float = 10 * US
     contention: float = 0.35
 
     def __post_init__(self) -> None:
@@ -197,7 +202,7 @@ class Links:
         return start + sent / min(rate, self.network * within)
 
     def contention_ms(self, hidden: float, size: int, stride: int) -> float:
-        """Return the time by which collectives of a group delay the kernels that they run beside.
+        """Return the time by which collectives of a group delay concurrent kernels.
 
         Args:
             hidden: Milliseconds in which both run. A collective that the network limits uses fewer processors.
@@ -214,37 +219,39 @@ class Links:
         return within, math.ceil(size / within)
 
 
-DEFAULT_LINKS = Links()
+DEFAULT_LINKS = LinkRates()
 
 
-def links_of(gpu: Gpu, **changes: Any) -> Links:
+def links_of(gpu: GpuRates, **changes: Any) -> LinkRates:
     """Return the links of hosts with a GPU, measured on H100 and scaled to its NVLink, with other fields changed."""
     ring, exchange = (rate * gpu.nvlink for rate in (DEFAULT_LINKS.ring, DEFAULT_LINKS.exchange))
     return replace(DEFAULT_LINKS, **{"ring": ring, "exchange": exchange, **changes})
 
 
-def gpu_named(name: str | Gpu) -> Gpu:
+def unknown(kind: str, name: str, known: Iterable[str], remedy: str = "") -> ValueError:
+    """Return the error for a name that is not one of the known ones, with the most similar of these."""
+    near = difflib.get_close_matches(name, known := list(known), 1)
+    meant = f" (did you mean {near[0]!r}?)" if near else ""
+    return ValueError(f"{kind} {name!r} is unknown{meant}; choose from {', '.join(known)}{remedy}")
+
+
+def gpu_named(name: str | GpuRates) -> GpuRates:
     """Return a GPU of the table; ValueError for another name."""
-    if isinstance(name, Gpu):
+    if isinstance(name, GpuRates):
         return name
     if name not in GPUS:
-        near = difflib.get_close_matches(name, GPUS, 1)
-        raise ValueError(
-            f"gpu {name!r} is unknown"
-            + (f" (did you mean {near[0]!r}?)" if near else "")
-            + f"; choose from {', '.join(GPUS)}, or pass a Gpu with measured rates"
-        )
+        raise unknown("gpu", name, GPUS, ", or pass a GpuRates with measured rates")
     return GPUS[name]
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
-    """What a recipe costs: bytes of codes, kinds of products, and how often a cast reads its input.
+class FormatCost:
+    """Costs of a recipe: bytes of codes, kinds of products, and how often a cast reads its input.
 
     Attributes:
         name: Name of the recipe.
         capability: Smallest ten-fold compute capability that runs the recipe natively.
-        products: Kinds of the forward product, the input gradient and the weight gradient in `Gpu.rates`.
+        products: Kinds of the forward product, the input gradient and the weight gradient in `GpuRates.rates`.
         code: Bytes of an element's code and its part of the scales.
         reads: Times that a cast reads its input; 2 where the scale is the maximum of this tensor.
         efficiency: Part of the copy's rate that casts of one and of both directions reach.
@@ -262,7 +269,7 @@ class Format:
     row_codes: bool = False
 
 
-def _of_blocks(form: TensorFormat) -> Format:
+def _of_blocks(form: TensorFormat) -> FormatCost:
     """Return the costs of a format with a scale in one byte for each block of a row."""
     assert form.block is not None
     length = form.block[1]
@@ -270,30 +277,25 @@ def _of_blocks(form: TensorFormat) -> Format:
     reads, efficiency = (1, (0.97, 0.83)) if form.levels is None else (2, (0.9, 0.7))
     kind = f"blocks_{8 // form.packing}bit"
     code = 1 / form.packing + 1 / length
-    return Format(form.name, 100, (kind, kind, kind), code, reads, efficiency, length)
+    return FormatCost(form.name, 100, (kind, kind, kind), code, reads, efficiency, length)
 
 
 FORMATS = {
     row.name: row
     for row in (
-        Format("bf16", 80, ("bf16", "bf16", "bf16"), multiple=1),
-        Format("delayed", 89, ("fp8", "fp8_split", "fp8_split"), 1.0, row_codes=True),
-        Format("current", 89, ("fp8", "fp8_split", "fp8_split"), 1.0, 2, (1.0, 0.97), row_codes=True),
-        Format("block", 90, ("block", "block", "block_1d"), 1 + 4 / 128, efficiency=(0.97, 0.83)),
+        FormatCost("bf16", 80, ("bf16", "bf16", "bf16"), multiple=1),
+        FormatCost("delayed", 89, ("fp8", "fp8_split", "fp8_split"), 1.0, row_codes=True),
+        FormatCost("current", 89, ("fp8", "fp8_split", "fp8_split"), 1.0, 2, (1.0, 0.97), row_codes=True),
+        FormatCost("block", 90, ("block", "block", "block_1d"), 1 + 4 / 128, efficiency=(0.97, 0.83)),
         *[_of_blocks(form) for form in TENSOR_FORMATS if form.scale != "float32"],
     )
 }
 
 
-def format_named(recipe: str, gpu: Gpu) -> Format:
+def format_named(recipe: str, gpu: GpuRates) -> FormatCost:
     """Return the costs of a recipe on a GPU; ValueError if it is unknown or the GPU has no rates for it."""
     if recipe not in FORMATS:
-        near = difflib.get_close_matches(recipe, FORMATS, 1)
-        raise ValueError(
-            f"recipe {recipe!r} is unknown"
-            + (f" (did you mean {near[0]!r}?)" if near else "")
-            + f"; choose from {', '.join(FORMATS)}"
-        )
+        raise unknown("recipe", recipe, FORMATS)
     found = FORMATS[recipe]
     missing = [kind for kind in found.products if kind not in gpu.rates]
     if missing or gpu.capability < found.capability:

@@ -7,12 +7,12 @@ from typing import Literal, NamedTuple
 
 from ..memory import Memory
 from .models import ModelShape
-from .simulate import VALUE, Cost, Extent, LinearSize, Machine, PassRun, passes_of
+from .simulate import VALUE, Cost, Extent, LinearSize, PassRun, RankMachine, passes_of
 
 Scheme = Literal["p2p", "all_gather", "a2a"]
-# Keys for each query that blocks at the diagonal of a causal mask, and the uneven ends of rows, cost beside the mask's.
+# Additional keys for each query: blocks at the diagonal of a causal mask are computed whole, and rows end unevenly.
 EDGE = 640
-LOSS = 0.8  # part of the rate of a copy that the loss over a vocabulary reaches
+LOSS = 0.84  # part of the rate of an activation that the loss over a vocabulary reaches
 # Additional part of the products of experts whose numbers of tokens differ; measured with 23 to 2,419 rows a group.
 UNEVEN = 0.15
 
@@ -29,19 +29,13 @@ class Both(NamedTuple):
         self.backward.add(other.backward)
 
     def stream(
-        self,
-        machine: Machine,
-        kind: str,
-        forward: float,
-        backward: float,
-        launches: int = 1,
-        efficiency: float = 0.95,
+        self, machine: RankMachine, kind: str, forward: float, backward: float, launches: int = 1
     ) -> None:
         """Add kernels that are limited by memory: bytes that they move in each pass."""
         gpu = machine.gpu
         for cost, moved in ((self.forward, forward), (self.backward, backward)):
             if moved:
-                cost.spend(kind, gpu.copy_ms(moved, efficiency) + (launches - 1) * gpu.launch, launches)
+                cost.spend(kind, gpu.copy_ms(moved, 0.95) + (launches - 1) * gpu.launch, launches)
 
 
 def no_costs() -> Both:
@@ -50,7 +44,7 @@ def no_costs() -> Both:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class MicroBatch:
     """The tokens of one micro-batch on one group of tensor-parallel ranks.
 
     Attributes:
@@ -79,7 +73,7 @@ class Workload:
         return self.sequence * self.batch / self.cp
 
 
-def attention_flops(work: Workload, heads: int, head_dim: int) -> float:
+def attention_flops(work: MicroBatch, heads: int, head_dim: int) -> float:
     """Return the operations of the forward pass of a rank's part of attention; the backward pass has 2.5 times."""
     length = work.sequence
     pairs = length * (length + EDGE) / 2 if work.causal else float(length * length)
@@ -88,7 +82,7 @@ def attention_flops(work: Workload, heads: int, head_dim: int) -> float:
     return 4.0 * work.batch * heads * head_dim * pairs / work.cp
 
 
-def attention(machine: Machine, work: Workload, heads: int, kv_heads: int, head_dim: int) -> Both:
+def attention(machine: RankMachine, work: MicroBatch, heads: int, kv_heads: int, head_dim: int) -> Both:
     """Return the costs of attention alone, on q [tokens, heads, head_dim] and k, v [tokens, kv_heads, head_dim].
 
     A ring of context-parallel ranks sends a block of keys and values while it computes with the one before. The other
@@ -126,7 +120,7 @@ def attention(machine: Machine, work: Workload, heads: int, kv_heads: int, head_
 
 
 def linears(
-    machine: Machine,
+    machine: RankMachine,
     kind: str,
     sizes: dict[str, LinearSize],
     inputs: dict[str, Extent],
@@ -140,7 +134,7 @@ def linears(
     Args:
         machine: The machine.
         kind: "linear", "grouped", "norm_linear" or "norm_mlp".
-        sizes: Local sizes of the linear layers by name.
+        sizes: {name: local sizes} of the linear layers.
         inputs: Extents of "x" and "grad_output".
         activation: Activation of a "norm_mlp".
         mode: "column" or "row" for a tensor-parallel "linear".
@@ -157,7 +151,7 @@ def linears(
     return Both(run.run(forward, Cost()), run.run(backward, Cost()))
 
 
-def mlp(machine: Machine, shape: ModelShape, rows: float, residual: Extent) -> Both:
+def mlp(machine: RankMachine, shape: ModelShape, rows: float, residual: Extent) -> Both:
     """Return the costs of a norm and a dense MLP; `rows` are those of the products, after a gather."""
     inner = shape.ffn // machine.tp
     sizes = {
@@ -170,7 +164,7 @@ def mlp(machine: Machine, shape: ModelShape, rows: float, residual: Extent) -> B
     )
 
 
-def experts(machine: Machine, shape: ModelShape, work: Workload, residual: Extent) -> Both:
+def experts(machine: RankMachine, shape: ModelShape, work: MicroBatch, residual: Extent) -> Both:
     """Return the costs of a norm, a router, the exchange of tokens and grouped products, with balanced experts.
 
     A rank owns experts / ep experts, sharded over the tensor-parallel ranks, and receives as many rows as it sends.
@@ -211,12 +205,12 @@ def experts(machine: Machine, shape: ModelShape, work: Workload, residual: Exten
     return costs
 
 
-def layer(machine: Machine, shape: ModelShape, work: Workload) -> Both:
+def layer(machine: RankMachine, shape: ModelShape, work: MicroBatch) -> Both:
     """Return the costs of a layer's forward and backward pass for one micro-batch; do not change them."""
     return _LAYERS[machine, shape, work]
 
 
-def _simulated(key: tuple[Machine, ModelShape, Workload]) -> Both:
+def _simulated(key: tuple[RankMachine, ModelShape, MicroBatch]) -> Both:
     machine, shape, work = key
     costs = no_costs()
     tp, rows = machine.tp, work.tokens
@@ -258,4 +252,4 @@ def _simulated(key: tuple[Machine, ModelShape, Workload]) -> Both:
     return costs
 
 
-_LAYERS: Memory[tuple[Machine, ModelShape, Workload], Both] = Memory(_simulated, 4096)
+_LAYERS: Memory[tuple[RankMachine, ModelShape, MicroBatch], Both] = Memory(_simulated, 4096)

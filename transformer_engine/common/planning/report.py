@@ -14,12 +14,16 @@ from .models import ModelShape
 class Mesh:
     """Numbers of ranks by axis; ep is part of dp * fsdp * cp, the others multiply to the number of devices."""
 
-    dp: int = 1
+    dp: int
     fsdp: int = 1
     tp: int = 1
     cp: int = 1
     pp: int = 1
     ep: int = 1
+
+    def __str__(self) -> str:
+        sizes = [f"{name} {size}" for name, size in asdict(self).items() if size > 1]
+        return ", ".join(sizes) or "one device"
 
     @property
     def devices(self) -> int:
@@ -35,10 +39,6 @@ class Mesh:
     def shards(self) -> int:
         """Return the number of ranks that share parameters, gradients and optimizer state outside of experts."""
         return self.fsdp * self.cp if self.fsdp > 1 else 1
-
-    def __str__(self) -> str:
-        sizes = [f"{name} {size}" for name, size in asdict(self).items() if size > 1]
-        return ", ".join(sizes) or "one device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +74,12 @@ class TrainingPlan:
         gpu: Name of the GPU.
         recipe: Name of the recipe.
         mesh: Numbers of ranks.
+        parts: Milliseconds by kind of work on the slowest rank; with the exposed communication, their sum is step_ms.
         sequence: Tokens of a sequence.
         micro_batch: Sequences of a micro-batch on a data-parallel rank.
         micro_batches: Micro-batches that a rank accumulates in a step.
-        recompute: What is computed again in the backward pass.
+        recompute: "full" if the backward pass repeats the forward pass of each layer, or "none".
         step_ms: Milliseconds of a training step.
-        parts: Milliseconds by kind of work on the slowest rank; with the exposed communication, their sum is step_ms.
         communication: Milliseconds of collectives by axis, hidden or not.
         exposed: Milliseconds by axis in which the GPU only waits for communication.
         memory: Bytes of the rank that needs the most.
@@ -94,14 +94,14 @@ class TrainingPlan:
     gpu: str
     recipe: str
     mesh: Mesh
+    parts: Mapping[str, float]
     sequence: int
     micro_batch: int
     micro_batches: int
-    recompute: str
     step_ms: float
-    parts: Mapping[str, float]
     communication: Mapping[str, float]
     exposed: Mapping[str, float]
+    recompute: str
     memory: StepMemory
     memory_limit: float
     tokens_per_s: float

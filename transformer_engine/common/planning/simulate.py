@@ -12,21 +12,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..memory import Memory
+from ..passes import rules
 from ..passes.linear import LinearFacts, linear_passes, over_groups
 from ..passes.norm_linear import NormFacts, norm_linear_passes, norm_mlp_passes
-from ..passes.rules import (
-    ACTIVATION_GRADIENT_IN_PRODUCT,
-    ACTIVATION_IN_PRODUCT,
-    BIAS_IN_PRODUCT,
-    CODES_AND_SUMS_FROM_PRODUCER,
-    CODES_FROM_PRODUCER,
-    CODES_WITH_SUMS,
-    fuse,
-)
 from ..passes.schedule import BEGIN, WAIT, freed_after, overlap
 from ..passes.step import Pass, Step
 from ..passes.vocabulary import Activation, CastSettings, Product
-from .hardware import DEFAULT_LINKS, Format, Gpu, Links
+from .hardware import DEFAULT_LINKS, FormatCost, GpuRates, LinkRates
 
 VALUE = 2.0  # bytes of an element in bfloat16
 _KINDS = {
@@ -83,7 +75,7 @@ class Cost:
         launches: Number of kernels that the host launches.
         flops: Floating-point operations.
         saved: Bytes that the forward pass keeps for the backward pass.
-        peak: Bytes of the buffers of the pass itself, at most, beside its inputs and the saved buffers of other parts.
+        peak: Most bytes of the buffers of the pass, without its inputs and without the saved buffers of other parts.
     """
 
     kernels: defaultdict[str, float] = field(default_factory=_zeros)
@@ -116,7 +108,7 @@ class Cost:
             self.exposed[axis] += milliseconds if exposed is None else exposed
 
     def add(self, other: Cost, times: float = 1.0) -> None:
-        """Add another cost, repeated; the peak becomes the larger one on top of what is saved before."""
+        """Add another cost, repeated; the peak includes the buffers that earlier parts saved."""
         for name in ("kernels", "communication", "exposed"):
             for key, value in getattr(other, name).items():
                 getattr(self, name)[key] += times * value
@@ -127,8 +119,8 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """What the steps of a layer run on: GPU, format, links, and tensor parallelism.
+class RankMachine:
+    """The hardware of one rank: GPU, format, links, and tensor parallelism.
 
     Attributes:
         gpu: The GPU.
@@ -136,13 +128,13 @@ class Machine:
         links: The links.
         tp: Number of tensor-parallel ranks, next to each other.
         sequence_parallel: Activations between the layers are sharded over them.
-        attention: Backend of attention, a key of `Gpu.attention`.
+        attention: Backend of attention, a key of `GpuRates.attention`.
         loaded: Products and attention run at the rates of a long loop.
     """
 
-    gpu: Gpu
-    format: Format
-    links: Links = DEFAULT_LINKS
+    gpu: GpuRates
+    format: FormatCost
+    links: LinkRates = DEFAULT_LINKS
     tp: int = 1
     sequence_parallel: bool = True
     attention: str = "cudnn"
@@ -170,7 +162,7 @@ class Machine:
 
 
 def passes_of(
-    kind: str, machine: Machine, activation: str = "", mode: str | None = None, bias: bool = False
+    kind: str, machine: RankMachine, activation: str = "", mode: str | None = None, bias: bool = False
 ) -> tuple[Pass, Pass]:
     """Return the forward and the backward pass of a layer as a GPU runs them.
 
@@ -200,13 +192,13 @@ def _built(key: tuple[str, tuple[LinearFacts, ...], str, bool]) -> tuple[Pass, P
         made = norm_mlp_passes(norm, facts[0], facts[1], activation)
 
     def allowed(rule: str, producer: Step, reader: Step) -> bool:
-        if rule in (ACTIVATION_IN_PRODUCT.name, ACTIVATION_GRADIENT_IN_PRODUCT.name):
+        if rule in (rules.ACTIVATION_IN_PRODUCT.name, rules.ACTIVATION_GRADIENT_IN_PRODUCT.name):
             return facts[0].plain
-        if rule in (CODES_FROM_PRODUCER.name, CODES_AND_SUMS_FROM_PRODUCER.name):
+        if rule in (rules.CODES_FROM_PRODUCER.name, rules.CODES_AND_SUMS_FROM_PRODUCER.name):
             return not (apart and producer.op == "activation_backward")
-        return rule in (BIAS_IN_PRODUCT.name, CODES_WITH_SUMS.name)
+        return rule in (rules.BIAS_IN_PRODUCT.name, rules.CODES_WITH_SUMS.name)
 
-    forward, backward = (overlap(fuse(pass_, allowed)) for pass_ in made)
+    forward, backward = (overlap(rules.fuse(pass_, allowed)) for pass_ in made)
     if kind == "grouped":
         return over_groups(forward, ("linear",)), over_groups(backward, ("linear",))
     return forward, backward
@@ -219,7 +211,7 @@ class PassRun:
     """The simulation of the passes of one layer: extents of buffers survive from the forward to the backward pass."""
 
     def __init__(
-        self, machine: Machine, sizes: Mapping[str, LinearSize], inputs: Mapping[str, Extent]
+        self, machine: RankMachine, sizes: Mapping[str, LinearSize], inputs: Mapping[str, Extent]
     ) -> None:
         self.machine = machine
         self.sizes = sizes
@@ -348,6 +340,6 @@ class PassRun:
         elif named[0] is not None and op != "column_sum":
             result = Extent(columns, rows, element) if op == "transpose" else Extent(rows, columns, element)
             self.extents[named.pop(0) or ""] = result
-        # What remains are vectors: statistics of rows, or sums over rows.
+        # The other results are vectors: statistics of rows, or sums over rows.
         vector = Extent(rows, 1, 4.0) if op == "norm" else Extent(1, columns)
         self.extents.update({name: vector for name in named if name is not None})

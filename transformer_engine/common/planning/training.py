@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .hardware import GIB
-from .layer import LOSS, Both, Workload, layer, no_costs
+from .layer import LOSS, Both, MicroBatch, layer, no_costs
 from .models import ModelShape
 from .report import Mesh, StepMemory, TrainingPlan
-from .simulate import VALUE, Cost, Machine
+from .simulate import VALUE, Cost, RankMachine
 
 Recompute = Literal["none", "full"]
 STATE = 12.0  # bytes of FusedAdam for a parameter: master weight and two moments in float32
@@ -36,9 +36,9 @@ class TrainingStep:
     """
 
     shape: ModelShape
-    machine: Machine
+    machine: RankMachine
     mesh: Mesh
-    work: Workload
+    work: MicroBatch
     micro_batches: int
     recompute: bool
     graphs: bool
@@ -71,14 +71,14 @@ class TrainingStep:
             gpu.name,
             self.machine.format.name,
             mesh,
+            dict(cost.kernels),
             self.work.sequence,
             self.work.batch,
             self.micro_batches,
-            "full" if self.recompute else "none",
             cost.total,
-            dict(cost.kernels),
             dict(cost.communication),
             {axis: took for axis, took in cost.exposed.items() if took},
+            "full" if self.recompute else "none",
             memory,
             limit,
             1e3 * tokens / cost.total,
@@ -92,7 +92,7 @@ class TrainingStep:
         return 4.0 if self.micro_batches > 1 else VALUE
 
     def _expert_groups(self) -> tuple[int, int]:
-        """Return the ranks that share an expert's parameters by sharding, and those that replicate them."""
+        """Return the ranks that share an expert's parameters by sharding, and the ranks that replicate them."""
         ranks = self.mesh.data // self.mesh.ep
         shards = math.gcd(ranks, max(1, self.mesh.shards // self.mesh.ep)) if self.mesh.shards > 1 else 1
         return shards, ranks // shards
@@ -132,7 +132,7 @@ class TrainingStep:
         )
         costs.forward.spend("output projection", product)
         costs.backward.spend("output projection", 2 * product, 2)
-        costs.stream(machine, "loss", logits, 2 * logits, 2, LOSS)
+        costs.stream(machine, "loss", logits / LOSS, 2 * logits / LOSS, 2)
         for cost in costs:
             for kind in (
                 "all_gather",
@@ -252,7 +252,7 @@ class TrainingStep:
                 "or pp, or use recompute='full'"
             )
         if not gpu.calibrated:
-            found.append(f"the rates of {gpu.name} follow from its data sheet; none of them was measured")
+            found.append(f"the rates of {gpu.name} follow from its data sheet and are not measured")
         if mesh.tp > self.machine.links.devices_per_host:
             found.append(
                 f"tp={mesh.tp} spans hosts, whose network is slow; use at most "

@@ -84,7 +84,7 @@ class GroupedKernel:
         return made
 
 
-class _State(NamedTuple):
+class _ForwardState(NamedTuple):
     """A state of delayed scaling in an operator: the scales [n] of a graph, and a history [1, n] of zeros."""
 
     scale: Tensor
@@ -106,9 +106,9 @@ def register(owner: Any, kernel: GroupedKernel) -> str:
     """
     name = type(owner).__name__
     for what, found in (
-        ("delayed weight gradients", any(group.weight_gradient.store for group in kernel.spec.groups)),
+        ("delayed weight gradients", any(g.weight_gradient.store is not None for g in kernel.spec.groups)),
         ("gradients accumulated into main_grad", any(g.weight_gradient.fused for g in kernel.spec.groups)),
-        ("inspected results", any(group.inspector for group in kernel.spec.groups)),
+        ("inspected results", any(g.inspector is not None for g in kernel.spec.groups)),
         ("quantizers that cannot quantize twice", not all(map(_repeats, _quantizers(kernel.spec)))),
     ):
         if found:
@@ -151,10 +151,10 @@ def _with_states(
         forward: Scales of the states of the forward pass.
         backward: Scales of the states of the backward pass; empty in the forward pass.
     """
-    found: dict[int, _State] = {}
+    found: dict[int, _ForwardState] = {}
     for states, scales in zip(kernel.states, (forward, backward), strict=True):
         for state, scale in zip(states, scales, strict=False):
-            found[id(state)] = _State(scale, scale, scale.new_zeros(1, scale.shape[0]))
+            found[id(state)] = _ForwardState(scale, scale, scale.new_zeros(1, scale.shape[0]))
     maxima = [state.amax_history[0] for state in found.values()]
     if not found:
         return kernel.spec, maxima

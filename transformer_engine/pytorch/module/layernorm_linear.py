@@ -194,7 +194,7 @@ class LayerNormLinear(ProductsModule):
         options = (is_first_microbatch, fp8_output, fp8_grad)
         if is_distributed(weight) or is_distributed(inp):
             norm = {"layer_norm_weight": gamma, "layer_norm_bias": beta}
-            return output_of_shards(self, options, inp, weight, bias, norm)
+            return output_of_shards(self, options, inp, weight, bias, norm=norm)
         return self._output_of(options, inp, weight, bias, gamma, beta)
 
     def _output_of(

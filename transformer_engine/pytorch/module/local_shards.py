@@ -210,6 +210,7 @@ def output_of_shards(
     x: Any,
     weight: Any,
     bias: Any,
+    *,
     norm: Mapping[str, Any] | None = None,
 ) -> Any:
     """Return the output of a layer with DTensor parameters: y, or (y, bias) with return_bias.
