@@ -335,9 +335,9 @@ def compute_reverse_ragged_all_to_all_params(
     """Return the arguments of the inverse exchange: received rows are sent back to their origin.
 
     Args:
-        all_shards_tokens_per_expert: Rows of every shard for every expert [R, E]; expert e is on shard e // (E / R).
         shard_id: Index of this shard; may be traced.
-        num_expert_shards: Number of shards R.
+
+    The other arguments are those of `compute_ragged_all_to_all_params`.
     """
     sent = _by_shard(all_shards_tokens_per_expert, shard_id, num_expert_shards).sum(axis=-1)
     received = sent[:, shard_id]
@@ -371,9 +371,8 @@ def local_permute_after_a2a(
 
     Args:
         x_recv: Rows in the order of reception: by shard, then by expert.
-        all_shards_tokens_per_expert: Rows of every shard for every expert [R, E]; expert e is on shard e // (E / R).
-        shard_id: Index of this shard; may be traced.
-        num_expert_shards: Number of shards R.
+
+    The other arguments are those of `compute_ragged_all_to_all_params`.
     """
     shards = num_expert_shards
     counts = _by_shard(all_shards_tokens_per_expert, shard_id, shards)[:, shard_id]

@@ -261,12 +261,6 @@ def warmup_jit_bias_dropout_add(
     """Run `bias_dropout_add` once in each mode, so that a training step loads no kernels.
 
     The random state is unchanged.
-
-    Args:
-        hidden_size: Size of the last dimension.
-        dtype: Dtype of the values.
-        seq_length: Size of the first dimension.
-        micro_batch_size: Size of the second dimension.
     """
     shape = (seq_length, micro_batch_size, hidden_size)
     with torch.random.fork_rng():
@@ -284,12 +278,6 @@ def warmup_jit_bias_gelu(
     """Run `bias_gelu_fused` and its gradient once, so that a training step loads no kernels.
 
     The random state is unchanged.
-
-    Args:
-        ffn_hidden_size_per_partition: Features of a token.
-        dtype: Dtype of the tensors; the variant for all dtypes has no such argument.
-        seq_length: Tokens of a sequence.
-        micro_batch_size: Number of sequences.
     """
     shape = (seq_length * micro_batch_size, ffn_hidden_size_per_partition)
     with torch.random.fork_rng():
@@ -303,12 +291,6 @@ def warmup_jit_l2normalization(
     """Run `l2normalization_fwd_fused` and its gradient once, so that a training step loads no kernels.
 
     The random state is unchanged.
-
-    Args:
-        hidden_size: Features of a token.
-        dtype: Dtype of the tensors; the variant for all dtypes has no such argument.
-        seq_length: Tokens of a sequence.
-        micro_batch_size: Number of sequences.
     """
     with torch.random.fork_rng():
         x = _values((seq_length * micro_batch_size, hidden_size), dtype)

@@ -49,11 +49,9 @@ def inverse_reorder_causal_load_balancing(
     """Return the tensor with its sequence in the original order.
 
     Args:
-        tensor: The array whose axis `seq_dim` is reordered.
-        strategy: How tokens are distributed over ranks.
-        cp_size: Number of context-parallel ranks.
-        seq_dim: Axis of the sequence.
-        stripe_size: Tokens per stripe of the strategy Striped.
+        tensor: The array whose axis `seq_dim` is in the order of ranks.
+
+    The other arguments are those of `reorder_causal_load_balancing`.
     """
     order = order_of_tokens(_extent(tensor, seq_dim), strategy, cp_size, stripe_size)
     return jnp.take(tensor, np.argsort(order), axis=seq_dim)

@@ -30,14 +30,10 @@ class GroupedScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
         scale_inv: float32 [G] with one scale per group, otherwise as in ScaledTensor1x.
         amax: Absolute maxima, [G] with one scale per group.
         group_sizes: Rows per group, int32 [G]; None for a stack.
-        scaling_mode: Scaling mode, which determines the format.
-        dq_dtype: dtype of the dequantized values.
-        is_colwise: Whether matrix products contract the tensor over its rows.
-        data_layout: "N", or "T" if data is transposed.
-        flatten_axis: First column axis of data; with data_layout "T" its first row axis.
-        has_rht_applied: Whether the values are Hadamard transformed along the contracted axis.
         first_dims: Argument of the constructor: another name of group_sizes.
         last_dims: Argument of the constructor: group_sizes of transposed data.
+
+    The other arguments are those of `ScaledTensor1x`.
     """
 
     data: Array

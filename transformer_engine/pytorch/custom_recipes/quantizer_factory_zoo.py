@@ -43,11 +43,7 @@ def _tensor_type(role: QuantizerRole | None) -> str:
 
 
 def high_precision_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quantizer:
-    """Compute the forward pass in high precision and the backward pass in MXFP8.
-
-    Args:
-        role: Layer and tensor that the quantizer serves; None is an input.
-    """
+    """Compute the forward pass in high precision and the backward pass in MXFP8."""
     if _tensor_type(role) in BACKWARD_TENSORS:
         return mxfp8_factory(role)
     return HybridQuantizer(IdentityQuantizer(), mxfp8_factory(role))
@@ -58,9 +54,6 @@ def mxfp8_fwd_nvfp4_bwd_factory(role: QuantizerRole | None) -> Quantizer:
 
     The backward pass reads inputs from their high-precision values, with a Hadamard transform, and weights from the
     values of their MXFP8 codes, so that it differentiates the weights of the forward pass.
-
-    Args:
-        role: Layer and tensor that the quantizer serves; None is an input.
     """
     tensor = _tensor_type(role)
     if tensor in BACKWARD_TENSORS:
@@ -72,11 +65,7 @@ def mxfp8_fwd_nvfp4_bwd_factory(role: QuantizerRole | None) -> Quantizer:
 
 
 def nvfp4_1d_weight_factory(role: QuantizerRole | None) -> Quantizer:
-    """Compute in NVFP4 with a scale per 16 elements of weights too, instead of per 16 x 16.
-
-    Args:
-        role: Layer and tensor that the quantizer serves; None is an input.
-    """
+    """Compute in NVFP4 with a scale per 16 elements of weights too, instead of per 16 x 16."""
     return NVFP4Quantizer() if _tensor_type(role) == "weight" else nvfp4_factory(role)
 
 
@@ -84,9 +73,6 @@ def mxfp8_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Quantize
     """Compute the forward pass in MXFP8 and the backward pass with dequantized operands in high precision.
 
     The result is that of `MXFP8BlockScaling(backward_override="dequantized")`.
-
-    Args:
-        role: Layer and tensor that the quantizer serves; None is an input.
     """
     if _tensor_type(role) in BACKWARD_TENSORS:
         return IdentityQuantizer()
@@ -99,22 +85,14 @@ def _row_scaled(role: QuantizerRole | None) -> Quantizer:
 
 
 def nvfp4_row_scaled_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quantizer:
-    """Compute the forward pass of grouped linear layers in row-scaled NVFP4, and everything else in MXFP8.
-
-    Args:
-        role: Layer and tensor that the quantizer serves; None is an input.
-    """
+    """Compute the forward pass of grouped linear layers in row-scaled NVFP4, and everything else in MXFP8."""
     if getattr(role, "module_type", "") != "grouped_linear" or _tensor_type(role) in BACKWARD_TENSORS:
         return mxfp8_factory(role)
     return HybridQuantizer(_row_scaled(role), mxfp8_factory(role))
 
 
 def nvfp4_row_scaled_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Quantizer:
-    """Compute the forward pass in row-scaled NVFP4 and the backward pass with dequantized operands.
-
-    Args:
-        role: Layer and tensor that the quantizer serves; None is an input.
-    """
+    """Compute the forward pass in row-scaled NVFP4 and the backward pass with dequantized operands."""
     if _tensor_type(role) in BACKWARD_TENSORS:
         return IdentityQuantizer()
     return HybridQuantizer(_row_scaled(role), IdentityQuantizer(), columnwise_source=_DEQUANTIZED)
@@ -125,9 +103,6 @@ def nvfp4_linear_fp8_dpa_factory(role: QuantizerRole | None) -> Any:
 
     In attention, the probabilities and their gradient have delayed scaling with the most recent maximum, and the other
     tensors current scaling: E5M2 for gradients and E4M3 for the rest.
-
-    Args:
-        role: Layer and tensor that the quantizer serves; None is an input.
     """
     name = getattr(role, "name", "")
     module, tensor = getattr(role, "module_type", ""), _tensor_type(role)
