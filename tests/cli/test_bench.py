@@ -251,7 +251,10 @@ def test_on_a_cpu_the_command_says_so():
         (["--recipe", "fp7"], "recipe 'fp7' does not exist; choose from bf16, delayed"),
         (["--only", "absent"], "no benchmark matches"),
         (["--provider", "other"], "provider 'other' does not exist; choose from te, torch"),
-        (["--json", "/absent/a.json"], "--json /absent/a.json: there is no folder /absent"),
+        (
+            ["--json", "/absent/a.json"],
+            "--json /absent/a.json: the folder /absent does not exist; create it first",
+        ),
         (["--compare", "/absent/a.json", "/absent/b.json"], "/absent/a.json is not a readable JSON file"),
     ],
 )

@@ -57,7 +57,7 @@ def test_the_page_of_environment_variables_names_each_once():
 def test_the_documented_defaults_are_those_of_the_program(name: str):
     option = OPTIONS.get(name, f"--{name}")
     rows = (ROOT / "docs" / "cli.md").read_text().splitlines()
-    (row,) = [line for line in rows if line.startswith(f"| `{option}`")]
+    row = next(line for line in rows if line.startswith(f"| `{option}` |"))
     assert [cell.strip() for cell in row.split("|")[3:5]] == [str(CPU_SIZES[name]), str(CUDA_SIZES[name])]
 
 

@@ -340,6 +340,6 @@ def test_a_name_that_is_a_path_is_rejected_and_nothing_is_written(name: str, tex
         te("train", *TINY, "--data", text, "--device", "cpu", "--out", str(out), "--name", name),
         "--name",
         "is a path",
-        "give a name without separators",
+        "pass a name without separators",
     )
     assert not [*tmp_path.iterdir()]

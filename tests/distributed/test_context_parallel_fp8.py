@@ -24,6 +24,7 @@ from tests.distributed.context_parallel_cases import (
 from tests.distributed.threaded_ranks import run_on_threads
 from tests.support.tolerances import assert_as_good_as
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
+from transformer_engine.pytorch.quantization import delayed_scaling
 
 CASE = Case(tokens=64, heads=4, groups=4, head_dim=(16, 16), dtype=torch.bfloat16)
 PACKED = replace(CASE, layout="thd", mask="padding_causal", lengths=(33, 60), padded=(48, 64))
@@ -43,6 +44,8 @@ RECIPES = {"delayed": DelayedScaling(fp8_dpa=True), "current": Float8CurrentScal
 def _states_on_the_cpu(monkeypatch):
     """The module has no parameters, whose device its states would have; its inputs are on the CPU."""
     monkeypatch.setattr(te.DotProductAttention, "_state_device", lambda self: torch.device("cpu"))
+    # States of delayed scaling belong to a process: ranks that are threads cannot reduce them one after the other.
+    monkeypatch.setattr(delayed_scaling, "reduction_group", lambda recipe, group: group)
 
 
 def _run(case: Case, recipe, rank: int):

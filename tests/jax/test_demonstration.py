@@ -149,7 +149,7 @@ def test_the_command_writes_the_same_files_prints_the_same_table_and_continues(t
     [
         (["--experts", "4"], "--experts needs the PyTorch model; remove it"),
         (["--optimizer", "fused_adam"], "--optimizer fused_adam needs the PyTorch model"),
-        (["--graphs"], "--graphs, --offload-layers and --observe are of the demonstration in torch"),
+        (["--graphs"], "--graphs, --offload-layers and --observe need the PyTorch model"),
         (["--resume"], "there is no checkpoint at"),
     ],
 )

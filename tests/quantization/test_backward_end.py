@@ -428,12 +428,12 @@ def test_a_layer_in_one_graph_gets_the_scales_of_eager_mode(calls, device):
 
 def test_a_pass_that_raised_is_not_remembered_for_ever(device):
     layer = linear(device)
-    for _ in range(scale_update._KEPT + 10):
+    for _ in range(scale_update._MAX_RUNNING_PASSES + 10):
         with te.autocast(recipe=delayed()):
             y = layer(_Raises.apply(tokens(device, requires_grad=True), True))
         with pytest.raises(ZeroDivisionError):
             loss_of(y).backward()
-    assert len(scale_update._passes) <= scale_update._KEPT + 1
+    assert len(scale_update._passes) <= scale_update._MAX_RUNNING_PASSES + 1
 
 
 def test_stateless_recipes_ask_for_no_update(device, monkeypatch):

@@ -1,15 +1,17 @@
 """Quantizers and quantized tensors in operators of your own under torch.compile.
 
-`import transformer_engine.pytorch.dynamo` registers the quantizers without a scaling state or a Hadamard transform as
-opaque value types of torch, where torch has them (2.11 and newer). An operator of `torch.library.custom_op` may then
-take such a quantizer as an argument, and a compiled graph holds it as a constant. The layers of this package compile
-with and without this module.
+`register_value_opaque_quantizer(cls)` registers a class of quantizers as an opaque value type of torch, where torch has
+them (2.11 and newer). An operator of `torch.library.custom_op` may then take such a quantizer as an argument, and a
+compiled graph holds it as a constant. No class is registered by default: torch does not trace methods of a registered
+class, so that operations which copy such a quantizer (`te.ops.Quantize`) do not compile. Register a subclass.
 
 Example:
-    >>> import torch
     >>> import transformer_engine.pytorch as te
-    >>> from transformer_engine.pytorch.dynamo import is_value_opaque_quantizer
-    >>> is_value_opaque_quantizer(te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, "cpu"))
+    >>> from transformer_engine.pytorch import dynamo
+    >>> @dynamo.register_value_opaque_quantizer
+    ... class Constant(te.MXFP8Quantizer):
+    ...     pass
+    >>> dynamo.is_value_opaque_quantizer(Constant(te.DType.kFloat8E4M3))
     True
 """
 
@@ -23,7 +25,6 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from . import tensor as tensors
 from .runtime.checks import extents, values_dtype
 from .runtime.device import canonical_device
 from .tensor.quantized_tensor import QuantizedTensorStorage, storage_of
@@ -251,16 +252,3 @@ def to_tensor_spec(tensor: Any) -> TensorSpec:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{tensor!r} is not a tensor; give a torch.Tensor or a quantized tensor")
     return TensorSpec(tensor.shape, tensor.dtype, None, tensor.requires_grad, tensor.device)
-
-
-# torch 2.13 cannot trace a property that an opaque class overrides, such as `column_signs`: layers under the recipe of
-# such a quantizer would not compile.
-for _kind in vars(tensors).values():
-    _is_quantizer = isinstance(_kind, type) and issubclass(_kind, Quantizer)
-    if (
-        _is_quantizer
-        and _kind.RECIPE is not None
-        and not _kind.stateful
-        and "column_signs" not in vars(_kind)
-    ):
-        _register(_kind)

@@ -121,7 +121,7 @@ class _Writer:
             if self.instructions.is_aligned(i):
                 # Products may rely on a larger alignment than kernels.
                 relied_on = [
-                    step.plan.way().alignment
+                    step.plan.library_call().alignment
                     for step in self.instructions.steps
                     if isinstance(step, Multiplied) and i in (step.left, step.right, *step.pointers[_SCALES:])
                 ]
@@ -140,13 +140,13 @@ class _Writer:
         multiplied = [step.plan for step in self.instructions.steps if isinstance(step, Multiplied)]
         if not started and not multiplied:
             return []
-        ways = [step.plan.way() for step in self.instructions.steps if isinstance(step, Multiplied)]
-        of_stream = ways[0].current_stream if ways else self.handles[id(started[0])].current_stream
+        calls = [step.plan.library_call() for step in self.instructions.steps if isinstance(step, Multiplied)]
+        of_stream = calls[0].current_stream if calls else self.handles[id(started[0])].current_stream
         self.names["current_stream"] = of_stream
         index = multiplied[0].problem.device if multiplied else self.instructions.device.index
         lines = [f"stream = current_stream({index})"]
         if multiplied:
-            self.names["workspace_of"] = ways[0].workspace
+            self.names["workspace_of"] = calls[0].workspace
             lines.append(f"workspace = workspace_of({index}, stream)")
         if self.scratch.bytes:
             self.names["uint8"] = torch.uint8
@@ -183,9 +183,9 @@ class _Writer:
         return [f"{self._name(handle.run)}({before}, stream, {', '.join(values)})"]
 
     def _multiplied(self, step: Multiplied) -> list[str]:
-        way = step.plan.way()
-        pop, describe = self._name(way.idle.pop), self._name(way.describe)
-        push, attribute = self._name(way.idle.append), self._name(way.set_attribute)
+        call = step.plan.library_call()
+        pop, describe = self._name(call.idle.pop), self._name(call.describe)
+        push, attribute = self._name(call.idle.append), self._name(call.set_attribute)
         lines = [
             "try:",
             f"    descriptor = {pop}()",
@@ -193,16 +193,16 @@ class _Writer:
             f"    descriptor = {describe}()",
             "operation, pointers, at = descriptor",
         ]
-        for i, (place, number) in enumerate(zip(step.pointers, way.attributes, strict=False)):
+        for i, (place, number) in enumerate(zip(step.pointers, call.attributes, strict=False)):
             if place is not None:
                 lines.append(f"pointers[{i}] = {self._address(place)}")
                 lines.append(f"{attribute}(operation, {number}, at + {8 * i}, 8)")
         left, right, result = (self._address(place) for place in (step.left, step.right, step.result))
-        handle, alpha, beta = way.scalars
-        of_left, of_right, layout, algorithm = way.layouts
+        handle, alpha, beta = call.scalars
+        of_left, of_right, layout, algorithm = call.layouts
         lines.append(
-            f"{self._name(way.matmul)}({handle}, operation, {alpha}, {left}, {of_left}, {right}, {of_right}, {beta}, "
-            f"{result}, {layout}, {result}, {layout}, {algorithm}, workspace, {way.workspace_bytes}, stream)"
+            f"{self._name(call.matmul)}({handle}, operation, {alpha}, {left}, {of_left}, {right}, {of_right}, {beta}, "
+            f"{result}, {layout}, {result}, {layout}, {algorithm}, workspace, {call.workspace_bytes}, stream)"
         )
         return [*lines, f"{push}(descriptor)"]
 
