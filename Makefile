@@ -2,21 +2,22 @@
 # PIP_FLAGS   further options for pip: on a machine without a GPU, the index of PyTorch's CPU builds
 #             avoids several gigabytes of CUDA libraries
 # ARGS        options for `te train` or for pytest: make train ARGS="--recipe mxfp8 --steps 100",
-#             make test ARGS="-m slow" for the tests that are not run always: all pairs of what a cover goes through
+#             make test ARGS="-m slow" for the slow tests: all pairs of options, of which `make test` covers a part
 PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?=
 ARGS ?=
 
 BIN := $(VENV)/bin
-# A module is compiled when it is first imported: pip would compile all of torch's and JAX's, a third of its time.
+# Modules are compiled to bytecode when they are first imported. Compiling all of torch and JAX would take a third of
+# pip's time.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt $(PIP_FLAGS)
 SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
 
-# OpenMP threads that wait by spinning slow a busy machine down twentyfold; sleeping costs an idle one little.
+# OpenMP threads that spin while they wait slow a busy machine down twentyfold. Sleeping costs little on an idle machine.
 export OMP_WAIT_POLICY ?= passive
 
-# Without bytecode on disk each of the many processes that tests start compiles all of torch again: four seconds.
+# Without bytecode on disk, each subprocess of the tests compiles all of torch again, which takes four seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test clients test-clients check coverage docs setup clean
@@ -27,8 +28,8 @@ train: $(VENV)/.cli
 test: check $(VENV)/.jax-plugin
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations 20 -m "not slow" $(ARGS)
 
-# Published clients of the original, as they are; without what they would bring along and do not need here. Once they
-# are installed, `make test` runs their tests too.
+# Unmodified published clients of the original, without dependencies that the tests do not need. After their
+# installation, `make test` also runs their tests.
 clients: $(VENV)/.test $(VENV)/.clients
 
 test-clients: clients
@@ -51,7 +52,7 @@ coverage: $(VENV)/.test $(VENV)/.jax-plugin
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# What both `docs` and `test` need, resolved and installed at once.
+# The requirements of `docs` and `test`, resolved and installed together.
 setup: $(VENV)/.setup
 
 $(VENV)/.setup: pyproject.toml constraints.txt | $(BIN)/python
@@ -66,14 +67,14 @@ $(BIN)/python:
 		echo "$(PYTHON) is `$(PYTHON) --version 2>&1`; Python 3.10 to 3.13 is needed: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# JAX's CUDA plugin of jax's own version, 8 MB without its libraries: with it kernels are lowered for CUDA on any machine.
-# Where it is missing, the tests of lowering are skipped with that sentence.
+# JAX's CUDA plugin of jax's own version, 8 MB without its libraries: with it, kernels are lowered for CUDA on any
+# machine. Without it, the tests of lowering are skipped with this reason.
 JAX_VERSION := import importlib.metadata as m; print(m.version("jax"))
 $(VENV)/.jax-plugin: $(VENV)/.test
 	-test "`uname`" != Linux || $(INSTALL) --no-deps jax-cuda13-plugin==`$(BIN)/python -c '$(JAX_VERSION)'`
 	@touch $@
 
-# One stamp for each extra: the package is installed in place, so that only its requirements can go stale.
+# One stamp for each extra: the package is installed in place, so that only its requirements can become outdated.
 $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e '.[$*]'
 	@touch $@

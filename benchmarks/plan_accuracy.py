@@ -290,7 +290,7 @@ def mixtures() -> Iterator[Check]:
         for inputs, outputs in ((width, 2 * inner), (inner, width)):
             products.add(linear(used, 2 * rows, inputs, outputs, 8))
         case = row["case"]
-        # The rows of each expert are those that the router of the layer sent.
+        # The router of the layer determined the rows of each expert.
         uneven = together(products) + UNEVEN * sum([cost.kernels["products"] for cost in products])
         yield Check("experts", f"{case} products", row["products_kernels_ms"], uneven)
         whole = experts(used, shape, MicroBatch(rows), Extent(rows, width))
@@ -385,7 +385,7 @@ def memory() -> Iterator[Check]:
 
 
 def later_memory() -> Iterator[Check]:
-    """Yield the peak memory of layers beside parameters, gradients, input and the gradient of the output."""
+    """Yield the peak memory of layers without parameters, gradients, input and the gradient of the output."""
     for row in results("peak_memory_h200")["results"]:
         family, recipe, rest = row["case"].split("/")
         used, sizes = machine(recipe), [int(number) for number in re.findall(r"\d+", rest)]

@@ -38,7 +38,7 @@ def _kind(check: Any) -> tuple[str, bool]:
 
 
 def accuracy(found: list[Any]) -> str:
-    """Return the table of errors by kind of measurement, for those that the simulator claims to meet."""
+    """Return the table of errors by kind of measurement, for all measurements that the simulator claims to meet."""
     lines = [
         "| measurements | constants | number | within 15 % | mean error | largest error |",
         "| --- | --- | --- | --- | --- | --- |",

@@ -1,4 +1,4 @@
-"""The simulator of `te plan`: every measurement that it claims within 15 %, and arithmetic that is known otherwise."""
+"""The simulator of `te plan`: claimed measurements within 15 %, and arithmetic with a known result."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_names_of_layers(tmp_path: Path):
         model(x), experts(x, [4, 12]), unnamed(x)
         debug_api.step()
     names = {name.removesuffix("_activation_max") for name, _ in log.values}
-    # Unnamed layers are counted, also those that other tests of the process keep.
+    # The numbers of unnamed layers include layers that other tests of the process keep.
     names = {re.sub(r"^Layer_\d+$", "Layer_N", name) for name in names}
     assert names == {
         "block.self_attention.layernorm_qkv",

@@ -29,7 +29,7 @@ QUANTIZERS = {
 
 @dynamo.register_value_opaque_quantizer
 class Rounding(te.MXFP8Quantizer):
-    """A class of its own: a registration lasts as long as the process."""
+    """A separate class, because a registration lasts until the process ends."""
 
 
 @torch.library.custom_op("te_test::rounded", mutates_args=())

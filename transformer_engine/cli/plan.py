@@ -14,7 +14,7 @@ from ..common.planning import plan as predicted
 from ..common.planning.hardware import GIB, gpu_named, links_of
 from .failure import reporting
 
-_SIZE = "Size of the model; replaces that of --model"
+_OF_MODEL = " (default: that of --model)"
 
 
 def plan(
@@ -27,19 +27,21 @@ def plan(
     ] = "custom",
     gpu: Annotated[str, typer.Option(help=", ".join(GPUS))] = "h100",
     recipe: Annotated[
-        str, typer.Option(help=f"How the products are quantized: {', '.join(FORMATS)}")
+        str, typer.Option(help=f"Recipe of the matrix products: {', '.join(FORMATS)}")
     ] = "bf16",
     dp: Annotated[
-        int | None, typer.Option(help="Replicas (default: the devices that the other axes leave)")
+        int | None, typer.Option(help="Replicas (default: devices / (fsdp * tp * cp * pp))")
     ] = None,
-    fsdp: Annotated[int | None, typer.Option(help="Ranks that share parameters, with those of cp")] = None,
+    fsdp: Annotated[
+        int | None, typer.Option(help="Ranks that shard parameters, together with those of cp")
+    ] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks, with sequence parallelism")] = None,
     cp: Annotated[int | None, typer.Option(help="Context-parallel ranks")] = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline stages")] = None,
-    ep: Annotated[int | None, typer.Option(help="Ranks that share experts; divides dp * fsdp * cp")] = None,
-    sequence: Annotated[int, typer.Option("--seq", help="Tokens of a sequence")] = 8192,
-    micro_batch: Annotated[int | None, typer.Option(help="Sequences of a micro-batch")] = None,
-    global_batch: Annotated[int | None, typer.Option(help="Sequences of a step of all devices")] = None,
+    ep: Annotated[int | None, typer.Option(help="Ranks that shard experts; divides dp * fsdp * cp")] = None,
+    sequence: Annotated[int, typer.Option("--seq", help="Tokens per sequence")] = 8192,
+    micro_batch: Annotated[int | None, typer.Option(help="Sequences per micro-batch")] = None,
+    global_batch: Annotated[int | None, typer.Option(help="Sequences per step, over all devices")] = None,
     recompute: Annotated[
         str | None,
         typer.Option(help="none, or full: repeat the forward pass of each layer in the backward pass"),
@@ -49,17 +51,21 @@ def plan(
     graphs: Annotated[
         bool, typer.Option("--graphs", help="CUDA graphs: the host never delays the GPU")
     ] = False,
-    hidden: Annotated[int | None, typer.Option(help=_SIZE)] = None,
-    layers: Annotated[int | None, typer.Option(help=_SIZE)] = None,
-    heads: Annotated[int | None, typer.Option(help=_SIZE)] = None,
-    kv_heads: Annotated[int | None, typer.Option(help=_SIZE)] = None,
-    head_dim: Annotated[int | None, typer.Option(help=_SIZE)] = None,
-    ffn: Annotated[int | None, typer.Option(help=_SIZE)] = None,
-    vocabulary: Annotated[int | None, typer.Option(help=_SIZE)] = None,
-    experts: Annotated[int | None, typer.Option(help=_SIZE)] = None,
-    experts_per_token: Annotated[int | None, typer.Option(help=_SIZE)] = None,
-    devices_per_host: Annotated[int, typer.Option(help="GPUs of a host, connected by NVLink")] = 8,
-    network: Annotated[float, typer.Option(help="GB/s that each GPU sends to other hosts")] = 45.0,
+    hidden: Annotated[int | None, typer.Option(help="Hidden size" + _OF_MODEL)] = None,
+    layers: Annotated[int | None, typer.Option(help="Number of layers" + _OF_MODEL)] = None,
+    heads: Annotated[int | None, typer.Option(help="Number of query heads" + _OF_MODEL)] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Number of key and value heads" + _OF_MODEL)] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Size of a head" + _OF_MODEL)] = None,
+    ffn: Annotated[
+        int | None, typer.Option(help="Hidden size of the MLP or of one expert" + _OF_MODEL)
+    ] = None,
+    vocabulary: Annotated[int | None, typer.Option(help="Size of the vocabulary" + _OF_MODEL)] = None,
+    experts: Annotated[int | None, typer.Option(help="Number of experts per layer" + _OF_MODEL)] = None,
+    experts_per_token: Annotated[
+        int | None, typer.Option(help="Experts that process each token" + _OF_MODEL)
+    ] = None,
+    devices_per_host: Annotated[int, typer.Option(help="GPUs per host, connected by NVLink")] = 8,
+    network: Annotated[float, typer.Option(help="Bandwidth of each GPU to other hosts in GB/s")] = 45.0,
     find: Annotated[
         bool, typer.Option("--search", help="Find the fastest mesh that fits; given axes are fixed")
     ] = False,

@@ -50,7 +50,7 @@ def token_axes(transposed: bool, sequence: str, hidden: str) -> tuple[str, str, 
 
 @dataclass(frozen=True)
 class MeshResource:
-    """Names of the mesh axes by the kind of parallelism that they serve; None if the mesh has none of the kind.
+    """Names of the mesh axes by the kind of parallelism that they serve; None if the mesh has no such axis.
 
     Args:
         dp_resource: Axis of data parallelism: shards batches.

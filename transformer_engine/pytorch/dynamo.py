@@ -73,19 +73,15 @@ def register_value_opaque_quantizer(cls: Kind) -> Kind:
             )
     if cls._configuration is Quantizer._configuration:  # which tells quantizers apart by their identity
         cls.__eq__, cls.__hash__ = _equal, _hash
-    _register(cls)
-    return cls
-
-
-def _register(cls: type[Any]) -> None:
-    cls.__fx_repr__ = _fx_repr
+    cls.__fx_repr__ = _fx_repr  # pyright: ignore[reportAttributeAccessIssue]
     _registered.add(cls)
     try:
         from torch._library.opaque_object import is_opaque_type, register_opaque_type
     except ImportError:  # torch before 2.11 has no opaque types
-        return
+        return cls
     if not is_opaque_type(cls):
         register_opaque_type(cls, typ="value")
+    return cls
 
 
 def _equal(self: Any, other: object) -> bool:

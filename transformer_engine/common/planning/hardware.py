@@ -1,7 +1,7 @@
 """Rates of GPUs and links: measured constants, and the time of each kind of operation.
 
 Milliseconds, bytes and floating-point operations throughout. `docs/plan.md` lists which measurements the constants are
-fitted to, and the errors for those that they are not fitted to.
+fitted to, and the errors for all other measurements.
 """
 
 from __future__ import annotations

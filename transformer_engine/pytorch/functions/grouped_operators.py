@@ -264,7 +264,7 @@ def backward_in_graph(
     scales: Sequence[Tensor],
     states: Sequence[Any],
 ) -> list[Tensor | None]:
-    """Return the gradient of each input of a traced call; None for those that are not needed.
+    """Return the gradient of each input of a traced call; None for an input that needs none.
 
     Args:
         key: Key of the kernel.

@@ -23,13 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor import parallel as torch_styles
 
-from ..module import LayerNormLinear, LayerNormMLP, Linear
+from ..module import LayerNormLinear, Linear
 from ..module.base import TransformerEngineBaseModule
-from ..module.grouped_linear import GroupedLinear
 
 __all__ = ["ColwiseParallel", "RowwiseParallel"]
-
-_OTHERS = (LayerNormMLP, GroupedLinear)
 
 
 def _serves(module: torch.nn.Module, style: str, layers: tuple[type, ...]) -> bool:
@@ -41,7 +38,7 @@ def _serves(module: torch.nn.Module, style: str, layers: tuple[type, ...]) -> bo
     if not isinstance(module, TransformerEngineBaseModule):
         return False
     kind = type(module).__name__
-    if not isinstance(module, layers) or isinstance(module, _OTHERS):
+    if not isinstance(module, layers):
         raise NotImplementedError(
             f"{style} does not shard a {kind}; give it {' or '.join(layer.__name__ for layer in layers)}, or construct "
             f"the {kind} with tp_group"
@@ -71,7 +68,7 @@ def _distributed(
         module: The layer.
         mesh: Mesh of one dimension.
         style: The style, whose hooks convert the input and the output.
-        placements: Placement of each parameter; `Replicate()` for those that are absent.
+        placements: Placement of each parameter; `Replicate()` unless named.
     """
 
     def partition(name: str, layer: torch.nn.Module, mesh: DeviceMesh) -> None:

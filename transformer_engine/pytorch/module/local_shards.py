@@ -51,14 +51,15 @@ class _BiasOfFirstRank(torch.autograd.Function):
         return gradient, bias.to(ctx.dtype), None
 
 
-def _checked(kind: str, tensors: Mapping[str, Any]) -> Any:
-    """Return the mesh of the tensors.
+def _common_mesh(kind: str, given: Mapping[str, Any]) -> Any:
+    """Return the mesh of the tensors, some of which may be None.
 
     Raises:
         TypeError: Some of the tensors are DTensors and others are not.
         ValueError: The tensors have different meshes.
         NotImplementedError: The mesh has several dimensions.
     """
+    tensors = {name: value for name, value in given.items() if value is not None}
     plain = [name for name, value in tensors.items() if not is_distributed(value)]
     if plain:
         raise TypeError(
@@ -103,6 +104,13 @@ def _local(parameter: Any, summed: bool) -> Tensor:
     return _SummedGradient.apply(parameter).to_local(grad_placements=[Partial()])  # pyright: ignore
 
 
+def _local_of_replicated(parameter: Any, summed: bool) -> Tensor | None:
+    """Return the whole parameter, see `_local`; None for None."""
+    from torch.distributed.tensor import Replicate
+
+    return None if parameter is None else _local(parameter.redistribute(placements=[Replicate()]), summed)
+
+
 def normalized_shards(
     kind: str,
     compute: Callable[[Tensor, Tensor, Tensor | None], Tensor],
@@ -124,16 +132,12 @@ def normalized_shards(
     Raises:
         TypeError, ValueError, NotImplementedError: See `local_linear`.
     """
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import DTensor
 
-    given = {"the input": x, "weight": weight, "bias": bias}
-    mesh = _checked(kind, {name: value for name, value in given.items() if value is not None})
+    mesh = _common_mesh(kind, {"the input": x, "weight": weight, "bias": bias})
     whole = _whole_or_sharded_rows(x, features)
     sharded = whole.placements[0].is_shard()
-    local = [
-        None if value is None else _local(value.redistribute(placements=[Replicate()]), sharded)
-        for value in (weight, bias)
-    ]
+    local = [_local_of_replicated(value, sharded) for value in (weight, bias)]
     y = compute(whole.to_local(), *local)  # pyright: ignore[reportArgumentType]
     return DTensor.from_local(
         y, mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
@@ -146,7 +150,7 @@ def local_linear(
     x: Any,
     weight: Any,
     bias: Any,
-    norm: Mapping[str, Any] | None = None,
+    norm: Mapping[str, Any],
 ) -> Any:
     """Return the output of a linear layer as a DTensor; see the table of this file.
 
@@ -156,7 +160,7 @@ def local_linear(
         x: Input [.., K].
         weight: Weight [N, K].
         bias: Bias [N], or None.
-        norm: Parameters of a norm before the product, by name; those that are absent are None.
+        norm: {name: parameter} of a norm before the product; None for an absent parameter, empty without a norm.
 
     Raises:
         TypeError: Some of the tensors are DTensors and others are not.
@@ -165,9 +169,7 @@ def local_linear(
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-    norm = norm or {}
-    given = {"the input": x, "weight": weight, "bias": bias, **norm}
-    mesh = _checked(kind, {name: value for name, value in given.items() if value is not None})
+    mesh = _common_mesh(kind, {"the input": x, "weight": weight, "bias": bias, **norm})
     (placement,) = weight.placements
     last = x.dim() - 1
     column, row = placement.is_shard(0), placement.is_shard(1)
@@ -187,15 +189,13 @@ def local_linear(
     # Each rank has a part of the sum over outputs or rows.
     summed = column or whole.placements[0].is_shard()
     local_x = whole.to_local(grad_placements=[Partial()]) if column else whole.to_local()
-    replicated = [
-        None if value is None else _local(value.redistribute(placements=[Replicate()]), summed)
-        for value in norm.values()
-    ]
+    replicated = [_local_of_replicated(value, summed) for value in norm.values()]
+    rows_alone = summed and not column and not row  # the whole weight is applied to a part of the rows
     of_rows = [Shard(0)] if column else [Replicate()]
     local_bias = None
     if bias is not None:
-        local_bias = _local(bias.redistribute(placements=of_rows), summed and not column and not row)
-    local_weight = _local(weight, summed and not column and not row)
+        local_bias = _local(bias.redistribute(placements=of_rows), rows_alone)
+    local_weight = _local(weight, rows_alone)
     y = compute(local_x, local_weight, None if row else local_bias, *replicated)
     if row and local_bias is not None:
         y = _BiasOfFirstRank.apply(y, local_bias.to(y.dtype), mesh.get_local_rank() == 0)

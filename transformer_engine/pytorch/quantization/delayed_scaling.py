@@ -224,11 +224,11 @@ class Pool:
             else:
                 states.append(state)
                 gaps.append(0)
+        group = reduction_group(self.recipe, self.group)
         if len(states) > 0:
-            update_states(states, self.forward, self.recipe, self.group, gaps if self.reduces else ())
-        elif self.reduces and not torch.compiler.is_compiling():
-            group = reduction_group(self.recipe, self.group)
-            _reduce([torch.zeros(1, gaps[0], device=self.device)], group)  # pyright: ignore[reportArgumentType]
+            update_states(states, self.forward, self.recipe, self.group, () if group is None else gaps)
+        elif group is not None and not torch.compiler.is_compiling():
+            _reduce([torch.zeros(1, gaps[0], device=self.device)], group)
         if not torch.compiler.is_compiling():
             with _lock:
                 self.tidy()

@@ -47,7 +47,7 @@ def _pair(name: str, value: Any) -> Pair:
 @jax.tree_util.register_pytree_node_class
 @dataclass
 class SequenceDescriptor:
-    """Four pairs (of queries, of keys); those that a form does not use are empty arrays.
+    """Four pairs (of queries, of keys); a pair that a form does not use has empty arrays.
 
     Args:
         seqlens: Lengths of the sequences, int32 [b] or [b, segments].
