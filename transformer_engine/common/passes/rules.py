@@ -121,6 +121,8 @@ def _quantized_product(producer: Step, reader: Step) -> Step | None:
     settings = producer.settings
     if producer.op != "product" or reader.op != "quantize" or not isinstance(settings, Product):
         return None
+    if len(producer.inputs) > 4:  # it accumulates, so that its result is the total and cannot be codes
+        return None
     if (
         settings.cast is not None
         or settings.activation is not None
