@@ -17,7 +17,7 @@ from transformer_engine.pytorch.primitives import attention
 from transformer_engine.pytorch.primitives.attention.backends import cudnn
 from transformer_engine.pytorch.primitives.attention.call import AttentionCall, Feature
 from transformer_engine.pytorch.primitives.attention.choose import TABLE
-from transformer_engine.pytorch.primitives.attention.passes import Passes, Whole
+from transformer_engine.pytorch.primitives.attention.passes import Differentiable, Passes
 
 FOLDER = Path(attention.__file__).parent
 
@@ -77,11 +77,11 @@ def test_a_request_hashes_and_compares_by_its_fields():
         replace(one, headz=3)
 
 
-def test_every_backend_is_bound_to_two_passes_or_to_a_whole(monkeypatch):
+def test_every_backend_is_bound_to_two_passes_or_to_a_differentiable_attention(monkeypatch):
     monkeypatch.setattr(cudnn, "has_cuda", lambda: False)  # nothing is planned
     for backend in TABLE.backends:
         bound = backend.bind(request())
-        assert isinstance(bound, (Passes, Whole)) and bound.name == backend.name
+        assert isinstance(bound, (Passes, Differentiable)) and bound.name == backend.name
 
 
 def test_explaining_plans_nothing(monkeypatch):

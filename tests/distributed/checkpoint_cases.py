@@ -24,11 +24,15 @@ WIDTH, HIDDEN, ROWS = 128, 512, 32  # 512 rows over four ranks end where blocks 
 
 
 class Trained:
-    """A model and its optimizer, sharded over a mesh; mesh=None is one device."""
+    """A model and its optimizer, sharded over a mesh; mesh=None is one device.
 
-    def __init__(self, name: str, quantized: bool, mesh: DeviceMesh | None):
+    Delayed scaling takes maxima over all ranks unless it is given the group of those that train.
+    """
+
+    def __init__(self, name: str, quantized: bool, mesh: DeviceMesh | None, scaling_group: Any):
         FP8GlobalStateManager.reset()
         torch.manual_seed(3)
+        self.scaling_group = scaling_group
         self.recipe = RECIPES[name]()
         options = {"params_dtype": torch.bfloat16, "device": "cpu"}
         with te.quantized_model_init(quantized, recipe=self.recipe):
@@ -43,7 +47,7 @@ class Trained:
     def step(self, number: int) -> Tensor:
         """Train on a batch that is equal on all ranks; return the output [ROWS, HIDDEN]."""
         x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number)).bfloat16()
-        with te.autocast(recipe=self.recipe):
+        with te.autocast(recipe=self.recipe, amax_reduction_group=self.scaling_group):
             y = self.model(x)
         y.float().square().mean().backward()
         self.optimizer.step()
@@ -102,20 +106,21 @@ def save_and_load(device: torch.device, cases: list[tuple[str, bool]], directory
     The four ranks are two replicas of two shards each in the first case, and four shards in the others.
     """
     replicated = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    meshes = {4: DeviceMesh("cpu", [0, 1, 2, 3]), 2: DeviceMesh("cpu", [0, 1])}
+    meshes = {size: DeviceMesh("cpu", list(range(size))) for size in (4, 2, 1)}
     found = {}
     for name, quantized in cases:
         place = directory / f"{name}-{quantized}"
         mesh = replicated if (name, quantized) == cases[0] else meshes[4]
-        saved = Trained(name, quantized, mesh)
+        saved = Trained(name, quantized, mesh, None)
         first = saved.step(0)
         dcp.save(saved.state(), checkpoint_id=place)
         states = {4: saved.whole(mesh.get_group(mesh.ndim - 1))}
         steps = {4: torch.stack([first, saved.step(1), saved.step(2)])}
         for size in (2, 1):
             if dist.get_rank() < size:
-                group = meshes[2].get_group() if size == 2 else None
-                read = Trained(name, quantized, meshes.get(size))
+                scaling_group = meshes[size].get_group()
+                group = scaling_group if size > 1 else None
+                read = Trained(name, quantized, meshes[size] if size > 1 else None, scaling_group)
                 read.load(place, group)
                 states[size] = read.whole(group)
                 steps[size] = torch.stack([first, read.step(1), read.step(2)])

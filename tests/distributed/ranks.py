@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.multiprocessing as multiprocessing
 
 # Ranks are forked from a process that has imported what takes a process of its own four seconds, and nothing else.
 START = "forkserver"
+TIMEOUT = timedelta(minutes=5)  # of a collective that some rank does not join
 multiprocessing.get_context(START).set_forkserver_preload(
     ["torch.distributed.fsdp", "torch.multiprocessing.spawn", "transformer_engine.pytorch"]
 )
@@ -38,7 +40,11 @@ def _rank(rank: int, function: Callable[[torch.device], Any], size: int, directo
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if cuda else "gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=size
+        "nccl" if cuda else "gloo",
+        init_method=f"file://{directory}/rendezvous",
+        timeout=TIMEOUT,
+        rank=rank,
+        world_size=size,
     )
     torch.manual_seed(100 + rank)
     try:
