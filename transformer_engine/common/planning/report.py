@@ -136,8 +136,8 @@ class TrainingPlan:
         lines = [
             f"{model.name}, {model.parameters() / 1e9:.1f} B parameters, {self.recipe} on {mesh.devices} x {self.gpu}"
             f" ({mesh}); predicted, not measured",
-            f"{self.global_batch} sequences of {self.sequence} tokens: "
-            f"{self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)} of {self.micro_batch} for each replica, "
+            f"{self.global_batch} sequences of {self.sequence} tokens: {self.micro_batches} "
+            f"micro-batch{'es' * (self.micro_batches > 1)} of {self.micro_batch} for each replica, "
             f"recomputation: {self.recompute}",
             "",
         ]
