@@ -236,7 +236,7 @@ def ways(explanation) -> dict[str, tuple[str | None, str]]:
 def test_the_explanation_says_how_matrices_between_the_steps_are_made(device):
     x = sample(device)
     found = ways(te.explain(mlp(device, activation="gelu"), x))
-    assert found["norm_output"] == ("separate", "the product's quantizer asks no kernel for codes")
+    assert found["norm_output"][0] == "separate" and "asks no kernel for codes" in found["norm_output"][1]
     assert found["mlp_activation"][0] == found["mlp_gradient"][0] == "in_product"
     with te.autocast(recipe=RECIPES["delayed"]):
         found = ways(te.explain(mlp(device, activation="swiglu", return_layernorm_output=True), x))
