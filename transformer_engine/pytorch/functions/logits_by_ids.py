@@ -112,7 +112,7 @@ class LogitsByIds:
     def _sum_over_ids(
         self, rows: slice, facts: RowFacts, gradients: HeadGradients, whole: bool, begin: bool
     ) -> None:
-        """Compute the gradient of hidden[rows]. With `whole`, these are all rows, and blocks are read for the last time."""
+        """Compute the gradient of hidden[rows]; with `whole`, these are all rows and blocks are read no more."""
         assert gradients.hidden is not None
         total = self.sums
         if total is None:

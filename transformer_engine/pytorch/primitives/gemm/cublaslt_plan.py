@@ -61,7 +61,7 @@ class LibraryCall(NamedTuple):
         set_attribute: Library function that sets an attribute of a descriptor.
         matmul: Library function that computes the product.
         attributes: The numbers of POINTERS.
-        scalars: Addresses of the host scalars and of the library handle.
+        scalars: The library handle, and the addresses of alpha and beta.
         layouts: Handles of the left, right and result layouts, and the address of the algorithm.
         alignment: Required alignment of the pointers, in bytes.
         current_stream: Returns the stream of a device.
