@@ -183,7 +183,8 @@ def product_kernel(
 ):
     """Compute out; scale_a [ceil(K / 128), M]; scale_b [ceil(N / 128), ceil(K / 128)], BY_ROW [ceil(K / 128), N].
 
-    BUFFERS   buffers of 64 rows of results per group of warps
+    Args:
+        BUFFERS: Number of buffers of 64 rows of results per group of warps.
     """
     CODES: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     LINE: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)

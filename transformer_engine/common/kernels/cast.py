@@ -22,11 +22,12 @@ _ROWS, _COLUMNS = 8, 256  # the tile of `row_maximum_kernel`
 class OneScale(NamedTuple):
     """The cast of a kernel's own result, with one scale for the matrix and rowwise codes.
 
-    columnwise   also store the transpose of the codes
-    given        the scale is given, and the kernel computes the codes itself; otherwise it computes the maximum, and a
-                 cast with power_of_two and epsilon follows
-    records      with a given scale: a given amax becomes max(amax, maximum of the result)
-    zero_is_one  read a given scale of 0 as 1
+    Attributes:
+        columnwise: Also store the transpose of the codes.
+        given: The scale is given, and the kernel computes the codes itself. Otherwise it computes the maximum, and a
+            cast with power_of_two and epsilon follows.
+        records: With a given scale, a given amax becomes max(amax, maximum of the result).
+        zero_is_one: Read a given scale of 0 as 1.
     """
 
     element: Element
@@ -292,14 +293,16 @@ def one_scale(
     epsilon: float = 0.0,
     zero_is_one: bool = False,
 ) -> Program:
-    """Return the launch (x [M, K] contiguous, ..) -> codes, scale, codes_t, scale_t, amax; directions share a scale.
+    """Return the program (x [M, K] contiguous, ..) -> codes, scale, codes_t, scale_t, amax; directions share a scale.
 
-    amax       how the maximum is used, and the inputs after x:
-    RECORDED   (.., multiplier, amax): amax becomes max(amax, max|x|)
-    MEASURED   (.., multiplier): amax = max|x|, computed by the same kernel
-    GIVEN      (.., multiplier | None, amax): a multiplier of None is computed from amax
-    SCALES     (..): a first pass computes max|x|, from which the scale is computed; the passes may overlap
-    zero_is_one: read a given multiplier of 0 as 1
+    The value of `amax` determines the use of the maximum, and the inputs after x:
+
+    * RECORDED (.., multiplier, amax): amax becomes max(amax, max|x|).
+    * MEASURED (.., multiplier): amax = max|x|, computed by the same kernel.
+    * GIVEN (.., multiplier | None, amax): a multiplier of None is computed from amax.
+    * SCALES (..): a first pass computes max|x|, from which the scale is computed; the passes may overlap.
+
+    With zero_is_one, a given multiplier of 0 is read as 1.
     """
     plain = (shape, element, rowwise, columnwise)
     scaling = {"power_of_two": power_of_two, "epsilon": epsilon, "zero_is_one": zero_is_one}

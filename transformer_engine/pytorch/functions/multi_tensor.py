@@ -244,7 +244,7 @@ def device_rates(
     host = adam_rates(0.0, betas, eps, 1, False, weight_decay)
     rates = torch.empty(len(host), dtype=torch.float32, device=lr.device)
     for place in range(1, 7):
-        rates[place].fill_(host[place])  # an assignment would copy from the host, which a graph cannot capture
+        rates[place].fill_(host[place])  # an assignment copies from the host; graphs cannot capture it
     rates[0] = lr.reshape(())
     steps = step.reshape(()).to(torch.float64)
     for place, beta in ((7, betas[0]), (8, betas[1])):

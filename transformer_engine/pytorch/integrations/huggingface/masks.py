@@ -289,9 +289,7 @@ def _ranges(
             arguments[f"cu_seqlens_{side}_padded"] = torch.cat((whole[:1], places, whole[1:])).int()
             arguments[f"max_seqlen_{side}"] = size
         arguments[f"cu_seqlens_{side}"] = cumulative(lengths)
-    if (
-        facts.queries == facts.keys and name != "padding"
-    ):  # equal numbers are passed as one tensor
+    if facts.queries == facts.keys and name != "padding":  # equal numbers are passed as one tensor
         for end_of_name in ("", "_padded"):
             if f"cu_seqlens_q{end_of_name}" in arguments:
                 arguments[f"cu_seqlens_kv{end_of_name}"] = arguments[f"cu_seqlens_q{end_of_name}"]
