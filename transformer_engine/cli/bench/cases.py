@@ -17,20 +17,21 @@ from .kernel_cases import KERNELS
 RECIPES = ("bf16", *(family.name for family in all_families() if family.samples))
 # A recipe may quantize to more than one format.
 QUANTIZATIONS = {sample.name: (family.name, sample) for family in all_families() for sample in family.samples}
-BYTES = 2  # of a bfloat16
+BYTES = 2  # per bfloat16 element
 Families = Callable[[tuple[str, ...], bool], "Iterator[Case]"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the report.
+    """One row of the report.
 
-    name        family and passes ("f": forward, "fb": forward and backward), recipe, sizes: the key of a comparison
-    recipe      one of RECIPES, or of QUANTIZATIONS in the family quantize
-    arguments   arguments of a provider's builder of the family
-    backward    run the backward pass too
-    operations  floating-point operations of the matrix products; 0 if bytes limit the speed
-    moved       bytes that must be read and written once; 0 if operations limit the speed
+    Attributes:
+        name: Family and passes ("f": forward, "fb": forward and backward), recipe, sizes: the key of a comparison.
+        recipe: One of RECIPES, or of QUANTIZATIONS in the family quantize.
+        arguments: Arguments of a provider's builder of the family.
+        backward: Run the backward pass too.
+        operations: Floating-point operations of the matrix products; 0 if bytes limit the speed.
+        moved: Bytes that must be read and written once; 0 if operations limit the speed.
     """
 
     name: str
@@ -57,7 +58,7 @@ def _quantize(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
     for kind, (recipe, sample) in QUANTIZATIONS.items():
         if recipe not in recipes:
             continue
-        width = 1 / sample.format.packing  # bytes of a code
+        width = 1 / sample.format.packing  # bytes per code
         for both in (False, True):
             yield Case(
                 f"quantize/{kind}_{'both' if both else 'row'}/{rows}x{depth}",
@@ -191,7 +192,7 @@ def _attention(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
     small = (("causal", 2, 128, 4, 2, 64, True),)
     for recipe in recipes:
         if recipe not in ("bf16", "delayed", "current"):
-            continue  # an attention's kernels support no block scales
+            continue  # the attention kernels do not support block scales
         table = ATTENTIONS if recipe == "bf16" else FP8_ATTENTIONS
         for kind, batch, sequence, heads, groups, size, forward_too in small if quick else table:
             passes = [("f", False)] if forward_too else []
@@ -253,11 +254,11 @@ def _layer_small(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 def _layer_variant(
     family: str, of: Families, work: float, recipes: tuple[str, ...], quick: bool
 ) -> Iterator[Case]:
-    """The training passes of a layer in another mode of execution, with `work` times its operations.
+    """Yield the training passes of a layer in another mode of execution, with `work` times its operations.
 
-    layer_graphed      a small layer as a CUDA graph: the remaining host time
-    layer_recomputed   under te.checkpoint, which saves only the input and repeats the forward pass
-    layer_observed     in a step that te.observe reads, including the reading of the report
+    * layer_graphed: a small layer as a CUDA graph, which shows the remaining host time.
+    * layer_recomputed: under te.checkpoint, which saves only the input and repeats the forward pass.
+    * layer_observed: in a step that te.observe reads, including the reading of the report.
     """
     for case in of(recipes, quick):
         if case.backward:

@@ -19,13 +19,14 @@ SMALL = {"hidden": 128, "inner": 256, "heads": 4, "groups": 4, "sequence": 64}
 
 @dataclass(frozen=True)
 class RanksCase:
-    """One line of the report.
+    """One row of the report.
 
-    name        family, recipe, sizes and number of ranks: the key of a comparison
-    recipe      one of RECIPES of `cases`
-    arguments   arguments of the builder of the family
-    work        work of all ranks together relative to one device: the number of ranks if each has its own tokens
-    moved       bytes that a rank sends in a collective; 0 for layers
+    Attributes:
+        name: Family, recipe, sizes and number of ranks: the key of a comparison.
+        recipe: One of RECIPES of `cases`.
+        arguments: Arguments of the builder of the family.
+        work: Work of all ranks together relative to one device: the number of ranks if each has its own tokens.
+        moved: Bytes that a rank sends in a collective; 0 for layers.
     """
 
     name: str
