@@ -115,7 +115,8 @@ def thd_sequence_order_to_cp_rank_order(
 ) -> Tensor:
     """Return tokens [t, ..] of whole packed sequences in the order in which ranks hold them, rank 0 first.
 
-    Raises ValueError unless the tensor has `total_tokens` rows.
+    Raises:
+        ValueError: The tensor does not have `total_tokens` rows.
     """
     _check_tokens(tensor, total_tokens)
     return tensor.index_select(0, order_of_ranks(cu_seqlens, tensor.shape[0], world_size))

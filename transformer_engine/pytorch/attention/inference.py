@@ -271,7 +271,16 @@ class InferenceParams:
     def step(self, layer_number: int, new_k: Tensor, new_v: Tensor, qkv_format: str) -> CachedKeysValues:
         """Append a layer's new keys and values, and return all of them with the lengths that mask them.
 
-        The cache has no gradient. Raises ValueError, before writing, if the tensors do not fit the step.
+        The cache has no gradient.
+
+        Args:
+            layer_number: Number of the layer.
+            new_k: Keys of the new tokens.
+            new_v: Values of the new tokens.
+            qkv_format: Layout of the new tokens.
+
+        Raises:
+            ValueError: The tensors do not fit the step. Nothing has been written.
         """
         tensor("new_k", new_k)
         tensor("new_v", new_v)

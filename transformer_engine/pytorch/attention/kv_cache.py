@@ -44,7 +44,8 @@ class KVCacheManager(ABC):
     def pre_step(self, step_dict: Mapping[Any, int]) -> OrderedDict[Any, int]:
         """Return the sequences {id: tokens including new ones} of a step {id: new tokens}; others are removed.
 
-        Raises ValueError, before anything changes, if there is not enough memory for the sequences.
+        Raises:
+            ValueError: There is not enough memory for the sequences. Nothing has changed.
         """
 
     @abstractmethod

@@ -166,7 +166,8 @@ class QuantizedTensorStorage:
     def view(self, *shape: int | Sequence[int]) -> QuantizedTensorStorage:
         """Return the same codes with another shape, in which one extent may be -1.
 
-        Raises RuntimeError if scales or directions do not allow it.
+        Raises:
+            RuntimeError: Scales or directions do not allow the shape.
         """
         extents = tuple(shape[0]) if isinstance(shape[0], Sequence) else shape
         whole = torch.empty(self.shape, device="meta").view(extents).shape  # pyright: ignore
