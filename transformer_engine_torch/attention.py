@@ -335,5 +335,5 @@ def _call(
 
 
 def _wide(x: Any, dtype: torch.dtype) -> Tensor:
-    """A tensor that is not quantized; one that is, dequantized to dtype."""
+    """Return a tensor that is not quantized unchanged, and a quantized tensor dequantized to dtype."""
     return x.dequantize(dtype=dtype) if hasattr(x, "get_usages") else x

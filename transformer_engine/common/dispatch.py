@@ -36,7 +36,7 @@ class PlanFailure(NamedTuple):
 
 
 def supports_all(request: Any) -> None:
-    """The `unsupported_reason` of a backend that supports all requests with the features that it declares."""
+    """Return None: `unsupported_reason` of a backend that supports all requests with its declared features."""
     return None
 
 

@@ -154,7 +154,7 @@ def _grouped_linear(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 
 
 def _ops(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """An MLP and a grouped MLP of experts as a Sequential of operations, and as modules."""
+    """Yield an MLP and a grouped MLP of experts, as a Sequential of operations and as modules."""
     rows, hidden, inner = (256, 256, 512) if quick else (8192, 4096, 14336)
     groups, expert = (4, 128) if quick else (8, 1408)
     kinds = (
@@ -242,7 +242,7 @@ def _layer(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 
 
 def _layer_small(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """A layer whose wall time is its host time."""
+    """Yield a layer whose wall time is its host time."""
     sizes = {"hidden": 1024, "inner": 4096, "heads": 16, "groups": 16, "sequence": 128}
     if quick:
         sizes = {"hidden": 128, "inner": 256, "heads": 2, "groups": 2, "sequence": 32}

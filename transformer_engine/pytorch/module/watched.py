@@ -55,7 +55,7 @@ class Slots(list[Quantizer]):
 def _writes(
     base: type, name: str, watched: Callable[[Any], object], notice: Callable[[Active], None]
 ) -> Callable[..., Any]:
-    """The method of base, followed by `notice` if it changed the watched object."""
+    """Return the method of base, followed by `notice` if it changed the watched object."""
     plain = getattr(base, name)
 
     def write(self: Any, *arguments: Any, **options: Any) -> Any:

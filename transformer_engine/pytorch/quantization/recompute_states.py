@@ -90,7 +90,7 @@ marked_by_hand = FirstInFirstOut()
 
 
 def runs() -> list[RecomputedRun]:
-    """The runs of recomputed functions that this thread is in, outermost first."""
+    """Return the active runs of recomputed functions in this thread, outermost first."""
     return _thread.runs
 
 

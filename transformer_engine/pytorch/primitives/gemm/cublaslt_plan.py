@@ -57,7 +57,7 @@ class LibraryCall(NamedTuple):
 
     Attributes:
         idle: Idle descriptors.
-        describe: Creates a descriptor if there is no idle one.
+        describe: Creates a descriptor if the list is empty.
         set_attribute: Library function that sets an attribute of a descriptor.
         matmul: Library function that computes the product.
         attributes: The numbers of POINTERS.
