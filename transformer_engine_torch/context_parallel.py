@@ -150,7 +150,7 @@ def _half(cu_seqlens: Tensor, tokens: int, half_idx: int) -> Tensor:
 
 
 def _padded_second_half(cu_seqlens: Tensor, columns: int, limit: int) -> tuple[Tensor, Tensor]:
-    """[b, columns]: the column of each token of the second halves in a tensor [b, h, limit], and whether it is one."""
+    """Return [b, columns]: each token's column of the second halves in a tensor [b, h, limit], and its validity."""
     half = (cu_seqlens[1:] - cu_seqlens[:-1]).long() // 2
     place = torch.arange(columns, device=cu_seqlens.device)
     # Columns are taken modulo the limit, so that those outside are all different from those inside.

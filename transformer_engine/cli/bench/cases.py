@@ -294,7 +294,7 @@ def _rope(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 
 
 def _permute(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """Tokens to their experts and, with weights without a gradient, back; a pass moves a token and its rows once."""
+    """Yield permutations to experts and, with constant weights, back; each pass moves tokens and rows once."""
     tokens, hidden, experts, places = (256, 128, 8, 2) if quick else (16384, 4096, 64, 8)
     sizes = {"tokens": tokens, "hidden": hidden, "experts": experts, "places": places}
     name = f"permute_fb/bf16/t{tokens}_h{hidden}_e{experts}_k{places}"
@@ -303,7 +303,7 @@ def _permute(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 
 
 def _padding(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """Rows of experts padded for a recipe and unpadded again; both passes read and write every row twice."""
+    """Yield padding of rows for a recipe and its inverse; both passes read and write every row twice."""
     groups, rows, width = (4, 300, 128) if quick else (64, 65601, 4096)
     if "bf16" in recipes:
         name = f"padding_fb/bf16/{groups}x{rows}x{width}"
@@ -312,7 +312,7 @@ def _padding(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 
 
 def _router(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """Float32 logits, weights, scores and the gradients of the first two; the map is written and read."""
+    """Yield routers: float32 logits, weights, scores and two gradients; the map is written and read."""
     tokens, experts, places = (256, 16, 2) if quick else (16384, 256, 8)
     for score in ("softmax", "sigmoid") if "bf16" in recipes else ():
         sizes = {"tokens": tokens, "experts": experts, "places": places, "score": score}
@@ -342,7 +342,7 @@ def _linear_cross_entropy(recipes: tuple[str, ...], quick: bool) -> Iterator[Cas
 
 
 def _adam(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """Float32 gradients are read, parameters and two moments read and written; small tensors only take host time."""
+    """Yield Adam steps: float32 gradients are read, parameters and two moments read and written."""
     sizes = ((4, 1 << 12),) if quick else ((60, 1 << 24), (1000, 1 << 10))
     for count, size in sizes if "bf16" in recipes else ():
         yield Case(
@@ -368,7 +368,7 @@ def _adam(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 
 
 def _sgd(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """Float32 gradients are read, parameters and momentum read and written."""
+    """Yield SGD steps: float32 gradients are read, parameters and momentum read and written."""
     count, size = (4, 1 << 12) if quick else (60, 1 << 24)
     if "bf16" in recipes:
         name = f"sgd_step/bf16/{count}x{size}_fp32"
@@ -377,7 +377,7 @@ def _sgd(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
 
 
 def _kernel(recipes: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """One kernel of each family of common/kernels, which torch and JAX start from the same record."""
+    """Yield one kernel of each family of common/kernels, which torch and JAX start from the same record."""
     rows, width = (128, 256) if quick else (8192, 8192)
     for name, moved in KERNELS.items() if "bf16" in recipes else ():
         sizes = {"kernel": name, "rows": rows, "width": width}

@@ -55,7 +55,7 @@ def ranks_cases(
 
 
 def _collective(recipes: tuple[str, ...], quick: bool, ranks: int) -> Iterator[RanksCase]:
-    """Collectives of bfloat16 buffers; the size is that of the buffer that holds the data of all ranks."""
+    """Yield collectives of bfloat16 buffers; the size is that of the buffer that holds the data of all ranks."""
     shares = {
         "all_gather": (ranks - 1) / ranks,
         "reduce_scatter": (ranks - 1) / ranks,
@@ -76,7 +76,7 @@ def _collective(recipes: tuple[str, ...], quick: bool, ranks: int) -> Iterator[R
 
 
 def _attention(recipes: tuple[str, ...], quick: bool, ranks: int) -> Iterator[RanksCase]:
-    """Causal attention of one sequence whose tokens the ranks share."""
+    """Yield causal attention of one sequence whose tokens the ranks share."""
     heads, groups, width = (4, 4, 32) if quick else (32, 8, 128)
     for recipe in recipes:
         if recipe not in ("bf16", "delayed", "current"):
@@ -98,7 +98,7 @@ def _attention(recipes: tuple[str, ...], quick: bool, ranks: int) -> Iterator[Ra
 
 
 def _layer(recipes: tuple[str, ...], quick: bool, ranks: int, family: str) -> Iterator[RanksCase]:
-    """One layer whose weights (tensor parallelism) or tokens (context parallelism) the ranks share."""
+    """Yield a layer whose weights (tensor parallelism) or tokens (context parallelism) the ranks share."""
     sizes, label = (SMALL, "h128_s64") if quick else (LLAMA_8B, "llama8b_s8192")
     schemes = SCHEMES if family == "layer_cp" else ("",)
     for recipe in recipes:
@@ -113,7 +113,7 @@ def _layer(recipes: tuple[str, ...], quick: bool, ranks: int, family: str) -> It
 
 
 def _sharded(recipes: tuple[str, ...], quick: bool, ranks: int) -> Iterator[RanksCase]:
-    """Layers with sharded parameters; each rank has its own tokens, so the ranks do more work than one device."""
+    """Yield layers with sharded parameters; each rank has its own tokens, so all ranks do more work than one device."""
     sizes, label = (SMALL, "h128_s64") if quick else (LLAMA_8B, "llama8b_s8192")
     layers = 2 if quick else 4
     for recipe in recipes:

@@ -76,7 +76,7 @@ def features() -> Any:
 
 
 def planned(location: Location, quantized: dict[str, bool], iteration: int) -> tuple[TensorPlan, int | None]:
-    """Ask features for the plan of a tensor.
+    """Request the plan of a tensor from the features.
 
     Args:
         location: The tensor.
@@ -334,7 +334,7 @@ class DebugQuantizer(Observing):
         return contracted(made, axis, self.quantizer)
 
     def _is_repeated(self) -> bool:
-        """Is a tensor of a forward pass computed again, by a backward pass?"""
+        """Return whether a tensor of a forward pass is computed again by a backward pass."""
         return self.tensor_name in _OF_FORWARD and in_backward_pass()
 
     def replaying(self, state: tuple[Tensor, ...]) -> Quantizer:
@@ -344,7 +344,7 @@ class DebugQuantizer(Observing):
         return self._around(self.quantizer.reducing_over(group))
 
     def shard_granularity(self, columnwise: bool) -> int | None:
-        """None: values are gathered, because the directions of a tensor may have different formats."""
+        """Return None: values are gathered, because the directions of a tensor may have different formats."""
         return None
 
     def _around(self, quantizer: Quantizer) -> DebugQuantizer:
@@ -356,7 +356,7 @@ class DebugQuantizer(Observing):
         return id(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of a model does not belong to the session: it gets the layer's own quantizer."""
+        """Pickle the layer's own quantizer instead, because a copy of a model does not belong to the session."""
         return _same, (self.quantizer,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Quantizer:

@@ -65,7 +65,7 @@ class LayerDebugger:
         return [f"{name}.{product}" for product in module.product_names] or [name]
 
     def observe(self, observer: Observer | None) -> None:
-        """Have the module compute by an observer from its next call on; None: by its own recipe.
+        """Make the module compute by an observer from its next call on; None: by its own recipe.
 
         Raises:
             RuntimeError: `te.observe` observes the module.
@@ -83,7 +83,7 @@ class LayerDebugger:
         self.observer = observer
 
     def renew(self, iteration: int) -> None:
-        """Ask features for the plans of a step, if they may differ from those of the step before."""
+        """Request the plans of a step from the features, if they may differ from those of the previous step."""
         module = self.module()
         if module is None or (self.plans is not None and (self.next is None or iteration < self.next)):
             return
@@ -220,7 +220,7 @@ class _Session:
             numerics.on_creation.append(self.attach)
 
     def attach(self, module: Any) -> None:
-        """Have a module ask for its plans in its next call."""
+        """Make a module request its plans in its next call."""
         if not isinstance(module, ProductsModule):
             return
         with self._lock:
@@ -228,7 +228,7 @@ class _Session:
                 self._layers[module] = LayerDebugger(module)
 
     def step(self) -> None:
-        """Ask for the plans of the present step."""
+        """Request the plans of the present step."""
         with self._lock:
             if (
                 not TEDebugState.initialize()

@@ -143,7 +143,7 @@ def _scheduled(pass_: Pass) -> Schedule:
 
 
 def _is_weight(pass_: Pass, name: str) -> bool:
-    """Is a buffer a weight, or made of a weight alone?"""
+    """Return whether a buffer is a weight, or computed from a weight alone."""
     maker = pass_.maker(name)
     if maker is None:
         return name.endswith("weight")

@@ -324,7 +324,7 @@ class TransformerEngineBaseModule(ForwardInterface):
             hook()
 
     def get_extra_state(self) -> Tensor:
-        """Recipe and delayed-scaling state as a uint8 CPU tensor; empty if the module has no state."""
+        """Return recipe and delayed-scaling state as a uint8 CPU tensor; empty if the module has no state."""
         keep = self.fp8_meta.get("fp8_checkpoint") or self.fp8 or self.fp8_calibration
         return ResizableState.of(encode_extra_state(self.fp8_meta if keep else {}))
 

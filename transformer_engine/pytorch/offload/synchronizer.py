@@ -160,7 +160,7 @@ class OffloadSynchronizer:
         return state.pop_tensor(pushed.value)
 
     def get_offloaded_total_size_mb(self) -> float:
-        """MiB of all layers in host memory."""
+        """Return the size in MiB of all layers in host memory."""
         return sum(state.get_offloaded_total_size_mb() for state in self.layer_states.values())
 
     def _forget_previous(self) -> None:

@@ -156,11 +156,11 @@ class FusibleOperation(torch.nn.Module, metaclass=ABCMeta):
         return fuser(input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy creates a new fuser."""
+        """Copy the state without the fuser, which a copy creates anew."""
         return {name: value for name, value in self.__dict__.items() if name != "_own_fuser"}
 
     def basic_operations(self) -> list[BasicOperation]:
-        """Return the basic operations that this operation stands for, in order."""
+        """Return the basic operations that this operation consists of, in order."""
         raise NotImplementedError(
             f"{type(self).__name__} derives from neither BasicOperation nor FusedOperation"
         )

@@ -22,7 +22,7 @@ from .recipe_slots import RecipeSlots, by_key
 
 
 def following(ops: Sequence[RecipeSlots], state: AutocastState) -> None:
-    """Let operations use the recipe of an autocast state from now on."""
+    """Make operations use the recipe of an autocast state from now on."""
     traced = torch.compiler.is_compiling()
     recipe = state.recipe if state.enabled or state.calibrating else None
     for op in ops:

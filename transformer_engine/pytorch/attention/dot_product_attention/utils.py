@@ -180,7 +180,7 @@ class AttentionParams:
 
 
 def _unchanged(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-    """Placeholder of a score_mod that is never called."""
+    """Return the scores unchanged; a placeholder of a score_mod that is never called."""
     return score
 
 

@@ -203,7 +203,7 @@ def causal_loss(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Cross entropy of the next token, with the signature of transformers' causal language models.
+    """Compute the cross entropy of the next token, with the signature of transformers' causal language models.
 
     transformers makes a float32 copy of the logits, the largest tensor of a step; this function reads them in their
     dtype and computes in float32. It does not modify the logits, which callers read after the backward pass.

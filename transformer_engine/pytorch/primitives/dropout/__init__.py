@@ -26,7 +26,7 @@ __all__ = [
 
 
 def draw_seed(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
-    """int64 [1] on the device, drawn from the generator, or from the device's default one."""
+    """Draw int64 [1] on the device, from the generator or from the device's default one."""
     # Not Tensor.random_, which torch.compile cannot trace.
     return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device, generator=generator)
 
