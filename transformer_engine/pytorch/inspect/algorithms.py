@@ -41,7 +41,7 @@ class deterministic(ContextDecorator):
         return deterministic(self._enabled)
 
     def __enter__(self) -> deterministic:
-        """Enter the block. The first one later restores the settings before the construction, others those before it."""
+        """Enter the block; the first one restores the settings before the construction, others those before the block."""
         before = self._made_before or _settings()
         _set(self._enabled)
         self._before.append(before)
