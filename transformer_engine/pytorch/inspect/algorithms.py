@@ -41,7 +41,7 @@ class deterministic(ContextDecorator):
         return deterministic(self._enabled)
 
     def __enter__(self) -> deterministic:
-        """Enter the block; the first one restores the settings before the construction, others those before the block."""
+        """Enter the block; the first one restores the settings before the construction, others those before it."""
         before = self._made_before or _settings()
         _set(self._enabled)
         self._before.append(before)
