@@ -356,8 +356,10 @@ def forward(
     """Return the launch of the forward pass.
 
     Inputs: q, k, v, lengths_q, lengths_kv, starts_q, starts_kv, masked_q, masked_kv, masked, bias, slopes, sink, rng,
-    pages. Outputs: out, lse if keeps_lse, and with max_logit float32 [b, h, tiles of the longest sequence]. packed: q
-    is packed, and tokens outside of all sequences are not visited.
+    pages. Outputs: out, lse if keeps_lse, and with max_logit float32 [b, h, tiles of the longest sequence].
+
+    Args:
+        packed: q is packed, and tokens outside of all sequences are not visited.
     """
     rows, keys, warps, stages = forward_tile(problem)
     scalars = (*problem.scalars, *problem.out)

@@ -64,7 +64,7 @@ def absolute_maximum_kernel(
 ):
     """Compute amax = max(amax, max|x|) for x [SIZE], NaN if x has one; every program reads BLOCK elements.
 
-    OVERLAPS: a cast of the same x follows, which may start early and reads the end of x first.
+    With OVERLAPS, a cast of the same x follows, which may start early and reads the end of x first.
     """
     if OVERLAPS:
         gdc_launch_dependents()
@@ -206,7 +206,7 @@ def row_maximum_kernel(x, amax, M, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr)
 def absolute_maximum(size: int, *, overlaps: bool = False) -> Launch:
     """Return the launch (x contiguous, with `size` elements) -> amax float32 [1].
 
-    overlaps: the next launch is `cast(follows=True)` of the same x.
+    With `overlaps`, the next launch is `cast(follows=True)` of the same x.
     """
     block, warps = (16384, 16) if size > 1 << 22 else (2048, 4)
     programs = ceil_div(size, block)
@@ -245,9 +245,14 @@ def cast(
 ) -> Launch:
     """Return the launch (x [M, K] contiguous, multiplier [1] | None, amax float32 [1]) -> codes, codes_t, scale [1].
 
-    A multiplier of None is computed from amax. records: amax becomes max(amax, max|x|). measures: the first output is
-    amax = max|x|. follows: the previous launch is `absolute_maximum(overlaps=True)` of x; this launch reads x before
-    that one ends, then waits for amax. zero_is_one: read a given multiplier of 0 as 1.
+    A multiplier of None is computed from amax.
+
+    Args:
+        records: amax becomes max(amax, max|x|).
+        measures: The first output is amax = max|x|.
+        follows: The previous launch is `absolute_maximum(overlaps=True)` of x. This launch reads x before that one
+            ends, then waits for amax.
+        zero_is_one: Read a given multiplier of 0 as 1.
     """
     rows, depth = shape
     dtype = codes_dtype(element)

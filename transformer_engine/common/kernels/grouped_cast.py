@@ -147,8 +147,8 @@ def cast_kernel(
     """Quantize with one multiplier per group; the first entry of each row of scale [GROUPS, SLOT] is written.
 
     A given multiplier is at OFFSET + group * STRIDE, and amax at the same offset records max|x|. Otherwise, the
-    multiplier is computed from amax[group]. REST: rows after the last group, up to M, get codes with a multiplier of 1
-    and do not contribute to a maximum.
+    multiplier is computed from amax[group]. With REST, rows after the last group, up to M, get codes with a multiplier
+    of 1 and do not contribute to a maximum.
     """
     program = tl.program_id(0)
     if program < GROUPS:
@@ -261,8 +261,8 @@ def store_transposed(
 ):
     """Store a tile's codes in the group's [K, rows rounded up to 128], or in its [K, M] for matrices of one size.
 
-    EVEN: no column of the tile is past K and, for matrices, no row past M. Groups of rows need no mask along the rows,
-    because they are rounded up; a mask would split the stores into single words.
+    With EVEN, no column of the tile is past K and, for matrices, no row past M. Groups of rows need no mask along the
+    rows, because they are rounded up; a mask would split the stores into single words.
     """
     if BY_ROWS:
         depth = tiles * WIDTH

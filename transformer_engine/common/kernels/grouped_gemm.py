@@ -247,8 +247,11 @@ def product_of_rows(
 ) -> Launch:
     """Return the launch (a [total, depth], b, table | None, scale_a, scale_b, bias | None, layout) -> out.
 
-    out is [total, width]. by_address: b is one of the matrices of the table. bias is [groups, width]. clears: rows
-    after the last group become zero; otherwise they are not written.
+    out is [total, width], and bias is [groups, width].
+
+    Args:
+        by_address: b is one of the matrices of the table.
+        clears: Rows after the last group become zero; otherwise they are not written.
     """
     block_n, block_k, band, stages, warps = _tile_of_rows(width, scaling, shared_memory)
     even = depth % block_k == 0 and (not transposed or width % block_n == 0)

@@ -133,7 +133,7 @@ def send_weighted_kernel(
 ):  # fmt: skip
     """dy[row] = weight * dx[t] and grad_weights[t, column] = sum(y[row] * dx[t]) of one token: gradients of collect.
 
-    Without y, the weights need no gradient. WHOLE: a row is one BLOCK.
+    Without y, the weights need no gradient. With WHOLE, a row is one BLOCK.
     """
     token = tl.program_id(0)
     lane = tl.arange(0, COLUMNS)

@@ -25,10 +25,14 @@ from .steps import OPERATIONS
 
 
 class _Slots(NamedTuple):
-    """One step over a list of buffers: places of inputs and results, and the places that are freed after it.
+    """One step over a list of buffers.
 
-    `arriving` are the inputs of the pass that the step is the first to read, `saved` the places of results that the
-    pass saves; `made` pairs places of the results with positions in the tuple that the operation returns.
+    Attributes:
+        inputs: Places of the inputs.
+        made: Pairs of a result's place and its position in the tuple that the operation returns.
+        freed: Places that are freed after the step.
+        arriving: Inputs of the pass that this step is the first to read.
+        saved: Places of results that the pass saves.
     """
 
     op: str
