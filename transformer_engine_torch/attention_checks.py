@@ -1,4 +1,4 @@
-"""Checks on calls of the fused attention's flat names, before any backend is asked."""
+"""Checks on calls of the fused attention's flat names, before any backend is queried."""
 
 from __future__ import annotations
 

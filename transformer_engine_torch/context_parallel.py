@@ -2,7 +2,7 @@
 
 Legend: t packed tokens of this rank, h heads, b sequences; cu_seqlens int32 [b + 1] bounds the sequences of this
 rank, every length is even, and the "first half" of a tensor is the first half of each of its sequences. A softmax
-over keys in two parts is put together from each part's output o_i and lse_i = log sum exp:
+over keys in two parts is combined from each part's output o_i and lse_i = log sum exp:
 lse = log(exp(lse_1) + exp(lse_2)), o = sum_i o_i exp(lse_i - lse). Nothing is read on the host.
 """
 

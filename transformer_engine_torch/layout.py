@@ -94,8 +94,8 @@ def reordered(x: Tensor, source: str, target: str, name: str) -> Tensor:
     Args:
         x: Tensor whose axes are named by `source`.
         source: Order of the axes, such as "sbhd".
-        target: Wanted order, of the same axes.
-        name: Argument that asked for the order, for the message.
+        target: Requested order, of the same axes.
+        name: Argument that requested the order, for the message.
 
     Raises:
         ValueError: The two orders have different axes, as packed sequences ("thd") and padded ones do.
@@ -110,7 +110,7 @@ def reordered(x: Tensor, source: str, target: str, name: str) -> Tensor:
 
 
 def order_of(given: NVTE_QKV_Format | int | str | None, layout: Layout, name: str) -> str:
-    """Return the order of axes that a format argument asks for; None means the queries' order.
+    """Return the order of axes that a format argument requests; None means the queries' order.
 
     Raises:
         ValueError: `given` does not name an order of axes.

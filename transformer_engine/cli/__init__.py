@@ -137,7 +137,7 @@ def main() -> None:
 
         sys.exit(diagnose(sys.argv[2:]))
     if missing:
-        # An installation with JAX alone is not told to install torch.
+        # An installation with JAX alone needs no torch.
         alone = find_spec("torch") is None and find_spec("jax") is not None
         remedy = optional.install_command("cli-jax" if alone else "cli")
         sys.exit(f"te needs {', '.join(missing)}; install with {remedy}")

@@ -181,7 +181,7 @@ def fuse(pass_: Pass, allowed: Allowed, rules: Sequence[Rule] = RULES) -> Pass:
 
     Args:
         pass_: The pass.
-        allowed: allowed(rule name, producer, reader) is True where the merge is wanted.
+        allowed: allowed(rule name, producer, reader) is True if the merge is enabled.
         rules: The rules, in order of preference.
 
     Returns:
@@ -246,7 +246,7 @@ def without_identity_casts(pass_: Pass, is_identity: Callable[[CastSettings], bo
 
     Args:
         pass_: The pass.
-        is_identity: Does the quantizer of a cast leave values unchanged?
+        is_identity: Whether the quantizer of a cast leaves values unchanged.
 
     Returns:
         The pass without such casts. Where a removed result is returned or saved, the matrix itself is.

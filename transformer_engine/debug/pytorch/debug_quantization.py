@@ -142,7 +142,7 @@ class DebugQuantizedTensor(NamedTuple):
 
 
 class DebugQuantizer(Observing):
-    """Quantizes a tensor of a layer as the features of the session want it; see the module's docstring.
+    """Quantizes a tensor of a layer as the features of the session specify; see the module's docstring.
 
     Args:
         layer_name: Name of the layer.
@@ -150,7 +150,7 @@ class DebugQuantizer(Observing):
         parent_quantizer: Quantizer of the layer's recipe; None if the recipe does not quantize the tensor.
         tp_group: Tensor-parallel group of the layer.
         tp_size: Number of ranks of the group.
-        plan: The plan of a step; None asks the features for that of the present step.
+        plan: The plan of a step; None requests that of the present step from the features.
     """
 
     reads_quantized = True
@@ -230,7 +230,7 @@ class DebugQuantizer(Observing):
     def quantize(
         self, tensor: Tensor, *, out: Any = None, dtype: torch.dtype | None = None
     ) -> DebugQuantizedTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return both directions of a tensor, as far as the usages ask for them; `out` and `dtype` have no effect."""
+        """Return both directions of a tensor, as far as the usages request them; `out` and `dtype` have no effect."""
         with torch.no_grad():
             made = self._directions(tensor.detach(), self.rowwise_usage, self.columnwise_usage)
         return DebugQuantizedTensor(*made, self, self.layer_name, self.tensor_name)
@@ -287,7 +287,7 @@ class DebugQuantizer(Observing):
         return made[0], made[1]
 
     def _standard(self, given: Tensor, values: Tensor, rowwise: bool, columnwise: bool) -> Any:
-        """Return the tensor as the layer's own quantizer makes it."""
+        """Return the tensor as quantized by the layer's own quantizer."""
         if not (rowwise or columnwise) or self.quantizer.is_identity:
             return values
         if given is not values:  # quantized before

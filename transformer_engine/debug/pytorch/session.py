@@ -2,7 +2,7 @@
 
 The session registers an observer with the numerics of each module. The observer of a step returns the recipe with debug
 quantizers where features are enabled, and the recipe itself elsewhere, so that a layer without a feature keeps its
-compiled passes. Plans change between steps only, and a layer without a feature in later steps is not asked again.
+compiled passes. Plans change between steps only, and a layer without a feature in later steps is not queried again.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class LayerDebugger:
         module = self.module()
         if module is None or (self.plans is not None and (self.next is None or iteration < self.next)):
             return
-        self.next = iteration  # asked again if a feature raises
+        self.next = iteration  # queried again if a feature raises
         made = [_product_plan(name, iteration) for name in self.names(module)]
         plans, following = tuple([plan for plan, _ in made]), earliest([step for _, step in made])
         if any(plan is not None for plan in plans) and module.wgrad_store is not None:
@@ -128,7 +128,7 @@ class _Observer:
 
 
 class _Pending:
-    """The observer of a module before its first call in a session: asks for the plans of all modules."""
+    """The observer of a module before its first call in a session: requests the plans of all modules."""
 
     def __init__(self, layer: LayerDebugger):
         self.layer = layer
@@ -166,7 +166,7 @@ def _debugged(
 
 
 def _product_plan(name: str, iteration: int) -> tuple[ProductPlan | None, int | None]:
-    """Ask features for the plan of a product; None if no feature is enabled. Returns the next step to ask, too."""
+    """Return the plan of a product by the features (None if none is enabled), and the next step to query."""
     api, nexts = features(), []
     quantized: dict[str, bool] = {}
     for gemm in ("fprop", "dgrad", "wgrad"):

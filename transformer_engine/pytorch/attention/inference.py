@@ -305,7 +305,7 @@ class InferenceParams:
     def upcoming(self, layer_number: int) -> CachedKeysValues | None:
         """Return the result of `step` without writing anything, for checks before a call has effects.
 
-        None if only a custom manager knows the result, or if the layer has no memory yet.
+        None if a custom manager computes the result, or if the layer has no memory yet.
         """
         manager = self.cache_manager
         if not self.foresees or layer_number not in manager.cache:

@@ -76,7 +76,7 @@ class LinearSpec(LayerSpec):
         input, weight, grad_output: Quantizers of the operands.
         accumulation: Which products promote partial sums to float32.
         parallel: The tensor-parallel group.
-        weight_gradient: Where the gradient of the weight goes.
+        weight_gradient: Destination of the gradient of the weight.
         output, grad_input: Quantizers of the results; None to leave them in `dtype`.
         cached_weight: The weight as quantized for an earlier microbatch, or None.
         backward: "quantized", or the recipe's override: "high_precision" or "dequantized".
@@ -211,7 +211,7 @@ def input_cast(spec: LinearSpec) -> Cast | None:
     if spec.plain or spec.keep_input or spec.backward != "quantized" or gathers_values(spec):
         return None
     if spec.traced:
-        return None  # writes to the scaling state have to be seen by the compiler
+        return None  # the compiler must trace writes to the scaling state
     return spec.input.cast(True, spec.needs_grad_weight)
 
 

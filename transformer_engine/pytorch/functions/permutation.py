@@ -95,7 +95,7 @@ def _plain(name: str, gradient: Tensor) -> Tensor:
 
 
 def _save_routes(ctx: Any, routes: Routes, *tensors: Tensor | None) -> None:
-    """Save the tensors and the routes, whose numbers the map's shape tells the backward.
+    """Save the tensors and the routes, whose numbers the backward pass reads from the map's shape.
 
     A size that no step of a forward reads gets lost if a compiler stores it with tensors (torch 2.13, dynamic shapes).
     """

@@ -1,4 +1,4 @@
-"""weight [N, K], bias [N] of their pieces along N: without a copy while the pieces lie one behind another."""
+"""weight [N, K], bias [N] from their pieces along N, without a copy if the pieces are adjacent in memory."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def run(schedule: Schedule, env: Environment, given: list[Any]) -> tuple[list[An
             values[place] = None
         for place, position in made:
             values[place] = results[position]
-        del results  # or they would live until the next step has run
+        del results  # otherwise they would exist until the end of the next step
     return list(results_of(values)), list(saved_of(values))
 
 

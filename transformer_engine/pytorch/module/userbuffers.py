@@ -195,7 +195,7 @@ def get_ub_is_fp8(name: str, use_fp8: bool) -> bool:
 def _checked_modes(
     use_fp8: Any, modes: list[UserBufferQuantizationMode] | None
 ) -> list[UserBufferQuantizationMode]:
-    """Return the quantization modes, of the deprecated flag where there are none."""
+    """Return the quantization modes; by default, those of the deprecated flag."""
     if to_bool("use_fp8", use_fp8):
         warnings.warn(
             "use_fp8 is deprecated; give quantization_modes=[UserBufferQuantizationMode.FP8]",

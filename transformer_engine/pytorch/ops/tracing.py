@@ -1,7 +1,7 @@
 """The recipe of a chain's operations in one call, and its scale updates, in eager mode and while a compiler traces.
 
-State that is made inside of a graph would be lost, so a tracing compiler calls functions for real that make it. Such
-functions take strings only.
+State that is created inside of a graph would be lost. A tracing compiler therefore executes the functions that create
+it. Such functions take strings only.
 """
 
 from __future__ import annotations

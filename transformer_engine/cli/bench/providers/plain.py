@@ -52,7 +52,7 @@ class GatedMLP(nn.Module):
 
 
 class PlainLayer(nn.Module):
-    """A causal pre-norm layer on x [s, b, hidden] with grouped heads, and rotary positions if asked for."""
+    """A causal pre-norm layer on x [s, b, hidden] with grouped heads, and rotary positions if requested."""
 
     def __init__(self, sizes: dict[str, Any], device: torch.device):
         super().__init__()

@@ -47,7 +47,7 @@ class XlaGatedMLP(nn.Module):
 
 
 class XlaLayer(nn.Module):
-    """A causal pre-norm layer on x [b, s, hidden] with grouped heads, and rotary positions if asked for."""
+    """A causal pre-norm layer on x [b, s, hidden] with grouped heads, and rotary positions if requested."""
 
     sizes: Any
     cudnn: bool

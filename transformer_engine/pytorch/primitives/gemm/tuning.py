@@ -1,7 +1,7 @@
 """Choosing the fastest of cuBLASLt's candidate algorithms for a plan: timed once, kept in a file of the user's.
 
-The heuristic guesses well but not always. Tuning is off unless asked for, because two algorithms may add in a
-different order: with it, results depend on what was measured. The file holds text only, one for a GPU model and a
+The heuristic is usually right. Tuning is off by default, because two algorithms may add in a
+different order: with it, results depend on the measured times. The file holds text only, one for a GPU model and a
 version of cuBLASLt; an algorithm read from it is checked by the library before it is used.
 """
 

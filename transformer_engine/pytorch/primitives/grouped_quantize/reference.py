@@ -1,6 +1,6 @@
 """Grouped quantization as a loop of `quantize`, one call a group, its results put where the kernels put theirs.
 
-It needs every group's number of rows on the host, and waits for the device where it has to ask.
+It needs every group's number of rows on the host, and waits for the device if it must read them.
 """
 
 from __future__ import annotations

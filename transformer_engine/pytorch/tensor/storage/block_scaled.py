@@ -22,7 +22,7 @@ from .quantized_tensor_storage import QuantizedTensorStorage, Writer, matrix_sha
 
 
 def padded(scale: Tensor, row_multiple: int, column_multiple: int) -> Tensor:
-    """Return scale [r, c] padded with zeros to multiples of both; the scale itself if nothing has to be added."""
+    """Return scale [r, c] padded with zeros to multiples of both; the scale itself if no padding is needed."""
     rows, columns = scale.shape
     if rows % row_multiple or columns % column_multiple:
         more_rows = round_up(rows, row_multiple) - rows
