@@ -41,7 +41,7 @@ class CachedKeysValues(NamedTuple):
         cu_seqlens_q: int32 [b + 1], cumulative lengths of the new tokens.
         cu_seqlens_kv: int32 [b + 1], cumulative lengths of all tokens.
         max_seqlen_kv: Upper bound of the lengths in the cache.
-        qkv_format: Layout of the new tokens.
+        qkv_format: Layout of the keys and values.
         page_table: int32 [b, pages], or None.
         page_size: Tokens per page.
         lengths_q: int32 [b], lengths of the new tokens.

@@ -125,7 +125,7 @@ class BucketKey(NamedTuple):
             a float32 parameter is its own master, so that the master is an alias of its memory.
         grads: Dtype of each parameter's gradient; None without a gradient.
         master_weights: Whether there are master weights.
-        decoupled: Whether gradients are decoupled.
+        decoupled: Whether gradients are read from `decoupled_grad`.
     """
 
     params: list[Tensor]
