@@ -70,7 +70,7 @@ COMMANDS = {
 
 
 def application() -> typer.Typer:
-    """The command-line application with its commands."""
+    """Return the command-line application with its commands."""
     import typer
     from typer.core import TyperGroup
 
@@ -104,11 +104,11 @@ def application() -> typer.Typer:
 
 
 def _placeholder() -> None:
-    """A command before its module is imported; the list of commands shows its summary."""
+    """Do nothing, in place of a command whose module is not imported yet; the list of commands shows its summary."""
 
 
 def _load(name: str) -> TyperCommand:
-    """The command with its options, from its module."""
+    """Return the command with its options, from its module."""
     import typer
 
     command = COMMANDS[name]
@@ -127,7 +127,7 @@ def _load(name: str) -> TyperCommand:
 
 
 def main() -> None:
-    """Entry point of the `te` console script."""
+    """Run the `te` console script."""
     if sys.argv[1:] == ["--version"]:
         print(__version__)  # also where the libraries of the command are not installed
         return
@@ -139,7 +139,7 @@ def main() -> None:
 
         sys.exit(diagnose(sys.argv[2:]))
     if missing:
-        # An installation with JAX alone is not told to install torch.
+        # An installation with JAX alone needs no torch.
         alone = find_spec("torch") is None and find_spec("jax") is not None
         remedy = optional.install_command("cli-jax" if alone else "cli")
         sys.exit(f"te needs {', '.join(missing)}; install with {remedy}")

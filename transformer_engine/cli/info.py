@@ -101,7 +101,7 @@ def machine() -> MachineReport:
 
 
 def as_dict(described: MachineReport, found: Survey) -> dict[str, Any]:
-    """The same facts as plain data: keys machine, recipes, operations and unused_operations."""
+    """Return the same facts as plain data: keys machine, recipes, operations and unused_operations."""
     return {
         "machine": asdict(described),
         "recipes": [asdict(report) for report in found.recipes],
@@ -243,7 +243,7 @@ def jax_machine() -> JaxMachine:
 
 
 def fp8_route(capability: int | None, flag: str, value: str | None) -> str:
-    """How FP8 products with one scale per tensor are computed; `capability` is ten times a GPU's, None on a CPU."""
+    """Describe the computation of FP8 products with one scale per tensor; `capability`: 10 x a GPU's, None on a CPU."""
     setting = f"--{flag} is {'not set' if value is None else value}"
     if capability is None:
         return f"reference, in float32 on the CPU; {setting}"

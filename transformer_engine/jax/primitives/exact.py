@@ -115,7 +115,8 @@ def _normalized(bits: Array) -> tuple[Array, Array]:
 def _rounded(q: Array, exponent: Array, inexact: Array) -> Array:
     """Return the float32 bits of q * 2^(exponent - 26), ties to even; q uint32 in [2^25, 2^27).
 
-    inexact: whether nonzero bits follow the last bit of q.
+    Args:
+        inexact: Whether nonzero bits follow the last bit of q.
     """
     small = q < (1 << 26)
     q = jnp.where(small, q << 1, q)

@@ -14,7 +14,7 @@ from .linear_spec import LinearSpec, gathers_values, gradient_cast, input_cast, 
 
 IN_CODES, IN_PRODUCT, SEPARATE = "fused_cast", "in_product", "separate"
 
-# Why the layer that reads a matrix has to quantize it itself.
+# Reasons why the layer that reads a matrix must quantize it itself.
 RETURNED = "a matrix that is returned too"
 KEPT = "an input that is kept for the backward pass"
 OTHER_BACKWARD = "a backward pass in another precision"
@@ -32,7 +32,7 @@ class Fusion(NamedTuple):
         activation: Name of the activation; None for a norm.
         codes: Format that the product's quantizer requests of a kernel; None if it requests none.
         one_scale: One scale is computed from the whole matrix.
-        sums: Its column sums are wanted too, and row blocks alone are quantized faster afterwards.
+        sums: Its column sums are requested too, and row blocks alone are quantized faster afterwards.
         quantized: The product before the activation is quantized.
         reduced: The product before the activation is this rank's part of a sum.
     """

@@ -1,7 +1,7 @@
-"""Numerics: the one owner of a module's recipe, scaling states, quantizers, weight copies and replay.
+"""Numerics: the single owner of a module's recipe, scaling states, quantizers and weight copies.
 
-The original's names on a module (`fp8_meta`, `quantizers`, `fp8`, `_fp8_workspaces`, ..) are views: reading them reads
-this record, and a write into them, also of one slot of a list, takes effect in the next call.
+The original's names on a module (`fp8_meta`, `quantizers`, `fp8`, `_fp8_workspaces`, ..) are views of this record. A
+write to a view, also to one slot of a list, takes effect in the next call.
 """
 
 from __future__ import annotations
@@ -60,18 +60,22 @@ class _PutTogether(NamedTuple):
 class Numerics:
     """The recipe, scaling states, quantizers and cached weights of one module.
 
-    meta         fp8_meta: recipe, group and states under the original's keys, and entries of callers
-    quantizers   {"scaling_fwd": [input, weight, output] * n, "scaling_bwd": [grad_output, grad_input] * n}
-    workspaces   {name: weight as quantized for the first microbatch of a step}
-    state        the autocast state of the last call
-    initialized  whether quantizers were ever created
-    observer     a function of the recipe of a call, whose result the call uses instead; None: no replacement
-    observes_unquantized
-                 whether calls outside of autocast use observer(recipe) too
+    Attributes:
+        meta: `fp8_meta`: recipe, group and states under the original's keys, and entries of callers.
+        quantizers: {"scaling_fwd": [input, weight, output] * n, "scaling_bwd": [grad_output, grad_input] * n}.
+        workspaces: {name: weight as quantized for the first microbatch of a step}.
+        state: Autocast state of the last call.
+        initialized: Whether quantizers were ever created.
+        observer: Maps the recipe of a call to the recipe it computes by; None: no observer.
+        observes_unquantized: Whether the observer also receives calls outside of autocast.
     """
 
     def __init__(self, recipe: Recipe | None = None) -> None:
-        """Create an empty record; `recipe` is that of quantized_model_init, which is read before the first call."""
+        """Create empty numerics.
+
+        Args:
+            recipe: Recipe of quantized_model_init, which callers read before the first call and on the meta device.
+        """
         self._active = Active()
         self.meta = WatchedDict(self._active, {"fp8_checkpoint": False, "fp8_group": None})
         if recipe is not None:
@@ -104,7 +108,7 @@ class Numerics:
 
         Args:
             observer: Returns a recipe with other quantizers.
-            unquantized: Calls outside of autocast are observed too.
+            unquantized: Whether calls outside of autocast are observed too.
         """
         self.observer, self.observes_unquantized = observer, unquantized
         self._active.regroup()
@@ -124,7 +128,7 @@ class Numerics:
         return self._active.recipe
 
     def forget(self) -> None:
-        """Make quantizers anew for the next call; states that serve its recipe are kept."""
+        """Recreate the quantizers in the next call; states that match its recipe are kept."""
         self._active.forget()
 
     def replace_quantizers(self, quantizers: dict[str, Sequence[Quantizer]]) -> None:
@@ -198,7 +202,7 @@ class Numerics:
         """Create or adapt recipe states and quantizers; delayed scaling keeps its histories."""
         before = self.meta.get("recipe")
         if before is not None and family_of(before) is not family_of(recipe):
-            # Scales, histories and cached weights start anew.
+            # Scales, histories and cached weights are reset.
             names = type(before).__name__, type(recipe).__name__
             owner._warn_once(
                 f"recipe {names}",
@@ -224,7 +228,7 @@ class Numerics:
         count = slots * owner.num_products
         previous = self.meta.get(key)
         before = () if previous is None else previous.delayed_states
-        with torch.inference_mode(False):  # later steps write to it, which a tensor of inference mode forbids
+        with torch.inference_mode(False):  # later steps write to it; inference tensors are read-only
             state = RecipeState.renew(
                 previous,
                 recipe,
@@ -257,7 +261,7 @@ class Numerics:
                 param.update_quantizer(quantizer)
 
     def delayed_states(self, key: str) -> tuple[Any, ...]:
-        """The delayed-scaling states of a direction: "scaling_fwd" or "scaling_bwd"."""
+        """Return the delayed-scaling states of a direction, "scaling_fwd" or "scaling_bwd"."""
         scaling = self.meta.get(key)
         return () if scaling is None else scaling.delayed_states
 
@@ -276,7 +280,7 @@ class Numerics:
         flag = FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor
         skip = flag if flag is not None and is_captured(self.state) else None
         if skip is not None and cached is not None and not stale:
-            # There is one flag, on the GPU where there is one; a layer on the CPU reads a copy.
+            # There is one flag, on the GPU if the machine has one; a layer on the CPU reads a copy.
             quantizer.update_quantized(weight, cached, noop_flag=skip.to(weight.device))
         elif first or stale:
             cached = made_to_keep(lambda: quantizer.encode(weight, True, columnwise))
@@ -320,7 +324,7 @@ def new_tracing_key(module: Owner) -> str:
     return key
 
 
-# Called with every new module.
+# Called for every new module.
 on_creation: list[Callable[[Owner], None]] = []
 
 
@@ -369,7 +373,7 @@ _traced: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDicti
 
 @constant_while_tracing
 def _first_call_while_tracing(tracing_key: str) -> bool:
-    """Return whether this is the module's first call with a backward in the graph that is being traced."""
+    """Return whether this is the module's first call with gradients in the graph that is being traced."""
     module, trace = _modules[tracing_key], TracingContext.try_get()
     before = _traced.get(module)
     if trace is None or (before is not None and before() is trace):

@@ -111,7 +111,7 @@ class Sequential(torch.nn.Module):
         return module
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy groups its own modules."""
+        """Copy the state without the groups of modules, which a copy recreates."""
         return {**self.__dict__, "_module_groups": None}
 
     def forward(

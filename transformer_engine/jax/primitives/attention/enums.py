@@ -26,15 +26,15 @@ class AttnMaskType(enum.Enum):
     PADDING_CAUSAL_BOTTOM_RIGHT_MASK = 5
 
     def is_causal(self) -> bool:
-        """Whether later keys than the query are hidden."""
+        """Return whether keys after the query are hidden."""
         return self not in (self.NO_MASK, self.PADDING_MASK)
 
     def is_padding(self) -> bool:
-        """Whether tokens that belong to no sequence are hidden."""
+        """Return whether tokens that belong to no sequence are hidden."""
         return self in (self.PADDING_MASK, self.PADDING_CAUSAL_MASK, self.PADDING_CAUSAL_BOTTOM_RIGHT_MASK)
 
     def is_bottom_right(self) -> bool:
-        """Whether the diagonal ends at the last query and the last key."""
+        """Return whether the diagonal ends at the last query and the last key."""
         return self in (self.CAUSAL_BOTTOM_RIGHT_MASK, self.PADDING_CAUSAL_BOTTOM_RIGHT_MASK)
 
 
