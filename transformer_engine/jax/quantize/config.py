@@ -272,10 +272,11 @@ def is_scaling_mode_supported(scaling_mode: ScalingMode, gpu_id: int = 0) -> tup
         return True, ""
     for cls, family in recipes.FAMILIES.items():
         modes = {family.modes(cls(), source) for source in TensorSource}
-        # Delayed and current scaling have one format, so tensor scaling requires the same mode.
-        if scaling_mode in modes or (
-            not scaling_mode.is_tensor_scaling() and scaling_mode.format in {mode.format for mode in modes}
-        ):
+        # Delayed and current scaling have one format, so tensor scaling requires the same mode. The variants of NVFP4
+        # have formats that the recipe's defaults do not use.
+        is_nvfp4 = scaling_mode.is_nvfp4_scaling and any(mode.is_nvfp4_scaling for mode in modes)
+        has_format = scaling_mode.format in {mode.format for mode in modes}
+        if scaling_mode in modes or is_nvfp4 or (has_format and not scaling_mode.is_tensor_scaling()):
             reason = recipes.unsupported_reason(family, gpu_id)
             return reason is None, reason or ""
     raise AssertionError(f"no recipe has the scaling mode {scaling_mode}")

@@ -122,13 +122,17 @@ _MASKS |= {
 
 
 def canonicalize_attn_mask_type(attn_mask_type: str) -> AttnMaskType:
-    """Return the mask of a name; the ValueError for another name lists the names.
+    """Return the mask of a name; the ValueError for another name lists the masks.
 
     Args:
         attn_mask_type: Name of a mask, such as "padding_causal".
     """
     if not isinstance(attn_mask_type, str) or attn_mask_type not in _MASKS:
-        raise ValueError(f"attn_mask_type={described(attn_mask_type)}; choose one of {', '.join(_MASKS)}")
+        names = [next(name for name, one in _MASKS.items() if one is mask) for mask in AttnMaskType]
+        raise ValueError(
+            f"attn_mask_type={described(attn_mask_type)}; choose one of {', '.join(names)} (padding, causal and "
+            "bottom_right may be in any order)"
+        )
     return _MASKS[attn_mask_type]
 
 
