@@ -218,11 +218,16 @@ def _parameters_of(signature: inspect.Signature, names: list[str]) -> list[griff
             name,
             annotation=_text_of(parameter.annotation),
             kind=griffe.ParameterKind[parameter.kind.name.lower()],
-            default=None if parameter.default is parameter.empty else repr(parameter.default),
+            default=None if parameter.default is parameter.empty else _default_of(parameter.default),
         )
         for name, parameter in signature.parameters.items()
         if name in names
     ]
+
+
+def _default_of(value: Any) -> str:
+    """Return a default as source code; functions and classes have no readable repr and are named."""
+    return value.__name__ if callable(value) and hasattr(value, "__name__") else repr(value)
 
 
 def _text_of(annotation: Any) -> str | None:

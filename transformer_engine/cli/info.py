@@ -83,7 +83,7 @@ def machine() -> MachineReport:
         device, memory = properties.name, f"{properties.total_memory / 2**30:.0f} GiB"
         capability = ".".join(map(str, get_device_compute_capability()))
     else:
-        device, memory = f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)", "the host's"
+        device, memory = f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)", "host memory"
         capability = "none: torch finds no CUDA device"
     versions = {name: _version(name, sentence) for name, sentence in LIBRARIES.items()}
     versions["torch"] = str(

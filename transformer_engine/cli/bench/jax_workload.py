@@ -1,11 +1,13 @@
 """JaxWorkload: y = function(params, state, *inputs) as one compiled program, measured with its state donated.
 
-gpu_ms    of a call's kernels on the GPU, by XLA's profiler; time that streams share counts once. Before each call the
-          GPU writes other data to its L2 cache and sleeps, as before a call of torch: calls that follow one another
-          heat it, and the clocks of products in a row are some 6% lower (H200)
-cpu_ms    until the call returns to the host
-eager_ms  of a call in a loop of calls, each of which waits for the state of the one before on the device
-peak_mib  by XLA's plan of the executable: scratch and results that take no argument's place
+The measurements are:
+
+    gpu_ms: Time of a call's kernels on the GPU, from XLA's profiler. Time in which streams overlap counts once. Before
+        each call the GPU overwrites its L2 cache and sleeps, as before a call of torch. Without the pause, consecutive
+        calls heat the GPU, and its clock is about 6% lower (H200).
+    cpu_ms: Time until the call returns to the host.
+    eager_ms: Time per call in a loop, in which each call waits on the device for the state of the previous call.
+    peak_mib: Temporary memory, and results that do not reuse an argument's memory, from XLA's memory analysis.
 """
 
 from __future__ import annotations
@@ -35,10 +37,12 @@ PROFILED = 9  # calls
 class JaxWorkload:
     """The workload that a provider built for a case.
 
-    function   y from parameters, state and inputs
-    state      its gradient is its next value, as of scales and histories; a call is given the one before's
-    inputs     arrays, with gradients in a backward step
-    context    entered while the program is traced
+    Attributes:
+        function: Computes y from parameters, state and inputs.
+        inputs: Arrays, which receive gradients in a backward step.
+        params: Parameters, which receive gradients in a backward step.
+        state: Scales and histories. The gradient of the state is its next value, which the next call receives.
+        context: Context manager that is entered while the program is traced.
     """
 
     function: Callable[..., Any]
@@ -48,7 +52,7 @@ class JaxWorkload:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def measured(self, backward: bool, device: torch.device, effort: Effort) -> Figures:
-        """The figures of a forward, or of a forward and backward, program."""
+        """Measure the forward program, or with `backward` the forward and backward program."""
         on_gpu = device.type == "cuda"
         with _cache_on_disk() if on_gpu else nullcontext():
             compiling, call = self._compiled(backward)
@@ -116,7 +120,7 @@ def _cache_on_disk() -> Iterator[None]:
 
 
 class _CompiledCall:
-    """One call of a compiled program: it takes the state that the call before has left, whose buffers it reuses."""
+    """Calls of a compiled program; each call consumes the state of the previous call and reuses its buffers."""
 
     def __init__(self, workload: JaxWorkload, backward: bool):
         self.state = workload.state
@@ -146,9 +150,11 @@ class _CompiledCall:
 
 
 def _on_the_gpu(call: _CompiledCall, host: float) -> float | None:
-    """Milliseconds of a call that kernels ran, the median; None where the profiler saw none.
+    """Return the median kernel time of a call in milliseconds; None if the profiler recorded no kernels.
 
-    host   seconds that a call takes to be queued
+    Args:
+        call: The compiled call.
+        host: Seconds that the host needs to queue a call.
     """
     other = torch.empty(EVICTING, dtype=torch.uint8, device="cuda")
     with tempfile.TemporaryDirectory() as folder:

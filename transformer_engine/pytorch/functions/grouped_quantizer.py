@@ -1,4 +1,4 @@
-"""GroupedQuantizer: the quantizers of one role in all groups as one, where a single launch can do their work."""
+"""GroupedQuantizer: the quantizers of one tensor role in all groups, whose casts share one launch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from ..tensor.quantizer import Quantizer
 
 
 class GroupedQuantizer:
-    """Codes of every group as its own quantizer would make them, recorded maxima included.
+    """Quantizer of all groups, with the codes and recorded maxima of each group's own quantizer.
 
-    format                  of the codes: FLOAT8, BLOCK_1D or BLOCK_2D
-    state, offset, stride   of delayed scaling: where the groups' slots are in its tensors, which may be replaced
-                            between two calls
+    Args:
+        spec: Target format and scaling. The format is FLOAT8, BLOCK_1D or BLOCK_2D.
+        state: State of delayed scaling, or None. Its tensors may be replaced between two calls.
+        offset: Index of the first group's slot in the tensors of `state`.
+        stride: Distance between the slots of consecutive groups.
     """
 
     def __init__(self, spec: QuantizeSpec, state: Any = None, offset: int = 0, stride: int = 0):
@@ -32,11 +34,11 @@ class GroupedQuantizer:
         self._state, self._offset, self._stride = state, offset, stride
 
     def rows(self, x: Tensor, groups: Groups, rowwise: bool, columnwise: bool) -> GroupedQuantized:
-        """Groups of rows of x [total, K]."""
+        """Quantize groups of rows of x [total, K] in the requested directions."""
         return quantize_rows(x, groups, _towards(self._both, rowwise, columnwise), self._slots())
 
     def matrices(self, matrices: Matrices, rowwise: bool, columnwise: bool) -> GroupedQuantized:
-        """One matrix a group."""
+        """Quantize one matrix per group in the requested directions."""
         return quantize_matrices(matrices, _towards(self._both, rowwise, columnwise), self._slots())
 
     def _slots(self) -> ScaleSlots | None:
@@ -59,13 +61,15 @@ def _towards(spec: QuantizeSpec, rowwise: bool, columnwise: bool) -> QuantizeSpe
 
 
 def grouped(quantizers: Sequence[Quantizer], of_matrices: bool) -> GroupedQuantizer | None:
-    """The quantizers of one role as one; None where they have to work one by one.
+    """Combine the quantizers of one tensor role; return None if the groups must be quantized separately.
 
-    of_matrices   they quantize weights, which have 128x128 blocks where rows have 1x128
+    Args:
+        quantizers: The quantizer of each group, in order.
+        of_matrices: Whether they quantize weights, which have blocks of 128x128; rows have blocks of 1x128.
     """
     first = quantizers[0]
     if isinstance(first, Float8Quantizer):
-        # Slots of one state, equally far apart.
+        # A strided kernel needs slots of one state at equal distances.
         slots = [(q._state, q._index, q.dtype) for q in quantizers if isinstance(q, Float8Quantizer)]
         state, offset, dtype = slots[0]
         stride = slots[1][1] - offset if len(slots) > 1 else 1

@@ -1,4 +1,4 @@
-"""The states of FusedAdam, moments and masters in any dtype: reading, writing, saving and loading."""
+"""States of FusedAdam (moments and master weights in any dtype): reading, writing, saving and loading."""
 
 from __future__ import annotations
 
@@ -40,9 +40,12 @@ class AdamStates(CopiedWhole):
                 self.state[parameter]["master_param"] = like(parameter, local)
 
     def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
-        """A state as float32 numbers (remainders: int16), distributed as the parameter is.
+        """Return a state in float32 (remainders: int16), with the placements of the parameter.
 
-        skip_unscale   return the stored state
+        Args:
+            param: A parameter of the optimizer.
+            state_name: "exp_avg", "exp_avg_sq" or "master_param".
+            skip_unscale: Return the stored state without unscaling it.
         """
         self._renew_master(param)
         state = self.state[param][state_name]
@@ -53,7 +56,7 @@ class AdamStates(CopiedWhole):
         return state if numbers is local else like(param, numbers)
 
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        """Keep float32 numbers (remainders: int16) as a state, in its dtype."""
+        """Store float32 values (remainders: int16) as a state, converted to the dtype of the state."""
         remainder = state_name == "master_param" and self._keeps_remainder(param)
         dtype = torch.int16 if remainder else torch.float32
         values = local_of(unscaled_state).detach()
@@ -67,7 +70,7 @@ class AdamStates(CopiedWhole):
             states.store(values.view(state.shape).to(state.device), state, self._scale(param, state_name))
 
     def initialize_state(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
-        """The moments of a parameter, zeros, and its master, if it has one."""
+        """Create the moments of a parameter, filled with zeros, and its master weight if `master_weights` is set."""
         self.state[param] = {}
         self._complete(param, store_param_remainders)
 
@@ -109,7 +112,7 @@ class AdamStates(CopiedWhole):
     def _initialize_state(
         self, param: Tensor, state_name: str, zero_buffer: bool, store_param_remainders: bool = False
     ) -> None:
-        """Make room for a state: zeros, or of a float32 parameter's master the parameter itself."""
+        """Allocate a state filled with zeros; the master of a float32 parameter is an alias of the parameter."""
         local = local_of(param).detach()
         dtype = torch.int16 if store_param_remainders else self.name_to_dtype_map[state_name]
         own = state_name == "master_param" and _is_own(local)
@@ -128,9 +131,10 @@ class AdamStates(CopiedWhole):
         return self._scales.get(param, {}).get(state_name)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, with every state as float32 numbers, whatever it is kept in (remainders: int16).
+        """Return a state dict of torch's form, with every state in float32 (remainders: int16).
 
-        A group holds its number of steps, a parameter none: torch.optim.AdamW, which reads it there, cannot go on.
+        Groups hold the number of steps. torch.optim.AdamW reads it from the parameters' states, and therefore cannot
+        resume from this state dict.
         """
         found = super().state_dict()
         found["state"] = {
@@ -182,9 +186,11 @@ class AdamStates(CopiedWhole):
                 group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
 
     def master_values(self, param: Tensor) -> Tensor:
-        """float32: the parameter's master, whatever it is kept in; RuntimeError without master_weights."""
+        """Return the parameter's master weight in float32; raise RuntimeError if `master_weights` is False."""
         if not self.master_weights:
-            raise RuntimeError("there are no masters; use FusedAdam(master_weights=True)")
+            raise RuntimeError(
+                "the optimizer has no master weights; construct it with FusedAdam(master_weights=True)"
+            )
         if param not in self.state or "master_param" not in self.state[param]:
             self.initialize_state(param)
         if self._keeps_remainder(param):
@@ -197,7 +203,7 @@ class AdamStates(CopiedWhole):
 
 
 def _is_own(local: Tensor) -> bool:
-    """Is a parameter, detached, its own master?"""
+    """Return whether a detached parameter is its own master weight."""
     return type(local) is Tensor and local.dtype == torch.float32
 
 
