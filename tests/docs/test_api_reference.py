@@ -30,7 +30,6 @@ INTERNAL = (
     "transformer_engine.pytorch.primitives.",
 )
 
-
 # {package.name: why no example on a CPU can show it}
 WITHOUT_EXAMPLE: dict[str, str] = {}
 
@@ -46,12 +45,9 @@ def _load_api_entries() -> ModuleType:
 
 api_entries = _load_api_entries()
 
-# Packages whose names all have an example.
-WITH_EXAMPLES = [
-    package
-    for package in api_entries.PACKAGES
-    if package.startswith(("transformer_engine.common", api_entries.PYTORCH))
-]
+# Packages whose names all have an example, with the packages below them.
+SHOWN = ("transformer_engine.common", api_entries.PYTORCH, "transformer_engine_torch")
+WITH_EXAMPLES = [package for package in api_entries.PACKAGES if package.startswith(SHOWN)]
 
 
 def entries(page: Path) -> list[str]:
