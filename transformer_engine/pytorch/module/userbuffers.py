@@ -107,21 +107,11 @@ def initialize_ub(
         shape: [tokens, hidden] of the communicated activations.
         tp_size: Number of tensor-parallel ranks.
         use_fp8: Deprecated; `quantization_modes=[UserBufferQuantizationMode.FP8]`.
-        quantization_modes: Data types of communicated activations.
-        dtype: Dtype of the activations.
+        quantization_modes: Data types of the communicated activations.
+        dtype: Has no effect.
         ub_cfgs: {name of a product: settings}, or one such mapping per quantization mode.
-        bootstrap_backend: Backend that would exchange handles: "gloo", "mpi" or "nccl".
-        with_cublasmp: Accepted without effect.
-
-    Args:
-        shape: [tokens, hidden] of the largest activation.
-        tp_size: Size of the tensor-parallel group.
-        use_fp8: No effect.
-        quantization_modes: Data types in which activations would be communicated.
-        dtype: No effect.
-        ub_cfgs: No effect.
-        bootstrap_backend: No effect.
-        with_cublasmp: No effect.
+        bootstrap_backend: "gloo", "mpi" or "nccl"; checked, and has no effect.
+        with_cublasmp: Has no effect.
 
     Raises:
         RuntimeError: A configuration is recorded already.

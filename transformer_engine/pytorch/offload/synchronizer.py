@@ -172,7 +172,11 @@ class OffloadSynchronizer:
 
 
 class DefaultOffloadSynchronizer(OffloadSynchronizer):
-    """Offloads the layers 0 to num_offloaded_layers - 1, on the schedule in this module's docstring.
+    """Offloads the layers 0 to num_offloaded_layers - 1 while other layers compute.
+
+    The copy of layer i begins with the forward of layer i + 1. With n layers, of which k are offloaded, it leaves the
+    device when the forward of layer n - k + i begins, and its copy back begins with the backward of layer
+    n - 1 - k + i. Saved tensors of at most n - k layers are on the device at any time.
 
     Args:
         num_offloaded_layers: Number of leading layers that are offloaded; None is all but the last layer, which always
