@@ -66,7 +66,12 @@ def exceptions(found: list[Any]) -> str:
         ]
         if f"**{reason[0].upper()}{reason[1:]}.**" not in lines:  # two patterns may share a reason
             lines += [f"**{reason[0].upper()}{reason[1:]}.**", ""]
-            lines += ["| measurement | measured | predicted | error |", "| --- | --- | --- | --- |", *rows, ""]
+            lines += [
+                "| measurement | measured | predicted | error |",
+                "| --- | --- | --- | --- |",
+                *rows,
+                "",
+            ]
     return "\n".join(lines)
 
 
