@@ -106,7 +106,8 @@ class OperationFuser:
 
         Args:
             input: The main input.
-            *extra_inputs: Extra inputs of the operations that read no channel, in order.
+            *extra_inputs: Extra inputs of the operations that read no channel, in order: tensors, or values that
+                `BasicOperation.accept_extra_input` converts, such as a list of the split sizes of a `GroupedLinear`.
             basic_op_kwargs: Keyword arguments of each basic operation.
 
         Returns:
@@ -120,6 +121,18 @@ class OperationFuser:
                 f"got {len(extra_inputs)} extra inputs, but the operations read {self.num_extra_inputs}; give one "
                 "tensor for each extra input, in the order of the operations"
             )
+        for tensor in extra_inputs:
+            if not isinstance(tensor, Tensor):
+                slots = zip(self._links.public_inputs, extra_inputs, strict=True)
+                extra_inputs = tuple(
+                    [
+                        value
+                        if isinstance(value, Tensor)
+                        else self._basic_ops[slot.op].accept_extra_input(slot.index, value)
+                        for slot, value in slots
+                    ]
+                )
+                break
         if basic_op_kwargs is not None and len(basic_op_kwargs) != self._num_basic_ops:
             raise ValueError(
                 f"basic_op_kwargs has {len(basic_op_kwargs)} entries for {self._num_basic_ops} basic operations; give "
