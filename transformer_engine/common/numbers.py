@@ -73,7 +73,7 @@ def to_ints(name: str, value: Any) -> Sequence[int]:
         return value
     to_list = getattr(value, "tolist", None)
     if to_list is not None:
-        if len(value.shape) != 1:
+        if len(value.shape) != 1:  # pyright: ignore[reportAttributeAccessIssue]
             raise TypeError(f"{name} is {described(value)}; give whole numbers in one dimension")
         numbers: Any = to_list()
     elif isinstance(value, (str, bytes, Mapping, set)) or not hasattr(value, "__iter__"):

@@ -13,10 +13,8 @@ from ..distributed.tensor_parallel import TensorParallel
 from ..primitives.activation import ActivationParams
 from ..primitives.quantize import Cast
 from ..tensor.identity_tensor import IdentityQuantizer
-from ..tensor.mxfp8_tensor import MXFP8Quantizer
 from ..tensor.quantized_tensor import QuantizedTensorStorage
 from ..tensor.quantizer import Quantizer
-from ..tensor.storage.mxfp8_tensor_storage import MXFP8TensorStorage
 from .normalization import Norm
 from .scale_update import ScaleUpdate
 from .weight_gradient import Inspector, WeightGradient
@@ -163,16 +161,14 @@ def gathering(
     Args:
         spec: The spec.
         shard: Number of rows of the sharded matrix on this rank.
-        quantized_as: Class of the input if it is quantized. Each pass gathers the direction of MXFP8 codes that it
-            reads; other formats, and passes that save values, gather the quantized tensor.
+        quantized_as: Class of the input if it is quantized. Each pass gathers the direction of its codes that it reads,
+            if they can be joined; otherwise, and if values are saved, both passes gather the quantized tensor.
         histories_agree: Scale updates of delayed scaling take maxima over all ranks of the tensor-parallel group.
     """
     parallel = spec.parallel
     if parallel.gathers_input:
         whole = quantized_as is not None and (
-            spec.backward != "quantized"
-            or spec.keep_input
-            or not (issubclass(quantized_as, MXFP8TensorStorage) and isinstance(spec.input, MXFP8Quantizer))
+            spec.backward != "quantized" or spec.keep_input or not spec.input.joins_shards_of(quantized_as)
         )
         way = gathered_as(spec.input, shard, spec.needs_grad_weight, spec.traced or whole)
         return changed(spec, gather_input=way, input=_of_shards(spec.input, way, parallel, histories_agree))

@@ -308,15 +308,16 @@ class Quantizer:
     def shard_granularity(self, columnwise: bool) -> int | None:
         """Return the multiple of rows at which the codes of shards are those of the whole matrix, joined along rows.
 
-        One scale per tensor must then be that of all shards; see `reducing_over`.
+        One scale per tensor must then be that of all shards; see `reducing_over`. None if codes cannot be joined.
 
         Args:
             columnwise: The column direction is joined too.
-
-        Returns:
-            The multiple; None if the codes of shards cannot be joined, or if that is unknown.
         """
         return None
+
+    def joins_shards_of(self, kind: type) -> bool:
+        """Return whether codes of shards that the caller quantized, of this class, join as this quantizer's codes do."""
+        return False
 
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):

@@ -245,14 +245,10 @@ class GroupedLinear(StepOperation):
         return delayed, tuple([id(self._parameters[name]) for name in self.parameter_names]) if held else None
 
     def accept_extra_input(self, index: int, value: Any) -> Any:
-        """Return split sizes that the caller gave as a sequence as an int64 tensor on the CPU.
-
-        Raises:
-            TypeError: The value is not a sequence of whole numbers.
-        """
-        if index:
-            return super().accept_extra_input(index, value)
-        return torch.tensor(to_ints("split sizes", value), dtype=torch.int64)
+        """Return split sizes that the caller gave as a sequence of whole numbers as a tensor."""
+        return (
+            value if index else torch.tensor(to_ints("split sizes", value), dtype=torch.int64, device="cpu")
+        )
 
     def contribute(
         self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
