@@ -308,15 +308,13 @@ class Quantizer:
     def shard_granularity(self, columnwise: bool) -> int | None:
         """Return the multiple of rows at which the codes of shards are those of the whole matrix, joined along rows.
 
-        One scale per tensor must then be that of all shards; see `reducing_over`. None if codes cannot be joined.
-
-        Args:
-            columnwise: The column direction is joined too.
+        One scale per tensor must then be that of all shards; see `reducing_over`. With `columnwise` the column direction
+        is joined too. None if codes cannot be joined.
         """
         return None
 
     def joins_shards_of(self, kind: type) -> bool:
-        """Return whether codes of shards that the caller quantized, of this class, join as this quantizer's codes do."""
+        """Return whether the codes of a caller's shards of this class are joined as this quantizer's are."""
         return False
 
     def __eq__(self, other: object) -> bool:
