@@ -121,7 +121,7 @@ class OperationFuser:
                 f"got {len(extra_inputs)} extra inputs, but the operations read {self.num_extra_inputs}; give one "
                 "tensor for each extra input, in the order of the operations"
             )
-        if not all([isinstance(tensor, Tensor) for tensor in extra_inputs]):
+        if not all(isinstance(tensor, Tensor) for tensor in extra_inputs):
             extra_inputs = self._links.accepted(extra_inputs)
         if basic_op_kwargs is not None and len(basic_op_kwargs) != self._num_basic_ops:
             raise ValueError(

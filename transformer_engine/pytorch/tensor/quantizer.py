@@ -308,8 +308,8 @@ class Quantizer:
     def shard_granularity(self, columnwise: bool) -> int | None:
         """Return the multiple of rows at which the codes of shards are those of the whole matrix, joined along rows.
 
-        One scale per tensor must then be that of all shards; see `reducing_over`. With `columnwise` the column direction
-        is joined too. None if codes cannot be joined.
+        One scale per tensor must then be that of all shards; see `reducing_over`. With `columnwise` the column
+        direction is joined too. None if codes cannot be joined.
         """
         return None
 

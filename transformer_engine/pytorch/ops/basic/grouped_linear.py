@@ -246,9 +246,9 @@ class GroupedLinear(StepOperation):
 
     def accept_extra_input(self, index: int, value: Any) -> Any:
         """Return split sizes that the caller gave as a sequence of whole numbers as a tensor."""
-        return (
-            value if index else torch.tensor(to_ints("split sizes", value), dtype=torch.int64, device="cpu")
-        )
+        if index:
+            return value
+        return torch.tensor(to_ints("split sizes", value), dtype=torch.int64, device="cpu")
 
     def contribute(
         self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
