@@ -246,9 +246,8 @@ class GroupedLinear(StepOperation):
 
     def accept_extra_input(self, index: int, value: Any) -> Any:
         """Return split sizes that the caller gave as a sequence of whole numbers as a tensor."""
-        if index:
-            return value
-        return torch.tensor(to_ints("split sizes", value), dtype=torch.int64, device="cpu")
+        rows = None if index else to_ints("split sizes", value)
+        return value if rows is None else torch.tensor(rows, dtype=torch.int64, device="cpu")
 
     def contribute(
         self, name: str, x: InputFacts, call: OperationCall, environment: ChainEnvironment
