@@ -121,8 +121,10 @@ class OperationFuser:
                 f"got {len(extra_inputs)} extra inputs, but the operations read {self.num_extra_inputs}; give one "
                 "tensor for each extra input, in the order of the operations"
             )
-        if not all(isinstance(tensor, Tensor) for tensor in extra_inputs):
-            extra_inputs = self._links.accepted(extra_inputs)
+        for tensor in extra_inputs:
+            if not isinstance(tensor, Tensor):
+                extra_inputs = self._links.accepted(extra_inputs)
+                break
         if basic_op_kwargs is not None and len(basic_op_kwargs) != self._num_basic_ops:
             raise ValueError(
                 f"basic_op_kwargs has {len(basic_op_kwargs)} entries for {self._num_basic_ops} basic operations; give "
