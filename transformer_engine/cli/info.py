@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -83,7 +84,9 @@ def machine() -> MachineReport:
         device, memory = properties.name, f"{properties.total_memory / 2**30:.0f} GiB"
         capability = ".".join(map(str, get_device_compute_capability()))
     else:
-        device, memory = f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)", "host memory"
+        count = torch.get_num_threads()
+        device = f"CPU ({platform.machine()}, {count} thread{'s' if count > 1 else ''})"
+        memory = _host_memory()
         capability = "none: torch finds no CUDA device"
     versions = {name: _version(name, sentence) for name, sentence in LIBRARIES.items()}
     versions["torch"] = str(
@@ -115,6 +118,14 @@ def as_dict(described: MachineReport, found: Survey) -> dict[str, Any]:
     }
 
 
+def _host_memory() -> str:
+    try:
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # no such number on this system, for example on Windows
+        return "host memory"
+    return f"{size / 2**30:.0f} GiB of host memory"
+
+
 def _version(name: str, sentence: str) -> str:
     try:
         return metadata.version(name)
@@ -144,10 +155,10 @@ def _print_machine(console: Console, described: MachineReport) -> None:
 
 
 def _names(recipes: Sequence[str], known: Sequence[str]) -> str:
-    """Describe a set of recipes: "all, and none" (no recipe), "all", or their names."""
+    """Describe a set of recipes: "all, none" (no recipe), "all", or their names."""
     missing = [name for name in known if name not in recipes]
     if missing in ([], ["none"]):
-        return "all, and none" if not missing else "all"
+        return "all, none" if not missing else "all"
     return ", ".join(recipes)
 
 

@@ -86,7 +86,10 @@ def global_shard_guard(resource: MeshResource | None) -> Iterator[None]:
     """
     if resource is not None:
         if not isinstance(resource, MeshResource):
-            raise TypeError(f"resource={resource!r} is a {type(resource).__name__}; pass a MeshResource(..)")
+            raise TypeError(
+                f"resource={resource!r} is a {type(resource).__name__}; pass a MeshResource, for example "
+                "MeshResource(dp_resource='dp')"
+            )
         for name, axis in vars(resource).items():
             text_or_none(name, axis)
         _check_axes(resource)

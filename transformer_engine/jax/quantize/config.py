@@ -80,6 +80,11 @@ def autocast(
         ValueError: The machine, or transformer_engine.jax, does not support the recipe or one of its settings.
     """
     reject_keywords("autocast", others, {"fp8_recipe": "recipe"})
+    if isinstance(enabled, Recipe):
+        raise TypeError(
+            f"enabled={type(enabled).__name__}(..) is a recipe, and the first argument is a bool; pass the recipe as a "
+            "keyword, recipe=..."
+        )
     switch("enabled", enabled)
     _check_recipe("recipe", recipe)
     chosen = None

@@ -314,7 +314,9 @@ class GroupedLinear(ProductsModule):
         for group, unquantized, m in zip(spec.groups, spec.unquantized, rows, strict=True):
             reason = unsupported_product_reason(group, m, k, n)
             if reason is not None:
-                said = f"GroupedLinear runs groups in high precision: {reason}; pad their rows"
+                said = (
+                    f"GroupedLinear runs groups in high precision: {reason}. To quantize them, pad their rows"
+                )
                 self._warn_once("group", said)
             groups.append(group if reason is None else unquantized)
         return tuple(groups)

@@ -31,7 +31,7 @@ from .watched import Active, Slots, WatchedDict
 
 
 class Owner(Protocol):
-    """What numerics asks of its module."""
+    """The attributes and methods of a module that `Numerics` uses."""
 
     numerics: Numerics
     param_init_meta: dict[str, ParameterInit]
@@ -50,7 +50,7 @@ class Owner(Protocol):
 
 
 class _PutTogether(NamedTuple):
-    """A recipe that was put together of quantizers, for an observer or for none."""
+    """A recipe that was assembled from quantizers, and the observer that it was assembled for."""
 
     observer: Callable[[ModuleRecipe], ModuleRecipe] | None
     quantizers: tuple[Quantizer, ...]
@@ -58,20 +58,20 @@ class _PutTogether(NamedTuple):
 
 
 class Numerics:
-    """Of one module.
+    """The recipe, scaling states, quantizers and cached weights of one module.
 
-    meta         fp8_meta: recipe, group and states under the original's keys, and what callers note there
+    meta         fp8_meta: recipe, group and states under the original's keys, and entries of callers
     quantizers   {"scaling_fwd": [input, weight, output] * n, "scaling_bwd": [grad_output, grad_input] * n}
     workspaces   {name: weight as quantized for the first microbatch of a step}
     state        the autocast state of the last call
-    initialized  have there ever been quantizers?
-    observer     what calls get in place of the recipe that they would compute by; None: that itself
+    initialized  whether quantizers were ever created
+    observer     a function of the recipe of a call, whose result the call uses instead; None: no replacement
     observes_unquantized
-                 calls outside of autocast get observer(recipe) too
+                 whether calls outside of autocast use observer(recipe) too
     """
 
     def __init__(self, recipe: Recipe | None = None) -> None:
-        """recipe: that of quantized_model_init, which callers read before the first call and on the meta device."""
+        """Create an empty record; `recipe` is that of quantized_model_init, which is read before the first call."""
         self._active = Active()
         self.meta = WatchedDict(self._active, {"fp8_checkpoint": False, "fp8_group": None})
         if recipe is not None:
@@ -92,7 +92,7 @@ class Numerics:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has the calls of the original, no block and no observer."""
+        """Return the state of a copy, which belongs to no autocast context and has no observer."""
         called = AutocastState(self.state.enabled, self.state.calibrating)
         own = {"state": called, "state_without_gradients": None, "observer": None, "_put_together": []}
         return self.__dict__ | own | {"observes_unquantized": False, "_unquantized": None}
@@ -100,7 +100,7 @@ class Numerics:
     def observe(
         self, observer: Callable[[ModuleRecipe], ModuleRecipe] | None, unquantized: bool = False
     ) -> None:
-        """Compute by observer(recipe) from the next call on; None: by the recipe itself.
+        """Use observer(recipe) instead of the recipe from the next call on; None removes the observer.
 
         Args:
             observer: Returns a recipe with other quantizers.
@@ -120,7 +120,7 @@ class Numerics:
 
     @property
     def active(self) -> ModuleRecipe | None:
-        """The quantizers of the last recipe by product; None where they have to be made, or put together, anew."""
+        """The quantizers of the last recipe by product; None if they must be created or assembled again."""
         return self._active.recipe
 
     def forget(self) -> None:
@@ -128,7 +128,7 @@ class Numerics:
         self._active.forget()
 
     def replace_quantizers(self, quantizers: dict[str, Sequence[Quantizer]]) -> None:
-        """The quantizers of both directions, as a caller gives them."""
+        """Replace the quantizers of both directions."""
         given = {key: Slots(self._active, quantizers[key]) for key in self.quantizers}
         self.quantizers = given
         self._active.regroup()
@@ -148,20 +148,20 @@ class Numerics:
         return self.unquantized(owner.num_products)
 
     def serve(self, owner: Owner, state: AutocastState) -> ModuleRecipe:
-        """The module's quantizers for the recipe of a state, its scales registered for updates."""
+        """Return the module's quantizers for the recipe of a state, with its scales registered for updates."""
         recipe = state.recipe
         assert recipe is not None
         active = self._active.recipe
         if active is None or not active.serves(state):
             active = self.renew(owner, recipe, state.group)
-        # Again where FP8GlobalStateManager.reset() has forgotten who takes part in scale updates.
+        # Register again if FP8GlobalStateManager.reset() has cleared the participants of scale updates.
         if active.has_state and active.pools is not delayed_scaling.pools():
             FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(self.meta)
             active.pools = delayed_scaling.pools()
         return active
 
     def renew(self, owner: Owner, recipe: Recipe, group: Any) -> ModuleRecipe:
-        """An equal recipe in a new object changes nothing; anything else makes new quantizers."""
+        """Return quantizers for a recipe: the active ones if the recipes are equal, otherwise new ones."""
         active = self._active.recipe
         if active is not None and active.matches_recipe(recipe, group):
             active.recipe, active.revision, active.pools = recipe, revision_of(recipe), None
@@ -174,9 +174,9 @@ class Numerics:
         return made
 
     def _of_slots(self, recipe: Recipe, group: Any) -> ModuleRecipe:
-        """The recipe with the quantizers of the slots, with observers attached if there are any.
+        """Return the recipe with the quantizers of the slots, after the observer if there is one.
 
-        Put together once for each observer: what calls remember hangs on the object.
+        The object is assembled once for each observer, because calls cache their decisions on it.
         """
         forward, backward = self.quantizers["scaling_fwd"], self.quantizers["scaling_bwd"]
         quantizers = (*forward, *backward)
@@ -215,7 +215,7 @@ class Numerics:
         self.initialized = True
 
     def renew_direction(self, owner: Owner, forward: bool, recipe: Recipe) -> None:
-        """State and quantizers of one direction, for the products that the module has now."""
+        """Create state and quantizers of one direction for the current number of products."""
         key, mode, slots = (
             ("scaling_fwd", "forward", FORWARD_SLOTS)
             if forward
@@ -264,15 +264,15 @@ class Numerics:
     def cached_weight(
         self, key: str, weight: Tensor, quantizer: Quantizer, columnwise: bool, first: bool
     ) -> QuantizedTensorStorage | None:
-        """The weight as quantized for the first microbatch of a step; None when nothing is to be cached.
+        """Return the weight as quantized for the first microbatch of a step, or None if it is not cached.
 
-        In a captured graph the same kernels run for every microbatch, so a flag on the device says which is the first.
+        In a captured graph the same kernels run for every microbatch, so a flag on the device marks the first one.
         """
         if isinstance(weight, QuantizedTensorStorage) or quantizer.is_identity:
             return None
         cached = self.workspaces.get(key)
         stale = cached is None or (columnwise and not cached.get_usages()["columnwise"])
-        # Captured by whom does not matter: a client that does it by itself, as Megatron-core, sets the flag itself.
+        # A client that captures without this package, such as Megatron-core, sets the flag itself.
         flag = FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor
         skip = flag if flag is not None and is_captured(self.state) else None
         if skip is not None and cached is not None and not stale:
@@ -285,7 +285,7 @@ class Numerics:
 
 
 def state_flag(flag: str, what: str) -> Any:
-    """A module's property: a flag of `numerics.state`."""
+    """Return a property of a module that reads and writes a flag of `numerics.state`."""
 
     def read(self: Any) -> bool:
         return getattr(self.numerics.state, flag)
@@ -297,7 +297,7 @@ def state_flag(flag: str, what: str) -> Any:
 
 
 def made_to_keep(make: Callable[[], Any]) -> Any:
-    """make() without gradients, as tensors that a later call can train with although this one is in inference mode."""
+    """Return make() without gradients, as tensors that can be trained later even if inference mode is on now."""
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
             return make()
@@ -305,14 +305,14 @@ def made_to_keep(make: Callable[[], Any]) -> Any:
         return make()
 
 
-# While a compiler traces: functions that it calls for real, which take strings only, so that modules have names.
+# A compiler calls the functions below while it traces. They take only strings, so every module has a string key.
 
 _modules: weakref.WeakValueDictionary[str, Owner] = weakref.WeakValueDictionary()
 _serial = itertools.count()
 
 
 def new_tracing_key(module: Owner) -> str:
-    """A name for the module: a traced function may hand on strings, not objects."""
+    """Return a new string key of the module, because a traced function can pass strings but not objects."""
     key = f"module {next(_serial)}"
     _modules[key] = module
     for call in on_creation:
@@ -335,7 +335,7 @@ def existing_modules() -> list[Owner]:
 
 
 def of_traced_call(owner: Owner, tracing_key: str, state: AutocastState) -> ModuleRecipe:
-    """`Numerics.of_call` for a graph: state that was made inside of it would be lost to the backward's writes."""
+    """Return `Numerics.of_call` for a graph; states are created outside of it, where the backward can write to them."""
     if owner.numerics.observes_unquantized:
         raise RuntimeError(
             f"{type(owner).__name__} belongs to a debug session, and a compiled graph shows no tensors; run it in "
@@ -363,7 +363,7 @@ def _serve_while_tracing(tracing_key: str, recipe: str, group: Any) -> bool:
     return True
 
 
-# The trace in which a module was last called with a backward to come.
+# The trace in which each module was last called with a backward pass.
 _traced: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 

@@ -128,7 +128,7 @@ def check_call(call: Call, features: int) -> None:
     """Check the arguments of a forward pass; raise TypeError, ValueError or RuntimeError."""
     x = call.input
     if not x.dtype.is_floating_point:
-        raise TypeError(f"the input is {x.dtype}; give floating-point values, for example the input.float()")
+        raise TypeError(f"the input is {x.dtype}; give floating-point values, for example x.float()")
     if len(x.shape) == 0 or x.shape[-1] != features:
         raise ValueError(
             f"{call.config._kind} takes [.., {features}], the input is {list(x.shape)}; "

@@ -118,8 +118,8 @@ class OperationFuser:
         """
         if len(extra_inputs) != self.num_extra_inputs:
             raise ValueError(
-                f"got {len(extra_inputs)} extra inputs, but the operations read {self.num_extra_inputs}; give one "
-                "tensor for each extra input, in the order of the operations"
+                f"number of extra inputs: {len(extra_inputs)} given, {self.num_extra_inputs} read by the "
+                "operations; give one tensor for each extra input, in the order of the operations"
             )
         for tensor in extra_inputs:
             if not isinstance(tensor, Tensor):

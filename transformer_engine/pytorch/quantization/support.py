@@ -148,8 +148,8 @@ def check_block(enabled: Any, recipe: Recipe | None) -> bool:
         )
     if isinstance(enabled, Recipe):
         raise TypeError(
-            f"enabled={described(enabled)} is a recipe, and the first argument is a bool; pass the recipe by name, "
-            "recipe=..."
+            f"enabled={type(enabled).__name__}(..) is a recipe, and the first argument is a bool; pass the recipe as a "
+            "keyword, recipe=..."
         )
     return enabled if type(enabled) is bool else to_bool("enabled", enabled)
 
