@@ -211,8 +211,8 @@ class GroupedLinear(ProductsModule):
             return self._output_of(inp, m_splits, is_first_microbatch, (out, dgrad_out), tensors)
         count, fused = len(self._config.weight_names), self._config.fuse_wgrad_accumulation
         with whole_weights((tensors[:count],), fused, self.wgrad_store) as wholes:
-            tensors = (*wholes, *tensors[count:])
-            return self._output_of(inp, m_splits, is_first_microbatch, (out, dgrad_out), tensors)
+            whole = (*wholes, *tensors[count:])
+            return self._output_of(inp, m_splits, is_first_microbatch, (out, dgrad_out), whole)
 
     def _output_of(
         self,
@@ -314,10 +314,8 @@ class GroupedLinear(ProductsModule):
         for group, unquantized, m in zip(spec.groups, spec.unquantized, rows, strict=True):
             reason = unsupported_product_reason(group, m, k, n)
             if reason is not None:
-                said = (
-                    f"GroupedLinear runs groups in high precision: {reason}. To quantize them, pad their rows"
-                )
-                self._warn_once("group", said)
+                said = f"runs groups in high precision: {reason}. To quantize them, pad their rows"
+                self._warn_once("group", f"GroupedLinear {said}")
             groups.append(group if reason is None else unquantized)
         return tuple(groups)
 
