@@ -151,7 +151,7 @@ def changed(spec: Spec, **fields: Any) -> Spec:
 
 
 def gathering(
-    spec: LinearSpec, shard: int, is_quantized: bool = False, histories_agree: bool = False
+    spec: LinearSpec, shard: int, quantized_as: type | None = None, histories_agree: bool = False
 ) -> LinearSpec:
     """Return the spec of a layer whose input or output gradient is gathered as codes where the format allows it.
 
@@ -161,12 +161,16 @@ def gathering(
     Args:
         spec: The spec.
         shard: Number of rows of the sharded matrix on this rank.
-        is_quantized: The input is a quantized tensor, whose codes are gathered unchanged.
+        quantized_as: Class of the input if it is quantized. Each pass gathers the direction of its codes that it reads,
+            if they can be joined; otherwise, and if values are saved, both passes gather the quantized tensor.
         histories_agree: Scale updates of delayed scaling take maxima over all ranks of the tensor-parallel group.
     """
     parallel = spec.parallel
     if parallel.gathers_input:
-        way = gathered_as(spec.input, shard, spec.needs_grad_weight, spec.traced or is_quantized)
+        whole = quantized_as is not None and (
+            spec.backward != "quantized" or spec.keep_input or not spec.input.joins_shards_of(quantized_as)
+        )
+        way = gathered_as(spec.input, shard, spec.needs_grad_weight, spec.traced or whole)
         return changed(spec, gather_input=way, input=_of_shards(spec.input, way, parallel, histories_agree))
     if parallel.gathers_gradient and not spec.needs_grad_bias:
         way = gathered_as(spec.grad_output, shard, spec.needs_grad_weight, spec.traced)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...common.memory import Memory
+from ..distributed_weight import is_distributed_weight
 from ..primitives.gemm import Epilogue, gemm
 from ..primitives.operand import Operand
 
@@ -221,7 +222,7 @@ class WeightGradient:
 
         Hooks of data-parallel wrappers fire only if autograd receives a tensor. These wrappers set the attribute below.
         """
-        if not hasattr(self.parameter, "grad_added_to_main_grad"):
+        if not hasattr(self.parameter, "grad_added_to_main_grad") or is_distributed_weight(self.parameter):
             return None
         if not torch.compiler.is_compiling():
             self.parameter.grad_added_to_main_grad = True
@@ -239,6 +240,8 @@ def _add_to_grads(parameters: tuple[Any, ...], grad: Tensor) -> None:
 
 def main_grad_of(parameter: torch.nn.Parameter | None) -> Tensor:
     """Return the buffer of a fused weight gradient; raise AttributeError with the remedy if it is absent."""
+    if is_distributed_weight(parameter):
+        return parameter.grad_buffer()  # pyright: ignore
     if parameter is not None and hasattr(parameter, "__fsdp_param__"):
         return parameter.get_main_grad()  # pyright: ignore[reportAttributeAccessIssue]
     main_grad = getattr(parameter, "main_grad", None)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.tensor_parallel import set_tensor_model_parallel_attributes
+from ..distributed_weight import whole_weights
 from ..functions.pieces import whole
 from ..runtime.device import canonical_device
 from .linear_base import ProductsModule
@@ -80,7 +81,12 @@ def weight_and_bias(module: ProductsModule) -> tuple[Tensor, Tensor | None]:
     weights, biases = config.weight_names, config.bias_names if config.use_bias else ()
     if len(weights) == 1:
         return parameter_of(module, weights[0]), parameter_of(module, biases[0]) if biases else None
-    return whole([getattr(module, name) for name in weights], [getattr(module, name) for name in biases])
+    pieces = [getattr(module, name) for name in weights]
+    of_biases = [getattr(module, name) for name in biases]
+    if getattr(pieces[0], "is_distributed_weight", False):
+        with whole_weights((pieces,), False, module.wgrad_store) as wholes:
+            return whole(wholes, of_biases)
+    return whole(pieces, of_biases)
 
 
 def _neighbours(rows: Sequence[int], *columns: int, **options: Any) -> list[Tensor]:

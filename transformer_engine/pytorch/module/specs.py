@@ -379,4 +379,5 @@ def product_spec(
     )
     if shard is None or not (communicates and parallel.sequence):
         return spec
-    return gathering(spec, shard, call.input.is_quantized, _histories_agree(call, parallel))
+    quantized_as = call.input.kind if call.input.is_quantized else None
+    return gathering(spec, shard, quantized_as, _histories_agree(call, parallel))

@@ -106,7 +106,8 @@ class OperationFuser:
 
         Args:
             input: The main input.
-            *extra_inputs: Extra inputs of the operations that read no channel, in order.
+            *extra_inputs: Extra inputs of the operations that read no channel, in order: tensors, or values that
+                `BasicOperation.accept_extra_input` converts, such as a list of the split sizes of a `GroupedLinear`.
             basic_op_kwargs: Keyword arguments of each basic operation.
 
         Returns:
@@ -120,6 +121,10 @@ class OperationFuser:
                 f"number of extra inputs: {len(extra_inputs)} given, {self.num_extra_inputs} read by the "
                 "operations; give one tensor for each extra input, in the order of the operations"
             )
+        for tensor in extra_inputs:
+            if not isinstance(tensor, Tensor):
+                extra_inputs = self._links.accepted(extra_inputs)
+                break
         if basic_op_kwargs is not None and len(basic_op_kwargs) != self._num_basic_ops:
             raise ValueError(
                 f"basic_op_kwargs has {len(basic_op_kwargs)} entries for {self._num_basic_ops} basic operations; give "

@@ -206,6 +206,15 @@ class BasicOperation(Channels, RecipeSlots, FusibleOperation, metaclass=ABCMeta)
         """Return the dependencies of a call's steps other than attributes and metadata of inputs and parameters."""
         return None
 
+    def accept_extra_input(self, index: int, value: Any) -> Any:
+        """Return an extra input that the caller gave as another type than a tensor, converted to a tensor.
+
+        Args:
+            index: Index of the extra input.
+            value: The caller's value; without an override it is returned unchanged.
+        """
+        return value
+
     def extra_repr(self) -> str:
         return ", ".join([f"{name}={getattr(self, attribute)}" for name, attribute in self._shown.items()])
 

@@ -69,6 +69,9 @@ class MXFP8Quantizer(BlockScalingQuantizer):
         self.dtype = float8_number(fp8_dtype)
         self.with_2d_quantization = to_bool("with_2d_quantization", with_2d_quantization)
 
+    def joins_shards_of(self, kind: type) -> bool:
+        return issubclass(kind, MXFP8TensorStorage)
+
     def spec(self, rowwise: bool, columnwise: bool) -> QuantizeSpec:
         return _spec(self.dtype, rowwise, columnwise, self.with_2d_quantization)
 
