@@ -267,8 +267,8 @@ def is_scaling_mode_supported(scaling_mode: ScalingMode, gpu_id: int = 0) -> tup
         return True, ""
     for cls, family in recipes.FAMILIES.items():
         modes = {family.modes(cls(), source) for source in TensorSource}
-        # Delayed and current scaling have the same dtypes, so tensor scaling requires the same mode. Variants of a block
-        # format that the recipe's defaults do not use have the dtypes of the format.
+        # Delayed and current scaling have the same dtypes, so tensor scaling requires the same mode. Variants of a
+        # block format that the defaults of the recipe do not use have the dtypes of the format.
         if scaling_mode in modes or (
             scaling_mode.is_block_scaling()
             and any(mode.is_block_scaling() and _dtypes(mode) == _dtypes(scaling_mode) for mode in modes)
