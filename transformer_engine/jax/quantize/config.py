@@ -272,14 +272,20 @@ def is_scaling_mode_supported(scaling_mode: ScalingMode, gpu_id: int = 0) -> tup
         return True, ""
     for cls, family in recipes.FAMILIES.items():
         modes = {family.modes(cls(), source) for source in TensorSource}
-        # Delayed and current scaling have one format, so tensor scaling requires the same mode. The variants of NVFP4
-        # have formats that the recipe's defaults do not use.
-        is_nvfp4 = scaling_mode.is_nvfp4_scaling and any(mode.is_nvfp4_scaling for mode in modes)
-        has_format = scaling_mode.format in {mode.format for mode in modes}
-        if scaling_mode in modes or is_nvfp4 or (has_format and not scaling_mode.is_tensor_scaling()):
+        # Delayed and current scaling have the same dtypes, so tensor scaling requires the same mode. Variants of a
+        # block format that the defaults of the recipe do not use have the dtypes of the format.
+        if scaling_mode in modes or (
+            scaling_mode.is_block_scaling()
+            and any(mode.is_block_scaling() and _dtypes(mode) == _dtypes(scaling_mode) for mode in modes)
+        ):
             reason = recipes.unsupported_reason(family, gpu_id)
             return reason is None, reason or ""
     raise AssertionError(f"no recipe has the scaling mode {scaling_mode}")
+
+
+def _dtypes(scaling_mode: ScalingMode) -> tuple[Any, ...]:
+    """Return the dtypes of a scaling mode's codes, and that of its scales."""
+    return (*scaling_mode.get_compatible_q_dtypes(), scaling_mode.get_scale_dtype())
 
 
 def get_supported_scaling_modes() -> list[ScalingMode]:
