@@ -208,5 +208,5 @@ def test_a_vector_in_symmetric_memory_is_made_once_for_a_group(monkeypatch):
     other: Any = Group()  # of the same name, after the first was destroyed
     assert get_symmetric_memory_tensor(8, torch.float32, device, other) is not first
     assert made == [group, group, other]
-    with pytest.raises(ValueError, match="device='cpu'.*give a CUDA device"):
+    with pytest.raises(ValueError, match=r"device='cpu'.*give a CUDA device"):
         get_symmetric_memory_tensor(8, torch.float32, torch.device("cpu"), group)
