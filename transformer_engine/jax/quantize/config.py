@@ -80,6 +80,11 @@ def autocast(
         ValueError: The machine, or transformer_engine.jax, does not support the recipe or one of its settings.
     """
     reject_keywords("autocast", others, {"fp8_recipe": "recipe"})
+    if isinstance(enabled, Recipe):
+        raise TypeError(
+            f"enabled={type(enabled).__name__}(..) is a recipe, and the first argument is a bool; pass the recipe as a "
+            "keyword, recipe=..."
+        )
     switch("enabled", enabled)
     _check_recipe("recipe", recipe)
     chosen = None
@@ -267,10 +272,11 @@ def is_scaling_mode_supported(scaling_mode: ScalingMode, gpu_id: int = 0) -> tup
         return True, ""
     for cls, family in recipes.FAMILIES.items():
         modes = {family.modes(cls(), source) for source in TensorSource}
-        # Delayed and current scaling have one format, so tensor scaling requires the same mode.
-        if scaling_mode in modes or (
-            not scaling_mode.is_tensor_scaling() and scaling_mode.format in {mode.format for mode in modes}
-        ):
+        # Delayed and current scaling have one format, so tensor scaling requires the same mode. The variants of NVFP4
+        # have formats that the recipe's defaults do not use.
+        is_nvfp4 = scaling_mode.is_nvfp4_scaling and any(mode.is_nvfp4_scaling for mode in modes)
+        has_format = scaling_mode.format in {mode.format for mode in modes}
+        if scaling_mode in modes or is_nvfp4 or (has_format and not scaling_mode.is_tensor_scaling()):
             reason = recipes.unsupported_reason(family, gpu_id)
             return reason is None, reason or ""
     raise AssertionError(f"no recipe has the scaling mode {scaling_mode}")

@@ -76,7 +76,7 @@ class LinearSpec(LayerSpec):
         input, weight, grad_output: Quantizers of the operands.
         accumulation: Which products promote partial sums to float32.
         parallel: The tensor-parallel group.
-        weight_gradient: Where the gradient of the weight goes.
+        weight_gradient: Destination of the gradient of the weight.
         output, grad_input: Quantizers of the results; None to leave them in `dtype`.
         cached_weight: The weight as quantized for an earlier microbatch, or None.
         backward: "quantized", or the recipe's override: "high_precision" or "dequantized".
@@ -202,21 +202,21 @@ def _of_shards(
 
 
 def gathers_values(spec: LinearSpec) -> bool:
-    """Is the input gathered before it is quantized?"""
+    """Return whether the input is gathered before it is quantized."""
     return spec.parallel.gathers_input and spec.gather_input not in (CODES, ROW_CODES)
 
 
 def input_cast(spec: LinearSpec) -> Cast | None:
-    """How the kernel that makes a layer's input may quantize it on the way; None where the layer has to."""
+    """Return the cast with which the producer of a layer's input may quantize it; None if the layer must do it."""
     if spec.plain or spec.keep_input or spec.backward != "quantized" or gathers_values(spec):
         return None
     if spec.traced:
-        return None  # writes to the scaling state have to be seen by the compiler
+        return None  # the compiler must trace writes to the scaling state
     return spec.input.cast(True, spec.needs_grad_weight)
 
 
 def gradient_cast(spec: LinearSpec) -> Cast | None:
-    """The same for the kernel that makes the gradient of a layer's output."""
+    """Return the same for the producer of the gradient of a layer's output."""
     if (
         spec.plain
         or not spec.needs_grad_input
@@ -230,5 +230,5 @@ def gradient_cast(spec: LinearSpec) -> Cast | None:
 
 
 def sums_over_ranks(parallel: TensorParallel, mode: str) -> bool:
-    """Is a product only this rank's part of a sum: the forward's of "row", the input gradient's of "column"?"""
+    """Return whether a product is a partial sum over ranks: "row" in the forward pass, "column" in the backward."""
     return parallel.mode == mode and parallel.size > 1

@@ -86,7 +86,7 @@ def _dequantize(env: Environment, s: Layer, x: Any) -> tuple[Tensor]:
 
 
 def _dense(env: Environment, s: None, x: Any) -> tuple[Tensor]:
-    """Values with one contiguous axis. A gradient of a sum has none; each of its readers would copy it."""
+    """Return values with a contiguous axis. The gradient of a sum has none, and each reader would copy it."""
     if isinstance(x, QuantizedTensorStorage):
         x = x.dequantize()
     if x.is_contiguous():

@@ -53,7 +53,7 @@ from .parameters import InitMethod, ParameterInit, default_init_method
 from .row_groups import check_dense, rows_of_groups
 from .specs import unsupported_product_reason
 
-_ALL_WEIGHTS = "all weights"  # their key among the module's cached weights
+_ALL_WEIGHTS = "all weights"  # key of all weights in the module's cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +154,7 @@ class GroupedLinear(ProductsModule):
 
     @property
     def num_products(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """One product a group."""
+        """Number of products: one per group."""
         return self.num_gemms
 
     def make_grouped_weights(self, defer_init: bool = False) -> None:
@@ -183,25 +183,30 @@ class GroupedLinear(ProductsModule):
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
-        """y [.., out_features], or (y, [bias of each group]) with return_bias.
+        """Multiply each group of rows by its weight.
 
-        m_splits   rows of each group, in order; zeros are allowed, the sum is the number of rows. A tensor on a
-                   GPU is not read by the host if one launch computes all groups: its sum is not checked, and
-                   rows past it get undefined results
-        out        contiguous buffer of the output's shape and dtype. The output is written there, and the returned
-                   tensor shares its memory
-        dgrad_out  contiguous buffer of the input's shape and dtype. The backward pass writes the input gradient there,
-                   and the gradient that autograd passes on shares its memory
+        Args:
+            inp: Input [.., in_features].
+            m_splits: Rows of each group, in order. Zeros are allowed; the sum is the number of rows. The host does not
+                read a tensor on a GPU if one launch computes all groups. Its sum is then not checked, and rows past the
+                sum get undefined results.
+            is_first_microbatch: See `Linear`.
+            out: Contiguous buffer of the output's shape and dtype. The returned tensor shares its memory.
+            dgrad_out: Contiguous buffer of the input's shape and dtype. The backward pass writes the input gradient
+                there; the gradient that autograd propagates shares its memory.
 
-        Neither buffer may share memory with the input or a parameter; they may share memory with each other. Both may
-        be used again in the next step. A buffer belongs to one pass at a time:
+        Returns:
+            Output [.., out_features], or (output, [bias of each group]) with return_bias.
 
-        * `out` may be written again after the backward pass of the operations that read the output. Autograd raises
-          RuntimeError where a tensor that it saved has been overwritten.
-        * `dgrad_out` may be written again when the input gradient has been used. Until then it is the memory of
+        The two buffers may share memory with each other, but not with the input or a parameter. Both may be used again
+        in the next step. A buffer belongs to one pass at a time:
+
+        * `out` may be overwritten after the backward pass of the operations that read the output. Autograd raises
+          RuntimeError if a saved tensor was overwritten.
+        * `dgrad_out` may be overwritten after the last use of the input gradient. Until then it is the memory of
           `inp.grad`, if `inp` is a leaf, or a term of a sum, if other operations read `inp` too. This is not checked.
           If two backward passes share one `dgrad_out` while the first gradient is in use, both gradients hold the
-          second's values. Give each pass its own buffer, or clear `inp.grad` in between.
+          second's values. Pass separate buffers, or clear `inp.grad` in between.
         """
         m_splits = self._accepted_splits(inp, m_splits)
         if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
@@ -237,10 +242,10 @@ class GroupedLinear(ProductsModule):
         is_first_microbatch: bool | None,
         buffers: CallerBuffers,
     ) -> GroupedCall:
-        """Return the call of a kind with these numbers of rows and these cached weights."""
+        """Return the bound call for these numbers of rows and these cached weights."""
         groups, count = spec.groups, self._config.num_gemms
         if self._runs_together(spec, x, weights):
-            if len(m_splits) != count:  # of a tensor that the host does not read
+            if len(m_splits) != count:  # m_splits is a tensor that the host does not read
                 raise ValueError(
                     f"m_splits has {len(m_splits)} numbers for {count} groups; give one number per group"
                 )
@@ -298,7 +303,9 @@ class GroupedLinear(ProductsModule):
         for group, unquantized, m in zip(spec.groups, spec.unquantized, rows, strict=True):
             reason = unsupported_product_reason(group, m, k, n)
             if reason is not None:
-                said = f"GroupedLinear runs groups in high precision: {reason}; pad their rows"
+                said = (
+                    f"GroupedLinear runs groups in high precision: {reason}. To quantize them, pad their rows"
+                )
                 self._warn_once("group", said)
             groups.append(group if reason is None else unquantized)
         return tuple(groups)

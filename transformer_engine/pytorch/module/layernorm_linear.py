@@ -50,7 +50,7 @@ class NormLinearConfig(LinearConfig):
 
 
 def build(key: tuple[Any, ...]) -> NormLinearSpec:
-    """The spec of a call."""
+    """Return the spec of a call."""
     call = Call(*key)
     config: NormLinearConfig = call.config
     check_call(call, config.in_features)

@@ -78,7 +78,7 @@ class NormMLPConfig(ProductsConfig):
 
 
 def build(key: tuple[Any, ...]) -> NormMLPSpec:
-    """The spec of a call."""
+    """Return the spec of a call."""
     call = Call(*key)
     config: NormMLPConfig = call.config
     check_call(call, config.hidden_size)
@@ -116,7 +116,7 @@ def build(key: tuple[Any, ...]) -> NormMLPSpec:
 
 
 def _check_rows(config: NormMLPConfig, rows: int) -> None:
-    """ValueError where the activation was changed from one that is gated to one that is not, or back."""
+    """Raise ValueError if the activation was changed from a gated one to another, or back."""
     needed = config.ffn_shard * (2 if ACTIVATIONS[config.activation].gated else 1)
     if rows != needed:
         raise ValueError(

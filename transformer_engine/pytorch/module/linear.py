@@ -33,7 +33,7 @@ from .specs import Call, check_call, product_spec, quantizable, rows_of_shard, s
 
 
 def build(key: tuple[Any, ...]) -> LinearSpec:
-    """The spec of a call."""
+    """Return the spec of a call."""
     call = Call(*key)
     config: LinearConfig = call.config
     weight, bias = call.parameters

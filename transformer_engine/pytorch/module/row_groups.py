@@ -68,7 +68,9 @@ def check_dense(name: str, value: Any) -> None:
 class RowGroups(nn.Module):
     """Base class of Fp8Padding and Fp8Unpadding: num_gemms groups of rows, each padded to a multiple of align_size.
 
-    align_size   None: the multiple of the recipe in force at the first call, which is kept from then on
+    Args:
+        num_gemms: Number of groups.
+        align_size: The multiple. None: the multiple of the recipe at the first call, which later calls keep.
     """
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
@@ -98,7 +100,7 @@ class RowGroups(nn.Module):
 
 
 def alignment() -> int:
-    """Return the multiple that the recipe in force, or else the default recipe, requires of a group's rows."""
+    """Return the multiple of a group's rows that the active recipe, or otherwise the default recipe, requires."""
     return get_align_size_for_quantization(FP8GlobalStateManager.get_fp8_recipe())
 
 

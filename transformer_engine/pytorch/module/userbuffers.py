@@ -68,19 +68,19 @@ class Communicator:
     atomic: bool
 
     def is_fp8_ubuf(self) -> bool:
-        """Would the buffer hold FP8 codes?"""
+        """Return whether the buffer would hold FP8 codes."""
         return self.fp8
 
     def is_atomic_gemm(self) -> bool:
-        """Would the product signal its chunks by atomic counters?"""
+        """Return whether the product would signal its chunks by atomic counters."""
         return self.atomic
 
     def is_p2p_overlap(self) -> bool:
-        """Would chunks travel from rank to rank in a ring?"""
+        """Return whether chunks would be sent from rank to rank in a ring."""
         return self.method in (RING, EXTERNAL)
 
     def with_cublasmp(self) -> bool:
-        """Would cuBLASMp run the product? Never."""
+        """Return False: cuBLASMp never runs the product."""
         return False
 
     def get_tp_size(self) -> int:
@@ -185,7 +185,7 @@ def get_ub_is_fp8(name: str, use_fp8: bool) -> bool:
 def _checked_modes(
     use_fp8: Any, modes: list[UserBufferQuantizationMode] | None
 ) -> list[UserBufferQuantizationMode]:
-    """Return the quantization modes, of the deprecated flag where there are none."""
+    """Return the quantization modes; by default, those of the deprecated flag."""
     if to_bool("use_fp8", use_fp8):
         warnings.warn(
             "use_fp8 is deprecated; give quantization_modes=[UserBufferQuantizationMode.FP8]",

@@ -1,8 +1,10 @@
 """The states of one layer's saved tensors: on the device, being copied, on the host, being copied back.
 
-    not_offloaded --start_offload--> offload_started --release_activation_forward_gpu_memory--> offload_finished
-          ^                                                                                            |
-          +------------release_all_memory------------ reload_started <------------start_reload---------+
+```text
+not_offloaded --start_offload--> offload_started --release_activation_forward_gpu_memory--> offload_finished
+      ^                                                                                            |
+      +------------release_all_memory------------ reload_started <------------start_reload---------+
+```
 
 A tensor that is saved several times, or in several views of the same memory, is copied once. Tensors are copied in the
 order in which their values became available, and are copied back in the opposite order, in which a backward reads them.

@@ -63,7 +63,7 @@ class FusibleOperation(torch.nn.Module, metaclass=ABCMeta):
     @property
     @abstractmethod
     def is_fused_op(self) -> bool:
-        """Whether the operation stands for several basic operations."""
+        """Whether the operation represents several basic operations."""
 
     def pre_first_fuser_forward(self) -> None:
         """Prepare the operation before its first forward pass, for example by allocating deferred parameters."""
@@ -156,11 +156,11 @@ class FusibleOperation(torch.nn.Module, metaclass=ABCMeta):
         return fuser(input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy creates a new fuser."""
+        """Copy the state without the fuser, which a copy recreates."""
         return {name: value for name, value in self.__dict__.items() if name != "_own_fuser"}
 
     def basic_operations(self) -> list[BasicOperation]:
-        """Return the basic operations that this operation stands for, in order."""
+        """Return the basic operations that this operation consists of, in order."""
         raise NotImplementedError(
             f"{type(self).__name__} derives from neither BasicOperation nor FusedOperation"
         )
@@ -231,7 +231,7 @@ class BasicOperation(Channels, RecipeSlots, FusibleOperation, metaclass=ABCMeta)
         """Compute the forward pass.
 
         Args:
-            ctx: Context, which saves what the backward pass needs.
+            ctx: Context, which saves the tensors that the backward pass reads.
             input_: The input.
             prev_op_grad_output_quantizer: Quantizer of the previous operation's output gradient, or None.
             next_op_input_quantizer: Quantizer of the next operation's input, or None. The operation may return its
